@@ -1,8 +1,7 @@
-"""Linear layers of many rows with weights of four bits: the weight is unpacked into 16 bits, once a
-call, and cuBLAS multiplies. Written and read again, that costs less from 65 rows on than unpacking
-each tile as often as it is read.
+"""Linear layers of many rows with 4-bit weights: each call unpacks the weight to 16 bits and calls
+cuBLAS. From 65 rows on this costs less than unpacking each tile whenever it is read.
 
-A weight of int4 is rounded to 16 bits there; e2m1 with a power of two is exact in bf16.
+int4 values times their scales are rounded to 16 bits; e2m1 times a power of two is exact in bf16.
 """
 
 import torch
@@ -57,7 +56,7 @@ def _unpack(
 def dequantized(
     words: Tensor, scale: Tensor, zeros: Tensor | None, group: int, dtype: torch.dtype
 ) -> Tensor:
-    """What the codes mean: words int32 [..., K/8], scale [..., K/group] -> [..., K]."""
+    """The values of codes: words int32 [..., K/8], scale [..., K/group] -> [..., K]."""
     width = words.shape[-1]
     out = words.new_empty((*words.shape[:-1], width * 8), dtype=dtype)
     if rows := words.numel() // width:

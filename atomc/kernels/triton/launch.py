@@ -1,9 +1,9 @@
-"""What the Triton kernels share: where they run, how the rows of a tensor lie, and the start before
-the last one ends.
+"""Helpers of the Triton kernels: supported platforms, strides of rows, and programmatic dependent
+launch (PDL).
 
-A row is the last dimension of a tensor. The dimensions before it are told as three, (d0, d1, d2)
-with zero strides where a tensor has fewer, so that a kernel takes slices of a packed projection and
-transposed heads as they are.
+A row is the last dimension of a tensor. A kernel receives the sizes and strides of the dimensions
+before it as three, (d0, d1, d2), with stride zero for absent ones. It can therefore read slices of
+a packed projection and transposed heads without a copy.
 """
 
 import functools
@@ -23,14 +23,14 @@ MAX_DIMS = 4
 
 
 def not_nvidia(platform: Platform) -> Refusal | None:
-    """Why kernels whose tiles are chosen for NVIDIA GPUs do not run there."""
+    """Refuse platforms other than NVIDIA GPUs, for which the tiles were chosen."""
     if platform.is_cpu:
         return Refusal("hardware", "Triton kernels run on a GPU")
     return Refusal("hardware", "its tiles are chosen for NVIDIA GPUs") if platform.is_rocm else None
 
 
 def scattered(weight: Tensor, name: str = "the weight") -> Refusal | None:
-    """Unless a weight is a matrix of constant size whose rows follow each other."""
+    """Refuse a weight that is not a contiguous matrix of static size."""
     n, k = weight.shape
     if isinstance(n, int) and isinstance(k, int) and known_equal(weight.stride(0), k):
         return None
@@ -38,7 +38,7 @@ def scattered(weight: Tensor, name: str = "the weight") -> Refusal | None:
 
 
 def unfit(platform: Platform, **tensors: Tensor | None) -> Refusal | None:
-    """Why no kernel here can run there, or cannot read the rows of one of these tensors."""
+    """Refuse a CPU, and tensors whose rows the kernels of this folder cannot read."""
     if platform.is_cpu:
         return Refusal("hardware", "Triton kernels run on a GPU")
     for name, tensor in tensors.items():
@@ -62,12 +62,12 @@ def num_rows(x: Tensor) -> int:
 
 
 def by_fours(x: Tensor) -> Tensor:
-    """Contiguous values of 16 bits, four at a time."""
+    """Contiguous 16-bit values, viewed as int64 with four values each."""
     return (x.clone() if x.storage_offset() % 4 else x).view(torch.int64)
 
 
 def inner_sizes(x: Tensor) -> tuple[int, int]:
-    """d1 and d2 of the rows of x. d0 is left out: nothing is divided by it."""
+    """d1 and d2 of the rows of x; a kernel does not need d0."""
     return x.shape[1] if x.dim() > 3 else 1, x.shape[-2] if x.dim() > 2 else 1
 
 
@@ -79,8 +79,8 @@ def row_strides(x: Tensor) -> tuple[int, int, int]:
 
 @functools.cache
 def overlap(device: torch.device) -> dict[str, Any]:
-    """Launch arguments of a kernel that waits by itself: from Hopper on, it may start before the
-    last one has ended.
+    """Launch arguments of a kernel that calls `wait_for_last`: on Hopper and later it may start
+    before the preceding kernel ends.
     """
     if (
         device.type != "cuda"
@@ -93,42 +93,36 @@ def overlap(device: torch.device) -> dict[str, Any]:
 
 @functools.cache
 def at_most_64_registers(device: torch.device) -> dict[str, Any]:
-    """Launch arguments of a program of four warps of which eight are to fit a multiprocessor of
-    NVIDIA's.
-    """
-    # H200, add_rms_norm_quant of 1,024 rows of 4,096 to fp8, us as it comes (72 registers) and with
-    # 64: 9.8 and 8.7.
+    """Launch arguments that let eight programs of four warps run on one NVIDIA multiprocessor."""
+    # H200, add_rms_norm_quant of 1,024 rows of 4,096 to fp8, us: 9.8 with 72 registers, which the
+    # compiler chooses, and 8.7 with 64.
     return {"maxnreg": 64} if device.type == "cuda" and not torch.version.hip else {}
 
 
 @triton.jit
 def wait_for_last(PDL: tl.constexpr):
-    """Wait until all that kernels before this one write is there. Stands before every load and
-    every store.
-    """
+    """Wait until the writes of preceding kernels are visible. Call it before any load or store."""
     if PDL:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def let_next_start(PDL: tl.constexpr):
-    """The next kernel may take its place on the device: it is launched when all programs are here,
-    and then waits.
-    """
+    """Allow the launch of the next kernel, once all programs have called this; it then waits."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def begin(PDL: tl.constexpr):
-    """The start of a short kernel."""
+    """Start a short kernel: let the next one start, then wait for the last one."""
     let_next_start(PDL)
     wait_for_last(PDL)
 
 
 @triton.jit
 def row_offset(row, d1, d2, s0, s1, s2):
-    """Where rows (numbers in an int32 tensor) begin."""
+    """Offsets of the first elements of rows, which are given by number as an int32 tensor."""
     outer = row // d2
     return (
         (outer // d1).to(tl.int64) * s0

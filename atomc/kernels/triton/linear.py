@@ -1,7 +1,6 @@
-"""Linear layers of a few rows in Triton: all that counts is how fast the weight comes out of
-memory.
+"""Linear layers of few rows in Triton, which are bound by the bandwidth of reading the weight.
 
-A program owns some rows of the weight and sums over all of K, in parts that it adds in a fixed
+A program takes some rows of the weight and sums over all of K, in parts that it adds in a fixed
 order at the end. M rows of x, N rows of the weight, K columns.
 """
 
@@ -53,8 +52,8 @@ def _by_multiplying(
     PDL: tl.constexpr,
 ):
     first = tl.program_id(0) * BLOCK_N
-    # Three dimensions from the start: expanded later, one of the two would change its layout at
-    # each step.
+    # Three dimensions from the start: with a later expansion, one of the operands would be
+    # converted to another layout in each step.
     m = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None, None]
     n = (first + tl.arange(0, BLOCK_N))[None, :, None]
     k = tl.arange(0, BLOCK_K)[None, None, :]
@@ -99,7 +98,7 @@ def _by_tensor_core(
     first = tl.program_id(0) * BLOCK_N
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = first + tl.arange(0, BLOCK_N)
-    # K in PARTS, each of its own warps.
+    # K is split into PARTS, each computed by its own warps.
     LENGTH: tl.constexpr = (K + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K) * BLOCK_K
     k = tl.arange(0, PARTS)[:, None, None] * LENGTH + tl.arange(0, BLOCK_K)[None, None, :]
     x_at = x_ptr + row_offset(m, d1, d2, x0, x1, x2)[None, :, None] + k
@@ -114,7 +113,7 @@ def _by_tensor_core(
             weight_at + start, (n < N)[None, :, None] & (k < K - start), 0.0, cache_modifier=".cg"
         )
         x = tl.load(x_at + start, (m < M)[None, :, None] & (k < K - start), 0.0)
-        # The instruction takes 16 rows and 8 columns.
+        # The MMA instruction is 16 rows by 8 columns.
         if BLOCK_M < 16:
             sums = tl.dot(weight, tl.permute(x, (0, 2, 1)), sums)
         else:
@@ -137,11 +136,10 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tens
     n, k = weight.shape
     out = x.new_empty((*x.shape[:-1], n))
     if rows := num_rows(x):
-        # H200, us a layer without attention, the next kernel let in before / after the loop. One
-        # row: Qwen3-0.6B
-        # 17.6 / 17.1, 8B 96 / 104. Two rows: 0.6B 23.6 / 19.9. By tensor core, 8 rows: 0.6B 26.8 /
-        # 22.2, 8B 110 / 107. With the weight prefetched into the L2 cache before the wait, 8B took
-        # 109 at one row and 128 at eight.
+        # H200, us of a layer without attention, with the next kernel released before / after the
+        # loop. One row: Qwen3-0.6B 17.6 / 17.1, 8B 96 / 104. Two rows: 0.6B 23.6 / 19.9. Tensor
+        # cores, 8 rows: 0.6B 26.8 / 22.2, 8B 110 / 107. With the weight prefetched into the L2
+        # cache before the wait, 8B took 109 with one row and 128 with eight.
         early = {"EARLY": rows == 1 and k >= 4096}
         kernel, more = (
             (_by_tensor_core, {"PARTS": tile.parts}) if tile.parts else (_by_multiplying, early)

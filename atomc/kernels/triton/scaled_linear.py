@@ -1,9 +1,9 @@
-"""Linear layers of a few rows whose operands are codes of 8 bits, in Triton: the weight is read
-once, as fast as it comes.
+"""Linear layers of few rows with 8-bit operands, in Triton, bound by the bandwidth of reading the
+weight.
 
-A program owns some rows of the weight and sums over all of K. Scales of whole rows multiply the
-sum; those of blocks of columns multiply what each block adds to it. M rows of x, N rows of the
-weight, K columns, G blocks of columns.
+A program takes some rows of the weight and sums over all of K. Scales of rows multiply the sum;
+scales of blocks of columns multiply the sum of each block. M rows of x, N rows of the weight, K
+columns, G blocks of columns.
 """
 
 import math
@@ -45,8 +45,8 @@ def finished(
     weight_row,
     BLOCKS: tl.constexpr,
 ):
-    """Sums in fp32, with the scales of rows, unless blocks had theirs, and the bias. m and n as the
-    dimensions of sums.
+    """The sums in fp32, times the scales of rows unless BLOCKS, plus the bias. m and n broadcast
+    to the shape of the sums.
     """
     out = sums.to(tl.float32)
     if not BLOCKS:
@@ -143,14 +143,14 @@ def _by_tensor_core(
     first = tl.program_id(0) * BLOCK_N
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = first + tl.arange(0, BLOCK_N)
-    # K in PARTS, each of its own warps.
+    # K is split into PARTS, each computed by its own warps.
     LENGTH: tl.constexpr = (K + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K) * BLOCK_K
     part = tl.arange(0, PARTS)
     k = part[:, None, None] * LENGTH + tl.arange(0, BLOCK_K)[None, None, :]
     x_at = x_ptr + m.to(tl.int64)[None, :, None] * K + k
     weight_at = weight_ptr + n.to(tl.int64)[None, :, None] * K + k
     WIDE: tl.constexpr = tl.int32 if WHOLE else tl.float32
-    # The instruction takes 16 rows and 8 columns.
+    # The MMA instruction is 16 rows by 8 columns.
     SWAP: tl.constexpr = BLOCK_M < 16
     wait_for_last(PDL)
     sums = tl.zeros((PARTS, BLOCK_N if SWAP else BLOCK_M, BLOCK_M if SWAP else BLOCK_N), WIDE)
@@ -206,8 +206,8 @@ def _by_tensor_core(
 def steps(
     x: Tensor, x_scale: Tensor, weight_scale: Tensor, blocks: bool
 ) -> tuple[Tensor, int, int, int]:
-    """x_scale by rows, its steps to the next row and group, and that of weight_scale to the next
-    row (of blocks).
+    """x_scale by rows, its strides of rows and groups, and the stride of rows (or of rows of
+    blocks) of weight_scale.
     """
     if blocks:
         by_row = x_scale.reshape(num_rows(x), -1)
@@ -275,7 +275,7 @@ def refuse_scaled_linear(
         not_nvidia(platform)
         or unlike((torch.float8_e4m3fn, torch.int8), x=x, weight=weight)
         or no_fp8_products(platform, x.dtype)
-        # Sums of fp8 products are not exact enough for more than 16 bits.
+        # Sums of fp8 products are too inexact for fp32 results.
         or wrong_result(HALVES if x.dtype == torch.float8_e4m3fn else FLOATS, out_dtype)
         or unlike(FLOATS, bias=bias)
         or (Refusal("shape", f"blocks of {block}: written for {BLOCK}") if block != BLOCK else None)

@@ -1,9 +1,8 @@
-"""Linear layers of many rows whose operands are codes of 8 bits, in Triton: a matrix product in
-tiles.
+"""Linear layers of many rows with 8-bit operands, in Triton: a tiled matrix product.
 
-For blocks of 128 each block's sum is multiplied by its two scales in fp32. The tensor core adds
-products of fp8 with 14 bits; here at most 128 of them before a sum in fp32 takes over. Letters as
-in scaled_linear.py.
+With blocks of 128, the sum of each block is multiplied by its two scales in fp32. Tensor cores
+accumulate fp8 products with 14 bits; here at most 128 products, before the sum is added in fp32.
+Letters as in scaled_linear.py.
 """
 
 from typing import Any
@@ -42,8 +41,8 @@ def _tiles(
     BLOCK_K: tl.constexpr,
     TALL: tl.constexpr,
 ):
-    # Programs that run at the same time lie in a band of TALL tiles of x, so that what they read
-    # stays in the L2 cache.
+    # Programs that run at the same time share a band of TALL tiles of x, so that their operands
+    # stay in the L2 cache.
     program, across, down = tl.program_id(0), tl.cdiv(N, BLOCK_N), tl.cdiv(M, BLOCK_M)
     top = program // (TALL * across) * TALL
     height = tl.minimum(down - top, TALL)

@@ -1,5 +1,4 @@
-"""Linear layers with weights of four bits, in Triton: codes are unpacked in registers, behind a
-weight read once.
+"""Linear layers with 4-bit weights in Triton; the codes are unpacked in registers.
 
 M rows of x, N rows of the weight, K columns, G groups of columns.
 """
@@ -35,7 +34,7 @@ TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.fl
 
 @triton.jit
 def one_of_four(values, NUMBER: tl.constexpr, SIXTEEN: tl.constexpr):
-    """The value with this number of the four of 16 bits in each int64, in fp32."""
+    """Value NUMBER of the four 16-bit values in each int64, in fp32."""
     half = (values >> NUMBER // 2 * 32).to(tl.int32)
     if tl.bfloat16 == SIXTEEN:
         bits = half & -0x10000 if NUMBER % 2 else half << 16
@@ -64,8 +63,9 @@ def _row(
     BLOCK_W: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row of x a program, all in fp32. SIXTEEN: the type of an x of 16 bits, which is read four
-    at a time, or None.
+    """One row of x per program, computed in fp32.
+
+    SIXTEEN  the type of a 16-bit x, which is read four values at a time, or None
     """
     WORDS: tl.constexpr = K // 8
     GROUPS: tl.constexpr = K // GROUP
@@ -79,12 +79,12 @@ def _row(
         word = start + tl.arange(0, BLOCK_W)[None, :]
         there = word < WORDS
         inside = (n < N) & there
-        # A thread takes a word at a time and the values of x that meet it: with several in a row,
-        # as it would read them by itself, x would have to go round through shared memory.
+        # A thread reads one word at a time, and its values of x. By default it would read several
+        # adjacent words, and x would be exchanged through shared memory.
         words = tl.load(
             words_ptr + tl.multiple_of(row * WORDS + word, (1, 1)), inside, 0, cache_modifier=".cg"
         )
-        # As if scales of neighbours lay in a row, which makes threads go along rows here, too.
+        # Claims that scales of neighbours are contiguous, so that threads go along rows here, too.
         group = tl.max_contiguous(
             tl.multiple_of(row * GROUPS + word // (GROUP // 8), (1, 1)), (1, BLOCK_W)
         )
@@ -140,15 +140,15 @@ def _rows(
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Several rows of x a program, on the tensor core, with values in NUMBER."""
+    """Several rows of x per program, on tensor cores, with operands of type NUMBER."""
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)[None, :, None]
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :, None]
-    # K in PARTS, each of its own warps.
+    # K is split into PARTS, each computed by its own warps.
     LENGTH: tl.constexpr = (K + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K) * BLOCK_K
     begin = tl.arange(0, PARTS)[:, None, None] * LENGTH
     word = begin // 8 + tl.arange(0, BLOCK_K // 8)[None, None, :]
     k = begin + tl.arange(0, BLOCK_K)[None, None, :]
-    # The instruction takes 16 rows and 8 columns.
+    # The MMA instruction is 16 rows by 8 columns.
     SWAP: tl.constexpr = BLOCK_M < 16
     wait_for_last(PDL)
     sums = tl.zeros((PARTS, BLOCK_N if SWAP else BLOCK_M, BLOCK_M if SWAP else BLOCK_N), tl.float32)
@@ -160,7 +160,7 @@ def _rows(
         words = tl.load(
             words_ptr + n.to(tl.int64) * (K // 8) + word_now, inside, 0, cache_modifier=".cg"
         )
-        # As if scales of neighbours lay in a row, but read one at a time: threads then go along
+        # Claims that scales of neighbours are contiguous, but reads one at a time: threads go along
         # rows, as for words.
         group_at = tl.multiple_of(n.to(tl.int64) * (K // GROUP) + group, (1, 1, 1))
         group_at = tl.max_contiguous(group_at, (1, 1, BLOCK_K // 8))
@@ -269,10 +269,10 @@ def multiply(
 
 
 def _number(x: Tensor) -> Any:
-    """In what products are computed: in that of x, and codes in bf16, which holds e4m3 and e2m1
-    with a power of two.
+    """The type of the operands: that of x; for codes bf16, which holds e4m3, and e2m1 times a power
+    of two.
     """
-    # fp16 holds few powers of two; fp32 is for the interpreter, which does not multiply bf16.
+    # The range of fp16 is too small. The interpreter does not multiply bf16, and uses fp32.
     if x.dtype in TRITON_DTYPE:
         return TRITON_DTYPE[x.dtype]
     return tl.bfloat16 if x.device.type == "cuda" else tl.float32
@@ -324,7 +324,7 @@ def refuse_linear_mxfp4(
 ) -> Refusal | None:
     return (
         unfit(platform, weight, weight_scale, bias)
-        # Not float16, which does not hold all powers of two that scales are. uint8: packed e2m1.
+        # Not float16, which cannot represent all scales. uint8: packed e2m1.
         or unlike((torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8), x=x)
         or wrong_result(FLOATS, out_dtype)
         or no_fp8_products(platform, x.dtype)
