@@ -56,11 +56,11 @@ def test_cudnn_takes_prompts_of_16_bits(width: int, dtype: torch.dtype) -> None:
     [
         (
             {"mask": torch.ones(7, 7, dtype=torch.bool)},
-            "torch's entry to cuDNN's attention does not support mask",
+            "torch's interface to cuDNN's attention does not support mask",
         ),
-        ({"sinks": torch.ones(8)}, "torch's entry to cuDNN's attention does not support sinks"),
-        ({"window": 5}, "torch's entry to cuDNN's attention does not support window"),
-        ({"softcap": 2.0}, "torch's entry to cuDNN's attention does not support softcap"),
+        ({"sinks": torch.ones(8)}, "torch's interface to cuDNN's attention does not support sinks"),
+        ({"window": 5}, "torch's interface to cuDNN's attention does not support window"),
+        ({"softcap": 2.0}, "torch's interface to cuDNN's attention does not support softcap"),
         (
             {"k": torch.ones(7, 2, 64)},
             "q is torch.bfloat16, k is torch.float32, v is torch.bfloat16: "

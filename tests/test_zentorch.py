@@ -270,7 +270,8 @@ def test_what_zentorch_computes_is_checked_in_a_process_of_its_own(
         reason = library.unproven(kind)
         assert reason is None if expected is None else reason.text.startswith(expected)
     assert (
-        library.checked() is library.checked() and 0 < library.checked().seconds < library.PATIENCE
+        library.checked() is library.checked()
+        and 0 < library.checked().seconds < library.CHECK_TIMEOUT
     )
 
 

@@ -1,8 +1,7 @@
-"""What quantized linears on x86 CPUs have in common, whoever multiplies. T rows, N outputs, K
-inputs, G groups.
+"""Checks and the last step of quantized linears on x86 CPUs, for all libraries. T rows, N outputs,
+K inputs, G groups.
 
-The libraries look neither at strides nor at the number and dtype of scales: what they would misread
-is refused here.
+The libraries check neither strides nor the number and dtype of scales; the refusals here do.
 """
 
 import torch
@@ -18,7 +17,7 @@ INT4PACK_GROUPS = (32, 64, 128, 256)
 def unlike_int8(
     platform: Platform, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor
 ) -> Refusal | None:
-    """Why these are no operands of an int8 product on an x86 CPU, or None."""
+    """Refuse operands other than those of an int8 product on an x86 CPU."""
     if reason := elsewhere(platform):
         return reason
     for name, dtype in {"x": x.dtype, "weight": weight.dtype}.items():
@@ -43,7 +42,7 @@ def unlike_int4(
     zeros: Tensor | None,
     group: int,
 ) -> Refusal | None:
-    """Why these are no operands of a product with int4 weights on an x86 CPU, or None."""
+    """Refuse operands other than those of a product with int4 weights on an x86 CPU."""
     if reason := elsewhere(platform):
         return reason
     if weight.dtype != torch.int32:
@@ -76,7 +75,7 @@ def unlike_int4pack(
     zeros: Tensor | None,
     group: int,
 ) -> Refusal | None:
-    """Why PyTorch's own kernel for int4 weights on a CPU cannot multiply these, or None."""
+    """Refuse operands that PyTorch's kernel for int4 weights on a CPU does not support."""
     if reason := unlike_int4(platform, x, weight, weight_scale, zeros, group):
         return reason
     if not platform.has("avx2"):
@@ -102,7 +101,7 @@ def elsewhere(platform: Platform) -> Refusal | None:
 
 
 def scattered(weight: Tensor) -> Refusal | None:
-    """Why a weight is no matrix whose rows follow each other, or None."""
+    """Refuse a weight that is not a contiguous matrix of static size."""
     if weight.dim() != 2 or not all(isinstance(size, int) for size in weight.shape):
         return Refusal("shape", "the weight is not a matrix of static size")
     return None if weight.is_contiguous() else Refusal("layout", "the weight is not contiguous")
@@ -121,8 +120,8 @@ def spelled(tensor: Tensor) -> str:
 def finish(
     total: Tensor, x: Tensor, x_scale: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """Sums [T, N] fp32, scaled by output, times the scales of the rows, plus bias: [..., N]. Uses
-    up `total`.
+    """The result [..., N]: `total` [T, N] fp32, which has the scales of outputs, times the scales
+    of rows, plus bias. Overwrites `total`.
     """
     out = total.view(*x.shape[:-1], total.shape[-1])
     if x_scale is not None:

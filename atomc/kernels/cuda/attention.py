@@ -1,8 +1,8 @@
-"""Attention without state by cuDNN: prompts of a fixed length, as `generate` with a static cache
-has them.
+"""Attention without state by cuDNN, for prompts of static length, as in `generate` with a static
+cache.
 
-Not over a paged cache: torch's entry to cuDNN takes no block tables and aligns a causal mask with
-the first key, and its form for ragged sequences plans anew at each call.
+Not for a paged cache: torch's interface to cuDNN takes no block tables and aligns a causal mask
+with the first key, and its form for ragged sequences builds a plan in each call.
 """
 
 import torch
@@ -38,7 +38,7 @@ def refuse_attention(
     return (
         older_than((8, 0), platform, "cuDNN's attention runs")
         or unsupported(
-            "torch's entry to cuDNN's attention",
+            "torch's interface to cuDNN's attention",
             mask=mask,
             sinks=sinks,
             window=window,
@@ -49,7 +49,7 @@ def refuse_attention(
         or _unplanned(q, k, v)
         or unaligned_heads(
             q, v, 256 if platform.capability == (9, 0) else 128
-        )  # heads of 256 are for Hopper alone
+        )  # only Hopper supports heads of 256
         or strided(q=q, k=k, v=v)
     )
 
@@ -77,7 +77,7 @@ def attention(
     if not q.numel() or not k.numel():
         return q.new_zeros((*q.shape[:-1], v.shape[-1]))
     q4, k4, v4 = (x.view(-1, *x.shape[-3:]).transpose(1, 2) for x in (q, k, v))
-    # The op itself: scaled_dot_product_attention would pick among its backends.
+    # Not scaled_dot_product_attention, which would choose among its backends.
     found = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q4, k4, v4, None, False, is_causal=causal, scale=scale
     )

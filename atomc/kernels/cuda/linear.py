@@ -1,6 +1,4 @@
-"""Linear layers by cuBLAS, where Triton's kernel for few rows has refused: it has all the
-others.
-"""
+"""Linear layers by cuBLAS, for all arguments that the Triton kernel for few rows refuses."""
 
 import torch
 import torch.nn.functional as F

@@ -1,5 +1,5 @@
-"""Attention over a paged cache, never split, with one tile for all steps: the keys of a row are
-summed from the first.
+"""Attention over a paged cache without splits, with one tile for all steps: the keys of a row are
+always summed from the first one.
 """
 
 import triton

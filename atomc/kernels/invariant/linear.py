@@ -1,5 +1,5 @@
-"""Linear layers in Triton with one tile for all numbers of rows. M rows of x, N rows of the weight,
-K columns.
+"""Linear layers in Triton with the same tile for any number of rows. M rows of x, N rows of the
+weight, K columns.
 """
 
 import torch

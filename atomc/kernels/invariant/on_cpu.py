@@ -1,7 +1,7 @@
-"""On a CPU: the calls for a row have the same shapes in every step.
+"""Batch-invariant kernels on a CPU: the torch calls for a row have the same shapes in every step.
 
-A matrix product takes TILE rows, the last ones padded; attention takes one token, whose keys are
-the same in any step.
+A matrix product takes TILE rows, with padding; attention takes one token, whose keys are the same
+in any step.
 """
 
 import torch
@@ -13,7 +13,7 @@ from atomc.kernels.torch.sequence import attend, gathered, no_scales
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
-# So many rows of a product cost little more than one, whose time goes into reading the weight.
+# A product of this number of rows costs little more than one row: reading the weight dominates.
 TILE = 8
 
 

@@ -1,5 +1,5 @@
-"""Linear layers in int8 by oneDNN over the weight as it lies: for one row, and where no copy can be
-kept.
+"""Linear layers in int8 by oneDNN with the unpacked weight: for one row, and for weights that
+cannot be prepared.
 """
 
 import torch

@@ -1,5 +1,5 @@
-"""Attention over the "contiguous" layout, on a CPU: a sequence is one block, so its keys are a
-slice of the cache.
+"""Attention over the "contiguous" layout on a CPU. A sequence is one block, and its keys a slice of
+the cache.
 """
 
 from torch import Tensor

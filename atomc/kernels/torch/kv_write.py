@@ -1,5 +1,5 @@
-"""Writes into caches without scales on a CPU, the same in both layouts; a block of the contiguous
-one is a sequence.
+"""Writes into caches without scales on a CPU, for both layouts; in the contiguous one a block is a
+sequence.
 """
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from atomc.kernels.torch.sequence import refuse_kv_write, write
 @ops.kv_write.kernel("torch", layout="contiguous", refuses=refuse_kv_write)
 @ops.kv_write.kernel(
     "torch", layout="paged", refuses=refuse_kv_write
-)  # the first choice: it is registered first
+)  # registered first, and therefore preferred
 def kv_write(
     k: Tensor,
     v: Tensor,
@@ -27,7 +27,7 @@ def kv_write(
 @ops.rope_kv_write.kernel("torch", layout="contiguous", refuses=refuse_kv_write)
 @ops.rope_kv_write.kernel(
     "torch", layout="paged", refuses=refuse_kv_write
-)  # the first choice: it is registered first
+)  # registered first, and therefore preferred
 def rope_kv_write(
     q: Tensor,
     k: Tensor,
@@ -48,7 +48,7 @@ def rope_kv_write(
 @ops.qk_norm_rope_kv_write.kernel("torch", layout="contiguous", refuses=refuse_kv_write)
 @ops.qk_norm_rope_kv_write.kernel(
     "torch", layout="paged", refuses=refuse_kv_write
-)  # the first choice: it is registered first
+)  # registered first, and therefore preferred
 def qk_norm_rope_kv_write(
     q: Tensor,
     k: Tensor,

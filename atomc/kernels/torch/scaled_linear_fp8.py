@@ -1,5 +1,5 @@
-"""Linear layers in fp8 on CPUs, which multiply none, where no glue compiler makes loops of the
-meaning.
+"""Linear layers in fp8 on CPUs, which have no fp8 instructions, where no glue compiler fuses the
+reference.
 """
 
 import torch

@@ -1,8 +1,8 @@
-"""Attention of a few new tokens over dense keys, with any mask: what a static cache of transformers
-asks for.
+"""Attention of few new tokens over dense keys, with any mask, as with a static cache of
+transformers.
 
-A program takes all query rows that share a key/value head against one split of the keys, and looks
-at the mask before it reads keys: what nobody sees costs one look. T new tokens, S keys, N query
+A program computes all query rows that share a key/value head against one split of the keys. It
+reads the mask before the keys, and skips tiles that no row sees. T new tokens, S keys, N query
 heads, K key/value heads, G = N / K.
 """
 
@@ -120,7 +120,7 @@ def _attend(
             )
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
             if SOFTCAP:
-                # cap * tanh(scores / cap): the sigmoid overflows for no score.
+                # cap * tanh(scores / cap), by a sigmoid, which does not overflow.
                 scores = 2.0 * tl.sigmoid(scores * inner) - 1.0
             scores = scores * unit
             if MASK == 2:
@@ -131,7 +131,8 @@ def _attend(
                 )
                 added = added.to(tl.float32)
                 seen = seen & (added != -float("inf"))
-                # The smallest number, a mask of transformers', must not become -inf in base 2.
+                # Masks of transformers use the smallest finite number, which must not become -inf
+                # in base 2.
                 scores += tl.maximum(added * LOG2_E, -3.4e38)
             scores = tl.where(seen, scores, -float("inf"))
             highest = tl.maximum(peak, tl.max(scores, 1))
@@ -142,7 +143,7 @@ def _attend(
             acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
             peak = highest
 
-    total = tl.where(total == 0.0, 1.0, total)  # a row that sees no key is zero
+    total = tl.where(total == 0.0, 1.0, total)  # a row that sees no key has the result 0
     acc = acc / total[:, None]
     out_row = ((batch * T + token) * N + head) * tl.num_programs(2) + split
     if SPLIT:
@@ -209,7 +210,7 @@ def attention(
     if not out.numel():
         return out
     group = num_heads // kv_heads
-    # 2 programs a multiprocessor, each with at least two tiles of keys.
+    # Two programs per multiprocessor, each with at least two tiles of keys.
     splits = min(
         2 * multiprocessors(q.device) // (batch * kv_heads),
         triton.cdiv(num_keys, 2 * BLOCK_N),

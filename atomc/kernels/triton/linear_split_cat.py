@@ -1,9 +1,8 @@
 """Keys and values of all heads from the latent of multi-head latent attention, in Triton: one
-product in few bits, whose result goes to where keys and values lie, and the rotated keys beside
-them.
+quantized product, whose result is written to the keys and values, and the copy of the rotated keys.
 
-Codes are multiplied as fp16, which holds each exactly, and added up in fp32: what fp8 products gain
-in speed over those of fp16 is left out, and no device is.
+Codes are multiplied as fp16, which represents each exactly, and accumulated in fp32. This runs on
+every device; the higher speed of fp8 products is not used.
 """
 
 import torch
@@ -75,9 +74,7 @@ def _linear_split_cat(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Axis 1: tiles of the weight's rows, and behind them tiles of the rotated keys' columns, those
-    of all heads.
-    """
+    """Axis 1 of the grid: tiles of the weight's rows, then tiles of all heads' rotated keys."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     tiles = tl.cdiv(N, BLOCK_N)
     tile = tl.program_id(1)
@@ -133,7 +130,7 @@ def _linear_split_cat(
         )
         tl.store(v_ptr + at * V + column - P, acc, inside & (column >= P))
     else:
-        # A name has one type in both branches, so these are others.
+        # Triton gives a name one type in both branches; these names differ from those above.
         turned = (tile - tiles) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         head = row * HEADS + turned // R
         there = (row < rows) & (turned < HEADS * R)
@@ -170,8 +167,8 @@ def refuse_linear_split_cat(
 
 
 def _scale_rows(x_scale: Tensor) -> tuple[int, ...]:
-    """d1, d2, the strides of the rows' scales, and of a row's groups; zeros where all rows have
-    one.
+    """d1, d2, the strides of the rows of scales, and of groups; zero strides if all rows share a
+    scale.
     """
     if x_scale.numel() == 1:
         return 1, 1, 0, 0, 0, 0

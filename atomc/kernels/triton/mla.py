@@ -1,9 +1,9 @@
 """Multi-head latent attention in Triton: the rotation of queries and keys with the write into the
-latent cache, and the product that brings queries to the latent space before it, in few bits.
+latent cache, and, fused with it, the quantized product that projects queries to the latent space.
 
-A program takes the query rows of some tokens, or writes some tokens into the cache. In the product
-a query is quantized in registers; codes are multiplied as fp16, which holds each exactly, and added
-up in fp32.
+A program takes the query rows of some tokens, or writes some tokens into the cache. The product
+quantizes queries in registers; codes are multiplied as fp16, which represents each exactly, and
+accumulated in fp32.
 """
 
 import torch
@@ -56,7 +56,7 @@ from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 MAX_WIDTH = 2048
-# Of the product's tiles: tokens, and columns of the latent. Not measured on any GPU.
+# Tile of the product: tokens, and columns of the latent. Not measured on any GPU.
 BLOCK_M, BLOCK_L = 16, 64
 
 
@@ -95,8 +95,8 @@ def _write(
     CODES: tl.constexpr,
     BY_BITS: tl.constexpr,
 ):
-    """The tokens `row` [ROWS, 1] into the cache: the latent, and behind it the rotated key (as it
-    is without STYLE).
+    """Write the tokens `row` [ROWS, 1] into the cache: the latent, then the key, rotated unless
+    STYLE is "".
     """
     slot = tl.load(slots_ptr + row, row < rows, -1)
     inside = slot >= 0
@@ -179,7 +179,7 @@ def _rotate_query(
     BLOCK_REST: tl.constexpr,
     STYLE: tl.constexpr,
 ):
-    """Query rows (token * heads + head) behind column L of what is returned."""
+    """Rotate query rows (token * heads + head) into the columns of the result from L on."""
     a, b, rest = rotated(
         q_pe_ptr,
         row_offset(row, d1, heads, p0, p1, p2),
@@ -435,8 +435,8 @@ def _product(
     Q_BY_BITS: tl.constexpr,
     MX_BIAS: tl.constexpr,
 ):
-    """Query rows of one head, quantized, times the weight's rows from `first` on: [BLOCK_M,
-    BLOCK_L] in fp32.
+    """Query rows of one head, quantized, times BLOCK_L rows of the weight from `first` on:
+    [BLOCK_M, BLOCK_L] in fp32.
     """
     acc = tl.zeros([BLOCK_M, BLOCK_L], tl.float32)
     out = first + tl.arange(0, BLOCK_L)
@@ -445,7 +445,7 @@ def _product(
         p = start + tl.arange(0, BLOCK_P)
         q = tl.load(q_ptr + q_at + p[None, :], inside & (p < P)[None, :], 0.0).to(tl.float32)
         there = (out < L)[:, None] & (p < P)[None, :]
-        # A block is a group, which has a scale of its own.
+        # A block of columns is a group with one scale.
         if SCHEME == "fp8":
             LARGEST: tl.constexpr = 240.0 if W_CODES == "fnuz" else 448.0
             scale = amax_scale(q, 1, LARGEST)[:, None]
@@ -534,8 +534,8 @@ def _bmm_rope_kv_write(
     BY_BITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Axis 1: each head's tiles of the latent, the first of which rotates its queries, and one that
-    writes the cache.
+    """Axis 1 of the grid: the tiles of the latent of each head, of which the first also rotates the
+    queries; then one program that writes the cache.
     """
     TILES: tl.constexpr = (L + BLOCK_L - 1) // BLOCK_L
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
@@ -658,7 +658,7 @@ def refuse_mla_kv_write(
 
 
 def _latent_rows(kv_c: Tensor) -> tuple[int, int, int, int]:
-    """d2 and the strides of d0, d1 and d2, of which d0 is one."""
+    """d2, and the strides of d0, d1 and d2; the size d1 of a latent is 1."""
     return inner_sizes(kv_c)[1], *row_strides(kv_c)
 
 
@@ -721,7 +721,7 @@ def refuse_mla_rope_kv_write(
 
 
 def _result(q_nope: Tensor, latent: int, q_pe: Tensor, cos: Tensor) -> tuple[Tensor, torch.dtype]:
-    """Room for the queries, and the dtype in which they rotate."""
+    """Empty queries, and the dtype in which they are rotated."""
     turned = torch.promote_types(q_pe.dtype, cos.dtype)
     shape = (*q_nope.shape[:-1], latent + q_pe.shape[-1])
     return q_nope.new_empty(shape, dtype=torch.promote_types(q_nope.dtype, turned)), turned

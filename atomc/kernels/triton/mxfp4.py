@@ -10,7 +10,7 @@ import triton.language as tl
 def e8m0_values(code):
     """2^(code - 127) in fp32; 255 is NaN."""
     code = code.to(tl.int32)
-    # 2^-127 is below the normal numbers.
+    # 2^-127 is a subnormal.
     bits = tl.where(code == 0, 0x400000, code << 23)
     return tl.where(code == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
 
@@ -27,6 +27,6 @@ def e2m1_values(code):
 
 @triton.jit
 def e2m1_rows(rows_ptr, column, inside):
-    """fp16 values of packed rows at these columns; rows_ptr points to where each row begins."""
+    """fp16 values of packed rows at these columns; rows_ptr points to their first bytes."""
     packed = tl.load(rows_ptr + column // 2, inside, 0).to(tl.int32)
     return e2m1_values((packed >> ((column % 2) * 4)) & 15).to(tl.float16)

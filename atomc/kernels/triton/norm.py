@@ -1,7 +1,5 @@
-"""Norms in Triton: a row is read once and stays in registers, and is rounded where the meaning
-rounds.
-
-A program takes one wide row or several narrow ones.
+"""Norms in Triton: a row is read once, stays in registers, and is rounded where the reference
+rounds. A program takes one wide row or several narrow ones.
 """
 
 from typing import Any
@@ -44,8 +42,8 @@ def row_sum(x_ptr, residual_ptr, sum_ptr, x_at, residual_at, sum_at, inside, ADD
 
 @triton.jit
 def weighted(y, weight, DTYPE: tl.constexpr, STYLE: tl.constexpr):
-    """The normalised y times the weight, both fp32, rounded as the style says; DTYPE is that of the
-    norm's input.
+    """The normalized y times the weight, both fp32, rounded as the style requires; DTYPE is the
+    dtype of the norm's input.
     """
     if STYLE == "after":
         return weight * y.to(DTYPE).to(tl.float32)
@@ -172,7 +170,7 @@ def _layer_norm(
 
 
 def tile_for(x: Tensor, columns: int) -> dict[str, int]:
-    """The launch arguments for the rows of x, of so many columns in the result."""
+    """The launch arguments for the rows of x, with this number of columns in the result."""
     block = triton.next_power_of_2(columns)
     return NORM.choose(x.device, num_rows(x), block).launch(block)
 

@@ -1,8 +1,7 @@
-"""RMSNorm that writes its result quantized, in Triton: a row is read once and stays in registers.
+"""RMSNorm with a quantized result, in Triton: a row is read once and stays in registers.
 
-Codes may differ from the meaning's where the order in which squares are added moves a value over
-the border between two:
-tests/test_kernels.py holds them to neighbours, and few.
+The order in which squares are added can move a value across the border between two codes; tests
+allow this for few codes, by one step.
 """
 
 import torch

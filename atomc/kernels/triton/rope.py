@@ -1,8 +1,7 @@
-"""Rotary positions in Triton, behind the q/k norms and with the write into a paged cache where the
-op says so.
+"""RoPE in Triton, optionally after q/k norms and with the write into a paged cache.
 
-A program takes a few rows of q or of k, each one head of one token. A row is in three parts: the
-two that rotate into each other, R/2 wide, and the rest that passes through.
+A program takes a few rows of q or of k, each one head of one token. A row has three parts: the two
+halves that are rotated, R/2 wide each, and the rest, which passes through.
 """
 
 import torch
@@ -50,7 +49,7 @@ def _parts(
     BLOCK_REST: tl.constexpr,
     STYLE: tl.constexpr,
 ):
-    """The two rotating parts and the rest of rows that begin at `at`, in fp32."""
+    """The two rotated halves and the rest of rows at offsets `at`, in fp32."""
     i = tl.arange(0, BLOCK)[None, :]
     first, second = i, i + HALF
     if STYLE == "gptj" or STYLE == "pairs_to_half":
@@ -81,7 +80,7 @@ def store_parts(
     CODES: tl.constexpr,
     BY_BITS: tl.constexpr,
 ):
-    """Write the parts of rows that begin at `at`, as a cache holds them."""
+    """Store the parts of rows at offsets `at`, converted for a cache."""
     DTYPE: tl.constexpr = ptr.dtype.element_ty
     i = tl.arange(0, BLOCK)[None, :]
     first, second = i, i + HALF
@@ -118,8 +117,8 @@ def rotated(
     NORM: tl.constexpr,
     STYLE: tl.constexpr,
 ):
-    """The parts of rows that begin at `at`, normed unless NORM is "" (rounded to NORMED) and
-    rotated (to OUT).
+    """The parts of rows at offsets `at`, normalized (and rounded to NORMED) unless NORM is "", and
+    rotated (and rounded to OUT).
     """
     a, b, rest = _parts(x_ptr, at, inside, D, HALF, BLOCK, BLOCK_REST, STYLE)
     if NORM != "":
@@ -418,14 +417,14 @@ def _rope_kv_write(
 
 
 def _warps(rows_a_program: int) -> int:
-    # H200, qk_norm_rope_kv_write of 48 heads of 128, us with a warp for 1 / 2 / 4 rows: 1 token 2.2
-    # / 2.0 / 1.7, 64 tokens
-    # 2.4 / 2.2 / 2.0, 1,024 tokens 10.3 / 9.3 / 9.3, 65,536 tokens 517 / 416 / 397.
+    # H200, qk_norm_rope_kv_write of 48 heads of 128, us with a warp per 1 / 2 / 4 rows: 1 token 2.2
+    # / 2.0 / 1.7, 64 tokens 2.4 / 2.2 / 2.0, 1,024 tokens 10.3 / 9.3 / 9.3, 65,536 tokens 517 / 416
+    # / 397.
     return rows_a_program // 4
 
 
 def table_strides(table: Tensor, x: Tensor) -> tuple[int, int, int]:
-    """The strides by which a table follows the rows of x, zero where it is broadcast."""
+    """The strides of a table for the rows of x, zero where it is broadcast."""
     strides = [0] * (x.dim() - table.dim())
     strides += [
         0 if size == 1 else step
@@ -436,7 +435,7 @@ def table_strides(table: Tensor, x: Tensor) -> tuple[int, int, int]:
 
 
 def cut_rows(x: Tensor, cos: Tensor, style: str) -> dict[str, int]:
-    """How a row of x is cut, as launch arguments."""
+    """The parts of a row of x, as launch arguments."""
     half = cos.shape[-1] // 2 if style == "neox" else cos.shape[-1]
     rest = x.shape[-1] - 2 * half
     return {
@@ -448,8 +447,8 @@ def cut_rows(x: Tensor, cos: Tensor, style: str) -> dict[str, int]:
 
 
 def _new_rows(x: Tensor, cos: Tensor, style: str, dtype: torch.dtype) -> Tensor:
-    """What the rotated x is written to. The meaning concatenates, unless it rotates whole rows by
-    full-width tables.
+    """Empty rows for the rotated x. They are contiguous as in the reference, which concatenates
+    unless full-width tables rotate whole rows.
     """
     whole = style == "neox" and cos.shape[-1] == x.shape[-1]
     return torch.empty_like(
@@ -544,7 +543,7 @@ def _unrotatable_pair(
     norm_style: str = "after",
     rope_style: str = "neox",
 ) -> Refusal | None:
-    """Why q and k cannot be rotated by these tables in one launch here."""
+    """Refuse q and k that cannot be rotated by these tables in one launch."""
     if reason := (
         unknown(RMS_NORM_STYLES, style=norm_style)
         or unfit(platform, q=q, k=k, q_weight=q_weight, k_weight=k_weight)

@@ -1,5 +1,5 @@
-"""Few rows of linear layers with int4 weights by zentorch: where PyTorch's kernel, which is faster,
-is no choice.
+"""Linear layers of few rows with int4 weights by zentorch, where PyTorch's kernel, which is faster,
+does not support the arguments.
 """
 
 from torch import Tensor

@@ -11,8 +11,8 @@ from atomc.platform import Platform
 
 
 def _scales(weight_scale: Tensor) -> Prepared:
-    """One an output; and the scale and zero points that say nothing, as the op wants them: x's
-    scales are applied later.
+    """One scale per output; and a scale of 1 and zero points of 0 for x, whose scales are applied
+    afterwards.
     """
     count = weight_scale.numel()
     zeros = torch.zeros(count, dtype=torch.int32)
