@@ -7,7 +7,6 @@ one. Sizes and strides are compared without adding guards to the graph.
 """
 
 from collections.abc import Collection
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,7 +54,7 @@ def unlike(dtypes: Collection[torch.dtype], **tensors: Tensor | None) -> Refusal
     )
 
 
-def _listed(choices: Collection[Any]) -> str:
+def _listed(choices: Collection[torch.dtype] | Collection[int]) -> str:
     return " or ".join(map(str, choices))
 
 
@@ -85,7 +84,7 @@ def unlike_shapes(x: Tensor, **others: Tensor | None) -> Refusal | None:
     return None
 
 
-def too_wide(width: Any, most: int, what: str = "rows") -> Refusal | None:
+def too_wide(width: int, most: int, what: str = "rows") -> Refusal | None:
     return (
         Refusal("shape", f"{what} of {width} exceed the limit of {most}") if width > most else None
     )
@@ -141,7 +140,7 @@ def scattered_blocks(*caches: Tensor) -> Refusal | None:
     return None
 
 
-def unsupported(kernel: str, **arguments: Any) -> Refusal | None:
+def unsupported(kernel: str, **arguments: Tensor | float | None) -> Refusal | None:
     """Refuse if one of these optional arguments is given; None, 0 and False count as absent."""
     for name, value in arguments.items():
         if isinstance(value, Tensor) or value:

@@ -147,7 +147,9 @@ def _driver() -> Any:
         return SimpleNamespace(launcher_cls=lambda source, metadata: None)
 
 
-def _compile(driver: Any, module: str, name: str, target: list[Any], specialization: str) -> None:
+def _compile(
+    driver: Any, module: str, name: str, target: list[str | int], specialization: str
+) -> None:
     driver.get_current_device = lambda: 0
     driver.get_current_target = lambda: GPUTarget(*target)
     kernel = operator.attrgetter(name)(importlib.import_module(module)).preload(specialization)

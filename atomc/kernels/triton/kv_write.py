@@ -5,8 +5,6 @@ kind of its codes, "fn" or "fnuz", and "" for other caches. Codes equal those of
 for bit.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -182,7 +180,7 @@ def in_bytes(cache: Tensor) -> Tensor:
     return cache.view(torch.uint8) if cache.dtype in FP8 else cache
 
 
-def codes_of(cache: Tensor) -> dict[str, Any]:
+def codes_of(cache: Tensor) -> dict[str, str | bool]:
     """Launch arguments that describe the elements of a cache to a kernel that writes it.
 
     Fused multiply-add is disabled for codes. It would be more accurate, but where product and sum

@@ -7,7 +7,6 @@ a packed projection and transposed heads without a copy.
 """
 
 import functools
-from typing import Any
 
 import torch
 import triton
@@ -20,6 +19,7 @@ from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 MAX_DIMS = 4
+TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def not_nvidia(platform: Platform) -> Refusal | None:
@@ -78,7 +78,7 @@ def row_strides(x: Tensor) -> tuple[int, int, int]:
 
 
 @functools.cache
-def overlap(device: torch.device) -> dict[str, Any]:
+def overlap(device: torch.device) -> dict[str, bool]:
     """Launch arguments of a kernel that calls `wait_for_last`: on Hopper and later it may start
     before the preceding kernel ends.
     """
@@ -92,7 +92,7 @@ def overlap(device: torch.device) -> dict[str, Any]:
 
 
 @functools.cache
-def at_most_64_registers(device: torch.device) -> dict[str, Any]:
+def at_most_64_registers(device: torch.device) -> dict[str, int]:
     """Launch arguments that let eight programs of four warps run on one NVIDIA multiprocessor."""
     # H200, add_rms_norm_quant of 1,024 rows of 4,096 to fp8, us: 9.8 with 72 registers, which the
     # compiler chooses, and 8.7 with 64.

@@ -31,6 +31,7 @@ from atomc.kernels.triton.kv_write import (
     uncachable,
 )
 from atomc.kernels.triton.launch import (
+    TRITON_DTYPE,
     begin,
     inner_sizes,
     num_rows,
@@ -47,7 +48,6 @@ from atomc.kernels.triton.rope import (
     rotated,
     store_parts,
     table_strides,
-    triton_dtype,
 )
 from atomc.kernels.triton.tiles import HEAD_ROWS
 from atomc.ops.formats import FP8, MX_ROUNDINGS
@@ -773,7 +773,7 @@ def mla_rope_kv_write(
             kv_cache.stride(1),
             L=latent,
             BLOCK_L=triton.next_power_of_2(latent),
-            OUT=triton_dtype(turned),
+            OUT=TRITON_DTYPE[turned],
             STYLE=rope_style,
             ROWS=rows_a_program,
             **cut_rows(q_pe, cos, rope_style),
@@ -894,7 +894,7 @@ def bmm_rope_kv_write(
             W_CODES=codes_of(weight)["CODES"],
             Q_BY_BITS=fp8 and by_bits(dtype, weight.device),
             MX_BIAS=MX_ROUNDINGS[rounding],
-            OUT=triton_dtype(turned),
+            OUT=TRITON_DTYPE[turned],
             STYLE=rope_style,
             **cut_rows(q_pe, cos, rope_style),
             **codes_of(kv_cache),

@@ -2,8 +2,6 @@
 rounds. A program takes one wide row or several narrow ones.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -191,8 +189,15 @@ def refuse_layer_norm(
     )
 
 
-def refuse_rms_norm(platform: Platform, style: str = "after", **arguments: Any) -> Refusal | None:
-    return unknown(RMS_NORM_STYLES, style=style) or refuse_layer_norm(platform, **arguments)
+def refuse_rms_norm(
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    style: str = "after",
+    residual: Tensor | None = None,
+    **_: object,
+) -> Refusal | None:
+    return unknown(RMS_NORM_STYLES, style=style) or refuse_layer_norm(platform, x, residual, weight)
 
 
 @ops.rms_norm.kernel("triton", refuses=refuse_rms_norm, tuned_for=NORM.archs)
@@ -276,7 +281,7 @@ def refuse_add_rms_norm_pad(
             "shape",
             f"rows of {x.shape[-1]} + {columns} exceed the limit of {MAX_COLUMNS}",
         )
-    return refuse_rms_norm(platform, style, x=x, residual=residual, weight=weight)
+    return refuse_rms_norm(platform, x, weight, style, residual)
 
 
 @ops.add_rms_norm_pad.kernel("triton", refuses=refuse_add_rms_norm_pad, tuned_for=NORM.archs)

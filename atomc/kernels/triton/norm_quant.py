@@ -11,6 +11,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.triton.launch import (
+    TRITON_DTYPE,
     at_most_64_registers,
     begin,
     inner_sizes,
@@ -24,8 +25,6 @@ from atomc.kernels.triton.quant import Quantized, store_quantized, unquantizable
 from atomc.kernels.triton.tiles import NORM
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
-
-TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -177,7 +176,7 @@ def refuse_rms_norm_quant(
     residual: Tensor | None = None,
 ) -> Refusal | None:
     reason = unquantizable(platform, x, scheme, dtype, group, rounding)
-    return reason or refuse_rms_norm(platform, style, x=x, residual=residual, weight=weight)
+    return reason or refuse_rms_norm(platform, x, weight, style, residual)
 
 
 @ops.rms_norm_quant.kernel("triton", refuses=refuse_rms_norm_quant, tuned_for=NORM.archs)

@@ -8,7 +8,6 @@ A tile is ROWS x BLOCK values, padded by zeros. SCHEME is one of atomc.ops.schem
 
 import functools
 import struct
-from typing import Any
 
 import torch
 import triton
@@ -286,7 +285,7 @@ class Quantized:
             self.scales = empty_group_scales(x, groups, column_major)
             self.steps = (1, num_rows(x)) if column_major else (groups, 1)
         fp8 = scheme.startswith("fp8")
-        self.constants: dict[str, Any] = {
+        self.constants: dict[str, str | int] = {
             "SCHEME": scheme,
             "GROUP": self.group,
             "FNUZ": dtype == torch.float8_e4m3fnuz,

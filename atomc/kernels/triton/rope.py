@@ -22,6 +22,7 @@ from atomc.kernels.triton.kv_write import (
     refuse_kv_write,
 )
 from atomc.kernels.triton.launch import (
+    TRITON_DTYPE,
     begin,
     inner_sizes,
     num_rows,
@@ -460,12 +461,6 @@ def _normed_dtype(x: Tensor, weight: Tensor, style: str) -> torch.dtype:
     return torch.promote_types(x.dtype, weight.dtype) if style == "after" else x.dtype
 
 
-def triton_dtype(dtype: torch.dtype) -> tl.dtype:
-    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[
-        dtype
-    ]
-
-
 def refuse_rope(
     platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox"
 ) -> Refusal | None:
@@ -612,7 +607,7 @@ def qk_norm_rope(
             *row_strides(q_out),
             *row_strides(k_out),
             eps,
-            NORMED=triton_dtype(normed),
+            NORMED=TRITON_DTYPE[normed],
             NORM=norm_style,
             STYLE=rope_style,
             ROWS=rows_a_program,
@@ -699,7 +694,7 @@ def _launch_with_write(
             v_cache.stride(1),
             v_cache.stride(2),
             eps,
-            NORMED=triton_dtype(normed),
+            NORMED=TRITON_DTYPE[normed],
             Q_HEADS=q_heads,
             K_HEADS=k_heads,
             DV=v.shape[-1],

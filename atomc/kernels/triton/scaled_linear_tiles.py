@@ -5,8 +5,6 @@ accumulate fp8 products with 14 bits; here at most 128 products, before the sum 
 Letters as in scaled_linear.py.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -119,9 +117,18 @@ def multiply(
 
 
 def refuse_scaled_linear_fp8(
-    platform: Platform, x: Tensor, weight: Tensor, *rest: Any, **more: Any
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
 ) -> Refusal | None:
-    if reason := refuse_scaled_linear(platform, x, weight, *rest, **more):
+    if reason := refuse_scaled_linear(
+        platform, x, weight, x_scale, weight_scale, bias, out_dtype=out_dtype
+    ):
         return reason
     if not any(size % 16 for size in weight.shape):
         return Refusal(

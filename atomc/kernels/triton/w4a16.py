@@ -3,8 +3,6 @@
 M rows of x, N rows of the weight, K columns, G groups of columns.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -13,7 +11,14 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.checks import FLOATS, no_fp8_products, unlike, wrong_result
 from atomc.kernels.triton import int4_pairs
-from atomc.kernels.triton.launch import by_fours, let_next_start, num_rows, overlap, wait_for_last
+from atomc.kernels.triton.launch import (
+    TRITON_DTYPE,
+    by_fours,
+    let_next_start,
+    num_rows,
+    overlap,
+    wait_for_last,
+)
 from atomc.kernels.triton.mxfp4 import e8m0_values
 from atomc.kernels.triton.tiles import LINEAR_MXFP4, LINEAR_W4A16, Launch, TileTable
 from atomc.kernels.triton.unpacking import (
@@ -28,8 +33,6 @@ from atomc.kernels.triton.unpacking import (
 )
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
-
-TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
@@ -268,7 +271,7 @@ def multiply(
     return out
 
 
-def _number(x: Tensor) -> Any:
+def _number(x: Tensor) -> tl.dtype:
     """The type of the operands: that of x; for codes bf16, which holds e4m3, and e2m1 times a power
     of two.
     """

@@ -9,7 +9,6 @@ does not import atomc.
 import json
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,7 +80,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for name, check in CHECKS.items():
         try:
-            found: dict[str, Any] = {"decibels": [check(rows) for rows in ROWS]}
+            found: dict[str, list[float] | str] = {"decibels": [check(rows) for rows in ROWS]}
         except (
             Exception
         ) as error:  # an op that this version lacks, or takes otherwise, says nothing of the others
