@@ -220,9 +220,15 @@ def measure(
 def chosen(case: Case, given: Inputs) -> Tiling:
     heads, kv_heads = case.heads
     room = given.block_tables.shape[1] * given.caches[0][0].shape[1]
-    sms = multiprocessors(given.q.device)
     return tiling(
-        len(given.q), len(case.sequences), heads // kv_heads, kv_heads, WIDTH, 2, room, sms
+        len(given.q),
+        len(case.sequences),
+        heads // kv_heads,
+        kv_heads,
+        WIDTH,
+        2,
+        room,
+        given.q.device,
     )
 
 

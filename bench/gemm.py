@@ -134,8 +134,8 @@ def chosen(op: str, rows: int, arguments: Arguments) -> tuple[str, Callable[...,
 
 def tiles(layer: str, rows: int, k: int) -> Iterator[tuple[str, Callable[..., Any]]]:
     """The kernels for few rows under every tile worth a try."""
-    from atomc.kernels.triton import four_bits, scaled_linear, unpacking
-    from atomc.kernels.triton.linear import Tile
+    from atomc.kernels.triton import scaled_linear, unpacking, w4a16
+    from atomc.kernels.triton.tiles import Tile
 
     op = LAYERS[layer].op
     if op.startswith("scaled"):
@@ -176,9 +176,7 @@ def tiles(layer: str, rows: int, k: int) -> Iterator[tuple[str, Callable[..., An
         out_dtype: torch.dtype = torch.bfloat16,
     ) -> Tensor:
         words = weight if weight.dtype == torch.int32 else unpacking.as_words(weight)
-        return four_bits.multiply(
-            x, words, weight_scale, None, x_scale, None, group, out_dtype, cut
-        )
+        return w4a16.multiply(x, words, weight_scale, None, x_scale, None, group, out_dtype, cut)
 
     if rows == 1:
         many = [

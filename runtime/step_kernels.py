@@ -35,25 +35,25 @@ class StepKernels:
         with suppress(Exception):
             weight = next(module.parameters())
             if weight.is_cuda and kernels.load("triton") is None:
-                from atomc.kernels.triton.forked import helper_for
+                from atomc.kernels.triton.compile_worker import start_worker
 
                 of = self.config
-                self._helper = helper_for(
+                self._helper = start_worker(
                     f"{type(module)} {of.model} {of.dtype} {of.quantization} {of.options}"
                 )
                 if self._helper is not None and vocab_size is not None:
-                    with self._helper.told(only=True):
+                    with self._helper.submitting(only=True):
                         _draw_both_ways(Sampler(weight.device, 1), weight.new_zeros(1, vocab_size))
 
     def meet(self, runner: Runner, sampler: Sampler, max_num_seqs: int) -> None:
         """Compile and load each kernel that a step of this runner may need."""
         if runner.program.device.type != "cuda" or runner.program.syncing:
             return
-        from atomc.kernels.triton.together import compile_together
+        from atomc.kernels.triton.parallel_compile import compile_in_parallel
 
         helper, self._helper = self._helper, None
-        met = compile_together(
-            partial(self._launch_all, runner, sampler, max_num_seqs), helper=helper
+        met = compile_in_parallel(
+            partial(self._launch_all, runner, sampler, max_num_seqs), worker=helper
         )
         self.met = (
             met and torch.version.hip is None

@@ -28,7 +28,7 @@ CACHE = torch.ones(4, 16, 2, 8)
             checks.unlike((torch.float32,), q=X, k=HALF),
             Refusal(
                 "dtype",
-                "q is torch.float32, k is torch.bfloat16: written for torch.float32, all alike",
+                "q is torch.float32, k is torch.bfloat16: written for torch.float32, all of one dtype",
             ),
         ),
         (
@@ -36,7 +36,7 @@ CACHE = torch.ones(4, 16, 2, 8)
             Refusal(
                 "dtype",
                 "q is torch.float32, k is torch.bfloat16: written for "
-                "torch.bfloat16 or torch.float16 or torch.float32, all alike",
+                "torch.bfloat16 or torch.float16 or torch.float32, all of one dtype",
             ),
         ),
         (checks.wrong_rank((2, 3), q=X), None),
@@ -56,15 +56,18 @@ CACHE = torch.ones(4, 16, 2, 8)
         (checks.scattered_slots(torch.arange(8)), None),
         (
             checks.scattered_slots(torch.arange(8)[::2]),
-            Refusal("layout", "slots are not one contiguous row"),
+            Refusal("layout", "slots are not a contiguous vector"),
         ),
         (checks.scattered_blocks(CACHE), None),
         (
             checks.scattered_blocks(CACHE, CACHE[:, :8]),
-            Refusal("layout", "the blocks of the cache do not follow each other"),
+            Refusal("layout", "the blocks of the cache are not contiguous"),
         ),
         (checks.unsupported("it", mask=None, window=0, softcap=0.0), None),
-        (checks.unsupported("it", sinks=torch.zeros(1)), Refusal("argument", "it takes no sinks")),
+        (
+            checks.unsupported("it", sinks=torch.zeros(1)),
+            Refusal("argument", "it does not support sinks"),
+        ),
         (
             checks.unknown(("a", "b"), style="c"),
             Refusal("argument", "style 'c' is not one of ('a', 'b')"),

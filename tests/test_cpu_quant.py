@@ -109,7 +109,7 @@ def test_copies_of_int4_weights_follow_codes_scales_and_zero_points() -> None:
 
 
 @torch.no_grad()
-def test_one_row_of_int8_reads_the_weight_as_it_lies_and_more_read_a_copy_that_follows_it() -> None:
+def test_one_row_of_int8_reads_the_weight_unpacked_and_more_read_a_copy_that_follows_it() -> None:
     model = quantized("int8", torch.bfloat16)
     compiled = torch.compile(model, backend="atom", options=EAGER, dynamic=True)
     for change in (1, -1):
@@ -156,18 +156,18 @@ def test_other_machines_are_refused(op: str) -> None:
 
 FEW = "linear_w4a16"
 WRONG = [
-    ("scaled_linear_int8", ZEN3, {}, "on a CPU without VNNI oneDNN does not sum products of int8 exactly, or not fast"),
+    ("scaled_linear_int8", ZEN3, {}, "without VNNI, oneDNN sums int8 products inexactly or slowly"),
     ("scaled_linear_int8", CASCADELAKE, {"weight": torch.zeros(64, 32, dtype=torch.int8).t()},
-     "the rows of the weight do not follow each other"),
+     "the weight is not contiguous"),
     ("scaled_linear_int8", CASCADELAKE, {"weight_scale": torch.ones(32)},
-     "the scales of the weight are torch.float32 [32], expected one in fp32 an output"),
+     "the scales of the weight are torch.float32 [32], expected one in fp32 per output"),
     ("scaled_linear_int8", CASCADELAKE, {"x_scale": torch.ones(3, 1).half()},
      "the scales of x are torch.float16: written for torch.float32"),
     (FEW, CASCADELAKE, {"x": torch.zeros(3, 64)}, "x is torch.float32: PyTorch's kernel is fast in torch.bfloat16 only"),
     (FEW, CASCADELAKE, {"weight_scale": torch.ones(32, 2)},
      "weight_scale is torch.float32: PyTorch's kernel is fast in torch.bfloat16 only"),
     (FEW, CASCADELAKE, {"weight": torch.zeros(33, 8, dtype=torch.int32), "weight_scale": torch.ones(33, 2).bfloat16()},
-     "33 outputs are no multiple of 16"),
+     "33 outputs are not a multiple of 16"),
     (FEW, CASCADELAKE, {"group": 16, "weight_scale": torch.ones(32, 4).bfloat16()},
      "groups of 16: written for 32, 64, 128, 256"),
 ]  # fmt: skip
@@ -196,8 +196,10 @@ def test_a_weight_that_is_made_fp32_in_parts_has_no_seams(
     monkeypatch.setattr(dequantized, "CHUNK", 4 * columns * 20)
     given = make(Draw(torch.float32), 3, columns, out=outputs)
     kernel = kernels_of(op, provider)[-1]
-    found, meaning = kernel.function(**given), ops.REGISTRY[op].reference(**given)
-    torch.testing.assert_close(found, meaning, rtol=1e-5, atol=1e-5 * float(meaning.abs().max()))
+    found, reference = kernel.function(**given), ops.REGISTRY[op].reference(**given)
+    torch.testing.assert_close(
+        found, reference, rtol=1e-5, atol=1e-5 * float(reference.abs().max())
+    )
 
 
 def test_eight_bit_floats_have_no_kernel_where_inductor_makes_loops_of_the_meaning() -> None:
@@ -212,10 +214,10 @@ def test_eight_bit_floats_have_no_kernel_where_inductor_makes_loops_of_the_meani
 def test_int8_has_a_kernel_on_a_cpu_without_instructions_for_it() -> None:
     given = operands("scaled_linear_int8")
     for where in (ZEN3, Platform.named("cpu-neoverse-v2")):
-        packed, as_it_lies, in_fp32 = (
+        packed, unpacked, in_fp32 = (
             refusal_text(kernel, where, given) for kernel in kernels_of("scaled_linear_int8")
         )
-        assert packed == as_it_lies is not None and in_fp32 is None
+        assert packed == unpacked is not None and in_fp32 is None
     assert (
         refusal_text(kernels_of("scaled_linear_int8")[2], Platform.named("h200"), given)
         == "written for the CPU"
@@ -223,7 +225,7 @@ def test_int8_has_a_kernel_on_a_cpu_without_instructions_for_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "kernel", kernels_of("scaled_linear_int8"), ids=["packed", "as it lies", "in fp32"]
+    "kernel", kernels_of("scaled_linear_int8"), ids=["packed", "unpacked", "in fp32"]
 )
 def test_a_row_with_nan_stays_nan_and_spoils_no_other(kernel: ops.Kernel) -> None:
     x = X[:3].clone()

@@ -41,7 +41,7 @@ def test_cublas_converts_nothing() -> None:
     given = {"x": torch.ones(2, 8), "weight": torch.ones(4, 8, dtype=torch.int8)}
     assert refused(ops.linear, H200, given) == (
         "x is torch.float32, weight is torch.int8: "
-        "written for torch.bfloat16 or torch.float16 or torch.float32 or torch.float64, all alike"
+        "written for torch.bfloat16 or torch.float16 or torch.float32 or torch.float64, all of one dtype"
     )
 
 
@@ -56,15 +56,15 @@ def test_cudnn_takes_prompts_of_16_bits(width: int, dtype: torch.dtype) -> None:
     [
         (
             {"mask": torch.ones(7, 7, dtype=torch.bool)},
-            "torch's entry to cuDNN's attention takes no mask",
+            "torch's interface to cuDNN's attention does not support mask",
         ),
-        ({"sinks": torch.ones(8)}, "torch's entry to cuDNN's attention takes no sinks"),
-        ({"window": 5}, "torch's entry to cuDNN's attention takes no window"),
-        ({"softcap": 2.0}, "torch's entry to cuDNN's attention takes no softcap"),
+        ({"sinks": torch.ones(8)}, "torch's interface to cuDNN's attention does not support sinks"),
+        ({"window": 5}, "torch's interface to cuDNN's attention does not support window"),
+        ({"softcap": 2.0}, "torch's interface to cuDNN's attention does not support softcap"),
         (
             {"k": torch.ones(7, 2, 64)},
             "q is torch.bfloat16, k is torch.float32, v is torch.bfloat16: "
-            "written for torch.bfloat16 or torch.float16, all alike",
+            "written for torch.bfloat16 or torch.float16, all of one dtype",
         ),
         (
             {"v": torch.ones(7, 2, 36, dtype=torch.bfloat16)},

@@ -14,8 +14,8 @@ from atomc.compiler.cudagraphs import Pool
 from atomc.compiler.static_buffer import StaticBuffer
 from atomc.kernels import load
 from atomc.kernels.triton.attention import tiling
-from atomc.kernels.triton.launch import heads_a_program
-from atomc.kernels.triton.linear import MAX_ROWS, tile_for
+from atomc.kernels.triton.linear import MAX_ROWS
+from atomc.kernels.triton.tiles import HEAD_ROWS, LINEAR
 from atomc.models import build
 from atomc.models.loader import fill_randomly, ready
 from atomc.runtime.batch import Shape
@@ -42,6 +42,7 @@ TINY = {
 
 
 GPU = ("triton", "cuda", "torch")
+CPU = torch.device("cpu")  # where tiles are those of an H200
 
 
 def test_the_sizes_to_capture_grow_with_the_batch_and_end_at_its_bound() -> None:
@@ -68,11 +69,11 @@ def compiled_for(shape, group, kv_heads, width, block_size=16):
     are compiled.
     """
     cut = tiling(
-        shape.rows, shape.sequences, group, kv_heads, width, 2, shape.columns * block_size, 132
+        shape.rows, shape.sequences, group, kv_heads, width, 2, shape.columns * block_size, CPU
     )
     joined = triton.next_power_of_2(cut.splits) if cut.splits > 1 else 0
     linears = {
-        tile_for(rows, n, 1024)
+        LINEAR.choose(CPU, rows, n, 1024)
         for rows in (shape.rows, shape.wanted)
         if rows <= MAX_ROWS
         for n in (1024, 4096)
@@ -80,7 +81,7 @@ def compiled_for(shape, group, kv_heads, width, block_size=16):
     return {
         cut._replace(splits=cut.splits > 1),
         ("join", joined),
-        heads_a_program(shape.rows),
+        HEAD_ROWS.choose(CPU, shape.rows),
         *linears,
     }
 

@@ -1,4 +1,4 @@
-"""Every kernel of every op against the op's meaning, over the case table."""
+"""Every kernel of every op against the op's reference, over the case table."""
 
 import importlib
 import inspect
@@ -9,23 +9,23 @@ import pytest
 import torch
 from kernel_cases import CASES
 from kernel_cases.draw import Draw
-from kernel_grid import KERNELS, grid, name_of
+from kernel_grid import KERNELS, TRIED, grid, name_of
 from memory import PoisonedMemory
 from refusals import refusal_text
 from torch import Tensor
 
 from atomc import kernels, ops
-from atomc.kernels.torch.sequence import on_a_cpu, reads_it_as_it_is
+from atomc.kernels.torch.sequence import refuse_kv_write, refuse_paged_attention
 from atomc.platform import Platform
 
 DEVICES = (
     ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else ["cpu"]
 )
-# How far a kernel may be from the meaning, in roundings of its dtype.
+# How far a kernel may be from the reference, in roundings of its dtype.
 ROUNDINGS = {torch.float32: 32, torch.bfloat16: 4, torch.float16: 4}
 # Ops that quantize what they compute. There the order of a sum, or another exp, may move a value
 # over the border between two codes: so many of them may differ, each by one step. (A quantizer
-# alone has to give the meaning's codes.)
+# alone has to give the reference's codes.)
 COMPUTED = {"rms_norm_quant", "add_rms_norm_quant", "silu_and_mul_quant", "qk_norm_rope_kv_write"}
 MOVED = 0.01
 
@@ -73,7 +73,7 @@ def is_code(tensor: Tensor) -> bool:
 
 
 def steps(codes: Tensor) -> Tensor:
-    """The numbers of codes in the order of what they mean: in uint8 two e2m1 a byte."""
+    """The numbers of codes in the order of their values; uint8 holds two e2m1 codes a byte."""
     number = codes.view(torch.uint8).int()
     if codes.dtype == torch.int8:
         return codes.int()
@@ -83,8 +83,8 @@ def steps(codes: Tensor) -> Tensor:
     return torch.where(number > 127, 128 - number, number)
 
 
-def assert_neighbours(actual: Tensor, meaning: Tensor, moved: float = MOVED) -> None:
-    apart = (steps(actual) - steps(meaning)).abs()
+def assert_neighbours(actual: Tensor, reference: Tensor, moved: float = MOVED) -> None:
+    apart = (steps(actual) - steps(reference)).abs()
     assert apart.max() <= 1, f"a code is {int(apart.max())} steps off"
     assert apart.sum() <= max(2, moved * apart.numel()), (
         f"{int(apart.sum())} of {apart.numel()} codes differ"
@@ -107,27 +107,27 @@ def strides(tensor: Tensor) -> list[int]:
 
 
 def assert_as_exact(
-    actual: Tensor, meaning: Tensor, truth: Tensor, dtype: torch.dtype, computed: bool = False
+    actual: Tensor, reference: Tensor, truth: Tensor, dtype: torch.dtype, computed: bool = False
 ) -> None:
-    """`actual` is near `truth`, the meaning in fp32, and not much further than `meaning`, the one
-    in `dtype`.
+    """`actual` is near `truth`, the reference in fp32, and not much further from it than
+    `reference`, which is computed in `dtype`.
     """
     assert (actual.dtype, actual.shape, actual.device) == (
-        meaning.dtype,
-        meaning.shape,
-        meaning.device,
+        reference.dtype,
+        reference.shape,
+        reference.device,
     )
     if actual.numel() == 0:
         return
     if is_code(actual):
         if computed:
-            assert_neighbours(actual, meaning)
+            assert_neighbours(actual, reference)
             return
-        different = actual.view(torch.uint8) != meaning.view(torch.uint8)
+        different = actual.view(torch.uint8) != reference.view(torch.uint8)
         assert not different.any(), f"{int(different.sum())} of {different.numel()} codes differ"
         return
     rounding = max(torch.finfo(dtype).eps, torch.finfo(actual.dtype).eps)
-    error, own_error = actual.float() - truth, meaning.float() - truth
+    error, own_error = actual.float() - truth, reference.float() - truth
     size = truth.square().mean().sqrt()
     assert (error.abs() <= ROUNDINGS[dtype] * rounding * (truth.abs() + size)).all(), (
         f"off by {error.abs().max():.3g} where values are about {size:.3g}"
@@ -135,7 +135,7 @@ def assert_as_exact(
     if dtype != torch.float32:
         rms, own_rms = error.square().mean().sqrt(), own_error.square().mean().sqrt()
         assert rms <= 1.5 * own_rms + 0.02 * rounding * size, (
-            f"error {rms:.3g}, the meaning has {own_rms:.3g}"
+            f"error {rms:.3g}, the reference has {own_rms:.3g}"
         )
 
 
@@ -162,24 +162,24 @@ def test_a_kernel_computes_what_its_op_means(
     def arguments() -> dict[str, Any]:
         return CASES[kernel.op][case](Draw(dtype, device, kernel.layout or "paged"))
 
-    given, for_meaning, before = arguments(), arguments(), arguments()
+    given, for_reference, before = arguments(), arguments(), arguments()
     reason = refusal_text(kernel, platform_of(kernel, device), given)
     if reason:
         pytest.skip(reason)
     op = ops.REGISTRY[kernel.op]
-    for_truth = in_fp32(for_meaning)
-    truth, meaning = tensors(op.reference(**for_truth)), tensors(op.reference(**for_meaning))
+    for_truth = in_fp32(for_reference)
+    truth, reference = tensors(op.reference(**for_truth)), tensors(op.reference(**for_reference))
     actual = tensors(run(kernel, given))
 
-    assert len(actual) == len(meaning)
-    for got, low, exact in zip(actual, meaning, truth, strict=True):
+    assert len(actual) == len(reference)
+    for got, low, exact in zip(actual, reference, truth, strict=True):
         assert_as_exact(got, low, exact, dtype, op.name in COMPUTED)
         assert strides(got) == strides(low)
     for name, value in before.items():
         if name in op.mutates and value is not None:
-            written = for_meaning[name] != value
+            written = for_reference[name] != value
             assert_as_exact(
-                given[name], for_meaning[name], for_truth[name], dtype, op.name in COMPUTED
+                given[name], for_reference[name], for_truth[name], dtype, op.name in COMPUTED
             )
             assert torch.equal(given[name][~written], value[~written]), (
                 f"{name} was written where it should not be"
@@ -193,6 +193,11 @@ def test_a_lowered_graph_can_name_the_kernel(kernel: ops.Kernel) -> None:
     function = kernel.function
     assert getattr(importlib.import_module(function.__module__), function.__name__) is function
     assert function.__name__ == kernel.op
+
+
+@pytest.mark.parametrize("kernel", TRIED, ids=name_of)
+def test_the_function_by_which_a_kernel_refuses_is_named_refuse(kernel: ops.Kernel) -> None:
+    assert kernel.refuses is None or kernel.refuses.__name__.startswith("refuse_")
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=name_of)
@@ -243,7 +248,9 @@ def test_on_a_cpu_a_paged_cache_comes_before_a_contiguous_one(op: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kernel", [k for k in KERNELS if k.refuses in (on_a_cpu, reads_it_as_it_is)], ids=name_of
+    "kernel",
+    [k for k in KERNELS if k.refuses in (refuse_kv_write, refuse_paged_attention)],
+    ids=name_of,
 )
 def test_a_cache_with_scales_is_refused(kernel: ops.Kernel) -> None:
     arguments = next(iter(CASES[kernel.op].values()))(Draw(torch.float32, layout=kernel.layout))
@@ -254,13 +261,13 @@ def test_a_cache_with_scales_is_refused(kernel: ops.Kernel) -> None:
 
 
 @pytest.mark.parametrize(
-    "kernel", [k for k in KERNELS if k.refuses is reads_it_as_it_is], ids=name_of
+    "kernel", [k for k in KERNELS if k.refuses is refuse_paged_attention], ids=name_of
 )
 def test_a_cache_of_another_dtype_is_refused(kernel: ops.Kernel) -> None:
     arguments = CASES["paged_attention"]["decode"](Draw(torch.float32))
     arguments["q"] = arguments["q"].bfloat16()
     assert refusal_text(kernel, Platform.detect("cpu"), arguments) == (
-        "the cache is torch.float32, the query torch.bfloat16: nothing is converted"
+        "the cache is torch.float32, the query torch.bfloat16: mixed dtypes are not supported"
     )
 
 

@@ -20,6 +20,7 @@ triton = pytest.importorskip("triton")
 from atomc.kernels.triton import attention as kernel  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # there in Triton's interpreter
+CPU = torch.device("cpu")  # where tiles are those of an H200
 H200 = Platform.named("h200")
 
 
@@ -108,7 +109,7 @@ def test_a_tile_holds_a_group_and_a_split_some_keys() -> None:
     for num_rows, num_sequences, group, kv_heads, width, itemsize in shapes:
         for longest in (16, 1024, 131072):
             cut = kernel.tiling(
-                num_rows, num_sequences, group, kv_heads, width, itemsize, longest, 132
+                num_rows, num_sequences, group, kv_heads, width, itemsize, longest, CPU
             )
             assert group <= cut.rows <= 128
             assert 1 <= cut.splits <= kernel.MAX_SPLITS
@@ -118,11 +119,11 @@ def test_a_tile_holds_a_group_and_a_split_some_keys() -> None:
 def test_only_steps_of_one_token_a_sequence_leave_a_sequence_to_one_program() -> None:
     shapes = ((64, 64, 2), (64, 1, 8), (256, 256, 4))
     assert all(
-        kernel.tiling(rows, rows, group, 8, 128, 2, longest, 132).by_sequence
+        kernel.tiling(rows, rows, group, 8, 128, 2, longest, CPU).by_sequence
         for rows, longest, group in shapes
     )
     for rows in (512, 1024, 2048):  # a prompt, captured with room for 256 sequences
-        assert not kernel.tiling(rows, 256, 2, 8, 128, 2, 40960, 132).by_sequence
+        assert not kernel.tiling(rows, 256, 2, 8, 128, 2, 40960, CPU).by_sequence
 
 
 @pytest.mark.parametrize("sequences", [[(90, 90)], [(40, 75)]], ids=["a prompt", "a chunk"])
@@ -140,19 +141,19 @@ def refusal(**changed: Any) -> str | None:
 
 def test_a_refusal_says_what_came() -> None:
     assert refusal() is None
-    assert refusal(k_scale=torch.ones(1)) == "a cache of torch.float32 takes no k_scale"
+    assert refusal(k_scale=torch.ones(1)) == "a cache of torch.float32 does not support k_scale"
     assert refusal(q=torch.ones(1, 8, 64, dtype=torch.bfloat16)) == (
         "k_cache is torch.float32: written for torch.bfloat16 or torch.float8_e4m3fn or "
         "torch.float8_e4m3fnuz"
     )
     assert refusal(q=torch.ones(1, 258, 64)) == (
-        "129 query heads share a key/value head: more than 128 do not fit one program"
+        "129 query heads share a key/value head, the limit is 128"
     )
-    assert refusal(seq_lens=torch.tensor([5])) == "seq_lens is not of int32, one beside the other"
-    assert refusal(scale=-1.0) == "a scale of -1.0 would turn the highest score into the lowest"
+    assert refusal(seq_lens=torch.tensor([5])) == "seq_lens is not a contiguous int32 tensor"
+    assert refusal(scale=-1.0) == "the scale -1.0 is not positive"
     wide = torch.ones(2, 16, 2, 512)
     assert refusal(q=torch.ones(1, 2, 512), k_cache=wide, v_cache=wide) == (
-        "heads of 512 do not fit one program (at most 256)"
+        "heads of 512 exceed the limit of 256"
     )
 
 

@@ -298,7 +298,10 @@ def test_an_odd_number_of_columns_is_no_rotation():
     kernels.load("triton")
     [kernel] = [kernel for kernel in ops.rope.kernels if kernel.provider == "triton"]
     given = {"x": Q[..., :9], "cos": COS[..., :9], "sin": SIN[..., :9]}
-    assert refusal_text(kernel, Platform.named("h200"), given) == "9 columns are no pairs"
+    assert (
+        refusal_text(kernel, Platform.named("h200"), given)
+        == "9 columns cannot be rotated in pairs"
+    )
 
 
 def test_what_stands_behind_a_transpose_moves_before_it():

@@ -28,9 +28,9 @@ pytest.importorskip("triton")
 assert kernels.load("triton") is None
 assert kernels.load("cuda") is None
 # Only where there is Triton.
-four_bits, int4_pairs, unpacking = (
+w4a16, int4_pairs, unpacking = (
     importlib.import_module(f"atomc.kernels.triton.{name}")
-    for name in ("four_bits", "int4_pairs", "unpacking")
+    for name in ("w4a16", "int4_pairs", "unpacking")
 )
 
 H200 = Platform.named("h200")
@@ -71,7 +71,7 @@ TILES = {
 def test_every_int4_code_at_every_place_of_a_word_is_read_exactly(tile: str, zeros: bool) -> None:
     codes = torch.stack([(torch.arange(32) + shift) % 16 for shift in range(16)])
     offset = torch.arange(16, dtype=torch.uint8)[:, None] if zeros else None
-    out = four_bits.multiply(
+    out = w4a16.multiply(
         one_hot(32),
         pack_int4(codes).to(DEVICE),
         torch.full((16, 1), 0.25, device=DEVICE),
@@ -94,7 +94,7 @@ def test_every_e2m1_code_at_every_place_of_a_word_is_read_exactly_under_every_sc
     )
     magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     scales = torch.tensor([1, 100, 127, 200, 250], dtype=torch.uint8).repeat_interleave(16)[:, None]
-    out = four_bits.multiply(
+    out = w4a16.multiply(
         one_hot(32),
         unpacking.as_words(pack_e2m1(codes)).to(DEVICE),
         scales.to(DEVICE),
@@ -112,7 +112,7 @@ def test_every_e2m1_code_at_every_place_of_a_word_is_read_exactly_under_every_sc
 def test_a_scale_that_is_not_finite_shows_in_the_outputs_it_belongs_to_and_in_no_others() -> None:
     given = mxfp4_operands(Draw(torch.float32, DEVICE), 1, 64, out=4)
     given["weight_scale"][2, 1] = 255
-    out = kernel_of("linear_mxfp4", "triton.four_bits").function(**given)
+    out = kernel_of("linear_mxfp4", "triton.w4a16").function(**given)
     assert out.isnan().tolist() == [[False, False, True, False]]
 
 
@@ -152,14 +152,14 @@ E4M3 = torch.float8_e4m3fn
             "triton.scaled_linear",
             "sm80",
             {},
-            "sm80 has no instructions for fp8, which come with sm89",
+            "sm80 has no fp8 instructions; sm89 and later have",
         ),
         (
             "scaled_linear_fp8",
             "triton.scaled_linear",
             "gfx942",
             {},
-            "its tiles are cut for NVIDIA GPUs",
+            "its tiles are chosen for NVIDIA GPUs",
         ),
         (
             "scaled_linear_fp8",
@@ -174,21 +174,21 @@ E4M3 = torch.float8_e4m3fn
             "h200",
             {"x": torch.zeros(3, 128).to(torch.float8_e5m2)},
             "x is torch.float8_e5m2, weight is torch.float8_e4m3fn: written for "
-            "torch.float8_e4m3fn or torch.int8, all alike",
+            "torch.float8_e4m3fn or torch.int8, all of one dtype",
         ),
         (
             "scaled_linear_fp8",
             "triton.scaled_linear",
             "h200",
             {"x": torch.zeros(17, 128).to(E4M3)},
-            "x has more than 16 rows, which are left to tiles of many",
+            "x has more than 16 rows, for which another kernel is faster",
         ),
         (
             "scaled_linear_fp8",
             "triton.scaled_linear",
             "h200",
             {"weight": torch.zeros(128, 48).to(E4M3).t()},
-            "the rows of the weight do not follow each other, or their number varies",
+            "the weight is not contiguous, or its size is dynamic",
         ),
         (
             "scaled_linear_fp8",
@@ -224,7 +224,7 @@ E4M3 = torch.float8_e4m3fn
             "h200",
             {"x": torch.zeros(3, 128).to(torch.float8_e4m3fnuz)},
             "x is torch.float8_e4m3fnuz, weight is torch.float8_e4m3fn: written for "
-            "torch.float8_e4m3fn, all alike",
+            "torch.float8_e4m3fn, all of one dtype",
         ),
         (
             "scaled_linear_fp8",
@@ -245,14 +245,14 @@ E4M3 = torch.float8_e4m3fn
             "cuda.scaled_linear",
             "sm100",
             {"out_dtype": torch.float16},
-            "the result is torch.float16: with a scale a row, sm100 has bfloat16 only",
+            "the result is torch.float16: with a scale per row, sm100 supports only bfloat16",
         ),
         (
             "scaled_linear_fp8",
             "cuda.scaled_linear",
             "h200",
             {"weight": torch.zeros(128, 48).to(E4M3).t()},
-            "the rows of the weight do not follow each other",
+            "the weight is not contiguous",
         ),
         (
             "scaled_linear_fp8_block",
@@ -263,7 +263,7 @@ E4M3 = torch.float8_e4m3fn
         ),
         (
             "linear_w4a16",
-            "triton.four_bits",
+            "triton.w4a16",
             "h200",
             {"group": 16},
             "groups of 16: written for 32, 64 and 128",
@@ -277,7 +277,7 @@ E4M3 = torch.float8_e4m3fn
         ),
         (
             "linear_mxfp4",
-            "triton.four_bits",
+            "triton.w4a16",
             "h200",
             {"x": torch.zeros(3, 128).half()},
             "x is torch.float16: written for torch.float32 or torch.bfloat16 or "
@@ -285,10 +285,10 @@ E4M3 = torch.float8_e4m3fn
         ),
         (
             "linear_mxfp4",
-            "triton.four_bits",
+            "triton.w4a16",
             "sm80",
             {"x": torch.zeros(3, 128).to(E4M3), "x_scale": torch.ones(1)},
-            "sm80 has no instructions for fp8, which come with sm89",
+            "sm80 has no fp8 instructions; sm89 and later have",
         ),
         (
             "linear_mxfp4",
@@ -341,7 +341,7 @@ def test_many_rows_find_the_kernel_that_unpacks_once_before_the_one_that_takes_a
     triton = [kernel for kernel in ops.REGISTRY[op].kernels if kernel.provider == "triton"]
     assert [
         (kernel.function.__module__.rpartition(".")[2], 64 in kernel.tokens) for kernel in triton
-    ] == [("dequantized", False), ("four_bits", True)]
+    ] == [("dequantized", False), ("w4a16", True)]
 
 
 def error(out: Tensor, exact: Tensor) -> float:

@@ -52,7 +52,7 @@ def test_a_gpu_takes_the_first_example_of_each_op(kernel: ops.Kernel) -> None:
     assert refusal_text(kernel, H200, an_example(kernel.op)) is None
 
 
-ALIKE = "written for torch.bfloat16 or torch.float16 or torch.float32, all alike"
+ALIKE = "written for torch.bfloat16 or torch.float16 or torch.float32, all of one dtype"
 
 
 @pytest.mark.parametrize(
@@ -61,14 +61,14 @@ ALIKE = "written for torch.bfloat16 or torch.float16 or torch.float32, all alike
         (
             "rms_norm",
             {"x": normal(2, 64).double()},
-            "x is torch.float64: only fp32, bf16 and fp16 are computed here",
+            "x is torch.float64: supported are fp32, bf16 and fp16",
         ),
         ("rms_norm", {"x": normal(1, 1, 1, 2, 64)}, "x has 5 dimensions: written for 1 to 4"),
         ("rms_norm", {"x": normal(64, 2).t()}, "the last dimension of x is not contiguous"),
         (
             "rms_norm",
             {"x": normal(1, 70000), "weight": normal(70000)},
-            "rows of 70000 do not fit one program (at most 65536)",
+            "rows of 70000 exceed the limit of 65536",
         ),
         ("add_rms_norm", {"residual": normal(64)}, "residual is [64], expected [1, 64]"),
         (
@@ -90,36 +90,40 @@ ALIKE = "written for torch.bfloat16 or torch.float16 or torch.float32, all alike
         (
             "rope",
             {"cos": normal(5, 1, 64), "sin": normal(5, 1, 64)},
-            "tables of 5 rows along a dimension of 7",
+            "cos and sin have size 5 along a dimension of size 7",
         ),
-        ("rope", {"sin": normal(7, 1, 128)[..., :64]}, "cos and sin lie differently in memory"),
+        ("rope", {"sin": normal(7, 1, 128)[..., :64]}, "cos and sin have different strides"),
         ("qk_norm_rope", {"k": normal(7, 2, 64).float()}, "q and k differ in dtype, rank or width"),
         (
             "qk_norm_rope",
             {"k_weight": normal(64).float()},
             f"q_weight is torch.bfloat16, k_weight is torch.float32: {ALIKE}",
         ),
-        ("kv_write", {"k_scale": torch.ones(1)}, "a cache of torch.bfloat16 takes no k_scale"),
+        (
+            "kv_write",
+            {"k_scale": torch.ones(1)},
+            "a cache of torch.bfloat16 does not support k_scale",
+        ),
         (
             "kv_write",
             {"k_cache": normal(16, 5, 2, 64).transpose(0, 1)},
-            "the blocks of the cache do not follow each other",
+            "the blocks of the cache are not contiguous",
         ),
         (
             "linear",
             {"x": normal(1, 64).float()},
             "x is torch.float32, weight is torch.bfloat16: written for torch.bfloat16 or "
-            "torch.float16, all alike",
+            "torch.float16, all of one dtype",
         ),
         (
             "linear",
             {"x": normal(4, 5, 64)},
-            "x has more than 16 rows, from which on cuBLAS is as fast",
+            "x has more than 16 rows, for which cuBLAS is as fast",
         ),
         (
             "linear",
             {"x": normal(1, 60), "weight": normal(33, 60)},
-            "the rows of the weight are not 16-byte units that follow each other",
+            "the weight is not contiguous, or its rows are not a multiple of 16 bytes",
         ),
     ],
 )
@@ -130,7 +134,7 @@ def test_a_refusal_says_why(op: str, changed: dict[str, Any], sentence: str) -> 
 def test_few_rows_on_an_amd_gpu_are_left_to_its_library() -> None:
     assert (
         refusal_text(kernel_of("linear"), MI300, an_example("linear"))
-        == "its tiles are cut for NVIDIA GPUs"
+        == "its tiles are chosen for NVIDIA GPUs"
     )
 
 

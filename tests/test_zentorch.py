@@ -140,8 +140,8 @@ def kernels_of(op: str) -> list[ops.Kernel]:
 
 [INT8], [INT4, INT4_FEW] = kernels_of("scaled_linear_int8"), kernels_of("linear_w4a16")
 INTEL = (
-    "zentorch is made for AMD's CPUs, this is one of GenuineIntel; its int8 layers for "
-    "fp32 may be tried here: "
+    "zentorch supports AMD CPUs, this is one of GenuineIntel; its int8 layers with fp32 output "
+    "can be enabled by "
 )
 GATE = [
     ("cpu-zen4", (), None, None),
@@ -152,9 +152,14 @@ GATE = [
         "zentorch needs avx512_bf16 and avx512_vnni and avx512bw",
         "zentorch needs avx512_bf16",
     ),
-    ("cpu-cascadelake", (), INTEL, "zentorch needs avx512_bf16, which this CPU has not"),
+    ("cpu-cascadelake", (), INTEL, "zentorch needs avx512_bf16, which this CPU does not have"),
     ("cpu-sapphirerapids", (), INTEL, INTEL),
-    ("cpu-cascadelake", ("zentorch",), None, "zentorch needs avx512_bf16, which this CPU has not"),
+    (
+        "cpu-cascadelake",
+        ("zentorch",),
+        None,
+        "zentorch needs avx512_bf16, which this CPU does not have",
+    ),
     ("cpu-sapphirerapids", ("zentorch", "onednn"), None, INTEL),
     (
         "cpu-neoverse-v2",
@@ -186,16 +191,16 @@ def test_int8_layers_for_bf16_want_a_cpu_of_amd_even_if_asked_for() -> None:
 
 ZEN4 = Platform.named("cpu-zen4")
 WRONG = [
-    (INT8, {"weight": torch.zeros(64, 16, dtype=torch.int8).t()}, "the rows of the weight do not follow each other"),
+    (INT8, {"weight": torch.zeros(64, 16, dtype=torch.int8).t()}, "the weight is not contiguous"),
     (INT8, {"weight": torch.zeros(16, 64, dtype=torch.uint8)}, "weight is torch.uint8: written for torch.int8"),
     (INT8, {"weight_scale": torch.ones(16, 1, dtype=torch.float16)},
-     "the scales of the weight are torch.float16 [16, 1], expected one in fp32 an output"),
+     "the scales of the weight are torch.float16 [16, 1], expected one in fp32 per output"),
     (INT8, {"weight_scale": torch.ones(1)}, "the scales of the weight are torch.float32 [1], expected one in fp32"),
     (INT4, {"x": torch.zeros(3, 64)}, "x is torch.float32: zentorch has this for torch.bfloat16"),
     (INT4, {"x": torch.zeros(3, 64, dtype=torch.float16)}, "x is torch.float16: zentorch has this for torch.bfloat16"),
     (INT4, {"weight_scale": torch.ones(16, 2, dtype=torch.float64)}, "the scales of the weight are torch.float64 [16, 2]"),
     (INT4, {"weight_scale": torch.ones(2, 16)}, "the scales of the weight are torch.float32 [2, 16], expected floats"),
-    (INT4, {"weight": torch.zeros(16, 16, dtype=torch.int32)[:, ::2]}, "the rows of the weight do not follow each other"),
+    (INT4, {"weight": torch.zeros(16, 16, dtype=torch.int32)[:, ::2]}, "the weight is not contiguous"),
     (INT4, {"zeros": torch.zeros(2, 16, dtype=torch.uint8)}, "the zero points are torch.uint8 [2, 16], expected uint8 [16"),
 ]  # fmt: skip
 
@@ -265,7 +270,8 @@ def test_what_zentorch_computes_is_checked_in_a_process_of_its_own(
         reason = library.unproven(kind)
         assert reason is None if expected is None else reason.text.startswith(expected)
     assert (
-        library.checked() is library.checked() and 0 < library.checked().seconds < library.PATIENCE
+        library.checked() is library.checked()
+        and 0 < library.checked().seconds < library.CHECK_TIMEOUT
     )
 
 

@@ -140,7 +140,7 @@ class Selection:
         for kernel in self._ranked(op):
             reason = self._refuses(kernel, node)
             if reason is None:
-                self._remember(op, node, kernel.provider, refused)
+                self._remember(op, node, kernel.provider, refused, self._tile_note(kernel))
                 self._promise_copies(kernel, node)
                 if kernel.syncs:
                     self.syncing.append(f"{kernel.provider} {op.name}")
@@ -161,15 +161,31 @@ class Selection:
         return None
 
     def _remember(
-        self, op: Op, node: Node, chosen: str, refused: list[tuple[str, Refusal]]
+        self,
+        op: Op,
+        node: Node,
+        chosen: str,
+        refused: list[tuple[str, Refusal]],
+        note: str = "",
     ) -> None:
         tokens = "any" if self.tokens == ALL_TOKENS else str(self.tokens)
         codes: list[str] = [reason.code for _, reason in refused]
         self.choices.append(
             KernelChoice(
-                op.name, module_path(node), tokens, chosen, _spelled(refused), node.name, codes
+                op.name,
+                module_path(node),
+                tokens,
+                chosen,
+                _spelled(refused),
+                node.name,
+                codes,
+                note,
             )
         )
+
+    def _tile_note(self, kernel: Kernel) -> str:
+        measured = kernel.tuned_for is None or self.platform.arch in kernel.tuned_for
+        return "" if measured else "tiles not measured on this GPU"
 
     def _ranked(self, op: Op) -> list[Kernel]:
         """The op's kernels in order of preference."""

@@ -1,13 +1,12 @@
-"""Checks that kernels of several providers make of their arguments: each returns a Refusal, or None
-where it holds.
+"""Checks of arguments that kernels of several providers share. Each returns a Refusal, or None if
+the check holds.
 
-A refusal is a chain of them: `unlike(HALVES, q=q, k=k) or wrong_rank((3, 4), q=q)`; the first that
-fails is the reason. Tensors are given under the names that the sentence shows, as None where an
-optional one was left out. Sizes and strides are compared without adding a guard to a graph.
+Chain them with `or`: `unlike(HALVES, q=q, k=k) or wrong_rank((3, 4), q=q)`; the first one that
+fails is the reason. Pass tensors by the names to show in the sentence, None for an absent optional
+one. Sizes and strides are compared without adding guards to the graph.
 """
 
 from collections.abc import Collection
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,19 +21,19 @@ FP8_MULTIPLIED = (8, 9)  # from this compute capability on
 
 
 def older_than(capability: tuple[int, int], platform: Platform, what: str) -> Refusal | None:
-    """Unless this is an NVIDIA GPU of at least this compute capability."""
+    """Refuse other platforms than NVIDIA GPUs of at least this compute capability."""
     if platform.is_cuda and platform.capability is not None and platform.capability >= capability:
         return None
     return Refusal("hardware", f"{what} on NVIDIA GPUs from sm{capability[0]}{capability[1]} on")
 
 
 def no_fp8_products(platform: Platform, *dtypes: torch.dtype) -> Refusal | None:
-    """Where one of the dtypes is e4m3fn, and an NVIDIA GPU has no instructions for it."""
+    """Refuse e4m3fn on an NVIDIA GPU without instructions for it."""
     if torch.float8_e4m3fn not in dtypes or (
         platform.capability is not None and platform.capability >= FP8_MULTIPLIED
     ):
         return None
-    return Refusal("hardware", f"{platform.arch} has no instructions for fp8, which come with sm89")
+    return Refusal("hardware", f"{platform.arch} has no fp8 instructions; sm89 and later have")
 
 
 def no_bf16_products(platform: Platform, dtype: torch.dtype) -> Refusal | None:
@@ -44,17 +43,18 @@ def no_bf16_products(platform: Platform, dtype: torch.dtype) -> Refusal | None:
 
 
 def unlike(dtypes: Collection[torch.dtype], **tensors: Tensor | None) -> Refusal | None:
-    """Unless all are of one of these dtypes, the same one."""
+    """Refuse tensors that do not all have the same dtype, one of these."""
     given = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
     if len(set(given.values())) <= 1 and all(dtype in dtypes for dtype in given.values()):
         return None
     came = ", ".join(f"{name} is {dtype}" for name, dtype in given.items())
     return Refusal(
-        "dtype", f"{came}: written for {_listed(dtypes)}{', all alike' if len(given) > 1 else ''}"
+        "dtype",
+        f"{came}: written for {_listed(dtypes)}{', all of one dtype' if len(given) > 1 else ''}",
     )
 
 
-def _listed(choices: Collection[Any]) -> str:
+def _listed(choices: Collection[torch.dtype] | Collection[int]) -> str:
     return " or ".join(map(str, choices))
 
 
@@ -65,7 +65,7 @@ def wrong_result(dtypes: Collection[torch.dtype], out_dtype: torch.dtype) -> Ref
 
 
 def wrong_rank(ranks: Collection[int], **tensors: Tensor) -> Refusal | None:
-    """Unless each has one of these numbers of dimensions."""
+    """Refuse a tensor whose number of dimensions is not in `ranks`."""
     for name, tensor in tensors.items():
         if tensor.dim() not in ranks:
             return Refusal(
@@ -75,7 +75,7 @@ def wrong_rank(ranks: Collection[int], **tensors: Tensor) -> Refusal | None:
 
 
 def unlike_shapes(x: Tensor, **others: Tensor | None) -> Refusal | None:
-    """Unless the others that are given have the shape of x."""
+    """Refuse others, unless None, that do not have the shape of x."""
     for name, other in others.items():
         if other is not None and not same_shape(x, other):
             return Refusal(
@@ -84,16 +84,14 @@ def unlike_shapes(x: Tensor, **others: Tensor | None) -> Refusal | None:
     return None
 
 
-def too_wide(width: Any, most: int, what: str = "rows") -> Refusal | None:
+def too_wide(width: int, most: int, what: str = "rows") -> Refusal | None:
     return (
-        Refusal("shape", f"{what} of {width} do not fit one program (at most {most})")
-        if width > most
-        else None
+        Refusal("shape", f"{what} of {width} exceed the limit of {most}") if width > most else None
     )
 
 
 def unaligned_heads(q: Tensor, v: Tensor, widest: int) -> Refusal | None:
-    """Unless heads are a multiple of 8 wide, up to this width."""
+    """Refuse head widths that are not multiples of 8, or exceed `widest`."""
     widths = (q.shape[-1], v.shape[-1])
     if any(width % 8 or width > widest for width in widths):
         return Refusal(
@@ -104,7 +102,7 @@ def unaligned_heads(q: Tensor, v: Tensor, widest: int) -> Refusal | None:
 
 
 def odd_group(group: int, least: int = 1) -> Refusal | None:
-    """Unless groups of so many columns are a power of two."""
+    """Refuse groups whose number of columns is not a power of two, or less than `least`."""
     if group < least or group & (group - 1):
         return Refusal(
             "shape", f"groups of {group} columns: written for powers of two from {least} on"
@@ -114,14 +112,14 @@ def odd_group(group: int, least: int = 1) -> Refusal | None:
 
 def uneven(width: int, block: int) -> Refusal | None:
     return (
-        Refusal("shape", f"rows of {width} are no whole blocks of {block}")
+        Refusal("shape", f"rows of {width} are not a multiple of {block}")
         if width % block
         else None
     )
 
 
 def strided(**tensors: Tensor) -> Refusal | None:
-    """Unless the last dimension of each is contiguous."""
+    """Refuse a tensor whose last dimension is not contiguous."""
     for name, tensor in tensors.items():
         if not known_equal(tensor.stride(-1), 1):
             return Refusal("layout", f"the last dimension of {name} is not contiguous")
@@ -130,28 +128,28 @@ def strided(**tensors: Tensor) -> Refusal | None:
 
 def scattered_slots(slots: Tensor) -> Refusal | None:
     if slots.dim() != 1 or not known_equal(slots.stride(0), 1):
-        return Refusal("layout", "slots are not one contiguous row")
+        return Refusal("layout", "slots are not a contiguous vector")
     return None
 
 
 def scattered_blocks(*caches: Tensor) -> Refusal | None:
-    """Unless the blocks [blocks, block_size, ...] of each cache follow each other in memory."""
+    """Refuse a cache [blocks, block_size, ...] whose blocks are not contiguous in memory."""
     for cache in caches:
         if not known_equal(cache.stride(0), cache.shape[1] * cache.stride(1)):
-            return Refusal("layout", "the blocks of the cache do not follow each other")
+            return Refusal("layout", "the blocks of the cache are not contiguous")
     return None
 
 
-def unsupported(kernel: str, **arguments: Any) -> Refusal | None:
-    """If one of these optional arguments is given: no tensor, 0 and False are not."""
+def unsupported(kernel: str, **arguments: Tensor | float | None) -> Refusal | None:
+    """Refuse if one of these optional arguments is given; None, 0 and False count as absent."""
     for name, value in arguments.items():
         if isinstance(value, Tensor) or value:
-            return Refusal("argument", f"{kernel} takes no {name}")
+            return Refusal("argument", f"{kernel} does not support {name}")
     return None
 
 
 def unknown(choices: Collection[str], **argument: str) -> Refusal | None:
-    """Unless the argument is one of these."""
+    """Refuse an argument that is not one of these choices."""
     for name, value in argument.items():
         if value not in choices:
             return Refusal("argument", f"{name} {value!r} is not one of {tuple(choices)}")

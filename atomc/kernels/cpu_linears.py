@@ -1,8 +1,7 @@
-"""What quantized linears on x86 CPUs have in common, whoever multiplies. T rows, N outputs, K
-inputs, G groups.
+"""Checks and the last step of quantized linears on x86 CPUs, for all libraries. T rows, N outputs,
+K inputs, G groups.
 
-The libraries look neither at strides nor at the number and dtype of scales: what they would misread
-is refused here.
+The libraries check neither strides nor the number and dtype of scales; the refusals here do.
 """
 
 import torch
@@ -18,7 +17,7 @@ INT4PACK_GROUPS = (32, 64, 128, 256)
 def unlike_int8(
     platform: Platform, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor
 ) -> Refusal | None:
-    """Why these are no operands of an int8 product on an x86 CPU, or None."""
+    """Refuse operands other than those of an int8 product on an x86 CPU."""
     if reason := elsewhere(platform):
         return reason
     for name, dtype in {"x": x.dtype, "weight": weight.dtype}.items():
@@ -27,7 +26,8 @@ def unlike_int8(
     if weight_scale.dtype != torch.float32 or not sized(weight_scale, weight.shape[0], 1):
         return Refusal(
             "dtype",
-            f"the scales of the weight are {spelled(weight_scale)}, expected one in fp32 an output",
+            f"the scales of the weight are {spelled(weight_scale)}, expected one in fp32 per "
+            "output",
         )
     if x_scale.dtype != torch.float32:
         return Refusal("dtype", f"the scales of x are {x_scale.dtype}: written for torch.float32")
@@ -42,7 +42,7 @@ def unlike_int4(
     zeros: Tensor | None,
     group: int,
 ) -> Refusal | None:
-    """Why these are no operands of a product with int4 weights on an x86 CPU, or None."""
+    """Refuse operands other than those of a product with int4 weights on an x86 CPU."""
     if reason := elsewhere(platform):
         return reason
     if weight.dtype != torch.int32:
@@ -75,7 +75,7 @@ def unlike_int4pack(
     zeros: Tensor | None,
     group: int,
 ) -> Refusal | None:
-    """Why PyTorch's own kernel for int4 weights on a CPU cannot multiply these, or None."""
+    """Refuse operands that PyTorch's kernel for int4 weights on a CPU does not support."""
     if reason := unlike_int4(platform, x, weight, weight_scale, zeros, group):
         return reason
     if not platform.has("avx2"):
@@ -90,7 +90,7 @@ def unlike_int4pack(
             "shape", f"groups of {group}: written for {', '.join(map(str, INT4PACK_GROUPS))}"
         )
     if weight.shape[0] % 16:
-        return Refusal("shape", f"{weight.shape[0]} outputs are no multiple of 16")
+        return Refusal("shape", f"{weight.shape[0]} outputs are not a multiple of 16")
     return None
 
 
@@ -101,14 +101,10 @@ def elsewhere(platform: Platform) -> Refusal | None:
 
 
 def scattered(weight: Tensor) -> Refusal | None:
-    """Why a weight is no matrix whose rows follow each other, or None."""
+    """Refuse a weight that is not a contiguous matrix of static size."""
     if weight.dim() != 2 or not all(isinstance(size, int) for size in weight.shape):
-        return Refusal("shape", "the weight is no matrix of constant size")
-    return (
-        None
-        if weight.is_contiguous()
-        else Refusal("layout", "the rows of the weight do not follow each other")
-    )
+        return Refusal("shape", "the weight is not a matrix of static size")
+    return None if weight.is_contiguous() else Refusal("layout", "the weight is not contiguous")
 
 
 def sized(tensor: Tensor, *shape: int) -> bool:
@@ -124,8 +120,8 @@ def spelled(tensor: Tensor) -> str:
 def finish(
     total: Tensor, x: Tensor, x_scale: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """Sums [T, N] fp32, scaled by output, times the scales of the rows, plus bias: [..., N]. Uses
-    up `total`.
+    """The result [..., N]: `total` [T, N] fp32, which has the scales of outputs, times the scales
+    of rows, plus bias. Overwrites `total`.
     """
     out = total.view(*x.shape[:-1], total.shape[-1])
     if x_scale is not None:

@@ -1,8 +1,8 @@
-"""Linear layers on CPUs whose weight is made fp32 a few rows at a time: memory is read in few bits,
-caches hold the rest.
+"""Linear layers on CPUs that convert a quantized weight to fp32 a few rows at a time: codes are
+read from memory, fp32 values stay in the caches.
 
-Codes are looked up in tables: PyTorch converts fp8 on a CPU one by one (Zen 4: 3 ns a number, and
-0.5 by a table). T rows, N outputs, K inputs.
+Codes are converted by tables: PyTorch's conversion of fp8 on a CPU is scalar (Zen 4: 3 ns per
+number, 0.5 with a table). T rows, N outputs, K inputs.
 """
 
 import functools
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from atomc.ops.formats import e2m1_values
 
-# Bytes of fp32 weight at a time. Zen 4, 1 MiB of L2, MXFP4 2560x2560, 1 row: 0.5: 8.1 ms, 1: 6.7,
+# Bytes of fp32 weight per step. Zen 4, 1 MiB of L2, MXFP4 2560x2560, 1 row: 0.5: 8.1 ms, 1: 6.7,
 # 1.3: 6.1, 2.6: 6.0.
 CHUNK = 5 * 2**18
 
@@ -22,10 +22,10 @@ CHUNK = 5 * 2**18
 def multiply(
     x: Tensor, outputs: int, rows_of: Callable[[int, int], Tensor], multiple: int = 16
 ) -> Tensor:
-    """x @ weight.T [T, N] in fp32. x [T, K] fp32; rows_of(a, b) are the weight's rows from a to b,
-    [b - a, K] fp32.
+    """x @ weight.T [T, N] in fp32. x [T, K] fp32; rows_of(a, b) returns rows a to b - 1 of the
+    weight, [b - a, K] fp32.
 
-    multiple  of which a is
+    multiple  every a is a multiple of it
     """
     step = max(1, CHUNK // (4 * x.shape[1]) // multiple) * multiple
     parts = [F.linear(x, rows_of(a, min(a + step, outputs))) for a in range(0, outputs, step)]
@@ -42,8 +42,8 @@ def fp8_values(codes: Tensor) -> Tensor:
 
 
 def e2m1_pairs(packed: Tensor) -> Tensor:
-    """uint8 [n, K/2], two codes a byte, as fp32 [n, K]."""
-    # A pair of fp32 is one element, so that a byte is looked up once.
+    """uint8 [n, K/2], two codes per byte, as fp32 [n, K]."""
+    # A table element is a pair of fp32, so that each byte is looked up once.
     pairs = _e2m1_table().index_select(0, packed.flatten().to(torch.int32))
     return torch.view_as_real(pairs).view(packed.shape[0], 2 * packed.shape[1])
 

@@ -152,6 +152,8 @@ class Kernel:
                intermediate results.
     syncs:     the host waits for the device, so that it cannot be captured in a CUDA graph.
     prefer_inductor:  when Inductor's code for the reference is preferred.
+    tuned_for: the GPU architectures on which its tile sizes were measured; None if there are none
+               to choose.
     """
 
     op: str
@@ -166,6 +168,7 @@ class Kernel:
     rounds: str = "as meaning"
     syncs: bool = False
     prefer_inductor: PreferInductor = PreferInductor.NEVER
+    tuned_for: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -285,6 +288,7 @@ class Op:
         rounds: str = "as meaning",
         syncs: bool = False,
         prefer_inductor: PreferInductor = PreferInductor.NEVER,
+        tuned_for: tuple[str, ...] | None = None,
     ) -> Callable[[Function], Function]:
         """Register the decorated function as a kernel of this op (see Kernel for the arguments).
 
@@ -327,6 +331,7 @@ class Op:
                     rounds,
                     syncs,
                     prefer_inductor,
+                    tuned_for,
                 )
             )
             return function

@@ -63,6 +63,7 @@ class KernelChoice:
     refused   (provider, reason), in order of preference
     codes     the code (atomc.ops.op.Refusal) of each of these; empty in a report of an older
               version
+    note      what the user should know about the chosen kernel
     """
 
     op: str
@@ -72,6 +73,7 @@ class KernelChoice:
     refused: list[tuple[str, str]] = field(default_factory=list)
     node: str = ""
     codes: list[str] = field(default_factory=list)
+    note: str = ""
 
     @property
     def others(self) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Arguments to try each op with: one table for the meanings and for every kernel.
+"""Arguments to try each op with: one table for the references and for every kernel.
 
 A case is a function from `Draw` to the op's arguments; it makes the same numbers each time it is
 called.

@@ -1,4 +1,4 @@
-"""Ops run by NVIDIA's libraries, through torch: matrix products by cuBLAS, attention without state
+"""Kernels of NVIDIA's libraries, through torch: matrix products by cuBLAS, attention without state
 by cuDNN.
 """
 

@@ -1,8 +1,8 @@
-"""Attention without state by cuDNN: prompts of a fixed length, as `generate` with a static cache
-has them.
+"""Attention without state by cuDNN, for prompts of static length, as in `generate` with a static
+cache.
 
-Not over a paged cache: torch's entry to cuDNN takes no block tables and aligns a causal mask with
-the first key, and its form for ragged sequences plans anew at each call.
+Not for a paged cache: torch's interface to cuDNN takes no block tables and aligns a causal mask
+with the first key, and its form for ragged sequences builds a plan in each call.
 """
 
 import torch
@@ -22,7 +22,7 @@ from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 
-def _out_of_reach(
+def refuse_attention(
     platform: Platform,
     q: Tensor,
     k: Tensor,
@@ -38,7 +38,7 @@ def _out_of_reach(
     return (
         older_than((8, 0), platform, "cuDNN's attention runs")
         or unsupported(
-            "torch's entry to cuDNN's attention",
+            "torch's interface to cuDNN's attention",
             mask=mask,
             sinks=sinks,
             window=window,
@@ -49,7 +49,7 @@ def _out_of_reach(
         or _unplanned(q, k, v)
         or unaligned_heads(
             q, v, 256 if platform.capability == (9, 0) else 128
-        )  # heads of 256 are for Hopper alone
+        )  # only Hopper supports heads of 256
         or strided(q=q, k=k, v=v)
     )
 
@@ -57,10 +57,10 @@ def _out_of_reach(
 def _unplanned(*tensors: Tensor) -> Refusal | None:
     if all(isinstance(size, int) for tensor in tensors for size in tensor.shape):
         return None
-    return Refusal("shape", "cuDNN makes a plan for each length, and here the length varies")
+    return Refusal("shape", "cuDNN builds a plan per length, and the length is dynamic")
 
 
-@ops.attention.kernel("cuda", refuses=_out_of_reach)
+@ops.attention.kernel("cuda", refuses=refuse_attention)
 def attention(
     q: Tensor,
     k: Tensor,
@@ -77,7 +77,7 @@ def attention(
     if not q.numel() or not k.numel():
         return q.new_zeros((*q.shape[:-1], v.shape[-1]))
     q4, k4, v4 = (x.view(-1, *x.shape[-3:]).transpose(1, 2) for x in (q, k, v))
-    # The op itself: scaled_dot_product_attention would pick among its backends.
+    # Not scaled_dot_product_attention, which would choose among its backends.
     found = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q4, k4, v4, None, False, is_causal=causal, scale=scale
     )

@@ -1,6 +1,4 @@
-"""Linear layers by cuBLAS, where Triton's kernel for few rows has refused: it has all the
-others.
-"""
+"""Linear layers by cuBLAS, for all arguments that the Triton kernel for few rows refuses."""
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +10,7 @@ from atomc.ops.op import PreferInductor, Refusal
 from atomc.platform import Platform
 
 
-def _not_a_product(
+def refuse_linear(
     platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Refusal | None:
     if not platform.is_cuda:
@@ -20,6 +18,6 @@ def _not_a_product(
     return unlike((*FLOATS, torch.float64), x=x, weight=weight, bias=bias)
 
 
-@ops.linear.kernel("cuda", refuses=_not_a_product, prefer_inductor=PreferInductor.MAX_AUTOTUNE)
+@ops.linear.kernel("cuda", refuses=refuse_linear, prefer_inductor=PreferInductor.MAX_AUTOTUNE)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)

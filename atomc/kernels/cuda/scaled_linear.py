@@ -1,5 +1,5 @@
-"""Linear layers in fp8 by cuBLAS and CUTLASS, through torch._scaled_mm, with a scale a tensor or a
-scale a row.
+"""Linear layers in fp8 by cuBLAS and CUTLASS, through torch._scaled_mm, with one scale per tensor
+or per row.
 """
 
 import torch
@@ -10,14 +10,13 @@ from atomc.kernels.checks import FP8_MULTIPLIED, HALVES, older_than, unlike, wro
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
-# From so many rows on, sums are kept in the tensor core's own precision. H200: the layers of
-# Qwen3-8B take 7% less time for
-# 65,536 rows; a row of 12,288 is off by 3.1e-3 instead of the 1.7e-3 of the result's rounding,
-# where rounding its values to fp8 costs 2.6e-2.
+# From this number of rows on, sums have the precision of the tensor core. H200: the layers of
+# Qwen3-8B take 7% less time for 65,536 rows; the error of a row of 12,288 is 3.1e-3 instead of
+# 1.7e-3, the rounding of the result, while rounding its values to fp8 costs 2.6e-2.
 FAST_ROWS = 256
 
 
-def _not_scaled(
+def refuse_scaled_linear_fp8(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
@@ -31,9 +30,7 @@ def _not_scaled(
         older_than(FP8_MULTIPLIED, platform, "fp8 products of cuBLAS run")
         or unlike((torch.float8_e4m3fn,), x=x, weight=weight)
         or _odd_weight(weight)
-        or wrong_result(
-            HALVES, out_dtype
-        )  # sums of fp8 products are not exact enough for more than 16 bits
+        or wrong_result(HALVES, out_dtype)  # sums of fp8 products are too inexact for fp32 results
         or (
             _scaled_by_row(platform, out_dtype)
             if x_scale.dim() > 1 or weight_scale.dim() > 1
@@ -57,17 +54,18 @@ def _scaled_by_row(platform: Platform, out_dtype: torch.dtype) -> Refusal | None
     if out_dtype == torch.bfloat16 or platform.capability == (9, 0):
         return None
     return Refusal(
-        "dtype", f"the result is {out_dtype}: with a scale a row, {platform.arch} has bfloat16 only"
+        "dtype",
+        f"the result is {out_dtype}: with a scale per row, {platform.arch} supports only bfloat16",
     )
 
 
 def _scattered(weight: Tensor) -> Refusal | None:
     if weight.stride(1) == 1 and weight.stride(0) == weight.shape[1]:
         return None
-    return Refusal("layout", "the rows of the weight do not follow each other")
+    return Refusal("layout", "the weight is not contiguous")
 
 
-@ops.scaled_linear_fp8.kernel("cuda", refuses=_not_scaled)
+@ops.scaled_linear_fp8.kernel("cuda", refuses=refuse_scaled_linear_fp8)
 def scaled_linear_fp8(
     x: Tensor,
     weight: Tensor,
@@ -82,7 +80,7 @@ def scaled_linear_fp8(
         return x.new_empty((*x.shape[:-1], n), dtype=out_dtype)
     rows = x.reshape(-1, k)
     if x_scale.numel() > 1 or weight_scale.numel() > 1:
-        # Both have one a row, or both one for all.
+        # Both have one scale per row, or both one scale.
         x_scale = x_scale.reshape(-1, 1).expand(len(rows), 1).contiguous()
         weight_scale = weight_scale.reshape(1, -1).expand(1, n).contiguous()
     out = torch._scaled_mm(

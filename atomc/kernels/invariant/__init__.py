@@ -1,8 +1,8 @@
-"""Kernels whose result for a row does not depend on what else is in the step: for
+"""Batch-invariant kernels: the result of a row does not depend on the other rows of the step. For
 Options(batch_invariant=True).
 
-Each cuts its work in the same way whatever the number of rows, and sums in a fixed order. Written
-in Triton, on its GPUs, and as calls of torch on a CPU.
+Tiles and the order of sums are the same for any number of rows. Written in Triton for GPUs, and as
+torch calls for CPUs.
 """
 
 import importlib.util

@@ -1,5 +1,5 @@
-"""Attention over a paged cache, never split, with one tile for all steps: the keys of a row are
-summed from the first.
+"""Attention over a paged cache without splits, with one tile for all steps: the keys of a row are
+always summed from the first one.
 """
 
 import triton
@@ -11,7 +11,7 @@ from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 
-def _unaligned(
+def refuse_paged_attention(
     platform: Platform,
     q: Tensor,
     k_cache: Tensor,
@@ -31,7 +31,7 @@ def _unaligned(
             "argument",
             f"with a window of {window} the first key of a tile depends on the tile's other rows",
         )
-    return varying._out_of_reach(
+    return varying.refuse_paged_attention(
         platform,
         q,
         k_cache,
@@ -45,7 +45,7 @@ def _unaligned(
     )
 
 
-@ops.paged_attention.kernel("invariant", layout="paged", refuses=_unaligned)
+@ops.paged_attention.kernel("invariant", layout="paged", refuses=refuse_paged_attention)
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,

@@ -1,5 +1,5 @@
-"""Linear layers in Triton with one tile for all numbers of rows. M rows of x, N rows of the weight,
-K columns.
+"""Linear layers in Triton with the same tile for any number of rows. M rows of x, N rows of the
+weight, K columns.
 """
 
 import torch
@@ -43,17 +43,19 @@ def _multiply(
     tl.store(out_ptr + m.to(tl.int64) * N + n, sums.to(out_ptr.dtype.element_ty), (m < M) & (n < N))
 
 
-def _unlike(
+def refuse_linear(
     platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Refusal | None:
     if reason := unfit(platform, x=x, weight=weight, bias=bias):
         return reason
     if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
-        return Refusal("dtype", f"x is {x.dtype}, the weight {weight.dtype}: nothing is converted")
+        return Refusal(
+            "dtype", f"x is {x.dtype}, the weight {weight.dtype}: mixed dtypes are not supported"
+        )
     return None
 
 
-@ops.linear.kernel("invariant", refuses=_unlike)
+@ops.linear.kernel("invariant", refuses=refuse_linear)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows, (n, k) = x.reshape(-1, x.shape[-1]), weight.shape
     out = x.new_empty((*x.shape[:-1], n))

@@ -1,7 +1,7 @@
-"""On a CPU: the calls for a row have the same shapes in every step.
+"""Batch-invariant kernels on a CPU: the torch calls for a row have the same shapes in every step.
 
-A matrix product takes TILE rows, the last ones padded; attention takes one token, whose keys are
-the same in any step.
+A matrix product takes TILE rows, with padding; attention takes one token, whose keys are the same
+in any step.
 """
 
 import torch
@@ -13,17 +13,17 @@ from atomc.kernels.torch.sequence import attend, gathered, no_scales
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
-# So many rows of a product cost little more than one, whose time goes into reading the weight.
+# A product of this number of rows costs little more than one row: reading the weight dominates.
 TILE = 8
 
 
-def _elsewhere(
+def refuse_linear(
     platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Refusal | None:
     return None if platform.is_cpu else Refusal("hardware", "written for the CPU")
 
 
-@ops.linear.kernel("invariant", refuses=_elsewhere)
+@ops.linear.kernel("invariant", refuses=refuse_linear)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     padded = F.pad(rows, (0, 0, 0, -len(rows) % TILE))
@@ -37,7 +37,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out[: len(rows)].view(*x.shape[:-1], weight.shape[0])
 
 
-def _has_scales(
+def refuse_paged_attention(
     platform: Platform,
     q: Tensor,
     k_cache: Tensor,
@@ -52,7 +52,7 @@ def _has_scales(
     )
 
 
-@ops.paged_attention.kernel("invariant", layout="paged", refuses=_has_scales, syncs=True)
+@ops.paged_attention.kernel("invariant", layout="paged", refuses=refuse_paged_attention, syncs=True)
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,

@@ -1,8 +1,8 @@
-"""Linear layers on x86 CPUs, by oneDNN and by PyTorch's own kernels for few bits, over weights in
-layouts of their own.
+"""Linear layers on x86 CPUs, by oneDNN and by PyTorch's quantized kernels, most of them over
+prepared weights.
 
-Of kernels that serve, the one registered first is taken: for int8 one that keeps a copy of the
-weight, then one that reads it as it lies, then one that makes it fp32.
+The first registered kernel that accepts the arguments is selected. For int8 the order is: packed
+weight, unpacked weight, weight converted to fp32.
 """
 
 import torch
@@ -16,9 +16,11 @@ from atomc.kernels.onednn import (
     linear_mxfp4,
     linear_w4a16,
     scaled_linear_int8,
-    scaled_linear_int8_as_it_lies,
-    scaled_linear_int8_in_fp32,
+    scaled_linear_int8_unpacked,
 )
+
+# isort: split
+from atomc.kernels.onednn import scaled_linear_int8_in_fp32
 
 __all__ = [
     "linear",
@@ -26,6 +28,6 @@ __all__ = [
     "linear_mxfp4",
     "linear_w4a16",
     "scaled_linear_int8",
-    "scaled_linear_int8_as_it_lies",
     "scaled_linear_int8_in_fp32",
+    "scaled_linear_int8_unpacked",
 ]

@@ -1,6 +1,4 @@
-"""Weights in the blocked layout that oneDNN multiplies by fastest: copies, which the caller must
-keep up to date.
-"""
+"""Weights in oneDNN's blocked layout: copies, which the caller must keep up to date."""
 
 import torch
 from torch import Tensor
@@ -10,8 +8,8 @@ from atomc.platform import Platform
 
 
 def blocked(weight: Tensor, rows: int) -> Prepared:
-    """A copy of the weight [N, K] in the layout that oneDNN picks for so many rows of x; it serves
-    any number.
+    """A copy of the weight [N, K] in the layout that oneDNN chooses for this number of rows of x.
+    It is valid for any number.
     """
     return Prepared(
         (torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows),), replaces=True
@@ -27,7 +25,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def unfit(
     platform: Platform, dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Refusal | None:
-    """Why oneDNN cannot, or should not, multiply these in `dtype`."""
+    """Refuse operands that oneDNN cannot, or should not, multiply in `dtype`."""
     if not platform.is_cpu:
         return Refusal("hardware", "oneDNN kernels run on a CPU")
     if platform.arch != "x86_64":
@@ -40,7 +38,7 @@ def unfit(
             f"for {dtype}",
         )
     if weight.dim() != 2 or not all(isinstance(size, int) for size in weight.shape):
-        return Refusal("shape", "the weight is no matrix of constant size")
+        return Refusal("shape", "the weight is not a matrix of static size")
     if not weight.is_contiguous():
-        return Refusal("layout", "the rows of the weight do not follow each other")
+        return Refusal("layout", "the weight is not contiguous")
     return None

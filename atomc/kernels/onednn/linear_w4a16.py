@@ -1,5 +1,5 @@
-"""Linear layers with int4 weights and bf16 activations: PyTorch's kernel, over words in an order of
-its own.
+"""Linear layers with int4 weights and bf16 activations, by PyTorch's kernel, which has its own
+order of codes.
 """
 
 import torch
@@ -11,15 +11,15 @@ from atomc.ops.formats import unpack_int4
 from atomc.ops.op import Prepared, Refusal
 from atomc.platform import Platform
 
-# Zen 4, one thread, F.linear's time in fp32 by ours at 2048x1024 and 4096x4096. 1 row: 4.0, 3.7; 8:
-# 2.7, 3.5; 64: 1.3, 1.6;
-# 256: 1.1, 1.1. What Inductor makes of the meaning, at 2560x2560: 0.4 at 1 row, 0.7 at 64.
+# Zen 4, one thread, speedup over F.linear in fp32 at 2048x1024 and 4096x4096. 1 row: 4.0, 3.7; 8:
+# 2.7, 3.5; 64: 1.3, 1.6; 256: 1.1, 1.1. The reference compiled by Inductor, at 2560x2560: 0.4 with
+# 1 row, 0.7 with 64.
 MOST_ROWS = 128
 
 
 def _packed(weight: Tensor) -> Prepared:
-    """[N, K/8] int32 as [N, K/2] uint8 in the order of the kernel, the same bytes in all."""
-    # Its number of inner tiles is read on a GPU only.
+    """[N, K/8] int32 as [N, K/2] uint8 in the order of the kernel; the same number of bytes."""
+    # The number of inner tiles, 1, is used on a GPU only.
     return Prepared(
         (torch.ops.aten._convert_weight_to_int4pack_for_cpu(unpack_int4(weight.detach()), 1),),
         replaces=True,
@@ -27,7 +27,9 @@ def _packed(weight: Tensor) -> Prepared:
 
 
 def _scales_and_zeros(weight_scale: Tensor, zeros: Tensor | None) -> Prepared:
-    """[G, N, 2] bf16: a code q means (q - 8) * scale + zero, and here (q - z) * scale."""
+    """[G, N, 2] bf16. The kernel computes (q - 8) * scale + zero of a code q, the op (q - z) *
+    scale.
+    """
     scale = weight_scale.detach().t()
     zero = (
         torch.zeros_like(scale)
@@ -37,7 +39,7 @@ def _scales_and_zeros(weight_scale: Tensor, zeros: Tensor | None) -> Prepared:
     return Prepared((torch.stack((scale, zero.to(scale.dtype)), -1).contiguous(),), replaces=True)
 
 
-def _unfit(
+def refuse_linear_w4a16(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
@@ -53,7 +55,7 @@ def _unfit(
 @ops.linear_w4a16.kernel(
     "onednn",
     tokens=ops.Tokens(1, MOST_ROWS),
-    refuses=_unfit,
+    refuses=refuse_linear_w4a16,
     prepare={"weight": _packed, ("weight_scale", "zeros"): _scales_and_zeros},
 )
 def linear_w4a16(

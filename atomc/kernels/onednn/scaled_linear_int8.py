@@ -8,14 +8,13 @@ from atomc.kernels.cpu_linears import finish, unlike_int8
 from atomc.ops.op import Prepared, Refusal
 from atomc.platform import Platform
 
-# Zen 4, one thread, F.linear's time in fp32 by ours (and by `_int_mm`, below) at 2048x1024 and
-# 4096x4096. 1 row: 1.7 (2.1),
-# 2.3 (3.3); 2: 2.4 (2.4), 4.2 (1.2); 8: 3.1 (2.6), 7.5 (1.7); 64: 4.2 (3.3), 6.6 (3.6); 256: 4.2
-# (4.1), 5.1 (4.2).
+# Zen 4, one thread, speedup over F.linear in fp32 (and that of the unpacked kernel) at 2048x1024
+# and 4096x4096. 1 row: 1.7 (2.1), 2.3 (3.3); 2: 2.4 (2.4), 4.2 (1.2); 8: 3.1 (2.6), 7.5 (1.7); 64:
+# 4.2 (3.3), 6.6 (3.6); 256: 4.2 (4.1), 5.1 (4.2).
 FEWEST_ROWS = 2
 
 
-def inexact(
+def refuse_scaled_linear_int8(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
@@ -31,18 +30,21 @@ def inexact(
         return None
     return Refusal(
         "hardware",
-        "on a CPU without VNNI oneDNN does not sum products of int8 exactly, or not fast",
+        "without VNNI, oneDNN sums int8 products inexactly or slowly",
     )
 
 
 def _packed(weight: Tensor) -> Prepared:
-    """[N, K] in oneDNN's blocked layout, and the zero points of codes that have none."""
+    """[N, K] in oneDNN's blocked layout, and zero points, which are all 0."""
     zeros = torch.zeros(weight.shape[0], dtype=torch.int32)
     return Prepared((torch.ops.onednn.qlinear_prepack(weight.detach(), None), zeros), replaces=True)
 
 
 @ops.scaled_linear_int8.kernel(
-    "onednn", tokens=ops.Tokens(FEWEST_ROWS), refuses=inexact, prepare={"weight": _packed}
+    "onednn",
+    tokens=ops.Tokens(FEWEST_ROWS),
+    refuses=refuse_scaled_linear_int8,
+    prepare={"weight": _packed},
 )
 def scaled_linear_int8(
     x: Tensor,
@@ -54,8 +56,8 @@ def scaled_linear_int8(
     out_dtype: torch.dtype,
 ) -> Tensor:
     packed, zeros = weight
-    # Signed activations run by a reference kernel, a hundred times slower: code + 128, with 128 as
-    # the zero point.
+    # oneDNN's kernel for signed activations is a hundred times slower: pass code + 128 unsigned,
+    # with the zero point 128.
     rows = x.reshape(-1, x.shape[-1]).contiguous().view(torch.uint8) ^ 128
     total = torch.ops.onednn.qlinear_pointwise(
         rows,

@@ -1,9 +1,8 @@
-"""Ops run by stock PyTorch: the meanings called eagerly, and attention through
+"""Kernels of stock PyTorch: the references called eagerly, and attention through
 scaled_dot_product_attention.
 
-Of two kernels that serve, the one registered first is taken: a CPU reads state in pages rather than
-in the contiguous layout, and writes it by kernels of its own rather than by those that run
-anywhere.
+The first registered kernel that accepts the arguments is selected. A CPU therefore prefers the
+paged layout to the contiguous one, and the writes for CPUs to those for any device.
 """
 
 from atomc.kernels.torch import kv_write  # isort: split

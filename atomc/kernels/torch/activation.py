@@ -1,4 +1,4 @@
-"""Gated activations, run as two torch calls."""
+"""Gated activations, as two torch calls."""
 
 from atomc import ops
 from atomc.kernels.torch.eager import eager

@@ -1,6 +1,4 @@
-"""Attention through scaled_dot_product_attention, without state and over a paged cache, on any
-device.
-"""
+"""Attention by scaled_dot_product_attention, without state or over a paged cache, any device."""
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +14,7 @@ from atomc.platform import Platform
 kv_write = eager(ops.kv_write, __name__, layout="paged")
 
 
-def _sdpa_has_it(
+def refuse_attention(
     platform: Platform,
     q: Tensor,
     mask: Tensor | None = None,
@@ -25,10 +23,10 @@ def _sdpa_has_it(
     **_: object,
 ) -> Refusal | None:
     if softcap:
-        return Refusal("argument", "scaled_dot_product_attention has no softcap")
+        return Refusal("argument", "scaled_dot_product_attention does not support softcap")
     if sinks is not None:
-        return Refusal("argument", "scaled_dot_product_attention has no sinks")
-    # Rounding a wider mask would change which numbers outweigh every score.
+        return Refusal("argument", "scaled_dot_product_attention does not support sinks")
+    # Rounding a wider mask would change which of its values dominate all scores.
     mask_dtypes = (torch.bool, q.dtype, torch.float32) if platform.is_cpu else (torch.bool, q.dtype)
     if mask is not None and mask.dtype not in mask_dtypes:
         return Refusal(
@@ -38,7 +36,7 @@ def _sdpa_has_it(
     return None
 
 
-@ops.attention.kernel("torch", refuses=_sdpa_has_it)
+@ops.attention.kernel("torch", refuses=refuse_attention)
 def attention(
     q: Tensor,
     k: Tensor,
@@ -68,16 +66,16 @@ def attention(
             heads, keys, values, mask, is_causal=causal, scale=scale, enable_gqa=True
         )
     if mask is not None and q.is_cuda:
-        # There a row that sees no key becomes the mean of all values, in half precision (torch
-        # 2.11, H200).
+        # On CUDA in half precision the result of a row that sees no key is the mean of all values
+        # (torch 2.11, H200).
         blind = ~mask.any(-1) if mask.dtype == torch.bool else (mask == float("-inf")).all(-1)
         out = out.masked_fill(blind[..., None], 0.0)
     return out.transpose(-2, -3).contiguous()
 
 
 def _seen(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, window: int) -> Tensor | None:
-    """The mask together with what window and causal hide; as it is where
-    scaled_dot_product_attention can do the rest.
+    """The mask combined with `window` and `causal`; unchanged where scaled_dot_product_attention
+    applies `causal`.
     """
     if not window and not (causal and mask is not None):
         return mask
@@ -92,18 +90,18 @@ def _seen(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, window: int) 
 
 
 def _one_token(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """q [..., N, 1, D] over k and v [..., K, S, D], the heads of a group as rows of one matrix
+    """q [..., N, 1, D] over k and v [..., K, S, D], with the heads of a group as rows of one matrix
     product.
 
-    Zen 4, bf16, 16 over 8 heads of 64, 512 keys: 0.21 ms for 0.92 a row at a time, with enable_gqa;
-    fp32 0.19 for 0.17.
+    Zen 4, bf16, 16 query heads and 8 key/value heads of 64, 512 keys: 0.21 ms, 0.92 with
+    enable_gqa; fp32 0.19 and 0.17.
     """
     folded = q.reshape(*k.shape[:-2], -1, q.shape[-1])
     group = folded.shape[-2]
     if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:  # a mask for each head
         mask = mask.reshape(*mask.shape[:-3], -1, group, mask.shape[-1])
     if group == 1:
-        folded = folded.expand(*folded.shape[:-2], 2, -1)  # a row alone is slow, two are not
+        folded = folded.expand(*folded.shape[:-2], 2, -1)  # one row is slow, two are not
     out = F.scaled_dot_product_attention(folded, k, v, mask, scale=scale)[..., :group, :]
     return out.reshape(*q.shape[:-1], v.shape[-1])
 
@@ -127,7 +125,7 @@ def paged_attention(
 ) -> Tensor:
     rows = q.reshape(-1, *q.shape[-2:])
     out = q.new_zeros((*rows.shape[:-1], v_cache.shape[-1]))
-    # Numbers times a scale are rounded in 16 bits.
+    # In 16 bits, values times a scale would be rounded.
     wide = q.dtype if k_scale is None and v_scale is None else torch.float32
     for new, _, keys, values in gathered(
         k_cache, v_cache, query_start, seq_lens, block_tables, window

@@ -1,14 +1,14 @@
-"""Attention over the "contiguous" layout, on a CPU: a sequence is one block, so its keys are a
-slice of the cache.
+"""Attention over the "contiguous" layout on a CPU. A sequence is one block, and its keys a slice of
+the cache.
 """
 
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.torch.sequence import attend, reads_it_as_it_is, sequences
+from atomc.kernels.torch.sequence import attend, refuse_paged_attention, sequences
 
 
-@ops.paged_attention.kernel("torch", layout="contiguous", refuses=reads_it_as_it_is)
+@ops.paged_attention.kernel("torch", layout="contiguous", refuses=refuse_paged_attention)
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,

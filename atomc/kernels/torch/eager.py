@@ -1,6 +1,4 @@
-"""An op's meaning as a kernel of its own, for ops where a few torch calls in a row are good
-enough.
-"""
+"""The reference of an op as a kernel, for ops where a few torch calls are fast enough."""
 
 from collections.abc import Callable
 from types import FunctionType
@@ -17,20 +15,22 @@ def eager(
     layout: str | None = None,
     refuses: Callable[..., Refusal | None] | None = None,
 ) -> Callable[..., Any]:
-    """The op's meaning, registered under the name that `module` gives it.
+    """Register a copy of the op's reference as a kernel, and return it as a function of `module`.
 
-    A copy of the function, because a lowered graph names its target by module and name, and under
-    those of the meaning lies the op itself.
+    A lowered graph refers to a kernel by module and name, and the name of the reference in its own
+    module is bound to the op.
     """
-    meaning = op.reference
-    assert isinstance(meaning, FunctionType)
-    function = FunctionType(meaning.__code__, meaning.__globals__, op.name, meaning.__defaults__)
-    function.__kwdefaults__ = meaning.__kwdefaults__
-    function.__annotations__ = meaning.__annotations__
-    function.__doc__ = meaning.__doc__
+    reference = op.reference
+    assert isinstance(reference, FunctionType)
+    function = FunctionType(
+        reference.__code__, reference.__globals__, op.name, reference.__defaults__
+    )
+    function.__kwdefaults__ = reference.__kwdefaults__
+    function.__annotations__ = reference.__annotations__
+    function.__doc__ = reference.__doc__
     function.__module__ = module
-    if layout is not None:  # it looks at the numbers of slots and lengths
+    if layout is not None:  # it reads slots and lengths on the host
         return op.kernel("torch", layout=layout, refuses=refuses, syncs=True)(function)
-    # A norm run on its own rounds where the model does.
+    # Called directly, a norm rounds where the model does.
     prefer = PreferInductor.FREE_ROUNDING if Kind.NORM in op.kind else PreferInductor.ALWAYS
     return op.kernel("torch", refuses=refuses, prefer_inductor=prefer)(function)

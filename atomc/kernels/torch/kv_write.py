@@ -1,17 +1,17 @@
-"""Writes into caches without scales on a CPU, the same in both layouts; a block of the contiguous
-one is a sequence.
+"""Writes into caches without scales on a CPU, for both layouts; in the contiguous one a block is a
+sequence.
 """
 
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.torch.sequence import on_a_cpu, write
+from atomc.kernels.torch.sequence import refuse_kv_write, write
 
 
-@ops.kv_write.kernel("torch", layout="contiguous", refuses=on_a_cpu)
+@ops.kv_write.kernel("torch", layout="contiguous", refuses=refuse_kv_write)
 @ops.kv_write.kernel(
-    "torch", layout="paged", refuses=on_a_cpu
-)  # the first choice: it is registered first
+    "torch", layout="paged", refuses=refuse_kv_write
+)  # registered first, and therefore preferred
 def kv_write(
     k: Tensor,
     v: Tensor,
@@ -24,10 +24,10 @@ def kv_write(
     return write(k, v, k_cache, v_cache, slots)
 
 
-@ops.rope_kv_write.kernel("torch", layout="contiguous", refuses=on_a_cpu)
+@ops.rope_kv_write.kernel("torch", layout="contiguous", refuses=refuse_kv_write)
 @ops.rope_kv_write.kernel(
-    "torch", layout="paged", refuses=on_a_cpu
-)  # the first choice: it is registered first
+    "torch", layout="paged", refuses=refuse_kv_write
+)  # registered first, and therefore preferred
 def rope_kv_write(
     q: Tensor,
     k: Tensor,
@@ -45,10 +45,10 @@ def rope_kv_write(
     return ops.rope.reference(q, cos, sin, rope_style), token
 
 
-@ops.qk_norm_rope_kv_write.kernel("torch", layout="contiguous", refuses=on_a_cpu)
+@ops.qk_norm_rope_kv_write.kernel("torch", layout="contiguous", refuses=refuse_kv_write)
 @ops.qk_norm_rope_kv_write.kernel(
-    "torch", layout="paged", refuses=on_a_cpu
-)  # the first choice: it is registered first
+    "torch", layout="paged", refuses=refuse_kv_write
+)  # registered first, and therefore preferred
 def qk_norm_rope_kv_write(
     q: Tensor,
     k: Tensor,

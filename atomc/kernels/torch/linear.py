@@ -1,4 +1,4 @@
-"""Linear layers and embedding look-up, by the library that torch was built with."""
+"""Linear layers and embedding look-up, as torch calls."""
 
 from atomc import ops
 from atomc.kernels.torch.eager import eager

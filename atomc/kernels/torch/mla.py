@@ -1,4 +1,4 @@
-"""The writes of multi-head latent attention, run as torch calls, on any device."""
+"""The writes of multi-head latent attention, as torch calls, on any device."""
 
 from atomc import ops
 from atomc.kernels.torch.eager import eager

@@ -1,6 +1,4 @@
-"""Norms, run as torch calls: every rounding is that of the meaning, which Inductor does not
-promise.
-"""
+"""Norms, as torch calls, with every rounding of the reference, not guaranteed by Inductor."""
 
 from atomc import ops
 from atomc.kernels.torch.eager import eager

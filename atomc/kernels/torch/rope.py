@@ -1,4 +1,4 @@
-"""Rotary positions, run as torch calls; with the write into a paged cache on any device."""
+"""Rotary positions, as torch calls; with the write into a paged cache on any device."""
 
 from atomc import ops
 from atomc.kernels.torch.eager import eager

@@ -1,5 +1,5 @@
-"""Linear layers in fp8 on CPUs, which multiply none, where no glue compiler makes loops of the
-meaning.
+"""Linear layers in fp8 on CPUs, which have no fp8 instructions, where no glue compiler fuses the
+reference.
 """
 
 import torch
@@ -12,11 +12,13 @@ from atomc.ops.op import PreferInductor, Refusal
 from atomc.platform import Platform
 
 
-def _on_a_gpu(platform: Platform, *args: object, **_: object) -> Refusal | None:
+def refuse_scaled_linear_fp8(platform: Platform, *args: object, **_: object) -> Refusal | None:
     return None if platform.is_cpu else Refusal("hardware", "written for the CPU")
 
 
-@ops.scaled_linear_fp8.kernel("torch", refuses=_on_a_gpu, prefer_inductor=PreferInductor.ALWAYS)
+@ops.scaled_linear_fp8.kernel(
+    "torch", refuses=refuse_scaled_linear_fp8, prefer_inductor=PreferInductor.ALWAYS
+)
 def scaled_linear_fp8(
     x: Tensor,
     weight: Tensor,
@@ -32,7 +34,7 @@ def scaled_linear_fp8(
 
 
 @ops.scaled_linear_fp8_block.kernel(
-    "torch", refuses=_on_a_gpu, prefer_inductor=PreferInductor.ALWAYS
+    "torch", refuses=refuse_scaled_linear_fp8, prefer_inductor=PreferInductor.ALWAYS
 )
 def scaled_linear_fp8_block(
     x: Tensor,

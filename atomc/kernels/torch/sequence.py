@@ -1,4 +1,4 @@
-"""Causal attention of one sequence at a time: what the kernels of both layouts share.
+"""Causal attention of one sequence at a time, shared by the kernels of both layouts.
 
 T new tokens, S keys of a sequence, N query heads, K key/value heads, G = N / K, D head width.
 """
@@ -21,7 +21,7 @@ def no_scales(
     )
 
 
-def on_a_cpu(
+def refuse_kv_write(
     platform: Platform, k_scale: Tensor | None = None, v_scale: Tensor | None = None, **_: object
 ) -> Refusal | None:
     return (
@@ -31,7 +31,7 @@ def on_a_cpu(
     )
 
 
-def reads_it_as_it_is(
+def refuse_paged_attention(
     platform: Platform,
     q: Tensor,
     k_cache: Tensor,
@@ -41,16 +41,17 @@ def reads_it_as_it_is(
 ) -> Refusal | None:
     if q.dtype != k_cache.dtype:
         return Refusal(
-            "dtype", f"the cache is {k_cache.dtype}, the query {q.dtype}: nothing is converted"
+            "dtype",
+            f"the cache is {k_cache.dtype}, the query {q.dtype}: mixed dtypes are not supported",
         )
-    return on_a_cpu(platform, k_scale, v_scale)
+    return refuse_kv_write(platform, k_scale, v_scale)
 
 
 def write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Tensor:
     """`kv_write` on a CPU, into caches without scales."""
     token = k.new_empty((0,))
     k, v = k.reshape(-1, *k.shape[-2:]), v.reshape(-1, *v.shape[-2:])
-    # Asking costs 2 us, filtering 8 and a copy of k and v; only padded steps have rows to skip.
+    # The check costs 2 us, filtering 8 and a copy of k and v; only padded steps have rows to skip.
     if slots.numel() and slots.min() < 0:
         rows = (slots >= 0).nonzero()[:, 0]
         k, v, slots = k[rows], v[rows], slots[rows]
@@ -87,10 +88,8 @@ def gathered(
     block_tables: Tensor,
     window: int,
 ) -> Iterator[tuple[slice, int, Tensor, Tensor]]:
-    """(rows, first key that they see, keys and values [S, K, D] from that one on) of each sequence
-    with new tokens.
-
-    The caches are in blocks; keys and values are valid until the next sequence.
+    """(rows, first key that they see, keys and values [S, K, D] from that key on) of each sequence
+    with new tokens, from caches in blocks. Keys and values are valid until the next iteration.
     """
     block_size = k_cache.shape[1]
     found = [
@@ -103,9 +102,8 @@ def gathered(
     for s, new, first, length, start, end in found:
         blocks = block_tables[s, start:end]
         seen = slice(first - start * block_size, length - start * block_size)
-        # Not k_cache[blocks], which copies number by number on a CPU. Zen 4, 512 keys, 8 heads of
-        # 64, bf16, with attention:
-        # 0.39 ms for 0.22, and 0.22 for the contiguous layout.
+        # Not k_cache[blocks], whose copy on a CPU is scalar. Zen 4, 512 keys, 8 heads of 64, bf16,
+        # with attention: 0.22 ms, as with the contiguous layout; 0.39 with k_cache[blocks].
         keys = torch.index_select(k_cache, 0, blocks, out=k_room[: end - start]).flatten(0, 1)[seen]
         values = torch.index_select(v_cache, 0, blocks, out=v_room[: end - start]).flatten(0, 1)[
             seen
@@ -114,10 +112,10 @@ def gathered(
 
 
 def _room(k_cache: Tensor, v_cache: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-    """Memory for so many blocks of keys and of values, for one sequence after another.
+    """Memory for this number of blocks of keys and of values, reused for all sequences.
 
-    In one piece, which malloc keeps for the next call: what is freed in two goes back to the
-    system, and filling it anew takes as long as reading the keys does.
+    It is one allocation, which malloc keeps for the next call. Two would be returned to the system,
+    and mapping their pages again takes as long as reading the keys.
     """
     k_size, v_size = (blocks * cache.shape[1:].numel() for cache in (k_cache, v_cache))
     room = k_cache.new_empty(k_size + v_size)
@@ -138,9 +136,9 @@ def attend(
     """Causal attention of the last T tokens of a sequence. q [T, N, D], keys and values [S, K, D]
     -> [T, N, D].
 
-    The group is folded into the query length, [1, K, T * G, D], which reads a key once for G heads
-    and lets one token be a matrix product: Cascade Lake, 16 over 8 heads of 128, 1024 keys, bf16:
-    0.33 ms for 2.9 with enable_gqa.
+    The group is folded into the query length, [1, K, T * G, D]. A key is then read once for G
+    heads, and one token is a matrix product. Cascade Lake, 16 query heads and 8 key/value heads of
+    128, 1024 keys, bf16: 0.33 ms, 2.9 with enable_gqa.
     """
     num_new, num_heads, _ = q.shape
     num_keys, kv_heads, _ = keys.shape
@@ -148,7 +146,7 @@ def attend(
     keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
     plain = sinks is None and not softcap
     if plain and num_new == num_keys > 1 and not 0 < window < num_keys:
-        # Half of the keys are skipped: same machine, 2048 tokens: 220 ms for 375 with a mask.
+        # Skips half of the keys. Cascade Lake, 2048 tokens: 220 ms, 375 with a mask.
         out = F.scaled_dot_product_attention(
             q.transpose(0, 1)[None], keys, values, is_causal=True, scale=scale, enable_gqa=group > 1
         )
@@ -170,8 +168,8 @@ def attend(
             seen &= columns > position - window
     if plain:
         if folded.shape[2] == 1 and q.dtype != torch.float32:
-            # One row alone takes a slow matrix-vector path: same machine, 16 heads, 1024 keys: 0.66
-            # ms for 3.04.
+            # One row takes a slow matrix-vector path. Cascade Lake, 16 heads, 1024 keys: 3.04 ms,
+            # 0.66 with two rows.
             folded = folded.repeat(1, 1, 2, 1)
         out = F.scaled_dot_product_attention(folded, keys, values, seen, scale=scale)[
             :, :, : num_new * group
@@ -190,8 +188,8 @@ def _with_sinks_and_softcap(
     scale: float,
     softcap: float,
 ) -> Tensor:
-    """What scaled_dot_product_attention has no argument for, in fp32. q [1, K, T * G, D], keys [1,
-    K, S, D].
+    """Attention with sinks and softcap, which scaled_dot_product_attention does not support, in
+    fp32. q [1, K, T * G, D], keys [1, K, S, D].
     """
     scores = q.to(torch.float32) @ keys.to(torch.float32).transpose(-1, -2) * scale
     if softcap:

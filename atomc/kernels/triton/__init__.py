@@ -4,9 +4,8 @@ from atomc.kernels.triton import (
     activation,
     activation_quant,
     attention,
+    decode_dense,
     dequantized,
-    few_queries,
-    four_bits,
     kv_write,
     linear,
     linear_split_cat,
@@ -17,15 +16,15 @@ from atomc.kernels.triton import (
     rope,
     scaled_linear,
     scaled_linear_tiles,
+    w4a16,
 )
 
 __all__ = [
     "activation",
     "activation_quant",
     "attention",
+    "decode_dense",
     "dequantized",
-    "few_queries",
-    "four_bits",
     "kv_write",
     "linear",
     "linear_split_cat",
@@ -36,4 +35,5 @@ __all__ = [
     "rope",
     "scaled_linear",
     "scaled_linear_tiles",
+    "w4a16",
 ]

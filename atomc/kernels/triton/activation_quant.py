@@ -1,8 +1,7 @@
-"""SiLU(gate) * up that is written quantized, in Triton: in one pass, or in two where that is
-faster.
+"""SiLU(gate) * up with a quantized result, in Triton: in one pass, or in two where that is faster.
 
-Codes may differ from the meaning's where exp is rounded otherwise: tests/test_kernels.py holds them
-to neighbours, and few.
+Codes can differ from the reference where exp is rounded differently; tests allow this for few
+codes, by one step.
 """
 
 import torch
@@ -28,11 +27,12 @@ from atomc.kernels.triton.quant import (
     store_quantized,
     unquantizable,
 )
+from atomc.kernels.triton.tiles import GATED_QUANT_WARPS, MAX_WARPS
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
-# One program has to see the whole row: few of them leave most of the device idle. H200, rows of
-# 12,288 to fp8, us in one pass and in two: 16 rows 3.7 and 3.1, 1,024 rows 25.1 and 32.0.
+# With one scale per row a program takes a whole row, and few rows leave most of the device idle.
+# H200, rows of 12,288 to fp8, us in one pass / two: 16 rows 3.7 / 3.1, 1,024 rows 25.1 / 32.0.
 PER_ROW, WIDE, FEW = ("fp8_per_token", "int8_per_token"), 8192, 64
 
 
@@ -99,23 +99,17 @@ def _gated_quant(
 def _tile(out: Quantized, rows: int, columns: int) -> dict[str, int]:
     tile = out.tile(rows, columns)
     if out.whole_rows:
-        # H200, us with 4 / 8 / 16 / 32 warps: 1,024 rows of 3,072 6.6 / 5.8 / 6.3 / -, 8,192 of
-        # them 31.7 / 32.8 / - / -,
-        # 1,024 rows of 12,288 20.6 / 19.7 / 20.3 / -, 65,536 of them - / 914 / 1059 / 1033.
-        return tile | {
-            "num_warps": max(
-                8 if tile["BLOCK"] > 2048 and rows <= 4096 else 4, tile["BLOCK"] // 2048
-            )
-        }
+        warps = GATED_QUANT_WARPS.choose(out.codes.device, rows, tile["BLOCK"])
+        return tile | {"num_warps": min(warps, MAX_WARPS)}
     if columns > 1024 and columns % 2048 and out.group <= 1024 <= rows:
-        # The last block of 2,048 would do little. H200, rows of 3,072, us in blocks of 2,048 and
-        # so: 1,024 rows to mxfp4
-        # 8.1 and 6.4, 8,192 rows 46.6 and 37.9; to fp8_group 6.3 and 5.7, 34.2 and 32.5.
+        # The last block of 2,048 would be mostly empty. H200, rows of 3,072, us with blocks of
+        # 2,048 / 1,024: 1,024 rows to mxfp4 8.1 / 6.4, 8,192 rows 46.6 / 37.9; to fp8_group 6.3 /
+        # 5.7, 34.2 / 32.5.
         return {"BLOCK": 1024, "ROWS": 2, "num_warps": 8}
     return tile
 
 
-def _unfit(
+def refuse_silu_and_mul_quant(
     platform: Platform,
     gate: Tensor,
     up: Tensor,
@@ -134,7 +128,9 @@ def _unfit(
     )
 
 
-@ops.silu_and_mul_quant.kernel("triton", refuses=_unfit)
+@ops.silu_and_mul_quant.kernel(
+    "triton", refuses=refuse_silu_and_mul_quant, tuned_for=GATED_QUANT_WARPS.archs
+)
 def silu_and_mul_quant(
     gate: Tensor,
     up: Tensor,

@@ -1,13 +1,13 @@
-"""Attention over a paged cache in Triton: one kernel for any mix of sequences, and one that joins
-what it split.
+"""Attention over a paged cache in Triton: one kernel for any mix of sequences, and one that
+combines its splits.
 
-A program takes a tile of query rows against some of the keys of one key/value head. The rows of a
-tile are the G query heads that share this head, of consecutive new tokens of one sequence: each key
-is read once for all of them.
+A program computes a tile of query rows against some keys of one key/value head. The rows of a tile
+are the G query heads that share this head, for consecutive new tokens of one sequence, so that each
+key is read once for all of them.
 
-Everything that the host decides comes from shapes, so that a step can be captured into a CUDA graph
-and replayed with other lengths. A cache in fp8 is read as bytes; its scales join that of the scores
-and the division by the weights. T rows of q, S sequences, N query heads, K key/value heads, G = N /
+The host decides by shapes only, so that a step can be captured in a CUDA graph and replayed with
+other lengths. An fp8 cache is read as bytes; the scale of keys is applied to the scores, the scale
+of values to the result. T rows of q, S sequences, N query heads, K key/value heads, G = N /
 K, D head width.
 """
 
@@ -31,14 +31,15 @@ from atomc.kernels.triton.kv_write import (
     uncachable,
 )
 from atomc.kernels.triton.launch import begin, overlap, unfit
+from atomc.kernels.triton.tiles import PAGED_DECODE, PAGED_PREFILL
 from atomc.ops.formats import FP8
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 MAX_WIDTH, MAX_GROUP, MAX_SPLITS = 256, 128, 128
-# H200, 32 over 8 heads of 128, one sequence of 1,024 keys: 6.7 us, 6.9 with all 128 columns in one
-# program.
-JOINED_COLUMNS = 64
+# Columns of a program of combine_splits. H200, 32 query heads and 8 key/value heads of 128, one
+# sequence of 1,024 keys: 6.7 us, 6.9 with all 128 columns.
+COMBINED_COLUMNS = 64
 LOG2_E = math.log2(math.e)
 
 
@@ -71,10 +72,10 @@ def _walk(
     MASKED: tl.constexpr,
     CODES: tl.constexpr,
 ):
-    """Softmax so far (weighted values, sum of weights, highest score in base 2) after the keys
-    first..last.
+    """Update the running softmax (weighted values, sum of weights, maximum in base 2) with the keys
+    from `first` to `last`.
 
-    Without MASKED each row sees all of these keys, and there are whole tiles of them.
+    Without MASKED, each row sees all of these keys, and their number is a multiple of BLOCK_N.
     """
     d = tl.arange(0, q.shape[1])
     dv = tl.arange(0, acc.shape[1])
@@ -100,7 +101,7 @@ def _walk(
 
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if SOFTCAP:
-            # cap * tanh(scores / cap): the sigmoid overflows for no score.
+            # cap * tanh(scores / cap), by a sigmoid, which does not overflow.
             scores = 2.0 * tl.sigmoid(scores * inner) - 1.0
         if MASKED:
             seen = key[None, :] <= position[:, None]
@@ -112,7 +113,7 @@ def _walk(
         highest = tl.maximum(peak, tl.max(scores, 1) * unit)
         shift = highest
         if SPLIT or WINDOW:
-            # A row that has seen no key yet: -inf - -inf would be NaN.
+            # For a row that has not seen a key, -inf - -inf would be NaN.
             shift = tl.where(highest == -float("inf"), 0.0, highest)
         weights = tl.exp2(scores * unit - shift[:, None])
         decay = tl.exp2(peak - shift)
@@ -167,8 +168,8 @@ def _attend(
     CODES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One tile, or with BY_SEQUENCE all of a sequence, over this program's split of the keys that a
-    tile sees.
+    """One tile, or with BY_SEQUENCE all tiles of a sequence, over this program's split of the keys
+    that a tile sees.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     SEARCH: tl.constexpr = 128
@@ -176,7 +177,7 @@ def _attend(
         tl.extra.cuda.gdc_wait()
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    # The rows behind the last sequence are one more, without keys.
+    # The rows after the last sequence form one more sequence, without keys.
     if BY_SEQUENCE:
         s = tl.program_id(0)
         start = tl.load(query_start + s)
@@ -185,14 +186,14 @@ def _attend(
         first_tile = 0
         end_tile = end - start
     else:
-        # Sequence s owns the tiles from query_start[s] // BLOCK_Q + s on: enough for its rows. The
-        # longest rows come last in a sequence; started first, they leave no long tail.
+        # Sequence s has the tiles from query_start[s] // BLOCK_Q + s on, which is enough for its
+        # rows. The last rows of a sequence see the most keys, so they start first.
         tile = tl.num_programs(0) - 1 - tl.program_id(0)
         if num_sequences == 1:
-            # First those of all heads, so that the longest share no multiprocessor. H200, heads of
-            # 128: 1 x 1,024 tokens,
-            # 32 heads: 32 us for 43; 1 x 8,192, 16 heads: 597 for 669. But 63 decodes and a chunk
-            # of 512, of which one computes while the other reads: 93 for 81.
+            # Heads vary fastest, so that the longest tiles do not share a multiprocessor. H200,
+            # heads of 128: 1 x 1,024 tokens, 32 heads 32 us (43 otherwise); 1 x 8,192, 16 heads
+            # 597 (669). But 63 decodes and a chunk of 512, where computing overlaps reading: 93
+            # (81).
             program = tl.program_id(0) + tl.num_programs(0) * kv_head
             tile = tl.num_programs(0) - 1 - program // tl.num_programs(1)
             kv_head = program % tl.num_programs(1)
@@ -202,8 +203,8 @@ def _attend(
             starts = tl.load(query_start + each, mask=each <= num_sequences, other=num_rows)
             ends = tl.load(query_start + each + 1, mask=each < num_sequences, other=num_rows)
             lengths = tl.load(seq_lens + each, mask=each < num_sequences, other=0)
-            # True for one of all. The sums pick its numbers without a second load that waits for
-            # the first.
+            # True for exactly one sequence. The sums select its values without a second, dependent
+            # load.
             owns = (starts // BLOCK_Q + each <= tile) & (tile <= ends // BLOCK_Q + each)
             s += tl.sum(tl.where(owns, each, 0))
             start += tl.sum(tl.where(owns, starts, 0))
@@ -229,7 +230,7 @@ def _attend(
         valid = (m < BLOCK_Q * GROUP) & (token < num_new)
         position = length - num_new + token
 
-        # The keys that some row sees, and of these the split.
+        # The keys that any row sees, and this program's split of them.
         lowest_position = length - num_new + first_token
         first = 0
         if WINDOW:
@@ -248,12 +249,12 @@ def _attend(
         peak = tl.full([BLOCK_M], -float("inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         if SINKS and split == 0:
-            # One more key without value, which only the first split counts.
+            # A sink is a key without value; only the first split counts it.
             peak = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2_E
             total += 1.0
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         if not BY_SEQUENCE and not WINDOW:
-            # Most keys of a wide tile are seen by all of its rows.
+            # All rows of a wide tile see most of its keys.
             whole = (
                 tl.maximum(tl.minimum(last, lowest_position + 1) - first, 0) // BLOCK_N * BLOCK_N
             )
@@ -316,10 +317,10 @@ def _attend(
         )
 
         if PDL:
-            # Not earlier, or `join` takes room from what runs: H200, 8 x 1,024 keys, 8 splits: 14.4
-            # us for 18.3.
+            # Launched earlier, `combine_splits` takes room from running programs. H200, 8 x 1,024
+            # keys, 8 splits: 18.3 us; here 14.4.
             tl.extra.cuda.gdc_launch_dependents()
-        # A row that sees no key is zero, and its peak is -inf.
+        # A row that sees no key has the result 0, and the peak -inf.
         total = tl.where(total == 0.0, 1.0, total)
         acc = acc / total[:, None] * scale_of_numbers(v_scale, CODES)
         out_row = ((start + token).to(tl.int64) * N + head) * tl.num_programs(2) + split
@@ -332,7 +333,7 @@ def _attend(
 
 
 @triton.jit(do_not_specialize=["num_splits"])
-def join(
+def combine_splits(
     partial_ptr,
     lse_ptr,
     out_ptr,
@@ -342,8 +343,8 @@ def join(
     BLOCK_SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Some columns of one head of one row: the splits' results, each with the weight of its
-    keys.
+    """Some columns of one head of one row: the sum of the splits' results, weighted by the softmax
+    mass of their keys.
     """
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -356,18 +357,17 @@ def join(
     peak = tl.max(lse, 0)
     weights = tl.exp2(lse - tl.where(peak == -float("inf"), 0.0, peak))
     total = tl.sum(weights, 0)
-    # A split without keys wrote no values: what lies there may be NaN.
+    # A split without keys wrote no values; its memory is uninitialized.
     partial = tl.where((lse == -float("inf"))[:, None], 0.0, partial)
     out = tl.sum(weights[:, None] * partial, 0) / tl.where(total == 0.0, 1.0, total)
     tl.store(out_ptr + row * DV + dv, out.to(out_ptr.dtype.element_ty), mask=dv < DV)
 
 
 class Tiling(NamedTuple):
-    """How the work is cut: tiles of `rows` x `keys`, and `splits` programs for the keys of one
-    tile.
+    """Tiles of `rows` x `keys`, and `splits` programs for the keys of one tile.
 
-    by_sequence: a program takes all tiles of its sequence, and need not search for it.
-    registers: the most that a thread may have, so that more programs run at once.
+    by_sequence  a program computes all tiles of one sequence, and does not search for its sequence
+    registers    the maximum per thread, so that more programs run at once
     """
 
     rows: int
@@ -387,36 +387,26 @@ def tiling(
     width: int,
     itemsize: int,
     longest: int,
-    num_sms: int,
+    device: torch.device,
 ) -> Tiling:
-    """What suits these shapes. `longest` is the room in the block tables, not the length of any
-    sequence.
+    """The tiling for these shapes. `longest` is the capacity of a row of the block tables, not the
+    length of a sequence.
     """
     per_sequence = triton.cdiv(num_rows, max(num_sequences, 1)) * group
     least = max(16, triton.next_power_of_2(group))
-    # More rows than sequences may be drafts for all of them, or in a captured step a prompt beside
+    # More rows than sequences may be drafts for all of them, or, in a captured step, a prompt and
     # padding sequences.
     by_sequence = num_rows == num_sequences and group <= 64
-    # H200, bf16, heads of 128, medians of CUDA graph replays; bench/attention.py --sweep found the
-    # best of about ten.
+    num_sms = multiprocessors(device)
     if by_sequence:
+        tile = PAGED_DECODE.choose(device, triton.cdiv(4 * num_sequences * kv_heads, num_sms))
         rows = max(least, triton.next_power_of_2(per_sequence))
-        if num_sequences * kv_heads <= num_sms // 4:
-            # 1 x 1,024 keys over 8 heads: 6.8 us; 7.0 as below, and 8.7 if the tables have room for
-            # 40,960.
-            keys, warps, stages, registers, at_once = 128, 8, 5, None, 1
-        else:
-            # 64 x 1,024 keys over 8 heads: 67 us, 84 with the 155 registers it likes, 80 as above.
-            keys, warps, stages, registers, at_once = 64, 4, 3, 128, 4
     else:
-        rows, keys, warps, stages, registers, at_once = 128, 64, 8, 2, 128, 2
-        tiles = num_rows // max(rows // group, 1) + min(num_sequences, num_rows)
-        if per_sequence <= 64 or tiles * kv_heads <= at_once * num_sms:
-            # 63 decodes and a chunk of 512: 82 us, 129 with 128 rows; 1 x 1,024 tokens: 16 heads 23
-            # us for 34, 32 heads
-            # 32 for 36. But 16 x 1,024 tokens, 32 heads: 535 for 401, or 494 with 128 rows and all
-            # registers that it likes.
-            rows, keys, warps, stages, registers = max(least, 64), 64, 4, 5, None
+        tiles = num_rows // max(128 // group, 1) + min(num_sequences, num_rows)
+        per_sm = triton.cdiv(tiles * kv_heads, num_sms)
+        tile = PAGED_PREFILL.choose(device, per_sequence, per_sm)
+        rows = max(least, tile.rows)
+    keys, warps, stages, registers = tile.keys, tile.warps, tile.stages, tile.registers
     if width * itemsize > 256:
         keys, registers = keys // 2, None
     if itemsize == 4:
@@ -425,7 +415,7 @@ def tiling(
         num_sequences if by_sequence else num_rows // (rows // group) + min(num_sequences, num_rows)
     )
     splits = min(
-        at_once * num_sms // max(tiles * kv_heads, 1), triton.cdiv(longest, keys), MAX_SPLITS
+        tile.programs * num_sms // max(tiles * kv_heads, 1), triton.cdiv(longest, keys), MAX_SPLITS
     )
     return Tiling(rows, keys, max(splits, 1), warps, stages, by_sequence, registers)
 
@@ -445,7 +435,7 @@ def attend(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """paged_attention of q [T, N, D], cut as told."""
+    """paged_attention of q [T, N, D] with the given tiling."""
     num_rows, num_heads, width = q.shape
     _, block_size, kv_heads, value_width = v_cache.shape
     num_sequences = seq_lens.shape[0]
@@ -502,8 +492,8 @@ def attend(
         **overlap(q.device),
     )
     if lse is not None:
-        block_splits, columns = triton.next_power_of_2(cut.splits), min(block_dv, JOINED_COLUMNS)
-        join[(num_rows * num_heads, triton.cdiv(value_width, columns))](
+        block_splits, columns = triton.next_power_of_2(cut.splits), min(block_dv, COMBINED_COLUMNS)
+        combine_splits[(num_rows * num_heads, triton.cdiv(value_width, columns))](
             into,
             lse,
             out,
@@ -518,7 +508,7 @@ def attend(
 
 
 def reach(cache: Tensor) -> int:
-    """How many elements lie between the first and the last one."""
+    """The distance from the first to the last element."""
     return sum(
         (size - 1) * stride for size, stride in zip(cache.shape, cache.stride(), strict=True)
     )
@@ -526,25 +516,23 @@ def reach(cache: Tensor) -> int:
 
 @functools.cache
 def has_room(device: torch.device) -> bool:
-    """Whether a program may have the shared memory that `tiling` counts on: 141,824 bytes.
+    """Whether a program can have 141,824 bytes of shared memory, which the tables of tiles require.
 
-    If not, smaller tiles and two stages do. These are compiled for sm89 and gfx942, and run on
-    neither.
+    Otherwise `paged_attention` uses smaller tiles and two stages; for sm89 and gfx942 these are
+    compiled in tests, but were not run.
     """
     properties = torch.cuda.get_device_properties(device)
-    return (
-        getattr(properties, "shared_memory_per_block_optin", 0) >= 141_824
-    )  # a name that ROCm does not have
+    return getattr(properties, "shared_memory_per_block_optin", 0) >= 141_824  # absent on ROCm
 
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    if device.type == "cpu":  # Triton's interpreter, which plays the machine of the tables
+    if device.type == "cpu":  # Triton's interpreter runs in place of an H200
         return Platform.named("h200").num_sms
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _out_of_reach(
+def refuse_paged_attention(
     platform: Platform,
     q: Tensor,
     k_cache: Tensor,
@@ -571,24 +559,23 @@ def _out_of_reach(
         ("block_tables", block_tables),
     ):
         if numbers.dtype != torch.int32 or not known_equal(numbers.stride(-1), 1):
-            return Refusal("dtype", f"{name} is not of int32, one beside the other")
+            return Refusal("dtype", f"{name} is not a contiguous int32 tensor")
     if scale <= 0:
-        return Refusal(
-            "argument", f"a scale of {scale} would turn the highest score into the lowest"
-        )
+        return Refusal("argument", f"the scale {scale} is not positive")
     width, group = max(k_cache.shape[-1], v_cache.shape[-1]), q.shape[-2] // k_cache.shape[-2]
     if reason := too_wide(width, MAX_WIDTH, "heads"):
         return reason
     if group > MAX_GROUP:
         return Refusal(
             "shape",
-            f"{group} query heads share a key/value head: more than {MAX_GROUP} do not fit one "
-            "program",
+            f"{group} query heads share a key/value head, the limit is {MAX_GROUP}",
         )
     return None
 
 
-@ops.paged_attention.kernel("triton", layout="paged", refuses=_out_of_reach)
+@ops.paged_attention.kernel(
+    "triton", layout="paged", refuses=refuse_paged_attention, tuned_for=PAGED_DECODE.archs
+)
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -617,7 +604,7 @@ def paged_attention(
         max(rows.shape[2], v_cache.shape[-1]),
         q.element_size(),
         block_tables.shape[1] * block_size,
-        multiprocessors(q.device),
+        q.device,
     )
     if q.is_cuda and not has_room(q.device):
         keys = 4096 // triton.next_power_of_2(rows.shape[2])

@@ -1,8 +1,7 @@
-"""Linear layers of many rows with weights of four bits: the weight is unpacked into 16 bits, once a
-call, and cuBLAS multiplies. Written and read again, that costs less from 65 rows on than unpacking
-each tile as often as it is read.
+"""Linear layers of many rows with 4-bit weights: each call unpacks the weight to 16 bits and calls
+cuBLAS. From 65 rows on this costs less than unpacking each tile whenever it is read.
 
-A weight of int4 is rounded to 16 bits there; e2m1 with a power of two is exact in bf16.
+int4 values times their scales are rounded to 16 bits; e2m1 times a power of two is exact in bf16.
 """
 
 import torch
@@ -57,7 +56,7 @@ def _unpack(
 def dequantized(
     words: Tensor, scale: Tensor, zeros: Tensor | None, group: int, dtype: torch.dtype
 ) -> Tensor:
-    """What the codes mean: words int32 [..., K/8], scale [..., K/group] -> [..., K]."""
+    """The values of codes: words int32 [..., K/8], scale [..., K/group] -> [..., K]."""
     width = words.shape[-1]
     out = words.new_empty((*words.shape[:-1], width * 8), dtype=dtype)
     if rows := words.numel() // width:
@@ -76,7 +75,7 @@ def dequantized(
     return out
 
 
-def _unfit_int4(
+def refuse_linear_w4a16(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
@@ -93,7 +92,7 @@ def _unfit_int4(
     )
 
 
-@ops.linear_w4a16.kernel("triton", tokens=MANY, refuses=_unfit_int4)
+@ops.linear_w4a16.kernel("triton", tokens=MANY, refuses=refuse_linear_w4a16)
 def linear_w4a16(
     x: Tensor,
     weight: Tensor,
@@ -106,7 +105,7 @@ def linear_w4a16(
     return F.linear(x, dequantized(weight, weight_scale, zeros, group, x.dtype), bias)
 
 
-def _unfit_mxfp4(
+def refuse_linear_mxfp4(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
@@ -124,7 +123,7 @@ def _unfit_mxfp4(
     )
 
 
-@ops.linear_mxfp4.kernel("triton", tokens=MANY, refuses=_unfit_mxfp4)
+@ops.linear_mxfp4.kernel("triton", tokens=MANY, refuses=refuse_linear_mxfp4)
 def linear_mxfp4(
     x: Tensor,
     weight: Tensor,

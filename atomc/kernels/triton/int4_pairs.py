@@ -1,9 +1,8 @@
-"""Linear layers of a row or two of bf16 with weights of int4, in Triton for NVIDIA GPUs: two
-products an instruction.
+"""Linear layers of one or two rows of bf16 with int4 weights, in Triton for NVIDIA GPUs, with two
+products per instruction.
 
-Reading four bits takes so little time that the arithmetic is what counts. Products of one word,
-eight of them, are summed in bf16, words in fp32: the error is that of rounding the result to bf16
-twice.
+Reading 4-bit weights is so fast that arithmetic is the bottleneck. The eight products of a word are
+summed in bf16, words in fp32; the error is that of rounding the result to bf16 twice.
 """
 
 import torch
@@ -15,9 +14,8 @@ from atomc.kernels.triton.launch import by_fours, let_next_start, num_rows, over
 
 MAX_ROWS = 2
 
-# Codes i and i + 4 of a word lie 16 bits apart: in the last bits of a bf16 that is 128 they count
-# in units. $4 is the word, $5 what is added, $0 to $3 are the pairs (0, 4), (1, 5), (2, 6) and (3,
-# 7).
+# Codes i and i + 4 of a word are 16 bits apart. In the last bits of a bf16 of 128 a code has units
+# of 1. $4 is the word, $5 the addend; $0 to $3 are the pairs (0, 4), (1, 5), (2, 6) and (3, 7).
 UNPACK = tl.constexpr("""{
 .reg .b32 w1, w2, w3, one;
 mov.b32 one, 0x3F803F80;
@@ -33,7 +31,7 @@ fma.rn.bf16x2 $1, $1, one, $5;
 fma.rn.bf16x2 $2, $2, one, $5;
 fma.rn.bf16x2 $3, $3, one, $5;
 }""")
-# The same pairs of eight values, which lie in $4 to $7.
+# The same pairs of the eight values in $4 to $7.
 PAIR = tl.constexpr("""
 prmt.b32 $0, $4, $6, 0x5410;
 prmt.b32 $1, $4, $6, 0x7632;
@@ -67,8 +65,8 @@ def _chunk(
     GROUP: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Words of some rows, their scales, and what 128 + code is to be lessened by, as two bf16."""
-    # A thread takes a word at a time, of rows that follow each other: see four_bits._row.
+    """Words of some rows, their scales, and the offset to add to 128 + code, twice as bf16."""
+    # A thread reads one word at a time: see w4a16._row.
     words = tl.load(
         words_ptr + tl.multiple_of(row * WORDS + word, (1, 1)), inside, 0, cache_modifier=".cg"
     )
@@ -101,8 +99,8 @@ def _few(
     BLOCK_W: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """x four values at a time, [ROWS, K/4] i64. A program takes BLOCK_N rows of the weight, and
-    unpacks a word once.
+    """x is [ROWS, K/4] int64, four values each. A program takes BLOCK_N rows of the weight, and
+    unpacks each word once.
     """
     WORDS: tl.constexpr = K // 8
     GROUPS: tl.constexpr = K // GROUP
@@ -110,8 +108,8 @@ def _few(
     row = n.to(tl.int64)
     word = tl.arange(0, BLOCK_W)[None, :]
     let_next_start(PDL)
-    # The weight is there before the kernel: no kernel that lets the next one start early writes
-    # words of int4.
+    # Loads of the weight need not wait: no kernel that lets the next one start early writes int4
+    # words.
     next_words, next_scale, next_minus = _chunk(
         words_ptr,
         scale_ptr,
@@ -185,9 +183,7 @@ def _few(
 
 
 def serves(x: Tensor) -> bool:
-    """Whether x is a row or two of bf16 on a GPU that multiplies pairs of bf16 and starts kernels
-    early.
-    """
+    """Whether x is one or two rows of bf16, on a GPU that multiplies pairs of bf16 and has PDL."""
     return x.dtype == torch.bfloat16 and 1 <= num_rows(x) <= MAX_ROWS and overlap(x.device)["PDL"]
 
 
@@ -199,8 +195,7 @@ def multiply(
     out = x.new_empty((*x.shape[:-1], n))
     rows = num_rows(x)
     # H200, one and two rows, us: 4096 -> 4096 4.4 5.9, 4096 -> 24576 19 27, 12288 -> 4096 11.6
-    # 16.7. Without maxnreg, which makes the compiler order instructions otherwise, 4.8 7.2, 21 27,
-    # 11.4 25.
+    # 16.7. Without maxnreg, which changes the order of instructions: 4.8 7.2, 21 27, 11.4 25.
     _few[(triton.cdiv(n, 4),)](
         by_fours(x.reshape(rows, k)),
         words,

@@ -1,10 +1,10 @@
-"""Drawing tokens in Triton, as atomc.runtime.sampling.inverse_transform does it: one launch, and
-nobody waits.
+"""Sample tokens in Triton as atomc.runtime.sampling.inverse_transform does, in one launch without
+synchronization.
 
-A program takes one row and reads it a few times: the largest logit, the mass, what the filters may
-keep (compacted, so that the search for the last token kept reads little), and the token at which
-the mass passes the number. Mass is counted in whole numbers: a row's token does not depend on the
-order of adding.
+A program reads one row several times: for the largest logit, the mass, the candidates of the
+filters (compacted, so that the search for the smallest kept weight reads little), and the token at
+which the cumulative mass exceeds the random number. Mass is an integer, so that the token does not
+depend on the order of summation.
 """
 
 import torch
@@ -15,14 +15,14 @@ from torch import Tensor
 # H200, 64 rows of 151,936 bf16 logits: see bench/results/sampler-h200.txt.
 BLOCK = 4096
 NUM_WARPS = 16
-# So many largest weights of parts of the row are sorted for a bound of top_k.
+# The row has this many parts, whose largest weights are sorted to bound top_k.
 PARTS = 1024
 ONE = 0x3F800000  # the bits of 1.0, which is the largest weight
 
 
 @triton.jit
 def _weights(row_ptr, at, V, top, temperature):
-    """exp of the logits relative to the largest, 1 at most; 0 beyond the row."""
+    """exp of the logits minus the largest, at most 1; 0 beyond the row."""
     x = tl.load(row_ptr + at, at < V, -float("inf")).to(tl.float32)
     return tl.exp((x - top) / temperature)
 
@@ -45,7 +45,9 @@ def _row_mass(row_ptr, V, top, temperature, least, scale, BLOCK: tl.constexpr):
 
 @triton.jit
 def _found(found_ptr, num_found, least, scale, BLOCK: tl.constexpr):
-    """How many of the weights found, given by their bits, are at least `least`, and their mass."""
+    """The number of candidates, which are bits of weights, that are at least `least`, and their
+    mass.
+    """
     lane = tl.arange(0, BLOCK)
     count = tl.zeros([BLOCK], tl.int32)
     mass = tl.zeros([BLOCK], tl.int64)
@@ -72,19 +74,19 @@ def _least(
     PARTS: tl.constexpr,
     ONE: tl.constexpr,
 ):
-    """The bits of the smallest weight that top_k and then top_p leave."""
+    """The bits of the smallest weight that top_k and then top_p keep."""
     lane = tl.arange(0, BLOCK)
     bound = tl.full([], 0, tl.int32)
     total = tl.full([], 0, tl.int64)
     if top_k >= V:
         total = _row_mass(row_ptr, V, top, temperature, 0, scale, BLOCK)
-        # V weights below this make less than 1 - top_p together; half of it, to be safe from
-        # rounding.
+        # The sum of V weights below this is less than 1 - top_p of the total; half of that, as a
+        # margin for rounding.
         negligible = (1.0 - top_p) * total.to(tl.float64) / (2.0 * V * scale)
         bound = negligible.to(tl.float32).to(tl.int32, bitcast=True)
     elif top_k <= PARTS:
-        # As many parts of the row as top_k have a weight of at least this, so that the top_k do,
-        # too.
+        # top_k parts of the row have a weight of at least this; therefore so have the top_k
+        # weights.
         parts = tl.max(tl.reshape(largest, [PARTS, BLOCK // PARTS]), 1)
         weights = tl.sort(tl.exp((parts - top) / temperature), descending=True)
         bound = tl.max(
@@ -97,8 +99,8 @@ def _least(
         tl.store(found_ptr + num_found + tl.cumsum(inside, 0) - 1, bits, inside > 0)
         num_found += tl.sum(inside)
     tl.debug_barrier()
-    # The largest `low` of which there are top_k weights at least as large, and then the mass of
-    # top_p of these.
+    # The largest `low` such that top_k weights are at least `low`; then the same for a share top_p
+    # of their mass.
     low = tl.full([], 0, tl.int32)
     if top_k < V:
         high = tl.full([], ONE + 1, tl.int32)
@@ -125,7 +127,7 @@ def _least(
 
 @triton.jit
 def _token(row_ptr, V, top, temperature, least, number, scale, BLOCK: tl.constexpr):
-    """Where the mass of the weights whose bits are at least `least` passes the number."""
+    """Where the cumulative mass of the weights with bits of at least `least` exceeds `number`."""
     lane = tl.arange(0, BLOCK)
     total = _row_mass(row_ptr, V, top, temperature, least, scale, BLOCK)
     target = tl.minimum((number * total.to(tl.float64)).to(tl.int64), total - 1)
@@ -165,7 +167,7 @@ def _inverse_transform(
     temperature = tl.load(columns_ptr + row).to(tl.float32)
     lane = tl.arange(0, BLOCK)
 
-    # The largest logit of each lane, and where it came first.
+    # The largest logit of each lane, and its first position.
     largest = tl.full([BLOCK], -float("inf"), tl.float32)
     first = tl.zeros([BLOCK], tl.int32)
     nan = tl.zeros([BLOCK], tl.int32)
@@ -178,7 +180,7 @@ def _inverse_transform(
     token = tl.min(tl.where(largest == top, first, V - 1), 0)
     top = tl.where(tl.max(nan, 0) > 0, float("nan"), top)
     tl.store(tops_ptr + row, top)
-    # Without a finite largest logit there are no probabilities; the token is some id.
+    # Without a finite largest logit there are no probabilities; the token is arbitrary.
     if (temperature > 0.0) & (tl.abs(top) < float("inf")):
         top_p = tl.load(columns_ptr + 2 * R + row)
         least = tl.load(columns_ptr + 3 * R + row).to(tl.float32).to(tl.int32, bitcast=True)
@@ -208,17 +210,18 @@ def _inverse_transform(
 
 
 def inverse_transform(logits: Tensor, columns: Tensor, *, filtered: bool) -> tuple[Tensor, Tensor]:
-    """Token ids [R] i64 of logits [R, V], and the largest logit of each row [R] f32, NaN if any of
-    the row is.
+    """Token ids [R] int64 of logits [R, V], and the largest logit of each row [R] fp32, NaN if the
+    row contains NaN.
 
-    columns [5, R] f64 are temperature (0: greedy), top_k (V: all), top_p, min_p and the number in
-    [0, 1) of each row; filtered: some row has top_k or top_p.
+    columns   [5, R] fp64: temperature (0: greedy), top_k (V: all), top_p, min_p and the random
+              number in [0, 1) of each row
+    filtered  some row has top_k or top_p
     """
     R, V = logits.shape
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     tokens = torch.empty(R, dtype=torch.int64, device=logits.device)
     tops = torch.empty(R, dtype=torch.float32, device=logits.device)
-    # Bits of weights that may stay.
+    # Bits of the candidates' weights.
     found = torch.empty((R, V) if filtered else (R, 0), dtype=torch.int32, device=logits.device)
     scale = 2.0 ** (62 - V.bit_length())
     _inverse_transform[(R,)](

@@ -1,10 +1,9 @@
-"""The write of new keys and values into a paged cache in Triton, in fp8 where the cache is.
+"""Write new keys and values into a paged cache, in Triton.
 
-A cache in fp8 is seen as bytes (CODES "fn" or "fnuz", the kind of its codes; "" for any other
-cache), so that every device and the interpreter can take it; codes equal the meaning's bit for bit.
+An fp8 cache is viewed as bytes, so that every device and the interpreter can write it; CODES is the
+kind of its codes, "fn" or "fnuz", and "" for other caches. Codes equal those of the reference bit
+for bit.
 """
-
-from typing import Any
 
 import torch
 import triton
@@ -23,7 +22,6 @@ from atomc.kernels.checks import (
 )
 from atomc.kernels.triton.launch import (
     begin,
-    heads_a_program,
     inner_sizes,
     num_rows,
     overlap,
@@ -32,6 +30,7 @@ from atomc.kernels.triton.launch import (
     unfit,
 )
 from atomc.kernels.triton.quant import by_bits, fp8_codes
+from atomc.kernels.triton.tiles import HEAD_ROWS
 from atomc.ops.formats import FP8
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -39,16 +38,14 @@ from atomc.platform import Platform
 
 @triton.jit
 def cache_offset(slots_ptr, row, inside, HEADS: tl.constexpr, token_stride, head_stride):
-    """Where rows (token * HEADS + head) go in a cache, and which of them go anywhere."""
+    """Offsets of rows (token * HEADS + head) in a cache, and which of them have a slot."""
     slot = tl.load(slots_ptr + row // HEADS, inside, -1)
     return slot * token_stride + (row % HEADS).to(tl.int64) * head_stride, slot >= 0
 
 
 @triton.jit
 def inverse_scale(scale_ptr):
-    """What numbers are multiplied by before they are rounded to codes; 1 for a cache without
-    scales.
-    """
+    """The factor of values before they are rounded to codes; 1 for a cache without scales."""
     inverse = 1.0
     if scale_ptr is not None:
         inverse = tl.div_rn(1.0, tl.load(scale_ptr).to(tl.float32))
@@ -57,7 +54,7 @@ def inverse_scale(scale_ptr):
 
 @triton.jit
 def as_cached(x, inverse, DTYPE: tl.constexpr, CODES: tl.constexpr, BY_BITS: tl.constexpr):
-    """What a cache holds for x: it in DTYPE, or a code."""
+    """x as it is stored in a cache: in DTYPE, or as a code."""
     if CODES != "":
         return fp8_codes(x.to(tl.float32) * inverse, CODES == "fnuz", BY_BITS)
     else:
@@ -66,10 +63,10 @@ def as_cached(x, inverse, DTYPE: tl.constexpr, CODES: tl.constexpr, BY_BITS: tl.
 
 @triton.jit
 def as_numbers(code, DTYPE: tl.constexpr, CODES: tl.constexpr):
-    """What was loaded from a cache, in DTYPE; of codes (bytes) the number / 256, or / 128 if they
-    are "fnuz".
+    """Elements loaded from a cache, in DTYPE; of codes (bytes) the value / 256, or / 128 for
+    "fnuz".
 
-    The bits of a code, moved to those of a half-precision number: exact, on every device.
+    The bits of a code are moved to the bits of an fp16 number, which is exact on every device.
     """
     if CODES == "":
         return code
@@ -82,7 +79,7 @@ def as_numbers(code, DTYPE: tl.constexpr, CODES: tl.constexpr):
 
 @triton.jit
 def scale_of_numbers(scale_ptr, CODES: tl.constexpr):
-    """What gives the cached values back from `as_numbers`."""
+    """The factor from results of `as_numbers` to the cached values."""
     scale = 1.0
     if CODES != "":
         scale = 128.0 if CODES == "fnuz" else 256.0
@@ -104,8 +101,8 @@ def copy_rows(
     CODES: tl.constexpr,
     BY_BITS: tl.constexpr,
 ):
-    """WIDTH columns from each offset to each other one, as cached; the three are columns of a
-    block.
+    """Copy WIDTH columns from offsets to offsets, converted for a cache. from_at, to_at and inside
+    are [ROWS, 1].
     """
     column = tl.arange(0, BLOCK)[None, :]
     inside = inside & (column < WIDTH)
@@ -179,16 +176,15 @@ def _kv_write(
 
 
 def in_bytes(cache: Tensor) -> Tensor:
-    """The cache as kernels take it."""
+    """The cache as kernels take it: fp8 viewed as uint8."""
     return cache.view(torch.uint8) if cache.dtype in FP8 else cache
 
 
-def codes_of(cache: Tensor) -> dict[str, Any]:
-    """What a cache holds, as launch arguments of a kernel that writes it.
+def codes_of(cache: Tensor) -> dict[str, str | bool]:
+    """Launch arguments that describe the elements of a cache to a kernel that writes it.
 
-    Before codes a product that is rounded stays so: contracted with the sum that it goes into it
-    would be nearer to the truth, but where the two cancel each other a code may be several steps
-    from that of the op's meaning.
+    Fused multiply-add is disabled for codes. It would be more accurate, but where product and sum
+    cancel, a code could be several steps from that of the reference.
     """
     if cache.dtype not in FP8:
         return {"CODES": "", "BY_BITS": False}
@@ -203,9 +199,7 @@ def codes_of(cache: Tensor) -> dict[str, Any]:
 def uncachable(
     platform: Platform, scales: dict[str, Tensor | None], **caches: Tensor
 ) -> Refusal | None:
-    """Why the rows of these caches, or the scales of their codes, cannot be read or written
-    here.
-    """
+    """Refuse caches, or scales of their codes, that the Triton kernels cannot read or write."""
     plain = {name: cache for name, cache in caches.items() if cache.dtype not in FP8}
     codes = {name: cache for name, cache in caches.items() if cache.dtype in FP8}
     return (
@@ -221,20 +215,19 @@ def uncachable(
 
 
 def _not_numbers(**scales: Tensor | None) -> Refusal | None:
-    """Unless each scale that is given is one number in fp32."""
+    """Refuse scales that are not one number in fp32."""
     for name, scale in scales.items():
         if scale is not None and (
             scale.dtype != torch.float32 or not known_equal(scale.numel(), 1)
         ):
             return Refusal(
                 "dtype",
-                f"{name} is {scale.dtype} {list(scale.shape)}: written for one number of fp32 "
-                "a cache",
+                f"{name} is {scale.dtype} {list(scale.shape)}: expected one number of fp32",
             )
     return None
 
 
-def unwritable(
+def refuse_kv_write(
     platform: Platform,
     k: Tensor,
     v: Tensor,
@@ -244,18 +237,17 @@ def unwritable(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Refusal | None:
-    """Why k and v cannot be written to these caches here."""
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     if reason := unfit(platform, k=k, v=v) or uncachable(
         platform, scales, k_cache=k_cache, v_cache=v_cache
     ):
         return reason
     if k.dim() not in (3, 4) or v.dim() != k.dim():
-        return Refusal("shape", "keys and values come as [T, K, D] or [B, T, K, D]")
+        return Refusal("shape", "keys and values must be [T, K, D] or [B, T, K, D]")
     return scattered_slots(slots) or scattered_blocks(k_cache, v_cache)
 
 
-@ops.kv_write.kernel("triton", layout="paged", refuses=unwritable)
+@ops.kv_write.kernel("triton", layout="paged", refuses=refuse_kv_write, tuned_for=HEAD_ROWS.archs)
 def kv_write(
     k: Tensor,
     v: Tensor,
@@ -267,7 +259,7 @@ def kv_write(
 ) -> Tensor:
     if rows := num_rows(k):
         d1, heads = inner_sizes(k)
-        rows_a_program = heads_a_program(rows)
+        rows_a_program = HEAD_ROWS.choose(k.device, rows)
         _kv_write[(triton.cdiv(rows, rows_a_program),)](
             k,
             v,

@@ -1,13 +1,12 @@
-"""What the Triton kernels share: where they run, how the rows of a tensor lie, and the start before
-the last one ends.
+"""Helpers of the Triton kernels: supported platforms, strides of rows, and programmatic dependent
+launch (PDL).
 
-A row is the last dimension of a tensor. The dimensions before it are told as three, (d0, d1, d2)
-with zero strides where a tensor has fewer, so that a kernel takes slices of a packed projection and
-transposed heads as they are.
+A row is the last dimension of a tensor. A kernel receives the sizes and strides of the dimensions
+before it as three, (d0, d1, d2), with stride zero for absent ones. It can therefore read slices of
+a packed projection and transposed heads without a copy.
 """
 
 import functools
-from typing import Any
 
 import torch
 import triton
@@ -20,40 +19,39 @@ from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 MAX_DIMS = 4
+TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def not_nvidia(platform: Platform) -> Refusal | None:
-    """Why kernels whose tiles are chosen for NVIDIA GPUs do not run there."""
+    """Refuse platforms other than NVIDIA GPUs, for which the tiles were chosen."""
     if platform.is_cpu:
         return Refusal("hardware", "Triton kernels run on a GPU")
-    return Refusal("hardware", "its tiles are cut for NVIDIA GPUs") if platform.is_rocm else None
+    return Refusal("hardware", "its tiles are chosen for NVIDIA GPUs") if platform.is_rocm else None
 
 
 def scattered(weight: Tensor, name: str = "the weight") -> Refusal | None:
-    """Unless a weight is a matrix of constant size whose rows follow each other."""
+    """Refuse a weight that is not a contiguous matrix of static size."""
     n, k = weight.shape
     if isinstance(n, int) and isinstance(k, int) and known_equal(weight.stride(0), k):
         return None
-    return Refusal("layout", f"the rows of {name} do not follow each other, or their number varies")
+    return Refusal("layout", f"{name} is not contiguous, or its size is dynamic")
 
 
 def unfit(platform: Platform, **tensors: Tensor | None) -> Refusal | None:
-    """Why no kernel here can run there, or cannot read the rows of one of these tensors."""
+    """Refuse a CPU, and tensors whose rows the kernels of this folder cannot read."""
     if platform.is_cpu:
         return Refusal("hardware", "Triton kernels run on a GPU")
     for name, tensor in tensors.items():
         if tensor is None:
             continue
         if tensor.dtype not in FLOATS:
-            return Refusal(
-                "dtype", f"{name} is {tensor.dtype}: only fp32, bf16 and fp16 are computed here"
-            )
+            return Refusal("dtype", f"{name} is {tensor.dtype}: supported are fp32, bf16 and fp16")
         if not 1 <= tensor.dim() <= MAX_DIMS:
             return Refusal(
                 "shape", f"{name} has {tensor.dim()} dimensions: written for 1 to {MAX_DIMS}"
             )
         if not isinstance(tensor.shape[-1], int):
-            return Refusal("shape", f"the rows of {name} have no fixed width")
+            return Refusal("shape", f"the last dimension of {name} is dynamic")
         if tensor.shape[-1] > 1 and not known_equal(tensor.stride(-1), 1):
             return Refusal("layout", f"the last dimension of {name} is not contiguous")
     return None
@@ -64,12 +62,12 @@ def num_rows(x: Tensor) -> int:
 
 
 def by_fours(x: Tensor) -> Tensor:
-    """Contiguous values of 16 bits, four at a time."""
+    """Contiguous 16-bit values, viewed as int64 with four values each."""
     return (x.clone() if x.storage_offset() % 4 else x).view(torch.int64)
 
 
 def inner_sizes(x: Tensor) -> tuple[int, int]:
-    """d1 and d2 of the rows of x. d0 is left out: nothing is divided by it."""
+    """d1 and d2 of the rows of x; a kernel does not need d0."""
     return x.shape[1] if x.dim() > 3 else 1, x.shape[-2] if x.dim() > 2 else 1
 
 
@@ -79,21 +77,10 @@ def row_strides(x: Tensor) -> tuple[int, int, int]:
     return s[0] if len(s) > 1 else 0, s[1] if len(s) > 3 else 0, s[-2] if len(s) > 2 else 0
 
 
-def heads_a_program(rows: int) -> int:
-    """How many rows as narrow as a head a program takes. With warps in proportion, all are summed
-    in the same order.
-    """
-    # H200, qk_norm_rope_kv_write of 24 heads of 128, us with 1 / 4 / 8 / 16 / 32 rows: 1 token 1.1
-    # / 1.0 / - / - / -,
-    # 64 tokens - / 2.2 / 2.5 / - / 5.0, 1,024 tokens 31 / - / 6.8 / 6.4 / 6.9, 8,192 tokens 238 / -
-    # / 39.5 / 37.6 / 38.0.
-    return 16 if rows > 4096 else 4
-
-
 @functools.cache
-def overlap(device: torch.device) -> dict[str, Any]:
-    """Launch arguments of a kernel that waits by itself: from Hopper on, it may start before the
-    last one has ended.
+def overlap(device: torch.device) -> dict[str, bool]:
+    """Launch arguments of a kernel that calls `wait_for_last`: on Hopper and later it may start
+    before the preceding kernel ends.
     """
     if (
         device.type != "cuda"
@@ -105,43 +92,37 @@ def overlap(device: torch.device) -> dict[str, Any]:
 
 
 @functools.cache
-def at_most_64_registers(device: torch.device) -> dict[str, Any]:
-    """Launch arguments of a program of four warps of which eight are to fit a multiprocessor of
-    NVIDIA's.
-    """
-    # H200, add_rms_norm_quant of 1,024 rows of 4,096 to fp8, us as it comes (72 registers) and with
-    # 64: 9.8 and 8.7.
+def at_most_64_registers(device: torch.device) -> dict[str, int]:
+    """Launch arguments that let eight programs of four warps run on one NVIDIA multiprocessor."""
+    # H200, add_rms_norm_quant of 1,024 rows of 4,096 to fp8, us: 9.8 with 72 registers, which the
+    # compiler chooses, and 8.7 with 64.
     return {"maxnreg": 64} if device.type == "cuda" and not torch.version.hip else {}
 
 
 @triton.jit
 def wait_for_last(PDL: tl.constexpr):
-    """Wait until all that kernels before this one write is there. Stands before every load and
-    every store.
-    """
+    """Wait until the writes of preceding kernels are visible. Call it before any load or store."""
     if PDL:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def let_next_start(PDL: tl.constexpr):
-    """The next kernel may take its place on the device: it is launched when all programs are here,
-    and then waits.
-    """
+    """Allow the launch of the next kernel, once all programs have called this; it then waits."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def begin(PDL: tl.constexpr):
-    """The start of a short kernel."""
+    """Start a short kernel: let the next one start, then wait for the last one."""
     let_next_start(PDL)
     wait_for_last(PDL)
 
 
 @triton.jit
 def row_offset(row, d1, d2, s0, s1, s2):
-    """Where rows (numbers in an int32 tensor) begin."""
+    """Offsets of the first elements of rows, which are given by number as an int32 tensor."""
     outer = row // d2
     return (
         (outer // d1).to(tl.int64) * s0

@@ -1,12 +1,10 @@
-"""Linear layers of a few rows in Triton: all that counts is how fast the weight comes out of
-memory.
+"""Linear layers of few rows in Triton, which are bound by the bandwidth of reading the weight.
 
-A program owns some rows of the weight and sums over all of K, in parts that it adds in a fixed
+A program takes some rows of the weight and sums over all of K, in parts that it adds in a fixed
 order at the end. M rows of x, N rows of the weight, K columns.
 """
 
 import math
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -26,6 +24,7 @@ from atomc.kernels.triton.launch import (
     unfit,
     wait_for_last,
 )
+from atomc.kernels.triton.tiles import LINEAR, Tile
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -53,8 +52,8 @@ def _by_multiplying(
     PDL: tl.constexpr,
 ):
     first = tl.program_id(0) * BLOCK_N
-    # Three dimensions from the start: expanded later, one of the two would change its layout at
-    # each step.
+    # Three dimensions from the start: with a later expansion, one of the operands would be
+    # converted to another layout in each step.
     m = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None, None]
     n = (first + tl.arange(0, BLOCK_N))[None, :, None]
     k = tl.arange(0, BLOCK_K)[None, None, :]
@@ -99,7 +98,7 @@ def _by_tensor_core(
     first = tl.program_id(0) * BLOCK_N
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = first + tl.arange(0, BLOCK_N)
-    # K in PARTS, each of its own warps.
+    # K is split into PARTS, each computed by its own warps.
     LENGTH: tl.constexpr = (K + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K) * BLOCK_K
     k = tl.arange(0, PARTS)[:, None, None] * LENGTH + tl.arange(0, BLOCK_K)[None, None, :]
     x_at = x_ptr + row_offset(m, d1, d2, x0, x1, x2)[None, :, None] + k
@@ -114,7 +113,7 @@ def _by_tensor_core(
             weight_at + start, (n < N)[None, :, None] & (k < K - start), 0.0, cache_modifier=".cg"
         )
         x = tl.load(x_at + start, (m < M)[None, :, None] & (k < K - start), 0.0)
-        # The instruction takes 16 rows and 8 columns.
+        # The MMA instruction is 16 rows by 8 columns.
         if BLOCK_M < 16:
             sums = tl.dot(weight, tl.permute(x, (0, 2, 1)), sums)
         else:
@@ -132,52 +131,15 @@ def _by_tensor_core(
     )
 
 
-class Tile(NamedTuple):
-    """What a program takes at a time: rows of x, rows and columns of the weight; parts of K, 0: no
-    tensor core.
-    """
-
-    rows: int
-    weight_rows: int
-    columns: int
-    parts: int
-    warps: int
-    stages: int = 1
-
-
-def tile_for(rows: int, n: int, k: int) -> Tile:
-    """What is fastest on an H200, of 40 tiles at ten shapes of Qwen3-0.6B and 8B. Numbers are us,
-    ours / cuBLAS.
-    """
-    narrow = n < 2048  # so that there are more programs than multiprocessors
-    if rows == 1:
-        # 1024->4096 3.7 / 4.9, 3072->1024 3.0 / 7.4, 4096->6144 13.0 / 15.6, 12288->4096 25 / 29,
-        # 4096->151936 273 / 299
-        return Tile(1, 2 if narrow else 4, min(2048, max(1024, triton.next_power_of_2(k))), 0, 4)
-    if rows == 2 and narrow:
-        # 2048->1024 2.8 / 8.3, 3072->1024 3.7 / 7.5; by tensor core 3.5, 4.3
-        return Tile(2, 2, 1024, 0, 4)
-    if rows <= 8:
-        # 8 rows: 2048->1024 3.5 / 5.8, 1024->4096 4.0 / 5.3, 4096->6144 14.4 / 15.4, 4096->24576
-        # 49.3 / 52.7
-        return Tile(8, 16, 64, 4, 4, 6 if narrow else 4) if k < 4096 else Tile(8, 16, 128, 4, 4, 3)
-    # 16 rows: 2048->1024 3.5 / 5.8, 1024->151936 80.8 / 81.3, 4096->6144 15.2 / 15.4, 4096->24576
-    # 52.5 / 50.9
-    if narrow:
-        return Tile(16, 8, 64, 4, 4, 6)
-    return Tile(16, 16, 256, 1, 1, 4) if k < 2048 and n > 8192 else Tile(16, 16, 256, 2, 2, 3)
-
-
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tensor:
-    """x @ weight.T + bias, cut as told."""
+    """x @ weight.T + bias, with the given tile."""
     n, k = weight.shape
     out = x.new_empty((*x.shape[:-1], n))
     if rows := num_rows(x):
-        # H200, us a layer without attention, the next kernel let in before / after the loop. One
-        # row: Qwen3-0.6B
-        # 17.6 / 17.1, 8B 96 / 104. Two rows: 0.6B 23.6 / 19.9. By tensor core, 8 rows: 0.6B 26.8 /
-        # 22.2, 8B 110 / 107. With the weight prefetched into the L2 cache before the wait, 8B took
-        # 109 at one row and 128 at eight.
+        # H200, us of a layer without attention, with the next kernel released before / after the
+        # loop. One row: Qwen3-0.6B 17.6 / 17.1, 8B 96 / 104. Two rows: 0.6B 23.6 / 19.9. Tensor
+        # cores, 8 rows: 0.6B 26.8 / 22.2, 8B 110 / 107. With the weight prefetched into the L2
+        # cache before the wait, 8B took 109 with one row and 128 with eight.
         early = {"EARLY": rows == 1 and k >= 4096}
         kernel, more = (
             (_by_tensor_core, {"PARTS": tile.parts}) if tile.parts else (_by_multiplying, early)
@@ -203,7 +165,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tens
     return out
 
 
-def _no_gain(
+def refuse_linear(
     platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Refusal | None:
     if reason := unfit(platform, x=x, weight=weight, bias=bias) or not_nvidia(platform):
@@ -215,15 +177,16 @@ def _no_gain(
         return Refusal("shape", "the weight has no fixed number of rows")
     if k % 8 or not known_equal(weight.stride(0), k):
         return Refusal(
-            "layout", "the rows of the weight are not 16-byte units that follow each other"
+            "layout", "the weight is not contiguous, or its rows are not a multiple of 16 bytes"
         )
     if math.prod(size for size in x.shape[:-1] if isinstance(size, int)) > MAX_ROWS:
-        return Refusal(
-            "slower", f"x has more than {MAX_ROWS} rows, from which on cuBLAS is as fast"
-        )
+        return Refusal("slower", f"x has more than {MAX_ROWS} rows, for which cuBLAS is as fast")
     return None
 
 
-@ops.linear.kernel("triton", tokens=ops.Tokens(1, MAX_ROWS), refuses=_no_gain)
+@ops.linear.kernel(
+    "triton", tokens=ops.Tokens(1, MAX_ROWS), refuses=refuse_linear, tuned_for=LINEAR.archs
+)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return multiply(x, weight, bias, tile_for(num_rows(x), *weight.shape))
+    tile = LINEAR.choose(x.device, num_rows(x), *weight.shape)
+    return multiply(x, weight, bias, tile)

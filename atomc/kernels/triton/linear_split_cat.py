@@ -1,9 +1,8 @@
 """Keys and values of all heads from the latent of multi-head latent attention, in Triton: one
-product in few bits, whose result goes to where keys and values lie, and the rotated keys beside
-them.
+quantized product, whose result is written to the keys and values, and the copy of the rotated keys.
 
-Codes are multiplied as fp16, which holds each exactly, and added up in fp32: what fp8 products gain
-in speed over those of fp16 is left out, and no device is.
+Codes are multiplied as fp16, which represents each exactly, and accumulated in fp32. This runs on
+every device; the higher speed of fp8 products is not used.
 """
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import strided, unknown, unlike, wrong_rank
-from atomc.kernels.triton.few_bits import e2m1_rows, e8m0_numbers
 from atomc.kernels.triton.kv_write import as_numbers, codes_of, in_bytes
 from atomc.kernels.triton.launch import (
     MAX_DIMS,
@@ -25,12 +23,13 @@ from atomc.kernels.triton.launch import (
     row_strides,
     unfit,
 )
+from atomc.kernels.triton.mxfp4 import e2m1_rows, e8m0_values
 from atomc.ops.formats import FP8
 from atomc.ops.mla import SPLIT_CAT_SCHEMES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
-# Not timed yet.
+# Not measured on any GPU.
 BLOCK_N, MOST_M = 64, 64
 
 
@@ -75,9 +74,7 @@ def _linear_split_cat(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Axis 1: tiles of the weight's rows, and behind them tiles of the rotated keys' columns, those
-    of all heads.
-    """
+    """Axis 1 of the grid: tiles of the weight's rows, then tiles of all heads' rotated keys."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     tiles = tl.cdiv(N, BLOCK_N)
     tile = tl.program_id(1)
@@ -98,8 +95,8 @@ def _linear_split_cat(
                     e2m1_rows(x_ptr + x_at, k, x_there),
                     tl.trans(e2m1_rows(weight_ptr + w_at, k, w_there)),
                 )
-                x_scale = e8m0_numbers(tl.load(x_scale_ptr + s_at + start // 32, row < rows, 127))
-                w_scale = e8m0_numbers(
+                x_scale = e8m0_values(tl.load(x_scale_ptr + s_at + start // 32, row < rows, 127))
+                w_scale = e8m0_values(
                     tl.load(weight_scale_ptr + n * scale_row + start // 32, n < N, 127)
                 )
                 acc += product * x_scale * w_scale[None, :]
@@ -133,7 +130,7 @@ def _linear_split_cat(
         )
         tl.store(v_ptr + at * V + column - P, acc, inside & (column >= P))
     else:
-        # A name has one type in both branches, so these are others.
+        # Triton gives a name one type in both branches; these names differ from those above.
         turned = (tile - tiles) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         head = row * HEADS + turned // R
         there = (row < rows) & (turned < HEADS * R)
@@ -147,7 +144,7 @@ def _linear_split_cat(
         )
 
 
-def _unfit(
+def refuse_linear_split_cat(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
@@ -170,15 +167,15 @@ def _unfit(
 
 
 def _scale_rows(x_scale: Tensor) -> tuple[int, ...]:
-    """d1, d2, the strides of the rows' scales, and of a row's groups; zeros where all rows have
-    one.
+    """d1, d2, the strides of the rows of scales, and of groups; zero strides if all rows share a
+    scale.
     """
     if x_scale.numel() == 1:
         return 1, 1, 0, 0, 0, 0
     return *inner_sizes(x_scale), *row_strides(x_scale), x_scale.stride(-1)
 
 
-@ops.linear_split_cat.kernel("triton", refuses=_unfit)
+@ops.linear_split_cat.kernel("triton", refuses=refuse_linear_split_cat, tuned_for=())
 def linear_split_cat(
     x: Tensor,
     weight: Tensor,

@@ -1,9 +1,9 @@
 """Multi-head latent attention in Triton: the rotation of queries and keys with the write into the
-latent cache, and the product that brings queries to the latent space before it, in few bits.
+latent cache, and, fused with it, the quantized product that projects queries to the latent space.
 
-A program takes the query rows of some tokens, or writes some tokens into the cache. In the product
-a query is quantized in registers; codes are multiplied as fp16, which holds each exactly, and added
-up in fp32.
+A program takes the query rows of some tokens, or writes some tokens into the cache. The product
+quantizes queries in registers; codes are multiplied as fp16, which represents each exactly, and
+accumulated in fp32.
 """
 
 import torch
@@ -22,7 +22,6 @@ from atomc.kernels.checks import (
     unknown,
     wrong_rank,
 )
-from atomc.kernels.triton.few_bits import e2m1_numbers, e2m1_rows, e8m0_numbers
 from atomc.kernels.triton.kv_write import (
     as_numbers,
     codes_of,
@@ -32,8 +31,8 @@ from atomc.kernels.triton.kv_write import (
     uncachable,
 )
 from atomc.kernels.triton.launch import (
+    TRITON_DTYPE,
     begin,
-    heads_a_program,
     inner_sizes,
     num_rows,
     overlap,
@@ -41,22 +40,23 @@ from atomc.kernels.triton.launch import (
     row_strides,
     unfit,
 )
+from atomc.kernels.triton.mxfp4 import e2m1_rows, e2m1_values, e8m0_values
 from atomc.kernels.triton.quant import amax_bits, amax_scale, by_bits, e2m1_codes, fp8_codes
 from atomc.kernels.triton.rope import (
     cut_rows,
+    refuse_rope,
     rotated,
     store_parts,
     table_strides,
-    triton_dtype,
-    unrotatable,
 )
+from atomc.kernels.triton.tiles import HEAD_ROWS
 from atomc.ops.formats import FP8, MX_ROUNDINGS
 from atomc.ops.mla import BMM_SCHEMES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 MAX_WIDTH = 2048
-# Of the product's tiles: tokens, and columns of the latent. Not timed yet.
+# Tile of the product: tokens, and columns of the latent. Not measured on any GPU.
 BLOCK_M, BLOCK_L = 16, 64
 
 
@@ -95,8 +95,8 @@ def _write(
     CODES: tl.constexpr,
     BY_BITS: tl.constexpr,
 ):
-    """The tokens `row` [ROWS, 1] into the cache: the latent, and behind it the rotated key (as it
-    is without STYLE).
+    """Write the tokens `row` [ROWS, 1] into the cache: the latent, then the key, rotated unless
+    STYLE is "".
     """
     slot = tl.load(slots_ptr + row, row < rows, -1)
     inside = slot >= 0
@@ -179,7 +179,7 @@ def _rotate_query(
     BLOCK_REST: tl.constexpr,
     STYLE: tl.constexpr,
 ):
-    """Query rows (token * heads + head) behind column L of what is returned."""
+    """Rotate query rows (token * heads + head) into the columns of the result from L on."""
     a, b, rest = rotated(
         q_pe_ptr,
         row_offset(row, d1, heads, p0, p1, p2),
@@ -435,8 +435,8 @@ def _product(
     Q_BY_BITS: tl.constexpr,
     MX_BIAS: tl.constexpr,
 ):
-    """Query rows of one head, quantized, times the weight's rows from `first` on: [BLOCK_M,
-    BLOCK_L] in fp32.
+    """Query rows of one head, quantized, times BLOCK_L rows of the weight from `first` on:
+    [BLOCK_M, BLOCK_L] in fp32.
     """
     acc = tl.zeros([BLOCK_M, BLOCK_L], tl.float32)
     out = first + tl.arange(0, BLOCK_L)
@@ -445,7 +445,7 @@ def _product(
         p = start + tl.arange(0, BLOCK_P)
         q = tl.load(q_ptr + q_at + p[None, :], inside & (p < P)[None, :], 0.0).to(tl.float32)
         there = (out < L)[:, None] & (p < P)[None, :]
-        # A block is a group, which has a scale of its own.
+        # A block of columns is a group with one scale.
         if SCHEME == "fp8":
             LARGEST: tl.constexpr = 240.0 if W_CODES == "fnuz" else 448.0
             scale = amax_scale(q, 1, LARGEST)[:, None]
@@ -458,13 +458,13 @@ def _product(
             amax = amax_bits(q, 1)
             code = tl.maximum(((amax + MX_BIAS) >> 23) - 2, 0)
             code = tl.where(amax >= 0x7F800000, 255, code)[:, None]
-            values = e2m1_numbers(e2m1_codes(q * e8m0_numbers(tl.maximum(254 - code, 0)))).to(
+            values = e2m1_values(e2m1_codes(q * e8m0_values(tl.maximum(254 - code, 0)))).to(
                 tl.float16
             )
             weight = e2m1_rows(weight_ptr + w_at, p[None, :], there)
             s_at = head.to(tl.int64) * s_head + out.to(tl.int64) * s_row + start // 32
-            w_scale = e8m0_numbers(tl.load(weight_scale_ptr + s_at, out < L, 127))
-            acc += tl.dot(values, tl.trans(weight)) * e8m0_numbers(code) * w_scale[None, :]
+            w_scale = e8m0_values(tl.load(weight_scale_ptr + s_at, out < L, 127))
+            acc += tl.dot(values, tl.trans(weight)) * e8m0_values(code) * w_scale[None, :]
     if SCHEME == "fp8":
         EXPONENTS: tl.constexpr = 128.0 * 128.0 if W_CODES == "fnuz" else 256.0 * 256.0
         acc *= tl.load(weight_scale_ptr).to(tl.float32) * EXPONENTS
@@ -534,8 +534,8 @@ def _bmm_rope_kv_write(
     BY_BITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Axis 1: each head's tiles of the latent, the first of which rotates its queries, and one that
-    writes the cache.
+    """Axis 1 of the grid: the tiles of the latent of each head, of which the first also rotates the
+    queries; then one program that writes the cache.
     """
     TILES: tl.constexpr = (L + BLOCK_L - 1) // BLOCK_L
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
@@ -637,15 +637,14 @@ def _bmm_rope_kv_write(
         )
 
 
-def _unwritable(
+def refuse_mla_kv_write(
     platform: Platform,
     kv_c: Tensor,
     k_pe: Tensor,
     kv_cache: Tensor,
     slots: Tensor,
-    scale: Tensor | None,
+    scale: Tensor | None = None,
 ) -> Refusal | None:
-    """Why these tokens cannot be written to this cache here."""
     if reason := unfit(platform, kv_c=kv_c, k_pe=k_pe) or uncachable(
         platform, {"scale": scale}, kv_cache=kv_cache
     ):
@@ -659,27 +658,18 @@ def _unwritable(
 
 
 def _latent_rows(kv_c: Tensor) -> tuple[int, int, int, int]:
-    """d2 and the strides of d0, d1 and d2, of which d0 is one."""
+    """d2, and the strides of d0, d1 and d2; the size d1 of a latent is 1."""
     return inner_sizes(kv_c)[1], *row_strides(kv_c)
 
 
-def _plainly(
-    platform: Platform,
-    kv_c: Tensor,
-    k_pe: Tensor,
-    kv_cache: Tensor,
-    slots: Tensor,
-    scale: Tensor | None = None,
-) -> Refusal | None:
-    return _unwritable(platform, kv_c, k_pe, kv_cache, slots, scale)
-
-
-@ops.mla_kv_write.kernel("triton", layout="paged", refuses=_plainly)
+@ops.mla_kv_write.kernel(
+    "triton", layout="paged", refuses=refuse_mla_kv_write, tuned_for=HEAD_ROWS.archs
+)
 def mla_kv_write(
     kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slots: Tensor, scale: Tensor | None = None
 ) -> Tensor:
     if rows := num_rows(kv_c):
-        rows_a_program = heads_a_program(rows)
+        rows_a_program = HEAD_ROWS.choose(kv_c.device, rows)
         _mla_kv_write[(triton.cdiv(rows, rows_a_program),)](
             kv_c,
             k_pe,
@@ -703,7 +693,7 @@ def mla_kv_write(
     return kv_c.new_empty((0,))
 
 
-def _rotated_and_written(
+def refuse_mla_rope_kv_write(
     platform: Platform,
     q_nope: Tensor,
     q_pe: Tensor,
@@ -716,28 +706,30 @@ def _rotated_and_written(
     scale: Tensor | None = None,
     rope_style: str = "neox",
 ) -> Refusal | None:
-    if reason := _unwritable(platform, kv_c, k_pe, kv_cache, slots, scale) or unfit(
+    if reason := refuse_mla_kv_write(platform, kv_c, k_pe, kv_cache, slots, scale) or unfit(
         platform, q_nope=q_nope
     ):
         return reason
     if q_pe.dtype != k_pe.dtype or q_nope.dim() != q_pe.dim() or q_nope.dim() not in (3, 4):
         return Refusal(
             "dtype",
-            "queries come as [T, H, .] or [B, T, H, .], and rotate in the dtype of the keys",
+            "queries must be [T, H, .] or [B, T, H, .], and q_pe of the dtype of k_pe",
         )
-    return unrotatable(platform, q_pe, cos, sin, rope_style) or unrotatable(
+    return refuse_rope(platform, q_pe, cos, sin, rope_style) or refuse_rope(
         platform, k_pe, cos, sin, rope_style
     )
 
 
 def _result(q_nope: Tensor, latent: int, q_pe: Tensor, cos: Tensor) -> tuple[Tensor, torch.dtype]:
-    """Room for the queries, and the dtype in which they rotate."""
+    """Empty queries, and the dtype in which they are rotated."""
     turned = torch.promote_types(q_pe.dtype, cos.dtype)
     shape = (*q_nope.shape[:-1], latent + q_pe.shape[-1])
     return q_nope.new_empty(shape, dtype=torch.promote_types(q_nope.dtype, turned)), turned
 
 
-@ops.mla_rope_kv_write.kernel("triton", layout="paged", refuses=_rotated_and_written)
+@ops.mla_rope_kv_write.kernel(
+    "triton", layout="paged", refuses=refuse_mla_rope_kv_write, tuned_for=HEAD_ROWS.archs
+)
 def mla_rope_kv_write(
     q_nope: Tensor,
     q_pe: Tensor,
@@ -754,7 +746,7 @@ def mla_rope_kv_write(
     out, turned = _result(q_nope, latent, q_pe, cos)
     if rows := num_rows(kv_c):
         q_rows = num_rows(q_nope)
-        rows_a_program = heads_a_program(q_rows)
+        rows_a_program = HEAD_ROWS.choose(kv_c.device, q_rows)
         q_programs = triton.cdiv(q_rows, rows_a_program)
         _mla_rope_kv_write[(q_programs + triton.cdiv(rows, rows_a_program),)](
             q_nope,
@@ -781,7 +773,7 @@ def mla_rope_kv_write(
             kv_cache.stride(1),
             L=latent,
             BLOCK_L=triton.next_power_of_2(latent),
-            OUT=triton_dtype(turned),
+            OUT=TRITON_DTYPE[turned],
             STYLE=rope_style,
             ROWS=rows_a_program,
             **cut_rows(q_pe, cos, rope_style),
@@ -791,7 +783,7 @@ def mla_rope_kv_write(
     return out, kv_c.new_empty((0,))
 
 
-def _multiplied(
+def refuse_bmm_rope_kv_write(
     platform: Platform,
     q_nope: Tensor,
     weight: Tensor,
@@ -812,7 +804,7 @@ def _multiplied(
     rounding: str = "even",
 ) -> Refusal | None:
     if reason := (
-        _rotated_and_written(
+        refuse_mla_rope_kv_write(
             platform, q_nope, q_pe, kv_c, k_pe, cos, sin, kv_cache, slots, scale, rope_style
         )
         or unknown(BMM_SCHEMES, scheme=scheme)
@@ -840,7 +832,9 @@ def _multiplied(
     return None
 
 
-@ops.bmm_rope_kv_write.kernel("triton", layout="paged", refuses=_multiplied)
+@ops.bmm_rope_kv_write.kernel(
+    "triton", layout="paged", refuses=refuse_bmm_rope_kv_write, tuned_for=()
+)
 def bmm_rope_kv_write(
     q_nope: Tensor,
     weight: Tensor,
@@ -900,7 +894,7 @@ def bmm_rope_kv_write(
             W_CODES=codes_of(weight)["CODES"],
             Q_BY_BITS=fp8 and by_bits(dtype, weight.device),
             MX_BIAS=MX_ROUNDINGS[rounding],
-            OUT=triton_dtype(turned),
+            OUT=TRITON_DTYPE[turned],
             STYLE=rope_style,
             **cut_rows(q_pe, cos, rope_style),
             **codes_of(kv_cache),

@@ -1,10 +1,6 @@
-"""Norms in Triton: a row is read once and stays in registers, and is rounded where the meaning
-rounds.
-
-A program takes one wide row or several narrow ones.
+"""Norms in Triton: a row is read once, stays in registers, and is rounded where the reference
+rounds. A program takes one wide row or several narrow ones.
 """
-
-from typing import Any
 
 import torch
 import triton
@@ -15,7 +11,6 @@ from atomc import ops
 from atomc.kernels.checks import FLOATS, too_wide, unknown, unlike, unlike_shapes
 from atomc.kernels.triton.launch import (
     begin,
-    heads_a_program,
     inner_sizes,
     num_rows,
     overlap,
@@ -23,12 +18,12 @@ from atomc.kernels.triton.launch import (
     row_strides,
     unfit,
 )
+from atomc.kernels.triton.tiles import NORM
 from atomc.ops.norm import RMS_NORM_STYLES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 MAX_COLUMNS = 65536
-MAX_WARPS = 16 if torch.version.hip else 32  # a program has at most 1,024 threads
 
 
 @triton.jit
@@ -45,8 +40,8 @@ def row_sum(x_ptr, residual_ptr, sum_ptr, x_at, residual_at, sum_at, inside, ADD
 
 @triton.jit
 def weighted(y, weight, DTYPE: tl.constexpr, STYLE: tl.constexpr):
-    """The normalised y times the weight, both fp32, rounded as the style says; DTYPE is that of the
-    norm's input.
+    """The normalized y times the weight, both fp32, rounded as the style requires; DTYPE is the
+    dtype of the norm's input.
     """
     if STYLE == "after":
         return weight * y.to(DTYPE).to(tl.float32)
@@ -172,20 +167,13 @@ def _layer_norm(
     )
 
 
-def tile(rows: int, columns: int) -> dict[str, int]:
-    """The launch shape for so many rows of so many columns."""
+def tile_for(x: Tensor, columns: int) -> dict[str, int]:
+    """The launch arguments for the rows of x, with this number of columns in the result."""
     block = triton.next_power_of_2(columns)
-    if block <= 256:
-        narrow = heads_a_program(rows)
-        return {"BLOCK": block, "ROWS": narrow, "num_warps": narrow}
-    # H200, add_rms_norm, us with 2 / 4 / 8 / 16 warps: 1 x 1024 0.89 / 0.87 / 0.88 / -, 8192 x 1024
-    # 18.4 / 18.1 / - / -,
-    # 1 x 4096 - / 1.18 / 1.18 / 1.21, 64 x 4096 - / 2.10 / 2.15 / 2.26, 8192 x 4096 - / 67.0 / 67.4
-    # / 66.6.
-    return {"BLOCK": block, "ROWS": 1, "num_warps": min(MAX_WARPS, max(4, block // 1024))}
+    return NORM.choose(x.device, num_rows(x), block).launch(block)
 
 
-def _normed_rows(
+def refuse_layer_norm(
     platform: Platform,
     x: Tensor,
     residual: Tensor | None = None,
@@ -201,17 +189,24 @@ def _normed_rows(
     )
 
 
-def styled_rows(platform: Platform, style: str = "after", **arguments: Any) -> Refusal | None:
-    return unknown(RMS_NORM_STYLES, style=style) or _normed_rows(platform, **arguments)
+def refuse_rms_norm(
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    style: str = "after",
+    residual: Tensor | None = None,
+    **_: object,
+) -> Refusal | None:
+    return unknown(RMS_NORM_STYLES, style=style) or refuse_layer_norm(platform, x, residual, weight)
 
 
-@ops.rms_norm.kernel("triton", refuses=styled_rows)
+@ops.rms_norm.kernel("triton", refuses=refuse_rms_norm, tuned_for=NORM.archs)
 def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Tensor:
     out = torch.empty_like(
         x, dtype=torch.promote_types(x.dtype, weight.dtype) if style == "after" else x.dtype
     )
     if rows := num_rows(out):
-        cut = tile(rows, x.shape[-1])
+        cut = tile_for(x, x.shape[-1])
         _rms_norm[(triton.cdiv(rows, cut["ROWS"]),)](
             x,
             None,
@@ -239,7 +234,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Ten
     return out
 
 
-@ops.add_rms_norm.kernel("triton", refuses=styled_rows)
+@ops.add_rms_norm.kernel("triton", refuses=refuse_rms_norm, tuned_for=NORM.archs)
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str = "after"
 ) -> tuple[Tensor, Tensor]:
@@ -248,7 +243,7 @@ def add_rms_norm(
         x, dtype=torch.promote_types(x.dtype, weight.dtype) if style == "after" else x.dtype
     )
     if rows := num_rows(out):
-        cut = tile(rows, x.shape[-1])
+        cut = tile_for(x, x.shape[-1])
         _rms_norm[(triton.cdiv(rows, cut["ROWS"]),)](
             x,
             residual,
@@ -272,7 +267,7 @@ def add_rms_norm(
     return out, total
 
 
-def _padded_rows(
+def refuse_add_rms_norm_pad(
     platform: Platform,
     x: Tensor,
     residual: Tensor,
@@ -284,12 +279,12 @@ def _padded_rows(
     if x.shape[-1] + columns > MAX_COLUMNS:
         return Refusal(
             "shape",
-            f"rows of {x.shape[-1]} and {columns} do not fit one program (at most {MAX_COLUMNS})",
+            f"rows of {x.shape[-1]} + {columns} exceed the limit of {MAX_COLUMNS}",
         )
-    return styled_rows(platform, style, x=x, residual=residual, weight=weight)
+    return refuse_rms_norm(platform, x, weight, style, residual)
 
 
-@ops.add_rms_norm_pad.kernel("triton", refuses=_padded_rows)
+@ops.add_rms_norm_pad.kernel("triton", refuses=refuse_add_rms_norm_pad, tuned_for=NORM.archs)
 def add_rms_norm_pad(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, columns: int, style: str = "after"
 ) -> tuple[Tensor, Tensor]:
@@ -297,7 +292,7 @@ def add_rms_norm_pad(
     dtype = torch.promote_types(x.dtype, weight.dtype) if style == "after" else x.dtype
     out = x.new_empty((*x.shape[:-1], x.shape[-1] + columns), dtype=dtype)
     if rows := num_rows(out):
-        cut = tile(rows, out.shape[-1])
+        cut = tile_for(x, out.shape[-1])
         _rms_norm[(triton.cdiv(rows, cut["ROWS"]),)](
             x,
             residual,
@@ -321,11 +316,11 @@ def add_rms_norm_pad(
     return out, total
 
 
-@ops.layer_norm.kernel("triton", refuses=_normed_rows)
+@ops.layer_norm.kernel("triton", refuses=refuse_layer_norm, tuned_for=NORM.archs)
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if rows := num_rows(out):
-        cut = tile(rows, x.shape[-1])
+        cut = tile_for(x, x.shape[-1])
         _layer_norm[(triton.cdiv(rows, cut["ROWS"]),)](
             x,
             None,
@@ -354,14 +349,14 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     return out
 
 
-@ops.add_layer_norm.kernel("triton", refuses=_normed_rows)
+@ops.add_layer_norm.kernel("triton", refuses=refuse_layer_norm, tuned_for=NORM.archs)
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     total = torch.empty_like(x)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if rows := num_rows(out):
-        cut = tile(rows, x.shape[-1])
+        cut = tile_for(x, x.shape[-1])
         _layer_norm[(triton.cdiv(rows, cut["ROWS"]),)](
             x,
             residual,

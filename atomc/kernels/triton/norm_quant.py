@@ -1,8 +1,7 @@
-"""RMSNorm that writes its result quantized, in Triton: a row is read once and stays in registers.
+"""RMSNorm with a quantized result, in Triton: a row is read once and stays in registers.
 
-Codes may differ from the meaning's where the order in which squares are added moves a value over
-the border between two:
-tests/test_kernels.py holds them to neighbours, and few.
+The order in which squares are added can move a value across the border between two codes; tests
+allow this for few codes, by one step.
 """
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.triton.launch import (
+    TRITON_DTYPE,
     at_most_64_registers,
     begin,
     inner_sizes,
@@ -20,12 +20,11 @@ from atomc.kernels.triton.launch import (
     row_offset,
     row_strides,
 )
-from atomc.kernels.triton.norm import row_sum, styled_rows, tile, weighted
+from atomc.kernels.triton.norm import refuse_rms_norm, row_sum, tile_for, weighted
 from atomc.kernels.triton.quant import Quantized, store_quantized, unquantizable
+from atomc.kernels.triton.tiles import NORM
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
-
-TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -129,7 +128,7 @@ def _launch(
     total = None if residual is None else torch.empty_like(x)
     kept = torch.empty_like(x, dtype=normed) if keep else x.new_empty(0, dtype=normed)
     if rows := num_rows(x):
-        cut = tile(rows, x.shape[-1])
+        cut = tile_for(x, x.shape[-1])
         cut["BLOCK"] = max(cut["BLOCK"], out.group)
         nowhere = (0, 0, 0)
         _norm_quant[(triton.cdiv(rows, cut["ROWS"]),)](
@@ -160,7 +159,7 @@ def _launch(
     return out.codes, out.scales, total, kept
 
 
-def _unfit(
+def refuse_rms_norm_quant(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
@@ -177,10 +176,10 @@ def _unfit(
     residual: Tensor | None = None,
 ) -> Refusal | None:
     reason = unquantizable(platform, x, scheme, dtype, group, rounding)
-    return reason or styled_rows(platform, style, x=x, residual=residual, weight=weight)
+    return reason or refuse_rms_norm(platform, x, weight, style, residual)
 
 
-@ops.rms_norm_quant.kernel("triton", refuses=_unfit)
+@ops.rms_norm_quant.kernel("triton", refuses=refuse_rms_norm_quant, tuned_for=NORM.archs)
 def rms_norm_quant(
     x: Tensor,
     weight: Tensor,
@@ -201,7 +200,7 @@ def rms_norm_quant(
     return codes, scales, kept
 
 
-@ops.add_rms_norm_quant.kernel("triton", refuses=_unfit)
+@ops.add_rms_norm_quant.kernel("triton", refuses=refuse_rms_norm_quant, tuned_for=NORM.archs)
 def add_rms_norm_quant(
     x: Tensor,
     residual: Tensor,

@@ -1,14 +1,13 @@
-"""Quantizers in Triton, and how a kernel that computed a row writes it quantized.
+"""Quantizers in Triton, and the quantized store of fused kernels.
 
-Codes equal the meaning's bit for bit: the same operations, each rounded as there. A magnitude is
-compared by its bits, as a whole number, by which NaN is the largest.
+Codes equal those of the reference bit for bit: the operations are the same, with the same
+roundings. Magnitudes are compared by their bits, as integers, in which order NaN is the largest.
 
-A tile is ROWS x BLOCK values, zero where there is none. SCHEME is one of atomc.ops.schemes.
+A tile is ROWS x BLOCK values, padded by zeros. SCHEME is one of atomc.ops.schemes.
 """
 
 import functools
 import struct
-from typing import Any
 
 import torch
 import triton
@@ -26,6 +25,7 @@ from atomc.kernels.triton.launch import (
     row_strides,
     unfit,
 )
+from atomc.kernels.triton.tiles import QUANT, QUANT_BLOCK
 from atomc.ops.formats import AMAX_FLOOR, FP8, MX_ROUNDINGS
 from atomc.ops.op import Refusal
 from atomc.ops.quant import empty_group_scales
@@ -33,7 +33,6 @@ from atomc.ops.schemes import SCHEMES
 from atomc.platform import Platform
 
 MAX_COLUMNS = 65536
-MAX_WARPS = 16 if torch.version.hip else 32  # a program has at most 1,024 threads
 FLOOR_BITS = tl.constexpr(struct.unpack("<i", struct.pack("<f", AMAX_FLOOR))[0])
 
 
@@ -50,16 +49,16 @@ def amax_scale(y, AXIS: tl.constexpr, LARGEST: tl.constexpr):
 
 @triton.jit
 def fp8_codes(x, FNUZ: tl.constexpr, BY_BITS: tl.constexpr):
-    """x, fp32, cut off and rounded to a code in a byte; BY_BITS where the device has no instruction
-    for it.
+    """x, fp32, clamped and rounded to a code in uint8; BY_BITS if the device has no instruction for
+    it.
     """
     LARGEST: tl.constexpr = 240.0 if FNUZ else 448.0
     x = tl.clamp(x, -LARGEST, LARGEST, tl.PropagateNan.ALL)
     if BY_BITS:
         size = tl.abs(x)
         bits = size.to(tl.int32, bitcast=True)
-        # Three bits of mantissa stay; below the smallest normal number the steps are even, as those
-        # of 2^14 (2^13).
+        # Keep three bits of mantissa. Subnormal codes are evenly spaced, like fp32 numbers near
+        # 2^14 (2^13).
         LEAST_BITS: tl.constexpr = 0x3C000000 if FNUZ else 0x3C800000
         code = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((LEAST_BITS >> 20) - 8)
         small = (size + (8192.0 if FNUZ else 16384.0)).to(tl.int32, bitcast=True) & 15
@@ -76,8 +75,8 @@ def fp8_codes(x, FNUZ: tl.constexpr, BY_BITS: tl.constexpr):
 
 @triton.jit
 def _int8(x):
-    """x, fp32, cut off and rounded to nearest even."""
-    # The steps of 1.5 * 2^23 are whole numbers.
+    """x, fp32, clamped and rounded to nearest even."""
+    # Near 1.5 * 2^23 the spacing of fp32 is 1.
     return (tl.clamp(x, -127.0, 127.0) + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
 
 
@@ -88,16 +87,16 @@ def _number(value: tl.constexpr, like):
 
 @triton.jit
 def e2m1_codes(x):
-    """The codes of x, fp32 or fp16, as whole numbers of its width: of 16 bits a device computes two
-    at a time.
+    """The codes of x, fp32 or fp16, as integers of the same width; 16-bit values are computed two
+    per instruction.
     """
     SHORT: tl.constexpr = x.dtype == tl.float16
     BITS: tl.constexpr = tl.int16 if SHORT else tl.int32
     bits = x.to(BITS, bitcast=True)
     size = tl.minimum(tl.maximum(tl.abs(x), _number(0.0, x)), _number(6.0, x))  # NaN becomes 0
-    # At this size a code's step is half of 1, 2 or 4; so is the last bit of 512 times that in fp16,
-    # of 2^22 times in fp32. The sum is rounded to steps, and its last four bits are the code if
-    # they begin at 0, 2 or 4, and 8 for the sign.
+    # Codes near `size` are spaced by half of `power`, which is 1, 2 or 4. So is the last bit of 512
+    # * power in fp16, and of 2^22 * power in fp32: adding that rounds to a code. An offset (0, 2 or
+    # 4, and 8 for the sign) makes its last four bits the code.
     power = tl.maximum(size, _number(1.0, x)).to(BITS, bitcast=True) & _number(
         0x7C00 if SHORT else 0x7F800000, bits
     )
@@ -130,11 +129,10 @@ def store_quantized(
     BY_BITS: tl.constexpr,
     MX_BIAS: tl.constexpr,
 ):
-    """Write the codes of a tile in a floating dtype, and its scales.
+    """Quantize a floating-point tile, and store its codes and scales.
 
-    row [ROWS, 1], of `rows`; the columns are those of D from `first` on, all of them where a row
-    has one scale. row_step, group_step: from one scale to that of the next row, and of the next
-    group.
+    row [ROWS, 1], less than `rows`; the columns start at `first`, and are all D columns if a row
+    has one scale. row_step, group_step: strides of the scales.
     """
     row = row.to(tl.int64)
     column = first + tl.arange(0, BLOCK)[None, :]
@@ -172,11 +170,11 @@ def store_quantized(
             code = tl.maximum(((amax + MX_BIAS) >> 23) - 2, 0)
             code = tl.where(amax >= 0x7F800000, 255, code)
             tl.store(scale_at, code.to(tl.uint8), there)
-            # 2^-127 is below the normal numbers.
+            # 2^-127 is a subnormal.
             exponent = tl.maximum(254 - code, 0)
             inverse = tl.where(exponent == 0, 0x400000, exponent << 23).to(tl.float32, bitcast=True)
-            # Of what has 16 bits, what is at least 0.25 is exact in fp16, and less becomes 0 as it
-            # does in fp32.
+            # Of a 16-bit y, values of at least 0.25 are exact in fp16, and smaller ones become 0 as
+            # in fp32.
             scaled = (grouped * inverse[:, :, None]).to(
                 tl.float32 if tl.float32 == DTYPE else tl.float16
             )
@@ -243,8 +241,8 @@ def _quantize(
 
 @functools.cache
 def by_bits(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a device has no instruction that rounds to this fp8. (That of Triton's interpreter
-    rounds some down.)
+    """Whether a device has no instruction that rounds to this fp8 dtype. (Triton's interpreter
+    rounds some values down.)
     """
     if device.type != "cuda":
         return True
@@ -256,9 +254,7 @@ def by_bits(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 class Quantized:
-    """Room for the codes and scales of rows shaped as x, and what store_quantized wants to know of
-    them.
-    """
+    """Empty codes and scales for rows shaped as x, and their arguments for store_quantized."""
 
     def __init__(
         self,
@@ -289,7 +285,7 @@ class Quantized:
             self.scales = empty_group_scales(x, groups, column_major)
             self.steps = (1, num_rows(x)) if column_major else (groups, 1)
         fp8 = scheme.startswith("fp8")
-        self.constants: dict[str, Any] = {
+        self.constants: dict[str, str | int] = {
             "SCHEME": scheme,
             "GROUP": self.group,
             "FNUZ": dtype == torch.float8_e4m3fnuz,
@@ -302,15 +298,15 @@ class Quantized:
         codes = self.codes if self.codes.dtype == torch.int8 else self.codes.view(torch.uint8)
         return codes, self.scales, self.static
 
-    def tile(self, rows: int, columns: int, most: int = 2048) -> dict[str, int]:
-        """The launch shape for so many rows of so many columns: whole rows, where a row has one
+    def tile(self, rows: int, columns: int) -> dict[str, int]:
+        """The launch arguments for this number of rows and columns; whole rows, if a row has one
         scale.
         """
-        block = max(triton.next_power_of_2(columns), self.group)
+        block = triton.next_power_of_2(columns)
         if not self.whole_rows:
-            block = max(min(block, most), self.group)
-        tall = max(1, min(16 if rows > 4096 else 4, 1024 // block))
-        return {"BLOCK": block, "ROWS": tall, "num_warps": min(MAX_WARPS, max(4, block // 1024))}
+            block = min(block, QUANT_BLOCK)
+        block = max(block, self.group)
+        return QUANT.choose(self.codes.device, rows, block).launch(block)
 
 
 def unquantizable(
@@ -322,7 +318,7 @@ def unquantizable(
     rounding: str = "even",
     name: str = "x",
 ) -> Refusal | None:
-    """Why no kernel here can quantize rows like those of x."""
+    """Refuse rows of x that `store_quantized` cannot quantize in this scheme."""
     if reason := unfit(platform, **{name: x}):
         return reason
     width = x.shape[-1]
@@ -360,31 +356,31 @@ def _launch(x: Tensor, out: Quantized) -> tuple[Tensor, Tensor]:
     return out.codes, out.scales
 
 
-def _static(
+def refuse_quant_fp8_static(
     platform: Platform, x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> Refusal | None:
     return unquantizable(platform, x, "fp8_static", dtype)
 
 
-@ops.quant_fp8_static.kernel("triton", refuses=_static)
+@ops.quant_fp8_static.kernel("triton", refuses=refuse_quant_fp8_static, tuned_for=QUANT.archs)
 def quant_fp8_static(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
     return _launch(x, Quantized(x, scale, "fp8_static", dtype))[0]
 
 
-def _per_token(
+def refuse_quant_fp8_per_token(
     platform: Platform, x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> Refusal | None:
     return unquantizable(platform, x, "fp8_per_token", dtype)
 
 
-@ops.quant_fp8_per_token.kernel("triton", refuses=_per_token)
+@ops.quant_fp8_per_token.kernel("triton", refuses=refuse_quant_fp8_per_token, tuned_for=QUANT.archs)
 def quant_fp8_per_token(
     x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> tuple[Tensor, Tensor]:
     return _launch(x, Quantized(x, None, "fp8_per_token", dtype))
 
 
-def _group(
+def refuse_quant_fp8_group(
     platform: Platform,
     x: Tensor,
     group: int = 128,
@@ -394,7 +390,7 @@ def _group(
     return unquantizable(platform, x, "fp8_group", dtype, group)
 
 
-@ops.quant_fp8_group.kernel("triton", refuses=_group)
+@ops.quant_fp8_group.kernel("triton", refuses=refuse_quant_fp8_group, tuned_for=QUANT.archs)
 def quant_fp8_group(
     x: Tensor,
     group: int = 128,
@@ -404,19 +400,21 @@ def quant_fp8_group(
     return _launch(x, Quantized(x, None, "fp8_group", dtype, group, column_major_scales))
 
 
-def _mxfp4(platform: Platform, x: Tensor, rounding: str = "even") -> Refusal | None:
+def refuse_quant_mxfp4(platform: Platform, x: Tensor, rounding: str = "even") -> Refusal | None:
     return unquantizable(platform, x, "mxfp4", rounding=rounding)
 
 
-@ops.quant_mxfp4.kernel("triton", refuses=_mxfp4)
+@ops.quant_mxfp4.kernel("triton", refuses=refuse_quant_mxfp4, tuned_for=QUANT.archs)
 def quant_mxfp4(x: Tensor, rounding: str = "even") -> tuple[Tensor, Tensor]:
     return _launch(x, Quantized(x, None, "mxfp4", rounding=rounding))
 
 
-def _int8_rows(platform: Platform, x: Tensor) -> Refusal | None:
+def refuse_quant_int8_per_token(platform: Platform, x: Tensor) -> Refusal | None:
     return unquantizable(platform, x, "int8_per_token")
 
 
-@ops.quant_int8_per_token.kernel("triton", refuses=_int8_rows)
+@ops.quant_int8_per_token.kernel(
+    "triton", refuses=refuse_quant_int8_per_token, tuned_for=QUANT.archs
+)
 def quant_int8_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
     return _launch(x, Quantized(x, None, "int8_per_token"))

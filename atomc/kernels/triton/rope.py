@@ -1,8 +1,7 @@
-"""Rotary positions in Triton, behind the q/k norms and with the write into a paged cache where the
-op says so.
+"""RoPE in Triton, optionally after q/k norms and with the write into a paged cache.
 
-A program takes a few rows of q or of k, each one head of one token. A row is in three parts: the
-two that rotate into each other, R/2 wide, and the rest that passes through.
+A program takes a few rows of q or of k, each one head of one token. A row has three parts: the two
+halves that are rotated, R/2 wide each, and the rest, which passes through.
 """
 
 import torch
@@ -20,11 +19,11 @@ from atomc.kernels.triton.kv_write import (
     copy_rows,
     in_bytes,
     inverse_scale,
-    unwritable,
+    refuse_kv_write,
 )
 from atomc.kernels.triton.launch import (
+    TRITON_DTYPE,
     begin,
-    heads_a_program,
     inner_sizes,
     num_rows,
     overlap,
@@ -33,6 +32,7 @@ from atomc.kernels.triton.launch import (
     unfit,
 )
 from atomc.kernels.triton.norm import weighted
+from atomc.kernels.triton.tiles import HEAD_ROWS
 from atomc.ops.norm import RMS_NORM_STYLES
 from atomc.ops.op import Refusal
 from atomc.ops.rope import ROPE_STYLES
@@ -50,7 +50,7 @@ def _parts(
     BLOCK_REST: tl.constexpr,
     STYLE: tl.constexpr,
 ):
-    """The two rotating parts and the rest of rows that begin at `at`, in fp32."""
+    """The two rotated halves and the rest of rows at offsets `at`, in fp32."""
     i = tl.arange(0, BLOCK)[None, :]
     first, second = i, i + HALF
     if STYLE == "gptj" or STYLE == "pairs_to_half":
@@ -81,7 +81,7 @@ def store_parts(
     CODES: tl.constexpr,
     BY_BITS: tl.constexpr,
 ):
-    """Write the parts of rows that begin at `at`, as a cache holds them."""
+    """Store the parts of rows at offsets `at`, converted for a cache."""
     DTYPE: tl.constexpr = ptr.dtype.element_ty
     i = tl.arange(0, BLOCK)[None, :]
     first, second = i, i + HALF
@@ -118,8 +118,8 @@ def rotated(
     NORM: tl.constexpr,
     STYLE: tl.constexpr,
 ):
-    """The parts of rows that begin at `at`, normed unless NORM is "" (rounded to NORMED) and
-    rotated (to OUT).
+    """The parts of rows at offsets `at`, normalized (and rounded to NORMED) unless NORM is "", and
+    rotated (and rounded to OUT).
     """
     a, b, rest = _parts(x_ptr, at, inside, D, HALF, BLOCK, BLOCK_REST, STYLE)
     if NORM != "":
@@ -418,14 +418,14 @@ def _rope_kv_write(
 
 
 def _warps(rows_a_program: int) -> int:
-    # H200, qk_norm_rope_kv_write of 48 heads of 128, us with a warp for 1 / 2 / 4 rows: 1 token 2.2
-    # / 2.0 / 1.7, 64 tokens
-    # 2.4 / 2.2 / 2.0, 1,024 tokens 10.3 / 9.3 / 9.3, 65,536 tokens 517 / 416 / 397.
+    # H200, qk_norm_rope_kv_write of 48 heads of 128, us with a warp per 1 / 2 / 4 rows: 1 token 2.2
+    # / 2.0 / 1.7, 64 tokens 2.4 / 2.2 / 2.0, 1,024 tokens 10.3 / 9.3 / 9.3, 65,536 tokens 517 / 416
+    # / 397.
     return rows_a_program // 4
 
 
 def table_strides(table: Tensor, x: Tensor) -> tuple[int, int, int]:
-    """The strides by which a table follows the rows of x, zero where it is broadcast."""
+    """The strides of a table for the rows of x, zero where it is broadcast."""
     strides = [0] * (x.dim() - table.dim())
     strides += [
         0 if size == 1 else step
@@ -436,7 +436,7 @@ def table_strides(table: Tensor, x: Tensor) -> tuple[int, int, int]:
 
 
 def cut_rows(x: Tensor, cos: Tensor, style: str) -> dict[str, int]:
-    """How a row of x is cut, as launch arguments."""
+    """The parts of a row of x, as launch arguments."""
     half = cos.shape[-1] // 2 if style == "neox" else cos.shape[-1]
     rest = x.shape[-1] - 2 * half
     return {
@@ -448,8 +448,8 @@ def cut_rows(x: Tensor, cos: Tensor, style: str) -> dict[str, int]:
 
 
 def _new_rows(x: Tensor, cos: Tensor, style: str, dtype: torch.dtype) -> Tensor:
-    """What the rotated x is written to. The meaning concatenates, unless it rotates whole rows by
-    full-width tables.
+    """Empty rows for the rotated x. They are contiguous as in the reference, which concatenates
+    unless full-width tables rotate whole rows.
     """
     whole = style == "neox" and cos.shape[-1] == x.shape[-1]
     return torch.empty_like(
@@ -461,16 +461,9 @@ def _normed_dtype(x: Tensor, weight: Tensor, style: str) -> torch.dtype:
     return torch.promote_types(x.dtype, weight.dtype) if style == "after" else x.dtype
 
 
-def triton_dtype(dtype: torch.dtype) -> tl.dtype:
-    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[
-        dtype
-    ]
-
-
-def unrotatable(
-    platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str
+def refuse_rope(
+    platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox"
 ) -> Refusal | None:
-    """Why these rows cannot be rotated by these tables here."""
     if reason := (
         unfit(platform, x=x, cos=cos, sin=sin)
         or unknown(ROPE_STYLES, style=style)
@@ -478,29 +471,25 @@ def unrotatable(
     ):
         return reason
     if style == "neox" and isinstance(cos.shape[-1], int) and cos.shape[-1] % 2:
-        return Refusal("shape", f"{cos.shape[-1]} columns are no pairs")
+        return Refusal("shape", f"{cos.shape[-1]} columns cannot be rotated in pairs")
     if cos.dim() > x.dim():
-        return Refusal("shape", "the tables have more dimensions than what they rotate")
+        return Refusal("shape", "cos and sin have more dimensions than the rotated tensor")
     for mine, size in zip(cos.shape[-2::-1], x.shape[-2::-1], strict=False):
         if not known_equal(mine, 1) and not known_equal(mine, size):
-            return Refusal("shape", f"tables of {mine} rows along a dimension of {size}")
+            return Refusal(
+                "shape", f"cos and sin have size {mine} along a dimension of size {size}"
+            )
     for size, a, b in zip(cos.shape, cos.stride(), sin.stride(), strict=True):
         if not known_equal(size, 1) and not known_equal(a, b):
-            return Refusal("layout", "cos and sin lie differently in memory")
+            return Refusal("layout", "cos and sin have different strides")
     return None
 
 
-def _one(
-    platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox"
-) -> Refusal | None:
-    return unrotatable(platform, x, cos, sin, style)
-
-
-@ops.rope.kernel("triton", refuses=_one)
+@ops.rope.kernel("triton", refuses=refuse_rope, tuned_for=HEAD_ROWS.archs)
 def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Tensor:
     out = _new_rows(x, cos, style, torch.promote_types(x.dtype, cos.dtype))
     if rows := num_rows(x):
-        rows_a_program = heads_a_program(rows)
+        rows_a_program = HEAD_ROWS.choose(x.device, rows)
         programs = triton.cdiv(rows, rows_a_program)
         _rope[(programs,)](
             x,
@@ -538,7 +527,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Tensor:
     return out
 
 
-def _both(
+def _unrotatable_pair(
     platform: Platform,
     q: Tensor,
     k: Tensor,
@@ -549,7 +538,7 @@ def _both(
     norm_style: str = "after",
     rope_style: str = "neox",
 ) -> Refusal | None:
-    """Why q and k cannot be rotated by these tables in one launch here."""
+    """Refuse q and k that cannot be rotated by these tables in one launch."""
     if reason := (
         unknown(RMS_NORM_STYLES, style=norm_style)
         or unfit(platform, q=q, k=k, q_weight=q_weight, k_weight=k_weight)
@@ -559,12 +548,12 @@ def _both(
         return Refusal("dtype", "q and k differ in dtype, rank or width")
     return (
         unlike(FLOATS, q_weight=q_weight, k_weight=k_weight)
-        or unrotatable(platform, q, cos, sin, rope_style)
-        or unrotatable(platform, k, cos, sin, rope_style)
+        or refuse_rope(platform, q, cos, sin, rope_style)
+        or refuse_rope(platform, k, cos, sin, rope_style)
     )
 
 
-def _normed_both(
+def refuse_qk_norm_rope(
     platform: Platform,
     q: Tensor,
     k: Tensor,
@@ -576,10 +565,10 @@ def _normed_both(
     norm_style: str = "after",
     rope_style: str = "neox",
 ) -> Refusal | None:
-    return _both(platform, q, k, cos, sin, q_weight, k_weight, norm_style, rope_style)
+    return _unrotatable_pair(platform, q, k, cos, sin, q_weight, k_weight, norm_style, rope_style)
 
 
-@ops.qk_norm_rope.kernel("triton", refuses=_normed_both)
+@ops.qk_norm_rope.kernel("triton", refuses=refuse_qk_norm_rope, tuned_for=HEAD_ROWS.archs)
 def qk_norm_rope(
     q: Tensor,
     k: Tensor,
@@ -596,7 +585,7 @@ def qk_norm_rope(
     q_out, k_out = _new_rows(q, cos, rope_style, dtype), _new_rows(k, cos, rope_style, dtype)
     q_rows, k_rows = num_rows(q), num_rows(k)
     if q_rows + k_rows:
-        rows_a_program = heads_a_program(q_rows + k_rows)
+        rows_a_program = HEAD_ROWS.choose(q.device, q_rows + k_rows)
         q_programs = triton.cdiv(q_rows, rows_a_program)
         _rope[(q_programs + triton.cdiv(k_rows, rows_a_program),)](
             q,
@@ -618,7 +607,7 @@ def qk_norm_rope(
             *row_strides(q_out),
             *row_strides(k_out),
             eps,
-            NORMED=triton_dtype(normed),
+            NORMED=TRITON_DTYPE[normed],
             NORM=norm_style,
             STYLE=rope_style,
             ROWS=rows_a_program,
@@ -629,7 +618,7 @@ def qk_norm_rope(
     return q_out, k_out
 
 
-def _rotated_and_written(
+def refuse_rope_kv_write(
     platform: Platform,
     q: Tensor,
     k: Tensor,
@@ -647,8 +636,10 @@ def _rotated_and_written(
     norm_style: str = "after",
     rope_style: str = "neox",
 ) -> Refusal | None:
-    reason = unwritable(platform, k, v, k_cache, v_cache, slots, k_scale, v_scale)
-    return reason or _both(platform, q, k, cos, sin, q_weight, k_weight, norm_style, rope_style)
+    reason = refuse_kv_write(platform, k, v, k_cache, v_cache, slots, k_scale, v_scale)
+    return reason or _unrotatable_pair(
+        platform, q, k, cos, sin, q_weight, k_weight, norm_style, rope_style
+    )
 
 
 def _launch_with_write(
@@ -673,7 +664,7 @@ def _launch_with_write(
     if k_rows := num_rows(k):
         (d1, q_heads), (_, k_heads) = inner_sizes(q), inner_sizes(k)
         q_rows = num_rows(q)
-        rows_a_program = heads_a_program(q_rows + k_rows)
+        rows_a_program = HEAD_ROWS.choose(q.device, q_rows + k_rows)
         q_programs = triton.cdiv(q_rows, rows_a_program)
         _rope_kv_write[(q_programs + triton.cdiv(k_rows, rows_a_program),)](
             q,
@@ -703,7 +694,7 @@ def _launch_with_write(
             v_cache.stride(1),
             v_cache.stride(2),
             eps,
-            NORMED=triton_dtype(normed),
+            NORMED=TRITON_DTYPE[normed],
             Q_HEADS=q_heads,
             K_HEADS=k_heads,
             DV=v.shape[-1],
@@ -719,7 +710,9 @@ def _launch_with_write(
     return q_out, q_out.new_empty((0,))
 
 
-@ops.rope_kv_write.kernel("triton", layout="paged", refuses=_rotated_and_written)
+@ops.rope_kv_write.kernel(
+    "triton", layout="paged", refuses=refuse_rope_kv_write, tuned_for=HEAD_ROWS.archs
+)
 def rope_kv_write(
     q: Tensor,
     k: Tensor,
@@ -753,7 +746,9 @@ def rope_kv_write(
     )
 
 
-@ops.qk_norm_rope_kv_write.kernel("triton", layout="paged", refuses=_rotated_and_written)
+@ops.qk_norm_rope_kv_write.kernel(
+    "triton", layout="paged", refuses=refuse_rope_kv_write, tuned_for=HEAD_ROWS.archs
+)
 def qk_norm_rope_kv_write(
     q: Tensor,
     k: Tensor,

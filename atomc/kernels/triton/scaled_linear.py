@@ -1,9 +1,9 @@
-"""Linear layers of a few rows whose operands are codes of 8 bits, in Triton: the weight is read
-once, as fast as it comes.
+"""Linear layers of few rows with 8-bit operands, in Triton, bound by the bandwidth of reading the
+weight.
 
-A program owns some rows of the weight and sums over all of K. Scales of whole rows multiply the
-sum; those of blocks of columns multiply what each block adds to it. M rows of x, N rows of the
-weight, K columns, G blocks of columns.
+A program takes some rows of the weight and sums over all of K. Scales of rows multiply the sum;
+scales of blocks of columns multiply the sum of each block. M rows of x, N rows of the weight, K
+columns, G blocks of columns.
 """
 
 import math
@@ -23,7 +23,7 @@ from atomc.kernels.triton.launch import (
     scattered,
     wait_for_last,
 )
-from atomc.kernels.triton.linear import Tile
+from atomc.kernels.triton.tiles import SCALED_LINEAR, Tile
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -45,8 +45,8 @@ def finished(
     weight_row,
     BLOCKS: tl.constexpr,
 ):
-    """Sums in fp32, with the scales of rows, unless blocks had theirs, and the bias. m and n as the
-    dimensions of sums.
+    """The sums in fp32, times the scales of rows unless BLOCKS, plus the bias. m and n broadcast
+    to the shape of the sums.
     """
     out = sums.to(tl.float32)
     if not BLOCKS:
@@ -143,14 +143,14 @@ def _by_tensor_core(
     first = tl.program_id(0) * BLOCK_N
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = first + tl.arange(0, BLOCK_N)
-    # K in PARTS, each of its own warps.
+    # K is split into PARTS, each computed by its own warps.
     LENGTH: tl.constexpr = (K + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K) * BLOCK_K
     part = tl.arange(0, PARTS)
     k = part[:, None, None] * LENGTH + tl.arange(0, BLOCK_K)[None, None, :]
     x_at = x_ptr + m.to(tl.int64)[None, :, None] * K + k
     weight_at = weight_ptr + n.to(tl.int64)[None, :, None] * K + k
     WIDE: tl.constexpr = tl.int32 if WHOLE else tl.float32
-    # The instruction takes 16 rows and 8 columns.
+    # The MMA instruction is 16 rows by 8 columns.
     SWAP: tl.constexpr = BLOCK_M < 16
     wait_for_last(PDL)
     sums = tl.zeros((PARTS, BLOCK_N if SWAP else BLOCK_M, BLOCK_M if SWAP else BLOCK_N), WIDE)
@@ -203,20 +203,11 @@ def _by_tensor_core(
     )
 
 
-def tile_for(rows: int, n: int, k: int) -> Tile:
-    """The tile for so many rows of x and a weight [n, k]."""
-    if rows == 1:
-        return Tile(1, 4, min(2048, max(512, triton.next_power_of_2(k))), 0, 4)
-    if rows <= 8:
-        return Tile(8, 16, BLOCK, 4, 4, 4)
-    return Tile(16, 16, BLOCK, 4, 4, 3)
-
-
 def steps(
     x: Tensor, x_scale: Tensor, weight_scale: Tensor, blocks: bool
 ) -> tuple[Tensor, int, int, int]:
-    """x_scale by rows, its steps to the next row and group, and that of weight_scale to the next
-    row (of blocks).
+    """x_scale by rows, its strides of rows and groups, and the stride of rows (or of rows of
+    blocks) of weight_scale.
     """
     if blocks:
         by_row = x_scale.reshape(num_rows(x), -1)
@@ -234,7 +225,7 @@ def multiply(
     tile: Tile,
     blocks: bool = False,
 ) -> Tensor:
-    """The op, cut as told. `blocks`: scales are of blocks of 128."""
+    """The op, with the given tile. `blocks`: scales are of blocks of 128."""
     n, k = weight.shape
     out = x.new_empty((*x.shape[:-1], n), dtype=out_dtype)
     if rows := num_rows(out):
@@ -268,7 +259,7 @@ def multiply(
     return out
 
 
-def unmultipliable(
+def refuse_scaled_linear(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
@@ -279,12 +270,12 @@ def unmultipliable(
     out_dtype: torch.dtype,
     block: int = BLOCK,
 ) -> Refusal | None:
-    """Why no kernel here can multiply these codes."""
+    """Refuse operands that neither the kernel for few rows nor that for many rows can multiply."""
     return (
         not_nvidia(platform)
         or unlike((torch.float8_e4m3fn, torch.int8), x=x, weight=weight)
         or no_fp8_products(platform, x.dtype)
-        # Sums of fp8 products are not exact enough for more than 16 bits.
+        # Sums of fp8 products are too inexact for fp32 results.
         or wrong_result(HALVES if x.dtype == torch.float8_e4m3fn else FLOATS, out_dtype)
         or unlike(FLOATS, bias=bias)
         or (Refusal("shape", f"blocks of {block}: written for {BLOCK}") if block != BLOCK else None)
@@ -292,7 +283,7 @@ def unmultipliable(
     )
 
 
-def _few(
+def refuse_scaled_linear_few_rows(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
@@ -303,7 +294,7 @@ def _few(
     out_dtype: torch.dtype,
     block: int = BLOCK,
 ) -> Refusal | None:
-    reason = unmultipliable(
+    reason = refuse_scaled_linear(
         platform, x, weight, x_scale, weight_scale, bias, out_dtype=out_dtype, block=block
     )
     if (
@@ -311,7 +302,7 @@ def _few(
         and math.prod(size for size in x.shape[:-1] if isinstance(size, int)) > MAX_ROWS
     ):
         return Refusal(
-            "slower", f"x has more than {MAX_ROWS} rows, which are left to tiles of many"
+            "slower", f"x has more than {MAX_ROWS} rows, for which another kernel is faster"
         )
     return reason
 
@@ -319,7 +310,9 @@ def _few(
 FEW = ops.Tokens(1, MAX_ROWS)
 
 
-@ops.scaled_linear_fp8.kernel("triton", tokens=FEW, refuses=_few)
+@ops.scaled_linear_fp8.kernel(
+    "triton", tokens=FEW, refuses=refuse_scaled_linear_few_rows, tuned_for=SCALED_LINEAR.archs
+)
 def scaled_linear_fp8(
     x: Tensor,
     weight: Tensor,
@@ -329,12 +322,13 @@ def scaled_linear_fp8(
     *,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    return multiply(
-        x, weight, x_scale, weight_scale, bias, out_dtype, tile_for(num_rows(x), *weight.shape)
-    )
+    tile = SCALED_LINEAR.choose(x.device, num_rows(x), weight.shape[1])
+    return multiply(x, weight, x_scale, weight_scale, bias, out_dtype, tile)
 
 
-@ops.scaled_linear_fp8_block.kernel("triton", tokens=FEW, refuses=_few)
+@ops.scaled_linear_fp8_block.kernel(
+    "triton", tokens=FEW, refuses=refuse_scaled_linear_few_rows, tuned_for=SCALED_LINEAR.archs
+)
 def scaled_linear_fp8_block(
     x: Tensor,
     weight: Tensor,
@@ -345,11 +339,13 @@ def scaled_linear_fp8_block(
     out_dtype: torch.dtype,
     block: int = 128,
 ) -> Tensor:
-    tile = tile_for(num_rows(x), *weight.shape)
+    tile = SCALED_LINEAR.choose(x.device, num_rows(x), weight.shape[1])
     return multiply(x, weight, x_scale, weight_scale, bias, out_dtype, tile, blocks=True)
 
 
-@ops.scaled_linear_int8.kernel("triton", tokens=FEW, refuses=_few)
+@ops.scaled_linear_int8.kernel(
+    "triton", tokens=FEW, refuses=refuse_scaled_linear_few_rows, tuned_for=SCALED_LINEAR.archs
+)
 def scaled_linear_int8(
     x: Tensor,
     weight: Tensor,
@@ -359,6 +355,5 @@ def scaled_linear_int8(
     *,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    return multiply(
-        x, weight, x_scale, weight_scale, bias, out_dtype, tile_for(num_rows(x), *weight.shape)
-    )
+    tile = SCALED_LINEAR.choose(x.device, num_rows(x), weight.shape[1])
+    return multiply(x, weight, x_scale, weight_scale, bias, out_dtype, tile)

@@ -1,12 +1,9 @@
-"""Linear layers of many rows whose operands are codes of 8 bits, in Triton: a matrix product in
-tiles.
+"""Linear layers of many rows with 8-bit operands, in Triton: a tiled matrix product.
 
-For blocks of 128 each block's sum is multiplied by its two scales in fp32. The tensor core adds
-products of fp8 with 14 bits; here at most 128 of them before a sum in fp32 takes over. Letters as
-in scaled_linear.py.
+With blocks of 128, the sum of each block is multiplied by its two scales in fp32. Tensor cores
+accumulate fp8 products with 14 bits; here at most 128 products, before the sum is added in fp32.
+Letters as in scaled_linear.py.
 """
-
-from typing import Any
 
 import torch
 import triton
@@ -15,7 +12,8 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.triton.launch import num_rows
-from atomc.kernels.triton.scaled_linear import BLOCK, finished, steps, unmultipliable
+from atomc.kernels.triton.scaled_linear import BLOCK, finished, refuse_scaled_linear, steps
+from atomc.kernels.triton.tiles import SCALED_LINEAR_TILES, Launch
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -41,8 +39,8 @@ def _tiles(
     BLOCK_K: tl.constexpr,
     TALL: tl.constexpr,
 ):
-    # Programs that run at the same time lie in a band of TALL tiles of x, so that what they read
-    # stays in the L2 cache.
+    # Programs that run at the same time share a band of TALL tiles of x, so that their operands
+    # stay in the L2 cache.
     program, across, down = tl.program_id(0), tl.cdiv(N, BLOCK_N), tl.cdiv(M, BLOCK_M)
     top = program // (TALL * across) * TALL
     height = tl.minimum(down - top, TALL)
@@ -86,27 +84,6 @@ def _tiles(
     )
 
 
-def tile_for(rows: int) -> dict[str, int]:
-    """The launch shape for so many rows of x."""
-    if rows <= 64:
-        return {
-            "BLOCK_M": 64,
-            "BLOCK_N": 64,
-            "BLOCK_K": 128,
-            "TALL": 8,
-            "num_warps": 4,
-            "num_stages": 4,
-        }
-    return {
-        "BLOCK_M": 128,
-        "BLOCK_N": 128,
-        "BLOCK_K": 128,
-        "TALL": 8,
-        "num_warps": 8,
-        "num_stages": 3,
-    }
-
-
 def multiply(
     x: Tensor,
     weight: Tensor,
@@ -114,7 +91,7 @@ def multiply(
     weight_scale: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
-    tile: dict[str, int],
+    tile: Launch,
     blocks: bool = False,
 ) -> Tensor:
     n, k = weight.shape
@@ -139,10 +116,19 @@ def multiply(
     return out
 
 
-def _left_by_cublas(
-    platform: Platform, x: Tensor, weight: Tensor, *rest: Any, **more: Any
+def refuse_scaled_linear_fp8(
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
 ) -> Refusal | None:
-    if reason := unmultipliable(platform, x, weight, *rest, **more):
+    if reason := refuse_scaled_linear(
+        platform, x, weight, x_scale, weight_scale, bias, out_dtype=out_dtype
+    ):
         return reason
     if not any(size % 16 for size in weight.shape):
         return Refusal(
@@ -151,7 +137,9 @@ def _left_by_cublas(
     return None
 
 
-@ops.scaled_linear_fp8.kernel("triton", refuses=_left_by_cublas)
+@ops.scaled_linear_fp8.kernel(
+    "triton", refuses=refuse_scaled_linear_fp8, tuned_for=SCALED_LINEAR_TILES.archs
+)
 def scaled_linear_fp8(
     x: Tensor,
     weight: Tensor,
@@ -161,10 +149,20 @@ def scaled_linear_fp8(
     *,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    return multiply(x, weight, x_scale, weight_scale, bias, out_dtype, tile_for(num_rows(x)))
+    return multiply(
+        x,
+        weight,
+        x_scale,
+        weight_scale,
+        bias,
+        out_dtype,
+        SCALED_LINEAR_TILES.choose(x.device, num_rows(x)),
+    )
 
 
-@ops.scaled_linear_fp8_block.kernel("triton", refuses=unmultipliable)
+@ops.scaled_linear_fp8_block.kernel(
+    "triton", refuses=refuse_scaled_linear, tuned_for=SCALED_LINEAR_TILES.archs
+)
 def scaled_linear_fp8_block(
     x: Tensor,
     weight: Tensor,
@@ -176,11 +174,20 @@ def scaled_linear_fp8_block(
     block: int = BLOCK,
 ) -> Tensor:
     return multiply(
-        x, weight, x_scale, weight_scale, bias, out_dtype, tile_for(num_rows(x)), blocks=True
+        x,
+        weight,
+        x_scale,
+        weight_scale,
+        bias,
+        out_dtype,
+        SCALED_LINEAR_TILES.choose(x.device, num_rows(x)),
+        blocks=True,
     )
 
 
-@ops.scaled_linear_int8.kernel("triton", refuses=unmultipliable)
+@ops.scaled_linear_int8.kernel(
+    "triton", refuses=refuse_scaled_linear, tuned_for=SCALED_LINEAR_TILES.archs
+)
 def scaled_linear_int8(
     x: Tensor,
     weight: Tensor,
@@ -190,4 +197,12 @@ def scaled_linear_int8(
     *,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    return multiply(x, weight, x_scale, weight_scale, bias, out_dtype, tile_for(num_rows(x)))
+    return multiply(
+        x,
+        weight,
+        x_scale,
+        weight_scale,
+        bias,
+        out_dtype,
+        SCALED_LINEAR_TILES.choose(x.device, num_rows(x)),
+    )

@@ -1,7 +1,7 @@
-"""Codes of four bits, int4 and e2m1, eight a word of 32 bits, and how a kernel unpacks them in
-registers.
+"""Unpack int4 and e2m1 codes in registers, from words of 32 bits with eight codes each.
 
-Code i lies at bits 4i; a group of columns shares a scale, and of int4 a zero. N rows of a weight.
+Code i is at bits 4i to 4i + 3. A group of columns shares a scale and, with int4, a zero. N rows of
+a weight.
 """
 
 import torch
@@ -11,21 +11,20 @@ from torch import Tensor
 
 from atomc.kernels.checks import FLOATS, unlike
 from atomc.kernels.triton.launch import not_nvidia, scattered
+from atomc.kernels.triton.mxfp4 import e8m0_values
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
-# Up to so many rows of x, unpacking a tile as often as it is read costs less than writing and
-# reading 16 bits.
+# Up to this number of rows of x, unpacking a tile each time it is read costs less than writing and
+# reading it in 16 bits.
 MAX_ROWS = 64
 
 
 @triton.jit
 def int4_of(words, NUMBER: tl.constexpr, zero):
-    """The code of each word with this number, less its zero, times 2^-2 or, if the number is even,
-    2^-6: exact, in fp32.
-    """
-    # Codes 2j and 2j + 1 at bits 16 and 20 of an fp32 number that is not normal, where one is a
-    # unit of 2^-133 and 2^-129.
+    """Code NUMBER of each word minus its zero, in fp32, times 2^-2 (odd NUMBER) or 2^-6; exact."""
+    # Codes 2j and 2j + 1 are moved to bits 16 and 20 of a subnormal fp32 number, whose units there
+    # are 2^-133 and 2^-129.
     LEFT: tl.constexpr = 16 - NUMBER // 2 * 8
     pair = words << LEFT if LEFT > 0 else words >> -LEFT
     UNIT: tl.constexpr = 0.25 if NUMBER % 2 else 0.015625
@@ -36,17 +35,10 @@ def int4_of(words, NUMBER: tl.constexpr, zero):
 @triton.jit
 def e2m1_on_top(words):
     """The code in the highest four bits of each word, in fp32."""
-    # Its exponent and mantissa lie as those of fp32, below the normal numbers for half of it; the
-    # biases are 126 apart.
+    # Exponent and mantissa are adjacent, as in fp32; 0.5 is a subnormal there. The biases differ by
+    # 126.
     bits = ((words >> 6) & 0x1C00000) | (words & -0x80000000)
     return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
-
-
-@triton.jit
-def e8m0(codes):
-    bits = codes.to(tl.int32)
-    bits = tl.where(bits == 0, 0x400000, tl.where(bits == 255, 0x7FC00000, bits << 23))
-    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -54,7 +46,7 @@ def scale_of(scale_ptr, at, inside, INT4: tl.constexpr):
     if INT4:
         return tl.load(scale_ptr + at, inside, 0.0).to(tl.float32)
     else:
-        return e8m0(tl.load(scale_ptr + at, inside, 0))
+        return e8m0_values(tl.load(scale_ptr + at, inside, 0))
 
 
 @triton.jit
@@ -75,8 +67,8 @@ def value_of(words, NUMBER: tl.constexpr, scale, zero, INT4: tl.constexpr, TYPE:
 
 @triton.jit
 def unpacked(words, scale, zero, INT4: tl.constexpr, TYPE: tl.constexpr):
-    """The values of eight codes a word, in three more dimensions of two; a thread that has a word
-    has them all.
+    """The values of the eight codes of each word, in three new dimensions of size two. A thread
+    that has a word has all of its values.
     """
     v04 = tl.join(
         value_of(words, 0, scale, zero, INT4, TYPE), value_of(words, 4, scale, zero, INT4, TYPE)
@@ -109,10 +101,10 @@ def other_group(group: int) -> Refusal | None:
 def unfit(
     platform: Platform, weight: Tensor, weight_scale: Tensor, bias: Tensor | None
 ) -> Refusal | None:
-    """Why no kernel here can read this weight."""
+    """Refuse a weight that the kernels for 4-bit codes cannot read."""
     return (
         not_nvidia(platform)
         or unlike(FLOATS, bias=bias)
         or scattered(weight, "the weight")
-        or scattered(weight_scale, "the scales of the weight")
+        or scattered(weight_scale, "the scale of the weight")
     )

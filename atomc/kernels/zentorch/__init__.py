@@ -1,4 +1,4 @@
-"""Linear layers of few bits by AMD's zentorch, on CPUs with AVX-512, VNNI and bf16."""
+"""Quantized linear layers by AMD's zentorch, on CPUs with AVX-512, VNNI and bf16."""
 
 from atomc.kernels.zentorch import linear_w4a16  # isort: split
 

@@ -1,9 +1,8 @@
-"""zentorch as our kernels see it: on which CPUs it may run, and whether it computes here what it
-should.
+"""Whether zentorch may run on this CPU, and computes correct results here.
 
-Asked in this order: the CPU, the package, its ops, and real products in a process of their own. On
-a CPU without the instructions that it uses, zentorch kills the process or returns memory that
-nobody wrote: no exception says so.
+Checks, in this order: the CPU, the package, its ops, and products in a separate process. On a CPU
+without the instructions that it uses, zentorch does not raise: it kills the process or returns
+uninitialized memory.
 """
 
 import functools
@@ -27,17 +26,17 @@ from atomc.platform import AVX512, Platform, provider_versions
 log = logging.getLogger("atomc")
 
 AMD = "AuthenticAMD"
-# Worse than this the result is wrong, not rounded: bf16 results have 50 dB.
+# A lower ratio is a wrong result, not a rounded one; bf16 results have 50 dB.
 LEAST_DECIBELS = 40.0
-PATIENCE = 120  # seconds for the check
+CHECK_TIMEOUT = 120  # seconds for the check
 
 
 def unfit(platform: Platform, kind: str, *, needs_bf16: bool = True) -> Refusal | None:
-    """Why zentorch cannot run this kind of linear (a key of self_check.CHECKS) on this x86 CPU, or
-    None.
+    """Refuse x86 CPUs on which zentorch cannot run this kind of linear (a key of
+    self_check.CHECKS).
 
-    needs_bf16  it computes in bf16; what does not may be had on another maker's CPU, if it is asked
-                for
+    needs_bf16  it computes in bf16; other linears run on CPUs of other vendors, if the user names
+                zentorch
     """
     needed = (
         AVX512
@@ -47,16 +46,14 @@ def unfit(platform: Platform, kind: str, *, needs_bf16: bool = True) -> Refusal 
     lacking = sorted(flag for flag in needed if not platform.has(flag))
     if lacking:
         return Refusal(
-            "hardware", f"zentorch needs {' and '.join(lacking)}, which this CPU has not"
+            "hardware", f"zentorch needs {' and '.join(lacking)}, which this CPU does not have"
         )
     if platform.vendor != AMD and ("zentorch" not in platform.asked or needs_bf16):
-        allowed = (
-            "its int8 layers for fp32 may be tried here: name zentorch in the option `providers`"
-        )
         return Refusal(
             "hardware",
-            "zentorch is made for AMD's CPUs, this is one of "
-            f"{platform.vendor or 'an unknown maker'}; {allowed}",
+            f"zentorch supports AMD CPUs, this is one of {platform.vendor or 'an unknown vendor'}; "
+            "its int8 layers with fp32 output can be enabled by naming zentorch in the option "
+            "`providers`",
         )
     if not platform.here:
         return None
@@ -67,17 +64,15 @@ def unfit(platform: Platform, kind: str, *, needs_bf16: bool = True) -> Refusal 
 
 @functools.cache
 def missing() -> str | None:
-    """Why zentorch cannot be imported here, found out and logged once a process; or None."""
+    """Why zentorch cannot be imported here, or None. Logged once per process."""
     status = provider_versions()["zentorch"]
     reason = status.reason
     if status.found:
-        # Of warnings it prints one about its own cache on stdout, where programs write their
-        # results.
+        # By default it prints a warning about its cache on stdout, where programs write results.
         os.environ.setdefault("ZENDNNL_API_LOG_LEVEL", "1")
         try:
             importlib.import_module("zentorch")
-        # A library that does not load is an OSError, a version check an ImportError or
-        # RuntimeError.
+        # OSError if a library does not load, ImportError or RuntimeError from a version check.
         except Exception as error:
             reason = (
                 f"zentorch {status.version or ''} cannot be imported: "
@@ -89,7 +84,7 @@ def missing() -> str | None:
 
 
 def unproven(kind: str) -> Refusal | None:
-    """What the check found wrong with this kind of linear; None if it is right."""
+    """Refuse this kind of linear unless the check found its results correct."""
     found = checked()
     if kind in found.errors:
         return Refusal("library", f"zentorch cannot compute {kind}: {found.errors[kind]}")
@@ -106,8 +101,8 @@ def unproven(kind: str) -> Refusal | None:
 
 
 class Checked(NamedTuple):
-    """What the check found of each kind: decibels of signal over error for some numbers of rows, or
-    an exception.
+    """The result of the check for each kind: the signal-to-error ratio in dB for some numbers of
+    rows, or an exception.
     """
 
     decibels: dict[str, list[float]]
@@ -118,9 +113,7 @@ class Checked(NamedTuple):
 
 @functools.cache
 def checked() -> Checked:
-    """Run the check in a process of its own, once; it takes as long as to import torch and
-    zentorch.
-    """
+    """Run the check in a separate process, once; most of the time is the import of torch."""
     program = Path(__file__).with_name("self_check.py").read_text()
     start = time.perf_counter()
     try:
@@ -129,7 +122,7 @@ def checked() -> Checked:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=PATIENCE,
+            timeout=CHECK_TIMEOUT,
         )
         output, ending = done.stdout, _ending(done)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -164,14 +157,13 @@ def function(name: str) -> Any:
     return getattr(torch.ops.zentorch, name).default
 
 
-def as_it_lies(weight: torch.Tensor) -> Prepared:
-    """The weight at its own address, by which zentorch keeps what it packs of it: it replaces
+def unpacked(weight: torch.Tensor) -> Prepared:
+    """The weight itself, of which zentorch caches a packed copy by its address. It replaces
     nothing.
 
-    Run again whenever the weight changed or moved.
+    Call it again after the weight has changed or moved.
     """
-    # It keeps packs by address, where another weight may have lain and may lie once this one is
-    # gone.
+    # The cache is by address, which another weight may have had before, or may get later.
     forget = function("zentorch_clear_weight_cache")
     forget()
     kept = weight.detach()

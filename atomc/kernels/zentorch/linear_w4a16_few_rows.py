@@ -1,5 +1,5 @@
-"""Few rows of linear layers with int4 weights by zentorch: where PyTorch's kernel, which is faster,
-is no choice.
+"""Linear layers of few rows with int4 weights by zentorch, where PyTorch's kernel, which is faster,
+does not support the arguments.
 """
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 
-def _slower(
+def refuse_linear_w4a16(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
@@ -21,7 +21,9 @@ def _slower(
     *,
     group: int,
 ) -> Refusal | None:
-    if reason := for_many.unfit_int4(platform, x, weight, weight_scale, zeros, bias, group=group):
+    if reason := for_many.refuse_linear_w4a16(
+        platform, x, weight, weight_scale, zeros, bias, group=group
+    ):
         return reason
     if "zentorch" in platform.asked or unlike_int4pack(
         platform, x, weight, weight_scale, zeros, group
@@ -32,7 +34,7 @@ def _slower(
     )
 
 
-@ops.linear_w4a16.kernel("zentorch", refuses=_slower, prepare=for_many.PREPARE)
+@ops.linear_w4a16.kernel("zentorch", refuses=refuse_linear_w4a16, prepare=for_many.PREPARE)
 def linear_w4a16(
     x: Tensor,
     weight: tuple[Tensor],

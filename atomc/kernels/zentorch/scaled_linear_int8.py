@@ -5,14 +5,14 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.cpu_linears import finish, unlike_int8
-from atomc.kernels.zentorch.library import as_it_lies, function, unfit
+from atomc.kernels.zentorch.library import function, unfit, unpacked
 from atomc.ops.op import Prepared, Refusal
 from atomc.platform import Platform
 
 
 def _scales(weight_scale: Tensor) -> Prepared:
-    """One an output; and the scale and zero points that say nothing, as the op wants them: x's
-    scales are applied later.
+    """One scale per output; and a scale of 1 and zero points of 0 for x, whose scales are applied
+    afterwards.
     """
     count = weight_scale.numel()
     zeros = torch.zeros(count, dtype=torch.int32)
@@ -21,7 +21,7 @@ def _scales(weight_scale: Tensor) -> Prepared:
     )
 
 
-def _unfit(
+def refuse_scaled_linear_int8(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
@@ -37,7 +37,9 @@ def _unfit(
 
 
 @ops.scaled_linear_int8.kernel(
-    "zentorch", refuses=_unfit, prepare={"weight": as_it_lies, "weight_scale": _scales}
+    "zentorch",
+    refuses=refuse_scaled_linear_int8,
+    prepare={"weight": unpacked, "weight_scale": _scales},
 )
 def scaled_linear_int8(
     x: Tensor,

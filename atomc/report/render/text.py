@@ -128,7 +128,8 @@ def _kernels(choices: Sequence[KernelChoice]) -> str:
     nodes: dict[tuple[str, str, str], list[KernelChoice]] = {}
     refusals: dict[tuple[str, str], list[str]] = {}
     for choice in choices:
-        nodes.setdefault((choice.op, choice.tokens, choice.chosen), []).append(choice)
+        chosen = f"{choice.chosen} ({choice.note})" if choice.note else choice.chosen
+        nodes.setdefault((choice.op, choice.tokens, chosen), []).append(choice)
         for refusal in choice.others:
             refusals.setdefault(refusal, []).append(choice.op)
     rows = [(op, str(len(found)), tokens, chosen) for (op, tokens, chosen), found in nodes.items()]

@@ -1,10 +1,10 @@
-"""Triton kernels compiled in processes: threads of one would wait for each other, for half of the
-work is in Python.
+"""Compile Triton kernels in processes. Half of the work is Python code, for which threads share one
+interpreter lock.
 
-`python -m atomc.kernels.triton.forked` is the helper. It imports what compiling needs while whoever
-started it traces a model, reads a line for each kernel, forks a process that compiles it, and ends
-with its input. It has no threads and no GPU, which a fork would break. The kernels are in Triton's
-cache then, where they are looked up; what is not is compiled.
+`python -m atomc.kernels.triton.compile_worker` is the worker. It imports the compiler while its
+parent traces a model, reads one line per kernel, forks a process that compiles it, and exits at the
+end of its input. It uses no threads and no GPU, because it forks. The kernels go to Triton's cache,
+where the parent finds them; the parent compiles kernels that are missing there.
 """
 
 import contextlib
@@ -29,18 +29,19 @@ from triton.backends import backends
 from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import triton_key
 
-SECONDS = 60  # that the helper may take once it knows all kernels
-FEWEST_CORES = 4
+TIMEOUT = 60  # seconds for the worker to finish after the last kernel was submitted
+MIN_CORES = 4
 
 
-class Helper:
-    """The helper process, which ends with this one.
+class CompileWorker:
+    """The worker process; it ends with this one.
 
-    left  a file that says: kernels of a start like this one were left in Triton's cache
+    marker  a file whose existence says that Triton's cache has the kernels of an earlier start with
+            the same key
     """
 
-    def __init__(self, left: Path) -> None:
-        self.left = left
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
         self._sent: set[str] = set()
         environment = {
             **os.environ,
@@ -59,9 +60,10 @@ class Helper:
         )
 
     @contextlib.contextmanager
-    def told(self, *, only: bool = False) -> Iterator[None]:
-        """The helper compiles what is launched inside. only: nobody else does, and it is not
-        launched.
+    def submitting(self, *, only: bool = False) -> Iterator[None]:
+        """Submit the kernels launched in this context to the worker.
+
+        only: this process neither compiles nor launches them.
         """
 
         def hook(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
@@ -75,55 +77,53 @@ class Helper:
     def _send(self, line: str) -> None:
         if line not in self._sent:
             self._sent.add(line)
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the worker has ended
                 print(line, file=self._process.stdin, flush=True)
 
     @property
     def ready(self) -> bool:
-        """It has imported what it needs, or failed to."""
-        told = self._process.stdout
-        return told is not None and bool(select.select([told], [], [], 0.0)[0])
+        """Whether the worker has imported the compiler, or ended."""
+        stdout = self._process.stdout
+        return stdout is not None and bool(select.select([stdout], [], [], 0.0)[0])
 
     def finish(self) -> None:
-        """Wait until all is compiled that it was told. A helper that is not ready yet is not waited
-        for: threads are.
-        """
+        """Drain the worker; if it has not started, end it and leave compiling to the threads."""
         if self.ready:
             with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-                self._process.communicate(timeout=SECONDS)
+                self._process.communicate(timeout=TIMEOUT)
                 if self._process.returncode == 0:
-                    self.left.touch()
+                    self.marker.touch()
         self.end()
 
     def end(self) -> None:
         self._process.kill()
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
-                with contextlib.suppress(OSError):  # a line that nobody read
+                with contextlib.suppress(OSError):  # of an unread line
                     stream.close()
         self._process.wait()
 
 
-def helper_for(start: str) -> Helper | None:
-    """A helper, unless an earlier start with this description has left its kernels in Triton's
-    cache, or cores are few.
+def start_worker(key: str) -> CompileWorker | None:
+    """A new worker; None if there are few cores, or if Triton's cache has the kernels of an earlier
+    start with this key.
     """
     if (
-        (os.cpu_count() or 1) < FEWEST_CORES
+        (os.cpu_count() or 1) < MIN_CORES
         or triton.knobs.runtime.interpret
         or triton.knobs.runtime.jit_cache_hook
     ):
         return None
-    what = f"{start} {triton.__version__} {torch.__version__}"
-    left = Path(triton.knobs.cache.dir, f"atomc-{hashlib.sha256(what.encode()).hexdigest()}")
-    return None if left.exists() else Helper(left)
+    versioned = f"{key} {triton.__version__} {torch.__version__}"
+    digest = hashlib.sha256(versioned.encode()).hexdigest()
+    marker = Path(triton.knobs.cache.dir, f"atomc-{digest}")
+    return None if marker.exists() else CompileWorker(marker)
 
 
 def main() -> None:
     driver = _driver()
     triton.runtime.driver.set_active(driver)
-    # a part of the name of each kernel, for which Triton reads itself: once, and not in each
-    # process
+    # Part of each kernel's name: a hash of Triton's own files. Cached here for all forks.
     triton_key()
     print("ready", flush=True)
     for number, line in enumerate(sys.stdin):
@@ -134,20 +134,22 @@ def main() -> None:
                 _compile(driver, *json.loads(line))
             finally:
                 os._exit(0)
-    with contextlib.suppress(ChildProcessError):  # there is none left
+    with contextlib.suppress(ChildProcessError):  # no child is left
         while True:
             os.wait()
 
 
 def _driver() -> Any:
-    """What builds launchers, without the GPU. There may be none to build them for."""
+    """The driver, to build launchers without a GPU; one that builds none if it cannot be loaded."""
     try:
         return backends["amd" if torch.version.hip else "nvidia"].driver()
-    except Exception:  # a vendor's library fails in its own ways
+    except Exception:  # vendors' libraries raise exceptions of many types
         return SimpleNamespace(launcher_cls=lambda source, metadata: None)
 
 
-def _compile(driver: Any, module: str, name: str, target: list[Any], specialization: str) -> None:
+def _compile(
+    driver: Any, module: str, name: str, target: list[str | int], specialization: str
+) -> None:
     driver.get_current_device = lambda: 0
     driver.get_current_target = lambda: GPUTarget(*target)
     kernel = operator.attrgetter(name)(importlib.import_module(module)).preload(specialization)

@@ -1,5 +1,5 @@
-"""Linear layers in int8 by oneDNN over the weight as it lies: for one row, and where no copy can be
-kept.
+"""Linear layers in int8 by oneDNN with the unpacked weight: for one row, and for weights that
+cannot be prepared.
 """
 
 import torch
@@ -7,10 +7,10 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.cpu_linears import finish
-from atomc.kernels.onednn.scaled_linear_int8 import inexact
+from atomc.kernels.onednn.scaled_linear_int8 import refuse_scaled_linear_int8
 
 
-@ops.scaled_linear_int8.kernel("onednn", refuses=inexact)
+@ops.scaled_linear_int8.kernel("onednn", refuses=refuse_scaled_linear_int8)
 def scaled_linear_int8(
     x: Tensor,
     weight: Tensor,

@@ -1,6 +1,4 @@
-"""Triton kernels compiled many at once, before they are needed: one after the other, 40 of them
-take 9 s.
-"""
+"""Compile Triton kernels in parallel before they are needed; one after the other, 40 take 9 s."""
 
 import threading
 from collections.abc import Callable
@@ -10,13 +8,13 @@ from unittest.mock import patch
 
 import triton
 
-from atomc.kernels.triton.forked import Helper
+from atomc.kernels.triton.compile_worker import CompileWorker
 
 
-class _Loading(triton.AsyncCompileMode):  # type: ignore[misc]
-    """Compiles in threads and loads there, too: what launches a kernel is built by a C compiler.
+class _CompileAndLoad(triton.AsyncCompileMode):  # type: ignore[misc]
+    """Compile and load kernels in threads. Loading is slow too: a C compiler builds the launcher.
 
-    A kernel is handed over once: launches that follow find that it is coming.
+    A kernel is submitted once; later launches find its future in Triton's cache.
     """
 
     def submit(self, key: Any, compile: Callable[[], Any], remember: Callable[[Any], None]) -> Any:
@@ -25,19 +23,19 @@ class _Loading(triton.AsyncCompileMode):  # type: ignore[misc]
             kernel.run  # noqa: B018  reading it loads the kernel
             return kernel
 
-        coming = super().submit(key, loaded, remember)
-        remember(coming)
-        return coming
+        future = super().submit(key, loaded, remember)
+        remember(future)
+        return future
 
 
-def compile_together(
-    launches: Callable[[], object], *, threads: int = 16, helper: Helper | None = None
+def compile_in_parallel(
+    launches: Callable[[], object], *, threads: int = 16, worker: CompileWorker | None = None
 ) -> bool:
-    """Call `launches`, compiling and loading the kernels that it launches instead of running them.
+    """Call `launches`, and compile and load the kernels that it launches instead of running them.
 
-    Returns whether that was possible. What kernels would have written is not there: launches must
-    not decide by it. A kernel that does not compile says so where it is launched next. helper: a
-    process that compiles before the threads do.
+    Returns False, without calling it, in Triton's interpreter. No kernel writes its results, so the
+    control flow of `launches` must not depend on them. A kernel that fails to compile raises at its
+    next launch. worker: a process that compiles the kernels before the threads load them.
     """
     if triton.knobs.runtime.interpret:
         return False
@@ -54,17 +52,17 @@ def compile_together(
     pool = ThreadPoolExecutor(threads, initializer=begin)
     with (
         pool,
-        _Loading(pool, ignore_errors=True),
+        _CompileAndLoad(pool, ignore_errors=True),
         patch.object(triton.JITFunction, "run", compiled_only),
     ):
         try:
-            if helper is None:
+            if worker is None:
                 compiled.set()
                 launches()
             else:
-                with helper.told():
+                with worker.submitting():
                     launches()
-                helper.finish()
+                worker.finish()
         finally:
             compiled.set()
     return True

@@ -1,20 +1,22 @@
-"""Numbers of four bits and their scales, read in Triton: exact, by their bits, on every device."""
+"""Decode MXFP4 in Triton: e2m1 values and e8m0 scales, exactly, by integer operations on every
+device.
+"""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def e8m0_numbers(code):
+def e8m0_values(code):
     """2^(code - 127) in fp32; 255 is NaN."""
     code = code.to(tl.int32)
-    # 2^-127 is below the normal numbers.
+    # 2^-127 is a subnormal.
     bits = tl.where(code == 0, 0x400000, code << 23)
     return tl.where(code == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def e2m1_numbers(code):
+def e2m1_values(code):
     """fp32 values of codes 0..15."""
     code = code.to(tl.int32)
     size = code & 7
@@ -25,6 +27,6 @@ def e2m1_numbers(code):
 
 @triton.jit
 def e2m1_rows(rows_ptr, column, inside):
-    """fp16 values of packed rows at these columns; rows_ptr points to where each row begins."""
+    """fp16 values of packed rows at these columns; rows_ptr points to their first bytes."""
     packed = tl.load(rows_ptr + column // 2, inside, 0).to(tl.int32)
-    return e2m1_numbers((packed >> ((column % 2) * 4)) & 15).to(tl.float16)
+    return e2m1_values((packed >> ((column % 2) * 4)) & 15).to(tl.float16)

@@ -1,10 +1,7 @@
-"""Linear layers with weights of four bits, in Triton: codes are unpacked in registers, behind a
-weight read once.
+"""Linear layers with 4-bit weights in Triton; the codes are unpacked in registers.
 
 M rows of x, N rows of the weight, K columns, G groups of columns.
 """
-
-from typing import Any
 
 import torch
 import triton
@@ -14,11 +11,19 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.checks import FLOATS, no_fp8_products, unlike, wrong_result
 from atomc.kernels.triton import int4_pairs
-from atomc.kernels.triton.launch import by_fours, let_next_start, num_rows, overlap, wait_for_last
+from atomc.kernels.triton.launch import (
+    TRITON_DTYPE,
+    by_fours,
+    let_next_start,
+    num_rows,
+    overlap,
+    wait_for_last,
+)
+from atomc.kernels.triton.mxfp4 import e8m0_values
+from atomc.kernels.triton.tiles import LINEAR_MXFP4, LINEAR_W4A16, Launch, TileTable
 from atomc.kernels.triton.unpacking import (
     as_words,
     e2m1_on_top,
-    e8m0,
     int4_of,
     other_group,
     scale_of,
@@ -29,12 +34,10 @@ from atomc.kernels.triton.unpacking import (
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
-TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
 
 @triton.jit
 def one_of_four(values, NUMBER: tl.constexpr, SIXTEEN: tl.constexpr):
-    """The value with this number of the four of 16 bits in each int64, in fp32."""
+    """Value NUMBER of the four 16-bit values in each int64, in fp32."""
     half = (values >> NUMBER // 2 * 32).to(tl.int32)
     if tl.bfloat16 == SIXTEEN:
         bits = half & -0x10000 if NUMBER % 2 else half << 16
@@ -63,8 +66,9 @@ def _row(
     BLOCK_W: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row of x a program, all in fp32. SIXTEEN: the type of an x of 16 bits, which is read four
-    at a time, or None.
+    """One row of x per program, computed in fp32.
+
+    SIXTEEN  the type of a 16-bit x, which is read four values at a time, or None
     """
     WORDS: tl.constexpr = K // 8
     GROUPS: tl.constexpr = K // GROUP
@@ -78,12 +82,12 @@ def _row(
         word = start + tl.arange(0, BLOCK_W)[None, :]
         there = word < WORDS
         inside = (n < N) & there
-        # A thread takes a word at a time and the values of x that meet it: with several in a row,
-        # as it would read them by itself, x would have to go round through shared memory.
+        # A thread reads one word at a time, and its values of x. By default it would read several
+        # adjacent words, and x would be exchanged through shared memory.
         words = tl.load(
             words_ptr + tl.multiple_of(row * WORDS + word, (1, 1)), inside, 0, cache_modifier=".cg"
         )
-        # As if scales of neighbours lay in a row, which makes threads go along rows here, too.
+        # Claims that scales of neighbours are contiguous, so that threads go along rows here, too.
         group = tl.max_contiguous(
             tl.multiple_of(row * GROUPS + word // (GROUP // 8), (1, 1)), (1, BLOCK_W)
         )
@@ -91,7 +95,7 @@ def _row(
         zero = zero_of(zeros_ptr, group, inside)
         if CODED:
             codes = tl.load(x_ptr + tl.multiple_of(m * WORDS + word, (1, 1)), there, 0)
-            scale *= e8m0(tl.load(x_scale_ptr + m * GROUPS + word // (GROUP // 8), there, 0))
+            scale *= e8m0_values(tl.load(x_scale_ptr + m * GROUPS + word // (GROUP // 8), there, 0))
         elif SIXTEEN is not None:
             low = tl.load(x_ptr + (m * WORDS + word) * 2, there, 0)
             high = tl.load(x_ptr + (m * WORDS + word) * 2 + 1, there, 0)
@@ -139,15 +143,15 @@ def _rows(
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Several rows of x a program, on the tensor core, with values in NUMBER."""
+    """Several rows of x per program, on tensor cores, with operands of type NUMBER."""
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)[None, :, None]
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :, None]
-    # K in PARTS, each of its own warps.
+    # K is split into PARTS, each computed by its own warps.
     LENGTH: tl.constexpr = (K + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K) * BLOCK_K
     begin = tl.arange(0, PARTS)[:, None, None] * LENGTH
     word = begin // 8 + tl.arange(0, BLOCK_K // 8)[None, None, :]
     k = begin + tl.arange(0, BLOCK_K)[None, None, :]
-    # The instruction takes 16 rows and 8 columns.
+    # The MMA instruction is 16 rows by 8 columns.
     SWAP: tl.constexpr = BLOCK_M < 16
     wait_for_last(PDL)
     sums = tl.zeros((PARTS, BLOCK_N if SWAP else BLOCK_M, BLOCK_M if SWAP else BLOCK_N), tl.float32)
@@ -159,7 +163,7 @@ def _rows(
         words = tl.load(
             words_ptr + n.to(tl.int64) * (K // 8) + word_now, inside, 0, cache_modifier=".cg"
         )
-        # As if scales of neighbours lay in a row, but read one at a time: threads then go along
+        # Claims that scales of neighbours are contiguous, but reads one at a time: threads go along
         # rows, as for words.
         group_at = tl.multiple_of(n.to(tl.int64) * (K // GROUP) + group, (1, 1, 1))
         group_at = tl.max_contiguous(group_at, (1, 1, BLOCK_K // 8))
@@ -172,7 +176,7 @@ def _rows(
             codes = tl.load(x_ptr + m.to(tl.int64) * (K // 8) + word_now, (m < M) & there, 0)
             group_at = tl.multiple_of(m.to(tl.int64) * (K // GROUP) + group, (1, 1, 1))
             group_at = tl.max_contiguous(group_at, (1, 1, BLOCK_K // 8))
-            of_x = e8m0(tl.load(x_scale_ptr + group_at, (m < M) & there, 0))
+            of_x = e8m0_values(tl.load(x_scale_ptr + group_at, (m < M) & there, 0))
             x = tl.reshape(unpacked(codes, of_x, 0.0, False, NUMBER), (PARTS, BLOCK_M, BLOCK_K))
         else:
             x = tl.load(x_ptr + m.to(tl.int64) * K + start + k, (m < M) & (k < K - start), 0.0).to(
@@ -199,45 +203,19 @@ def _rows(
     )
 
 
-def tile_for(rows: int, k: int, dtype: torch.dtype, int4: bool = False) -> dict[str, int]:
-    """The launch shape for so many rows [k] of this type; without BLOCK_M: one row a program. A
-    warp a part.
+# On CUDA cores; operands are twice as large.
+FP32_TILE = dict(BLOCK_M=16, BLOCK_N=16, BLOCK_K=32, PARTS=4, num_warps=4, num_stages=2)
+
+
+def tile_for(table: TileTable[Launch], x: Tensor, k: int) -> Launch:
+    """The tile for the rows of x, of k columns. A tile without BLOCK_M takes one row per program,
+    another one gives each of the parts of k a warp.
     """
-    if rows == 1:
-        return {"BLOCK_N": 4, "BLOCK_W": min(triton.next_power_of_2(k), 4096) // 8, "num_warps": 4}
-    if dtype == torch.float32:  # not on the tensor core, and twice as large
-        return {
-            "BLOCK_M": 16,
-            "BLOCK_N": 16,
-            "BLOCK_K": 32,
-            "PARTS": 4,
-            "num_warps": 4,
-            "num_stages": 2,
-        }
-    if rows <= 8:
-        # H200, 8 rows, us with 128 columns in 3 stages / 256 in 2: int4 4096 -> 4096 12.4 / 12.4,
-        # 4096 -> 6144 17.7 / 16.4,
-        # 12288 -> 4096 31.9 / 31.0; mxfp4 4096 -> 4096 12.4 / 12.5, 4096 -> 24576 57 / 58. 16 rows
-        # lose: 20 / 25 in 6144.
-        stages = {"BLOCK_K": 256, "num_stages": 2} if int4 else {"BLOCK_K": 128, "num_stages": 3}
-        return {"BLOCK_M": 8, "BLOCK_N": 16, "PARTS": 4, "num_warps": 4, **stages}
-    if rows <= 16:
-        return {
-            "BLOCK_M": 16,
-            "BLOCK_N": 16,
-            "BLOCK_K": 128,
-            "PARTS": 4,
-            "num_warps": 4,
-            "num_stages": 3,
-        }
-    return {
-        "BLOCK_M": 64,
-        "BLOCK_N": 32,
-        "BLOCK_K": 64,
-        "PARTS": 4,
-        "num_warps": 4,
-        "num_stages": 2,
-    }
+    rows = num_rows(x)
+    tile = FP32_TILE if x.dtype == torch.float32 and rows > 1 else table.choose(x.device, rows)
+    if "BLOCK_W" not in tile:
+        return tile
+    return {**tile, "BLOCK_W": min(tile["BLOCK_W"], triton.next_power_of_2(k) // 8)}
 
 
 def multiply(
@@ -249,9 +227,9 @@ def multiply(
     bias: Tensor | None,
     group: int,
     out_dtype: torch.dtype,
-    tile: dict[str, int],
+    tile: Launch,
 ) -> Tensor:
-    """The op, cut as told. words int32 [N, K/8]; of int4 if their scales are floats."""
+    """The op, with the given tile. words int32 [N, K/8]; of int4 if their scales are floats."""
     n, k = words.shape[0], words.shape[1] * 8
     out = x.new_empty((*x.shape[:-1], n), dtype=out_dtype)
     if rows := num_rows(out):
@@ -293,17 +271,17 @@ def multiply(
     return out
 
 
-def _number(x: Tensor) -> Any:
-    """In what products are computed: in that of x, and codes in bf16, which holds e4m3 and e2m1
-    with a power of two.
+def _number(x: Tensor) -> tl.dtype:
+    """The type of the operands: that of x; for codes bf16, which holds e4m3, and e2m1 times a power
+    of two.
     """
-    # fp16 holds few powers of two; fp32 is for the interpreter, which does not multiply bf16.
+    # The range of fp16 is too small. The interpreter does not multiply bf16, and uses fp32.
     if x.dtype in TRITON_DTYPE:
         return TRITON_DTYPE[x.dtype]
     return tl.bfloat16 if x.device.type == "cuda" else tl.float32
 
 
-def _unfit_int4(
+def refuse_linear_w4a16(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
@@ -321,7 +299,7 @@ def _unfit_int4(
     )
 
 
-@ops.linear_w4a16.kernel("triton", refuses=_unfit_int4)
+@ops.linear_w4a16.kernel("triton", refuses=refuse_linear_w4a16, tuned_for=LINEAR_W4A16.archs)
 def linear_w4a16(
     x: Tensor,
     weight: Tensor,
@@ -333,11 +311,11 @@ def linear_w4a16(
 ) -> Tensor:
     if int4_pairs.serves(x):
         return int4_pairs.multiply(x, weight, weight_scale, zeros, bias, group)
-    tile = tile_for(num_rows(x), weight.shape[1] * 8, x.dtype, int4=True)
+    tile = tile_for(LINEAR_W4A16, x, weight.shape[1] * 8)
     return multiply(x, weight, weight_scale, zeros, None, bias, group, x.dtype, tile)
 
 
-def _unfit_mxfp4(
+def refuse_linear_mxfp4(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
@@ -349,14 +327,14 @@ def _unfit_mxfp4(
 ) -> Refusal | None:
     return (
         unfit(platform, weight, weight_scale, bias)
-        # Not float16, which does not hold all powers of two that scales are. uint8: packed e2m1.
+        # Not float16, which cannot represent all scales. uint8: packed e2m1.
         or unlike((torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8), x=x)
         or wrong_result(FLOATS, out_dtype)
         or no_fp8_products(platform, x.dtype)
     )
 
 
-@ops.linear_mxfp4.kernel("triton", refuses=_unfit_mxfp4)
+@ops.linear_mxfp4.kernel("triton", refuses=refuse_linear_mxfp4, tuned_for=LINEAR_MXFP4.archs)
 def linear_mxfp4(
     x: Tensor,
     weight: Tensor,
@@ -366,5 +344,5 @@ def linear_mxfp4(
     *,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    tile = tile_for(num_rows(x), weight.shape[1] * 2, x.dtype)
+    tile = tile_for(LINEAR_MXFP4, x, weight.shape[1] * 2)
     return multiply(x, as_words(weight), weight_scale, None, x_scale, bias, 32, out_dtype, tile)

@@ -1,4 +1,4 @@
-"""Triton kernels compiled at once, before a step needs them."""
+"""Triton kernels compiled in parallel, before a step needs them."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import torch
 
 from atomc import ops
 from atomc.kernels import load
-from atomc.kernels.triton.together import compile_together
+from atomc.kernels.triton.parallel_compile import compile_in_parallel
 
 assert load("triton") is None
 
@@ -21,7 +21,7 @@ def test_the_interpreter_has_nothing_to_compile_and_nothing_runs():
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled here")
     called = []
-    assert not compile_together(lambda: called.append(1))
+    assert not compile_in_parallel(lambda: called.append(1))
     assert not called
 
 
@@ -38,9 +38,9 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
-from atomc.kernels.triton.forked import helper_for
+from atomc.kernels.triton.compile_worker import start_worker
 from atomc.kernels.triton.norm import _rms_norm
-from atomc.kernels.triton.together import compile_together
+from atomc.kernels.triton.parallel_compile import compile_in_parallel
 
 
 @triton.jit
@@ -84,23 +84,23 @@ def everything():
     broken[(1,)](Pointer(), SIZE=1)
 
 
-helper, kind = None, sys.argv[1]
+worker, kind = None, sys.argv[1]
 if kind != "alone":
     os.cpu_count = lambda: 8
-    helper = helper_for("a start")
-    with helper.told(only=True):
+    worker = start_worker("a start")
+    with worker.submitting(only=True):
         launches()
     assert not compiled and not loaded
 if kind == "killed":
-    helper._process.kill()
-while kind in ("helped", "killed") and not helper.ready:
+    worker._process.kill()
+while kind in ("helped", "killed") and not worker.ready:
     time.sleep(0.02)
-assert compile_together(everything, helper=helper)
-if helper:
-    assert helper._process.poll() is not None, "it is still running"
-    assert helper.left.exists() == (kind == "helped")
+assert compile_in_parallel(everything, worker=worker)
+if worker:
+    assert worker._process.poll() is not None, "it is still running"
+    assert worker.marker.exists() == (kind == "helped")
 if kind == "helped":
-    assert helper_for("a start") is None, "its kernels are there"
+    assert start_worker("a start") is None, "its kernels are there"
 assert compiled == 2 * [("_rms_norm", kind == "helped")], compiled
 assert loaded == 2 * [("_rms_norm", 3, False)], loaded
 assert not launched
@@ -134,7 +134,7 @@ def test_kernels_are_compiled_and_do_not_run():
     x, weight = torch.randn(3, 777, device="cuda"), torch.rand(777, device="cuda")
     (kernel,) = (kernel.function for kernel in ops.rms_norm.kernels if kernel.provider == "triton")
     out = []
-    assert compile_together(lambda: out.extend(kernel(x, weight, 1e-6) for _ in range(2)))
+    assert compile_in_parallel(lambda: out.extend(kernel(x, weight, 1e-6) for _ in range(2)))
     expected = ops.rms_norm.reference(x, weight, 1e-6)
     assert not torch.equal(out[0], expected)
     torch.testing.assert_close(kernel(x, weight, 1e-6), expected)

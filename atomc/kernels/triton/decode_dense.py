@@ -1,8 +1,8 @@
-"""Attention of a few new tokens over dense keys, with any mask: what a static cache of transformers
-asks for.
+"""Attention of few new tokens over dense keys, with any mask, as with a static cache of
+transformers.
 
-A program takes all query rows that share a key/value head against one split of the keys, and looks
-at the mask before it reads keys: what nobody sees costs one look. T new tokens, S keys, N query
+A program computes all query rows that share a key/value head against one split of the keys. It
+reads the mask before the keys, and skips tiles that no row sees. T new tokens, S keys, N query
 heads, K key/value heads, G = N / K.
 """
 
@@ -15,7 +15,13 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import FLOATS, no_bf16_products, unlike
-from atomc.kernels.triton.attention import LOG2_E, MAX_SPLITS, MAX_WIDTH, join, multiprocessors
+from atomc.kernels.triton.attention import (
+    LOG2_E,
+    MAX_SPLITS,
+    MAX_WIDTH,
+    combine_splits,
+    multiprocessors,
+)
 from atomc.kernels.triton.launch import begin, overlap, unfit
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -114,7 +120,7 @@ def _attend(
             )
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
             if SOFTCAP:
-                # cap * tanh(scores / cap): the sigmoid overflows for no score.
+                # cap * tanh(scores / cap), by a sigmoid, which does not overflow.
                 scores = 2.0 * tl.sigmoid(scores * inner) - 1.0
             scores = scores * unit
             if MASK == 2:
@@ -125,7 +131,8 @@ def _attend(
                 )
                 added = added.to(tl.float32)
                 seen = seen & (added != -float("inf"))
-                # The smallest number, a mask of transformers', must not become -inf in base 2.
+                # Masks of transformers use the smallest finite number, which must not become -inf
+                # in base 2.
                 scores += tl.maximum(added * LOG2_E, -3.4e38)
             scores = tl.where(seen, scores, -float("inf"))
             highest = tl.maximum(peak, tl.max(scores, 1))
@@ -136,7 +143,7 @@ def _attend(
             acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
             peak = highest
 
-    total = tl.where(total == 0.0, 1.0, total)  # a row that sees no key is zero
+    total = tl.where(total == 0.0, 1.0, total)  # a row that sees no key has the result 0
     acc = acc / total[:, None]
     out_row = ((batch * T + token) * N + head) * tl.num_programs(2) + split
     if SPLIT:
@@ -148,7 +155,7 @@ def _attend(
     )
 
 
-def _many_rows(
+def refuse_attention(
     platform: Platform,
     q: Tensor,
     k: Tensor,
@@ -165,26 +172,23 @@ def _many_rows(
     if not isinstance(q.shape[-3], int) or q.shape[-3] * (q.shape[-2] // k.shape[-2]) > MAX_ROWS:
         return Refusal(
             "shape",
-            f"written for few new tokens: at most {MAX_ROWS} query rows may share a key/value head",
+            f"more than {MAX_ROWS} query rows share a key/value head",
         )
     if reason := unlike(FLOATS, q=q, k=k, v=v):
         return reason
     if q.shape[-1] != v.shape[-1] or q.shape[-1] > MAX_WIDTH:
         return Refusal(
             "shape",
-            f"heads of {q.shape[-1]} and {v.shape[-1]}: written for equal ones of at most "
-            f"{MAX_WIDTH}",
+            f"heads of {q.shape[-1]} and {v.shape[-1]}: written for equal widths up to {MAX_WIDTH}",
         )
     if scale <= 0:
-        return Refusal(
-            "argument", f"a scale of {scale} would turn the highest score into the lowest"
-        )
+        return Refusal("argument", f"the scale {scale} is not positive")
     if mask is not None and mask.dim() > 4:
         return Refusal("shape", f"the mask has {mask.dim()} dimensions")
     return None
 
 
-@ops.attention.kernel("triton", refuses=_many_rows)
+@ops.attention.kernel("triton", refuses=refuse_attention)
 def attention(
     q: Tensor,
     k: Tensor,
@@ -206,7 +210,7 @@ def attention(
     if not out.numel():
         return out
     group = num_heads // kv_heads
-    # 2 programs a multiprocessor, each with at least two tiles of keys.
+    # Two programs per multiprocessor, each with at least two tiles of keys.
     splits = min(
         2 * multiprocessors(q.device) // (batch * kv_heads),
         triton.cdiv(num_keys, 2 * BLOCK_N),
@@ -256,7 +260,7 @@ def attention(
     )
     if lse is not None:
         block_splits = triton.next_power_of_2(splits)
-        join[(batch * num_new * num_heads,)](
+        combine_splits[(batch * num_new * num_heads,)](
             into,
             lse,
             out,

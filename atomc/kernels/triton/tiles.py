@@ -1,0 +1,297 @@
+"""Tile choices of the Triton kernels, as one table per kernel family and GPU architecture.
+
+To tune for another GPU, run the command of a table there and add an entry to its `by_arch`. On an
+architecture without an entry the first one is used, and the report says so.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+
+from atomc.platform import Platform
+
+ANY = 2**63 - 1  # no limit
+MAX_WARPS = 16 if torch.version.hip else 32  # a program has at most 1,024 threads
+
+T = TypeVar("T", covariant=True)
+Launch = Mapping[str, int]  # constexprs, num_warps and num_stages of a kernel
+
+
+@dataclass(frozen=True, eq=False)
+class TileTable(Generic[T]):
+    """The tiles of one kernel family, by the sizes of a call.
+
+    command  times the choices, or the alternatives to them, on the GPU at hand
+    sizes    the names of the sizes, in the order of the limits
+    by_arch  architecture -> (the largest sizes, the tile); the first entry that fits is used
+    """
+
+    command: str
+    sizes: tuple[str, ...]
+    by_arch: Mapping[str, Sequence[tuple[tuple[int, ...], T]]]
+
+    @property
+    def archs(self) -> tuple[str, ...]:
+        """The architectures on which the tiles were measured."""
+        return tuple(self.by_arch)
+
+    def choose(self, device: torch.device, *sizes: int) -> T:
+        """The tile for these sizes on this device."""
+        arch = _arch(device)
+        entries = self.by_arch.get(arch) or self.by_arch[self.archs[0]]
+        return entries[_first_fit(self, arch, sizes)][1]
+
+
+@functools.cache
+def _arch(device: torch.device) -> str:
+    # Triton's interpreter runs on the CPU in place of an H200.
+    return Platform.detect("cuda").arch if device.type == "cuda" else "sm90"
+
+
+@functools.lru_cache(maxsize=4096)
+def _first_fit(table: TileTable[object], arch: str, sizes: tuple[int, ...]) -> int:
+    entries = table.by_arch.get(arch) or table.by_arch[table.archs[0]]
+    return next(
+        i
+        for i, (limits, _) in enumerate(entries)
+        if all(size <= limit for size, limit in zip(sizes, limits, strict=True))
+    )
+
+
+class Tile(NamedTuple):
+    """Of a product of few rows, what one program takes: rows of x, rows and columns of the weight
+    per step; parts of K summed by different warps (0: no tensor cores).
+    """
+
+    rows: int
+    weight_rows: int
+    columns: int
+    parts: int
+    warps: int
+    stages: int = 1
+
+
+class RowTile(NamedTuple):
+    """Rows of a block of columns that one program takes."""
+
+    rows: int
+    warps: int
+
+    def launch(self, block: int) -> dict[str, int]:
+        return {"BLOCK": block, "ROWS": self.rows, "num_warps": min(self.warps, MAX_WARPS)}
+
+
+class AttentionTile(NamedTuple):
+    """A tile of paged attention: query rows (of a sequence's new tokens if 0), keys per step, and
+    programs per multiprocessor up to which the keys of a sequence are split.
+
+    registers  the maximum per thread, so that more programs run at once; None is no limit
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    registers: int | None
+    programs: int
+
+
+# us, ours / cuBLAS. 1 row: 1024->4096 3.7 / 4.9, 3072->1024 3.0 / 7.4, 4096->6144 13.0 / 15.6,
+# 12288->4096 25 / 29, 4096->151936 273 / 299. 2 rows: 2048->1024 2.8 / 8.3, 3072->1024 3.7 / 7.5
+# (3.5 and 4.3 on tensor cores). 8 rows: 2048->1024 3.5 / 5.8, 1024->4096 4.0 / 5.3, 4096->6144
+# 14.4 / 15.4, 4096->24576 49.3 / 52.7. 16 rows: 2048->1024 3.5 / 5.8, 1024->151936 80.8 / 81.3,
+# 4096->6144 15.2 / 15.4, 4096->24576 52.5 / 50.9. The best of 40 tiles at ten shapes of Qwen3-0.6B
+# and 8B. With less than 2,048 outputs tiles are smaller, for more programs than multiprocessors.
+LINEAR = TileTable(
+    command="python bench/kernels.py --json bench/results/kernels-h200.json",
+    sizes=("rows", "outputs", "inputs"),
+    by_arch={
+        "sm90": [
+            ((1, 2047, 1024), Tile(1, 2, 1024, 0, 4)),
+            ((1, 2047, ANY), Tile(1, 2, 2048, 0, 4)),
+            ((1, ANY, 1024), Tile(1, 4, 1024, 0, 4)),
+            ((1, ANY, ANY), Tile(1, 4, 2048, 0, 4)),
+            ((2, 2047, ANY), Tile(2, 2, 1024, 0, 4)),
+            ((8, 2047, 4095), Tile(8, 16, 64, 4, 4, 6)),
+            ((8, ANY, 4095), Tile(8, 16, 64, 4, 4, 4)),
+            ((8, ANY, ANY), Tile(8, 16, 128, 4, 4, 3)),
+            ((ANY, 2047, ANY), Tile(16, 8, 64, 4, 4, 6)),
+            ((ANY, 8192, ANY), Tile(16, 16, 256, 2, 2, 3)),
+            ((ANY, ANY, 2047), Tile(16, 16, 256, 1, 1, 4)),
+            ((ANY, ANY, ANY), Tile(16, 16, 256, 2, 2, 3)),
+        ]
+    },
+)
+
+SCALED_LINEAR = TileTable(
+    command="python bench/gemm.py --tiles --rows 1 8 16 --schemes fp8 fp8_block int8 --jobs 14",
+    sizes=("rows", "inputs"),
+    by_arch={
+        "sm90": [
+            ((1, 512), Tile(1, 4, 512, 0, 4)),
+            ((1, 1024), Tile(1, 4, 1024, 0, 4)),
+            ((1, ANY), Tile(1, 4, 2048, 0, 4)),
+            ((8, ANY), Tile(8, 16, 128, 4, 4, 4)),
+            ((ANY, ANY), Tile(16, 16, 128, 4, 4, 3)),
+        ]
+    },
+)
+
+SCALED_LINEAR_TILES = TileTable[Launch](
+    command="python bench/gemm.py --rows 64 1024 --schemes fp8_block int8 --jobs 14",
+    sizes=("rows",),
+    by_arch={
+        "sm90": [
+            (
+                (64,),
+                dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=128, TALL=8, num_warps=4, num_stages=4),
+            ),
+            (
+                (ANY,),
+                dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=128, TALL=8, num_warps=8, num_stages=3),
+            ),
+        ]
+    },
+)
+
+# A tile without BLOCK_M takes one row of x per program.
+_W4A16_ROW = dict(BLOCK_N=4, BLOCK_W=512, num_warps=4)
+_W4A16_16 = dict(BLOCK_M=16, BLOCK_N=16, BLOCK_K=128, PARTS=4, num_warps=4, num_stages=3)
+_W4A16_64 = dict(BLOCK_M=64, BLOCK_N=32, BLOCK_K=64, PARTS=4, num_warps=4, num_stages=2)
+# 8 rows, us with BLOCK_K=128 and 3 stages / 256 and 2: int4 4096->4096 12.4 / 12.4, 4096->6144 17.7
+# / 16.4, 12288->4096 31.9 / 31.0; mxfp4 4096->4096 12.4 / 12.5, 4096->24576 57 / 58. 16 rows of
+# int4, 4096->6144: 20 / 25.
+LINEAR_W4A16 = TileTable[Launch](
+    command="python bench/gemm.py --tiles --rows 1 8 16 --schemes int4 int4_g128 --jobs 14",
+    sizes=("rows",),
+    by_arch={
+        "sm90": [
+            ((1,), _W4A16_ROW),
+            ((8,), _W4A16_16 | dict(BLOCK_M=8, BLOCK_K=256, num_stages=2)),
+            ((16,), _W4A16_16),
+            ((ANY,), _W4A16_64),
+        ]
+    },
+)
+LINEAR_MXFP4 = TileTable[Launch](
+    command="python bench/gemm.py --tiles --rows 1 8 16 --schemes mxfp4 mxfp4_a16 --jobs 14",
+    sizes=("rows",),
+    by_arch={
+        "sm90": [
+            ((1,), _W4A16_ROW),
+            ((8,), _W4A16_16 | dict(BLOCK_M=8)),
+            ((16,), _W4A16_16),
+            ((ANY,), _W4A16_64),
+        ]
+    },
+)
+
+# qk_norm_rope_kv_write of 24 heads of 128, us with 1 / 4 / 8 / 16 / 32 rows per program: 1 token
+# 1.1 / 1.0 / - / - / -, 64 tokens - / 2.2 / 2.5 / - / 5.0, 1,024 tokens 31 / - / 6.8 / 6.4 / 6.9,
+# 8,192 tokens 238 / - / 39.5 / 37.6 / 38.0.
+HEAD_ROWS = TileTable(
+    command="python bench/kernels.py --json bench/results/kernels-h200.json",
+    sizes=("rows",),
+    by_arch={"sm90": [((4096,), 4), ((ANY,), 16)]},
+)
+
+# add_rms_norm, us with 2 / 4 / 8 / 16 warps: 1 x 1024 0.89 / 0.87 / 0.88 / -, 8192 x 1024 18.4 /
+# 18.1 / - / -, 1 x 4096 - / 1.18 / 1.18 / 1.21, 64 x 4096 - / 2.10 / 2.15 / 2.26, 8192 x 4096 - /
+# 67.0 / 67.4 / 66.6. Rows up to 256 wide are heads, as in HEAD_ROWS.
+NORM = TileTable(
+    command="python bench/kernels.py --json bench/results/kernels-h200.json",
+    sizes=("rows", "block"),
+    by_arch={
+        "sm90": [
+            ((4096, 256), RowTile(4, 4)),
+            ((ANY, 256), RowTile(16, 16)),
+            ((ANY, 4096), RowTile(1, 4)),
+            ((ANY, 8192), RowTile(1, 8)),
+            ((ANY, 16384), RowTile(1, 16)),
+            ((ANY, ANY), RowTile(1, 32)),
+        ]
+    },
+)
+
+QUANT_BLOCK = 2048  # columns of a program, at most, unless a row has one scale
+QUANT = TileTable(
+    command="python bench/fusions.py --jobs 15 --json bench/results/fusions-h200.json",
+    sizes=("rows", "block"),
+    by_arch={
+        "sm90": [
+            ((4096, 256), RowTile(4, 4)),
+            ((ANY, 64), RowTile(16, 4)),
+            ((ANY, 128), RowTile(8, 4)),
+            ((ANY, 256), RowTile(4, 4)),
+            ((ANY, 512), RowTile(2, 4)),
+            ((ANY, 4096), RowTile(1, 4)),
+            ((ANY, 8192), RowTile(1, 8)),
+            ((ANY, 16384), RowTile(1, 16)),
+            ((ANY, ANY), RowTile(1, 32)),
+        ]
+    },
+)
+
+# silu_and_mul, us with 512 / 1024 / 2048 columns: 1 x 3072 0.73 / 0.73 / 0.80, 64 x 12288 2.8 / 2.4
+# / 2.6, 1024 x 3072 8.5 / 6.2 / 6.0, 8192 x 12288 238 / - / 143.
+GATED = TileTable[Launch](
+    command="python bench/kernels.py --json bench/results/kernels-h200.json",
+    sizes=("rows",),
+    by_arch={
+        "sm90": [
+            ((1023,), dict(BLOCK=1024, num_warps=8)),
+            ((ANY,), dict(BLOCK=2048, num_warps=8)),
+        ]
+    },
+)
+
+# Warps of silu_and_mul_quant with one scale per row, us with 4 / 8 / 16 / 32: 1,024 rows of 3,072
+# 6.6 / 5.8 / 6.3 / -, 8,192 of them 31.7 / 32.8 / - / -, 1,024 rows of 12,288 20.6 / 19.7 / 20.3 /
+# -, 65,536 of them - / 914 / 1059 / 1033.
+GATED_QUANT_WARPS = TileTable(
+    command="python bench/fusions.py --jobs 15 --json bench/results/fusions-h200.json",
+    sizes=("rows", "block"),
+    by_arch={
+        "sm90": [
+            ((ANY, 2048), 4),
+            ((4096, 16384), 8),
+            ((ANY, 8192), 4),
+            ((ANY, 16384), 8),
+            ((ANY, 32768), 16),
+            ((ANY, ANY), 32),
+        ]
+    },
+)
+
+# Paged attention: bf16, heads of 128, medians of CUDA graph replays, the best of about ten tiles.
+# Decode, 8 key/value heads. 1 x 1,024 keys: 6.8 us (7.0 with the second tile, and 8.7 if the block
+# tables have room for 40,960). 64 x 1,024 keys: 67 us (84 with 155 registers, 80 with the first
+# tile).
+PAGED_DECODE = TileTable(
+    command="python bench/attention.py --sweep --only decode",
+    sizes=("key/value heads of all sequences per 4 multiprocessors",),
+    by_arch={
+        "sm90": [
+            ((1,), AttentionTile(0, 128, 8, 5, None, 1)),
+            ((ANY,), AttentionTile(0, 64, 4, 3, 128, 4)),
+        ]
+    },
+)
+
+# 63 decodes and a chunk of 512: 82 us, 129 with 128 rows. 1 x 1,024 tokens: 16 heads 23 us (34), 32
+# heads 32 (36). But 16 x 1,024 tokens, 32 heads: 535 us, 401 with 128 rows, and 494 with these and
+# no limit of registers.
+PAGED_PREFILL = TileTable(
+    command="python bench/attention.py --sweep --only prefill",
+    sizes=("query rows per sequence", "tiles of 128 rows per multiprocessor"),
+    by_arch={
+        "sm90": [
+            ((64, ANY), AttentionTile(64, 64, 4, 5, None, 2)),
+            ((ANY, 2), AttentionTile(64, 64, 4, 5, None, 2)),
+            ((ANY, ANY), AttentionTile(128, 64, 8, 2, 128, 2)),
+        ]
+    },
+)
