@@ -130,7 +130,8 @@ class Program:
             for i in numbers:
                 arguments[i] = made
         out = self._call(*arguments)
-        logits: Tensor = out[0] if isinstance(out, list | tuple) else out
+        logits = out[0] if isinstance(out, list | tuple) else out
+        assert isinstance(logits, Tensor)
         return logits
 
     def check(self) -> None:
@@ -213,7 +214,8 @@ def compile_model(
             compiled, inputs, made, None if owned else weights.refresh, report, device, model
         )
     program.key, program.copied_bytes = key, weights.copied_bytes(inputs)
-    program.replaced_bytes = sum(inputs[i].nbytes for i in weights.replaced_inputs())
+    replaced = [inputs[i] for i in weights.replaced_inputs()]
+    program.replaced_bytes = sum(weight.nbytes for weight in replaced if weight is not None)
     report.notes += _notes_of(model)
     publish(report, chosen)
     return program

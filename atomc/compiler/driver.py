@@ -17,10 +17,10 @@ from torch.fx import GraphModule, Node
 
 from atomc import passes
 from atomc.audit.recorder import Recorder
-from atomc.cache.artifact import Plain
 from atomc.cache.compiled import Compiled, combine_ranges, serialize_compiled
 from atomc.cache.generated import Function, of_graph
 from atomc.cache.graph_cache import GraphCache
+from atomc.cache.store import ProgramData
 from atomc.capture.functional import Captured, capture, dynamo_graph
 from atomc.capture.inline_regions import inline, path_in_layer, region, regions_of, stack_of
 from atomc.compiler import pipeline, ranges
@@ -61,7 +61,7 @@ class Built:
     compiled: Compiled
     written: Sequence[int]
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
-    entry: Plain | None
+    entry: ProgramData | None
     key: str | None
 
 

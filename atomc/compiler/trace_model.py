@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from atomc.cache.compiled import Compiled
-from atomc.cache.store import Plain
+from atomc.cache.store import ProgramData
 from atomc.capture.regions import region_failure_note, trace_once
 from atomc.compiler.driver import build
 from atomc.compiler.entry import new_report
@@ -40,7 +40,7 @@ class TracedModel(NamedTuple):
     sources: list[str | None]
     inputs: list[Any]
     report: Report
-    entry: Plain | None
+    entry: ProgramData | None
     key: str | None
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from atomc.report.audit_findings import AuditFindings
 from atomc.report.records import (
     PARTS,
     CacheOutcome,
@@ -72,9 +73,7 @@ class Report:
     savings: list[FusionOpportunity] = field(default_factory=list)
     few_bits: list[QuantizedWeightSize] = field(default_factory=list)
     about: dict[str, str] = field(default_factory=dict)  # rewrite -> the docstring of its file
-    audit: dict[str, Any] = field(
-        default_factory=dict
-    )  # of the first call, if requested: see docs/audit.md
+    audit: AuditFindings = field(default_factory=AuditFindings)  # of the first call, if requested
     bugs: list[str] = field(
         default_factory=list
     )  # of the matcher: rejections that it could not explain
