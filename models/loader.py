@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import safetensors
 import safetensors.torch
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from atomc.json_file import read_json
+from atomc.json_file import Json, read_json
 from atomc.models import REGISTRY, architectures_of, build, model_class, stock
 from atomc.models.cache_scales import mark_fp8_state, set_cache_scale
 from atomc.models.limits import Stored, check_layers, check_memory, check_sizes, check_stored
@@ -35,6 +35,9 @@ from atomc.quantization import apply, checkpoints
 from atomc.quantization.config import QuantizationConfig, Request, decide, stored_config
 from atomc.quantization.linear import LinearMethod
 from atomc.weights.registry import parameter_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 log = logging.getLogger("atomc")
 
@@ -104,9 +107,9 @@ def load(
 
 
 def _check_outline(
-    cls: Any,
+    cls: "type[PreTrainedModel]",
     path: Path,
-    config: dict[str, Any],
+    config: Mapping[str, Json],
     dtype: torch.dtype,
     stored: dict[str, Stored] | None,
     device: torch.device | str,
@@ -124,9 +127,9 @@ def _check_outline(
 
 
 def _by_transformers(
-    cls: type,
+    cls: "type[PreTrainedModel]",
     path: Path,
-    config: dict[str, Any],
+    config: Mapping[str, Json],
     dtype: torch.dtype,
     device: torch.device | str,
     dummy: bool,
@@ -242,7 +245,9 @@ def _quantize(
     return sum(weight.nbytes for weight in weights.values())
 
 
-def _for_stock(wanted: Request, path: Path, config: dict[str, Any]) -> QuantizationConfig | None:
+def _for_stock(
+    wanted: Request, path: Path, config: Mapping[str, Json]
+) -> QuantizationConfig | None:
     """As decide(); None, with a line in the log, for what transformers has to load itself."""
     stored = stored_config(path, config)
     method = stored.get("quant_method") if stored else None
@@ -260,7 +265,7 @@ def ready(model: nn.Module) -> nn.Module:
     return model.requires_grad_(False).eval()
 
 
-def load_config(path: str | Path) -> dict[str, Any]:
+def load_config(path: str | Path) -> Mapping[str, Json]:
     """config.json of a checkpoint directory."""
     path = Path(path)
     if not path.is_dir():
@@ -279,7 +284,7 @@ def load_config(path: str | Path) -> dict[str, Any]:
     return config
 
 
-def config_dtype(config: dict[str, Any]) -> torch.dtype | None:
+def config_dtype(config: Mapping[str, Json]) -> torch.dtype | None:
     """The dtype config.json names (transformers 5: `dtype`, older: `torch_dtype`), None if it names
     none.
     """
