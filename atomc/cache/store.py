@@ -242,16 +242,17 @@ def differences(old: Parts, new: Parts) -> list[str]:
     # A changed kernel also changes the part of its file: report it once.
     if any(name.startswith(KERNEL_SOURCE) for name in changed):
         changed = [name for name in changed if not name.startswith(OUR_KERNELS)]
-    words = []
-    for name in changed:
-        before, after = old.get(name), new.get(name)
-        if before is None or after is None:
-            words.append(f"{name} was {'added' if before is None else 'removed'}")
-        elif name.startswith("source") or len(before) + len(after) > 400:
-            words.append(f"{name} changed")
-        else:
-            words.append(f"{name} changed from {before} to {after}")
-    return words[:3] + [f"and {len(words) - 3} more"] * (len(words) > 3)
+    words = [_change(name, old.get(name), new.get(name)) for name in changed[:3]]
+    return words + [f"and {len(changed) - 3} more"] * (len(changed) > 3)
+
+
+def _change(name: str, before: str | None, after: str | None) -> str:
+    """A part that changed; long values and digests are left out."""
+    if before is None or after is None:
+        return f"{name} was {'added' if before is None else 'removed'}"
+    if name.startswith("source") or len(before) + len(after) > 400:
+        return f"{name} changed"
+    return f"{name} changed from {before} to {after}"
 
 
 def untrusted(path: Path) -> str | None:

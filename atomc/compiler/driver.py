@@ -40,6 +40,7 @@ from atomc.ops.state import StateSpec
 from atomc.options import Options
 from atomc.report.records import Glue, OpCost
 from atomc.report.report import Report
+from atomc.report.report_data import Machine
 from atomc.rewriting.graph_pass import Context
 from atomc.torch_compat.core import without_autocast
 from atomc.torch_compat.inductor import mode_options
@@ -194,10 +195,14 @@ def _describe(
     glue_fuses: bool,
 ) -> None:
     """What the report says of the graph before it is lowered."""
-    report.machine = {
-        name: getattr(context.platform, name)
-        for name in ("name", "arch", "device", "bandwidth", "flops")
-    }
+    platform = context.platform
+    report.machine = Machine(
+        name=platform.name,
+        arch=platform.arch,
+        device=platform.device,
+        bandwidth=platform.bandwidth,
+        flops=platform.flops,
+    )
     report.costs, report.few_bits = [_op_cost(c) for c in costs], quantized_weights(gm)
     if context.keep_texts:
         report.savings = fusion_opportunities(gm, costs, report.near, glue_fuses=glue_fuses)

@@ -128,24 +128,22 @@ def _violation_text(report: Report, rewrite: str, number: int, least: bool, form
         f"{rewrite} fired {report.matches[rewrite]} times in {report.num_layers} layers, "
         f"expected {expected_text}"
     )
-    if report.matches[rewrite] > number:
-        return text
+    too_often = report.matches[rewrite] > number
+    return text if too_often else f"{text}; {_why_missing(report, rewrite)}"
+
+
+def _why_missing(report: Report, rewrite: str) -> str:
+    """The layers without a rewrite, and its near miss or other reason."""
     causes = [rewrite, *report.built_on(rewrite)]
     near = [miss for name in causes for miss in report.near if miss.rewrite == name]
     if near:
         layers = spans(miss.layer for miss in near if miss.layer is not None)
-        return (
-            f"{text}; "
-            + (f"not in layers {layers}. " if layers else "")
-            + f"Near miss: {near[0].text()}"
-        )
+        where = f"not in layers {layers}. " if layers else ""
+        return f"{where}Near miss: {near[0].text()}"
     per_layer = Counter(site.layer for site in report.sites if site.rewrite == rewrite)
     without = [layer for layer in report.layers if not per_layer[layer]]
-    return (
-        f"{text}; "
-        + (f"none in layers {spans(without)}. " if without else "")
-        + report.why(rewrite)
-    )
+    where = f"none in layers {spans(without)}. " if without else ""
+    return where + report.why(rewrite)
 
 
 def check(report: Report, options: Options) -> None:
