@@ -1,9 +1,9 @@
-"""Rotary positions (Su et al. 2021): frequencies from a config, tables from positions, and the
-rotation itself.
+"""Rotary position embeddings (Su et al. 2021): frequencies from a config, cos and sin tables for
+positions, and the rotation.
 
 T tokens, N heads, H head width. Scalings (linear, llama3, yarn) change only the H/2 frequencies and
-a factor on the tables; the formulas are Hugging Face's, operation by operation, so that the numbers
-are the same.
+a factor on the tables. The operations are those of Hugging Face, so that results are equal bit for
+bit.
 """
 
 import math
@@ -24,7 +24,7 @@ NEEDED = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": (),
 }
-# Positive if they are there.
+# Positive if given.
 NUMBERS = (
     "factor",
     "low_freq_factor",
@@ -39,10 +39,10 @@ ZERO_IS_NONE = ("mscale", "mscale_all_dim")
 
 
 def rope_parameters(hf: Mapping[str, Json]) -> Rope:
-    """The rope settings as transformers 5 writes them, also from `rope_theta` and `rope_scaling` of
+    """The rope settings in the form of transformers 5, also from `rope_theta` and `rope_scaling` of
     older configs.
 
-    Raises ValueError for a rope_type that is not one of NEEDED, or that lacks a number it needs.
+    Raises ValueError for an unsupported rope_type, and for a missing or invalid number.
     """
     given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     rope = _supported(hf, given)
@@ -75,9 +75,7 @@ def rope_parameters(hf: Mapping[str, Json]) -> Rope:
 
 
 def _supported(hf: Mapping[str, Json], given: Json) -> dict[str, Json]:
-    """The given settings, with their rope_type. Raises ValueError for a kind of settings that is
-    not supported.
-    """
+    """The given settings with their rope_type. Raises ValueError for unsupported settings."""
     if not isinstance(given, dict):
         raise ValueError(
             f"{model_type(hf)}: rope_parameters {given!r:.40} is not an object such as "
@@ -125,7 +123,9 @@ def _linear(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
 
 
 def _llama3(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
-    """Long waves are stretched, short ones kept, those between interpolated (Llama 3.1)."""
+    """Llama 3.1: low frequencies are divided by the factor, high frequencies are unchanged, and
+    those in between interpolated.
+    """
     inv_freq, scaling = _default(rope, head_dim)
     factor, low, high = (
         number(rope, name) for name in ("factor", "low_freq_factor", "high_freq_factor")
@@ -140,7 +140,9 @@ def _llama3(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
 
 
 def _yarn(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
-    """YaRN (Peng et al. 2023): NTK by parts, and a temperature on the tables."""
+    """YaRN (Peng et al. 2023): NTK-by-parts interpolation, and a temperature factor on the
+    tables.
+    """
     base, factor = number(rope, "rope_theta"), number(rope, "factor")
     length = integer(rope, "original_max_position_embeddings")
 
@@ -197,8 +199,8 @@ class Rotary(nn.Module):
         self.inv_freq = nn.Buffer(self.frequencies.to(torch.get_default_device()), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":
-        """Follow the model to its device, but stay fp32: rounded to bf16, distant positions are off
-        by whole turns.
+        """Move to the model's device, but keep fp32: frequencies in bf16 give wrong angles at large
+        positions.
         """
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.inv_freq = self.frequencies.to(self.inv_freq.device)
