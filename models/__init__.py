@@ -46,8 +46,8 @@ def _is_class_name(name: str) -> bool:
 
 
 def model_class(architectures: Sequence[str]) -> type[nn.Module] | None:
-    """Our class for the first supported architecture; None if there is none (then see
-    stock.hf_class).
+    """The class in atomc for the first supported architecture; None if none is supported: see
+    stock.hf_class.
     """
     for name in architectures:
         if name in REGISTRY:

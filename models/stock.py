@@ -27,10 +27,11 @@ PREFIX = "hf_model."
 
 
 def hf_class(architectures: Sequence[str], ours: Sequence[str]) -> "type[PreTrainedModel]":
-    """The transformers class of the first architecture it knows; `ours`: the architectures of
-    atomc, for the error.
+    """The transformers class of the first architecture that transformers has.
 
-    Raises ValueError if there is none.
+    ours  the architectures with a model file in atomc, for the error
+
+    Raises ValueError if transformers has none of them.
     """
     known = f"atomc has {', '.join(ours)}"
     try:
@@ -62,7 +63,7 @@ def build(
     dtype: torch.dtype | None,
     device: torch.device | str | None,
 ) -> "StockModel":
-    """A wrapped cls with random weights."""
+    """A model of this class with random weights, wrapped."""
     with torch.device(device or "cpu"), as_value_error(cls):
         # Not .to(dtype) afterwards, which would also round the rotary frequencies.
         model = cls._from_config(cls.config_class.from_dict(config), dtype=dtype or torch.float32)
@@ -72,8 +73,8 @@ def build(
 def empty_model(
     cls: "type[PreTrainedModel]", config: Mapping[str, Json], dtype: torch.dtype
 ) -> nn.Module:
-    """cls on meta without initialization, to read its sizes: a fraction of a second for the largest
-    models.
+    """A model of this class on meta without initialization, to read its sizes; takes less than a
+    second for the largest models.
     """
     from transformers.initialization import no_init_weights
 
@@ -109,8 +110,8 @@ def as_value_error(cls: type) -> Iterator[None]:
 def build_on_meta(
     cls: "type[PreTrainedModel]", config: Mapping[str, Json], dtype: torch.dtype
 ) -> "StockModel":
-    """A wrapped cls with parameters on meta; buffers, such as rotary frequencies, have their
-    values.
+    """A model of this class with parameters on meta, wrapped; buffers, such as rotary frequencies,
+    have their values.
     """
 
     def to_meta(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
@@ -131,9 +132,10 @@ def build_on_meta(
 def load(
     cls: "type[PreTrainedModel]", path: Path, dtype: torch.dtype, device: torch.device | str
 ) -> "StockModel":
-    """A wrapped cls with the weights in `path`, read and converted by transformers.
+    """A model of this class with the weights in `path`, read and converted by transformers,
+    wrapped.
 
-    Raises ValueError if a weight is missing or has another shape than in config.json.
+    Raises ValueError for a missing weight, and for a shape that contradicts config.json.
     """
     with as_value_error(cls), _without_load_report():
         # Mismatched sizes are reported below, with the sizes.
@@ -173,14 +175,14 @@ def load(
 @contextmanager
 def _without_load_report() -> Iterator[None]:
     """A context in which transformers does not log its table of missing and mismatched weights."""
-    from transformers.utils import logging as theirs
+    from transformers.utils import logging as hf_logging
 
-    before = theirs.get_verbosity()
-    theirs.set_verbosity_error()
+    verbosity = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()
     try:
         yield
     finally:
-        theirs.set_verbosity(before)
+        hf_logging.set_verbosity(verbosity)
 
 
 def wrap_stock(hf_model: "PreTrainedModel") -> "StockModel":

@@ -613,7 +613,7 @@ def test_what_the_model_calls_itself_cannot_be_left_out_and_that_is_said(
     out = capsys.readouterr().out
     assert (
         "The cause is lift" in out
-        and "none can leave out lift there; providers = [...] chooses other kernels" in out
+        and "no option disables lift there; providers = [...] selects other kernels" in out
     )
     assert not (tmp_path / "without.toml").exists()
     sys.modules.pop("attending")

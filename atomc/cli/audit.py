@@ -33,9 +33,9 @@ PROMPT = (
     "one by one."
 )
 ORDERS = ("sqnr", "max", "relative")
-# A difference that is left, of the one before: then nothing was left out, as where the model itself
-# calls the op.
-LITTLE = 0.9
+# If the difference without a rewrite is more than this part of the difference with it, the option
+# had no effect: the model itself calls the op.
+UNCHANGED = 0.9
 
 
 def add(commands: "Commands") -> None:
@@ -376,18 +376,17 @@ def _without(
             if "outputs" in report.audit
         )
         if tried <= outputs["bound"]:
-            return Without(options, f"without it: {tried:.2g} of the largest value away from fp32")
-    if tried > LITTLE * outputs["compiled"]:
+            return Without(options, f"relative error against fp32 without it: {tried:.2g}")
+    if tried > UNCHANGED * outputs["compiled"]:
         return Without(
             None,
-            f"no options written: none can leave out {blame['rewrite']} there; providers = "
-            "[...] chooses "
-            "other kernels",
+            f"no options written: no option disables {blame['rewrite']} there; providers = [...] "
+            "selects other kernels",
         )
     return Without(
         options,
-        f"without it the results are still {tried:.2g} of the largest value away from fp32; "
-        "audit again with these options",
+        f"relative error against fp32 without it: {tried:.2g}, still above the bound; audit again "
+        "with these options",
     )
 
 
