@@ -126,26 +126,24 @@ def compressed_tensors(config: Config) -> Parsed:
         )
         rules.append((names(group, "targets") or ("Linear",), scheme, form))
         notes += note
-    kv = config.get("kv_cache_scheme")
-    if kv is not None and not isinstance(kv, Mapping):
-        raise ValueError(f"{method}: kv_cache_scheme is {kv!r}, expected an object")
-    if kv is not None and (kv.get("num_bits"), kv.get("type"), kv.get("strategy", "tensor")) != (
-        8,
-        "float",
-        "tensor",
-    ):
+    kv_cache_dtype = _kv_cache_dtype(method, config.get("kv_cache_scheme"))
+    ignore = names(config, "ignore")
+    return Parsed(tuple(rules), ignore, {}, kv_cache_dtype, tuple(dict.fromkeys(notes)))
+
+
+def _kv_cache_dtype(method: str, scheme: Json) -> str | None:
+    """ "fp8" for the only supported kv_cache_scheme, None without one."""
+    if scheme is None:
+        return None
+    if not isinstance(scheme, Mapping):
+        raise ValueError(f"{method}: kv_cache_scheme is {scheme!r}, expected an object")
+    bits, kind = scheme.get("num_bits"), scheme.get("type")
+    if (bits, kind, scheme.get("strategy", "tensor")) != (8, "float", "tensor"):
         raise ValueError(
-            f"{method}: kv_cache_scheme of {kv.get('num_bits')} bits, type {kv.get('type')!r}, "
-            "strategy "
-            f"{kv.get('strategy')!r} is not supported, only 8, 'float', 'tensor'"
+            f"{method}: kv_cache_scheme of {bits} bits, type {kind!r}, strategy "
+            f"{scheme.get('strategy')!r} is not supported, only 8, 'float', 'tensor'"
         )
-    return Parsed(
-        tuple(rules),
-        names(config, "ignore"),
-        {},
-        "fp8" if kv else None,
-        tuple(dict.fromkeys(notes)),
-    )
+    return "fp8"
 
 
 # (scheme, format, notes) of a group
