@@ -10,18 +10,13 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from atomc.errors import OptionsError
+from atomc.json_file import Json
 
 Rounding = Literal["fp32", "hf"]
 Glue = Literal["auto", "inductor", "eager"]
 ExpectMode = Literal["error", "warn"]
 KVCacheDtype = Literal["auto", "fp8"]
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-
-
-# A value of torch._inductor.config, which may also be a table.
-InductorValue = str | int | float | None | Sequence["InductorValue"] | Mapping[str, "InductorValue"]
-# A value of an option, from Python, from TOML or from the environment.
-OptionValue = str | int | float | None | Sequence[str] | Mapping[str, InductorValue]
 
 
 @dataclass(frozen=True)
@@ -76,7 +71,7 @@ class Options:
     kv_cache_dtype: KVCacheDtype = "auto"
     batch_invariant: bool = False
     layout: str | None = None
-    inductor: Mapping[str, InductorValue] = field(default_factory=dict)
+    inductor: Mapping[str, Json] = field(default_factory=dict)
     dump: str | None = None
     report: str | None = None
     record: bool = False
@@ -195,7 +190,7 @@ def read_options(file: Path) -> dict[str, Any]:
     return table
 
 
-def written_options(options: Mapping[str, OptionValue]) -> str:
+def written_options(options: Mapping[str, Json]) -> str:
     """Options as TOML, which `read_options` and `atomc serve --config` read. Raises TypeError
     for a value that TOML cannot represent.
     """

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from atomc.cache.compiled import Compiled, weight_inputs
 from atomc.cache.model_cache import ModelCache
 from atomc.errors import OURS, RunError
+from atomc.json_file import Json
 from atomc.ops.inputs import StateInput
 from atomc.ops.state import StateSpec, Step
-from atomc.options import Options, OptionValue
+from atomc.options import Options
 from atomc.platform import Platform
 from atomc.report import contract
 from atomc.report.render.page import publish
@@ -133,7 +134,8 @@ class Program:
             for i in numbers:
                 arguments[i] = made
         out = self._call(*arguments)
-        logits: Tensor = out[0] if isinstance(out, list | tuple) else out
+        logits = out[0] if isinstance(out, list | tuple) else out
+        assert isinstance(logits, Tensor)
         return logits
 
     def check(self) -> None:
@@ -173,7 +175,7 @@ def _scale(model: nn.Module, spec: StateSpec, role: str, device: torch.device) -
 
 def compile_model(
     model: nn.Module,
-    options: Mapping[str, OptionValue] | Options | None = None,
+    options: Mapping[str, Json] | Options | None = None,
     platform: Platform | None = None,
     observers: "Sequence[Callable[[str, GraphModule], None]]" = (),
     keep_texts: bool = False,

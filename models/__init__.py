@@ -5,15 +5,16 @@ Every model is called as `model(input_ids [T], positions [T], logits_rows=None) 
 V]`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from importlib import import_module
-from typing import Any
 
 import torch
 from torch import nn
+from torch.fx.node import Argument
 from torch.overrides import TorchFunctionMode
 
+from atomc.json_file import Json
 from atomc.models import stock
 from atomc.models.stock import wrap_stock
 
@@ -27,13 +28,12 @@ REGISTRY = {
 }
 
 
-def architectures_of(config: dict[str, Any]) -> list[str]:
+def architectures_of(config: Mapping[str, Json]) -> list[str]:
     """The `architectures` of config.json. Raises ValueError if there are none."""
     architectures = config.get("architectures")
-    names: list[str] = architectures if isinstance(architectures, list) else []
-    if not names or not all(
-        isinstance(name, str) and name.isidentifier() and len(name) < 100 for name in names
-    ):
+    given = architectures if isinstance(architectures, list) else []
+    names = [name for name in given if isinstance(name, str)]
+    if not names or len(names) < len(given) or not all(map(_is_class_name, names)):
         raise ValueError(
             f"config.json names no architecture (architectures: {architectures!r:.80}); "
             f"expected a list such as {sorted(REGISTRY)[:1]}"
@@ -41,9 +41,13 @@ def architectures_of(config: dict[str, Any]) -> list[str]:
     return names
 
 
+def _is_class_name(name: str) -> bool:
+    return name.isidentifier() and len(name) < 100
+
+
 def model_class(architectures: Sequence[str]) -> type[nn.Module] | None:
-    """Our class for the first supported architecture; None if there is none (then see
-    stock.hf_class).
+    """The class in atomc for the first supported architecture; None if none is supported: see
+    stock.hf_class.
     """
     for name in architectures:
         if name in REGISTRY:
@@ -54,7 +58,7 @@ def model_class(architectures: Sequence[str]) -> type[nn.Module] | None:
 
 
 def build(
-    config: dict[str, Any],
+    config: Mapping[str, Json],
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> nn.Module:
@@ -80,11 +84,11 @@ class _Unfilled(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        function: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+        function: Callable[..., Argument],
+        types: Sequence[type],
+        args: tuple[Argument, ...] = (),
+        kwargs: dict[str, Argument] | None = None,
+    ) -> Argument:
         given = kwargs or {}
         if getattr(function, "__module__", None) == "torch.nn.init":
             return args[0] if args else given["tensor"]

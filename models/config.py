@@ -3,16 +3,18 @@
 `hf` is config.json as a dict, with names and values of Hugging Face.
 """
 
-from typing import Any
+from collections.abc import Mapping
+
+from atomc.json_file import Json
 
 LARGEST = 3.4e38  # the largest fp32 number: norms and rotary positions are computed in fp32
 
 
-def model_type(hf: dict[str, Any]) -> str:
+def model_type(hf: Mapping[str, Json]) -> str:
     return str(hf.get("model_type") or "model")
 
 
-def integer(hf: dict[str, Any], name: str, default: int | None = None) -> int:
+def integer(hf: Mapping[str, Json], name: str, default: int | None = None) -> int:
     """A positive integer; null counts as missing."""
     value = hf.get(name)
     if value is None:
@@ -24,16 +26,19 @@ def integer(hf: dict[str, Any], name: str, default: int | None = None) -> int:
     return value
 
 
-def number(hf: dict[str, Any], name: str, default: float) -> float:
+def number(hf: Mapping[str, Json], name: str, default: float | None = None) -> float:
+    """A positive number of fp32; null counts as missing."""
     value = hf.get(name)
     if value is None:
+        if default is None:
+            raise ValueError(f"{model_type(hf)}: config.json lacks {name!r}, a positive number")
         return default
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= LARGEST:
         raise ValueError(f"{model_type(hf)}: {name} {value!r:.40} is not a positive number of fp32")
     return float(value)
 
 
-def flag(hf: dict[str, Any], name: str) -> bool:
+def flag(hf: Mapping[str, Json], name: str) -> bool:
     """true or false; a missing field or null is false."""
     value = hf.get(name)
     if not isinstance(value, bool | None):
@@ -41,7 +46,7 @@ def flag(hf: dict[str, Any], name: str) -> bool:
     return bool(value)
 
 
-def only(hf: dict[str, Any], name: str, *supported: object) -> None:
+def only(hf: Mapping[str, Json], name: str, *supported: object) -> None:
     """Raise ValueError if the field has a value that is not supported; a missing field or null is
     allowed.
     """
@@ -53,7 +58,7 @@ def only(hf: dict[str, Any], name: str, *supported: object) -> None:
         )
 
 
-def head_counts(hf: dict[str, Any]) -> tuple[int, int]:
+def head_counts(hf: Mapping[str, Json]) -> tuple[int, int]:
     """(num_attention_heads, num_key_value_heads); the second defaults to the first."""
     heads = integer(hf, "num_attention_heads")
     kv_heads = integer(hf, "num_key_value_heads", heads)
@@ -65,7 +70,7 @@ def head_counts(hf: dict[str, Any]) -> tuple[int, int]:
     return heads, kv_heads
 
 
-def head_width(hf: dict[str, Any], default: int | None = None) -> int:
+def head_width(hf: Mapping[str, Json], default: int | None = None) -> int:
     """head_dim, else the default, else hidden_size / num_attention_heads. Must be even: rotary
     positions pair columns.
     """

@@ -1,4 +1,4 @@
-"""Layers that all models share: the norm and the gated MLP, written out as in Hugging Face."""
+"""Layers shared by the models: RMSNorm and the gated MLP, with the operations of Hugging Face's."""
 
 import torch
 import torch.nn.functional as F
@@ -8,9 +8,9 @@ from torch import Tensor, nn
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps), rounded to x.dtype, times weight. x [..., D] -> [..., D]."""
 
-    def __init__(self, width: int, eps: float):
+    def __init__(self, hidden_size: int, eps: float):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight = nn.Parameter(torch.ones(hidden_size))
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -23,11 +23,11 @@ class RMSNorm(nn.Module):
 class MLP(nn.Module):
     """down(silu(gate(x)) * up(x)) (Shazeer 2020, SwiGLU). x [..., D] -> [..., D]."""
 
-    def __init__(self, width: int, inner: int, bias: bool = False):
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False):
         super().__init__()
-        self.gate_proj = nn.Linear(width, inner, bias=bias)
-        self.up_proj = nn.Linear(width, inner, bias=bias)
-        self.down_proj = nn.Linear(inner, width, bias=bias)
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

@@ -5,12 +5,13 @@ T tokens, D model width, N query heads, K key/value heads, H head width, V vocab
 logits. Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
 from atomc import ops
+from atomc.json_file import Json
 from atomc.models.config import flag, head_counts, head_width, integer, number, only
 from atomc.models.layers import MLP, RMSNorm
 from atomc.models.rotary import Rotary, apply_rope, rope_parameters
@@ -42,14 +43,14 @@ class Config:
     head_dim: int
     max_position_embeddings: int
     rms_norm_eps: float
-    rope_parameters: dict[str, Any]
+    rope_parameters: Mapping[str, Json]
     sliding_window: int | None
     attention_bias: bool
     mlp_bias: bool
     tie_word_embeddings: bool
 
     @classmethod
-    def from_hf(cls, hf: dict[str, Any]) -> "Config":
+    def from_hf(cls, hf: Mapping[str, Json]) -> "Config":
         """Raises ValueError for a missing field or an unsupported value."""
         only(hf, "hidden_act", "silu")
         heads, kv_heads = head_counts(hf)
@@ -140,7 +141,7 @@ class LlamaForCausalLM(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     @classmethod
-    def from_hf(cls, hf: dict[str, Any]) -> "LlamaForCausalLM":
+    def from_hf(cls, hf: Mapping[str, Json]) -> "LlamaForCausalLM":
         return cls(Config.from_hf(hf))
 
     def forward(

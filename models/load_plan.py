@@ -1,12 +1,12 @@
-"""Which stored tensor goes into which parameter of a model, decided from names and headers before
-any weight is read.
+"""The plan of a load: which stored tensor becomes which parameter. It is made from names and
+headers, before any weight is read.
 
-A plan is a value: it holds files, names, shapes and dtypes, and no tensor. atomc.models.loader
-makes and executes it.
+A plan has files, names, shapes and dtypes, and no tensors. atomc.models.loader makes and executes
+it.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from atomc.quantization import apply
 from atomc.quantization.linear import LinearMethod
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Of quantized weights; these are never converted.
+# Dtypes of quantized weights, which are never converted.
 CODES = {
     torch.float8_e4m3fn: ("F8_E4M3",),
     torch.int8: ("I8",),
@@ -28,14 +28,14 @@ CODES = {
     torch.int32: ("I32",),
     torch.int64: ("I64",),
 }
-# Old Llama checkpoints store the rotary frequencies; heads for multi-token prediction are no part
-# of the model. Queries are not kept in fp8, and what keeps no state needs no scales for it.
+# Rotary frequencies of old Llama checkpoints, heads for multi-token prediction, scales of queries,
+# and scales of a cache that the model does not have.
 IGNORED = re.compile(r"rotary_emb\.inv_freq$|^(hf_model\.)?(model\.)?mtp\.|\.(q|k|v|kv)_scale$")
 
 
 class Fill(NamedTuple):
-    """A stored tensor that becomes a parameter in this dtype and shape. A tied parameter has
-    several names.
+    """A stored tensor, converted to this dtype and shape, as the parameter of these names. A tied
+    parameter has several names.
     """
 
     names: tuple[str, ...]
@@ -53,9 +53,7 @@ class Quantize(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """A stored scale of a cache in fp8, under the name that it has in the model, and the buffers
-    that it becomes.
-    """
+    """A stored scale of an fp8 cache, by its name in the model, and the buffers that it sets."""
 
     name: str
     stored: Stored
@@ -64,11 +62,11 @@ class Scale(NamedTuple):
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """All that is read from the checkpoint in `path`, and what becomes of it.
+    """The tensors to read from the checkpoint in `path`, and their destinations.
 
     fills      read by several threads, in any order
     quantized  groups of layers with a common input: each is read and quantized before the next
-    skipped    stored names that are no part of the model, and are not read
+    skipped    stored names that are not part of the model, and are not read
     """
 
     path: Path
@@ -85,13 +83,13 @@ def plan_load(
     dtype: torch.dtype,
     online: Mapping[str, LinearMethod] | None = None,
 ) -> LoadPlan:
-    """The plan for a model on meta and the tensors of the checkpoint in `path`, by the names that
-    the model has for them.
+    """The plan for a model on meta and the tensors of the checkpoint in `path`, by their names in
+    the model.
 
-    dtype   of the weights that are quantized while loading
-    online  these linear layers, of which the checkpoint has plain weights
+    dtype   of the weights that are quantized during loading
+    online  the linear layers that are quantized during loading, from unquantized weights
 
-    Raises ValueError that lists all that does not fit.
+    Raises ValueError that lists missing and unexpected names, and wrong shapes and dtypes.
     """
     scales = cache_scales(model, stored)
     weights = {name: tensor for name, tensor in stored.items() if name not in scales}
@@ -102,20 +100,21 @@ def plan_load(
         for name in reversed(names)
         if name in weights
     }
-    skipped = _checked(model, weights, sources, path)
-    groups = apply.groups(online or {})
-    streamed = {(f"{layer}.weight",) for group in groups for layer, _ in group}
+    skipped = _skipped_names(model, weights, sources)
+    _check(model, weights, sources, skipped, path)
+    quantized = tuple(
+        tuple(Quantize(layer, stored[f"{layer}.weight"], dtype) for layer, _ in group)
+        for group in apply.groups(online or {})
+    )
+    read_later = {(f"{layer}.weight",) for group in quantized for layer, _, _ in group}
     return LoadPlan(
         path,
         fills=tuple(
             _fill(model, names, weights[name])
             for names, name in sources.items()
-            if names not in streamed
+            if names not in read_later
         ),
-        quantized=tuple(
-            tuple(Quantize(layer, stored[f"{layer}.weight"], dtype) for layer, _ in group)
-            for group in groups
-        ),
+        quantized=quantized,
         scales=tuple(Scale(name, stored[name], target) for name, target in scales.items()),
         skipped=skipped,
     )
@@ -134,57 +133,58 @@ def _fill(model: nn.Module, names: tuple[str, ...], stored: Stored) -> Fill:
     return Fill(names, stored, parameter.dtype, tuple(parameter.shape))
 
 
-def _checked(
+def _skipped_names(
+    model: nn.Module, stored: Mapping[str, Stored], sources: Mapping[tuple[str, ...], str]
+) -> tuple[str, ...]:
+    """The stored names that are not part of the model, and that are expected in a checkpoint: of
+    layers beyond the model's, and those that match IGNORED.
+    """
+    modules = {name for name, _ in model.named_modules()}
+
+    def skip(name: str) -> bool:
+        layer = re.match(r"(.*\blayers\.\d+)\.", name)
+        return (layer is not None and layer[1] not in modules) or IGNORED.search(name) is not None
+
+    return tuple(filter(skip, sorted(set(stored).difference(*sources))))
+
+
+def _check(
     model: nn.Module,
     stored: Mapping[str, Stored],
     sources: Mapping[tuple[str, ...], str],
+    skipped: Collection[str],
     path: Path,
-) -> tuple[str, ...]:
-    """The stored names that are no part of the model. Raises ValueError that lists all that does
-    not fit.
-    """
+) -> None:
+    """Raise ValueError that lists missing and unexpected names, and wrong shapes and dtypes."""
     parameters = parameter_names(model)
-    others = sorted(set(stored).difference(*parameters))
-    modules = {name for name, _ in model.named_modules()}
-    skipped = tuple(name for name in others if _is_skipped(name, modules))
-    misfits = [
-        _misfit(name, stored[name], model.get_parameter(names[0]))
+    mismatches = [
+        _mismatch(name, stored[name], model.get_parameter(names[0]))
         for names, name in sources.items()
     ]
     found = {
         "missing ": [names[0] for names in parameters if names not in sources],
-        "unexpected ": [name for name in others if name not in skipped],
-        "": [misfit for misfit in misfits if misfit],
+        "unexpected ": sorted(set(stored).difference(skipped, *parameters)),
+        "": list(filter(None, mismatches)),
     }
-    problems = [kind + some(names) for kind, names in found.items() if names]
+    problems = [kind + first_names(names) for kind, names in found.items() if names]
     if problems:
         raise ValueError(
-            f"{path} does not fit {type(model).__name__}: {'; '.join(problems)}. "
+            f"{path} does not match {type(model).__name__}: {'; '.join(problems)}. "
             "Are config.json and the weights of the same checkpoint?"
         )
-    return skipped
 
 
-def some(names: Sequence[str]) -> str:
-    """The first few names, and how many more."""
+def first_names(names: Sequence[str]) -> str:
+    """The first three names, and the number of others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _is_skipped(name: str, modules: set[str]) -> bool:
-    """Whether a stored tensor belongs to a layer beyond the model's, or to what the model does not
-    have.
-    """
-    layer = re.match(r"(.*\blayers\.\d+)\.", name)
-    return (layer is not None and layer[1] not in modules) or IGNORED.search(name) is not None
-
-
-def _misfit(name: str, stored: Stored, parameter: nn.Parameter) -> str | None:
+def _mismatch(name: str, stored: Stored, parameter: nn.Parameter) -> str:
+    """How a stored tensor differs from its parameter; "" if it can be converted."""
     shape, dtypes = tuple(parameter.shape), CODES.get(parameter.dtype, tuple(FLOATS))
     # Scales come as [], [1], [N] or [N, 1].
     if stored.shape != shape and (*stored.shape, 1) != shape:
         return f"{name} is {list(stored.shape)}, expected {list(shape)}"
-    return (
-        None
-        if stored.dtype in dtypes
-        else f"{name} is {stored.dtype}, expected {' or '.join(dtypes)}"
-    )
+    if stored.dtype not in dtypes:
+        return f"{name} is {stored.dtype}, expected {' or '.join(dtypes)}"
+    return ""

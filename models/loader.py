@@ -1,7 +1,7 @@
-"""From a checkpoint directory to a model: build on meta, check every name and shape, then read.
+"""Loads a checkpoint: builds the model on meta, checks all names and shapes, then reads the
+weights.
 
-Everything is checked against the headers before the first weight is read; what fails raises, and no
-model is returned.
+All checks use the headers of the files and run before the first weight is read.
 """
 
 import logging
@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import safetensors
 import safetensors.torch
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from atomc.json_file import read_json
+from atomc.json_file import Json, read_json
 from atomc.models import REGISTRY, architectures_of, build, model_class, stock
 from atomc.models.cache_scales import mark_fp8_state, set_cache_scale
 from atomc.models.limits import Stored, check_layers, check_memory, check_sizes, check_stored
@@ -26,9 +26,9 @@ from atomc.models.load_plan import (
     Fill,
     LoadPlan,
     Quantize,
+    first_names,
     parameter_names,
     plan_load,
-    some,
 )
 from atomc.models.shard_paths import INDEX, shard_path
 from atomc.quantization import apply, checkpoints
@@ -36,10 +36,13 @@ from atomc.quantization.config import QuantizationConfig, Request, decide, store
 from atomc.quantization.linear import LinearMethod
 from atomc.weights.registry import parameter_of
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 log = logging.getLogger("atomc")
 
 THREADS = 8
-TENSORS_A_JOB = 32
+TENSORS_PER_JOB = 32
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
 
@@ -55,17 +58,16 @@ def load(
 ) -> nn.Module:
     """The model in directory `path`, ready for inference: eval mode, no gradients.
 
-    dtype        None: what config.json says, else what is stored
-    load_format  "auto" and "safetensors" read the weights; "dummy": small random ones, the same
-                 each time
-    quantization how to quantize the weights when they are read: a name in
-    atomc.quantization.ONLINE, or {"scheme": name,
-                 "ignore": [patterns of layers to keep]}. None: as the checkpoint is. See
-                 docs/quantization.md
-    mmap         weights are views of the mapped files where dtype and device allow; False: files
-                 are read into memory, faster from a network disk
+    dtype         None: that of config.json, else that of the stored weights
+    load_format   "auto" and "safetensors" read the weights; "dummy": small random weights, equal in
+                  each load
+    quantization  quantizes the weights during loading: a name in atomc.quantization.ONLINE, or
+                  {"scheme": name, "ignore": [patterns of layers to skip]}. None: as stored. See
+                  docs/quantization.md
+    mmap          weights are views of the mapped files if dtype and device allow it; False: files
+                  are read into memory, which is faster from a network disk
 
-    Raises FileNotFoundError or ValueError if something is missing, damaged, or does not fit.
+    Raises FileNotFoundError or ValueError for a missing, damaged or inconsistent file.
     """
     path = Path(path)
     if load_format not in LOAD_FORMATS:
@@ -78,60 +80,67 @@ def load(
     dtype = dtype or config_dtype(config) or stored_dtype(stored or {})
 
     if model_class(architectures) is not None:
-        how = decide(quantization, path, config)
+        quant_config = decide(quantization, path, config)
         model = build(config, dtype, "meta")
     else:
         cls = stock.hf_class(architectures, sorted(REGISTRY))
-        how = _for_stock(quantization, path, config)
-        _check_outline(cls, path, config, dtype, stored, device)
-        if how is None:
-            return ready(_by_transformers(cls, path, config, dtype, device, stored is None))
+        quant_config = _decide_for_stock(quantization, path, config)
+        _check_stock_size(cls, path, config, dtype, stored, device)
+        if quant_config is None:
+            return ready(_load_stock(cls, path, config, dtype, device, stored is None))
         model = stock.build_on_meta(cls, config, dtype)
-    methods = _quantized_layers(model, how, path)
+    methods = _quantized_layers(model, quant_config, path)
     if stored is None:
-        check_memory(model, type(model).__name__, device)
-        allocate_buffers(model, device)
-        fill_randomly(model, device)
-        for group in apply.groups(methods):
-            apply.quantize_layers(model, [name for name, _ in group], methods)
+        _load_dummy(model, methods, device)
         return ready(model)
-
-    if how is not None and not how.online:
+    if quant_config is not None and not quant_config.online:
         apply.create_weights(model, methods, dtype)
-    plan = _planned(model, stored, how, methods, path, dtype)
+    plan = _plan(model, stored, quant_config, methods, path, dtype)
     _execute(plan, model, methods, device, mmap, progress)
     return ready(model)
 
 
-def _check_outline(
-    cls: Any,
+def _load_dummy(
+    model: nn.Module, methods: Mapping[str, LinearMethod], device: torch.device | str
+) -> None:
+    """Give a model on meta random weights, quantized by these methods."""
+    check_memory(model, type(model).__name__, device)
+    allocate_buffers(model, device)
+    fill_randomly(model, device)
+    for group in apply.groups(methods):
+        apply.quantize_layers(model, [name for name, _ in group], methods)
+
+
+def _check_stock_size(
+    cls: "type[PreTrainedModel]",
     path: Path,
-    config: dict[str, Any],
+    config: Mapping[str, Json],
     dtype: torch.dtype,
     stored: dict[str, Stored] | None,
     device: torch.device | str,
 ) -> None:
-    """Raise ValueError if a class of transformers is larger than its checkpoint, or than the memory
-    for random weights.
+    """Raise ValueError if a transformers model has more parameters than its checkpoint, or if its
+    random weights exceed the free memory.
     """
-    outline = stock.empty_model(cls, config, dtype)
+    model = stock.empty_model(cls, config, dtype)
     if stored is None:
-        check_memory(outline, cls.__name__, device)
+        check_memory(model, cls.__name__, device)
     else:
-        check_stored(
-            outline, cls.__name__, stored, quantized=stored_config(path, config) is not None
-        )
+        quantized = stored_config(path, config) is not None
+        check_stored(model, cls.__name__, stored, quantized=quantized)
 
 
-def _by_transformers(
-    cls: type,
+def _load_stock(
+    cls: "type[PreTrainedModel]",
     path: Path,
-    config: dict[str, Any],
+    config: Mapping[str, Json],
     dtype: torch.dtype,
     device: torch.device | str,
     dummy: bool,
 ) -> nn.Module:
-    """The class of transformers with the checkpoint's weights, or with random ones."""
+    """A transformers model with the weights of the checkpoint, loaded by transformers, or with
+    random weights.
+    """
     if not dummy:
         return stock.load(cls, path, dtype, device)
     model = stock.build(cls, config, dtype, device)
@@ -140,62 +149,60 @@ def _by_transformers(
 
 
 def _prefix(model: nn.Module) -> str:
-    """Of every parameter's name, before the name that a checkpoint has."""
+    """The prefix of parameter names that names in a checkpoint do not have."""
     return stock.PREFIX if isinstance(model, stock.StockModel) else ""
 
 
 def _quantized_layers(
-    model: nn.Module, how: QuantizationConfig | None, path: Path
+    model: nn.Module, quant_config: QuantizationConfig | None, path: Path
 ) -> dict[str, LinearMethod]:
-    """The linear layers that are quantized, by name; the state handles are marked if the cache is,
-    too.
+    """Name -> method of the linear layers to quantize. If the cache is quantized too, converts the
+    state handles to its dtype.
     """
-    if how is None:
+    if quant_config is None:
         return {}
-    for note in how.notes:
+    for note in quant_config.notes:
         log.warning("%s: %s", path, note)
-    if how.kv_cache_dtype == "fp8":
+    if quant_config.kv_cache_dtype == "fp8":
         mark_fp8_state(model)
-    return apply.linears(model, how, _prefix(model))
+    return apply.linears(model, quant_config, _prefix(model))
 
 
-def _planned(
+def _plan(
     model: nn.Module,
     stored: dict[str, Stored],
-    how: QuantizationConfig | None,
+    quant_config: QuantizationConfig | None,
     methods: Mapping[str, LinearMethod],
     path: Path,
     dtype: torch.dtype,
 ) -> LoadPlan:
-    """The plan for these tensors of a checkpoint. What is no part of the model is named in the
-    log.
-    """
-    stored = _our_names(model, stored, how)
-    online = methods if how is not None and how.online else {}
+    """The plan for these tensors of a checkpoint. Logs the names that are not part of the model."""
+    stored = _model_names(model, stored, quant_config)
+    online = methods if quant_config is not None and quant_config.online else {}
     if not online:
         apply.drop_optional(model, stored)
     plan = plan_load(model, stored, path, dtype, online)
     if plan.skipped:
         log.info(
-            "%s: skipped %s, which are no part of %s",
+            "%s: skipped %s, which are not part of %s",
             path,
-            some(plan.skipped),
+            first_names(plan.skipped),
             type(model).__name__,
         )
     return plan
 
 
-def _our_names(
-    model: nn.Module, stored: dict[str, Stored], how: QuantizationConfig | None
+def _model_names(
+    model: nn.Module, stored: dict[str, Stored], quant_config: QuantizationConfig | None
 ) -> dict[str, Stored]:
-    """The tensors under the names that our layers have."""
-    rename, prefix = how.rename if how else {}, _prefix(model)
+    """The tensors by their names in the model."""
+    rename, prefix = quant_config.rename if quant_config else {}, _prefix(model)
 
-    def own(name: str) -> str:
+    def model_name(name: str) -> str:
         owner, dot, leaf = name.rpartition(".")
         return prefix + owner + dot + rename.get(leaf, leaf)
 
-    return {own(name): tensor for name, tensor in stored.items()}
+    return {model_name(name): tensor for name, tensor in stored.items()}
 
 
 def _execute(
@@ -206,12 +213,12 @@ def _execute(
     mmap: bool,
     progress: bool,
 ) -> None:
-    """Give a model on meta what is planned. Raises ValueError for stored values that a layer or a
-    cache cannot have.
+    """Read and quantize weights as planned, into a model on meta. Raises ValueError for stored
+    values that are invalid for a layer or cache.
     """
     allocate_buffers(model, device)
     total = sum(weight.nbytes for weight in model.parameters())
-    # disable=None: no bar where there is no terminal.
+    # disable=None: no bar without a terminal.
     with tqdm(
         total=total, unit="B", unit_scale=True, desc="weights", disable=None if progress else True
     ) as bar:
@@ -222,7 +229,7 @@ def _execute(
             bar.update(_quantize(group, model, methods, device))
     try:
         for name, stored, target in plan.scales:
-            set_cache_scale(target, name, one(stored, torch.float32, device))
+            set_cache_scale(target, name, read_tensor(stored, torch.float32, device))
         apply.process_weights_after_loading(model)
     except ValueError as error:
         raise ValueError(f"{plan.path}: {error}") from error
@@ -234,21 +241,23 @@ def _quantize(
     methods: Mapping[str, LinearMethod],
     device: torch.device | str,
 ) -> int:
-    """Read and quantize the layers of one input. Nothing keeps their weights, of so many bytes,
-    when this returns.
+    """Read and quantize the layers of one input; returns the bytes read. The unquantized weights
+    are freed on return.
     """
-    weights = {layer: one(stored, dtype, device) for layer, stored, dtype in group}
+    weights = {layer: read_tensor(stored, dtype, device) for layer, stored, dtype in group}
     apply.quantize_layers(model, list(weights), methods, weights.get)
     return sum(weight.nbytes for weight in weights.values())
 
 
-def _for_stock(wanted: Request, path: Path, config: dict[str, Any]) -> QuantizationConfig | None:
-    """As decide(); None, with a line in the log, for what transformers has to load itself."""
+def _decide_for_stock(
+    wanted: Request, path: Path, config: Mapping[str, Json]
+) -> QuantizationConfig | None:
+    """As decide(); None, with a line in the log, for a format that only transformers can load."""
     stored = stored_config(path, config)
     method = stored.get("quant_method") if stored else None
     if stored and wanted is None and (method not in checkpoints.PARSERS or method == "mxfp4"):
         log.warning(
-            "%s: weights of quant_method %r are loaded by transformers and run as its layers do",
+            "%s: weights of quant_method %r are loaded by transformers and run by its layers",
             path,
             method,
         )
@@ -257,11 +266,14 @@ def _for_stock(wanted: Request, path: Path, config: dict[str, Any]) -> Quantizat
 
 
 def ready(model: nn.Module) -> nn.Module:
+    """The model in eval mode and without gradients."""
     return model.requires_grad_(False).eval()
 
 
-def load_config(path: str | Path) -> dict[str, Any]:
-    """config.json of a checkpoint directory."""
+def load_config(path: str | Path) -> Mapping[str, Json]:
+    """config.json of a checkpoint directory. Raises FileNotFoundError if it is missing, ValueError
+    for sizes beyond the limits.
+    """
     path = Path(path)
     if not path.is_dir():
         raise FileNotFoundError(
@@ -279,9 +291,9 @@ def load_config(path: str | Path) -> dict[str, Any]:
     return config
 
 
-def config_dtype(config: dict[str, Any]) -> torch.dtype | None:
-    """The dtype config.json names (transformers 5: `dtype`, older: `torch_dtype`), None if it names
-    none.
+def config_dtype(config: Mapping[str, Json]) -> torch.dtype | None:
+    """The dtype in config.json (transformers 5: `dtype`, older: `torch_dtype`); None if it has
+    none. Raises ValueError for a name that is not a floating-point dtype.
     """
     name = config["dtype"] if config.get("dtype") is not None else config.get("torch_dtype")
     if name is None:
@@ -299,23 +311,19 @@ def config_dtype(config: dict[str, Any]) -> torch.dtype | None:
 
 
 def stored_tensors(path: Path) -> dict[str, Stored]:
-    """Every tensor of the checkpoint by name, from the headers alone. An index says which file a
-    name is read from.
+    """The tensors of a checkpoint by name, from the headers of its files; if there are several
+    files, from those that the index names.
     """
     index = path / INDEX
     single = path / "model.safetensors"
     if single.is_file():
-        return header(single)
+        return read_header(single)
     if not index.is_file():
         found = ", ".join(sorted(file.name for file in path.iterdir())) or "nothing"
         raise FileNotFoundError(
             f"{path} has neither {single.name} nor {index.name}; it has {found}"
         )
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(
-        isinstance(name, str) for name in weight_map.values()
-    ):
-        raise ValueError(f"{index} has no weight_map (name of tensor -> file); download it again")
+    weight_map = _weight_map(index)
     headers = {}
     for file_name in sorted(set(weight_map.values())):
         shard = shard_path(path, file_name)
@@ -323,18 +331,29 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
             raise FileNotFoundError(
                 f"{path} lacks {file_name}, which {index.name} names; download it again"
             )
-        headers[file_name] = header(shard)
+        headers[file_name] = read_header(shard)
     absent = sorted(
         name for name, file_name in weight_map.items() if name not in headers[file_name]
     )
     if absent:
         raise ValueError(
-            f"{index}: {some(absent)} not in the file it names ({weight_map[absent[0]]})"
+            f"{index}: {first_names(absent)} not in the file it names ({weight_map[absent[0]]})"
         )
     return {name: headers[file_name][name] for name, file_name in weight_map.items()}
 
 
-def header(file: Path) -> dict[str, Stored]:
+def _weight_map(index: Path) -> dict[str, str]:
+    """Name of a tensor -> name of its file. Raises ValueError for another file."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(name, str) for name in weight_map.values()
+    ):
+        raise ValueError(f"{index} has no weight_map (name of tensor -> file); download it again")
+    return weight_map
+
+
+def read_header(file: Path) -> dict[str, Stored]:
+    """The tensors of a safetensors file. Raises ValueError for a damaged file."""
     try:
         with safetensors.safe_open(file, framework="pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
@@ -354,7 +373,7 @@ def stored_dtype(stored: dict[str, Stored]) -> torch.dtype:
     )
 
 
-def one(stored: Stored, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+def read_tensor(stored: Stored, dtype: torch.dtype, device: torch.device | str) -> Tensor:
     with safetensors.safe_open(stored.file, framework="pt") as opened:
         weight: Tensor = opened.get_tensor(stored.name)
         return weight.to(device, dtype)
@@ -363,33 +382,34 @@ def one(stored: Stored, dtype: torch.dtype, device: torch.device | str) -> Tenso
 def read(
     fills: Iterable[Fill], device: torch.device | str, mmap: bool
 ) -> Iterator[tuple[Fill, Tensor]]:
-    """The weights, in the order in which they arrive, read by several threads; in shape and dtype
-    as planned.
+    """The weights in the planned shape and dtype, read by several threads, in the order of
+    completion.
     """
     by_file: dict[Path, list[Fill]] = {}
     for fill in fills:
         by_file.setdefault(fill.stored.file, []).append(fill)
 
-    def fitted(fill: Fill, weight: Tensor) -> tuple[Fill, Tensor]:
+    def converted(fill: Fill, weight: Tensor) -> tuple[Fill, Tensor]:
         if weight.dtype == torch.float8_e8m0fnu:
             weight = weight.view(torch.uint8)
         return fill, weight.to(device, fill.dtype).reshape(fill.shape)
 
-    def part(file: Path, group: list[Fill]) -> list[tuple[Fill, Tensor]]:
+    def read_some(file: Path, group: list[Fill]) -> list[tuple[Fill, Tensor]]:
         if not mmap:
             tensors = safetensors.torch.load(file.read_bytes())
-            return [fitted(fill, tensors[fill.stored.name]) for fill in group]
+            return [converted(fill, tensors[fill.stored.name]) for fill in group]
         with safetensors.safe_open(file, framework="pt") as opened:
-            return [fitted(fill, opened.get_tensor(fill.stored.name)) for fill in group]
+            return [converted(fill, opened.get_tensor(fill.stored.name)) for fill in group]
 
     with ThreadPoolExecutor(THREADS) as pool:
         jobs = []
         for file, group in by_file.items():
-            # A mapped file is cheap to open again, so that several threads share it; one that is
-            # read is read once.
-            step = TENSORS_A_JOB if mmap else len(group)
+            # Several threads share a mapped file, which is cheap to open; another file is read
+            # once.
+            step = TENSORS_PER_JOB if mmap else len(group)
             jobs += [
-                pool.submit(part, file, group[i : i + step]) for i in range(0, len(group), step)
+                pool.submit(read_some, file, group[i : i + step])
+                for i in range(0, len(group), step)
             ]
         try:
             for job in as_completed(jobs):
@@ -399,7 +419,7 @@ def read(
 
 
 def assign(model: nn.Module, names: tuple[str, ...], weight: Tensor) -> None:
-    """Make weight the parameter of all these names."""
+    """Set the parameter of all these names to the weight."""
     parameter = parameter_of(weight)
     for name in names:
         owner, _, leaf = name.rpartition(".")
@@ -407,8 +427,8 @@ def assign(model: nn.Module, names: tuple[str, ...], weight: Tensor) -> None:
 
 
 def allocate_buffers(model: nn.Module, device: torch.device | str) -> None:
-    """Buffers of a model built on meta: they are empty, or their module fills them when it is moved
-    (Rotary).
+    """Allocate the buffers of a model on meta: uninitialized, unless their module sets them when it
+    moves (Rotary).
     """
     for module in model.modules():
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
@@ -418,15 +438,13 @@ def allocate_buffers(model: nn.Module, device: torch.device | str) -> None:
 
 
 def empty(like: Tensor, device: torch.device | str) -> Tensor:
-    """Memory for such a tensor. (torch.empty_like of one on meta imports what torch's compiler
-    knows of sizes.)
-    """
+    """As torch.empty_like with strides, which imports symbolic shapes for a tensor on meta."""
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
 
 
 def fill_randomly(model: nn.Module, device: torch.device | str) -> None:
-    """Small weights, norms near 1. A parameter's values depend only on its name, shape, dtype and
-    kind of device.
+    """Set all parameters to random values: small, and around 1 for norms. They depend only on the
+    name, shape, dtype and device type of a parameter.
     """
     for names in parameter_names(model):
         like = model.get_parameter(names[0])

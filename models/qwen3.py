@@ -4,12 +4,13 @@ T tokens, D model width, N query heads, K key/value heads, H head width, V vocab
 logits. Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
 from atomc import ops
+from atomc.json_file import Json
 from atomc.models.config import flag, head_counts, head_width, integer, model_type, number, only
 from atomc.models.layers import MLP, RMSNorm
 from atomc.models.rotary import Rotary, apply_rope, rope_parameters
@@ -41,14 +42,14 @@ class Config:
     head_dim: int
     max_position_embeddings: int
     rms_norm_eps: float
-    rope_parameters: dict[str, Any]
+    rope_parameters: Mapping[str, Json]
     sliding_window: int | None
     layer_types: tuple[str, ...]
     attention_bias: bool
     tie_word_embeddings: bool
 
     @classmethod
-    def from_hf(cls, hf: dict[str, Any]) -> "Config":
+    def from_hf(cls, hf: Mapping[str, Json]) -> "Config":
         """Raises ValueError for a missing field or an unsupported value."""
         only(hf, "hidden_act", "silu")
         heads, kv_heads = head_counts(hf)
@@ -73,7 +74,7 @@ class Config:
         )
 
 
-def layer_types(hf: dict[str, Any], window: int | None) -> tuple[str, ...]:
+def layer_types(hf: Mapping[str, Json], window: int | None) -> tuple[str, ...]:
     """ "full_attention" or "sliding_attention" per layer; older configs only have the first layer
     with a window.
     """
@@ -87,17 +88,13 @@ def layer_types(hf: dict[str, Any], window: int | None) -> tuple[str, ...]:
         else integer(hf, "max_window_layers", 28)
     )
     kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
-    types = hf.get("layer_types") or kinds
+    given = hf.get("layer_types") or kinds
     known = ("full_attention", "sliding_attention")
-    if (
-        not isinstance(types, list)
-        or len(types) != num_layers
-        or any(kind not in known for kind in types)
-    ):
+    types = [kind for kind in given if kind in known] if isinstance(given, list) else []
+    if not isinstance(given, list) or not len(given) == len(types) == num_layers:
         raise ValueError(
-            f"{model_type(hf)}: layer_types {types!r:.100} are not {num_layers} of "
-            "'full_attention' or "
-            "'sliding_attention'"
+            f"{model_type(hf)}: layer_types {given!r:.100} are not {num_layers} of "
+            "'full_attention' or 'sliding_attention'"
         )
     return tuple(types)
 
@@ -170,7 +167,7 @@ class Qwen3ForCausalLM(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     @classmethod
-    def from_hf(cls, hf: dict[str, Any]) -> "Qwen3ForCausalLM":
+    def from_hf(cls, hf: Mapping[str, Json]) -> "Qwen3ForCausalLM":
         return cls(Config.from_hf(hf))
 
     def forward(

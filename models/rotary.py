@@ -1,19 +1,22 @@
-"""Rotary positions (Su et al. 2021): frequencies from a config, tables from positions, and the
-rotation itself.
+"""Rotary position embeddings (Su et al. 2021): frequencies from a config, cos and sin tables for
+positions, and the rotation.
 
 T tokens, N heads, H head width. Scalings (linear, llama3, yarn) change only the H/2 frequencies and
-a factor on the tables; the formulas are Hugging Face's, operation by operation, so that the numbers
-are the same.
+a factor on the tables. The operations are those of Hugging Face, so that results are equal bit for
+bit.
 """
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
+from atomc.json_file import Json
 from atomc.models.config import integer, model_type, number
+
+# As rope_parameters returns them.
+Rope = Mapping[str, Json]
 
 NEEDED = {
     "default": (),
@@ -21,7 +24,7 @@ NEEDED = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": (),
 }
-# Positive if they are there.
+# Positive if given.
 NUMBERS = (
     "factor",
     "low_freq_factor",
@@ -35,15 +38,15 @@ NUMBERS = (
 ZERO_IS_NONE = ("mscale", "mscale_all_dim")
 
 
-def rope_parameters(hf: dict[str, Any]) -> dict[str, Any]:
-    """The rope settings as transformers 5 writes them, also from `rope_theta` and `rope_scaling` of
+def rope_parameters(hf: Mapping[str, Json]) -> Rope:
+    """The rope settings in the form of transformers 5, also from `rope_theta` and `rope_scaling` of
     older configs.
 
-    Raises ValueError for a rope_type that is not one of NEEDED, or that lacks a number it needs.
+    Raises ValueError for an unsupported rope_type, and for a missing or invalid number.
     """
     given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     rope = _supported(hf, given)
-    rope_type = rope["rope_type"]
+    rope_type = str(rope["rope_type"])
     rope["model_type"] = model_type(hf)  # for the errors
     rope["rope_theta"] = number(rope, "rope_theta", number(hf, "rope_theta", 10000.0))
     for name in NEEDED[rope_type]:
@@ -71,10 +74,8 @@ def rope_parameters(hf: dict[str, Any]) -> dict[str, Any]:
     return rope
 
 
-def _supported(hf: dict[str, Any], given: Any) -> dict[str, Any]:
-    """The given settings, with their rope_type. Raises ValueError for a kind of settings that is
-    not supported.
-    """
+def _supported(hf: Mapping[str, Json], given: Json) -> dict[str, Json]:
+    """The given settings with their rope_type. Raises ValueError for unsupported settings."""
     if not isinstance(given, dict):
         raise ValueError(
             f"{model_type(hf)}: rope_parameters {given!r:.40} is not an object such as "
@@ -95,39 +96,41 @@ def _supported(hf: dict[str, Any], given: Any) -> dict[str, Any]:
         raise ValueError(
             f"{model_type(hf)}: partial_rotary_factor {partial!r} is not supported, only 1.0"
         )
-    return given | {"rope_type": rope_type}
+    return {**given, "rope_type": rope_type}
 
 
-def _check_pairs(rope: dict[str, Any], rope_type: str) -> None:
-    """Raise ValueError for numbers between which the frequencies would have to be interpolated the
-    wrong way round.
-    """
-    what = f"{rope['model_type']}: rope_type {rope_type!r}"
-    if rope_type == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
-        raise ValueError(
-            f"{what}: low_freq_factor {rope['low_freq_factor']} is not below high_freq_factor "
-            f"{rope['high_freq_factor']}"
-        )
-    if rope_type == "yarn" and rope["rope_theta"] <= 1:
-        raise ValueError(f"{what}: rope_theta {rope['rope_theta']} is not above 1")
+def _check_pairs(rope: Rope, rope_type: str) -> None:
+    """Raise ValueError for numbers between which frequencies cannot be interpolated."""
+    what = f"{model_type(rope)}: rope_type {rope_type!r}"
+    if rope_type == "llama3":
+        low, high = number(rope, "low_freq_factor"), number(rope, "high_freq_factor")
+        if low >= high:
+            raise ValueError(f"{what}: low_freq_factor {low} is not below high_freq_factor {high}")
+    theta = number(rope, "rope_theta")
+    if rope_type == "yarn" and theta <= 1:
+        raise ValueError(f"{what}: rope_theta {theta} is not above 1")
 
 
-def _default(rope: dict[str, Any], head_dim: int) -> tuple[Tensor, float]:
+def _default(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
     # On the CPU also when the model is built on meta: the values must exist.
     columns = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu")
-    return 1.0 / (rope["rope_theta"] ** (columns / head_dim)), 1.0
+    return 1.0 / (number(rope, "rope_theta") ** (columns / head_dim)), 1.0
 
 
-def _linear(rope: dict[str, Any], head_dim: int) -> tuple[Tensor, float]:
+def _linear(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
     inv_freq, scaling = _default(rope, head_dim)
-    return inv_freq / rope["factor"], scaling
+    return inv_freq / number(rope, "factor"), scaling
 
 
-def _llama3(rope: dict[str, Any], head_dim: int) -> tuple[Tensor, float]:
-    """Long waves are stretched, short ones kept, those between interpolated (Llama 3.1)."""
+def _llama3(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
+    """Llama 3.1: low frequencies are divided by the factor, high frequencies are unchanged, and
+    those in between interpolated.
+    """
     inv_freq, scaling = _default(rope, head_dim)
-    factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
-    length = rope["original_max_position_embeddings"]
+    factor, low, high = (
+        number(rope, name) for name in ("factor", "low_freq_factor", "high_freq_factor")
+    )
+    length = integer(rope, "original_max_position_embeddings")
     wave = 2 * math.pi / inv_freq
     stretched = torch.where(wave > length / low, inv_freq / factor, inv_freq)
     smooth = (length / wave - low) / (high - low)
@@ -136,30 +139,32 @@ def _llama3(rope: dict[str, Any], head_dim: int) -> tuple[Tensor, float]:
     return torch.where(is_between, between, stretched), scaling
 
 
-def _yarn(rope: dict[str, Any], head_dim: int) -> tuple[Tensor, float]:
-    """YaRN (Peng et al. 2023): NTK by parts, and a temperature on the tables."""
-    base, factor, length = (
-        rope["rope_theta"],
-        rope["factor"],
-        rope["original_max_position_embeddings"],
-    )
+def _yarn(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
+    """YaRN (Peng et al. 2023): NTK-by-parts interpolation, and a temperature factor on the
+    tables.
+    """
+    base, factor = number(rope, "rope_theta"), number(rope, "factor")
+    length = integer(rope, "original_max_position_embeddings")
+
+    def given(name: str) -> float | None:
+        return number(rope, name) if rope.get(name) else None
 
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     def column(rotations: float) -> float:
-        """Where a wave turns that often over the original length (their equation 17, solved for the
-        column).
+        """The column of the wave with this many rotations over the original length (equation 17 of
+        the paper, solved for the column).
         """
         return head_dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
-    scaling = rope.get("attention_factor")
-    if scaling is None and rope.get("mscale") and rope.get("mscale_all_dim"):
-        scaling = mscale(rope["mscale"]) / mscale(rope["mscale_all_dim"])
+    scaling, numerator, denominator = map(given, ("attention_factor", "mscale", "mscale_all_dim"))
+    if scaling is None and numerator and denominator:
+        scaling = mscale(numerator) / mscale(denominator)
     if scaling is None:
         scaling = mscale(1.0)
 
-    low, high = column(rope.get("beta_fast") or 32), column(rope.get("beta_slow") or 1)
+    low, high = column(given("beta_fast") or 32), column(given("beta_slow") or 1)
     if rope.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
@@ -175,7 +180,7 @@ def _yarn(rope: dict[str, Any], head_dim: int) -> tuple[Tensor, float]:
     return 1.0 / (factor * waves) * (1 - kept) + 1.0 / waves * kept, float(scaling)
 
 
-FREQUENCIES: dict[str, Callable[[dict[str, Any], int], tuple[Tensor, float]]] = {
+FREQUENCIES: dict[str, Callable[[Rope, int], tuple[Tensor, float]]] = {
     "default": _default,
     "linear": _linear,
     "llama3": _llama3,
@@ -184,18 +189,18 @@ FREQUENCIES: dict[str, Callable[[dict[str, Any], int], tuple[Tensor, float]]] = 
 
 
 class Rotary(nn.Module):
-    """The cos and sin tables of the given positions. `rope` is what rope_parameters returns."""
+    """The cos and sin tables of the given positions."""
 
     inv_freq: Tensor
 
-    def __init__(self, rope: dict[str, Any], head_dim: int):
+    def __init__(self, rope: Rope, head_dim: int):
         super().__init__()
-        self.frequencies, self.scaling = FREQUENCIES[rope["rope_type"]](rope, head_dim)
+        self.frequencies, self.scaling = FREQUENCIES[str(rope["rope_type"])](rope, head_dim)
         self.inv_freq = nn.Buffer(self.frequencies.to(torch.get_default_device()), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":
-        """Follow the model to its device, but stay fp32: rounded to bf16, distant positions are off
-        by whole turns.
+        """Move to the model's device, but keep fp32: frequencies in bf16 give wrong angles at large
+        positions.
         """
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.inv_freq = self.frequencies.to(self.inv_freq.device)

@@ -1,18 +1,22 @@
 """Wraps a transformers model: its attention layers get state handles and call ops.attention."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from atomc import ops
+from atomc.json_file import Json
 from atomc.torch_compat.exceptions import out_of_memory
 from atomc.weights.registry import parameter_of
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 log = logging.getLogger("atomc")
 
@@ -22,11 +26,12 @@ LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 PREFIX = "hf_model."
 
 
-def hf_class(architectures: Sequence[str], ours: Sequence[str]) -> Any:
-    """The transformers class of the first architecture it knows; `ours`: the architectures of
-    atomc, for the error.
+def hf_class(architectures: Sequence[str], ours: Sequence[str]) -> "type[PreTrainedModel]":
+    """The transformers class of the first architecture that transformers has.
 
-    Raises ValueError if there is none.
+    ours  the architectures with a model file in atomc, for the error
+
+    Raises ValueError if transformers has none of them.
     """
     known = f"atomc has {', '.join(ours)}"
     try:
@@ -37,7 +42,7 @@ def hf_class(architectures: Sequence[str], ours: Sequence[str]) -> Any:
             "for others install transformers (pip install 'atomc[hf]')"
         ) from error
     for name in architectures:
-        cls: Any = getattr(transformers, name, None)
+        cls: type[PreTrainedModel] | None = getattr(transformers, name, None)
         if isinstance(cls, type) and hasattr(cls, "can_generate") and cls.can_generate():
             log.warning(
                 "%s has no model file in atomc; using the class of transformers %s",
@@ -53,18 +58,23 @@ def hf_class(architectures: Sequence[str], ours: Sequence[str]) -> Any:
 
 
 def build(
-    cls: Any, config: dict[str, Any], dtype: torch.dtype | None, device: torch.device | str | None
+    cls: "type[PreTrainedModel]",
+    config: Mapping[str, Json],
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
 ) -> "StockModel":
-    """A wrapped cls with random weights."""
+    """A model of this class with random weights, wrapped."""
     with torch.device(device or "cpu"), as_value_error(cls):
         # Not .to(dtype) afterwards, which would also round the rotary frequencies.
         model = cls._from_config(cls.config_class.from_dict(config), dtype=dtype or torch.float32)
     return wrap_stock(model)
 
 
-def empty_model(cls: Any, config: dict[str, Any], dtype: torch.dtype) -> nn.Module:
-    """cls on meta without initialization, to read its sizes: a fraction of a second for the largest
-    models.
+def empty_model(
+    cls: "type[PreTrainedModel]", config: Mapping[str, Json], dtype: torch.dtype
+) -> nn.Module:
+    """A model of this class on meta without initialization, to read its sizes; takes less than a
+    second for the largest models.
     """
     from transformers.initialization import no_init_weights
 
@@ -77,7 +87,7 @@ def empty_model(cls: Any, config: dict[str, Any], dtype: torch.dtype) -> nn.Modu
 
 
 @contextmanager
-def as_value_error(cls: Any) -> Iterator[None]:
+def as_value_error(cls: type) -> Iterator[None]:
     """Convert exceptions of transformers to ValueError: its classes raise any type for unexpected
     config values.
 
@@ -97,9 +107,11 @@ def as_value_error(cls: Any) -> Iterator[None]:
         ) from error
 
 
-def build_on_meta(cls: Any, config: dict[str, Any], dtype: torch.dtype) -> "StockModel":
-    """A wrapped cls with parameters on meta; buffers, such as rotary frequencies, have their
-    values.
+def build_on_meta(
+    cls: "type[PreTrainedModel]", config: Mapping[str, Json], dtype: torch.dtype
+) -> "StockModel":
+    """A model of this class with parameters on meta, wrapped; buffers, such as rotary frequencies,
+    have their values.
     """
 
     def to_meta(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
@@ -117,10 +129,13 @@ def build_on_meta(cls: Any, config: dict[str, Any], dtype: torch.dtype) -> "Stoc
     return wrap_stock(model)
 
 
-def load(cls: Any, path: Path, dtype: torch.dtype, device: torch.device | str) -> "StockModel":
-    """A wrapped cls with the weights in `path`, read and converted by transformers.
+def load(
+    cls: "type[PreTrainedModel]", path: Path, dtype: torch.dtype, device: torch.device | str
+) -> "StockModel":
+    """A model of this class with the weights in `path`, read and converted by transformers,
+    wrapped.
 
-    Raises ValueError if a weight is missing or has another shape than in config.json.
+    Raises ValueError for a missing weight, and for a shape that contradicts config.json.
     """
     with as_value_error(cls), _without_load_report():
         # Mismatched sizes are reported below, with the sizes.
@@ -160,17 +175,17 @@ def load(cls: Any, path: Path, dtype: torch.dtype, device: torch.device | str) -
 @contextmanager
 def _without_load_report() -> Iterator[None]:
     """A context in which transformers does not log its table of missing and mismatched weights."""
-    from transformers.utils import logging as theirs
+    from transformers.utils import logging as hf_logging
 
-    before = theirs.get_verbosity()
-    theirs.set_verbosity_error()
+    verbosity = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()
     try:
         yield
     finally:
-        theirs.set_verbosity(before)
+        hf_logging.set_verbosity(verbosity)
 
 
-def wrap_stock(hf_model: Any) -> "StockModel":
+def wrap_stock(hf_model: "PreTrainedModel") -> "StockModel":
     """Wrap hf_model. Its attention implementation is set to "atom", in place.
 
     Raises ValueError if a layer has a state or a mask that ops.attention does not support.
@@ -212,30 +227,26 @@ def wrap_stock(hf_model: Any) -> "StockModel":
     return StockModel(hf_model)
 
 
-def _head_dim(attention: Any) -> int:
+def _head_dim(attention: nn.Module) -> int:
     """The head width; 0 for a module that is not an attention layer."""
     return int(getattr(attention, "head_dim", None) or getattr(attention, "head_size", None) or 0)
 
 
-def _num_kv_heads(attention: Any) -> int:
+def _num_kv_heads(attention: nn.Module) -> int:
     projected = getattr(getattr(attention, "k_proj", None), "out_features", None)
     if projected is not None:  # Moshi's projections are not nn.Linear
         return int(projected // _head_dim(attention))
     # num_key_value_groups is more reliable than the config: JetMoe passes repeated keys.
-    num_heads, groups = (
-        getattr(attention, "num_heads", None),
-        getattr(attention, "num_key_value_groups", None),
-    )
+    num_heads = getattr(attention, "num_heads", None)
+    groups = getattr(attention, "num_key_value_groups", None)
     if num_heads and groups:
         return int(num_heads // groups)
-    return int(
-        getattr(attention.config, "num_key_value_heads", None)
-        or attention.config.num_attention_heads
-    )
+    config: PretrainedConfig = attention.config
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
 def _attention(
-    module: Any,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -278,7 +289,7 @@ def _attention(
 class StockModel(nn.Module):
     """hf_model with the forward of our models. Parameter names have the prefix `hf_model.`."""
 
-    def __init__(self, hf_model: Any):
+    def __init__(self, hf_model: "PreTrainedModel"):
         super().__init__()
         self.hf_model = hf_model
         self.config = hf_model.config

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -121,7 +121,14 @@ def self_check(model: StockModel, program: Program, options: Options, *, columns
     )
 
 
-def _entry(model: StockModel, program: Program, options: Options) -> Entry | None:
+class _VerdictData(TypedDict):
+    """Verdict as the cache stores it."""
+
+    errors: list[tuple[str, float]]
+    limit: float
+
+
+def _entry(model: StockModel, program: Program, options: Options) -> Entry[_VerdictData] | None:
     """The place of the verdict in the cache: the program, and what else the class's own forward
     consists of. None if the cache was not asked for the program."""
     if program.key is None:
@@ -144,21 +151,17 @@ def _entry(model: StockModel, program: Program, options: Options) -> Entry | Non
     )
 
 
-def _read(entry: Entry) -> Verdict | None:
+def _read(entry: Entry[_VerdictData]) -> Verdict | None:
     try:
         found = entry.read()
     except (OSError, DamagedEntry):
         return None
-    return (
-        None
-        if found is None
-        else Verdict(tuple((kind, error) for kind, error in found["errors"]), found["limit"])
-    )
+    return None if found is None else Verdict(tuple(found["errors"]), found["limit"])
 
 
-def _keep(entry: Entry, verdict: Verdict) -> None:
+def _keep(entry: Entry[_VerdictData], verdict: Verdict) -> None:
     with suppress(OSError):
-        entry.write({"errors": [list(pair) for pair in verdict.errors], "limit": verdict.limit})
+        entry.write({"errors": list(verdict.errors), "limit": verdict.limit})
 
 
 def _reason(hf_model: Any) -> str:

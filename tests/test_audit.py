@@ -257,13 +257,14 @@ def test_the_search_takes_no_more_runs_than_promised_whoever_it_is(rewrites):
             return 0.0 if (culprit, 0) in {(p.rewrite, p.layer) for p in left_out} else 1.0
 
         found = bisect_rewrites(run, places, order, 0.5)
-        assert (found.rewrite, found.module_path, found.runs) == (culprit, "layers.0", count)
+        assert found["rewrite"] == culprit
+        assert (found["module_path"], found["runs"]) == ("layers.0", count)
         assert count <= math.log2(rewrites) + 2
 
 
 def test_a_difference_that_no_rewrite_makes_is_said_to_be_such():
     found = bisect_rewrites(lambda left_out: 1.0, [place("a", 0), place("b", 0)], ["a", "b"], 0.5)
-    assert (found.rewrite, found.passes) == ("", {}) and found.runs <= 3
+    assert (found["rewrite"], found["passes"]) == ("", {}) and found["runs"] <= 3
 
 
 # ---- in a running program
@@ -609,7 +610,7 @@ def test_what_the_model_calls_itself_cannot_be_left_out_and_that_is_said(
     out = capsys.readouterr().out
     assert (
         "The cause is lift" in out
-        and "none can leave out lift there; providers = [...] chooses other kernels" in out
+        and "no option disables lift there; providers = [...] selects other kernels" in out
     )
     assert not (tmp_path / "without.toml").exists()
     sys.modules.pop("attending")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rewriting import since
+from tiny_models import SIZES
 from torch import Tensor, nn
 
 import atomc
@@ -19,16 +20,7 @@ from atomc.torch_compat.tracing import mark_unbacked
 
 transformers = pytest.importorskip("transformers")
 
-TINY = dict(
-    vocab_size=96,
-    hidden_size=64,
-    intermediate_size=96,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=128,
-    head_dim=16,
-    pad_token_id=0,
-)
+TINY = dict(**SIZES, pad_token_id=0)
 OURS = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 STRICT = {"strict": True, "glue": "eager"}

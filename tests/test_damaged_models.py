@@ -254,7 +254,7 @@ SPECIAL = (
     "with a string `content`"
 )
 GENERATION = "generation_config.json: "
-FIT = "PATH does not fit LlamaForCausalLM: "
+FIT = "PATH does not match LlamaForCausalLM: "
 EXPECTED_FILE = ", expected a file in the model's folder such as model-00001-of-00002.safetensors"
 GROUP = {
     "weights": {"num_bits": 4, "strategy": "group", "group_size": 32},

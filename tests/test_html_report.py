@@ -15,6 +15,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_models import SIZES as TINY
 
 import atomc
 from atomc.cli import main
@@ -36,15 +37,6 @@ from atomc.report.render.html import page as html_of
 from atomc.report.report import Report
 
 pytestmark = pytest.mark.xdist_group("html report")  # three models are compiled once
-TINY = dict(
-    vocab_size=96,
-    hidden_size=64,
-    intermediate_size=96,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    max_position_embeddings=128,
-)
 LAYERS = 9
 MAX_BYTES = 3_000_000
 

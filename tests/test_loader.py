@@ -168,7 +168,7 @@ def test_layers_that_the_model_does_not_have_are_skipped_and_named(
     assert [record.getMessage() for record in caplog.records] == [
         f"{tmp_path}: skipped model.layers.0.self_attn.rotary_emb.inv_freq, "
         "model.layers.2.eh_proj.weight, "
-        "mtp.fc.weight, which are no part of Qwen3ForCausalLM"
+        "mtp.fc.weight, which are not part of Qwen3ForCausalLM"
     ]
 
 
@@ -204,7 +204,7 @@ def test_everything_that_does_not_fit_is_said_at_once(tmp_path: Path) -> None:
     tensors["lm_head.weight"] = torch.zeros(47, 32)
     tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(40, 32, dtype=torch.int8)
     assert refusal(checkpoint(tmp_path, tensors)) == (
-        "PATH does not fit Qwen3ForCausalLM: missing model.norm.weight; unexpected "
+        "PATH does not match Qwen3ForCausalLM: missing model.norm.weight; unexpected "
         "model.layers.0.mlp.up_proj.bias; "
         "model.layers.1.mlp.up_proj.weight is I8, expected F64 or F32 or F16 or BF16, "
         "lm_head.weight is [47, 32], expected [48, 32]. "
@@ -215,7 +215,7 @@ def test_everything_that_does_not_fit_is_said_at_once(tmp_path: Path) -> None:
 def test_a_long_list_of_missing_tensors_is_cut(tmp_path: Path) -> None:
     tensors = {name: tensor for name, tensor in weights().items() if ".layers." not in name}
     assert refusal(checkpoint(tmp_path, tensors)).startswith(
-        "PATH does not fit Qwen3ForCausalLM: missing model.layers.0.self_attn.q_proj.weight, "
+        "PATH does not match Qwen3ForCausalLM: missing model.layers.0.self_attn.q_proj.weight, "
         "model.layers.0.self_attn.k_proj.weight, model.layers.0.self_attn.v_proj.weight and 19 "
         "more. "
     )
@@ -419,7 +419,7 @@ def test_a_plan_reads_a_tied_parameter_once_and_names_all_that_does_not_fit() ->
     ]
     with pytest.raises(
         ValueError,
-        match=r"^folder does not fit Tied: missing norm.weight; unexpected bias; "
+        match=r"^folder does not match Tied: missing norm.weight; unexpected bias; "
         r"k_proj.weight is \[9, 32\], expected \[8, 32\]\.",
     ):
         planned(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_models import SIZES
 from torch import Tensor, nn
 from torch._dynamo.source import AttrSource, ConstDictKeySource, DictGetItemSource, LocalSource
 from torch._guards import ChainedSource
@@ -27,13 +28,7 @@ transformers = pytest.importorskip("transformers", reason="stock models")
 
 EAGER = {"glue": "eager"}
 TINY = dict(
-    vocab_size=96,
-    hidden_size=64,
-    intermediate_size=96,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    max_position_embeddings=128,
+    **SIZES,
     pad_token_id=0,
     hidden_act="silu",
     rms_norm_eps=1e-6,

@@ -3,30 +3,12 @@ in which they ran.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 
 from atomc.audit.sites import AuditSite
+from atomc.report.audit_findings import Blame, Passes
 
 # These cannot be disabled: the runtime needs state to be bound, and every op must be lowered.
 REQUIRED = ("bind_state", "lower")
-
-
-@dataclass(frozen=True)
-class Blame:
-    """The cause of a difference.
-
-    rewrite      "" if the difference remains with all rewrites disabled
-    module_path  of the single site that causes it; None if one site alone is not the cause
-    places       the number of sites of the rewrite
-    runs         the number of runs of the graph to find it
-    passes       the option that disables it, {} if there is none
-    """
-
-    rewrite: str
-    module_path: str | None
-    places: int
-    runs: int
-    passes: dict[str, bool | list[str]]
 
 
 def bisect_rewrites(
@@ -55,19 +37,21 @@ def bisect_rewrites(
         else:
             few = middle + 1
     if not many:
-        return Blame("", None, 0, runs, {})
+        return Blame(rewrite="", module_path=None, places=0, runs=runs, passes={})
     rewrite = order[many - 1]
     sites = [site for site in ranked if site.rewrite == rewrite]
     alone = len(sites) == 1 or run(sites[:1]) <= bound
     path = sites[0].module_path if alone else None
     return Blame(
-        rewrite, path, len(sites), runs + (len(sites) > 1), disabling_option(sites[0], path, known)
+        rewrite=rewrite,
+        module_path=path,
+        places=len(sites),
+        runs=runs + (len(sites) > 1),
+        passes=disabling_option(sites[0], path, known),
     )
 
 
-def disabling_option(
-    site: AuditSite, path: str | None, known: Collection[str]
-) -> dict[str, bool | list[str]]:
+def disabling_option(site: AuditSite, path: str | None, known: Collection[str]) -> Passes:
     """The value of option `passes` that disables the rewrite of a site, in one module or
     everywhere; {} if none can.
     """

@@ -6,11 +6,11 @@ against which the first two are measured.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.node import Argument
 
 from atomc.audit.error import Error, worst
 from atomc.audit.evaluate import (
@@ -30,6 +30,8 @@ from atomc.ops.op import op_of
 # Caches larger than this are not copied for comparison.
 MAX_COPIED_BYTES = 2**28
 Progress = Callable[[Iterable[Node]], Iterable[Node]]
+# Of a node: (args, kwargs).
+Arguments = tuple[tuple[Argument, ...], dict[str, Argument]]
 
 
 class SiteErrors:
@@ -43,7 +45,7 @@ class SiteErrors:
     def __init__(self) -> None:
         self.error, self.original, self.against = Error(), Error(), ""
 
-    def add(self, found: Any, own: Any, exact: Any, against: str) -> None:
+    def add(self, found: Argument, own: Argument, exact: Argument, against: str) -> None:
         """Add an output of the kernel, of the original nodes in their own dtypes, and in fp32; the
         worst one is kept.
         """
@@ -61,7 +63,7 @@ class KernelComparison:
         self,
         correspondence: NodeCorrespondence,
         lowered: GraphModule,
-        inputs: Mapping[str, Any],
+        inputs: Mapping[str, Argument],
         sites: Sequence[AuditSite],
     ):
         self.correspondence, self.lowered, self.inputs = correspondence, lowered, inputs
@@ -77,11 +79,11 @@ class KernelComparison:
         self.last |= {node.name: len(self.order) for node in self.order if node.op == "placeholder"}
         self.notes: list[str] = []
 
-    def captured(self, *, exact: bool) -> list[Any]:
+    def captured(self, *, exact: bool) -> list[Argument]:
         """The outputs of the captured graph, in fp32 or in its own dtypes."""
         return evaluate_graph(self.correspondence.captured, self.inputs, exact=exact)
 
-    def measured(self, progress: Progress = iter) -> tuple[list[Any], dict[Node, SiteErrors]]:
+    def measured(self, progress: Progress = iter) -> tuple[list[Argument], dict[Node, SiteErrors]]:
         """(the outputs of the lowered graph, the errors of each site)."""
         found: dict[Node, SiteErrors] = {}
         known = self._start()
@@ -96,7 +98,7 @@ class KernelComparison:
             free_dead(known, self.last, i)
         raise AssertionError("a graph without an output")
 
-    def run_without(self, sites: Iterable[AuditSite]) -> list[Any]:
+    def run_without(self, sites: Iterable[AuditSite]) -> list[Argument]:
         """The outputs of the lowered graph with these sites replaced by the original nodes."""
         left_out = {site.node for site in sites}
         known = self._start()
@@ -118,7 +120,7 @@ class KernelComparison:
             for name, given in self.inputs.items()
         }
 
-    def _returned(self, output: Node, known: Values) -> list[Any]:
+    def _returned(self, output: Node, known: Values) -> list[Argument]:
         return flatten(torch.fx.node.map_arg(output.args[0], lambda n: known[n.name]))
 
     def _step(self, node: Node, known: Values) -> None:
@@ -155,13 +157,14 @@ class KernelComparison:
         large.
         """
         fused = self.fused[site.node.name]
-        if sum(known[node.name].nbytes for node in written) > MAX_COPIED_BYTES:
+        caches = {node.name: _tensor(known[node.name]) for node in written}
+        if sum(cache.nbytes for cache in caches.values()) > MAX_COPIED_BYTES:
             self.notes.append(
                 f"{site.op} in {site.module_path} is not compared: its caches are too large to copy"
             )
             return None
         read = {node.name: known[node.name] for node in fused.all_input_nodes}
-        return read | {node.name: known[node.name].clone() for node in written}
+        return read | {name: cache.clone() for name, cache in caches.items()}
 
     def _compare_with_reference(
         self,
@@ -181,12 +184,11 @@ class KernelComparison:
         names = [node.name for node in mutated(fused)]
         made = []
         for exact in (False, True):
-            copies = {
-                name: value.clone() if name in names else value for name, value in before.items()
-            }
+            copies = before | {name: _tensor(before[name]).clone() for name in names}
             args, kwargs = torch.fx.node.map_arg((fused.args, fused.kwargs), _reader(copies))
             if exact:
-                args, kwargs = _upcast_except(args, kwargs, {id(copies[name]) for name in names})
+                kept = {id(copies[name]) for name in names}
+                args, kwargs = _upcast_except((args, kwargs), kept)
             out = op.reference(*args, **kwargs)
             made.append((out, [copies[name] for name in names]))
         (own, own_written), (exact_out, exact_written) = made
@@ -195,15 +197,15 @@ class KernelComparison:
         for name, a, b in zip(names, own_written, exact_written, strict=True):
             measured.add(known[name], a, b, "meaning")
 
-    def _exact(self, part: Slice, known: Values) -> tuple[Any, str]:
+    def _exact(self, part: Slice, known: Values) -> tuple[Argument, str]:
         try:
             return self._slice(part, known, exact=True), "original nodes"
         except (RuntimeError, TypeError, ValueError):  # a node that only accepts 16-bit dtypes
             return self._slice(part, known), "original nodes, not in fp32"
 
-    def _slice(self, part: Slice, known: Values, *, exact: bool = False) -> Any:
+    def _slice(self, part: Slice, known: Values, *, exact: bool = False) -> Argument:
         """The result of the original nodes for inputs from the lowered graph."""
-        values: dict[Node, Any] = {}
+        values: dict[Node, Argument] = {}
         for captured, node in part.given.items():
             values[captured] = (
                 self.inputs[node.name] if node.op == "placeholder" else known[node.name]
@@ -230,19 +232,25 @@ class KernelComparison:
             known[node.name] = _with_strides_of(value, known[node.name])
 
 
-def _reader(values: Values) -> Callable[[Node], Any]:
+def _reader(values: Values) -> Callable[[Node], Argument]:
     return lambda node: values[node.name]
 
 
-def _reads_nothing(node: Node) -> Any:
+def _reads_nothing(node: Node) -> Argument:
     raise AssertionError(f"{node} reads nothing")
 
 
-def _upcast_except(args: Any, kwargs: Any, kept: set[int]) -> Any:
-    return torch.fx.node.map_aggregate((args, kwargs), lambda x: x if id(x) in kept else upcast(x))
+def _upcast_except(arguments: Arguments, kept: set[int]) -> Arguments:
+    return torch.fx.node.map_aggregate(arguments, lambda x: x if id(x) in kept else upcast(x))
 
 
-def _with_strides_of(value: Any, like: Any) -> Any:
+def _tensor(value: Argument) -> Tensor:
+    """A value that a node writes in place."""
+    assert isinstance(value, Tensor)
+    return value
+
+
+def _with_strides_of(value: Argument, like: Argument) -> Argument:
     """The value with the strides of `like`, on which readers may rely."""
     if isinstance(value, Tensor) and isinstance(like, Tensor) and value.stride() != like.stride():
         return torch.empty_like(like).copy_(value)

@@ -3,10 +3,12 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.node import Argument
+
+from atomc.report.audit_findings import ErrorRow
 
 # The error of a NaN or of another shape.
 LARGEST = torch.finfo(torch.float32).max
@@ -26,8 +28,12 @@ class Error:
         """Larger is worse."""
         return -math.inf if self.sqnr is None else -self.sqnr
 
+    def row(self) -> ErrorRow:
+        """As plain data of a report."""
+        return {"max_abs": self.max_abs, "relative": self.relative, "sqnr": self.sqnr}
 
-def error(found: Any, expected: Any) -> Error:
+
+def error(found: Argument, expected: Argument) -> Error:
     """The error of one value, a tensor or a number; of any other type, it is equal or has the
     largest error.
     """
@@ -50,7 +56,7 @@ def error(found: Any, expected: Any) -> Error:
     return Error(most, most / largest if largest else LARGEST, sqnr)
 
 
-def worst(found: Sequence[Any], expected: Sequence[Any]) -> Error:
+def worst(found: Sequence[Argument], expected: Sequence[Argument]) -> Error:
     """The largest error of several values."""
     if len(found) != len(expected):
         return Error(LARGEST, LARGEST, -LARGEST)

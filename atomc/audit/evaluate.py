@@ -2,11 +2,11 @@
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import Argument
 
 from atomc.graph.inputs import step_input
 from atomc.graph.mutation import mutated
@@ -14,10 +14,11 @@ from atomc.ops.inputs import StepInput
 from atomc.ops.op import op_of
 
 NARROW = (torch.bfloat16, torch.float16)
-Values = dict[str, Any]
+# Values of nodes by name, of the types that FX allows.
+Values = dict[str, Argument]
 
 
-def upcast(given: Any) -> Any:
+def upcast(given: Argument) -> Argument:
     """An argument with 16-bit tensors converted to fp32, and 16-bit dtypes replaced by it."""
     if isinstance(given, Tensor) and given.dtype in NARROW:
         return given.to(torch.float32)
@@ -25,32 +26,34 @@ def upcast(given: Any) -> Any:
 
 
 def evaluate_node(
-    gm: GraphModule, node: Node, read: Callable[[Node], Any], *, exact: bool = False
-) -> Any:
+    gm: GraphModule, node: Node, read: Callable[[Node], Argument], *, exact: bool = False
+) -> Argument:
     """The result of a node for the input values that `read` gives. exact: in fp32.
 
     An op runs its reference. Tensors that it writes in place are cloned first.
     """
     if node.op == "get_attr":
-        return operator.attrgetter(str(node.target))(gm)
-    given: Any = torch.fx.node.map_arg((node.args, node.kwargs), read)
+        constant: Argument = operator.attrgetter(str(node.target))(gm)
+        return constant
+    given = torch.fx.node.map_arg((node.args, node.kwargs), read)
     if exact:
         given = torch.fx.node.map_aggregate(given, upcast)
     written = {id(read(target)) for target in mutated(node)}
-    if written:
-        given = torch.fx.node.map_aggregate(given, lambda x: _clone(x) if id(x) in written else x)
+
+    def unwritten(x: Argument) -> Argument:
+        return x.clone() if isinstance(x, Tensor) and id(x) in written else x
+
+    args, kwargs = torch.fx.node.map_aggregate(given, unwritten) if written else given
     op = op_of(node.target)
     target = node.target if op is None else op.reference
     assert callable(target), node.format_node()
-    args, kwargs = given
-    return target(*args, **kwargs)
+    result: Argument = target(*args, **kwargs)
+    return result
 
 
-def _clone(given: Any) -> Any:
-    return given.clone()
-
-
-def evaluate_graph(gm: GraphModule, inputs: Mapping[str, Any], *, exact: bool = False) -> list[Any]:
+def evaluate_graph(
+    gm: GraphModule, inputs: Mapping[str, Argument], *, exact: bool = False
+) -> list[Argument]:
     """The outputs of the graph for inputs by name; each value is freed after its last use."""
     order = list(gm.graph.nodes)
     last = last_uses(gm.graph)
@@ -81,25 +84,25 @@ def free_dead(known: Values, last: Mapping[str, int], now: int) -> None:
         del known[name]
 
 
-def flatten(value: Any) -> list[Any]:
+def flatten(value: Argument) -> list[Argument]:
     """The tensors and numbers in a value, in order."""
     if isinstance(value, Tensor) or not isinstance(value, Sequence):
         return [value]
     return [item for part in value for item in flatten(part)]
 
 
-def placeholders(gm: GraphModule, args: Iterable[Any]) -> Values:
+def placeholders(gm: GraphModule, args: Iterable[Argument]) -> Values:
     """Arguments by the names of the graph's placeholders."""
     return dict(
         zip((node.name for node in gm.graph.find_nodes(op="placeholder")), args, strict=True)
     )
 
 
-def step_arguments(gm: GraphModule, args: Iterable[Any]) -> dict[StepInput, Any]:
-    """The arguments that the runtime takes from a step."""
+def step_tensors(gm: GraphModule, args: Iterable[Argument]) -> dict[StepInput, Tensor]:
+    """The tensors among the arguments that the runtime takes from a step."""
     nodes = gm.graph.find_nodes(op="placeholder")
     return {
         given: arg
         for node, arg in zip(nodes, args, strict=True)
-        if (given := step_input(node)) is not None
+        if (given := step_input(node)) is not None and isinstance(arg, Tensor)
     }

@@ -9,29 +9,32 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.node import Argument
 from tqdm import tqdm
 
-from atomc.audit.bisect import Blame, bisect_rewrites, disabling_option
+from atomc.audit.bisect import bisect_rewrites, disabling_option
 from atomc.audit.compare_kernels import KernelComparison, SiteErrors
 from atomc.audit.error import worst
-from atomc.audit.evaluate import flatten, placeholders, step_arguments
+from atomc.audit.evaluate import flatten, placeholders, step_tensors
 from atomc.audit.node_correspondence import NodeCorrespondence
 from atomc.audit.sites import AuditSite, audit_sites, rewrite_order
 from atomc.cache.generated import Function
 from atomc.dumps.dump import Dumper
 from atomc.ops.inputs import StepInput
 from atomc.options import Options
+from atomc.report.audit_findings import AuditFindings, Blame, SiteRow
 from atomc.report.render.audit import headline
 from atomc.report.report import Report
-from atomc.torch_compat.core import outside_of_tracing
+from atomc.torch_compat.core import GraphFunction, Input, Outputs, outside_of_tracing
 
 log = logging.getLogger("atomc")
+T = TypeVar("T")
 
 # Relative to the largest output: the error that another order of fp32 additions may cause.
 MIN_BOUND = 1e-4
@@ -57,7 +60,7 @@ class Recorder:
     def wrap(self, lowered: GraphModule, function: Function) -> Function:
         """The function, with its first call audited or recorded. lowered: its graph."""
 
-        def call(*args: Any) -> Any:
+        def call(*args: Input) -> Outputs:
             if self._done or _in_capture(args) or _only_padding(lowered, args):
                 return function.call(*args)
             with self._lock:
@@ -71,8 +74,8 @@ class Recorder:
         return replace(function, call=call)
 
     def _run_first_call(
-        self, lowered: GraphModule, call: Callable[..., Any], args: Sequence[Any]
-    ) -> Any:
+        self, lowered: GraphModule, call: GraphFunction, args: Sequence[Input]
+    ) -> Outputs:
         audit = (
             self._try("audit", lambda: self._audit(lowered, args))
             if self.correspondence is not None
@@ -90,7 +93,7 @@ class Recorder:
             self._try("audit", lambda: audit.end(flatten(out)))
         return out
 
-    def _try(self, what: str, do: Callable[[], Any]) -> Any:
+    def _try(self, what: str, do: Callable[[], T]) -> T | None:
         """The result of do(); an exception becomes a note, unless strict."""
         try:
             with outside_of_tracing():
@@ -102,7 +105,7 @@ class Recorder:
             log.warning("atomc could not %s a graph of %s: %s", what, self.report.model, error)
             return None
 
-    def _audit(self, lowered: GraphModule, args: Sequence[Any]) -> "Audit":
+    def _audit(self, lowered: GraphModule, args: Sequence[Argument]) -> "Audit":
         assert self.correspondence is not None
         return Audit(self.correspondence, lowered, args, self.report, self.options.audit_bound)
 
@@ -114,7 +117,7 @@ class Audit:
         self,
         correspondence: NodeCorrespondence,
         lowered: GraphModule,
-        args: Sequence[Any],
+        args: Sequence[Argument],
         report: Report,
         bound: float | None,
     ):
@@ -133,29 +136,30 @@ class Audit:
         )
         self.seconds = time.perf_counter() - start
 
-    def end(self, outputs: Sequence[Any]) -> None:
+    def end(self, outputs: Sequence[Argument]) -> None:
         """Store the findings in the report, and log them."""
         start = time.perf_counter()
         sites = [
             _site_row(site, self.measured[site.node], self.report.requires) for site in self.ranked
         ]
-        found: dict[str, Any] = {"sites": sites, "notes": self.comparison.notes}
+        found = AuditFindings(sites=sites, notes=self.comparison.notes)
         if self.whole:
-            found |= self._whole(outputs)
+            found.update(self._whole(outputs))
         else:
-            found["notes"].append(
+            self.comparison.notes.append(
                 "the outputs of the graph are not compared: the step has several sequences, or "
                 "one that "
                 "began in an earlier call; attention is compared with its reference"
             )
-        self.report.audit = {**found, "seconds": self.seconds + time.perf_counter() - start}
+        found["seconds"] = self.seconds + time.perf_counter() - start
+        self.report.audit = found
         self._log()
 
-    def _whole(self, outputs: Sequence[Any]) -> dict[str, Any]:
+    def _whole(self, outputs: Sequence[Argument]) -> AuditFindings:
         """The errors of the outputs against fp32, and their cause if they exceed the bound."""
         compiled, kernels = worst(outputs, self.exact), worst(self.kernels, self.exact)
         bound = self.given_bound or max(MIN_BOUND, BOUND_FACTOR * self.original)
-        found: dict[str, Any] = {
+        found: AuditFindings = {
             "outputs": {
                 "compiled": compiled.relative,
                 "kernels": kernels.relative,
@@ -164,9 +168,9 @@ class Audit:
             }
         }
         if kernels.relative > bound:
-            found["blame"] = asdict(self._blame(bound))
+            found["blame"] = self._blame(bound)
         elif compiled.relative > bound:
-            found["blame"] = asdict(Blame("glue", None, 0, 0, {}))
+            found["blame"] = Blame(rewrite="glue", module_path=None, places=0, runs=0, passes={})
         return found
 
     def _blame(self, bound: float) -> Blame:
@@ -182,7 +186,7 @@ class Audit:
         )
 
 
-def _site_row(site: AuditSite, measured: SiteErrors, known: Collection[str]) -> dict[str, Any]:
+def _site_row(site: AuditSite, measured: SiteErrors, known: Collection[str]) -> SiteRow:
     """A site with the errors of its kernel and of the original nodes against fp32, as plain
     data.
     """
@@ -195,8 +199,8 @@ def _site_row(site: AuditSite, measured: SiteErrors, known: Collection[str]) -> 
         "layer": site.layer,
         "source": site.source,
         "against": measured.against,
-        **asdict(measured.error),
-        "original": asdict(measured.original),
+        **measured.error.row(),
+        "original": measured.original.row(),
         "passes": disabling_option(site, site.module_path, known),
     }
 
@@ -206,7 +210,7 @@ def _progress_bar(nodes: Iterable[Node]) -> Iterable[Node]:
     return bar
 
 
-def _in_capture(args: Sequence[Any]) -> bool:
+def _in_capture(args: Sequence[Argument]) -> bool:
     """Whether a CUDA graph is being captured, during which tensors cannot be read."""
     return (
         any(isinstance(x, Tensor) and x.is_cuda for x in args)
@@ -214,19 +218,19 @@ def _in_capture(args: Sequence[Any]) -> bool:
     )
 
 
-def _only_padding(lowered: GraphModule, args: Sequence[Any]) -> bool:
+def _only_padding(lowered: GraphModule, args: Sequence[Argument]) -> bool:
     """Whether it is a step without tokens, which the runtime uses to measure the memory of a
     step.
     """
-    slots = [x for given, x in step_arguments(lowered, args).items() if given.field == "slots"]
+    slots = [x for given, x in step_tensors(lowered, args).items() if given.field == "slots"]
     return bool(slots) and all(bool((x < 0).all()) for x in slots)
 
 
-def _from_start(lowered: GraphModule, args: Sequence[Any]) -> bool:
+def _from_start(lowered: GraphModule, args: Sequence[Argument]) -> bool:
     """Whether attention reads only rows of this call: no runtime, or one sequence from its first
     token on.
     """
-    step = step_arguments(lowered, args)
+    step = step_tensors(lowered, args)
     lengths, starts = step.get(StepInput("seq_lens")), step.get(StepInput("query_start"))
     if lengths is None or starts is None:
         return True

@@ -80,9 +80,7 @@ def audit_sites(
         outputs, between, whole = _outputs(node, captured_of)
         before = {a: b for a, b in found.items() if position[b] < position[node]}
         slices = [_slice(captured_of[output], output, before, captured_order) for output in outputs]
-        cached = _reads_cache(node) and any(
-            _attends_to_cache(n) for part in slices for n in part.nodes
-        )
+        cached = _reads_cache(node) and _any_attends_to_cache(slices)
         if cached and not from_start:
             slices = []
         rewrite, path = node.meta.get("site", ("lift", module_path(node)))
@@ -146,10 +144,10 @@ def _reads_cache(node: Node) -> bool:
     return any(map(is_cache, node.all_input_nodes))
 
 
-def _attends_to_cache(node: Node) -> bool:
-    """Whether it is an op with state, whose earlier rows are not in the captured graph."""
-    op = op_of(node.target)
-    return op is not None and op.handle(*node.args, **node.kwargs) is not None
+def _any_attends_to_cache(slices: Sequence[Slice]) -> bool:
+    """Whether one has an op with state, whose earlier rows are not in the captured graph."""
+    nodes = [(op_of(node.target), node) for part in slices for node in part.nodes]
+    return any(op and op.handle(*node.args, **node.kwargs) is not None for op, node in nodes)
 
 
 def rewrite_order(sites: Iterable[AuditSite], order: Sequence[str]) -> list[str]:

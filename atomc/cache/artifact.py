@@ -5,19 +5,56 @@ Plain data are dicts, lists, tuples, numbers, strings, dtypes and tensors. Funct
 name: a kernel by op, provider and function, any other function by module and qualified name.
 """
 
+import ast
 import importlib
 import math
 import operator
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal, TypedDict
 
+from torch import Tensor
 from torch.profiler import record_function
 
 from atomc.graph.profiler_ranges import with_ranges
-from atomc.ops.op import REGISTRY
+from atomc.ops.op import REGISTRY, Kernel
+from atomc.torch_compat.core import GraphFunction
+from atomc.torch_compat.inductor import Patches
 
-Plain = dict[str, Any]
+# See `reference`.
+Reference = tuple[str, ...]
+# A dataclass as dataclasses.asdict converts it.
+Fields = dict[str, Any]
+
+
+class InductorData(TypedDict):
+    """A function from Inductor. code: fields of InductorCode."""
+
+    kind: Literal["inductor"]
+    code: Fields
+    returns_tuple: bool
+    patches: Patches
+
+
+class PythonData(TypedDict):
+    """A function from torch.fx.
+
+    constants  attributes of its owner
+    names      its globals
+    pieces     attribute that is a function -> number in `unique`
+    labels     see atomc.graph.profiler_ranges
+    """
+
+    kind: Literal["python"]
+    source: str
+    constants: dict[str, Tensor]
+    names: dict[str, Reference]
+    pieces: dict[str, int]
+    unique: "list[FunctionData]"
+    labels: dict[str, str]
+
+
+FunctionData = InductorData | PythonData
 
 
 class Uncacheable(Exception):
@@ -25,36 +62,28 @@ class Uncacheable(Exception):
 
 
 def bind_forward(
-    code: Any, names: Mapping[str, Any], owner: Mapping[str, Any]
-) -> Callable[..., Any]:
+    code: str | ast.Module, names: Mapping[str, Any], owner: Mapping[str, Tensor | GraphFunction]
+) -> GraphFunction:
     """The method `forward` that the code defines, bound to an object with these attributes."""
     namespace = {**names, "record_function": record_function}
     exec(compile(code, "<atomc>", "exec"), namespace)
     return types.MethodType(namespace["forward"], types.SimpleNamespace(**owner))
 
 
-def deserialize(plain: Plain, named: bool = False) -> Callable[..., Any]:
+def deserialize(plain: FunctionData, named: bool = False) -> GraphFunction:
     """The function of plain data; with profiler ranges if `named`. Raises as `resolve` does for a
     name that is gone.
     """
     if plain["kind"] == "inductor":
-        from atomc.torch_compat.inductor import (
-            InductorCode,
-            from_code,
-        )  # slow to import, and not always needed
+        # Slow to import, and not always needed.
+        from atomc.torch_compat.inductor import InductorCode, from_code
 
         return from_code(InductorCode(**plain["code"]), plain["returns_tuple"], plain["patches"])
     unique = [deserialize(piece, named) for piece in plain["unique"]]
     names = {name: resolve(reference) for name, reference in plain["names"].items()}
     code = with_ranges(plain["source"], plain["labels"]) if named else plain["source"]
-    return bind_forward(
-        code,
-        names,
-        {**plain["constants"], **{name: unique[i] for name, i in plain["pieces"].items()}},
-    )
-
-
-Reference = tuple[str, ...]
+    pieces = {name: unique[i] for name, i in plain["pieces"].items()}
+    return bind_forward(code, names, {**plain["constants"], **pieces})
 
 
 def reference(item: Any) -> Reference:
@@ -110,7 +139,7 @@ def resolve(name: Reference) -> Any:
     raise LookupError(f"no kernel {function} of {provider} for {op}")
 
 
-def _functions_of(kernel: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
+def _functions_of(kernel: Kernel) -> Iterator[tuple[str, Callable[..., Any]]]:
     """(name, function) for each function of a kernel that a lowered graph may call."""
     yield "function", kernel.function
     if kernel.workspace is not None:

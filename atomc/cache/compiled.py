@@ -7,16 +7,43 @@ that does.
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TypedDict
 
 import torch
+from torch import Tensor
 
-from atomc.cache.artifact import Plain, deserialize, reference, resolve
+from atomc.cache.artifact import (
+    Fields,
+    FunctionData,
+    deserialize,
+    reference,
+    resolve,
+)
 from atomc.graph.profiler_ranges import profiled
 from atomc.ops.inputs import StateInput, StepInput
 from atomc.ops.op import Extra
-from atomc.ops.state import StateSpec
+from atomc.ops.state import PlainSpec, StateSpec
+from atomc.torch_compat.core import GraphFunction, Input, Outputs
 from atomc.weights.inputs import PreparedInput, WeightInputs
+
+
+class CompiledData(TypedDict):
+    """Plain data of a compiled graph: its fields, and what `combine_ranges` takes, with a function
+    per range.
+    """
+
+    inputs: list[str]
+    packed: dict[str, tuple[str, ...]]
+    syncing: list[str]
+    read: list[str]
+    state: list[PlainSpec]
+    step_inputs: dict[str, Fields]
+    state_inputs: dict[str, Fields]
+    extras: list[Fields]
+    functions: Sequence[FunctionData]
+    extras_of: Sequence[tuple[int, int, int]]
+    device: str | None
+    dispatch: Fields | None
 
 
 @dataclass
@@ -33,7 +60,7 @@ class Compiled:
     plain    converts it to plain data
     """
 
-    call: Callable[..., Any]
+    call: GraphFunction
     inputs: list[str]
     packed: dict[str, tuple[str, ...]]
     step_inputs: dict[str, StepInput] = field(default_factory=dict)
@@ -42,7 +69,7 @@ class Compiled:
     extras: list[Extra] = field(default_factory=list)
     syncing: list[str] = field(default_factory=list)
     read: list[str] = field(default_factory=list)
-    plain: Callable[[], Plain] | None = None
+    plain: Callable[[], CompiledData] | None = None
 
 
 @dataclass(frozen=True)
@@ -60,14 +87,15 @@ class Dispatch:
     where: tuple[tuple[int, int | None], ...]
     count: str
 
-    def select_from(self, callables: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+    def select_from(self, callables: Sequence[GraphFunction]) -> GraphFunction:
         """A callable that computes the number of tokens and calls the function of that range."""
         count = eval(f"lambda {', '.join(self.symbols)}: {self.count}", {"__builtins__": {}})
 
-        def call(*args: Any) -> Any:
-            number = count(
-                *[args[i] if dim is None else args[i].shape[dim] for i, dim in self.where]
-            )
+        def size(given: Input, dim: int | None) -> Input:
+            return given.shape[dim] if isinstance(given, Tensor) and dim is not None else given
+
+        def call(*args: Input) -> Outputs:
+            number = count(*[size(args[i], dim) for i, dim in self.where])
             chosen = max((k for k, start in enumerate(self.starts) if start <= number), default=0)
             return callables[chosen](*args)
 
@@ -76,16 +104,12 @@ class Dispatch:
 
 def serialize_compiled(
     compiled: Compiled,
-    functions: Sequence[Plain],
+    functions: Sequence[FunctionData],
     extras_of: Sequence[tuple[int, int, int]],
     chosen_by: Dispatch | None,
     device: str | None,
-) -> Plain:
-    """Plain data of a compiled graph: of its functions, one per range, and of what `combine_ranges`
-    takes.
-
-    Raises Uncacheable if a function of an extra cannot be found again by name.
-    """
+) -> CompiledData:
+    """Raises Uncacheable if a function of an extra cannot be found again by name."""
     return {
         "inputs": compiled.inputs,
         "packed": compiled.packed,
@@ -104,11 +128,11 @@ def serialize_compiled(
     }
 
 
-def deserialize_compiled(plain: Plain) -> Compiled:
+def deserialize_compiled(plain: CompiledData) -> Compiled:
     """The compiled graph of its plain data."""
     chosen_by = Dispatch(**plain["dispatch"]) if plain["dispatch"] else None
 
-    def made(named: bool) -> Callable[..., Any]:
+    def made(named: bool) -> GraphFunction:
         parts = [deserialize(part, named) for part in plain["functions"]]
         return combine_ranges(parts, plain["extras_of"], chosen_by, plain["device"])
 
@@ -133,11 +157,11 @@ def deserialize_compiled(plain: Plain) -> Compiled:
 
 
 def combine_ranges(
-    calls: Sequence[Callable[..., Any]],
+    calls: Sequence[GraphFunction],
     extras_of: Sequence[tuple[int, int, int]],
     chosen_by: Dispatch | None,
     device: str | None,
-) -> Callable[..., Any]:
+) -> GraphFunction:
     """One callable of the callables for each range, run on the device.
 
     extras_of  per range: (number of inputs, number of the first extra, number of extras)
@@ -150,30 +174,28 @@ def combine_ranges(
     return _on_device(device, call)
 
 
-def _on_device(device: str | None, call: Callable[..., Any]) -> Callable[..., Any]:
+def _on_device(device: str | None, call: GraphFunction) -> GraphFunction:
     """Make the GPU of the graph's tensors the current one, because Triton launches on the current
     GPU.
     """
     if device is None or torch.cuda.device_count() < 2:
         return call
 
-    def guarded(*args: Any) -> Any:
+    def guarded(*args: Input) -> Outputs:
         with torch.cuda.device(device):
             return call(*args)
 
     return guarded
 
 
-def _with_own_extras(
-    call: Callable[..., Any], inputs: int, start: int, count: int
-) -> Callable[..., Any]:
+def _with_own_extras(call: GraphFunction, inputs: int, start: int, count: int) -> GraphFunction:
     """Pass only the extras of its own range to a callable."""
     return lambda *args: call(*args[:inputs], *args[inputs + start : inputs + start + count])
 
 
 def with_weights(
-    compiled: Compiled, weights: WeightInputs, example_inputs: Sequence[Any], notes: list[str]
-) -> Callable[..., Any]:
+    compiled: Compiled, weights: WeightInputs, example_inputs: Sequence[Input], notes: list[str]
+) -> GraphFunction:
     """Append the packed and prepared weights to each call, refreshed if the user changed a weight
     since the last call.
     """

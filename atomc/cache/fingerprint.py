@@ -12,12 +12,14 @@ import hashlib
 import importlib.metadata
 import inspect
 import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.node import Argument
 
 from atomc import kernels
 from atomc.cache.artifact import Uncacheable
@@ -75,7 +77,7 @@ def environment_parts(options: Options, platform: Platform) -> Parts:
     """
     if autocast_is_on():
         raise Uncacheable("autocast is on")
-    parts = {f"option {name}": repr(value) for name, value in _options(options)}
+    parts = {f"option {name}": value for name, value in _options(options)}
     parts |= {f"version of {name}": version for name, version in _versions().items()}
     parts |= {f"platform {name}": value for name, value in _machine(platform)}
     parts |= {f"setting {name}": value for name, value in _settings().items()}
@@ -86,20 +88,19 @@ def digest(text: str | bytes) -> str:
     return hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest()
 
 
-def _options(options: Options) -> Iterator[tuple[str, Any]]:
+def _options(options: Options) -> Iterator[tuple[str, str]]:
     for field in dataclasses.fields(options):
         if field.name not in _REPORTING_OPTIONS:
             value = getattr(options, field.name)
-            yield field.name, dict(sorted(value.items())) if isinstance(value, dict) else value
+            in_order = dict(sorted(value.items())) if isinstance(value, dict) else value
+            yield field.name, repr(in_order)
 
 
 def _machine(platform: Platform) -> Iterator[tuple[str, str]]:
     for name, value in vars(platform).items():
         if name == "memory":
-            yield (
-                name,
-                f"{value >> 30} GiB",
-            )  # the part reserved by the system differs from start to start
+            # The part reserved by the system differs from start to start.
+            yield name, f"{value >> 30} GiB"
         else:
             yield name, " ".join(sorted(value)) if isinstance(value, frozenset) else str(value)
 
@@ -174,7 +175,7 @@ def sources_in(place: str) -> Parts:
 PACKAGE = Path(__file__).parents[1]
 
 
-def _functions(added: "Pass") -> list[Callable[..., Any]]:
+def _functions(added: "Pass") -> list[types.FunctionType]:
     found = [item for rewrite in added.rewrites for item in vars(rewrite).values()]
     return [item for item in [added.run, *found] if inspect.isfunction(item)]
 
@@ -237,7 +238,7 @@ def tensor_layout(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} strides {list(tensor.stride())} on {tensor.device}"
 
 
-def input_kind(item: Any) -> str:
+def input_kind(item: Argument) -> str:
     """Properties of a real input that compilation reads: its type, and why it cannot be prepared or
     packed.
     """

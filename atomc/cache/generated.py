@@ -7,17 +7,22 @@ import operator
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from atomc.cache.artifact import Plain, Uncacheable, bind_forward, reference
+from atomc.cache.artifact import (
+    FunctionData,
+    PythonData,
+    Uncacheable,
+    bind_forward,
+    reference,
+)
 from atomc.graph.profiler_ranges import with_ranges
 from atomc.graph.structured_trace import label_of, labels_of
-from atomc.torch_compat.core import FakeTensor
-from atomc.torch_compat.inductor import InductorCode
+from atomc.torch_compat.core import FakeTensor, GraphFunction
+from atomc.torch_compat.inductor import InductorCode, Patches
 
 
 @dataclass(frozen=True)
@@ -28,9 +33,9 @@ class Function:
     named  gives the same function with a profiler range around each kernel
     """
 
-    call: Callable[..., Any]
-    plain: Callable[[], Plain]
-    named: Callable[[], Callable[..., Any]]
+    call: GraphFunction
+    plain: Callable[[], FunctionData]
+    named: Callable[[], GraphFunction]
 
 
 def of_graph(gm: GraphModule) -> Function:
@@ -61,16 +66,17 @@ def of_pieces(whole: GraphModule, pieces: Mapping[str, Function]) -> Function:
 
 def _place(whole: GraphModule, piece: str) -> str:
     """The path of the first module in a piece."""
-    graph: Any = whole.get_submodule(piece).graph
+    gm = whole.get_submodule(piece)
+    assert isinstance(gm, GraphModule)
     found = [
-        label_of(node).partition(": ")[0] for node in graph.nodes if node.op == "call_function"
+        label_of(node).partition(": ")[0] for node in gm.graph.nodes if node.op == "call_function"
     ]
     return next((path for path in found if path != "-"), "-")
 
 
 def _with_ranges_of(
     gm: GraphModule, pieces: Mapping[str, Function], labels: Mapping[str, str]
-) -> Callable[..., Any]:
+) -> GraphFunction:
     generated = gm.graph.python_code("self")
     names = {str(node.target).partition(".")[0] for node in gm.graph.find_nodes(op="get_attr")}
     owner = {name: getattr(gm, name) for name in names} | {
@@ -80,16 +86,13 @@ def _with_ranges_of(
 
 
 def of_inductor(
-    call: Callable[..., Any],
-    code: InductorCode | str,
-    returns_tuple: bool,
-    patches: Mapping[str, Any],
+    call: GraphFunction, code: InductorCode | str, returns_tuple: bool, patches: Patches
 ) -> Function:
     """A function from Inductor. code: its source, or the reason why the source alone is not
     sufficient.
     """
 
-    def plain() -> Plain:
+    def plain() -> FunctionData:
         if isinstance(code, str):
             raise Uncacheable(code)
         return {
@@ -102,7 +105,9 @@ def of_inductor(
     return Function(call, plain, lambda: call)
 
 
-def _python(gm: GraphModule, pieces: Mapping[str, Function], labels: Mapping[str, str]) -> Plain:
+def _python(
+    gm: GraphModule, pieces: Mapping[str, Function], labels: Mapping[str, str]
+) -> PythonData:
     generated = gm.graph.python_code("self")
     used = set(_global_names(compile(generated.src, "<atomc cache>", "exec")))
     constants = {}

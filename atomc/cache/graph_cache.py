@@ -1,15 +1,15 @@
 """The cache entry of one graph from Dynamo."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch.fx import GraphModule
+from torch.fx.node import Argument
 
 from atomc.cache.artifact import Uncacheable
 from atomc.cache.compiled import Compiled
 from atomc.cache.graph_fingerprint import parts_of
 from atomc.cache.lookup import CacheLookup
-from atomc.cache.store import Plain, plain_report, record_start
+from atomc.cache.store import ProgramData, plain_report, record_start
 from atomc.report.records import CacheOutcome
 from atomc.report.report import Report
 from atomc.rewriting.graph_pass import Context
@@ -25,7 +25,7 @@ class GraphCache:
     def __init__(
         self,
         gm: GraphModule,
-        example_inputs: Sequence[Any],
+        example_inputs: Sequence[Argument],
         context: Context,
         report: Report,
         floats: dict[int, float],
@@ -36,7 +36,7 @@ class GraphCache:
             node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")
         ]
         self.lookup: CacheLookup | None = None
-        self.entry: Plain | None = None
+        self.entry: ProgramData | None = None
         if report.treated:
             if not report.cached.kind:
                 report.cached = CacheOutcome("off")
@@ -73,7 +73,7 @@ class GraphCache:
         record_start(self.options, self.report)
         return compiled, list(self.entry["written"])
 
-    def _mismatch(self, data: Plain) -> str | None:
+    def _mismatch(self, data: ProgramData) -> str | None:
         fits = guards_hold(self.mode, self.sizes, data["guards"])
         return None if fits else "compiled under other size guards"
 
@@ -86,7 +86,7 @@ class GraphCache:
             return
         crowded = next((miss.found for miss in self.report.near if miss.kind == "packed"), None)
 
-        def data() -> Plain:
+        def data() -> ProgramData:
             if around or crowded or self.report.bugs:
                 raise Uncacheable(around or crowded or self.report.bugs[0])
             return {

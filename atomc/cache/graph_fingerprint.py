@@ -5,12 +5,13 @@ Values of weights are not included: compiled code reads them at each call.
 """
 
 import enum
+import operator
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.node import Argument, Target
 
 from atomc.cache.artifact import Uncacheable
 from atomc.cache.fingerprint import (
@@ -33,7 +34,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 def parts_of(
     gm: GraphModule,
-    example_inputs: Sequence[Any],
+    example_inputs: Sequence[Argument],
     options: Options,
     platform: Platform,
     floats: dict[int, float],
@@ -85,9 +86,7 @@ def _describe(gm: GraphModule, lines: list[str], places: list[str]) -> None:
 
 
 def _attribute(gm: GraphModule, node: Node, lines: list[str], places: list[str]) -> str:
-    found: Any = gm
-    for name in str(node.target).split("."):
-        found = getattr(found, name)
+    found = operator.attrgetter(str(node.target))(gm)
     if isinstance(found, GraphModule):
         lines.append("{")
         _describe(found, lines, places)
@@ -97,7 +96,7 @@ def _attribute(gm: GraphModule, node: Node, lines: list[str], places: list[str])
     raise Uncacheable(f"{node.target} in the graph is a {type(found).__name__}")
 
 
-def _target(target: Any) -> str:
+def _target(target: Target) -> str:
     if isinstance(target, str) or type(target).__module__ == "torch._ops":
         return str(target)
     qualname = getattr(target, "__qualname__", None) or target.__name__
@@ -112,7 +111,7 @@ def _target(target: Any) -> str:
     return name if known else f"{name} {source_of(target)}"
 
 
-def _spell(item: Any) -> str:
+def _spell(item: Argument) -> str:
     """The text of an argument, equal for equal arguments in two processes."""
     match item:
         case Node():
@@ -135,5 +134,5 @@ def _spell(item: Any) -> str:
     return f"{type(item).__name__} {text}"
 
 
-def _value(fake: Any) -> str:
+def _value(fake: Argument) -> str:
     return tensor_layout(fake) if isinstance(fake, Tensor) else _spell(fake)

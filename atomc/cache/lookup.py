@@ -8,7 +8,7 @@ from dataclasses import replace
 from atomc.cache.artifact import Uncacheable
 from atomc.cache.compiled import Compiled, deserialize_compiled
 from atomc.cache.fingerprint import Parts
-from atomc.cache.store import DamagedEntry, Entry, Plain, check_plain, fill_report
+from atomc.cache.store import DamagedEntry, Entry, ProgramData, check_plain, fill_report
 from atomc.options import Options
 from atomc.report.records import CacheOutcome
 from atomc.report.report import Report
@@ -27,7 +27,7 @@ class CacheLookup:
     def __init__(self, options: Options, parts: Callable[[], Parts]):
         self.outcome = CacheOutcome()
         self.seconds = 0.0
-        self.entry: Entry | None = None
+        self.entry: Entry[ProgramData] | None = None
         requested = "a dump" if options.dump else "an audit" if options.audit else ""
         if not options.cache or requested:
             self.outcome = CacheOutcome("off", f"{requested} was asked for" if requested else "")
@@ -38,8 +38,8 @@ class CacheLookup:
             self.outcome = CacheOutcome("off", str(error))
 
     def load(
-        self, report: Report, mismatch: Callable[[Plain], str | None]
-    ) -> tuple[Compiled, Plain] | None:
+        self, report: Report, mismatch: Callable[[ProgramData], str | None]
+    ) -> tuple[Compiled, ProgramData] | None:
         """(the compiled program, its whole entry) from the cache; None on a miss.
 
         report    receives the stored report
@@ -63,8 +63,11 @@ class CacheLookup:
         return None
 
     def _read(
-        self, entry: Entry, report: Report, mismatch: Callable[[Plain], str | None]
-    ) -> tuple[Compiled, Plain] | None:
+        self,
+        entry: Entry[ProgramData],
+        report: Report,
+        mismatch: Callable[[ProgramData], str | None],
+    ) -> tuple[Compiled, ProgramData] | None:
         with outside_of_tracing():
             data = entry.read()
         why = entry.why_missing() if data is None else mismatch(data)
@@ -80,7 +83,7 @@ class CacheLookup:
         self.outcome = CacheOutcome("hit")
         return compiled, data
 
-    def store(self, data: Callable[[], Plain]) -> Plain | None:
+    def store(self, data: Callable[[], ProgramData]) -> ProgramData | None:
         """Write an entry and return its content; None if it could not be written. `data` may raise
         Uncacheable.
         """

@@ -9,18 +9,19 @@ reliable description: it is Uncacheable, and traced at each start.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor, nn
+from torch.fx.node import Argument
 
 from atomc.cache.artifact import Uncacheable
 from atomc.cache.compiled import Compiled
 from atomc.cache.lookup import CacheLookup
 from atomc.cache.model_fingerprint import model_parts, named_tensors
-from atomc.cache.store import Plain, record_start
+from atomc.cache.store import ProgramData, record_start
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.report.report import Report
+from atomc.torch_compat.core import Input
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class CachedModel:
     """
 
     compiled: Compiled
-    inputs: list[Any]
+    inputs: Sequence[Input]
     report: Report
 
 
@@ -52,9 +53,9 @@ class ModelCache:
         """The model from the cache; None on a miss."""
         if self.observed:
             return None
-        inputs: list[Any] = []
+        inputs: list[Tensor | None] = []
 
-        def mismatch(data: Plain) -> str | None:
+        def mismatch(data: ProgramData) -> str | None:
             tensors = {path: tensor for tensor, path in named_tensors(self.model)}
             inputs.extend(None if path is None else tensors[path] for path in data["places"])
             return None
@@ -72,9 +73,9 @@ class ModelCache:
     def store(
         self,
         report: Report,
-        entry: Plain | None,
+        entry: ProgramData | None,
         sources: Sequence[str | None],
-        inputs: Sequence[Any],
+        inputs: Sequence[Argument],
     ) -> None:
         """Store the traced model under its description; the report says why it was traced.
 
@@ -103,7 +104,7 @@ class ModelCache:
             report.notes += [f"traced at each start: {unknown}"] * bool(unknown)
 
     def _places(
-        self, entry: Plain, sources: Sequence[str | None], inputs: Sequence[Any]
+        self, entry: ProgramData, sources: Sequence[str | None], inputs: Sequence[Argument]
     ) -> list[str | None]:
         """The path in the model of each input of the graph; None for an input of the step."""
         if entry["guards"] is not None:

@@ -23,18 +23,20 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, NotRequired, TypedDict, TypeVar
 
 import torch
 
+from atomc.cache.artifact import Fields
+from atomc.cache.compiled import CompiledData
 from atomc.cache.fingerprint import KERNEL_SOURCE, OUR_KERNELS, Parts
 from atomc.options import Options
 from atomc.report.records import PARTS
 from atomc.report.report import Report
 
 log = logging.getLogger("atomc")
+Data = TypeVar("Data")
 
-Plain = dict[str, Any]
 _MAGIC = b"atomc-cache 1"
 _ENTRY = re.compile(r"[0-9a-f]{64}\.atomc")
 _UNFINISHED = re.compile(r"unfinished-.*\.tmp")
@@ -44,6 +46,23 @@ _STARTS, _MAX_STARTS_BYTES = "starts.jsonl", 2**16
 _ABANDONED_SECONDS = 3600.0
 # At most this many entries, most recently used first, are compared to report what changed.
 _MAX_COMPARED = 64
+
+
+class ProgramData(TypedDict):
+    """The content of the entry of a compiled program.
+
+    written  the numbers of the inputs that the graph writes
+    report   see `plain_report`
+    guards   on sizes, see atomc.torch_compat.tracing.guards_of
+    model, places  if its key identifies a model: see atomc.cache.model_cache
+    """
+
+    written: list[int]
+    report: Fields
+    guards: str | None
+    compiled: CompiledData
+    model: NotRequired[str]
+    places: NotRequired[list[str | None]]
 
 
 class DamagedEntry(Exception):
@@ -115,8 +134,10 @@ def last_start(options: Options) -> list[StartRecord]:
     return [start for start in found if start.process == found[-1].process]
 
 
-class Entry:
-    """The cache file of one program. Its part "graph" or "model" identifies the program."""
+class Entry(Generic[Data]):
+    """The cache file of one program. Its part "graph" or "model" identifies the program. Data: of
+    its content.
+    """
 
     def __init__(self, parts: Parts, options: Options):
         self.parts, self.options = parts, options
@@ -124,7 +145,7 @@ class Entry:
         self.key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
         self.path = self.folder / f"{self.key}.atomc"
 
-    def read(self) -> Plain | None:
+    def read(self) -> Data | None:
         """The stored data; None if there is no entry. Raises DamagedEntry, or OSError if it cannot
         be read or trusted.
         """
@@ -137,14 +158,14 @@ class Entry:
         if head != _header(rest):
             raise DamagedEntry("its checksum is wrong")
         try:
-            found: Plain = torch.load(io.BytesIO(rest.partition(b"\n")[2]), weights_only=True)
+            found: Data = torch.load(io.BytesIO(rest.partition(b"\n")[2]), weights_only=True)
         except Exception as error:  # data that was not written here can raise anything
             raise DamagedEntry(f"{type(error).__name__}: {error}") from error
         with contextlib.suppress(OSError):
             os.utime(self.path)
         return found
 
-    def write(self, data: Plain) -> None:
+    def write(self, data: Data) -> None:
         """Store the data, and evict the least recently used entries beyond the size limit. Raises
         OSError.
         """
@@ -221,16 +242,17 @@ def differences(old: Parts, new: Parts) -> list[str]:
     # A changed kernel also changes the part of its file: report it once.
     if any(name.startswith(KERNEL_SOURCE) for name in changed):
         changed = [name for name in changed if not name.startswith(OUR_KERNELS)]
-    words = []
-    for name in changed:
-        before, after = old.get(name), new.get(name)
-        if before is None or after is None:
-            words.append(f"{name} was {'added' if before is None else 'removed'}")
-        elif name.startswith("source") or len(before) + len(after) > 400:
-            words.append(f"{name} changed")
-        else:
-            words.append(f"{name} changed from {before} to {after}")
-    return words[:3] + [f"and {len(words) - 3} more"] * (len(words) > 3)
+    words = [_change(name, old.get(name), new.get(name)) for name in changed[:3]]
+    return words + [f"and {len(changed) - 3} more"] * (len(changed) > 3)
+
+
+def _change(name: str, before: str | None, after: str | None) -> str:
+    """A part that changed; long values and digests are left out."""
+    if before is None or after is None:
+        return f"{name} was {'added' if before is None else 'removed'}"
+    if name.startswith("source") or len(before) + len(after) > 400:
+        return f"{name} changed"
+    return f"{name} changed from {before} to {after}"
 
 
 def untrusted(path: Path) -> str | None:
@@ -289,7 +311,7 @@ _OF_THIS_START = (
 )
 
 
-def plain_report(report: Report) -> Plain:
+def plain_report(report: Report) -> Fields:
     """The fields of a report that describe the compiled graph, as plain data."""
     data = {
         field.name: getattr(report, field.name)
@@ -301,7 +323,7 @@ def plain_report(report: Report) -> Plain:
     return {**data, "matches": dict(report.matches)}
 
 
-def fill_report(report: Report, data: Plain) -> None:
+def fill_report(report: Report, data: Fields) -> None:
     """Fill a report with stored fields."""
     for name, value in data.items():
         if name == "matches":

@@ -1,10 +1,14 @@
 """Shared code of the commands: adding a parser, and common arguments."""
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+    # What argparse's add_subparsers returns.
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 DTYPES = ("float32", "bfloat16", "float16")
 GLUES = ("eager", "inductor", "auto")
@@ -13,10 +17,14 @@ SCHEMES = ("fp8", "fp8_per_token", "fp8_block", "int8", "int4", "mxfp4", "mxfp4_
 
 
 def command(
-    commands: Any, name: str, run: Any, text: str, examples: str
+    commands: "Commands",
+    name: str,
+    run: Callable[[argparse.Namespace], int | None],
+    text: str,
+    examples: str,
 ) -> argparse.ArgumentParser:
     """Adds a parser for the command `name`, which calls `run(arguments)`."""
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser = commands.add_parser(
         name,
         help=text,
         description=text,

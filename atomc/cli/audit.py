@@ -13,10 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atomc.cli.arguments import DTYPES, GLUES, add_quantization, command, default_glue, dtype_named
+from atomc.cli.explain import ModelCall, load_function
+from atomc.json_file import Json
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from tokenizers import Tokenizer
+    from torch import Tensor, nn
+    from torch.fx.node import Argument
 
+    from atomc.cli.arguments import Commands
+    from atomc.report.audit_findings import AuditFindings, Passes
     from atomc.report.report import Report
 
 TOKENS = 64
@@ -27,12 +33,12 @@ PROMPT = (
     "one by one."
 )
 ORDERS = ("sqnr", "max", "relative")
-# A difference that is left, of the one before: then nothing was left out, as where the model itself
-# calls the op.
-LITTLE = 0.9
+# If the difference without a rewrite is more than this part of the difference with it, the option
+# had no effect: the model itself calls the op.
+UNCHANGED = 0.9
 
 
-def add(commands: Any) -> None:
+def add(commands: "Commands") -> None:
     parser = command(
         commands,
         "audit",
@@ -126,7 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.tokens < 1:
         raise ValueError(f"--tokens {arguments.tokens}: expected at least 1")
     given = read_options(Path(arguments.options)) if arguments.options else {}
-    chosen: dict[str, Any] = {
+    chosen: dict[str, Json] = {
         "glue": arguments.glue or given.get("glue") or default_glue(arguments.device),
         "audit": True,
         "audit_bound": arguments.bound,
@@ -137,23 +143,15 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("--record needs --dump DIR: set both")
     Options.of({**given, **chosen})
     with contextlib.redirect_stdout(sys.stderr):  # keep the model's own output out of the report
-        model, args, kwargs = _model(arguments)
-        first = _run_audit(model, args, kwargs, {**given, **chosen}, runtime=arguments.runtime)
+        audited = _model(arguments)
+        first = _run_audit(audited, {**given, **chosen}, runtime=arguments.runtime)
+        again = {name: chosen[name] for name in ("glue", "audit", "audit_bound")}
         written = (
             _without(
                 first,
                 given,
                 lambda options: _run_audit(
-                    model,
-                    args,
-                    kwargs,
-                    {
-                        **options,
-                        "glue": chosen["glue"],
-                        "audit": True,
-                        "audit_bound": arguments.bound,
-                    },
-                    runtime=arguments.runtime,
+                    audited, {**options, **again}, runtime=arguments.runtime
                 ),
             )
             if arguments.write_options
@@ -170,7 +168,7 @@ def run(arguments: argparse.Namespace) -> int:
 # The model and its inputs
 
 
-def _model(arguments: argparse.Namespace) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def _model(arguments: argparse.Namespace) -> ModelCall:
     name = arguments.model
     if name is not None and ":" in name and not Path(name).exists():
         return _load_function_model(name, arguments)
@@ -187,18 +185,16 @@ def _model(arguments: argparse.Namespace) -> tuple[Any, tuple[Any, ...], dict[st
         device=device,
         quantization=arguments.quantization,
     )
-    return model, _ids_and_positions(model, load_tokenizer(folder), arguments, device), {}
+    inputs = _ids_and_positions(model, load_tokenizer(folder), arguments, device)
+    return ModelCall(model, inputs, {})
 
 
-def _load_function_model(
-    name: str, arguments: argparse.Namespace
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def _load_function_model(name: str, arguments: argparse.Namespace) -> ModelCall:
     """The model of a function and its inputs; by default `explain`'s example inputs with random
     token ids.
     """
     import torch
 
-    from atomc.cli.explain import load_function
     from atomc.compiler.explain import NothingToExplain, example_inputs
 
     if arguments.prompt or arguments.prompts or arguments.quantization:
@@ -206,20 +202,21 @@ def _load_function_model(
             "--prompt, --prompts and --quantization need a checkpoint; return (module, args) "
             f"from {name}"
         )
-    model, args, kwargs = load_function(name)
-    if isinstance(model, torch.nn.Module):
-        model.requires_grad_(False)
-    if args or kwargs:
-        return model, args, kwargs
+    given = load_function(name)
+    if isinstance(given.model, torch.nn.Module):
+        given.model.requires_grad_(False)
+    if given.args or given.kwargs:
+        return given
     try:
-        args, kwargs = example_inputs(model, asked="audit")
+        args, kwargs = example_inputs(given.model, asked="audit")
     except NothingToExplain as error:
         raise ValueError(f"{error}; the function can return (module, args)") from error
-    return model, args, {**kwargs, "input_ids": _random_ids(model, kwargs["input_ids"])}
+    kwargs["input_ids"] = _random_ids(given.model, kwargs["input_ids"])
+    return ModelCall(given.model, args, kwargs)
 
 
 def _ids_and_positions(
-    model: Any, tokenizer: Any, arguments: argparse.Namespace, device: str
+    model: "nn.Module", tokenizer: "Tokenizer | None", arguments: argparse.Namespace, device: str
 ) -> "tuple[Tensor, Tensor]":
     import torch
 
@@ -241,7 +238,7 @@ def _ids_and_positions(
     return ids, torch.arange(len(ids), device=device)
 
 
-def _random_ids(model: Any, like: "Tensor") -> "Tensor":
+def _random_ids(model: "Callable[..., Argument]", like: "Tensor") -> "Tensor":
     import torch
 
     config = getattr(model, "config", None)
@@ -261,14 +258,7 @@ def _default_device() -> str:
 # One audit
 
 
-def _run_audit(
-    model: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: dict[str, Any],
-    *,
-    runtime: bool,
-) -> AuditResult:
+def _run_audit(given: ModelCall, options: Mapping[str, Json], *, runtime: bool) -> AuditResult:
     """Compile the model, call it once, and compare the output with the uncompiled model's."""
     import torch
 
@@ -279,14 +269,13 @@ def _run_audit(
     torch._dynamo.reset()
     with torch.no_grad():
         if runtime:
-            ids = (args[0] if args else kwargs["input_ids"]).reshape(-1)
-            args, kwargs = (ids, *(torch.arange(len(ids), device=ids.device) for _ in range(2))), {}
-            out = _step(model, args, options)
+            given, compiled = _step(given, options)
         else:
-            compiled: Any = torch.compile(model, backend="atom", options=options)
-            out = compiled(*args, **kwargs)
-        eager = model(*args, **kwargs)
-    leaves = [list(_tensors(y)) for y in (out, eager)]
+            settings: dict[str, Any] = dict(options)  # torch only knows the types of Inductor's
+            function = torch.compile(given.model, backend="atom", options=settings)
+            compiled = function(*given.args, **given.kwargs)
+        eager = given.model(*given.args, **given.kwargs)
+    leaves = [list(_tensors(outputs)) for outputs in (compiled, eager)]
     found = [report for report in reports() if id(report) not in earlier]
     untreated = [report.why_not for report in found if not report.treated]
     if not any(report.audit for report in found):
@@ -297,20 +286,26 @@ def _run_audit(
     return AuditResult(found, worst(*leaves).relative)
 
 
-def _step(model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> "Tensor":
-    """The logits of all tokens of one new sequence, from one step of the runtime."""
+def _step(given: ModelCall, options: Mapping[str, Json]) -> "tuple[ModelCall, Argument]":
+    """(the model with its token ids as one new sequence, the logits of all tokens from one step of
+    the runtime).
+    """
     import torch
 
     from atomc.ops.state import GroupStep, Step, block_size_of, groups_of
     from atomc.program import compile_model
 
-    program = compile_model(model, options=options)
+    first = given.args[0] if given.args else given.kwargs["input_ids"]
+    if not isinstance(given.model, torch.nn.Module) or not isinstance(first, torch.Tensor):
+        raise ValueError("--runtime: expected a module with token ids as its first input")
+    ids = first.reshape(-1)
+    count, device = len(ids), ids.device
+    positions, rows = (torch.arange(count, device=device) for _ in range(2))
+    program = compile_model(given.model, options=options)
     if not program.specs:
         raise ValueError(
             "--runtime: the model keeps no state; its attention layers own no handle (ops.kv_state)"
         )
-    ids, positions, rows = args
-    count, device = len(ids), ids.device
     block_size = block_size_of(program.specs) or count
     blocks = -(-count // block_size)
     program.bind([spec.allocate(blocks, block_size, device) for spec in program.specs])
@@ -325,10 +320,11 @@ def _step(model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> "Tensor
         tuple(group for _ in groups_of(program.specs)),
         torch.zeros(1, dtype=torch.int64, device=device),
     )
-    return program(Step(ids, positions, starts, lengths, rows, groups, slots))
+    logits = program(Step(ids, positions, starts, lengths, rows, groups, slots))
+    return ModelCall(given.model, (ids, positions, rows), {}), logits
 
 
-def _tensors(value: Any) -> "Iterator[Tensor]":
+def _tensors(value: "Argument") -> "Iterator[Tensor]":
     """The tensors in what a model returns."""
     import torch
 
@@ -339,22 +335,28 @@ def _tensors(value: Any) -> "Iterator[Tensor]":
             yield from _tensors(part)
 
 
-# Leaving out what is at fault
+# Disabling the cause
 
 
 @dataclass(frozen=True)
 class Without:
-    """options: None if nothing is to be left out, or no option can; text: what became of it."""
+    """The options without the cause of a difference.
 
-    options: dict[str, Any] | None
+    options  None if there is no cause, or no option disables it
+    text     the remaining difference, or why there are no options
+    """
+
+    options: Mapping[str, Json] | None
     text: str
 
 
 def _without(
-    first: AuditResult, given: Mapping[str, Any], audited: Callable[[dict[str, Any]], AuditResult]
+    first: AuditResult,
+    given: Mapping[str, Json],
+    audited: Callable[[Mapping[str, Json]], AuditResult],
 ) -> Without:
-    """The options that leave out the least that suffices: a rewrite in a place, or also those that
-    it took in.
+    """The smallest change of the options that suffices: the rewrite disabled at one site, else also
+    the rewrites whose results it absorbed.
     """
     audit = next((report.audit for report in first.reports if "blame" in report.audit), None)
     if audit is None:
@@ -366,7 +368,7 @@ def _without(
         return Without(None, "no options written: glue = 'eager' runs without Inductor")
     tried = math.inf
     for passes in _least_first(audit):
-        options = {**given, "passes": _merged(given.get("passes", {}), passes)}
+        options = {**given, "passes": _merged(given.get("passes"), passes)}
         again = audited(options)
         tried = max(
             report.audit["outputs"]["compiled"]
@@ -374,24 +376,23 @@ def _without(
             if "outputs" in report.audit
         )
         if tried <= outputs["bound"]:
-            return Without(options, f"without it: {tried:.2g} of the largest value away from fp32")
-    if tried > LITTLE * outputs["compiled"]:
+            return Without(options, f"relative error against fp32 without it: {tried:.2g}")
+    if tried > UNCHANGED * outputs["compiled"]:
         return Without(
             None,
-            f"no options written: none can leave out {blame['rewrite']} there; providers = "
-            "[...] chooses "
-            "other kernels",
+            f"no options written: no option disables {blame['rewrite']} there; providers = [...] "
+            "selects other kernels",
         )
     return Without(
         options,
-        f"without it the results are still {tried:.2g} of the largest value away from fp32; "
-        "audit again with these options",
+        f"relative error against fp32 without it: {tried:.2g}, still above the bound; audit again "
+        "with these options",
     )
 
 
-def _least_first(audit: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Values of the option `passes` against what is blamed: without that rewrite there; without
-    those it took in, too.
+def _least_first(audit: "AuditFindings") -> "list[Passes]":
+    """Values of the option `passes`: without the blamed rewrite; also without those whose results
+    it absorbed.
     """
     blame = audit["blame"]
     if not blame["passes"]:
@@ -404,17 +405,19 @@ def _least_first(audit: Mapping[str, Any]) -> list[dict[str, Any]]:
     )
     if len(site["rewrites"]) < 2:
         return [blame["passes"]]
-    return [blame["passes"], dict.fromkeys(site["rewrites"], False if path is None else [path])]
+    where: bool | list[str] = False if path is None else [path]
+    return [blame["passes"], dict.fromkeys(site["rewrites"], where)]
 
 
-def _merged(before: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """What both leave out."""
-    merged = dict(before)
+def _merged(before: Json, more: "Passes") -> dict[str, Json]:
+    """A value of option `passes` that disables what either value disables."""
+    merged = dict(before) if isinstance(before, Mapping) else {}
     for name, off in more.items():
-        both = isinstance(off, list) and isinstance(merged.get(name), list | tuple)
-        merged[name] = (
-            [*merged[name], *off] if both else off if merged.get(name) is not False else False
-        )
+        earlier = merged.get(name)
+        if isinstance(off, list) and isinstance(earlier, list | tuple):
+            merged[name] = [*earlier, *off]
+        elif earlier is not False:
+            merged[name] = off
     return merged
 
 
@@ -423,7 +426,7 @@ def _print(arguments: argparse.Namespace, first: AuditResult, written: Without |
 
     graphs = [report for report in first.reports if report.audit]
     if arguments.json:
-        found: dict[str, Any] = {
+        found = {
             "graphs": [{"model": report.model, **report.audit} for report in graphs],
             "eager": first.eager,
         }

@@ -7,26 +7,31 @@ import math
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from atomc.cli.arguments import command, default_glue
 from atomc.cli.serve import GROUPS, POSITIONAL
+from atomc.json_file import Json
 
 if TYPE_CHECKING:
+    import torch
+
+    from atomc.cli.arguments import Commands
     from atomc.runtime.bench.datasets import SampleRequest
     from atomc.runtime.bench.metrics import RequestTiming
     from atomc.runtime.config import EngineConfig
+    from atomc.runtime.engine import Engine
 
 URL = "http://127.0.0.1:8000"
 UNSAVED_ARGUMENTS = ("api_key", "command", "json", "plot", "quiet", "run")
 
 
-def add(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(
+def add(commands: "Commands") -> None:
+    parser = commands.add_parser(
         "bench", help="Measure a server or an engine.", description="Measure a server or an engine."
     )
     kinds = parser.add_subparsers(
@@ -41,7 +46,7 @@ def add(commands: Any) -> None:
 # serve
 
 
-def _add_serve(kinds: Any) -> None:
+def _add_serve(kinds: "Commands") -> None:
     parser = command(
         kinds,
         "serve",
@@ -115,7 +120,7 @@ def _serve(arguments: argparse.Namespace) -> None:
 # latency
 
 
-def _add_latency(kinds: Any) -> None:
+def _add_latency(kinds: "Commands") -> None:
     parser = command(
         kinds,
         "latency",
@@ -179,7 +184,7 @@ def _latency(arguments: argparse.Namespace) -> None:
 # throughput
 
 
-def _add_throughput(kinds: Any) -> None:
+def _add_throughput(kinds: "Commands") -> None:
     parser = command(
         kinds,
         "throughput",
@@ -216,7 +221,7 @@ def _throughput(arguments: argparse.Namespace) -> None:
 # startup
 
 
-def _add_startup(kinds: Any) -> None:
+def _add_startup(kinds: "Commands") -> None:
     parser = command(
         kinds,
         "startup",
@@ -361,7 +366,7 @@ def _config(arguments: argparse.Namespace) -> "EngineConfig":
     return replace(config, options={"glue": default_glue(config.device), **config.options})
 
 
-def _engine(arguments: argparse.Namespace) -> Any:
+def _engine(arguments: argparse.Namespace) -> "Engine":
     from atomc.runtime.engine import Engine
 
     # All prompts are queued at once, however many.
@@ -393,7 +398,7 @@ def _print_results(
     arguments: argparse.Namespace,
     requests: "Sequence[RequestTiming]",
     title: str,
-    machine: dict[str, Any],
+    machine: Mapping[str, Json],
 ) -> None:
     """Print the metrics, and write --json and --plot."""
     from atomc.runtime.bench.metrics import format_summary, summarize
@@ -418,7 +423,7 @@ def _print_results(
         plot(requests, Path(arguments.plot), f"{title}: {rate}")
 
 
-def _write(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
+def _write(arguments: argparse.Namespace, found: Mapping[str, Json]) -> None:
     if arguments.json:
         settings = {
             name: "inf" if value == math.inf else value  # JSON has no infinity
@@ -427,11 +432,11 @@ def _write(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
         }
         header = {"version": import_module("atomc").__version__, "settings": settings}
         Path(arguments.json).write_text(
-            json.dumps(header | found, indent=1, default=str) + "\n", encoding="utf-8"
+            json.dumps({**header, **found}, indent=1, default=str) + "\n", encoding="utf-8"
         )
 
 
-def _machine(device: Any) -> dict[str, Any]:
+def _machine(device: "torch.device | str") -> dict[str, Json]:
     import torch
 
     gpu = torch.cuda.get_device_name() if str(device).startswith("cuda") else None

@@ -2,12 +2,15 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from atomc.cli.arguments import command
 
+if TYPE_CHECKING:
+    from atomc.cli.arguments import Commands
 
-def add(commands: Any) -> None:
+
+def add(commands: "Commands") -> None:
     parser = command(
         commands,
         "diff",

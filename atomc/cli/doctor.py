@@ -8,12 +8,13 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from atomc.cli.arguments import command
 
 if TYPE_CHECKING:
     from atomc.cache.store import StartRecord, Usage
+    from atomc.cli.arguments import Commands
     from atomc.options import Options
     from atomc.platform import Platform, Provider
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 LIBRARY_OF_PROVIDER = {"invariant": "triton"}
 
 
-def add(commands: Any) -> None:
+def add(commands: "Commands") -> None:
     added = command(
         commands,
         "doctor",

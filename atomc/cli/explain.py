@@ -4,15 +4,31 @@ import argparse
 import contextlib
 import json
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from atomc.cli import planning
 from atomc.cli.arguments import DTYPES, SCHEMES, add_quantization, command
 
+if TYPE_CHECKING:
+    from torch.fx.node import Argument
 
-def add(commands: Any) -> None:
+    from atomc.cli.arguments import Commands
+    from atomc.report.contract import Baseline
+    from atomc.report.report import Report
+
+
+class ModelCall(NamedTuple):
+    """A model, usually a module, and its inputs; without inputs, they are generated."""
+
+    model: "Callable[..., Argument]"
+    args: "tuple[Argument, ...]"
+    kwargs: "Mapping[str, Argument]"
+
+
+def add(commands: "Commands") -> None:
     parser = command(
         commands,
         "explain",
@@ -123,17 +139,19 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _reports_of(arguments: argparse.Namespace, model: str | None) -> list[Any]:
+def _reports_of(arguments: argparse.Namespace, model: str | None) -> "list[Report]":
     """The reports of one model, one per graph."""
     from atomc.report.report import reports
 
     earlier = {id(report) for report in reports()}
     with contextlib.redirect_stdout(sys.stderr):  # keep the model's own output out of the report
-        _compile(arguments, *_model(arguments, model))
+        _compile(arguments, _model(arguments, model))
     return [report for report in reports() if id(report) not in earlier]
 
 
-def _print(arguments: argparse.Namespace, found: list[Any], other: list[Any] | None) -> None:
+def _print(
+    arguments: argparse.Namespace, found: "Sequence[Report]", other: "Sequence[Report] | None"
+) -> None:
     if arguments.why:
         texts = [report.why(arguments.why, arguments.module_path) for report in found]
     elif arguments.json:
@@ -149,7 +167,9 @@ def _print(arguments: argparse.Namespace, found: list[Any], other: list[Any] | N
         print(f"graph {number}: {text}" if many else text.rstrip())
 
 
-def _write_page(arguments: argparse.Namespace, found: list[Any], other: list[Any] | None) -> None:
+def _write_page(
+    arguments: argparse.Namespace, found: "Sequence[Report]", other: "Sequence[Report] | None"
+) -> None:
     from atomc.report.render.html import page
     from atomc.report.render.page import write_atomically
 
@@ -160,7 +180,7 @@ def _write_page(arguments: argparse.Namespace, found: list[Any], other: list[Any
     print(f"{arguments.html}: {len(text) / 1e6:.1f} MB, open it in a browser", file=sys.stderr)
 
 
-def _measure_bandwidth(found: list[Any]) -> None:
+def _measure_bandwidth(found: "Sequence[Report]") -> None:
     """Measure this machine's bandwidth if it is not known, so that the page can show times."""
     from atomc.cost.bandwidth import measured_bandwidth
 
@@ -186,7 +206,7 @@ def _is_report_file(name: str | None) -> bool:
     return name is not None and name.endswith(".json") and Path(name).is_file()
 
 
-def _read_reports(file: str) -> list[Any]:
+def _read_reports(file: str) -> "list[Report]":
     """Reads a file written by --json. Raises ValueError for other content."""
     from atomc.report.report import Report
 
@@ -197,9 +217,9 @@ def _read_reports(file: str) -> list[Any]:
         raise ValueError(f"--beside {file}: {error}") from error
 
 
-def _read_baseline(file: str) -> dict[str, Any]:
+def _read_baseline(file: str) -> "Baseline":
     try:
-        saved = json.loads(Path(file).read_text())
+        saved: Baseline = json.loads(Path(file).read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{file} is not a baseline: {error}") from error
     if not isinstance(saved, dict):
@@ -209,9 +229,9 @@ def _read_baseline(file: str) -> dict[str, Any]:
     return saved
 
 
-def _compile(
-    arguments: argparse.Namespace, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _compile(arguments: argparse.Namespace, given: ModelCall) -> None:
+    from torch import nn
+
     from atomc.compiler.explain import NothingToExplain, explain
     from atomc.platform import Platform
     from atomc.program import compile_model
@@ -219,9 +239,11 @@ def _compile(
     options = {"dump": arguments.dump} if arguments.dump else {}
     platform: Platform | None = Platform.named(arguments.platform) if arguments.platform else None
     if arguments.runtime:
+        if not isinstance(given.model, nn.Module):
+            raise ValueError(f"--runtime: {arguments.model} is not a module")
         # Nothing runs, so Inductor need not compile anything.
         compile_model(
-            model,
+            given.model,
             options={**options, "glue": "eager"},
             platform=platform,
             keep_texts=bool(arguments.html),
@@ -229,15 +251,19 @@ def _compile(
         return
     try:
         dynamic = arguments.dynamic or bool(arguments.html) or None
-        explain(model, *args, options=options, platform=platform, dynamic=dynamic, **kwargs)
+        explain(
+            given.model,
+            *given.args,
+            options=options,
+            platform=platform,
+            dynamic=dynamic,
+            **given.kwargs,
+        )
     except NothingToExplain as error:
         raise ValueError(f"{error}; the function can return (module, args)") from error
 
 
-def _model(
-    arguments: argparse.Namespace, name: str | None
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The model, its args and its kwargs; empty for a checkpoint, whose inputs are generated."""
+def _model(arguments: argparse.Namespace, name: str | None) -> ModelCall:
     if name is not None and ":" in name and not Path(name).exists():
         if arguments.quantization:
             raise ValueError(
@@ -248,16 +274,14 @@ def _model(
     from atomc.demo import PATH
     from atomc.runtime.hub import model_folder
 
-    return (
-        planning.model_of(model_folder(str(name or PATH), weights=False), arguments).module,
-        (),
-        {},
-    )
+    folder = model_folder(str(name or PATH), weights=False)
+    return ModelCall(planning.model_of(folder, arguments).module, (), {})
 
 
-def load_function(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The result of package.module:function as (model, args, kwargs). Raises ValueError if the
-    function does not exist or returns another type."""
+def load_function(name: str) -> ModelCall:
+    """The result of package.module:function. Raises ValueError if the function does not exist or
+    returns another type.
+    """
     module_name, _, function_name = name.partition(":")
     sys.path.insert(0, str(Path.cwd()))
     try:
@@ -283,11 +307,11 @@ def load_function(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         )
     match function():
         case (model, tuple() | list() as args, dict() as kwargs) if callable(model):
-            return model, tuple(args), kwargs
+            return ModelCall(model, tuple(args), kwargs)
         case (model, tuple() | list() as args) if callable(model):
-            return model, tuple(args), {}
+            return ModelCall(model, tuple(args), {})
         case model if callable(model):
-            return model, (), {}
+            return ModelCall(model, (), {})
         case other:
             raise ValueError(
                 f"{name} returned {type(other).__name__}, expected a module, (module, args) or "

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from atomc.cli.arguments import DTYPES, GLUES, add_quantization, command, default_glue, dtype_named
 
 if TYPE_CHECKING:
+    from atomc.cli.arguments import Commands
     from atomc.runtime.llm import LLM
     from atomc.runtime.sampling.sampling_params import SamplingParams
 
@@ -17,7 +18,7 @@ DEMO_SEED = 4
 MAX_TOKENS = 96
 
 
-def add(commands: Any) -> None:
+def add(commands: "Commands") -> None:
     parser = command(
         commands,
         "generate",

@@ -2,9 +2,12 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from atomc.cli.arguments import command
+
+if TYPE_CHECKING:
+    from atomc.cli.arguments import Commands
 
 # The group of each field of EngineConfig in --help.
 GROUPS = {
@@ -36,7 +39,7 @@ GROUPS = {
 POSITIONAL = ("model",)
 
 
-def add(commands: Any) -> None:
+def add(commands: "Commands") -> None:
     parser = command(
         commands,
         "serve",

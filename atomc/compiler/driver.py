@@ -13,10 +13,10 @@ from torch.fx import GraphModule
 
 from atomc import passes
 from atomc.audit.recorder import Recorder
-from atomc.cache.artifact import Plain
 from atomc.cache.compiled import Compiled
 from atomc.cache.generated import Function, of_graph
 from atomc.cache.graph_cache import GraphCache
+from atomc.cache.store import ProgramData
 from atomc.capture.functional import Captured, capture, dynamo_graph
 from atomc.compiler import pipeline
 from atomc.compiler.assemble import assemble
@@ -27,7 +27,8 @@ from atomc.compiler.phases import timed
 from atomc.compiler.summarize_graph import summarize_graph
 from atomc.dumps.dump import Dumper
 from atomc.graph import structured_trace
-from atomc.options import InductorValue, Options
+from atomc.json_file import Json
+from atomc.options import Options
 from atomc.report.records import Glue
 from atomc.report.report import Report
 from atomc.rewriting.graph_pass import Context
@@ -49,7 +50,7 @@ class Built:
     compiled: Compiled
     written: Sequence[int]
     wrap: Callable[[GraphFunction], GraphFunction]
-    entry: Plain | None
+    entry: ProgramData | None
     key: str | None
 
 
@@ -153,7 +154,7 @@ def _note_glue(report: Report, glue: str, text: str) -> None:
     report.glue.append(Glue(glue, note))
 
 
-def inductor_patches(options: Options) -> dict[str, InductorValue]:
+def inductor_patches(options: Options) -> dict[str, Json]:
     """Inductor's configuration for these options."""
     patches = {
         name: on for name, on in mode_options(options.mode).items() if "cudagraph" not in name

@@ -15,7 +15,8 @@ from atomc.compiler.driver import compile_graph
 from atomc.compiler.entry import new_report, skip_reason
 from atomc.errors import OURS
 from atomc.graph.expressions import Size, expression
-from atomc.options import Options, OptionValue
+from atomc.json_file import Json
+from atomc.options import Options
 from atomc.platform import Platform
 from atomc.report import contract
 from atomc.report.render.page import publish
@@ -41,7 +42,7 @@ class NothingToExplain(TypeError):
 def explain(
     model: Callable[..., Any],
     *args: Any,
-    options: Mapping[str, OptionValue] | Options | None = None,
+    options: Mapping[str, Json] | Options | None = None,
     platform: Platform | str | None = None,
     dynamic: bool | None = None,
     **kwargs: Any,

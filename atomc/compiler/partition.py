@@ -13,7 +13,8 @@ from torch.fx.passes.split_module import split_module
 from atomc.cache.generated import Function, of_graph, of_inductor, of_pieces
 from atomc.capture.structural_hash import structural_key
 from atomc.graph.mutation import mutated
-from atomc.options import InductorValue, Options
+from atomc.json_file import Json
+from atomc.options import Options
 from atomc.platform import Platform
 from atomc.torch_compat.core import FakeTensorMode, Input
 from atomc.torch_compat.inductor import inductor_code, num_cache_hits
@@ -40,7 +41,7 @@ def glue_of(options: Options, platform: Platform) -> tuple[str, str]:
     return "inductor", "the default"
 
 
-def compile_glue(gm: GraphModule, patches: Mapping[str, InductorValue]) -> tuple[Function, str]:
+def compile_glue(gm: GraphModule, patches: Mapping[str, Json]) -> tuple[Function, str]:
     """Cut the graph at its kernels and compile the pieces between, equal pieces once. Returns the
     function and a text with the number of pieces.
 
@@ -77,7 +78,7 @@ def _by_inductor(
     gm: GraphModule,
     examples: Sequence[Input],
     mode: FakeTensorMode | None,
-    patches: Mapping[str, InductorValue],
+    patches: Mapping[str, Json],
 ) -> Function:
     returns_tuple = isinstance(gm.graph.output_node().args[0], tuple | list)
     with tracing_context(mode):

@@ -8,15 +8,20 @@ from atomc.cost.fusion_opportunities import fusion_opportunities
 from atomc.cost.quantized_weights import quantized_weights
 from atomc.report.records import OpCost
 from atomc.report.report import Report
+from atomc.report.report_data import Machine
 from atomc.rewriting.graph_pass import Context
 
 
 def summarize_graph(gm: GraphModule, context: Context, report: Report, *, glue_fuses: bool) -> None:
     """Report what is known before lowering. glue_fuses: Inductor compiles the glue."""
-    report.machine = {
-        name: getattr(context.platform, name)
-        for name in ("name", "arch", "device", "bandwidth", "flops")
-    }
+    platform = context.platform
+    report.machine = Machine(
+        name=platform.name,
+        arch=platform.arch,
+        device=platform.device,
+        bandwidth=platform.bandwidth,
+        flops=platform.flops,
+    )
     with timed(report, "passes"):
         costs = cost.graph_costs(gm)
     report.costs = [_op_cost(found) for found in costs]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from atomc.cache.compiled import Compiled
-from atomc.cache.store import Plain
+from atomc.cache.store import ProgramData
 from atomc.capture.regions import region_failure_note, trace_once
 from atomc.compiler.driver import build
 from atomc.compiler.entry import new_report
@@ -40,9 +40,9 @@ class TracedModel(NamedTuple):
 
     compiled: Compiled
     sources: list[str | None]
-    inputs: list[Input | None]
+    inputs: Sequence[Input]
     report: Report
-    entry: Plain | None
+    entry: ProgramData | None
     key: str | None
 
 

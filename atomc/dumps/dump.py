@@ -13,16 +13,16 @@ import operator
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import sympy
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import Argument, Target
 
 from atomc.dumps.replay import RECORDED
 from atomc.graph.canonical import input_name
-from atomc.graph.expressions import expression
+from atomc.graph.expressions import Size, expression
 from atomc.graph.inputs import graph_input, step_input
 from atomc.graph.provenance import module_path
 from atomc.ops.inputs import StateInput, StepInput
@@ -57,7 +57,7 @@ class Dumper:
         text = _file_text(gm, f"{self.folder.name} after {name}", self.inputs)
         (self.folder / f"{number:02}_{name}.py").write_text(text)
 
-    def record(self, inputs: Mapping[str, Any], outputs: Sequence[Any]) -> None:
+    def record(self, inputs: Mapping[str, Argument], outputs: Sequence[Argument]) -> None:
         """Store the inputs and outputs of one call, without packed and prepared inputs."""
         assert self.folder is not None
         made = tuple(
@@ -84,7 +84,7 @@ def _next_folder(parent: Path) -> Path:
     return folder
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Argument) -> Argument:
     """A plain copy of a tensor, which torch.load(weights_only=True) accepts."""
     return value.detach().as_subclass(Tensor).clone() if isinstance(value, Tensor) else value
 
@@ -149,7 +149,7 @@ class _Code:
                 lines.append(f"    {result}{self._call(node)}{_comment(node)}")
         return lines
 
-    def spell(self, argument: Any) -> str:
+    def spell(self, argument: Argument) -> str:
         """An argument as Python code."""
         match argument:
             case Node():
@@ -189,7 +189,8 @@ class _Code:
             name = f"torch.ops.atom.{node.meta.get('op', name)}"
         return f"{name}({', '.join(arguments)})"
 
-    def _name(self, target: Any) -> str:
+    def _name(self, target: Target) -> str:
+        assert callable(target), target
         if isinstance(target, torch._ops.OpOverload):
             return f"torch.ops.{target}"
         if isinstance(target, torch._ops.HigherOrderOperator):
@@ -198,14 +199,11 @@ class _Code:
         if getattr(torch, name, None) is target:
             return f"torch.{name}"
         module = {"_operator": "operator"}.get(target.__module__, target.__module__)
-        if (
-            name in REGISTRY and REGISTRY[name].reference is target
-        ):  # the name of a reference is bound to its op
-            # In atomc.ops, an op may hide the module of the same name.
-            module, name = (
-                "atomc.ops" if module.startswith("atomc.ops.") else module,
-                f"{name}.reference",
-            )
+        # The name of a reference is bound to its op. In atomc.ops, an op may hide the module of the
+        # same name.
+        if name in REGISTRY and REGISTRY[name].reference is target:
+            module = "atomc.ops" if module.startswith("atomc.ops.") else module
+            name = f"{name}.reference"
         self.modules.add(module)
         return f"{module}.{name}"
 
@@ -250,7 +248,7 @@ def _recipe(value: Tensor, below: int | None = None) -> str:
     return f"Input({value.dtype}, {shape}{extra})"
 
 
-def _concrete(size: Any) -> int:
+def _concrete(size: Size) -> int:
     """A size as a number: its hint, if it has one."""
     if not isinstance(size, torch.SymInt):
         return int(size)
@@ -297,9 +295,8 @@ class _Inputs:
         the program.
         """
         value = node.meta["val"]
-        rows = (
-            self._field("slots") if self._field("slots") is not None else self._field("input_ids")
-        )
+        slots = self._field("slots")
+        rows = slots if slots is not None else self._field("input_ids")
         if rows is None or self._field("seq_lens") is None:  # not compiled for the runtime
             return None
         T = _concrete(rows.shape[-1])
@@ -326,7 +323,7 @@ class _Inputs:
                 )
         return None
 
-    def _field(self, field: str) -> Any:
+    def _field(self, field: str) -> Tensor | None:
         """The fake value of the input that is this tensor of the step, None if there is none."""
         return next(
             (
@@ -375,7 +372,8 @@ def _index_bound(node: Node) -> int | None:
     return min(found, default=None)
 
 
-def _rows(table: Any, dim: Any) -> int:
+def _rows(table: Argument, dim: Argument) -> int:
+    assert isinstance(table, Node) and isinstance(dim, int)
     return _concrete(table.meta["val"].shape[dim])
 
 
@@ -387,7 +385,7 @@ def _comment(node: Node) -> str:
     return f"  # {text}" if text else ""
 
 
-def _spell_value(value: Any) -> str:
+def _spell_value(value: Argument) -> str:
     match value:
         case Tensor():
             return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}]"

@@ -7,14 +7,16 @@ import math
 import operator
 import runpy
 import sys
+import types
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor
+from torch.fx.node import Argument
 
 # In the folder of a graph: inputs by name, and outputs, of one call.
 RECORDED = "recorded.pt"
@@ -83,7 +85,7 @@ class Prepared:
     function: str
     names: tuple[str | None, ...]
 
-    def make(self, made: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    def make(self, made: Mapping[str, Argument]) -> tuple[Tensor, ...]:
         function = operator.attrgetter(self.function)(importlib.import_module(self.module))
         tensors: tuple[Tensor, ...] = function(
             *[None if name is None else made[name] for name in self.names]
@@ -91,11 +93,23 @@ class Prepared:
         return tensors
 
 
-def make(recipes: Mapping[str, Any], recorded: Mapping[str, Any] | None = None) -> dict[str, Any]:
+Recipe = Input | Packed | Prepared | Argument
+
+
+class Recorded(TypedDict):
+    """The content of the file RECORDED."""
+
+    inputs: dict[str, Argument]
+    outputs: Sequence[Argument]
+
+
+def make(
+    recipes: Mapping[str, Recipe], recorded: Mapping[str, Argument] | None = None
+) -> dict[str, Argument]:
     """The inputs by name, recorded ones as copies; values that are not recipes are used as they
     are.
     """
-    made: dict[str, Any] = {}
+    made: dict[str, Argument] = {}
     for name, given in recipes.items():
         if recorded is not None and name in recorded:
             value = recorded[name]
@@ -105,7 +119,8 @@ def make(recipes: Mapping[str, Any], recorded: Mapping[str, Any] | None = None) 
             case Input():
                 made[name] = given.make(name)
             case Packed():
-                made[name] = torch.cat([made[part] for part in given.names])
+                parts = [made[part] for part in given.names]
+                made[name] = torch.cat([part for part in parts if isinstance(part, Tensor)])
             case Prepared():
                 made[name] = given.make(made)
             case _:
@@ -113,7 +128,7 @@ def make(recipes: Mapping[str, Any], recorded: Mapping[str, Any] | None = None) 
     return made
 
 
-def run(forward: Callable[..., Any], inputs: Mapping[str, Any]) -> None:
+def run(forward: types.FunctionType, inputs: Mapping[str, Recipe]) -> None:
     """Call forward on the inputs, print each output, and compare the outputs with the recorded
     ones.
 
@@ -121,32 +136,20 @@ def run(forward: Callable[..., Any], inputs: Mapping[str, Any]) -> None:
     inputs. Exits with code 1 if they differ.
     """
     file = Path(forward.__code__.co_filename)
-    recorded = (
-        torch.load(file.with_name(RECORDED), weights_only=True)
-        if file.with_name(RECORDED).is_file()
-        else None
-    )
+    recorded: Recorded | None = None
+    if file.with_name(RECORDED).is_file():
+        recorded = torch.load(file.with_name(RECORDED), weights_only=True)
     outputs = _outputs(forward, inputs, recorded)
-    checksum = 0.0
-    for number, output in enumerate(outputs):
-        if isinstance(output, Tensor):
-            size = output.to(torch.float64).abs().mean().item() if output.numel() else 0.0
-            checksum += size
-            dtype = str(output.dtype).removeprefix("torch.")
-            print(f"output {number}: {dtype}{list(output.shape)}, mean magnitude {size:.6g}")
-        else:
-            print(f"output {number}: {output!r}")
-    print(f"checksum: {checksum:.6g}")
+    _print(outputs)
     if recorded is not None:
         expected, name = recorded["outputs"], "the recorded outputs"
     elif file.name != FIRST and file.with_name(FIRST).is_file():
         first = runpy.run_path(str(file.with_name(FIRST)))
-        expected, name = (
-            _outputs(first["forward"], first["INPUTS"], None),
-            f"the outputs of {FIRST}",
-        )
+        expected = _outputs(first["forward"], first["INPUTS"], None)
+        name = f"the outputs of {FIRST}"
     else:
         return
+    # With 8-bit weights or inputs, outputs may be codes.
     codes = any(
         isinstance(x, Input) and x.dtype.itemsize == 1 and x.dtype != torch.bool
         for x in inputs.values()
@@ -162,15 +165,28 @@ def run(forward: Callable[..., Any], inputs: Mapping[str, Any]) -> None:
         sys.exit(1)
 
 
+def _print(outputs: Sequence[Argument]) -> None:
+    checksum = 0.0
+    for number, output in enumerate(outputs):
+        if isinstance(output, Tensor):
+            size = output.to(torch.float64).abs().mean().item() if output.numel() else 0.0
+            checksum += size
+            dtype = str(output.dtype).removeprefix("torch.")
+            print(f"output {number}: {dtype}{list(output.shape)}, mean magnitude {size:.6g}")
+        else:
+            print(f"output {number}: {output!r}")
+    print(f"checksum: {checksum:.6g}")
+
+
 def _outputs(
-    forward: Callable[..., Any], inputs: Mapping[str, Any], recorded: Mapping[str, Any] | None
-) -> Sequence[Any]:
+    forward: types.FunctionType, inputs: Mapping[str, Recipe], recorded: Recorded | None
+) -> Sequence[Argument]:
     with torch.inference_mode():
         outputs = forward(**make(inputs, recorded and recorded["inputs"]))
     return outputs if isinstance(outputs, tuple | list) else [outputs]
 
 
-def _mismatch(number: int, found: Any, expected: Any, codes: bool) -> str:
+def _mismatch(number: int, found: Argument, expected: Argument, codes: bool) -> str:
     """How an output differs from the expected one; "" if it does not."""
     if not isinstance(found, Tensor) or not isinstance(expected, Tensor):
         return "" if found == expected else f"output {number}: {found!r} instead of {expected!r}"

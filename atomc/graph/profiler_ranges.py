@@ -2,8 +2,12 @@
 
 import ast
 from collections.abc import Callable, Mapping
+from typing import ParamSpec, TypeVar
 
 from atomc.torch_compat.core import profiler_is_on
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def with_ranges(source: str, labels: Mapping[str, str]) -> ast.Module:
@@ -27,19 +31,17 @@ def _ranged(line: ast.stmt, labels: Mapping[str, str]) -> ast.stmt:
     return entered
 
 
-def profiled(
-    call: Callable[..., object], named: Callable[[], Callable[..., object]]
-) -> Callable[..., object]:
+def profiled(call: Callable[P, T], named: Callable[[], Callable[P, T]]) -> Callable[P, T]:
     """`call`; while a profiler is active, the result of `named()`, the same function with a range
     around each kernel.
     """
-    made: list[Callable[..., object]] = []
+    made: list[Callable[P, T]] = []
 
-    def run(*args: object) -> object:
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
         if not profiler_is_on():
-            return call(*args)
+            return call(*args, **kwargs)
         if not made:
             made.append(named())
-        return made[0](*args)
+        return made[0](*args, **kwargs)
 
     return run

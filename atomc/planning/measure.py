@@ -9,7 +9,7 @@ import math
 import operator
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,10 +17,11 @@ import sympy
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import Argument
 
 from atomc.compiler.partition import structural_hash
 from atomc.graph.canonical import value
-from atomc.graph.expressions import expression
+from atomc.graph.expressions import Size, expression
 from atomc.graph.inputs import graph_input, step_input
 from atomc.graph.step_symbols import C, R, S, T, symbols_of
 from atomc.graph.views import ZERO_COST, name_of
@@ -28,6 +29,7 @@ from atomc.ops.inputs import StateInput, StepInput
 from atomc.ops.op import op_of
 from atomc.ops.state import GroupStep, StateSpec, Step, block_size_of, groups_of
 from atomc.platform import Platform
+from atomc.torch_compat.core import GraphFunction
 
 # Bytes: several times the L2 of a GPU, and more than the caches of a CPU core.
 ROTATED_BYTES = {"cuda": 160 * 10**6, "cpu": 64 * 10**6}
@@ -66,7 +68,7 @@ class KernelTimer:
     ):
         self.gm, self.specs, self.sizes, self.device = gm, specs, sizes, device
         self.nodes = {node.name: node for node in gm.graph.nodes}
-        self.known: dict[Any, float] = {}
+        self.known: dict[Hashable, float] = {}
         self.block_size = block_size_of(specs) or sizes.C
         self.columns = -(-sizes.C // self.block_size)
         self.symbols = self._symbols()
@@ -76,7 +78,7 @@ class KernelTimer:
     def seconds(
         self,
         names: Iterable[str],
-        inline: Callable[[GraphModule], Callable[..., Any]] | None = None,
+        inline: Callable[[GraphModule], GraphFunction] | None = None,
     ) -> float:
         """Seconds of one call of these nodes together. inline: the compiler for nodes without a
         kernel.
@@ -95,7 +97,7 @@ class KernelTimer:
             self.known[key] = time_call(call, sets, self.device, synced=self.sizes.T > 64)
         return self.known[key]
 
-    def _copies(self, made: Sequence[Any]) -> int:
+    def _copies(self, made: Sequence[Argument]) -> int:
         size = sum(x.nbytes for x in _tensors(made))
         return min(MAX_COPIES, max(2, math.ceil(ROTATED_BYTES[self.device.type] / max(size, 1))))
 
@@ -116,23 +118,15 @@ class KernelTimer:
                     copies[given] = graph.placeholder(given.name)
                     copies[given].meta = dict(given.meta)
                     inputs.append(given)
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-            copies[node].args, copies[node].kwargs = self._moved((node.args, node.kwargs), copies)
+            copy = copies[node] = graph.node_copy(node, copies.__getitem__)
+            copy.args, copy.kwargs = torch.fx.node.map_aggregate(
+                (copy.args, copy.kwargs), self._on_this_device
+            )
         graph.output(tuple(copies[node] for node in group))
         return GraphModule(torch.nn.Module(), graph), inputs
 
-    def _moved(self, arguments: Any, copies: Mapping[Node, Node]) -> Any:
-        """Arguments of a copied node, with this machine's device instead of the graph's."""
-        match arguments:
-            case Node():
-                return copies[arguments]
-            case torch.device():
-                return self.device
-            case tuple() | list():
-                return type(arguments)(self._moved(item, copies) for item in arguments)
-            case dict():
-                return {name: self._moved(item, copies) for name, item in arguments.items()}
-        return arguments
+    def _on_this_device(self, argument: Argument) -> Argument:
+        return self.device if isinstance(argument, torch.device) else argument
 
     # Made-up inputs
 
@@ -160,7 +154,7 @@ class KernelTimer:
                 return self.specs[number]
         return None
 
-    def _number(self, size: Any) -> int:
+    def _number(self, size: Size) -> int:
         found = expression(size).subs(self.symbols)
         if found.free_symbols:
             raise ValueError(
@@ -182,38 +176,33 @@ class KernelTimer:
             for p in positions[s]
         ]
         starts = torch.tensor([0, *new]).cumsum(0)
-        group = GroupStep(torch.tensor(slots), tables.int())
-        groups = tuple(self._here(group) for _ in groups_of(self.specs))
         rows = (starts[1:] - 1).repeat(-(-self.sizes.R // S))[: self.sizes.R]
-        step = Step(
-            torch.zeros(self.sizes.T, dtype=torch.int64),
-            torch.tensor([p for run in positions for p in run]),
-            starts.int(),
-            torch.full((S,), C, dtype=torch.int32),
-            rows,
-            (),
-            torch.arange(S),
+        here = self.device
+        return Step(
+            torch.zeros(self.sizes.T, dtype=torch.int64, device=here),
+            torch.tensor([p for run in positions for p in run], device=here),
+            starts.int().to(here),
+            torch.full((S,), C, dtype=torch.int32, device=here),
+            rows.to(here),
+            tuple(
+                GroupStep(torch.tensor(slots, device=here), tables.int().to(here))
+                for _ in groups_of(self.specs)
+            ),
+            torch.arange(S, device=here),
         )
-        here: Step = self._here(step)
-        return here._replace(groups=groups)
 
-    def _here(self, tensors: Any) -> Any:
-        return type(tensors)(*[x.to(self.device) if isinstance(x, Tensor) else x for x in tensors])
-
-    def _inputs(self, nodes: Sequence[Node]) -> list[Any]:
+    def _inputs(self, nodes: Sequence[Node]) -> list[Argument]:
         return [self._input(node) for node in nodes]
 
-    def _input(self, node: Node) -> Any:
+    def _input(self, node: Node) -> Argument:
         if node.op == "placeholder" and (given := self._of_the_step(node)) is not None:
             return given
         if node.op == "get_attr":
-            constant = operator.attrgetter(str(node.target))(self.gm)
-            if not constant.is_meta:
-                return constant.to(self.device)
-            return self._random(constant)
+            constant: Tensor = operator.attrgetter(str(node.target))(self.gm)
+            return self._random(constant) if constant.is_meta else constant.to(self.device)
         return self._like(value(node))
 
-    def _of_the_step(self, node: Node) -> Any:
+    def _of_the_step(self, node: Node) -> Argument:
         """An input that the runtime passes; None for other inputs, scales and weights."""
         match graph_input(node):
             case StepInput() as given:
@@ -226,15 +215,17 @@ class KernelTimer:
         if "extra" in node.meta:
             extra = node.meta["extra"]
             if extra.kind == "plan":
-                return extra.function(self.step, self.specs)
+                plan: tuple[Tensor, ...] = extra.function(self.step, self.specs)
+                return plan
             weights = [
                 None if weight is None else self._like(value(self.nodes[weight]))
                 for weight in extra.weights
             ]
-            return extra.function(*weights).tensors
+            tensors: tuple[Tensor, ...] = extra.function(*weights).tensors
+            return tensors
         return None
 
-    def _like(self, found: Any) -> Any:
+    def _like(self, found: Argument) -> Argument:
         if isinstance(found, tuple | list):
             return type(found)(self._like(item) for item in found)
         if isinstance(found, torch.SymInt):
@@ -271,7 +262,7 @@ def _is_view(node: Node) -> bool:
     return op_of(node.target) is None and name_of(node) in ZERO_COST - {"empty", "lift_fresh_copy"}
 
 
-def _tensors(given: Any) -> Iterable[Tensor]:
+def _tensors(given: Argument) -> Iterable[Tensor]:
     if isinstance(given, Tensor):
         yield given
     elif isinstance(given, tuple | list):
@@ -280,8 +271,8 @@ def _tensors(given: Any) -> Iterable[Tensor]:
 
 
 def time_call(
-    call: Callable[..., Any],
-    sets: Sequence[Sequence[Any]],
+    call: GraphFunction,
+    sets: Sequence[Sequence[Argument]],
     device: torch.device,
     synced: bool = False,
 ) -> float:
@@ -296,7 +287,7 @@ def time_call(
         )
 
 
-def _on_cpu(call: Callable[..., Any], sets: Sequence[Sequence[Any]]) -> float:
+def _on_cpu(call: GraphFunction, sets: Sequence[Sequence[Argument]]) -> float:
     call(*sets[0])
     times: list[float] = []
     while len(times) < 3 or sum(times) < CPU_SECONDS:
@@ -307,7 +298,7 @@ def _on_cpu(call: Callable[..., Any], sets: Sequence[Sequence[Any]]) -> float:
     return statistics.median(times)
 
 
-def _on_gpu(call: Callable[..., Any], sets: Sequence[Sequence[Any]], calls: int) -> float:
+def _on_gpu(call: GraphFunction, sets: Sequence[Sequence[Argument]], calls: int) -> float:
     rounds = -(-calls // len(sets))
     stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())

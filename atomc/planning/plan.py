@@ -12,7 +12,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +19,7 @@ from torch.fx import GraphModule
 
 from atomc import models
 from atomc.cost.efficiency import Predicted, Table, predict, table_for
+from atomc.json_file import Json
 from atomc.models import loader, stock
 from atomc.models.config import integer
 from atomc.ops.state import StateSpec, block_size_of, groups_of
@@ -34,6 +34,7 @@ from atomc.quantization.scheme import Fp8, Fp8Block
 from atomc.report.render.table import collapsed
 from atomc.report.report import Report
 from atomc.runtime.capacity import CPU_SHARE, GRAPH_SHARE, SPARE_SLOTS, blocks_of_one, capacity
+from atomc.torch_compat.core import GraphFunction
 
 # Sizes in a config.json that tensor parallelism divides.
 SHARDED_SIZES = (
@@ -54,7 +55,7 @@ class Model:
     """One device's shard of a model on meta, with its configuration."""
 
     module: nn.Module
-    config: dict[str, Any]
+    config: Mapping[str, Json]
     quantization: QuantizationConfig | None
     dtype: torch.dtype
     devices: int
@@ -95,19 +96,17 @@ def build_model(
     return Model(loader.ready(module), config, chosen, dtype, devices)
 
 
-def _first_layers(layers: int, config: dict[str, Any]) -> dict[str, Any]:
+def _first_layers(layers: int, config: Mapping[str, Json]) -> Mapping[str, Json]:
     count = integer(config, "num_hidden_layers", layers)
     if not 1 <= layers <= count:
         raise ValueError(f"--layers {layers}: the model has {count}")
-    kinds = (
-        {"layer_types": config["layer_types"][:layers]}
-        if isinstance(config.get("layer_types"), list)
-        else {}
-    )
-    return {**config, "num_hidden_layers": layers, **kinds}
+    first = {**config, "num_hidden_layers": layers}
+    if isinstance(kinds := config.get("layer_types"), list):
+        first["layer_types"] = kinds[:layers]
+    return first
 
 
-def shard_config(config: Mapping[str, Any], devices: int) -> dict[str, Any]:
+def shard_config(config: Mapping[str, Json], devices: int) -> Mapping[str, Json]:
     """The config of one device's shard: heads, hidden units of MLPs and vocabulary are divided, the
     model width is not.
 
@@ -120,7 +119,7 @@ def shard_config(config: Mapping[str, Any], devices: int) -> dict[str, Any]:
         raise ValueError(
             f"cannot shard this model over {devices} devices: its config.json has no {absent[0]}"
         )
-    heads = integer(dict(config), "num_attention_heads")
+    heads = integer(config, "num_attention_heads")
     found = {**config, "num_key_value_heads": config.get("num_key_value_heads") or heads}
     for name in SHARDED_SIZES:
         size = found.get(name)
@@ -132,7 +131,7 @@ def shard_config(config: Mapping[str, Any], devices: int) -> dict[str, Any]:
         if isinstance(size, int):
             found[name] = size // devices
     found.setdefault(
-        "head_dim", config.get("head_dim") or integer(dict(config), "hidden_size", 0) // heads
+        "head_dim", config.get("head_dim") or integer(config, "hidden_size", 0) // heads
     )
     return found
 
@@ -150,10 +149,10 @@ def _quantize(
     for group in apply.groups(methods):
         shared: dict[str, nn.Parameter] = {}
         for name, method in group:
-            scheme: Any = method.scheme
+            scheme = method.scheme
             if fnuz and isinstance(scheme, Fp8 | Fp8Block):
                 scheme = replace(scheme, dtype=torch.float8_e4m3fnuz)
-            old: Any = module.get_submodule(name)
+            old = apply.linear(module, name)
             layer = QuantizedLinear(
                 old.in_features, old.out_features, old.bias, LinearMethod(scheme)
             )
@@ -190,7 +189,7 @@ def plan(
     load: Workload,
     *,
     longest: int | None = None,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, Json] | None = None,
     table: Table | None = None,
     program: Program | None = None,
 ) -> Plan:
@@ -229,7 +228,7 @@ def plan(
 def compile_for(
     model: Model,
     platform: Platform,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, Json] | None = None,
     observers: Sequence[Callable[[str, GraphModule], None]] = (),
 ) -> Program:
     """The model compiled for the runtime on that platform, without building the glue and without
@@ -248,7 +247,7 @@ class TimedProgram:
     def __init__(
         self,
         model: Model,
-        options: Mapping[str, Any] | None = None,
+        options: Mapping[str, Json] | None = None,
         platform: Platform | None = None,
     ):
         self.model, self.platform = model, with_peaks(platform or Platform.detect(), model.dtype)
@@ -278,8 +277,8 @@ class TimedProgram:
         )
         return [bench.seconds(p.nodes, self._inline if self.fuses else None) for p in wanted]
 
-    def _inline(self, piece: GraphModule) -> Callable[..., Any]:
-        found: Callable[..., Any] = torch.compile(piece, dynamic=False)
+    def _inline(self, piece: GraphModule) -> GraphFunction:
+        found: GraphFunction = torch.compile(piece, dynamic=False)
         return found
 
 
@@ -288,7 +287,7 @@ def measure_plan(
     load: Workload,
     *,
     longest: int | None = None,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, Json] | None = None,
     table: Table | None = None,
 ) -> Plan:
     """The plan of a step on this machine, with the measured time of each kernel."""
@@ -307,7 +306,7 @@ def plan_rows(
     """One row for kernels that are equal in all layers. timed: number of a prediction -> measured
     seconds.
     """
-    groups: dict[tuple[Any, ...], list[int]] = {}
+    groups: dict[tuple[str, str, str, float, float, bool], list[int]] = {}
     for i, p in enumerate(predicted):
         key = (p.op, p.kernel, collapsed(p.module_path), p.bytes, p.flops, p.layer is not None)
         groups.setdefault(key, []).append(i)
@@ -420,7 +419,7 @@ def _in_blocks(specs: Sequence[StateSpec], room: int, length: int) -> tuple[int,
 def _communication(model: Model, load: Workload) -> Communication:
     """All-reduces after row-sharded layers and the embedding, and a gather of the logits."""
     how = sharding(model.module)
-    width, size = model.config["hidden_size"], model.dtype.itemsize
+    width, size = integer(model.config, "hidden_size"), model.dtype.itemsize
     paths = {
         re.sub(r"\.experts\.\d+(?=\.)", ".experts", name)
         for name, _ in model.module.named_modules()
@@ -432,6 +431,6 @@ def _communication(model: Model, load: Workload) -> Communication:
     gathers = len(tables) - sum("embed" in leaf for leaf in tables)
     message = load.tokens * width * size
     n = model.devices
-    logits = load.sequences * model.config["vocab_size"] * size  # of one device
+    logits = load.sequences * integer(model.config, "vocab_size") * size  # of one device
     sent = reduces * 2 * (n - 1) * message // n + gathers * (n - 1) * logits
     return Communication(reduces, gathers, message, sent)

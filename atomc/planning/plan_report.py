@@ -1,8 +1,8 @@
 """The result of planning, as data and as text."""
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
+from atomc.json_file import Json
 from atomc.report.render.table import table
 
 
@@ -127,7 +127,7 @@ class Plan:
             else float(sum(value * calls for value, calls in values))
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Json]:
         """All fields as plain data, with totals."""
         totals = {
             what: {"step": self.total(what), "layers": self.total(what, layers_only=True)}

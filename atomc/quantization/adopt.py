@@ -4,8 +4,6 @@ Other libraries keep the tensors of the checkpoint in a layer, under the same na
 converted like a checkpoint.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -43,12 +41,10 @@ def adopt(model: nn.Module) -> nn.Module:
         plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
         method = config.get_quant_method(plain, name)
         if method is not None:
-            ours[name] = _convert(name, layer, method, config, dtype)
+            ours[name] = _convert(name, layer, plain, method, config, dtype)
     for name, made in ours.items():
         apply.replace(model, name, made)
-    unpacking: Any = getattr(
-        model, "ct_decompress_hook", None
-    )  # of compressed-tensors, before the first call
+    unpacking = getattr(model, "ct_decompress_hook", None)  # of compressed-tensors
     if unpacking is not None:
         unpacking.remove()
     apply.process_weights_after_loading(model)
@@ -56,12 +52,18 @@ def adopt(model: nn.Module) -> nn.Module:
 
 
 def _convert(
-    name: str, layer: Any, method: LinearMethod, config: QuantizationConfig, dtype: torch.dtype
+    name: str,
+    layer: nn.Module,
+    plain: nn.Linear,
+    method: LinearMethod,
+    config: QuantizationConfig,
+    dtype: torch.dtype,
 ) -> QuantizedLinear:
-    """A QuantizedLinear with the stored tensors of the layer."""
-    if layer.bias is not None:
-        layer.bias.requires_grad_(False)
-    made = QuantizedLinear(layer.in_features, layer.out_features, layer.bias, method)
+    """A QuantizedLinear with the stored tensors of the layer. plain: a linear layer of its size."""
+    bias = layer._parameters.get("bias")
+    if bias is not None:
+        bias.requires_grad_(False)
+    made = QuantizedLinear(plain.in_features, plain.out_features, bias, method)
     method.create_weights(made, dtype, "meta")
     made.train(layer.training)
     stored = {

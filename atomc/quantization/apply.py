@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from atomc.quantization.scheme import Fp8, Fp8Block, as_fnuz
 from atomc.weights.registry import parameter_of
 
 log = logging.getLogger("atomc")
+T = TypeVar("T")
 
 
 def linears(
@@ -36,6 +37,13 @@ def linears(
     return found
 
 
+def linear(model: nn.Module, name: str) -> nn.Linear:
+    """The linear layer of this name, which is not quantized yet."""
+    layer = model.get_submodule(name)
+    assert isinstance(layer, nn.Linear), name
+    return layer
+
+
 def replace(model: nn.Module, name: str, layer: nn.Module) -> None:
     owner, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(owner), leaf, layer)
@@ -46,8 +54,7 @@ def create_weights(
 ) -> None:
     """Replace linear layers by quantized ones on meta."""
     for name, method in methods.items():
-        old = model.get_submodule(name)
-        assert isinstance(old, nn.Linear)
+        old = linear(model, name)
         layer = QuantizedLinear(old.in_features, old.out_features, old.bias, method)
         method.create_weights(layer, dtype, "meta")
         replace(model, name, layer)
@@ -83,9 +90,9 @@ def process_weights_after_loading(model: nn.Module) -> None:
         share_scales([layer for _, layer in group])
 
 
-def groups(layers: Mapping[str, Any]) -> list[list[tuple[str, Any]]]:
+def groups(layers: Mapping[str, T]) -> list[list[tuple[str, T]]]:
     """The layers, grouped by their input."""
-    found: dict[tuple[str, ...], list[tuple[str, Any]]] = {}
+    found: dict[tuple[str, ...], list[tuple[str, T]]] = {}
     for name, layer in layers.items():
         found.setdefault(siblings_of(name), []).append((name, layer))
     return list(found.values())
@@ -95,7 +102,7 @@ def layer_device(layer: nn.Module) -> torch.device:
     return next(layer.parameters()).device
 
 
-def convert_to_device_fp8(layer: Any, device: torch.device) -> None:
+def convert_to_device_fp8(layer: QuantizedLinear, device: torch.device) -> None:
     """Convert fp8 weights to the fp8 format of the device: e4m3fnuz on gfx942."""
     if isinstance(layer.method.scheme, Fp8 | Fp8Block) and fp8_dtype(device) != layer.weight.dtype:
         weight, scale = as_fnuz(layer.weight.data, layer.weight_scale.data)
@@ -122,7 +129,7 @@ def quantize_layers(
 
     weight_of  gives the weight of a layer that does not hold it
     """
-    old: list[Any] = [model.get_submodule(name) for name in names]
+    old = [linear(model, name) for name in names]
     weights = [(weight_of(name) if weight_of else None) for name in names]
     given = [
         layer.weight.data if weight is None else weight
@@ -131,6 +138,7 @@ def quantize_layers(
     scheme = methods[names[0]].scheme
     tensors = scheme.quantize(given)
     shared: dict[int, nn.Parameter] = {}
+    quantized_layers = []
     for name, layer, made in zip(names, old, tensors, strict=True):
         bias = layer.bias
         if bias is not None:
@@ -148,9 +156,8 @@ def quantize_layers(
         )
         convert_to_device_fp8(quantized_layer, given[0].device)
         replace(model, name, quantized_layer)
-    share_scales(
-        [layer for name in names if isinstance(layer := model.get_submodule(name), QuantizedLinear)]
-    )
+        quantized_layers.append(quantized_layer)
+    share_scales(quantized_layers)
 
 
 def quantize(model: nn.Module, scheme: str, ignore: Sequence[str] = ()) -> nn.Module:

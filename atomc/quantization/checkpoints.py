@@ -4,15 +4,17 @@ A parser takes the config as in config.json. It raises ValueError for a setting 
 supported, naming the field, its value and the supported values.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
 
+from atomc.json_file import Json
 from atomc.quantization.linear import Format
 from atomc.quantization.packing import AWQ, GPTQ, GPTQ_V2, MXFP4_PACK_QUANTIZED, PACK_QUANTIZED
 from atomc.quantization.scheme import Fp8, Fp8Block, Int4, Int8, Mxfp4, Scheme
 
-Config = Mapping[str, Any]
+Config = Mapping[str, Json]
+T = TypeVar("T")
 LM_HEAD = ("lm_head",)
 UPGRADED = (
     "activations have a dynamic scale per row instead of per tensor as in the config: more "
@@ -32,21 +34,39 @@ class Parsed:
     notes: tuple[str, ...] = ()
 
 
-def only(method: str, config: Config, name: str, *supported: object, default: object = None) -> Any:
+def only(method: str, config: Config, name: str, *supported: T, default: T | None = None) -> T:
     """The value of the field; `default` if it is missing or null. Raises ValueError for an
     unsupported value.
     """
-    value = config.get(name)
-    value = default if value is None else value
-    if value not in supported:
-        raise ValueError(
-            f"{method}: {name} {value!r} is not supported, only {' or '.join(map(repr, supported))}"
-        )
-    return value
+    given = config.get(name)
+    value = default if given is None else given
+    for choice in supported:
+        if value == choice:
+            return choice
+    raise ValueError(
+        f"{method}: {name} {value!r} is not supported, only {' or '.join(map(repr, supported))}"
+    )
 
 
 def names(config: Config, *fields: str) -> tuple[str, ...]:
-    return tuple(name for one in fields for name in config.get(one) or ())
+    """The names in these fields; null counts as missing."""
+    return tuple(str(name) for field in fields for name in _items(config, field))
+
+
+def _items(config: Config, name: str) -> list[Json]:
+    """The items of a list; [] if it is missing or null."""
+    value = config.get(name) or ()
+    if not isinstance(value, Iterable):
+        raise ValueError(f"{name} is {value!r:.60}, expected a list")
+    return list(value)
+
+
+def _object(config: Config, name: str) -> Config | None:
+    """A nested object; None if it is missing or null."""
+    value = config.get(name)
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"{name} is {value!r:.60}, expected an object")
+    return value
 
 
 # fp8 of Hugging Face, DeepSeek and AutoFP8
@@ -54,15 +74,15 @@ def names(config: Config, *fields: str) -> tuple[str, ...]:
 
 def fp8(config: Config) -> Parsed:
     activation = only("fp8", config, "activation_scheme", "dynamic", "static", default="dynamic")
-    block = config.get("weight_block_size")
+    block = None if config.get("weight_block_size") is None else _items(config, "weight_block_size")
     only("fp8", config, "scale_fmt", "float", "ue8m0", default="float")
     only("fp8", config, "fmt", "e4m3", "float8_e4m3fn", default="e4m3")
     scheme: Scheme
     if block is None:
         scheme = Fp8("tensor", "static" if activation == "static" else "token")
-    elif list(block) != [128, 128]:
+    elif block != [128, 128]:
         raise ValueError(
-            f"fp8: weight_block_size {list(block)} is not supported, only [128, 128] or none"
+            f"fp8: weight_block_size {block} is not supported, only [128, 128] or none"
         )
     elif activation != "dynamic":
         raise ValueError(
@@ -86,68 +106,65 @@ def fp8(config: Config) -> Parsed:
 def compressed_tensors(config: Config) -> Parsed:
     method = "compressed-tensors"
     only(method, config, "quantization_status", "compressed", "frozen", default="compressed")
-    sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
+    sparsity = (_object(config, "sparsity_config") or {}).get("format", "dense")
     if sparsity != "dense":
         raise ValueError(
             f"{method}: sparsity_config.format {sparsity!r} is not supported, only 'dense'"
         )
-    groups = config.get("config_groups") or {}
+    groups = _object(config, "config_groups") or {}
     if not groups:
         raise ValueError(
             f"{method}: config_groups is empty, so no layer is quantized; remove "
             "quantization_config"
         )
     rules, notes = [], []
-    for name, group in groups.items():
+    for name in groups:
         where = f"{method}: config_groups.{name}"
+        group = _object(groups, name) or {}
         scheme, form, note = _compressed_group(
             where, group, group.get("format") or config.get("format")
         )
-        rules.append((tuple(group.get("targets") or ("Linear",)), scheme, form))
+        rules.append((names(group, "targets") or ("Linear",), scheme, form))
         notes += note
-    kv = config.get("kv_cache_scheme")
-    if kv is not None and not isinstance(kv, Mapping):
-        raise ValueError(f"{method}: kv_cache_scheme is {kv!r}, expected an object")
-    if kv is not None and (kv.get("num_bits"), kv.get("type"), kv.get("strategy", "tensor")) != (
-        8,
-        "float",
-        "tensor",
-    ):
+    kv_cache_dtype = _kv_cache_dtype(method, config.get("kv_cache_scheme"))
+    ignore = names(config, "ignore")
+    return Parsed(tuple(rules), ignore, {}, kv_cache_dtype, tuple(dict.fromkeys(notes)))
+
+
+def _kv_cache_dtype(method: str, scheme: Json) -> str | None:
+    """ "fp8" for the only supported kv_cache_scheme, None without one."""
+    if scheme is None:
+        return None
+    if not isinstance(scheme, Mapping):
+        raise ValueError(f"{method}: kv_cache_scheme is {scheme!r}, expected an object")
+    bits, kind = scheme.get("num_bits"), scheme.get("type")
+    if (bits, kind, scheme.get("strategy", "tensor")) != (8, "float", "tensor"):
         raise ValueError(
-            f"{method}: kv_cache_scheme of {kv.get('num_bits')} bits, type {kv.get('type')!r}, "
-            "strategy "
-            f"{kv.get('strategy')!r} is not supported, only 8, 'float', 'tensor'"
+            f"{method}: kv_cache_scheme of {bits} bits, type {kind!r}, strategy "
+            f"{scheme.get('strategy')!r} is not supported, only 8, 'float', 'tensor'"
         )
-    return Parsed(
-        tuple(rules),
-        names(config, "ignore"),
-        {},
-        "fp8" if kv else None,
-        tuple(dict.fromkeys(notes)),
-    )
+    return "fp8"
 
 
 # (scheme, format, notes) of a group
 _Group = tuple[Scheme, Format | None, list[str]]
 
 
-def _compressed_group(where: str, group: Config, form: str | None) -> _Group:
-    weights, inputs = group.get("weights"), group.get("input_activations")
+def _compressed_group(where: str, group: Config, form: Json) -> _Group:
+    weights, inputs = _object(group, "weights"), _object(group, "input_activations")
     if weights is None:
         raise ValueError(f"{where} has no weights")
     if group.get("output_activations"):
         raise ValueError(f"{where}.output_activations are not supported, only null")
-    readers: dict[str | None, Callable[[str, Config, Config | None], _Group]] = {
+    readers: dict[str, Callable[[str, Config, Config | None], _Group]] = {
         "pack-quantized": _pack_quantized,
         "int-quantized": _int_quantized,
         "float-quantized": _float_quantized,
         "naive-quantized": _float_quantized if weights.get("type") == "float" else _int_quantized,
         "mxfp4-pack-quantized": _mxfp4_pack_quantized,
     }
-    if form not in readers:
-        raise ValueError(
-            f"{where}.format {form!r} is not supported, only {', '.join(map(str, readers))}"
-        )
+    if not isinstance(form, str) or form not in readers:
+        raise ValueError(f"{where}.format {form!r} is not supported, only {', '.join(readers)}")
     return readers[form](where, weights, inputs)
 
 
@@ -205,7 +222,7 @@ def _float_quantized(where: str, weights: Config, inputs: Config | None) -> _Gro
     only(x, inputs, "type", "float")
     only(x, inputs, "symmetric", True, default=True)
     if strategy == "block":
-        if list(weights.get("block_structure") or ()) != [128, 128]:
+        if _items(weights, "block_structure") != [128, 128]:
             raise ValueError(
                 f"{at}.block_structure {weights.get('block_structure')} is not supported, only "
                 "[128, 128]"
@@ -240,12 +257,7 @@ def _mxfp4_pack_quantized(where: str, weights: Config, inputs: Config | None) ->
 
 def _group_size(method: str, config: Config, *fields: str) -> int:
     found = next((config[name] for name in fields if config.get(name) is not None), None)
-    if found not in Int4.GROUPS:
-        raise ValueError(
-            f"{method}: group_size {found!r} is not supported, only "
-            f"{' or '.join(map(str, Int4.GROUPS))}"
-        )
-    return int(found)
+    return only(method, {"group_size": found}, "group_size", *Int4.GROUPS)
 
 
 def gptq(config: Config) -> Parsed:
@@ -297,8 +309,8 @@ def quark(config: Config) -> Parsed:
                 f"quark: {name} is not supported, only one setting for all layers "
                 "(global_quant_config)"
             )
-    setting = config.get("global_quant_config") or {}
-    weight, inputs = setting.get("weight"), setting.get("input_tensors")
+    setting = _object(config, "global_quant_config") or {}
+    weight, inputs = _object(setting, "weight"), _object(setting, "input_tensors")
     if weight is None:
         raise ValueError("quark: global_quant_config.weight is missing, so no layer is quantized")
     if setting.get("output_tensors") or setting.get("bias"):

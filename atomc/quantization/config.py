@@ -6,14 +6,13 @@ config.json.
 
 import fnmatch
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
-from atomc.json_file import read_json
+from atomc.json_file import Json, read_json
 from atomc.quantization import checkpoints
 from atomc.quantization.field_types import check_types
 from atomc.quantization.linear import LinearMethod
@@ -111,9 +110,6 @@ class QuantizationConfig:
         return rule.method
 
 
-Parser = Callable[[Mapping[str, Any]], QuantizationConfig]
-
-
 def online(name: str, ignore: Sequence[str] = ()) -> QuantizationConfig:
     """The config to quantize during loading. Raises ValueError for an unknown scheme."""
     if name not in ONLINE:
@@ -136,12 +132,12 @@ def check_pattern(pattern: str) -> None:
             ) from error
 
 
-def parse(config: Mapping[str, Any]) -> QuantizationConfig:
+def parse(config: Mapping[str, Json]) -> QuantizationConfig:
     """The config of a checkpoint's `quantization_config`. Raises ValueError for unsupported
     settings.
     """
     method = config.get("quant_method")
-    if method not in checkpoints.PARSERS:
+    if not isinstance(method, str) or method not in checkpoints.PARSERS:
         raise ValueError(
             f"quantized weights of quant_method {method!r} are not supported, only "
             f"{', '.join(checkpoints.PARSERS)}"
@@ -158,7 +154,7 @@ def parse(config: Mapping[str, Any]) -> QuantizationConfig:
     )
 
 
-def stored_config(path: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def stored_config(path: Path, config: Mapping[str, Json]) -> Mapping[str, Json] | None:
     """The quantization_config of a checkpoint directory whose config.json is given; None if it is
     not quantized.
     """
@@ -176,7 +172,7 @@ def stored_config(path: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | 
     return inside
 
 
-Request = str | Mapping[str, Any] | None
+Request = str | Mapping[str, Json] | None
 
 
 def requested(wanted: Request) -> QuantizationConfig | None:
@@ -196,10 +192,10 @@ def requested(wanted: Request) -> QuantizationConfig | None:
             "nor a "
             "quantization_config with its quant_method"
         )
-    return online(wanted["scheme"], tuple(wanted.get("ignore", ())))
+    return online(str(wanted["scheme"]), checkpoints.names(wanted, "ignore"))
 
 
-def decide(wanted: Request, path: Path, config: Mapping[str, Any]) -> QuantizationConfig | None:
+def decide(wanted: Request, path: Path, config: Mapping[str, Json]) -> QuantizationConfig | None:
     """How to load the checkpoint at `path`: as requested, else by a file there, else by
     config.json.
 

@@ -1,7 +1,8 @@
 """Checks the types of the fields of a `quantization_config` before it is parsed."""
 
 from collections.abc import Mapping
-from typing import Any
+
+from atomc.json_file import Json
 
 OBJECT, NAMES, NUMBERS, TEXT = "an object", "a list of names", "a list of numbers", "a text"
 EXPECTED = {
@@ -27,7 +28,7 @@ EXPECTED = {
 }
 
 
-def check_types(config: Mapping[str, Any], where: str) -> None:
+def check_types(config: Mapping[str, Json], where: str) -> None:
     """Raise ValueError for a field of the wrong type, also in nested objects; null counts as
     missing.
     """
@@ -39,7 +40,7 @@ def check_types(config: Mapping[str, Any], where: str) -> None:
             check_types(value, f"{where}.{name}")
 
 
-def _is(value: Any, expected: str) -> bool:
+def _is(value: Json, expected: str) -> bool:
     match expected:
         case "an object":
             return isinstance(value, Mapping)

@@ -68,6 +68,12 @@ class QuantizedLinear(nn.Module):
     no gradients.
     """
 
+    weight: nn.Parameter
+    weight_scale: nn.Parameter
+    input_scale: nn.Parameter
+    zeros: nn.Parameter
+    bias: nn.Parameter | None
+
     def __init__(
         self, in_features: int, out_features: int, bias: nn.Parameter | None, method: LinearMethod
     ):
@@ -162,13 +168,13 @@ def _largest(layers: Sequence[QuantizedLinear], name: str) -> nn.Parameter | Non
     """
     if name not in layers[0]._parameters:
         return None
-    parts: list[Any] = [getattr(layer, name) for layer in layers]
+    parts = [layer.get_parameter(name) for layer in layers]
     if all(part is parts[0] for part in parts):
         return None
     return parameter_of(torch.stack([part.data for part in parts]).max(0).values)
 
 
-def _rescale(layer: Any, scale: Tensor) -> None:
+def _rescale(layer: QuantizedLinear, scale: Tensor) -> None:
     if not layer.weight_scale.equal(scale):
         values = layer.weight.to(torch.float32) * (layer.weight_scale / scale)
         largest = torch.finfo(layer.weight.dtype).max

@@ -11,14 +11,12 @@ AWQ                 qweight [K, N/8], packed along N, the codes of a word in the
                     7; scales [G, N]; qzeros [G, N/8] likewise
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from atomc.ops.formats import pack_int4, unpack_int4
 from atomc.quantization.linear import Format
-from atomc.quantization.scheme import Int4, Shapes, Tensors
+from atomc.quantization.scheme import Int4, Mxfp4, Shapes, Tensors
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -68,12 +66,12 @@ PACK_QUANTIZED = Format(
 )
 
 
-def _packed_mxfp4(scheme: Any, out_features: int, in_features: int, dtype: torch.dtype) -> Shapes:
-    shapes: Shapes = scheme.tensors(out_features, in_features, dtype)
+def _packed_mxfp4(scheme: Mxfp4, out_features: int, in_features: int, dtype: torch.dtype) -> Shapes:
+    shapes = scheme.tensors(out_features, in_features, dtype)
     return {"weight_packed": shapes["weight"], "weight_scale": shapes["weight_scale"]}
 
 
-def _from_packed_mxfp4(scheme: Any, stored: Tensors) -> Tensors:
+def _from_packed_mxfp4(scheme: Mxfp4, stored: Tensors) -> Tensors:
     return {"weight": stored["weight_packed"], "weight_scale": stored["weight_scale"]}
 
 

@@ -11,10 +11,10 @@ N outputs, K inputs, G groups.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from atomc import ops
 from atomc.ops.formats import AMAX_FLOOR, in_groups, pack_int4
@@ -24,6 +24,16 @@ from atomc.ops.scaled_linear import int4_weight, mxfp4_values
 Tensors = dict[str, Tensor]
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 E4M3 = torch.float8_e4m3fn
+
+
+class QuantizedWeights(Protocol):
+    """The parameters of a quantized linear layer; those that its scheme lacks are not set."""
+
+    weight: nn.Parameter
+    weight_scale: nn.Parameter
+    input_scale: nn.Parameter
+    zeros: nn.Parameter
+    bias: nn.Parameter | None
 
 
 class Scheme(Protocol):
@@ -43,10 +53,10 @@ class Scheme(Protocol):
         shared tensor.
         """
 
-    def dequantize(self, layer: Any) -> Tensor:
+    def dequantize(self, layer: QuantizedWeights) -> Tensor:
         """The dequantized weight, fp32 [N, K]."""
 
-    def apply(self, layer: Any, x: Tensor) -> Tensor:
+    def apply(self, layer: QuantizedWeights, x: Tensor) -> Tensor:
         """The linear layer, as ops that rewrites can fuse. x [..., K] -> [..., N], in x.dtype."""
 
 
@@ -98,16 +108,14 @@ class Fp8:
             for weight in weights
         ]
 
-    def dequantize(self, layer: Any) -> Tensor:
+    def dequantize(self, layer: QuantizedWeights) -> Tensor:
         values: Tensor = layer.weight.to(torch.float32) * layer.weight_scale
         return values
 
-    def apply(self, layer: Any, x: Tensor) -> Tensor:
+    def apply(self, layer: QuantizedWeights, x: Tensor) -> Tensor:
         if self.activation == "static":
-            q, scale = (
-                ops.quant_fp8_static(x, layer.input_scale, layer.weight.dtype),
-                layer.input_scale,
-            )
+            scale: Tensor = layer.input_scale
+            q = ops.quant_fp8_static(x, scale, layer.weight.dtype)
         else:
             q, scale = ops.quant_fp8_per_token(x, layer.weight.dtype)
         out: Tensor = ops.scaled_linear_fp8(
@@ -150,14 +158,14 @@ class Fp8Block:
         codes = to_fp8(squares * (1.0 / scale), self.dtype).view(padded.shape)[:rows, :columns]
         return {"weight": codes.contiguous(), "weight_scale": scale[:, 0, :, 0].contiguous()}
 
-    def dequantize(self, layer: Any) -> Tensor:
+    def dequantize(self, layer: QuantizedWeights) -> Tensor:
         scale = layer.weight_scale.repeat_interleave(self.block, 0).repeat_interleave(self.block, 1)
         values: Tensor = (
             layer.weight.to(torch.float32) * scale[: layer.weight.shape[0], : layer.weight.shape[1]]
         )
         return values
 
-    def apply(self, layer: Any, x: Tensor) -> Tensor:
+    def apply(self, layer: QuantizedWeights, x: Tensor) -> Tensor:
         q, scale = ops.quant_fp8_group(x, self.block, dtype=layer.weight.dtype)
         out: Tensor = ops.scaled_linear_fp8_block(
             q,
@@ -198,11 +206,11 @@ class Int8:
             for weight in weights
         ]
 
-    def dequantize(self, layer: Any) -> Tensor:
+    def dequantize(self, layer: QuantizedWeights) -> Tensor:
         values: Tensor = layer.weight.to(torch.float32) * layer.weight_scale
         return values
 
-    def apply(self, layer: Any, x: Tensor) -> Tensor:
+    def apply(self, layer: QuantizedWeights, x: Tensor) -> Tensor:
         q, scale = ops.quant_int8_per_token(x)
         out: Tensor = ops.scaled_linear_int8(
             q, layer.weight, scale, layer.weight_scale, layer.bias, out_dtype=x.dtype
@@ -251,12 +259,12 @@ class Int4:
         codes = (groups / scale.to(torch.float32)).round().clamp(-8, 7) + 8
         return {"weight": pack_int4(codes.flatten(-2)), "weight_scale": scale.squeeze(-1)}
 
-    def dequantize(self, layer: Any) -> Tensor:
+    def dequantize(self, layer: QuantizedWeights) -> Tensor:
         return int4_weight(
             layer.weight, layer.weight_scale, layer.zeros if self.zeros else None, self.group
         )
 
-    def apply(self, layer: Any, x: Tensor) -> Tensor:
+    def apply(self, layer: QuantizedWeights, x: Tensor) -> Tensor:
         zeros = layer.zeros if self.zeros else None
         out: Tensor = ops.linear_w4a16(
             x, layer.weight, layer.weight_scale, zeros, layer.bias, group=self.group
@@ -296,10 +304,10 @@ class Mxfp4:
         pairs = [ops.quant_mxfp4.reference(weight, self.rounding) for weight in weights]
         return [{"weight": codes, "weight_scale": scale} for codes, scale in pairs]
 
-    def dequantize(self, layer: Any) -> Tensor:
+    def dequantize(self, layer: QuantizedWeights) -> Tensor:
         return mxfp4_values(layer.weight, layer.weight_scale)
 
-    def apply(self, layer: Any, x: Tensor) -> Tensor:
+    def apply(self, layer: QuantizedWeights, x: Tensor) -> Tensor:
         q, scale = x, None
         if self.activation == "mxfp4":
             q, scale = ops.quant_mxfp4(x, self.rounding)

@@ -13,7 +13,7 @@ import logging
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Literal, TypedDict
 
 from atomc.errors import ContractError, OptionsError
 from atomc.options import Options
@@ -29,6 +29,30 @@ _BINARY: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Mult: operator.mul,
     ast.FloorDiv: operator.floordiv,
 }
+
+
+class GraphCounts(TypedDict):
+    """rewrites: number of sites; kernels: "op for T tokens" -> kernel -> number of calls."""
+
+    model: str
+    treated: bool
+    layers: int
+    rewrites: dict[str, int]
+    kernels: dict[str, dict[str, int]]
+
+
+class Baseline(TypedDict):
+    """The counts of a report, in its JSON file."""
+
+    version: int
+    graphs: list[GraphCounts]
+
+
+_COMPARED: tuple[Literal["model"], Literal["treated"], Literal["layers"]] = (
+    "model",
+    "treated",
+    "layers",
+)
 
 
 def expected(rewrite: str, count: int | str, layers: int) -> tuple[int, bool]:
@@ -104,24 +128,22 @@ def _violation_text(report: Report, rewrite: str, number: int, least: bool, form
         f"{rewrite} fired {report.matches[rewrite]} times in {report.num_layers} layers, "
         f"expected {expected_text}"
     )
-    if report.matches[rewrite] > number:
-        return text
+    too_often = report.matches[rewrite] > number
+    return text if too_often else f"{text}; {_why_missing(report, rewrite)}"
+
+
+def _why_missing(report: Report, rewrite: str) -> str:
+    """The layers without a rewrite, and its near miss or other reason."""
     causes = [rewrite, *report.built_on(rewrite)]
     near = [miss for name in causes for miss in report.near if miss.rewrite == name]
     if near:
         layers = spans(miss.layer for miss in near if miss.layer is not None)
-        return (
-            f"{text}; "
-            + (f"not in layers {layers}. " if layers else "")
-            + f"Near miss: {near[0].text()}"
-        )
+        where = f"not in layers {layers}. " if layers else ""
+        return f"{where}Near miss: {near[0].text()}"
     per_layer = Counter(site.layer for site in report.sites if site.rewrite == rewrite)
     without = [layer for layer in report.layers if not per_layer[layer]]
-    return (
-        f"{text}; "
-        + (f"none in layers {spans(without)}. " if without else "")
-        + report.why(rewrite)
-    )
+    where = f"none in layers {spans(without)}. " if without else ""
+    return where + report.why(rewrite)
 
 
 def check(report: Report, options: Options) -> None:
@@ -138,12 +160,12 @@ def check(report: Report, options: Options) -> None:
     log.warning(text)
 
 
-def baseline(reports: Iterable[Report]) -> dict[str, Any]:
+def baseline(reports: Iterable[Report]) -> Baseline:
     """The counts of the graphs, as plain data for a JSON file."""
     return {"version": VERSION, "graphs": [_counted(report) for report in reports]}
 
 
-def _counted(report: Report) -> dict[str, Any]:
+def _counted(report: Report) -> GraphCounts:
     kernels: dict[str, Counter[str]] = {}
     for choice in report.kernels:
         kernels.setdefault(f"{choice.op} for {choice.tokens} tokens", Counter())[choice.chosen] += 1
@@ -156,7 +178,7 @@ def _counted(report: Report) -> dict[str, Any]:
     }
 
 
-def differences(saved: Mapping[str, Any], reports: Sequence[Report]) -> list[str]:
+def differences(saved: Baseline, reports: Sequence[Report]) -> list[str]:
     """The changes since a baseline was saved, one line each; for a rewrite that fires less often,
     with the reason.
 
@@ -184,26 +206,26 @@ def differences(saved: Mapping[str, Any], reports: Sequence[Report]) -> list[str
     return found
 
 
-def _changes(old: Mapping[str, Any], new: Mapping[str, Any], report: Report) -> list[str]:
+def _changes(old: GraphCounts, new: GraphCounts, report: Report) -> list[str]:
     lost = old["treated"] and not new["treated"]
     why = {"treated": f" ({report.why_not})"} if lost else {}
     found = [
         f"{name}: {old[name]!r} became {new[name]!r}{why.get(name, '')}"
-        for name in ("model", "treated", "layers")
+        for name in _COMPARED
         if old[name] != new[name]
     ]
     if lost:
         return found
     for rewrite in sorted(old["rewrites"].keys() | new["rewrites"].keys()):
-        was, is_now = old["rewrites"].get(rewrite, 0), new["rewrites"].get(rewrite, 0)
-        if was > is_now:
-            found.append(_violation_text(report, rewrite, was, False, str(was)))
-        elif was < is_now:
-            found.append(f"{rewrite} fired {is_now} times instead of {was}")
+        before, now = old["rewrites"].get(rewrite, 0), new["rewrites"].get(rewrite, 0)
+        if before > now:
+            found.append(_violation_text(report, rewrite, before, False, str(before)))
+        elif before < now:
+            found.append(f"{rewrite} fired {now} times instead of {before}")
     for op in sorted(old["kernels"].keys() | new["kernels"].keys()):
-        was, is_now = old["kernels"].get(op, {}), new["kernels"].get(op, {})
-        if was != is_now:
-            found.append(f"{op}: {_spell(was)} became {_spell(is_now)}")
+        was, became = old["kernels"].get(op, {}), new["kernels"].get(op, {})
+        if was != became:
+            found.append(f"{op}: {_spell(was)} became {_spell(became)}")
     return found
 
 

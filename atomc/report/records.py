@@ -4,7 +4,9 @@ dataclasses.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
+
+from atomc.json_file import Json
 
 
 @dataclass(frozen=True)
@@ -15,7 +17,7 @@ class Site:
     module_path: str
     layer: int | None
     source: str
-    attrs: dict[str, Any] = field(default_factory=dict)
+    attrs: dict[str, Json] = field(default_factory=dict)
 
 
 # Why a pattern does not match: differences of structure, of values, or conditions of rewriting.
@@ -197,7 +199,12 @@ class Glue:
 
 
 # The record type of each list of a report.
-PARTS: dict[str, Any] = {
+PARTS: dict[
+    str,
+    type[
+        Site | KernelChoice | Stage | Miss | OpCost | FusionOpportunity | QuantizedWeightSize | Glue
+    ],
+] = {
     "sites": Site,
     "kernels": KernelChoice,
     "stages": Stage,

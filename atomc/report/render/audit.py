@@ -2,16 +2,16 @@
 errors.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from atomc.report.audit_findings import AuditFindings, Blame, ErrorRow, SiteRow
 from atomc.report.render.table import table
 
 MAX_ROWS = 20
 ORDERS = ("sqnr", "max", "relative")
 
 
-def audit_text(audit: Mapping[str, Any], *, by: str = "sqnr", rows: int = MAX_ROWS) -> str:
+def audit_text(audit: AuditFindings, *, by: str = "sqnr", rows: int = MAX_ROWS) -> str:
     """The first `rows` sites by SQNR, or by the largest difference, absolute (`by="max"`) or
     relative.
     """
@@ -25,7 +25,7 @@ def audit_text(audit: Mapping[str, Any], *, by: str = "sqnr", rows: int = MAX_RO
     return "\n\n".join([*parts, *audit["notes"]])
 
 
-def headline(audit: Mapping[str, Any]) -> str:
+def headline(audit: AuditFindings) -> str:
     """The largest error of a site, and the errors of the graph's outputs, in one or two
     sentences.
     """
@@ -49,7 +49,7 @@ def headline(audit: Mapping[str, Any]) -> str:
     return text + (f". {cause_text(audit['blame'])}" if "blame" in audit else "")
 
 
-def cause_text(blame: Mapping[str, Any]) -> str:
+def cause_text(blame: Blame) -> str:
     """The cause of the difference."""
     runs = f" ({blame['runs']} runs)" if blame["runs"] else ""
     if blame["rewrite"] == "glue":
@@ -68,18 +68,18 @@ def cause_text(blame: Mapping[str, Any]) -> str:
     return f"The cause is {blame['rewrite']}{where}{runs}"
 
 
-def ranked_by(sites: Sequence[Mapping[str, Any]], by: str) -> list[Mapping[str, Any]]:
+def ranked_by(sites: Sequence[SiteRow], by: str) -> list[SiteRow]:
     """The sites, worst first."""
     if by == "sqnr":
         return list(sites)
-    return sorted(sites, key=lambda site: -site["max_abs" if by == "max" else by])
+    return sorted(sites, key=lambda site: -(site["max_abs"] if by == "max" else site["relative"]))
 
 
-def _name(site: Mapping[str, Any]) -> str:
+def _name(site: SiteRow) -> str:
     return f"{site['rewrite']} in {site['module_path'] or 'the graph'}"
 
 
-def _row(site: Mapping[str, Any]) -> tuple[str, ...]:
+def _row(site: SiteRow) -> tuple[str, ...]:
     op = "" if site["op"] == site["rewrite"] else f" ({site['op']})"
     source = f" ({site['source']})" if site["source"] else ""
     return (
@@ -94,5 +94,5 @@ def _row(site: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _decibels(error: Mapping[str, Any]) -> str:
+def _decibels(error: ErrorRow) -> str:
     return "exact" if error["sqnr"] is None else f"{error['sqnr']:.1f} dB"

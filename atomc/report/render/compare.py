@@ -2,14 +2,11 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from atomc.report.render import formula
 from atomc.report.render.table import WIDTH, table
 from atomc.report.render.text import NOT_REWRITES
-
-if TYPE_CHECKING:
-    from atomc.report.report import Report
+from atomc.report.report_data import ReportData
 
 # The steps that are compared: tokens, sequences, rows of logits and context.
 DECODE = {"T": 1, "S": 1, "R": 1, "C": 1024}
@@ -24,7 +21,7 @@ class Comparison:
     """The differences of two reports, as rows of (name, first, second, reason)."""
 
     def __init__(
-        self, first: "Report", second: "Report", names: tuple[str, str] = ("first", "second")
+        self, first: ReportData, second: ReportData, names: tuple[str, str] = ("first", "second")
     ):
         self.first, self.second, self.names = first, second, names
 
@@ -63,7 +60,7 @@ class Comparison:
     def facts(self) -> list[Row]:
         """Model, layers, costs, compile time and cache."""
 
-        def row(name: str, read: "Callable[[Report], str]") -> Row:
+        def row(name: str, read: Callable[[ReportData], str]) -> Row:
             return name, read(self.first), read(self.second), ""
 
         return [
@@ -107,7 +104,7 @@ class Comparison:
 
 
 def comparison_text(
-    first: "Sequence[Report]", second: "Sequence[Report]", names: tuple[str, str]
+    first: Sequence[ReportData], second: Sequence[ReportData], names: tuple[str, str]
 ) -> str:
     """The comparison of each pair of graphs, in order."""
     texts = [Comparison(a, b, names).to_text() for a, b in zip(first, second, strict=False)]
@@ -123,7 +120,7 @@ def _truncated(text: str) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
-def _why_fewer(report: "Report", name: str) -> str:
+def _why_fewer(report: ReportData, name: str) -> str:
     known = name in (*report.known, *report.off)
     return (
         report.reason(name)
@@ -132,12 +129,12 @@ def _why_fewer(report: "Report", name: str) -> str:
     )
 
 
-def _near_miss_reason(report: "Report", name: str) -> str:
+def _near_miss_reason(report: ReportData, name: str) -> str:
     near = [miss for miss in report.near if miss.rewrite == name]
     return near[0].text() if near else LESS_OFTEN
 
 
-def _kernels(report: "Report") -> dict[str, Counter[str]]:
+def _kernels(report: ReportData) -> dict[str, Counter[str]]:
     found: dict[str, Counter[str]] = {}
     for choice in report.kernels:
         tokens = "" if choice.tokens == "any" else f" for {choice.tokens} tokens"
@@ -149,7 +146,7 @@ def _spell(runs: Counter[str]) -> str:
     return ", ".join(f"{name} x{count}" for name, count in runs.items()) or "-"
 
 
-def _bytes_moved(report: "Report", sizes: dict[str, int]) -> str:
+def _bytes_moved(report: ReportData, sizes: dict[str, int]) -> str:
     """Bytes moved for these sizes; other sizes of the graph are set to the number of tokens."""
     total = 0.0
     for cost in report.costs:

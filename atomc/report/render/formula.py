@@ -5,11 +5,10 @@ it.
 import ast
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
 
 # A number, the name of a size, or [operation, operands ...]
-Tree = Any
+Tree = int | float | str | list["Tree"]
 
 _BINARY: dict[type[ast.operator], str] = {
     ast.Add: "+",
@@ -85,6 +84,6 @@ def evaluated(found: Tree, sizes: Mapping[str, float]) -> float:
     """The value for these sizes. Raises KeyError for a missing size."""
     if isinstance(found, str):
         return sizes[found]
-    if isinstance(found, Sequence):
-        return _OPERATIONS[found[0]](*(evaluated(part, sizes) for part in found[1:]))
+    if isinstance(found, list):
+        return _OPERATIONS[str(found[0])](*(evaluated(part, sizes) for part in found[1:]))
     return float(found)

@@ -10,13 +10,14 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypedDict
 
 from atomc.cost.efficiency import GLUE, LAUNCH, name_in_table, rate, shipped
 from atomc.graph.graph_printer import NodeLine, parse
+from atomc.json_file import Json
 from atomc.ops.op import ALL_TOKENS, Tokens
 from atomc.platform import DESCRIBED
 from atomc.report.records import KernelChoice, Miss, OpCost, Site, another_kernel, spans
@@ -25,9 +26,7 @@ from atomc.report.render.compare import Comparison
 from atomc.report.render.graph_diff import Block, Hunk, fold_layers, hunks
 from atomc.report.render.table import collapsed
 from atomc.report.render.text import NOT_REWRITES
-
-if TYPE_CHECKING:
-    from atomc.report.report import Report
+from atomc.report.report_data import ReportData
 
 HERE = Path(__file__).parent
 # Codes of refusals that do not depend on the op's arguments: by the machine, and by design.
@@ -40,8 +39,8 @@ Entry = tuple[str, str]  # (label, text)
 
 
 def page(
-    reports: "Sequence[Report]",
-    others: "Sequence[Report]" = (),
+    reports: Sequence[ReportData],
+    others: Sequence[ReportData] = (),
     names: tuple[str, str] = ("first", "second"),
 ) -> str:
     """The HTML of reports, one tab per graph; with `others`, also of those and of the differences.
@@ -99,7 +98,7 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _embedded(data: Any) -> str:
+def _embedded(data: Json) -> str:
     """JSON that is safe inside a script element."""
     text = json.dumps(data, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
@@ -114,7 +113,7 @@ def format_bytes(size: float) -> str:
     return f"{size:.3g} TB"
 
 
-def _machines() -> list[dict[str, Any]]:
+def _machines() -> list[dict[str, Json]]:
     """The machines with known data sheets, with their measured efficiencies."""
     return [
         _machine(p.name, p.bandwidth, p.flops, p.device) for p in DESCRIBED.values() if p.bandwidth
@@ -123,7 +122,7 @@ def _machines() -> list[dict[str, Any]]:
 
 def _machine(
     name: str, bandwidth: float | None, flops: float | None, device: str
-) -> dict[str, Any]:
+) -> dict[str, Json]:
     """launch: minimum seconds of a kernel; rows: (op, kernel, first, last, floor, efficiency) of
     atomc.cost.efficiency.
     """
@@ -142,10 +141,55 @@ def _machine(
     }
 
 
+class Cell(TypedDict):
+    """One cell of a Grid. reason: index of its text."""
+
+    state: str
+    number: int
+    reason: int
+
+
+class GridRow(TypedDict):
+    """One rewrite in a Grid. total: number of sites."""
+
+    name: str
+    about: str
+    cells: list[Cell]
+    total: int
+
+
+class OpRow(TypedDict):
+    """Equal kernels of a graph.
+
+    runs      (kernel, its range of tokens as text)
+    ranges    (kernel, its range of tokens)
+    refused   (provider, reason); anywhere: those that do not depend on the arguments; rather: of
+              kernels that are preferred
+    trees     formulas of the bytes and the FLOPs
+    """
+
+    op: str
+    path: str
+    count: int
+    layers: str
+    runs: list[tuple[str, str]]
+    ranges: list[tuple[str, Tokens]]
+    refused: list[Entry]
+    anywhere: set[Entry]
+    rather: list[Entry]
+    bytes: str
+    flops: str
+    source: str
+    trees: list[formula.Tree | None]
+    nodes: int
+    origins: list[NodeLine]
+    made_by: str
+
+
 class Graph:
     """One graph, in the form that the template needs."""
 
-    def __init__(self, number: int, report: "Report", group: str = ""):
+    def __init__(self, number: int, report: ReportData, group: str = ""):
         self.report, self.id = report, f"g{number}"
         self.label = f"{group}: {report.model}" if group else report.model
         self.tab = f"{number}: {self.label}"
@@ -165,7 +209,7 @@ class Graph:
         )
 
     @property
-    def machine(self) -> dict[str, Any]:
+    def machine(self) -> dict[str, Json]:
         """The machine of the compile."""
         own = self.report.machine
         return _machine(
@@ -194,7 +238,7 @@ class Graph:
         return fold_layers(self.final)
 
     @property
-    def cuda_graphs(self) -> list[tuple[str, int]]:
+    def cuda_graphs(self) -> list[tuple[str, int | list[list[int]]]]:
         """(sizes, bytes) of each CUDA graph."""
         return [
             (
@@ -252,7 +296,7 @@ class Graph:
             return f"Not used ({why or 'off'})."
         return f"The cache: {why}." if why else "Not used: there was nothing to compile."
 
-    def data(self) -> dict[str, Any]:
+    def data(self) -> dict[str, Json]:
         """The data for the script of the page."""
         return {
             "id": self.id,
@@ -263,10 +307,11 @@ class Graph:
             "reasons": self.grid.reasons,
         }
 
-    def _ops(self) -> list[dict[str, Any]]:
+    def _ops(self) -> list[OpRow]:
         """Groups of equal kernels: modules, providers, formulas, and the captured nodes."""
         origin = {line.name: line for line in self.captured}
-        groups: dict[Any, dict[str, Any]] = {}
+        groups: dict[Hashable, OpRow] = {}
+        layers: dict[Hashable, set[int]] = {}
         for cost in self.report.costs:
             choices = [choice for node in cost.nodes for choice in self.choices.get(node, [])]
             runs = list(dict.fromkeys((choice.tokens, choice.chosen) for choice in choices))
@@ -290,11 +335,12 @@ class Graph:
                     "op": cost.op,
                     "path": collapsed(cost.module_path),
                     "count": 0,
-                    "layers": set(),
+                    "layers": "",
                     "runs": _runs(runs),
                     "ranges": _ranges(runs),
                     "refused": refused,
                     "anywhere": anywhere,
+                    "rather": [],
                     "bytes": cost.bytes,
                     "flops": cost.flops,
                     "source": cost.source,
@@ -305,11 +351,12 @@ class Graph:
                 },
             )
             group["count"] += 1
-            group["layers"] |= {cost.layer} - {None}
-        return [{**group, "layers": spans(group["layers"])} for group in groups.values()]
+            if cost.layer is not None:
+                layers.setdefault(key, set()).add(cost.layer)
+        return [{**group, "layers": spans(layers.get(key, ()))} for key, group in groups.items()]
 
     def _savings(self) -> list[dict[str, Any]]:
-        groups: dict[Any, dict[str, Any]] = {}
+        groups: dict[Hashable, dict[str, Any]] = {}
         for saving in self.report.savings:
             key = (saving.kind, saving.what, collapsed(saving.module_path), saving.bytes)
             group = groups.setdefault(
@@ -353,7 +400,7 @@ class Grid:
     absent   rows of rewrites whose pattern does not occur; there: all other rows
     """
 
-    def __init__(self, report: "Report"):
+    def __init__(self, report: ReportData):
         self.report = report
         self.reasons: list[list[Entry]] = []
         names = [
@@ -402,7 +449,7 @@ class Grid:
     def _look(self, name: str, layer: int | None) -> tuple[int, int]:
         return len(self.sites.get((name, layer), [])), len(self.near.get((name, layer), []))
 
-    def _row(self, name: str) -> dict[str, Any]:
+    def _row(self, name: str) -> GridRow:
         about = self.report.about.get(name, "").partition("\n")[0]
         return {
             "name": name,
@@ -411,7 +458,7 @@ class Grid:
             "total": self.report.matches[name],
         }
 
-    def _cell(self, name: str, column: list[int | None]) -> dict[str, Any]:
+    def _cell(self, name: str, column: list[int | None]) -> Cell:
         sites = [site for layer in column for site in self.sites.get((name, layer), [])]
         near = [miss for layer in column for miss in self.near.get((name, layer), [])]
         state = (
@@ -452,12 +499,12 @@ class Grid:
         ]
 
 
-def _most_telling(row: Mapping[str, Any]) -> int:
+def _most_telling(row: GridRow) -> int:
     """Rows with near misses first, then those that fired."""
     return min({"near": 0, "fired": 1}.get(cell["state"], 2) for cell in row["cells"])
 
 
-def _layer_prefixes(report: "Report") -> dict[int | None, str]:
+def _layer_prefixes(report: ReportData) -> dict[int | None, str]:
     """The module path of each layer."""
     found: dict[int | None, str] = {}
     for cost in report.costs:
@@ -508,7 +555,7 @@ def _times(count: int) -> str:
 # ---- kernels and where they come from
 
 
-def _computed(row: Mapping[str, Any]) -> dict[str, Any]:
+def _computed(row: OpRow) -> dict[str, Json]:
     """The data to compute the time of an op. runs: (first, last number of tokens, op and kernel of
     the table row).
     """
@@ -550,9 +597,9 @@ def _origins(cost: OpCost, captured: Mapping[str, NodeLine]) -> list[NodeLine]:
 
 
 def _quantized_weights(
-    report: "Report", choices: Mapping[str, Sequence[KernelChoice]]
+    report: ReportData, choices: Mapping[str, Sequence[KernelChoice]]
 ) -> list[dict[str, Any]]:
-    groups: dict[Any, dict[str, Any]] = {}
+    groups: dict[Hashable, dict[str, Any]] = {}
     for found in report.few_bits:
         runs = tuple(
             dict.fromkeys((choice.tokens, choice.chosen) for choice in choices.get(found.node, []))
@@ -582,7 +629,7 @@ def _quantized_weights(
 # ---- passes
 
 
-def _passes(report: "Report") -> list[dict[str, Any]]:
+def _passes(report: ReportData) -> list[dict[str, Any]]:
     """The changes of each pass, side by side."""
     found, last = [], ""
     for stage in report.stages:
@@ -609,13 +656,13 @@ def _passes(report: "Report") -> list[dict[str, Any]]:
     ]
 
 
-def _captured(report: "Report") -> list[NodeLine]:
+def _captured(report: ReportData) -> list[NodeLine]:
     """The functional graph before all passes (not Dynamo's graph, which only lifting changes)."""
     stages = [stage for stage in report.stages if stage.name != "lift"]
     return parse(next((stage.before for stage in stages if stage.before), ""))
 
 
-def _final(report: "Report") -> list[NodeLine]:
+def _final(report: ReportData) -> list[NodeLine]:
     return (
         parse(report.stages[-1].text) if report.stages and report.stages[-1].name != "lift" else []
     )

@@ -2,21 +2,18 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from atomc.report.records import CacheOutcome, KernelChoice, Miss, Site, spans
 from atomc.report.render.audit import headline
 from atomc.report.render.table import collapsed, table, wrapped
-
-if TYPE_CHECKING:
-    from atomc.report.report import Report
+from atomc.report.report_data import ReportData
 
 MAX_MISSES = 20
 # Passes that neither recognise nor fuse ops.
 NOT_REWRITES = ("lift", "bind_state", "reinplace", "lower")
 
 
-def report_text(report: "Report") -> str:
+def report_text(report: ReportData) -> str:
     """Rewrites by layer, rewrites that did not fire and why, kernels, state and phases of one
     graph.
     """
@@ -40,7 +37,7 @@ def report_text(report: "Report") -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _title(report: "Report") -> str:
+def _title(report: ReportData) -> str:
     if report.treated:
         cache = (
             f"; cache: {report.cache}"
@@ -51,7 +48,7 @@ def _title(report: "Report") -> str:
     return wrapped(f"{report.model}: not treated: {report.why_not}", "", "  ")
 
 
-def _rewrites(report: "Report") -> str:
+def _rewrites(report: ReportData) -> str:
     sites: dict[str, list[Site]] = {}
     for site in report.sites:
         if site.rewrite not in NOT_REWRITES:
@@ -76,7 +73,7 @@ def _layers(layers: Iterable[int | None]) -> str:
     return spans(layer for layer in layers if layer is not None) or "-"
 
 
-def _not_fired(report: "Report") -> str:
+def _not_fired(report: ReportData) -> str:
     missing = [
         name
         for name in [*report.known, *report.off]
@@ -150,13 +147,13 @@ def _listed(title: str, lines: Sequence[str]) -> str:
     return "\n".join([title, *(wrapped(line, "  ", "    ") for line in lines)]) if lines else ""
 
 
-def _audit(report: "Report") -> str:
+def _audit(report: ReportData) -> str:
     if not report.audit:
         return ""
     return wrapped(f"audit: {headline(report.audit)}", "", "  ")
 
 
-def _break_and_recompile(report: "Report") -> str:
+def _break_and_recompile(report: ReportData) -> str:
     lines = []
     if report.graph_break is not None:
         code = f" ({report.graph_break.code})" if report.graph_break.code else ""
@@ -174,7 +171,7 @@ def _break_and_recompile(report: "Report") -> str:
     return "\n".join(lines)
 
 
-def _phases(report: "Report") -> str:
+def _phases(report: ReportData) -> str:
     if not report.phases:
         return ""
     parts = [f"{name} {seconds:.2f}" for name, seconds in report.phases.items()]
@@ -183,7 +180,7 @@ def _phases(report: "Report") -> str:
     )
 
 
-def summary(report: "Report") -> str:
+def summary(report: ReportData) -> str:
     """Three lines: rewrites, kernels, and near misses with notes."""
     if not report.treated:
         return f"not compiled: {report.why_not}"
@@ -193,19 +190,23 @@ def summary(report: "Report") -> str:
         for name in dict.fromkeys(report.known)
         if report.matches[name] and name not in NOT_REWRITES
     ]
-    runs: dict[str, dict[str, int]] = {}
-    for choice in report.kernels:
-        ops = runs.setdefault(choice.chosen, {})
-        ops[choice.op] = ops.get(choice.op, 0) + 1
-    kernels = [
-        f"{chosen} runs {', '.join(f'{count} {op}' for op, count in ops.items())}"
-        for chosen, ops in runs.items()
-    ]
     near = [f"{miss.rewrite} in {miss.module_path or 'the graph'}" for miss in report.near]
     missed = f"{len(near)} near misses, such as {near[0]}" if near else "nothing nearly fused"
     lines = [
         f"{layers} layers: {', '.join(rewrites) or 'no rewrite'} fired",
-        "; ".join(kernels) or "no kernels",
+        _kernel_counts(report.kernels),
         "; ".join([missed, *report.notes]),
     ]
     return "\n".join(lines)
+
+
+def _kernel_counts(choices: Sequence[KernelChoice]) -> str:
+    """The number of calls of each op, by kernel."""
+    runs: dict[str, Counter[str]] = {}
+    for choice in choices:
+        runs.setdefault(choice.chosen, Counter())[choice.op] += 1
+    kernels = [
+        f"{chosen} runs {', '.join(f'{count} {op}' for op, count in ops.items())}"
+        for chosen, ops in runs.items()
+    ]
+    return "; ".join(kernels) or "no kernels"

@@ -1,0 +1,207 @@
+"""What happened to one graph, as records, and the reasons that follow from them. Reports as text,
+HTML and JSON: atomc.report.report.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypedDict
+
+from atomc.report.audit_findings import AuditFindings
+from atomc.report.records import (
+    CacheOutcome,
+    FusionOpportunity,
+    Glue,
+    GraphBreak,
+    KernelChoice,
+    Miss,
+    OpCost,
+    QuantizedWeightSize,
+    Site,
+    Stage,
+    spans,
+)
+
+
+class Machine(TypedDict, total=False):
+    """The machine of a compile. measured: the bandwidth was measured, it has no data sheet."""
+
+    name: str
+    arch: str
+    device: str
+    bandwidth: float | None
+    flops: float | None
+    measured: bool
+
+
+@dataclass
+class ReportData:
+    """What happened to one graph from Dynamo. Contains no tensors.
+
+    matches  rewrite -> number of sites where it fired, also if a later rewrite consumed the result
+    phases   seconds: lift, trace, passes, lower, glue
+    """
+
+    model: str
+    treated: bool = False
+    why_not: str = ""
+    matches: Counter[str] = field(default_factory=Counter)
+    sites: list[Site] = field(default_factory=list)
+    kernels: list[KernelChoice] = field(default_factory=list)
+    stages: list[Stage] = field(default_factory=list)
+    phases: dict[str, float] = field(default_factory=dict)
+    # Of each: sizes, or "inputs": the shapes of its copied inputs; and "bytes".
+    cuda_graphs: list[dict[str, int | list[list[int]]]] = field(default_factory=list)
+    machine: Machine = field(default_factory=Machine)
+    cached: CacheOutcome = field(default_factory=CacheOutcome)
+    notes: list[str] = field(default_factory=list)
+    glue: list[Glue] = field(default_factory=list)
+    state: list[str] = field(default_factory=list)
+    graph_break: GraphBreak | None = None
+    recompile: str | None = None
+    near: list[Miss] = field(default_factory=list)
+    off: list[str] = field(default_factory=list)  # passes that are disabled
+    known: list[str] = field(default_factory=list)  # every rewrite that could have fired
+    # Rewrite -> the op it needs that is not in the graph.
+    absent: dict[str, str] = field(default_factory=dict)
+    # Rewrite -> the rewrite that consumed its ops.
+    taken: dict[str, str] = field(default_factory=dict)
+    # Rewrite -> earlier passes whose ops it matches.
+    requires: dict[str, list[str]] = field(default_factory=dict)
+    num_ops: dict[str, int] = field(default_factory=dict)  # ops left in the graph before lowering
+    costs: list[OpCost] = field(default_factory=list)  # of the graph before lowering, in its order
+    savings: list[FusionOpportunity] = field(default_factory=list)
+    few_bits: list[QuantizedWeightSize] = field(default_factory=list)
+    about: dict[str, str] = field(default_factory=dict)  # rewrite -> the docstring of its file
+    audit: AuditFindings = field(default_factory=AuditFindings)  # of the first call, if requested
+    # Of the matcher: rejections that it could not explain.
+    bugs: list[str] = field(default_factory=list)
+
+    @property
+    def cache(self) -> str:
+        """The outcome of the cache: "hit", or the reason for a miss."""
+        return str(self.cached)
+
+    @property
+    def layers(self) -> list[int]:
+        """The numbers of the repeated layers in the graph."""
+        return sorted({cost.layer for cost in self.costs if cost.layer is not None})
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    def misses(self, rewrite: str) -> list[Miss]:
+        """The near misses of this rewrite. Raises ValueError for a rewrite that does not exist."""
+        self._check(rewrite)
+        return [miss for miss in self.near if miss.rewrite == rewrite]
+
+    def why(self, rewrite: str, module_path: str | None = None) -> str:
+        """Why the rewrite fired or did not, in the whole graph or below one module.
+
+        One of: pass off; graph not treated; no anchor; near miss; taken by another rewrite; broken
+        here; fired, but a kernel refused; fired. Raises ValueError for a rewrite that does not
+        exist.
+        """
+        everywhere = rewrite in self.off or not self.treated
+        place = f" below {module_path}" if module_path and not everywhere else ""
+        return f"{rewrite}{place}: {self.reason(rewrite, module_path)}"
+
+    def reason(self, rewrite: str, module_path: str | None = None) -> str:
+        """As `why`, without the names of rewrite and module."""
+        self._check(rewrite)
+        if rewrite in self.off:
+            return f"the pass is off (options={{'passes': {{{rewrite!r}: False}}}})"
+        if not self.treated:
+            return f"the graph was not treated: {self.why_not}"
+        sites = [
+            site
+            for site in self.sites
+            if site.rewrite == rewrite and _below(site.module_path, module_path)
+        ]
+        near = [miss for miss in self.misses(rewrite) if _below(miss.module_path, module_path)]
+        if sites:
+            return self._fired(rewrite, sites) + _disabled_text(near)
+        return _near_text(near) if near else self._absent(rewrite, module_path)
+
+    def _absent(self, rewrite: str, module_path: str | None) -> str:
+        """Why a rewrite has neither sites nor near misses."""
+        if rewrite in self.taken:
+            return self.taken[rewrite]
+        if self.graph_break is not None:
+            return (
+                f"broken here: Dynamo ended the graph at {self.graph_break.source} "
+                f"({self.graph_break.code}): {self.graph_break.reason}"
+            )
+        for earlier in self.built_on(rewrite):
+            upstream = [
+                miss
+                for miss in self.near
+                if miss.rewrite == earlier and _below(miss.module_path, module_path)
+            ]
+            if upstream:
+                return (
+                    f"needs {earlier}, which did not fire everywhere. Near miss: "
+                    f"{upstream[0].text()}"
+                )
+        return (
+            f"no anchor: {self.absent.get(rewrite, 'nothing like it is in this part of the graph')}"
+        )
+
+    def built_on(self, rewrite: str) -> list[str]:
+        """The passes that this one requires, directly or indirectly, nearest first."""
+        found = [rewrite]
+        for name in found:
+            found += [earlier for earlier in self.requires.get(name, []) if earlier not in found]
+        return found[1:]
+
+    def _fired(self, rewrite: str, sites: list[Site]) -> str:
+        layers = spans(site.layer for site in sites if site.layer is not None)
+        where = f" in layers {layers}" if layers else ""
+        text = f"fired at {len(sites)} site{'s' * (len(sites) > 1)}{where}"
+        refused = {
+            (provider, reason)
+            for choice in self.kernels
+            if choice.op == rewrite
+            for provider, reason in choice.refused
+        }
+        chosen = Counter(choice.chosen for choice in self.kernels if choice.op == rewrite)
+        if chosen:
+            text += "; runs as " + ", ".join(
+                f"{name} x{count}" for name, count in chosen.most_common()
+            )
+        if refused:
+            text += "; refused: " + "; ".join(
+                f"{provider}: {reason}" for provider, reason in sorted(refused)
+            )
+        return text
+
+    def _check(self, rewrite: str) -> None:
+        if self.known and rewrite not in (*self.known, *self.off) and not self.matches[rewrite]:
+            raise ValueError(f"no rewrite {rewrite!r}; rewrites are {sorted(self.known)}")
+
+
+def _disabled_text(near: Sequence[Miss]) -> str:
+    """The sites at which an option disables the rewrite."""
+    off = [miss for miss in near if miss.kind == "off"]
+    return f"; {off[0].found} and at {len(off)} sites in all" if off else ""
+
+
+def _near_text(near: Sequence[Miss]) -> str:
+    """The first of the near misses, and the number of others."""
+    first = near[0]
+    more = f" (and {len(near) - 1} more like it)" if len(near) > 1 else ""
+    return (
+        f"{first.found}{more}"
+        if first.kind in ("taken", "off")
+        else f"near miss{more}: {first.text()}"
+    )
+
+
+def _below(path: str, prefix: str | None) -> bool:
+    return (
+        prefix is None
+        or path == prefix
+        or path.startswith(prefix + ".")
+        or f".{prefix}." in f".{path}."
+    )
