@@ -11,10 +11,10 @@ from torch import nn
 from atomc.runtime.blocks import BlockPool
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.executor import Executor, Launched, Result
-from atomc.runtime.fence import Fence, RequestError, RequestFailed, is_contained
 from atomc.runtime.grammar_compiler import GrammarCompiler, GrammarMatcher
 from atomc.runtime.phases import Phases, uncollected
 from atomc.runtime.request import Output, Pooling, Request
+from atomc.runtime.request_errors import RequestError, RequestErrors, RequestFailed, is_recoverable
 from atomc.runtime.sampling.logprobs import TokenLogprobs
 from atomc.runtime.sampling.sampling_params import SamplingParams
 from atomc.runtime.scheduler import QueueFull, Scheduler
@@ -103,8 +103,8 @@ class Engine:
     ) -> None:
         self.config = config
         self.host_ms = 0.0
-        self.fence = Fence()
-        self.structured_outputs = StructuredOutputs(self._grammars, self.fence)
+        self.request_errors = RequestErrors()
+        self.structured_outputs = StructuredOutputs(self._grammars, self.request_errors)
         self._states: dict[str, RequestState] = {}
         self._seeds = random.Random(config.seed)
         self._flight: _Flight | None = None
@@ -145,7 +145,7 @@ class Engine:
             max_model_len=size.max_model_len,
             max_queue=config.max_queue,
             policy=config.scheduling_policy,
-            fence=self.fence,
+            request_errors=self.request_errors,
             can_roll_back=limits.can_roll_back,
         )
         self.max_len = self.scheduler.max_len
@@ -231,10 +231,10 @@ class Engine:
             self._begin(request)
         except BaseException as error:
             self._forget(request.id)
-            if not is_contained(error) or isinstance(error, ValueError | ImportError | QueueFull):
+            if not is_recoverable(error) or isinstance(error, ValueError | ImportError | QueueFull):
                 raise
-            self.fence.fail(request.id, "admitting it", error)
-            raise RequestFailed(self.fence.failed.pop(request.id)) from error
+            self.request_errors.fail(request.id, "admitting it", error)
+            raise RequestFailed(self.request_errors.failed.pop(request.id)) from error
 
     def _begin(self, request: Request) -> None:
         if request.pooling is not None:
@@ -345,7 +345,9 @@ class Engine:
         for request in self.scheduler.running:
             if request.pending == 1 and request.num_new and not request.pooling:
                 request.draft = (
-                    self.fence.run(request.id, "guessing its next tokens", self._guess, request)
+                    self.request_errors.run(
+                        request.id, "guessing its next tokens", self._guess, request
+                    )
                     or ()
                 )
 
@@ -381,7 +383,7 @@ class Engine:
         self._waited += time.perf_counter() - began
         for request, result in zip(requests, results, strict=True):
             if result.error is not None and request.finish_reason is None:
-                self.fence.failed.setdefault(request.id, result.error)
+                self.request_errors.failed.setdefault(request.id, result.error)
         failed = self._failed()
         found = {
             request.id: result
@@ -407,7 +409,7 @@ class Engine:
         state = self._states.get(name)
         if state is not None:
             if state.matcher is not None:
-                self.fence.run(
+                self.request_errors.run(
                     name,
                     "following its form of output",
                     accept_tokens,
@@ -416,8 +418,8 @@ class Engine:
                 )
             if output.token_ids:
                 scores, state.scores = state.scores, []
-        if name in self.fence.failed:
-            return self._end(name, self.fence.failed.pop(name))
+        if name in self.request_errors.failed:
+            return self._end(name, self.request_errors.failed.pop(name))
         if output.finish_reason is not None:
             self._forget(name)
         if not scores and result.logprobs is None and result.embedding is None:
@@ -435,7 +437,7 @@ class Engine:
         """
         return [
             self._end(name, error)
-            for name, error in self.fence.take().items()
+            for name, error in self.request_errors.take().items()
             if name in self.scheduler.requests
         ]
 

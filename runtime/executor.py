@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from atomc.runtime.capacity import Capacity
-from atomc.runtime.fence import RequestError
+from atomc.runtime.request_errors import RequestError
 from atomc.runtime.sampling.logprobs import TokenLogprobs
 from atomc.runtime.step import ScheduledStep
 

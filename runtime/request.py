@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from atomc.runtime.fence import RequestError
+from atomc.runtime.request_errors import RequestError
 from atomc.runtime.sampling.logprobs import TokenLogprobs
 from atomc.runtime.sampling.sample_spec import SampleSpec
 from atomc.runtime.sampling.sampling_params import SamplingParams

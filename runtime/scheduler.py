@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from atomc.runtime.blocks import BlockPool
-from atomc.runtime.fence import Fence
 from atomc.runtime.prefix_cache import extend_keys
 from atomc.runtime.request import FinishReason, Output, Request
+from atomc.runtime.request_errors import RequestErrors
 from atomc.runtime.step import Admission, Chunk, ScheduledStep
 
 # Log-probabilities of prompts take a row of the vocabulary in fp32 for each token.
@@ -83,8 +83,8 @@ class Scheduler:
     order. Whatever is released may be used by the next step at once: the device runs one step after
     the other.
 
-    What raises for a single request is kept by the fence; until that request is aborted it may be
-    in steps.
+    Errors of a single request go to `request_errors`; the request may still be in steps until it is
+    aborted.
 
     can_roll_back   as in Limits
 
@@ -100,7 +100,7 @@ class Scheduler:
         max_model_len: int,
         max_queue: int = 1024,
         policy: str = "fcfs",
-        fence: Fence | None = None,
+        request_errors: RequestErrors | None = None,
         can_roll_back: bool = True,
     ) -> None:
         for name, value in (
@@ -111,7 +111,7 @@ class Scheduler:
             if value < 1:
                 raise ValueError(f"{name} is {value}, it must be at least 1")
         self.pool = pool
-        self.fence = fence or Fence()
+        self.request_errors = request_errors or RequestErrors()
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_queue = max_queue
@@ -191,7 +191,7 @@ class Scheduler:
                 self._released.clear()
                 self._flights.append(flight)
                 return flight.step
-        assert self._flights or not self.requests or self.fence.failed, (
+        assert self._flights or not self.requests or self.request_errors.failed, (
             "requests, and none of them fits"
         )
         return None
@@ -212,7 +212,7 @@ class Scheduler:
         ):
             new = next(drawn) if chunk.num_draws else ()
             if request.finish_reason is None:
-                output = self.fence.run(
+                output = self.request_errors.run(
                     request.id,
                     "taking its new tokens",
                     self._finish,
@@ -338,7 +338,7 @@ class Scheduler:
             self._take(deciding, request, self._wanted(request, deciding.budget))
 
     def _take(self, deciding: _Deciding, request: Request, count: int) -> None:
-        chunk = self.fence.run(request.id, "scheduling it", self._chunk, request, count)
+        chunk = self.request_errors.run(request.id, "scheduling it", self._chunk, request, count)
         if chunk is not None:
             deciding.chunks.append(chunk)
             deciding.requests.append(request)
@@ -392,7 +392,9 @@ class Scheduler:
         if not self.pool.shares or request.pooling == "mean" or self._scores(request):
             return 0
         return (
-            self.fence.run(request.id, "looking for its prefix in the cache", self._match, request)
+            self.request_errors.run(
+                request.id, "looking for its prefix in the cache", self._match, request
+            )
             or 0
         )
 

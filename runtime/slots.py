@@ -5,7 +5,7 @@ from typing import ParamSpec, TypeVar
 
 from torch import Tensor
 
-from atomc.runtime.fence import RequestError, contained
+from atomc.runtime.request_errors import RequestError, to_request_error
 from atomc.runtime.sampling.request_counts import RequestCounts
 from atomc.runtime.sampling.sample_spec import GREEDY, SampleSpec
 from atomc.runtime.sampling.token_counts import TokenCounts
@@ -47,7 +47,7 @@ class SlotState:
 
     def run(self, doing: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """What `work` returns; None if it raised, which fails the request. doing: as in
-        `contained`.
+        `to_request_error`.
         """
         try:
             return work(*args, **kwargs)
@@ -56,8 +56,8 @@ class SlotState:
             return None
 
     def fail(self, doing: str, error: BaseException) -> None:
-        """Raises the error itself if it must not be contained."""
-        found = contained(self.request_id, doing, error)
+        """Raises the error itself if it is not recoverable."""
+        found = to_request_error(self.request_id, doing, error)
         self.error = self.error or found
 
 

@@ -11,10 +11,10 @@ from atomc.runtime import scheduler
 from atomc.runtime.blocks import BlockPool
 from atomc.runtime.detokenizer import Detokenizer
 from atomc.runtime.engine import Engine, EngineConfig
-from atomc.runtime.fence import Fence, RequestFailed
 from atomc.runtime.grammar_compiler import GrammarCompiler, GrammarMatcher
 from atomc.runtime.llm import LLM
 from atomc.runtime.request import Request
+from atomc.runtime.request_errors import RequestErrors, RequestFailed
 from atomc.runtime.sampling import output_processor as drawing
 from atomc.runtime.sampling.row_logprobs import LogprobsRow
 from atomc.runtime.sampling.sample_spec import SampleSpec
@@ -126,7 +126,7 @@ def tokens(outputs):
 def nothing_is_left(engine):
     pool = engine.scheduler.pool
     assert not pool.owners and pool.num_free == pool.num_blocks
-    assert not engine.scheduler.requests and not engine.fence.failed
+    assert not engine.scheduler.requests and not engine.request_errors.failed
     assert not engine._states
     # What the worker still has goes with the next step.
     run(engine, [engine.request("next", [5], SamplingParams(max_tokens=1))])
@@ -461,7 +461,7 @@ def test_what_stops_the_process_or_is_the_devices_is_not_contained(error):
         raise error
 
     with pytest.raises(type(error)):
-        Fence().run("a", "working", work)
+        RequestErrors().run("a", "working", work)
 
 
 # Text

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from atomc.runtime.executor import Result
-from atomc.runtime.fence import RequestError, RequestFailed, is_contained
+from atomc.runtime.request_errors import RequestError, RequestFailed, is_recoverable
 from atomc.runtime.sampling.copy_to_host import HostCopier, HostCopy
 from atomc.runtime.sampling.row_logprobs import Logprobs, LogprobsRow, logprobs
 from atomc.runtime.sampling.sample_spec import SampleSpec
@@ -166,7 +166,7 @@ class OutputProcessor:
         try:
             return self.sampler(logits, drawn.draws, mask=mask)
         except BaseException as error:
-            if not is_contained(error):
+            if not is_recoverable(error):
                 raise
             self._fail_alone(drawn, logits, mask, error)
             drawn.draws = sample_specs(drawn.step, drawn.states)
@@ -189,7 +189,7 @@ class OutputProcessor:
                         logits[rows], drawn.draws[rows], mask=None if mask is None else mask[rows]
                     )
             except BaseException as its:
-                if not is_contained(its):
+                if not is_recoverable(its):
                     raise
                 failed.append((state, its))
         if not failed or len(failed) == num_requests > 1:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Literal
 
-from atomc.runtime.fence import RequestError, RequestFailed
+from atomc.runtime.request_errors import RequestError, RequestFailed
 from atomc.runtime.sampling.sampling_params import Structured
 from atomc.runtime.server.messages import Submit
 

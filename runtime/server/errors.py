@@ -5,7 +5,7 @@ trace.
 from collections.abc import Mapping
 from typing import Any
 
-from atomc.runtime.fence import RequestError
+from atomc.runtime.request_errors import RequestError
 from atomc.runtime.server.client import EngineDead, EngineRestarting, RequestRefused, ShuttingDown
 
 MAX_MESSAGE_CHARACTERS = 1000
