@@ -87,8 +87,8 @@ def step_of(lengths: list[int], new: list[int], blocks: int) -> ScheduledStep:
                 tuple(tokens[:n]),
                 length - n,
                 ((0, tuple(table)),),
-                num_draws=1,
-                num_wanted=1,
+                num_samples=1,
+                num_output_rows=1,
             )
             for s, (length, n, table) in enumerate(zip(lengths, new, tables, strict=True))
         )

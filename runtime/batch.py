@@ -130,7 +130,7 @@ class InputBatch:
         to["sources"][:rows] = np.arange(rows)
         fed = np.array([chunk.fed for chunk in chunks], bool)
         to["sources"][bounds[1:][fed] - 1] = self.rows + slots[fed]
-        draws = np.array([chunk.num_draws for chunk in chunks], np.int64)
+        draws = np.array([chunk.num_samples for chunk in chunks], np.int64)
         to["drawn_slots"][: draws.sum()] = np.repeat(slots, draws)
 
         self._tell(chunks, to)
@@ -203,7 +203,7 @@ class InputBatch:
         return np.array(tokens, np.int64)
 
     def _wanted(self, chunks: Sequence[Chunk], bounds: Array) -> Array:
-        counts = np.array([chunk.num_wanted for chunk in chunks], np.int64)
+        counts = np.array([chunk.num_output_rows for chunk in chunks], np.int64)
         if counts.max(initial=0) <= 1:
             rows: Array = bounds[1:][counts > 0] - 1
             return rows

@@ -59,7 +59,7 @@ class RequestState:
 
 
 @dataclass(frozen=True)
-class _Flight:
+class _StepInFlight:
     step: ScheduledStep
     running: Launched
 
@@ -107,7 +107,7 @@ class Engine:
         self.structured_outputs = StructuredOutputs(self._grammars, self.request_errors)
         self._states: dict[str, RequestState] = {}
         self._seeds = random.Random(config.seed)
-        self._flight: _Flight | None = None
+        self._flight: _StepInFlight | None = None
         self._others: list[Output] = []  # what `embed` learned of the requests of others
         self._speculates = config.speculative_tokens > 0
         phases = Phases(PHASES, progress=progress)
@@ -274,7 +274,7 @@ class Engine:
         launched = None
         if step is not None:
             try:
-                launched = _Flight(step, self.executor.launch(step))
+                launched = _StepInFlight(step, self.executor.launch(step))
                 mask = None
                 if self._matchers(step):
                     outputs += (
@@ -364,7 +364,7 @@ class Engine:
         states = [
             (chunk.request_id, self._states.get(chunk.request_id))
             for chunk in step.chunks
-            if chunk.num_draws
+            if chunk.num_samples
         ]
         return {
             name: state.matcher
@@ -395,7 +395,7 @@ class Engine:
             [
                 result.tokens
                 for result, chunk in zip(results, flight.step.chunks, strict=True)
-                if chunk.num_draws
+                if chunk.num_samples
             ],
         )
         for name, result in found.items():
@@ -445,7 +445,7 @@ class Engine:
         """Drop a request that failed, which the scheduler may have dropped already."""
         if not error.by_client:
             # If the cache holds NaN, so do the blocks that it shared.
-            self.scheduler.pool.unname(request_id)
+            self.scheduler.pool.evict(request_id)
         self.scheduler.abort(request_id, "error")
         self._forget(request_id)
         return Output(request_id, (), finish_reason="error", error=error)
@@ -492,7 +492,7 @@ class Engine:
     def check(self) -> None:
         """Assert what holds between two calls."""
         self.scheduler.check()
-        assert self.scheduler.num_flights == (self._flight is not None), "a step is lost"
+        assert self.scheduler.num_steps_in_flight == (self._flight is not None), "a step is lost"
 
     def _warm_up(self) -> None:
         """Generate, so that nothing is compiled when it matters, and forget what was counted."""

@@ -65,7 +65,7 @@ class Launched(Protocol):
         """Sample the step's tokens; nothing for a step of hidden states. Called once, before the
         next step is launched.
 
-        mask  [num_draws, W] i32, the allowed tokens (see Sampler)
+        mask  [num_samples, W] i32, the allowed tokens (see Sampler)
         """
 
     def results(self) -> list[Result]:

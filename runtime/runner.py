@@ -102,10 +102,10 @@ class Runner:
             progress=progress,
         )
 
-    def padding_only(self, num_wanted: int) -> Tensor:
+    def padding_only(self, num_output_rows: int) -> Tensor:
         """Logits of a step as large as any, all padding."""
         return self.empty_step(
-            Shape(self.staging.rows, self.staging.sequences, num_wanted, self.staging.columns)
+            Shape(self.staging.rows, self.staging.sequences, num_output_rows, self.staging.columns)
         )
 
     def empty_step(self, shape: Shape) -> Tensor:
@@ -119,7 +119,7 @@ class Runner:
         num_rows > the step's tokens pads to so many, which changes no result.
         """
         rows, sequences = step.num_tokens, len(step.chunks)
-        wanted = sum(chunk.num_wanted for chunk in step.chunks)
+        wanted = sum(chunk.num_output_rows for chunk in step.chunks)
         if self.graphs is not None:
             longest = max(chunk.num_tokens for chunk in step.chunks)
             shape = self.graphs.shape_for(rows, sequences, wanted, longest)

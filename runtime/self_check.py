@@ -316,7 +316,7 @@ def _ragged(
                     tuple(sequences[i][done[i] : done[i] + count]),
                     done[i],
                     (new,) * len(groups_of(program.specs)),
-                    num_wanted=wanted[i],
+                    num_output_rows=wanted[i],
                 )
             )
         out = runner.logits(ScheduledStep(tuple(chunks))).float()

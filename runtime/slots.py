@@ -42,7 +42,7 @@ class SlotState:
         index = chunk.end - len(draft) - of.num_prompt
         return [
             SampleSpec(params, of.seed, index + i, of.num_prompt, of.eos_ids, draft[:i], counts)
-            for i in range(chunk.num_draws)
+            for i in range(chunk.num_samples)
         ]
 
     def run(self, doing: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:

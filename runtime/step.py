@@ -40,9 +40,9 @@ class Chunk(NamedTuple):
     fed         one more token comes behind `tokens`: the one that the step before draws for this
                 slot
     blocks      for each group, the blocks that its table has more than in the chunk before
-    num_draws   one token is drawn after each of so many last rows: 0 if the request has more to
+    num_samples   one token is drawn after each of so many last rows: 0 if the request has more to
                 compute first, else 1 and one for each token of a draft, with which `tokens` end
-    num_wanted  of so many last rows, logits or hidden states are wanted
+    num_output_rows  of so many last rows, logits or hidden states are wanted
     scored      tokens of the prompt whose log-probabilities are wanted: those after the first
                 len(scored) wanted rows
     admission   with the first chunk since the request got its slot
@@ -54,8 +54,8 @@ class Chunk(NamedTuple):
     start: int
     blocks: tuple[NewBlocks, ...]
     fed: bool = False
-    num_draws: int = 0
-    num_wanted: int = 0
+    num_samples: int = 0
+    num_output_rows: int = 0
     scored: tuple[int, ...] = ()
     admission: Admission | None = None
 
@@ -69,7 +69,9 @@ class Chunk(NamedTuple):
 
     @property
     def draft(self) -> tuple[int, ...]:
-        return self.tokens[len(self.tokens) - self.num_draws + 1 :] if self.num_draws > 1 else ()
+        return (
+            self.tokens[len(self.tokens) - self.num_samples + 1 :] if self.num_samples > 1 else ()
+        )
 
 
 class ScheduledStep(NamedTuple):
@@ -89,6 +91,6 @@ class ScheduledStep(NamedTuple):
         return sum([chunk.num_tokens for chunk in self.chunks])
 
     @property
-    def num_draws(self) -> int:
+    def num_samples(self) -> int:
         """Tokens that the step draws."""
-        return sum([chunk.num_draws for chunk in self.chunks])
+        return sum([chunk.num_samples for chunk in self.chunks])

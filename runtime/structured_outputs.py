@@ -56,14 +56,14 @@ class StructuredOutputs:
             ) from error
 
     def mask(self, step: ScheduledStep, matchers: Mapping[str, GrammarMatcher]) -> Tensor | None:
-        """The mask of allowed tokens, [num_draws, W] i32 (see GrammarCompiler.mask); None: all.
+        """The mask of allowed tokens, [num_samples, W] i32 (see GrammarCompiler.mask); None: all.
         matchers: by request id.
         """
         rows, row = {}, 0
         for chunk in step.chunks:
-            if chunk.num_draws and (matcher := matchers.get(chunk.request_id)) is not None:
+            if chunk.num_samples and (matcher := matchers.get(chunk.request_id)) is not None:
                 rows[chunk.request_id] = (matcher, row, chunk.draft)
-            row += chunk.num_draws
+            row += chunk.num_samples
         if not rows:
             return None
         mask = self.compiler().mask(row)

@@ -229,7 +229,7 @@ HOOKS = [
     Hook(scheduler, "extend_keys", lambda engine, keys, tokens, size, salt: salt == "victim", given=SALTED),
     Hook(scheduler, "extend_keys", lambda engine, keys, tokens, size, salt: salt == "victim", at=2, given=SALTED),
     Hook(scheduler, "_admission", lambda engine, request: request.id == "victim"),
-    Hook(BlockPool, "news", lambda engine, self, owner: owner == "victim", at=3),
+    Hook(BlockPool, "take_new_blocks", lambda engine, self, owner: owner == "victim", at=3),
     Hook(NGram, "propose", lambda engine, self, *_: drafter_is_victims(engine, self), speculates=True),
     # Constrained
     Hook(GrammarCompiler, "fill", lambda engine, self, mask, rows: any(matcher_is_victims(engine, row[0]) for row in rows)),
@@ -246,7 +246,7 @@ HOOKS = [
     Hook(LogprobsRow, "read", lambda engine, self: self.count == VICTIM_LOGPROBS, at=3),
     Hook(drawing._Arrived, "result", lambda engine, self, chunk, *_: chunk.request_id == "victim", at=2, given=FREE),
     Hook(Request, "accept", lambda engine, self, *_: self.id == "victim", at=2),
-    Hook(BlockPool, "name", lambda engine, self, owner, *_: owner == "victim", given=(("salt", "names"),)),
+    Hook(BlockPool, "cache", lambda engine, self, owner, *_: owner == "victim", given=(("salt", "names"),)),
     # Scored and pooled
     Hook(drawing, "_scores", lambda engine, chunk, *_: chunk.request_id == "victim", given=SCORED),
     Hook(drawing, "_pooled", lambda engine, chunk, *_: chunk.request_id == "victim", given=(("pooling", "mean"),)),
@@ -288,10 +288,10 @@ def poison(engine, monkeypatch, value, places=slice(None), first=1):
         found, row = original(step).clone(), 0
         for chunk in step.chunks:
             if chunk.request_id == "victim":
-                steps += bool(chunk.num_draws)
+                steps += bool(chunk.num_samples)
                 if steps >= first:
-                    found[row : row + chunk.num_wanted, places] = value
-            row += chunk.num_wanted
+                    found[row : row + chunk.num_output_rows, places] = value
+            row += chunk.num_output_rows
         return found
 
     monkeypatch.setattr(engine.executor.runner, "logits", logits)

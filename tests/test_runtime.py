@@ -188,7 +188,7 @@ def run_and_compare(runner, scheduler, alone, requests, arrivals=None, aborts=No
                 return now, gave_way
             continue
         logits = runner.logits(step, num_rows=step.num_tokens + padding if padding else 0)
-        drawing = [chunk for chunk in step.chunks if chunk.num_draws]
+        drawing = [chunk for chunk in step.chunks if chunk.num_samples]
         assert logits.shape == (len(drawing), VOCAB)
         for row, chunk in zip(logits, drawing, strict=True):
             assert_close(row, alone.logits(scheduler.requests[chunk.request_id].tokens))
@@ -314,8 +314,8 @@ def test_a_step_becomes_ragged_rows_with_padding_behind():
             tokens,
             start,
             ((0, blocks),) * 2,
-            num_draws=drawing,
-            num_wanted=drawing,
+            num_samples=drawing,
+            num_output_rows=drawing,
             **more,
         )
 

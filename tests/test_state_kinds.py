@@ -562,7 +562,7 @@ def test_padding_and_warm_up_write_the_spare_slot_only():
     assert all((state[:3] == 7.0).all() for state in states)
     assert all(torch.equal(cache, old) for cache, old in zip(caches, before, strict=True))
     # A step that is padded writes the slots of its sequences, and no others.
-    chunk = Chunk("a", 1, (5, 6), 0, ((0, (2,)),), num_draws=1, num_wanted=1)
+    chunk = Chunk("a", 1, (5, 6), 0, ((0, (2,)),), num_samples=1, num_output_rows=1)
     logits = runner.logits(ScheduledStep((chunk,)), num_rows=9)
     torch.testing.assert_close(
         logits[0], toy("mixed")(torch.tensor([5, 6]), torch.arange(2))[-1], atol=1e-6, rtol=0

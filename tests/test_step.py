@@ -54,7 +54,7 @@ def steps(s, requests, drafts=True):
                 request.draft = (rng.randrange(9),) * rng.randrange(3)
         step = s.next_step()
         yield step
-        s.finish_step(step, [[rng.randrange(9)] for chunk in step.chunks if chunk.num_draws])
+        s.finish_step(step, [[rng.randrange(9)] for chunk in step.chunks if chunk.num_samples])
         s.check()
 
 
@@ -151,7 +151,7 @@ def test_a_step_names_what_a_request_needs_only_when_it_gets_a_slot():
                 if chunk.admission is not None
             ]
         )
-        s.finish_step(step, [[9]] * step.num_draws)
+        s.finish_step(step, [[9]] * step.num_samples)
     assert admissions[0] == [("a", 0), ("b", 0)] and s.counters.preemptions
     assert [one for each in admissions[1:] for one in each] == [("b", 0)] * s.counters.preemptions
 
@@ -182,9 +182,9 @@ def test_a_worker_has_the_tokens_of_penalties_whatever_the_cache_had_of_them():
     while s.requests:
         step = s.next_step()
         for chunk, state in zip(step.chunks, worker.enter(step), strict=True):
-            if chunk.num_draws:
+            if chunk.num_samples:
                 seen.setdefault(chunk.request_id, list(state.counts.tokens))
-        s.finish_step(step, [[5]] * step.num_draws)
+        s.finish_step(step, [[5]] * step.num_samples)
     assert s.counters.prefix_hits == 28 and seen == {"a": prompt, "b": prompt}
 
 

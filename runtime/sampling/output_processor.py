@@ -42,10 +42,10 @@ class StepOutputs:
         for i, (chunk, state) in enumerate(zip(self.step.chunks, self.states, strict=True)):
             result = None
             if state.error is None:
-                draws = self.draws[row : row + chunk.num_draws]
+                draws = self.draws[row : row + chunk.num_samples]
                 result = state.run("reading its results", arrived.result, chunk, draws, i, row)
             results.append(result or Result(error=state.error))
-            row += chunk.num_draws
+            row += chunk.num_samples
         return results
 
     def _arrived(self) -> "_Arrived":
@@ -139,7 +139,9 @@ class OutputProcessor:
         device.
         """
         step, states = drawn.step, drawn.states
-        bounds = list(pairwise(accumulate([chunk.num_wanted for chunk in step.chunks], initial=0)))
+        bounds = list(
+            pairwise(accumulate([chunk.num_output_rows for chunk in step.chunks], initial=0))
+        )
         drawing: list[int] = []
         for i, (chunk, (start, end)) in enumerate(zip(step.chunks, bounds, strict=True)):
             if chunk.scored:
@@ -147,7 +149,7 @@ class OutputProcessor:
                     "scoring its prompt", _scores, chunk, logits[start:end], states[i]
                 )
                 drawn.scores |= {i: asked} if asked is not None else {}
-            drawing.extend(range(end - chunk.num_draws, end))
+            drawing.extend(range(end - chunk.num_samples, end))
         tables = [scores.table for scores in drawn.scores.values()]
         if not drawing:
             drawn.sent = self.outbox.send(*tables)
@@ -181,10 +183,10 @@ class OutputProcessor:
         failed: list[tuple[SlotState, BaseException]] = []
         start, num_requests = 0, 0
         for chunk, state in zip(drawn.step.chunks, drawn.states, strict=True):
-            rows = slice(start, start := start + chunk.num_draws)
-            num_requests += chunk.num_draws > 0
+            rows = slice(start, start := start + chunk.num_samples)
+            num_requests += chunk.num_samples > 0
             try:
-                if chunk.num_draws:
+                if chunk.num_samples:
                     self.sampler.sample(
                         logits[rows], drawn.draws[rows], mask=None if mask is None else mask[rows]
                     )
@@ -201,7 +203,7 @@ class OutputProcessor:
         """Bring the pooled states of a step with hidden states [R, D] on their way: for each prompt
         that ends, their mean or the last one."""
         rows = torch.split(
-            hidden.to(torch.float32), [chunk.num_wanted for chunk in drawn.step.chunks]
+            hidden.to(torch.float32), [chunk.num_output_rows for chunk in drawn.step.chunks]
         )
         for i, (chunk, state, states) in enumerate(
             zip(drawn.step.chunks, drawn.states, rows, strict=True)
