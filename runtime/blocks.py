@@ -1,4 +1,4 @@
-"""Block pool: allocates cache blocks and shares prefixes, for groups of layers with equal paging."""
+"""Block pool: allocates cache blocks and shares prefixes, per group of layers with equal paging."""
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence, Set

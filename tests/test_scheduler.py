@@ -56,7 +56,7 @@ def finished(outputs):
 
 
 def advance(s, token=100):
-    """One step in which every draw gives `token`; what it computed, and who finished."""
+    """One step in which every spec gives `token`; what it computed, and who finished."""
     step = s.next_step()
     outputs = s.finish_step(step, [[token]] * step.num_samples)
     s.check()
@@ -277,9 +277,9 @@ def test_a_preempted_request_draws_the_same_numbers():
             s.add(request(name, 4, max_tokens=4, temperature=1.0, seed=3))
         seen, steps, slots = {}, 0, Slots(TokenCounts(torch.device("cpu"), 8))
         while (step := s.next_step()) is not None:
-            for chunk, state in zip(step.chunks, slots.enter(step), strict=True):
-                for draw in state.draws(chunk):
-                    seen[chunk.request_id, chunk.end] = float(uniform([draw.seed], [draw.index])[0])
+            for chunk, state in zip(step.chunks, slots.update(step), strict=True):
+                for spec in state.specs(chunk):
+                    seen[chunk.request_id, chunk.end] = float(uniform([spec.seed], [spec.index])[0])
             s.finish_step(step, [[100]] * step.num_samples)
             steps += 1
         return seen, steps
@@ -296,7 +296,9 @@ def test_the_next_step_is_decided_before_the_tokens_of_the_last_are_known():
     s.add(a)
     first, second = s.next_step(), s.next_step()
     assert [
-        (chunk.tokens, chunk.fed, chunk.start) for step in (first, second) for chunk in step.chunks
+        (chunk.tokens, chunk.has_placeholder, chunk.start)
+        for step in (first, second)
+        for chunk in step.chunks
     ] == [((0, 1, 2), False, 0), ((), True, 3)]
     s.check()
     assert finished(s.finish_step(first, [[7]])) == [] and a.tokens == [0, 1, 2, 7]
@@ -549,7 +551,7 @@ class Machine(RuleBasedStateMachine):
             for g, (start, blocks) in enumerate(chunk.blocks):
                 table = self.tables[g].setdefault(chunk.slot, {})
                 table.update(enumerate(blocks, start))
-            tokens = [*chunk.tokens, *([self.last[chunk.slot]] if chunk.fed else [])]
+            tokens = [*chunk.tokens, *([self.last[chunk.slot]] if chunk.has_placeholder else [])]
             state = (
                 hash(r.salt)
                 if chunk.start == 0
@@ -567,7 +569,7 @@ class Machine(RuleBasedStateMachine):
             for token in [*r.tokens[: chunk.start], *tokens]:
                 truth = history(truth, token)
                 states.append(truth)
-            # A fed token may be the only one that the host does not know, and is the last: all
+            # A has_placeholder token may be the only one that the host does not know, and is the last: all
             # before it are compared.
             for g, group in enumerate(self.pool.groups):
                 for position in range(first_read(chunk.start, group.window), chunk.end):

@@ -509,7 +509,7 @@ def test_a_step_that_failed_while_tokens_were_drawn_advances_no_state_twice(serv
     errors, prompts = [], prompts_of(20, 5, 37, 3)
     with monkeypatch.context() as patch:
         patch.setattr(
-            OutputProcessor, "draw", failing(OutputProcessor.draw, errors, range(2, 20, 3))
+            OutputProcessor, "sample", failing(OutputProcessor.sample, errors, range(2, 20, 3))
         )
         found = run(engine, requests_of(engine, prompts), fails=errors)
     assert len(errors) > 2 and found == [alone(kind, prompt, 8) for prompt in prompts]

@@ -33,7 +33,13 @@ from atomc.quantization.linear import LinearMethod, QuantizedLinear
 from atomc.quantization.scheme import Fp8, Fp8Block
 from atomc.report.render.table import collapsed
 from atomc.report.report import Report
-from atomc.runtime.capacity import CPU_SHARE, GRAPH_SHARE, SPARE_SLOTS, blocks_of_one, capacity
+from atomc.runtime.capacity import (
+    CPU_SHARE,
+    GRAPH_SHARE,
+    SPARE_SLOTS,
+    max_blocks_per_sequence,
+    capacity,
+)
 
 # Sizes in a config.json that tensor parallelism divides.
 SHARDED_SIZES = (
@@ -410,7 +416,8 @@ def _in_blocks(specs: Sequence[StateSpec], room: int, length: int) -> tuple[int,
         except ValueError:
             return 0, 0
     each = [
-        blocks_of_one(length, window, block_size, MAX_NUM_BATCHED_TOKENS) for _, window in groups
+        max_blocks_per_sequence(length, window, block_size, MAX_NUM_BATCHED_TOKENS)
+        for _, window in groups
     ]
     return min(
         count // of_one for count, of_one in zip(found.num_blocks, each, strict=True)
