@@ -1,8 +1,7 @@
 """Sizes the caches: number of blocks and block size."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -60,33 +59,27 @@ def capacity(
     tokens = room // bytes_per_token  # if each group had a block for all of them
     if block_size is None:
         if max_model_len is None:
-            length = min(
-                length, max(tokens // (num_blocks or max_num_seqs), min(tokens, MIN_LENGTH))
-            )
+            length = min(length, _length_of_whole_blocks(tokens, num_blocks or max_num_seqs))
         block_size = max(length, 1)
         counts = [num_blocks or min(tokens // block_size, max_num_seqs)] * len(groups)
     elif num_blocks is not None:
         counts = [num_blocks] * len(groups)
     else:
-        blocks = partial(
-            max_blocks_per_sequence,
-            length,
-            block_size=block_size,
-            max_num_batched_tokens=max_num_batched_tokens,
-        )
-        counts = _equal_shares(
-            room // block_size, groups, lambda window: max_num_seqs * blocks(window)
-        )
+        most = [
+            max_num_seqs
+            * max_blocks_per_sequence(length, window, block_size, max_num_batched_tokens)
+            for _, window in groups
+        ]
+        counts = _equal_shares(room // block_size, [size for size, _ in groups], most)
     holds = _max_blocks(counts, groups) * block_size
     if max_model_len is None:
         length = min(length, holds)
     if min(counts) < 1 or not 2 <= length <= holds:
         raise ValueError(
             f"a sequence of {length} tokens does not fit into the cache, which holds "
-            f"{holds or tokens} (a token takes "
-            f"{bytes_per_token} bytes): lower max_model_len, max_num_batched_tokens or "
-            "max_num_seqs, or raise "
-            "gpu_memory_utilization, kv_bytes or num_blocks"
+            f"{holds or tokens} (a token takes {bytes_per_token} bytes): lower max_model_len, "
+            "max_num_batched_tokens or max_num_seqs, or raise gpu_memory_utilization, kv_bytes or "
+            "num_blocks"
         )
     return Capacity(tuple(counts), block_size, length)
 
@@ -102,6 +95,11 @@ def _bytes_for_blocks(room: int, max_num_seqs: int, bytes_per_sequence: int, *, 
             "kv_bytes"
         )
     return room - of_slots
+
+
+def _length_of_whole_blocks(tokens: int, num_sequences: int) -> int:
+    """Maximum sequence length if a block holds a whole sequence and all blocks hold `tokens`."""
+    return max(tokens // num_sequences, min(tokens, MIN_LENGTH))
 
 
 def max_blocks_per_sequence(
@@ -120,12 +118,12 @@ def _max_blocks(counts: Sequence[int], groups: Sequence[tuple[int, int]]) -> int
     return min(whole or [max(counts)])
 
 
-def _equal_shares(
-    room: int, groups: Sequence[tuple[int, int]], most_of: Callable[[int], int]
-) -> list[int]:
-    """The same number of blocks for each group, at most most_of(window), within `room` bytes per
-    token of a block."""
-    sizes, most = [size for size, _ in groups], [most_of(window) for _, window in groups]
+def _equal_shares(room: int, sizes: Sequence[int], most: Sequence[int]) -> list[int]:
+    """Number of blocks of each group: equal, but at most most[i].
+
+    room    bytes for one token of each block
+    sizes   bytes per token of each group
+    """
     counts = [0] * len(sizes)
     growing = list(range(len(sizes)))
     while growing:

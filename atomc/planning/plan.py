@@ -37,8 +37,8 @@ from atomc.runtime.capacity import (
     CPU_SHARE,
     GRAPH_SHARE,
     SPARE_SLOTS,
-    max_blocks_per_sequence,
     capacity,
+    max_blocks_per_sequence,
 )
 
 # Sizes in a config.json that tensor parallelism divides.

@@ -16,6 +16,7 @@ from atomc.runtime.server.errors import APIError, from_request_error, to_api_err
 from atomc.runtime.server.messages import Submit
 from atomc.runtime.server.metrics import Metrics
 from atomc.runtime.server.model_info import ModelInfo
+from atomc.runtime.server.response_types import Usage
 from atomc.runtime.text_stream import TextDelta, TextStream
 
 log = logging.getLogger("atomc.requests")
@@ -122,7 +123,7 @@ class Generation:
                 self._record_metrics(choice)
             yield choice, delta
 
-    def usage(self) -> dict[str, object]:
+    def usage(self) -> Usage:
         """Token counts in OpenAI's format; a prompt with several choices counts once."""
         prompt = sum(len(prompt) for prompt in self.prompts)
         new = sum(choice.num_new for choice in self.choices.values())

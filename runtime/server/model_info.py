@@ -4,14 +4,15 @@ defaults.
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from atomc.runtime.detokenizer import TokenTexts, load_tokenizer
 from atomc.runtime.generation_config import sampling_defaults
-from atomc.runtime.server.chat_template import ChatTemplate, load_chat_template
+from atomc.runtime.json_types import ToJSON
+from atomc.runtime.server.chat_template import ChatTemplate, Message, load_chat_template
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.errors import APIError, invalid
 from atomc.runtime.server.limits import MESSAGES, TOOLS, check_length
@@ -110,10 +111,10 @@ class ModelInfo:
 
     async def render_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, ToJSON]] | None,
         add_generation_prompt: bool,
-        kwargs: Mapping[str, Any],
+        kwargs: Mapping[str, ToJSON],
     ) -> str:
         """The prompt that the chat template renders. Raises a 400 with the template's error message
         if it fails.
@@ -128,8 +129,9 @@ class ModelInfo:
         check_length(TOOLS, tools, "tools", "tools")
 
         def render() -> str:
+            variables = {k: v for k, v in kwargs.items() if k != "add_generation_prompt"}
             return template.render(
-                messages, tools, **{**kwargs, "add_generation_prompt": add_generation_prompt}
+                messages, tools, add_generation_prompt=add_generation_prompt, **variables
             )
 
         try:
@@ -206,7 +208,7 @@ def _reasoning(chosen: str | None, source: str, model_type: str | None) -> str |
     )
 
 
-def _parser(chosen: str | None, known: Mapping[str, Any], what: str) -> str | None:
+def _parser(chosen: str | None, known: Collection[str], what: str) -> str | None:
     if chosen is not None and chosen not in known:
         raise ValueError(f"{what} is {chosen!r}, expected one of {', '.join(known)}")
     return chosen

@@ -1,0 +1,10 @@
+"""Types of JSON values."""
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+# What json.loads returns.
+JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
+# What can be converted to JSON, without copying lists and mappings of subtypes.
+ToJSON: TypeAlias = "bool | int | float | str | Sequence[ToJSON] | Mapping[str, ToJSON] | None"
+JSONObject: TypeAlias = "dict[str, JSON]"
