@@ -133,8 +133,8 @@ class InputBatch:
         to["sources"][:rows] = np.arange(rows)
         placeholder = np.array([chunk.has_placeholder for chunk in chunks], bool)
         to["sources"][bounds[1:][placeholder] - 1] = self.rows + slots[placeholder]
-        draws = np.array([chunk.num_samples for chunk in chunks], np.int64)
-        to["sample_slots"][: draws.sum()] = np.repeat(slots, draws)
+        num_samples = np.array([chunk.num_samples for chunk in chunks], np.int64)
+        to["sample_slots"][: num_samples.sum()] = np.repeat(slots, num_samples)
 
         self._update_tables(chunks, to)
         sequence = np.repeat(slots, counts)

@@ -25,7 +25,7 @@ class StepKernels:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.kernels_loaded = False
-        self._helper: Any = None  # compiles beside this process
+        self._helper: Any = None  # a process that compiles kernels
 
     def begin(self, module: nn.Module, vocab_size: int | None) -> None:
         """Start a helper process that compiles the sampling kernels during tracing, if they are not

@@ -435,7 +435,7 @@ def test_counts_of_other_tokens_than_came_before_a_draw_are_not_used():
     first = after([0], [0, 0, 0, 1, 2, 2, 3], frequency_penalty=1.0)
     assert sampler(logits, [first]).tokens.tolist() == [1]
     for index in (7, 9):
-        with pytest.raises(AssertionError, match=f"are not those of {index + 1} tokens"):
+        with pytest.raises(AssertionError, match=f"does not match {index + 1} tokens"):
             sampler(logits, [at(first, index)])
     with pytest.raises(AssertionError, match="1 of 3 tokens are known"):
         sampler(logits, [at(after([0], [], frequency_penalty=1.0), 2)])

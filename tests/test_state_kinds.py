@@ -454,7 +454,7 @@ def test_a_prefix_cache_or_drafts_that_cannot_be_are_refused_with_the_layer():
     ):
         started("mixed", enable_prefix_caching=True)
     with pytest.raises(
-        ValueError, match=r"speculative_tokens is 3: layers\.1 keeps one state a sequence"
+        ValueError, match=r"speculative_tokens is 3: layers\.1 keeps one state per sequence"
     ):
         started("windowed", speculative_tokens=3)
 

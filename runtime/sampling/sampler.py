@@ -59,12 +59,12 @@ class Sampler:
         """
         sampled = self.sample(logits, specs, mask=mask)
         penalized = [i for i, spec in enumerate(specs) if spec.params.penalized]
-        guessed = any(specs[i].draft for i in penalized)
+        has_draft = any(specs[i].draft for i in penalized)
         self.counts.add(
             penalized,
             [specs[i] for i in penalized],
             sampled.tokens,
-            _follows_accepted_draft(specs, sampled.tokens) if guessed else None,
+            _follows_accepted_draft(specs, sampled.tokens) if has_draft else None,
         )
         return sampled
 
@@ -124,9 +124,9 @@ def allowed(mask: Tensor, V: int) -> Tensor:
 
 def _follows_accepted_draft(specs: Sequence[SampleSpec], tokens: Tensor) -> Tensor:
     """Whether all draft tokens before each row are accepted, [R] bool."""
-    right = torch.ones_like(tokens, dtype=torch.bool)
+    accepted = torch.ones_like(tokens, dtype=torch.bool)
     for depth in range(1, 1 + max(len(spec.draft) for spec in specs)):
-        guesses = [(i, spec.draft[-1]) for i, spec in enumerate(specs) if len(spec.draft) == depth]
-        row, guess = pack_to_device(tokens.device, guesses)[..., 0].long()
-        right[row] = right[row - 1] & (tokens[row - 1] == guess)
-    return right
+        drafted = [(i, spec.draft[-1]) for i, spec in enumerate(specs) if len(spec.draft) == depth]
+        row, token = pack_to_device(tokens.device, drafted)[..., 0].long()
+        accepted[row] = accepted[row - 1] & (tokens[row - 1] == token)
+    return accepted

@@ -64,9 +64,9 @@ class TokenCounts:
     def _counts_of(self, slots: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
         """A copy of rows slots[i] of the output counts, including the drafts of specs[i]."""
         counts = self.output[slots]
-        guesses = [(i, token) for i, spec in enumerate(specs) for token in spec.draft]
-        if guesses:
-            i, token = pack_to_device(self.device, guesses)[..., 0].long()
+        drafted = [(i, token) for i, spec in enumerate(specs) for token in spec.draft]
+        if drafted:
+            i, token = pack_to_device(self.device, drafted)[..., 0].long()
             _count(counts, i, token)
         return counts
 

@@ -1,5 +1,5 @@
-"""Compiles what requests need, grammars and the headless model for embeddings, in threads beside
-the engine loop.
+"""Compiles grammars, and the headless model for embeddings, in background threads of the engine
+process.
 """
 
 import logging
