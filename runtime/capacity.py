@@ -65,12 +65,11 @@ def capacity(
     elif num_blocks is not None:
         counts = [num_blocks] * len(groups)
     else:
-        most = [
-            max_num_seqs
-            * max_blocks_per_sequence(length, window, block_size, max_num_batched_tokens)
-            for _, window in groups
-        ]
-        counts = _equal_shares(room // block_size, [size for size, _ in groups], most)
+        counts = _equal_shares(
+            room // block_size,
+            groups,
+            _useful_blocks(groups, max_num_seqs, length, block_size, max_num_batched_tokens),
+        )
     holds = _max_blocks(counts, groups) * block_size
     if max_model_len is None:
         length = min(length, holds)
@@ -112,18 +111,31 @@ def max_blocks_per_sequence(
     )
 
 
+def _useful_blocks(
+    groups: Sequence[tuple[int, int]],
+    max_num_seqs: int,
+    length: int,
+    block_size: int,
+    max_num_batched_tokens: int,
+) -> list[int]:
+    """For each group, the blocks that max_num_seqs sequences of this length use at most."""
+    return [
+        max_num_seqs * max_blocks_per_sequence(length, window, block_size, max_num_batched_tokens)
+        for _, window in groups
+    ]
+
+
 def _max_blocks(counts: Sequence[int], groups: Sequence[tuple[int, int]]) -> int:
     """Blocks of the longest sequence that fits: groups without a window hold all its tokens."""
     whole = [count for count, (_, window) in zip(counts, groups, strict=True) if not window]
     return min(whole or [max(counts)])
 
 
-def _equal_shares(room: int, sizes: Sequence[int], most: Sequence[int]) -> list[int]:
-    """Number of blocks of each group: equal, but at most most[i].
-
-    room    bytes for one token of each block
-    sizes   bytes per token of each group
+def _equal_shares(room: int, groups: Sequence[tuple[int, int]], most: Sequence[int]) -> list[int]:
+    """Number of blocks of each group: equal, but at most most[i], within `room` bytes for one token
+    of each block.
     """
+    sizes = [size for size, _ in groups]
     counts = [0] * len(sizes)
     growing = list(range(len(sizes)))
     while growing:

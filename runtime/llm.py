@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,6 +18,9 @@ from atomc.runtime.request_errors import RequestError, RequestErrors, RequestFai
 from atomc.runtime.sampling.logprobs import TokenLogprobs
 from atomc.runtime.sampling.sampling_params import SamplingParams
 from atomc.runtime.text_stream import TextStream
+
+if TYPE_CHECKING:  # optional
+    from tokenizers import Tokenizer
 
 Prompt = str | Sequence[int]
 
@@ -210,7 +213,7 @@ class LLM:
 class CompletionBuilder:
     """Builds the Completion of one request from its outputs."""
 
-    def __init__(self, request: Request, tokenizer: Any | None) -> None:
+    def __init__(self, request: Request, tokenizer: "Tokenizer | None") -> None:
         self.request = request
         self.text = ""
         self.token_ids: list[int] = []

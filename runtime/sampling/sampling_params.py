@@ -5,8 +5,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-
-from atomc.runtime.json_types import ToJSON
+from typing import Any
 
 MIN_TEMPERATURE = 1e-4
 # Range of repetition_penalty; beyond it, logits may become infinite.
@@ -27,7 +26,7 @@ class Structured:
     atomc.runtime.grammar_compiler.
     """
 
-    json_schema: Mapping[str, ToJSON] | str | None = None
+    json_schema: Mapping[str, Any] | str | None = None  # msgspec decodes no recursive types
     json_object: bool = False
     regex: str | None = None
     choice: tuple[str, ...] | None = None

@@ -80,6 +80,7 @@ async def chat_completions(service: Service, body: ChatRequest, request: Request
     text = await model.render_chat(
         body.messages, tool_mode.template_tools, body.add_generation_prompt, kwargs
     )
+    assert model.tokenizer is not None, "render_chat raises an error without a tokenizer"
     prompt = await model.encode_chat(text)
     if not prompt:
         raise invalid("the chat template rendered an empty prompt", "messages")

@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from atomc.runtime.detokenizer import TokenTexts, load_tokenizer
 from atomc.runtime.generation_config import sampling_defaults
@@ -19,6 +19,9 @@ from atomc.runtime.server.limits import MESSAGES, TOOLS, check_length
 from atomc.runtime.server.reasoning_parsers import REASONING_PARSERS, detect_reasoning_parser
 from atomc.runtime.server.timeout import run_with_timeout
 from atomc.runtime.server.tool_parsers import TOOL_PARSERS, detect_tool_parser
+
+if TYPE_CHECKING:  # optional
+    from tokenizers import Tokenizer
 
 # Longer texts are tokenized in a thread, to keep the event loop free.
 LONG_TEXT = 1024
@@ -40,7 +43,7 @@ class ModelInfo:
     """
 
     names: tuple[str, ...]
-    tokenizer: Any | None
+    tokenizer: "Tokenizer | None"
     template: ChatTemplate | None
     defaults: Mapping[str, Any]
     tools: str | None
