@@ -11,7 +11,7 @@ from atomc.compiler.entry import new_report, skip_reason
 from atomc.compiler.phases import timed
 from atomc.compiler.specialize import Specialized, runnable
 from atomc.errors import OURS, OptionsError, RunError
-from atomc.json_file import Json
+from atomc.json_types import JSONLike
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.report import contract
@@ -32,7 +32,7 @@ def atom(
     gm: GraphModule,
     example_inputs: Sequence[Input],
     *,
-    options: Mapping[str, Json] | Options | None = None,
+    options: Mapping[str, JSONLike] | Options | None = None,
     mode: str | None = None,
 ) -> GraphFunction:
     """The backend. Raises OptionsError for wrong options; after any other failure, Inductor

@@ -1,12 +1,8 @@
 """Reads JSON files of checkpoints. Does not import torch, for processes that do not need it."""
 
 import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-# What a JSON file can contain, and so can the options of the compiler.
-Json = Mapping[str, "Json"] | Sequence["Json"] | str | int | float | bool | None
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from atomc.errors import OptionsError
-from atomc.json_file import Json
+from atomc.json_types import JSONLike
 
 Rounding = Literal["fp32", "hf"]
 Glue = Literal["auto", "inductor", "eager"]
@@ -71,7 +71,7 @@ class Options:
     kv_cache_dtype: KVCacheDtype = "auto"
     batch_invariant: bool = False
     layout: str | None = None
-    inductor: Mapping[str, Json] = field(default_factory=dict)
+    inductor: Mapping[str, JSONLike] = field(default_factory=dict)
     dump: str | None = None
     report: str | None = None
     record: bool = False
@@ -190,7 +190,7 @@ def read_options(file: Path) -> dict[str, Any]:
     return table
 
 
-def written_options(options: Mapping[str, Json]) -> str:
+def written_options(options: Mapping[str, JSONLike]) -> str:
     """Options as TOML, which `read_options` and `atomc serve --config` read. Raises TypeError
     for a value that TOML cannot represent.
     """

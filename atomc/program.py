@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from atomc.cache.compiled import Compiled, weight_inputs
 from atomc.cache.model_cache import ModelCache
 from atomc.errors import OURS, RunError
-from atomc.json_file import Json
+from atomc.json_types import JSONLike
 from atomc.ops.inputs import StateInput
 from atomc.ops.state import StateSpec, Step
 from atomc.options import Options
@@ -175,7 +175,7 @@ def _scale(model: nn.Module, spec: StateSpec, role: str, device: torch.device) -
 
 def compile_model(
     model: nn.Module,
-    options: Mapping[str, Json] | Options | None = None,
+    options: Mapping[str, JSONLike] | Options | None = None,
     platform: Platform | None = None,
     observers: "Sequence[Callable[[str, GraphModule], None]]" = (),
     keep_texts: bool = False,

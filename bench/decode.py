@@ -26,7 +26,7 @@ import torch
 from atomc.models.loader import load
 from atomc.program import compile_model
 from atomc.quantization.scheme import ONLINE
-from atomc.runtime.batch import Shape
+from atomc.runtime.batch import StepShape
 from atomc.runtime.runner import Runner
 from atomc.runtime.step import Chunk, ScheduledStep
 
@@ -87,8 +87,8 @@ def step_of(lengths: list[int], new: list[int], blocks: int) -> ScheduledStep:
                 tuple(tokens[:n]),
                 length - n,
                 ((0, tuple(table)),),
-                num_draws=1,
-                num_wanted=1,
+                num_samples=1,
+                num_output_rows=1,
             )
             for s, (length, n, table) in enumerate(zip(lengths, new, tables, strict=True))
         )
@@ -123,15 +123,15 @@ def ours(args: argparse.Namespace, config: dict[str, Any]) -> Iterator[dict[str,
     for caches in runner.caches:
         for cache in caches.values():
             cache.normal_()
-    prefill = Shape(args.context, 1, 1, blocks)
+    prefill = StepShape(args.context, 1, 1, blocks)
     runner.capture(
-        [prefill, *(Shape(batch, batch, batch, blocks) for batch in batches)], progress=False
+        [prefill, *(StepShape(batch, batch, batch, blocks) for batch in batches)], progress=False
     )
     if args.report:
         print(program.report.to_text(), file=sys.stderr)
     for batch in batches:
         runner.logits(step_of([args.context + 1] * batch, [1] * batch, blocks))
-        captured = runner.graphs.captured[Shape(batch, batch, batch, blocks)]
+        captured = runner.graphs.captured[StepShape(batch, batch, batch, blocks)]
         if args.profile:
             profile(captured.replay)
         yield {

@@ -14,7 +14,7 @@ from torch import nn
 from torch.fx.node import Argument
 from torch.overrides import TorchFunctionMode
 
-from atomc.json_file import Json
+from atomc.json_types import JSONLike
 from atomc.models import stock
 from atomc.models.stock import wrap_stock
 
@@ -28,7 +28,7 @@ REGISTRY = {
 }
 
 
-def architectures_of(config: Mapping[str, Json]) -> list[str]:
+def architectures_of(config: Mapping[str, JSONLike]) -> list[str]:
     """The `architectures` of config.json. Raises ValueError if there are none."""
     architectures = config.get("architectures")
     given = architectures if isinstance(architectures, list) else []
@@ -58,7 +58,7 @@ def model_class(architectures: Sequence[str]) -> type[nn.Module] | None:
 
 
 def build(
-    config: Mapping[str, Json],
+    config: Mapping[str, JSONLike],
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> nn.Module:

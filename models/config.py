@@ -5,16 +5,16 @@
 
 from collections.abc import Mapping
 
-from atomc.json_file import Json
+from atomc.json_types import JSONLike
 
 LARGEST = 3.4e38  # the largest fp32 number: norms and rotary positions are computed in fp32
 
 
-def model_type(hf: Mapping[str, Json]) -> str:
+def model_type(hf: Mapping[str, JSONLike]) -> str:
     return str(hf.get("model_type") or "model")
 
 
-def integer(hf: Mapping[str, Json], name: str, default: int | None = None) -> int:
+def integer(hf: Mapping[str, JSONLike], name: str, default: int | None = None) -> int:
     """A positive integer; null counts as missing."""
     value = hf.get(name)
     if value is None:
@@ -26,7 +26,7 @@ def integer(hf: Mapping[str, Json], name: str, default: int | None = None) -> in
     return value
 
 
-def number(hf: Mapping[str, Json], name: str, default: float | None = None) -> float:
+def number(hf: Mapping[str, JSONLike], name: str, default: float | None = None) -> float:
     """A positive number of fp32; null counts as missing."""
     value = hf.get(name)
     if value is None:
@@ -38,7 +38,7 @@ def number(hf: Mapping[str, Json], name: str, default: float | None = None) -> f
     return float(value)
 
 
-def flag(hf: Mapping[str, Json], name: str) -> bool:
+def flag(hf: Mapping[str, JSONLike], name: str) -> bool:
     """true or false; a missing field or null is false."""
     value = hf.get(name)
     if not isinstance(value, bool | None):
@@ -46,7 +46,7 @@ def flag(hf: Mapping[str, Json], name: str) -> bool:
     return bool(value)
 
 
-def only(hf: Mapping[str, Json], name: str, *supported: object) -> None:
+def only(hf: Mapping[str, JSONLike], name: str, *supported: object) -> None:
     """Raise ValueError if the field has a value that is not supported; a missing field or null is
     allowed.
     """
@@ -58,7 +58,7 @@ def only(hf: Mapping[str, Json], name: str, *supported: object) -> None:
         )
 
 
-def head_counts(hf: Mapping[str, Json]) -> tuple[int, int]:
+def head_counts(hf: Mapping[str, JSONLike]) -> tuple[int, int]:
     """(num_attention_heads, num_key_value_heads); the second defaults to the first."""
     heads = integer(hf, "num_attention_heads")
     kv_heads = integer(hf, "num_key_value_heads", heads)
@@ -70,7 +70,7 @@ def head_counts(hf: Mapping[str, Json]) -> tuple[int, int]:
     return heads, kv_heads
 
 
-def head_width(hf: Mapping[str, Json], default: int | None = None) -> int:
+def head_width(hf: Mapping[str, JSONLike], default: int | None = None) -> int:
     """head_dim, else the default, else hidden_size / num_attention_heads. Must be even: rotary
     positions pair columns.
     """

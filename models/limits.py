@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from atomc import cgroup
-from atomc.json_file import Json
+from atomc.json_types import JSONLike
 
 MAX_LAYERS = 512
 MAX_EXPERTS = 4096
@@ -39,7 +39,7 @@ class Stored(NamedTuple):
     name: str
 
 
-def check_sizes(config: Mapping[str, Json], where: str = "") -> None:
+def check_sizes(config: Mapping[str, JSONLike], where: str = "") -> None:
     """Raise ValueError for a size in config.json, or in a nested config, beyond the limits."""
     _check_chosen(config, where)
     for name, value in config.items():
@@ -55,7 +55,7 @@ def check_sizes(config: Mapping[str, Json], where: str = "") -> None:
                 )
 
 
-def _check_chosen(config: Mapping[str, Json], where: str) -> None:
+def _check_chosen(config: Mapping[str, JSONLike], where: str) -> None:
     """Raise ValueError if num_experts_per_tok is 0 or more than the number of experts."""
     experts = next((config[name] for name in NUM_EXPERTS if config.get(name) is not None), None)
     chosen = config.get("num_experts_per_tok")
@@ -90,7 +90,7 @@ def _short(value: float) -> str:
     return text if len(text) <= 24 else f"{text[:8]}... ({len(text)} digits)"
 
 
-def check_layers(config: Mapping[str, Json], stored: int) -> None:
+def check_layers(config: Mapping[str, JSONLike], stored: int) -> None:
     """Raise ValueError if config.json has more layers than the checkpoint has tensors."""
     for name, value in config.items():
         if LAYERS.fullmatch(name) and isinstance(value, int) and value > stored:

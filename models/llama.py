@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from atomc import ops
-from atomc.json_file import Json
+from atomc.json_types import JSONLike
 from atomc.models.config import flag, head_counts, head_width, integer, number, only
 from atomc.models.layers import MLP, RMSNorm
 from atomc.models.rotary import Rotary, apply_rope, rope_parameters
@@ -43,14 +43,14 @@ class Config:
     head_dim: int
     max_position_embeddings: int
     rms_norm_eps: float
-    rope_parameters: Mapping[str, Json]
+    rope_parameters: Mapping[str, JSONLike]
     sliding_window: int | None
     attention_bias: bool
     mlp_bias: bool
     tie_word_embeddings: bool
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, Json]) -> "Config":
+    def from_hf(cls, hf: Mapping[str, JSONLike]) -> "Config":
         """Raises ValueError for a missing field or an unsupported value."""
         only(hf, "hidden_act", "silu")
         heads, kv_heads = head_counts(hf)
@@ -141,7 +141,7 @@ class LlamaForCausalLM(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, Json]) -> "LlamaForCausalLM":
+    def from_hf(cls, hf: Mapping[str, JSONLike]) -> "LlamaForCausalLM":
         return cls(Config.from_hf(hf))
 
     def forward(

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from atomc.json_file import Json, read_json
+from atomc.json_types import JSONLike
+from atomc.json_file import read_json
 from atomc.models import REGISTRY, architectures_of, build, model_class, stock
 from atomc.models.cache_scales import mark_fp8_state, set_cache_scale
 from atomc.models.limits import Stored, check_layers, check_memory, check_sizes, check_stored
@@ -114,7 +115,7 @@ def _load_dummy(
 def _check_stock_size(
     cls: "type[PreTrainedModel]",
     path: Path,
-    config: Mapping[str, Json],
+    config: Mapping[str, JSONLike],
     dtype: torch.dtype,
     stored: dict[str, Stored] | None,
     device: torch.device | str,
@@ -133,7 +134,7 @@ def _check_stock_size(
 def _load_stock(
     cls: "type[PreTrainedModel]",
     path: Path,
-    config: Mapping[str, Json],
+    config: Mapping[str, JSONLike],
     dtype: torch.dtype,
     device: torch.device | str,
     dummy: bool,
@@ -250,7 +251,7 @@ def _quantize(
 
 
 def _decide_for_stock(
-    wanted: Request, path: Path, config: Mapping[str, Json]
+    wanted: Request, path: Path, config: Mapping[str, JSONLike]
 ) -> QuantizationConfig | None:
     """As decide(); None, with a line in the log, for a format that only transformers can load."""
     stored = stored_config(path, config)
@@ -270,7 +271,7 @@ def ready(model: nn.Module) -> nn.Module:
     return model.requires_grad_(False).eval()
 
 
-def load_config(path: str | Path) -> Mapping[str, Json]:
+def load_config(path: str | Path) -> Mapping[str, JSONLike]:
     """config.json of a checkpoint directory. Raises FileNotFoundError if it is missing, ValueError
     for sizes beyond the limits.
     """
@@ -291,7 +292,7 @@ def load_config(path: str | Path) -> Mapping[str, Json]:
     return config
 
 
-def config_dtype(config: Mapping[str, Json]) -> torch.dtype | None:
+def config_dtype(config: Mapping[str, JSONLike]) -> torch.dtype | None:
     """The dtype in config.json (transformers 5: `dtype`, older: `torch_dtype`); None if it has
     none. Raises ValueError for a name that is not a floating-point dtype.
     """

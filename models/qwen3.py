@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from atomc import ops
-from atomc.json_file import Json
+from atomc.json_types import JSONLike
 from atomc.models.config import flag, head_counts, head_width, integer, model_type, number, only
 from atomc.models.layers import MLP, RMSNorm
 from atomc.models.rotary import Rotary, apply_rope, rope_parameters
@@ -42,14 +42,14 @@ class Config:
     head_dim: int
     max_position_embeddings: int
     rms_norm_eps: float
-    rope_parameters: Mapping[str, Json]
+    rope_parameters: Mapping[str, JSONLike]
     sliding_window: int | None
     layer_types: tuple[str, ...]
     attention_bias: bool
     tie_word_embeddings: bool
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, Json]) -> "Config":
+    def from_hf(cls, hf: Mapping[str, JSONLike]) -> "Config":
         """Raises ValueError for a missing field or an unsupported value."""
         only(hf, "hidden_act", "silu")
         heads, kv_heads = head_counts(hf)
@@ -74,7 +74,7 @@ class Config:
         )
 
 
-def layer_types(hf: Mapping[str, Json], window: int | None) -> tuple[str, ...]:
+def layer_types(hf: Mapping[str, JSONLike], window: int | None) -> tuple[str, ...]:
     """ "full_attention" or "sliding_attention" per layer; older configs only have the first layer
     with a window.
     """
@@ -167,7 +167,7 @@ class Qwen3ForCausalLM(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, Json]) -> "Qwen3ForCausalLM":
+    def from_hf(cls, hf: Mapping[str, JSONLike]) -> "Qwen3ForCausalLM":
         return cls(Config.from_hf(hf))
 
     def forward(

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from atomc.json_file import Json
+from atomc.json_types import JSONLike
 from atomc.models.config import integer, model_type, number
 
 # As rope_parameters returns them.
-Rope = Mapping[str, Json]
+Rope = Mapping[str, JSONLike]
 
 NEEDED = {
     "default": (),
@@ -38,7 +38,7 @@ NUMBERS = (
 ZERO_IS_NONE = ("mscale", "mscale_all_dim")
 
 
-def rope_parameters(hf: Mapping[str, Json]) -> Rope:
+def rope_parameters(hf: Mapping[str, JSONLike]) -> Rope:
     """The rope settings in the form of transformers 5, also from `rope_theta` and `rope_scaling` of
     older configs.
 
@@ -74,7 +74,7 @@ def rope_parameters(hf: Mapping[str, Json]) -> Rope:
     return rope
 
 
-def _supported(hf: Mapping[str, Json], given: Json) -> dict[str, Json]:
+def _supported(hf: Mapping[str, JSONLike], given: JSONLike) -> dict[str, JSONLike]:
     """The given settings with their rope_type. Raises ValueError for unsupported settings."""
     if not isinstance(given, dict):
         raise ValueError(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from atomc import ops
-from atomc.json_file import Json
+from atomc.json_types import JSONLike
 from atomc.torch_compat.exceptions import out_of_memory
 from atomc.weights.registry import parameter_of
 
@@ -59,7 +59,7 @@ def hf_class(architectures: Sequence[str], ours: Sequence[str]) -> "type[PreTrai
 
 def build(
     cls: "type[PreTrainedModel]",
-    config: Mapping[str, Json],
+    config: Mapping[str, JSONLike],
     dtype: torch.dtype | None,
     device: torch.device | str | None,
 ) -> "StockModel":
@@ -71,7 +71,7 @@ def build(
 
 
 def empty_model(
-    cls: "type[PreTrainedModel]", config: Mapping[str, Json], dtype: torch.dtype
+    cls: "type[PreTrainedModel]", config: Mapping[str, JSONLike], dtype: torch.dtype
 ) -> nn.Module:
     """A model of this class on meta without initialization, to read its sizes; takes less than a
     second for the largest models.
@@ -108,7 +108,7 @@ def as_value_error(cls: type) -> Iterator[None]:
 
 
 def build_on_meta(
-    cls: "type[PreTrainedModel]", config: Mapping[str, Json], dtype: torch.dtype
+    cls: "type[PreTrainedModel]", config: Mapping[str, JSONLike], dtype: torch.dtype
 ) -> "StockModel":
     """A model of this class with parameters on meta, wrapped; buffers, such as rotary frequencies,
     have their values.

@@ -1,7 +1,7 @@
-"""From the scheduler's decision to the tensors of one step, in places that never change.
+"""InputBatch: converts a scheduled step to tensors at fixed addresses.
 
-T rows (new tokens, and padding behind them), S sequences, R rows of which logits are wanted, B
-columns of block tables.
+T rows (new tokens, then padding), S sequences, R rows whose logits are computed, B columns of block
+tables.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,12 @@ from atomc.runtime.step import Chunk, ScheduledStep
 Array = npt.NDArray[Any]
 
 
-class Shape(NamedTuple):
-    """Room for so many rows, sequences, and rows of which logits are wanted; columns of block
-    tables.
+class StepShape(NamedTuple):
+    """Padded size of a step.
+
+    rows        tokens
+    wanted      rows whose logits are computed
+    columns     of block tables
     """
 
     rows: int
@@ -31,15 +34,15 @@ class Shape(NamedTuple):
 
 
 class InputBatch:
-    """What steps are made of, on the host and on the device.
+    """The input tensors of steps, at fixed addresses.
 
-    A step is written into pinned memory and copied at once; there are two such places, because the
-    copy of one step may still wait for the device while the next step is written. On the device
-    stay the block tables, which are only told what is new, and the token that was drawn last for
-    each slot, so that a step can begin before the host knows it.
+    A step is written to pinned host memory and copied to the device at once. There are two host
+    buffers, because the copy of one step may be pending while the next one is written. The device
+    keeps the block tables, which receive only new blocks, and the last sampled token of each slot,
+    so that a step can start before the host knows that token.
 
     rows, sequences, columns   of the largest step
-    slots   of requests; None: as many as sequences. One more, the last, is that of all padding
+    slots   number of slots; None: as many as sequences. One more, the last, is used by padding
             sequences
     """
 
@@ -65,13 +68,13 @@ class InputBatch:
             "logits_rows": rows,
             "sources": rows,
             "sequence_slots": sequences,
-            "drawn_slots": rows,
+            "sample_slots": rows,
         }
         for g in range(num_groups):
             i32[f"new_blocks_{g}"] = self.num_updates
             i64 |= {f"slots_{g}": rows, f"new_places_{g}": self.num_updates}
-        i64["tokens"] = rows  # the last: `drawn` follows it on the device
-        self._fields = _places(i32, i64)
+        i64["tokens"] = rows  # last field: `last_tokens` follows it on the device
+        self._fields = _field_layout(i32, i64)
         size = max(end for _, _, end in self._fields.values())
         pinned = self.device.type == "cuda"
         self._hosts = [torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
@@ -82,7 +85,7 @@ class InputBatch:
             name: memory[start:end].view(dtype)
             for name, (dtype, start, end) in self._fields.items()
         }
-        self.drawn = memory[size:].view(torch.int64)
+        self.last_tokens = memory[size:].view(torch.int64)
         self._ids = memory[self._fields["tokens"][1] :].view(torch.int64)
         self._tables = [np.zeros((self.slots + 1, columns), np.int32) for _ in range(num_groups)]
         self.tables = [
@@ -92,13 +95,13 @@ class InputBatch:
         self._turn = 0
 
     def write(
-        self, step: ScheduledStep | None, shape: Shape | None = None, *, num_rows: int = 0
-    ) -> Shape:
-        """Bring a step to the device, padded to `shape` or to num_rows; None: padding only. The
-        shape that it has now.
+        self, step: ScheduledStep | None, shape: StepShape | None = None, *, num_rows: int = 0
+    ) -> StepShape:
+        """Copy a step to the device, padded to `shape` or to num_rows; None: padding only. Returns
+        the padded shape.
 
-        A padding row has token 0 at position 0, slot -1, and belongs to no sequence: it lies beyond
-        query_start[-1]. A padding sequence has no row and no token, and the spare slot.
+        A padding row has token 0, position 0 and slot -1, and belongs to no sequence: it is after
+        query_start[-1]. A padding sequence has no rows, length 0 and the padding slot.
         """
         self._turn ^= 1
         to = self._views[self._turn]
@@ -109,10 +112,10 @@ class InputBatch:
         slots = np.array([chunk.slot for chunk in chunks], np.int64)
         bounds = np.concatenate(([0], counts.cumsum()))
         T = int(bounds[-1])
-        wanted = self._wanted(chunks, bounds)
+        wanted = self._output_rows(chunks, bounds)
         lens = starts + counts
         if shape is None:
-            shape = Shape(
+            shape = StepShape(
                 max(T, num_rows),
                 S,
                 len(wanted),
@@ -126,14 +129,14 @@ class InputBatch:
         _fill(to["logits_rows"], wanted, shape.wanted, 0)
         positions = np.arange(T) + np.repeat(starts - bounds[:-1], counts)
         _fill(to["positions"], positions, rows, 0)
-        _fill(to["tokens"], self._known(chunks, T), rows, 0)
+        _fill(to["tokens"], self._known_tokens(chunks, T), rows, 0)
         to["sources"][:rows] = np.arange(rows)
-        fed = np.array([chunk.fed for chunk in chunks], bool)
-        to["sources"][bounds[1:][fed] - 1] = self.rows + slots[fed]
-        draws = np.array([chunk.num_draws for chunk in chunks], np.int64)
-        to["drawn_slots"][: draws.sum()] = np.repeat(slots, draws)
+        placeholder = np.array([chunk.has_placeholder for chunk in chunks], bool)
+        to["sources"][bounds[1:][placeholder] - 1] = self.rows + slots[placeholder]
+        num_samples = np.array([chunk.num_samples for chunk in chunks], np.int64)
+        to["sample_slots"][: num_samples.sum()] = np.repeat(slots, num_samples)
 
-        self._tell(chunks, to)
+        self._update_tables(chunks, to)
         sequence = np.repeat(slots, counts)
         block, offset = np.divmod(positions, self.block_size)
         for g, table in enumerate(self._tables):
@@ -146,8 +149,8 @@ class InputBatch:
         self._copied.copy_(self._hosts[self._turn], non_blocking=True)
         return shape
 
-    def step(self, shape: Shape) -> Step:
-        """The Step that was written last; the block tables take in what is new."""
+    def step(self, shape: StepShape) -> Step:
+        """The tensors of the step written last. Updates the block tables."""
         at, (rows, sequences, wanted, columns) = self.on_device, shape
         slots = at["sequence_slots"][:sequences]
         groups = []
@@ -166,14 +169,14 @@ class InputBatch:
             state_slots=slots,
         )
 
-    def keep(self, tokens: Tensor) -> None:
-        """These were drawn by the step written last, one for each chunk that draws: the next step
-        may be fed them.
+    def keep_tokens(self, tokens: Tensor) -> None:
+        """Keep the tokens sampled by the step written last, one per chunk that samples, as inputs
+        of the next step.
         """
-        self.drawn.index_copy_(0, self.on_device["drawn_slots"][: len(tokens)], tokens)
+        self.last_tokens.index_copy_(0, self.on_device["sample_slots"][: len(tokens)], tokens)
 
-    def _tell(self, chunks: Sequence[Chunk], to: dict[str, Array]) -> None:
-        """The blocks that tables have more than before."""
+    def _update_tables(self, chunks: Sequence[Chunk], to: dict[str, Array]) -> None:
+        """Write new blocks to the host tables, and their positions to the step."""
         for g, table in enumerate(self._tables):
             places, blocks = [], []
             for chunk in chunks:
@@ -184,7 +187,7 @@ class InputBatch:
                     blocks.append(new)
             where = np.concatenate(places) if places else np.zeros(0, np.int64)
             what = np.fromiter(chain.from_iterable(blocks), np.int32, len(where))
-            if len(where) > self.num_updates:  # many long prompts at once, all cached
+            if len(where) > self.num_updates:  # many long cached prompts in one step
                 self.tables[g].view(-1)[torch.from_numpy(where).to(self.device)] = torch.from_numpy(
                     what
                 ).to(self.device)
@@ -193,17 +196,17 @@ class InputBatch:
             _fill(to[f"new_places_{g}"], where, self.num_updates, padding)
             _fill(to[f"new_blocks_{g}"], what, self.num_updates, 0)
 
-    def _known(self, chunks: Sequence[Chunk], T: int) -> Array:
-        """The tokens of all rows, 0 where the device knows more."""
+    def _known_tokens(self, chunks: Sequence[Chunk], T: int) -> Array:
+        """The tokens of all rows; 0 for placeholders."""
         tokens: list[int] = []
         for chunk in chunks:
             tokens.extend(chunk.tokens)
-            if chunk.fed:
+            if chunk.has_placeholder:
                 tokens.append(0)
         return np.array(tokens, np.int64)
 
-    def _wanted(self, chunks: Sequence[Chunk], bounds: Array) -> Array:
-        counts = np.array([chunk.num_wanted for chunk in chunks], np.int64)
+    def _output_rows(self, chunks: Sequence[Chunk], bounds: Array) -> Array:
+        counts = np.array([chunk.num_output_rows for chunk in chunks], np.int64)
         if counts.max(initial=0) <= 1:
             rows: Array = bounds[1:][counts > 0] - 1
             return rows
@@ -223,10 +226,10 @@ def _fill(to: Array, values: Array, size: int, padding: int) -> None:
     to[len(values) : size] = padding
 
 
-def _places(i32: dict[str, int], i64: dict[str, int]) -> dict[str, tuple[torch.dtype, int, int]]:
-    """For each field its dtype, and its first and last byte: one behind the other, at addresses
-    that kernels like.
-    """
+def _field_layout(
+    i32: dict[str, int], i64: dict[str, int]
+) -> dict[str, tuple[torch.dtype, int, int]]:
+    """Dtype, start and end byte of each field, packed with 16-byte alignment."""
     fields, at = {}, 0
     for dtype, width, sizes in ((torch.int32, 4, i32), (torch.int64, 8, i64)):
         for name, size in sizes.items():

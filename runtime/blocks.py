@@ -1,4 +1,4 @@
-"""Who owns which blocks of the caches, in groups of layers that are paged alike."""
+"""Block pool: allocates cache blocks and shares prefixes, per group of layers with equal paging."""
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence, Set
@@ -7,86 +7,84 @@ from dataclasses import dataclass, field
 from atomc.runtime.prefix_cache import first_read, longest_match
 
 NO_LIMIT = 2**62
-NewBlocks = tuple[int, tuple[int, ...]]  # place of the first in the table, and the blocks
+NewBlocks = tuple[int, tuple[int, ...]]  # position of the first in the block table, block ids
 
 
-class Group:
-    """The blocks of one group: who uses them, which are free, and what the full ones hold.
+class BlockGroup:
+    """The blocks of one group: reference counts, free list, and the index of cached blocks.
 
-    A free block may still hold something; it can be used for that again until it is taken for
-    something else, the longest unused first.
+    A free block keeps its content, and can be shared again, until it is allocated; the least
+    recently used one is allocated first.
     """
 
     def __init__(self, num_blocks: int, window: int) -> None:
         self.num_blocks, self.window = num_blocks, window
-        self.users = [0] * num_blocks
-        # In the order in which they are taken: those that hold nothing come first, the last one
-        # released first of all, which may still be in a processor's cache.
+        self.ref_counts = [0] * num_blocks
+        # In the order of allocation: blocks without cached content first, starting with the last
+        # one released, which may still be in a processor's cache.
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.key_of: dict[int, bytes] = {}
         self.block_of: dict[bytes, int] = {}
 
-    def take(self) -> int:
-        """A free block, which holds nothing any more."""
+    def allocate(self) -> int:
+        """Allocate a free block and evict its content."""
         block, _ = self.free.popitem(last=False)
-        self.unname(block)
-        self.users[block] = 1
+        self.evict(block)
+        self.ref_counts[block] = 1
         return block
 
     def share(self, key: bytes) -> int:
-        """The block of this key, with one user more."""
+        """The cached block of this key; increments its reference count."""
         block = self.block_of[key]
-        if not self.users[block]:
+        if not self.ref_counts[block]:
             del self.free[block]
-        self.users[block] += 1
+        self.ref_counts[block] += 1
         return block
 
-    def drop(self, block: int) -> None:
-        """One user less."""
-        self.users[block] -= 1
-        if not self.users[block]:
+    def release(self, block: int) -> None:
+        """Decrement the reference count; free the block at 0."""
+        self.ref_counts[block] -= 1
+        if not self.ref_counts[block]:
             self.free[block] = None
             self.free.move_to_end(block, last=block in self.key_of)
 
-    def name(self, block: int, key: bytes) -> None:
-        """From now on the block can be found by this key, unless there is another of the same."""
+    def cache(self, block: int, key: bytes) -> None:
+        """Add the block to the index under this key, unless the key has a block."""
         if key not in self.block_of and block not in self.key_of:
             self.block_of[key] = block
             self.key_of[block] = key
 
-    def unname(self, block: int) -> None:
-        """The block can no longer be found."""
+    def evict(self, block: int) -> None:
+        """Remove the block from the index."""
         key = self.key_of.pop(block, None)
         if key is not None:
             del self.block_of[key]
 
-    def check(self, tables: Sequence["Table"]) -> None:
-        users = [0] * self.num_blocks
+    def check(self, tables: Sequence["BlockTable"]) -> None:
+        ref_counts = [0] * self.num_blocks
         for table in tables:
-            assert len(set(table.blocks)) == len(table.blocks), (
-                "a block is in two places of one table"
-            )
+            assert len(set(table.blocks)) == len(table.blocks), "a block is twice in one table"
             for block in table.blocks:
-                users[block] += 1
-        assert users == self.users, "a block is lost, or its users are counted wrong"
-        assert {i for i, count in enumerate(users) if not count} == set(self.free), (
-            "free and unused blocks differ"
+                ref_counts[block] += 1
+        assert ref_counts == self.ref_counts, "a reference count is wrong"
+        assert {i for i, count in enumerate(ref_counts) if not count} == set(self.free), (
+            "the free list differs from the blocks without references"
         )
         assert {key: block for block, key in self.key_of.items()} == self.block_of, (
-            "keys and blocks differ"
+            "the index is inconsistent"
         )
 
 
 @dataclass
-class Table:
-    """An owner's blocks of one group: blocks[i] holds its tokens (first + i) * block_size onwards.
+class BlockTable:
+    """An owner's blocks of one group: blocks[i] holds its tokens from (first + i) * block_size.
 
-    told   blocks up to this place are known to whoever asked for what is new
+    sent_end   position up to which `take_new_blocks` has returned the blocks
     """
 
     first: int = 0
     blocks: list[int] = field(default_factory=list)
-    told: int = 0
+    sent_end: int = 0
 
     @property
     def end(self) -> int:
@@ -96,9 +94,9 @@ class Table:
 class BlockPool:
     """num_blocks blocks of block_size tokens in each group.
 
-    windows   one for each group: 0 keeps all tokens of an owner; n lets go of blocks that nobody
-              reads any more. Without groups nothing is kept per token, and there is always room
-    shares    whether owners may share full blocks that hold the same
+    windows   attention window of each group in tokens; 0: all tokens are kept. Blocks outside the
+              window are released. Without groups there is no state per token, and any request fits
+    shares    whether owners may share full blocks with equal content (prefix cache)
 
     Raises ValueError for sizes below 1.
     """
@@ -115,13 +113,14 @@ class BlockPool:
         if min(counts, default=1) < 1 or block_size < 1:
             raise ValueError(
                 f"a pool of {min(counts, default=0)} blocks of {block_size} tokens is empty, "
-                "both must be at "
-                "least 1"
+                "expected at least 1 block and 1 token"
             )
         self.block_size = block_size
         self.shares = shares
-        self.groups = [Group(count, window) for count, window in zip(counts, windows, strict=True)]
-        self._tables: dict[str, list[Table]] = {}
+        self.groups = [
+            BlockGroup(count, window) for count, window in zip(counts, windows, strict=True)
+        ]
+        self._tables: dict[str, list[BlockTable]] = {}
 
     @property
     def num_blocks(self) -> int:
@@ -133,8 +132,8 @@ class BlockPool:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that a group holds which keeps all of them; where all have windows, the largest. 0
-        without groups.
+        """Capacity in tokens of the smallest group without a window, or of the largest group if all
+        have windows; 0 without groups.
         """
         whole = [group.num_blocks for group in self.groups if not group.window]
         return (
@@ -143,8 +142,9 @@ class BlockPool:
         )
 
     def tokens_used(self, computed: Mapping[str, int]) -> int:
-        """Of what `num_tokens` counts, the tokens held for owners with so many computed; a shared
-        one counts once.
+        """Tokens in use, of the capacity `num_tokens`; shared tokens count once.
+
+        computed   number of computed tokens by owner
         """
         if not self.groups:
             return 0
@@ -165,8 +165,9 @@ class BlockPool:
         return held - shared * self.block_size
 
     def longest(self, most_new: int) -> int:
-        """Tokens of the longest sequence that fits if it is alone; at most `most_new` of them wait
-        to be read.
+        """Maximum length in tokens of a sequence that has the pool to itself.
+
+        most_new   maximum number of tokens in flight
         """
         held = [(group.num_blocks * self.block_size, group.window) for group in self.groups]
         return min(
@@ -182,11 +183,11 @@ class BlockPool:
         return self._tables.keys()
 
     def table(self, owner: str, group: int = 0) -> tuple[int, ...]:
-        """The owner's blocks in the order of its tokens; empty if it has none."""
+        """The owner's block ids in token order; empty without blocks."""
         return tuple(self._tables[owner][group].blocks) if owner in self._tables else ()
 
     def match(self, keys: Sequence[bytes]) -> int:
-        """So many leading blocks of these keys need not be computed."""
+        """Number of leading blocks that are cached, for these keys."""
         if not (self.shares and keys):
             return 0
         windows = [group.window for group in self.groups]
@@ -195,90 +196,90 @@ class BlockPool:
         )
 
     def admit(self, owner: str, keys: Sequence[bytes], now: int, ahead: int) -> bool:
-        """Give a new owner the blocks of these keys, and further ones: groups with a window up to
-        `now` tokens, others up to `ahead`. False, and nothing changed, if the free blocks do not
-        last.
+        """Give a new owner the cached blocks of these keys, and new blocks for `now` tokens in
+        groups with a window and for `ahead` tokens in the others. False, without changes, if there
+        are not enough free blocks.
         """
         assert owner not in self._tables, f"{owner!r} owns blocks already"
         if not self.has_room(keys, now, ahead):
             return False
         self._tables[owner] = [
-            Table(first, [group.share(key) for key in keys[first:]], first)
-            for group, first in zip(self.groups, self._firsts(len(keys)), strict=True)
+            BlockTable(first, [group.share(key) for key in keys[first:]], first)
+            for group, first in zip(self.groups, self._first_blocks_read(len(keys)), strict=True)
         ]
         return self.reserve(owner, now, ahead)
 
     def has_room(self, keys: Sequence[bytes], now: int, ahead: int) -> bool:
         """Whether `admit` would succeed."""
-        for group, first in zip(self.groups, self._firsts(len(keys)), strict=True):
-            unused = sum(not group.users[group.block_of[key]] for key in keys[first:])
-            if self._blocks(now if group.window else ahead) - len(keys) + unused > len(group.free):
+        for group, first in zip(self.groups, self._first_blocks_read(len(keys)), strict=True):
+            unused = sum(not group.ref_counts[group.block_of[key]] for key in keys[first:])
+            if self._num_blocks(now if group.window else ahead) - len(keys) + unused > len(
+                group.free
+            ):
                 return False
         return True
 
     def reserve(self, owner: str, now: int, ahead: int | None = None) -> bool:
-        """Extend the owner's tables as in `admit`. False, and nothing changed, if the free blocks
-        do not last.
+        """Extend the owner's tables as in `admit`. False, without changes, if there are not enough
+        free blocks.
         """
-        tables = self._tables.get(owner) or [Table() for _ in self.groups]
+        tables = self._tables.get(owner) or [BlockTable() for _ in self.groups]
         missing = [
-            self._blocks(now if group.window else ahead or now) - table.end
+            self._num_blocks(now if group.window else ahead or now) - table.end
             for group, table in zip(self.groups, tables, strict=True)
         ]
         if any(count > len(group.free) for count, group in zip(missing, self.groups, strict=True)):
             return False
         for count, group, table in zip(missing, self.groups, tables, strict=True):
-            table.blocks.extend(group.take() for _ in range(count))
+            table.blocks.extend(group.allocate() for _ in range(count))
         if not self.groups or any(table.blocks for table in tables):
             self._tables[owner] = tables
         return True
 
     def trim(self, owner: str, computed: int) -> None:
-        """Let go of blocks that no token from position `computed` on reads."""
+        """Release blocks outside the windows of all tokens from position `computed`."""
         for group, table in zip(self.groups, self._tables[owner], strict=True):
             gone = (
                 min(first_read(computed, group.window) // self.block_size, table.end) - table.first
             )
             for block in table.blocks[: max(gone, 0)]:
-                group.drop(block)
+                group.release(block)
             if gone > 0:
                 del table.blocks[:gone]
                 table.first += gone
 
     def release(self, owner: str) -> None:
-        """Let go of all blocks of the owner, which may have none; the last ones are taken first by
-        others.
+        """Release all blocks of the owner, if it has any, last to first: the last ones are reused
+        first.
         """
         for group, table in zip(self.groups, self._tables.pop(owner, []), strict=False):
             for block in reversed(table.blocks):
-                group.drop(block)
+                group.release(block)
 
-    def name(self, owner: str, place: int, key: bytes) -> None:
-        """The owner's block at this place of its tables is full and holds what the key says."""
+    def cache(self, owner: str, index: int, key: bytes) -> None:
+        """Add the full block at this position of the owner's tables to the prefix cache."""
         if self.shares:
             for group, table in zip(self.groups, self._tables[owner], strict=True):
-                if place >= table.first:
-                    group.name(table.blocks[place - table.first], key)
+                if index >= table.first:
+                    group.cache(table.blocks[index - table.first], key)
 
-    def unname(self, owner: str) -> None:
-        """No block of the owner, shared ones included, is found by its key any more."""
+    def evict(self, owner: str) -> None:
+        """Remove the owner's blocks, including shared ones, from the prefix cache."""
         for group, table in zip(self.groups, self._tables.get(owner, []), strict=False):
             for block in table.blocks:
-                group.unname(block)
+                group.evict(block)
 
-    def news(self, owner: str) -> tuple[NewBlocks, ...]:
-        """For each group, the blocks that came since this was last asked."""
-        return tuple([_news(table) for table in self._tables[owner]])
+    def take_new_blocks(self, owner: str) -> tuple[NewBlocks, ...]:
+        """For each group, the blocks added since the last call."""
+        return tuple([_take_new_blocks(table) for table in self._tables[owner]])
 
-    def forget_told(self, owner: str) -> None:
-        """All blocks of the owner are news again."""
+    def resend_blocks(self, owner: str) -> None:
+        """Make the next `take_new_blocks` return all blocks of the owner."""
         for table in self._tables.get(owner, ()):
-            table.told = table.first
+            table.sent_end = table.first
 
-    def drop_cached(self) -> bool:
-        """Nobody finds what blocks hold any more. False, and nothing changed, if somebody uses
-        one.
-        """
+    def reset_prefix_cache(self) -> bool:
+        """Remove all blocks from the prefix cache. False, without changes, if any are in use."""
         if self._tables:
             return False
         for group in self.groups:
@@ -287,9 +288,7 @@ class BlockPool:
         return True
 
     def check(self) -> None:
-        """Assert that the users of each block are right, and that each block without one is
-        free.
-        """
+        """Assert that reference counts, free lists and indexes are consistent."""
         without = [
             owner
             for owner, tables in self._tables.items()
@@ -299,18 +298,18 @@ class BlockPool:
         for i, group in enumerate(self.groups):
             group.check([tables[i] for tables in self._tables.values()])
 
-    def _firsts(self, num_blocks: int) -> list[int]:
-        """For each group, the first block that is read after so many."""
+    def _first_blocks_read(self, num_blocks: int) -> list[int]:
+        """For each group, the first block that a token after num_blocks blocks reads."""
         return [
             first_read(num_blocks * self.block_size, group.window) // self.block_size
             for group in self.groups
         ]
 
-    def _blocks(self, num_tokens: int) -> int:
+    def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
 
-def _news(table: Table) -> NewBlocks:
-    start = max(table.told, table.first)
-    table.told = table.end
+def _take_new_blocks(table: BlockTable) -> NewBlocks:
+    start = max(table.sent_end, table.first)
+    table.sent_end = table.end
     return start, tuple(table.blocks[start - table.first :])

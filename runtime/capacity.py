@@ -1,26 +1,23 @@
-"""How many blocks of which size the caches get."""
+"""Sizes the caches: number of blocks and block size."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from atomc.models.limits import free_on_host
 
-CPU_SHARE = 0.25  # of the free memory; the rest is for everybody else
+CPU_SHARE = 0.25  # of the free memory; the rest is for other processes
 GRAPH_SHARE = 0.03  # of a GPU's memory, for CUDA graphs
-SPARE_SLOTS = 1  # of state that is kept per sequence: that of padding
-# Where a block holds a whole sequence, length costs memory before it is used: in little memory,
-# fewer sequences of this length rather than many short ones.
+SPARE_SLOTS = 1  # of per-sequence state, for padding
+# With one block per sequence, memory is reserved for the maximum length. If memory is short, prefer
+# fewer sequences of this length to more shorter ones.
 MIN_LENGTH = 2048
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """num_blocks blocks of block_size tokens in each group, and the tokens of the longest
-    sequence.
-    """
+    """num_blocks[i] blocks of block_size tokens in group i, and the maximum sequence length."""
 
     num_blocks: tuple[int, ...]
     block_size: int
@@ -40,22 +37,19 @@ def capacity(
     kv_bytes: int | None = None,
     bytes_per_sequence: int = 0,
 ) -> Capacity:
-    """The caches' size as the user wants it; else what fits, and no more than max_num_seqs
-    sequences can use.
+    """The size of the caches: as configured, else as large as memory allows, but not more than
+    max_num_seqs sequences can use.
 
-    groups           for each group of layers, the bytes that a token takes in all of them together,
-                     and its window
-    block_size       tokens a block by the layout; None: one block holds the longest sequence
-    available        bytes to use if neither num_blocks nor kv_bytes says it
-    longest          tokens of the longest sequence that makes sense
-    max_model_len    tokens of the longest sequence that must fit; None: as long as there is room,
-                     up to longest
-    bytes_per_sequence   of state that is kept per sequence, for each slot and a spare one: charged
-                         first
+    groups           for each group of layers, the bytes per token of all its layers, and its window
+    block_size       tokens per block of the layout; None: one block holds a whole sequence
+    available        bytes to use if neither num_blocks nor kv_bytes is given
+    longest          maximum sequence length of the model
+    max_model_len    maximum sequence length that must fit; None: as memory allows, up to longest
+    bytes_per_sequence   per-sequence state, for each slot and a spare one; reserved first
 
-    Raises ValueError if the longest sequence does not fit.
+    Raises ValueError if a sequence of max_model_len tokens does not fit.
     """
-    room = _without_slots(
+    room = _bytes_for_blocks(
         kv_bytes or available, max_num_seqs, bytes_per_sequence, sized=num_blocks is not None
     )
     length = max_model_len or longest
@@ -65,37 +59,32 @@ def capacity(
     tokens = room // bytes_per_token  # if each group had a block for all of them
     if block_size is None:
         if max_model_len is None:
-            length = min(
-                length, max(tokens // (num_blocks or max_num_seqs), min(tokens, MIN_LENGTH))
-            )
+            length = min(length, _length_of_whole_blocks(tokens, num_blocks or max_num_seqs))
         block_size = max(length, 1)
         counts = [num_blocks or min(tokens // block_size, max_num_seqs)] * len(groups)
     elif num_blocks is not None:
         counts = [num_blocks] * len(groups)
     else:
-        blocks = partial(
-            blocks_of_one,
-            length,
-            block_size=block_size,
-            max_num_batched_tokens=max_num_batched_tokens,
+        counts = _equal_shares(
+            room // block_size,
+            groups,
+            _useful_blocks(groups, max_num_seqs, length, block_size, max_num_batched_tokens),
         )
-        counts = _shared(room // block_size, groups, lambda window: max_num_seqs * blocks(window))
-    holds = _longest_that_fits(counts, groups) * block_size
+    holds = _max_blocks(counts, groups) * block_size
     if max_model_len is None:
         length = min(length, holds)
     if min(counts) < 1 or not 2 <= length <= holds:
         raise ValueError(
             f"a sequence of {length} tokens does not fit into the cache, which holds "
-            f"{holds or tokens} (a token takes "
-            f"{bytes_per_token} bytes): lower max_model_len, max_num_batched_tokens or "
-            "max_num_seqs, or raise "
-            "gpu_memory_utilization, kv_bytes or num_blocks"
+            f"{holds or tokens} (a token takes {bytes_per_token} bytes): lower max_model_len, "
+            "max_num_batched_tokens or max_num_seqs, or raise gpu_memory_utilization, kv_bytes or "
+            "num_blocks"
         )
     return Capacity(tuple(counts), block_size, length)
 
 
-def _without_slots(room: int, max_num_seqs: int, bytes_per_sequence: int, *, sized: bool) -> int:
-    """Bytes that are left for blocks. sized: their number is given, whatever is left."""
+def _bytes_for_blocks(room: int, max_num_seqs: int, bytes_per_sequence: int, *, sized: bool) -> int:
+    """Bytes left for blocks after per-sequence state. sized: the number of blocks is configured."""
     of_slots = (max_num_seqs + SPARE_SLOTS) * bytes_per_sequence
     if of_slots > room and bytes_per_sequence and not sized:
         raise ValueError(
@@ -107,28 +96,46 @@ def _without_slots(room: int, max_num_seqs: int, bytes_per_sequence: int, *, siz
     return room - of_slots
 
 
-def blocks_of_one(length: int, window: int, block_size: int, max_num_batched_tokens: int) -> int:
-    """Blocks that a sequence of this length can use in a group; one with a window lets go of what
-    is behind it.
-    """
+def _length_of_whole_blocks(tokens: int, num_sequences: int) -> int:
+    """Maximum sequence length if a block holds a whole sequence and all blocks hold `tokens`."""
+    return max(tokens // num_sequences, min(tokens, MIN_LENGTH))
+
+
+def max_blocks_per_sequence(
+    length: int, window: int, block_size: int, max_num_batched_tokens: int
+) -> int:
+    """Blocks that a sequence of this length uses at most in a group with this window."""
     whole = -(-length // block_size)
     return (
         min(whole, -(-(window + 2 * max_num_batched_tokens) // block_size) + 2) if window else whole
     )
 
 
-def _longest_that_fits(counts: Sequence[int], groups: Sequence[tuple[int, int]]) -> int:
-    """In blocks: a group without a window must hold all tokens of a sequence."""
+def _useful_blocks(
+    groups: Sequence[tuple[int, int]],
+    max_num_seqs: int,
+    length: int,
+    block_size: int,
+    max_num_batched_tokens: int,
+) -> list[int]:
+    """For each group, the blocks that max_num_seqs sequences of this length use at most."""
+    return [
+        max_num_seqs * max_blocks_per_sequence(length, window, block_size, max_num_batched_tokens)
+        for _, window in groups
+    ]
+
+
+def _max_blocks(counts: Sequence[int], groups: Sequence[tuple[int, int]]) -> int:
+    """Blocks of the longest sequence that fits: groups without a window hold all its tokens."""
     whole = [count for count, (_, window) in zip(counts, groups, strict=True) if not window]
     return min(whole or [max(counts)])
 
 
-def _shared(
-    room: int, groups: Sequence[tuple[int, int]], most_of: Callable[[int], int]
-) -> list[int]:
-    """Equally many blocks for each group, but no more than most_of(window); together they take at
-    most `room` bytes a token."""
-    sizes, most = [size for size, _ in groups], [most_of(window) for _, window in groups]
+def _equal_shares(room: int, groups: Sequence[tuple[int, int]], most: Sequence[int]) -> list[int]:
+    """Number of blocks of each group: equal, but at most most[i], within `room` bytes for one token
+    of each block.
+    """
+    sizes = [size for size, _ in groups]
     counts = [0] * len(sizes)
     growing = list(range(len(sizes)))
     while growing:
@@ -145,10 +152,9 @@ def _shared(
 
 
 def free_memory(device: torch.device, utilization: float, activations: int) -> int:
-    """Bytes that the caches may take on the device if nobody says otherwise.
+    """Bytes available for the caches on the device.
 
-    On a GPU, what is left of `utilization` of its memory after all that is there, activations and
-    CUDA graphs.
+    On a GPU, `utilization` of its memory less memory in use, activations and CUDA graphs.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -2,15 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 if TYPE_CHECKING:  # --help imports this file, and importing torch is slow
     from atomc.options import Options
 
 POLICIES = ("fcfs", "priority")
 
+T = TypeVar("T")
 
-def _option(default: Any, text: str) -> Any:
+
+def _option(default: T, text: str) -> T:
     return field(default=default, metadata={"help": text})
 
 

@@ -2,7 +2,10 @@
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # optional
+    from tokenizers import Tokenizer
 
 # Tokens decoded before the new ones: a token's leading space depends on the tokens before it.
 CONTEXT_TOKENS = 5
@@ -12,7 +15,7 @@ REPLACEMENT_CHARACTER = "\ufffd"
 MAX_HELD_TOKENS = 8
 
 
-def load_tokenizer(folder: Path) -> Any | None:
+def load_tokenizer(folder: Path) -> "Tokenizer | None":
     """The `tokenizers.Tokenizer` of a model folder; None if it has no tokenizer.json.
 
     Raises ValueError for a damaged file, and ImportError, naming the extra to install, if the
@@ -54,7 +57,7 @@ class Detokenizer:
     """
 
     def __init__(
-        self, tokenizer: Any, prompt: list[int], *, skip_special_tokens: bool = True
+        self, tokenizer: "Tokenizer", prompt: list[int], *, skip_special_tokens: bool = True
     ) -> None:
         self.tokenizer = tokenizer
         self.skip_special_tokens = skip_special_tokens
@@ -95,7 +98,7 @@ class TokenTexts:
     log-probabilities.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: "Tokenizer") -> None:
         self.tokenizer = tokenizer
         # Not from tokenizer.to_str(), which iterates over all ids up to the largest.
         decoder = "" if tokenizer.decoder is None else tokenizer.decoder.__getstate__().decode()

@@ -1,4 +1,4 @@
-"""The engine: one model, tokens in and tokens out."""
+"""The engine: runs one model; requests and outputs are token ids."""
 
 import logging
 import random
@@ -11,14 +11,14 @@ from torch import nn
 from atomc.runtime.blocks import BlockPool
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.executor import Executor, Launched, Result
-from atomc.runtime.fence import Fence, RequestError, RequestFailed, is_contained
 from atomc.runtime.grammar_compiler import GrammarCompiler, GrammarMatcher
-from atomc.runtime.phases import Phases, uncollected
+from atomc.runtime.phases import Phases, gc_disabled
 from atomc.runtime.request import Output, Pooling, Request
+from atomc.runtime.request_errors import RequestError, RequestErrors, RequestFailed, is_recoverable
 from atomc.runtime.sampling.logprobs import TokenLogprobs
 from atomc.runtime.sampling.sampling_params import SamplingParams
 from atomc.runtime.scheduler import QueueFull, Scheduler
-from atomc.runtime.speculative import NGram
+from atomc.runtime.speculative import NGramProposer
 from atomc.runtime.stats import Stats
 from atomc.runtime.step import ScheduledStep
 from atomc.runtime.structured_outputs import StructuredOutputs, accept_tokens
@@ -40,57 +40,55 @@ log = logging.getLogger("atomc")
 
 PHASES = ("load", "compile", "allocate", "warm up")
 WARM_UP_TOKENS = 8
-MEMORY = 0.02  # weight of the last step in the mean host time
+HOST_MS_WEIGHT = 0.02  # weight of the last step in the mean host time
 
 
 @dataclass
 class RequestState:
-    """What the engine keeps of a request beside what the scheduler keeps in the Request; dropped
-    when it ends.
+    """State of a request in the engine, besides the scheduler's Request; dropped when it ends.
 
-    matcher   how far its form of output has come
-    drafter   guesses its next tokens
-    scores    log-probabilities of its prompt, until its first token comes
+    matcher    grammar state of its structured output
+    proposer   proposes its drafts
+    scores     prompt log-probabilities, until its first token
     """
 
     matcher: GrammarMatcher | None = None
-    drafter: NGram | None = None
+    proposer: NGramProposer | None = None
     scores: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class _Flight:
+class _StepInFlight:
     step: ScheduledStep
     running: Launched
 
 
 class Engine:
-    """One model on one device; not thread-safe, and without threads: whoever calls `step` advances
-    it.
+    """One model on one device. Not thread-safe; the caller calls `step` in a loop.
 
-    module     instead of config.model: one of ours, a stock transformers model (its attention is
-               replaced in place, see wrap_stock), or any other that is called as
+    module     used instead of config.model: one of ours, a stock transformers model (its attention
+               is replaced in place, see wrap_stock), or any module called as
                `model(input_ids [T], positions [T], logits_rows [R]) -> logits [R, V]`
-    progress   bars on the terminal while it starts
-    spare_cores   of a CPU, left to other processes if there are more than two
+    progress   show progress bars during the start
+    spare_cores   CPU cores left to other processes, if there are more than two
 
-    On a CPU torch computes with config.threads threads from now on, in the whole process; `threads`
-    says why so many.
+    On a CPU, sets torch's number of threads for the whole process to config.threads; `threads` says
+    why this many.
 
-    The host decides about a step and launches it while the device still runs the step before: a
-    token that is drawn stays on the device and is fed to the next step, and the host learns of it
-    one step later.
+    The host schedules and launches a step while the device runs the previous one: a sampled token
+    stays on the device as input of the next step, and the host reads it one step later.
 
-    What goes wrong for one request while it is admitted, scheduled, drawn, read or pooled ends that
-    request, with an Output that says why; the others continue, and get the tokens that they would
-    have got without it. What goes wrong for a step as a whole, or on the device, comes through.
+    An error of a single request (admission, scheduling, sampling, reading, pooling) ends that
+    request with an Output that has the error; the tokens of other requests do not change. An error
+    of a whole step or of the device is raised by `step`.
 
-    program.report says what the compiler did, phases how long each part of the start took
-    (seconds), max_len how many tokens the longest sequence has.
+    program.report   what the compiler did
+    phases           seconds of each phase of the start
+    max_len          maximum sequence length in tokens
 
-    Raises ValueError for what does not fit together, OptionsError (a ValueError) for a wrong
-    option, FileNotFoundError for an incomplete checkpoint, ImportError if a tokenizer needs a
-    library that is not installed.
+    Raises ValueError for conflicting settings, OptionsError (a ValueError) for an invalid option,
+    FileNotFoundError for an incomplete checkpoint, ImportError if a tokenizer needs a library that
+    is not installed.
     """
 
     def __init__(
@@ -103,12 +101,14 @@ class Engine:
     ) -> None:
         self.config = config
         self.host_ms = 0.0
-        self.fence = Fence()
-        self.structured_outputs = StructuredOutputs(self._grammars, self.fence)
+        self.request_errors = RequestErrors()
+        self.structured_outputs = StructuredOutputs(
+            self._create_grammar_compiler, self.request_errors
+        )
         self._states: dict[str, RequestState] = {}
         self._seeds = random.Random(config.seed)
-        self._flight: _Flight | None = None
-        self._others: list[Output] = []  # what `embed` learned of the requests of others
+        self._in_flight: _StepInFlight | None = None
+        self._other_outputs: list[Output] = []  # outputs of other requests during `embed`
         self._speculates = config.speculative_tokens > 0
         phases = Phases(PHASES, progress=progress)
         self.phases = phases.seconds
@@ -117,7 +117,7 @@ class Engine:
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
-            raise ValueError(self._too_large()) from error
+            raise ValueError(self._out_of_memory_message()) from error
         finally:
             phases.close()
 
@@ -145,7 +145,7 @@ class Engine:
             max_model_len=size.max_model_len,
             max_queue=config.max_queue,
             policy=config.scheduling_policy,
-            fence=self.fence,
+            request_errors=self.request_errors,
             can_roll_back=limits.can_roll_back,
         )
         self.max_len = self.scheduler.max_len
@@ -155,17 +155,16 @@ class Engine:
             self.scheduler.pool.num_tokens / self.max_len,
             self.max_len,
         )
-        with phases.phase("warm up"), uncollected():
+        with phases.phase("warm up"), gc_disabled():
             worker.warm_up()
             self._warm_up()
 
-    def _too_large(self) -> str:
-        """What to do when memory ran out while it started."""
+    def _out_of_memory_message(self) -> str:
+        """What to change after running out of memory during the start."""
         if "compile" not in self.phases:
             return (
-                "out of memory while the weights were read: take a smaller model, or fewer "
-                "bits for each weight (dtype "
-                "bfloat16, or quantization)"
+                "out of memory while reading the weights: use a smaller model or smaller weights "
+                "(dtype bfloat16, or quantization)"
             )
         sized = next(
             (name for name in ("kv_bytes", "num_blocks") if getattr(self.config, name) is not None),
@@ -173,8 +172,7 @@ class Engine:
         )
         return (
             f"out of memory while starting: lower {sized} (now {getattr(self.config, sized)}), "
-            "max_num_batched_tokens, "
-            "max_num_seqs or max_model_len"
+            "max_num_batched_tokens, max_num_seqs or max_model_len"
         )
 
     def request(
@@ -187,9 +185,9 @@ class Engine:
         salt: str | None = None,
         pooling: Pooling | None = None,
     ) -> Request:
-        """A request for this model: with its end-of-sequence tokens, and a seed if params has none.
+        """A request with the model's end-of-sequence tokens, and a random seed if params has none.
 
-        `siblings` makes one for each answer of it. Raises ValueError for an empty prompt.
+        `siblings` splits it into params.n requests. Raises ValueError for an empty prompt.
         """
         return Request(
             request_id,
@@ -203,8 +201,8 @@ class Engine:
         )
 
     def refuse(self, request: Request) -> None:
-        """Raise ValueError for a request that can never run: too long, its id in use, a token that
-        does not exist, no token that may come first."""
+        """Raise ValueError for a request that cannot run: prompt too long, id in use, token ids
+        outside the vocabulary, no token allowed by min_tokens."""
         for token in request.tokens:
             if token < 0 or (self.vocab_size is not None and token >= self.vocab_size):
                 raise ValueError(
@@ -215,26 +213,26 @@ class Engine:
             if request.params.min_tokens and request.banned.issuperset(range(self.vocab_size)):
                 least = request.params.min_tokens
                 raise ValueError(
-                    f"min_tokens is {least}, and stop_token_ids and end-of-sequence tokens "
-                    "are the whole vocabulary: no token may come first"
+                    f"min_tokens is {least}, but stop_token_ids and end-of-sequence tokens "
+                    "are the whole vocabulary: no token may be sampled; lower min_tokens"
                 )
         self.scheduler.refuse(request)
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises what `refuse` raises, QueueFull if too many wait, ValueError for
-        a form of output that cannot be compiled (ImportError without the library for it), and
-        RequestFailed for any other error that concerns this request alone."""
+        """Queue a request. Raises what `refuse` raises, QueueFull if the queue is full,
+        ValueError for a grammar that cannot be compiled (ImportError without llguidance), and
+        RequestFailed for any other error of this request."""
         self.refuse(request)
         if not self.has_work:
-            self.executor.check()  # raises RunError if a user's module was given other weights
+            self.executor.check()  # raises RunError if a user's module has other weights now
         try:
             self._begin(request)
         except BaseException as error:
             self._forget(request.id)
-            if not is_contained(error) or isinstance(error, ValueError | ImportError | QueueFull):
+            if not is_recoverable(error) or isinstance(error, ValueError | ImportError | QueueFull):
                 raise
-            self.fence.fail(request.id, "admitting it", error)
-            raise RequestFailed(self.fence.failed.pop(request.id)) from error
+            self.request_errors.fail(request.id, "admitting it", error)
+            raise RequestFailed(self.request_errors.failed.pop(request.id)) from error
 
     def _begin(self, request: Request) -> None:
         if request.pooling is not None:
@@ -246,8 +244,8 @@ class Engine:
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> bool:
-        """Drop a request; False if there is none of this id (it may just have finished). No output
-        of it follows.
+        """Abort a request; False if the id is unknown (it may just have finished). It has no
+        further output.
         """
         found = self.scheduler.abort(request_id)
         if found:
@@ -256,52 +254,53 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.requests) or self._flight is not None
+        return bool(self.scheduler.requests) or self._in_flight is not None
 
     def step(self) -> list[Output]:
-        """Decide about a step and launch it, then take what came of the step before.
+        """Schedule and launch a step, then finish the previous one.
 
-        What is new of each request; [] does not mean that nothing is to come, see has_work. A
-        request that failed has an Output with the error. If a step fails as a whole, what it raised
-        comes through, and the requests are as they were before it.
+        Returns an Output for each request with new tokens or an error; [] does not mean that the
+        engine is idle, see has_work. If a step fails as a whole, its exception is raised and the
+        requests are as before it.
         """
         began, self._waited = time.perf_counter(), 0.0
-        outputs, self._others = self._others, []
+        outputs, self._other_outputs = self._other_outputs, []
         if self._speculates:
-            outputs += self._collect()  # a draft is made of known tokens
+            outputs += self._collect()  # drafts depend on all previous tokens
             self._draft()
         step = self.scheduler.next_step()
         launched = None
         if step is not None:
             try:
-                launched = _Flight(step, self.executor.launch(step))
+                launched = _StepInFlight(step, self.executor.launch(step))
                 mask = None
                 if self._matchers(step):
                     outputs += (
                         self._collect()
-                    )  # a mask is made of known tokens, with which requests may end
+                    )  # masks depend on all previous tokens; requests may end here
                     mask = self.structured_outputs.mask(step, self._matchers(step))
                 launched.running.sample(mask)
             except BaseException:
                 self.scheduler.undo_step(step)
                 raise
         outputs += self._collect()
-        self._flight = launched
-        outputs += self._failed()
+        self._in_flight = launched
+        outputs += self._failed_outputs()
         if step is not None:
             milliseconds = 1e3 * (time.perf_counter() - began - self._waited)
-            self.host_ms += MEMORY * (milliseconds - self.host_ms) if self.host_ms else milliseconds
+            self.host_ms += (
+                HOST_MS_WEIGHT * (milliseconds - self.host_ms) if self.host_ms else milliseconds
+            )
         return outputs
 
     def embed(
         self, prompts: Sequence[Sequence[int]], pooling: Pooling = "mean"
     ) -> list[list[float]]:
-        """For each prompt the mean of its tokens' hidden states, or the last one's; not normalized.
+        """The mean of each prompt's hidden states, or the last one; not normalized.
 
-        They are requests like others (`request(pooling=...)`, `Output.embedding`), and run together
-        with them. The first one compiles the model once more, without its head. Raises ValueError
-        as `add` does, before anything is computed, and for a model whose head is not known, and
-        RequestFailed if hidden states are NaN.
+        Runs requests with `pooling` together with other requests. The first call compiles the model
+        again, without its head. Raises ValueError as `add` does, before any computation, and for a
+        model whose head is not known; RequestFailed if hidden states are NaN.
         """
         requests = [
             self.request(f"embed {i}", prompt, pooling=pooling) for i, prompt in enumerate(prompts)
@@ -316,7 +315,9 @@ class Engine:
                 while waiting and len(self.scheduler.waiting) < self.config.max_queue:
                     self.add(waiting.pop(0))
                 outputs = self.step()
-                self._others += [output for output in outputs if output.request_id not in ids]
+                self._other_outputs += [
+                    output for output in outputs if output.request_id not in ids
+                ]
                 for output in outputs:
                     if output.request_id in ids:
                         if output.error is not None:
@@ -329,40 +330,42 @@ class Engine:
 
     @property
     def pools(self) -> bool:
-        """Whether a request with pooling starts at once: what it needs is compiled."""
+        """Whether the program for pooling is compiled."""
         return self.executor.pools
 
     def prepare_pooling(self) -> None:
-        """Compile the model once more, over the same weights and caches, without its head; steps
-        may run meanwhile.
+        """Compile the model without its head, over the same weights and caches. Steps may run
+        meanwhile.
 
         Raises ValueError for a model whose head is not known.
         """
         self.executor.prepare_pooling()
 
     def _draft(self) -> None:
-        """Guess what follows the tokens of requests that have only their last one to compute."""
+        """Propose drafts for decoding requests."""
         for request in self.scheduler.running:
             if request.pending == 1 and request.num_new and not request.pooling:
                 request.draft = (
-                    self.fence.run(request.id, "guessing its next tokens", self._guess, request)
+                    self.request_errors.run(
+                        request.id, "proposing its draft", self._propose_draft, request
+                    )
                     or ()
                 )
 
-    def _guess(self, request: Request) -> tuple[int, ...]:
+    def _propose_draft(self, request: Request) -> tuple[int, ...]:
         config, state = self.config, self._state(request.id)
-        state.drafter = state.drafter or NGram(config.ngram_min, config.ngram_max)
+        state.proposer = state.proposer or NGramProposer(config.ngram_min, config.ngram_max)
         count = min(config.speculative_tokens, request.room(self.max_len) - 1)
-        return tuple(state.drafter.propose(request.tokens, count)) if count > 0 else ()
+        return tuple(state.proposer.propose(request.tokens, count)) if count > 0 else ()
 
     def _matchers(self, step: ScheduledStep) -> dict[str, GrammarMatcher]:
-        """Of the requests for which the step draws and whose output must have a form."""
+        """Grammar matchers of the requests that the step samples, by request id."""
         if not self._states:
             return {}
         states = [
             (chunk.request_id, self._states.get(chunk.request_id))
             for chunk in step.chunks
-            if chunk.num_draws
+            if chunk.num_samples
         ]
         return {
             name: state.matcher
@@ -371,53 +374,55 @@ class Engine:
         }
 
     def _collect(self) -> list[Output]:
-        """What came of the step in flight, if there is one."""
-        flight, self._flight = self._flight, None
-        if flight is None:
+        """Finish the step in flight, if there is one; returns its outputs."""
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is None:
             return []
         requests = self.scheduler.first_requests
         began = time.perf_counter()
-        results = flight.running.results()
+        results = in_flight.running.results()
         self._waited += time.perf_counter() - began
         for request, result in zip(requests, results, strict=True):
             if result.error is not None and request.finish_reason is None:
-                self.fence.failed.setdefault(request.id, result.error)
-        failed = self._failed()
+                self.request_errors.failed.setdefault(request.id, result.error)
+        failed = self._failed_outputs()
         found = {
             request.id: result
             for request, result in zip(requests, results, strict=True)
             if request.finish_reason is None
         }
         outputs = self.scheduler.finish_step(
-            flight.step,
+            in_flight.step,
             [
                 result.tokens
-                for result, chunk in zip(results, flight.step.chunks, strict=True)
-                if chunk.num_draws
+                for result, chunk in zip(results, in_flight.step.chunks, strict=True)
+                if chunk.num_samples
             ],
         )
         for name, result in found.items():
             if result.scores:
                 self._state(name).scores.extend(result.scores)
-        return failed + [self._told(output, found[output.request_id]) for output in outputs]
+        return failed + [self._with_results(output, found[output.request_id]) for output in outputs]
 
-    def _told(self, output: Output, result: Result) -> Output:
-        """The output with what the scheduler does not know."""
+    def _with_results(self, output: Output, result: Result) -> Output:
+        """The scheduler's output with log-probabilities and embedding; checks its tokens against
+        the grammar.
+        """
         name, scores = output.request_id, None
         state = self._states.get(name)
         if state is not None:
             if state.matcher is not None:
-                self.fence.run(
+                self.request_errors.run(
                     name,
-                    "following its form of output",
+                    "advancing its grammar",
                     accept_tokens,
                     state.matcher,
                     output.token_ids,
                 )
             if output.token_ids:
                 scores, state.scores = state.scores, []
-        if name in self.fence.failed:
-            return self._end(name, self.fence.failed.pop(name))
+        if name in self.request_errors.failed:
+            return self._end(name, self.request_errors.failed.pop(name))
         if output.finish_reason is not None:
             self._forget(name)
         if not scores and result.logprobs is None and result.embedding is None:
@@ -429,35 +434,36 @@ class Engine:
             embedding=result.embedding,
         )
 
-    def _failed(self) -> list[Output]:
-        """The last outputs of the requests that failed since this was last asked, and are dropped
-        now.
-        """
+    def _failed_outputs(self) -> list[Output]:
+        """Final outputs of requests that failed since the last call; drops them."""
         return [
             self._end(name, error)
-            for name, error in self.fence.take().items()
+            for name, error in self.request_errors.take().items()
             if name in self.scheduler.requests
         ]
 
     def _end(self, request_id: str, error: RequestError) -> Output:
-        """Drop a request that failed, which the scheduler may have dropped already."""
+        """Drop a failed request, which the scheduler may have dropped already."""
         if not error.by_client:
-            # If the cache holds NaN, so do the blocks that it shared.
-            self.scheduler.pool.unname(request_id)
+            # Its blocks may hold NaN: do not share them.
+            self.scheduler.pool.evict(request_id)
         self.scheduler.abort(request_id, "error")
         self._forget(request_id)
         return Output(request_id, (), finish_reason="error", error=error)
 
     def _state(self, request_id: str) -> RequestState:
-        """Made when it is first needed."""
+        """The state of this request, created on first use."""
         return self._states.setdefault(request_id, RequestState())
 
     def _forget(self, request_id: str) -> None:
         self._states.pop(request_id, None)
 
-    def _grammars(self) -> GrammarCompiler:
+    def _create_grammar_compiler(self) -> GrammarCompiler:
         if self.tokenizer is None or self.vocab_size is None:
-            raise ValueError("structured output needs the model's tokenizer, and there is none")
+            raise ValueError(
+                "structured output needs a tokenizer, but the model has none: add tokenizer.json "
+                "to the checkpoint"
+            )
         return GrammarCompiler(
             self.tokenizer,
             self.eos_ids,
@@ -467,7 +473,7 @@ class Engine:
         )
 
     def stats(self) -> Stats:
-        """What it has done and what it is doing."""
+        """Counters since the start, and current gauges."""
         pool, done, ran = self.scheduler.pool, self.scheduler.counters, self.executor.counts()
         return Stats(
             running=len(self.scheduler.running),
@@ -488,12 +494,14 @@ class Engine:
         )
 
     def check(self) -> None:
-        """Assert what holds between two calls."""
+        """Assert the invariants between two calls."""
         self.scheduler.check()
-        assert self.scheduler.num_flights == (self._flight is not None), "a step is lost"
+        assert self.scheduler.num_steps_in_flight == (self._in_flight is not None), (
+            "scheduler and engine disagree about steps in flight"
+        )
 
     def _warm_up(self) -> None:
-        """Generate, so that nothing is compiled when it matters, and forget what was counted."""
+        """Generate two tokens, so that lazy compilation is done, and reset the counters."""
         prompt = [0] * min(WARM_UP_TOKENS, self.max_len - 1)
         self.add(self.request("warm up", prompt, SamplingParams(max_tokens=2, ignore_eos=True)))
         while self.has_work:

@@ -11,22 +11,22 @@ from typing import Protocol
 from torch import Tensor
 
 from atomc.runtime.capacity import Capacity
-from atomc.runtime.fence import RequestError
+from atomc.runtime.request_errors import RequestError
 from atomc.runtime.sampling.logprobs import TokenLogprobs
 from atomc.runtime.step import ScheduledStep
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the scheduler may give to requests.
+    """Resources of an executor that the scheduler manages.
 
     capacity         blocks of the caches
-    windows          for each group of blocks, how many of the last tokens are read; 0: all
-    max_num_seqs     slots
-    max_num_batched_tokens   of one step
-    no_prefix_cache  why blocks cannot be shared; empty: they can
-    can_roll_back    whether a step that failed may be launched again. False: the sequences in it
-                     begin again, because it may have advanced their state already
+    windows          attention window of each block group in tokens; 0: all tokens
+    max_num_seqs     number of slots
+    max_num_batched_tokens   maximum tokens of a step
+    no_prefix_cache  why blocks cannot be shared; empty if they can
+    can_roll_back    whether a failed step may be launched again. False: its sequences start over,
+                     because the step may have advanced their state
     """
 
     capacity: Capacity
@@ -39,8 +39,13 @@ class Limits:
 
 @dataclass(frozen=True)
 class Result:
-    """What one chunk gave: the drawn tokens with their log-probabilities if asked for, those of
-    tokens of the prompt, and a pooled hidden state; or why the request failed."""
+    """Result of one chunk.
+
+    tokens      sampled tokens, with logprobs if requested
+    scores      log-probabilities of the chunk's prompt tokens
+    embedding   pooled hidden state
+    error       why the request failed
+    """
 
     tokens: Sequence[int] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
@@ -51,7 +56,7 @@ class Result:
 
 @dataclass(frozen=True)
 class StepCounts:
-    """How many steps ran how, and the rows of those that ran as a graph; see Stats."""
+    """Number of steps by kind, and rows of those that ran as a CUDA graph; see Stats."""
 
     steps: Mapping[str, int]
     graph_rows: int
@@ -59,13 +64,13 @@ class StepCounts:
 
 
 class Launched(Protocol):
-    """A step that runs. What it computes stays on the device until `results`."""
+    """A launched step. Its results stay on the device until `results` is called."""
 
     def sample(self, mask: Tensor | None = None) -> None:
-        """Sample the step's tokens; nothing for a step of hidden states. Called once, before the
-        next step is launched.
+        """Sample the step's tokens; does nothing for a pooling step. Called once, before the next
+        step is launched.
 
-        mask  [num_draws, W] i32, the allowed tokens (see Sampler)
+        mask  [num_samples, W] i32, the allowed tokens (see Sampler)
         """
 
     def results(self) -> list[Result]:
@@ -73,25 +78,25 @@ class Launched(Protocol):
 
 
 class Executor(Protocol):
-    """Runs steps in the order in which they are launched, several of them at once: the token that a
-    step draws last for a slot is fed to the next one.
+    """Runs steps in launch order; several may be in flight. The last token sampled for a slot is an
+    input of the next step.
 
-    An error of one request is in its Result, one of a whole step is raised; the step may then be
-    launched again, unless limits.can_roll_back says otherwise.
+    An error of a single request is in its Result. An error of a whole step is raised; the step may
+    be launched again if limits.can_roll_back.
     """
 
     limits: Limits
 
     @property
     def pools(self) -> bool:
-        """Whether steps of hidden states can be launched at once: what they need is compiled."""
+        """Whether pooling steps can be launched: their program is compiled."""
 
     def launch(self, step: ScheduledStep) -> Launched:
         """Start to compute the step's logits, or its pooled hidden states."""
 
     def prepare_pooling(self) -> None:
-        """Compile the model once more, over the same weights and caches, without its head; steps
-        may run meanwhile.
+        """Compile the model without its head, over the same weights and caches. Steps may run
+        meanwhile.
 
         Raises ValueError for a model whose head is not known.
         """

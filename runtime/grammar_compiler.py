@@ -8,7 +8,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from torch import Tensor
 from atomc.runtime.grammar_source import parser_limits
 from atomc.runtime.grammar_validator import GrammarValidator
 from atomc.runtime.sampling.sampling_params import Structured
+
+if TYPE_CHECKING:  # optional
+    from llguidance import LLMatcher
 
 # The least size that a grammar counts as.
 MIN_GRAMMAR_BYTES = 2**16
@@ -189,7 +192,7 @@ class GrammarCompiler:
 class CompiledGrammar:
     """A compiled grammar, for any number of requests."""
 
-    def __init__(self, start: Any, eos_ids: frozenset[int], num_bytes: int) -> None:
+    def __init__(self, start: "LLMatcher", eos_ids: frozenset[int], num_bytes: int) -> None:
         self._start = start
         self.eos_ids = eos_ids
         self.num_bytes = num_bytes
@@ -206,7 +209,7 @@ class GrammarMatcher:
     stop_reason   why the matcher accepts no more tokens; empty if it does
     """
 
-    def __init__(self, grammar: CompiledGrammar, inner: Any) -> None:
+    def __init__(self, grammar: CompiledGrammar, inner: "LLMatcher") -> None:
         self.grammar = grammar  # keeps the grammar in the count of used memory
         self.inner = inner
         self.finished = False

@@ -1,16 +1,16 @@
 """Converts structured output requests to llguidance grammars, and sets llguidance's limits."""
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING
 
+from atomc.json_types import JSONObject
 from atomc.runtime.sampling.sampling_params import Structured
 
-# No white space between JSON tokens: a small model tends to generate much of it. A schema can
-# override this with "x-guidance".
-_JSON: Any = {"whitespace_flexible": False}
+if TYPE_CHECKING:  # optional
+    from llguidance import LLParserLimits
 
 
-def parser_limits() -> Any:
+def parser_limits() -> "LLParserLimits":
     """Limits per step. llguidance's defaults are four to five times higher and allow steps of 200
     ms, which delay all requests. Typical schemas need a hundredth of these limits."""
     from llguidance import LLParserLimits
@@ -31,7 +31,7 @@ def source(structured: Structured) -> tuple[str, str]:
     if structured.grammar is not None:
         return "grammar", of.grammar_from_lark(structured.grammar)
     if structured.json_object:
-        return "json_object", of.grammar_from_json_schema({"type": "object"}, defaults=_JSON)
+        return "json_object", _json_grammar({"type": "object"})
     try:
         schema = json.loads(str(structured.json_schema))
     except RecursionError as error:
@@ -41,9 +41,18 @@ def source(structured: Structured) -> tuple[str, str]:
     if not isinstance(schema, dict):
         raise ValueError(f"json_schema is {schema!r:.100}, expected an object")
     try:
-        return "json_schema", of.grammar_from_json_schema(schema, defaults=_JSON)
+        return "json_schema", _json_grammar(schema)
     except ValueError as error:  # such as a lone surrogate
         raise ValueError(f"json_schema: {error}") from error
+
+
+def _json_grammar(schema: JSONObject) -> str:
+    """Without white space between JSON tokens, of which a small model tends to generate much. A
+    schema can override this with "x-guidance".
+    """
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": False})
 
 
 def _literal(text: str) -> str:

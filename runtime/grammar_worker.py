@@ -14,10 +14,14 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from atomc.json_types import JSONObject
 from atomc.runtime.grammar_source import parser_limits, source
 from atomc.runtime.sampling.sampling_params import Structured
+
+if TYPE_CHECKING:  # optional
+    from llguidance import LLMatcher, LLTokenizer
 
 # Stack limit of the validation. Threads that compute masks in the engine have at least twice as
 # much.
@@ -60,7 +64,9 @@ def main() -> None:
         os.close(fds[0])
 
 
-def _supervise(tokens: Any, settings: Mapping[str, Any], connection: socket.socket) -> None:
+def _supervise(
+    tokens: "LLTokenizer", settings: Mapping[str, Any], connection: socket.socket
+) -> None:
     """Answer one request: a child sends the result; if a signal ends it, send the error for that
     signal.
     """
@@ -80,8 +86,8 @@ def _supervise(tokens: Any, settings: Mapping[str, Any], connection: socket.sock
 
 
 def _validate_limited(
-    tokens: Any, settings: Mapping[str, Any], fields: Mapping[str, Any]
-) -> dict[str, Any]:
+    tokens: "LLTokenizer", settings: Mapping[str, Any], fields: Mapping[str, Any]
+) -> JSONObject:
     """The result of the validation, or its error. A limit may end the process by a signal
     instead.
     """
@@ -115,7 +121,7 @@ def _validate_limited(
     return {"text": text, "num_bytes": num_bytes}
 
 
-def _validate(tokens: Any, structured: Structured) -> tuple[str, Any]:
+def _validate(tokens: "LLTokenizer", structured: Structured) -> "tuple[str, LLMatcher]":
     """The grammar in llguidance's language, and its matcher after sampling some tokens."""
     from llguidance import LLMatcher
 
@@ -137,7 +143,7 @@ def _validate(tokens: Any, structured: Structured) -> tuple[str, Any]:
     return text, matcher
 
 
-def _sample_walk(matcher: Any, allowed: list[int], name: str, eos_ids: set[int]) -> None:
+def _sample_walk(matcher: "LLMatcher", allowed: list[int], name: str, eos_ids: set[int]) -> None:
     """Sample tokens. Raises ValueError if masks take too long, or if a limit is exceeded within the
     first few tokens; after these, exceeding it fails only the request."""
     rng, slow = random.Random(0), 0
@@ -163,7 +169,7 @@ def _sample_walk(matcher: Any, allowed: list[int], name: str, eos_ids: set[int])
         allowed = _ids(mask)
 
 
-def _too_large(matcher: Any) -> bool:
+def _too_large(matcher: "LLMatcher") -> bool:
     """Whether the matcher stopped for another reason than the end of the text."""
     error = matcher.get_error()
     return bool(error) and not _is_exhausted(error)

@@ -1,8 +1,8 @@
-"""CUDA graphs of whole steps, one for each shape, all in one pool of memory.
+"""CUDA graphs of whole steps, one per shape, in one memory pool.
 
-A decode step has one row a sequence, or 1 + k with drafts of k tokens; other steps (a prompt,
-chunks of prompts, both mixed with decode) are padded to the next captured number of rows, with room
-for all sequences.
+A decode step has one row per sequence, or 1 + k with drafts of k tokens. Other steps (prefill, and
+prefill mixed with decode) are padded to the next captured number of rows, with max_num_seqs
+sequences.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,9 +14,9 @@ from tqdm import tqdm
 
 from atomc.compiler.cudagraphs import Captured, Pool
 from atomc.report.report import Report
-from atomc.runtime.batch import Shape
+from atomc.runtime.batch import StepShape
 
-MOST_PREFILL_ROWS = 2048  # beyond, the device is busy long enough for the host to keep up
+MOST_PREFILL_ROWS = 2048  # larger steps take longer on the device than their launch on the host
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
@@ -25,43 +25,45 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
-def step_shapes(max_num_seqs: int, max_num_rows: int, columns: int, drafts: int = 0) -> list[Shape]:
-    """Decode steps of every size, with drafts too, and mixed steps up to the token budget, the most
-    useful first.
+def step_shapes(
+    max_num_seqs: int, max_num_rows: int, columns: int, drafts: int = 0
+) -> list[StepShape]:
+    """Shapes to capture: decode steps, decode steps with drafts, then mixed steps up to the token
+    budget.
     """
     most = min(max_num_rows, MOST_PREFILL_ROWS)
     mixed = [rows for rows in (64, 128, *range(256, MOST_PREFILL_ROWS + 1, 256)) if rows < most] + [
         most
     ]
     sizes = [size for size in decode_sizes(max_num_seqs) if size <= max_num_rows]
-    decode = [Shape(size, size, size, columns) for size in sizes]
+    decode = [StepShape(size, size, size, columns) for size in sizes]
     drafted = [
-        Shape(rows, size, rows, columns)
+        StepShape(rows, size, rows, columns)
         for size in sizes
         if drafts and (rows := size * (1 + drafts)) <= max_num_rows
     ]
     wanted = max_num_seqs * (1 + drafts)
     others = [
-        Shape(rows, _uneven(rows, max_num_seqs), min(rows, wanted), columns) for rows in mixed
+        StepShape(rows, _uneven(rows, max_num_seqs), min(rows, wanted), columns) for rows in mixed
     ]
-    # The largest of a kind first: the smaller ones then fit into the memory that it took.
+    # The largest of a kind first: smaller ones reuse its memory.
     return [*decode[::-1], *drafted[::-1], *others[::-1]]
 
 
 def launched_shapes(
     max_num_seqs: int, max_num_rows: int, columns: int, drafts: int = 0
-) -> list[Shape]:
-    """Shapes whose steps launch each kernel that a step may need, the largest first.
+) -> list[StepShape]:
+    """Shapes that together launch every kernel variant a step may need, the largest first.
 
-    What is compiled changes at powers of two, so that one shape between two of them is enough; a
-    long prompt that runs alone is cut as no captured step is.
+    Variants change at powers of two, so one shape between two powers is enough; a long prompt alone
+    is split differently from all captured steps.
     """
-    largest = Shape(
+    largest = StepShape(
         max_num_rows, _uneven(max_num_rows, max_num_seqs), min(max_num_rows, max_num_seqs), columns
     )
     return [
         largest,
-        Shape(max_num_rows, 1, 1, columns),
+        StepShape(max_num_rows, 1, 1, columns),
         *[
             shape
             for shape in step_shapes(max_num_seqs, max_num_rows, columns, drafts)
@@ -77,8 +79,8 @@ def _power_of_two(number: int) -> bool:
 
 
 def _uneven(rows: int, sequences: int) -> int:
-    """So many sequences, or some more, that their rows cannot be equally many: kernels tell decode
-    steps by that.
+    """The smallest number >= sequences that does not divide rows: kernels recognize decode steps by
+    equal numbers of rows per sequence.
     """
     while rows % sequences == 0 and rows > 1:
         sequences += 1
@@ -86,30 +88,28 @@ def _uneven(rows: int, sequences: int) -> int:
 
 
 class StepGraphs:
-    """Steps captured once for each shape; `call(shape)` runs the step that lies in the static
-    places.
+    """One CUDA graph per shape; `call(shape)` runs the step in the static input tensors.
 
-    budget   bytes that all graphs together may take; shapes that would take more are left out, with
-             a note
-    met      every kernel of these steps is compiled and loaded: the first step alone is run before
-             it is captured
+    budget           maximum bytes of all graphs; further shapes are not captured, with a note
+    kernels_loaded   all kernels of these steps are compiled and loaded: only the first shape is run
+                     before it is captured
     """
 
     def __init__(
         self,
-        call: Callable[[Shape], Tensor],
-        shapes: Sequence[Shape],
+        call: Callable[[StepShape], Tensor],
+        shapes: Sequence[StepShape],
         report: Report,
         device: torch.device,
         *,
         budget: int | None = None,
-        met: bool = False,
+        kernels_loaded: bool = False,
         progress: bool = True,
     ):
-        self.captured: dict[Shape, Captured[Tensor]] = {}
+        self.captured: dict[StepShape, Captured[Tensor]] = {}
         self.bytes = 0
         pool = Pool(device)
-        left_out: list[Shape] = []
+        left_out: list[StepShape] = []
         for shape in tqdm(
             shapes, desc="capturing", unit="graph", disable=None if progress else True
         ):
@@ -118,7 +118,7 @@ class StepGraphs:
                 continue
             with torch.no_grad():
                 captured = self.captured[shape] = pool.capture(
-                    partial(call, shape), warm_up=not (met and self.captured)
+                    partial(call, shape), warm_up=not (kernels_loaded and self.captured)
                 )
             self.bytes += captured.bytes
             report.cuda_graphs.append(
@@ -131,8 +131,8 @@ class StepGraphs:
             )
         self._shapes = sorted(self.captured)
 
-    def shape_for(self, rows: int, sequences: int, wanted: int, longest: int) -> Shape | None:
-        """The smallest captured shape that holds such a step, or None. longest: rows of one
+    def shape_for(self, rows: int, sequences: int, wanted: int, longest: int) -> StepShape | None:
+        """The smallest captured shape for such a step, or None. longest: maximum rows of one
         sequence.
         """
         return next(
@@ -147,9 +147,7 @@ class StepGraphs:
             None,
         )
 
-    def __call__(self, shape: Shape) -> Tensor:
-        """Logits [R, V] of the step that lies in the static places; they are overwritten by the
-        next call.
-        """
+    def __call__(self, shape: StepShape) -> Tensor:
+        """Logits [R, V] of the step in the static input tensors; the next call overwrites them."""
         logits: Tensor = self.captured[shape].replay()
         return logits

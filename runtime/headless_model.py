@@ -1,4 +1,4 @@
-"""The same model without its head: hidden states instead of logits, over the same weights."""
+"""A model without its head: returns hidden states instead of logits, with the same weights."""
 
 import copy
 
@@ -8,22 +8,21 @@ HEADS = ("lm_head", "embed_out")
 
 
 def headless_model(module: nn.Module) -> nn.Module:
-    """A model that returns what the head of `module` gets. Both have the same parameters, and
-    `module` stays as it is.
+    """A copy of `module`, which shares its parameters and returns the input of its head.
 
-    Raises ValueError if there is no head by a name we know.
+    Raises ValueError if no submodule is named as in HEADS.
     """
     for path, _ in module.named_modules():
         if path.rpartition(".")[2] in HEADS:
             return _replaced(module, path, nn.Identity())
     raise ValueError(
-        f"{type(module).__name__} has no head named {' or '.join(HEADS)}, so its hidden states "
-        "are not known"
+        f"{type(module).__name__} has no head named {' or '.join(HEADS)}: hidden states are not "
+        "available"
     )
 
 
 def _replaced(module: nn.Module, path: str, new: nn.Module) -> nn.Module:
-    """A shallow copy of the modules on the path, the last of which is the new one."""
+    """Shallow copies of the modules on the path, with the last one replaced by `new`."""
     name, _, rest = path.partition(".")
     child = module._modules[name]
     assert child is not None

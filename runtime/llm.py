@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,11 +13,14 @@ from tqdm import tqdm
 from atomc.options import Options
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.engine import Engine
-from atomc.runtime.fence import Fence, RequestError, RequestFailed
 from atomc.runtime.request import Completion, FinishReason, Output, Request, siblings
+from atomc.runtime.request_errors import RequestError, RequestErrors, RequestFailed
 from atomc.runtime.sampling.logprobs import TokenLogprobs
 from atomc.runtime.sampling.sampling_params import SamplingParams
 from atomc.runtime.text_stream import TextStream
+
+if TYPE_CHECKING:  # optional
+    from tokenizers import Tokenizer
 
 Prompt = str | Sequence[int]
 
@@ -62,7 +65,7 @@ class LLM:
         self.tokens_per_second = 0.0
         self._ids = map(str, count())
         self._builders: dict[str, CompletionBuilder] = {}
-        self._fence = Fence()
+        self._request_errors = RequestErrors()
 
     def generate(
         self,
@@ -179,8 +182,8 @@ class LLM:
         for output in self.engine.step():
             builder = self._builders.get(output.request_id)
             if builder is not None:
-                self._fence.run(output.request_id, "detokenizing", builder.add, output)
-                for error in self._fence.take().values():
+                self._request_errors.run(output.request_id, "detokenizing", builder.add, output)
+                for error in self._request_errors.take().values():
                     builder.fail(error)
                 if builder.finish_reason is not None and output.finish_reason is None:
                     self.engine.abort(
@@ -210,7 +213,7 @@ class LLM:
 class CompletionBuilder:
     """Builds the Completion of one request from its outputs."""
 
-    def __init__(self, request: Request, tokenizer: Any | None) -> None:
+    def __init__(self, request: Request, tokenizer: "Tokenizer | None") -> None:
         self.request = request
         self.text = ""
         self.token_ids: list[int] = []

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,6 +13,9 @@ from atomc.runtime.detokenizer import load_tokenizer
 from atomc.runtime.generation_config import eos_token_ids
 from atomc.runtime.hub import model_folder
 
+if TYPE_CHECKING:  # optional
+    from tokenizers import Tokenizer
+
 
 @dataclass(frozen=True)
 class LoadedModel:
@@ -21,7 +24,7 @@ class LoadedModel:
     """
 
     module: nn.Module
-    tokenizer: Any | None
+    tokenizer: "Tokenizer | None"
     eos_ids: frozenset[int]
     vocab_size: int | None
     max_len: int
@@ -85,7 +88,7 @@ def dtype_of(name: str | None) -> torch.dtype | None:
 
 
 def _loaded_model(
-    module: nn.Module, tokenizer: Any | None, eos_ids: frozenset[int], config: EngineConfig
+    module: nn.Module, tokenizer: "Tokenizer | None", eos_ids: frozenset[int], config: EngineConfig
 ) -> LoadedModel:
     max_len = _max_len(module, config.max_model_len)
     return LoadedModel(module, tokenizer, eos_ids, _config_value(module, "vocab_size"), max_len)

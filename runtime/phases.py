@@ -1,4 +1,4 @@
-"""How long each part of a start takes, with a bar on the terminal meanwhile."""
+"""Duration of the phases of a start, with a progress bar."""
 
 import gc
 import time
@@ -9,11 +9,11 @@ from tqdm import tqdm
 
 
 class Phases:
-    """Seconds of each part; progress: whether there is a bar, on a terminal."""
+    """Seconds of each phase. progress: show a bar on a terminal."""
 
     def __init__(self, names: Sequence[str], *, progress: bool) -> None:
         self.seconds: dict[str, float] = {}
-        # disable=None: no bar where there is no terminal.
+        # disable=None: no bar without a terminal.
         self._bar = tqdm(
             total=len(names), unit="phase", leave=False, disable=None if progress else True
         )
@@ -31,9 +31,9 @@ class Phases:
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """No garbage collection inside: while compiling it takes a second in all, and a capture may
-    free nothing.
+def gc_disabled() -> Iterator[None]:
+    """Disable garbage collection: it takes about a second of a compilation, and a CUDA graph
+    capture must not free memory.
     """
     enabled = gc.isenabled()
     gc.disable()

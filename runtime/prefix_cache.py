@@ -1,20 +1,20 @@
-"""Names of full blocks by what they hold, so that requests find what others have computed.
+"""Prefix cache: keys of full blocks, and the longest cached prefix.
 
-The key of a block is a digest of its tokens and of the key before it; the first one's parent is the
-salt. Equal keys mean equal tokens from the beginning, under one salt.
+The key of a block is a hash of its tokens and the previous block's key; for the first block, of the
+salt instead. Equal keys mean equal tokens from the start of the sequence, and equal salts.
 """
 
 import hashlib
 from array import array
 from collections.abc import Callable, Sequence
 
-DIGEST = 16  # bytes: two different beginnings never meet by chance, nor can anybody make them
+DIGEST = 16  # bytes: collisions are neither likely nor feasible to construct
 
 
 def extend_keys(
     keys: list[bytes], tokens: Sequence[int], block_size: int, salt: str | None
 ) -> None:
-    """Append the keys of the full blocks of `tokens` that are still missing."""
+    """Append the missing keys of full blocks of `tokens`."""
     for i in range(len(keys), len(tokens) // block_size):
         parent = keys[-1] if keys else _digest(b"" if salt is None else b"salt " + salt.encode())
         keys.append(
@@ -23,7 +23,7 @@ def extend_keys(
 
 
 def first_read(position: int, window: int) -> int:
-    """The first position that the token at `position`, or any after it, reads."""
+    """The first position that the token at `position`, or any later one, attends to."""
     return max(0, position - window + 1) if window else 0
 
 
@@ -33,10 +33,9 @@ def longest_match(
     windows: Sequence[int],
     cached: Sequence[Callable[[bytes], bool]],
 ) -> int:
-    """So many leading blocks can be taken from the cache: each group has those that later tokens
-    read.
+    """Number of leading blocks to reuse: each group has all of them that later tokens attend to.
 
-    cached   for each group, whether it has a block of this key
+    cached   for each group, whether it has a block with this key
     """
     count = len(keys)
     for window, has in zip(windows, cached, strict=True):

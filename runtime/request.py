@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from atomc.runtime.fence import RequestError
+from atomc.runtime.request_errors import RequestError
 from atomc.runtime.sampling.logprobs import TokenLogprobs
 from atomc.runtime.sampling.sample_spec import SampleSpec
 from atomc.runtime.sampling.sampling_params import SamplingParams
@@ -25,16 +25,16 @@ class Request:
                   tokens
     draft         speculative tokens after `tokens`: computed in the next step, and kept up to the
                   first wrong one
-    drawing       number of tokens that steps in flight sample: counted as computed or pending, not
+    num_in_flight number of tokens that steps in flight sample: counted as computed or pending, not
                   in `tokens` yet
     scored        prompt rows whose log-probabilities are computed or in flight
     num_cached    prompt tokens from the prefix cache
     keys          keys of the full blocks of `tokens` (atomc.runtime.prefix_cache); the first
-                  num_named are in its index
+                  num_cached_blocks are in its index
     slot          row of the request while it runs, else None
-    announced     a step has sent the worker the request's parameters for this slot
+    admission_sent     a step has sent the worker the request's parameters for this slot
     number        position in the order of arrival, set by the scheduler
-    admitted      how often the request was admitted, set by the scheduler
+    num_admissions  how often the request was admitted, set by the scheduler
     finish_reason, stop_reason   as in Output, once finished
 
     Raises ValueError for an empty prompt.
@@ -50,15 +50,15 @@ class Request:
     pooling: Pooling | None = None
     draft: tuple[int, ...] = ()
     computed: int = 0
-    drawing: int = 0
+    num_in_flight: int = 0
     scored: int = 0
     num_cached: int = 0
     keys: list[bytes] = field(default_factory=list)
-    num_named: int = 0
+    num_cached_blocks: int = 0
     slot: int | None = None
-    announced: bool = False
+    admission_sent: bool = False
     number: int = 0
-    admitted: int = 0
+    num_admissions: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     num_prompt: int = field(init=False)
@@ -76,14 +76,14 @@ class Request:
     @property
     def length(self) -> int:
         """Number of tokens, including those that steps in flight sample."""
-        return len(self.tokens) + self.drawing
+        return len(self.tokens) + self.num_in_flight
 
     @property
     def pending(self) -> int:
         """Number of tokens not in the cache yet: a prompt, the rest of one, or the last sampled
         token.
         """
-        return len(self.tokens) + self.drawing - self.computed
+        return len(self.tokens) + self.num_in_flight - self.computed
 
     @property
     def num_new(self) -> int:

@@ -1,4 +1,4 @@
-"""Runs steps: owns the state, and keeps tensors from the scheduler."""
+"""Model runner: owns the caches and input tensors, and runs steps on them."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,26 +9,26 @@ from torch import Tensor
 
 from atomc.ops.state import groups_of
 from atomc.program import Program
-from atomc.runtime.batch import InputBatch, Shape
+from atomc.runtime.batch import InputBatch, StepShape
 from atomc.runtime.capacity import SPARE_SLOTS
 from atomc.runtime.graphs import StepGraphs
 from atomc.runtime.step import ScheduledStep
 
-SPARE_SEQUENCES = 8  # for the shapes of mixed steps, see graphs.step_shapes
+SPARE_SEQUENCES = 8  # used by the shapes of mixed steps, see graphs.step_shapes
 
 
 class Runner:
-    """Steps of a program over state that it allocates: in blocks of block_size tokens, and in slots
-    of sequences.
+    """Runs a program's steps over caches that it allocates: blocks of block_size tokens, and slots
+    of per-sequence state.
 
-    num_blocks       for each group of the program's state, or the same for all
-    max_num_seqs, max_num_rows, max_columns   sequences, tokens and blocks of a sequence in the
-                                              largest step
-    num_slots        of sequences; None: max_num_seqs. Fewer are enough for steps of padding
+    num_blocks       per group of the program's state, or one number for all groups
+    max_num_seqs, max_num_rows, max_columns   maximum sequences and tokens of a step, and blocks of
+                                              a sequence
+    num_slots        slots of per-sequence state; None: max_num_seqs. Padding steps need fewer
 
-    caches  the tensors by role, for each layer with state
-    steps counts how they ran: "full graph", or "eager: " and the reason. rows counts the rows of
-    those that ran as a graph, padding the rows that were added to fit one.
+    caches   tensors by role, for each layer with state
+    steps    number of steps by kind: "full graph", or "eager: " with the reason
+    rows, padding   rows of steps that ran as a graph, and padding rows added to them
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Runner:
             for spec in program.specs
         ]
         program.bind(self.caches)
-        self.staging = InputBatch(
+        self.input_batch = InputBatch(
             rows=max_num_rows,
             sequences=max_num_seqs + SPARE_SEQUENCES,
             columns=max_columns,
@@ -74,14 +74,14 @@ class Runner:
 
     def capture(
         self,
-        shapes: Sequence[Shape],
+        shapes: Sequence[StepShape],
         *,
         budget: int | None = None,
-        met: bool = False,
+        kernels_loaded: bool = False,
         progress: bool = True,
     ) -> None:
-        """Capture CUDA graphs of steps of these shapes, on a GPU, where that can be done. budget,
-        met: as in StepGraphs.
+        """Capture CUDA graphs of these shapes; on a CPU, and if an op synchronizes, do nothing.
+        budget, kernels_loaded: as in StepGraphs.
         """
         if self.program.device.type != "cuda":
             return
@@ -89,8 +89,9 @@ class Runner:
             self.why_eager = f"{', '.join(self.program.syncing)} wait for the device"
             self.program.report.notes.append(f"no CUDA graphs: {self.why_eager}")
             return
-        self.staging.write(
-            None, shapes[0]._replace(rows=self.staging.rows, sequences=self.staging.sequences)
+        self.input_batch.write(
+            None,
+            shapes[0]._replace(rows=self.input_batch.rows, sequences=self.input_batch.sequences),
         )
         self.graphs = StepGraphs(
             partial(self._run, self.program),
@@ -98,33 +99,38 @@ class Runner:
             self.program.report,
             self.program.device,
             budget=budget,
-            met=met,
+            kernels_loaded=kernels_loaded,
             progress=progress,
         )
 
-    def padding_only(self, num_wanted: int) -> Tensor:
-        """Logits of a step as large as any, all padding."""
+    def padding_only(self, num_output_rows: int) -> Tensor:
+        """Logits of a padding step of maximum size."""
         return self.empty_step(
-            Shape(self.staging.rows, self.staging.sequences, num_wanted, self.staging.columns)
+            StepShape(
+                self.input_batch.rows,
+                self.input_batch.sequences,
+                num_output_rows,
+                self.input_batch.columns,
+            )
         )
 
-    def empty_step(self, shape: Shape) -> Tensor:
-        """Logits of a step of this shape that is all padding."""
-        return self._run(self.program, self.staging.write(None, shape))
+    def empty_step(self, shape: StepShape) -> Tensor:
+        """Logits of a padding step of this shape."""
+        return self._run(self.program, self.input_batch.write(None, shape))
 
     def logits(self, step: ScheduledStep, *, num_rows: int = 0) -> Tensor:
-        """Logits [R, V] of the rows that the step's chunks want, on the device; the next call may
+        """Logits [R, V] of the output rows of the step's chunks, on the device; the next call may
         overwrite them.
 
-        num_rows > the step's tokens pads to so many, which changes no result.
+        num_rows   pad to this many rows, which does not change the results
         """
         rows, sequences = step.num_tokens, len(step.chunks)
-        wanted = sum(chunk.num_wanted for chunk in step.chunks)
+        wanted = sum(chunk.num_output_rows for chunk in step.chunks)
         if self.graphs is not None:
             longest = max(chunk.num_tokens for chunk in step.chunks)
             shape = self.graphs.shape_for(rows, sequences, wanted, longest)
             if shape is not None:
-                self.staging.write(step, shape)
+                self.input_batch.write(step, shape)
                 self.steps["full graph"] += 1
                 self.rows += rows
                 self.padding += shape.rows - rows
@@ -144,16 +150,16 @@ class Runner:
         self.rows = self.padding = 0
 
     def hidden(self, program: Program, step: ScheduledStep) -> Tensor:
-        """Hidden states [R, D] of the rows that the step's chunks want, by a program that returns
-        them.
+        """Hidden states [R, D] of the output rows of the step's chunks. program: returns hidden
+        states instead of logits.
         """
         self.steps["eager: hidden states"] += 1
         return self._eager(program, step)
 
     def _eager(self, program: Program, step: ScheduledStep, num_rows: int = 0) -> Tensor:
-        return self._run(program, self.staging.write(step, num_rows=num_rows))
+        return self._run(program, self.input_batch.write(step, num_rows=num_rows))
 
-    def _run(self, program: Program, shape: Shape) -> Tensor:
-        # A module of somebody else may still want gradients.
+    def _run(self, program: Program, shape: StepShape) -> Tensor:
+        # A user's module may have parameters that require gradients.
         with torch.no_grad():
-            return program(self.staging.step(shape))
+            return program(self.input_batch.step(shape))

@@ -1,4 +1,4 @@
-"""Which requests compute how many of their tokens in the next step."""
+"""The scheduler: selects the requests of each step, and how many of their tokens it computes."""
 
 from bisect import insort
 from collections import deque
@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from atomc.runtime.blocks import BlockPool
-from atomc.runtime.fence import Fence
 from atomc.runtime.prefix_cache import extend_keys
 from atomc.runtime.request import FinishReason, Output, Request
+from atomc.runtime.request_errors import RequestErrors
 from atomc.runtime.step import Admission, Chunk, ScheduledStep
 
-# Log-probabilities of prompts take a row of the vocabulary in fp32 for each token.
+# Each prompt token with log-probabilities takes a row of V fp32 logits.
 MOST_SCORED_ROWS = 128
 SEED_BITS = 2**64 - 1
 
 
 class QueueFull(Exception):
-    """Too many requests wait. Try again after retry_after seconds."""
+    """The queue is full. retry_after: seconds."""
 
     def __init__(self, waiting: int, retry_after: float) -> None:
         super().__init__(
@@ -29,7 +29,7 @@ class QueueFull(Exception):
 
 @dataclass
 class Counters:
-    """What a scheduler has done since it was made; see Stats."""
+    """Totals since the scheduler was created; see Stats."""
 
     preemptions: int = 0
     prompt_tokens: int = 0
@@ -41,9 +41,11 @@ class Counters:
 
 
 @dataclass
-class _Flight:
-    """A step that was decided and is not finished, its requests, and which admission of them it
-    belongs to.
+class _StepInFlight:
+    """A scheduled step that is not finished.
+
+    requests     one per chunk
+    admissions   num_admissions of each request when the step was scheduled
     """
 
     step: ScheduledStep
@@ -51,40 +53,35 @@ class _Flight:
     admissions: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.admissions = [request.admitted for request in self.requests]
+        self.admissions = [request.num_admissions for request in self.requests]
 
 
 @dataclass
-class _Deciding:
-    """A step while it is decided: its chunks and their requests, and how many tokens more it
-    takes.
-    """
+class _StepBuilder:
+    """A step under construction. budget: tokens that may still be added."""
 
     pooled: bool
     budget: int
     chunks: list[Chunk] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
 
-    def takes(self, request: Request) -> bool:
-        """Whether it is a step for this kind of request."""
+    def accepts(self, request: Request) -> bool:
+        """Whether this kind of request may be in the step."""
         return (request.pooling is not None) == self.pooled
 
 
 class Scheduler:
-    """Continuous batching: prompts in chunks; whoever comes last in the order gives way when blocks
-    run out.
+    """Continuous batching with chunked prefill; preempts the last request when blocks run out.
 
-    The order is that of arrival; with policy "priority" the lowest priority comes first, and those
-    of equal priority in the order of arrival. `running` requests own blocks and `waiting` ones do
-    not; both are in order. Who gives way waits, and computes all its tokens again that the prefix
-    cache has lost.
+    Requests are ordered by arrival; with policy "priority" by priority (lowest value first), then
+    by arrival. `running` requests own blocks, `waiting` ones do not; both lists are sorted. A
+    preempted request waits again and recomputes the tokens that left the prefix cache.
 
-    Several steps may be decided before the first of them is finished; they are finished in the same
-    order. Whatever is released may be used by the next step at once: the device runs one step after
-    the other.
+    Several steps may be in flight; they finish in the order in which they were scheduled. The next
+    step may reuse released blocks and slots at once, because the device runs steps in order.
 
-    What raises for a single request is kept by the fence; until that request is aborted it may be
-    in steps.
+    Errors of a single request go to `request_errors`; the request may still be in steps until it is
+    aborted.
 
     can_roll_back   as in Limits
 
@@ -100,7 +97,7 @@ class Scheduler:
         max_model_len: int,
         max_queue: int = 1024,
         policy: str = "fcfs",
-        fence: Fence | None = None,
+        request_errors: RequestErrors | None = None,
         can_roll_back: bool = True,
     ) -> None:
         for name, value in (
@@ -111,41 +108,41 @@ class Scheduler:
             if value < 1:
                 raise ValueError(f"{name} is {value}, it must be at least 1")
         self.pool = pool
-        self.fence = fence or Fence()
+        self.request_errors = request_errors or RequestErrors()
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_queue = max_queue
         self.by_priority = policy == "priority"
         self.can_roll_back = can_roll_back
-        # Tokens of the longest request: it must be able to finish when it has the pool for itself.
+        # Maximum sequence length: such a request must fit if it has the whole pool.
         self.max_len = min(max_model_len, pool.longest(2 * max_num_batched_tokens))
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.counters = Counters()
-        self._flights: deque[_Flight] = deque()
+        self._in_flight: deque[_StepInFlight] = deque()
         self._free_slots = list(reversed(range(max_num_seqs)))
-        # Slots that were left since the last step.
+        # Slots released since the last step.
         self._released: set[int] = set()
-        # Keys of blocks that running requests are about to fill, and who.
-        self._computing: dict[bytes, Request] = {}
+        # Keys of blocks that running requests will fill, with the request.
+        self._blocks_in_progress: dict[bytes, Request] = {}
         self._num_added = 0
         self._num_pooled = 0
         self._pooled_last = False
 
     @property
-    def num_flights(self) -> int:
-        """Steps that were decided and are not finished."""
-        return len(self._flights)
+    def num_steps_in_flight(self) -> int:
+        """Number of scheduled steps that are not finished."""
+        return len(self._in_flight)
 
     @property
     def first_requests(self) -> Sequence[Request]:
-        """The requests of the step that is finished next, one for each chunk."""
-        return self._flights[0].requests
+        """The requests of the next step to finish, one per chunk."""
+        return self._in_flight[0].requests
 
     def forget_counts(self) -> None:
-        """As if nothing had been done yet; there are no requests."""
-        assert not self.requests and self.pool.drop_cached(), "requests are running"
+        """Reset the counters and the prefix cache. There must be no requests."""
+        assert not self.requests and self.pool.reset_prefix_cache(), "requests are running"
         self.counters = Counters()
 
     def refuse(self, request: Request) -> None:
@@ -177,44 +174,44 @@ class Scheduler:
         insort(self.waiting, request, key=self._rank)
 
     def next_step(self) -> ScheduledStep | None:
-        """Running requests first, in order; then admit new ones while tokens, sequences and blocks
-        last.
+        """Schedule running requests, then admit waiting ones while the token budget, slots and
+        blocks suffice.
 
-        None if there is nothing to do, or not before a step in flight is finished. Steps of hidden
-        states take turns with the others.
+        None if there is nothing to schedule, or not before a step in flight has finished. Pooling
+        steps alternate with generation steps.
         """
         kinds = (not self._pooled_last, self._pooled_last) if self._num_pooled else (False,)
         for pooled in kinds:
-            flight = self._decided(pooled)
-            if flight is not None:
+            in_flight = self._schedule(pooled)
+            if in_flight is not None:
                 self._pooled_last = pooled
                 self._released.clear()
-                self._flights.append(flight)
-                return flight.step
-        assert self._flights or not self.requests or self.fence.failed, (
-            "requests, and none of them fits"
+                self._in_flight.append(in_flight)
+                return in_flight.step
+        assert self._in_flight or not self.requests or self.request_errors.failed, (
+            "there are requests, but none can be scheduled"
         )
         return None
 
     def finish_step(self, step: ScheduledStep, tokens: Sequence[Sequence[int]]) -> list[Output]:
-        """Take the drawn tokens, some for each chunk that draws, and return what is new of each
-        request.
+        """Append the sampled tokens and return an Output for each request with new ones.
 
-        A chunk with a draft gets the tokens of it that are right and one more. A request aborted,
-        or finished, while the step ran is passed over.
+        tokens   for each chunk that samples: the accepted tokens of its draft and one more
+
+        Requests that were aborted or finished while the step ran are skipped.
         """
-        flight = self._flights.popleft()
-        assert flight.step is step, "steps are finished in the order in which they were decided"
-        drawn = iter(tokens)
+        in_flight = self._in_flight.popleft()
+        assert in_flight.step is step, "steps finish in the order in which they were scheduled"
+        sampled = iter(tokens)
         outputs = []
         for chunk, request, admission in zip(
-            step.chunks, flight.requests, flight.admissions, strict=True
+            step.chunks, in_flight.requests, in_flight.admissions, strict=True
         ):
-            new = next(drawn) if chunk.num_draws else ()
+            new = next(sampled) if chunk.num_samples else ()
             if request.finish_reason is None:
-                output = self.fence.run(
+                output = self.request_errors.run(
                     request.id,
-                    "taking its new tokens",
+                    "appending its new tokens",
                     self._finish,
                     chunk,
                     request,
@@ -222,137 +219,138 @@ class Scheduler:
                     new,
                 )
                 outputs += [output] if output is not None else []
-        assert next(drawn, None) is None, (
-            f"{len(tokens)} lots of tokens for a step that draws fewer"
+        assert next(sampled, None) is None, (
+            f"{len(tokens)} token lists, but fewer chunks that sample"
         )
         return outputs
 
     def undo_step(self, step: ScheduledStep) -> None:
-        """Forget the decision made last: the step could not be run, or it is not known how far it
-        came.
-        """
-        flight = self._flights.pop()
-        assert flight.step is step, "only the last step can be undone"
+        """Revert the last scheduled step, which failed before or while it ran."""
+        in_flight = self._in_flight.pop()
+        assert in_flight.step is step, "only the last step can be undone"
         self._released.update(step.released)
         for chunk, request, admission in zip(
-            step.chunks, flight.requests, flight.admissions, strict=True
+            step.chunks, in_flight.requests, in_flight.admissions, strict=True
         ):
-            request.drawing -= bool(chunk.num_draws)
-            if request.slot is not None and request.admitted == admission:
-                request.announced = chunk.admission is None
+            request.num_in_flight -= bool(chunk.num_samples)
+            if request.slot is not None and request.num_admissions == admission:
+                request.admission_sent = chunk.admission is None
                 request.computed = chunk.start
                 request.scored = min(request.scored, chunk.start)
-                self.pool.forget_told(request.id)
+                self.pool.resend_blocks(request.id)
                 if chunk.start and not self.can_roll_back:
                     self._preempt(request)
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> bool:
-        """Drop a request and its blocks; False if there is none of this id (it may just have
+        """Remove a request and free its blocks; False if the id is unknown (it may just have
         finished).
         """
         request = self.requests.get(request_id)
         if request is None:
             return False
         request.finish_reason = reason
-        self._leave(request)
+        self._remove(request)
         return True
 
     def check(self) -> None:
-        """Assert what holds between two calls."""
+        """Assert the invariants between two calls."""
         self.pool.check()
         self._check_queues()
         for request in (*self.running, *self.waiting):
             self._check_request(request)
-        assert {request.id for request in self._computing.values()} <= self.pool.owners, (
-            "keys of who does not run"
+        assert {request.id for request in self._blocks_in_progress.values()} <= self.pool.owners, (
+            "keys of a request that is not running"
         )
         expected = sum(
-            bool(chunk.num_draws)
-            for flight in self._flights
-            for chunk, request in zip(flight.step.chunks, flight.requests, strict=True)
+            bool(chunk.num_samples)
+            for in_flight in self._in_flight
+            for chunk, request in zip(in_flight.step.chunks, in_flight.requests, strict=True)
             if request.finish_reason is None
         )
-        drawing = sum(request.drawing for request in (*self.running, *self.waiting))
-        assert expected == drawing, "tokens in flight are counted wrong"
+        counted = sum(request.num_in_flight for request in (*self.running, *self.waiting))
+        assert expected == counted, "num_in_flight is wrong"
 
     def _check_queues(self) -> None:
         queued = sorted(request.id for request in (*self.running, *self.waiting))
-        assert sorted(self.requests) == queued, "a request is lost, or is twice"
-        assert len(self.running) <= self.max_num_seqs, "more sequences than allowed"
+        assert sorted(self.requests) == queued, "a request is missing or queued twice"
+        assert len(self.running) <= self.max_num_seqs, "more running requests than max_num_seqs"
         assert self.pool.owners == {request.id for request in self.running}, (
-            "who runs and who owns blocks differ"
+            "running requests and block owners differ"
         )
         slots = [request.slot for request in self.running if request.slot is not None]
         assert sorted(slots + self._free_slots) == list(range(self.max_num_seqs)), (
-            "a slot is lost, or has two owners"
+            "a slot is lost or has two owners"
         )
         for queue in (self.running, self.waiting):
-            assert queue == sorted(queue, key=self._rank), "a queue is out of order"
+            assert queue == sorted(queue, key=self._rank), "a queue is not sorted"
 
     def _check_request(self, request: Request) -> None:
-        assert request.finish_reason is None, f"finished, and still here: {request}"
-        pending = request.pending + (len(request.draft) if request.drawing else 0)
-        assert pending > 0 or (request.pooling and pending == 0), (
-            f"nothing to compute for {request}"
-        )
-        assert request.length <= self.max_len, f"too long: {request}"
+        assert request.finish_reason is None, f"finished but still queued: {request}"
+        pending = request.pending + (len(request.draft) if request.num_in_flight else 0)
+        assert pending > 0 or (request.pooling and pending == 0), f"no pending tokens: {request}"
+        assert request.length <= self.max_len, f"longer than max_len: {request}"
         assert (
-            request.num_named * self.pool.block_size <= request.computed or request.slot is None
-        ), f"named before computed: {request}"
+            request.num_cached_blocks * self.pool.block_size <= request.computed
+            or request.slot is None
+        ), f"blocks cached before they were computed: {request}"
         assert request.computed == 0 or request.slot is not None, (
-            f"{request.id} waits and has {request.computed} tokens in no block"
+            f"{request.id} is waiting, but computed is {request.computed}"
         )
 
-    def _decided(self, pooled: bool) -> _Flight | None:
-        """The next step of this kind."""
-        deciding = _Deciding(pooled, self.max_num_batched_tokens)
+    def _schedule(self, pooled: bool) -> _StepInFlight | None:
+        """The next generation or pooling step; None if it would be empty."""
+        builder = _StepBuilder(pooled, self.max_num_batched_tokens)
         if self.by_priority:
-            self._make_way(pooled)
+            self._preempt_for_waiting(pooled)
         preempted = self.counters.preemptions
-        self._continue(deciding)
+        self._schedule_running(builder)
         if preempted == self.counters.preemptions:
-            self._begin(deciding)
-        if not deciding.chunks:
+            self._schedule_waiting(builder)
+        if not builder.chunks:
             return None
-        step = ScheduledStep(tuple(deciding.chunks), pooled, tuple(sorted(self._released)))
-        return _Flight(step, deciding.requests)
+        step = ScheduledStep(tuple(builder.chunks), pooled, tuple(sorted(self._released)))
+        return _StepInFlight(step, builder.requests)
 
-    def _continue(self, deciding: _Deciding) -> None:
-        """Chunks of running requests, in order."""
+    def _schedule_running(self, builder: _StepBuilder) -> None:
+        """Add chunks of running requests, in order."""
         for request in self.running.copy():
-            if not deciding.budget or request.slot is None:  # it, and all behind it, gave way
+            if not builder.budget or request.slot is None:  # preempted, and so are all after it
                 return
-            count = self._wanted(request, deciding.budget) if deciding.takes(request) else 0
-            if count and self._make_room(request, request.computed + count):
-                self._take(deciding, request, count)
+            count = self._num_new_tokens(request, builder.budget) if builder.accepts(request) else 0
+            if count and self._reserve(request, request.computed + count):
+                self._add_chunk(builder, request, count)
 
-    def _begin(self, deciding: _Deciding) -> None:
-        """First chunks of waiting requests, in order, up to one for which there is no room."""
+    def _schedule_waiting(self, builder: _StepBuilder) -> None:
+        """Admit waiting requests in order, up to the first one that does not fit."""
         for request in self.waiting.copy():
-            if not deciding.budget or not self._free_slots:
+            if not builder.budget or not self._free_slots:
                 return
-            if request.drawing or not deciding.takes(request) or self._awaits_others(request):
+            if (
+                request.num_in_flight
+                or not builder.accepts(request)
+                or self._awaits_cached_blocks(request)
+            ):
                 continue
-            if not self._admit(request, deciding.budget):
+            if not self._admit(request, builder.budget):
                 return
-            self._take(deciding, request, self._wanted(request, deciding.budget))
+            self._add_chunk(builder, request, self._num_new_tokens(request, builder.budget))
 
-    def _take(self, deciding: _Deciding, request: Request, count: int) -> None:
-        chunk = self.fence.run(request.id, "scheduling it", self._chunk, request, count)
+    def _add_chunk(self, builder: _StepBuilder, request: Request, count: int) -> None:
+        chunk = self.request_errors.run(request.id, "scheduling it", self._chunk, request, count)
         if chunk is not None:
-            deciding.chunks.append(chunk)
-            deciding.requests.append(request)
-            deciding.budget -= count
+            builder.chunks.append(chunk)
+            builder.requests.append(request)
+            builder.budget -= count
 
-    def _wanted(self, request: Request, budget: int) -> int:
-        """So many tokens of the request can be computed now; none while the device decides about a
-        draft.
+    def _num_new_tokens(self, request: Request, budget: int) -> int:
+        """Number of tokens of the request to schedule; 0 while a draft of it is verified. May
+        shorten the draft.
         """
-        if request.drawing and request.draft:
+        if request.num_in_flight and request.draft:
             return 0
         if request.pending + len(request.draft) == 1:
-            # The common case. No token may follow the last one that fits.
-            return 0 if request.drawing and not request.room(self.max_len) else 1
+            # Decode. Nothing to compute if the token in flight is the last one.
+            return 0 if request.num_in_flight and not request.room(self.max_len) else 1
         count = min(request.pending + len(request.draft), budget)
         if request.params.prompt_logprobs is not None and request.scored < request.num_prompt - 1:
             count = min(count, MOST_SCORED_ROWS)
@@ -361,38 +359,40 @@ class Scheduler:
         return count
 
     def _admit(self, request: Request, budget: int) -> bool:
-        """Give a waiting request a slot, what the cache has of it, and blocks for all its tokens,
-        also if they take several steps: it is not to give way halfway. False if there are not
-        enough.
+        """Give a waiting request a slot, its cached prefix, and blocks for all its tokens, even if
+        they take several steps, so that prefill is not preempted. False if there are not enough
+        blocks.
         """
-        found = self._found(request)
+        found = self._num_cached_blocks(request)
         computed = found * self.pool.block_size
         now = computed + min(len(request.tokens) - computed, budget)
         if not self.pool.admit(request.id, request.keys[:found], now, len(request.tokens)):
             return False
-        if not request.admitted:
+        if not request.num_admissions:
             request.num_cached = computed
             self.counters.prefix_queries += len(request.tokens) if self.pool.shares else 0
             self.counters.prefix_hits += computed
         self.waiting.remove(request)
         insort(self.running, request, key=self._rank)
         request.slot = self._free_slots.pop()
-        request.admitted += 1
-        request.announced = False
+        request.num_admissions += 1
+        request.admission_sent = False
         request.computed = computed
-        request.num_named = found
+        request.num_cached_blocks = found
         for key in request.keys[found:]:
-            self._computing.setdefault(key, request)
+            self._blocks_in_progress.setdefault(key, request)
         return True
 
-    def _found(self, request: Request) -> int:
-        """Leading blocks that are cached; at least one token is left to compute, all if each one's
-        output is wanted.
+    def _num_cached_blocks(self, request: Request) -> int:
+        """Number of leading blocks in the prefix cache. At least one token is left to compute; 0 if
+        every row is needed (mean pooling, prompt_logprobs).
         """
         if not self.pool.shares or request.pooling == "mean" or self._scores(request):
             return 0
         return (
-            self.fence.run(request.id, "looking for its prefix in the cache", self._match, request)
+            self.request_errors.run(
+                request.id, "looking up its prefix in the cache", self._match, request
+            )
             or 0
         )
 
@@ -400,24 +400,24 @@ class Scheduler:
         extend_keys(request.keys, request.tokens, self.pool.block_size, request.salt)
         return self.pool.match(request.keys[: (len(request.tokens) - 1) // self.pool.block_size])
 
-    def _awaits_others(self, request: Request) -> bool:
-        """Whether a running request is about to compute the next block that this one needs."""
-        if not self._computing:
+    def _awaits_cached_blocks(self, request: Request) -> bool:
+        """Whether a running request will compute the next block that this one needs."""
+        if not self._blocks_in_progress:
             return False
-        found = self._found(request)
+        found = self._num_cached_blocks(request)
         return (
             found < (len(request.tokens) - 1) // self.pool.block_size
             and bool(request.keys)
-            and (request.keys[found] in self._computing)
+            and (request.keys[found] in self._blocks_in_progress)
         )
 
-    def _make_way(self, pooled: bool) -> None:
-        """Whoever runs gives way to whoever waits and is more urgent."""
+    def _preempt_for_waiting(self, pooled: bool) -> None:
+        """Preempt running requests for waiting ones of higher priority."""
         for request in self.waiting.copy():
             if (
-                request.drawing
+                request.num_in_flight
                 or (request.pooling is not None) != pooled
-                or self._awaits_others(request)
+                or self._awaits_cached_blocks(request)
             ):
                 continue
             while (
@@ -432,15 +432,15 @@ class Scheduler:
     def _fits(self, request: Request) -> bool:
         if not self._free_slots:
             return False
-        found = self._found(request)
+        found = self._num_cached_blocks(request)
         now = found * self.pool.block_size + self.max_num_batched_tokens
         return self.pool.has_room(
             request.keys[:found], min(now, len(request.tokens)), len(request.tokens)
         )
 
-    def _make_room(self, request: Request, num_tokens: int) -> bool:
-        """Reserve blocks for num_tokens, the last in the order giving way. False if this was the
-        last and gave way.
+    def _reserve(self, request: Request, num_tokens: int) -> bool:
+        """Reserve blocks for num_tokens, preempting from the end of `running`. False if the request
+        itself was preempted.
         """
         while not self.pool.reserve(request.id, num_tokens):
             last = self.running[-1]
@@ -456,8 +456,8 @@ class Scheduler:
         insort(self.waiting, request, key=self._rank)
         self.counters.preemptions += 1
 
-    def _leave(self, request: Request) -> None:
-        """For good."""
+    def _remove(self, request: Request) -> None:
+        """Remove a finished or aborted request."""
         if request.slot is None:
             self.waiting.remove(request)
         else:
@@ -472,24 +472,26 @@ class Scheduler:
         self._free_slots.append(request.slot)
         self._released.add(request.slot)
         request.slot = None
-        for key in request.keys[request.num_named :]:
-            if self._computing.get(key) is request:
-                del self._computing[key]
+        for key in request.keys[request.num_cached_blocks :]:
+            if self._blocks_in_progress.get(key) is request:
+                del self._blocks_in_progress[key]
 
     def _chunk(self, request: Request, count: int) -> Chunk:
-        """The next `count` tokens of a running request, which count as computed from now on."""
+        """The chunk of the next `count` tokens; marks them as computed."""
         assert request.slot is not None
         start, end = request.computed, request.computed + count
         known = len(request.tokens)
         tokens = request.tokens[start:end] if start < known else []
         last = end == request.length + len(request.draft)
-        wanted = num_draws = 1 + len(request.draft) if last and not request.pooling else 0
+        num_output_rows = num_samples = (
+            1 + len(request.draft) if last and not request.pooling else 0
+        )
         scored: list[int] = []
         if request.pooling:
-            wanted = count if request.pooling == "mean" else int(last)
+            num_output_rows = count if request.pooling == "mean" else int(last)
         elif self._scores(request) and request.scored < min(end, request.num_prompt - 1):
             first = max(start, request.scored)
-            wanted = end - first
+            num_output_rows = end - first
             scored = request.tokens[first + 1 : min(end + 1, request.num_prompt)]
             request.scored = min(end, request.num_prompt - 1)
         chunk = Chunk(
@@ -497,42 +499,42 @@ class Scheduler:
             request.slot,
             (*tokens, *request.draft) if last else tuple(tokens),
             start,
-            self.pool.news(request.id),
-            request.drawing > 0 and end > known,
-            num_draws,
-            wanted,
+            self.pool.take_new_blocks(request.id),
+            request.num_in_flight > 0 and end > known,
+            num_samples,
+            num_output_rows,
             tuple(scored),
-            None if request.announced else _admission(request),
+            None if request.admission_sent else _admission(request),
         )
-        request.announced = True
+        request.admission_sent = True
         request.computed = end
-        request.drawing += num_draws > 0
+        request.num_in_flight += num_samples > 0
         return chunk
 
     def _finish(
         self, chunk: Chunk, request: Request, admission: int, new: Sequence[int]
     ) -> Output | None:
-        """What is new of a request after its chunk, if anything is."""
+        """The Output of a request after its chunk; None without new tokens."""
         known = len(request.tokens)
-        if chunk.num_draws:
+        if chunk.num_samples:
             self._accept(request, chunk, new)
-        if request.slot is not None and request.admitted == admission:  # not preempted since
-            request.computed -= chunk.num_draws - len(new)  # of a wrong draft
-            computed = min(chunk.end, request.computed)  # more if the next step runs
-            self._name_blocks(request, computed)
+        if request.slot is not None and request.num_admissions == admission:  # not preempted since
+            request.computed -= chunk.num_samples - len(new)  # rejected draft tokens
+            computed = min(chunk.end, request.computed)  # larger if another step is in flight
+            self._cache_full_blocks(request, computed)
             self.pool.trim(request.id, computed)
         if request.pooling and chunk.end == request.num_prompt:
             request.finish_reason = "stop"
         ended = request.finish_reason is not None
         output = request.output(known) if ended or len(request.tokens) > known else None
         if ended:
-            self._leave(request)
+            self._remove(request)
         return output
 
     def _accept(self, request: Request, chunk: Chunk, tokens: Sequence[int]) -> None:
-        """Append drawn tokens up to one that ends the request."""
-        request.drawing -= 1
-        drafted = chunk.num_draws - 1
+        """Append sampled tokens up to one that finishes the request."""
+        request.num_in_flight -= 1
+        drafted = chunk.num_samples - 1
         if drafted:
             self.counters.drafted += drafted
             self.counters.accepted += len(tokens) - 1
@@ -545,17 +547,17 @@ class Scheduler:
         if chunk.end - drafted == request.num_prompt:
             self.counters.prompt_tokens += request.num_prompt
 
-    def _name_blocks(self, request: Request, computed: int) -> None:
-        """Let others find the blocks that are full of tokens which have been computed."""
+    def _cache_full_blocks(self, request: Request, computed: int) -> None:
+        """Add full blocks of computed tokens to the prefix cache."""
         full = min(computed, len(request.tokens)) // self.pool.block_size
-        if request.num_named >= full or not self.pool.shares:
+        if request.num_cached_blocks >= full or not self.pool.shares:
             return
         extend_keys(request.keys, request.tokens, self.pool.block_size, request.salt)
-        for place in range(request.num_named, full):
-            self.pool.name(request.id, place, request.keys[place])
-            if self._computing.get(request.keys[place]) is request:
-                del self._computing[request.keys[place]]
-        request.num_named = full
+        for place in range(request.num_cached_blocks, full):
+            self.pool.cache(request.id, place, request.keys[place])
+            if self._blocks_in_progress.get(request.keys[place]) is request:
+                del self._blocks_in_progress[request.keys[place]]
+        request.num_cached_blocks = full
 
     def _scores(self, request: Request) -> bool:
         return request.params.prompt_logprobs is not None
@@ -565,7 +567,7 @@ class Scheduler:
 
 
 def _admission(request: Request) -> Admission:
-    """The request as the worker needs it, before its first chunk is computed."""
+    """What the worker needs to know of the request, sent with its first chunk."""
     cached = request.tokens[: request.computed] if request.params.penalized else ()
     return Admission(
         request.params,

@@ -1,10 +1,10 @@
-"""Whether a transformers class computes in the runtime what it computes by itself.
+"""Self-check: compares a transformers class in the runtime with its own forward.
 
-The runtime gives a class position_ids and calls it once for the new tokens of many sequences. A
-class that takes no positions, or that mixes tokens in another way than attention, compiles and then
-answers wrongly. Its code does not say which it is (ALiBi needs no positions either), so the numbers
-decide: two short sequences run in chunks, mixed and token by token through the compiled program,
-and each at once through the class's own forward, with its own attention, on the same weights.
+The runtime passes position_ids and calls a class once for the new tokens of many sequences. A class
+that ignores positions, or mixes tokens other than by attention, compiles but computes wrong logits.
+This cannot be seen from its code (ALiBi needs no positions either), so the check compares numbers:
+two short sequences run through the compiled program, in chunks, batched and token by token, and at
+once through the class's own forward, with its own attention and the same weights.
 """
 
 import inspect
@@ -28,7 +28,7 @@ from atomc.program import Program
 from atomc.runtime.runner import Runner
 from atomc.runtime.step import Chunk, ScheduledStep
 
-# What the rows of a step are, and how many new tokens each of the two sequences has in it.
+# Kind of rows and number of new tokens, for each step and each of the two sequences.
 STEPS = (
     (("a prompt alone", 9), ("a second sequence", 5)),
     (("after a chunk border", 11), ("after a chunk border", 6)),
@@ -37,10 +37,10 @@ STEPS = (
     (("a decode step", 1), ("a decode step", 1)),
 )
 LENGTHS = tuple(sum(step[i][1] for step in STEPS) for i in range(2))
-PAGE = 32  # tokens a block, where a block holds a whole sequence
+PAGE = 32  # block size, for layouts whose blocks hold a whole sequence
 
-# Relative size of one rounding: of a result in 16 bits that of its dtype; in fp32 and fp64, of sums
-# of thousands of terms in another order.
+# Relative error of one rounding: the unit roundoff of 16-bit dtypes; for fp32 and fp64, the error
+# of sums of thousands of terms in another order.
 ROUNDING = {
     torch.bfloat16: 2.0**-8,
     torch.float16: 2.0**-11,
@@ -48,30 +48,32 @@ ROUNDING = {
     torch.float64: 2.0**-40,
 }
 TF32 = 2.0**-11
-# Both sides round about ten times a layer, independently of each other, so that the difference of
-# their logits grows with the square root of the number of layers. Random and trained models show
-# 0.3 to 2 roundings times this root; a factor of 8 leaves room. Logits of wrong positions differ by
-# 0.3 to 1.4 of their spread (1.4: unrelated). In fp32 the limit is 1e-4 and less, in bf16 0.04 at 2
-# layers and 0.25 at 64.
+# Both computations round about ten times per layer, independently: the difference of their logits
+# grows with the square root of the number of layers. Random and trained models show 0.3 to 2
+# roundings times this root; a factor of 8 leaves a margin. Logits of wrong positions differ by 0.3
+# to 1.4 times their spread (1.4: unrelated). The limit is at most 1e-4 in fp32; in bf16 it is 0.04
+# for 2 layers and 0.25 for 64.
 ROOM = 8.0
-# So many rows of each kind must agree. Not all: where experts are routed, a rounding may choose
-# another expert, which makes a large difference in that row and some in those that attend to it. Of
-# wrong positions, no row agrees.
+# Share of the rows of each kind that must agree. Not all: in a mixture of experts, a rounding may
+# select another expert, which changes that row much and rows that attend to it a little. With wrong
+# positions, no row agrees.
 AGREEING = 0.25
-# Some models make more of a rounding: experts in many layers, or codes of 8 and 4 bits that tip
-# over. Where the limit is passed, the class's own forward says how much: it is repeated with
-# embeddings that differ by the roundings of all layers, and the limit is so many times what comes
-# of that; beyond MOST, nothing can be said.
+# Some models amplify roundings: experts in many layers, or quantized activations at a rounding
+# boundary. If the limit is exceeded, the class's own forward is repeated with noise in its
+# embeddings, of the size of the roundings of all layers. The limit is then ABOVE_OWN times the
+# resulting difference; above MOST, the check is inconclusive.
 ABOVE_OWN = 3.0
 MOST = 0.7
-# Where the program keeps keys and values in 8 bits and the class does not.
+# Minimum limit if the program's KV cache has 8 bits, unlike that of the class.
 CACHE_IN_8_BITS = 0.25
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of it: errors (kind of row, relative error of the logits) against the limit.
-    why_not: it was not run.
+    """Result of a self-check.
+
+    errors    (kind of row, relative error of the logits), to be at most limit
+    why_not   why it was not run
     """
 
     errors: tuple[tuple[str, float], ...] = ()
@@ -87,14 +89,13 @@ class Verdict:
 
 
 def self_check(model: StockModel, program: Program, options: Options, *, columns: int = 1) -> None:
-    """Compare the program with the class's own forward, and note in its report what came of it.
+    """Compare the program with the class's own forward, and add a note to its report.
 
-    columns   of the block tables of the steps to come: with as many here, kernels are compiled once
-              for both
+    columns   of the block tables of later steps: with the same number here, kernels are compiled
+              once for both
 
-    A class that was right is remembered in the cache of compiled graphs, beside the program. The
-    caches that the program is bound to may be others afterwards. Raises ValueError if the two
-    differ by more than rounding.
+    A successful check is stored in the cache of compiled graphs. Binds the program to other caches.
+    Raises ValueError if the logits differ by more than rounding.
     """
     name = type(model.hf_model).__name__
     start = time.perf_counter()
@@ -129,8 +130,8 @@ class _VerdictData(TypedDict):
 
 
 def _entry(model: StockModel, program: Program, options: Options) -> Entry[_VerdictData] | None:
-    """The place of the verdict in the cache: the program, and what else the class's own forward
-    consists of. None if the cache was not asked for the program."""
+    """The cache entry of the verdict, by program and by the class's sources, configuration and
+    version. None if the program was not cached."""
     if program.key is None:
         return None
     import transformers
@@ -171,7 +172,7 @@ def _reason(hf_model: Any) -> str:
 
 
 def verdict_of(model: StockModel, program: Program, *, columns: int = 1) -> Verdict:
-    """What came of running both."""
+    """Run both computations and compare their logits."""
     hf_model = model.hf_model
     longest = getattr(hf_model.config.get_text_config(), "max_position_embeddings", None)
     if isinstance(longest, int) and longest < max(LENGTHS):
@@ -185,7 +186,7 @@ def verdict_of(model: StockModel, program: Program, *, columns: int = 1) -> Verd
     ]
     try:
         expected = _own_logits(hf_model, sequences)
-    # layers whose kernels run compiled only; whatever it is, there is nothing to compare with
+    # for example layers whose kernels only run compiled: without logits there is no comparison
     except Exception as error:
         first_line = next(iter(str(error).splitlines()), "")
         return Verdict(
@@ -219,7 +220,7 @@ def _agreed(errors: Sequence[float]) -> float:
 
 
 def _noise(program: Program) -> float:
-    """The relative size of the roundings of all layers together."""
+    """Relative error that the roundings of all layers accumulate."""
     rounding = ROUNDING.get(program.dtype, ROUNDING[torch.bfloat16])
     if (
         program.dtype == torch.float32
@@ -233,7 +234,7 @@ def _noise(program: Program) -> float:
 def _own_noise(
     hf_model: Any, sequences: Sequence[Sequence[int]], expected: Sequence[Tensor], noise: float
 ) -> float:
-    """How much the logits of the class's own forward change with such noise in its embeddings."""
+    """How much the logits of the class's own forward change with this noise in its embeddings."""
 
     def disturb(_: nn.Module, __: Any, out: Tensor) -> Tensor:
         signs = (
@@ -269,8 +270,8 @@ def _own_logits(hf_model: Any, sequences: Sequence[Sequence[int]]) -> list[Tenso
 
 
 def _difference(out: Tensor, expected: Tensor) -> float:
-    """Of one row of logits, against their spread. Columns that the class masks, with -inf or the
-    smallest number, are left out."""
+    """Relative difference of two rows of logits [V], as a share of their spread. Columns that the
+    class masks with -inf or the smallest number are ignored."""
     real = expected > torch.finfo(expected.dtype).min / 1e8
     out, expected = out[real], expected[real]
     spread = float(torch.linalg.vector_norm(expected - expected.mean()))
@@ -279,15 +280,15 @@ def _difference(out: Tensor, expected: Tensor) -> float:
 
 
 def _tokens(config: Any, vocab_size: int, count: int, seed: int) -> list[int]:
-    """Tokens of which none is special: classes count positions from padding, or look for images."""
+    """Random tokens without special ones, which change positions (padding) or stand for images."""
     special = {
         value
         for name, value in config.to_dict().items()
         if name.endswith("token_id") and isinstance(value, int)
     }
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(vocab_size, (count + 8 * len(special),), generator=generator).tolist()
-    return ([token for token in drawn if token not in special] or drawn)[:count]
+    tokens = torch.randint(vocab_size, (count + 8 * len(special),), generator=generator).tolist()
+    return ([token for token in tokens if token not in special] or tokens)[:count]
 
 
 def _ragged(
@@ -309,7 +310,7 @@ def _ragged(
         chunks = []
         wanted = [
             max(count - 1, 1) for _, count in step
-        ]  # not all: a class may give more logits than are wanted
+        ]  # not all rows: a class may return more logits than requested
         for i, (_, count) in enumerate(step):
             new = (0, tuple(range(i * columns, (i + 1) * columns))) if number == 0 else (0, ())
             chunks.append(
@@ -319,7 +320,7 @@ def _ragged(
                     tuple(sequences[i][done[i] : done[i] + count]),
                     done[i],
                     (new,) * len(groups_of(program.specs)),
-                    num_wanted=wanted[i],
+                    num_output_rows=wanted[i],
                 )
             )
         out = runner.logits(ScheduledStep(tuple(chunks))).float()
@@ -331,7 +332,7 @@ def _ragged(
 
 @contextmanager
 def own_attention(hf_model: Any) -> Iterator[None]:
-    """The attention that the class is written with, instead of ours."""
+    """Use the class's own attention instead of ours."""
     hf_model.set_attn_implementation("eager")
     try:
         yield

@@ -1,11 +1,11 @@
-"""What a worker keeps of the requests that run: one state for each slot, from the steps alone."""
+"""State of the running requests in a worker, one per slot, updated from the steps alone."""
 
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
 from torch import Tensor
 
-from atomc.runtime.fence import RequestError, contained
+from atomc.runtime.request_errors import RequestError, to_request_error
 from atomc.runtime.sampling.request_counts import RequestCounts
 from atomc.runtime.sampling.sample_spec import GREEDY, SampleSpec
 from atomc.runtime.sampling.token_counts import TokenCounts
@@ -18,10 +18,9 @@ T = TypeVar("T")
 class SlotState:
     """A request in its slot.
 
-    counts   of its tokens, if it has penalties
-    total    the sum of the prompt's hidden states so far, for mean pooling
-    error    why it failed, if it did: its results are the error, and its further tokens do not
-             matter
+    counts   token counts, if it has penalties
+    total    sum of the prompt's hidden states so far [D], for mean pooling
+    error    why the request failed: it is its result, and further tokens are ignored
     """
 
     def __init__(self, request_id: str, request: Admission) -> None:
@@ -35,19 +34,19 @@ class SlotState:
         self.total: Tensor | None = None
         self.error: RequestError | None = None
 
-    def draws(self, chunk: Chunk) -> list[SampleSpec]:
-        """How the tokens of this chunk are drawn; greedily if the request has failed."""
+    def specs(self, chunk: Chunk) -> list[SampleSpec]:
+        """How the tokens of this chunk are sampled; greedy if the request has failed."""
         of, draft = self.request, chunk.draft
         params, counts = (of.params, self.counts) if self.error is None else (GREEDY, None)
         index = chunk.end - len(draft) - of.num_prompt
         return [
             SampleSpec(params, of.seed, index + i, of.num_prompt, of.eos_ids, draft[:i], counts)
-            for i in range(chunk.num_draws)
+            for i in range(chunk.num_samples)
         ]
 
     def run(self, doing: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """What `work` returns; None if it raised, which fails the request. doing: as in
-        `contained`.
+        `to_request_error`.
         """
         try:
             return work(*args, **kwargs)
@@ -56,23 +55,23 @@ class SlotState:
             return None
 
     def fail(self, doing: str, error: BaseException) -> None:
-        """Raises the error itself if it must not be contained."""
-        found = contained(self.request_id, doing, error)
+        """Raises the error itself if it is not recoverable."""
+        found = to_request_error(self.request_id, doing, error)
         self.error = self.error or found
 
 
 class Slots:
-    """The states of all slots. A request's is made by its first chunk in the slot, and dropped when
-    it has left.
+    """The states of all slots. A request's first chunk creates its state; `released` of a step
+    drops it.
     """
 
     def __init__(self, counts: TokenCounts) -> None:
         self.counts = counts
         self.states: dict[int, SlotState] = {}
 
-    def enter(self, step: ScheduledStep) -> list[SlotState]:
-        """The state of each chunk's request, after what the step says of it. The same step may come
-        twice.
+    def update(self, step: ScheduledStep) -> list[SlotState]:
+        """Apply the admissions and released slots of a step; returns the state of each chunk.
+        Idempotent.
         """
         for slot in step.released:
             self.release(slot)
@@ -89,7 +88,7 @@ class Slots:
             self.states[chunk.slot] = SlotState(chunk.request_id, chunk.admission)
         state = self.states[chunk.slot]
         assert state.request_id == chunk.request_id, (
-            f"slot {chunk.slot} is of {state.request_id}, not {chunk.request_id}"
+            f"slot {chunk.slot} belongs to {state.request_id}, not {chunk.request_id}"
         )
         if state.counts is not None and not state.counts.length:
             known = len(chunk.tokens) - len(chunk.draft)
@@ -98,9 +97,9 @@ class Slots:
 
 
 def sample_specs(step: ScheduledStep, states: Sequence[SlotState]) -> list[SampleSpec]:
-    """One for each token that the step draws, in the order of the chunks."""
+    """One for each token that the step samples, in the order of the chunks."""
     return [
-        draw
+        spec
         for chunk, state in zip(step.chunks, states, strict=True)
-        for draw in state.draws(chunk)
+        for spec in state.specs(chunk)
     ]

@@ -1,22 +1,21 @@
-"""Guessing the next tokens, and which of the guesses were right.
+"""Speculative decoding: n-gram drafts, and their verification.
 
-A step computes a request's last token and behind it the guesses, its draft, so that each position
-gets logits, and the sampler draws a token at each position (`SampleSpec.draft` says which guesses
-come before it). A guess is right if it is the token that was drawn there. This is rejection
-sampling for guesses that are certain of themselves: one of probability p is accepted with
-probability p, and where it is rejected, the token comes from the distribution without it. Since
-each position has its own number, the tokens are also the very same as without drafts.
+A step computes a request's last token and its draft, so that each position has logits, and a token
+is sampled at each position (`SampleSpec.draft` has the draft tokens before it). A draft token is
+accepted if it equals the token sampled at its position. This is rejection sampling with a
+deterministic draft: a token of probability p is accepted with probability p, otherwise the token
+comes from the distribution without it. Since each position has its own random number, the output
+equals that without drafts.
 """
 
 from collections.abc import Sequence
 
 
-class NGram:
-    """Guesses that what followed the same tokens earlier follows again.
+class NGramProposer:
+    """Proposes the tokens that followed the last occurrence of the sequence's final n-gram.
 
-    The longest run of `shortest` to `longest` tokens that ends the sequence and occurs before
-    counts, and of its occurrences the last one. A run's occurrences are kept, so that only tokens
-    since the last call are read.
+    Uses the longest n-gram of `shortest` to `longest` tokens that occurred before. Occurrences are
+    indexed: a call reads only the tokens added since the previous call.
 
     Raises ValueError unless 1 <= shortest <= longest.
     """
@@ -24,17 +23,16 @@ class NGram:
     def __init__(self, shortest: int, longest: int) -> None:
         if not 1 <= shortest <= longest:
             raise ValueError(
-                f"n-grams of {shortest} to {longest} tokens, expected at least 1, and no more "
-                "at most"
+                f"n-grams of {shortest} to {longest} tokens, expected 1 <= shortest <= longest"
             )
         self.lengths = range(longest, shortest - 1, -1)
-        # Where each run ends, the last time that something followed it; runs that end at `read` or
-        # later are not in yet.
+        # End of the last occurrence of each n-gram that is followed by a token; n-grams that end at
+        # `read` or later are not indexed yet.
         self.ends: dict[tuple[int, ...], int] = {}
         self.read = 0
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
-        """At most `count` tokens; [] if the end of the sequence is new."""
+        """`count` draft tokens; [] if the final n-gram has no earlier occurrence."""
         if len(tokens) < self.read:
             self.ends.clear()
             self.read = 0
@@ -46,14 +44,12 @@ class NGram:
         for length in self.lengths:
             start = self.ends.get(tuple(tokens[-length:])) if length < len(tokens) else None
             if start is not None:
-                return _continued(tokens, start, count)
+                return _repeated(tokens, start, count)
         return []
 
 
-def _continued(tokens: Sequence[int], start: int, count: int) -> list[int]:
-    """`count` tokens from `start` on; after the last one comes what was just given: a repetition
-    goes on.
-    """
+def _repeated(tokens: Sequence[int], start: int, count: int) -> list[int]:
+    """`count` tokens from `start`, repeating tokens[start:] after its end."""
     found = list(tokens[start : start + count])
     while len(found) < count:
         found.append(found[len(found) - (len(tokens) - start)])
@@ -61,10 +57,10 @@ def _continued(tokens: Sequence[int], start: int, count: int) -> list[int]:
 
 
 def accepted(draft: Sequence[int], tokens: Sequence[int]) -> Sequence[int]:
-    """The new tokens, of those drawn after the last token and after each guess: all up to the first
-    wrong guess.
+    """The valid prefix of the tokens sampled after the last token and each draft token: up to the
+    first rejected draft token.
     """
-    right = 0
-    while right < len(draft) and draft[right] == tokens[right]:
-        right += 1
-    return tokens[: right + 1]
+    count = 0
+    while count < len(draft) and draft[count] == tokens[count]:
+        count += 1
+    return tokens[: count + 1]

@@ -1,9 +1,8 @@
-"""A scheduled step: plain values without references to live objects, so that msgspec can encode it
-for another process.
+"""A scheduled step: plain values without references to live objects, which msgspec can encode for
+another process.
 
-The worker that runs steps keeps state for each slot (atomc.runtime.slots). A step holds what this
-state lacks: all that is needed of a request when the request enters a slot, later only the tokens
-and blocks that are new.
+The worker keeps state for each slot (atomc.runtime.slots). A step has what this state lacks: the
+request's parameters when it gets a slot, later only new tokens and blocks.
 """
 
 from typing import NamedTuple
@@ -14,12 +13,11 @@ from atomc.runtime.sampling.sampling_params import SamplingParams
 
 
 class Admission(NamedTuple):
-    """A request that enters a slot.
+    """Parameters of a request, sent when it gets a slot.
 
-    seed      of 64 bits
+    seed      64 bits
     eos_ids   tokens that end generation, unless params.ignore_eos
-    tokens    before the first chunk, whose keys and values come from the prefix cache; () where no
-              penalty counts them
+    tokens    the cached prefix before the first chunk, for requests with penalties; else ()
     """
 
     params: SamplingParams
@@ -31,21 +29,20 @@ class Admission(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """The tokens of one request that a step computes: a prompt, a part of one, or the last drawn
-    token and a draft.
+    """The tokens of one request in a step: a prompt, a part of one, or the last sampled token and a
+    draft.
 
-    slot        the row of block tables and of per-sequence state that is the request's while it
-                runs
-    start       position of the first token; all before it are in the cache
-    fed         one more token comes behind `tokens`: the one that the step before draws for this
-                slot
-    blocks      for each group, the blocks that its table has more than in the chunk before
-    num_draws   one token is drawn after each of so many last rows: 0 if the request has more to
-                compute first, else 1 and one for each token of a draft, with which `tokens` end
-    num_wanted  of so many last rows, logits or hidden states are wanted
-    scored      tokens of the prompt whose log-probabilities are wanted: those after the first
-                len(scored) wanted rows
-    admission   with the first chunk since the request got its slot
+    slot             row of block tables and of per-sequence state, while the request runs
+    start            position of the first token; all earlier tokens are in the cache
+    blocks           for each group, the blocks added since the previous chunk
+    has_placeholder  one more token follows `tokens`: the one that the previous step samples for
+                     this slot
+    num_samples      a token is sampled after each of the last num_samples rows: 0 if the request is
+                     not complete yet, else 1, plus 1 for each draft token at the end of `tokens`
+    num_output_rows  logits, or hidden states, are computed for this many last rows
+    scored           prompt tokens whose log-probabilities are computed, from the first len(scored)
+                     output rows
+    admission        set in the first chunk after the request got its slot
     """
 
     request_id: str
@@ -53,15 +50,15 @@ class Chunk(NamedTuple):
     tokens: tuple[int, ...]
     start: int
     blocks: tuple[NewBlocks, ...]
-    fed: bool = False
-    num_draws: int = 0
-    num_wanted: int = 0
+    has_placeholder: bool = False
+    num_samples: int = 0
+    num_output_rows: int = 0
     scored: tuple[int, ...] = ()
     admission: Admission | None = None
 
     @property
     def num_tokens(self) -> int:
-        return len(self.tokens) + self.fed
+        return len(self.tokens) + self.has_placeholder
 
     @property
     def end(self) -> int:
@@ -69,15 +66,16 @@ class Chunk(NamedTuple):
 
     @property
     def draft(self) -> tuple[int, ...]:
-        return self.tokens[len(self.tokens) - self.num_draws + 1 :] if self.num_draws > 1 else ()
+        return (
+            self.tokens[len(self.tokens) - self.num_samples + 1 :] if self.num_samples > 1 else ()
+        )
 
 
 class ScheduledStep(NamedTuple):
-    """The decision about one step; at least one chunk.
+    """The chunks of one step, at least one.
 
-    pooled     hidden states are wanted, not logits
-    released   slots that requests left since the step before; one of them may be entered again by
-               this step
+    pooled     a pooling step: computes hidden states instead of logits
+    released   slots released since the previous step; this step may reuse them
     """
 
     chunks: tuple[Chunk, ...]
@@ -89,6 +87,6 @@ class ScheduledStep(NamedTuple):
         return sum([chunk.num_tokens for chunk in self.chunks])
 
     @property
-    def num_draws(self) -> int:
-        """Tokens that the step draws."""
-        return sum([chunk.num_draws for chunk in self.chunks])
+    def num_samples(self) -> int:
+        """Number of tokens that the step samples."""
+        return sum([chunk.num_samples for chunk in self.chunks])

@@ -1,4 +1,4 @@
-"""The Triton kernels that steps need: compiled and loaded, many at once, while an engine starts."""
+"""Compiles and loads the Triton kernels of steps in parallel, while an engine starts."""
 
 from contextlib import suppress
 from functools import partial
@@ -17,21 +17,21 @@ from atomc.runtime.sampling.sampling_params import SamplingParams
 
 
 class StepKernels:
-    """Those of one start. `end` is called after it, whether it failed or not.
+    """The kernels of one engine start. Call `end` after the start, also if it failed.
 
-    met  all are loaded: a step may be captured without having run
+    kernels_loaded  all kernels are loaded: a step may be captured without a warm-up run
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.met = False
-        self._helper: Any = None  # compiles beside this process
+        self.kernels_loaded = False
+        self._helper: Any = None  # a process that compiles kernels
 
     def begin(self, module: nn.Module, vocab_size: int | None) -> None:
-        """Where kernels are not in Triton's cache: a helper gets ready beside the tracing, and
-        compiles those that draw.
+        """Start a helper process that compiles the sampling kernels during tracing, if they are not
+        in Triton's cache.
         """
-        # What fails here, fails with its reason where kernels are launched.
+        # An error here is raised again, with its reason, when the kernels are launched.
         with suppress(Exception):
             weight = next(module.parameters())
             if weight.is_cuda and kernels.load("triton") is None:
@@ -43,37 +43,39 @@ class StepKernels:
                 )
                 if self._helper is not None and vocab_size is not None:
                     with self._helper.submitting(only=True):
-                        _draw_both_ways(Sampler(weight.device, 1), weight.new_zeros(1, vocab_size))
+                        _sample_with_and_without_filters(
+                            Sampler(weight.device, 1), weight.new_zeros(1, vocab_size)
+                        )
 
-    def meet(self, runner: Runner, sampler: Sampler, max_num_seqs: int) -> None:
-        """Compile and load each kernel that a step of this runner may need."""
+    def load(self, runner: Runner, sampler: Sampler, max_num_seqs: int) -> None:
+        """Compile and load all kernels that steps of this runner may need."""
         if runner.program.device.type != "cuda" or runner.program.syncing:
             return
         from atomc.kernels.triton.parallel_compile import compile_in_parallel
 
         helper, self._helper = self._helper, None
-        met = compile_in_parallel(
+        kernels_loaded = compile_in_parallel(
             partial(self._launch_all, runner, sampler, max_num_seqs), worker=helper
         )
-        self.met = (
-            met and torch.version.hip is None
-        )  # what HIP may load during a capture was not tried
+        self.kernels_loaded = (
+            kernels_loaded and torch.version.hip is None
+        )  # loading during a capture is not tested on HIP
 
     def end(self) -> None:
         if self._helper is not None:
             self._helper.end()
 
     def _launch_all(self, runner: Runner, sampler: Sampler, max_num_seqs: int) -> None:
-        at = runner.staging
+        at = runner.input_batch
         for shape in launched_shapes(
             max_num_seqs, at.rows, at.columns, self.config.speculative_tokens
         ):
             logits = runner.empty_step(shape)
             if shape.rows == at.rows:
-                _draw_both_ways(sampler, logits)
+                _sample_with_and_without_filters(sampler, logits)
 
 
-def _draw_both_ways(sampler: Sampler, logits: Tensor) -> None:
-    """With filters and without, which are two kernels."""
+def _sample_with_and_without_filters(sampler: Sampler, logits: Tensor) -> None:
+    """Two kernels: one filters by top_k and top_p, one does not."""
     for params in (SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9)):
         sampler(logits, [SampleSpec(params)] * len(logits))

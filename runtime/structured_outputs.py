@@ -8,8 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from atomc.runtime.fence import Fence, RequestError, RequestFailed, is_contained, is_panic
 from atomc.runtime.grammar_compiler import GrammarCompiler, GrammarMatcher
+from atomc.runtime.request_errors import (
+    RequestError,
+    RequestErrors,
+    RequestFailed,
+    is_panic,
+    is_recoverable,
+)
 from atomc.runtime.sampling.sampling_params import Structured
 from atomc.runtime.step import ScheduledStep
 
@@ -18,11 +24,13 @@ class StructuredOutputs:
     """Creates matchers and masks.
 
     create_compiler   creates the compiler, when the first request needs it
-    fence             collects the errors of single requests
+    request_errors    collects the errors of single requests
     """
 
-    def __init__(self, create_compiler: Callable[[], GrammarCompiler], fence: Fence) -> None:
-        self.fence = fence
+    def __init__(
+        self, create_compiler: Callable[[], GrammarCompiler], request_errors: RequestErrors
+    ) -> None:
+        self.request_errors = request_errors
         self._create_compiler = create_compiler
         self._compiler: GrammarCompiler | None = None
 
@@ -48,24 +56,24 @@ class StructuredOutputs:
             ) from error
 
     def mask(self, step: ScheduledStep, matchers: Mapping[str, GrammarMatcher]) -> Tensor | None:
-        """The mask of allowed tokens, [num_draws, W] i32 (see GrammarCompiler.mask); None: all.
+        """The mask of allowed tokens, [num_samples, W] i32 (see GrammarCompiler.mask); None: all.
         matchers: by request id.
         """
         rows, row = {}, 0
         for chunk in step.chunks:
-            if chunk.num_draws and (matcher := matchers.get(chunk.request_id)) is not None:
+            if chunk.num_samples and (matcher := matchers.get(chunk.request_id)) is not None:
                 rows[chunk.request_id] = (matcher, row, chunk.draft)
-            row += chunk.num_draws
+            row += chunk.num_samples
         if not rows:
             return None
         mask = self.compiler().mask(row)
         try:
             self.compiler().fill(mask, list(rows.values()))
         except BaseException as error:
-            if not is_contained(error):
+            if not is_recoverable(error):
                 raise
             for request_id, one in rows.items():
-                self.fence.run(
+                self.request_errors.run(
                     request_id, "computing its grammar mask", self.compiler().fill, mask, [one]
                 )
         return mask

@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from atomc.runtime.detokenizer import Detokenizer
 from atomc.runtime.request import FinishReason, Output
 from atomc.runtime.sampling.logprobs import TokenLogprobs
 from atomc.runtime.sampling.sampling_params import SamplingParams
+
+if TYPE_CHECKING:  # optional
+    from tokenizers import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class TextStream:
     """
 
     def __init__(
-        self, tokenizer: Any | None, prompt_tokens: Sequence[int], params: SamplingParams
+        self, tokenizer: "Tokenizer | None", prompt_tokens: Sequence[int], params: SamplingParams
     ) -> None:
         self.params = params
         self.finished = False

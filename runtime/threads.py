@@ -1,4 +1,4 @@
-"""How many threads compute on a CPU, and why so many."""
+"""Chooses the number of CPU threads."""
 
 from dataclasses import dataclass
 
@@ -10,6 +10,8 @@ from atomc.platform import usable_cores
 
 @dataclass(frozen=True)
 class Threads:
+    """The number of threads and the reason."""
+
     count: int
     why: str
 
@@ -18,10 +20,10 @@ class Threads:
 
 
 def choose(asked: int | None, *, spare: int = 0) -> Threads:
-    """What was asked for, else what OMP_NUM_THREADS says, else a thread for each physical core that
-    the process may use.
+    """The requested number, else OMP_NUM_THREADS, else one per physical core that the process may
+    use.
 
-    spare   so many cores are left to others, where there are more than two
+    spare   number of cores to leave to other processes, if there are more than two
     """
     if asked is not None:
         return Threads(asked, "as threads says")
@@ -39,6 +41,6 @@ def choose(asked: int | None, *, spare: int = 0) -> Threads:
 
 
 def use(threads: Threads) -> None:
-    """From now on torch computes with so many, in the whole process."""
+    """Set torch's number of threads for the whole process."""
     if torch.get_num_threads() != threads.count:
         torch.set_num_threads(threads.count)

@@ -1,4 +1,4 @@
-"""The executor of this process: the model, its state, and what is kept of the requests that run."""
+"""Worker: the Executor in this process. Owns the model, caches and state of running requests."""
 
 import logging
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from atomc.runtime.executor import Limits, Result, StepCounts
 from atomc.runtime.graphs import step_shapes
 from atomc.runtime.headless_model import headless_model
 from atomc.runtime.loading import LoadedModel, load
-from atomc.runtime.phases import Phases, uncollected
+from atomc.runtime.phases import Phases, gc_disabled
 from atomc.runtime.runner import Runner
 from atomc.runtime.sampling.output_processor import OutputProcessor, StepOutputs
 from atomc.runtime.sampling.sample_spec import SampleSpec
@@ -30,19 +30,18 @@ from atomc.runtime.threads import Threads, choose, use
 log = logging.getLogger("atomc")
 
 MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
-# Every request waits for the whole step. On a CPU, prompts of 1,000 tokens take as long in chunks
-# of 256 as in one.
+# A step delays all its requests. On a CPU, a prompt of 1,000 tokens takes as long in chunks of 256
+# as in one.
 MAX_NUM_BATCHED_TOKENS = {"cpu": 256, "cuda": 2048}
 
 
 class Worker:
-    """An Executor of steps of one model on one device. `warm_up` is called once, before the first
-    step.
+    """Executes steps of one model on one device. Call `warm_up` once, before the first step.
 
     module, spare_cores   as in Engine
-    phases   of the start: "load", "compile" and "allocate" are in this
+    phases                receives "load", "compile" and "allocate"
 
-    Raises what Engine raises, and RuntimeError where memory runs out.
+    Raises what Engine raises, and RuntimeError if memory runs out.
     """
 
     def __init__(
@@ -57,25 +56,23 @@ class Worker:
         self.config = config
         self.progress = progress
         self.threads: Threads | None = None
-        self._owns_weights = (
-            module is None
-        )  # a module that was given is its user's, who may write into it
+        self._owns_weights = module is None  # the owner of a given module may change its weights
         self._hidden: Program | None = None
         self._kernels = StepKernels(config)
         try:
             with phases.phase("load"):
                 self.loaded = load(config, module, progress=progress)
                 self.module = self.loaded.module
-                # Before anything is compiled: code for a CPU is made for a number of threads.
+                # Before compilation: CPU code is specialized to the number of threads.
                 self._set_threads(spare_cores)
-            with phases.phase("compile"), uncollected():
+            with phases.phase("compile"), gc_disabled():
                 self._kernels.begin(self.module, self.loaded.vocab_size)
                 self.program = compile_model(
                     self.module, options=config.options, owned=self._owns_weights
                 )
                 if self.threads is not None:
                     self.program.report.notes.append(str(self.threads))
-            with phases.phase("allocate"), uncollected():
+            with phases.phase("allocate"), gc_disabled():
                 self._allocate(self.loaded)
         finally:
             self._kernels.end()
@@ -88,15 +85,14 @@ class Worker:
         log.info("%s", self.threads)
 
     def _allocate(self, loaded: LoadedModel) -> None:
-        """Size the cache, and make what works on it."""
+        """Size the caches, and create the runner and the output processor."""
         config, specs, device = self.config, self.program.specs, self.program.device
         if not specs:
             raise ValueError(
-                f"{type(loaded.module).__name__} keeps no state: each of its attention layers "
-                "must own a "
+                f"{type(loaded.module).__name__} has no state: each attention layer must create a "
                 "handle (ops.kv_state) and pass it to ops.attention"
             )
-        _refuse_drafts(config, specs)
+        _check_drafts(config, specs)
         no_prefix_cache = _no_prefix_cache(config, specs)
         max_num_seqs = config.max_num_seqs or MAX_NUM_SEQS.get(device.type, 256)
         max_num_batched_tokens = config.max_num_batched_tokens or max(
@@ -109,8 +105,8 @@ class Worker:
         if no_prefix_cache and config.enable_prefix_caching is None:
             self.program.report.notes.append(f"no prefix cache: {no_prefix_cache}")
             log.info("no prefix cache: %s", no_prefix_cache)
-        # Before the scheduler's pool, which keeps a list of the blocks: too many of them are
-        # refused at once.
+        # Before the scheduler's block pool: here, too many blocks fail before a list of them is
+        # built.
         self.runner = Runner(
             self.program,
             num_blocks=size.num_blocks,
@@ -119,13 +115,13 @@ class Worker:
             max_num_rows=max_num_batched_tokens,
             max_columns=-(-size.max_model_len // size.block_size),
         )
-        # Nothing was measured, or in a small cache: kernels count in 64 bits in one as large as
-        # this.
+        # Load kernels for this cache if none was measured, or only a small one: kernels use 64-bit
+        # offsets in a large cache.
         large = any(
             tensor.numel() >= 2**31 for tensors in self.runner.caches for tensor in tensors.values()
         )
         if block_size_of(specs) is not None and (sized or large):
-            self._kernels.meet(self.runner, self.outputs.sampler, max_num_seqs)
+            self._kernels.load(self.runner, self.outputs.sampler, max_num_seqs)
         self.limits = Limits(
             size,
             tuple(group.window for group in groups_of(specs)),
@@ -138,7 +134,7 @@ class Worker:
     def _capacity(
         self, max_num_seqs: int, max_num_batched_tokens: int, longest: int, *, sized: bool
     ) -> Capacity:
-        """sized: the config says how large the cache is, otherwise free memory does."""
+        """sized: the config sets the size of the cache; otherwise it depends on free memory."""
         config, specs, device = self.config, self.program.specs, self.program.device
         return capacity(
             groups=groups_of(specs),
@@ -160,8 +156,8 @@ class Worker:
         )
 
     def _activations(self, max_num_seqs: int, rows: int, longest: int) -> int:
-        """Bytes that a step of so many rows takes beside weights and cache on a GPU: measured, on a
-        cache of one block.
+        """Bytes of activations of a step of `rows` rows on a GPU, measured with a cache of one
+        block; 0 on a CPU.
         """
         device, block_size = self.program.device, block_size_of(self.program.specs)
         if device.type != "cuda" or block_size is None:
@@ -175,7 +171,7 @@ class Worker:
             max_columns=-(-longest // block_size),
             num_slots=0,
         )
-        self._kernels.meet(runner, self.outputs.sampler, max_num_seqs)
+        self._kernels.load(runner, self.outputs.sampler, max_num_seqs)
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -187,37 +183,45 @@ class Worker:
         return int(torch.cuda.max_memory_allocated(device)) - before
 
     def warm_up(self) -> None:
-        """Check a class of transformers, and capture CUDA graphs for the steps that come often."""
-        with uncollected():
+        """Run the self check of a transformers class, and capture CUDA graphs."""
+        with gc_disabled():
             if self.config.self_check and isinstance(self.module, StockModel):
                 self_check(
                     self.module,
                     self.program,
                     Options.of(self.config.options),
-                    columns=self.runner.staging.columns,
+                    columns=self.runner.input_batch.columns,
                 )
                 self.program.bind(self.runner.caches)
             if not self.config.enforce_eager:
                 self._capture()
 
     def _capture(self) -> None:
-        """CUDA graphs, in their share of the memory."""
-        device, staging = self.program.device, self.runner.staging
+        """Capture CUDA graphs, within GRAPH_SHARE of the memory."""
+        device, input_batch = self.program.device, self.runner.input_batch
         shapes = step_shapes(
-            self.limits.max_num_seqs, staging.rows, staging.columns, self.config.speculative_tokens
+            self.limits.max_num_seqs,
+            input_batch.rows,
+            input_batch.columns,
+            self.config.speculative_tokens,
         )
         budget = (
             int(GRAPH_SHARE * torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else None
         )
-        self.runner.capture(shapes, budget=budget, met=self._kernels.met, progress=self.progress)
+        self.runner.capture(
+            shapes,
+            budget=budget,
+            kernels_loaded=self._kernels.kernels_loaded,
+            progress=self.progress,
+        )
 
     def launch(self, step: ScheduledStep) -> "LaunchedStep":
-        drawn = StepOutputs(step, self.slots.enter(step))
+        outputs = StepOutputs(step, self.slots.update(step))
         if not step.pooled:
-            return LaunchedStep(self, drawn, self.runner.logits(step))
-        assert self._hidden is not None, "a request for hidden states, and no program for them"
-        self.outputs.pool(drawn, self.runner.hidden(self._hidden, step))
-        return LaunchedStep(self, drawn)
+            return LaunchedStep(self, outputs, self.runner.logits(step))
+        assert self._hidden is not None, "prepare_pooling was not called"
+        self.outputs.pool(outputs, self.runner.hidden(self._hidden, step))
+        return LaunchedStep(self, outputs)
 
     @property
     def pools(self) -> bool:
@@ -242,27 +246,27 @@ class Worker:
 
 
 class LaunchedStep:
-    """A step of a Worker; logits: None for one of hidden states."""
+    """A launched step of a Worker. logits: None for a pooling step."""
 
-    def __init__(self, worker: Worker, drawn: StepOutputs, logits: Tensor | None = None) -> None:
-        self._worker, self._drawn, self._logits = worker, drawn, logits
+    def __init__(self, worker: Worker, outputs: StepOutputs, logits: Tensor | None = None) -> None:
+        self._worker, self._outputs, self._logits = worker, outputs, logits
 
     def sample(self, mask: Tensor | None = None) -> None:
         logits, self._logits = self._logits, None
         if logits is None:
             return
-        tokens = self._worker.outputs.draw(self._drawn, logits, mask)
-        # Where drafts are made, the host knows all tokens before the next step.
+        tokens = self._worker.outputs.sample(self._outputs, logits, mask)
+        # With speculation, the host knows all tokens before the next step.
         if tokens is not None and not self._worker.config.speculative_tokens:
-            self._worker.runner.staging.keep(tokens)
+            self._worker.runner.input_batch.keep_tokens(tokens)
 
     def results(self) -> list[Result]:
-        return self._drawn.results()
+        return self._outputs.results()
 
 
 def _no_prefix_cache(config: EngineConfig, specs: Sequence[StateSpec]) -> str:
-    """Why there is none; empty: there is one. Raises ValueError if it was asked for and cannot
-    be.
+    """Why there is no prefix cache; empty if there is one. Raises ValueError if the config requires
+    one and the model does not support it.
     """
     if config.enable_prefix_caching is False:
         return "enable_prefix_caching is off"
@@ -272,12 +276,12 @@ def _no_prefix_cache(config: EngineConfig, specs: Sequence[StateSpec]) -> str:
     return why
 
 
-def _refuse_drafts(config: EngineConfig, specs: Sequence[StateSpec]) -> None:
-    """Raises ValueError if drafts are wanted, and a wrong one could not be taken back."""
+def _check_drafts(config: EngineConfig, specs: Sequence[StateSpec]) -> None:
+    """Raises ValueError if the config requests drafts and the state cannot be rolled back."""
     fixed = next((spec for spec in specs if not spec.can_roll_back), None)
     if config.speculative_tokens and fixed is not None:
         raise ValueError(
             f"speculative_tokens is {config.speculative_tokens}: {fixed.name} keeps one state "
-            "a sequence "
-            f"(kind {fixed.kind!r}), which a wrong draft cannot be taken out of; set it to 0"
+            f"per sequence (kind {fixed.kind!r}), from which a rejected draft cannot be removed; "
+            "set it to 0"
         )

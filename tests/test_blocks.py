@@ -42,7 +42,7 @@ def test_tokens_in_use_are_those_computed_and_a_shared_one_counts_once():
     pool = BlockPool(8, 4)
     assert pool.reserve("a", 12) and pool.tokens_used({"a": 9}) == 9
     for place, key in enumerate((b"0", b"1")):
-        pool.name("a", place, key)
+        pool.cache("a", place, key)
     assert pool.admit("b", [b"0", b"1"], 10, 10)
     assert pool.tokens_used({"a": 9, "b": 8}) == 9
     assert pool.tokens_used({"a": 12, "b": 10}) == 14
@@ -68,9 +68,9 @@ def test_blocks_without_a_name_are_not_found_and_are_still_owned():
     pool = BlockPool(num_blocks=4, block_size=1)
     assert pool.reserve("a", 2)
     for place, key in enumerate((b"x", b"y")):
-        pool.name("a", place, key)
+        pool.cache("a", place, key)
     assert pool.admit("b", [b"x"], 2, 2) and pool.match([b"x", b"y"]) == 2
-    pool.unname("b")
+    pool.evict("b")
     assert pool.match([b"x", b"y"]) == 0 and pool.owners == {"a", "b"}
     pool.check()
     pool.release("a")

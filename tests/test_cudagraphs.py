@@ -18,7 +18,7 @@ from atomc.kernels.triton.linear import MAX_ROWS
 from atomc.kernels.triton.tiles import HEAD_ROWS, LINEAR
 from atomc.models import build
 from atomc.models.loader import fill_randomly, ready
-from atomc.runtime.batch import Shape
+from atomc.runtime.batch import StepShape
 from atomc.runtime.graphs import decode_sizes, launched_shapes, step_shapes
 from atomc.runtime.llm import LLM
 from atomc.runtime.sampling.sampling_params import SamplingParams
@@ -101,7 +101,7 @@ def test_a_step_of_any_shape_takes_kernels_that_were_launched_at_the_start(
         met |= compiled_for(shape, group, kv_heads, width)
     graphs = step_shapes(sequences, rows, columns, drafts)
     beyond = [
-        Shape(many, some, some, columns)
+        StepShape(many, some, some, columns)
         for many in range(2049, rows + 1, 487)
         for some in (1, 2, 5, 20, sequences)
     ]

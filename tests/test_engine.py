@@ -359,7 +359,7 @@ def test_weights_that_memory_cannot_hold_are_refused_with_what_to_do(monkeypatch
 
     monkeypatch.setattr(loader, "load", full)
     with pytest.raises(
-        ValueError, match="out of memory while the weights were read: take a smaller model"
+        ValueError, match="out of memory while reading the weights: use a smaller model"
     ):
         engine()
 

@@ -11,17 +11,17 @@ from atomc.runtime import scheduler
 from atomc.runtime.blocks import BlockPool
 from atomc.runtime.detokenizer import Detokenizer
 from atomc.runtime.engine import Engine, EngineConfig
-from atomc.runtime.fence import Fence, RequestFailed
 from atomc.runtime.grammar_compiler import GrammarCompiler, GrammarMatcher
 from atomc.runtime.llm import LLM
 from atomc.runtime.request import Request
-from atomc.runtime.sampling import output_processor as drawing
+from atomc.runtime.request_errors import RequestErrors, RequestFailed
+from atomc.runtime.sampling import output_processor
 from atomc.runtime.sampling.row_logprobs import LogprobsRow
 from atomc.runtime.sampling.sample_spec import SampleSpec
 from atomc.runtime.sampling.sampling_params import SamplingParams, Structured
 from atomc.runtime.sampling.token_counts import TokenCounts
 from atomc.runtime.scheduler import Scheduler
-from atomc.runtime.speculative import NGram
+from atomc.runtime.speculative import NGramProposer
 from atomc.runtime.structured_outputs import StructuredOutputs
 from atomc.runtime.text_stream import TextStream
 
@@ -126,7 +126,7 @@ def tokens(outputs):
 def nothing_is_left(engine):
     pool = engine.scheduler.pool
     assert not pool.owners and pool.num_free == pool.num_blocks
-    assert not engine.scheduler.requests and not engine.fence.failed
+    assert not engine.scheduler.requests and not engine.request_errors.failed
     assert not engine._states
     # What the worker still has goes with the next step.
     run(engine, [engine.request("next", [5], SamplingParams(max_tokens=1))])
@@ -206,8 +206,8 @@ def matcher_is_victims(engine, matcher):
     return "victim" in engine._states and engine._states["victim"].matcher is matcher
 
 
-def drafter_is_victims(engine, drafter):
-    return "victim" in engine._states and engine._states["victim"].drafter is drafter
+def proposer_is_victims(engine, proposer):
+    return "victim" in engine._states and engine._states["victim"].proposer is proposer
 
 
 def counts_are_victims(engine, counts):
@@ -229,8 +229,8 @@ HOOKS = [
     Hook(scheduler, "extend_keys", lambda engine, keys, tokens, size, salt: salt == "victim", given=SALTED),
     Hook(scheduler, "extend_keys", lambda engine, keys, tokens, size, salt: salt == "victim", at=2, given=SALTED),
     Hook(scheduler, "_admission", lambda engine, request: request.id == "victim"),
-    Hook(BlockPool, "news", lambda engine, self, owner: owner == "victim", at=3),
-    Hook(NGram, "propose", lambda engine, self, *_: drafter_is_victims(engine, self), speculates=True),
+    Hook(BlockPool, "take_new_blocks", lambda engine, self, owner: owner == "victim", at=3),
+    Hook(NGramProposer, "propose", lambda engine, self, *_: proposer_is_victims(engine, self), speculates=True),
     # Constrained
     Hook(GrammarCompiler, "fill", lambda engine, self, mask, rows: any(matcher_is_victims(engine, row[0]) for row in rows)),
     Hook(GrammarCompiler, "fill", lambda engine, self, mask, rows: any(matcher_is_victims(engine, row[0]) for row in rows),
@@ -244,12 +244,12 @@ HOOKS = [
     # Read
     Hook(LogprobsRow, "read", lambda engine, self: self.count == VICTIM_LOGPROBS),
     Hook(LogprobsRow, "read", lambda engine, self: self.count == VICTIM_LOGPROBS, at=3),
-    Hook(drawing._Arrived, "result", lambda engine, self, chunk, *_: chunk.request_id == "victim", at=2, given=FREE),
+    Hook(output_processor._HostResults, "result", lambda engine, self, chunk, *_: chunk.request_id == "victim", at=2, given=FREE),
     Hook(Request, "accept", lambda engine, self, *_: self.id == "victim", at=2),
-    Hook(BlockPool, "name", lambda engine, self, owner, *_: owner == "victim", given=(("salt", "names"),)),
+    Hook(BlockPool, "cache", lambda engine, self, owner, *_: owner == "victim", given=(("salt", "names"),)),
     # Scored and pooled
-    Hook(drawing, "_scores", lambda engine, chunk, *_: chunk.request_id == "victim", given=SCORED),
-    Hook(drawing, "_pooled", lambda engine, chunk, *_: chunk.request_id == "victim", given=(("pooling", "mean"),)),
+    Hook(output_processor, "_scores", lambda engine, chunk, *_: chunk.request_id == "victim", given=SCORED),
+    Hook(output_processor, "_pooled", lambda engine, chunk, *_: chunk.request_id == "victim", given=(("pooling", "mean"),)),
 ]  # fmt: skip
 
 
@@ -288,10 +288,10 @@ def poison(engine, monkeypatch, value, places=slice(None), first=1):
         found, row = original(step).clone(), 0
         for chunk in step.chunks:
             if chunk.request_id == "victim":
-                steps += bool(chunk.num_draws)
+                steps += bool(chunk.num_samples)
                 if steps >= first:
-                    found[row : row + chunk.num_wanted, places] = value
-            row += chunk.num_wanted
+                    found[row : row + chunk.num_output_rows, places] = value
+            row += chunk.num_output_rows
         return found
 
     monkeypatch.setattr(engine.executor.runner, "logits", logits)
@@ -423,7 +423,7 @@ def test_a_schema_nested_too_deep_is_refused(engine):
 def test_min_tokens_that_leaves_no_token_is_refused(engine):
     given = {"structured": None, "min_tokens": 2, "stop_token_ids": range(1, engine.vocab_size)}
     with pytest.raises(
-        ValueError, match=r"min_tokens is 2, .* whole vocabulary: no token may come first"
+        ValueError, match=r"min_tokens is 2, .* whole vocabulary: no token may be sampled"
     ):
         engine.add(victim(engine, **given, logit_bias={}))
     assert run(engine, [victim(engine, **{**given, "stop_token_ids": range(2, engine.vocab_size)})])
@@ -461,7 +461,7 @@ def test_what_stops_the_process_or_is_the_devices_is_not_contained(error):
         raise error
 
     with pytest.raises(type(error)):
-        Fence().run("a", "working", work)
+        RequestErrors().run("a", "working", work)
 
 
 # Text

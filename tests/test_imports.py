@@ -13,7 +13,7 @@ PACKAGE = ROOT / "atomc"
 # From the lowest. A name stands for atomc/<name>.py or for the whole folder. A new module goes into
 # the lowest layer that holds all it imports.
 LAYERS = [
-    {"demo", "json_file", "cgroup", "errors"},
+    {"demo", "json_file", "json_types", "cgroup", "errors"},
     {"platform", "options", "torch_compat"},
     {"ops"},
     {"graph", "weights"},
@@ -35,7 +35,16 @@ RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 HIDDEN = {
     "passes": {"kernels"},
     "models": RANK.keys()
-    - {"models", "ops", "quantization", "weights", "json_file", "cgroup", "torch_compat"},
+    - {
+        "models",
+        "ops",
+        "quantization",
+        "weights",
+        "json_file",
+        "json_types",
+        "cgroup",
+        "torch_compat",
+    },
 }
 # They hand out names of all layers, lazily.
 EXEMPT = {"__init__.py", "__main__.py"}

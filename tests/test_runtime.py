@@ -15,7 +15,7 @@ from atomc.ops import LAYOUTS
 from atomc.ops.state import groups_of
 from atomc.platform import Platform
 from atomc.program import compile_model
-from atomc.runtime.batch import InputBatch, Shape
+from atomc.runtime.batch import InputBatch, StepShape
 from atomc.runtime.blocks import BlockPool
 from atomc.runtime.capacity import Capacity, capacity
 from atomc.runtime.detokenizer import Detokenizer
@@ -188,7 +188,7 @@ def run_and_compare(runner, scheduler, alone, requests, arrivals=None, aborts=No
                 return now, gave_way
             continue
         logits = runner.logits(step, num_rows=step.num_tokens + padding if padding else 0)
-        drawing = [chunk for chunk in step.chunks if chunk.num_draws]
+        drawing = [chunk for chunk in step.chunks if chunk.num_samples]
         assert logits.shape == (len(drawing), VOCAB)
         for row, chunk in zip(logits, drawing, strict=True):
             assert_close(row, alone.logits(scheduler.requests[chunk.request_id].tokens))
@@ -296,7 +296,7 @@ def test_drawn_tokens_do_not_depend_on_the_batch(served):
         for request in requests:
             scheduler.add(request)
         while (step := scheduler.next_step()) is not None:
-            draws = sample_specs(step, slots.enter(step))
+            draws = sample_specs(step, slots.update(step))
             tokens = sampler(runner.logits(step), draws).tokens.tolist() if draws else []
             scheduler.finish_step(step, [[token] for token in tokens])
         return [request.new_tokens for request in requests]
@@ -314,16 +314,16 @@ def test_a_step_becomes_ragged_rows_with_padding_behind():
             tokens,
             start,
             ((0, blocks),) * 2,
-            num_draws=drawing,
-            num_wanted=drawing,
+            num_samples=drawing,
+            num_output_rows=drawing,
             **more,
         )
 
-    staging = InputBatch(rows=8, sequences=4, columns=5, block_size=4, num_groups=2)
+    input_batch = InputBatch(rows=8, sequences=4, columns=5, block_size=4, num_groups=2)
     a, b = chunk("a", 2, (7, 8), 3, (5, 2)), chunk("b", 0, (9,), 0, (1,), drawing=0)
     step = ScheduledStep((a, b, chunk("c", 3, (6,), 8, (0, 4, 3))))
-    shape = staging.write(step, num_rows=6)
-    tensors = staging.step(shape)
+    shape = input_batch.write(step, num_rows=6)
+    tensors = input_batch.step(shape)
     assert {
         name: value.tolist()
         for name, value in tensors._asdict().items()
@@ -343,10 +343,15 @@ def test_a_step_becomes_ragged_rows_with_padding_behind():
     assert [value.dtype for value in tensors[:5]] == [i64, i64, i32, i32, i64]
     assert [value.dtype for value in (*tensors.groups[0], tensors.state_slots)] == [i64, i32, i64]
 
-    # The next step is fed what this one drew, and knows the blocks that it was told of.
-    staging.keep(torch.tensor([70, 60]))
-    step = ScheduledStep((chunk("c", 3, (), 9, (), fed=True), chunk("a", 2, (), 5, (), fed=True)))
-    tensors = staging.step(staging.write(step, Shape(4, 3, 3, 5)))
+    # The next step is has_placeholder what this one drew, and knows the blocks that it was told of.
+    input_batch.keep_tokens(torch.tensor([70, 60]))
+    step = ScheduledStep(
+        (
+            chunk("c", 3, (), 9, (), has_placeholder=True),
+            chunk("a", 2, (), 5, (), has_placeholder=True),
+        )
+    )
+    tensors = input_batch.step(input_batch.write(step, StepShape(4, 3, 3, 5)))
     assert tensors.input_ids.tolist() == [60, 70, 0, 0]
     assert tensors.query_start.tolist() == [0, 1, 2, 2] and tensors.seq_lens.tolist() == [10, 6, 0]
     assert tensors.groups[0].slots.tolist() == [13, 9, -1, -1]
@@ -358,12 +363,12 @@ def test_a_step_becomes_ragged_rows_with_padding_behind():
 
 
 def test_more_new_blocks_than_a_step_has_room_for_arrive_all_the_same():
-    staging = InputBatch(rows=2, sequences=1, columns=40, block_size=1)
+    input_batch = InputBatch(rows=2, sequences=1, columns=40, block_size=1)
     chunk = Chunk("a", 0, (5,), 39, ((0, tuple(range(40, 80))),))
-    assert staging.num_updates < 40
-    assert staging.step(staging.write(ScheduledStep((chunk,)))).groups[0].block_tables.tolist() == [
-        [*range(40, 80)]
-    ]
+    assert input_batch.num_updates < 40
+    assert input_batch.step(input_batch.write(ScheduledStep((chunk,)))).groups[
+        0
+    ].block_tables.tolist() == [[*range(40, 80)]]
 
 
 BYTES = 1000

@@ -299,7 +299,7 @@ def test_rows_without_a_largest_finite_logit_are_told_and_change_no_other_row(
         for _ in range(2)
     ]
     found = Sampler(torch.device(device), len(draws))(logits.to(device), draws)
-    tokens, tops = found.tokens.cpu(), found.tops.cpu().float()
+    tokens, tops = found.tokens.cpu(), found.max_logits.cpu().float()
     expected = torch.tensor(bad, dtype=dtype).float().amax().expand(len(kinds))
     assert same(tops[::2], expected) and not tops[::2].isfinite().any()
     assert torch.equal(tops[1::2], logits[1::2].float().amax(-1))
@@ -411,7 +411,7 @@ def test_penalties_change_the_logits_of_tokens_that_came(
         repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency
     )
     logits = torch.randn(10, generator=torch.Generator().manual_seed(seed)) * 2
-    changed = Sampler(CPU, 1)._changed(logits[None], [after(prompt, output, **given)], None)[0]
+    changed = Sampler(CPU, 1)._processed(logits[None], [after(prompt, output, **given)], None)[0]
     assert torch.allclose(changed, penalized(logits, prompt, output, **given), atol=1e-5)
 
 
@@ -435,7 +435,7 @@ def test_counts_of_other_tokens_than_came_before_a_draw_are_not_used():
     first = after([0], [0, 0, 0, 1, 2, 2, 3], frequency_penalty=1.0)
     assert sampler(logits, [first]).tokens.tolist() == [1]
     for index in (7, 9):
-        with pytest.raises(AssertionError, match=f"are not those of {index + 1} tokens"):
+        with pytest.raises(AssertionError, match=f"does not match {index + 1} tokens"):
             sampler(logits, [at(first, index)])
     with pytest.raises(AssertionError, match="1 of 3 tokens are known"):
         sampler(logits, [at(after([0], [], frequency_penalty=1.0), 2)])

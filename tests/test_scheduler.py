@@ -46,7 +46,7 @@ def request(name, num_prompt, **params):
 def shares(step):
     """What each request computes: (id, start, number of tokens, whether a token is drawn)."""
     return [
-        (chunk.request_id, chunk.start, chunk.num_tokens, bool(chunk.num_draws))
+        (chunk.request_id, chunk.start, chunk.num_tokens, bool(chunk.num_samples))
         for chunk in step.chunks
     ]
 
@@ -56,9 +56,9 @@ def finished(outputs):
 
 
 def advance(s, token=100):
-    """One step in which every draw gives `token`; what it computed, and who finished."""
+    """One step in which every spec gives `token`; what it computed, and who finished."""
     step = s.next_step()
-    outputs = s.finish_step(step, [[token]] * step.num_draws)
+    outputs = s.finish_step(step, [[token]] * step.num_samples)
     s.check()
     return shares(step), finished(outputs)
 
@@ -77,9 +77,16 @@ def test_a_step_is_a_value_that_carries_all_it_needs():
     assert step == ScheduledStep(
         (
             Chunk(
-                "a", 0, (7, 8, 9, 10, 11), 0, ((0, (0, 1)),), num_draws=1, num_wanted=1, admission=a
+                "a",
+                0,
+                (7, 8, 9, 10, 11),
+                0,
+                ((0, (0, 1)),),
+                num_samples=1,
+                num_output_rows=1,
+                admission=a,
             ),
-            Chunk("b", 1, (5,), 0, ((0, (2,)),), num_draws=1, num_wanted=1, admission=b),
+            Chunk("b", 1, (5,), 0, ((0, (2,)),), num_samples=1, num_output_rows=1, admission=b),
         )
     )
     assert step.num_tokens == 6
@@ -270,10 +277,10 @@ def test_a_preempted_request_draws_the_same_numbers():
             s.add(request(name, 4, max_tokens=4, temperature=1.0, seed=3))
         seen, steps, slots = {}, 0, Slots(TokenCounts(torch.device("cpu"), 8))
         while (step := s.next_step()) is not None:
-            for chunk, state in zip(step.chunks, slots.enter(step), strict=True):
-                for draw in state.draws(chunk):
-                    seen[chunk.request_id, chunk.end] = float(uniform([draw.seed], [draw.index])[0])
-            s.finish_step(step, [[100]] * step.num_draws)
+            for chunk, state in zip(step.chunks, slots.update(step), strict=True):
+                for spec in state.specs(chunk):
+                    seen[chunk.request_id, chunk.end] = float(uniform([spec.seed], [spec.index])[0])
+            s.finish_step(step, [[100]] * step.num_samples)
             steps += 1
         return seen, steps
 
@@ -289,7 +296,9 @@ def test_the_next_step_is_decided_before_the_tokens_of_the_last_are_known():
     s.add(a)
     first, second = s.next_step(), s.next_step()
     assert [
-        (chunk.tokens, chunk.fed, chunk.start) for step in (first, second) for chunk in step.chunks
+        (chunk.tokens, chunk.has_placeholder, chunk.start)
+        for step in (first, second)
+        for chunk in step.chunks
     ] == [((0, 1, 2), False, 0), ((), True, 3)]
     s.check()
     assert finished(s.finish_step(first, [[7]])) == [] and a.tokens == [0, 1, 2, 7]
@@ -318,7 +327,7 @@ def test_a_draft_is_kept_as_far_as_it_is_right():
     advance(s, token=3)
     a.draft = (4, 5, 6)
     step = s.next_step()
-    assert step.chunks[0].tokens == (3, 4, 5, 6) and (step.num_draws, step.chunks[0].draft) == (
+    assert step.chunks[0].tokens == (3, 4, 5, 6) and (step.num_samples, step.chunks[0].draft) == (
         4,
         (4, 5, 6),
     )
@@ -496,7 +505,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 40), right=st.integers(0, 3), wrong=st.integers(0, 2))
     def draft(self, which, right, wrong):
-        running = [r for r in self.s.running if r.pending == 1 and not r.drawing]
+        running = [r for r in self.s.running if r.pending == 1 and not r.num_in_flight]
         if not running:
             return
         r = running[which % len(running)]
@@ -542,7 +551,7 @@ class Machine(RuleBasedStateMachine):
             for g, (start, blocks) in enumerate(chunk.blocks):
                 table = self.tables[g].setdefault(chunk.slot, {})
                 table.update(enumerate(blocks, start))
-            tokens = [*chunk.tokens, *([self.last[chunk.slot]] if chunk.fed else [])]
+            tokens = [*chunk.tokens, *([self.last[chunk.slot]] if chunk.has_placeholder else [])]
             state = (
                 hash(r.salt)
                 if chunk.start == 0
@@ -560,16 +569,16 @@ class Machine(RuleBasedStateMachine):
             for token in [*r.tokens[: chunk.start], *tokens]:
                 truth = history(truth, token)
                 states.append(truth)
-            # A fed token may be the only one that the host does not know, and is the last: all
+            # A has_placeholder token may be the only one that the host does not know, and is the last: all
             # before it are compared.
             for g, group in enumerate(self.pool.groups):
                 for position in range(first_read(chunk.start, group.window), chunk.end):
                     assert self.caches[g][self.place(g, chunk, position)] == states[position], (
                         "read what is another's"
                     )
-            if chunk.num_draws:
+            if chunk.num_samples:
                 new = []
-                for i, state in enumerate(after[-chunk.num_draws :]):
+                for i, state in enumerate(after[-chunk.num_samples :]):
                     new.append(state % V)
                     if i < len(chunk.draft) and chunk.draft[i] != new[-1]:
                         break

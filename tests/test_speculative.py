@@ -9,36 +9,36 @@ from atomc.runtime.sampling.request_counts import RequestCounts
 from atomc.runtime.sampling.sample_spec import SampleSpec
 from atomc.runtime.sampling.sampler import Sampler
 from atomc.runtime.sampling.sampling_params import SamplingParams
-from atomc.runtime.speculative import NGram, accepted
+from atomc.runtime.speculative import NGramProposer, accepted
 
 V = 6
 CPU = torch.device("cpu")
 
 
 def test_what_followed_the_same_tokens_is_proposed():
-    assert NGram(2, 3).propose([1, 2, 3, 4, 5, 1, 2], 3) == [3, 4, 5]
-    assert NGram(2, 3).propose([1, 2, 3, 4, 5, 1, 2], 1) == [3]
+    assert NGramProposer(2, 3).propose([1, 2, 3, 4, 5, 1, 2], 3) == [3, 4, 5]
+    assert NGramProposer(2, 3).propose([1, 2, 3, 4, 5, 1, 2], 1) == [3]
 
 
 def test_the_longest_run_counts_and_then_the_last_one():
-    assert NGram(1, 3).propose([1, 2, 3, 7, 2, 3, 8, 1, 2, 3], 1) == [7]
-    assert NGram(2, 2).propose([1, 2, 3, 7, 2, 3, 8, 1, 2, 3], 1) == [8]
+    assert NGramProposer(1, 3).propose([1, 2, 3, 7, 2, 3, 8, 1, 2, 3], 1) == [7]
+    assert NGramProposer(2, 2).propose([1, 2, 3, 7, 2, 3, 8, 1, 2, 3], 1) == [8]
 
 
 def test_a_new_end_has_no_proposal():
-    assert NGram(2, 3).propose([1, 2, 3, 4], 3) == []
-    assert NGram(2, 3).propose([1], 3) == []
-    assert NGram(1, 3).propose([1, 2], 3) == []
+    assert NGramProposer(2, 3).propose([1, 2, 3, 4], 3) == []
+    assert NGramProposer(2, 3).propose([1], 3) == []
+    assert NGramProposer(1, 3).propose([1, 2], 3) == []
 
 
 def test_a_repetition_goes_on():
-    assert NGram(1, 3).propose([9, 5, 5, 5], 4) == [5, 5, 5, 5]
-    assert NGram(2, 3).propose([1, 2, 3, 1, 2, 3, 1], 7) == [2, 3, 1, 2, 3, 1, 2]
+    assert NGramProposer(1, 3).propose([9, 5, 5, 5], 4) == [5, 5, 5, 5]
+    assert NGramProposer(2, 3).propose([1, 2, 3, 1, 2, 3, 1], 7) == [2, 3, 1, 2, 3, 1, 2]
 
 
 def test_sizes_that_are_no_range_are_refused():
     with pytest.raises(ValueError, match="n-grams of 3 to 2 tokens"):
-        NGram(3, 2)
+        NGramProposer(3, 2)
 
 
 def slow_proposal(tokens, count, shortest, longest):
@@ -56,13 +56,13 @@ def test_proposals_are_those_of_a_search_through_everything():
     generator = random.Random(0)
     for _ in range(100):
         shortest = generator.randint(1, 3)
-        drafter, longest, tokens = NGram(shortest, shortest + 2), shortest + 2, []
+        proposer, longest, tokens = NGramProposer(shortest, shortest + 2), shortest + 2, []
         for _ in range(30):
             tokens += [generator.randrange(3) for _ in range(generator.randint(1, 3))]
             if generator.random() < 0.05:
                 del tokens[-5:]
             if tokens:
-                assert drafter.propose(tokens, 4) == slow_proposal(tokens, 4, shortest, longest)
+                assert proposer.propose(tokens, 4) == slow_proposal(tokens, 4, shortest, longest)
 
 
 class Counted(list):
@@ -77,10 +77,10 @@ class Counted(list):
 
 
 def test_a_step_reads_only_what_is_new():
-    drafter, read = NGram(2, 4), []
+    proposer, read = NGramProposer(2, 4), []
     tokens = Counted(range(5_000))
     for token in (5_000, 5_001, 1):
-        drafter.propose(tokens, 4)
+        proposer.propose(tokens, 4)
         read.append(tokens.items)
         tokens.append(token)
         tokens.items = 0
@@ -151,7 +151,7 @@ def test_tokens_are_those_of_a_run_without_drafts(kind):
             params, lambda tokens: [generator.randrange(V) for _ in range(generator.randint(0, 4))]
         )
         assert guessed == plain
-    ngram = NGram(1, 2)
+    ngram = NGramProposer(1, 2)
     assert run(params, lambda tokens: ngram.propose(tokens, 3))[0] == plain
     # Guesses that are all right: four tokens a step, with the one after the last guess.
     oracle = [0, 1, *plain]

@@ -454,7 +454,7 @@ def test_a_prefix_cache_or_drafts_that_cannot_be_are_refused_with_the_layer():
     ):
         started("mixed", enable_prefix_caching=True)
     with pytest.raises(
-        ValueError, match=r"speculative_tokens is 3: layers\.1 keeps one state a sequence"
+        ValueError, match=r"speculative_tokens is 3: layers\.1 keeps one state per sequence"
     ):
         started("windowed", speculative_tokens=3)
 
@@ -509,7 +509,7 @@ def test_a_step_that_failed_while_tokens_were_drawn_advances_no_state_twice(serv
     errors, prompts = [], prompts_of(20, 5, 37, 3)
     with monkeypatch.context() as patch:
         patch.setattr(
-            OutputProcessor, "draw", failing(OutputProcessor.draw, errors, range(2, 20, 3))
+            OutputProcessor, "sample", failing(OutputProcessor.sample, errors, range(2, 20, 3))
         )
         found = run(engine, requests_of(engine, prompts), fails=errors)
     assert len(errors) > 2 and found == [alone(kind, prompt, 8) for prompt in prompts]
@@ -562,7 +562,7 @@ def test_padding_and_warm_up_write_the_spare_slot_only():
     assert all((state[:3] == 7.0).all() for state in states)
     assert all(torch.equal(cache, old) for cache, old in zip(caches, before, strict=True))
     # A step that is padded writes the slots of its sequences, and no others.
-    chunk = Chunk("a", 1, (5, 6), 0, ((0, (2,)),), num_draws=1, num_wanted=1)
+    chunk = Chunk("a", 1, (5, 6), 0, ((0, (2,)),), num_samples=1, num_output_rows=1)
     logits = runner.logits(ScheduledStep((chunk,)), num_rows=9)
     torch.testing.assert_close(
         logits[0], toy("mixed")(torch.tensor([5, 6]), torch.arange(2))[-1], atol=1e-6, rtol=0

@@ -54,7 +54,7 @@ def steps(s, requests, drafts=True):
                 request.draft = (rng.randrange(9),) * rng.randrange(3)
         step = s.next_step()
         yield step
-        s.finish_step(step, [[rng.randrange(9)] for chunk in step.chunks if chunk.num_draws])
+        s.finish_step(step, [[rng.randrange(9)] for chunk in step.chunks if chunk.num_samples])
         s.check()
 
 
@@ -151,7 +151,7 @@ def test_a_step_names_what_a_request_needs_only_when_it_gets_a_slot():
                 if chunk.admission is not None
             ]
         )
-        s.finish_step(step, [[9]] * step.num_draws)
+        s.finish_step(step, [[9]] * step.num_samples)
     assert admissions[0] == [("a", 0), ("b", 0)] and s.counters.preemptions
     assert [one for each in admissions[1:] for one in each] == [("b", 0)] * s.counters.preemptions
 
@@ -169,7 +169,7 @@ def test_a_step_that_could_not_be_run_is_told_again_and_others_are_not():
     s.finish_step(first, [[7]])
     worker = slots()
     for step in (first, second, again):
-        states = worker.enter(step)
+        states = worker.update(step)
     assert [state.counts.tokens for state in states] == [[1, 2, 3], [4, 5]]
 
 
@@ -181,10 +181,10 @@ def test_a_worker_has_the_tokens_of_penalties_whatever_the_cache_had_of_them():
     seen = {}
     while s.requests:
         step = s.next_step()
-        for chunk, state in zip(step.chunks, worker.enter(step), strict=True):
-            if chunk.num_draws:
+        for chunk, state in zip(step.chunks, worker.update(step), strict=True):
+            if chunk.num_samples:
                 seen.setdefault(chunk.request_id, list(state.counts.tokens))
-        s.finish_step(step, [[5]] * step.num_draws)
+        s.finish_step(step, [[5]] * step.num_samples)
     assert s.counters.prefix_hits == 28 and seen == {"a": prompt, "b": prompt}
 
 
@@ -193,7 +193,7 @@ def test_a_worker_drops_the_state_of_a_slot_when_it_is_told_that_the_request_lef
     for name in "ab":
         s.add(Request(name, [1, 2, 3], PENALIZED))
     step = s.next_step()
-    a, b = worker.enter(step)
+    a, b = worker.update(step)
     a.counts.row, b.counts.row = 2, 3
     s.finish_step(step, [[5], [5]])
     s.abort("a")
@@ -201,13 +201,13 @@ def test_a_worker_drops_the_state_of_a_slot_when_it_is_told_that_the_request_lef
     s.undo_step(step)
     again = s.next_step()
     assert step.released == again.released == (0,)  # a step that could not be run told nobody
-    worker.enter(again)
+    worker.update(again)
     assert list(worker.states.values()) == [b] and worker.counts.free == [2]
     # The next one in the slot begins anew.
     s.add(Request("c", [9], SamplingParams()))
     step = s.next_step()
     assert step.released == ()
-    _, c = worker.enter(step)
+    _, c = worker.update(step)
     assert c.request_id == "c" and c.counts is None and set(worker.states) == {0, 1}
 
 
@@ -216,6 +216,6 @@ def test_a_worker_notices_a_step_of_another_request_than_the_slot_has():
     chunk = Chunk(
         "a", 0, (5,), 0, ((0, (0,)),), admission=Admission(SamplingParams(), 0, 1, frozenset())
     )
-    worker.enter(ScheduledStep((chunk,)))
-    with pytest.raises(AssertionError, match="slot 0 is of a, not b"):
-        worker.enter(ScheduledStep((Chunk("b", 0, (6,), 1, ((0, ()),)),)))
+    worker.update(ScheduledStep((chunk,)))
+    with pytest.raises(AssertionError, match="slot 0 belongs to a, not b"):
+        worker.update(ScheduledStep((Chunk("b", 0, (6,), 1, ((0, ()),)),)))

@@ -366,6 +366,12 @@ def test_harmony_gives_reasoning_calls_and_content(size):
     assert parsed(answer, *parts) == [*before, *called(("f", CITY)), *after]
 
 
+def test_a_harmony_call_without_a_space_before_its_recipient_is_read_after_the_reasoning_parser():
+    answer = OutputParser(reasoning_parser("gpt-oss"), parser("gpt-oss"))
+    text = f"to=functions.f<|channel|>commentary<|message|>{CITY}<|call|>"
+    assert parsed(answer, text) == called(("f", CITY))
+
+
 def test_without_parsers_all_is_content():
     assert parsed(OutputParser(None, None), "<think>", "", "<tool_call>") == [
         ContentDelta("<think><tool_call>")

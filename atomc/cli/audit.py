@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from atomc.cli.arguments import DTYPES, GLUES, add_quantization, command, default_glue, dtype_named
 from atomc.cli.explain import ModelCall, load_function
-from atomc.json_file import Json
+from atomc.json_types import JSONLike
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -132,7 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.tokens < 1:
         raise ValueError(f"--tokens {arguments.tokens}: expected at least 1")
     given = read_options(Path(arguments.options)) if arguments.options else {}
-    chosen: dict[str, Json] = {
+    chosen: dict[str, JSONLike] = {
         "glue": arguments.glue or given.get("glue") or default_glue(arguments.device),
         "audit": True,
         "audit_bound": arguments.bound,
@@ -258,7 +258,7 @@ def _default_device() -> str:
 # One audit
 
 
-def _run_audit(given: ModelCall, options: Mapping[str, Json], *, runtime: bool) -> AuditResult:
+def _run_audit(given: ModelCall, options: Mapping[str, JSONLike], *, runtime: bool) -> AuditResult:
     """Compile the model, call it once, and compare the output with the uncompiled model's."""
     import torch
 
@@ -286,7 +286,7 @@ def _run_audit(given: ModelCall, options: Mapping[str, Json], *, runtime: bool) 
     return AuditResult(found, worst(*leaves).relative)
 
 
-def _step(given: ModelCall, options: Mapping[str, Json]) -> "tuple[ModelCall, Argument]":
+def _step(given: ModelCall, options: Mapping[str, JSONLike]) -> "tuple[ModelCall, Argument]":
     """(the model with its token ids as one new sequence, the logits of all tokens from one step of
     the runtime).
     """
@@ -346,14 +346,14 @@ class Without:
     text     the remaining difference, or why there are no options
     """
 
-    options: Mapping[str, Json] | None
+    options: Mapping[str, JSONLike] | None
     text: str
 
 
 def _without(
     first: AuditResult,
-    given: Mapping[str, Json],
-    audited: Callable[[Mapping[str, Json]], AuditResult],
+    given: Mapping[str, JSONLike],
+    audited: Callable[[Mapping[str, JSONLike]], AuditResult],
 ) -> Without:
     """The smallest change of the options that suffices: the rewrite disabled at one site, else also
     the rewrites whose results it absorbed.
@@ -409,7 +409,7 @@ def _least_first(audit: "AuditFindings") -> "list[Passes]":
     return [blame["passes"], dict.fromkeys(site["rewrites"], where)]
 
 
-def _merged(before: Json, more: "Passes") -> dict[str, Json]:
+def _merged(before: JSONLike, more: "Passes") -> dict[str, JSONLike]:
     """A value of option `passes` that disables what either value disables."""
     merged = dict(before) if isinstance(before, Mapping) else {}
     for name, off in more.items():

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 
 from atomc.cli.arguments import command, default_glue
 from atomc.cli.serve import GROUPS, POSITIONAL
-from atomc.json_file import Json
+from atomc.json_types import JSONLike
 
 if TYPE_CHECKING:
     import torch
 
     from atomc.cli.arguments import Commands
     from atomc.runtime.bench.datasets import SampleRequest
-    from atomc.runtime.bench.metrics import RequestTiming
+    from atomc.runtime.bench.metrics import RequestTiming, Summary
     from atomc.runtime.config import EngineConfig
     from atomc.runtime.engine import Engine
 
@@ -398,7 +398,7 @@ def _print_results(
     arguments: argparse.Namespace,
     requests: "Sequence[RequestTiming]",
     title: str,
-    machine: Mapping[str, Json],
+    machine: Mapping[str, JSONLike],
 ) -> None:
     """Print the metrics, and write --json and --plot."""
     from atomc.runtime.bench.metrics import format_summary, summarize
@@ -423,7 +423,7 @@ def _print_results(
         plot(requests, Path(arguments.plot), f"{title}: {rate}")
 
 
-def _write(arguments: argparse.Namespace, found: Mapping[str, Json]) -> None:
+def _write(arguments: argparse.Namespace, found: "Mapping[str, JSONLike | Summary]") -> None:
     if arguments.json:
         settings = {
             name: "inf" if value == math.inf else value  # JSON has no infinity
@@ -436,7 +436,7 @@ def _write(arguments: argparse.Namespace, found: Mapping[str, Json]) -> None:
         )
 
 
-def _machine(device: "torch.device | str") -> dict[str, Json]:
+def _machine(device: "torch.device | str") -> dict[str, JSONLike]:
     import torch
 
     gpu = torch.cuda.get_device_name() if str(device).startswith("cuda") else None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atomc.cli.arguments import DTYPES, SCHEMES, dtype_named
-from atomc.json_file import Json
+from atomc.json_types import JSONLike
 
 if TYPE_CHECKING:
     from atomc.cost.efficiency import Table
@@ -139,7 +139,7 @@ def _plan_of(folder: Path, arguments: argparse.Namespace) -> "Plan":
             f"--measure times this machine, not --platform {arguments.platform}: leave one of "
             "them out"
         )
-    options: dict[str, Json] = {"dump": arguments.dump} if arguments.dump else {}
+    options: dict[str, JSONLike] = {"dump": arguments.dump} if arguments.dump else {}
     if arguments.kv_cache_dtype:
         options["kv_cache_dtype"] = arguments.kv_cache_dtype
     platform = Platform.named(arguments.platform) if arguments.platform else Platform.detect()

@@ -27,7 +27,7 @@ from atomc.compiler.phases import timed
 from atomc.compiler.summarize_graph import summarize_graph
 from atomc.dumps.dump import Dumper
 from atomc.graph import structured_trace
-from atomc.json_file import Json
+from atomc.json_types import JSONLike
 from atomc.options import Options
 from atomc.report.records import Glue
 from atomc.report.report import Report
@@ -154,7 +154,7 @@ def _note_glue(report: Report, glue: str, text: str) -> None:
     report.glue.append(Glue(glue, note))
 
 
-def inductor_patches(options: Options) -> dict[str, Json]:
+def inductor_patches(options: Options) -> dict[str, JSONLike]:
     """Inductor's configuration for these options."""
     patches = {
         name: on for name, on in mode_options(options.mode).items() if "cudagraph" not in name

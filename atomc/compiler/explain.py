@@ -15,7 +15,7 @@ from atomc.compiler.driver import compile_graph
 from atomc.compiler.entry import new_report, skip_reason
 from atomc.errors import OURS
 from atomc.graph.expressions import Size, expression
-from atomc.json_file import Json
+from atomc.json_types import JSONLike
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.report import contract
@@ -42,7 +42,7 @@ class NothingToExplain(TypeError):
 def explain(
     model: Callable[..., Any],
     *args: Any,
-    options: Mapping[str, Json] | Options | None = None,
+    options: Mapping[str, JSONLike] | Options | None = None,
     platform: Platform | str | None = None,
     dynamic: bool | None = None,
     **kwargs: Any,

@@ -13,7 +13,7 @@ from torch.fx.passes.split_module import split_module
 from atomc.cache.generated import Function, of_graph, of_inductor, of_pieces
 from atomc.capture.structural_hash import structural_key
 from atomc.graph.mutation import mutated
-from atomc.json_file import Json
+from atomc.json_types import JSONLike
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.torch_compat.core import FakeTensorMode, Input
@@ -41,7 +41,7 @@ def glue_of(options: Options, platform: Platform) -> tuple[str, str]:
     return "inductor", "the default"
 
 
-def compile_glue(gm: GraphModule, patches: Mapping[str, Json]) -> tuple[Function, str]:
+def compile_glue(gm: GraphModule, patches: Mapping[str, JSONLike]) -> tuple[Function, str]:
     """Cut the graph at its kernels and compile the pieces between, equal pieces once. Returns the
     function and a text with the number of pieces.
 
@@ -78,7 +78,7 @@ def _by_inductor(
     gm: GraphModule,
     examples: Sequence[Input],
     mode: FakeTensorMode | None,
-    patches: Mapping[str, Json],
+    patches: Mapping[str, JSONLike],
 ) -> Function:
     returns_tuple = isinstance(gm.graph.output_node().args[0], tuple | list)
     with tracing_context(mode):

@@ -13,7 +13,7 @@ from atomc.errors import OptionsError
 from atomc.graph.canonical import GENERIC, call
 from atomc.graph.graph_printer import graph_text
 from atomc.graph.provenance import describe, layer_of, module_path, source_line
-from atomc.json_file import Json
+from atomc.json_types import JSONLike
 from atomc.ops.op import op_of
 from atomc.report.records import Miss, Site, Stage
 from atomc.report.report import Report
@@ -357,7 +357,7 @@ def record(
         return
     for f in fired:
         path = module_path(f.node)
-        attrs: dict[str, Json] = dict(f.attrs)  # type: ignore[arg-type]  # numbers and names
+        attrs: dict[str, JSONLike] = dict(f.attrs)  # type: ignore[arg-type]  # numbers and names
         report.sites.append(Site(f.name, path, layer_of(path), source_line(f.node), attrs))
         report.matches[f.name] += 1
         if "scheme" in f.attrs:

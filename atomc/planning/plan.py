@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 
 from atomc import models
 from atomc.cost.efficiency import Predicted, Table, predict, table_for
-from atomc.json_file import Json
+from atomc.json_types import JSONLike
 from atomc.models import loader, stock
 from atomc.models.config import integer
 from atomc.ops.state import StateSpec, block_size_of, groups_of
@@ -33,7 +33,13 @@ from atomc.quantization.linear import LinearMethod, QuantizedLinear
 from atomc.quantization.scheme import Fp8, Fp8Block
 from atomc.report.render.table import collapsed
 from atomc.report.report import Report
-from atomc.runtime.capacity import CPU_SHARE, GRAPH_SHARE, SPARE_SLOTS, blocks_of_one, capacity
+from atomc.runtime.capacity import (
+    CPU_SHARE,
+    GRAPH_SHARE,
+    SPARE_SLOTS,
+    capacity,
+    max_blocks_per_sequence,
+)
 from atomc.torch_compat.core import GraphFunction
 
 # Sizes in a config.json that tensor parallelism divides.
@@ -55,7 +61,7 @@ class Model:
     """One device's shard of a model on meta, with its configuration."""
 
     module: nn.Module
-    config: Mapping[str, Json]
+    config: Mapping[str, JSONLike]
     quantization: QuantizationConfig | None
     dtype: torch.dtype
     devices: int
@@ -96,7 +102,7 @@ def build_model(
     return Model(loader.ready(module), config, chosen, dtype, devices)
 
 
-def _first_layers(layers: int, config: Mapping[str, Json]) -> Mapping[str, Json]:
+def _first_layers(layers: int, config: Mapping[str, JSONLike]) -> Mapping[str, JSONLike]:
     count = integer(config, "num_hidden_layers", layers)
     if not 1 <= layers <= count:
         raise ValueError(f"--layers {layers}: the model has {count}")
@@ -106,7 +112,7 @@ def _first_layers(layers: int, config: Mapping[str, Json]) -> Mapping[str, Json]
     return first
 
 
-def shard_config(config: Mapping[str, Json], devices: int) -> Mapping[str, Json]:
+def shard_config(config: Mapping[str, JSONLike], devices: int) -> Mapping[str, JSONLike]:
     """The config of one device's shard: heads, hidden units of MLPs and vocabulary are divided, the
     model width is not.
 
@@ -189,7 +195,7 @@ def plan(
     load: Workload,
     *,
     longest: int | None = None,
-    options: Mapping[str, Json] | None = None,
+    options: Mapping[str, JSONLike] | None = None,
     table: Table | None = None,
     program: Program | None = None,
 ) -> Plan:
@@ -228,7 +234,7 @@ def plan(
 def compile_for(
     model: Model,
     platform: Platform,
-    options: Mapping[str, Json] | None = None,
+    options: Mapping[str, JSONLike] | None = None,
     observers: Sequence[Callable[[str, GraphModule], None]] = (),
 ) -> Program:
     """The model compiled for the runtime on that platform, without building the glue and without
@@ -247,7 +253,7 @@ class TimedProgram:
     def __init__(
         self,
         model: Model,
-        options: Mapping[str, Json] | None = None,
+        options: Mapping[str, JSONLike] | None = None,
         platform: Platform | None = None,
     ):
         self.model, self.platform = model, with_peaks(platform or Platform.detect(), model.dtype)
@@ -287,7 +293,7 @@ def measure_plan(
     load: Workload,
     *,
     longest: int | None = None,
-    options: Mapping[str, Json] | None = None,
+    options: Mapping[str, JSONLike] | None = None,
     table: Table | None = None,
 ) -> Plan:
     """The plan of a step on this machine, with the measured time of each kernel."""
@@ -409,7 +415,8 @@ def _in_blocks(specs: Sequence[StateSpec], room: int, length: int) -> tuple[int,
         except ValueError:
             return 0, 0
     each = [
-        blocks_of_one(length, window, block_size, MAX_NUM_BATCHED_TOKENS) for _, window in groups
+        max_blocks_per_sequence(length, window, block_size, MAX_NUM_BATCHED_TOKENS)
+        for _, window in groups
     ]
     return min(
         count // of_one for count, of_one in zip(found.num_blocks, each, strict=True)

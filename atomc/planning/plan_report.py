@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass, field
 
-from atomc.json_file import Json
+from atomc.json_types import JSONLike
 from atomc.report.render.table import table
 
 
@@ -127,7 +127,7 @@ class Plan:
             else float(sum(value * calls for value, calls in values))
         )
 
-    def to_dict(self) -> dict[str, Json]:
+    def to_dict(self) -> dict[str, JSONLike]:
         """All fields as plain data, with totals."""
         totals = {
             what: {"step": self.total(what), "layers": self.total(what, layers_only=True)}

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from atomc.json_file import Json
+from atomc.json_types import JSONLike
 from atomc.quantization.linear import Format
 from atomc.quantization.packing import AWQ, GPTQ, GPTQ_V2, MXFP4_PACK_QUANTIZED, PACK_QUANTIZED
 from atomc.quantization.scheme import Fp8, Fp8Block, Int4, Int8, Mxfp4, Scheme
 
-Config = Mapping[str, Json]
+Config = Mapping[str, JSONLike]
 T = TypeVar("T")
 LM_HEAD = ("lm_head",)
 UPGRADED = (
@@ -53,7 +53,7 @@ def names(config: Config, *fields: str) -> tuple[str, ...]:
     return tuple(str(name) for field in fields for name in _items(config, field))
 
 
-def _items(config: Config, name: str) -> list[Json]:
+def _items(config: Config, name: str) -> list[JSONLike]:
     """The items of a list; [] if it is missing or null."""
     value = config.get(name) or ()
     if not isinstance(value, Iterable):
@@ -131,7 +131,7 @@ def compressed_tensors(config: Config) -> Parsed:
     return Parsed(tuple(rules), ignore, {}, kv_cache_dtype, tuple(dict.fromkeys(notes)))
 
 
-def _kv_cache_dtype(method: str, scheme: Json) -> str | None:
+def _kv_cache_dtype(method: str, scheme: JSONLike) -> str | None:
     """ "fp8" for the only supported kv_cache_scheme, None without one."""
     if scheme is None:
         return None
@@ -150,7 +150,7 @@ def _kv_cache_dtype(method: str, scheme: Json) -> str | None:
 _Group = tuple[Scheme, Format | None, list[str]]
 
 
-def _compressed_group(where: str, group: Config, form: Json) -> _Group:
+def _compressed_group(where: str, group: Config, form: JSONLike) -> _Group:
     weights, inputs = _object(group, "weights"), _object(group, "input_activations")
     if weights is None:
         raise ValueError(f"{where} has no weights")

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from torch import nn
 
-from atomc.json_file import Json, read_json
+from atomc.json_file import read_json
+from atomc.json_types import JSONLike
 from atomc.quantization import checkpoints
 from atomc.quantization.field_types import check_types
 from atomc.quantization.linear import LinearMethod
@@ -132,7 +133,7 @@ def check_pattern(pattern: str) -> None:
             ) from error
 
 
-def parse(config: Mapping[str, Json]) -> QuantizationConfig:
+def parse(config: Mapping[str, JSONLike]) -> QuantizationConfig:
     """The config of a checkpoint's `quantization_config`. Raises ValueError for unsupported
     settings.
     """
@@ -154,7 +155,7 @@ def parse(config: Mapping[str, Json]) -> QuantizationConfig:
     )
 
 
-def stored_config(path: Path, config: Mapping[str, Json]) -> Mapping[str, Json] | None:
+def stored_config(path: Path, config: Mapping[str, JSONLike]) -> Mapping[str, JSONLike] | None:
     """The quantization_config of a checkpoint directory whose config.json is given; None if it is
     not quantized.
     """
@@ -172,7 +173,7 @@ def stored_config(path: Path, config: Mapping[str, Json]) -> Mapping[str, Json] 
     return inside
 
 
-Request = str | Mapping[str, Json] | None
+Request = str | Mapping[str, JSONLike] | None
 
 
 def requested(wanted: Request) -> QuantizationConfig | None:
@@ -195,7 +196,9 @@ def requested(wanted: Request) -> QuantizationConfig | None:
     return online(str(wanted["scheme"]), checkpoints.names(wanted, "ignore"))
 
 
-def decide(wanted: Request, path: Path, config: Mapping[str, Json]) -> QuantizationConfig | None:
+def decide(
+    wanted: Request, path: Path, config: Mapping[str, JSONLike]
+) -> QuantizationConfig | None:
     """How to load the checkpoint at `path`: as requested, else by a file there, else by
     config.json.
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from atomc.json_file import Json
+from atomc.json_types import JSONLike
 
 OBJECT, NAMES, NUMBERS, TEXT = "an object", "a list of names", "a list of numbers", "a text"
 EXPECTED = {
@@ -28,7 +28,7 @@ EXPECTED = {
 }
 
 
-def check_types(config: Mapping[str, Json], where: str) -> None:
+def check_types(config: Mapping[str, JSONLike], where: str) -> None:
     """Raise ValueError for a field of the wrong type, also in nested objects; null counts as
     missing.
     """
@@ -40,7 +40,7 @@ def check_types(config: Mapping[str, Json], where: str) -> None:
             check_types(value, f"{where}.{name}")
 
 
-def _is(value: Json, expected: str) -> bool:
+def _is(value: JSONLike, expected: str) -> bool:
     match expected:
         case "an object":
             return isinstance(value, Mapping)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from atomc.json_file import Json
+from atomc.json_types import JSONLike
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Site:
     module_path: str
     layer: int | None
     source: str
-    attrs: dict[str, Json] = field(default_factory=dict)
+    attrs: dict[str, JSONLike] = field(default_factory=dict)
 
 
 # Why a pattern does not match: differences of structure, of values, or conditions of rewriting.

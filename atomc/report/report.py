@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from typing import Any
 
-from atomc.json_file import Json
+from atomc.json_types import JSONLike
 from atomc.report.records import PARTS, CacheOutcome, GraphBreak
 from atomc.report.render.text import report_text
 from atomc.report.report_data import ReportData
@@ -19,7 +19,7 @@ VERSION = 1  # of the JSON format
 class Report(ReportData):
     """What happened to one graph from Dynamo, as text, HTML and JSON."""
 
-    def to_dict(self) -> dict[str, Json]:
+    def to_dict(self) -> dict[str, JSONLike]:
         """All fields as plain data."""
         return {
             "version": VERSION,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from atomc.json_file import Json
+from atomc.json_types import JSONLike
 from atomc.torch_compat.core import GraphFunction, Input
 from atomc.torch_compat.tracing import added_by_aot
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 # Names and values of torch._inductor.config.
-Patches = Mapping[str, Json]
+Patches = Mapping[str, JSONLike]
 
 
 def inductor(
@@ -141,7 +141,7 @@ def from_code(code: InductorCode, returns_tuple: bool, patches: Patches) -> Grap
     return _unboxed(aligned, returns_tuple)
 
 
-def _without_isa_check(patches: Patches) -> dict[str, Json]:
+def _without_isa_check(patches: Patches) -> dict[str, JSONLike]:
     """The patches, plus one that skips Inductor's check of each vector ISA, which builds libraries
     for 8 s.
     """
@@ -198,7 +198,7 @@ def num_cache_hits() -> int:
     return int(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"])
 
 
-def mode_options(mode: str) -> dict[str, Json]:
+def mode_options(mode: str) -> dict[str, JSONLike]:
     """Inductor's options for torch.compile(mode=...)."""
     import torch._inductor
 

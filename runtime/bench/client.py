@@ -2,16 +2,18 @@
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
+from atomc.json_types import JSONLike, JSONObject
 from atomc.runtime.bench.datasets import SampleRequest
 from atomc.runtime.bench.http_client import ConnectionFailed, request
 from atomc.runtime.bench.metrics import RequestTiming
 
 DATA, DONE = b"data:", b"[DONE]"
 MAX_ERROR_CHARACTERS = 200
+# Fields of a chat delta that have new tokens.
+NEW_TOKENS = ("content", "reasoning_content", "reasoning", "tool_calls")
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Server:
     url: str
     model: str
     key: str | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, JSONLike] = field(default_factory=dict)
 
     def headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.key}"} if self.key else {}
@@ -91,7 +93,7 @@ async def first_model(url: str, key: str | None) -> str:
         raise ValueError(f"{server.address('models')} lists no model: set --model") from error
 
 
-async def _read(lines: Any, timing: RequestTiming, began: float) -> None:
+async def _read(lines: AsyncIterator[bytes], timing: RequestTiming, began: float) -> None:
     """Record the chunks of a streamed response in `timing`."""
     async for line in lines:
         if not line.startswith(DATA):
@@ -115,16 +117,10 @@ async def _read(lines: Any, timing: RequestTiming, began: float) -> None:
     timing.error = "the response ended before [DONE]"
 
 
-def _has_token(choice: dict[str, Any]) -> bool:
+def _has_token(choice: JSONObject) -> bool:
     """Whether this chunk has text; the first chunk of a chat has a role only."""
-    delta = choice.get("delta") or {}
-    return bool(
-        choice.get("text")
-        or delta.get("content")
-        or delta.get("reasoning_content")
-        or delta.get("reasoning")
-        or delta.get("tool_calls")
-    )
+    delta = choice.get("delta")
+    return bool(choice.get("text")) or (isinstance(delta, dict) and any(map(delta.get, NEW_TOKENS)))
 
 
 def _message(body: bytes) -> str:

@@ -5,13 +5,14 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from atomc.json_types import JSON
 
 # Token ids that exist in every vocabulary (the demo's has 3072) and are not special tokens, which
 # are first or last.
 FIRST_ID, LAST_ID = 300, 3000
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text, token ids, or messages
+Prompt = str | Sequence[int] | Sequence[Mapping[str, JSON]]  # text, token ids, or messages
 
 
 @dataclass(frozen=True)

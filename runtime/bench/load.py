@@ -5,9 +5,8 @@ import math
 import random
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 from itertools import accumulate
-from typing import Any
 
 from tqdm import tqdm
 
@@ -43,7 +42,7 @@ async def run(
     first = await server.send(SampleRequest(samples[0].prompt, 1), time.perf_counter())
     if first.error is not None:
         raise ValueError(f"the first request to {server.url} failed: {first.error}")
-    semaphore: Any = (
+    semaphore: AbstractAsyncContextManager[None] = (
         asyncio.Semaphore(max_concurrency) if max_concurrency is not None else nullcontext()
     )
     due = arrivals(len(samples), rate, seed)

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 
@@ -62,8 +62,27 @@ def latencies(done: Sequence[RequestTiming]) -> dict[str, list[float]]:
     }
 
 
-def summarize(requests: Sequence[RequestTiming]) -> dict[str, Any]:
-    """The metrics as plain data. Throughput counts complete responses, from the first start to the
+class Summary(TypedDict):
+    """Metrics of a run. *_ms: mean, percentiles and maximum in milliseconds, or empty."""
+
+    completed: int
+    failed: int
+    errors: dict[str, int]
+    seconds: float
+    input_tokens: int
+    output_tokens: int
+    requests_per_second: float
+    output_tokens_per_second: float
+    total_tokens_per_second: float
+    most_at_once: int
+    ttft_ms: dict[str, float]
+    tpot_ms: dict[str, float]
+    itl_ms: dict[str, float]
+    e2e_ms: dict[str, float]
+
+
+def summarize(requests: Sequence[RequestTiming]) -> Summary:
+    """The metrics of a run. Throughput counts complete responses, from the first start to the
     last end.
     """
     done = [each for each in requests if each.error is None]
@@ -75,6 +94,8 @@ def summarize(requests: Sequence[RequestTiming]) -> dict[str, Any]:
         sum(each.input_tokens for each in done),
         sum(each.output_tokens for each in done),
     )
+
+    seconds_of = latencies(done)
 
     def rate(count: int) -> float:
         return count / seconds if seconds > 0 else 0.0
@@ -90,7 +111,10 @@ def summarize(requests: Sequence[RequestTiming]) -> dict[str, Any]:
         "output_tokens_per_second": rate(num_output_tokens),
         "total_tokens_per_second": rate(num_input_tokens + num_output_tokens),
         "most_at_once": max_concurrent_requests(requests),
-        **{f"{name}_ms": distribution(values) for name, values in latencies(done).items()},
+        "ttft_ms": distribution(seconds_of["ttft"]),
+        "tpot_ms": distribution(seconds_of["tpot"]),
+        "itl_ms": distribution(seconds_of["itl"]),
+        "e2e_ms": distribution(seconds_of["e2e"]),
     }
 
 
@@ -113,7 +137,7 @@ def distribution(seconds: Sequence[float]) -> dict[str, float]:
     }
 
 
-def format_summary(found: dict[str, Any]) -> str:
+def format_summary(found: Summary) -> str:
     """The metrics as a table for a terminal."""
     failed = f", {found['failed']} failed" if found["failed"] else ""
     lines = [
@@ -123,18 +147,16 @@ def format_summary(found: dict[str, Any]) -> str:
         "",
     ]
     rates = {
-        "requests/s": "requests_per_second",
-        "output tokens/s": "output_tokens_per_second",
-        "all tokens/s": "total_tokens_per_second",
+        "requests/s": found["requests_per_second"],
+        "output tokens/s": found["output_tokens_per_second"],
+        "all tokens/s": found["total_tokens_per_second"],
     }
-    lines += [
-        f"{label:<18}{found[name]:>10,.{2 if found[name] < 100 else 0}f}"
-        for label, name in rates.items()
-    ]
+    lines += [f"{label:<18}{rate:>10,.{2 if rate < 100 else 0}f}" for label, rate in rates.items()]
     columns = ["mean", *(f"p{percent}" for percent in PERCENTILES), "max"]
     lines += ["", f"{'milliseconds':<18}" + "".join(f"{column:>10}" for column in columns)]
-    for name in LATENCIES:
-        if values := found[f"{name}_ms"]:
+    distributions = (found["ttft_ms"], found["tpot_ms"], found["itl_ms"], found["e2e_ms"])
+    for name, values in zip(LATENCIES, distributions, strict=True):
+        if values:
             lines.append(
                 f"{name.upper():<18}" + "".join(f"{values[column]:>10,.2f}" for column in columns)
             )

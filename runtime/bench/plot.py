@@ -4,11 +4,14 @@ latencies.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from atomc.runtime.bench.metrics import LATENCIES, RequestTiming, latencies
+
+if TYPE_CHECKING:  # optional
+    from matplotlib.axes import Axes
 
 WAITING, STREAMING, LINE, SOFT = "#d9a441", "#0f7f64", "#1d3f72", "#6b746f"
 BINS = 60
@@ -43,7 +46,7 @@ def plot(requests: Sequence[RequestTiming], file: Path, title: str) -> None:
     figure.savefig(file, dpi=130)
 
 
-def _plot_throughput(axes: Any, done: Sequence[RequestTiming]) -> None:
+def _plot_throughput(axes: "Axes", done: Sequence[RequestTiming]) -> None:
     """Output tokens per second in each of BINS intervals; a chunk counts with the request's mean
     tokens per chunk.
     """
@@ -61,7 +64,7 @@ def _plot_throughput(axes: Any, done: Sequence[RequestTiming]) -> None:
     axes.tick_params(labelbottom=False)
 
 
-def _plot_timeline(axes: Any, done: Sequence[RequestTiming]) -> None:
+def _plot_timeline(axes: "Axes", done: Sequence[RequestTiming]) -> None:
     """A line for each request, in two colors: before and after its first token."""
     rows = range(len(done))
     width = min(4.0, max(0.6, 260 / len(done)))
@@ -89,7 +92,7 @@ def _plot_timeline(axes: Any, done: Sequence[RequestTiming]) -> None:
     axes.legend(loc="upper right", fontsize=9, frameon=True, framealpha=0.9)
 
 
-def _plot_distribution(axes: Any, name: str, description: str, seconds: Sequence[float]) -> None:
+def _plot_distribution(axes: "Axes", name: str, description: str, seconds: Sequence[float]) -> None:
     """The empirical distribution function of a latency."""
     axes.set_title(f"{name.upper()}: {description.partition(',')[0]}", fontsize=8.5, loc="left")
     if not seconds:

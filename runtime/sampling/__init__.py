@@ -1,1 +1,1 @@
-"""From the logits of a step to tokens, log-probabilities and pooled states."""
+"""Sampling: tokens, log-probabilities and pooled states from the logits of a step."""

@@ -1,4 +1,4 @@
-"""The tokens of one step, on their way from the device to the host."""
+"""Asynchronous copies from the device to the host."""
 
 from collections.abc import Sequence
 
@@ -7,9 +7,7 @@ from torch import Tensor
 
 
 class HostCopier:
-    """Copies results to the host beside the steps, so that nobody waits for a later step to get
-    them.
-    """
+    """Copies results on its own stream, so that reading them does not wait for later steps."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -26,7 +24,7 @@ class HostCopier:
 
 
 class HostCopy:
-    """Tensors that are being copied; `sources` must live until they have arrived."""
+    """A copy in progress; keeps `sources` alive until it is complete."""
 
     def __init__(
         self, copies: Sequence[Tensor], sources: Sequence[Tensor], arrived: torch.cuda.Event | None
@@ -34,7 +32,7 @@ class HostCopy:
         self._copies, self._sources, self._arrived = copies, sources, arrived
 
     def wait(self) -> Sequence[Tensor]:
-        """The tensors on the host."""
+        """Wait for the copy; returns the tensors on the host."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._copies

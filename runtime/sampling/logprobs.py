@@ -1,4 +1,4 @@
-"""How likely tokens were: log-softmax of the model's logits, before temperature, penalties and
+"""Log-probabilities of tokens: log-softmax of the model's logits, before temperature, penalties and
 filters.
 """
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """One token's log-probability and rank (1: the most likely), and the most likely tokens with
-    theirs, best first.
+    """Log-probability and rank (1: most likely) of a token.
+
+    top   the most likely tokens with their log-probabilities, best first
     """
 
     token: int

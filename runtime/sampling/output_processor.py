@@ -1,4 +1,4 @@
-"""From the logits of a step to its results: tokens, log-probabilities, pooled hidden states."""
+"""Converts the logits of a step to results: tokens, log-probabilities, pooled hidden states."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from atomc.runtime.executor import Result
-from atomc.runtime.fence import RequestError, RequestFailed, is_contained
+from atomc.runtime.request_errors import RequestError, RequestFailed, is_recoverable
 from atomc.runtime.sampling.copy_to_host import HostCopier, HostCopy
 from atomc.runtime.sampling.row_logprobs import Logprobs, LogprobsRow, logprobs
 from atomc.runtime.sampling.sample_spec import SampleSpec
@@ -21,15 +21,15 @@ from atomc.runtime.step import Chunk, ScheduledStep
 
 @dataclass
 class StepOutputs:
-    """The results of one step, while they come to the host.
+    """Results of one step, on their way to the host.
 
-    states   of the request of each chunk
-    draws    one for each token that the step draws
+    states   one per chunk
+    specs    one per sampled token
     """
 
     step: ScheduledStep
     states: Sequence[SlotState]
-    draws: Sequence[SampleSpec] = ()
+    specs: Sequence[SampleSpec] = ()
     sent: HostCopy | None = None
     sampled: Sampled | None = None
     scores: dict[int, Logprobs] = field(default_factory=dict)  # by chunk
@@ -37,24 +37,24 @@ class StepOutputs:
 
     def results(self) -> list[Result]:
         """One for each chunk; waits for the device."""
-        arrived = self._arrived()
+        arrived = self._wait()
         results, row = [], 0
         for i, (chunk, state) in enumerate(zip(self.step.chunks, self.states, strict=True)):
             result = None
             if state.error is None:
-                draws = self.draws[row : row + chunk.num_draws]
-                result = state.run("reading its results", arrived.result, chunk, draws, i, row)
+                specs = self.specs[row : row + chunk.num_samples]
+                result = state.run("reading its results", arrived.result, chunk, specs, i, row)
             results.append(result or Result(error=state.error))
-            row += chunk.num_draws
+            row += chunk.num_samples
         return results
 
-    def _arrived(self) -> "_Arrived":
+    def _wait(self) -> "_HostResults":
         arrived = iter(self.sent.wait() if self.sent is not None else ())
-        found = _Arrived()
+        found = _HostResults()
         if self.pooled:
             found.pooled = dict(zip(self.pooled, next(arrived).tolist(), strict=True))
         if self.sampled is not None:
-            found.tokens, found.tops = next(arrived).tolist(), next(arrived).tolist()
+            found.tokens, found.max_logits = next(arrived).tolist(), next(arrived).tolist()
             if self.sampled.logprobs is not None:
                 found.logprobs = dict(
                     zip(self.sampled.rows, self.sampled.logprobs.rows(next(arrived)), strict=True)
@@ -64,26 +64,28 @@ class StepOutputs:
 
 
 @dataclass
-class _Arrived:
-    """Results of one step on the host: by row of its draws, or by chunk."""
+class _HostResults:
+    """Results of one step on the host, by sampled row or by chunk."""
 
     tokens: list[int] = field(default_factory=list)
-    tops: list[float] = field(default_factory=list)
+    max_logits: list[float] = field(default_factory=list)
     logprobs: dict[int, LogprobsRow] = field(default_factory=dict)
     scores: dict[int, list[LogprobsRow]] = field(default_factory=dict)
     pooled: dict[int, list[float]] = field(default_factory=dict)
 
-    def result(self, chunk: Chunk, draws: Sequence[SampleSpec], number: int, row: int) -> Result:
-        """Of the chunk with this number, whose first draw is that of `row`. Raises RequestFailed if
-        there is none.
+    def result(self, chunk: Chunk, specs: Sequence[SampleSpec], number: int, row: int) -> Result:
+        """The result of chunk `number`, whose first sampled row is `row`. Raises RequestFailed for
+        NaN and infinite values.
         """
-        tokens: Sequence[int] = self.tokens[row : row + len(draws)]
+        tokens: Sequence[int] = self.tokens[row : row + len(specs)]
         if len(tokens) > 1:
             tokens = accepted(chunk.draft, tokens)
-        for draw, top in zip(draws[: len(tokens)], self.tops[row : row + len(tokens)], strict=True):
-            if not isfinite(top):
-                raise RequestFailed(_undrawable(draw, top))
-        rows = range(row, row + len(draws)) if self.logprobs else ()
+        for spec, max_logit in zip(
+            specs[: len(tokens)], self.max_logits[row : row + len(tokens)], strict=True
+        ):
+            if not isfinite(max_logit):
+                raise RequestFailed(_sampling_error(spec, max_logit))
+        rows = range(row, row + len(specs)) if self.logprobs else ()
         logprobs = tuple([self.logprobs[i].read() for i in rows if i in self.logprobs])
         scores = [score.read() for score in self.scores.get(number, ())]
         if any(isnan(score.logprob) for score in scores):
@@ -103,117 +105,118 @@ class _Arrived:
         return Result(tokens, logprobs or None, scores, None if pooled is None else tuple(pooled))
 
 
-def _undrawable(draw: SampleSpec, top: float) -> RequestError:
-    """Why no token could be drawn where `top` was the largest logit."""
-    step = f"in step {draw.index + 1} of this request (position {draw.length})"
-    if top == float("-inf"):
-        if draw.params.structured is not None:
+def _sampling_error(spec: SampleSpec, max_logit: float) -> RequestError:
+    """The error of a row that cannot be sampled because of its largest logit."""
+    step = f"in step {spec.index + 1} of this request (position {spec.length})"
+    if max_logit == float("-inf"):
+        if spec.params.structured is not None:
             return RequestError(
-                f"no token can continue the form of output that was asked for, {step}",
+                f"no token can continue the requested structured output, {step}",
                 by_client=True,
             )
-        if draw.banned:
+        if spec.banned:
             return RequestError(
-                f"no token is left {step}: min_tokens excludes stop_token_ids and "
-                "end-of-sequence tokens, "
-                "and the model excludes the others",
+                f"no token can be sampled {step}: min_tokens excludes stop_token_ids and "
+                "end-of-sequence tokens, and the model excludes all others; lower min_tokens",
                 by_client=True,
             )
-    what = "NaN" if isnan(top) else "infinite"
+    what = "NaN" if isnan(max_logit) else "infinite"
     return RequestError(
-        f"the model produced logits that are {what} {step}: no token can be drawn from them"
+        f"the model produced logits that are {what} {step}: no token can be sampled"
     )
 
 
 class OutputProcessor:
-    """Draws the tokens of steps, and pools hidden states. What fails for one request is kept in its
-    state.
-    """
+    """Samples tokens and pools hidden states. Errors of a single request go to its SlotState."""
 
     def __init__(self, device: torch.device, max_num_seqs: int) -> None:
         self.sampler = Sampler(device, max_num_seqs)
-        self.outbox = HostCopier(device)
+        self.host_copier = HostCopier(device)
 
-    def draw(self, drawn: StepOutputs, logits: Tensor, mask: Tensor | None) -> Tensor | None:
-        """Bring results of a step with logits [R, V] on their way; the drawn tokens on the
+    def sample(self, outputs: StepOutputs, logits: Tensor, mask: Tensor | None) -> Tensor | None:
+        """Sample from logits [R, V] and start the copy to the host; returns the tokens on the
         device.
         """
-        step, states = drawn.step, drawn.states
-        bounds = list(pairwise(accumulate([chunk.num_wanted for chunk in step.chunks], initial=0)))
+        step, states = outputs.step, outputs.states
+        bounds = list(
+            pairwise(accumulate([chunk.num_output_rows for chunk in step.chunks], initial=0))
+        )
         drawing: list[int] = []
         for i, (chunk, (start, end)) in enumerate(zip(step.chunks, bounds, strict=True)):
             if chunk.scored:
                 asked = states[i].run(
-                    "scoring its prompt", _scores, chunk, logits[start:end], states[i]
+                    "computing its prompt logprobs", _scores, chunk, logits[start:end], states[i]
                 )
-                drawn.scores |= {i: asked} if asked is not None else {}
-            drawing.extend(range(end - chunk.num_draws, end))
-        tables = [scores.table for scores in drawn.scores.values()]
+                outputs.scores |= {i: asked} if asked is not None else {}
+            drawing.extend(range(end - chunk.num_samples, end))
+        tables = [scores.table for scores in outputs.scores.values()]
         if not drawing:
-            drawn.sent = self.outbox.send(*tables)
+            outputs.sent = self.host_copier.send(*tables)
             return None
         if len(drawing) < len(logits):
             logits = logits[torch.tensor(drawing, device=logits.device)]
-        drawn.draws = sample_specs(step, states)
-        drawn.sampled = self._sampled(drawn, logits, mask)
-        if drawn.sampled.logprobs is not None:
-            tables.insert(0, drawn.sampled.logprobs.table)
-        drawn.sent = self.outbox.send(drawn.sampled.tokens, drawn.sampled.tops, *tables)
-        return drawn.sampled.tokens
+        outputs.specs = sample_specs(step, states)
+        outputs.sampled = self._sample(outputs, logits, mask)
+        if outputs.sampled.logprobs is not None:
+            tables.insert(0, outputs.sampled.logprobs.table)
+        outputs.sent = self.host_copier.send(
+            outputs.sampled.tokens, outputs.sampled.max_logits, *tables
+        )
+        return outputs.sampled.tokens
 
-    def _sampled(self, drawn: StepOutputs, logits: Tensor, mask: Tensor | None) -> Sampled:
-        """What the sampler gives; where it raises, without the requests for which it does."""
+    def _sample(self, outputs: StepOutputs, logits: Tensor, mask: Tensor | None) -> Sampled:
+        """Sample; if that raises, fail the requests that cause it and repeat."""
         try:
-            return self.sampler(logits, drawn.draws, mask=mask)
+            return self.sampler(logits, outputs.specs, mask=mask)
         except BaseException as error:
-            if not is_contained(error):
+            if not is_recoverable(error):
                 raise
-            self._fail_alone(drawn, logits, mask, error)
-            drawn.draws = sample_specs(drawn.step, drawn.states)
-            return self.sampler(logits, drawn.draws, mask=mask)
+            self._fail_individually(outputs, logits, mask, error)
+            outputs.specs = sample_specs(outputs.step, outputs.states)
+            return self.sampler(logits, outputs.specs, mask=mask)
 
-    def _fail_alone(
-        self, drawn: StepOutputs, logits: Tensor, mask: Tensor | None, error: BaseException
+    def _fail_individually(
+        self, outputs: StepOutputs, logits: Tensor, mask: Tensor | None, error: BaseException
     ) -> None:
-        """Fail the requests whose own draws raise. Raises the error if there is none, or if all of
-        several do.
+        """Sample each request alone and fail those that raise. Re-raises the error if none or all
+        of several do.
         """
         failed: list[tuple[SlotState, BaseException]] = []
         start, num_requests = 0, 0
-        for chunk, state in zip(drawn.step.chunks, drawn.states, strict=True):
-            rows = slice(start, start := start + chunk.num_draws)
-            num_requests += chunk.num_draws > 0
+        for chunk, state in zip(outputs.step.chunks, outputs.states, strict=True):
+            rows = slice(start, start := start + chunk.num_samples)
+            num_requests += chunk.num_samples > 0
             try:
-                if chunk.num_draws:
+                if chunk.num_samples:
                     self.sampler.sample(
-                        logits[rows], drawn.draws[rows], mask=None if mask is None else mask[rows]
+                        logits[rows], outputs.specs[rows], mask=None if mask is None else mask[rows]
                     )
             except BaseException as its:
-                if not is_contained(its):
+                if not is_recoverable(its):
                     raise
                 failed.append((state, its))
         if not failed or len(failed) == num_requests > 1:
             raise error
         for state, found in failed:
-            state.fail("drawing its next token", found)
+            state.fail("sampling its next token", found)
 
-    def pool(self, drawn: StepOutputs, hidden: Tensor) -> None:
-        """Bring the pooled states of a step with hidden states [R, D] on their way: for each prompt
-        that ends, their mean or the last one."""
+    def pool(self, outputs: StepOutputs, hidden: Tensor) -> None:
+        """Pool hidden states [R, D] of prompts that end in this step, and start the copy to the
+        host."""
         rows = torch.split(
-            hidden.to(torch.float32), [chunk.num_wanted for chunk in drawn.step.chunks]
+            hidden.to(torch.float32), [chunk.num_output_rows for chunk in outputs.step.chunks]
         )
         for i, (chunk, state, states) in enumerate(
-            zip(drawn.step.chunks, drawn.states, rows, strict=True)
+            zip(outputs.step.chunks, outputs.states, rows, strict=True)
         ):
             pooled = state.run("pooling its hidden states", _pooled, chunk, state, states)
-            drawn.pooled |= {i: pooled} if pooled is not None else {}
-        if drawn.pooled:
-            drawn.sent = self.outbox.send(torch.stack([*drawn.pooled.values()]))
+            outputs.pooled |= {i: pooled} if pooled is not None else {}
+        if outputs.pooled:
+            outputs.sent = self.host_copier.send(torch.stack([*outputs.pooled.values()]))
 
 
 def _pooled(chunk: Chunk, state: SlotState, hidden: Tensor) -> Tensor | None:
-    """The pooled state of a prompt that ends with this chunk."""
+    """The pooled state [D] of a prompt that ends with this chunk; None before."""
     of, total = state.request, hidden.sum(0)
     if of.pooling == "mean" and state.total is not None:
         total = total + state.total
@@ -224,7 +227,7 @@ def _pooled(chunk: Chunk, state: SlotState, hidden: Tensor) -> Tensor | None:
 
 
 def _scores(chunk: Chunk, logits: Tensor, state: SlotState) -> Logprobs:
-    """Log-probabilities of the tokens of the prompt that follow the wanted rows of the chunk."""
+    """Log-probabilities of the prompt tokens chunk.scored."""
     count = state.request.params.prompt_logprobs or 0
     tokens = torch.tensor(chunk.scored, device=logits.device)
     return logprobs(logits[: len(tokens)], tokens, [count] * len(tokens))

@@ -1,4 +1,4 @@
-"""Numbers of rows, on the device."""
+"""Copies per-row parameters to the device."""
 
 from collections.abc import Sequence
 
@@ -8,8 +8,8 @@ from torch import Tensor
 
 
 def pack_to_device(device: torch.device, rows: Sequence[Sequence[float]]) -> Tensor:
-    """[C, R, 1] f64 of R rows of C numbers (whole ones below 2**53 stay exact), in one copy that
-    nobody waits for.
+    """[C, R, 1] f64 from R rows of C numbers, in one asynchronous copy. Integers below 2**53 are
+    exact.
     """
     packed = torch.from_numpy(np.array(rows, dtype=np.float64).T.copy())[..., None]
     if device.type == "cuda":

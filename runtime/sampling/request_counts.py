@@ -1,17 +1,16 @@
-"""Which of the counts of tokens on the device are those of a request. Without torch."""
+"""The row of TokenCounts that belongs to a request. Does not import torch."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(eq=False)
 class RequestCounts:
-    """Those of one request, since it got its slot.
+    """Token counts of one request while it has a slot.
 
-    tokens   from the first one of the prompt; complete before the first draw, which counts them,
-             and [] after it
-    row      of TokenCounts, from the first draw on
-    length   so many tokens are counted, or up to `pending` more, which only the device knows; 0
-             before the first draw
+    tokens   prompt and output tokens until the first sampling counts them, then []
+    row      its row in TokenCounts; None before the first sampling
+    length   number of counted tokens, plus up to `pending` known only on the device; 0 before the
+             first sampling
     """
 
     num_prompt: int
@@ -21,6 +20,6 @@ class RequestCounts:
     pending: int = 0
 
     @property
-    def place(self) -> int:
-        assert self.row is not None, "nothing was drawn yet"
+    def assigned_row(self) -> int:
+        assert self.row is not None, "no token was sampled yet"
         return self.row

@@ -1,6 +1,6 @@
-"""How likely tokens were, on the device: log-softmax of rows of the model's logits.
+"""Log-probabilities on the device: log-softmax of rows of the model's logits.
 
-L rows of which that is asked, N the most likely tokens of each, V vocabulary.
+L rows with logprobs, N most likely tokens per row, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -11,23 +11,23 @@ from torch import Tensor
 
 from atomc.runtime.sampling.logprobs import TokenLogprobs
 
-# Rows whose log-softmax, of the size of V, exists at the same time.
+# Rows of [V] fp32 log-softmax in memory at a time.
 ROWS_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
 class Logprobs:
-    """TokenLogprobs of several rows, on the device, in one tensor that can be copied to the host.
+    """TokenLogprobs of several rows as one tensor on the device.
 
-    table    [L, 3 + 2 * N] f64: token, value, rank, the most likely tokens, their values
-    counts   how many of the most likely each row asked for
+    table    [L, 3 + 2 * N] f64: token, logprob, rank, N most likely tokens, their logprobs
+    counts   number of most likely tokens that each row requested
     """
 
     table: Tensor
     counts: tuple[int, ...]
 
     def rows(self, table: Tensor) -> "list[LogprobsRow]":
-        """One for each row, from a copy of the table; waits for the device if it lies there."""
+        """One per row of the table; waits for the device if the table is there."""
         return [
             LogprobsRow(values, count)
             for values, count in zip(table.tolist(), self.counts, strict=True)
@@ -51,8 +51,8 @@ class LogprobsRow:
 
 
 def logprobs(logits: Tensor, tokens: Tensor, counts: Sequence[int]) -> Logprobs:
-    """Of tokens [L] i64 in the rows of logits [L, V], with the counts[i] most likely ones of row
-    i.
+    """Log-probabilities of tokens [L] i64 in logits [L, V], with counts[i] most likely tokens of
+    row i.
     """
     num_top = min(max(counts, default=0), logits.shape[-1])
     parts = [

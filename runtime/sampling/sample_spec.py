@@ -1,6 +1,4 @@
-"""How a request's next token is drawn: its parameters, and one number that depends on its seed and
-index alone.
-"""
+"""SampleSpec: how the next token of a request is sampled, and its random number."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,13 +16,13 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class SampleSpec:
-    """One row of a step's logits: how the next token is drawn from it.
+    """How a token is sampled from one row of logits.
 
-    index        new tokens before this one; some may still be on the device
-    num_prompt   tokens of the prompt
+    index        number of new tokens before this one; some may be known only on the device
+    num_prompt   number of prompt tokens
     eos_ids      tokens that end generation, unless params.ignore_eos
-    draft        the last of the new tokens before this one, where they are only guessed
-    counts       of the request's tokens, if params has penalties
+    draft        draft tokens directly before this one
+    counts       token counts of the request, if params has penalties
     """
 
     params: SamplingParams = GREEDY
@@ -37,12 +35,12 @@ class SampleSpec:
 
     @property
     def length(self) -> int:
-        """Tokens before this one."""
+        """Number of tokens before this one."""
         return self.num_prompt + self.index
 
     @property
     def banned(self) -> frozenset[int]:
-        """Tokens that would end the request before min_tokens of them came."""
+        """Tokens excluded until min_tokens tokens are generated: they would end the request."""
         if self.index >= self.params.min_tokens:
             return frozenset()
         return (frozenset() if self.params.ignore_eos else self.eos_ids).union(
@@ -51,8 +49,8 @@ class SampleSpec:
 
 
 def uniform(seeds: Sequence[int], indices: Sequence[int]) -> npt.NDArray[np.float64]:
-    """Number indices[i] of the stream seeds[i], in [0, 1): the same on every device, in every
-    batch, after a preemption.
+    """Random number indices[i] of the stream seeds[i], in [0, 1), [R] f64. Depends on nothing else:
+    not on the device, the batch or preemptions.
     """
     state = _mixed(np.array([seed & _MASK for seed in seeds], np.uint64))
     numbers = _mixed(state + (np.array(indices, np.uint64) + np.uint64(1)) * _GOLDEN)

@@ -1,4 +1,4 @@
-"""From logits to tokens, on the device of the logits.
+"""The sampler: tokens from logits, on the device of the logits.
 
 R rows, V vocabulary, W = ceil(V / 32) words of a mask.
 """
@@ -19,20 +19,20 @@ from atomc.runtime.sampling.token_counts import TokenCounts
 
 @dataclass(frozen=True)
 class Sampled:
-    """Sampled tokens [R] i64, on the device, and how likely those of `rows` were.
+    """Sampled tokens [R] i64, on the device, and log-probabilities of those in `rows`.
 
-    tops   the largest logit of each row [R], after penalties, bias and mask; where it is not
-           finite, nothing could be drawn, and the token is any id
+    max_logits   the largest logit of each row [R], after penalties, bias and mask; where it is not
+           finite, the row could not be sampled, and the token is meaningless
     """
 
     tokens: Tensor
-    tops: Tensor
+    max_logits: Tensor
     rows: tuple[int, ...] = ()
     logprobs: Logprobs | None = None
 
     def token_logprobs(self, table: Tensor | None = None) -> list[TokenLogprobs | None]:
-        """One for each row, None where it was not asked for; from a copy of logprobs.table, or
-        waiting for the device.
+        """One per row, None where not requested. table: a copy of logprobs.table on the host; None:
+        wait for the device.
         """
         found: list[TokenLogprobs | None] = [None] * len(self.tokens)
         if self.logprobs is not None:
@@ -43,59 +43,63 @@ class Sampled:
 
 
 class Sampler:
-    """Draws tokens for up to max_num_seqs requests, and counts those of requests with penalties."""
+    """Samples tokens; counts the tokens of at most max_num_seqs requests with penalties."""
 
     def __init__(self, device: torch.device, max_num_seqs: int) -> None:
         self.counts = TokenCounts(device, max_num_seqs)
 
     def __call__(
-        self, logits: Tensor, draws: Sequence[SampleSpec], *, mask: Tensor | None = None
+        self, logits: Tensor, specs: Sequence[SampleSpec], *, mask: Tensor | None = None
     ) -> Sampled:
-        """Row i of logits [R, V] drawn as draws[i] says, whatever the other rows are.
+        """Sample row i of logits [R, V] according to specs[i], independently of the other rows.
 
         Greedy rows are the exact argmax, the smallest id among equals. Where bit t % 32 of mask[i,
-        t // 32] is 0, row i does not draw token t; mask [R, W] i32 may lie on the host. Rows of one
-        request with a draft (see atomc.runtime.speculative) lie behind each other.
+        t // 32] is 0, token t is excluded from row i; mask [R, W] i32 may be on the host. Rows of
+        one request with a draft (see atomc.runtime.speculative) are adjacent.
         """
-        sampled = self.sample(logits, draws, mask=mask)
-        penalized = [i for i, draw in enumerate(draws) if draw.params.penalized]
-        guessed = any(draws[i].draft for i in penalized)
+        sampled = self.sample(logits, specs, mask=mask)
+        penalized = [i for i, spec in enumerate(specs) if spec.params.penalized]
+        has_draft = any(specs[i].draft for i in penalized)
         self.counts.add(
             penalized,
-            [draws[i] for i in penalized],
+            [specs[i] for i in penalized],
             sampled.tokens,
-            _right(draws, sampled.tokens) if guessed else None,
+            _follows_accepted_draft(specs, sampled.tokens) if has_draft else None,
         )
         return sampled
 
     def sample(
-        self, logits: Tensor, draws: Sequence[SampleSpec], *, mask: Tensor | None = None
+        self, logits: Tensor, specs: Sequence[SampleSpec], *, mask: Tensor | None = None
     ) -> Sampled:
-        """The same without counting the tokens, so that it may be repeated."""
-        numbers = uniform([draw.seed for draw in draws], [draw.index for draw in draws])
-        changed = self._changed(logits, draws, mask)
-        tokens, tops = inverse_transform(changed, [draw.params for draw in draws], numbers)
-        asked = [i for i, draw in enumerate(draws) if draw.params.logprobs is not None]
+        """As __call__, without counting the tokens: may be repeated."""
+        numbers = uniform([spec.seed for spec in specs], [spec.index for spec in specs])
+        changed = self._processed(logits, specs, mask)
+        tokens, max_logits = inverse_transform(changed, [spec.params for spec in specs], numbers)
+        asked = [i for i, spec in enumerate(specs) if spec.params.logprobs is not None]
         if not asked:
-            return Sampled(tokens, tops)
-        counts = [draws[i].params.logprobs or 0 for i in asked]
-        if len(asked) == len(draws):
-            return Sampled(tokens, tops, tuple(asked), logprobs(logits, tokens, counts))
+            return Sampled(tokens, max_logits)
+        counts = [specs[i].params.logprobs or 0 for i in asked]
+        if len(asked) == len(specs):
+            return Sampled(tokens, max_logits, tuple(asked), logprobs(logits, tokens, counts))
         rows = pack_to_device(logits.device, [(i,) for i in asked])[0, :, 0].long()
-        return Sampled(tokens, tops, tuple(asked), logprobs(logits[rows], tokens[rows], counts))
+        return Sampled(
+            tokens, max_logits, tuple(asked), logprobs(logits[rows], tokens[rows], counts)
+        )
 
-    def _changed(self, logits: Tensor, draws: Sequence[SampleSpec], mask: Tensor | None) -> Tensor:
-        """Logits after penalties, bias, bans and mask: the same tensor if there are none."""
-        penalized = [i for i, draw in enumerate(draws) if draw.params.penalized]
-        # A ban is a bias, too, and comes after that of the user.
+    def _processed(
+        self, logits: Tensor, specs: Sequence[SampleSpec], mask: Tensor | None
+    ) -> Tensor:
+        """Logits after penalties, bias, min_tokens and mask; the same tensor if there are none."""
+        penalized = [i for i, spec in enumerate(specs) if spec.params.penalized]
+        # min_tokens adds a bias of -inf, after the user's bias.
         V = logits.shape[-1]
         biases = [
             (i * V + token, bias)
-            for i, draw in enumerate(draws)
-            if draw.params.logit_bias or draw.params.min_tokens
+            for i, spec in enumerate(specs)
+            if spec.params.logit_bias or spec.params.min_tokens
             for token, bias in {
-                **draw.params.logit_bias,
-                **dict.fromkeys(draw.banned, -torch.inf),
+                **spec.params.logit_bias,
+                **dict.fromkeys(spec.banned, -torch.inf),
             }.items()
             if token < V
         ]
@@ -103,7 +107,7 @@ class Sampler:
             return logits
         logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         if penalized:
-            self.counts.penalize(logits, penalized, [draws[i] for i in penalized])
+            self.counts.penalize(logits, penalized, [specs[i] for i in penalized])
         if biases:
             place, bias = pack_to_device(logits.device, biases)[..., 0]
             logits.view(-1).scatter_add_(0, place.long(), bias.float())
@@ -118,11 +122,11 @@ def allowed(mask: Tensor, V: int) -> Tensor:
     return ((mask[..., None] >> bits) & 1).flatten(-2)[:, :V].bool()
 
 
-def _right(draws: Sequence[SampleSpec], tokens: Tensor) -> Tensor:
-    """Which rows come after right guesses only, [R] bool."""
-    right = torch.ones_like(tokens, dtype=torch.bool)
-    for depth in range(1, 1 + max(len(draw.draft) for draw in draws)):
-        guesses = [(i, draw.draft[-1]) for i, draw in enumerate(draws) if len(draw.draft) == depth]
-        row, guess = pack_to_device(tokens.device, guesses)[..., 0].long()
-        right[row] = right[row - 1] & (tokens[row - 1] == guess)
-    return right
+def _follows_accepted_draft(specs: Sequence[SampleSpec], tokens: Tensor) -> Tensor:
+    """Whether all draft tokens before each row are accepted, [R] bool."""
+    accepted = torch.ones_like(tokens, dtype=torch.bool)
+    for depth in range(1, 1 + max(len(spec.draft) for spec in specs)):
+        drafted = [(i, spec.draft[-1]) for i, spec in enumerate(specs) if len(spec.draft) == depth]
+        row, token = pack_to_device(tokens.device, drafted)[..., 0].long()
+        accepted[row] = accepted[row - 1] & (tokens[row - 1] == token)
+    return accepted

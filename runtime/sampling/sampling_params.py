@@ -26,7 +26,7 @@ class Structured:
     atomc.runtime.grammar_compiler.
     """
 
-    json_schema: Mapping[str, Any] | str | None = None
+    json_schema: Mapping[str, Any] | str | None = None  # msgspec decodes no recursive types
     json_object: bool = False
     regex: str | None = None
     choice: tuple[str, ...] | None = None
@@ -124,6 +124,12 @@ class SamplingParams:
         object.__setattr__(
             self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         )
+        self._check_length()
+        self._check_distribution()
+        self._check_tokens()
+        self._check_structured()
+
+    def _check_length(self) -> None:
         expect = self._expect
         expect("n", self.n >= 1, "at least 1")
         expect(
@@ -137,6 +143,9 @@ class SamplingParams:
             0 <= self.min_tokens <= longest,
             f"at least 0 and at most max_tokens={self.max_tokens}",
         )
+
+    def _check_distribution(self) -> None:
+        expect = self._expect
         expect(
             "temperature",
             self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf,
@@ -151,17 +160,12 @@ class SamplingParams:
             least <= self.repetition_penalty <= most,
             f"at least {least} and at most {most:.0f} (1: none)",
         )
-        expect(
-            "presence_penalty",
-            -2.0 <= self.presence_penalty <= 2.0,
-            "at least -2 and at most 2 (0: none)",
-        )
-        expect(
-            "frequency_penalty",
-            -2.0 <= self.frequency_penalty <= 2.0,
-            "at least -2 and at most 2 (0: none)",
-        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            expect(name, -2.0 <= getattr(self, name) <= 2.0, "at least -2 and at most 2 (0: none)")
         expect("seed", self.seed is None or -(2**63) <= self.seed < 2**64, "a number of 64 bits")
+
+    def _check_tokens(self) -> None:
+        expect = self._expect
         expect(
             "logit_bias",
             all(token >= 0 and -100.0 <= bias <= 100.0 for token, bias in self.logit_bias.items()),
@@ -179,16 +183,13 @@ class SamplingParams:
             self.prompt_logprobs is None or self.prompt_logprobs >= 0,
             "at least 0, or None",
         )
-        expect(
-            "min_tokens",
-            self.min_tokens == 0 or self.structured is None,
-            "0 with structured output, which determines its own end",
-        )
-        expect(
-            "ignore_eos",
-            not (self.ignore_eos and self.structured is not None),
-            "False with structured output, which determines its own end",
-        )
+
+    def _check_structured(self) -> None:
+        """Structured output ends by its grammar alone."""
+        if self.structured is not None:
+            reason = "with structured output, which determines its own end"
+            self._expect("min_tokens", self.min_tokens == 0, f"0 {reason}")
+            self._expect("ignore_eos", not self.ignore_eos, f"False {reason}")
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises ValueError if a token id, or a number of log-probabilities, exceeds the

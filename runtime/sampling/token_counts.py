@@ -1,4 +1,4 @@
-"""How often each request's tokens came, on the device: what penalties are made of.
+"""Token counts of requests with penalties, on the device.
 
 R rows, P requests with penalties, V vocabulary.
 """
@@ -14,9 +14,9 @@ from atomc.runtime.sampling.sample_spec import SampleSpec
 
 
 class TokenCounts:
-    """Counts of the output's tokens and marks of the prompt's, for at most max_num_seqs requests.
+    """Counts of output tokens and a mask of prompt tokens, for at most max_num_seqs requests.
 
-    Tokens drawn on the device are counted there, so that nobody waits for them.
+    Sampled tokens are counted on the device, without waiting for them.
     """
 
     def __init__(self, device: torch.device, max_num_seqs: int) -> None:
@@ -27,31 +27,29 @@ class TokenCounts:
         self.prompt = torch.zeros((0, 0), dtype=torch.bool, device=device)
 
     def release(self, counts: RequestCounts) -> None:
-        """Another request may have its row."""
+        """Free the row of a request."""
         if counts.row is not None:
             self.free.append(counts.row)
             counts.row = None
 
-    def penalize(self, logits: Tensor, rows: Sequence[int], draws: Sequence[SampleSpec]) -> None:
-        """Change logits [R, V] f32 in place: its row rows[i] is penalized as draws[i] says, after
-        its own tokens.
-        """
+    def penalize(self, logits: Tensor, rows: Sequence[int], specs: Sequence[SampleSpec]) -> None:
+        """Apply the penalties of specs[i] to row rows[i] of logits [R, V] f32, in place."""
         if not len(self.output):
             self.output, self.prompt = (
                 values.new_zeros((0, logits.shape[-1])) for values in (self.output, self.prompt)
             )
-        places = [self._row(draw) for draw in draws]
-        params = [draw.params for draw in draws]
+        assigned = [self._row(spec) for spec in specs]
+        params = [spec.params for spec in specs]
         row, slot, repetition, presence, frequency = pack_to_device(
             self.device,
             [
-                (row, place, of.repetition_penalty, of.presence_penalty, of.frequency_penalty)
-                for row, place, of in zip(rows, places, params, strict=True)
+                (row, slot, of.repetition_penalty, of.presence_penalty, of.frequency_penalty)
+                for row, slot, of in zip(rows, assigned, params, strict=True)
             ],
         )
         index, slots = row[:, 0].long(), slot[:, 0].long()
-        counts = self._counts_of(slots, draws)
-        # What no request asks for costs nothing; it would change nothing either.
+        counts = self._counts_of(slots, specs)
+        # Skip penalties that no request uses.
         values = logits if len(rows) == len(logits) else logits[index]
         if any(of.repetition_penalty != 1.0 for of in params):
             factor = torch.where((counts > 0) | self.prompt[slots], repetition.float(), 1.0)
@@ -63,54 +61,51 @@ class TokenCounts:
         if values is not logits:
             logits[index] = values
 
-    def _counts_of(self, slots: Tensor, draws: Sequence[SampleSpec]) -> Tensor:
-        """A copy of the rows slots[i] of the output's counts, with the drafts of draws[i] counted
-        as well.
-        """
+    def _counts_of(self, slots: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
+        """A copy of rows slots[i] of the output counts, including the drafts of specs[i]."""
         counts = self.output[slots]
-        guesses = [(i, token) for i, draw in enumerate(draws) for token in draw.draft]
-        if guesses:
-            i, token = pack_to_device(self.device, guesses)[..., 0].long()
+        drafted = [(i, token) for i, spec in enumerate(specs) for token in spec.draft]
+        if drafted:
+            i, token = pack_to_device(self.device, drafted)[..., 0].long()
             _count(counts, i, token)
         return counts
 
     def add(
         self,
         rows: Sequence[int],
-        draws: Sequence[SampleSpec],
+        specs: Sequence[SampleSpec],
         tokens: Tensor,
         accepted: Tensor | None = None,
     ) -> None:
-        """Count tokens[rows[i]], which draws[i] drew; only where accepted [R] says so, if it is
-        given.
-        """
+        """Count tokens[rows[i]], sampled by specs[i]. accepted [R] bool: rows to count."""
         if not rows:
             return
         row, slot = pack_to_device(
-            self.device, [(row, _counts(draw).place) for row, draw in zip(rows, draws, strict=True)]
+            self.device,
+            [(row, _counts(spec).assigned_row) for row, spec in zip(rows, specs, strict=True)],
         )[..., 0].long()
         _count(self.output, slot, tokens[row], None if accepted is None else accepted[row])
-        for draw in draws:
-            counts = _counts(draw)
-            if not draw.draft:
-                counts.length, counts.pending = draw.length + 1, 0
+        for spec in specs:
+            counts = _counts(spec)
+            if not spec.draft:
+                counts.length, counts.pending = spec.length + 1, 0
             else:
-                counts.pending = max(counts.pending, len(draw.draft))
+                counts.pending = max(counts.pending, len(spec.draft))
 
-    def _row(self, draw: SampleSpec) -> int:
-        """The row that counts the tokens before this draw and its draft."""
-        counts, length = _counts(draw), draw.length - len(draw.draft)
+    def _row(self, spec: SampleSpec) -> int:
+        """The row of the request; it has counted the tokens before this spec and its draft."""
+        counts, length = _counts(spec), spec.length - len(spec.draft)
         if not counts.length:
             self._make(counts, length)
         assert counts.length <= length <= counts.length + counts.pending, (
-            f"{counts} are not those of {length} tokens"
+            f"{counts} does not match {length} tokens"
         )
         counts.length, counts.pending = length, 0
-        return counts.place
+        return counts.assigned_row
 
     def _make(self, counts: RequestCounts, length: int) -> None:
         assert len(counts.tokens) == length, (
-            f"{len(counts.tokens)} of {length} tokens are known, counts need all"
+            f"{len(counts.tokens)} of {length} tokens are known on the host"
         )
         row = counts.row = self._free_row() if counts.row is None else counts.row
         tokens = torch.tensor(counts.tokens, dtype=torch.int64).to(self.device)
@@ -122,26 +117,24 @@ class TokenCounts:
         counts.length, counts.tokens = length, []
 
     def _free_row(self) -> int:
-        """A row that no request has; more rows are made as they are needed."""
+        """An unused row; grows the tensors if there is none."""
         if not self.free:
             old = len(self.output)
             new = min(max(2 * old, 4), self.max_num_seqs)
-            assert new > old, f"{old} requests have counts, and no more are to run at once"
+            assert new > old, f"all {old} rows are in use"
             self.output = _longer(self.output, new)
             self.prompt = _longer(self.prompt, new)
             self.free.extend(range(old, new))
         return self.free.pop()
 
 
-def _counts(draw: SampleSpec) -> RequestCounts:
-    assert draw.counts is not None, f"{draw}: penalties need counts"
-    return draw.counts
+def _counts(spec: SampleSpec) -> RequestCounts:
+    assert spec.counts is not None, f"{spec}: penalties need counts"
+    return spec.counts
 
 
 def _count(counts: Tensor, rows: Tensor, tokens: Tensor, where: Tensor | None = None) -> None:
-    """Add 1 at counts[rows[i], tokens[i]], or only where it is true; a place may come several
-    times.
-    """
+    """Add 1 at counts[rows[i], tokens[i]], where `where` is true; indices may repeat."""
     ones = torch.ones_like(tokens, dtype=torch.int32) if where is None else where.int()
     counts.view(-1).scatter_add_(0, rows * counts.shape[-1] + tokens, ones)
 

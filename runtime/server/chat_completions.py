@@ -3,7 +3,6 @@
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -33,8 +32,20 @@ from atomc.runtime.server.message_deltas import (
 )
 from atomc.runtime.server.output_parser import OutputParser, uses_special_tokens
 from atomc.runtime.server.prompts import check_num_choices
-from atomc.runtime.server.protocol import ChatRequest, Function, NamedTool
+from atomc.runtime.server.protocol import ChatRequest, Function, JSONObject, NamedTool
 from atomc.runtime.server.reasoning_parsers import reasoning_parser
+from atomc.runtime.server.response_types import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+    ChatTokenLogprob,
+    FunctionCall,
+    ToolCall,
+)
 from atomc.runtime.server.sampling import (
     check_context_length,
     check_logprobs,
@@ -69,6 +80,7 @@ async def chat_completions(service: Service, body: ChatRequest, request: Request
     text = await model.render_chat(
         body.messages, tool_mode.template_tools, body.add_generation_prompt, kwargs
     )
+    assert model.tokenizer is not None, "render_chat raises an error without a tokenizer"
     prompt = await model.encode_chat(text)
     if not prompt:
         raise invalid("the chat template rendered an empty prompt", "messages")
@@ -121,7 +133,7 @@ class _ToolMode:
                      "required"
     """
 
-    template_tools: list[dict[str, Any]] | None = None
+    template_tools: list[JSONObject] | None = None
     parser_name: str | None = None
     function_name: str | None = None
     required: bool = False
@@ -189,7 +201,7 @@ class _ChoiceState:
     started: bool = False
     has_tool_calls: bool = False
     deltas: list[MessageDelta] = field(default_factory=list)
-    logprobs: list[msgspec.Raw] = field(
+    logprobs: list[ChatTokenLogprob | msgspec.Raw] = field(
         default_factory=list
     )  # encoded per delta, to keep the event loop free
     finish_reason: str | None = None
@@ -214,11 +226,7 @@ class _ResponseBuilder:
             generation,
             tool_mode,
         )
-        self.head = {
-            "id": f"chatcmpl-{name}",
-            "created": int(time.time()),
-            "model": service.model.names[0],
-        }
+        self.id, self.created = f"chatcmpl-{name}", int(time.time())
         reasoning = service.model.reasoning
         self.states = [
             _ChoiceState(
@@ -227,7 +235,7 @@ class _ResponseBuilder:
             for _ in range(body.n)
         ]
 
-    async def complete(self) -> dict[str, Any]:
+    async def complete(self) -> ChatCompletion:
         try:
             async for choice, delta in self.generation:
                 state = self.states[choice.index]
@@ -238,7 +246,7 @@ class _ResponseBuilder:
             self.generation.close(error)
             raise
         self.generation.close()
-        choices = [
+        choices: list[ChatChoice] = [
             {
                 "index": index,
                 "message": _message(state.deltas),
@@ -249,27 +257,26 @@ class _ResponseBuilder:
             for index, state in enumerate(self.states)
         ]
         return {
-            **self.head,
+            "id": self.id,
+            "created": self.created,
+            "model": self.service.model.names[0],
             "object": "chat.completion",
             "choices": choices,
             "usage": self.generation.usage(),
         }
 
     async def stream(self) -> AsyncIterator[bytes]:
-        head = {**self.head, "object": "chat.completion.chunk"}
         options = self.body.stream_options
         try:
             async for choice, delta in self.generation:
                 state = self.states[choice.index]
                 for chunk in self._chunks(state, choice.index, delta):
-                    usage = (
-                        {"usage": self.generation.usage()}
-                        if options and options.continuous_usage_stats
-                        else {}
-                    )
-                    yield sse_event({**head, "choices": [chunk], **usage})
+                    event = self._event([chunk])
+                    if options is not None and options.continuous_usage_stats:
+                        event["usage"] = self.generation.usage()
+                    yield sse_event(event)
             if options is not None and options.include_usage:
-                yield sse_event({**head, "choices": [], "usage": self.generation.usage()})
+                yield sse_event(self._event([]) | {"usage": self.generation.usage()})
             yield SSE_DONE
         except Exception as error:  # the response has begun: its last event says what failed
             self.generation.close(error)
@@ -277,7 +284,16 @@ class _ResponseBuilder:
         finally:
             self.generation.close()
 
-    def _chunks(self, state: _ChoiceState, index: int, delta: TextDelta) -> list[dict[str, Any]]:
+    def _event(self, choices: list[ChatChunkChoice]) -> ChatChunk:
+        return {
+            "id": self.id,
+            "created": self.created,
+            "model": self.service.model.names[0],
+            "object": "chat.completion.chunk",
+            "choices": choices,
+        }
+
+    def _chunks(self, state: _ChoiceState, index: int, delta: TextDelta) -> list[ChatChunkChoice]:
         """One chunk per message delta; the first has the log-probabilities. A separate last one has
         the finish reason.
         """
@@ -286,10 +302,15 @@ class _ResponseBuilder:
             state.started = True
             deltas = deltas or [{"content": ""}]
             deltas[0] = {"role": "assistant", **deltas[0]}
-        empty = {"index": index, "delta": {}, "logprobs": None, "finish_reason": None}
-        chunks: list[dict[str, Any]] = [{**empty, "delta": each} for each in deltas]
+        empty: ChatChunkChoice = {
+            "index": index,
+            "delta": {},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        chunks: list[ChatChunkChoice] = [{**empty, "delta": each} for each in deltas]
         if self.body.logprobs and delta.logprobs:
-            chunks = chunks or [dict(empty)]
+            chunks = chunks or [empty.copy()]
             chunks[0]["logprobs"] = self._logprobs(delta.logprobs)
         if state.finish_reason is not None:
             chunks.append(
@@ -315,10 +336,10 @@ class _ResponseBuilder:
             state.stop_reason = delta.stop_reason
         return deltas
 
-    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
         return chat_logprobs(self.service.model, logprobs, self.body.top_logprobs or 0)
 
-    def _all_logprobs(self, state: _ChoiceState) -> dict[str, Any] | None:
+    def _all_logprobs(self, state: _ChoiceState) -> ChatLogprobs | None:
         return {"content": state.logprobs, "refusal": None} if self.body.logprobs else None
 
 
@@ -326,14 +347,14 @@ def _reasoning_parser(name: str | None, prompt: str) -> Parser | None:
     return None if name is None else reasoning_parser(name, prompt)
 
 
-def _delta(delta: MessageDelta) -> dict[str, Any]:
+def _delta(delta: MessageDelta) -> ChatDelta:
     match delta:
         case ReasoningDelta(text):
             return {"reasoning_content": text}
         case ContentDelta(text):
             return {"content": text}
         case ToolCallStart(index, call_id, name):
-            function = {"name": name, "arguments": ""}
+            function: FunctionCall = {"name": name, "arguments": ""}
             return {
                 "tool_calls": [
                     {"index": index, "id": call_id, "type": "function", "function": function}
@@ -343,11 +364,11 @@ def _delta(delta: MessageDelta) -> dict[str, Any]:
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
-def _message(deltas: Sequence[MessageDelta]) -> dict[str, Any]:
+def _message(deltas: Sequence[MessageDelta]) -> ChatMessage:
     """The message that the deltas add up to; content is null if there are only tool calls."""
     content = "".join(delta.text for delta in deltas if isinstance(delta, ContentDelta))
     reasoning = "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))
-    calls: list[dict[str, Any]] = []
+    calls: list[ToolCall] = []
     for delta in deltas:
         if isinstance(delta, ToolCallStart):
             calls.append(
@@ -359,10 +380,13 @@ def _message(deltas: Sequence[MessageDelta]) -> dict[str, Any]:
             )
         elif isinstance(delta, ToolCallArguments):
             calls[delta.index]["function"]["arguments"] += delta.text
-    message: dict[str, Any] = {
+    message: ChatMessage = {
         "role": "assistant",
         "content": content if content or not calls else None,
         "refusal": None,
     }
-    message |= {"reasoning_content": reasoning} if reasoning else {}
-    return message | ({"tool_calls": calls} if calls else {})
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = calls
+    return message

@@ -9,9 +9,13 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from atomc.json_file import read_json
+from atomc.json_types import JSON, JSONLike, JSONObject
+
+if TYPE_CHECKING:  # optional
+    from jinja2 import Environment, Template
 
 SPECIAL_TOKENS = (
     "bos_token",
@@ -29,7 +33,7 @@ MIN_JINJA_VERSION = (3, 1, 6)
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 RESERVED_NAMES = ("messages", "tools", *SPECIAL_TOKENS)
 
-Message = Mapping[str, Any]
+Message = Mapping[str, JSONLike]
 
 
 class ChatTemplate:
@@ -59,10 +63,10 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, JSONLike]] | None = None,
         /,
         add_generation_prompt: bool = True,
-        **kwargs: Any,
+        **kwargs: JSONLike,
     ) -> str:
         """The prompt. It includes the special tokens: tokenize it without adding any.
 
@@ -84,14 +88,16 @@ class ChatTemplate:
         # support.
         roles = {} if "developer" in self.sources[name] else {"developer": "system"}
         normalized = [_message(message, roles) for message in messages]
-        variables = self.special_tokens | {"documents": None} | _to_json_types(kwargs)
-        variables |= {
+        variables: JSONObject = {
+            **self.special_tokens,
+            "documents": None,
+            **{name: _to_json_types(value) for name, value in kwargs.items()},
             "tools": _to_json_types(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt,
         }
         return self._render(name, normalized, variables)
 
-    def _render(self, name: str, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+    def _render(self, name: str, messages: list[JSONObject], variables: JSONObject) -> str:
         from jinja2 import TemplateError
 
         try:
@@ -111,7 +117,7 @@ class ChatTemplate:
                 f"the chat template failed on the messages: {type(error).__name__}: {error}"
             ) from error
 
-    def _name(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
+    def _name(self, tools: Sequence[Mapping[str, JSONLike]] | None) -> str:
         if tools and WITH_TOOLS in self.sources:
             return WITH_TOOLS
         if DEFAULT in self.sources:
@@ -158,14 +164,14 @@ def _text(file: Path) -> str:
         ) from error
 
 
-def _templates_in(config: Mapping[str, Any], file: Path) -> dict[str, str]:
+def _templates_in(config: JSONObject, file: Path) -> dict[str, str]:
     match config.get("chat_template"):
         case None:
             return {}
         case str(text):
             return {DEFAULT: text}
-        case [*entries] if all(_is_named_template(entry) for entry in entries):
-            return {entry["name"]: entry["template"] for entry in entries}
+        case [*entries] if all(map(_named_template, entries)):
+            return dict(filter(None, map(_named_template, entries)))
         case other:
             raise ValueError(
                 f"{file}: chat_template is a {type(other).__name__}, expected a string or a "
@@ -174,13 +180,14 @@ def _templates_in(config: Mapping[str, Any], file: Path) -> dict[str, str]:
             )
 
 
-def _is_named_template(entry: Any) -> bool:
-    return isinstance(entry, dict) and all(
-        isinstance(entry.get(key), str) for key in ("name", "template")
-    )
+def _named_template(entry: JSON) -> tuple[str, str] | None:
+    match entry:
+        case {"name": str(name), "template": str(text)}:
+            return name, text
+    return None
 
 
-def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+def _special_tokens(folder: Path, config: JSONObject) -> dict[str, str]:
     """Special tokens by name; older checkpoints have them in special_tokens_map.json."""
     older = folder / "special_tokens_map.json"
     named = (read_json(older) if older.is_file() else {}) | {
@@ -189,7 +196,7 @@ def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     return {name: _token_text(name, named[name]) for name in SPECIAL_TOKENS if named.get(name)}
 
 
-def _token_text(name: str, value: Any) -> str:
+def _token_text(name: str, value: JSON) -> str:
     text = value.get("content") if isinstance(value, dict) else value
     if not isinstance(text, str):
         raise ValueError(
@@ -203,16 +210,17 @@ def _token_text(name: str, value: Any) -> str:
 # Inputs of templates
 
 
-def _message(message: Message, roles: Mapping[str, str]) -> dict[str, Any]:
+def _message(message: Message, roles: Mapping[str, str]) -> JSONObject:
     """A message as templates expect it: without nulls, content as a string, reasoning under the
     keys they read.
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ValueError(f"a message is {message!r:.80}, expected an object with a role")
-    normalized: dict[str, Any] = _to_json_types(
-        {key: value for key, value in message.items() if value is not None}
-    )
-    normalized["role"] = roles.get(normalized["role"], normalized["role"])
+    normalized = {
+        str(key): _to_json_types(value) for key, value in message.items() if value is not None
+    }
+    role = str(normalized["role"])
+    normalized["role"] = roles.get(role, role)
     if "content" in normalized:
         normalized["content"] = _content(normalized["content"])
     reasoning = next((normalized[key] for key in REASONING_KEYS if key in normalized), None)
@@ -223,7 +231,7 @@ def _message(message: Message, roles: Mapping[str, str]) -> dict[str, Any]:
     )
 
 
-def _content(content: Any) -> str:
+def _content(content: JSON) -> str:
     """The content as one string; parts of type text are joined by newlines."""
     if isinstance(content, str):
         return content
@@ -232,20 +240,21 @@ def _content(content: Any) -> str:
             f"the content of a message is a {type(content).__name__}, expected a string or a "
             "list of parts"
         )
-    for part in content:
-        if (
-            not isinstance(part, dict)
-            or part.get("type") != "text"
-            or not isinstance(part.get("text"), str)
-        ):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise ValueError(
-                f"a content part of type {kind!r} is not supported, only 'text' with a string"
-            )
-    return "\n".join(part["text"] for part in content)
+    return "\n".join(map(_text_of_part, content))
 
 
-def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
+def _text_of_part(part: JSON) -> str:
+    match part:
+        case {"type": "text", "text": str(text)}:
+            return text
+        case {"type": kind}:
+            pass
+        case _:
+            kind = None if isinstance(part, dict) else type(part).__name__
+    raise ValueError(f"a content part of type {kind!r} is not supported, only 'text' with a string")
+
+
+def _with_parsed_arguments(message: JSONObject) -> JSONObject:
     """The message with the arguments of its tool calls as objects instead of JSON text."""
     calls = message.get("tool_calls")
     return (
@@ -255,10 +264,10 @@ def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _parse_arguments(call: Any) -> Any:
+def _parse_arguments(call: JSON) -> JSON:
     function = call.get("function") if isinstance(call, dict) else None
     text = function.get("arguments") if isinstance(function, dict) else None
-    if not isinstance(function, dict) or not isinstance(text, str):
+    if not (isinstance(call, dict) and isinstance(function, dict) and isinstance(text, str)):
         return call
     try:
         arguments = json.loads(text or "{}")
@@ -271,7 +280,7 @@ def _parse_arguments(call: Any) -> Any:
     )
 
 
-def _to_json_types(value: Any) -> Any:
+def _to_json_types(value: JSONLike) -> JSON:
     """A copy of JSON types only: the template could call the methods of any other type."""
     match value:
         case None | bool():
@@ -294,7 +303,7 @@ def _to_json_types(value: Any) -> Any:
 # The Jinja environment
 
 
-def _compile_template(environment: Any, name: str, text: str) -> Any:
+def _compile_template(environment: "Environment", name: str, text: str) -> "Template":
     from jinja2 import TemplateSyntaxError
 
     try:
@@ -311,7 +320,7 @@ def _compile_template(environment: Any, name: str, text: str) -> Any:
         raise ValueError(f"the chat template {name!r} is nested too deeply: {error}") from error
 
 
-def _environment() -> Any:
+def _environment() -> "Environment":
     try:
         import jinja2
         from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -329,13 +338,14 @@ def _environment() -> Any:
         )
     from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
 
     class Generation(Extension):
         """{% generation %} marks the model's text, for training; here it only opens a scope."""
 
         tags = {"generation"}  # noqa: RUF012
 
-        def parse(self, parser: Any) -> nodes.Node:
+        def parse(self, parser: Parser) -> nodes.Node:
             line = next(parser.stream).lineno
             return nodes.Scope(
                 parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line

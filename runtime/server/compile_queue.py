@@ -1,5 +1,5 @@
-"""Compiles what requests need, grammars and the headless model for embeddings, in threads beside
-the engine loop.
+"""Compiles grammars, and the headless model for embeddings, in background threads of the engine
+process.
 """
 
 import logging
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Literal
 
-from atomc.runtime.fence import RequestError, RequestFailed
+from atomc.runtime.request_errors import RequestError, RequestFailed
 from atomc.runtime.sampling.sampling_params import Structured
 from atomc.runtime.server.messages import Submit
 

@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -24,6 +23,7 @@ from atomc.runtime.server.http import (
 from atomc.runtime.server.logprobs import completion_logprobs, encoded
 from atomc.runtime.server.prompts import tokenize_prompts
 from atomc.runtime.server.protocol import CompletionRequest
+from atomc.runtime.server.response_types import Completion, CompletionChoice, CompletionLogprobs
 from atomc.runtime.server.sampling import (
     check_context_length,
     check_logprobs,
@@ -49,7 +49,7 @@ class ChoiceDelta:
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    openai_logprobs: dict[str, list[Any]] = field(default_factory=dict)
+    openai_logprobs: CompletionLogprobs | None = None
 
 
 async def completions(service: Service, body: CompletionRequest, request: Request) -> Response:
@@ -111,15 +111,19 @@ class _ResponseBuilder:
             generation,
             prompt_only,
         )
-        self.head = {
-            "id": f"cmpl-{name}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": service.model.names[0],
-        }
+        self.id, self.created = f"cmpl-{name}", int(time.time())
         self.offsets = dict.fromkeys((choice.index for choice in generation.choices.values()), 0)
 
-    async def complete(self) -> dict[str, Any]:
+    def _response(self, choices: list[CompletionChoice]) -> Completion:
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.service.model.names[0],
+            "choices": choices,
+        }
+
+    async def complete(self) -> Completion:
         parts = {choice.index: ChoiceDelta() for choice in self.generation.choices.values()}
         try:
             async for choice, delta in self.generation:
@@ -129,24 +133,23 @@ class _ResponseBuilder:
                 if self.body.logprobs is not None:
                     # Encoded per delta: encoding all of them at the end would block the event loop.
                     logprobs = await self._logprobs(choice.index, new)
-                    logprobs["top_logprobs"] = encoded(logprobs["top_logprobs"])
-                    for name, values in logprobs.items():
-                        part.openai_logprobs.setdefault(name, []).extend(values)
+                    if part.openai_logprobs is None:
+                        part.openai_logprobs = completion_logprobs(self.service.model, (), (), 0)
+                    _extend(part.openai_logprobs, logprobs)
                 part.finish_reason, part.stop_reason = new.finish_reason, new.stop_reason
         except BaseException as error:
             self.generation.close(error)
             raise
         self.generation.close()
         choices = [
-            _choice(index, part, part.openai_logprobs or None)
-            for index, part in sorted(parts.items())
+            _choice(index, part, part.openai_logprobs) for index, part in sorted(parts.items())
         ]
         if self.body.prompt_logprobs is not None:
             for choice in self.generation.choices.values():
                 choices[choice.index]["prompt_logprobs"] = await asyncio.to_thread(
                     _prompt_logprobs, choice
                 )
-        return {**self.head, "choices": choices, "usage": self.generation.usage()}
+        return self._response(choices) | {"usage": self.generation.usage()}
 
     async def stream(self) -> AsyncIterator[bytes]:
         options = self.body.stream_options
@@ -159,12 +162,12 @@ class _ResponseBuilder:
                         if self.body.logprobs is None
                         else await self._logprobs(choice.index, part)
                     )
-                    chunk = {**self.head, "choices": [_choice(choice.index, part, logprobs)]}
+                    chunk = self._response([_choice(choice.index, part, logprobs)])
                     if options is not None and options.continuous_usage_stats:
                         chunk["usage"] = self.generation.usage()
                     yield sse_event(chunk)
             if options is not None and options.include_usage:
-                yield sse_event({**self.head, "choices": [], "usage": self.generation.usage()})
+                yield sse_event(self._response([]) | {"usage": self.generation.usage()})
             yield SSE_DONE
         except Exception as error:  # the response has begun: its last event says what failed
             self.generation.close(error)
@@ -199,7 +202,7 @@ class _ResponseBuilder:
             else await self.service.model.decode(choice.prompt, skip_special_tokens=True)
         )
 
-    async def _logprobs(self, index: int, part: ChoiceDelta) -> dict[str, list[Any]]:
+    async def _logprobs(self, index: int, part: ChoiceDelta) -> CompletionLogprobs:
         """Log-probabilities of `part`, in OpenAI's format; formatted in a thread if they are
         many.
         """
@@ -214,7 +217,7 @@ class _ResponseBuilder:
         return logprobs
 
 
-def _choice(index: int, part: ChoiceDelta, logprobs: dict[str, list[Any]] | None) -> dict[str, Any]:
+def _choice(index: int, part: ChoiceDelta, logprobs: CompletionLogprobs | None) -> CompletionChoice:
     return {
         "index": index,
         "text": part.text,
@@ -222,6 +225,14 @@ def _choice(index: int, part: ChoiceDelta, logprobs: dict[str, list[Any]] | None
         "finish_reason": part.finish_reason,
         "stop_reason": part.stop_reason,
     }
+
+
+def _extend(logprobs: CompletionLogprobs, new: CompletionLogprobs) -> None:
+    """Append the new items, with top_logprobs encoded."""
+    logprobs["tokens"] += new["tokens"]
+    logprobs["token_logprobs"] += new["token_logprobs"]
+    logprobs["top_logprobs"] += encoded(new["top_logprobs"])
+    logprobs["text_offset"] += new["text_offset"]
 
 
 def _prompt_logprobs(choice: Choice) -> list[msgspec.Raw]:

@@ -4,12 +4,14 @@ EngineConfig's.
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 from atomc.runtime.server.api_keys import check_key
 
+T = TypeVar("T")
 
-def _option(default: Any, text: str, group: str = "server") -> Any:
+
+def _option(default: T, text: str, group: str = "server") -> T:
     return field(default=default, metadata={"help": text, "group": group})
 
 

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from atomc.options import let_openmp_sleep
 from atomc.runtime.config import EngineConfig
-from atomc.runtime.fence import is_panic
+from atomc.runtime.request_errors import is_panic
 from atomc.runtime.server import messages
 from atomc.runtime.server.compile_queue import CompileQueue, CompileUnavailable
 from atomc.runtime.server.messages import Call, Failed, Progress, Refused, Reply, Submit
@@ -200,7 +200,7 @@ class EngineLoop:
 
     def _submit(self, command: Submit, error: Exception | None = None) -> None:
         """Add a request to the engine, or reject it if its compile ended with `error`."""
-        from atomc.runtime.fence import RequestFailed
+        from atomc.runtime.request_errors import RequestFailed
         from atomc.runtime.scheduler import QueueFull
 
         try:

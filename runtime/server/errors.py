@@ -3,10 +3,10 @@ trace.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
-from atomc.runtime.fence import RequestError
+from atomc.runtime.request_errors import RequestError
 from atomc.runtime.server.client import EngineDead, EngineRestarting, RequestRefused, ShuttingDown
+from atomc.runtime.server.response_types import ErrorResponse
 
 MAX_MESSAGE_CHARACTERS = 1000
 
@@ -31,7 +31,7 @@ class APIError(Exception):
         self.param = param and param.encode(errors="backslashreplace").decode()
         self.headers = dict(headers or {})
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> ErrorResponse:
         return {
             "error": {
                 "message": self.message,

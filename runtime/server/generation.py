@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ParamSpec, TypeVar
 
-from atomc.runtime.fence import RequestError, is_contained
+from atomc.runtime.request_errors import RequestError, is_recoverable
 from atomc.runtime.sampling.logprobs import TokenLogprobs
 from atomc.runtime.sampling.sampling_params import SamplingParams
 from atomc.runtime.server.client import EngineClient, RequestRefused, RequestStream
@@ -16,6 +16,7 @@ from atomc.runtime.server.errors import APIError, from_request_error, to_api_err
 from atomc.runtime.server.messages import Submit
 from atomc.runtime.server.metrics import Metrics
 from atomc.runtime.server.model_info import ModelInfo
+from atomc.runtime.server.response_types import Usage
 from atomc.runtime.text_stream import TextDelta, TextStream
 
 log = logging.getLogger("atomc.requests")
@@ -71,7 +72,7 @@ class Generation:
                     salt,
                 )
                 self._submits.append(submit)
-                stream = self._run_contained(TextStream, model.tokenizer, prompt, params)
+                stream = self._run_isolated(TextStream, model.tokenizer, prompt, params)
                 self.choices[submit.id] = Choice(number * n + offset, prompt, stream)
         self._request_stream: RequestStream | None = None
         self.started = time.monotonic()
@@ -113,7 +114,7 @@ class Generation:
                 raise from_request_error(output.error, self._request_id)
             if output.finish_reason == "abort":
                 raise APIError(500, "the engine aborted this request", "server_error")
-            delta = self._run_contained(choice.stream.add, output)
+            delta = self._run_isolated(choice.stream.add, output)
             choice.num_new += len(delta.token_ids)
             choice.finish_reason = delta.finish_reason
             if delta.finish_reason is not None:
@@ -122,7 +123,7 @@ class Generation:
                 self._record_metrics(choice)
             yield choice, delta
 
-    def usage(self) -> dict[str, object]:
+    def usage(self) -> Usage:
         """Token counts in OpenAI's format; a prompt with several choices counts once."""
         prompt = sum(len(prompt) for prompt in self.prompts)
         new = sum(choice.num_new for choice in self.choices.values())
@@ -164,14 +165,14 @@ class Generation:
             choice.num_cached for choice in self.choices.values() if choice.index % self.n == 0
         )
 
-    def _run_contained(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def _run_isolated(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The result of `work`. Raises APIError if it fails, also for a panic in Rust, which is no
         Exception.
         """
         try:
             return work(*args, **kwargs)
         except BaseException as error:
-            if not is_contained(error):
+            if not is_recoverable(error):
                 raise
             log.error("request %s failed while detokenizing", self._request_id, exc_info=error)
             raise from_request_error(

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atomc.runtime.server.api_keys import ApiKeys
 from atomc.runtime.server.errors import APIError, to_api_error
+from atomc.runtime.server.response_types import ResponseBody
 
 log = logging.getLogger("atomc.server")
 T = TypeVar("T")
@@ -38,7 +39,7 @@ def error_response(error: APIError) -> JSONResponse:
     return JSONResponse(error.body(), error.status, error.headers)
 
 
-def sse_event(data: Any) -> bytes:
+def sse_event(data: ResponseBody) -> bytes:
     """One server-sent event."""
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
 

@@ -1,8 +1,8 @@
 """Limits of one request. docs/serving.md lists them."""
 
 from collections.abc import Iterable, Sized
-from typing import Any
 
+from atomc.json_types import JSON
 from atomc.runtime.server.errors import invalid
 
 # JSON values of a body (at least twice max_len), nesting depth, and fields of one API object.
@@ -117,7 +117,7 @@ def _depth(brackets: bytes) -> int:
     return deepest
 
 
-def check_fields(value: Any) -> Any:
+def check_fields(value: JSON) -> JSON:
     """Raises ValueError for an object with too many fields: listing the unknown ones would be
     slow.
     """

@@ -1,15 +1,21 @@
 """Log-probabilities in the two formats of OpenAI's API."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
+from atomc.json_types import JSONLike
 from atomc.runtime.sampling.logprobs import TokenLogprobs
 from atomc.runtime.server.model_info import ModelInfo
+from atomc.runtime.server.response_types import (
+    ChatLogprobs,
+    ChatTokenLogprob,
+    ChatTopLogprob,
+    CompletionLogprobs,
+)
 
 
-def chat_logprobs(model: ModelInfo, logprobs: Sequence[TokenLogprobs], top: int) -> dict[str, Any]:
+def chat_logprobs(model: ModelInfo, logprobs: Sequence[TokenLogprobs], top: int) -> ChatLogprobs:
     """For chat completions: one entry per token, with the `top` most likely tokens."""
     return {
         "content": [
@@ -25,19 +31,19 @@ def chat_logprobs(model: ModelInfo, logprobs: Sequence[TokenLogprobs], top: int)
     }
 
 
-def encoded(values: Sequence[Any]) -> list[msgspec.Raw]:
+def encoded(values: "Sequence[JSONLike | ChatTokenLogprob | msgspec.Raw]") -> list[msgspec.Raw]:
     """Each value as JSON: takes less memory, and spreads the cost of encoding over the stream."""
     return [msgspec.Raw(msgspec.json.encode(value)) for value in values]
 
 
-def _entry(model: ModelInfo, token: int, logprob: float) -> dict[str, Any]:
+def _entry(model: ModelInfo, token: int, logprob: float) -> ChatTopLogprob:
     text, raw = model.token_text_and_bytes(token)
     return {"token": text, "logprob": _finite(logprob), "bytes": raw}
 
 
 def completion_logprobs(
     model: ModelInfo, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None], offset: int
-) -> dict[str, list[Any]]:
+) -> CompletionLogprobs:
     """For completions: four lists with one item per token; offset: character position of the first
     token's text.
 

@@ -4,20 +4,24 @@ defaults.
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from atomc.json_types import JSONLike
 from atomc.runtime.detokenizer import TokenTexts, load_tokenizer
 from atomc.runtime.generation_config import sampling_defaults
-from atomc.runtime.server.chat_template import ChatTemplate, load_chat_template
+from atomc.runtime.server.chat_template import ChatTemplate, Message, load_chat_template
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.errors import APIError, invalid
 from atomc.runtime.server.limits import MESSAGES, TOOLS, check_length
 from atomc.runtime.server.reasoning_parsers import REASONING_PARSERS, detect_reasoning_parser
 from atomc.runtime.server.timeout import run_with_timeout
 from atomc.runtime.server.tool_parsers import TOOL_PARSERS, detect_tool_parser
+
+if TYPE_CHECKING:  # optional
+    from tokenizers import Tokenizer
 
 # Longer texts are tokenized in a thread, to keep the event loop free.
 LONG_TEXT = 1024
@@ -39,7 +43,7 @@ class ModelInfo:
     """
 
     names: tuple[str, ...]
-    tokenizer: Any | None
+    tokenizer: "Tokenizer | None"
     template: ChatTemplate | None
     defaults: Mapping[str, Any]
     tools: str | None
@@ -110,10 +114,10 @@ class ModelInfo:
 
     async def render_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, JSONLike]] | None,
         add_generation_prompt: bool,
-        kwargs: Mapping[str, Any],
+        kwargs: Mapping[str, JSONLike],
     ) -> str:
         """The prompt that the chat template renders. Raises a 400 with the template's error message
         if it fails.
@@ -128,8 +132,9 @@ class ModelInfo:
         check_length(TOOLS, tools, "tools", "tools")
 
         def render() -> str:
+            variables = {k: v for k, v in kwargs.items() if k != "add_generation_prompt"}
             return template.render(
-                messages, tools, **{**kwargs, "add_generation_prompt": add_generation_prompt}
+                messages, tools, add_generation_prompt=add_generation_prompt, **variables
             )
 
         try:
@@ -206,7 +211,7 @@ def _reasoning(chosen: str | None, source: str, model_type: str | None) -> str |
     )
 
 
-def _parser(chosen: str | None, known: Mapping[str, Any], what: str) -> str | None:
+def _parser(chosen: str | None, known: Collection[str], what: str) -> str | None:
     if chosen is not None and chosen not in known:
         raise ValueError(f"{what} is {chosen!r}, expected one of {', '.join(known)}")
     return chosen

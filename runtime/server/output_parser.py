@@ -1,8 +1,11 @@
 """Splits the streamed text of one choice into reasoning, content and tool calls."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from atomc.runtime.server.message_deltas import ContentDelta, MessageDelta, Parser, merge_deltas
+
+if TYPE_CHECKING:  # optional
+    from tokenizers import Tokenizer
 
 
 class OutputParser:
@@ -34,7 +37,7 @@ class OutputParser:
         return merge_deltas(found)
 
 
-def uses_special_tokens(tokenizer: Any, *parsers: Parser | None) -> bool:
+def uses_special_tokens(tokenizer: "Tokenizer", *parsers: Parser | None) -> bool:
     """Whether a marker of these parsers is a special token, so that the text must include special
     tokens.
     """

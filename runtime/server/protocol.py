@@ -4,9 +4,17 @@ Unknown fields are rejected by name. Fields about the client or about OpenAI's o
 accepted and ignored.
 """
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    SkipValidation,
+    model_validator,
+)
 
 from atomc.runtime.server.limits import BIASED_TOKENS, check_fields
 
@@ -16,10 +24,12 @@ FailFastList = Annotated[list[T], Field(fail_fast=True)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-Messages = FailFastList[dict[str, Any]]
+# Values of any JSON type: json.loads has made them, so they are not validated again.
+JSONObject = dict[str, SkipValidation[JsonValue]]
+Messages = FailFastList[JSONObject]
 
 
-def _check_logit_bias(value: Any) -> Any:
+def _check_logit_bias(value: JsonValue) -> JsonValue:
     if isinstance(value, dict) and len(value) > BIASED_TOKENS:
         raise ValueError(f"it has {len(value)} tokens, at most {BIASED_TOKENS} are allowed")
     return value
@@ -42,7 +52,7 @@ class StreamOptions(StrictModel):
 class StructuredOutputs(StrictModel):
     """Exactly one of these, as in vLLM."""
 
-    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_: JSONObject | str | None = Field(None, alias="json")
     regex: str | None = None
     choice: FailFastList[str] | None = None
     grammar: str | None = None
@@ -53,7 +63,7 @@ class JsonSchema(StrictModel):
     name: str
     description: str | None = None
     # OpenAI's client sends `schema`. Without it, any JSON object is accepted.
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: JSONObject | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
@@ -65,7 +75,7 @@ class ResponseFormat(StrictModel):
 class Function(StrictModel):
     name: str = Field(min_length=1, max_length=256)
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JSONObject | None = None
     strict: bool | None = None
 
 
@@ -110,7 +120,7 @@ class GenerationRequest(StrictModel):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None
+    guided_json: JSONObject | str | None = None
     guided_regex: str | None = None
     guided_choice: FailFastList[str] | None = None
     guided_grammar: str | None = None
@@ -140,11 +150,11 @@ class ChatRequest(GenerationRequest):
     tools: FailFastList[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JSONObject | None = None
     add_generation_prompt: bool = True
     reasoning_effort: str | None = None
     # accepted and ignored
-    metadata: dict[str, Any] | None = None
+    metadata: JSONObject | None = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
@@ -171,7 +181,7 @@ class TokenizeRequest(StrictModel):
     add_special_tokens: bool = True
     messages: Messages | None = None
     tools: FailFastList[Tool] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JSONObject | None = None
     add_generation_prompt: bool = True
     return_token_strs: bool = False
 

@@ -11,7 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.hub import model_folder
@@ -22,6 +22,10 @@ from atomc.runtime.server.deadline import CLOSE_SECONDS, Deadline
 from atomc.runtime.server.supervisor import Supervisor
 
 if TYPE_CHECKING:
+    import uvicorn
+    from starlette.types import ASGIApp
+
+    from atomc.runtime.server.service import Service
     from atomc.runtime.server.web_server import WebServer
 
 log = logging.getLogger("atomc.server")
@@ -143,11 +147,8 @@ async def _run(
     folder: Path,
     name: str,
 ) -> int:
-    """The process's exit status."""
-    import uvicorn
-
+    """Serve until shutdown; returns the exit status of the process."""
     from atomc.runtime.server.app import create_app
-    from atomc.runtime.server.header_timeout import header_timeout_protocol
     from atomc.runtime.server.metrics import Metrics
     from atomc.runtime.server.model_info import load_model_info
     from atomc.runtime.server.service import Service
@@ -179,19 +180,7 @@ async def _run(
         app = ShutdownMiddleware(create_app(service))
         deadline.before_exit = lambda: client.engine.kill()
         server = WebServer(
-            uvicorn.Config(
-                app,
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                lifespan="off",
-                ws="none",
-                backlog=BACKLOG,
-                timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                http=header_timeout_protocol(config.header_timeout),
-                ssl_certfile=config.ssl_certfile,
-                ssl_keyfile=config.ssl_keyfile,
-            ),
+            _uvicorn_config(app, config),
             drain_seconds=config.drain_seconds,
             abort_engine_requests=client.abort_all,
             cancel_http_requests=app.cancel_requests,
@@ -206,6 +195,26 @@ async def _run(
         await client.close()
 
 
+def _uvicorn_config(app: "ASGIApp", config: ServerConfig) -> "uvicorn.Config":
+    import uvicorn
+
+    from atomc.runtime.server.header_timeout import header_timeout_protocol
+
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        ws="none",
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        http=header_timeout_protocol(config.header_timeout),
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
+    )
+
+
 async def _exit_with_engine(server: "WebServer", supervisor: Supervisor) -> None:
     """Ends the server when the engine has died; requests get its error for ERROR_GRACE_SECONDS
     before that.
@@ -216,7 +225,7 @@ async def _exit_with_engine(server: "WebServer", supervisor: Supervisor) -> None
     server.begin_shutdown(0.0)
 
 
-def _log_summary(service: Any, listener: socket.socket) -> None:
+def _log_summary(service: "Service", listener: socket.socket) -> None:
     """Logs the model, the cache size, the settings and the address."""
     model, info, config = service.model, service.client.info, service.config
     log.info("model %s: %s on %s", model.names[0], info.model, info.device)

@@ -2,7 +2,7 @@
 
 
 class TextBuffer:
-    """`rest` is the text that was fed and not taken yet."""
+    """A buffer of text; `rest` is the text not taken yet."""
 
     def __init__(self) -> None:
         self.rest = ""

@@ -1,30 +1,31 @@
 """tool_choice "required" and named functions: a JSON schema forces the tool calls."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
+from atomc.json_types import JSON
 from atomc.runtime.server.message_deltas import DeltaBuilder, MessageDelta
-from atomc.runtime.server.protocol import Function
+from atomc.runtime.server.protocol import Function, JSONObject
 from atomc.runtime.server.tool_parsers.json_call import JsonCallParser
 
-ANY_OBJECT = {"type": "object"}
+ANY_OBJECT: JSONObject = {"type": "object"}
 DEFINITIONS = ("$defs", "definitions")
 
 
-def arguments_schema(function: Function) -> dict[str, Any]:
+def arguments_schema(function: Function) -> JSONObject:
     """The schema of the arguments; any object for a function without parameters."""
     return function.parameters or ANY_OBJECT
 
 
-def calls_schema(functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
+def calls_schema(functions: Sequence[Function], parallel: bool) -> JSONObject:
     """The schema of a list of calls, exactly one unless `parallel`: [{"name": "f", "parameters":
     {...}}].
 
     Moves $defs to the top level, where $ref expects them. Raises ValueError if two functions have
     different definitions of one name.
     """
-    definitions: dict[str, dict[str, Any]] = {}
-    calls = []
+    definitions: dict[str, JSONObject] = {}
+    calls: list[JSON] = []
     for function in functions:
         parameters = dict(arguments_schema(function))
         for key in DEFINITIONS:
@@ -39,7 +40,7 @@ def calls_schema(functions: Sequence[Function], parallel: bool) -> dict[str, Any
                     raise ValueError(
                         f"two tools have different definitions of {name!r} in {key}: rename one"
                     )
-        properties = {"name": {"const": function.name}, "parameters": parameters}
+        properties: JSONObject = {"name": {"const": function.name}, "parameters": parameters}
         calls.append(
             {
                 "type": "object",
@@ -48,7 +49,7 @@ def calls_schema(functions: Sequence[Function], parallel: bool) -> dict[str, Any
                 "additionalProperties": False,
             }
         )
-    limit = {} if parallel else {"maxItems": 1}
+    limit: JSONObject = {} if parallel else {"maxItems": 1}
     return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **limit, **definitions}
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypedDict
 
 from atomc.cost.efficiency import GLUE, LAUNCH, name_in_table, rate, shipped
 from atomc.graph.graph_printer import NodeLine, parse
-from atomc.json_file import Json
+from atomc.json_types import JSONLike
 from atomc.ops.op import ALL_TOKENS, Tokens
 from atomc.platform import DESCRIBED
 from atomc.report.records import KernelChoice, Miss, OpCost, Site, another_kernel, spans
@@ -98,7 +98,7 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _embedded(data: Json) -> str:
+def _embedded(data: JSONLike) -> str:
     """JSON that is safe inside a script element."""
     text = json.dumps(data, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
@@ -113,7 +113,7 @@ def format_bytes(size: float) -> str:
     return f"{size:.3g} TB"
 
 
-def _machines() -> list[dict[str, Json]]:
+def _machines() -> list[dict[str, JSONLike]]:
     """The machines with known data sheets, with their measured efficiencies."""
     return [
         _machine(p.name, p.bandwidth, p.flops, p.device) for p in DESCRIBED.values() if p.bandwidth
@@ -122,7 +122,7 @@ def _machines() -> list[dict[str, Json]]:
 
 def _machine(
     name: str, bandwidth: float | None, flops: float | None, device: str
-) -> dict[str, Json]:
+) -> dict[str, JSONLike]:
     """launch: minimum seconds of a kernel; rows: (op, kernel, first, last, floor, efficiency) of
     atomc.cost.efficiency.
     """
@@ -209,7 +209,7 @@ class Graph:
         )
 
     @property
-    def machine(self) -> dict[str, Json]:
+    def machine(self) -> dict[str, JSONLike]:
         """The machine of the compile."""
         own = self.report.machine
         return _machine(
@@ -296,7 +296,7 @@ class Graph:
             return f"Not used ({why or 'off'})."
         return f"The cache: {why}." if why else "Not used: there was nothing to compile."
 
-    def data(self) -> dict[str, Json]:
+    def data(self) -> dict[str, JSONLike]:
         """The data for the script of the page."""
         return {
             "id": self.id,
@@ -555,7 +555,7 @@ def _times(count: int) -> str:
 # ---- kernels and where they come from
 
 
-def _computed(row: OpRow) -> dict[str, Json]:
+def _computed(row: OpRow) -> dict[str, JSONLike]:
     """The data to compute the time of an op. runs: (first, last number of tokens, op and kernel of
     the table row).
     """

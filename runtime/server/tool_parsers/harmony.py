@@ -80,7 +80,7 @@ class HarmonyParser(StateMachineParser):
     def _start_message(self, header: str) -> None:
         """Choose the state for the message of this header."""
         channel = re.search(re.escape(CHANNEL) + r"\s*(\w+)", header)
-        function = re.search(r"(?:^|\s)to=functions\.([^\s<]+)", header)
+        function = re.search(r"(?:^|\s|assistant)to=functions\.([^\s<]+)", header)
         analysis = channel is not None and channel[1] == "analysis"
         if function and self._tools:
             self._name, self._state = function[1], self._before_arguments

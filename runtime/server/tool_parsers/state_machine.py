@@ -1,6 +1,4 @@
-"""What the parsers of tool calls share: text that is fed, a state that consumes it, and deltas that
-are taken.
-"""
+"""Base classes of tool call parsers: state machines over a text buffer."""
 
 from collections.abc import Callable
 

@@ -14,8 +14,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RequestError:
-    """Why a request failed. by_client: the request is the cause; otherwise the model, or the
-    engine's own code.
+    """Why a request failed. by_client: caused by the request itself, otherwise by the model or the
+    engine.
     """
 
     message: str
@@ -31,25 +31,25 @@ class RequestFailed(Exception):
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether a library written in Rust panicked. pyo3's PanicException is no Exception, and each
-    library has its own.
+    """Whether a Rust library panicked. pyo3's PanicException does not derive from Exception, and
+    each library has its own class.
     """
     return type(error).__name__ == "PanicException"
 
 
-def is_contained(error: BaseException) -> bool:
-    """Whether the error may end a request instead of the engine: not one that stops the process or
-    is the device's.
+def is_recoverable(error: BaseException) -> bool:
+    """Whether the engine can continue after the error: not for KeyboardInterrupt or SystemExit, nor
+    for errors of the device.
     """
     return not device_failed(error) and (isinstance(error, Exception) or is_panic(error))
 
 
-def contained(request_id: str, doing: str, error: BaseException) -> RequestError:
-    """Why the request failed, which is logged. Raises the error itself if it must not be contained.
+def to_request_error(request_id: str, doing: str, error: BaseException) -> RequestError:
+    """The RequestError for this exception, which is logged. Re-raises one that is not recoverable.
 
     doing   completes "the engine failed while ..."
     """
-    if not is_contained(error):
+    if not is_recoverable(error):
         raise error
     if isinstance(error, RequestFailed):
         found = error.error
@@ -61,15 +61,11 @@ def contained(request_id: str, doing: str, error: BaseException) -> RequestError
         )
         return found
     log.error("request %s failed while %s", request_id, doing, exc_info=error)
-    return RequestError(
-        f"the engine failed while {doing}: {type(error).__name__}; its log says more"
-    )
+    return RequestError(f"the engine failed while {doing}: {type(error).__name__}; see its log")
 
 
-class Fence:
-    """Runs the steps of the engine that belong to one request, and keeps what went wrong until
-    `take` is called.
-    """
+class RequestErrors:
+    """Runs work for a single request; collects the errors by request id until `take` is called."""
 
     def __init__(self) -> None:
         self.failed: dict[str, RequestError] = {}
@@ -88,10 +84,10 @@ class Fence:
             return None
 
     def fail(self, request_id: str, doing: str, error: BaseException) -> None:
-        """Fail the request with this error. Raises the error itself if it must not be contained."""
-        self.failed.setdefault(request_id, contained(request_id, doing, error))
+        """Fail the request with this error. Raises the error itself unless it is recoverable."""
+        self.failed.setdefault(request_id, to_request_error(request_id, doing, error))
 
     def take(self) -> dict[str, RequestError]:
-        """The requests that failed since the last call, and why."""
+        """Errors since the last call, by request id."""
         failed, self.failed = self.failed, {}
         return failed

@@ -1,0 +1,151 @@
+"""The JSON objects of OpenAI's API that responses consist of, with vLLM's extensions.
+
+A msgspec.Raw is a value that is encoded already.
+"""
+
+from typing import Literal, NotRequired, TypeAlias, TypedDict
+
+import msgspec
+
+
+class ErrorFields(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(TypedDict):
+    error: ErrorFields
+
+
+class PromptTokensDetails(TypedDict):
+    cached_tokens: int
+
+
+class Usage(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+# Completions
+
+
+class CompletionLogprobs(TypedDict):
+    """One item per token in each list."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | msgspec.Raw | None]
+    text_offset: list[int]
+
+
+class PromptLogprob(TypedDict):
+    logprob: float
+    rank: int
+
+
+class CompletionChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    prompt_logprobs: NotRequired[list[msgspec.Raw]]
+
+
+class Completion(TypedDict):
+    """A response, or a chunk of a stream."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: NotRequired[Usage]
+
+
+# Chat completions
+
+
+class FunctionCall(TypedDict):
+    arguments: str
+    name: NotRequired[str]
+
+
+class ToolCall(TypedDict):
+    """A tool call. Chunks have an index; those after the first one only add arguments."""
+
+    function: FunctionCall
+    index: NotRequired[int]
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+
+
+class ChatMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCall]]
+
+
+class ChatDelta(TypedDict, total=False):
+    role: Literal["assistant"]
+    content: str
+    reasoning_content: str
+    tool_calls: list[ToolCall]
+
+
+class ChatTopLogprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(ChatTopLogprob):
+    top_logprobs: list[ChatTopLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[ChatTokenLogprob | msgspec.Raw]
+    refusal: None
+
+
+class ChatChoice(TypedDict):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+class ChatChunkChoice(TypedDict):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: NotRequired[int | str | None]
+
+
+class ChatCompletion(TypedDict):
+    id: str
+    created: int
+    model: str
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatChunk(TypedDict):
+    id: str
+    created: int
+    model: str
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    usage: NotRequired[Usage]
+
+
+ResponseBody: TypeAlias = ErrorResponse | Completion | ChatCompletion | ChatChunk
