@@ -56,8 +56,11 @@ def _tiles(
     WIDE: tl.constexpr = tl.int32 if WHOLE else tl.float32
     sums = tl.zeros((BLOCK_M, BLOCK_N), WIDE)
     for start in range(0, K, BLOCK_K):
-        x = tl.load(x_at + start, (m < M)[:, None] & (k < K - start)[None, :], 0.0)
-        weight = tl.load(weight_at + start, (n < N)[None, :] & (k < K - start)[:, None], 0.0)
+        in_x, in_weight = (m < M)[:, None], (n < N)[None, :]
+        if K % BLOCK_K:
+            in_x, in_weight = in_x & (k < K - start)[None, :], in_weight & (k < K - start)[:, None]
+        x = tl.load(x_at + start, in_x, 0.0)
+        weight = tl.load(weight_at + start, in_weight, 0.0)
         if BLOCKS:
             factor = tl.load(weight_scale_ptr + (first // 128) * weight_row + start // 128)
             factor *= tl.load(x_scale_ptr + m * x_row + start // 128 * x_group, m < M, 0.0)
@@ -86,24 +89,22 @@ def _tiles(
     )
 
 
-def tile_for(rows: int) -> dict[str, int]:
-    """The launch shape for so many rows of x."""
-    if rows <= 64:
-        return {
-            "BLOCK_M": 64,
-            "BLOCK_N": 64,
-            "BLOCK_K": 128,
-            "TALL": 8,
-            "num_warps": 4,
-            "num_stages": 4,
-        }
+def tile_for(rows: int, n: int, blocks: bool = False) -> dict[str, int]:
+    """The launch shape for so many rows of x and of the weight, measured on an H200: tiles as large
+    as leave most of its 132 processors at least one.
+    """
+    tall = 128 if rows > 128 and triton.cdiv(rows, 128) * triton.cdiv(n, 128) >= 132 else 64
+    wide = 32 if rows <= 64 and n < 6144 else tall
+    # A processor that has one tile has room for more of its operands. A block's scale belongs to
+    # 128 columns.
+    alone = tall == 64 and triton.cdiv(rows, tall) * triton.cdiv(n, wide) <= 132
     return {
-        "BLOCK_M": 128,
-        "BLOCK_N": 128,
-        "BLOCK_K": 128,
+        "BLOCK_M": tall,
+        "BLOCK_N": wide,
+        "BLOCK_K": 256 if alone and not blocks else 128,
         "TALL": 8,
-        "num_warps": 8,
-        "num_stages": 3,
+        "num_warps": 8 if tall == 128 else 4,
+        "num_stages": (6 if blocks else 5) if alone else 4,
     }
 
 
@@ -161,7 +162,9 @@ def scaled_linear_fp8(
     *,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    return multiply(x, weight, x_scale, weight_scale, bias, out_dtype, tile_for(num_rows(x)))
+    return multiply(
+        x, weight, x_scale, weight_scale, bias, out_dtype, tile_for(num_rows(x), len(weight))
+    )
 
 
 @ops.scaled_linear_fp8_block.kernel("triton", refuses=unmultipliable)
@@ -176,7 +179,14 @@ def scaled_linear_fp8_block(
     block: int = BLOCK,
 ) -> Tensor:
     return multiply(
-        x, weight, x_scale, weight_scale, bias, out_dtype, tile_for(num_rows(x)), blocks=True
+        x,
+        weight,
+        x_scale,
+        weight_scale,
+        bias,
+        out_dtype,
+        tile_for(num_rows(x), len(weight), True),
+        True,
     )
 
 
@@ -190,4 +200,6 @@ def scaled_linear_int8(
     *,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    return multiply(x, weight, x_scale, weight_scale, bias, out_dtype, tile_for(num_rows(x)))
+    return multiply(
+        x, weight, x_scale, weight_scale, bias, out_dtype, tile_for(num_rows(x), len(weight))
+    )
