@@ -199,6 +199,20 @@ E4M3 = torch.float8_e4m3fn
         ),
         (
             "scaled_linear_fp8",
+            "triton.scaled_linear_by_row",
+            "h200",
+            {"x": torch.zeros(129, 128).to(E4M3)},
+            "x has more than 128 rows, which are left to cuBLAS",
+        ),
+        (
+            "scaled_linear_fp8",
+            "triton.scaled_linear_by_row",
+            "h200",
+            {"x_scale": torch.ones(1), "weight_scale": torch.ones(1)},
+            "one scale for all rows, which cuBLAS takes as fast",
+        ),
+        (
+            "scaled_linear_fp8",
             "cuda.scaled_linear",
             "sm80",
             {},
@@ -309,13 +323,14 @@ def test_a_refusal_says_why(
 
 
 FEW_AND_MANY = [("1 to 16", "triton"), ("17 and more", "triton")]
+SCALED_BY_ROW = [("1 to 16", "triton"), ("17 to 128", "triton"), ("129 and more", "cuda")]
 
 
 @pytest.mark.parametrize(
     ("scheme", "op", "expected"),
     [
-        ("fp8", "scaled_linear_fp8", [("1 to 16", "triton"), ("17 and more", "cuda")]),
-        ("fp8_per_token", "scaled_linear_fp8", [("1 to 16", "triton"), ("17 and more", "cuda")]),
+        ("fp8", "scaled_linear_fp8", SCALED_BY_ROW),
+        ("fp8_per_token", "scaled_linear_fp8", SCALED_BY_ROW),
         ("fp8_block", "scaled_linear_fp8_block", FEW_AND_MANY),
         ("int8", "scaled_linear_int8", FEW_AND_MANY),
         ("int4", "linear_w4a16", [("1 to 64", "triton"), ("65 and more", "triton")]),

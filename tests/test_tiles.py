@@ -47,8 +47,8 @@ def test_a_linear_of_few_rows_takes_the_measured_tile(
     "sizes, expected",
     [  # (rows, inputs)
         ((1, 512), (1, 4, 512, 0, 4, 1)),
-        ((1, 520), (1, 4, 1024, 0, 4, 1)),
-        ((1, 12288), (1, 4, 2048, 0, 4, 1)),
+        ((1, 520), (1, 2, 1024, 0, 4, 1)),
+        ((1, 12288), (1, 2, 2048, 0, 8, 1)),
         ((2, 4096), (8, 16, 128, 4, 4, 4)),
         ((16, 4096), (16, 16, 128, 4, 4, 3)),
     ],
@@ -57,6 +57,29 @@ def test_a_scaled_linear_of_few_rows_takes_the_measured_tile(
     sizes: tuple[int, ...], expected: tuple[int, ...]
 ) -> None:
     assert tuple(tiles.SCALED_LINEAR.choose(CPU, *sizes)) == expected
+
+
+@pytest.mark.parametrize(
+    "table, sizes, expected",
+    [  # BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages
+        (tiles.SCALED_LINEAR_TILES, (17, 4096), (64, 32, 256, 4, 5)),
+        (tiles.SCALED_LINEAR_TILES, (64, 6144), (64, 64, 256, 4, 5)),
+        (tiles.SCALED_LINEAR_TILES, (64, 24576), (64, 64, 128, 4, 4)),
+        (tiles.SCALED_LINEAR_TILES, (128, 4096), (64, 64, 256, 4, 5)),
+        (tiles.SCALED_LINEAR_TILES, (128, 24576), (64, 64, 128, 4, 4)),
+        (tiles.SCALED_LINEAR_TILES, (256, 4096), (64, 64, 128, 4, 4)),
+        (tiles.SCALED_LINEAR_TILES, (1024, 4096), (128, 128, 128, 8, 4)),
+        (tiles.SCALED_LINEAR_BLOCK_TILES, (64, 4096), (64, 32, 128, 4, 6)),
+        (tiles.SCALED_LINEAR_BLOCK_TILES, (128, 4096), (64, 64, 128, 4, 6)),
+        (tiles.SCALED_LINEAR_BLOCK_TILES, (8192, 24576), (128, 128, 128, 8, 4)),
+    ],
+)
+def test_a_scaled_linear_of_many_rows_takes_the_measured_tile(
+    table: tiles.TileTable[tiles.Launch], sizes: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
+    names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages")
+    tile = table.choose(CPU, *sizes)
+    assert tuple(tile[name] for name in names) == expected
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from atomc.kernels.triton import (
     quant,
     rope,
     scaled_linear,
+    scaled_linear_by_row,
     scaled_linear_tiles,
     w4a16,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "quant",
     "rope",
     "scaled_linear",
+    "scaled_linear_by_row",
     "scaled_linear_tiles",
     "w4a16",
 ]

@@ -58,8 +58,8 @@ def finished(
     return out
 
 
-@triton.jit(do_not_specialize=["M"])
-def _by_multiplying(
+@triton.jit
+def _row(
     x_ptr,
     weight_ptr,
     x_scale_ptr,
@@ -74,36 +74,44 @@ def _by_multiplying(
     K: tl.constexpr,
     BLOCKS: tl.constexpr,
     WHOLE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    first = tl.program_id(0) * BLOCK_N
-    m = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None, None]
-    n = (first + tl.arange(0, BLOCK_N))[None, :, None]
-    k = tl.arange(0, BLOCK_K)[None, None, :]
-    x_at = x_ptr + m.to(tl.int64) * K + k
-    weight_at = weight_ptr + n.to(tl.int64) * K + k
+    """One row of x a program. A thread sums CODES neighbours, one load of each operand, by itself:
+    sums and scales of blocks are then held and multiplied once for CODES columns.
+    """
+    CODES: tl.constexpr = 16
     WIDE: tl.constexpr = tl.int32 if WHOLE else tl.float32
+    m = tl.program_id(1)
+    first = tl.program_id(0) * BLOCK_N
+    n = first + tl.arange(0, BLOCK_N)
+    chunk = tl.arange(0, BLOCK_K // CODES)
+    k = chunk[None, :, None] * CODES + tl.arange(0, CODES)[None, None, :]
+    x_at = x_ptr + m.to(tl.int64) * K + k
+    weight_at = weight_ptr + n.to(tl.int64)[:, None, None] * K + k
     if EARLY:
         let_next_start(PDL)
     wait_for_last(PDL)
-    sums = tl.zeros((BLOCK_M, BLOCK_N, BLOCK_K), WIDE)
+    sums = tl.zeros((BLOCK_N, BLOCK_K // CODES), WIDE)
     for start in tl.static_range(0, K, BLOCK_K):
         inside = k < K - start
-        weight = tl.load(weight_at + start, (n < N) & inside, 0.0, cache_modifier=".cg").to(WIDE)
-        x = tl.load(x_at + start, (m < M) & inside, 0.0).to(WIDE)
+        inside_weight = (n < N)[:, None, None] & inside
+        weight = tl.load(weight_at + start, inside_weight, 0.0, cache_modifier=".cg").to(WIDE)
+        x = tl.load(x_at + start, inside, 0.0).to(WIDE)
+        part = tl.sum(x * weight, 2)
         if BLOCKS:
-            group = (start + k) // 128
-            factor = tl.load(weight_scale_ptr + (first // 128) * weight_row + group, inside, 0.0)
-            x *= factor * tl.load(x_scale_ptr + m * x_row + group * x_group, (m < M) & inside, 0.0)
-        sums += x * weight
+            group = (start + chunk * CODES) // 128
+            there = group * 128 < K
+            factor = tl.load(weight_scale_ptr + first // 128 * weight_row + group, there, 0.0)
+            factor *= tl.load(x_scale_ptr + m * x_row + group * x_group, there, 0.0)
+            part *= factor[None, :]
+        sums += part
     if not EARLY:
         let_next_start(PDL)
     out = finished(
-        tl.sum(sums, 2)[:, :, None],
+        tl.sum(sums, 1),
         x_scale_ptr,
         weight_scale_ptr,
         bias_ptr,
@@ -115,7 +123,7 @@ def _by_multiplying(
         weight_row,
         BLOCKS,
     )
-    tl.store(out_ptr + m.to(tl.int64) * N + n, out.to(out_ptr.dtype.element_ty), (m < M) & (n < N))
+    tl.store(out_ptr + m.to(tl.int64) * N + n, out.to(out_ptr.dtype.element_ty), n < N)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -231,9 +239,9 @@ def multiply(
     if rows := num_rows(out):
         by_row, *strides = steps(x, x_scale, weight_scale, blocks)
         kernel, more = (
-            (_by_tensor_core, {"PARTS": tile.parts})
+            (_by_tensor_core, {"PARTS": tile.parts, "BLOCK_M": tile.rows})
             if tile.parts
-            else (_by_multiplying, {"EARLY": k >= 4096})
+            else (_row, {"EARLY": k >= 4096})
         )
         kernel[(triton.cdiv(n, tile.weight_rows), triton.cdiv(rows, tile.rows))](
             x.reshape(rows, k),
@@ -248,7 +256,6 @@ def multiply(
             K=k,
             BLOCKS=blocks,
             WHOLE=x.dtype == torch.int8,
-            BLOCK_M=tile.rows,
             BLOCK_N=tile.weight_rows,
             BLOCK_K=tile.columns,
             num_warps=tile.warps,

@@ -13,7 +13,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.triton.launch import num_rows
 from atomc.kernels.triton.scaled_linear import BLOCK, finished, refuse_scaled_linear, steps
-from atomc.kernels.triton.tiles import SCALED_LINEAR_TILES, Launch
+from atomc.kernels.triton.tiles import SCALED_LINEAR_BLOCK_TILES, SCALED_LINEAR_TILES, Launch
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -54,8 +54,11 @@ def _tiles(
     WIDE: tl.constexpr = tl.int32 if WHOLE else tl.float32
     sums = tl.zeros((BLOCK_M, BLOCK_N), WIDE)
     for start in range(0, K, BLOCK_K):
-        x = tl.load(x_at + start, (m < M)[:, None] & (k < K - start)[None, :], 0.0)
-        weight = tl.load(weight_at + start, (n < N)[None, :] & (k < K - start)[:, None], 0.0)
+        in_x, in_weight = (m < M)[:, None], (n < N)[None, :]
+        if K % BLOCK_K:
+            in_x, in_weight = in_x & (k < K - start)[None, :], in_weight & (k < K - start)[:, None]
+        x = tl.load(x_at + start, in_x, 0.0)
+        weight = tl.load(weight_at + start, in_weight, 0.0)
         if BLOCKS:
             factor = tl.load(weight_scale_ptr + (first // 128) * weight_row + start // 128)
             factor *= tl.load(x_scale_ptr + m * x_row + start // 128 * x_group, m < M, 0.0)
@@ -156,12 +159,12 @@ def scaled_linear_fp8(
         weight_scale,
         bias,
         out_dtype,
-        SCALED_LINEAR_TILES.choose(x.device, num_rows(x)),
+        SCALED_LINEAR_TILES.choose(x.device, num_rows(x), len(weight)),
     )
 
 
 @ops.scaled_linear_fp8_block.kernel(
-    "triton", refuses=refuse_scaled_linear, tuned_for=SCALED_LINEAR_TILES.archs
+    "triton", refuses=refuse_scaled_linear, tuned_for=SCALED_LINEAR_BLOCK_TILES.archs
 )
 def scaled_linear_fp8_block(
     x: Tensor,
@@ -180,7 +183,7 @@ def scaled_linear_fp8_block(
         weight_scale,
         bias,
         out_dtype,
-        SCALED_LINEAR_TILES.choose(x.device, num_rows(x)),
+        SCALED_LINEAR_BLOCK_TILES.choose(x.device, num_rows(x), len(weight)),
         blocks=True,
     )
 
@@ -204,5 +207,5 @@ def scaled_linear_int8(
         weight_scale,
         bias,
         out_dtype,
-        SCALED_LINEAR_TILES.choose(x.device, num_rows(x)),
+        SCALED_LINEAR_TILES.choose(x.device, num_rows(x), len(weight)),
     )

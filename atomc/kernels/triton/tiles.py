@@ -126,33 +126,71 @@ LINEAR = TileTable(
     },
 )
 
+# 1 row, us: fp8 4096->4096 6.8, 4096->24576 25.4, 12288->4096 14.4; blocks 6.9, 26.2, 15.3.
 SCALED_LINEAR = TileTable(
     command="python bench/gemm.py --tiles --rows 1 8 16 --schemes fp8 fp8_block int8 --jobs 14",
     sizes=("rows", "inputs"),
     by_arch={
         "sm90": [
             ((1, 512), Tile(1, 4, 512, 0, 4)),
-            ((1, 1024), Tile(1, 4, 1024, 0, 4)),
-            ((1, ANY), Tile(1, 4, 2048, 0, 4)),
+            ((1, 4096), Tile(1, 2, 1024, 0, 4)),
+            ((1, ANY), Tile(1, 2, 2048, 0, 8)),
             ((8, ANY), Tile(8, 16, 128, 4, 4, 4)),
             ((ANY, ANY), Tile(16, 16, 128, 4, 4, 3)),
         ]
     },
 )
 
+
+def _product(
+    rows: int, weight_rows: int, columns: int, num_stages: int, num_warps: int = 4
+) -> Launch:
+    return {
+        "BLOCK_M": rows,
+        "BLOCK_N": weight_rows,
+        "BLOCK_K": columns,
+        "TALL": 8,
+        "num_warps": num_warps,
+        "num_stages": num_stages,
+    }
+
+
+# As large as leaves most of the 132 multiprocessors a tile; one that has only one tile has room for
+# more stages. 64 rows of fp8, us with 32 / 64 / 128 rows of the weight: 4096->4096 8.7 / 9.2 / -,
+# 4096->24576 - / 28.4 / 29.0. 128 rows, 4096->24576 with 64 x 64 38.9, 128 x 64 40.1; 256 rows with
+# 128 x 128 61.3, 128 x 64 61.5.
+_MANY_ROWS = [
+    ((256, 8320), _product(64, 64, 128, 4)),
+    ((512, 4096), _product(64, 64, 128, 4)),
+    ((1024, 2048), _product(64, 64, 128, 4)),
+    ((ANY, ANY), _product(128, 128, 128, 4, num_warps=8)),
+]
 SCALED_LINEAR_TILES = TileTable[Launch](
-    command="python bench/gemm.py --rows 64 1024 --schemes fp8_block int8 --jobs 14",
-    sizes=("rows",),
+    command="python bench/gemm.py --rows 32 64 128 256 1024 --schemes fp8 int8 --jobs 14",
+    sizes=("rows", "outputs"),
     by_arch={
         "sm90": [
-            (
-                (64,),
-                dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=128, TALL=8, num_warps=4, num_stages=4),
-            ),
-            (
-                (ANY,),
-                dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=128, TALL=8, num_warps=8, num_stages=3),
-            ),
+            ((64, 4224), _product(64, 32, 256, 5)),
+            ((64, 6143), _product(64, 32, 128, 4)),
+            ((64, 8448), _product(64, 64, 256, 5)),
+            ((128, 4224), _product(64, 64, 256, 5)),
+            ((128, ANY), _product(64, 64, 128, 4)),
+            *_MANY_ROWS,
+        ]
+    },
+)
+# A scale belongs to a block of 128 columns. 128 rows, us, 12288->4096: 34.8, with 128 x 128 66.7.
+SCALED_LINEAR_BLOCK_TILES = TileTable[Launch](
+    command="python bench/gemm.py --rows 32 64 128 256 1024 --schemes fp8_block --jobs 14",
+    sizes=("rows", "outputs"),
+    by_arch={
+        "sm90": [
+            ((64, 4224), _product(64, 32, 128, 6)),
+            ((64, 6143), _product(64, 32, 128, 4)),
+            ((64, 8448), _product(64, 64, 128, 6)),
+            ((128, 4224), _product(64, 64, 128, 6)),
+            ((128, ANY), _product(64, 64, 128, 4)),
+            *_MANY_ROWS,
         ]
     },
 )
