@@ -1,7 +1,6 @@
 """Every causal language model of transformers, tiny and with random weights: compiled, and served.
 
-    python bench/architectures.py                          # all; what --rows has already is not run
-                                                           again
+    python bench/architectures.py # all; what --rows has already is not run again
     python bench/architectures.py --only llama,gpt2,marian # some, by model_type
     python bench/architectures.py --rows rows.jsonl --text bench/results/architectures-cpu.txt
 

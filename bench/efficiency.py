@@ -3,8 +3,9 @@ predictions rest on.
 
     python bench/efficiency.py --json bench/results/efficiency-h200.json --table
     atomc/cost/efficiency.json
-    python bench/efficiency.py --compare bench/results/decode-h200.json --machine h200    # anywhere: measures nothing
-    python bench/efficiency.py --models tiny --quick                                      # on any machine, a CPU too
+    python bench/efficiency.py --compare bench/results/decode-h200.json --machine h200 # anywhere:
+    measures nothing
+    python bench/efficiency.py --models tiny --quick # on any machine, a CPU too
 
 Each distinct kernel of one layer and of the ends of the model is timed as in `atomc explain
 --measure`. A row of the table is a line through what was measured of one kernel for one number of

@@ -1,9 +1,8 @@
 """Random mixes of requests through one engine: each request's tokens are those of running it alone.
 
-    python bench/equality.py --dtype float64                        # the demo model on a CPU; no
-                                                                    rounding counts
-    python bench/equality.py --options '{"batch_invariant": true}'  # in fp32, which then is the
-                                                                    same bits
+    python bench/equality.py --dtype float64 # the demo model on a CPU; no rounding counts
+    python bench/equality.py --options '{"batch_invariant": true}' # in fp32, which then is the same
+    bits
     python bench/equality.py --bound 1e-4                           # in fp32 as it is
     python bench/equality.py --mixes 40 --device cuda --dtype bfloat16 --options
     '{"batch_invariant": true}'

@@ -4,9 +4,8 @@ vocabulary.
     python bench/sampler.py --json bench/results/sampler-cpu.json
 
 us: all that the host and the device do for one step, the device waited for at the end, median of
-the steps. host us:
-what the host needs to hand a step to a GPU. On a GPU, tokens are also compared with those of the
-CPU.
+the steps. host us: what the host needs to hand a step to a GPU. On a GPU, tokens are also compared
+with those of the CPU.
 """
 
 import argparse

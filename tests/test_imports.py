@@ -31,7 +31,8 @@ LAYERS = [
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 # Passes ask `select` whether somebody serves an op; models are plain PyTorch and know ops only
-# (their loader: quantization, files, weights, memory and what an exception of torch means, too).
+# (their
+# loader: quantization, files, weights, memory and what an exception of torch means, too).
 HIDDEN = {
     "passes": {"kernels"},
     "models": RANK.keys()

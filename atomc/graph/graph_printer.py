@@ -1,7 +1,7 @@
 """Prints a graph, one line per node, with its type and origin.
 
-    add_1 = atom.add_rms_norm(linear_3, add, .weight, 1e-06)  # bf16[T, 1024]  model.layers.0.norm
-                                                              model.py:12
+    add_1 = atom.add_rms_norm(linear_3, add, .weight, 1e-06) # bf16[T, 1024] model.layers.0.norm
+    model.py:12
 
 The fields after "#" are the type, the module and the line of the user's program; "-" for an empty
 field. Weights have their names relative to the module.

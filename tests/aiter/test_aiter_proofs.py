@@ -1,8 +1,8 @@
 """Our kernels over AITER's real code, from a checkout: interpreted, compiled for its GPUs, run, and
 on fake tensors.
 
-ATOMC_AITER_SOURCE=~/aiter pytest tests/aiter       a checkout, or a folder into which pip put the
-                                                    wheel amd-aiter
+    ATOMC_AITER_SOURCE=~/aiter pytest tests/aiter a checkout, or a folder into which pip put the
+    wheel amd-aiter
 """
 
 from collections.abc import Iterator

@@ -6,8 +6,7 @@
     <|start|>assistant<|channel|>final<|message|>...<|return|>
 
 without the newlines. The prompt ends with "<|start|>assistant", so the text starts inside a header.
-Format:
-cookbook.openai.com/articles/openai-harmony and the chat template of openai/gpt-oss-20b.
+Format: cookbook.openai.com/articles/openai-harmony and the chat template of openai/gpt-oss-20b.
 """
 
 import re
@@ -30,8 +29,8 @@ class HarmonyParser(StateMachineParser):
     """Parses all channels.
 
     reasoning, tools   whether to parse these messages. If not, they stay in the content verbatim
-                       for a second parser:
-                       the tool parser reads the content of the reasoning parser
+                       for a second parser: the tool parser reads the content of the reasoning
+                       parser
     """
 
     markers: ClassVar[tuple[str, ...]] = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN)
