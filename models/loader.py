@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from atomc.json_types import JSONLike
 from atomc.json_file import read_json
+from atomc.json_types import JSONLike
 from atomc.models import REGISTRY, architectures_of, build, model_class, stock
 from atomc.models.cache_scales import mark_fp8_state, set_cache_scale
 from atomc.models.limits import Stored, check_layers, check_memory, check_sizes, check_stored
