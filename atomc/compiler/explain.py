@@ -138,7 +138,7 @@ def _inspect(
     where = platform or Platform.detect(device)
     placeholders = gm.graph.find_nodes(op="placeholder")
     lifted = [placeholders.index(node) for node in lifted_floats(gm.graph)]
-    floats = {i: value for i in lifted if isinstance(value := inputs[i], float)}
+    floats = {i: float(value) for i in lifted if (value := inputs[i]) is not None}
     try:
         compile_graph(
             gm,

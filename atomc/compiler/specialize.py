@@ -58,7 +58,7 @@ class Specialized:
 
     def values(self, args: Sequence[Input]) -> tuple[float, ...]:
         given = [args[i] for i in self.floats]
-        return tuple(float(value) for value in given if isinstance(value, int | float))
+        return tuple(float(value) for value in given if value is not None)
 
     def compile(self, values: tuple[float, ...], inputs: Sequence[Input]) -> GraphFunction:
         floats = dict(zip(self.floats, values, strict=True))
