@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from kernel_cases import CASES
-from kernel_cases.attention import DECODE, paged
+from kernel_cases.attention import DECODE, attended, paged
 from kernel_cases.draw import Cases, Draw
 from kernel_cases.linear import linear
 from kernel_cases.mla import latent_rope_written, multiplied_and_written, split_and_joined
@@ -65,6 +65,7 @@ def of_whole_tiles(arch: str) -> dict[str, Cases]:
     """
     fp8 = FP8_OF[arch]
     return {
+        "attention": {"another scale": lambda draw: attended(draw, 33, scale=0.3)},
         "linear": {"whole tiles": lambda draw: linear(draw, 33, 128, out=64)},
         "scaled_linear_fp8": {
             "whole tiles": lambda draw: scaled_fp8(draw, 33, 256, out=64, dtype=fp8),
@@ -143,6 +144,7 @@ def of_whole_tiles(arch: str) -> dict[str, Cases]:
             ),
         },
         "paged_attention": {
+            "another scale": lambda draw: paged(draw, DECODE, scale=0.3),
             "long": lambda draw: paged(draw, [(1, 700), (1, 3), (1, 530)]),
             "long, padding rows": lambda draw: paged(draw, [(1, 600), (0, 0), (5, 20)], padding=2),
             "native fp8": lambda draw: paged(draw, DECODE, cache=fp8),

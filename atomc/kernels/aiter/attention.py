@@ -50,6 +50,9 @@ def _masked_otherwise(q: Tensor, k: Tensor, causal: bool, window: int) -> Refusa
         )
     if window and not causal:
         return Refusal("argument", "AITER's window ends at the query, here later keys are seen")
+    if window == 1:
+        # It takes this for no window when it picks a kernel, and that kernel refuses the call.
+        return Refusal("argument", "AITER has no kernel for a window of one key")
     return None
 
 
@@ -70,8 +73,9 @@ def attention(
     if not q.numel() or not k.numel():
         return q.new_zeros((*q.shape[:-1], v.shape[-1]))
     q4, k4, v4 = (x if x.dim() == 4 else x.unsqueeze(0) for x in (q, k, v))
+    # A causal mask ends the window. AITER's fastest kernels want to see no other end.
+    seen = (window - 1 if window else -1, -1, 0)
     # Its op is an autograd function, which wants to save what it is given.
-    seen = (window - 1 if window else -1, 0 if causal else -1, 0)
     with torch.no_grad():
         out: Tensor = flash_attn_func(
             q4, k4, v4, softmax_scale=scale, causal=causal, window_size=seen

@@ -82,7 +82,13 @@ def _refuse(
     for name, x in (("k", k), ("v", v)):
         if not known_equal(x.stride(-1), 1) or not known_equal(x.stride(-2), x.shape[-1]):
             return Refusal("layout", f"the heads of a token of {name} do not follow each other")
-    return unpaged(k_cache, v_cache, slots)
+    return unpaged(k_cache, v_cache, slots) or _unequal_blocks(k_cache, v_cache)
+
+
+def _unequal_blocks(k_cache: Tensor, v_cache: Tensor) -> Refusal | None:
+    if known_equal(k_cache.stride(0), v_cache.stride(0)):
+        return None
+    return Refusal("layout", "the blocks of keys are further apart than those of values, or nearer")
 
 
 @ops.kv_write.kernel("aiter", layout="paged", refuses=_refuse)

@@ -67,10 +67,8 @@ def installed(arch: str) -> Iterator[set[str]]:
     forget()
     token = ARCH.set(arch)
     try:
-        with (
-            mock.patch.dict(sys.modules, modules),
-            mock.patch.object(library, "missing", lambda: None),
-        ):
+        sys.modules.update(modules)
+        with mock.patch.object(library, "missing", lambda: None):
             yield called
     finally:
         ARCH.reset(token)
