@@ -231,8 +231,9 @@ def paged_attention(
 
     Sequence s owns rows query_start[s]:query_start[s + 1] of q, the last of its seq_lens[s] tokens;
     its keys lie in blocks block_tables[s]. Any number of new tokens, also none. Rows of no sequence
-    (padding) are zero. token is what the write returned. window, softcap and sinks as in
-    `attention`.
+    (padding) are zero. As many rows as sequences are a decode step: row s is of sequence s, or that
+    is padding and has no row and no key. token is what the write returned. window, softcap and
+    sinks as in `attention`.
     """
     rows = q.reshape(-1, *q.shape[-2:])
     out = q.new_zeros((rows.shape[0], q.shape[-2], v_cache.shape[-1]))

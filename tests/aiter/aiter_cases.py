@@ -39,7 +39,6 @@ PLAINLY_NAMED = (
     "linear_split_cat",
     "mla",
     "norm_rope_kv_write",
-    "paged_attention",
     "rope_kv_write",
 )
 IN_TRITON = sorted(
@@ -48,6 +47,8 @@ IN_TRITON = sorted(
     if name.partition(".")[0].endswith("_triton") or name.partition(".")[0] in PLAINLY_NAMED
 )
 COMPILED = sorted(set(KERNELS) - set(IN_TRITON))
+# Compiled for some steps, in Triton for the others.
+PARTLY_COMPILED = {"paged_attention.paged_attention"}
 
 
 def tables_in_bf16(draw: Draw, **rest: Any) -> dict[str, Any]:
@@ -145,6 +146,20 @@ def of_whole_tiles(arch: str) -> dict[str, Cases]:
         },
         "paged_attention": {
             "another scale": lambda draw: paged(draw, DECODE, scale=0.3),
+            "decode, padding": lambda draw: paged(draw, [(1, 33), (1, 5), (0, 0)], padding=1),
+            "long decode, padding": lambda draw: paged(draw, [(1, 600), (0, 0)], padding=1),
+            **{
+                f"long prompts{name}": lambda draw, how=how: paged(
+                    draw, [(60, 70), (63, 63), (1, 65)], padding=2, **how
+                )
+                for name, how in {
+                    "": {},
+                    ", window": {"window": 9},
+                    ", softcap": {"softcap": 2.0},
+                    ", another scale": {"scale": 0.3},
+                    ", widest heads": {"width": 256, "heads": (2, 1)},
+                }.items()
+            },
             "long": lambda draw: paged(draw, [(1, 700), (1, 3), (1, 530)]),
             "long, padding rows": lambda draw: paged(draw, [(1, 600), (0, 0), (5, 20)], padding=2),
             "native fp8": lambda draw: paged(draw, DECODE, cache=fp8),

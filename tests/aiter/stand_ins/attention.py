@@ -4,6 +4,8 @@ Queries [.., N heads, D] see keys [.., K heads, D]; N is a multiple of K, and qu
 key head n // (N // K). A causal mask and a window are aligned to the last key.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -35,8 +37,12 @@ def attended(
     causal: bool,
     window: tuple[int, ...],
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """q [T, N, D], k and v [S, K, D] of one sequence -> [T, N, D of v]. A row without keys is 0."""
+    """q [T, N, D], k and v [S, K, D] of one sequence -> [T, N, D of v]. A row without keys is 0.
+
+    sinks  [N], the logit of a key of each head that has no value
+    """
     left, right, *of_beginning = window
     if any(of_beginning):
         raise NotImplementedError("a window that keeps the beginning")
@@ -55,7 +61,11 @@ def attended(
         scores = scale * (q[:, head].double() @ k[:, head // group].double().T)
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num(0.0)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            sink = sinks[head].double().expand(q.shape[0], 1)
+            scores = torch.cat((scores, sink), -1)
+        weights = scores.softmax(-1).nan_to_num(0.0)[:, : k.shape[0]]
         out[:, head] = (weights @ v[:, head // group].double()).to(q.dtype)
     return out
 
@@ -111,3 +121,68 @@ def flash_attn_func(
             for of_sequence in zip(q, k, v, strict=True)
         ]
     )
+
+
+@stands_for("aiter")
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    min_seqlen_q: int = 0,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float = 0.0,
+    causal: bool = False,
+    window_size: tuple[int, ...] = WINDOW,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    return_attn_probs: bool = False,
+    how_v3_bf16_cvt: int = 1,
+    block_table: Tensor | None = None,
+    out: Tensor | None = None,
+    cu_seqlens_q_padded: Tensor | None = None,
+    cu_seqlens_k_padded: Tensor | None = None,
+    sink_ptr: Tensor | None = None,
+) -> Tensor:
+    """Sequence s has rows cu_seqlens_q[s] to [s + 1] of q [rows, N, D], and those of cu_seqlens_k
+    of k and v; rows of none are not written. No sequence is longer than the max_seqlen.
+    """
+    unserved(
+        min_seqlen_q=min_seqlen_q,
+        dropout_p=dropout_p,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        return_lse=return_lse,
+        return_attn_probs=return_attn_probs,
+        block_table=block_table,
+        cu_seqlens_q_padded=cu_seqlens_q_padded,
+        cu_seqlens_k_padded=cu_seqlens_k_padded,
+        sink_ptr=sink_ptr,
+    )
+    checked(q, k, v)
+    for name, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if starts.dtype != torch.int32:
+            raise RuntimeError(f"{name} must have dtype int32")
+        if not starts.is_contiguous() or starts.shape != cu_seqlens_q.shape:
+            raise RuntimeError(f"{name} must be contiguous, and have shape [batch + 1]")
+    if len(cu_seqlens_q) < 2:
+        raise RuntimeError("batch size must be positive")
+    if out is None:
+        out = torch.full((*q.shape[:-1], v.shape[-1]), torch.nan, dtype=q.dtype)
+    if out.dtype != q.dtype or out.stride(-1) != 1:
+        raise RuntimeError("out must have the dtype of q and a contiguous last dimension")
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    rows, keys = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    if max(b - a for a, b in pairwise(rows)) > max_seqlen_q:
+        raise ValueError("rows beyond max_seqlen_q get no program")
+    if max(b - a for a, b in pairwise(keys)) > max_seqlen_k:
+        raise ValueError("a window is left out by max_seqlen_k")
+    for (a, b), (c, d) in zip(pairwise(rows), pairwise(keys), strict=True):
+        out[a:b] = attended(q[a:b], k[c:d], v[c:d], scale, causal, window_size, logits_soft_cap)
+    return out

@@ -1,0 +1,79 @@
+"""Attention over caches in pages: page p of a sequence is block block_tables[s, p]."""
+
+import torch
+from torch import Tensor
+
+from stand_ins import ARCH, stands_for
+from stand_ins.attention import attended
+
+FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
+
+
+def one_or_none(scale: Tensor | None) -> float:
+    return 1.0 if scale is None else float(scale)
+
+
+@stands_for("aiter.ops.triton.attention.unified_attention", "aiter.ops.triton.unified_attention")
+def unified_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    seqused_k: Tensor,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool,
+    window_size: tuple[int, int],
+    block_table: Tensor,
+    softcap: float,
+    q_descale: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    q_scales: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    output_scale: Tensor | None = None,
+    qq_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    shuffled_kv_cache: bool = False,
+    skip_reduce: bool = False,
+) -> Tensor:
+    """Into out [T, N, D]: causal, rows of sequence s are cu_seqlens_q[s] to [s + 1]; where
+    max_seqlen_q is 1 it is row s. Caches are [blocks, block_size, K, D], or shuffled: keys
+    [blocks, K, D/x, block_size, x], values [blocks, K, block_size/x, D, x].
+
+    A split over more than 512 keys leaves garbage in rows of no sequence.
+    """
+    assert causal, "Only causal attention is supported"
+    if any(x is not None for x in (q_descale, q_scales, alibi_slopes, output_scale, qq_bias)):
+        raise NotImplementedError("arguments that no lowering gives")
+    if k.dtype not in (q.dtype, FP8[ARCH.get()]):
+        raise RuntimeError(f"a cache in {k.dtype}")
+    if shuffled_kv_cache:
+        blocks, heads, _, block_size, _ = k.shape
+        k = k.permute(0, 3, 1, 2, 4).reshape(blocks, block_size, heads, -1)
+        v = v.permute(0, 2, 4, 1, 3).reshape(blocks, block_size, heads, -1)
+    if max_seqlen_k > 512 and not window_size[0] >= 0:
+        out.fill_(torch.nan)
+    bounds = cu_seqlens_q.tolist()
+    keys = k.float() * one_or_none(k_descale)
+    values = v.float() * one_or_none(v_descale)
+    for s, length in enumerate(seqused_k.tolist()):
+        rows = range(s, s + 1) if max_seqlen_q == 1 else range(bounds[s], bounds[s + 1])
+        if not len(rows) or not length:
+            continue
+        pages = block_table[s, : -(-length // k.shape[1])].long()
+        k_of, v_of = (x[pages].flatten(0, 1)[:length] for x in (keys, values))
+        here = slice(rows.start, rows.stop)
+        out[here] = attended(
+            q[here].float(),
+            k_of,
+            v_of,
+            softmax_scale,
+            True,
+            (window_size[0], -1),
+            softcap,
+            sinks,
+        ).to(out.dtype)
+    return out
