@@ -19,6 +19,7 @@ from kernel_cases.linear import linear
 from kernel_cases.mla import latent_rope_written, multiplied_and_written, split_and_joined
 from kernel_cases.scaled_linear import int8_operands, mxfp4_operands, scaled_blocks, scaled_fp8
 from kernel_cases.state import norm_rope_written, rope_written
+from row_cases import of_rows
 
 from atomc import kernels, ops
 from atomc.ops.norm import RMS_NORM_STYLES
@@ -168,7 +169,8 @@ def of_whole_tiles(arch: str) -> dict[str, Cases]:
 
 
 def cases(kernel: Kernel, arch: str) -> Cases:
-    return CASES[kernel.op] | of_whole_tiles(arch).get(kernel.op, {})
+    more = (of_whole_tiles(arch), of_rows(FP8_OF[arch]))
+    return CASES[kernel.op] | more[0].get(kernel.op, {}) | more[1].get(kernel.op, {})
 
 
 def prepared(kernel: Kernel, given: dict[str, Any]) -> dict[str, Any]:

@@ -33,9 +33,14 @@ def compare(kernel: Kernel, arguments: Make, dtype: torch.dtype, ties_away: bool
         for_meaning["x"] = for_truth["x"] * (1 + 2**-20)  # no tie is left: each goes away from zero
     truth, meaning = tensors(op.reference(**for_truth)), tensors(op.reference(**for_meaning))
     actual = tensors(run(kernel, given))
+    if len(actual) > 1 and actual[1].dtype == torch.uint8 and actual[1].numel():
+        # Under MXFP4, any scale of a group of zeros will do.
+        zeros = (actual[0].unflatten(-1, (-1, 16)) & 0x77 == 0).all(-1)
+        actual[1].copy_(torch.where(zeros, meaning[1], actual[1]))
     assert len(actual) == len(meaning)
     for got, low, exact in zip(actual, meaning, truth, strict=True):
-        if got.numel() and is_code(got) and dtype == torch.bfloat16 and op.name in COMPUTED:
+        wide = dtype == torch.bfloat16 or (kernel.rounds == "once" and dtype == torch.float16)
+        if got.numel() and is_code(got) and wide and op.name in COMPUTED:
             # What AITER quantizes it has in fp32, or rounds once where the op rounds twice.
             assert_neighbours(got, exact, moved=0.04)
         else:

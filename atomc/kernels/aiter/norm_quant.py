@@ -1,5 +1,5 @@
-"""Norms whose result AITER's HIP kernels quantize: fp8 and int8 per token, fp8 in groups, MXFP4
-with scales rounded up.
+"""Norms whose result AITER's HIP kernels quantize: fp8 per token and in groups, MXFP4 with scales
+rounded up.
 
 The norm stays in fp32 until it is quantized.
 """
@@ -17,7 +17,7 @@ from atomc.kernels.aiter.library import (
     unfit,
 )
 from atomc.kernels.aiter.packing import as_e2m1, as_e8m0
-from atomc.kernels.checks import HALVES, too_wide, unlike
+from atomc.kernels.checks import HALVES, too_wide, uneven, unlike
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -29,6 +29,11 @@ add_rmsnorm_quant = Function(
 )
 
 MAX_COLUMNS = 8192
+# Wider than the first, up to the second: a thread has 24 columns, which make up no group, and
+# AITER aborts.
+GROUPLESS = (4096, 6144)
+# The kernels store whole dwords: a row of codes that does not end on one would end in the next row.
+STORED_CODES = 4
 
 
 def _refuse(
@@ -49,6 +54,7 @@ def _refuse(
         or unlike(HALVES, x=x, residual=residual, weight=weight)
         or scattered(x=x, residual=residual)
         or too_wide(x.shape[-1], MAX_COLUMNS)
+        or uneven(x.shape[-1], STORED_CODES)
     ):
         return reason
     if keep:
@@ -58,6 +64,16 @@ def _refuse(
     if scheme == "fp8_static":
         return Refusal(
             "argument", "AITER's compiled kernel finds its scale itself, here it is given"
+        )
+    if scheme == "int8_per_token":
+        return Refusal(
+            "argument", "AITER's compiled kernel truncates to int8, where the op rounds to nearest"
+        )
+    if scheme in ("fp8_group", "mxfp4") and GROUPLESS[0] < x.shape[-1] <= GROUPLESS[1]:
+        return Refusal(
+            "shape",
+            f"rows of {x.shape[-1]}: AITER's compiled kernel forms no groups in rows of more than "
+            f"{GROUPLESS[0]} columns, up to {GROUPLESS[1]}",
         )
     if scheme.startswith("fp8") and (reason := foreign_fp8(platform, dtype)):
         return reason
@@ -137,9 +153,7 @@ def _outputs(
     if scheme == "mxfp4":
         codes = flat.new_empty((count, width // 2), dtype=torch.uint8)
         return codes, flat.new_empty((count, width // 32), dtype=torch.uint8), 32
-    codes = flat.new_empty(
-        (count, width), dtype=torch.int8 if scheme == "int8_per_token" else dtype
-    )
+    codes = flat.new_empty((count, width), dtype=dtype)
     groups = width // group if scheme == "fp8_group" else 1
     return (
         codes,

@@ -1,4 +1,7 @@
-"""Quantizers by AITER's HIP kernels: everything but MXFP4 whose scales are rounded to even."""
+"""Quantizers by AITER's HIP kernels: fp8, and MXFP4 whose scales are rounded up.
+
+Not int8, which AITER truncates toward zero where the op rounds to nearest.
+"""
 
 import torch
 from torch import Tensor
@@ -19,10 +22,14 @@ dynamic_per_group_scaled_quant_fp4 = Function(
 )
 
 
+# The kernels store whole dwords: a row that does not end on one would end in the next row.
+STORED_CODES = 4
+
+
 def _rows_of_halves(x: Tensor) -> Refusal | None:
     if not isinstance(x.shape[-1], int):
         return unlike(HALVES, x=x) or Refusal("shape", "the rows of x have no fixed width")
-    return unlike(HALVES, x=x)
+    return unlike(HALVES, x=x) or uneven(x.shape[-1], STORED_CODES)
 
 
 def _refuse_static(
@@ -70,15 +77,6 @@ def quant_fp8_per_token(
     x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> tuple[Tensor, Tensor]:
     return _per_token(x, dtype)
-
-
-def _refuse_int8(platform: Platform, x: Tensor) -> Refusal | None:
-    return unfit(platform, dynamic_per_token_scaled_quant) or _rows_of_halves(x)
-
-
-@ops.quant_int8_per_token.kernel("aiter", refuses=_refuse_int8)
-def quant_int8_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
-    return _per_token(x, torch.int8)
 
 
 def _refuse_group(
