@@ -112,6 +112,12 @@ def of_rows(fp8: torch.dtype) -> dict[str, Cases]:
             "column-major scales, native": lambda draw: by_column(
                 scaled_blocks(draw, 33, 384, out=320, dtype=fp8)
             ),
+            "column-major scales, one row, native": lambda draw: by_column(
+                scaled_blocks(draw, 1, 256, out=192, dtype=fp8)
+            ),
+            "column-major scales, no rows, native": lambda draw: by_column(
+                scaled_blocks(draw, 0, 256, out=192, dtype=fp8)
+            ),
             "scales with gaps, native": lambda draw: with_gaps(
                 scaled_blocks(draw, 33, 384, out=320, dtype=fp8), "weight_scale"
             ),
@@ -132,6 +138,9 @@ def of_rows(fp8: torch.dtype) -> dict[str, Cases]:
                 ((300, 768), 48),
                 ((2, 3, 256), 64),
                 ((7, 384), 64),
+                ((16, 512), 64),
+                ((17, 512), 64),
+                ((64, 256), 64),
             )
         },
         "quant_mxfp4": {

@@ -10,7 +10,7 @@ from compare import compare
 from kernel_cases.draw import EPS, Draw
 from kernel_cases.linear import linear
 from kernel_cases.scaled_linear import int8_operands, mxfp4_operands, scaled_blocks, scaled_fp8
-from row_cases import halves, with_gaps
+from row_cases import by_column, halves, with_gaps
 
 from atomc.ops.op import refusal
 from atomc.platform import Platform
@@ -143,6 +143,30 @@ def test_a_shuffled_weight_fills_the_tiles_of_cks_kernels_for_any_number_of_rows
         )
         unfilled = f"shape: a weight of {outputs} x {inputs} does not fill CK's tiles of {tile}"
         assert said == (untiled if inputs % 32 else unfilled)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(96, 256), (64, 192), (64, 208)])
+def test_a_shuffled_weight_by_blocks_fills_the_tiles_of_cks_kernel(
+    outputs: int, inputs: int
+) -> None:
+    given = by_column(scaled_blocks(DRAW, 3, inputs, out=outputs, dtype=FP8))
+    said = reason("scaled_linear_blocks.scaled_linear_fp8_block", **given)
+    assert said is not None and said.startswith("shape: ")
+
+
+def test_the_scales_of_x_choose_one_of_the_products_by_blocks() -> None:
+    by_row = scaled_blocks(DRAW, 33, 256, out=64, dtype=FP8)
+    chosen = {
+        name: [
+            reason(f"{name}.scaled_linear_fp8_block", **given)
+            for given in (by_row, by_column(dict(by_row)))
+        ]
+        for name in ("scaled_linear", "scaled_linear_blocks")
+    }
+    assert chosen == {
+        "scaled_linear": [None, "layout: AITER's kernel reads the scales row by row"],
+        "scaled_linear_blocks": ["layout: AITER's kernel reads the scales column by column", None],
+    }
 
 
 def test_a_shuffled_weight_has_rows_of_192_and_more() -> None:

@@ -16,10 +16,6 @@ from atomc.kernels.aiter import library
 from atomc.ops.op import refusal
 from atomc.platform import Platform
 
-# Modules of kernels over functions that have no stand-in yet.
-WITHOUT = ("attention", "collective", "kv_write", "rope")
-CHECKED = [name for name in COMPILED if name.partition(".")[0] not in WITHOUT]
-
 
 @functools.cache
 def outcomes(name: str, arch: str) -> dict[str, str]:
@@ -50,29 +46,22 @@ def outcomes(name: str, arch: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("name", CHECKED)
+@pytest.mark.parametrize("name", COMPILED)
 def test_a_kernel_computes_what_its_op_means(name: str, arch: str) -> None:
     failed = [f"{k}: {v}" for k, v in outcomes(name, arch).items() if v.startswith("failed")]
     assert not failed, "\n".join(failed)
 
 
-@pytest.mark.parametrize("name", CHECKED)
+@pytest.mark.parametrize("name", COMPILED)
 def test_a_kernel_calls_aiter_in_several_cases(name: str) -> None:
     results = [result for arch in ARCHS for result in outcomes(name, arch).values()]
     assert results.count("passed") >= 4, sorted(set(results))
 
 
 def test_every_compiled_function_that_is_called_has_a_stand_in() -> None:
-    modules = {f"atomc.kernels.aiter.{name.partition('.')[0]}" for name in CHECKED}
-    called = {
-        value
-        for kernel in KERNELS.values()
-        if kernel.function.__module__ in modules
-        for value in kernel.function.__globals__.values()
-        if isinstance(value, library.Function) and "triton" not in value.modules[0]
-    }
+    compiled = [f for f in library.FUNCTIONS if "triton" not in f.modules[0]]
     assert {
         repr(function)
-        for function in called
+        for function in compiled
         if not any((module, function.name) in stand_ins.STAND_INS for module in function.modules)
     } == set()

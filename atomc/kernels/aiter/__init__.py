@@ -24,6 +24,7 @@ from atomc.kernels.aiter import (
     rope_kv_write,
     rope_triton,
     scaled_linear,
+    scaled_linear_blocks,
     scaled_linear_rows,
     scaled_linear_triton,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "rope_kv_write",
     "rope_triton",
     "scaled_linear",
+    "scaled_linear_blocks",
     "scaled_linear_rows",
     "scaled_linear_triton",
 ]

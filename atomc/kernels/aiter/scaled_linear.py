@@ -32,6 +32,7 @@ from atomc.platform import Platform
 gemm_a8w8 = Function("gemm_a8w8", "aiter")
 gemm_a8w8_bpreshuffle = Function("gemm_a8w8_bpreshuffle", "aiter")
 gemm_a8w8_blockscale = Function("gemm_a8w8_blockscale", "aiter")
+gemm_a8w8_blockscale_bpreshuffle = Function("gemm_a8w8_blockscale_bpreshuffle", "aiter")
 gemm_a4w4 = Function("gemm_a4w4", "aiter", takes=["dtype", "bpreshuffle"])
 # The inputs that the assembly of gemm_a4w4 reads at a time.
 AT_ONCE = 256
