@@ -1,7 +1,8 @@
 """Attention, without state and over a paged cache, and the write that precedes it.
 
 T new tokens, S keys or sequences, N query heads, K key/value heads (N a multiple of K), D head
-width. Caches are [blocks, block_size, K, D]; a layout (atomc.ops.state) only changes their strides.
+width. Caches are [blocks, block_size, K, D]; a layout (atomc.ops.state) changes their strides, or,
+if it is shuffled, hides their numbers from these references.
 In an fp8 cache a number is its code times k_scale or v_scale, [1] fp32 (None: 1).
 """
 

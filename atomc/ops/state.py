@@ -34,11 +34,16 @@ def kv_state(heads: int, head_dim: int) -> nn.Buffer:
 class Layout(NamedTuple):
     """How a cache [blocks, block_size, K, D] is laid out in memory; one without heads is contiguous
     in all layouts.
+
+    shuffled  the numbers of a block are in the order of AMD's kernels, in pieces of x numbers or 16
+              bytes: keys [K, D/x, block_size, x], values [K, block_size/x, D, x]. The tensor has
+              the same shape; only kernels of this layout know where in it a number is
     """
 
     name: str
     order: tuple[int, ...]  # memory order of the dimensions, slowest first
     block_size: int | None  # tokens a block; None: one block holds the longest sequence
+    shuffled: bool = False
 
 
 LAYOUTS = {
@@ -47,6 +52,7 @@ LAYOUTS = {
         Layout("paged", (0, 1, 2, 3), 16),
         # Each head's keys of one sequence are one dense matrix: what SDPA on a CPU wants.
         Layout("contiguous", (0, 2, 1, 3), None),
+        Layout("shuffled", (0, 1, 2, 3), 16, shuffled=True),
     )
 }
 

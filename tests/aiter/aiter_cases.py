@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from kernel_cases import CASES
-from kernel_cases.attention import DECODE, attended, paged
+from kernel_cases.attention import CHUNKS, DECODE, attended, paged
 from kernel_cases.draw import Cases, Draw
 from kernel_cases.linear import linear
 from kernel_cases.mla import latent_rope_written, multiplied_and_written, split_and_joined
@@ -24,13 +24,14 @@ from row_cases import of_rows
 from atomc import kernels, ops
 from atomc.ops.norm import RMS_NORM_STYLES
 from atomc.ops.op import Kernel
+from atomc.testing.layouts import in_plain_order
 
 HERE = Path(__file__).parent
 ARCHS = ("gfx942", "gfx950")
 FP8_OF = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 assert kernels.load("aiter") is None
 KERNELS = {
-    f"{kernel.function.__module__.rpartition('.')[2]}.{kernel.op}": kernel
+    f"{kernel.function.__module__.rpartition('.')[2]}.{kernel.op}": in_plain_order(kernel)
     for op in ops.REGISTRY.values()
     for kernel in op.kernels
     if kernel.provider == "aiter"
@@ -41,6 +42,7 @@ PLAINLY_NAMED = (
     "mla",
     "norm_rope_kv_write",
     "rope_kv_write",
+    "shuffled_rope_kv_write",
 )
 IN_TRITON = sorted(
     name
@@ -49,7 +51,7 @@ IN_TRITON = sorted(
 )
 COMPILED = sorted(set(KERNELS) - set(IN_TRITON))
 # Compiled for some steps, in Triton for the others.
-PARTLY_COMPILED = {"paged_attention.paged_attention"}
+PARTLY_COMPILED = {"paged_attention.paged_attention", "shuffled_attention.paged_attention"}
 
 
 def tables_in_bf16(draw: Draw, **rest: Any) -> dict[str, Any]:
@@ -135,6 +137,17 @@ def of_whole_tiles(arch: str) -> dict[str, Cases]:
             "packed, some nowhere": partial(
                 norm_rope_written, packed=True, tokens=33, skip=(0, 4, 32)
             ),
+            **{
+                f"{norm}, {rope}, {width}": partial(
+                    norm_rope_written, norm_style=norm, rope_style=rope, width=width, tokens=9
+                )
+                for norm in ("after", "before")
+                for rope in ("half", "gptj")
+                for width in (128, 256)
+            },
+            "half of half rotates": partial(
+                norm_rope_written, rope_style="half", width=128, rotated=64, skip=(0, 3)
+            ),
             "packed, half rotates": partial(
                 norm_rope_written, packed=True, width=128, rotated=64, heads=(4, 4)
             ),
@@ -147,6 +160,17 @@ def of_whole_tiles(arch: str) -> dict[str, Cases]:
         },
         "paged_attention": {
             "another scale": lambda draw: paged(draw, DECODE, scale=0.3),
+            "decode, heads of 128": lambda draw: paged(draw, DECODE, heads=(12, 2), width=128),
+            "decode, heads of 128, packed": lambda draw: (
+                paged(draw, DECODE, width=128) | {"q": draw.heads(5, 8, 2, 2, width=128)[0]}
+            ),
+            "decode, heads of 128, padding": lambda draw: paged(
+                draw, [(1, 33), (1, 5), (0, 0)], width=128, padding=1
+            ),
+            "long decode, heads of 128": lambda draw: paged(
+                draw, [(1, 600), (1, 3)], heads=(4, 2), width=128
+            ),
+            "mixed, heads of 128": lambda draw: paged(draw, CHUNKS, heads=(4, 2), width=128),
             "decode, padding": lambda draw: paged(draw, [(1, 33), (1, 5), (0, 0)], padding=1),
             "long decode, padding": lambda draw: paged(draw, [(1, 600), (0, 0)], padding=1),
             **{

@@ -27,6 +27,12 @@ from atomc.kernels.aiter import (
     scaled_linear_blocks,
     scaled_linear_rows,
     scaled_linear_triton,
+    shuffled_attention,
+    shuffled_attention_triton,
+    shuffled_kv_write,
+    shuffled_norm_rope_kv_write,
+    shuffled_rope_kv_write,
+    shuffled_unfused,
 )
 
 __all__ = [
@@ -54,4 +60,10 @@ __all__ = [
     "scaled_linear_blocks",
     "scaled_linear_rows",
     "scaled_linear_triton",
+    "shuffled_attention",
+    "shuffled_attention_triton",
+    "shuffled_kv_write",
+    "shuffled_norm_rope_kv_write",
+    "shuffled_rope_kv_write",
+    "shuffled_unfused",
 ]

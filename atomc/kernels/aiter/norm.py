@@ -22,7 +22,7 @@ MAX_COLUMNS = 8192
 STORED_COLUMNS = 2
 
 
-def _refuse_rms_norm(
+def refuse_rms_norm(
     platform: Platform, x: Tensor, weight: Tensor, eps: float, style: str = "after"
 ) -> Refusal | None:
     if reason := unfit(platform, rmsnorm if style == "one_plus" else rmsnorm2d_fwd):
@@ -55,7 +55,7 @@ def _rows(x: Tensor, residual: Tensor | None = None, **parameters: Tensor | None
     )
 
 
-@ops.rms_norm.kernel("aiter", refuses=_refuse_rms_norm, rounds="once")
+@ops.rms_norm.kernel("aiter", refuses=refuse_rms_norm, rounds="once")
 def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Tensor:
     if not x.numel():
         return torch.empty_like(x)

@@ -11,6 +11,7 @@ from torch import Tensor
 from atomc.graph.sizes import known_equal
 from atomc.kernels.aiter.kv_write import odd_blocks
 from atomc.kernels.aiter.library import FP8_OF, Function, unfit
+from atomc.kernels.aiter.shuffled_cache import as_shuffled, unshuffled
 from atomc.kernels.checks import HALVES, strided, unlike
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -19,6 +20,8 @@ PLACES = ("aiter.ops.triton.attention.unified_attention", "aiter.ops.triton.unif
 unified_attention = Function("unified_attention", *PLACES, takes=["sinks"])
 # Versions that read codes without a scale, too; older ones load the scale that is not there.
 unscaled_attention = Function("unified_attention", *PLACES, takes=["sinks", "q_scales"])
+# Versions that read the shuffled layout.
+shuffled_attention = Function("unified_attention", *PLACES, takes=["sinks", "shuffled_kv_cache"])
 # Up to so many keys AITER's kernel walks them in one program a tile. Beyond, it may split them, and
 # its second kernel, which joins the parts, writes to rows of no sequence what it finds in memory.
 UNSPLIT = 512
@@ -53,6 +56,26 @@ def unattended(
     return strided(q=q, k_cache=k_cache, v_cache=v_cache) or odd_blocks(k_cache)
 
 
+def unattended_shuffled(
+    platform: Platform,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> Refusal | None:
+    """Why `attended` does not serve these in the shuffled layout, which has no codes."""
+    width = q.shape[-1]
+    if width & (width - 1):
+        return Refusal("shape", f"heads of {width}: AITER takes a power of two")
+    return (
+        unfit(platform, shuffled_attention)
+        or unlike(HALVES, q=q, k_cache=k_cache, v_cache=v_cache)
+        or unattended(platform, q, k_cache, v_cache, k_scale, v_scale)
+        or unshuffled(k_cache, v_cache)
+    )
+
+
 def attended(
     q: Tensor,
     k_cache: Tensor,
@@ -67,8 +90,9 @@ def attended(
     scale: float,
     window: int,
     softcap: float,
+    shuffled: bool = False,
 ) -> Tensor:
-    """paged_attention of rows q [T, N, D] -> [T, N, D]."""
+    """paged_attention of rows q [T, N, D] -> [T, N, D]. shuffled: the layout of the caches."""
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     count, sequences = q.shape[0], seq_lens.shape[0]
     if not count or not sequences:
@@ -79,8 +103,7 @@ def attended(
     most = 1 if count == sequences else max(2, count // sequences)
     unified_attention(
         q,
-        k_cache,
-        v_cache,
+        *(as_shuffled(k_cache, v_cache) if shuffled else (k_cache, v_cache)),
         out,
         query_start,
         most,
@@ -95,6 +118,7 @@ def attended(
         k_scale,
         v_scale,
         sinks=sinks,
+        **({"shuffled_kv_cache": True} if shuffled else {}),
     )
     if splits or most == 1:
         blank_padding(out, query_start, seq_lens)

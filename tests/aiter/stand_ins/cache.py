@@ -17,11 +17,6 @@ def in_memory(x: Tensor, size: tuple[int, ...], stride: tuple[int, ...]) -> Tens
     return x.as_strided(size, stride, x.storage_offset())
 
 
-def tokens(x: Tensor) -> Tensor:
-    """x [T, K, D] by the stride between its tokens alone."""
-    return in_memory(x, tuple(x.shape), (x.stride(0), x.shape[2], 1))
-
-
 def slots_checked(slot_mapping: Tensor) -> None:
     if slot_mapping.dtype not in (torch.int32, torch.int64):
         raise RuntimeError(f"slot_mapping must be int32 or int64, got {slot_mapping.dtype}")
@@ -64,3 +59,62 @@ def reshape_and_cache_flash(
         for t, slot in enumerate(slot_mapping.tolist()):
             if slot >= 0:
                 seen[slot // block_size, slot % block_size] = new[t]
+
+
+def of_shuffled(
+    key_cache: Tensor, value_cache: Tensor, heads: int, width: int
+) -> tuple[Tensor, Tensor]:
+    """Keys and values [blocks, block_size, heads, D] as kernels find them that go by the sizes of
+    keys [blocks, heads, D/x, block_size, x] alone, values being [blocks, heads, block_size/x, D, x]
+    without gaps.
+    """
+    blocks, _, _, block_size, x = key_cache.shape
+    whole = heads * width * block_size
+    keys = in_memory(
+        key_cache,
+        (blocks, block_size, heads, width // x, x),
+        (whole, x, width * block_size, block_size * x, 1),
+    )
+    values = in_memory(
+        value_cache,
+        (blocks, block_size // x, x, heads, width),
+        (whole, width * x, 1, width * block_size, x),
+    )
+    return keys, values
+
+
+def write_shuffled(keys: Tensor, values: Tensor, slot: int, key: Tensor, value: Tensor) -> None:
+    """key and value [K, D] of one token to a slot of what of_shuffled gave."""
+    block_size, x = keys.shape[1], keys.shape[4]
+    block, offset = divmod(slot, block_size)
+    keys[block, offset] = key.unflatten(-1, (-1, x))
+    values[block, offset // x, offset % x] = value
+
+
+@stands_for("aiter")
+def reshape_and_cache(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_cache_dtype: str,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    asm_layout: bool = False,
+) -> None:
+    """key and value [T, K, D] into keys [blocks, K, D/x, block_size, x] and values [blocks, K, D,
+    block_size], or [blocks, K, block_size/x, D, x] with asm_layout. Scales are for fp8 alone.
+    """
+    slots_checked(slot_mapping)
+    same_kind(kv_cache_dtype, key=key, value=value, key_cache=key_cache, value_cache=value_cache)
+    if not asm_layout:
+        raise NotImplementedError("values [blocks, K, D, block_size]")
+    _, heads, width = key.shape
+    keys, values = of_shuffled(key_cache, value_cache, heads, width)
+    new_keys, new_values = (
+        in_memory(x, tuple(key.shape), (x.stride(0), width, 1)) for x in (key, value)
+    )
+    for t, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            write_shuffled(keys, values, slot, new_keys[t], new_values[t])

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from stand_ins import ARCH, stands_for
 from stand_ins.attention import attended
+from stand_ins.cache import in_memory, of_shuffled
 
 FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 
@@ -76,4 +77,49 @@ def unified_attention(
             softcap,
             sinks,
         ).to(out.dtype)
+    return out
+
+
+@stands_for("aiter")
+def pa_fwd_asm(
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    block_tables_stride0: int,
+    max_qlen: int = 1,
+    K_QScale: Tensor | None = None,
+    V_QScale: Tensor | None = None,
+    out_: Tensor | None = None,
+    qo_indptr: Tensor | None = None,
+    high_precision: int | None = 1,
+    kernelName: str | None = None,
+) -> Tensor:
+    """The last token of each sequence s, row s of Q [S, N, 128], over keys [blocks, K, 128/x,
+    block_size, x] and values [blocks, K, block_size/x, 128, x] -> [S, N, 128]. Scores are divided
+    by sqrt(128). A row of a sequence without tokens is garbage.
+    """
+    if max_qlen != 1 or any(x is not None for x in (K_QScale, V_QScale, out_, qo_indptr)):
+        raise NotImplementedError("arguments that no lowering gives")
+    if Q.shape[2] != 128:
+        raise RuntimeError(f"ASM PA only supports head_size=128, got {Q.shape[2]}")
+    if Q.dtype not in (torch.float16, torch.bfloat16) or K.dtype != Q.dtype or V.dtype != Q.dtype:
+        raise RuntimeError(f"cannot get heuristic kernel for {Q.dtype} and {K.dtype}")
+    heads, block_size = K.shape[1], K.shape[3]
+    if Q.shape[1] // heads > 16 or block_size != 16:
+        raise RuntimeError("cannot get heuristic kernel! gqa, block_size")
+    if context_lens.dtype != torch.int32 or block_tables.dtype != torch.int32:
+        raise RuntimeError("the kernel reads int32")
+    if not Q.is_contiguous():
+        raise RuntimeError("the result would lie as the queries do")
+    tables = in_memory(block_tables, tuple(block_tables.shape), (block_tables_stride0, 1))
+    keys, values = of_shuffled(K, V, heads, 128)
+    keys, values = keys.flatten(3), values.flatten(1, 2)
+    out = torch.full_like(Q, torch.nan)
+    for s, length in enumerate(context_lens.tolist()):
+        if length:
+            pages = tables[s, : -(-length // block_size)].long()
+            of_sequence = (x[pages].flatten(0, 1)[:length] for x in (keys, values))
+            out[s] = attended(Q[s : s + 1], *of_sequence, 128**-0.5, True, (-1, -1))[0]
     return out
