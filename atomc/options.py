@@ -38,7 +38,8 @@ class Options:
     kv_cache_dtype  "auto": as the checkpoint says, else as keys and values come; "fp8": in e4m3,
                     half of 16 bits
     batch_invariant  a request gets bit by bit what it gets alone, whatever runs beside it; slower
-    layout     how state lies in memory, "paged" or "contiguous"; None: as suits the machine
+    layout     how state lies in memory, "paged", "contiguous" or "shuffled"; None: as suits the
+               machine
     inductor   handed on to Inductor, keys as in torch._inductor.config
     dump       a folder for one runnable file per changing pass
                (ATOMC_DUMP=dir)

@@ -330,7 +330,9 @@ class GroupStep(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What one call of the compiled model gets. A sequence may have any number of new tokens."""
+    """What one call of the compiled model gets. A sequence may have any number of new tokens; where
+    there are as many rows as sequences, row s is of sequence s, or both are padding.
+    """
 
     input_ids: Tensor  # [T] i64
     positions: Tensor  # [T] or [3, T] i64

@@ -34,11 +34,12 @@ def in_plain_order(kernel: Kernel) -> Kernel:
 
 def _shuffled(cache: Tensor, role: str) -> Tensor:
     """[blocks, block_size, K, D] in the order of the layout "shuffled"."""
+    blocks, size, heads, width = cache.shape
     x = PIECE // cache.dtype.itemsize
     if role == "k_cache":
-        moved = cache.unflatten(3, (-1, x)).permute(0, 2, 3, 1, 4)
+        moved = cache.reshape(blocks, size, heads, width // x, x).permute(0, 2, 3, 1, 4)
     else:
-        moved = cache.unflatten(1, (-1, x)).permute(0, 3, 1, 4, 2)
+        moved = cache.reshape(blocks, size // x, x, heads, width).permute(0, 3, 1, 4, 2)
     return moved.contiguous().view(cache.shape)
 
 

@@ -11,10 +11,10 @@ import stand_ins
 import torch
 from aiter_cases import KERNELS, cases
 from compare import compare
-from kernel_cases.attention import attended
+from kernel_cases.attention import attended, paged
 from kernel_cases.draw import Draw
 from kernel_cases.rows import reducing
-from kernel_cases.state import written
+from kernel_cases.state import norm_rope_written, written
 from stand_ins.collectives import PROCESSES
 from torch import Tensor
 
@@ -35,6 +35,50 @@ def test_a_window_of_one_key_is_refused() -> None:
     assert refused("attention.attention", attended(DRAW, 33, window=2)) is None
     assert refused("attention.attention", attended(DRAW, 33, window=1)) == Refusal(
         "argument", "AITER has no kernel for a window of one key"
+    )
+
+
+def test_assembly_that_scales_by_the_width_of_a_head_gets_no_other_scale() -> None:
+    name = "shuffled_attention.paged_attention"
+    assert refused(name, paged(DRAW, [(1, 5)], width=128)) is None
+    assert refused(name, paged(DRAW, [(1, 5)], width=128, scale=0.09)) == Refusal(
+        "argument", "AITER's assembly scales by 1 / sqrt(128)"
+    )
+    assert refused(name, paged(DRAW, [(1, 5)], width=64)) == Refusal(
+        "shape",
+        "4 heads of 64 share a key head: AITER's assembly takes heads of 128, up to 16",
+    )
+    assert refused(name, paged(DRAW, [(1, 5)], width=128, window=4)) == Refusal(
+        "argument", "AITER's assembly takes no window"
+    )
+
+
+def test_halves_that_no_flipped_bit_finds_are_refused() -> None:
+    def rotating(columns: int) -> Refusal | None:
+        given = norm_rope_written(DRAW, rope_style="half", width=128, rotated=columns)
+        return refused("shuffled_norm_rope_kv_write.qk_norm_rope_kv_write", given)
+
+    assert rotating(64) is rotating(128) is None
+    for columns in (96, 24):
+        assert rotating(columns) == Refusal(
+            "shape",
+            f"{columns} of 128 columns rotate: the halves are no power of two apart",
+        )
+
+
+def test_long_prompts_with_sinks_are_left_to_triton() -> None:
+    given = paged(DRAW, [(40, 40)]) | {"sinks": DRAW.normal(8)}
+    assert refused("paged_attention_triton.paged_attention", given) is None
+    assert refused("paged_attention.paged_attention", given) == Refusal(
+        "argument", "AITER's attention takes no sinks"
+    )
+
+
+def test_a_scattered_cache_is_not_gathered() -> None:
+    given = paged(DRAW, [(40, 40)])
+    given["k_cache"] = torch.cat((given["k_cache"], given["k_cache"]), 1)[:, :16]
+    assert refused("paged_attention.paged_attention", given) == Refusal(
+        "layout", "the blocks of the cache do not follow each other"
     )
 
 
