@@ -112,7 +112,12 @@ BUGS = [
     ),
     bug("quant", "STORED_CODES = 4", "STORED_CODES = 1", values("quant.quant_fp8_per_token")),
     bug("quant", 'if rounding != "up":', 'if rounding == "up":', values("quant.quant_mxfp4")),
-    bug("linear", "weight, bias=bias)", "weight, bias=None)", values("linear.linear")),
+    bug(
+        "linear",
+        "rows(x), weight, bias=bias)",
+        "rows(x), weight, bias=None)",
+        values("linear.linear"),
+    ),
     bug(
         "linear",
         "return gapped(x=x, weight=weight)",
