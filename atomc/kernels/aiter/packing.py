@@ -42,10 +42,10 @@ def shuffled_scale(scale: Tensor) -> Tensor:
 def _tiled(scale: Tensor, out: Tensor) -> Tensor:
     # Tile, half of its rows, row; tile of columns, half of its columns, column.
     tiles = out.view(-1, out.shape[1] // 8, 4, 16, 2, 2).permute(0, 5, 3, 1, 4, 2)
-    columns = scale.unflatten(1, (-1, 2, 4))
-    whole = scale.shape[0] // 32
+    m, k = scale.shape
+    columns, whole = scale.view(m, k // 8, 2, 4), m // 32
     if whole:
-        tiles[:whole].copy_(columns[: 32 * whole].unflatten(0, (whole, 2, 16)))
+        tiles[:whole].copy_(columns[: 32 * whole].view(whole, 2, 16, k // 8, 2, 4))
     for half, rows in enumerate(columns[32 * whole :].split(16)):
         if rows.shape[0]:
             tiles[whole, half, : rows.shape[0]].copy_(rows)
