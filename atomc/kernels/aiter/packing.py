@@ -46,9 +46,9 @@ def _tiled(scale: Tensor, out: Tensor) -> Tensor:
     columns, whole = scale.view(m, k // 8, 2, 4), m // 32
     if whole:
         tiles[:whole].copy_(columns[: 32 * whole].view(whole, 2, 16, k // 8, 2, 4))
-    for half, rows in enumerate(columns[32 * whole :].split(16)):
-        if rows.shape[0]:
-            tiles[whole, half, : rows.shape[0]].copy_(rows)
+    for half, start in enumerate(range(32 * whole, m, 16)):
+        rows = columns[start : start + 16]
+        tiles[whole, half, : rows.shape[0]].copy_(rows)
     return out
 
 
