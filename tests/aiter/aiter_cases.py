@@ -51,7 +51,10 @@ IN_TRITON = sorted(
 )
 COMPILED = sorted(set(KERNELS) - set(IN_TRITON))
 # Compiled for some steps, in Triton for the others.
-PARTLY_COMPILED = {"paged_attention.paged_attention", "shuffled_attention.paged_attention"}
+PARTLY_COMPILED = {
+    f"{module}.paged_attention"
+    for module in ("paged_attention", "shuffled_attention", "shuffled_attention_gluon")
+}
 
 
 def tables_in_bf16(draw: Draw, **rest: Any) -> dict[str, Any]:
@@ -166,6 +169,9 @@ def of_whole_tiles(arch: str) -> dict[str, Cases]:
             ),
             "decode, heads of 128, padding": lambda draw: paged(
                 draw, [(1, 33), (1, 5), (0, 0)], width=128, padding=1
+            ),
+            "sinks, window, decode": lambda draw: (
+                paged(draw, [*DECODE, (1, 70)], window=16) | {"sinks": draw.normal(8)}
             ),
             "long decode, heads of 128": lambda draw: paged(
                 draw, [(1, 600), (1, 3)], heads=(4, 2), width=128

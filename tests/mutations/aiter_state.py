@@ -191,6 +191,24 @@ BUGS = [
         "rms_norm(k, q_weight, eps, norm_style)",
         values("shuffled_unfused.qk_norm_rope_kv_write"),
     ),
+    bug(
+        "shuffled_attention_gluon",
+        "window + 1 if window else 0",
+        "window",
+        values("shuffled_attention_gluon.paged_attention"),
+    ),
+    bug(
+        "shuffled_attention_gluon",
+        "sinks=sinks,\n            # AITER",
+        "sinks=None,\n            # AITER",
+        values("shuffled_attention_gluon.paged_attention"),
+    ),
+    bug(
+        "shuffled_attention_gluon",
+        "blank_padding(out, query_start, seq_lens)",
+        "pass",
+        values("shuffled_attention_gluon.paged_attention"),
+    ),
     # writes into pages, rotary positions
     bug(
         "kv_write",

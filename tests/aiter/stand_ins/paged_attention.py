@@ -123,3 +123,68 @@ def pa_fwd_asm(
             of_sequence = (x[pages].flatten(0, 1)[:length] for x in (keys, values))
             out[s] = attended(Q[s : s + 1], *of_sequence, 128**-0.5, True, (-1, -1))[0]
     return out
+
+
+GLUON = "aiter.ops.triton.gluon.pa_decode_gluon"
+
+
+@stands_for(GLUON)
+def get_recommended_splits(num_sequences: int, num_kv_heads: int, split_kv_blocks: int = 1) -> int:
+    return min(-(-304 // (num_sequences * num_kv_heads * split_kv_blocks)) * split_kv_blocks, 8)
+
+
+@stands_for(GLUON)
+def pa_decode_gluon(
+    output: Tensor,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    context_lengths: Tensor,
+    block_tables: Tensor,
+    softmax_scale: float,
+    query_length: int,
+    max_context_partition_num: int,
+    context_partition_size: int = 256,
+    compute_type: torch.dtype = torch.bfloat16,
+    query_scale: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    exp_sums: Tensor | None = None,
+    max_logits: Tensor | None = None,
+    temporary_output: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    sliding_window: int = 0,
+    ps: bool = True,
+) -> None:
+    """Into output [S, N, D], of the last token of each sequence, row s of query: over keys [blocks,
+    K, D/x, block_size, x] and values [blocks, K, block_size/x, D, x]. The window ends behind the
+    last key: it has one key less than sliding_window. Buffers are made where none are given. A row
+    of a sequence without tokens is garbage.
+    """
+    given = (query_scale, key_scale, value_scale, exp_sums, max_logits, temporary_output)
+    if query_length != 1 or any(x is not None for x in (*given, alibi_slopes)):
+        raise NotImplementedError("arguments that no lowering gives")
+    assert query.shape[1] // key_cache.shape[1] <= 64, "equivalent_query_group_size exceeds 64"
+    assert key_cache.dim() == 5 and output.dim() == query.dim() == 3
+    assert key_cache.shape[3] in (16, 64, 1024), "kv_block_size"
+    assert query.dtype == output.dtype == key_cache.dtype == compute_type
+    if context_lengths.dtype != torch.int32 or block_tables.dtype != torch.int32:
+        raise RuntimeError("the kernel reads int32")
+    if not output.is_contiguous() or not query.is_contiguous():
+        raise RuntimeError("rows are seen as [S, 1, K, N / K, D], output without a copy")
+    if not ps or not 1 <= max_context_partition_num <= 8 or context_partition_size != 256:
+        raise NotImplementedError("another way to split the keys")
+    _, heads, pieces, block_size, piece = key_cache.shape
+    keys, values = of_shuffled(key_cache, value_cache, heads, pieces * piece)
+    keys, values = keys.flatten(3), values.flatten(1, 2)
+    output.fill_(torch.nan)
+    for s, length in enumerate(context_lengths.tolist()):
+        if length:
+            pages = block_tables[s, : -(-length // block_size)].long()
+            of_sequence = (x[pages].flatten(0, 1)[:length] for x in (keys, values))
+            left = sliding_window - 2 if sliding_window else -1
+            seen = attended(
+                query[s : s + 1], *of_sequence, softmax_scale, True, (left, -1), 0.0, sinks
+            )
+            output[s] = seen[0]
