@@ -222,7 +222,7 @@ BUGS = [
         'v_cache, k_cache, slots, "auto"',
         values("kv_write.kv_write"),
     ),
-    bug("kv_write", "        or _unequal_blocks(k_cache, v_cache)\n", "", GUARDS),
+    bug("kv_write", "        or _unequal_blocks(k_cache, v_cache)\n", "        or None\n", GUARDS),
     bug(
         "rope",
         "            table_rows(cos),\n            table_rows(sin),",
