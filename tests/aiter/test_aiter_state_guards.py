@@ -22,6 +22,7 @@ from atomc import ops
 from atomc.ops.op import Refusal, refusal
 from atomc.platform import Platform
 
+STATE_OPS = ("attention", "paged_attention", "kv_write", "rope_kv_write", "qk_norm_rope_kv_write")
 DRAW = Draw(torch.bfloat16)
 HERE = replace(Platform.named("gfx950"), here=True)
 
@@ -29,6 +30,19 @@ HERE = replace(Platform.named("gfx950"), here=True)
 def refused(name: str, given: dict[str, Any]) -> Refusal | None:
     with stand_ins.installed("gfx950"):
         return refusal(KERNELS[name], HERE, given)
+
+
+STATEFUL = [name for name, kernel in KERNELS.items() if kernel.op in STATE_OPS]
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_other_machines_are_refused_before_anything_else(name: str) -> None:
+    kernel = KERNELS[name]
+    for make in cases(kernel, "gfx950").values():
+        given = make(Draw(torch.bfloat16, layout=kernel.layout or "paged"))
+        assert refusal(kernel, Platform.named("sm90"), given) == Refusal(
+            "hardware", "AITER runs on AMD GPUs"
+        )
 
 
 def test_a_window_of_one_key_is_refused() -> None:

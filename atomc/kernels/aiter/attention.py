@@ -50,8 +50,12 @@ def _masked_otherwise(q: Tensor, k: Tensor, causal: bool, window: int) -> Refusa
         )
     if window and not causal:
         return Refusal("argument", "AITER's window ends at the query, here later keys are seen")
+    return single_key(window)
+
+
+def single_key(window: int) -> Refusal | None:
+    """AITER takes a window of one key for none when it picks a kernel, which then refuses it."""
     if window == 1:
-        # It takes this for no window when it picks a kernel, and that kernel refuses the call.
         return Refusal("argument", "AITER has no kernel for a window of one key")
     return None
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from atomc import ops
+from atomc.kernels.aiter.attention import single_key
 from atomc.kernels.aiter.library import Function, unfit
 from atomc.kernels.aiter.unified_attention import attended, unattended
 from atomc.kernels.checks import scattered_blocks, unaligned_heads, unlike, unsupported
@@ -19,8 +20,9 @@ flash_attn_varlen_func = Function(
     takes=["softmax_scale", "logits_soft_cap", "causal", "window_size", "out"],
 )
 WIDEST = 256
-# Keys are gathered where there is room in the block tables for at most so many a row: a bound of the
-# memory that they take, 16 MiB for 1,024 rows and 8 key heads of 128. Not measured on AMD's GPUs.
+# Keys are gathered where there is room in the block tables for at most so many a row: a bound of
+# the memory that they take, 16 MiB for 1,024 rows and 8 key heads of 128. Not measured on an AMD
+# GPU.
 KEYS_PER_ROW = 4
 
 
@@ -41,10 +43,9 @@ def _refuse(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Refusal | None:
-    if window == 1:  # see attention.py
-        return Refusal("argument", "AITER has no kernel for a window of one key")
     return (
         unfit(platform, flash_attn_varlen_func)
+        or single_key(window)
         or unattended(platform, q, k_cache, v_cache, k_scale, v_scale)
         or unlike((q.dtype,), k_cache=k_cache, v_cache=v_cache)
         # Its assembly does not look at sinks, and is not told apart.

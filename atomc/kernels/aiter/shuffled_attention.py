@@ -37,6 +37,16 @@ def _refuse(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Refusal | None:
+    return (
+        unfit(platform, pa_fwd_asm)
+        or _unwritten(q, k_cache, scale)
+        or unsupported("AITER's assembly", sinks=sinks, window=window, softcap=softcap)
+        or unattended_shuffled(platform, q, k_cache, v_cache, k_scale, v_scale)
+    )
+
+
+def _unwritten(q: Tensor, k_cache: Tensor, scale: float) -> Refusal | None:
+    """Why there is no assembly for such heads, or with another scale."""
     heads, width = q.shape[-2:]
     sharing = heads // k_cache.shape[2]
     if width != WIDTH or sharing > MOST_SHARING:
@@ -47,11 +57,7 @@ def _refuse(
         )
     if not math.isclose(scale, WIDTH**-0.5, rel_tol=1e-6):
         return Refusal("argument", f"AITER's assembly scales by 1 / sqrt({WIDTH})")
-    return (
-        unfit(platform, pa_fwd_asm)
-        or unsupported("AITER's assembly", sinks=sinks, window=window, softcap=softcap)
-        or unattended_shuffled(platform, q, k_cache, v_cache, k_scale, v_scale)
-    )
+    return None
 
 
 @ops.paged_attention.kernel("aiter", layout="shuffled", refuses=_refuse)

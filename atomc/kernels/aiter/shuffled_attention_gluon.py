@@ -9,7 +9,7 @@ from atomc import ops
 from atomc.kernels.aiter.library import Function, unfit
 from atomc.kernels.aiter.shuffled_cache import as_shuffled
 from atomc.kernels.aiter.unified_attention import attended, blank_padding, unattended_shuffled
-from atomc.kernels.checks import unsupported
+from atomc.kernels.checks import too_wide, unsupported
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -36,13 +36,9 @@ def _refuse(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Refusal | None:
-    sharing = q.shape[-2] // k_cache.shape[2]
-    if sharing > MOST_SHARING:
-        return Refusal(
-            "shape", f"{sharing} heads share a key head: AITER takes at most {MOST_SHARING}"
-        )
     return (
         unfit(platform, pa_decode_gluon, get_recommended_splits)
+        or too_wide(q.shape[-2] // k_cache.shape[2], MOST_SHARING, "groups of heads")
         or unsupported("AITER's Gluon kernel", softcap=softcap)
         or unattended_shuffled(platform, q, k_cache, v_cache, k_scale, v_scale)
     )

@@ -65,12 +65,13 @@ def unattended_shuffled(
     v_scale: Tensor | None,
 ) -> Refusal | None:
     """Why `attended` does not serve these in the shuffled layout, which has no codes."""
+    if reason := unfit(platform, shuffled_attention):
+        return reason
     width = q.shape[-1]
     if width & (width - 1):
         return Refusal("shape", f"heads of {width}: AITER takes a power of two")
     return (
-        unfit(platform, shuffled_attention)
-        or unlike(HALVES, q=q, k_cache=k_cache, v_cache=v_cache)
+        unlike(HALVES, q=q, k_cache=k_cache, v_cache=v_cache)
         or unattended(platform, q, k_cache, v_cache, k_scale, v_scale)
         or unshuffled(k_cache, v_cache)
     )
