@@ -18,6 +18,13 @@ def halves(draw: Draw, *shape: int, **rest: Any) -> dict[str, Any]:
     return {"gate": gate, "up": up, **rest}
 
 
+def gates_of_minus_3(draw: Draw, **rest: Any) -> dict[str, Any]:
+    """Where the two GELUs differ by a tenth."""
+    given = halves(draw, 5, 64, **rest)
+    given["gate"].mul_(0.01).sub_(3)
+    return given
+
+
 def with_gaps(given: dict[str, Any], *names: str) -> dict[str, Any]:
     """These tensors in every second part of a larger one: the rows have gaps between them."""
     for name in names:
@@ -68,6 +75,10 @@ def of_rows(fp8: torch.dtype) -> dict[str, Cases]:
     return {
         "silu_and_mul": gated,
         "gelu_and_mul": gated
+        | {
+            f"gates of -3, {name}": partial(gates_of_minus_3, approximate=name)
+            for name in ("none", "tanh")
+        }
         | {f"{name}, tanh": partial(_tanh, make) for name, make in gated.items()},
         "rms_norm": norm[False],
         "add_rms_norm": norm[True],
