@@ -191,4 +191,34 @@ BUGS = [
         "enumerate(range(32 * whole, m - 15, 16))",
         "tests/aiter/test_aiter_packing.py -k scales",
     ),
+    bug(
+        "scaled_linear",
+        "bpreshuffle=True",
+        "bpreshuffle=False",
+        values("scaled_linear.linear_mxfp4"),
+    ),
+    bug(
+        "library",
+        '"gfx942": torch.float8_e4m3fnuz',
+        '"gfx942": torch.float8_e4m3fn',
+        values("quant.quant_fp8_per_token"),
+    ),
+    bug(
+        "norm_quant",
+        'size = group if scheme == "fp8_group" else 0',
+        'size = 128 if scheme == "fp8_group" else 0',
+        values("norm_quant.rms_norm_quant"),
+    ),
+    bug(
+        "norm_quant",
+        "dtype=torch.uint8), 32",
+        "dtype=torch.uint8), 64",
+        values("norm_quant.rms_norm_quant"),
+    ),
+    bug(
+        "scaled_linear_blocks",
+        "OUTPUTS = 64",
+        "OUTPUTS = 16",
+        values("scaled_linear_blocks.scaled_linear_fp8_block"),
+    ),
 ]

@@ -38,6 +38,24 @@ BUGS = [
         "up, gate, scale, scheme=quantizer.scheme",
         "tests/test_quant_fusion.py -k gated",
     ),
+    Bug(
+        "passes/recognize/gated.py",
+        "ops.gelu_and_mul(gate, up, approximate)",
+        "ops.gelu_and_mul(up, gate, approximate)",
+        "tests/test_passes.py -k both_gelus",
+    ),
+    Bug(
+        "passes/recognize/rope.py",
+        "ops.rope(x, cos, sin, style)",
+        "ops.rope(x, sin, cos, style)",
+        "tests/test_passes.py -k every_style_of_rotation",
+    ),
+    Bug(
+        "passes/fuse/kv_write.py",
+        "ops.rope_kv_write(q, k, v, cos, sin",
+        "ops.rope_kv_write(q, v, k, cos, sin",
+        "tests/test_passes.py -k the_rotation_and_the_write",
+    ),
     triton(
         "norm",
         "tl.sum(x * x, 1)[:, None] / D + eps",
