@@ -70,6 +70,15 @@ def test_a_norm_forms_no_groups_between_4096_and_6144_columns(name: str, scheme:
     assert said(6144) is not None
 
 
+@pytest.mark.parametrize("name", ["rms_norm_quant", "add_rms_norm_quant"])
+def test_aiters_triton_kernel_takes_the_groups_that_the_compiled_one_does_not_form(
+    name: str,
+) -> None:
+    for scheme in ("fp8_group", "mxfp4"):
+        given = norm(3, 5120, residual=name.startswith("add"), scheme=scheme)
+        assert reason(f"norm_quant_triton.{name}", **given) is None
+
+
 def test_a_norm_takes_rows_of_any_width_under_one_scale() -> None:
     for width in (4096, 5120, 6144, 8192):
         given = norm(3, width, scheme="fp8_per_token")

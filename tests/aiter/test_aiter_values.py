@@ -1,8 +1,10 @@
 """Our kernels over stand-ins for AITER's compiled functions compute what their ops mean."""
 
 import functools
+import re
 import traceback
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,3 +71,10 @@ def test_every_compiled_function_that_is_called_has_a_stand_in() -> None:
         for function in compiled
         if not any((module, function.name) in stand_ins.STAND_INS for module in function.modules)
     } == set()
+
+
+def test_stand_ins_share_no_code_with_atomc() -> None:
+    files = [file for file in Path(*stand_ins.__path__).glob("*.py") if file.stem != "__init__"]
+    assert files
+    for file in files:
+        assert not re.search(r"^\s*(import|from) atomc", file.read_text(), re.MULTILINE), file.name
