@@ -195,12 +195,12 @@ def test_a_product_in_mxfp4_reads_256_inputs_at_a_time() -> None:
 
 
 def test_a_row_of_zeros_comes_back_as_zeros() -> None:
-    x = DRAW.normal(3, 80)
+    x = Draw(torch.bfloat16).normal(3, 80)
     x[1] = 0
     with stand_ins.installed("gfx950"):
         codes, scale = KERNELS["quant.quant_fp8_per_token"].function(x)
     assert torch.equal((codes.float() * scale)[1], torch.zeros(80))
-    assert (codes.float() * scale - x.float()).abs().max() < 0.1
+    assert (codes.float() * scale - x.float()).abs().max() < x.abs().max() / 16
 
 
 UNGUARDED = {
