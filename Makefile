@@ -16,7 +16,7 @@ PYTEST_ARGS ?=
 INSTALL = $(BIN)/python -m pip install $(PIP_ARGS) --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint test-gpu test-libraries clean
+.PHONY: help demo test test-all lint test-gpu test-libraries test-mutations clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -42,6 +42,9 @@ test-gpu: ## the tests that need a GPU, from the tree, with the Python that is t
 test-libraries: $(VENV)/installed-test $(LIBRARIES)/installed ## the tests over AITER's Triton code and zentorch, from the package index
 	$(TEST_ENV) ATOMC_AITER_SOURCE=$(LIBRARIES)/aiter $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/aiter $(PYTEST_ARGS)
 	$(TEST_ENV) PYTHONPATH=$(LIBRARIES)/zentorch $(BIN)/python -m pytest -n $(WORKERS) tests/test_zentorch.py tests/test_cpu_quant.py tests/test_kernels.py -k zentorch $(PYTEST_ARGS)
+
+test-mutations: $(VENV)/installed-test ## apply one-line bugs, one after the other: each must turn a test red (BUGS=word selects)
+	$(BIN)/python tests/mutations/run.py $(BUGS)
 
 clean: ## remove the environment and what tools left behind
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -40,7 +40,8 @@ class Options:
                     e4m3, half the size of 16 bits
     batch_invariant  the result of a request does not depend, bit by bit, on other requests in its
                      batch; slower
-    layout     memory layout of the state, "paged" or "contiguous"; None: the platform's default
+    layout     memory layout of the state, "paged", "contiguous" or "shuffled"; None: the
+               platform's default
     inductor   options for Inductor, keys as in torch._inductor.config
     dump       a folder for one runnable file per pass that changed the graph
                (ATOMC_DUMP=dir)

@@ -25,6 +25,7 @@ from atomc.ops.op import (
     refusal,
 )
 from atomc.ops.op_traits import Kind
+from atomc.ops.state import LAYOUTS
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.report.records import KernelChoice
@@ -153,7 +154,7 @@ class Selection:
                 f"{self.platform.name}: "
                 f"{_spelled(refused)}"
             )
-        if op.mutates:
+        if op.mutates or (self._shuffled() and any(kernel.layout for kernel in op.kernels)):
             raise ValueError(
                 f"{op.name}: no kernel serves it on {self.platform.name}: {_spelled(refused)}"
             )
@@ -220,6 +221,10 @@ class Selection:
             or self._no_copies(kernel, nodes)
             or (None if any_tokens else self._other_tokens(kernel))
         )
+
+    def _shuffled(self) -> bool:
+        """Whether the references of ops cannot read the state."""
+        return self.layout in LAYOUTS and LAYOUTS[self.layout].shuffled
 
     def _other_layout(self, kernel: Kernel) -> Refusal | None:
         if self.layout is None or kernel.layout in (None, self.layout):

@@ -1,7 +1,8 @@
 """Attention, without state and over a paged cache, and the write to the cache.
 
 T new tokens, S keys or sequences, N query heads, K key/value heads (N a multiple of K), D head
-width. Caches are [blocks, block_size, K, D]; a layout (atomc.ops.state) only changes their strides.
+width. Caches are [blocks, block_size, K, D]; a layout (atomc.ops.state) changes their strides, or,
+if it is shuffled, the order of the values, which these references do not know.
 Values of an fp8 cache are codes times k_scale or v_scale, [1] fp32 (None: 1).
 """
 
@@ -236,8 +237,9 @@ def paged_attention(
 
     Rows query_start[s]:query_start[s + 1] of q (query_start [S + 1] i32) are the last of the
     seq_lens[s] tokens (seq_lens [S] i32) of sequence s, whose keys are in blocks block_tables[s]
-    ([S, B] i32). A sequence may have no new tokens. Rows of no sequence (padding) are zero. token:
-    the result of the write. window, softcap and sinks as in `attention`.
+    ([S, B] i32). A sequence may have no new tokens. Rows of no sequence (padding) are zero. A step
+    of as many rows as sequences is a decode step: row s is of sequence s, or both are padding.
+    token: the result of the write. window, softcap and sinks as in `attention`.
     """
     rows = q.reshape(-1, *q.shape[-2:])
     out = q.new_zeros((rows.shape[0], q.shape[-2], v_cache.shape[-1]))

@@ -36,11 +36,16 @@ def kv_state(heads: int, head_dim: int) -> nn.Buffer:
 class Layout(NamedTuple):
     """The memory layout of a cache [blocks, block_size, K, D]; a cache without heads is contiguous
     in all layouts.
+
+    shuffled  the numbers of a block are in the order of AMD's kernels, in pieces of x numbers or 16
+              bytes: keys [K, D/x, block_size, x], values [K, block_size/x, D, x]. The tensor has
+              the same shape; only kernels of this layout know where in it a number is
     """
 
     name: str
     order: tuple[int, ...]  # memory order of the dimensions, slowest first
     block_size: int | None  # tokens per block; None: a block has room for the longest sequence
+    shuffled: bool = False
 
 
 LAYOUTS = {
@@ -49,6 +54,7 @@ LAYOUTS = {
         Layout("paged", (0, 1, 2, 3), 16),
         # The keys of a head in one sequence are one dense matrix, as required by SDPA on a CPU.
         Layout("contiguous", (0, 2, 1, 3), None),
+        Layout("shuffled", (0, 1, 2, 3), 16, shuffled=True),
     )
 }
 
@@ -341,7 +347,9 @@ class GroupStep(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The inputs of one call of the compiled model. A sequence has any number of new tokens."""
+    """The inputs of one call of the compiled model. A sequence has any number of new tokens; in a
+    step of as many rows as sequences, row s is of sequence s, or both are padding.
+    """
 
     input_ids: Tensor  # [T] i64
     positions: Tensor  # [T] or [3, T] i64

@@ -17,6 +17,7 @@ from atomc.ops.op_traits import Kind
 from atomc.platform import Platform
 from atomc.report.render.table import table
 from atomc.testing.examples import EXAMPLES, Argument, Arguments, RandomInputs
+from atomc.testing.layouts import in_plain_order
 
 # One token, and more than the kernels for few tokens accept.
 ROWS = (1, 33)
@@ -141,7 +142,7 @@ def _run(kernel: Kernel, given: Arguments) -> Results:
         arguments["workspace"] = torch.empty(
             kernel.workspace(**given), dtype=torch.uint8, device=device
         )
-    return kernel.function(**arguments)
+    return in_plain_order(kernel).function(**arguments)
 
 
 def _upcast(arguments: Arguments) -> Arguments:

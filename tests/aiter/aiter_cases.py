@@ -13,23 +13,25 @@ from typing import Any
 
 import torch
 from kernel_cases import CASES
-from kernel_cases.attention import DECODE, paged
+from kernel_cases.attention import CHUNKS, DECODE, attended, paged
 from kernel_cases.draw import Cases, Draw
 from kernel_cases.linear import linear
 from kernel_cases.mla import latent_rope_written, multiplied_and_written, split_and_joined
 from kernel_cases.scaled_linear import int8_operands, mxfp4_operands, scaled_blocks, scaled_fp8
 from kernel_cases.state import norm_rope_written, rope_written
+from row_cases import of_rows
 
 from atomc import kernels, ops
 from atomc.ops.norm import RMS_NORM_STYLES
 from atomc.ops.op import Kernel
+from atomc.testing.layouts import in_plain_order
 
 HERE = Path(__file__).parent
 ARCHS = ("gfx942", "gfx950")
 FP8_OF = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 assert kernels.load("aiter") is None
 KERNELS = {
-    f"{kernel.function.__module__.rpartition('.')[2]}.{kernel.op}": kernel
+    f"{kernel.function.__module__.rpartition('.')[2]}.{kernel.op}": in_plain_order(kernel)
     for op in ops.REGISTRY.values()
     for kernel in op.kernels
     if kernel.provider == "aiter"
@@ -39,8 +41,8 @@ PLAINLY_NAMED = (
     "linear_split_cat",
     "mla",
     "norm_rope_kv_write",
-    "paged_attention",
     "rope_kv_write",
+    "shuffled_rope_kv_write",
 )
 IN_TRITON = sorted(
     name
@@ -48,6 +50,11 @@ IN_TRITON = sorted(
     if name.partition(".")[0].endswith("_triton") or name.partition(".")[0] in PLAINLY_NAMED
 )
 COMPILED = sorted(set(KERNELS) - set(IN_TRITON))
+# Compiled for some steps, in Triton for the others.
+PARTLY_COMPILED = {
+    f"{module}.paged_attention"
+    for module in ("paged_attention", "shuffled_attention", "shuffled_attention_gluon")
+}
 
 
 def tables_in_bf16(draw: Draw, **rest: Any) -> dict[str, Any]:
@@ -65,6 +72,7 @@ def of_whole_tiles(arch: str) -> dict[str, Cases]:
     """
     fp8 = FP8_OF[arch]
     return {
+        "attention": {"another scale": lambda draw: attended(draw, 33, scale=0.3)},
         "linear": {"whole tiles": lambda draw: linear(draw, 33, 128, out=64)},
         "scaled_linear_fp8": {
             "whole tiles": lambda draw: scaled_fp8(draw, 33, 256, out=64, dtype=fp8),
@@ -132,6 +140,17 @@ def of_whole_tiles(arch: str) -> dict[str, Cases]:
             "packed, some nowhere": partial(
                 norm_rope_written, packed=True, tokens=33, skip=(0, 4, 32)
             ),
+            **{
+                f"{norm}, {rope}, {width}": partial(
+                    norm_rope_written, norm_style=norm, rope_style=rope, width=width, tokens=9
+                )
+                for norm in ("after", "before")
+                for rope in ("half", "gptj")
+                for width in (128, 256)
+            },
+            "half of half rotates": partial(
+                norm_rope_written, rope_style="half", width=128, rotated=64, skip=(0, 3)
+            ),
             "packed, half rotates": partial(
                 norm_rope_written, packed=True, width=128, rotated=64, heads=(4, 4)
             ),
@@ -143,6 +162,35 @@ def of_whole_tiles(arch: str) -> dict[str, Cases]:
             ),
         },
         "paged_attention": {
+            "another scale": lambda draw: paged(draw, DECODE, scale=0.3),
+            "decode, heads of 128": lambda draw: paged(draw, DECODE, heads=(12, 2), width=128),
+            "decode, heads of 128, packed": lambda draw: (
+                paged(draw, DECODE, width=128) | {"q": draw.heads(5, 8, 2, 2, width=128)[0]}
+            ),
+            "decode, heads of 128, padding": lambda draw: paged(
+                draw, [(1, 33), (1, 5), (0, 0)], width=128, padding=1
+            ),
+            "sinks, window, decode": lambda draw: (
+                paged(draw, [*DECODE, (1, 70)], window=16) | {"sinks": draw.normal(8)}
+            ),
+            "long decode, heads of 128": lambda draw: paged(
+                draw, [(1, 600), (1, 3)], heads=(4, 2), width=128
+            ),
+            "mixed, heads of 128": lambda draw: paged(draw, CHUNKS, heads=(4, 2), width=128),
+            "decode, padding": lambda draw: paged(draw, [(1, 33), (1, 5), (0, 0)], padding=1),
+            "long decode, padding": lambda draw: paged(draw, [(1, 600), (0, 0)], padding=1),
+            **{
+                f"long prompts{name}": lambda draw, how=how: paged(
+                    draw, [(60, 70), (63, 63), (1, 65)], padding=2, **how
+                )
+                for name, how in {
+                    "": {},
+                    ", window": {"window": 9},
+                    ", softcap": {"softcap": 2.0},
+                    ", another scale": {"scale": 0.3},
+                    ", widest heads": {"width": 256, "heads": (2, 1)},
+                }.items()
+            },
             "long": lambda draw: paged(draw, [(1, 700), (1, 3), (1, 530)]),
             "long, padding rows": lambda draw: paged(draw, [(1, 600), (0, 0), (5, 20)], padding=2),
             "native fp8": lambda draw: paged(draw, DECODE, cache=fp8),
@@ -151,7 +199,8 @@ def of_whole_tiles(arch: str) -> dict[str, Cases]:
 
 
 def cases(kernel: Kernel, arch: str) -> Cases:
-    return CASES[kernel.op] | of_whole_tiles(arch).get(kernel.op, {})
+    more = (of_whole_tiles(arch), of_rows(FP8_OF[arch]))
+    return CASES[kernel.op] | more[0].get(kernel.op, {}) | more[1].get(kernel.op, {})
 
 
 def prepared(kernel: Kernel, given: dict[str, Any]) -> dict[str, Any]:

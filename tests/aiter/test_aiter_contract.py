@@ -5,13 +5,13 @@ does not take.
 import contextlib
 import inspect
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import stand_ins
 import torch
 from aiter_cases import ARCHS, KERNELS, cases, prepared
 from kernel_cases.draw import Draw
@@ -23,7 +23,7 @@ from atomc.kernels.aiter import library
 from atomc.ops.op import Kernel, refusal
 from atomc.platform import Platform
 
-API = Path(__file__).parents[3] / "shared/facts/aiter/api.json"
+API = Path(__file__).parent / "api.json"
 # Not in the list of signatures; a stubbed import has them (test_aiter_proofs.py).
 UNLISTED = {"rope_cached_fwd_impl", "triton.rope_cached_fwd", "triton._gemm_splitk_reduce_kernel"}
 
@@ -36,28 +36,31 @@ def short(function: library.Function) -> str:
     return f"{'triton.' * ('triton' in function.modules[0])}{function.name}"
 
 
-@pytest.fixture(scope="module")
-def signatures() -> dict[str, inspect.Signature]:
-    if not API.is_file():
-        pytest.skip(f"the list of AITER's signatures is not there ({API})")
+def listed() -> dict[str, inspect.Signature]:
+    """The signatures of AITER's functions, from a list: a name alone is required, a name with "="
+    has a default, those behind "*" are passed by name.
+    """
     found = {}
-    for entry in json.loads(API.read_text())["functions"]:
-        if entry["object"] == "function":
-            found[f"{'triton.' * ('triton' in entry['current'])}{entry['name']}"] = (
-                inspect.Signature(
-                    [
-                        inspect.Parameter(
-                            given["name"],
-                            getattr(inspect.Parameter, given["kind"].upper()),
-                            default=inspect.Parameter.empty
-                            if given["required"]
-                            else given["default"],
-                        )
-                        for given in entry["params"]
-                    ]
-                )
+    for path, spelled in json.loads(API.read_text())["signatures"].items():
+        head, _, tail = spelled.partition("*")
+        parameters = [
+            inspect.Parameter(
+                name.removesuffix("="),
+                kind,
+                default=None if name.endswith("=") else inspect.Parameter.empty,
             )
+            for kind, names in (
+                (inspect.Parameter.POSITIONAL_OR_KEYWORD, head),
+                (inspect.Parameter.KEYWORD_ONLY, tail),
+            )
+            for name in names.split()
+        ]
+        in_triton = "triton." * (".triton." in path)
+        found[f"{in_triton}{path.rpartition('.')[2]}"] = inspect.Signature(parameters)
     return found
+
+
+SIGNATURES = listed()
 
 
 Call = tuple[library.Function, tuple[Any, ...], dict[str, Any]]
@@ -85,20 +88,29 @@ def calls(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> list[Call]:
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_call_binds_to_the_signature_of_aiters_function(
-    name: str, signatures: dict[str, inspect.Signature], monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = calls(KERNELS[name], monkeypatch)
     assert made, "it refuses all cases, or calls nothing"
     for function, args, kwargs in made:
         if short(function) not in UNLISTED:
-            signatures[short(function)].bind(*args, **kwargs)
-            assert set(function.takes) <= signatures[short(function)].parameters.keys()
+            SIGNATURES[short(function)].bind(*args, **kwargs)
+            assert set(function.takes) <= SIGNATURES[short(function)].parameters.keys()
 
 
-def test_functions_without_a_listed_signature_are_known(
-    signatures: dict[str, inspect.Signature],
-) -> None:
-    assert {short(function) for function in library.FUNCTIONS} - signatures.keys() == UNLISTED
+def test_functions_without_a_listed_signature_are_known() -> None:
+    assert {short(function) for function in library.FUNCTIONS} - SIGNATURES.keys() == UNLISTED
+
+
+@pytest.mark.parametrize("path", stand_ins.STAND_INS, ids=".".join)
+def test_a_stand_in_takes_the_arguments_of_aiters_function(path: tuple[str, str]) -> None:
+    if path[1] in UNLISTED:
+        return
+    own = inspect.signature(stand_ins.STAND_INS[path]).parameters.values()
+    theirs = SIGNATURES[f"{'triton.' * ('.triton.' in path[0])}{path[1]}"].parameters.values()
+    assert [(p.name, p.default is p.empty) for p in own] == [
+        (p.name, p.default is p.empty) for p in theirs
+    ]
 
 
 GATE, UP = torch.randn(5, 128, dtype=torch.bfloat16).chunk(2, -1)
@@ -122,22 +134,14 @@ def test_aiter_serves_amds_gpus_alone() -> None:
     ]
 
 
-def forget() -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "aiter"]:
-        del sys.modules[name]
-    library.missing.cache_clear()
-    for function in library.FUNCTIONS:
-        vars(function).pop("found", None)
-
-
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder in which AITER is looked for anew, and no longer after the test."""
-    forget()
+    stand_ins.forget()
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "aiter/ops").mkdir(parents=True)
     yield tmp_path / "aiter"
-    forget()
+    stand_ins.forget()
 
 
 def test_the_unrelated_aiter_is_the_reason(installed: Path) -> None:

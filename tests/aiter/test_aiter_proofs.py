@@ -9,7 +9,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from aiter_cases import ARCHS, COMPILED, IN_TRITON, Stage, is_todays, source, staged
+from aiter_cases import (
+    ARCHS,
+    COMPILED,
+    IN_TRITON,
+    PARTLY_COMPILED,
+    Stage,
+    is_todays,
+    source,
+    staged,
+)
 
 pytestmark = [
     pytest.mark.skipif(not source(), reason="ATOMC_AITER_SOURCE names no checkout of AITER"),
@@ -85,7 +94,7 @@ def test_a_kernel_compiles_to_an_object(name: str, compiler: Stage) -> None:
     assert any(len(outcome.split()) > 1 for outcome in outcomes.values()), "nothing was compiled"
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", sorted(set(COMPILED) - PARTLY_COMPILED))
 def test_on_fake_tensors_a_kernel_gives_the_shapes_of_its_op(name: str, faker: Stage) -> None:
     outcomes = faker.tell(kernel=name, dtype="bfloat16")
     check(name, outcomes)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.aiter.library import Function, neighbours, scattered, side_by_side, unfit
-from atomc.kernels.checks import HALVES, unknown, unlike
+from atomc.kernels.checks import HALVES, uneven, unknown, unlike
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -25,10 +25,13 @@ def apart(gate: Tensor, up: Tensor) -> Refusal | None:
     return scattered(gate=gate)
 
 
+def _halves_of_rows(gate: Tensor, up: Tensor) -> Refusal | None:
+    """The kernels store whole dwords, so that a row of an odd width would end in the next one."""
+    return unlike(HALVES, gate=gate, up=up) or apart(gate, up) or uneven(gate.shape[-1], 2)
+
+
 def _refuse_silu_and_mul(platform: Platform, gate: Tensor, up: Tensor) -> Refusal | None:
-    return (
-        unfit(platform, aiter_silu_and_mul) or unlike(HALVES, gate=gate, up=up) or apart(gate, up)
-    )
+    return unfit(platform, aiter_silu_and_mul) or _halves_of_rows(gate, up)
 
 
 @ops.silu_and_mul.kernel("aiter", refuses=_refuse_silu_and_mul, rounds="once")
@@ -46,7 +49,7 @@ def _refuse_gelu_and_mul(
     function = aiter_gelu_tanh_and_mul if approximate == "tanh" else aiter_gelu_and_mul
     if reason := unknown(("none", "tanh"), approximate=approximate):
         return reason
-    return unfit(platform, function) or unlike(HALVES, gate=gate, up=up) or apart(gate, up)
+    return unfit(platform, function) or _halves_of_rows(gate, up)
 
 
 @ops.gelu_and_mul.kernel("aiter", refuses=_refuse_gelu_and_mul, rounds="once")

@@ -50,6 +50,13 @@ def _masked_otherwise(q: Tensor, k: Tensor, causal: bool, window: int) -> Refusa
         )
     if window and not causal:
         return Refusal("argument", "AITER's window ends at the query, here later keys are seen")
+    return single_key(window)
+
+
+def single_key(window: int) -> Refusal | None:
+    """AITER takes a window of one key for none when it picks a kernel, which then refuses it."""
+    if window == 1:
+        return Refusal("argument", "AITER has no kernel for a window of one key")
     return None
 
 
@@ -70,8 +77,9 @@ def attention(
     if not q.numel() or not k.numel():
         return q.new_zeros((*q.shape[:-1], v.shape[-1]))
     q4, k4, v4 = (x if x.dim() == 4 else x.unsqueeze(0) for x in (q, k, v))
+    # A causal mask ends the window. AITER's fastest kernels want to see no other end.
+    seen = (window - 1 if window else -1, -1, 0)
     # Its op is an autograd function, which wants to save what it is given.
-    seen = (window - 1 if window else -1, 0 if causal else -1, 0)
     with torch.no_grad():
         out: Tensor = flash_attn_func(
             q4, k4, v4, softmax_scale=scale, causal=causal, window_size=seen

@@ -49,8 +49,9 @@ def _refuse_all_reduce(platform: Platform, x: Tensor, group: str) -> Refusal | N
 
 @ops.all_reduce.kernel("aiter", refuses=_refuse_all_reduce)
 def all_reduce(x: Tensor, group: str) -> Tensor:
-    out: Tensor = tensor_model_parallel_all_reduce(x.contiguous())
-    return out
+    own = x.contiguous()
+    out: Tensor = tensor_model_parallel_all_reduce(own)
+    return out.clone() if out is own else out  # the sum of one process is what it was given
 
 
 def _refuse_allreduce_add_rms_norm(

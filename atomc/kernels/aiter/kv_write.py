@@ -62,6 +62,16 @@ def unpaged(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Refusal | None:
     return None
 
 
+def apart(**tensors: Tensor) -> Refusal | None:
+    """Unless the heads of a token [T, heads, D] follow each other: AITER takes no stride between
+    them.
+    """
+    for name, x in tensors.items():
+        if not known_equal(x.stride(-1), 1) or not known_equal(x.stride(-2), x.shape[-1]):
+            return Refusal("layout", f"the heads of a token of {name} do not follow each other")
+    return None
+
+
 def _refuse(
     platform: Platform,
     k: Tensor,
@@ -72,17 +82,21 @@ def _refuse(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Refusal | None:
-    if reason := (
+    return (
         unfit(platform, reshape_and_cache_flash)
         or unlike(HALVES, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
         or scaled(k_scale=k_scale, v_scale=v_scale)
         or wrong_rank((3,), k=k, v=v)
-    ):
-        return reason
-    for name, x in (("k", k), ("v", v)):
-        if not known_equal(x.stride(-1), 1) or not known_equal(x.stride(-2), x.shape[-1]):
-            return Refusal("layout", f"the heads of a token of {name} do not follow each other")
-    return unpaged(k_cache, v_cache, slots)
+        or apart(k=k, v=v)
+        or unpaged(k_cache, v_cache, slots)
+        or _unequal_blocks(k_cache, v_cache)
+    )
+
+
+def _unequal_blocks(k_cache: Tensor, v_cache: Tensor) -> Refusal | None:
+    if known_equal(k_cache.stride(0), v_cache.stride(0)):
+        return None
+    return Refusal("layout", "the blocks of keys are further apart than those of values, or nearer")
 
 
 @ops.kv_write.kernel("aiter", layout="paged", refuses=_refuse)

@@ -164,6 +164,20 @@ def scattered(**tensors: Tensor | None) -> Refusal | None:
     return None
 
 
+def gapped(**tensors: Tensor | None) -> Refusal | None:
+    """Why one of these is not contiguous, or None. Some functions of AITER do not read strides."""
+    for name, tensor in tensors.items():
+        if reason := scattered(**{name: tensor}):
+            return reason
+        if tensor is None or tensor.dim() < 2 or known_equal(tensor.shape[-2], 1):
+            continue
+        if not known_equal(tensor.stride(-2), tensor.shape[-1]):
+            return Refusal(
+                "layout", f"between the rows of {name} are gaps, which AITER does not see"
+            )
+    return None
+
+
 def rows(x: Tensor) -> Tensor:
     """x [..., D] as [rows, D]. A vector is one row."""
     return x.reshape(-1, x.shape[-1])

@@ -5,7 +5,7 @@ tables say.
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.library import Function, rows, scattered, unfit
+from atomc.kernels.aiter.library import Function, gapped, rows, unfit
 from atomc.kernels.checks import HALVES, unlike
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -18,7 +18,8 @@ def _refuse(
 ) -> Refusal | None:
     if reason := unfit(platform, gemm_a16w16) or unlike(HALVES, x=x, weight=weight, bias=bias):
         return reason
-    return scattered(x=x, weight=weight)
+    # Few rows go to a kernel that does not read strides; which ones, AITER's tables say.
+    return gapped(x=x, weight=weight)
 
 
 @ops.linear.kernel("aiter", refuses=_refuse)

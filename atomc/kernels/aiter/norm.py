@@ -7,7 +7,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.aiter.library import Function, dense_rows, scattered, unfit
-from atomc.kernels.checks import HALVES, too_wide, unlike, wrong_rank
+from atomc.kernels.checks import HALVES, too_wide, uneven, unlike, wrong_rank
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -18,14 +18,16 @@ layernorm2d_fwd = Function("layernorm2d_fwd", "aiter")
 layernorm2d_fwd_with_add = Function("layernorm2d_fwd_with_add", "aiter")
 
 MAX_COLUMNS = 8192
+# The HIP kernels store whole dwords: of rows of an odd width, the last one ends in the next row.
+STORED_COLUMNS = 2
 
 
-def _refuse_rms_norm(
+def refuse_rms_norm(
     platform: Platform, x: Tensor, weight: Tensor, eps: float, style: str = "after"
 ) -> Refusal | None:
     if reason := unfit(platform, rmsnorm if style == "one_plus" else rmsnorm2d_fwd):
         return reason
-    return _rows(x=x, weight=weight)
+    return _rows(x=x, weight=weight) or uneven(x.shape[-1], STORED_COLUMNS)
 
 
 def _refuse_add_rms_norm(
@@ -36,7 +38,11 @@ def _refuse_add_rms_norm(
     eps: float,
     style: str = "after",
 ) -> Refusal | None:
-    return unfit(platform, rmsnorm2d_fwd_with_add) or _rows(x=x, residual=residual, weight=weight)
+    return (
+        unfit(platform, rmsnorm2d_fwd_with_add)
+        or _rows(x=x, residual=residual, weight=weight)
+        or uneven(x.shape[-1], STORED_COLUMNS)
+    )
 
 
 def _rows(x: Tensor, residual: Tensor | None = None, **parameters: Tensor | None) -> Refusal | None:
@@ -49,7 +55,7 @@ def _rows(x: Tensor, residual: Tensor | None = None, **parameters: Tensor | None
     )
 
 
-@ops.rms_norm.kernel("aiter", refuses=_refuse_rms_norm, rounds="once")
+@ops.rms_norm.kernel("aiter", refuses=refuse_rms_norm, rounds="once")
 def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Tensor:
     if not x.numel():
         return torch.empty_like(x)

@@ -1,5 +1,5 @@
-"""Norms whose result AITER's HIP kernels quantize: fp8 and int8 per token, fp8 in groups, MXFP4
-with scales rounded up.
+"""Norms whose result AITER's HIP kernels quantize: fp8 per token and in groups, MXFP4 with scales
+rounded up.
 
 The norm stays in fp32 until it is quantized.
 """
@@ -10,14 +10,13 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.aiter.library import (
     Function,
-    by_column,
     dense_rows,
     foreign_fp8,
     scattered,
     unfit,
 )
 from atomc.kernels.aiter.packing import as_e2m1, as_e8m0
-from atomc.kernels.checks import HALVES, too_wide, unlike
+from atomc.kernels.checks import HALVES, too_wide, uneven, unlike
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -29,6 +28,11 @@ add_rmsnorm_quant = Function(
 )
 
 MAX_COLUMNS = 8192
+# Wider than the first, up to the second: a thread has 24 columns, which make up no group, and
+# AITER aborts.
+GROUPLESS = (4096, 6144)
+# The kernels store whole dwords: a row of codes that does not end on one would end in the next row.
+STORED_CODES = 4
 
 
 def _refuse(
@@ -40,7 +44,6 @@ def _refuse(
     scheme: str,
     dtype: torch.dtype,
     group: int,
-    column_major: bool,
     rounding: str,
     keep: bool,
 ) -> Refusal | None:
@@ -49,6 +52,7 @@ def _refuse(
         or unlike(HALVES, x=x, residual=residual, weight=weight)
         or scattered(x=x, residual=residual)
         or too_wide(x.shape[-1], MAX_COLUMNS)
+        or uneven(x.shape[-1], STORED_CODES)
     ):
         return reason
     if keep:
@@ -59,17 +63,24 @@ def _refuse(
         return Refusal(
             "argument", "AITER's compiled kernel finds its scale itself, here it is given"
         )
+    if scheme == "int8_per_token":
+        return Refusal(
+            "argument", "AITER's compiled kernel truncates to int8, where the op rounds to nearest"
+        )
+    if scheme in ("fp8_group", "mxfp4") and GROUPLESS[0] < x.shape[-1] <= GROUPLESS[1]:
+        return Refusal(
+            "shape",
+            f"rows of {x.shape[-1]}: AITER's compiled kernel forms no groups in rows of more than "
+            f"{GROUPLESS[0]} columns, up to {GROUPLESS[1]}",
+        )
     if scheme.startswith("fp8") and (reason := foreign_fp8(platform, dtype)):
         return reason
-    if scheme == "fp8_group":
-        if reason := by_column(column_major):
-            return reason
-        if group not in (64, 128) or x.shape[-1] % group:
-            return Refusal(
-                "shape",
-                f"groups of {group} in rows of {x.shape[-1]}: AITER's kernel takes whole "
-                "groups of 64 or 128",
-            )
+    if scheme == "fp8_group" and (group not in (64, 128) or x.shape[-1] % group):
+        return Refusal(
+            "shape",
+            f"groups of {group} in rows of {x.shape[-1]}: AITER's kernel takes whole "
+            "groups of 64 or 128",
+        )
     if scheme == "mxfp4" and rounding != "up":
         return Refusal(
             "argument",
@@ -93,9 +104,7 @@ def _refuse_rms_norm_quant(
     rounding: str = "even",
     keep: bool = False,
 ) -> Refusal | None:
-    return _refuse(
-        platform, rmsnorm_quant, x, None, weight, scheme, dtype, group, column_major, rounding, keep
-    )
+    return _refuse(platform, rmsnorm_quant, x, None, weight, scheme, dtype, group, rounding, keep)
 
 
 def _refuse_add_rms_norm_quant(
@@ -123,29 +132,26 @@ def _refuse_add_rms_norm_quant(
         scheme,
         dtype,
         group,
-        column_major,
         rounding,
         keep,
     )
 
 
 def _outputs(
-    flat: Tensor, scheme: str, dtype: torch.dtype, group: int
+    flat: Tensor, scheme: str, dtype: torch.dtype, group: int, column_major: bool
 ) -> tuple[Tensor, Tensor, int]:
-    """Codes and scales to be written, and AITER's size of a group (0: the row)."""
+    """Codes and scales to be written, and AITER's size of a group (0: the row). Scales that lie
+    column by column are [groups, rows].
+    """
     count, width = flat.shape
     if scheme == "mxfp4":
         codes = flat.new_empty((count, width // 2), dtype=torch.uint8)
         return codes, flat.new_empty((count, width // 32), dtype=torch.uint8), 32
-    codes = flat.new_empty(
-        (count, width), dtype=torch.int8 if scheme == "int8_per_token" else dtype
-    )
-    groups = width // group if scheme == "fp8_group" else 1
-    return (
-        codes,
-        flat.new_empty((count, groups), dtype=torch.float32),
-        group if scheme == "fp8_group" else 0,
-    )
+    codes = flat.new_empty((count, width), dtype=dtype)
+    size = group if scheme == "fp8_group" else 0
+    groups = width // group if size else 1
+    shape = (groups, count) if size and column_major else (count, groups)
+    return codes, flat.new_empty(shape, dtype=torch.float32), size
 
 
 def _typed(codes: Tensor, scales: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
@@ -168,8 +174,11 @@ def rms_norm_quant(
     keep: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     flat = dense_rows(x)
-    codes, scales, size = _outputs(flat, scheme, dtype, group)
+    codes, scales, size = _outputs(flat, scheme, dtype, group, column_major)
     out, found = _typed(codes, scales, scheme)
+    by_column = column_major and scheme == "fp8_group"
+    if by_column:
+        scales = scales.t()
     if x.numel():
         rmsnorm_quant(
             out,
@@ -178,7 +187,7 @@ def rms_norm_quant(
             weight,
             eps,
             group_size=size,
-            shuffle_scale=False,
+            shuffle_scale=by_column,
             gemma_norm=style == "one_plus",
         )
     lead = x.shape[:-1]
@@ -202,8 +211,11 @@ def add_rms_norm_quant(
     keep: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     flat, other = dense_rows(x), dense_rows(residual)
-    codes, scales, size = _outputs(flat, scheme, dtype, group)
+    codes, scales, size = _outputs(flat, scheme, dtype, group, column_major)
     out, found = _typed(codes, scales, scheme)
+    by_column = column_major and scheme == "fp8_group"
+    if by_column:
+        scales = scales.t()
     total = torch.empty_like(flat)
     if x.numel():
         add_rmsnorm_quant(
@@ -215,7 +227,7 @@ def add_rms_norm_quant(
             weight,
             eps,
             group_size=size,
-            shuffle_scale=False,
+            shuffle_scale=by_column,
             gemma_norm=style == "one_plus",
         )
     lead = x.shape[:-1]

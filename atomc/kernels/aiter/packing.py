@@ -1,7 +1,6 @@
 """How AITER wants weights and scales to lie, and the dtypes that it calls their bits."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from atomc.ops.op import Prepared, Refusal
@@ -31,13 +30,26 @@ def shuffled_weight(weight: Tensor) -> Tensor:
 
 
 def shuffled_scale(scale: Tensor) -> Tensor:
-    """e8m0 [N, K/32] in tiles of 32 rows and 8 columns, padded by ones to whole 256 rows and 8
-    columns.
+    """e8m0 [M, K/32], a multiple of 8 columns, in tiles of 32 rows and 8 columns: [M up to whole
+    256 rows, K/32]. The rows behind M are not written.
+
+    One copy for up to 16 rows and for multiples of 32, otherwise up to three.
     """
-    n, k = scale.shape
-    padded = F.pad(scale, (0, -k % 8, 0, -n % 256), value=127)
-    tiles = padded.view(padded.shape[0] // 32, 2, 16, padded.shape[1] // 8, 2, 4)
-    return tiles.permute(0, 3, 5, 2, 4, 1).contiguous().view(padded.shape)
+    m, k = scale.shape
+    return _tiled(scale, scale.new_empty((m + -m % 256, k)))
+
+
+def _tiled(scale: Tensor, out: Tensor) -> Tensor:
+    # Tile, half of its rows, row; tile of columns, half of its columns, column.
+    tiles = out.view(-1, out.shape[1] // 8, 4, 16, 2, 2).permute(0, 5, 3, 1, 4, 2)
+    m, k = scale.shape
+    columns, whole = scale.view(m, k // 8, 2, 4), m // 32
+    if whole:
+        tiles[:whole].copy_(columns[: 32 * whole].view(whole, 2, 16, k // 8, 2, 4))
+    for half, start in enumerate(range(32 * whole, m, 16)):
+        rows = columns[start : start + 16]
+        tiles[whole, half, : rows.shape[0]].copy_(rows)
+    return out
 
 
 def relaid_weight(weight: Tensor) -> Prepared:
@@ -45,7 +57,9 @@ def relaid_weight(weight: Tensor) -> Prepared:
 
 
 def relaid_scale(scale: Tensor) -> Prepared:
-    return Prepared((shuffled_scale(scale.detach()),), replaces=True)
+    n, k = scale.shape
+    ones = scale.new_full((n + -n % 256, k), 127)
+    return Prepared((_tiled(scale.detach(), ones),), replaces=True)
 
 
 def untiled(weight: Tensor) -> Refusal | None:

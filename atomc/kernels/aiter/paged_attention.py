@@ -1,27 +1,29 @@
-"""Attention over a paged cache by AITER's Triton kernels, prompts, chunks and single tokens alike.
-
-Everything that the host decides comes from shapes, so that a captured step can be replayed with
-other lengths.
+"""Attention over a paged cache for long prompts by AITER's kernels for dense keys (CK, or assembly
+where it has one for the shape): the keys of all sequences are gathered first, which is little
+beside what attention of as many rows costs. Other steps take the Triton kernels.
 """
 
 import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.graph.sizes import known_equal
-from atomc.kernels.aiter.kv_write import odd_blocks
-from atomc.kernels.aiter.library import FP8_OF, Function, unfit
-from atomc.kernels.checks import HALVES, strided, unlike
+from atomc.kernels.aiter.attention import single_key
+from atomc.kernels.aiter.library import Function, unfit
+from atomc.kernels.aiter.unified_attention import attended, unattended
+from atomc.kernels.checks import scattered_blocks, unaligned_heads, unlike, unsupported
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
-PLACES = ("aiter.ops.triton.attention.unified_attention", "aiter.ops.triton.unified_attention")
-unified_attention = Function("unified_attention", *PLACES, takes=["sinks"])
-# Versions that read codes without a scale, too; older ones load the scale that is not there.
-unscaled_attention = Function("unified_attention", *PLACES, takes=["sinks", "q_scales"])
-# Up to so many keys AITER's kernel walks them in one program a tile. Beyond, it may split them, and
-# its second kernel, which joins the parts, writes to rows of no sequence what it finds in memory.
-UNSPLIT = 512
+flash_attn_varlen_func = Function(
+    "flash_attn_varlen_func",
+    "aiter",
+    takes=["softmax_scale", "logits_soft_cap", "causal", "window_size", "out"],
+)
+WIDEST = 256
+# Keys are gathered where there is room in the block tables for at most so many a row: a bound of
+# the memory that they take, 16 MiB for 1,024 rows and 8 key heads of 128. Not measured on an AMD
+# GPU.
+KEYS_PER_ROW = 4
 
 
 def _refuse(
@@ -41,24 +43,16 @@ def _refuse(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Refusal | None:
-    codes = k_cache.dtype.itemsize == 1
-    if reason := unfit(
-        platform, unscaled_attention if codes and k_scale is None else unified_attention
-    ):
-        return reason
-    if reason := unlike(HALVES, q=q):
-        return reason
-    if k_cache.dtype not in (q.dtype, FP8_OF[platform.arch]) or v_cache.dtype != k_cache.dtype:
-        return Refusal(
-            "dtype",
-            f"the cache is {k_cache.dtype}, the query {q.dtype}: AITER reads one like it, or "
-            f"{FP8_OF[platform.arch]}",
-        )
-    if (k_scale is None) != (v_scale is None):
-        return Refusal("argument", "AITER takes a scale for keys and for values, or none")
-    if not known_equal(k_cache.shape[-1], v_cache.shape[-1]):
-        return Refusal("shape", "keys and values differ in width")
-    return strided(q=q, k_cache=k_cache, v_cache=v_cache) or odd_blocks(k_cache)
+    return (
+        unfit(platform, flash_attn_varlen_func)
+        or single_key(window)
+        or unattended(platform, q, k_cache, v_cache, k_scale, v_scale)
+        or unlike((q.dtype,), k_cache=k_cache, v_cache=v_cache)
+        # Its assembly does not look at sinks, and is not told apart.
+        or unsupported("AITER's attention", sinks=sinks, k_scale=k_scale, v_scale=v_scale)
+        or unaligned_heads(q, v_cache, WIDEST)
+        or scattered_blocks(k_cache, v_cache)
+    )
 
 
 @ops.paged_attention.kernel("aiter", layout="paged", refuses=_refuse)
@@ -79,33 +73,69 @@ def paged_attention(
     softcap: float = 0.0,
 ) -> Tensor:
     rows = q.reshape(-1, *q.shape[-2:])
-    out = torch.zeros_like(rows, memory_format=torch.contiguous_format)
-    count, sequences = rows.shape[0], seq_lens.shape[0]
-    if count and sequences:
-        longest = block_tables.shape[1] * k_cache.shape[1]
-        splits = not window and longest > UNSPLIT
-        # Never 1 new token a sequence: then AITER takes row s for sequence s, but some may have
-        # none.
-        unified_attention(
+    room = block_tables.numel() * k_cache.shape[1]
+    if rows.shape[0] > seq_lens.shape[0] and 0 < room <= KEYS_PER_ROW * rows.shape[0]:
+        out = _of_prompts(
+            rows, k_cache, v_cache, query_start, seq_lens, block_tables, scale, window, softcap
+        )
+    else:
+        out = attended(
             rows,
             k_cache,
             v_cache,
-            out,
             query_start,
-            max(2, count // sequences),
             seq_lens,
-            longest if splits else UNSPLIT,
-            scale,
-            True,
-            (window - 1, 0),
             block_tables,
-            softcap,
             None,
-            k_scale,
-            v_scale,
-            sinks=sinks,
+            None,
+            None,
+            scale=scale,
+            window=window,
+            softcap=softcap,
         )
-        if splits:
-            padding = torch.arange(count, device=q.device) >= query_start[-1]
-            out.masked_fill_(padding[:, None, None], 0.0)
     return out.view(*q.shape[:-1], v_cache.shape[-1])
+
+
+def _of_prompts(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    key_start = torch.zeros_like(query_start)
+    torch.cumsum(seq_lens, 0, dtype=key_start.dtype, out=key_start[1:])
+    slots = _slots_of_keys(key_start, block_tables, k_cache.shape[1])
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)  # rows of no sequence stay 0
+    with torch.no_grad():  # it is an autograd function
+        flash_attn_varlen_func(
+            q,
+            k_cache.flatten(0, 1).index_select(0, slots),
+            v_cache.flatten(0, 1).index_select(0, slots),
+            query_start,
+            key_start,
+            q.shape[0],
+            slots.shape[0],
+            softmax_scale=scale,
+            logits_soft_cap=softcap,
+            causal=True,
+            window_size=(window - 1 if window else -1, -1, 0),
+            out=out,
+        )
+    return out
+
+
+def _slots_of_keys(key_start: Tensor, block_tables: Tensor, block_size: int) -> Tensor:
+    """Where the keys of all sequences lie, one sequence behind the other, as many as there is room
+    for. key_start [S + 1], block_tables [S, B] -> [S * B * block_size] int64; what is behind the
+    last key is a slot of some sequence.
+    """
+    sequences, blocks = block_tables.shape
+    key = torch.arange(sequences * blocks * block_size, device=key_start.device)
+    of = torch.searchsorted(key_start[1:], key, right=True).clamp_(max=sequences - 1)
+    position = (key - key_start[of]).clamp_(max=blocks * block_size - 1)
+    return block_tables[of, position // block_size].long() * block_size + position % block_size

@@ -1,10 +1,13 @@
-"""Quantizers by AITER's HIP kernels: everything but MXFP4 whose scales are rounded to even."""
+"""Quantizers by AITER's HIP kernels: fp8, and MXFP4 whose scales are rounded up.
+
+Not int8, which AITER truncates toward zero where the op rounds to nearest.
+"""
 
 import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.library import Function, by_column, dense_rows, foreign_fp8, unfit
+from atomc.kernels.aiter.library import Function, dense_rows, foreign_fp8, unfit
 from atomc.kernels.aiter.packing import as_e2m1, as_e8m0
 from atomc.kernels.checks import HALVES, uneven, unlike
 from atomc.ops.op import Refusal
@@ -19,10 +22,14 @@ dynamic_per_group_scaled_quant_fp4 = Function(
 )
 
 
+# The kernels store whole dwords: a row that does not end on one would end in the next row.
+STORED_CODES = 4
+
+
 def _rows_of_halves(x: Tensor) -> Refusal | None:
     if not isinstance(x.shape[-1], int):
         return unlike(HALVES, x=x) or Refusal("shape", "the rows of x have no fixed width")
-    return unlike(HALVES, x=x)
+    return unlike(HALVES, x=x) or uneven(x.shape[-1], STORED_CODES)
 
 
 def _refuse_static(
@@ -44,17 +51,6 @@ def quant_fp8_static(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8
     return codes.view(x.shape)
 
 
-def _per_token(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    flat = dense_rows(x)
-    codes, scales = (
-        torch.empty_like(flat, dtype=dtype),
-        flat.new_empty((flat.shape[0], 1), dtype=torch.float32),
-    )
-    if x.numel():
-        dynamic_per_token_scaled_quant(codes, flat, scales)
-    return codes.view(x.shape), scales.view(*x.shape[:-1], 1)
-
-
 def _refuse_per_token(
     platform: Platform, x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> Refusal | None:
@@ -69,16 +65,12 @@ def _refuse_per_token(
 def quant_fp8_per_token(
     x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> tuple[Tensor, Tensor]:
-    return _per_token(x, dtype)
-
-
-def _refuse_int8(platform: Platform, x: Tensor) -> Refusal | None:
-    return unfit(platform, dynamic_per_token_scaled_quant) or _rows_of_halves(x)
-
-
-@ops.quant_int8_per_token.kernel("aiter", refuses=_refuse_int8)
-def quant_int8_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
-    return _per_token(x, torch.int8)
+    flat = dense_rows(x)
+    codes = torch.empty_like(flat, dtype=dtype)
+    scales = flat.new_empty((flat.shape[0], 1), dtype=torch.float32)
+    if x.numel():
+        dynamic_per_token_scaled_quant(codes, flat, scales)
+    return codes.view(x.shape), scales.view(*x.shape[:-1], 1)
 
 
 def _refuse_group(
@@ -100,7 +92,7 @@ def _refuse_group(
             f"groups of {group} in rows of {x.shape[-1]}: AITER's kernel takes whole groups of "
             "32, 64 or 128",
         )
-    return by_column(column_major_scales)
+    return None
 
 
 @ops.quant_fp8_group.kernel("aiter", refuses=_refuse_group)
@@ -110,8 +102,16 @@ def quant_fp8_group(
     column_major_scales: bool = False,
     dtype: torch.dtype = torch.float8_e4m3fn,
 ) -> tuple[Tensor, Tensor]:
-    codes, scales = _per_token(x.reshape(-1, group), dtype)
-    return codes.view(x.shape), scales.view(*x.shape[:-1], x.shape[-1] // group)
+    flat, groups = dense_rows(x), x.shape[-1] // group
+    codes = torch.empty_like(flat, dtype=dtype)
+    lead = (groups, flat.shape[0]) if column_major_scales else (flat.shape[0], groups)
+    scales = flat.new_empty(lead, dtype=torch.float32)
+    if x.numel():
+        dynamic_per_token_scaled_quant(
+            codes, flat.view(-1, group), scales, shuffle_scale=column_major_scales
+        )
+    rows = scales.t() if column_major_scales else scales
+    return codes.view(x.shape), rows.view(*x.shape[:-1], groups)
 
 
 def _refuse_mxfp4(platform: Platform, x: Tensor, rounding: str = "even") -> Refusal | None:

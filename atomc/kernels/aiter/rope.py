@@ -92,13 +92,13 @@ def empty_rotated(x: Tensor, cos: Tensor, style: str) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _refuse(
+def refuse_rope(
     platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox"
 ) -> Refusal | None:
     return unfit(platform, rope_cached_fwd_impl) or unrotatable(x, cos, sin, style)
 
 
-@ops.rope.kernel("aiter", refuses=_refuse, rounds="once")
+@ops.rope.kernel("aiter", refuses=refuse_rope, rounds="once")
 def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Tensor:
     out = empty_rotated(x, cos, style)
     if x.numel():

@@ -21,6 +21,32 @@ fused_qk_rope_reshape_and_cache = Function(
 )
 
 
+def unrotatable_heads(
+    platform: Platform,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    rope_style: str,
+) -> Refusal | None:
+    """Why `written` does not serve these, whatever the layout of the caches."""
+    return (
+        unfit(platform, fused_qk_rope_reshape_and_cache)
+        or unlike(HALVES, q=q, k=k, v=v, cos=cos, sin=sin)
+        or coded(k_scale, v_scale, k_cache=k_cache, v_cache=v_cache)
+        or moving(rope_style)
+        or odd_heads(q, k, v)
+        or partly_rotated(q.shape[-1], cos, rope_style)
+        or not_by_token(q, cos, sin)
+        or odd_blocks(k_cache)
+    )
+
+
 def _refuse(
     platform: Platform,
     q: Tensor,
@@ -35,17 +61,9 @@ def _refuse(
     v_scale: Tensor | None = None,
     rope_style: str = "neox",
 ) -> Refusal | None:
-    return (
-        unfit(platform, fused_qk_rope_reshape_and_cache)
-        or unlike(HALVES, q=q, k=k, v=v, cos=cos, sin=sin)
-        or coded(k_scale, v_scale, k_cache=k_cache, v_cache=v_cache)
-        or moving(rope_style)
-        or odd_heads(q, k, v)
-        or partly_rotated(q.shape[-1], cos, rope_style)
-        or not_by_token(q, cos, sin)
-        or odd_blocks(k_cache)
-        or unpaged(k_cache, v_cache, slots)
-    )
+    return unrotatable_heads(
+        platform, q, k, v, cos, sin, k_cache, v_cache, k_scale, v_scale, rope_style
+    ) or unpaged(k_cache, v_cache, slots)
 
 
 @ops.rope_kv_write.kernel("aiter", layout="paged", refuses=_refuse)
@@ -62,6 +80,23 @@ def rope_kv_write(
     v_scale: Tensor | None = None,
     rope_style: str = "neox",
 ) -> tuple[Tensor, Tensor]:
+    return written(q, k, v, cos, sin, k_cache, v_cache, slots, rope_style, flash_layout=True)
+
+
+def written(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    rope_style: str,
+    *,
+    flash_layout: bool,
+) -> tuple[Tensor, Tensor]:
+    """rope_kv_write into caches [blocks, block_size, K, D] (flash_layout) or as_shuffled."""
     out = empty_rotated(q, cos, rope_style)
     if q.numel():
         rows = torch.arange(q.shape[0], device=q.device)  # token t has row t of the tables
@@ -78,7 +113,7 @@ def rope_kv_write(
             None,
             None,
             rope_style != "gptj",
-            True,
+            flash_layout,
             apply_scale=False,
             q_out=out,
             output_zeros=False,

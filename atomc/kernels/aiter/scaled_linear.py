@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.library import Function, foreign_fp8, no_mxfp4, rows, scattered, unfit
+from atomc.kernels.aiter.library import (
+    Function,
+    foreign_fp8,
+    gapped,
+    no_mxfp4,
+    rows,
+    scattered,
+    unfit,
+)
 from atomc.kernels.aiter.linear import gemm_a16w16
 from atomc.kernels.aiter.packing import (
     as_e2m1,
@@ -17,14 +25,17 @@ from atomc.kernels.aiter.packing import (
     shuffled_scale,
     untiled,
 )
-from atomc.kernels.checks import HALVES, unsupported, wrong_result
+from atomc.kernels.checks import HALVES, uneven, unsupported, wrong_result
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 gemm_a8w8 = Function("gemm_a8w8", "aiter")
 gemm_a8w8_bpreshuffle = Function("gemm_a8w8_bpreshuffle", "aiter")
 gemm_a8w8_blockscale = Function("gemm_a8w8_blockscale", "aiter")
+gemm_a8w8_blockscale_bpreshuffle = Function("gemm_a8w8_blockscale_bpreshuffle", "aiter")
 gemm_a4w4 = Function("gemm_a4w4", "aiter", takes=["dtype", "bpreshuffle"])
+# The inputs that the assembly of gemm_a4w4 reads at a time.
+AT_ONCE = 256
 
 
 def unmultiplied(
@@ -57,7 +68,7 @@ def _refuse_fp8_tensor(
         return reason
     if x_scale.dim() != 1 or weight_scale.dim() != 1:
         return Refusal("argument", "AITER's tuned products take one scale a tensor")
-    return unmultiplied(x, weight, bias, out_dtype)
+    return unmultiplied(x, weight, bias, out_dtype) or gapped(x=x, weight=weight)
 
 
 @ops.scaled_linear_fp8.kernel("aiter", refuses=_refuse_fp8_tensor)
@@ -100,7 +111,7 @@ def _refuse_blocks(
         )
     if scattered(x_scale=x_scale):
         return Refusal("layout", "AITER's kernel reads the scales row by row")
-    return None
+    return gapped(weight_scale=weight_scale)
 
 
 @ops.scaled_linear_fp8_block.kernel("aiter", refuses=_refuse_blocks)
@@ -132,7 +143,11 @@ def _refuse_int8(
     *,
     out_dtype: torch.dtype,
 ) -> Refusal | None:
-    return unfit(platform, gemm_a8w8) or unmultiplied(x, weight, bias, out_dtype)
+    return (
+        unfit(platform, gemm_a8w8)
+        or unmultiplied(x, weight, bias, out_dtype)
+        or gapped(weight=weight, weight_scale=weight_scale)
+    )
 
 
 @ops.scaled_linear_int8.kernel("aiter", refuses=_refuse_int8)
@@ -176,6 +191,7 @@ def _refuse_mxfp4(
         or wrong_result((torch.bfloat16,), out_dtype)
         or unmultiplied(x, weight, bias, out_dtype)
         or untiled(weight)
+        or uneven(2 * weight.shape[1], AT_ONCE)
     )
 
 

@@ -6,11 +6,28 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.library import foreign_fp8, rows, unfit
+from atomc.kernels.aiter.library import foreign_fp8, gapped, rows, unfit
 from atomc.kernels.aiter.packing import relaid_weight, untiled
 from atomc.kernels.aiter.scaled_linear import gemm_a8w8_bpreshuffle, unmultiplied
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
+
+# CK's kernels with a shuffled weight need whole tiles of the weight. Which kernel runs depends on
+# the number of rows, too; these are the tiles of all of them: from so many inputs on, a multiple of
+# so many outputs by so many inputs.
+TILES = ((1536, 64, 128), (512, 128, 128), (192, 256, 64))
+
+
+def _unfilled(outputs: int, inputs: int) -> Refusal | None:
+    for least, n, k in TILES:
+        if inputs >= least:
+            if outputs % n == 0 and inputs % k == 0:
+                return None
+            return Refusal(
+                "shape",
+                f"a weight of {outputs} x {inputs} does not fill CK's tiles of {n} x {k}",
+            )
+    return Refusal("shape", f"rows of {inputs}: CK's kernels take {TILES[-1][0]} and more")
 
 
 def _refuse(
@@ -33,6 +50,8 @@ def _refuse(
         foreign_fp8(platform, x.dtype)
         or unmultiplied(x, weight, bias, out_dtype)
         or untiled(weight)
+        or _unfilled(*weight.shape)
+        or gapped(weight_scale=weight_scale)
     )
 
 

@@ -1,0 +1,61 @@
+"""One call of one of our kernels over AITER beside the reference of its op."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from test_kernels import (
+    COMPUTED,
+    assert_as_exact,
+    assert_neighbours,
+    in_fp32,
+    is_code,
+    run,
+    strides,
+    tensors,
+)
+from torch import Tensor
+
+from atomc.ops.op import REGISTRY, Kernel
+
+Make = Callable[[], dict[str, Any]]
+
+
+def compare(kernel: Kernel, arguments: Make, dtype: torch.dtype, ties_away: bool = False) -> None:
+    """The kernel's result is that of the reference, up to rounding, and it writes what the op says.
+
+    ties_away  MXFP4 codes round ties away from zero, as in versions of AITER before those of today
+    """
+    op = REGISTRY[kernel.op]
+    given, for_meaning, before = arguments(), arguments(), arguments()
+    for_truth = in_fp32(for_meaning)
+    if op.name == "quant_mxfp4" and ties_away:
+        for_meaning["x"] = for_truth["x"] * (1 + 2**-20)  # no tie is left: each goes away from zero
+    truth, meaning = tensors(op.reference(**for_truth)), tensors(op.reference(**for_meaning))
+    actual = tensors(run(kernel, given))
+    if len(actual) > 1 and actual[1].dtype == torch.uint8 and actual[1].numel():
+        # Under MXFP4, any scale of a group of zeros will do.
+        zeros = (actual[0].unflatten(-1, (-1, 16)) & 0x77 == 0).all(-1)
+        actual[1].copy_(torch.where(zeros, meaning[1], actual[1]))
+    assert len(actual) == len(meaning)
+    for got, low, exact in zip(actual, meaning, truth, strict=True):
+        wide = dtype == torch.bfloat16 or (kernel.rounds == "once" and dtype == torch.float16)
+        if got.numel() and is_code(got) and wide and op.name in COMPUTED:
+            # What AITER quantizes it has in fp32, or rounds once where the op rounds twice.
+            assert_neighbours(got, exact, moved=0.04)
+        else:
+            # AITER's quantizers divide where the op multiplies by a reciprocal, or the other way
+            # round.
+            assert_as_exact(
+                got, low, exact, dtype, op.name in COMPUTED or op.name.startswith("quant")
+            )
+        assert strides(got) == strides(low)
+    for name, value in before.items():
+        if name in op.mutates and value is not None:
+            written = for_meaning[name] != value
+            assert_as_exact(given[name], for_meaning[name], for_truth[name], value.dtype)
+            assert torch.equal(given[name][~written], value[~written]), (
+                f"{name} was written where it should not be"
+            )
+        elif isinstance(value, Tensor):
+            assert torch.equal(given[name], value), f"{name} was written, and the op says it is not"

@@ -1,0 +1,224 @@
+"""Bugs in the kernels over AITER for norms, activations, quantizers and linear layers."""
+
+from mutations import Bug
+
+KERNELS = "atomc/kernels/aiter"
+
+
+def values(name: str) -> str:
+    return f"tests/aiter/test_aiter_values.py -k '{name}-'"
+
+
+def bug(file: str, old: str, new: str, tests: str) -> Bug:
+    return Bug(f"{KERNELS}/{file}.py", old, new, tests)
+
+
+BUGS = [
+    bug(
+        "norm",
+        "rmsnorm2d_fwd(flat, weight, eps)",
+        "rmsnorm2d_fwd(flat, weight, 1.0)",
+        values("norm.rms_norm"),
+    ),
+    bug(
+        "norm",
+        "weight, eps, gemma_norm=True)",
+        "weight, eps, gemma_norm=False)",
+        values("norm.rms_norm"),
+    ),
+    bug(
+        "norm",
+        'weight, eps, gemma_norm=style == "one_plus")',
+        'weight, eps, gemma_norm=style != "one_plus")',
+        values("norm.add_rms_norm"),
+    ),
+    bug(
+        "norm",
+        "rmsnorm2d_fwd_with_add(out, flat, other, total, weight, eps,",
+        "rmsnorm2d_fwd_with_add(out, flat, torch.zeros_like(flat), total, weight, eps,",
+        values("norm.add_rms_norm"),
+    ),
+    bug(
+        "norm",
+        "layernorm2d_fwd_with_add(out, flat, other, total, weight, bias, eps)",
+        "layernorm2d_fwd_with_add(total, flat, other, out, weight, bias, eps)",
+        values("norm.add_layer_norm"),
+    ),
+    bug(
+        "norm",
+        "layernorm2d_fwd(dense_rows(x), weight, bias, eps)",
+        "layernorm2d_fwd(dense_rows(x), bias, weight, eps)",
+        values("norm.layer_norm"),
+    ),
+    bug(
+        "norm",
+        "return _rows(x=x, weight=weight) or uneven(x.shape[-1], STORED_COLUMNS)",
+        "return _rows(x=x, weight=weight)",
+        values("norm.rms_norm"),
+    ),
+    bug(
+        "norm_quant",
+        "GROUPLESS = (4096, 6144)",
+        "GROUPLESS = (4096, 5000)",
+        values("norm_quant.rms_norm_quant"),
+    ),
+    bug(
+        "norm_quant",
+        'if scheme == "int8_per_token":',
+        'if scheme == "none":',
+        values("norm_quant.add_rms_norm_quant"),
+    ),
+    bug(
+        "norm_quant",
+        "            other,\n            total,\n",
+        "            total,\n            other,\n",
+        values("norm_quant.add_rms_norm_quant"),
+    ),
+    bug(
+        "norm_quant",
+        "shape = (groups, count) if size and column_major else (count, groups)",
+        "shape = (count, groups)",
+        values("norm_quant.rms_norm_quant"),
+    ),
+    bug(
+        "activation",
+        '(aiter_gelu_tanh_and_mul if approximate == "tanh" else aiter_gelu_and_mul)(out, packed)',
+        "aiter_gelu_and_mul(out, packed)",
+        values("activation.gelu_and_mul"),
+    ),
+    bug(
+        "activation",
+        "or apart(gate, up) or uneven(gate.shape[-1], 2)",
+        "or apart(gate, up)",
+        values("activation.silu_and_mul"),
+    ),
+    bug(
+        "library",
+        "return first.as_strided((first.numel()",
+        "return second.as_strided((first.numel()",
+        values("activation.silu_and_mul"),
+    ),
+    bug(
+        "quant",
+        "static_per_tensor_quant(codes, flat, scale)",
+        "static_per_tensor_quant(codes, flat, 1 / scale)",
+        values("quant.quant_fp8_static"),
+    ),
+    bug(
+        "quant",
+        "shuffle_scale=column_major_scales",
+        "shuffle_scale=not column_major_scales",
+        values("quant.quant_fp8_group"),
+    ),
+    bug("quant", "STORED_CODES = 4", "STORED_CODES = 1", values("quant.quant_fp8_per_token")),
+    bug("quant", 'if rounding != "up":', 'if rounding == "up":', values("quant.quant_mxfp4")),
+    bug(
+        "linear",
+        "rows(x), weight, bias=bias)",
+        "rows(x), weight, bias=None)",
+        values("linear.linear"),
+    ),
+    bug(
+        "linear",
+        "return gapped(x=x, weight=weight)",
+        "return gapped(weight=weight)",
+        values("linear.linear"),
+    ),
+    bug(
+        "scaled_linear",
+        "scale_a=x_scale, scale_b=weight_scale",
+        "scale_a=x_scale, scale_b=x_scale",
+        values("scaled_linear.scaled_linear_fp8"),
+    ),
+    bug(
+        "scaled_linear",
+        "or gapped(weight=weight, weight_scale=weight_scale)",
+        "or gapped(weight=weight)",
+        values("scaled_linear.scaled_linear_int8"),
+    ),
+    bug(
+        "scaled_linear",
+        "as_e8m0(shuffled_scale(rows(x_scale)))",
+        "as_e8m0(rows(x_scale).contiguous())",
+        values("scaled_linear.linear_mxfp4"),
+    ),
+    bug("scaled_linear", "AT_ONCE = 256", "AT_ONCE = 128", values("scaled_linear.linear_mxfp4")),
+    bug(
+        "scaled_linear_rows",
+        "(512, 128, 128)",
+        "(512, 64, 128)",
+        "tests/aiter/test_aiter_guards.py -k tiles",
+    ),
+    bug(
+        "scaled_linear_rows",
+        "tiles, rows(x_scale).contiguous(), weight_scale, dtype=out_dtype",
+        "tiles, weight_scale, rows(x_scale).contiguous(), dtype=out_dtype",
+        values("scaled_linear_rows.scaled_linear_fp8"),
+    ),
+    bug(
+        "scaled_linear_blocks",
+        "tiles, x_scale, weight_scale",
+        "tiles, x_scale.contiguous(), weight_scale",
+        values("scaled_linear_blocks.scaled_linear_fp8_block"),
+    ),
+    bug(
+        "packing",
+        "Prepared((shuffled_weight(weight),), replaces=True)",
+        "Prepared((weight.detach().clone(),), replaces=True)",
+        values("scaled_linear_rows.scaled_linear_fp8"),
+    ),
+    bug(
+        "packing",
+        "tiles.permute(0, 2, 3, 1, 4)",
+        "tiles.permute(0, 2, 1, 3, 4)",
+        values("scaled_linear_blocks.scaled_linear_fp8_block"),
+    ),
+    bug(
+        "packing",
+        "Prepared((_tiled(scale.detach(), ones),), replaces=True)",
+        "Prepared((torch.cat((scale, ones[n:])),), replaces=True)",
+        values("scaled_linear.linear_mxfp4"),
+    ),
+    bug(
+        "packing",
+        "permute(0, 5, 3, 1, 4, 2)",
+        "permute(0, 4, 3, 1, 5, 2)",
+        "tests/aiter/test_aiter_packing.py -k scales",
+    ),
+    bug(
+        "packing",
+        "enumerate(range(32 * whole, m, 16))",
+        "enumerate(range(32 * whole, m - 15, 16))",
+        "tests/aiter/test_aiter_packing.py -k scales",
+    ),
+    bug(
+        "scaled_linear",
+        "bpreshuffle=True",
+        "bpreshuffle=False",
+        values("scaled_linear.linear_mxfp4"),
+    ),
+    bug(
+        "library",
+        '"gfx942": torch.float8_e4m3fnuz',
+        '"gfx942": torch.float8_e4m3fn',
+        values("quant.quant_fp8_per_token"),
+    ),
+    bug(
+        "norm_quant",
+        'size = group if scheme == "fp8_group" else 0',
+        'size = 128 if scheme == "fp8_group" else 0',
+        values("norm_quant.rms_norm_quant"),
+    ),
+    bug(
+        "norm_quant",
+        "dtype=torch.uint8), 32",
+        "dtype=torch.uint8), 64",
+        values("norm_quant.rms_norm_quant"),
+    ),
+    bug(
+        "scaled_linear_blocks",
+        "OUTPUTS = 64",
+        "OUTPUTS = 16",
+        values("scaled_linear_blocks.scaled_linear_fp8_block"),
+    ),
+]

@@ -1,0 +1,272 @@
+"""Bugs in the kernels over AITER for attention, rotary positions, cache writes and sums."""
+
+from mutations import Bug
+
+KERNELS = "atomc/kernels/aiter"
+GUARDS = "tests/aiter/test_aiter_state_guards.py"
+LAYOUTS = "tests/aiter/test_aiter_layouts.py"
+
+
+def values(name: str) -> str:
+    return f"tests/aiter/test_aiter_values.py -k '{name}-'"
+
+
+def bug(file: str, old: str, new: str, tests: str) -> Bug:
+    return Bug(f"{KERNELS}/{file}.py", old, new, tests)
+
+
+BUGS = [
+    # attention over what is given
+    bug(
+        "attention",
+        "q4, k4, v4, softmax_scale",
+        "q4, v4, k4, softmax_scale",
+        values("attention.attention"),
+    ),
+    bug(
+        "attention",
+        "causal=causal, window_size=seen",
+        "causal=False, window_size=seen",
+        values("attention.attention"),
+    ),
+    bug(
+        "attention",
+        "(window - 1 if window else -1",
+        "(window if window else -1",
+        values("attention.attention"),
+    ),
+    bug("attention", "softmax_scale=scale,", "softmax_scale=None,", values("attention.attention")),
+    bug("attention", "if window == 1:", "if window == -1:", GUARDS),
+    # of prompts, over gathered keys
+    bug(
+        "paged_attention",
+        "v_cache.flatten(0, 1).index_select",
+        "k_cache.flatten(0, 1).index_select",
+        values("paged_attention.paged_attention"),
+    ),
+    bug(
+        "paged_attention",
+        "causal=True,",
+        "causal=False,",
+        values("paged_attention.paged_attention"),
+    ),
+    bug(
+        "paged_attention",
+        "logits_soft_cap=softcap,",
+        "logits_soft_cap=0.0,",
+        values("paged_attention.paged_attention"),
+    ),
+    bug(
+        "paged_attention",
+        "softmax_scale=scale,",
+        "softmax_scale=None,",
+        values("paged_attention.paged_attention"),
+    ),
+    bug(
+        "paged_attention",
+        "key_start[1:], key, right=True)",
+        "key_start[1:], key, right=False)",
+        values("paged_attention.paged_attention"),
+    ),
+    bug(
+        "paged_attention",
+        "+ position % block_size",
+        "+ key % block_size",
+        values("paged_attention.paged_attention"),
+    ),
+    # over pages
+    bug(
+        "unified_attention",
+        "        k_scale,\n        v_scale,\n        sinks=sinks",
+        "        v_scale,\n        k_scale,\n        sinks=sinks",
+        values("paged_attention_triton.paged_attention"),
+    ),
+    bug(
+        "unified_attention",
+        "(window - 1, 0),",
+        "(window, 0),",
+        values("paged_attention.paged_attention"),
+    ),
+    bug(
+        "unified_attention",
+        "most = 1 if count == sequences else",
+        "most = 1 if count >= sequences else",
+        values("paged_attention.paged_attention"),
+    ),
+    bug(
+        "unified_attention",
+        "    if splits or most == 1:",
+        "    if False:",
+        values("paged_attention.paged_attention"),
+    ),
+    # in the shuffled layout
+    bug(
+        "shuffled_attention",
+        "            block_tables,\n            seq_lens,\n            block_tables.stride(0),",
+        "            block_tables,\n            query_start[1:].contiguous(),\n            block_tables.stride(0),",
+        values("shuffled_attention.paged_attention"),
+    ),
+    bug(
+        "shuffled_attention",
+        "*as_shuffled(k_cache, v_cache),",
+        "*as_shuffled(v_cache, k_cache),",
+        values("shuffled_attention.paged_attention"),
+    ),
+    bug(
+        "shuffled_attention",
+        "blank_padding(out, query_start, seq_lens)",
+        "pass",
+        values("shuffled_attention.paged_attention"),
+    ),
+    bug(
+        "shuffled_attention",
+        "if not math.isclose(scale, WIDTH**-0.5, rel_tol=1e-6):",
+        "if scale < 0.0:",
+        GUARDS,
+    ),
+    bug(
+        "shuffled_cache",
+        "v_cache.view(blocks, heads, size // x, width, x)",
+        "v_cache.view(blocks, heads, width, size // x, x)",
+        values("shuffled_norm_rope_kv_write.qk_norm_rope_kv_write"),
+    ),
+    bug(
+        "shuffled_kv_write",
+        "reshape_and_cache(k, v, *as",
+        "reshape_and_cache(v, k, *as",
+        values("shuffled_kv_write.kv_write"),
+    ),
+    bug(
+        "shuffled_kv_write",
+        '"auto", asm_layout=True)',
+        '"auto", asm_layout=False)',
+        values("shuffled_kv_write.kv_write"),
+    ),
+    bug(
+        "shuffled_norm_rope_kv_write",
+        "torch.cat((cos, sin), -1)",
+        "torch.cat((sin, cos), -1)",
+        values("shuffled_norm_rope_kv_write.qk_norm_rope_kv_write"),
+    ),
+    bug(
+        "shuffled_norm_rope_kv_write",
+        '            rope_style == "half",\n',
+        '            rope_style != "half",\n',
+        values("shuffled_norm_rope_kv_write.qk_norm_rope_kv_write"),
+    ),
+    bug(
+        "shuffled_norm_rope_kv_write",
+        "            eps,\n            q_weight,\n            k_weight,",
+        "            1.0,\n            q_weight,\n            k_weight,",
+        values("shuffled_norm_rope_kv_write.qk_norm_rope_kv_write"),
+    ),
+    bug(
+        "shuffled_norm_rope_kv_write",
+        "            q_weight,\n            k_weight,\n            torch.cat",
+        "            k_weight,\n            q_weight,\n            torch.cat",
+        values("shuffled_norm_rope_kv_write.qk_norm_rope_kv_write"),
+    ),
+    bug(
+        "shuffled_norm_rope_kv_write",
+        "x.clone(memory_format=torch.contiguous_format) for x",
+        "x for x",
+        values("shuffled_norm_rope_kv_write.qk_norm_rope_kv_write"),
+    ),
+    bug(
+        "shuffled_norm_rope_kv_write",
+        'if norm_style == "one_plus":',
+        'if norm_style == "":',
+        values("shuffled_norm_rope_kv_write.qk_norm_rope_kv_write"),
+    ),
+    bug("shuffled_norm_rope_kv_write", "(rest or apart & (apart - 1))", "rest", GUARDS),
+    bug(
+        "shuffled_unfused",
+        "return rope(q, cos, sin, rope_style), token",
+        "return q, token",
+        values("shuffled_unfused.rope_kv_write"),
+    ),
+    bug(
+        "shuffled_unfused",
+        "rms_norm(k, k_weight, eps, norm_style)",
+        "rms_norm(k, q_weight, eps, norm_style)",
+        values("shuffled_unfused.qk_norm_rope_kv_write"),
+    ),
+    bug(
+        "shuffled_attention_gluon",
+        "window + 1 if window else 0",
+        "window",
+        values("shuffled_attention_gluon.paged_attention"),
+    ),
+    bug(
+        "shuffled_attention_gluon",
+        "sinks=sinks,\n            # AITER",
+        "sinks=None,\n            # AITER",
+        values("shuffled_attention_gluon.paged_attention"),
+    ),
+    bug(
+        "shuffled_attention_gluon",
+        "blank_padding(out, query_start, seq_lens)",
+        "pass",
+        values("shuffled_attention_gluon.paged_attention"),
+    ),
+    # writes into pages, rotary positions
+    bug(
+        "kv_write",
+        "reshape_and_cache_flash(k, v, k_cache",
+        "reshape_and_cache_flash(v, k, k_cache",
+        values("kv_write.kv_write"),
+    ),
+    bug(
+        "kv_write",
+        'k_cache, v_cache, slots, "auto"',
+        'v_cache, k_cache, slots, "auto"',
+        values("kv_write.kv_write"),
+    ),
+    bug("kv_write", "        or _unequal_blocks(k_cache, v_cache)\n", "        or None\n", GUARDS),
+    bug(
+        "rope",
+        "            table_rows(cos),\n            table_rows(sin),",
+        "            table_rows(sin),\n            table_rows(cos),",
+        values("rope.rope"),
+    ),
+    bug(
+        "rope",
+        '            style != "neox",\n            False,',
+        '            style == "neox",\n            False,',
+        values("rope.rope"),
+    ),
+    bug(
+        "rope",
+        '            style != "neox",\n            False,',
+        '            style != "neox",\n            True,',
+        values("rope.rope"),
+    ),
+    bug("rope", '"gptj": 1}', '"gptj": 0}', values("rope.rope")),
+    # sums over processes
+    bug(
+        "collective",
+        "x.contiguous(), residual.contiguous(), weight",
+        "residual.contiguous(), x.contiguous(), weight",
+        GUARDS,
+    ),
+    bug(
+        "collective",
+        "weight, eps, gemma_norm",
+        "weight, 1.0, gemma_norm",
+        values("collective.allreduce_add_rms_norm"),
+    ),
+    bug(
+        "collective",
+        'style == "one_plus"',
+        'style != "one_plus"',
+        values("collective.allreduce_add_rms_norm"),
+    ),
+    bug("collective", "return out.clone() if out is own else out", "return out", GUARDS),
+    # the layout as a whole
+    Bug(
+        "atomc/ops/state.py",
+        'Layout("shuffled", (0, 1, 2, 3), 16, shuffled=True)',
+        'Layout("shuffled", (0, 1, 2, 3), 32, shuffled=True)',
+        LAYOUTS,
+    ),
+]

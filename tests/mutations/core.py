@@ -1,0 +1,94 @@
+"""Bugs in rewrites, in our own kernels and in the scheduler."""
+
+from mutations import Bug
+
+
+def kernel(name: str) -> str:
+    return f"tests/test_kernels.py -k '[{name}-triton-'"
+
+
+def triton(file: str, old: str, new: str, name: str) -> Bug:
+    return Bug(f"atomc/kernels/triton/{file}.py", old, new, kernel(name))
+
+
+def blocks(old: str, new: str) -> Bug:
+    return Bug("runtime/blocks.py", old, new, "tests/test_blocks.py tests/test_scheduler.py")
+
+
+def scheduler(old: str, new: str) -> Bug:
+    return Bug("runtime/scheduler.py", old, new, "tests/test_scheduler.py")
+
+
+BUGS = [
+    Bug(
+        "passes/fuse/add_norm.py",
+        "ops.add_rms_norm(x, residual, weight, eps, style)",
+        "ops.add_rms_norm(x, x, weight, eps, style)",
+        "tests/test_passes.py -k add_then_norm",
+    ),
+    Bug(
+        "passes/fuse/add_norm.py",
+        "ops.add_layer_norm(x, residual, weight, bias, eps)",
+        "ops.add_layer_norm(x, residual, bias, weight, eps)",
+        "tests/test_passes.py -k layer_norm_is_lifted_and_folds",
+    ),
+    Bug(
+        "passes/fuse/activation_quant.py",
+        "gate, up, scale, scheme=quantizer.scheme",
+        "up, gate, scale, scheme=quantizer.scheme",
+        "tests/test_quant_fusion.py -k gated",
+    ),
+    Bug(
+        "passes/recognize/gated.py",
+        "ops.gelu_and_mul(gate, up, approximate)",
+        "ops.gelu_and_mul(up, gate, approximate)",
+        "tests/test_passes.py -k both_gelus",
+    ),
+    Bug(
+        "passes/recognize/rope.py",
+        "ops.rope(x, cos, sin, style)",
+        "ops.rope(x, sin, cos, style)",
+        "tests/test_passes.py -k every_style_of_rotation",
+    ),
+    Bug(
+        "passes/fuse/kv_write.py",
+        "ops.rope_kv_write(q, k, v, cos, sin",
+        "ops.rope_kv_write(q, v, k, cos, sin",
+        "tests/test_passes.py -k the_rotation_and_the_write",
+    ),
+    triton(
+        "norm",
+        "tl.sum(x * x, 1)[:, None] / D + eps",
+        "tl.sum(x * x, 1)[:, None] / BLOCK + eps",
+        "rms_norm",
+    ),
+    triton(
+        "norm",
+        "centred = tl.where(column < D, x - tl.sum(x, 1)[:, None] / D, 0.0)",
+        "centred = x - tl.sum(x, 1)[:, None] / D",
+        "layer_norm",
+    ),
+    triton("activation", "inside = column < WIDTH", "inside = column <= WIDTH", "silu_and_mul"),
+    triton("linear", "(m < M) & (n < N))", "(m < M) & (n <= N))", "linear"),
+    triton(
+        "quant",
+        "(group < (D + GROUP - 1) // GROUP)",
+        "(group <= (D + GROUP - 1) // GROUP)",
+        "quant_fp8_group",
+    ),
+    triton("kv_write", "inside = inside & (column < WIDTH)", "inside = inside", "kv_write"),
+    blocks("return -(-num_tokens // self.block_size)", "return num_tokens // self.block_size"),
+    blocks("self.users[block] += 1", "self.users[block] = 1"),
+    blocks("for block in reversed(table.blocks):", "for block in reversed(table.blocks[1:]):"),
+    scheduler("request.computed = 0\n", "request.computed = 1\n"),
+    scheduler("self._free_slots.append(request.slot)", "self._free_slots.append(0)"),
+    scheduler("deciding.budget -= count", "deciding.budget -= 1"),
+    scheduler(
+        "self.pool.match(request.keys[: (len(request.tokens) - 1) // self.pool.block_size])",
+        "self.pool.match(request.keys[: len(request.tokens) // self.pool.block_size])",
+    ),
+    scheduler(
+        "start, end = request.computed, request.computed + count",
+        "start, end = request.computed, request.computed + count + 1",
+    ),
+]
