@@ -103,6 +103,4 @@ def qk_norm_rope_kv_write(
 ) -> tuple[Tensor, Tensor]:
     q = rms_norm(q, q_weight, eps, norm_style)
     k = rms_norm(k, k_weight, eps, norm_style)
-    return rope_kv_write(
-        q, k, v, cos, sin, k_cache, v_cache, slots, rope_style=rope_style
-    )
+    return rope_kv_write(q, k, v, cos, sin, k_cache, v_cache, slots, rope_style=rope_style)
