@@ -30,7 +30,7 @@ def norm(*shape: int, residual: bool = False, **rest: Any) -> dict[str, Any]:
     return given | ({"residual": DRAW.normal(*shape)} if residual else {})
 
 
-ODD = "shape: rows of 77 are no whole blocks of 2"
+ODD = "shape: rows of 77 are not a multiple of 2"
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm"])
@@ -50,7 +50,7 @@ def test_an_activation_of_an_odd_width_would_write_into_the_next_row(name: str) 
 @pytest.mark.parametrize("name", ["quant_fp8_per_token", "quant_fp8_static"])
 def test_codes_of_a_row_that_ends_on_no_dword_would_be_written_into_the_next_row(name: str) -> None:
     scale = {"scale": torch.ones(1)} if name == "quant_fp8_static" else {}
-    said = "shape: rows of 78 are no whole blocks of 4"
+    said = "shape: rows of 78 are not a multiple of 4"
     assert reason(f"quant.{name}", x=DRAW.normal(5, 78), **scale) == said
     assert reason(f"quant.{name}", x=DRAW.normal(5, 80), **scale) is None
 
@@ -191,7 +191,7 @@ def test_a_product_in_mxfp4_reads_256_inputs_at_a_time() -> None:
         return reason("scaled_linear.linear_mxfp4", **given)
 
     assert said(512) is None
-    assert said(384) == "shape: rows of 384 are no whole blocks of 256"
+    assert said(384) == "shape: rows of 384 are not a multiple of 256"
 
 
 def test_a_row_of_zeros_comes_back_as_zeros() -> None:

@@ -71,7 +71,7 @@ def test_the_shuffled_layout_is_never_chosen_unasked() -> None:
 
 
 def test_other_machines_have_no_shuffled_layout() -> None:
-    with pytest.raises(OptionsError, match="layout='shuffled': has no reader and writer"):
+    with pytest.raises(OptionsError, match="no kernel reads and writes it"):
         generated(layout="shuffled")
 
 

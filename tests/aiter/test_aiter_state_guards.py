@@ -63,7 +63,7 @@ def test_assembly_that_scales_by_the_width_of_a_head_gets_no_other_scale() -> No
         "4 heads of 64 share a key head: AITER's assembly takes heads of 128, up to 16",
     )
     assert refused(name, paged(DRAW, [(1, 5)], width=128, window=4)) == Refusal(
-        "argument", "AITER's assembly takes no window"
+        "argument", "AITER's assembly does not support window"
     )
 
 
@@ -84,7 +84,7 @@ def test_long_prompts_with_sinks_are_left_to_triton() -> None:
     given = paged(DRAW, [(40, 40)]) | {"sinks": DRAW.normal(8)}
     assert refused("paged_attention_triton.paged_attention", given) is None
     assert refused("paged_attention.paged_attention", given) == Refusal(
-        "argument", "AITER's attention takes no sinks"
+        "argument", "AITER's attention does not support sinks"
     )
 
 
