@@ -40,10 +40,9 @@ PIPELINE: tuple[Pass, ...] = (
     # Recognize: PyTorch code becomes ops.
     Pass("cat_of_slices", cat_of_slices, after=["tidy"], cleanup=True),
     Pass("canonicalize", canonicalize, after=["tidy"], cleanup=True),
-    Pass("tidy_canonical", tidy, after=["canonicalize"], cleanup=True),
-    rewriting(RMS_NORM, *OTHER_NORMS, after=["tidy"]),
-    rewriting(SILU_AND_MUL, *OTHER_GATES, after=["tidy"]),
-    rewriting(GELU_AND_MUL, after=["tidy"]),
+    rewriting(RMS_NORM, *OTHER_NORMS, after=["canonicalize"]),
+    rewriting(SILU_AND_MUL, *OTHER_GATES, after=["canonicalize"]),
+    rewriting(GELU_AND_MUL, after=["canonicalize"]),
     rewriting(ROPE, after=["tidy"]),
     rewriting(ROPE_PARTIAL, after=["rope"]),
     rewriting(REPEAT_KV),

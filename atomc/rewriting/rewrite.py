@@ -130,8 +130,8 @@ def unsupported(
     needs: Sequence[str],
     reason: str,
 ) -> Rewrite:
-    """What resembles the pattern of rewrite `name`, but is nothing that its op computes: each match is
-    a near miss with this reason. needs: ops without which it does not occur.
+    """What resembles the pattern of rewrite `name`, but is nothing that its op computes: each match
+    is a near miss with this reason. needs: ops without which it does not occur.
     """
     return Rewrite(
         name,

@@ -8,6 +8,7 @@ from torch.fx import GraphModule
 
 from atomc.passes.canonicalize.activations import one_activation
 from atomc.passes.canonicalize.rms_norms import one_rms_norm
+from atomc.passes.cleanup import share_equal_nodes
 from atomc.rewriting.graph_pass import Context
 from atomc.rewriting.rewrite import Fired, remove_dead_nodes
 
@@ -18,4 +19,5 @@ def canonicalize(gm: GraphModule, context: Context) -> list[Fired]:
     changed = [*one_rms_norm(gm.graph, keep), *one_activation(gm.graph, keep)]
     if changed:
         remove_dead_nodes(gm.graph)
+        share_equal_nodes(gm.graph)
     return [Fired("canonicalize", node, {}) for node in changed]

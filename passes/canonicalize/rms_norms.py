@@ -59,8 +59,11 @@ def _one_norm(graph: Graph, node: Node, keep_roundings: bool, changed: list[Node
         return
     for root in _roots(graph, variance, changed):
         for product in _products(graph, root, x, keep_roundings, changed):
-            if not _has_weight(graph, product, changed):
+            weighted = _weighted(product)
+            if weighted is None:
                 _add_weight(graph, product, x, changed)
+            else:
+                _without_cast_of_weight(weighted, x, changed)
 
 
 def _mean(graph: Graph, node: Node, changed: list[Node]) -> Node | None:
@@ -175,27 +178,34 @@ def _of_rounded(
     return found
 
 
-def _has_weight(graph: Graph, product: Node, changed: list[Node]) -> bool:
-    """Whether a normalized row is multiplied by a vector, maybe after views and casts. A weight in
-    16 bits that is cast for a product in fp32 is read without the cast, which promotes as well.
-    """
-    for reader in list(product.users):
-        here = call(reader)
+def _weighted(row: Node) -> Node | None:
+    """The product of a normalized row with a vector, maybe after views and casts."""
+    for reader in row.users:
+        here, found = call(reader), None
         if here.op == "mul" and len(here.operands) == 2:
-            weight = next(operand for operand in here.operands if operand is not product)
-            if value(weight).dim() <= 1:
-                narrow = uncast(weight)
-                if narrow is not None and value(product).dtype == torch.float32:
-                    changed.append(reader)
-                    reader.replace_input_with(weight, narrow)
-                return True
-        elif (
-            here.op in _BEFORE_WEIGHT
-            and len(here.operands) == 1
-            and _has_weight(graph, reader, changed)
+            by_vector = any(value(operand).dim() <= 1 for operand in here.operands)
+            found = reader if by_vector else None
+        elif here.op in _BEFORE_WEIGHT and len(here.operands) == 1:
+            found = _weighted(reader)
+        if found is not None:
+            return found
+    return None
+
+
+def _without_cast_of_weight(weighted: Node, x: Node, changed: list[Node]) -> None:
+    """Read a weight without its cast to fp32 if the row is in fp32, too: the product promotes."""
+    row = uncast(x)
+    for operand in call(weighted).operands:
+        weight = uncast(operand)
+        if (
+            row is not None
+            and weight is not None
+            and value(weight).dim() == 1
+            and value(weight).dtype == value(row).dtype
+            and all(value(other).dtype == torch.float32 for other in call(weighted).operands)
         ):
-            return True
-    return False
+            changed.append(weighted)
+            weighted.replace_input_with(operand, weight)
 
 
 def _add_weight(graph: Graph, product: Node, x: Node, changed: list[Node]) -> None:

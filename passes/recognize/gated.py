@@ -45,8 +45,8 @@ def _quick_geglu(gate: Tensor, up: Tensor, alpha: float) -> Tensor:
     return gate * torch.sigmoid(gate * alpha) * up
 
 
-def _clamped(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
-    gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+def _clamped(gate: Tensor, up: Tensor, alpha: float, low: float, high: float) -> Tensor:
+    gate, up = gate.clamp(max=high), up.clamp(min=low, max=high)
     return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
 
@@ -64,7 +64,7 @@ OTHER_GATES = [
         (
             "clamped",
             _clamped,
-            lambda: {**_scaled_example(), "limit": 6.5},
+            lambda: {**_scaled_example(), "low": -3.5, "high": 6.5},
             ["aten::sigmoid", "aten::clamp"],
             "clamped operands and up + 1",
         ),
