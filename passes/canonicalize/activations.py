@@ -12,7 +12,6 @@ left as they are if roundings are kept; the last line is exact.
 
 import math
 from collections.abc import Callable
-from functools import reduce
 
 import torch
 from torch.fx import Graph, Node
@@ -114,13 +113,13 @@ def _of_gelu(node: Node) -> _Found | None:
     x = next((x for x in _below(operand) if _same(polynomial(operand, {x: (1, 0)}), inside)), None)
     if x is None:
         return None
-    around: Node | None = node
-    while (around := only_reader(around)) is not None:
-        made = polynomial(around, {x: (1, 0), node: (0, 1)})
+    part = node
+    while (around := only_reader(part)) is not None:
+        part, made = around, polynomial(around, {x: (1, 0), node: (0, 1)})
         if made is None:
             return None
         if _same(made, _HALF_TIMES_ONE_PLUS):
-            return around, x, approximate
+            return part, x, approximate
     return None
 
 
@@ -179,20 +178,20 @@ def _div(terms: list[Polynomial], here: Call) -> Polynomial | None:
 
 
 def _pow(terms: list[Polynomial], here: Call) -> Polynomial | None:
-    exponent = here.attrs.get("exponent")
-    if len(terms) != 1 or exponent not in (2, 3):
-        return None
-    return reduce(_mul, terms * int(exponent))
+    [base], exponent = terms, here.attrs.get("exponent")
+    if exponent == 2:
+        return _mul(base, base)
+    return _mul(_mul(base, base), base) if exponent == 3 else None
 
 
 _TERMS: dict[str, Callable[[list[Polynomial], Call], Polynomial | None]] = {
     "add": _add,
     "sub": _add,
-    "mul": lambda terms, here: _mul(*terms),
+    "mul": lambda terms, here: _mul(terms[0], terms[1]),
     "div": _div,
     "pow": _pow,
-    "square": lambda terms, here: _mul(*terms, *terms),
-    "neg": lambda terms, here: _mul(*terms, {(0, 0): -1.0}),
+    "square": lambda terms, here: _mul(terms[0], terms[0]),
+    "neg": lambda terms, here: _mul(terms[0], {(0, 0): -1.0}),
 }
 
 

@@ -57,7 +57,7 @@ def _one_norm(graph: Graph, node: Node, keep_roundings: bool, changed: list[Node
     variance = only_reader(mean)
     if variance is None or call(variance).op != "add" or len(call(variance).operands) != 1:
         return
-    for root in _roots(graph, variance, changed):
+    for root in _roots(graph, variance, x, changed):
         for product in _products(graph, root, x, keep_roundings, changed):
             weighted = _weighted(product)
             if weighted is None:
@@ -104,7 +104,7 @@ def _keep_dim(graph: Graph, mean: Node, changed: list[Node]) -> bool:
     return True
 
 
-def _roots(graph: Graph, variance: Node, changed: list[Node]) -> list[Node]:
+def _roots(graph: Graph, variance: Node, x: Node, changed: list[Node]) -> list[Node]:
     """The nodes that compute 1 / sqrt(variance), all as rsqrt."""
     found = []
     for reader in list(variance.users):
@@ -114,7 +114,7 @@ def _roots(graph: Graph, variance: Node, changed: list[Node]) -> list[Node]:
         elif here.op == "pow" and here.attrs.get("exponent") == -0.5:
             found.append(_as_rsqrt(graph, variance, reader, changed))
         elif here.op == "sqrt" or (here.op == "pow" and here.attrs.get("exponent") == 0.5):
-            found += _of_sqrt(graph, variance, reader, changed)
+            found += _of_sqrt(graph, variance, x, reader, changed)
     return found
 
 
@@ -125,13 +125,13 @@ def _as_rsqrt(graph: Graph, variance: Node, node: Node, changed: list[Node]) -> 
     return root
 
 
-def _of_sqrt(graph: Graph, variance: Node, sqrt: Node, changed: list[Node]) -> list[Node]:
+def _of_sqrt(graph: Graph, variance: Node, x: Node, sqrt: Node, changed: list[Node]) -> list[Node]:
     found = []
     for reader in list(sqrt.users):
         here = call(reader)
         if here.op == "reciprocal" or (here.op == "pow" and here.attrs.get("exponent") == -1):
             found.append(_as_rsqrt(graph, variance, reader, changed))
-        elif here.op == "div" and here.operands[1:] == [sqrt] and here.operands[0] is not sqrt:
+        elif here.op == "div" and here.operands in ([x, sqrt], [uncast(x), sqrt]):
             root = insert(graph, reader, aten.rsqrt.default, (variance,))
             product = insert(graph, reader, aten.mul.Tensor, (here.operands[0], root))
             changed.append(reader)

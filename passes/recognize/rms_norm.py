@@ -53,11 +53,11 @@ def _eps_after_root(x: Tensor, eps: float) -> Tensor:
 
 
 def _of_norm(x: Tensor, scale: float, eps: float) -> Tensor:
-    return x / (x.norm(2, dim=-1, keepdim=True) * scale + eps)
+    return x / (torch.linalg.vector_norm(x, 2, dim=-1, keepdim=True) * scale + eps)
 
 
 def _of_clamped_norm(x: Tensor, scale: float, eps: float) -> Tensor:
-    return x / (x.norm(2, dim=-1, keepdim=True) * scale).clamp(min=eps)
+    return x / (torch.linalg.vector_norm(x, 2, dim=-1, keepdim=True) * scale).clamp(min=eps)
 
 
 def _normalized(x: Tensor, scale: float, eps: float) -> Tensor:
