@@ -34,6 +34,12 @@ def root(x: Tensor, dim: int = -1) -> Tensor:
     return torch.sqrt(x.pow(2).mean(dim, keepdim=True) + 1e-6)
 
 
+def doubled(x: Tensor, times: int) -> Tensor:
+    for _ in range(times):
+        x = x + x * 0.5
+    return x
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -50,6 +56,9 @@ def root(x: Tensor, dim: int = -1) -> Tensor:
         ),
         pytest.param(lambda x, y: 0.5 * x * (1 + torch.erf(x)) * y, id="erf(x)"),
         pytest.param(lambda x, y: F.silu(x) * y, id="the spelling of the op"),
+        pytest.param(lambda x, y: torch.tanh(x**y + x) * y, id="a power of two tensors"),
+        pytest.param(lambda x, y: torch.tanh(x / y.sum() - 2 * x) * y, id="a quotient of two"),
+        pytest.param(lambda x, y: torch.tanh(doubled(x, 40)) * y, id="a very large polynomial"),
     ],
 )
 def test_what_no_op_replaces_stays_as_it_is(function):

@@ -55,6 +55,8 @@ def one_activation(graph: Graph, keep_roundings: bool) -> list[Node]:
     return changed
 
 
+# How many ops deep a polynomial may be.
+_DEEPEST = 6
 # The result of an activation, what it is computed from, and the approximation of a GELU.
 _Found = tuple[Node, Node, str | None]
 
@@ -123,44 +125,43 @@ def _of_gelu(node: Node) -> _Found | None:
     return None
 
 
-def _below(node: Node, depth: int = 6) -> list[Node]:
+def _below(node: Node) -> list[Node]:
     """The values from which a node may be computed as a polynomial, the nearest first."""
     found, reached = [node], [node]
-    for _ in range(depth):
-        reached = [
-            operand
-            for each in reached
-            if call(each).op in _TERMS
-            for operand in call(each).operands
-        ]
+    for _ in range(_DEEPEST):
+        above = [node for node in reached if call(node).op in _TERMS]
+        reached = list(dict.fromkeys(part for each in above for part in call(each).operands))
         found += reached
     return list(dict.fromkeys(found))
 
 
-def polynomial(node: Node, variables: dict[Node, tuple[int, int]]) -> Polynomial | None:
+def polynomial(
+    node: Node, variables: dict[Node, tuple[int, int]], depth: int = _DEEPEST
+) -> Polynomial | None:
     """A node as a polynomial in these nodes, all in one dtype, or None."""
     if node in variables:
         return {variables[node]: 1.0}
     here = call(node)
-    if here.op not in _TERMS or "rounding_mode" in here.attrs:
+    if here.op not in _TERMS or "rounding_mode" in here.attrs or not depth:
         return None
     terms = []
     for operand in here.operands:
-        part = polynomial(operand, variables)
+        part = polynomial(operand, variables, depth - 1)
         if part is None or value(operand).dtype != value(node).dtype:
             return None
         terms.append(part)
     if isinstance(other := here.attrs.get("other"), int | float):
         terms.append({(0, 0): float(other)})
-    return _TERMS[here.op](terms, here)
+    count, combined = _TERMS[here.op]
+    return combined(terms, here) if len(terms) == count else None
 
 
 def _add(terms: list[Polynomial], here: Call) -> Polynomial | None:
-    sign, alpha = (-1 if here.op == "sub" else 1), here.attrs.get("alpha", 1)
-    assert isinstance(alpha, int | float)
-    first, second = terms
-    powers = {*first, *second}
-    return {at: first.get(at, 0.0) + sign * alpha * second.get(at, 0.0) for at in powers}
+    (first, second), alpha = terms, here.attrs.get("alpha", 1)
+    if not isinstance(alpha, int | float):
+        return None
+    scale = -alpha if here.op == "sub" else alpha
+    return {at: first.get(at, 0.0) + scale * second.get(at, 0.0) for at in (first.keys() | second)}
 
 
 def _mul(first: Polynomial, second: Polynomial) -> Polynomial:
@@ -179,19 +180,18 @@ def _div(terms: list[Polynomial], here: Call) -> Polynomial | None:
 
 def _pow(terms: list[Polynomial], here: Call) -> Polynomial | None:
     [base], exponent = terms, here.attrs.get("exponent")
-    if exponent == 2:
-        return _mul(base, base)
     return _mul(_mul(base, base), base) if exponent == 3 else None
 
 
-_TERMS: dict[str, Callable[[list[Polynomial], Call], Polynomial | None]] = {
-    "add": _add,
-    "sub": _add,
-    "mul": lambda terms, here: _mul(terms[0], terms[1]),
-    "div": _div,
-    "pow": _pow,
-    "square": lambda terms, here: _mul(terms[0], terms[0]),
-    "neg": lambda terms, here: _mul(terms[0], {(0, 0): -1.0}),
+# Op -> the number of its terms, and how they are combined. A second power is a square.
+_TERMS: dict[str, tuple[int, Callable[[list[Polynomial], Call], Polynomial | None]]] = {
+    "add": (2, _add),
+    "sub": (2, _add),
+    "mul": (2, lambda terms, here: _mul(terms[0], terms[1])),
+    "div": (2, _div),
+    "pow": (1, _pow),
+    "square": (1, lambda terms, here: _mul(terms[0], terms[0])),
+    "neg": (1, lambda terms, here: _mul(terms[0], {(0, 0): -1.0})),
 }
 
 

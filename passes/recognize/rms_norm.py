@@ -53,11 +53,13 @@ def _eps_after_root(x: Tensor, eps: float) -> Tensor:
 
 
 def _of_norm(x: Tensor, scale: float, eps: float) -> Tensor:
-    return x / (torch.linalg.vector_norm(x, 2, dim=-1, keepdim=True) * scale + eps)
+    norm: Tensor = torch.linalg.vector_norm(x, 2, dim=-1, keepdim=True)
+    return x / (norm * scale + eps)
 
 
 def _of_clamped_norm(x: Tensor, scale: float, eps: float) -> Tensor:
-    return x / (torch.linalg.vector_norm(x, 2, dim=-1, keepdim=True) * scale).clamp(min=eps)
+    norm: Tensor = torch.linalg.vector_norm(x, 2, dim=-1, keepdim=True)
+    return x / (norm * scale).clamp(min=eps)
 
 
 def _normalized(x: Tensor, scale: float, eps: float) -> Tensor:
@@ -76,6 +78,7 @@ def _scaled_row() -> Example:
     return {**_row(), "scale": 0.3}
 
 
+# Not equal to RMSNorm, and without an op.
 _EPS_OUTSIDE = "eps outside of the root"
 _CLAMPED = "a norm that is clamped, without eps under a root"
 OTHER_NORMS = [

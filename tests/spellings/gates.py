@@ -152,7 +152,7 @@ SPELLINGS = (
         table="there is no op with a factor in the sigmoid",
     ),
     Spelling(
-        "(up.clamp() + 1) * gate.clamp() * sigmoid(1.702 * gate), x[..., ::2] and x[..., 1::2]",
+        "(up.clamp() + 1) * gate.clamp() * sigmoid(1.702 * gate), of x[..., ::2] and x[..., 1::2]",
         "GPT-OSS",
         "silu_and_mul",
         lambda x: clamped(x[..., ::2], x[..., 1::2]),
@@ -161,7 +161,7 @@ SPELLINGS = (
         table="there is no op that clamps",
     ),
     Spelling(
-        "the same with x.chunk(2, -1)",
+        "(up.clamp() + 1) * gate.clamp() * sigmoid(1.702 * gate), of x.chunk(2, -1)",
         "GPT-OSS, weights split",
         "silu_and_mul",
         lambda x: clamped(*x.chunk(2, -1)),
