@@ -6,6 +6,7 @@ passes can be turned off for single modules, as all rewrites can.
 """
 
 from atomc.passes.bind_state import bind_state
+from atomc.passes.canonicalize import canonicalize
 from atomc.passes.cleanup import tidy
 from atomc.passes.fuse.activation_quant import SILU_AND_MUL_QUANT
 from atomc.passes.fuse.add_norm import ADD_LAYER_NORM, ADD_RMS_NORM
@@ -22,9 +23,9 @@ from atomc.passes.lower import lower
 from atomc.passes.merge.linears import merging
 from atomc.passes.recognize.all_reduce import ALL_REDUCE
 from atomc.passes.recognize.cat_of_slices import cat_of_slices
-from atomc.passes.recognize.gated import GELU_AND_MUL, SILU_AND_MUL
+from atomc.passes.recognize.gated import GELU_AND_MUL, OTHER_GATES, SILU_AND_MUL
 from atomc.passes.recognize.repeat_kv import REPEAT_KV
-from atomc.passes.recognize.rms_norm import RMS_NORM
+from atomc.passes.recognize.rms_norm import OTHER_NORMS, RMS_NORM
 from atomc.passes.recognize.rope import ROPE, ROPE_PARTIAL
 from atomc.passes.recognize.rope_before_transpose import ROPE_BEFORE_TRANSPOSE
 from atomc.passes.reinplace import reinplace
@@ -38,9 +39,10 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("tidy", tidy, cleanup=True),
     # Recognize: PyTorch code becomes ops.
     Pass("cat_of_slices", cat_of_slices, after=["tidy"], cleanup=True),
-    rewriting(RMS_NORM, after=["tidy"]),
-    rewriting(SILU_AND_MUL, after=["tidy"]),
-    rewriting(GELU_AND_MUL, after=["tidy"]),
+    Pass("canonicalize", canonicalize, after=["tidy"], cleanup=True),
+    rewriting(RMS_NORM, *OTHER_NORMS, after=["canonicalize"]),
+    rewriting(SILU_AND_MUL, *OTHER_GATES, after=["canonicalize"]),
+    rewriting(GELU_AND_MUL, after=["canonicalize"]),
     rewriting(ROPE, after=["tidy"]),
     rewriting(ROPE_PARTIAL, after=["rope"]),
     rewriting(REPEAT_KV),

@@ -234,7 +234,8 @@ class _Run:
             return done
         done.near = _best(refused, {node for f in done.fired for node in f.nodes})
         try:
-            explained, unexplained = misses(index, possible, self.done.near)
+            shown_too = [pair for pair in possible if pair[0].explained]
+            explained, unexplained = misses(index, shown_too, self.done.near)
         except Exception as error:  # a failed explanation must not fail the compilation
             self.report.bugs.append(
                 f"{p.name}: near misses are not explained: {type(error).__name__}: {error}"

@@ -70,6 +70,7 @@ class Rewrite:
                    static cache may occur in between
     needs          op of atomc, or "aten::cat" -> attributes that one of its nodes must have (OneOf:
                    one of these values); without such a node nothing is traced or explained
+    explained      whether places where it nearly matches are near misses
     """
 
     name: str
@@ -82,6 +83,7 @@ class Rewrite:
     sees_through: bool = False
     read_together: bool = False
     needs: Needs = field(default_factory=dict)
+    explained: bool = True
     cases: Sequence[Case] = (Case(),)
     _traced: dict[Case, Pattern] = field(default_factory=dict, repr=False)
 
@@ -118,6 +120,29 @@ class Rewrite:
         return [
             op for op, attrs in needs.items() if not any(_has(node, attrs) for node in index[op])
         ]
+
+
+def unsupported(
+    name: str,
+    variant: str,
+    pattern: Callable[..., Tensor],
+    example: Callable[[], Mapping[str, ExampleValue]],
+    needs: Sequence[str],
+    reason: str,
+) -> Rewrite:
+    """What resembles the pattern of rewrite `name`, but is nothing that its op computes: each match
+    is a near miss with this reason. needs: ops without which it does not occur.
+    """
+    return Rewrite(
+        name,
+        pattern,
+        pattern,
+        example,
+        guard=lambda **_: reason,
+        variant=variant,
+        needs={op: {} for op in needs},
+        explained=False,
+    )
 
 
 def _has(node: Node, attrs: Mapping[str, ExampleValue]) -> bool:

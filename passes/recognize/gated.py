@@ -3,11 +3,13 @@
 gate > silu (or gelu) > * up    =>    silu_and_mul(gate, up)
 """
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from atomc import ops
 from atomc.rewriting.example import Example, tensor_example
-from atomc.rewriting.rewrite import Rewrite
+from atomc.rewriting.rewrite import Rewrite, unsupported
 
 
 def _example() -> Example:
@@ -33,3 +35,45 @@ SILU_AND_MUL = Rewrite(
     _example,
 )
 GELU_AND_MUL = Rewrite("gelu_and_mul", _gelu_pattern, _gelu_replacement, _gelu_example)
+
+
+def _reglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.relu(gate) * up
+
+
+def _quick_geglu(gate: Tensor, up: Tensor, alpha: float) -> Tensor:
+    return gate * torch.sigmoid(gate * alpha) * up
+
+
+def _clamped(gate: Tensor, up: Tensor, alpha: float, low: float, high: float) -> Tensor:
+    gate, up = gate.clamp(max=high), up.clamp(min=low, max=high)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+
+def _scaled_example() -> Example:
+    return {**_example(), "alpha": 1.3}
+
+
+OTHER_GATES = [
+    unsupported(
+        "silu_and_mul", variant, pattern, example, needs, f"{found}, for which no op exists"
+    )
+    for variant, pattern, example, needs, found in (
+        ("relu", _reglu, _example, ["aten::relu"], "relu"),
+        ("glu", F.glu, lambda: {"input": tensor_example(3, 10)}, ["aten::glu"], "sigmoid"),
+        (
+            "clamped",
+            _clamped,
+            lambda: {**_scaled_example(), "low": -3.5, "high": 6.5},
+            ["aten::sigmoid", "aten::clamp"],
+            "clamped operands and up + 1",
+        ),
+        (
+            "quick_gelu",
+            _quick_geglu,
+            _scaled_example,
+            ["aten::sigmoid"],
+            "gate * sigmoid(alpha * gate)",
+        ),
+    )
+]

@@ -6,12 +6,14 @@ style.
     rms_norm(x, weight)
 """
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from atomc import ops
 from atomc.ops.norm import RMS_NORM_STYLES
 from atomc.rewriting.example import Example, norm_weight_example, tensor_example
-from atomc.rewriting.rewrite import Case, Rewrite
+from atomc.rewriting.rewrite import Case, Rewrite, unsupported
 
 
 def _pattern(x: Tensor, weight: Tensor, eps: float, style: str) -> Tensor:
@@ -44,3 +46,54 @@ RMS_NORM = Rewrite(
     attrs=_attrs,
     cases=[Case(style, {"style": style}) for style in RMS_NORM_STYLES],
 )
+
+
+def _eps_after_root(x: Tensor, eps: float) -> Tensor:
+    return x / (torch.sqrt(x.pow(2).mean(-1, keepdim=True)) + eps)
+
+
+def _of_norm(x: Tensor, scale: float, eps: float) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(x, 2, dim=-1, keepdim=True)
+    return x / (norm * scale + eps)
+
+
+def _of_clamped_norm(x: Tensor, scale: float, eps: float) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(x, 2, dim=-1, keepdim=True)
+    return x / (norm * scale).clamp(min=eps)
+
+
+def _normalized(x: Tensor, scale: float, eps: float) -> Tensor:
+    return F.normalize(x, dim=-1, eps=eps) * scale
+
+
+def _in_16_bits(x: Tensor, eps: float) -> Tensor:
+    return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def _row() -> Example:
+    return {"x": tensor_example(3, 10), "eps": 1e-6}
+
+
+def _scaled_row() -> Example:
+    return {**_row(), "scale": 0.3}
+
+
+# Not equal to RMSNorm, and without an op.
+_EPS_OUTSIDE = "eps outside of the root"
+_CLAMPED = "a norm that is clamped, without eps under a root"
+OTHER_NORMS = [
+    unsupported("rms_norm", variant, pattern, example, needs, reason)
+    for variant, pattern, example, needs, reason in (
+        ("eps outside", _eps_after_root, _row, ["aten::sqrt", "aten::mean"], _EPS_OUTSIDE),
+        ("x.norm", _of_norm, _scaled_row, ["aten::linalg_vector_norm"], _EPS_OUTSIDE),
+        ("clamped", _of_clamped_norm, _scaled_row, ["aten::linalg_vector_norm"], _CLAMPED),
+        ("normalize", _normalized, _scaled_row, ["aten::linalg_vector_norm"], _CLAMPED),
+        (
+            "16 bits",
+            _in_16_bits,
+            _row,
+            ["aten::sqrt", "aten::mean"],
+            "x / sqrt in 16 bits, which the op computes in fp32",
+        ),
+    )
+]

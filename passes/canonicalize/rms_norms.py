@@ -1,0 +1,227 @@
+"""One spelling of RMSNorm: x_f32 * rsqrt(mean(x_f32 ** 2, -1, keepdim=True) + eps).
+
+sum(x^2) * (1 / n), sum(x^2) / n              =>    mean(x^2)
+mean > + eps > rsqrt > unsqueeze              =>    mean(keepdim) > + eps > rsqrt
+1 / sqrt(v), v ** -0.5                        =>    rsqrt(v)
+x / sqrt(v)                                   =>    x * rsqrt(v)
+x * rsqrt(v), x in 16 bits                    =>    x_f32 * rsqrt(v)
+x * round(rsqrt(v))                           =>    round(x_f32 * rsqrt(v))
+x_f32 * rsqrt(v) * to_fp32(w)                 =>    x_f32 * rsqrt(v) * w
+x_f32 * rsqrt(v), without a weight            =>    x_f32 * rsqrt(v) * ones
+
+v is always in fp32. Exact, up to the last bits in fp32 of mean, root and division, except the line
+with a rounding: it is left as it is if roundings are kept.
+"""
+
+import torch
+from torch.fx import Graph, Node
+
+from atomc.graph.canonical import call, value
+from atomc.graph.sizes import known_equal
+from atomc.passes.canonicalize.edit import HALVES, factor, insert, only_reader, replace, uncast
+from atomc.rewriting.rewrite import infer
+
+aten = torch.ops.aten
+# Element-wise ops that may come between the mean and the dimension that it gets back.
+_MOVABLE = frozenset({"add", "rsqrt", "sqrt", "reciprocal", "pow", "mul", "div"})
+# Ops of one operand that may come between the normalized row and the product with its weight.
+_BEFORE_WEIGHT = frozenset({"view", "cast", "to", "clone", "mul", "permute", "expand"})
+
+
+def one_rms_norm(graph: Graph, keep_roundings: bool) -> list[Node]:
+    """Change every norm in the graph. Returns the products and reductions that were changed."""
+    changed: list[Node] = []
+    for node in list(graph.nodes):
+        if _is_of_squares(node):
+            _one_norm(graph, node, keep_roundings, changed)
+    return changed
+
+
+def _is_of_squares(node: Node) -> bool:
+    """Whether it is sum(x^2) or mean(x^2) over the last dimension, in fp32."""
+    here = call(node)
+    return (
+        here.op in ("mean", "sum")
+        and here.attrs.get("dim") == (-1,)
+        and value(node).dtype == torch.float32
+        and call(here.operands[0]).op == "square"
+        and value(call(here.operands[0]).operands[0]).dtype == torch.float32
+    )
+
+
+def _one_norm(graph: Graph, node: Node, keep_roundings: bool, changed: list[Node]) -> None:
+    x = call(call(node).operands[0]).operands[0]
+    mean = _mean(graph, node, changed)
+    if mean is None or not _keep_dim(graph, mean, changed):
+        return
+    variance = only_reader(mean)
+    if variance is None or call(variance).op != "add" or len(call(variance).operands) != 1:
+        return
+    for root in _roots(graph, variance, x, changed):
+        for product in _products(graph, root, x, keep_roundings, changed):
+            weighted = _weighted(product)
+            if weighted is None:
+                _add_weight(graph, product, x, changed)
+            else:
+                _without_cast_of_weight(weighted, x, changed)
+
+
+def _mean(graph: Graph, node: Node, changed: list[Node]) -> Node | None:
+    """The mean that a reduction computes, or None if it is another sum."""
+    if call(node).op == "mean":
+        return node
+    scaled, [squares] = only_reader(node), call(node).operands
+    size = value(squares).shape[-1]
+    by = factor(scaled) if scaled is not None else None
+    if scaled is None or by is None or not isinstance(size, int) or abs(by * size - 1) > 1e-7:
+        return None
+    changed.append(scaled)
+    keepdim = bool(call(node).attrs.get("keepdim", False))
+    mean = insert(graph, scaled, aten.mean.dim, (squares, [-1], keepdim))
+    replace(graph, scaled, mean)
+    return mean
+
+
+def _keep_dim(graph: Graph, mean: Node, changed: list[Node]) -> bool:
+    """Have the mean keep its dimension, if it gets it back later. Returns whether it has it."""
+    if call(mean).attrs.get("keepdim", False):
+        return True
+    chain = [mean]
+    while (reader := only_reader(chain[-1])) is not None and (
+        call(reader).op in _MOVABLE and len(call(reader).operands) == 1
+    ):
+        chain.append(reader)
+    shape = (*value(mean).shape, 1)
+    if reader is None or call(reader).op != "view" or value(reader).dim() != len(shape):
+        return False
+    if not all(known_equal(a, b) for a, b in zip(value(reader).shape, shape, strict=True)):
+        return False
+    changed.append(reader)
+    mean.args = (mean.args[0], [-1], True)
+    for node in chain:
+        infer(graph, node)
+    replace(graph, reader, chain[-1])
+    return True
+
+
+def _roots(graph: Graph, variance: Node, x: Node, changed: list[Node]) -> list[Node]:
+    """The nodes that compute 1 / sqrt(variance), all as rsqrt."""
+    found = []
+    for reader in list(variance.users):
+        here = call(reader)
+        if here.op == "rsqrt":
+            found.append(reader)
+        elif here.op == "pow" and here.attrs.get("exponent") == -0.5:
+            found.append(_as_rsqrt(graph, variance, reader, changed))
+        elif here.op == "sqrt" or (here.op == "pow" and here.attrs.get("exponent") == 0.5):
+            found += _of_sqrt(graph, variance, x, reader, changed)
+    return found
+
+
+def _as_rsqrt(graph: Graph, variance: Node, node: Node, changed: list[Node]) -> Node:
+    changed.append(node)
+    root = insert(graph, node, aten.rsqrt.default, (variance,))
+    replace(graph, node, root)
+    return root
+
+
+def _of_sqrt(graph: Graph, variance: Node, x: Node, sqrt: Node, changed: list[Node]) -> list[Node]:
+    found = []
+    for reader in list(sqrt.users):
+        here = call(reader)
+        if here.op == "reciprocal" or (here.op == "pow" and here.attrs.get("exponent") == -1):
+            found.append(_as_rsqrt(graph, variance, reader, changed))
+        elif here.op == "div" and here.operands in ([x, sqrt], [uncast(x), sqrt]):
+            root = insert(graph, reader, aten.rsqrt.default, (variance,))
+            product = insert(graph, reader, aten.mul.Tensor, (here.operands[0], root))
+            changed.append(reader)
+            replace(graph, reader, product)
+            found.append(root)
+    return found
+
+
+def _products(
+    graph: Graph, root: Node, x: Node, keep_roundings: bool, changed: list[Node]
+) -> list[Node]:
+    """The products of a row in fp32 with its root; a row in 16 bits is cast first."""
+    found = []
+    for reader in list(root.users):
+        here = call(reader)
+        if here.op == "cast" and value(reader).dtype in HALVES and not keep_roundings:
+            found += _of_rounded(graph, reader, root, x, changed)
+        elif here.op != "mul" or len(here.operands) != 2:
+            continue
+        elif x in here.operands:
+            found.append(reader)
+        elif (narrow := uncast(x)) is not None and narrow in here.operands:
+            changed.append(reader)
+            product = insert(graph, reader, aten.mul.Tensor, (x, root))
+            replace(graph, reader, product)
+            found.append(product)
+    return found
+
+
+def _of_rounded(
+    graph: Graph, rounded: Node, root: Node, x: Node, changed: list[Node]
+) -> list[Node]:
+    """The products of a row in 16 bits with its rounded root, rounded afterwards instead."""
+    narrow, found = uncast(x), []
+    for reader in list(rounded.users):
+        if call(reader).op == "mul" and set(call(reader).operands) == {narrow, rounded}:
+            changed.append(reader)
+            product = insert(graph, reader, aten.mul.Tensor, (x, root))
+            dtype = value(reader).dtype
+            replace(
+                graph, reader, insert(graph, reader, aten._to_copy.default, (product,), dtype=dtype)
+            )
+            found.append(product)
+    return found
+
+
+def _weighted(row: Node) -> Node | None:
+    """The product of a normalized row with a vector, maybe after views and casts."""
+    for reader in row.users:
+        here, found = call(reader), None
+        if here.op == "mul" and len(here.operands) == 2:
+            by_vector = any(value(operand).dim() <= 1 for operand in here.operands)
+            found = reader if by_vector else None
+        elif here.op in _BEFORE_WEIGHT and len(here.operands) == 1:
+            found = _weighted(reader)
+        if found is not None:
+            return found
+    return None
+
+
+def _without_cast_of_weight(weighted: Node, x: Node, changed: list[Node]) -> None:
+    """Read a weight without its cast to fp32 if the row is in fp32, too: the product promotes."""
+    row = uncast(x)
+    for operand in call(weighted).operands:
+        weight = uncast(operand)
+        if (
+            row is not None
+            and weight is not None
+            and value(weight).dim() == 1
+            and value(weight).dtype == value(row).dtype
+            and all(value(other).dtype == torch.float32 for other in call(weighted).operands)
+        ):
+            changed.append(weighted)
+            weighted.replace_input_with(operand, weight)
+
+
+def _add_weight(graph: Graph, product: Node, x: Node, changed: list[Node]) -> None:
+    """Multiply by a weight of ones, if the result has the dtype of the row."""
+    narrow = uncast(x)
+    size = value(x).shape[-1]
+    wanted = torch.float32 if narrow is None else value(narrow).dtype
+    rounded = all(
+        call(reader).op == "cast" and value(reader).dtype == wanted for reader in product.users
+    )
+    if not isinstance(size, int) or (narrow is not None and not rounded):
+        return
+    changed.append(product)
+    after = product.next
+    ones = insert(
+        graph, after, aten.full.default, ([size], 1.0), dtype=wanted, device=value(x).device
+    )
+    scaled = insert(graph, after, aten.mul.Tensor, (ones, product))
+    product.replace_all_uses_with(scaled, delete_user_cb=lambda reader: reader is not scaled)
