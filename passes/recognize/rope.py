@@ -114,7 +114,7 @@ def _cast_example() -> Example:
 
 
 def _complex_pattern(x: Tensor, turn: Tensor) -> Tensor:
-    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    pairs = torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * turn).flatten(-2)
 
 
