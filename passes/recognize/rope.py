@@ -155,6 +155,7 @@ ROPE_OTHER_SIGN = Rewrite(
     _other_sign_example,
     guard=turns_pairs,
     attrs={"style": "neox"},
+    needs={"aten::neg": {}},
     cases=_OTHER_SIGNS,
 )
 ROPE_CAST = Rewrite(
