@@ -23,10 +23,11 @@ from atomc.passes.lower import lower
 from atomc.passes.merge.linears import merging
 from atomc.passes.recognize.all_reduce import ALL_REDUCE
 from atomc.passes.recognize.cat_of_slices import cat_of_slices
+from atomc.passes.recognize.columns_of_pairs import columns_of_pairs
 from atomc.passes.recognize.gated import GELU_AND_MUL, OTHER_GATES, SILU_AND_MUL
 from atomc.passes.recognize.repeat_kv import REPEAT_KV
 from atomc.passes.recognize.rms_norm import OTHER_NORMS, RMS_NORM
-from atomc.passes.recognize.rope import ROPE, ROPE_PARTIAL
+from atomc.passes.recognize.rope import ROPE, ROPE_CAST, ROPE_COMPLEX, ROPE_OTHER_SIGN, ROPE_PARTIAL
 from atomc.passes.recognize.rope_before_transpose import ROPE_BEFORE_TRANSPOSE
 from atomc.passes.reinplace import reinplace
 from atomc.rewriting.graph_pass import Pass, rewriting
@@ -43,7 +44,8 @@ PIPELINE: tuple[Pass, ...] = (
     rewriting(RMS_NORM, *OTHER_NORMS, after=["canonicalize"]),
     rewriting(SILU_AND_MUL, *OTHER_GATES, after=["canonicalize"]),
     rewriting(GELU_AND_MUL, after=["canonicalize"]),
-    rewriting(ROPE, after=["tidy"]),
+    Pass("columns_of_pairs", columns_of_pairs, after=["tidy"], cleanup=True),
+    rewriting(ROPE, ROPE_CAST, ROPE_OTHER_SIGN, ROPE_COMPLEX, after=["columns_of_pairs"]),
     rewriting(ROPE_PARTIAL, after=["rope"]),
     rewriting(REPEAT_KV),
     rewriting(ALL_REDUCE),

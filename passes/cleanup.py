@@ -33,9 +33,38 @@ _NEUTRAL = {
 
 def tidy(gm: GraphModule, context: Context) -> list[Fired]:
     """Merge equal nodes, and remove nodes that return their input or have no readers."""
-    fired = share_equal_nodes(gm.graph) + cancel_no_ops(gm.graph)
+    fired = drop_proven_asserts(gm.graph) + share_equal_nodes(gm.graph) + cancel_no_ops(gm.graph)
     remove_dead_nodes(gm.graph)
     return fired
+
+
+def drop_proven_asserts(graph: Graph) -> list[Fired]:
+    """Remove the assertions of `torch.export` about metadata that fake values prove: they would be
+    readers of what a rewrite replaces.
+    """
+    fired = []
+    target = torch.ops.aten._assert_tensor_metadata.default
+    for node in graph.find_nodes(op="call_function", target=target):
+        if _is_proven(node):
+            graph.erase_node(node)
+            fired.append(Fired("tidy", node, {}))
+    return fired
+
+
+def _is_proven(node: Node) -> bool:
+    """Whether the asserted tensor has the asserted metadata."""
+    here = call(node)
+    asserted = value(here.operands[0])
+    known = {
+        "size": tuple(asserted.shape),
+        "stride": asserted.stride(),
+        "dtype": asserted.dtype,
+        "device": asserted.device,
+        "layout": asserted.layout,
+    }
+    return all(
+        same_attr(here.attrs[name], is_so) for name, is_so in known.items() if name in here.attrs
+    )
 
 
 def _seen_outside(graph: Graph) -> set[Node]:

@@ -182,7 +182,7 @@ ROWS: dict[str, dict[str, Any]] = {
         "not the last dim": (
             latent_attention(of_q=lambda x: x.flip(-1)), ROTATED, "extra op", QUERIES, "^flip"),
         "dtype promotion": (
-            latent_attention(key_tables=lambda x: x.float()), ROTATED, "dtype", "`cos` in bfloat16 .*of `x`",
+            latent_attention(key_tables=lambda x: x.float()), ROTATED, "same value", "`(cos|sin)` to be .* as elsewhere",
             "float32"),
         "operand order": (
             latent_attention(other_tables=True), ROTATED, "operand order", "cos before sin in rope", "exchanged"),

@@ -398,12 +398,10 @@ TABLE: dict[str, dict[str, Cell | str]] = {
         "eps differs": NO_EPS,
         "not the last dim": Cell(
             lambda x, c, s: rotated(x, c, s, dim=-2), ROPE, "attribute", "slice with dim=-1", "^dim=-2"),
-        "dtype promotion": Cell(
-            rotated, (Q, COS.float(), SIN.float()), "dtype", "`cos` in bfloat16 .*of `x`", "float32"),
+        "dtype promotion": "n/a: the op promotes as PyTorch does",
         "operand order": Cell(
             rope_with_its_difference_the_other_way, HALF, "operand order", "mul before mul in sub", "exchanged"),
-        "missing cast": Cell(
-            lambda x, c, s: rotated(x.float(), c, s), ROPE, "dtype", "`cos` in float32 .*of `x`", "bfloat16"),
+        "missing cast": "n/a: the dtypes of x and of the tables are independent",
     },
     "rope_partial": {
         "extra user": Cell(partial_with_a_reader, HALF, "extra user", "no other reader of rope", READ_TOO),
@@ -418,9 +416,7 @@ TABLE: dict[str, dict[str, Cell | str]] = {
         "eps differs": NO_EPS,
         "not the last dim": Cell(
             lambda x, c, s: partly_rotated(x, c, s, dim=-2), HALF, "attribute", "cat with dim=-1", "^dim=-2"),
-        "dtype promotion": Cell(
-            partly_rotated, (Q, COS[..., :H].float(), SIN[..., :H].float()), "dtype", "`cos` in bfloat16", "float32",
-            of="rope"),
+        "dtype promotion": "n/a: the op promotes as PyTorch does",
         "operand order": Cell(
             partial_with_the_rest_first, HALF, "operand order", "rope before slice.* in cat", "exchanged"),
         "missing cast": NO_CASTS,
@@ -615,10 +611,10 @@ TABLE: dict[str, dict[str, Cell | str]] = {
         "eps differs": Cell(qk_attention(eps=1e-5), QK, "scalar", "one `eps` everywhere", r"^1e-0[56]"),
         "not the last dim": Cell(qk_attention(dim=-2), QK, *OTHER_DIM),
         "dtype promotion": Cell(
-            qk_attention(), (*QK[:4], KW.float(), COS, SIN), "dtype", "`cos` in float32 .*of `x`", "bfloat16", of="rope"),
+            qk_attention(), (*QK[:4], KW.float(), COS, SIN), "dtype", "`k_weight` in bfloat16 .*of `q`", "float32"),
         "operand order": Cell(
             qk_with_cos_and_sin_exchanged_for_k, QK, "operand order", "cos before sin in rope", "exchanged"),
-        "missing cast": Cell(qk_attention(cast=False), QK, *NO_CAST, of="rms_norm"),
+        "missing cast": Cell(qk_attention(cast=False), QK, *NO_CAST),
     },
     "qk_norm_rope_kv_write": {
         "extra user": Cell(
@@ -637,7 +633,7 @@ TABLE: dict[str, dict[str, Cell | str]] = {
             qk_attention(value=torch.Tensor.float), QK_PAGED, "dtype", "`v` in bfloat16 .*of `q`", "float32"),
         "operand order": Cell(
             qk_write_of_v_as_keys, QK_PAGED, "operand order", "qk_norm_rope before v in kv_write", "exchanged"),
-        "missing cast": Cell(qk_attention(cast=False), QK_PAGED, *NO_CAST, of="rms_norm"),
+        "missing cast": Cell(qk_attention(cast=False), QK_PAGED, *NO_CAST, of="qk_norm_rope"),
     },
     "rope_kv_write": {
         "extra user": Cell(rope_write_with_a_reader, ROPE_PAGED, "extra user", "no other reader of rope", READ_TOO),

@@ -17,6 +17,7 @@ from torch.testing import assert_close
 from atomc import ops
 from atomc.ops.formats import FP8
 from atomc.ops.op import op_of, register_kernel
+from atomc.ops.rope import ROPE_STYLES, columns_per_angle
 
 EVERY_CASE = [
     pytest.param(name, case, id=f"{name}-{case}") for name, cases in CASES.items() for case in cases
@@ -232,13 +233,15 @@ def test_rope_turns_the_pairs_that_its_style_names() -> None:
     assert_close(ops.rope(x, cos, sin, "half"), halves)
     assert_close(ops.rope(x, cos, sin, "gptj"), pairs.flatten(-2))
     assert_close(ops.rope(x, cos, sin, "pairs_to_half"), pairs.transpose(-1, -2).flatten(-2))
+    repeated = (table.repeat_interleave(2, -1) for table in (cos, sin))
+    assert_close(ops.rope(x, *repeated, "pairs"), pairs.flatten(-2))
 
 
-@pytest.mark.parametrize("style", ["neox", "half", "gptj", "pairs_to_half"])
+@pytest.mark.parametrize("style", ROPE_STYLES)
 def test_a_partial_rotation_passes_the_rest_through(style: str) -> None:
     x, angle = (
         torch.randn(7, 3, 80),
-        angles(7, 16)[:, None].repeat(1, 1, 2 if style == "neox" else 1),
+        angles(7, 16)[:, None].repeat(1, 1, 2 // columns_per_angle(style)),
     )
     out = ops.rope(x, angle.cos(), angle.sin(), style)
     assert torch.equal(out[..., 32:], x[..., 32:])

@@ -231,20 +231,24 @@ def gptj(x, cos, sin):
     return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
 
 
+def pairs(x, cos, sin):
+    return x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2) * sin
+
+
 @DTYPES
-@pytest.mark.parametrize("function", [neox, half, pairs_to_half, gptj])
+@pytest.mark.parametrize("function", [neox, half, pairs_to_half, gptj, pairs])
 def test_every_style_of_rotation_becomes_one_op(function, dtype):
-    width = D if function is neox else D // 2
+    width = D if function in (neox, pairs) else D // 2
     text = rewritten(ROPE, function, *cast(dtype, Q, COS[..., :width], SIN[..., :width]))
     assert text == f"%0 = rope(x, cos, sin, '{function.__name__}')\nreturn %0"
 
 
-@pytest.mark.parametrize("function", [neox, half])
+@pytest.mark.parametrize("function", [neox, half, pairs])
 def test_a_partial_rotation_passes_on_what_it_does_not_rotate(function):
     def partial(x, cos, sin):
         return torch.cat((function(x[..., :8], cos, sin), x[..., 8:]), dim=-1)
 
-    width = 8 if function is neox else 4
+    width = 8 if function in (neox, pairs) else 4
     text = rewritten(
         [TIDY, *passes_named("rope", "rope_partial")],
         partial,

@@ -636,7 +636,7 @@ class Stateless(torch.nn.Embedding):
 
 
 def test_a_model_without_state_handles_is_refused():
-    with pytest.raises(ValueError, match="Stateless keeps no state"):
+    with pytest.raises(ValueError, match="Stateless has no state"):
         LLM(
             loader.ready(Stateless(9, 4)),
             max_model_len=8,

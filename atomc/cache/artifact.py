@@ -17,10 +17,12 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from atomc.graph.profiler_ranges import with_ranges
+from atomc.json_types import JSONLike
 from atomc.ops.op import REGISTRY, Kernel
 from atomc.torch_compat.core import GraphFunction
-from atomc.torch_compat.inductor import Patches
 
+# Settings of Inductor's config.
+Patches = Mapping[str, JSONLike]
 # See `reference`.
 Reference = tuple[str, ...]
 # A dataclass as dataclasses.asdict converts it.

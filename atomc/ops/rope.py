@@ -1,13 +1,14 @@
 """Rotary position embedding (Su et al. 2021), alone, after the q/k norms, and with the write to the
 cache.
 
-D head width, R rotated width: cos and sin are R wide (neox) or R/2 wide (the other styles) and
-broadcast against x in all dimensions but the last. Columns from R on are unchanged. A style says
-which pairs of columns are rotated, and where the results are written:
+D head width, R rotated width: cos and sin are R wide (neox, pairs) or R/2 wide (the other styles)
+and broadcast against x in all dimensions but the last. Columns from R on are unchanged. A style
+says which pairs of columns are rotated, and where the results are written:
 neox           (x[i], x[i + R/2]), full-width tables (Llama, Qwen3: `rotate_half`)
 half           the same pairs, half-width tables (GPT-OSS)
 pairs_to_half  (x[2i], x[2i + 1]), written to i and i + R/2 (DeepSeek "interleaved")
 gptj           (x[2i], x[2i + 1]), written back in place
+pairs          the same as gptj, full-width tables (GPT-J, GLM, Cohere: `rotate_every_two`)
 Scaling (llama3, yarn, linear) is part of cos and sin.
 """
 
@@ -20,7 +21,13 @@ from atomc.ops.op import op
 from atomc.ops.op_cost import state_write
 from atomc.ops.op_traits import Kind
 
-ROPE_STYLES = ("neox", "half", "pairs_to_half", "gptj")
+ROPE_STYLES = ("neox", "half", "pairs_to_half", "gptj", "pairs")
+FULL_WIDTH_STYLES = ("neox", "pairs")
+
+
+def columns_per_angle(style: str) -> int:
+    """The number of columns of x per column of cos and sin."""
+    return 1 if style in FULL_WIDTH_STYLES else 2
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
@@ -28,6 +35,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
     half = x.shape[-1] // 2
     if style == "neox":
         return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
+    if style == "pairs":
+        return x * cos + torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2) * sin
     if style == "half":
         a, b = x[..., :half], x[..., half:]
     elif style in ("pairs_to_half", "gptj"):
@@ -45,7 +54,7 @@ def _rope_shape(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Ten
     strides of x, cat and stack are contiguous.
     """
     dtype = torch.result_type(x, cos)
-    if style == "neox" and cos.shape[-1] == x.shape[-1]:
+    if style in FULL_WIDTH_STYLES and cos.shape[-1] == x.shape[-1]:
         return torch.empty_like(x, dtype=dtype)
     return x.new_empty(x.shape, dtype=dtype)
 
@@ -55,7 +64,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Tensor:
     """x with its first R columns rotated (Su et al. 2021, eq. 34). x [..., D], cos and sin
     [..., R or R/2] -> [..., D] in the promoted dtype of x and cos.
     """
-    width = cos.shape[-1] * (1 if style == "neox" else 2)
+    width = cos.shape[-1] * columns_per_angle(style)
     if width == x.shape[-1]:
         return rotate(x, cos, sin, style)
     return torch.cat((rotate(x[..., :width], cos, sin, style), x[..., width:]), -1)

@@ -92,7 +92,7 @@ def test_a_scattered_cache_is_not_gathered() -> None:
     given = paged(DRAW, [(40, 40)])
     given["k_cache"] = torch.cat((given["k_cache"], given["k_cache"]), 1)[:, :16]
     assert refused("paged_attention.paged_attention", given) == Refusal(
-        "layout", "the blocks of the cache do not follow each other"
+        "layout", "the blocks of the cache are not contiguous"
     )
 
 

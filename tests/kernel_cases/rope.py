@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from atomc.ops.norm import RMS_NORM_STYLES
-from atomc.ops.rope import ROPE_STYLES
+from atomc.ops.rope import ROPE_STYLES, columns_per_angle
 from kernel_cases.draw import EPS, Cases, Draw
 
 
@@ -19,7 +19,7 @@ def rotary(
     style: str = "neox",
     table: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    columns = (rotated or width) // (1 if style == "neox" else 2)
+    columns = (rotated or width) // columns_per_angle(style)
     return draw.tables(tokens, 1, columns, dtype=table)
 
 

@@ -52,8 +52,8 @@ BUGS = [
     ),
     Bug(
         "passes/fuse/kv_write.py",
-        "ops.rope_kv_write(q, k, v, cos, sin",
-        "ops.rope_kv_write(q, v, k, cos, sin",
+        "_rope_kv_write(q, k, v, cos, sin",
+        "_rope_kv_write(q, v, k, cos, sin",
         "tests/test_passes.py -k the_rotation_and_the_write",
     ),
     triton(
@@ -78,11 +78,11 @@ BUGS = [
     ),
     triton("kv_write", "inside = inside & (column < WIDTH)", "inside = inside", "kv_write"),
     blocks("return -(-num_tokens // self.block_size)", "return num_tokens // self.block_size"),
-    blocks("self.users[block] += 1", "self.users[block] = 1"),
+    blocks("self.ref_counts[block] += 1", "self.ref_counts[block] = 1"),
     blocks("for block in reversed(table.blocks):", "for block in reversed(table.blocks[1:]):"),
     scheduler("request.computed = 0\n", "request.computed = 1\n"),
     scheduler("self._free_slots.append(request.slot)", "self._free_slots.append(0)"),
-    scheduler("deciding.budget -= count", "deciding.budget -= 1"),
+    scheduler("builder.budget -= count", "builder.budget -= 1"),
     scheduler(
         "self.pool.match(request.keys[: (len(request.tokens) - 1) // self.pool.block_size])",
         "self.pool.match(request.keys[: len(request.tokens) // self.pool.block_size])",

@@ -12,6 +12,7 @@ from atomc.graph.sizes import known_equal
 from atomc.kernels.aiter.library import Function, unfit
 from atomc.kernels.checks import HALVES, strided, unlike, wrong_rank
 from atomc.ops.op import Refusal
+from atomc.ops.rope import columns_per_angle
 from atomc.platform import Platform
 
 rope_cached_fwd_impl = Function("rope_cached_fwd_impl", "aiter")
@@ -22,7 +23,7 @@ ROTATIONS = {"neox": 0, "half": 0, "gptj": 1}
 
 def rotated_width(cos: Tensor, style: str) -> int:
     """Columns of x that rotate."""
-    return cos.shape[-1] * (1 if style == "neox" else 2)
+    return cos.shape[-1] * columns_per_angle(style)
 
 
 def table_dimension(x: Tensor, cos: Tensor) -> int | None:
@@ -41,6 +42,8 @@ def table_dimension(x: Tensor, cos: Tensor) -> int | None:
 def moving(style: str) -> Refusal | None:
     if style in ROTATIONS:
         return None
+    if style == "pairs":
+        return Refusal("argument", "AITER's pairs have half-width tables")
     return Refusal("argument", f"AITER writes a pair back where it was, style={style!r} moves it")
 
 

@@ -35,7 +35,7 @@ from atomc.kernels.triton.norm import weighted
 from atomc.kernels.triton.tiles import HEAD_ROWS
 from atomc.ops.norm import RMS_NORM_STYLES
 from atomc.ops.op import Refusal
-from atomc.ops.rope import ROPE_STYLES
+from atomc.ops.rope import FULL_WIDTH_STYLES, ROPE_STYLES, columns_per_angle
 from atomc.platform import Platform
 
 
@@ -53,7 +53,7 @@ def _parts(
     """The two rotated halves and the rest of rows at offsets `at`, in fp32."""
     i = tl.arange(0, BLOCK)[None, :]
     first, second = i, i + HALF
-    if STYLE == "gptj" or STYLE == "pairs_to_half":
+    if STYLE == "gptj" or STYLE == "pairs_to_half" or STYLE == "pairs":
         first, second = 2 * i, 2 * i + 1
     a = tl.load(ptr + at + first, (i < HALF) & inside, 0.0).to(tl.float32)
     b = tl.load(ptr + at + second, (i < HALF) & inside, 0.0).to(tl.float32)
@@ -85,7 +85,7 @@ def store_parts(
     DTYPE: tl.constexpr = ptr.dtype.element_ty
     i = tl.arange(0, BLOCK)[None, :]
     first, second = i, i + HALF
-    if STYLE == "gptj":
+    if STYLE == "gptj" or STYLE == "pairs":
         first, second = 2 * i, 2 * i + 1
     tl.store(ptr + at + first, as_cached(a, inverse, DTYPE, CODES, BY_BITS), inside & (i < HALF))
     tl.store(ptr + at + second, as_cached(b, inverse, DTYPE, CODES, BY_BITS), inside & (i < HALF))
@@ -136,12 +136,15 @@ def rotated(
         rest = _rounded(weighted(rest * scale, rest_weight, DTYPE, NORM), NORMED)
     i = tl.arange(0, BLOCK)[None, :]
     column = inside & (i < HALF)
-    cos = tl.load(cos_ptr + table_at + i, column, 0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + table_at + i, column, 0.0).to(tl.float32)
+    of_first, of_second = i, i + HALF
+    if STYLE == "pairs":
+        of_first, of_second = 2 * i, 2 * i + 1
+    cos = tl.load(cos_ptr + table_at + of_first, column, 0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + table_at + of_first, column, 0.0).to(tl.float32)
     second_cos, second_sin = cos, sin
-    if STYLE == "neox":
-        second_cos = tl.load(cos_ptr + table_at + HALF + i, column, 0.0).to(tl.float32)
-        second_sin = tl.load(sin_ptr + table_at + HALF + i, column, 0.0).to(tl.float32)
+    if STYLE == "neox" or STYLE == "pairs":
+        second_cos = tl.load(cos_ptr + table_at + of_second, column, 0.0).to(tl.float32)
+        second_sin = tl.load(sin_ptr + table_at + of_second, column, 0.0).to(tl.float32)
     first = _rounded(a * cos, OUT) - _rounded(b * sin, OUT)
     second = _rounded(b * second_cos, OUT) + _rounded(a * second_sin, OUT)
     return _rounded(first, OUT), _rounded(second, OUT), rest
@@ -437,7 +440,7 @@ def table_strides(table: Tensor, x: Tensor) -> tuple[int, int, int]:
 
 def cut_rows(x: Tensor, cos: Tensor, style: str) -> dict[str, int]:
     """The parts of a row of x, as launch arguments."""
-    half = cos.shape[-1] // 2 if style == "neox" else cos.shape[-1]
+    half = cos.shape[-1] * columns_per_angle(style) // 2
     rest = x.shape[-1] - 2 * half
     return {
         "D": x.shape[-1],
@@ -451,7 +454,7 @@ def _new_rows(x: Tensor, cos: Tensor, style: str, dtype: torch.dtype) -> Tensor:
     """Empty rows for the rotated x. They are contiguous as in the reference, which concatenates
     unless full-width tables rotate whole rows.
     """
-    whole = style == "neox" and cos.shape[-1] == x.shape[-1]
+    whole = style in FULL_WIDTH_STYLES and cos.shape[-1] == x.shape[-1]
     return torch.empty_like(
         x, dtype=dtype, memory_format=torch.preserve_format if whole else torch.contiguous_format
     )
@@ -470,7 +473,8 @@ def refuse_rope(
         or unlike(FLOATS, cos=cos, sin=sin)
     ):
         return reason
-    if style == "neox" and isinstance(cos.shape[-1], int) and cos.shape[-1] % 2:
+    wide = style in FULL_WIDTH_STYLES
+    if wide and isinstance(cos.shape[-1], int) and cos.shape[-1] % 2:
         return Refusal("shape", f"{cos.shape[-1]} columns cannot be rotated in pairs")
     if cos.dim() > x.dim():
         return Refusal("shape", "cos and sin have more dimensions than the rotated tensor")
