@@ -21,6 +21,7 @@ from atomc.passes.lift import lift
 from atomc.passes.lower import lower
 from atomc.passes.merge.linears import merging
 from atomc.passes.recognize.all_reduce import ALL_REDUCE
+from atomc.passes.recognize.attention import attention
 from atomc.passes.recognize.cat_of_slices import cat_of_slices
 from atomc.passes.recognize.gated import GELU_AND_MUL, SILU_AND_MUL
 from atomc.passes.recognize.repeat_kv import REPEAT_KV
@@ -44,6 +45,7 @@ PIPELINE: tuple[Pass, ...] = (
     rewriting(ROPE, after=["tidy"]),
     rewriting(ROPE_PARTIAL, after=["rope"]),
     rewriting(REPEAT_KV),
+    Pass("attention", attention, after=["tidy"], by_site=True),
     rewriting(ALL_REDUCE),
     rewriting(
         *ROPE_BEFORE_TRANSPOSE, after=["rms_norm", "rope_partial", "repeat_kv"], cleanup=True
