@@ -23,7 +23,7 @@ from torch.fx.node import Argument
 
 from atomc import ops
 from atomc.graph.canonical import Attr, call, dims_of, readers, spell, value
-from atomc.graph.expressions import Size
+from atomc.graph.expressions import Size, expression
 from atomc.graph.mutation import mutated, storage
 from atomc.graph.provenance import describe, inherited
 from atomc.graph.sizes import known_equal, spell_shape
@@ -150,16 +150,13 @@ def _only_reader(node: Node) -> Node:
 
 def _upstream(walk: _Walk) -> None:
     """Find the product, and the scale, softcap, masks and sinks on the way, outermost first."""
-    factor, node, inner = 1.0, _without_sinks(walk), walk.softmax
-    dropped = [node for node in walk.inside if call(node).op == "slice"]
-    if bool(dropped) != (walk.sinks is not None):
-        where = (dropped or [walk.softmax])[0]
-        raise _Unlike("extra op", "sinks that are added and dropped", describe(where), where)
+    factor, node = 1.0, _without_sinks(walk)
     while call(node).op not in _PRODUCTS:
         walk.inside.append(node)
-        here, inner = call(node), node
+        here = call(node)
         number = here.attrs.get("other")
-        if here.op in _LAYOUT or here.op == "cast" or (here.op == "permute" and _moves_ones(node)):
+        plain = here.op == "cast" and value(node).dtype in _FLOATS
+        if plain or here.op in _LAYOUT or (here.op == "permute" and _moves_ones(node)):
             node = here.operands[0]
         elif here.op in ("mul", "div") and len(here.operands) == 1 and _is_number(number):
             factor = factor * number if here.op == "mul" else factor / number
@@ -196,13 +193,24 @@ def _without_sinks(walk: _Walk) -> Node:
     if here.op == "sub" and len(here.operands) == 2:
         source, largest = here.operands
         most = call(largest).operands[0] if call(largest).op == "getitem" else largest
-        if call(most).op not in ("max", "amax") or call(most).operands[0] is not source:
+        constant_of_row = known_equal(value(largest).shape[-1], 1)
+        if call(most).op not in ("max", "amax") or not constant_of_row:
             raise _Unlike("other op", "scores minus the largest", spell(node), node)
         walk.inside += [node, largest, most]
         node = source
     here = call(node)
+    dropped = [node for node in walk.inside if call(node).op == "slice"]
+    if bool(dropped) != (here.op == "cat"):
+        where = (dropped or [node])[0]
+        raise _Unlike("extra op", "sinks that are added and dropped", describe(where), where)
     if here.op != "cat":
         return node
+    keys = value(here.operands[0]).shape[-1]
+    kept = [call(part).attrs for part in dropped]
+    if len(kept) != 1 or (kept[0]["dim"], kept[0]["start"], kept[0]["step"]) != (-1, 0, 1):
+        raise _Unlike("attribute", "weights [..., :-1]", spell(dropped[0]), dropped[0])
+    if not known_equal(value(dropped[0]).shape[-1], keys):
+        raise _Unlike("attribute", "weights [..., :-1]", spell(dropped[0]), dropped[0])
     if here.attrs["dim"] != -1 or len(here.operands) != 2:
         raise _Unlike("other op", "scores and one sink per head", spell(node), node)
     walk.inside.append(node)
@@ -238,17 +246,21 @@ def _without_mask(walk: _Walk, node: Node, factor: float) -> Node:
         if len(found) != 1:
             raise _Unlike("other op", "one product of queries and keys", describe(node), node)
         mask = here.operands[here.operands[0] is found[0]]
+        if not value(mask).is_floating_point():
+            raise _Unlike("dtype", "a float mask", f"{value(mask).dtype} added", node)
         added = _Added(mask, node, factor)
     elif here.op == "masked_fill":
         fill = here.attrs.get("value")
         fill = constant(here.operands[2]) if len(here.operands) == 3 else fill
         found, added = here.operands[:1], _Added(here.operands[1], node, 1.0, _number(fill))
     elif here.op == "where" and len(here.operands) == 3:
-        condition, seen, other = here.operands
-        with node.graph.inserting_before(node):
-            hidden = node.graph.call_function(aten.logical_not.default, (condition,))
-        infer(node.graph, hidden)
-        found, added = [seen], _Added(hidden, node, 1.0, constant(other))
+        condition, then, other = here.operands
+        filled = constant(then) is not None
+        if not filled:
+            with node.graph.inserting_before(node):
+                condition = _call(node.graph, aten.logical_not.default, condition)
+        fill = constant(then if filled else other)
+        found, added = [other if filled else then], _Added(condition, node, 1.0, fill)
     else:
         raise _Unlike("extra op", "scale, softcap or mask", describe(node), node)
     if added.fill is not None or here.op != "add":
@@ -300,9 +312,15 @@ def _moves_ones(permute: Node) -> bool:
 
 
 def _check(walk: _Walk, context: Context) -> None:
-    """Raise for readers, writes, dtypes and options that do not allow the op."""
-    inside, result = set(walk.inside), walk.result
-    assert result is not None and walk.scores is not None
+    """Raise for sizes, readers, writes and options that do not allow the op."""
+    inside, scores, result = set(walk.inside), walk.scores, walk.result
+    assert result is not None and scores is not None
+    *heads, rows, keys = _scores_shape(walk)
+    for made, columns in ((scores, keys), (result, value(result).shape[-1])):
+        wanted = [math.prod(heads), rows, columns]
+        if not all(map(known_equal, value(made).shape, wanted)):
+            found = f"{spell_shape(value(made).shape)} of {describe(made)}"
+            raise _Unlike("size", spell_shape(wanted), found, made)
     for node in walk.inside:
         for reader in readers(node) if node is not result else ():
             if reader not in inside:
@@ -365,7 +383,7 @@ def _replace(graph: Graph, walk: _Walk, moved: list[tuple[Node, torch.Tensor]]) 
         back = _call(graph, aten.transpose.int, out, -3, -2)
         old = _as_seen(result, value(back).shape)
         if old is result:
-            back = _call(graph, aten.reshape.default, back, list(value(result).shape))
+            back = _reshape(graph, back, value(result).shape)
     made = _between(before, result)
     consumed = tuple(call(node).op for node in walk.inside)
     meta = {**inherited(walk.inside, result, "attention"), "consumed": consumed}
@@ -397,6 +415,21 @@ def _call(graph: Graph, target: torch._ops.OpOverload, *args: Argument) -> Node:
     return node
 
 
+def _reshape(graph: Graph, node: Node, shape: Shape) -> Node:
+    """Symbolic sizes are arguments as nodes; one of them may be -1."""
+    known = {
+        expression(value(other)): other
+        for other in graph.nodes
+        if isinstance(value(other), torch.SymInt)
+    }
+    sizes: list[Argument] = [
+        size if isinstance(size, int) else known.get(expression(size), -1) for size in shape
+    ]
+    if sizes.count(-1) > 1:
+        raise _Unlike("size", "sizes of the graph", spell_shape(shape), node)
+    return _call(graph, aten.reshape.default, node, sizes)
+
+
 def _as_seen(result: Node, shape: Shape) -> Node:
     """The only reader of the product, if it is a view of this shape; else the product."""
     found = readers(result)
@@ -419,7 +452,7 @@ def _heads(graph: Graph, operand: Node, leading: Shape, swapped: bool) -> Node:
     if turned:
         best = _call(graph, aten.transpose.int, operand, -2, -1)
     same = value(best).dim() == len(shape) and all(map(known_equal, value(best).shape, shape))
-    return best if same else _call(graph, aten.reshape.default, best, shape)
+    return best if same else _reshape(graph, best, shape)
 
 
 def _unviewed(node: Node) -> Iterator[tuple[Node, bool]]:
@@ -434,11 +467,9 @@ def _unviewed(node: Node) -> Iterator[tuple[Node, bool]]:
             if turned or not _swaps_last(node):
                 return
             turned = True
-        elif here.op == "expand" and not _same_core(
-            value(node).shape, value(here.operands[0]).shape
+        elif here.op not in (*_LAYOUT, "permute") or (
+            here.op == "expand" and not _same_core(value(node).shape, value(here.operands[0]).shape)
         ):
-            return
-        elif here.op not in (*_LAYOUT, "permute"):
             return
         node = here.operands[0]
 
@@ -483,7 +514,7 @@ def _unrepeated(graph: Graph, node: Node) -> Node:
     shape = [once[-5], once[-4], once[-2], once[-1]]
     if value(inner).dim() == 4 and all(map(known_equal, value(inner).shape, shape)):
         return inner
-    return _call(graph, aten.reshape.default, source, shape)
+    return _reshape(graph, source, shape)
 
 
 # ---- masks
@@ -496,11 +527,7 @@ def _band(walk: _Walk) -> Band | None:
     band = Band()
     for added in walk.added:
         seen = visible(added.mask, _HIDES)
-        if added.fill is not None:
-            seen = seen.complement() if seen is not None and seen != Band() else None
-        elif value(added.mask).dtype == torch.bool or added.factor <= 0:
-            return None
-        if seen is None:
+        if seen is None or added.factor <= 0:
             return None
         band = band & seen
     causal = band.high == 0 and band.low <= 0
@@ -539,13 +566,18 @@ def _float_mask(graph: Graph, added: _Added, dtype: torch.dtype) -> Node:
 
 def _at_scores(graph: Graph, mask: Node, at: Node, shape: Shape) -> Node:
     """A mask of scores [B * N, T, S] as one of [B, N, T, S]."""
-    here = value(mask).shape
-    if value(at).dim() == len(shape) or len(here) < 3:
+    scores, here = value(at).shape, value(mask).shape
+    merged = len(scores) == 3 and len(shape) == 4
+    if not all(map(known_equal, scores[-2:], shape[-2:])) or not (
+        merged or len(scores) == len(shape)
+    ):
+        raise _Unlike("size", f"a mask for scores {spell_shape(shape)}", spell_shape(scores), mask)
+    if len(here) < 2:
+        return _reshape(graph, mask, [1, *here] if here else [1, 1])
+    if len(here) < 3 or not merged:
         return mask
-    if value(at).dim() != 3 or len(shape) != 4:
-        raise _Unlike("size", f"a mask for scores {spell_shape(shape)}", spell_shape(here), mask)
     leading = [1, 1] if known_equal(here[0], 1) else list(shape[:2])
-    return _call(graph, aten.reshape.default, mask, [*leading, *here[1:]])
+    return _reshape(graph, mask, [*leading, *here[1:]])
 
 
 def _between(first: Node, last: Node) -> list[Node]:

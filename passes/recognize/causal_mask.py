@@ -40,7 +40,7 @@ class Band(NamedTuple):
 
 
 class Outside(NamedTuple):
-    """Zero in the band, `fill` outside."""
+    """Zero (False) in the band, `fill` (True) outside."""
 
     band: Band
     fill: float
@@ -52,14 +52,15 @@ Known = float | Position | Band | Outside | None
 
 def visible(mask: Node, limit: float) -> Band | None:
     """The keys that a mask leaves visible, for every value of the graph's inputs; None if that is
-    not known. limit: a float mask hides keys with a value up to it.
+    not known. A bool mask is True for hidden keys, a float mask hides with values up to `limit`.
     """
     known = _known(mask)
-    if isinstance(known, Outside):
-        return known.band if known.fill <= limit else None
-    if known == 0.0 and value(mask).is_floating_point():
+    if known == 0.0:
         return Band()
-    return known if isinstance(known, Band) else None
+    if value(mask).dtype == torch.bool:
+        known = _negated(known)
+        return known if isinstance(known, Band) else None
+    return known.band if isinstance(known, Outside) and known.fill <= limit else None
 
 
 def constant(node: Node) -> float | None:
@@ -116,8 +117,8 @@ def _cast(node: Node, here: Call) -> Known:
     known, to_bool = _known(here.operands[0]), value(node).dtype == torch.bool
     if isinstance(known, Position):
         return None if to_bool else known
-    if isinstance(known, Outside):
-        return known.band.complement() if to_bool else known
+    if isinstance(known, Outside) and value(here.operands[0]).dtype != torch.bool:
+        return known
     return known if to_bool else None
 
 
@@ -170,8 +171,13 @@ def _both(node: Node, here: Call) -> Known:
 
 
 def _not(node: Node, here: Call) -> Known:
-    known = _known(here.operands[0])
-    return known.complement() if isinstance(known, Band) else None
+    return _negated(_known(here.operands[0]))
+
+
+def _negated(known: Known) -> Known:
+    if isinstance(known, Outside):
+        return known.band
+    return known.complement() or Outside(known, 1.0) if isinstance(known, Band) else None
 
 
 def _triangle(node: Node, here: Call) -> Known:
@@ -204,12 +210,10 @@ def _filled(node: Node, here: Call) -> Known:
 
 def _chosen(condition: Known, then: Known, other: Known) -> Known:
     """The mask with `then` where the condition holds; one of both is zero."""
-    if not isinstance(condition, Band):
-        return None
-    if then == 0.0 and isinstance(other, float):
+    if not isinstance(condition, Band) or other == 0.0:
+        condition, then, other = _negated(condition), other, then
+    if isinstance(condition, Band) and then == 0.0 and isinstance(other, float):
         return Outside(condition, other)
-    if other == 0.0 and isinstance(then, float) and (outside := condition.complement()):
-        return Outside(outside, then)
     return None
 
 
