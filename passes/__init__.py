@@ -17,7 +17,7 @@ from atomc.passes.fuse.mla_kv_write import MLA_ROPE_KV_WRITE
 from atomc.passes.fuse.norm_pad import ADD_RMS_NORM_PAD
 from atomc.passes.fuse.norm_quant import ADD_RMS_NORM_QUANT, RMS_NORM_QUANT
 from atomc.passes.fuse.qk_norm_rope import QK_NORM_ROPE
-from atomc.passes.lift import lift
+from atomc.passes.lift import LIFTED, lift
 from atomc.passes.lower import lower
 from atomc.passes.merge.linears import merging
 from atomc.passes.recognize.all_reduce import ALL_REDUCE
@@ -32,7 +32,7 @@ from atomc.passes.reinplace import reinplace
 from atomc.rewriting.graph_pass import Pass, rewriting
 
 # Dynamo's graph, in which composite calls are still one node.
-LIFT = Pass("lift", lift, by_site=True)
+LIFT = Pass("lift", lift, by_site=True, lifts=LIFTED)
 
 # The functional ATen graph.
 PIPELINE: tuple[Pass, ...] = (
