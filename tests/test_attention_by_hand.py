@@ -211,3 +211,30 @@ def test_a_router_is_not_nearly_attention():
 
     report = explained(router, rand(T, D), rand(5, D), tolerance=EXACT)
     assert not report.misses("attention")
+
+
+WIDTHS = {"vocab_size": 64, "num_key_value_heads": 2, "intermediate_size": 48, "head_dim": 8}
+STOCK = {
+    "gemma2": WIDTHS,
+    "gpt_oss": WIDTHS | {"num_local_experts": 2, "num_experts_per_tok": 1},
+    "bloom": {"vocab_size": 64},
+    "gpt_neo": {"vocab_size": 64, "attention_types": [[["global"], 1]], "num_layers": 1},
+}
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_eager_attention_of_transformers_with_padding_is_one_op_a_layer(name):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(
+        name, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, **STOCK[name]
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    mask = torch.ones(2, T, dtype=torch.long)
+    mask[1, :3] = 0
+
+    def logits(ids, mask):
+        return model.eval()(ids, attention_mask=mask, use_cache=False).logits
+
+    report = explained(logits, torch.randint(0, 64, (2, T)), mask, tolerance=1e-5)
+    assert report.matches["attention"] == 1, report.why("attention")

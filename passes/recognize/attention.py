@@ -16,6 +16,7 @@ keeps the written form. A row whose keys are all hidden by -inf is zero, not NaN
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -172,9 +173,9 @@ def _upstream(walk: _Walk) -> None:
     here = call(node)
     if here.op == "baddbmm":
         beta, alpha = here.attrs.get("beta", 1), here.attrs.get("alpha", 1)
-        if not _is_number(beta) or not _is_number(alpha):
+        if not _is_number(alpha) or not (beta == 0 or _is_number(beta)):
             raise _Unlike("scalar", "constant alpha and beta", spell(node), node)
-        if beta:
+        if _is_number(beta):
             _refuse_in_softcap(walk, node)
             walk.added.append(_Added(here.operands[0], node, factor * beta))
         factor *= alpha
@@ -234,7 +235,7 @@ def _per_head(sinks: Node, cat: Node) -> Node:
     return source
 
 
-def _is_number(attr: Attr) -> bool:
+def _is_number(attr: Attr) -> TypeGuard[float]:
     return isinstance(attr, int | float) and math.isfinite(attr) and attr != 0
 
 

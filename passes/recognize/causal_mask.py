@@ -27,7 +27,7 @@ class Band(NamedTuple):
     low: float = -math.inf
     high: float = math.inf
 
-    def __and__(self, other: "Band") -> "Band":  # type: ignore[override]
+    def __and__(self, other: "Band") -> "Band":
         return Band(max(self.low, other.low), min(self.high, other.high))
 
     def complement(self) -> "Band | None":
