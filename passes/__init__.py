@@ -18,10 +18,11 @@ from atomc.passes.fuse.mla_kv_write import MLA_ROPE_KV_WRITE
 from atomc.passes.fuse.norm_pad import ADD_RMS_NORM_PAD
 from atomc.passes.fuse.norm_quant import ADD_RMS_NORM_QUANT, RMS_NORM_QUANT
 from atomc.passes.fuse.qk_norm_rope import QK_NORM_ROPE
-from atomc.passes.lift import lift
+from atomc.passes.lift import LIFTED, lift
 from atomc.passes.lower import lower
 from atomc.passes.merge.linears import merging
 from atomc.passes.recognize.all_reduce import ALL_REDUCE
+from atomc.passes.recognize.attention import attention
 from atomc.passes.recognize.cat_of_slices import cat_of_slices
 from atomc.passes.recognize.columns_of_pairs import columns_of_pairs
 from atomc.passes.recognize.gated import GELU_AND_MUL, OTHER_GATES, SILU_AND_MUL
@@ -33,7 +34,7 @@ from atomc.passes.reinplace import reinplace
 from atomc.rewriting.graph_pass import Pass, rewriting
 
 # Dynamo's graph, in which composite calls are still one node.
-LIFT = Pass("lift", lift, by_site=True)
+LIFT = Pass("lift", lift, by_site=True, lifts=LIFTED)
 
 # The functional ATen graph.
 PIPELINE: tuple[Pass, ...] = (
@@ -48,6 +49,7 @@ PIPELINE: tuple[Pass, ...] = (
     rewriting(ROPE, ROPE_CAST, ROPE_OTHER_SIGN, ROPE_COMPLEX, after=["columns_of_pairs"]),
     rewriting(ROPE_PARTIAL, after=["rope"]),
     rewriting(REPEAT_KV),
+    Pass("attention", attention, after=["tidy"], by_site=True),
     rewriting(ALL_REDUCE),
     rewriting(
         *ROPE_BEFORE_TRANSPOSE, after=["rms_norm", "rope_partial", "repeat_kv"], cleanup=True

@@ -17,6 +17,8 @@ from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.graph.strides import same_strides
 from atomc.rewriting.graph_pass import Context, Outcome
+from atomc.rewriting.matching.near_miss import NearMiss
+from atomc.rewriting.matching.pattern import Difference
 from atomc.rewriting.rewrite import Fired
 
 # Each of these functions has several names in torch.fx.
@@ -32,18 +34,20 @@ def lift(gm: GraphModule, context: Context) -> Outcome:
         return Outcome(notes=["autocast is active: composite calls are not lifted"])
     done = Outcome()
     for node in list(gm.graph.nodes):
-        lifter = _LIFTERS.get(node.target) if node.op == "call_function" else None
-        if lifter is None:
+        if node.op != "call_function" or node.target not in _LIFTERS:
             continue
+        op, lifter = _LIFTERS[node.target]
         if off := context.off_here("lift", node):
             done.off.add(off.pattern)
             continue
         outcome = lifter(gm.graph, node)
         if isinstance(outcome, str):
             done.notes.append(f"{node.name} ({node.target.__name__}) is not lifted: {outcome}")
+            if op is not ops.rms_norm:  # which may be recognized later
+                differs = Difference("guard", f"a call that {op.name} computes", outcome, node)
+                done.near.append(NearMiss(op.name, "", node, 1, 1, 0, [differs], {node}))
         else:
-            new, attrs = outcome
-            done.fired.append(Fired(ops.op_of(new.target).name, node, attrs, {node}))  # type: ignore[union-attr]
+            done.fired.append(Fired(op.name, node, outcome, {node}))
     gm.recompile()
     return done
 
@@ -67,15 +71,16 @@ def _replace(node: Node, op: ops.Op, *args: Argument) -> Node:
     return node
 
 
-# The new node and the attributes of the site; or why the call is not lifted.
-Lifted = tuple[Node, dict[str, Argument]] | str
+# The attributes of the site, or why the call is not lifted.
+Lifted = dict[str, Argument] | str
 
 
 def _linear(graph: Graph, node: Node) -> Lifted:
     given = _arguments(node, ("input", "weight", "bias"), bias=None)
     if _fake(given["weight"]).dim() != 2:
         return "the weight is not a matrix"
-    return _replace(node, ops.linear, given["input"], given["weight"], given["bias"]), {}
+    _replace(node, ops.linear, given["input"], given["weight"], given["bias"])
+    return {}
 
 
 def _embedding(graph: Graph, node: Node) -> Lifted:
@@ -91,7 +96,8 @@ def _embedding(graph: Graph, node: Node) -> Lifted:
     given = _arguments(node, names, max_norm=None)
     if given["max_norm"] is not None:
         return "max_norm modifies the weight"
-    return _replace(node, ops.embedding, given["input"], given["weight"]), {}
+    _replace(node, ops.embedding, given["input"], given["weight"])
+    return {}
 
 
 def _rms_norm(graph: Graph, node: Node) -> Lifted:
@@ -115,7 +121,7 @@ def _rms_norm(graph: Graph, node: Node) -> Lifted:
             copy = graph.call_method("contiguous", (normed,))
         copy.meta = {**normed.meta, "example_value": dense}
         normed.replace_all_uses_with(copy, delete_user_cb=lambda reader: reader is not copy)
-    return normed, {"style": "before"}
+    return {"style": "before"}
 
 
 def _layer_norm(graph: Graph, node: Node) -> Lifted:
@@ -125,9 +131,10 @@ def _layer_norm(graph: Graph, node: Node) -> Lifted:
         return f"it normalises over {dims} dimensions, the op over the last one"
     if not isinstance(given["eps"], float | int):
         return "eps is not a constant"
-    return _replace(
+    _replace(
         node, ops.layer_norm, given["input"], given["weight"], given["bias"], float(given["eps"])
-    ), {}
+    )
+    return {}
 
 
 def _sdpa(graph: Graph, node: Node) -> Lifted:
@@ -156,7 +163,7 @@ def _sdpa(graph: Graph, node: Node) -> Lifted:
     back.meta["example_value"] = _fake(node)
     node.replace_all_uses_with(back)
     graph.erase_node(node)
-    return out, {"causal": bool(given["is_causal"]), "mask": given["attn_mask"] is not None}
+    return {"causal": bool(given["is_causal"]), "mask": given["attn_mask"] is not None}
 
 
 def _transposed(graph: Graph, x: Argument, like: Node) -> Node:
@@ -167,17 +174,18 @@ def _transposed(graph: Graph, x: Argument, like: Node) -> Node:
     return made
 
 
-def _already(op: ops.Op) -> Callable[[Graph, Node], Lifted]:
+def _already(graph: Graph, node: Node) -> Lifted:
     """A call of the op by the model, which counts as a site."""
-    return lambda graph, node: (node, {})
+    return {}
 
 
-_LIFTERS: dict[Target, Callable[[Graph, Node], Lifted]] = {
-    **dict.fromkeys(LINEAR, _linear),
-    F.embedding: _embedding,
-    torch.embedding: _embedding,
-    **dict.fromkeys(RMS_NORM, _rms_norm),
-    **dict.fromkeys(LAYER_NORM, _layer_norm),
-    **dict.fromkeys(SDPA, _sdpa),
-    **{op.overload: _already(op) for op in ops.REGISTRY.values()},
+_LIFTERS: dict[Target, tuple[ops.Op, Callable[[Graph, Node], Lifted]]] = {
+    **dict.fromkeys(LINEAR, (ops.linear, _linear)),
+    **dict.fromkeys((F.embedding, torch.embedding), (ops.embedding, _embedding)),
+    **dict.fromkeys(RMS_NORM, (ops.rms_norm, _rms_norm)),
+    **dict.fromkeys(LAYER_NORM, (ops.layer_norm, _layer_norm)),
+    **dict.fromkeys(SDPA, (ops.attention, _sdpa)),
+    **{op.overload: (op, _already) for op in ops.REGISTRY.values()},
 }
+# The ops that calls of PyTorch become.
+LIFTED = sorted({op.name for op, lifter in _LIFTERS.values() if lifter is not _already})

@@ -180,7 +180,8 @@ class _Run:
         self.report.requires[p.name] = list(p.after)
         if not p.cleanup:
             self.report.about[p.name] = about(p)
-            self.report.known.append(p.name)
+            names = [name for name in (p.name, *p.lifts) if name not in self.report.known]
+            self.report.known += names
         outcome = self.checked(p)
         for f in outcome.fired:
             for op in f.consumed:

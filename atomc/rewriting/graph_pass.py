@@ -95,6 +95,7 @@ class Pass:
     cleanup   its sites are not in the report, and where it does not match is not explained
     by_site   can be turned off for single modules: it checks `Context.off_here` at each site; for
               rewrites, the runner does
+    lifts     names of its sites in the report, if not `name`
     """
 
     name: str
@@ -104,6 +105,7 @@ class Pass:
     paged: bool = False
     cleanup: bool = False
     by_site: bool = False
+    lifts: Sequence[str] = ()
 
 
 def rewriting(

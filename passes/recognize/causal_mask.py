@@ -1,0 +1,234 @@
+"""Which keys a mask hides, where the graph builds the mask from positions alone.
+
+where(arange(S) <= arange(T)[:, None], 0, -inf)    =>    keys j with j - i <= 0 are visible
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch.fx import Node
+
+from atomc.graph.canonical import Call, call, dims_of, value
+from atomc.graph.sizes import known_equal
+
+
+class Position(NamedTuple):
+    """The index in one dimension (from the end), plus a number."""
+
+    dim: int
+    offset: int
+
+
+class Band(NamedTuple):
+    """The pairs of query i and key j with low <= j - i <= high."""
+
+    low: float = -math.inf
+    high: float = math.inf
+
+    def __and__(self, other: "Band") -> "Band":
+        return Band(max(self.low, other.low), min(self.high, other.high))
+
+    def complement(self) -> "Band | None":
+        """The other pairs, if they are one band."""
+        if self.low == -math.inf and self.high < math.inf:
+            return Band(self.high + 1, math.inf)
+        if self.high == math.inf and self.low > -math.inf:
+            return Band(-math.inf, self.low - 1)
+        return None
+
+
+class Outside(NamedTuple):
+    """Zero (False) in the band, `fill` (True) outside."""
+
+    band: Band
+    fill: float
+
+
+# What is known of a tensor: one number everywhere, positions, pairs that are True, or a float mask.
+Known = float | Position | Band | Outside | None
+
+
+def visible(mask: Node, limit: float) -> Band | None:
+    """The keys that a mask leaves visible, for every value of the graph's inputs; None if that is
+    not known. A bool mask is True for hidden keys, a float mask hides with values up to `limit`.
+    """
+    known = _known(mask)
+    if known == 0.0:
+        return Band()
+    if value(mask).dtype == torch.bool:
+        known = _negated(known)
+        return known if isinstance(known, Band) else None
+    return known.band if isinstance(known, Outside) and known.fill <= limit else None
+
+
+def constant(node: Node) -> float | None:
+    """The number that a tensor consists of, or None."""
+    here = call(node)
+    if here.op in ("zeros", "zeros_like", "new_zeros"):
+        return 0.0
+    if here.op in ("ones", "ones_like", "new_ones"):
+        return 1.0
+    name = {"full": "fill_value", "full_like": "fill_value", "new_full": "fill_value"}
+    number = here.attrs.get(name.get(here.op, "s" if here.op == "scalar_tensor" else ""))
+    if isinstance(number, bool | int | float):
+        return float(number)
+    if here.op in ("lift_fresh_copy", "view", "expand", "clone", "cast"):
+        return constant(here.operands[0])
+    if node.op == "get_attr" and value(node).numel() == 1:
+        return float(getattr(node.graph.owning_module, str(node.target)).item())
+    return None
+
+
+def _known(node: Node) -> Known:
+    here = call(node)
+    if (number := constant(node)) is not None:
+        return Band() if number and value(node).dtype == torch.bool else number
+    rule = _RULES.get(here.op)
+    return rule(node, here) if rule else None
+
+
+def _arange(node: Node, here: Call) -> Known:
+    start, step = here.attrs.get("start", 0), here.attrs.get("step", 1)
+    return Position(-1, start) if isinstance(start, int) and step == 1 else None
+
+
+def _moved(node: Node, here: Call) -> Known:
+    """Views that only add or remove dimensions of size 1."""
+    source = here.operands[0]
+    known, before, after = _known(source), _wide(source), _wide(node)
+    old, new = value(source).shape, value(node).shape
+    if len(before) != len(after) or not all(
+        known_equal(old[a], new[b]) for a, b in zip(before, after, strict=True)
+    ):
+        return None
+    if isinstance(known, Position):
+        return known._replace(dim=after[before.index(known.dim)]) if known.dim in before else None
+    return known if before[-2:] == after[-2:] else None
+
+
+def _same(node: Node, here: Call) -> Known:
+    return _known(here.operands[0])
+
+
+def _cast(node: Node, here: Call) -> Known:
+    """A float mask as bool is True where it hides."""
+    known, to_bool = _known(here.operands[0]), value(node).dtype == torch.bool
+    if isinstance(known, Position):
+        return None if to_bool else known
+    if isinstance(known, Outside) and value(here.operands[0]).dtype != torch.bool:
+        return known
+    return known if to_bool else None
+
+
+def _wide(node: Node) -> list[int]:
+    """The dimensions, from the end, whose size is not 1."""
+    shape = value(node).shape
+    return [d - len(shape) for d, size in enumerate(shape) if not known_equal(size, 1)]
+
+
+def _permuted(node: Node, here: Call) -> Known:
+    known, dims = _known(here.operands[0]), dims_of(here.attrs["dims"])
+    if not isinstance(known, Position) or -known.dim > len(dims):
+        return known if isinstance(known, Position) else None
+    return Position(dims.index(known.dim) - len(dims), known.offset)
+
+
+def _shifted(node: Node, here: Call) -> Known:
+    """positions + number, positions - number."""
+    known, number = _known(here.operands[0]), here.attrs.get("other")
+    if not isinstance(known, Position) or not isinstance(number, int) or len(here.operands) != 1:
+        return None
+    if here.attrs.get("alpha", 1) != 1:
+        return None
+    return known._replace(offset=known.offset + (number if here.op == "add" else -number))
+
+
+def _compared(node: Node, here: Call) -> Known:
+    if len(here.operands) != 2:
+        return None
+    a, b = map(_known, here.operands)
+    if not isinstance(a, Position) or not isinstance(b, Position):
+        return None
+    if {a.dim, b.dim} != {-1, -2}:
+        return None
+    op = here.op
+    if a.dim == -2:  # row op column: the same as column op' row
+        a, b, op = b, a, {"le": "ge", "ge": "le", "lt": "gt", "gt": "lt"}[op]
+    shift = b.offset - a.offset  # column op row + shift
+    return {
+        "le": Band(high=shift),
+        "lt": Band(high=shift - 1),
+        "ge": Band(low=shift),
+        "gt": Band(low=shift + 1),
+    }[op]
+
+
+def _both(node: Node, here: Call) -> Known:
+    a, b = map(_known, here.operands)
+    return a & b if isinstance(a, Band) and isinstance(b, Band) else None
+
+
+def _not(node: Node, here: Call) -> Known:
+    return _negated(_known(here.operands[0]))
+
+
+def _negated(known: Known) -> Known:
+    if isinstance(known, Outside):
+        return known.band
+    return known.complement() or Outside(known, 1.0) if isinstance(known, Band) else None
+
+
+def _triangle(node: Node, here: Call) -> Known:
+    """tril and triu of one number."""
+    known, diagonal = _known(here.operands[0]), here.attrs.get("diagonal", 0)
+    if not isinstance(diagonal, int):
+        return None
+    kept = Band(high=diagonal) if here.op == "tril" else Band(low=diagonal)
+    if isinstance(known, Band):
+        return known & kept
+    outside = kept.complement()
+    return Outside(outside, known) if isinstance(known, float) and known and outside else None
+
+
+def _where(node: Node, here: Call) -> Known:
+    if len(here.operands) != 3:
+        return None
+    condition, then, other = map(_known, here.operands)
+    return _chosen(condition, then, other)
+
+
+def _filled(node: Node, here: Call) -> Known:
+    """masked_fill(number, condition, fill)"""
+    base, condition = map(_known, here.operands[:2])
+    fill = here.attrs.get("value")
+    if len(here.operands) == 3:
+        fill = constant(here.operands[2])
+    return _chosen(condition, float(fill), base) if isinstance(fill, int | float) else None
+
+
+def _chosen(condition: Known, then: Known, other: Known) -> Known:
+    """The mask with `then` where the condition holds; one of both is zero."""
+    if not isinstance(condition, Band) or other == 0.0:
+        condition, then, other = _negated(condition), other, then
+    if isinstance(condition, Band) and then == 0.0 and isinstance(other, float):
+        return Outside(condition, other)
+    return None
+
+
+_RULES: dict[str, Callable[[Node, Call], Known]] = {
+    "arange": _arange,
+    "view": _moved,
+    **dict.fromkeys(("expand", "clone"), _same),
+    "cast": _cast,
+    "permute": _permuted,
+    "add": _shifted,
+    "sub": _shifted,
+    **dict.fromkeys(("le", "lt", "ge", "gt"), _compared),
+    **dict.fromkeys(("bitwise_and", "logical_and"), _both),
+    **dict.fromkeys(("bitwise_not", "logical_not"), _not),
+    **dict.fromkeys(("tril", "triu"), _triangle),
+    "where": _where,
+    "masked_fill": _filled,
+}

@@ -1,0 +1,240 @@
+"""Attention that is written out in PyTorch: what becomes one op, with which masks, and what does
+not.
+"""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rewriting import explained, rewritten
+from torch import Tensor
+
+from atomc import passes
+
+PASSES = [p for p in passes.PIPELINE if p.name in ("tidy", "attention")]
+RANDOM = torch.Generator().manual_seed(0)
+B, N, T, D = 2, 3, 7, 10
+EXACT = 1e-6
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=RANDOM)
+
+
+Q, K, V = rand(B, N, T, D), rand(B, N, T, D), rand(B, N, T, D)
+LOWEST = torch.finfo(torch.float32).min
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    scores = q @ k.mT * 0.3
+    return F.softmax(scores if mask is None else scores + mask, -1) @ v
+
+
+def later(t: int = T) -> Tensor:
+    return torch.ones(t, t, dtype=torch.bool).triu(1)
+
+
+MASKS = {
+    "triu of a filled matrix": lambda: torch.full((T, T), float("-inf")).triu(1),
+    "masked_fill by triu": lambda: torch.zeros(T, T).masked_fill(later(), LOWEST),
+    "where tril": lambda: torch.where(torch.ones(T, T, dtype=torch.bool).tril(), 0.0, LOWEST),
+    "compared positions": lambda: torch.where(
+        torch.arange(T)[None, None, None] <= torch.arange(T)[None, None, :, None],
+        torch.zeros(()),
+        LOWEST,
+    ).expand(B, 1, T, T),
+    "rows compared with columns": lambda: torch.zeros(T, T).masked_fill(
+        torch.arange(T)[:, None] < torch.arange(T), LOWEST
+    ),
+}
+OTHER_MASKS = {
+    "a strict triangle": lambda: torch.zeros(T, T).masked_fill(
+        later() | torch.eye(T).bool(), -1e38
+    ),
+    "one key more": lambda: torch.full((T, T), LOWEST).triu(2),
+    "earlier keys": lambda: torch.full((T, T), LOWEST).tril(-1),
+    "a weak mask": lambda: torch.full((T, T), -10.0).triu(1),
+    "columns compared with later rows": lambda: torch.where(
+        torch.arange(T) <= torch.arange(1, T + 1)[:, None], 0.0, LOWEST
+    ),
+    "rows and columns swapped": lambda: torch.where(
+        torch.arange(T)[:, None] <= torch.arange(T), 0.0, LOWEST
+    ),
+}
+
+
+def sites(function, *inputs, dynamic=False, **options):
+    tolerance = EXACT if inputs[0].dtype == torch.float32 else 2**-7
+    report = explained(function, *inputs, dynamic=dynamic, tolerance=tolerance, **options)
+    return [site.attrs for site in report.sites if site.rewrite == "attention"]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_mask_that_hides_exactly_the_later_keys_becomes_causal(mask):
+    found = sites(lambda q, k, v: attend(q, k, v, MASKS[mask]()), Q, K, V)
+    assert found == [{"causal": True, "mask": False}]
+
+
+@pytest.mark.parametrize("mask", OTHER_MASKS)
+def test_another_mask_stays_a_mask(mask):
+    found = sites(lambda q, k, v: attend(q, k, v, OTHER_MASKS[mask]()), Q, K, V)
+    assert found == [{"causal": False, "mask": True}]
+
+
+def test_a_mask_from_outside_stays_a_mask_even_if_it_is_causal():
+    mask = torch.zeros(T, T).masked_fill(later(), LOWEST)
+    assert sites(attend, Q, K, V, mask) == [{"causal": False, "mask": True}]
+
+
+def test_a_causal_mask_beside_one_from_outside_stays_a_mask():
+    padding = torch.zeros(B, 1, 1, T)
+    padding[1, ..., 5:] = LOWEST
+
+    def both(q, k, v, padding):
+        return attend(q, k, v, torch.zeros(T, T).masked_fill(later(), LOWEST) + padding)
+
+    assert sites(both, Q, K, V, padding) == [{"causal": False, "mask": True}]
+
+
+def test_a_causal_mask_of_dynamic_length_becomes_causal():
+    def causal(q, k, v):
+        t = torch.arange(q.shape[2])
+        return attend(q, k, v, torch.where(t <= t[:, None], 0.0, LOWEST))
+
+    assert sites(causal, Q, K, V, dynamic=True) == [{"causal": True, "mask": False}]
+
+
+def test_merged_heads_of_dynamic_length_become_one_op():
+    def merged(q, k, v):
+        scores = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT)
+        weights = scores.view(*q.shape[:3], k.shape[2]).softmax(-1)
+        return torch.bmm(weights.flatten(0, 1), v.flatten(0, 1))
+
+    assert len(sites(merged, Q, K, V, dynamic=True)) == 1
+
+
+def test_a_row_whose_keys_are_all_hidden_is_eagers_mean_of_the_values():
+    mask = torch.zeros(B, 1, T, T)
+    mask[1, :, :3] = LOWEST
+    assert sites(attend, Q, K, V, mask) == [{"causal": False, "mask": True}]
+
+
+def test_subtracting_the_largest_score_changes_nothing():
+    def stable(q, k, v):
+        scores = q @ k.mT
+        return (scores - scores.amax(-1, keepdim=True)).softmax(-1) @ v
+
+    assert len(sites(stable, Q, K, V)) == 1
+
+
+def test_keys_repeated_for_groups_of_queries_are_read_once():
+    def grouped(q, k, v):
+        return attend(q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1))
+
+    text = rewritten(PASSES, grouped, Q, K[:, :1], V[:, :1], tolerance=EXACT)
+    assert "expand" not in text
+
+
+def test_rounding_as_the_model_keeps_attention_in_16_bits_written_out():
+    halves = [x.bfloat16() for x in (Q, K, V)]
+    report = explained(attend, *halves, rounding="hf", tolerance=2**-7)
+    assert "rounding='hf' keeps scores and weights rounded to torch.bfloat16" in report.why(
+        "attention"
+    )
+    assert len(sites(attend, Q, K, V, rounding="hf")) == 1
+
+
+def minus_other(q, k, v):
+    scores = q @ k.mT
+    return (scores - scores.amax(-2, keepdim=True)).softmax(-1) @ v
+
+
+def sinks_kept(q, k, v):
+    sinks = torch.ones(N).view(1, N, 1, 1).expand(B, N, T, 1)
+    weights = torch.cat((q @ k.mT, sinks), -1).softmax(-1)
+    return weights[..., 1:] @ v
+
+
+def bool_added(q, k, v):
+    return (q @ k.mT + later()).softmax(-1) @ v
+
+
+def over_queries(q, k, v):
+    return (q @ k.mT).softmax(-2) @ v
+
+
+def two_products(q, k, v):
+    return (q @ k.mT + k @ q.mT).softmax(-1) @ v
+
+
+def clamped(q, k, v):
+    return (q @ k.mT).clamp(-5, 5).softmax(-1) @ v
+
+
+def scores_returned(q, k, v):
+    scores = q @ k.mT
+    return scores.softmax(-1) @ v, scores
+
+
+def values_first(q, k, v):
+    return v.mT @ (q @ k.mT).softmax(-1)
+
+
+def in_fp64(q, k, v):
+    return attend(q.double(), k.double(), v.double())
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (minus_other, "scores minus the largest; found sub"),
+        (sinks_kept, "weights .*; found slice"),
+        (bool_added, "a float mask; found torch.bool added"),
+        (over_queries, "softmax over keys"),
+        (two_products, "one product of queries and keys"),
+        (clamped, "scale, softcap or mask; found clamp"),
+        (scores_returned, "the graph returns it"),
+        (values_first, "weights @ values"),
+        (in_fp64, "in torch.float64"),
+    ],
+)
+def test_what_the_op_does_not_compute_is_left_alone_with_a_reason(function, reason):
+    report = explained(function, Q, K, V, tolerance=EXACT)
+    assert report.matches["attention"] == 0
+    assert re.search(reason, report.why("attention")), report.why("attention")
+
+
+def test_a_router_is_not_nearly_attention():
+    def router(x, w):
+        return F.linear(x, w).softmax(-1).topk(2).values
+
+    report = explained(router, rand(T, D), rand(5, D), tolerance=EXACT)
+    assert not report.misses("attention")
+
+
+WIDTHS = {"vocab_size": 64, "num_key_value_heads": 2, "intermediate_size": 48, "head_dim": 8}
+STOCK = {
+    "gemma2": WIDTHS,
+    "gpt_oss": WIDTHS | {"num_local_experts": 2, "num_experts_per_tok": 1},
+    "bloom": {"vocab_size": 64},
+    "gpt_neo": {"vocab_size": 64, "attention_types": [[["global"], 1]], "num_layers": 1},
+}
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_eager_attention_of_transformers_with_padding_is_one_op_a_layer(name):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(
+        name, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, **STOCK[name]
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    mask = torch.ones(2, T, dtype=torch.long)
+    mask[1, :3] = 0
+
+    def logits(ids, mask):
+        return model.eval()(ids, attention_mask=mask, use_cache=False).logits
+
+    report = explained(logits, torch.randint(0, 64, (2, T)), mask, tolerance=1e-5)
+    assert report.matches["attention"] == 1, report.why("attention")
