@@ -28,16 +28,14 @@ KEPT = {
 
 
 class Rescaled(nn.Module):
-    """A norm that divides a sum instead of taking a mean, and is then scaled: no RMSNorm of
-    ours.
-    """
+    """A norm with the unbiased variance, which is not RMSNorm."""
 
     def __init__(self, norm):
         super().__init__()
         self.weight = norm.weight
 
     def forward(self, x):
-        variance = x.pow(2).sum(-1, keepdim=True) / x.shape[-1]
+        variance = x.pow(2).sum(-1, keepdim=True) / (x.shape[-1] - 1)
         return self.weight * (x * torch.rsqrt(variance + 1e-6))
 
 

@@ -67,12 +67,18 @@ def stock(
     return model.eval().requires_grad_(False)
 
 
+# GPT-OSS's gate has no op. With one token the transposes of its keys cannot be told apart.
+STAYS_OUT = ("found clamped operands and up + 1", "found permute(dims=(-2, -3, -1))")
+
+
 def counted(report: Report, names: dict[str, int]) -> dict[str, int]:
-    """How often the named rewrites fired. Nothing nearly fired, and nothing was refused without a
-    reason.
+    """How often the named rewrites fired. Nothing nearly fired but for the reasons of `STAYS_OUT`,
+    and nothing was refused without a reason.
     """
     assert report.treated, report.why_not
-    assert [miss.text() for miss in report.near] == [] and report.bugs == []
+    near = [miss.text() for miss in report.near]
+    assert [text for text in near if not any(reason in text for reason in STAYS_OUT)] == []
+    assert report.bugs == []
     return {name: report.matches[name] for name in names}
 
 
@@ -213,7 +219,7 @@ OF_ONE_LAYER = {
         "qk_norm_rope": 1,
     },
     # Its attention is written out, and its experts are one op of transformers.
-    "gpt_oss": {"rms_norm": 3, "add_rms_norm": 2, "rope": 2},
+    "gpt_oss": {"rms_norm": 3, "add_rms_norm": 2, "rope": 2, "attention": 1},
     "mixtral": {**formula("llama", 1), "silu_and_mul": 1},
 }
 
@@ -262,7 +268,8 @@ def test_the_same_is_recognised_when_the_token_count_is_marked_dynamic(kind: str
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_is_recognised_in_a_prompt_of_one_token(kind: str) -> None:
-    check(one_layer(kind), OF_ONE_LAYER[kind], tokens(1), dynamic=False)
+    written_out = {"attention": 0} if kind == "gpt_oss" else {}
+    check(one_layer(kind), OF_ONE_LAYER[kind] | written_out, tokens(1), dynamic=False)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", per_change("gemma3_text", now=False)])
