@@ -61,6 +61,11 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(autouse=True)
+def same_random_numbers_in_any_order():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def forget_what_dynamo_compiled():
     yield
     if "torch._dynamo" in sys.modules:
