@@ -90,6 +90,7 @@ def test_a_call_with_gradients_has_those_of_the_meaning(name: str) -> None:
             key: value.requires_grad_()
             for key, value in arguments.items()
             if isinstance(value, Tensor) and value.is_floating_point() and key not in op.mutates
+            if value.dtype not in FP8
         }
         out = function(**arguments)
         loss = sum(part.square().sum() for part in (out if isinstance(out, tuple) else (out,)))

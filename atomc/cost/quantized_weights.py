@@ -30,7 +30,8 @@ def _size_of(
     out = value(node)[0] if isinstance(value(node), tuple | list) else value(node)
     path = module_path(node)
     stored = [given[name] for name in weight.stored if given[name] is not None]
-    full = math.prod(stored[0].shape) * weight.codes * out.element_size()
+    codes = sum(math.prod(x.shape) for x in stored[: weight.weights])
+    full = codes * weight.codes * out.element_size()
     return QuantizedWeightSize(
         op.name,
         f"{weight.format}, {weight.scales(given)}",

@@ -6,6 +6,7 @@ from atomc.ops.activation import gelu_and_mul, silu_and_mul
 from atomc.ops.activation_quant import silu_and_mul_quant
 from atomc.ops.attention import attention, kv_write, paged_attention
 from atomc.ops.collective import all_reduce, allreduce_add_rms_norm, allreduce_rms_norm
+from atomc.ops.experts import moe_experts
 from atomc.ops.linear import embedding, linear
 from atomc.ops.mla import (
     bmm_mxfp4,
@@ -27,6 +28,13 @@ from atomc.ops.quant import (
     quant_mxfp4,
 )
 from atomc.ops.rope import qk_norm_rope, qk_norm_rope_kv_write, rope, rope_kv_write
+from atomc.ops.route import linear_topk_route, topk_route
+from atomc.ops.scaled_experts import (
+    moe_experts_fp8,
+    moe_experts_int8,
+    moe_experts_mxfp4,
+    moe_experts_w4a16,
+)
 from atomc.ops.scaled_linear import (
     linear_mxfp4,
     linear_w4a16,
@@ -66,9 +74,15 @@ __all__ = [
     "linear",
     "linear_mxfp4",
     "linear_split_cat",
+    "linear_topk_route",
     "linear_w4a16",
     "mla_kv_write",
     "mla_rope_kv_write",
+    "moe_experts",
+    "moe_experts_fp8",
+    "moe_experts_int8",
+    "moe_experts_mxfp4",
+    "moe_experts_w4a16",
     "op_of",
     "paged_attention",
     "qk_norm_rope",
@@ -89,4 +103,5 @@ __all__ = [
     "silu_and_mul",
     "silu_and_mul_quant",
     "state_handle",
+    "topk_route",
 ]

@@ -194,7 +194,9 @@ Concat = Callable[[Sequence[Arguments]], tuple[str, ...] | str]
 
 
 # Kinds whose cost is not that of one operation per element.
-COST_DIFFERS = Kind.LINEAR | Kind.BMM | Kind.ATTENTION | Kind.LOOKUP | Kind.STATE_WRITE
+COST_DIFFERS = (
+    Kind.LINEAR | Kind.BMM | Kind.ATTENTION | Kind.LOOKUP | Kind.STATE_WRITE | Kind.EXPERTS
+)
 
 
 class Op:

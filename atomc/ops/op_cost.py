@@ -89,6 +89,34 @@ def product(call: OpCall) -> Work:
     return moved, 2 * math.prod(x.shape[:-1]) * depth * weight.shape[-2]
 
 
+def distinct_experts(experts: Formula, chosen: Formula, tokens: Formula) -> Formula:
+    """How many of so many experts T tokens hit, if each chooses uniformly."""
+    return experts * (1 - (1 - chosen / experts) ** tokens)
+
+
+def experts(call: OpCall) -> Work:
+    """Of weights [E, ...] only the experts that are hit are read. `w13` and `w2` are multiplied by
+    the rows of `ids` [T, k]; a width without its codes is that of the activations.
+    """
+    ids, w13, w2 = call["ids"], call["w13"], call["w2"]
+    tokens, chosen = ids.shape
+    count, hidden = w2.shape[0], w2.shape[1]
+    weights = [
+        x
+        for name, x in call.arguments.items()
+        if isinstance(x, Operand) and name.startswith(("w13", "w2", "b13", "b2"))
+    ]
+    rows = [
+        x
+        for name, x in call.arguments.items()
+        if isinstance(x, Operand) and not name.startswith(("w13", "w2", "b13", "b2"))
+    ]
+    hit = distinct_experts(count, chosen, tokens)
+    moved = bytes_of([*rows, *call.results]) + hit * bytes_of(weights) / count
+    inner = w13.shape[1] / 2
+    return moved, 2 * tokens * chosen * 3 * hidden * inner
+
+
 def lookup(call: OpCall) -> Work:
     """Reads the indices, and only those rows of the table that it returns."""
     indices = [operand for operand in call.reads if not operand.dtype.is_floating_point]

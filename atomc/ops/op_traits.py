@@ -28,6 +28,8 @@ class Kind(Flag):
     LOOKUP = auto()  # rows of a table; its first two parameters are the indices and the table
     STATE_WRITE = auto()
     COLLECTIVE = auto()  # all processes of a group take part
+    ROUTE = auto()  # chooses experts
+    EXPERTS = auto()  # products of rows with the weights of their experts
     OTHER = auto()
 
 
@@ -42,6 +44,7 @@ class QuantizedWeight:
     rate    products per second, relative to the peak of bf16
     stored  the parameters that contain it: first the codes, then scales and zero points; one may be
             None in a call
+    weights how many of `stored` are codes: 1, or 2 for experts
     """
 
     format: str
@@ -49,6 +52,7 @@ class QuantizedWeight:
     codes: int
     rate: int
     stored: tuple[str, ...] = ("weight", "weight_scale")
+    weights: int = 1
 
 
 class StepFields(Protocol):

@@ -1,6 +1,7 @@
 """Small example arguments for each op, to run a kernel without a model.
 
-T tokens, D width, M width of the MLP, N query heads, K key/value heads, H head width; of latent
+T tokens, D width, M width of the MLP and of an expert, N query heads, K key/value heads, H head
+width; of latent
 attention, L latent width, R rotated width, P width of a key that is not rotated.
 """
 
@@ -18,6 +19,7 @@ from atomc.ops.state import LAYOUTS, StateSpec
 D, M, N, K, H = 256, 512, 4, 2, 128
 L, R, P = 512, 64, 128
 CONTEXT = 40
+EXPERTS, CHOSEN = 8, 2
 EPS = 1e-6
 Quantizer = OpFunction[..., tuple[Tensor, Tensor]]
 Argument = Tensor | float | str | torch.dtype | None
@@ -120,6 +122,44 @@ def _w4a16(n: RandomInputs) -> Arguments:
 def _mxfp4_a16(n: RandomInputs) -> Arguments:
     weight, scale = n.quantized(ops.quant_mxfp4, M, D)
     return {"x": n(n.T, D), "weight": weight, "weight_scale": scale, "out_dtype": n.dtype}
+
+
+def _routed(n: RandomInputs) -> Arguments:
+    weights = n(n.T, CHOSEN, dtype=torch.float32).softmax(-1)
+    return {"ids": n.below(EXPERTS, n.T, CHOSEN, dtype=torch.int32), "weights": weights}
+
+
+def _experts(n: RandomInputs) -> Arguments:
+    weights = {"w13": n(EXPERTS, 2 * M, D) / 16, "w2": n(EXPERTS, D, M) / 16}
+    return {"x": n(n.T, D), **_routed(n), **weights}
+
+
+def _experts_of_codes(op: Quantizer, n: RandomInputs) -> Arguments:
+    x, x_scale = n.quantized(op, n.T, D)
+    w13, w13_scale = n.quantized(op, EXPERTS, 2 * M, D)
+    w2, w2_scale = n.quantized(op, EXPERTS, D, M)
+    scales: Arguments = {"x_scale": x_scale, "w13_scale": w13_scale, "w2_scale": w2_scale}
+    return {"x": x, **_routed(n), "w13": w13, "w2": w2, **scales, "out_dtype": n.dtype}
+
+
+def _experts_of_blocks(n: RandomInputs) -> Arguments:
+    w13 = n(EXPERTS, 2 * M // 128, D // 128, dtype=torch.float32).abs() / 20
+    w2 = n(EXPERTS, D // 128, M // 128, dtype=torch.float32).abs() / 20
+    codes = _experts_of_codes(ops.quant_fp8_group, n)
+    return codes | {"w13_scale": w13, "w2_scale": w2, "block": 128}
+
+
+def _experts_w4a16(n: RandomInputs) -> Arguments:
+    found: Arguments = {"x": n(n.T, D), **_routed(n), "group": 32}
+    for name, rows, columns in (("w13", 2 * M, D), ("w2", D, M)):
+        found[name] = n.below(2**31 - 1, EXPERTS, rows, columns // 8, dtype=torch.int32)
+        found[f"{name}_scale"] = n(EXPERTS, rows, columns // 32).abs() / 50
+    return found
+
+
+def _experts_mxfp4(n: RandomInputs) -> Arguments:
+    codes = _experts_of_codes(ops.quant_mxfp4, n)
+    return codes | {"x": n(n.T, D), "x_scale": None}
 
 
 def _qk(n: RandomInputs) -> Arguments:
@@ -238,6 +278,25 @@ EXAMPLES: dict[Op, dict[str, Callable[[RandomInputs], Arguments]]] = {
     ops.quant_fp8_group: {"": lambda n: {"x": n(n.T, D)}},
     ops.quant_int8_per_token: {"": lambda n: {"x": n(n.T, D)}},
     ops.quant_mxfp4: {"": lambda n: {"x": n(n.T, D)}},
+    ops.topk_route: {
+        "": lambda n: {"logits": n(n.T, 64), "k": CHOSEN, "renormalize": True},
+    },
+    ops.linear_topk_route: {
+        "": lambda n: {
+            "x": n(n.T, D),
+            "weight": n(64, D) / 16,
+            "logits_dtype": n.dtype,
+            "k": CHOSEN,
+        },
+    },
+    ops.moe_experts: {"": _experts},
+    ops.moe_experts_fp8: {
+        "": partial(_experts_of_codes, ops.quant_fp8_per_token),
+        "blocks": _experts_of_blocks,
+    },
+    ops.moe_experts_int8: {"": partial(_experts_of_codes, ops.quant_int8_per_token)},
+    ops.moe_experts_w4a16: {"": _experts_w4a16},
+    ops.moe_experts_mxfp4: {"": _experts_mxfp4},
     ops.linear: {"": _linear, "bias": lambda n: _linear(n) | {"bias": n(M)}},
     ops.scaled_linear_fp8: {"": partial(_of_codes, ops.quant_fp8_per_token)},
     ops.scaled_linear_fp8_block: {"": _blocks},

@@ -8,6 +8,15 @@ from functools import partial
 
 from kernel_cases.attention import ATTENTION, PAGED_ATTENTION
 from kernel_cases.draw import FNUZ, Cases
+from kernel_cases.experts import (
+    LINEAR_TOPK_ROUTE,
+    MOE_EXPERTS,
+    MOE_EXPERTS_FP8,
+    MOE_EXPERTS_INT8,
+    MOE_EXPERTS_MXFP4,
+    MOE_EXPERTS_W4A16,
+    TOPK_ROUTE,
+)
 from kernel_cases.linear import EMBEDDING, LINEAR
 from kernel_cases.mla import (
     BMM_MXFP4,
@@ -75,6 +84,13 @@ CASES: dict[str, Cases] = {
     "linear_w4a16": LINEAR_W4A16,
     "linear_mxfp4": LINEAR_MXFP4,
     "embedding": EMBEDDING,
+    "topk_route": TOPK_ROUTE,
+    "linear_topk_route": LINEAR_TOPK_ROUTE,
+    "moe_experts": MOE_EXPERTS,
+    "moe_experts_fp8": MOE_EXPERTS_FP8,
+    "moe_experts_int8": MOE_EXPERTS_INT8,
+    "moe_experts_w4a16": MOE_EXPERTS_W4A16,
+    "moe_experts_mxfp4": MOE_EXPERTS_MXFP4,
     "rope": rope_cases(),
     "qk_norm_rope": QK_NORM_ROPE,
     "attention": ATTENTION,
