@@ -176,7 +176,8 @@ def fp8(draw: Draw, *, per: str = "row", dtype: torch.dtype = E4M3, **given: Any
     made = routed(draw, out_dtype=draw.dtype, **given)
     tokens = len(made["x"])
     rows = (2 * inner, hidden) if per == "row" else (1, 1)
-    static = {"x_scale": scale_of(draw, 1), "act_scale": scale_of(draw, 1) / 20}
+    spread = 10 if made["b13"] is not None else 0.05  # biases are larger than products
+    static = {"x_scale": scale_of(draw, 1), "act_scale": scale_of(draw, 1) * spread}
     dynamic = {"x_scale": scale_of(draw, tokens, 1)}
     return (
         made
