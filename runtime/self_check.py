@@ -186,8 +186,7 @@ def verdict_of(model: StockModel, program: Program, *, columns: int = 1) -> Verd
     ]
     try:
         expected = _own_logits(hf_model, sequences)
-    # for example layers whose kernels only run compiled: without logits there is no comparison
-    except Exception as error:
+    except Exception as error:  # code of others, such as layers that only run compiled
         first_line = next(iter(str(error).splitlines()), "")
         return Verdict(
             why_not=f"the class's own forward fails: {type(error).__name__}: {first_line}"

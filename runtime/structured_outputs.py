@@ -4,6 +4,7 @@ This runs on the scheduler's side: a matcher accepts the tokens that the schedul
 fails its request if it stops. A worker only gets the mask of a step.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
@@ -18,6 +19,8 @@ from atomc.runtime.request_errors import (
 )
 from atomc.runtime.sampling.sampling_params import Structured
 from atomc.runtime.step import ScheduledStep
+
+log = logging.getLogger("atomc")
 
 
 class StructuredOutputs:
@@ -48,7 +51,7 @@ class StructuredOutputs:
             raise ValueError(
                 "structured output: the grammar is nested too deeply to be compiled"
             ) from error
-        except BaseException as error:
+        except BaseException as error:  # a panic in Rust is no Exception
             if not is_panic(error):
                 raise
             raise ValueError(
@@ -69,9 +72,10 @@ class StructuredOutputs:
         mask = self.compiler().mask(row)
         try:
             self.compiler().fill(mask, list(rows.values()))
-        except BaseException as error:
+        except BaseException as error:  # a panic in Rust is no Exception
             if not is_recoverable(error):
                 raise
+            log.warning("the masks of a step failed, each is computed alone", exc_info=error)
             for request_id, one in rows.items():
                 self.request_errors.run(
                     request_id, "computing its grammar mask", self.compiler().fill, mask, [one]
