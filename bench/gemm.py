@@ -1,11 +1,11 @@
 """Time linear layers in few bits: the kernel that the compiler takes for so many rows, beside bf16.
 
     python bench/gemm.py --jobs 14 --json bench/results/gemm-h200.json
-    python bench/gemm.py --tiles --rows 1 8 --schemes fp8 --jobs 14 # every tile of the kernels for
-    few rows
+    python bench/gemm.py --tiles --rows 1 8 --schemes fp8 --jobs 14
 
-Times and shares of copy bandwidth are taken as in bench/kernels.py; quantizing the rows is not
-among them. bf16 is the faster of our kernel and cuBLAS.
+--tiles times every tile of the kernels for few rows. Times and shares of copy bandwidth are taken
+as in bench/kernels.py; quantizing the rows is not among them. bf16 is the faster of our kernel and
+cuBLAS.
 """
 
 import argparse
