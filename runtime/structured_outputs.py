@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
+from atomc.errors import first_line
 from atomc.runtime.grammar_compiler import GrammarCompiler, GrammarMatcher
 from atomc.runtime.request_errors import (
     RequestError,
@@ -55,7 +56,7 @@ class StructuredOutputs:
             if not is_panic(error):
                 raise
             raise ValueError(
-                f"structured output: the grammar cannot be compiled: {_first_line(error)}"
+                f"structured output: the grammar cannot be compiled: {first_line(error)}"
             ) from error
 
     def mask(self, step: ScheduledStep, matchers: Mapping[str, GrammarMatcher]) -> Tensor | None:
@@ -87,13 +88,8 @@ def accept_tokens(matcher: GrammarMatcher, tokens: Sequence[int]) -> None:
     """Accept sampled tokens. Raises RequestFailed if the grammar does not allow them: the masks
     prevent that, except if a limit of the matcher stopped it, or if no token was allowed."""
     if not all([matcher.accept(token) for token in tokens]):
-        reason = _first_line(matcher.error)
+        reason = first_line(matcher.error)
         message = "no token can continue the requested structured output" + (
             f": {reason}" if reason else ""
         )
         raise RequestFailed(RequestError(message, by_client=True))
-
-
-def _first_line(text: object) -> str:
-    """The first line of a library's message; the rest is its state."""
-    return next(iter(str(text).splitlines()), "").strip()
