@@ -234,7 +234,9 @@ def cases(args: argparse.Namespace) -> Iterator[tuple[str, int, int, int, str, C
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--schemes", nargs="*", default=tuple(LAYERS), choices=tuple(LAYERS))
     parser.add_argument("--rows", nargs="*", type=int, default=ROWS)
     parser.add_argument(
