@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from atomc import kernels, passes
-from atomc.cli import _parser
+from atomc.cli import _parser, main
 from atomc.ops.op import REGISTRY
 from atomc.options import Options
 
@@ -66,6 +66,13 @@ COMMANDS = [
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_parse(command):
     _parser().parse_args(shlex.split(command)[1:])
+
+
+@pytest.mark.parametrize(
+    "command", re.findall(r"`atomc (explain --[^`]+)`", (ROOT / "README.md").read_text())
+)
+def test_commands_of_the_readme_run_on_the_bundled_model(command, capsys):
+    assert main(shlex.split(command)) == 0, capsys.readouterr().err
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
