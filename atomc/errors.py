@@ -1,4 +1,4 @@
-"""The errors a caller may want to catch."""
+"""The errors a caller may want to catch, and the first line of any error."""
 
 
 class OptionsError(ValueError):
@@ -18,3 +18,10 @@ class SharingError(RunError):
 
 
 OURS = (OptionsError, ContractError, RunError)
+
+
+def first_line(text: object) -> str:
+    """The first line of an exception's text, or of another one; "" if it is empty. The rest is
+    often a traceback, or the state of a library.
+    """
+    return next(iter(str(text).strip().splitlines()), "").strip()

@@ -1,8 +1,10 @@
 """Every causal language model of transformers, tiny and with random weights: compiled, and served.
 
-    python bench/architectures.py # all; what --rows has already is not run again
-    python bench/architectures.py --only llama,gpt2,marian # some, by model_type
+    python bench/architectures.py                             # all
+    python bench/architectures.py --only llama,gpt2,marian    # some, by model_type
     python bench/architectures.py --rows rows.jsonl --text bench/results/architectures-cpu.txt
+
+What the file of --rows has already is not run again.
 
 A model has two layers of 64 columns, in fp32, and weights large enough for positions to matter. Two
 columns of the table:

@@ -1,8 +1,7 @@
 """Time of quantized linear layers on a CPU, beside the same layers in fp32 and bf16.
 
-    python bench/cpu_quant.py --json bench/results/cpu-quant-zen4.json | tee
-    bench/results/cpu-quant-zen4.txt python bench/cpu_quant.py --ways int8,int8/onednn,int8/meaning
-    --sizes 2560 --rows 1,8
+    python bench/cpu_quant.py --json bench/results/cpu-quant-zen4.json
+    python bench/cpu_quant.py --ways int8,int8/onednn,int8/meaning --sizes 2560 --rows 1,8
 
 A model is a chain of square layers that no cache holds. "int8/onednn" takes kernels of that
 provider only, "int8/meaning" none: Inductor compiles what the ops mean. Activations are bf16, and

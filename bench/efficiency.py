@@ -1,18 +1,16 @@
 """Measure how near the kernels of Qwen3 come to what this machine could do: the table that
 predictions rest on.
 
-    python bench/efficiency.py --json bench/results/efficiency-h200.json --table
-    atomc/cost/efficiency.json
-    python bench/efficiency.py --compare bench/results/decode-h200.json --machine h200 # anywhere:
-    measures nothing
-    python bench/efficiency.py --models tiny --quick # on any machine, a CPU too
+    python bench/efficiency.py --table atomc/cost/efficiency.json
+    python bench/efficiency.py --models tiny --quick    # on any machine, a CPU too
+    python bench/efficiency.py --compare bench/results/decode-h200.json --machine h200
 
 Each distinct kernel of one layer and of the ends of the model is timed as in `atomc explain
 --measure`. A row of the table is a line through what was measured of one kernel for one number of
 tokens: time = floor + work / efficiency, where work is the larger of bytes / bandwidth and flops /
 peak by the machine's data sheet. --limit ends the measuring after so many seconds; what comes first
-matters most. Rows of kernels that were not met stay in the table of the machine. --compare holds
-the table that ships to steps that bench/decode.py measured.
+matters most. Rows of kernels that were not met stay in the table of the machine. --compare measures
+nothing, and runs anywhere: it holds the table that ships to steps that bench/decode.py measured.
 """
 
 import argparse

@@ -1,16 +1,15 @@
 """Random mixes of requests through one engine: each request's tokens are those of running it alone.
 
-    python bench/equality.py --dtype float64 # the demo model on a CPU; no rounding counts
-    python bench/equality.py --options '{"batch_invariant": true}' # in fp32, which then is the same
-    bits
-    python bench/equality.py --bound 1e-4                           # in fp32 as it is
-    python bench/equality.py --mixes 40 --device cuda --dtype bfloat16 --options
-    '{"batch_invariant": true}'
+    python bench/equality.py --dtype float64                          # no rounding counts
+    python bench/equality.py --options '{"batch_invariant": true}'    # in fp32, to the bit
+    python bench/equality.py --bound 1e-4                             # in fp32 as it is
+    python bench/equality.py --device cuda --dtype bfloat16 --options '{"batch_invariant": true}'
 
-A mix has prompts of 1 to --longest tokens that come at random times and share beginnings; some are
-aborted, some draw at random, and pools are so small that requests give way. The engines differ in
-layout, tokens a step, prefix cache, speculation, order and CUDA graphs. `check()` holds after each
-step, and at the end nobody owns a block.
+The model is the demo, on a CPU if no device is given. A mix has prompts of 1 to --longest tokens
+that come at random times and share beginnings; some are aborted, some draw at random, and pools are
+so small that requests give way. The engines differ in layout, tokens a step, prefix cache,
+speculation, order and CUDA graphs. `check()` holds after each step, and at the end nobody owns a
+block.
 
 With --bound, a first difference of greedy tokens is allowed where the lone run's two highest
 log-probabilities differ by less than that; one of random tokens too, because a number may fall on

@@ -337,7 +337,9 @@ def mine(number: int, share: str | None) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--chains", nargs="*", help="only those that begin so")
     parser.add_argument("--tokens", nargs="*", type=int)
     parser.add_argument("--hidden", nargs="*", type=int)

@@ -1,11 +1,11 @@
 """Time linear layers in few bits: the kernel that the compiler takes for so many rows, beside bf16.
 
     python bench/gemm.py --jobs 14 --json bench/results/gemm-h200.json
-    python bench/gemm.py --tiles --rows 1 8 --schemes fp8 --jobs 14 # every tile of the kernels for
-    few rows
+    python bench/gemm.py --tiles --rows 1 8 --schemes fp8 --jobs 14
 
-Times and shares of copy bandwidth are taken as in bench/kernels.py; quantizing the rows is not
-among them. bf16 is the faster of our kernel and cuBLAS.
+--tiles times every tile of the kernels for few rows. Times and shares of copy bandwidth are taken
+as in bench/kernels.py; quantizing the rows is not among them. bf16 is the faster of our kernel and
+cuBLAS.
 """
 
 import argparse
@@ -234,7 +234,9 @@ def cases(args: argparse.Namespace) -> Iterator[tuple[str, int, int, int, str, C
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--schemes", nargs="*", default=tuple(LAYERS), choices=tuple(LAYERS))
     parser.add_argument("--rows", nargs="*", type=int, default=ROWS)
     parser.add_argument(

@@ -283,7 +283,9 @@ def text(line: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--provider", default="triton", choices=kernels.PROVIDERS, help="whose kernels (triton)"
     )

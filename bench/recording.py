@@ -1,16 +1,16 @@
 """Records what the compiler and the runtime do, and compares two recordings: shows that a
 refactoring changes nothing.
 
-    PYTHONPATH=. python bench/recording.py --record before      # in a worktree of the commit before
-    PYTHONPATH=. python bench/recording.py --record after # in a worktree of the commit after, on
-    the same machine
+    PYTHONPATH=. python bench/recording.py --record before    # in a worktree of the commit before
+    PYTHONPATH=. python bench/recording.py --record after     # in a worktree of the commit after
     PYTHONPATH=. python bench/recording.py --compare before after
 
-A recording holds, for small models with random weights of a fixed seed, the dumps after every pass,
-what `atomc explain --save` counts and the report as JSON, each for this CPU, for a GPU that need
-not be here and for the runtime; and the tokens of mixes of requests as in bench/equality.py. Dumps,
-counts and tokens must be equal; of near misses and refusals all but the sentences, which are
-counted apart. A key that only the second recording has is no difference.
+Both are recorded on one machine. A recording holds, for small models with random weights of a fixed
+seed, the dumps after every pass, what `atomc explain --save` counts and the report as JSON, each
+for this CPU, for a GPU that need not be here and for the runtime; and the tokens of mixes of
+requests as in bench/equality.py. Dumps, counts and tokens must be equal; of near misses and
+refusals all but the sentences, which are counted apart. A key that only the second recording has is
+no difference.
 The exit code is 1 if anything but sentences differs. --only records or compares some models.
 """
 

@@ -1,8 +1,7 @@
 """The engine's time per token and tokens per second, on random weights, counted as others are.
 
     python bench/throughput.py --model 0.6b --json bench/results/throughput-h200.json
-    python bench/throughput.py --model tiny --device cpu --batches 1,8 --requests 16 --prompt 64
-    --new 32
+    python bench/throughput.py --model tiny --device cpu --batches 1,8 --requests 16 --new 32
 
 TPOT: a batch of prompts of --context tokens, greedy; the time of 129 new tokens each less that of
 one, by 128, median of three. bare_ms is the replay of the same decode step's CUDA graph and the

@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from atomc.runtime.request_errors import is_panic
+
 if TYPE_CHECKING:  # optional
     from tokenizers import Tokenizer
 
@@ -38,10 +40,9 @@ def load_tokenizer(folder: Path) -> "Tokenizer | None":
         tokenizer.no_padding()
         tokenizer.no_truncation()
         tokenizer.encode("")  # fails for special tokens that do not exist
-    except (
-        BaseException
-    ) as error:  # the library raises plain Exceptions, and a panic in Rust is no Exception
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+    # The library raises plain Exceptions.
+    except BaseException as error:  # a panic in Rust is no Exception
+        if not isinstance(error, Exception) and not is_panic(error):
             raise
         raise ValueError(
             f"{path} is not a valid tokenizer: {' '.join(str(error).split())}; download it again"

@@ -227,7 +227,7 @@ class Engine:
             self.executor.check()  # raises RunError if a user's module has other weights now
         try:
             self._begin(request)
-        except BaseException as error:
+        except BaseException as error:  # a panic in Rust is no Exception
             self._forget(request.id)
             if not is_recoverable(error) or isinstance(error, ValueError | ImportError | QueueFull):
                 raise
@@ -280,7 +280,7 @@ class Engine:
                     )  # masks depend on all previous tokens; requests may end here
                     mask = self.structured_outputs.mask(step, self._matchers(step))
                 launched.running.sample(mask)
-            except BaseException:
+            except BaseException:  # raised again, Ctrl-C too: the scheduler is as before the step
                 self.scheduler.undo_step(step)
                 raise
         outputs += self._collect()

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from atomc.errors import first_line
 from atomc.json_types import JSONObject
 from atomc.runtime.grammar_source import parser_limits, source
 from atomc.runtime.sampling.sampling_params import Structured
@@ -113,8 +114,7 @@ def _validate_limited(
     except ValueError as error:
         return {"error": str(error)}
     except BaseException as error:  # a panic in Rust is no Exception
-        first_line = next(iter(str(error).splitlines()), "")
-        return {"error": f"{_name(fields)}: llguidance failed on it: {first_line:.200}"}
+        return {"error": f"{_name(fields)}: llguidance failed on it: {first_line(error):.200}"}
     signal.setitimer(signal.ITIMER_PROF, 0)
     num_bytes = max(_memory_use().own - before.own, 0)
     del matcher  # only after its memory is counted

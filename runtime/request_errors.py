@@ -79,7 +79,7 @@ class RequestErrors:
         """
         try:
             return work(*args, **kwargs)
-        except BaseException as error:
+        except BaseException as error:  # a panic in Rust is no Exception; `fail` raises the rest
             self.fail(request_id, doing, error)
             return None
 

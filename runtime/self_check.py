@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from atomc.cache.fingerprint import digest, file_digest, sources_in
 from atomc.cache.store import DamagedEntry, Entry
+from atomc.errors import first_line
 from atomc.models.stock import StockModel
 from atomc.ops.state import block_size_of, groups_of
 from atomc.options import Options
@@ -186,11 +187,9 @@ def verdict_of(model: StockModel, program: Program, *, columns: int = 1) -> Verd
     ]
     try:
         expected = _own_logits(hf_model, sequences)
-    # for example layers whose kernels only run compiled: without logits there is no comparison
-    except Exception as error:
-        first_line = next(iter(str(error).splitlines()), "")
+    except Exception as error:  # code of others, such as layers that only run compiled
         return Verdict(
-            why_not=f"the class's own forward fails: {type(error).__name__}: {first_line}"
+            why_not=f"the class's own forward fails: {type(error).__name__}: {first_line(error)}"
         )
     if not all(logits.isfinite().any(-1).all() for logits in expected):
         return Verdict(why_not="the class's own forward gives no finite logits")

@@ -50,7 +50,7 @@ class SlotState:
         """
         try:
             return work(*args, **kwargs)
-        except BaseException as error:
+        except BaseException as error:  # a panic in Rust is no Exception; `fail` raises the rest
             self.fail(doing, error)
             return None
 

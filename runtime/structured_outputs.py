@@ -4,10 +4,12 @@ This runs on the scheduler's side: a matcher accepts the tokens that the schedul
 fails its request if it stops. A worker only gets the mask of a step.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
+from atomc.errors import first_line
 from atomc.runtime.grammar_compiler import GrammarCompiler, GrammarMatcher
 from atomc.runtime.request_errors import (
     RequestError,
@@ -18,6 +20,8 @@ from atomc.runtime.request_errors import (
 )
 from atomc.runtime.sampling.sampling_params import Structured
 from atomc.runtime.step import ScheduledStep
+
+log = logging.getLogger("atomc")
 
 
 class StructuredOutputs:
@@ -48,11 +52,11 @@ class StructuredOutputs:
             raise ValueError(
                 "structured output: the grammar is nested too deeply to be compiled"
             ) from error
-        except BaseException as error:
+        except BaseException as error:  # a panic in Rust is no Exception
             if not is_panic(error):
                 raise
             raise ValueError(
-                f"structured output: the grammar cannot be compiled: {_first_line(error)}"
+                f"structured output: the grammar cannot be compiled: {first_line(error)}"
             ) from error
 
     def mask(self, step: ScheduledStep, matchers: Mapping[str, GrammarMatcher]) -> Tensor | None:
@@ -69,9 +73,10 @@ class StructuredOutputs:
         mask = self.compiler().mask(row)
         try:
             self.compiler().fill(mask, list(rows.values()))
-        except BaseException as error:
+        except BaseException as error:  # a panic in Rust is no Exception
             if not is_recoverable(error):
                 raise
+            log.warning("the masks of a step failed, each is computed alone", exc_info=error)
             for request_id, one in rows.items():
                 self.request_errors.run(
                     request_id, "computing its grammar mask", self.compiler().fill, mask, [one]
@@ -83,13 +88,8 @@ def accept_tokens(matcher: GrammarMatcher, tokens: Sequence[int]) -> None:
     """Accept sampled tokens. Raises RequestFailed if the grammar does not allow them: the masks
     prevent that, except if a limit of the matcher stopped it, or if no token was allowed."""
     if not all([matcher.accept(token) for token in tokens]):
-        reason = _first_line(matcher.error)
+        reason = first_line(matcher.error)
         message = "no token can continue the requested structured output" + (
             f": {reason}" if reason else ""
         )
         raise RequestFailed(RequestError(message, by_client=True))
-
-
-def _first_line(text: object) -> str:
-    """The first line of a library's message; the rest is its state."""
-    return next(iter(str(text).splitlines()), "").strip()

@@ -3,6 +3,7 @@ rewrites exist.
 """
 
 import argparse
+import ast
 import importlib
 import re
 import shlex
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from atomc import kernels, passes
-from atomc.cli import _parser
+from atomc.cli import _parser, main
 from atomc.ops.op import REGISTRY
 from atomc.options import Options
 
@@ -50,6 +51,7 @@ def test_python_blocks_run_one_after_another_and_print_what_they_say(
         assert promised.rstrip(" ;,") in printed, printed
 
 
+PROGRAMS = sorted((ROOT / "bench").glob("*.py"))
 COMMANDS = [
     pytest.param(command, id=command.strip())
     for page in PAGES
@@ -64,6 +66,25 @@ COMMANDS = [
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_parse(command):
     _parser().parse_args(shlex.split(command)[1:])
+
+
+@pytest.mark.parametrize(
+    "command", re.findall(r"`atomc (explain --[^`]+)`", (ROOT / "README.md").read_text())
+)
+def test_commands_of_the_readme_run_on_the_bundled_model(command, capsys):
+    assert main(shlex.split(command)) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+def test_commands_in_the_docstring_of_a_bench_program_stand_on_one_line_each(program):
+    text = ast.get_docstring(ast.parse(program.read_text()), clean=False)
+    command = re.compile(rf" +(PYTHONPATH=\. )?python bench/{program.name}( |$)")
+    for paragraph in re.findall(r"(?:^ +.*\n)+", text, re.MULTILINE):
+        lines = paragraph.splitlines()
+        if f"bench/{program.name}" in paragraph:
+            assert [line for line in lines if not command.match(line)] == []
+        for line in filter(command.match, lines):
+            shlex.split(line, comments=True)
 
 
 def flags(parser):

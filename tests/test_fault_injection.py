@@ -276,6 +276,23 @@ def test_what_raises_for_one_request_fails_it_and_changes_no_token_of_the_others
     assert again[-1].finish_reason == "length"
 
 
+def test_masks_that_fail_together_and_not_alone_change_no_token_and_are_logged(
+    engine, alone, monkeypatch, caplog
+):
+    original = GrammarCompiler.fill
+
+    def fails_for_several(self, mask, rows):
+        if len(rows) > 1:
+            raise RuntimeError("no memory for so many")
+        original(self, mask, rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GrammarCompiler, "fill", fails_for_several)
+        found = run(engine, others(engine))
+    assert {name: tokens(outputs) for name, outputs in found.items()} == alone
+    assert "no memory for so many" in caplog.text
+
+
 # What the model gives
 
 

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "atomc"
 # From the lowest. A name stands for atomc/<name>.py or for the whole folder. A new module goes into
 # the lowest layer that holds all it imports.
 LAYERS = [
-    {"demo", "json_file", "json_types", "cgroup", "errors"},
+    {"atomic_file", "demo", "json_file", "json_types", "cgroup", "errors"},
     {"platform", "options", "torch_compat"},
     {"ops"},
     {"graph", "weights"},

@@ -1,15 +1,17 @@
 """The list of bugs (tests/mutations) fits the tree: `make test-mutations` can apply each of them."""
 
 import shlex
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
-from mutations import ROOT, Bug, all_bugs
+from mutations import ROOT, Bug, all_bugs, run
 
 BUGS = all_bugs()
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.file}: {' '.join(bug.new.split())}")
+@pytest.mark.parametrize("bug", BUGS, ids=str)
 def test_a_bug_changes_one_place_and_names_tests_that_are_there(bug: Bug) -> None:
     text = (ROOT / bug.file).read_text()
     assert text.count(bug.old) == 1, bug.old
@@ -22,3 +24,21 @@ def test_a_bug_changes_one_place_and_names_tests_that_are_there(bug: Bug) -> Non
 
 def test_no_bug_is_listed_twice() -> None:
     assert [bug for bug, count in Counter(BUGS).items() if count > 1] == []
+
+
+def test_a_bug_that_only_removes_a_line_is_applied_and_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_tests(tree: Path, tests: str) -> tuple[int, str]:
+        return (run.PASSED if "y = 2" in (tree / "file.py").read_text() else run.FAILED), ""
+
+    (tmp_path / "file.py").write_text("x = 1\ny = 2\n")
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    monkeypatch.setattr(run, "ENVIRONMENT", {})
+    monkeypatch.setattr(run, "_import_what_no_bug_is_in", lambda: None)
+    monkeypatch.setattr(run, "_tests", run_tests)
+    monkeypatch.setattr("mutations.all_bugs", lambda: [Bug("file.py", "y = 2\n", "", "test.py")])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", sys.dont_write_bytecode)
+    assert run.main() == 0
+    assert "file.py: without y = 2\n1 of 1 bugs caught" in capsys.readouterr().out

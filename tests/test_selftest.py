@@ -81,15 +81,22 @@ def test_a_wrong_kernel_is_found_and_the_exit_code_says_so(only, capsys, monkeyp
     assert "FAILED" in out and out.rstrip().endswith("1 kernels passed, 1 failed, 0 were not tried")
 
 
-def test_a_kernel_that_raises_has_failed(only):
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (RuntimeError("no such device\nand more"), "RuntimeError: no such device"),
+        (AssertionError(), "AssertionError: "),
+    ],
+)
+def test_a_kernel_that_raises_has_failed(only, error, text):
     run = only("silu_and_mul")
 
     @ops.silu_and_mul.kernel("torch")
     def silu_and_mul(gate, up):
-        raise RuntimeError("no such device\nand more")
+        raise error
 
     bad = run()[-1]
-    assert bad.passed is False and bad.said.endswith("RuntimeError: no such device")
+    assert bad.passed is False and bad.said.endswith(text)
 
 
 def test_a_kernel_that_forgets_to_write_is_found(only):

@@ -717,7 +717,7 @@ def test_only_pages_of_the_origins_that_are_allowed_may_call(server):
     assert "access-control-allow-origin" not in found[1].headers
 
 
-def test_a_client_that_goes_away_frees_its_place(http):
+def test_a_client_that_goes_away_frees_its_place_and_is_logged(server, http):
     def running():
         return int(
             float(
@@ -730,16 +730,22 @@ def test_a_client_that_goes_away_frees_its_place(http):
         )
 
     body = greedy(prompt="Once", max_tokens=2000, ignore_eos=True)
-    with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+    names = [{"X-Request-Id": "left-a-stream"}, {"X-Request-Id": "left-an-answer"}]
+    with http.stream(
+        "POST", "/v1/completions", json={**body, "stream": True}, headers=names[0]
+    ) as answer:
         lines = answer.iter_lines()
         next(lines)
         assert running() == 1
     with pytest.raises(httpx.ReadTimeout):
-        http.post("/v1/completions", json=body, timeout=0.3)
+        http.post("/v1/completions", json=body, headers=names[1], timeout=0.3)
     until = time.monotonic() + 60
     while running() and time.monotonic() < until:
         time.sleep(0.05)
     assert running() == 0
+    for name in names:
+        line = server.wait_for(f"request {name['X-Request-Id']}: .*", 60)[0]
+        assert line.endswith("finish disconnect")
 
 
 def test_answers_do_not_depend_on_what_runs_beside_them(client):

@@ -52,9 +52,7 @@ class CacheLookup:
             return self._read(self.entry, report, mismatch)
         except OSError as error:
             self.entry, self.outcome = None, CacheOutcome("off", str(error))
-        except (
-            Exception
-        ) as error:  # a damaged entry can raise anything; the program is compiled again
+        except Exception as error:  # a damaged entry can raise anything: it is compiled again
             log.warning("atomc rebuilds a damaged cache entry, %s: %s", self.entry.path, error)
             self.outcome = CacheOutcome("miss", f"the entry was damaged and is rebuilt: {error}")
             self.entry.delete()

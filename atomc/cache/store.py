@@ -18,7 +18,6 @@ import json
 import logging
 import os
 import re
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
@@ -27,6 +26,7 @@ from typing import Any, Generic, NotRequired, TypedDict, TypeVar
 
 import torch
 
+from atomc.atomic_file import write_atomically
 from atomc.cache.artifact import Fields
 from atomc.cache.compiled import CompiledData
 from atomc.cache.fingerprint import KERNEL_SOURCE, OUR_KERNELS, Parts
@@ -182,15 +182,7 @@ class Entry(Generic[Data]):
         reason = untrusted(self.folder)
         if reason:
             raise PermissionError(reason)
-        handle, name = tempfile.mkstemp(prefix="unfinished-", suffix=".tmp", dir=self.folder)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(whole)
-            os.replace(name, self.path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-            raise
+        write_atomically(self.path, whole, mode=0o600)
         self._evict()
 
     def delete(self) -> None:

@@ -170,13 +170,13 @@ def _print(
 def _write_page(
     arguments: argparse.Namespace, found: "Sequence[Report]", other: "Sequence[Report] | None"
 ) -> None:
+    from atomc.atomic_file import write_atomically
     from atomc.report.render.html import page
-    from atomc.report.render.page import write_atomically
 
     if not arguments.platform:
         _measure_bandwidth(found)
     text = page(found, other, _names(arguments)) if other is not None else page(found)
-    write_atomically(Path(arguments.html), text)
+    write_atomically(Path(arguments.html), text.encode())
     print(f"{arguments.html}: {len(text) / 1e6:.1f} MB, open it in a browser", file=sys.stderr)
 
 

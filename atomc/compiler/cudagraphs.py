@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from atomc.compiler.static_buffer import StaticBuffer
+from atomc.errors import first_line
 from atomc.torch_compat.core import GraphFunction, Input, Outputs, is_static_input
 
 T = TypeVar("T")
@@ -153,7 +154,7 @@ class Graphed:
                 try:
                     return self._recorded(args)
                 except RuntimeError as error:
-                    reason = str(error).splitlines()[0]
+                    reason = first_line(error) or type(error).__name__
         note = f"no CUDA graph: {reason}"
         if note not in self.notes:
             self.notes.append(note)

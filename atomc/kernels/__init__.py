@@ -18,8 +18,6 @@ def load(provider: str) -> str | None:
         return f"provider {provider!r} is not built in this version"
     try:
         importlib.import_module(package)
-    # Vendors' libraries raise many exceptions: OSError for a missing .so, RuntimeError for a
-    # version check.
-    except Exception as error:
+    except Exception as error:  # a vendor's library can raise anything, such as OSError for a .so
         return f"provider {provider!r} cannot be imported: {type(error).__name__}: {error}"
     return None

@@ -20,6 +20,10 @@ FLOATS = (*HALVES, torch.float32)
 FP8_MULTIPLIED = (8, 9)  # from this compute capability on
 
 
+def not_a_cpu(platform: Platform) -> Refusal | None:
+    return None if platform.is_cpu else Refusal("hardware", "written for the CPU")
+
+
 def older_than(capability: tuple[int, int], platform: Platform, what: str) -> Refusal | None:
     """Refuse other platforms than NVIDIA GPUs of at least this compute capability."""
     if platform.is_cuda and platform.capability is not None and platform.capability >= capability:

@@ -22,6 +22,11 @@ def rounds_once(arguments: Arguments) -> bool:
     return bool(arguments["style"] != "after")
 
 
+def normed_shape(x: Tensor, weight: Tensor, style: str) -> Tensor:
+    """An empty tensor as `rms_norm` returns it."""
+    return torch.empty_like(x, dtype=torch.result_type(x, weight) if style == "after" else x.dtype)
+
+
 @op(kind=Kind.NORM, rows="x", rounds_once=rounds_once)
 def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight. x [..., D], weight [D] -> [..., D] (Zhang and Sennrich

@@ -8,14 +8,10 @@ dtypes of codes and scales depend on the scheme: atomc.ops.schemes.
 import torch
 from torch import Tensor
 
-from atomc.ops.norm import rms_norm, rounds_once
+from atomc.ops.norm import normed_shape, rms_norm, rounds_once
 from atomc.ops.op import op
 from atomc.ops.op_traits import Kind
 from atomc.ops.schemes import quantized
-
-
-def _normed(x: Tensor, weight: Tensor, style: str) -> Tensor:
-    return torch.empty_like(x, dtype=torch.result_type(x, weight) if style == "after" else x.dtype)
 
 
 def _rms_norm_quant_shape(
@@ -32,7 +28,7 @@ def _rms_norm_quant_shape(
     rounding: str = "even",
     keep: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y = _normed(x, weight, style)
+    y = normed_shape(x, weight, style)
     codes, scales = quantized(
         y, scale, scheme, dtype, group, column_major, rounding, shape_only=True
     )
@@ -78,7 +74,7 @@ def _add_rms_norm_quant_shape(
     keep: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     total = torch.empty_like(x)
-    y = _normed(total, weight, style)
+    y = normed_shape(total, weight, style)
     codes, scales = quantized(
         y, scale, scheme, dtype, group, column_major, rounding, shape_only=True
     )

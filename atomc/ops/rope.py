@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from atomc.ops.attention import kv_write
-from atomc.ops.norm import rms_norm
+from atomc.ops.norm import normed_shape, rms_norm
 from atomc.ops.op import op
 from atomc.ops.op_cost import state_write
 from atomc.ops.op_traits import Kind
@@ -70,12 +70,6 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Tensor:
     return torch.cat((rotate(x[..., :width], cos, sin, style), x[..., width:]), -1)
 
 
-def _normed_shape(x: Tensor, weight: Tensor, norm_style: str) -> Tensor:
-    return torch.empty_like(
-        x, dtype=torch.result_type(x, weight) if norm_style == "after" else x.dtype
-    )
-
-
 def _qk_norm_rope_shape(
     q: Tensor,
     k: Tensor,
@@ -88,8 +82,8 @@ def _qk_norm_rope_shape(
     rope_style: str = "neox",
 ) -> tuple[Tensor, Tensor]:
     return (
-        _rope_shape(_normed_shape(q, q_weight, norm_style), cos, sin, rope_style),
-        _rope_shape(_normed_shape(k, k_weight, norm_style), cos, sin, rope_style),
+        _rope_shape(normed_shape(q, q_weight, norm_style), cos, sin, rope_style),
+        _rope_shape(normed_shape(k, k_weight, norm_style), cos, sin, rope_style),
     )
 
 
@@ -177,7 +171,7 @@ def _qk_norm_rope_kv_write_shape(
     norm_style: str = "after",
     rope_style: str = "neox",
 ) -> tuple[Tensor, Tensor]:
-    q_rotated = _rope_shape(_normed_shape(q, q_weight, norm_style), cos, sin, rope_style)
+    q_rotated = _rope_shape(normed_shape(q, q_weight, norm_style), cos, sin, rope_style)
     return q_rotated, q_rotated.new_empty((0,))
 
 

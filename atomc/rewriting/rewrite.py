@@ -282,7 +282,7 @@ def _replace(
     before = last.next
     with graph.inserting_before(before):
         results = _results(graph, rewrite, site)
-    made = _between(last, before)
+    made = nodes_between(last, before)
     # After a skipped view, the op has another shape than the replaced nodes.
     replaced = [] if site.skipped else [value(output) for output in outputs]
     _describe_new_nodes(graph, made, meta, replaced)
@@ -335,7 +335,8 @@ def _as_seen(graph: Graph, site: Site, new: Node, output: Node, meta: Mapping[st
     return seen
 
 
-def _between(first: Node, last: Node) -> list[Node]:
+def nodes_between(first: Node, last: Node) -> list[Node]:
+    """The nodes after `first` and before `last`, in the order of the graph."""
     nodes, node = [], first.next
     while node is not last:
         nodes.append(node)

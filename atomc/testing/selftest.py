@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from atomc import kernels
+from atomc.errors import first_line
 from atomc.ops.op import REGISTRY, Kernel, Op, Refusal, Results, refusal
 from atomc.ops.op_traits import Kind
 from atomc.platform import Platform
@@ -87,7 +88,7 @@ def _try(op: Op, kernel: Kernel, here: Platform) -> KernelResult:
                 except Exception as error_:  # any exception of a kernel is a result of the test
                     return result(
                         False,
-                        f"{where}: {type(error_).__name__}: {str(error_).strip().splitlines()[0]}",
+                        f"{where}: {type(error_).__name__}: {first_line(error_)}",
                     )
                 worst = max(worst, error)
                 if not error <= ROUNDINGS[dtype]:

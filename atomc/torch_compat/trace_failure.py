@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch._dynamo.exc import BackendCompilerFailed, Unsupported
 
+from atomc.errors import first_line
+
 _TORCH, _ATOMC = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 # Of atomc, only models count as user code, without the adapter for models of transformers.
 _MODELS, _ADAPTER = f"{_ATOMC}/models/", f"{_ATOMC}/models/stock.py"
@@ -31,7 +33,7 @@ class TraceFailure(NamedTuple):
 def trace_failure(error: BaseException) -> TraceFailure:
     """The reason of an error of Dynamo or AOTAutograd."""
     text = str(error)
-    first_line = next(iter(text.splitlines()), "").rstrip(".")
+    reason = first_line(text).rstrip(".")
     stack = list(getattr(error, "real_stack", None) or ())
     frame = next((frame for frame in reversed(stack) if _is_user_code(frame)), None)
     where = f"{_short_path(frame.filename)}:{frame.lineno}" if frame else ""
@@ -44,12 +46,10 @@ def trace_failure(error: BaseException) -> TraceFailure:
             True,
         )
     if not isinstance(error, Unsupported):
-        return TraceFailure(f"{type(error).__name__}: {first_line}", where, False)
+        return TraceFailure(f"{type(error).__name__}: {reason}", where, False)
     raised = _RAISED.search(text)
     if raised is None:
-        return TraceFailure(
-            f"torch.compile cannot trace it as one graph: {first_line}", where, True
-        )
+        return TraceFailure(f"torch.compile cannot trace it as one graph: {reason}", where, True)
     said = raised[2].strip("'\"")
     if stack and stack[-1].filename == _ADAPTER:
         return TraceFailure(said, where, True)

@@ -34,7 +34,7 @@ from atomc.report.records import MissKind
 from atomc.rewriting.graph_pass import Context, Outcome
 from atomc.rewriting.matching.near_miss import NearMiss
 from atomc.rewriting.matching.pattern import Difference
-from atomc.rewriting.rewrite import Fired, infer, remove_dead_nodes
+from atomc.rewriting.rewrite import Fired, infer, nodes_between, remove_dead_nodes
 
 aten = torch.ops.aten
 Shape = Sequence[Size]
@@ -385,7 +385,7 @@ def _replace(graph: Graph, walk: _Walk, moved: list[tuple[Node, torch.Tensor]]) 
         old = _as_seen(result, value(back).shape)
         if old is result:
             back = _reshape(graph, back, value(result).shape)
-    made = _between(before, result)
+    made = nodes_between(before, result)
     consumed = tuple(call(node).op for node in walk.inside)
     meta = {**inherited(walk.inside, result, "attention"), "consumed": consumed}
     for node in made:
@@ -579,11 +579,3 @@ def _at_scores(graph: Graph, mask: Node, at: Node, shape: Shape) -> Node:
         return mask
     leading = [1, 1] if known_equal(here[0], 1) else list(shape[:2])
     return _reshape(graph, mask, [*leading, *here[1:]])
-
-
-def _between(first: Node, last: Node) -> list[Node]:
-    nodes, node = [], first.next
-    while node is not last:
-        nodes.append(node)
-        node = node.next
-    return nodes

@@ -168,7 +168,7 @@ class OutputProcessor:
         """Sample; if that raises, fail the requests that cause it and repeat."""
         try:
             return self.sampler(logits, outputs.specs, mask=mask)
-        except BaseException as error:
+        except BaseException as error:  # a panic in Rust is no Exception
             if not is_recoverable(error):
                 raise
             self._fail_individually(outputs, logits, mask, error)
@@ -191,7 +191,7 @@ class OutputProcessor:
                     self.sampler.sample(
                         logits[rows], outputs.specs[rows], mask=None if mask is None else mask[rows]
                     )
-            except BaseException as its:
+            except BaseException as its:  # as in _sample
                 if not is_recoverable(its):
                     raise
                 failed.append((state, its))

@@ -236,16 +236,12 @@ class _ResponseBuilder:
         ]
 
     async def complete(self) -> ChatCompletion:
-        try:
+        with self.generation:
             async for choice, delta in self.generation:
                 state = self.states[choice.index]
                 state.deltas += self._parse(state, delta)
                 if self.body.logprobs:
                     state.logprobs += encoded(self._logprobs(delta.logprobs or ())["content"])
-        except BaseException as error:
-            self.generation.close(error)
-            raise
-        self.generation.close()
         choices: list[ChatChoice] = [
             {
                 "index": index,
@@ -268,21 +264,19 @@ class _ResponseBuilder:
     async def stream(self) -> AsyncIterator[bytes]:
         options = self.body.stream_options
         try:
-            async for choice, delta in self.generation:
-                state = self.states[choice.index]
-                for chunk in self._chunks(state, choice.index, delta):
-                    event = self._event([chunk])
-                    if options is not None and options.continuous_usage_stats:
-                        event["usage"] = self.generation.usage()
-                    yield sse_event(event)
-            if options is not None and options.include_usage:
-                yield sse_event(self._event([]) | {"usage": self.generation.usage()})
-            yield SSE_DONE
+            with self.generation:
+                async for choice, delta in self.generation:
+                    state = self.states[choice.index]
+                    for chunk in self._chunks(state, choice.index, delta):
+                        event = self._event([chunk])
+                        if options is not None and options.continuous_usage_stats:
+                            event["usage"] = self.generation.usage()
+                        yield sse_event(event)
+                if options is not None and options.include_usage:
+                    yield sse_event(self._event([]) | {"usage": self.generation.usage()})
+                yield SSE_DONE
         except Exception as error:  # the response has begun: its last event says what failed
-            self.generation.close(error)
             yield sse_event(self.service.stream_error(error).body())
-        finally:
-            self.generation.close()
 
     def _event(self, choices: list[ChatChunkChoice]) -> ChatChunk:
         return {

@@ -155,9 +155,8 @@ class CompileQueue:
             self._compiler.compile(key)
         except ValueError:
             raise
-        except (
-            BaseException
-        ) as error:  # the grammar was validated: the machine failed, or the library panicked
+        # The grammar was validated: the machine failed, or the library panicked.
+        except BaseException as error:  # a panic in Rust is no Exception
             log.exception("a grammar could not be compiled")
             raise CompileUnavailable(
                 "the grammar could not be compiled: try again later"
@@ -171,8 +170,7 @@ class CompileQueue:
             self._engine.prepare_pooling()
         except ValueError:
             raise
-        # fails the waiting requests only; generation continues with the compiled program
-        except Exception as error:
+        except Exception as error:  # fails only requests that wait; the compiled program goes on
             log.exception("the headless model could not be compiled")
             what = (
                 "the engine failed while compiling the model for embeddings: "

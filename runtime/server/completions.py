@@ -125,7 +125,7 @@ class _ResponseBuilder:
 
     async def complete(self) -> Completion:
         parts = {choice.index: ChoiceDelta() for choice in self.generation.choices.values()}
-        try:
+        with self.generation:
             async for choice, delta in self.generation:
                 part, new = parts[choice.index], await self._part(choice, delta)
                 part.text += new.text
@@ -137,10 +137,6 @@ class _ResponseBuilder:
                         part.openai_logprobs = completion_logprobs(self.service.model, (), (), 0)
                     _extend(part.openai_logprobs, logprobs)
                 part.finish_reason, part.stop_reason = new.finish_reason, new.stop_reason
-        except BaseException as error:
-            self.generation.close(error)
-            raise
-        self.generation.close()
         choices = [
             _choice(index, part, part.openai_logprobs) for index, part in sorted(parts.items())
         ]
@@ -154,26 +150,24 @@ class _ResponseBuilder:
     async def stream(self) -> AsyncIterator[bytes]:
         options = self.body.stream_options
         try:
-            async for choice, delta in self.generation:
-                part = await self._part(choice, delta)
-                if part.tokens or part.text or part.finish_reason:
-                    logprobs = (
-                        None
-                        if self.body.logprobs is None
-                        else await self._logprobs(choice.index, part)
-                    )
-                    chunk = self._response([_choice(choice.index, part, logprobs)])
-                    if options is not None and options.continuous_usage_stats:
-                        chunk["usage"] = self.generation.usage()
-                    yield sse_event(chunk)
-            if options is not None and options.include_usage:
-                yield sse_event(self._response([]) | {"usage": self.generation.usage()})
-            yield SSE_DONE
+            with self.generation:
+                async for choice, delta in self.generation:
+                    part = await self._part(choice, delta)
+                    if part.tokens or part.text or part.finish_reason:
+                        logprobs = (
+                            None
+                            if self.body.logprobs is None
+                            else await self._logprobs(choice.index, part)
+                        )
+                        chunk = self._response([_choice(choice.index, part, logprobs)])
+                        if options is not None and options.continuous_usage_stats:
+                            chunk["usage"] = self.generation.usage()
+                        yield sse_event(chunk)
+                if options is not None and options.include_usage:
+                    yield sse_event(self._response([]) | {"usage": self.generation.usage()})
+                yield SSE_DONE
         except Exception as error:  # the response has begun: its last event says what failed
-            self.generation.close(error)
             yield sse_event(self.service.stream_error(error).body())
-        finally:
-            self.generation.close()
 
     async def _part(self, choice: Choice, delta: TextDelta) -> ChoiceDelta:
         """The new part of a choice; the first one includes the prompt if `echo` is set."""

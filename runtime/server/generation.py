@@ -6,7 +6,8 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ParamSpec, TypeVar
+from types import TracebackType
+from typing import ParamSpec, Self, TypeVar
 
 from atomc.runtime.request_errors import RequestError, is_recoverable
 from atomc.runtime.sampling.logprobs import TokenLogprobs
@@ -40,7 +41,10 @@ class Choice:
 
 
 class Generation:
-    """`await start()`, iterate, and always `close()`. Choice i * n + j is number j of prompt i."""
+    """`await start()`, then iterate in a `with` block, which closes it.
+
+    Choice i * n + j is number j of prompt i.
+    """
 
     def __init__(
         self,
@@ -134,6 +138,17 @@ class Generation:
             "prompt_tokens_details": {"cached_tokens": self._num_cached()},
         }
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(error)
+
     def close(self, error: BaseException | None = None) -> None:
         """Aborts unfinished choices and logs the request, with the error that ended it, if any."""
         if self._closed:
@@ -166,12 +181,10 @@ class Generation:
         )
 
     def _run_isolated(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The result of `work`. Raises APIError if it fails, also for a panic in Rust, which is no
-        Exception.
-        """
+        """The result of `work`. Raises APIError if it fails."""
         try:
             return work(*args, **kwargs)
-        except BaseException as error:
+        except BaseException as error:  # a panic in Rust is no Exception
             if not is_recoverable(error):
                 raise
             log.error("request %s failed while detokenizing", self._request_id, exc_info=error)

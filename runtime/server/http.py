@@ -135,7 +135,7 @@ class AuthMiddleware:
             await self.app(scope, self._limit_body(receive), send_with_id)
         except ClientDisconnect:
             pass
-        except Exception as error:
+        except Exception as error:  # a request that fails is answered, and hurts no other
             if not isinstance(error, APIError):
                 log.exception("request %s failed", name)
             if not response_started:

@@ -63,7 +63,7 @@ class Service:
         EngineDead if it does not, ClientDisconnect if the client disconnects."""
         try:
             await cancel_on_disconnect(request, generation.start())
-        except BaseException as error:
+        except BaseException as error:  # cancelled too: the engine may have the request already
             generation.close(None if isinstance(error, ClientDisconnect) else error)
             raise
 

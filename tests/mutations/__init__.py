@@ -14,12 +14,19 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Bug:
-    """In `file`, `old`, which is there once, becomes `new`; `tests` are arguments of pytest."""
+    """In `file`, `old`, which is there once, becomes `new`, which may be empty; `tests` are arguments
+    of pytest.
+    """
 
     file: str
     old: str
     new: str
     tests: str
+
+    def __str__(self) -> str:
+        """The file and its new text, in one line."""
+        old, new = " ".join(self.old.split()), " ".join(self.new.split())
+        return f"{self.file}: {new or f'without {old}'}"
 
 
 def all_bugs() -> list[Bug]:

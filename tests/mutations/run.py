@@ -41,7 +41,7 @@ def main(word: str = "") -> int:
             code, log = _tests(tree, tests)
             without[tests] = "" if code == PASSED else f"fails without a bug:\n{log}"
         for number, bug in enumerate(bugs):
-            _show(number, len(bugs), f"{bug.file}: {bug.new.strip().splitlines()[0]}")
+            _show(number, len(bugs), str(bug))
             file = tree / bug.file
             text = file.read_text()
             start = time.perf_counter()
@@ -52,7 +52,7 @@ def main(word: str = "") -> int:
             rows.append((without[bug.tests] or outcome, time.perf_counter() - start, bug))
     print(file=sys.stderr)
     for outcome, seconds, bug in rows:
-        print(f"{outcome:12} {seconds:5.1f} s  {bug.file}: {' '.join(bug.new.split())}")
+        print(f"{outcome:12} {seconds:5.1f} s  {bug}")
     caught = sum(outcome == "caught" for outcome, _, _ in rows)
     minutes = (time.perf_counter() - began) / 60
     print(f"{caught} of {len(rows)} bugs caught in {minutes:.1f} minutes")

@@ -35,8 +35,7 @@ def missing() -> str | None:
     if status.found:
         try:
             importlib.import_module("aiter")
-        # Without ROCm it raises RuntimeError, with a broken build OSError or AttributeError.
-        except Exception as error:
+        except Exception as error:  # of many types: no ROCm, a broken build
             version = f" {status.version}" if status.version else ""
             reason = f"AITER{version} cannot be imported: {type(error).__name__}: {error}"
     if reason:
@@ -67,9 +66,7 @@ class Function:
         for module in self.modules:
             try:
                 function = getattr(importlib.import_module(module), self.name)
-            # Modules of AITER compile and ask the device when they are imported, and fail as these
-            # do.
-            except Exception as error:
+            except Exception as error:  # of many types: its modules compile and ask the device
                 reasons.append(f"{type(error).__name__}: {error}")
                 continue
             if lacking := _lacking(function, self.name, self.takes):

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atomc import ops
+from atomc.kernels.checks import not_a_cpu
 from atomc.kernels.torch.sequence import attend, gathered, no_scales
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -20,7 +21,7 @@ TILE = 8
 def refuse_linear(
     platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Refusal | None:
-    return None if platform.is_cpu else Refusal("hardware", "written for the CPU")
+    return not_a_cpu(platform)
 
 
 @ops.linear.kernel("invariant", refuses=refuse_linear)
@@ -45,11 +46,7 @@ def refuse_paged_attention(
     v_scale: Tensor | None = None,
     **_: object,
 ) -> Refusal | None:
-    return (
-        no_scales(platform, k_scale, v_scale)
-        if platform.is_cpu
-        else Refusal("hardware", "written for the CPU")
-    )
+    return not_a_cpu(platform) or no_scales(platform, k_scale, v_scale)
 
 
 @ops.paged_attention.kernel("invariant", layout="paged", refuses=refuse_paged_attention, syncs=True)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from atomc import ops
+from atomc.kernels.checks import not_a_cpu
 from atomc.kernels.cpu_linears import finish
 from atomc.kernels.dequantized import fp8_values, multiply
 from atomc.ops.op import PreferInductor, Refusal
@@ -13,7 +14,7 @@ from atomc.platform import Platform
 
 
 def refuse_scaled_linear_fp8(platform: Platform, *args: object, **_: object) -> Refusal | None:
-    return None if platform.is_cpu else Refusal("hardware", "written for the CPU")
+    return not_a_cpu(platform)
 
 
 @ops.scaled_linear_fp8.kernel(

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from atomc.kernels.checks import not_a_cpu
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -24,11 +25,7 @@ def no_scales(
 def refuse_kv_write(
     platform: Platform, k_scale: Tensor | None = None, v_scale: Tensor | None = None, **_: object
 ) -> Refusal | None:
-    return (
-        no_scales(platform, k_scale, v_scale)
-        if platform.is_cpu
-        else Refusal("hardware", "written for the CPU")
-    )
+    return not_a_cpu(platform) or no_scales(platform, k_scale, v_scale)
 
 
 def refuse_paged_attention(

@@ -72,8 +72,7 @@ def missing() -> str | None:
         os.environ.setdefault("ZENDNNL_API_LOG_LEVEL", "1")
         try:
             importlib.import_module("zentorch")
-        # OSError if a library does not load, ImportError or RuntimeError from a version check.
-        except Exception as error:
+        except Exception as error:  # of many types: a missing .so, its own check of versions
             reason = (
                 f"zentorch {status.version or ''} cannot be imported: "
                 f"{type(error).__name__}: {error}"

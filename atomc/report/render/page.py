@@ -7,14 +7,12 @@ once, and does not fail the program.
 """
 
 import atexit
-import contextlib
 import logging
-import os
-import tempfile
 import threading
 import time
 from pathlib import Path
 
+from atomc.atomic_file import write_atomically
 from atomc.options import Options
 from atomc.report.report import Report
 
@@ -47,7 +45,7 @@ class _Page:
         try:
             from atomc.report.render.html import page
 
-            write_atomically(self.path, page(self.reports))
+            write_atomically(self.path, page(self.reports).encode())
         except Exception as error:  # a failed report must not fail the program
             if not self.failed:
                 log.warning("atomc could not write its report to %s: %s", self.path, error)
@@ -69,24 +67,3 @@ def publish(report: Report, options: Options) -> None:
             _pages[path] = _Page(path)
             atexit.register(_pages[path].write)
         _pages[path].add(report)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file atomically. Raises OSError."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(name, 0o666 & ~_current_umask())
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
-
-
-def _current_umask() -> int:
-    """The umask of the process, which can only be read by setting it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -37,10 +37,6 @@ class HermesToolParser(JsonCallStateMachine):
             self._call, self._raw, self._state = JsonCallParser(), marker, self._in_call
         return bool(marker)
 
-    def _not_a_call(self) -> None:
-        self._deltas.content(self._raw)
-        self._raw, self._state = "", self._in_content
-
     def _after_call(self) -> bool:
         """Up to the closing tag, or to the next opening tag if it is missing."""
         _, marker = self._text.take_until(END, BEGIN)

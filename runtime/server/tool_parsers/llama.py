@@ -54,7 +54,3 @@ class LlamaToolParser(JsonCallStateMachine):
         if marker:
             self._raw, self._state = marker, self._after_call
         return bool(marker)
-
-    def _not_a_call(self) -> None:
-        self._deltas.content(self._raw)
-        self._raw, self._state = "", self._in_content

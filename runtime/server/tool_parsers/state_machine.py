@@ -37,8 +37,8 @@ class StateMachineParser:
 
 
 class JsonCallStateMachine(StateMachineParser):
-    """A StateMachineParser of calls as one JSON object. `_in_call` goes on with `_after_call` or
-    `_not_a_call`.
+    """A StateMachineParser of calls as one JSON object. `_in_call` goes on with `_after_call`, or
+    with `_in_content` if it is no call.
     """
 
     def __init__(self, new_id: Callable[[], str] = call_id) -> None:
@@ -66,6 +66,11 @@ class JsonCallStateMachine(StateMachineParser):
         """The state after a call."""
         raise NotImplementedError
 
+    def _in_content(self) -> bool:
+        """The state outside of calls."""
+        raise NotImplementedError
+
     def _not_a_call(self) -> None:
         """`_raw` is content."""
-        raise NotImplementedError
+        self._deltas.content(self._raw)
+        self._raw, self._state = "", self._in_content
