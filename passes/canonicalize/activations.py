@@ -17,7 +17,8 @@ import torch
 from torch.fx import Graph, Node
 
 from atomc.graph.canonical import Call, call, value
-from atomc.passes.canonicalize.edit import HALVES, insert, only_reader, uncast
+from atomc.ops.formats import HALVES
+from atomc.passes.canonicalize.edit import insert, only_reader, uncast
 
 aten = torch.ops.aten
 # (power of x, power of the tanh or erf) -> coefficient.

@@ -8,9 +8,8 @@ from torch.fx import Graph, Node
 from torch.fx.node import Argument
 
 from atomc.graph.canonical import call, value
+from atomc.ops.formats import HALVES
 from atomc.rewriting.rewrite import infer
-
-HALVES = (torch.float16, torch.bfloat16)
 
 
 def insert(

@@ -18,7 +18,8 @@ from torch.fx import Graph, Node
 
 from atomc.graph.canonical import call, value
 from atomc.graph.sizes import known_equal
-from atomc.passes.canonicalize.edit import HALVES, factor, insert, only_reader, replace, uncast
+from atomc.ops.formats import HALVES
+from atomc.passes.canonicalize.edit import factor, insert, only_reader, replace, uncast
 from atomc.rewriting.rewrite import infer
 
 aten = torch.ops.aten
