@@ -24,6 +24,7 @@ from torch.fx.node import Argument
 
 from atomc import ops
 from atomc.graph.canonical import Attr, call, dims_of, readers, spell, value
+from atomc.graph.edit import infer, nodes_between
 from atomc.graph.expressions import Size, expression
 from atomc.graph.mutation import mutated, storage
 from atomc.graph.provenance import describe, inherited
@@ -34,7 +35,7 @@ from atomc.report.records import MissKind
 from atomc.rewriting.graph_pass import Context, Outcome
 from atomc.rewriting.matching.near_miss import NearMiss
 from atomc.rewriting.matching.pattern import Difference
-from atomc.rewriting.rewrite import Fired, infer, remove_dead_nodes
+from atomc.rewriting.rewrite import Fired, remove_dead_nodes
 
 aten = torch.ops.aten
 Shape = Sequence[Size]
@@ -380,12 +381,12 @@ def _replace(graph: Graph, walk: _Walk, moved: list[tuple[Node, torch.Tensor]]) 
         while optional and optional[-1] is None:
             optional.pop()
         out = graph.call_function(ops.attention.overload, (*tokens_first, *optional), how)
-        infer(graph, out)
+        infer(out)
         back = _call(graph, aten.transpose.int, out, -3, -2)
         old = _as_seen(result, value(back).shape)
         if old is result:
             back = _reshape(graph, back, value(result).shape)
-    made = _between(before, result)
+    made = nodes_between(before, result)
     consumed = tuple(call(node).op for node in walk.inside)
     meta = {**inherited(walk.inside, result, "attention"), "consumed": consumed}
     for node in made:
@@ -412,7 +413,7 @@ def _scores_shape(walk: _Walk) -> Shape:
 
 def _call(graph: Graph, target: torch._ops.OpOverload, *args: Argument) -> Node:
     node = graph.call_function(target, args)
-    infer(graph, node)
+    infer(node)
     return node
 
 
@@ -561,7 +562,7 @@ def _float_mask(graph: Graph, added: _Added, dtype: torch.dtype) -> Node:
     zeros = graph.call_function(
         aten.zeros_like.default, (added.mask,), {"dtype": dtype, "memory_format": None}
     )
-    infer(graph, zeros)
+    infer(zeros)
     return _call(graph, aten.masked_fill.Scalar, zeros, added.mask, hidden)
 
 
@@ -579,11 +580,3 @@ def _at_scores(graph: Graph, mask: Node, at: Node, shape: Shape) -> Node:
         return mask
     leading = [1, 1] if known_equal(here[0], 1) else list(shape[:2])
     return _reshape(graph, mask, [*leading, *here[1:]])
-
-
-def _between(first: Node, last: Node) -> list[Node]:
-    nodes, node = [], first.next
-    while node is not last:
-        nodes.append(node)
-        node = node.next
-    return nodes
