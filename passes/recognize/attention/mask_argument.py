@@ -1,0 +1,73 @@
+"""The masks of a site as arguments of the op: `causal` and `window`, or the sum of all masks."""
+
+import math
+
+import torch
+from torch.fx import Node
+
+from atomc.graph.canonical import value
+from atomc.graph.edit import insert
+from atomc.graph.sizes import known_equal, spell_shape
+from atomc.passes.recognize.attention.causal_mask import Band, visible
+from atomc.passes.recognize.attention.heads import Shape, reshape
+from atomc.passes.recognize.attention.masks import HIDES
+from atomc.passes.recognize.attention.site import Site
+from atomc.passes.recognize.attention.walk import Added, Unlike, Walk
+
+aten = torch.ops.aten
+
+
+def visible_keys(walk: Walk) -> Band | None:
+    """The visible keys, if the masks hide exactly the later keys (and those before a window), or
+    none.
+    """
+    band = Band()
+    for added in walk.added:
+        seen = visible(added.mask, HIDES)
+        if seen is None or added.factor <= 0:
+            return None
+        band = band & seen
+    causal = band.high == 0 and band.low <= 0
+    return band if causal or band == Band() else None
+
+
+def sum_of_masks(site: Site) -> Node:
+    """The sum of all masks, [.., N or 1, T or 1, S]; a single one that fills with -inf is bool."""
+    before, masks = site.result, site.walk.added
+    if [added.fill for added in masks] == [-math.inf]:
+        visible = insert(before, aten.logical_not.default, masks[0].mask)
+        return _at_scores(before, visible, masks[0].at, site.shape)
+    dtype = value(before).dtype
+    total, *parts = [
+        _at_scores(before, _float_mask(before, added, dtype), added.at, site.shape)
+        for added in masks
+    ]
+    for part in parts:
+        total = insert(before, aten.add.Tensor, total, part)
+    return total
+
+
+def _float_mask(before: Node, added: Added, dtype: torch.dtype) -> Node:
+    if added.fill is None:
+        scaled = added.factor != 1.0
+        return insert(before, aten.mul.Tensor, added.mask, added.factor) if scaled else added.mask
+    # float16 has no number that hides beside every score.
+    dtype = torch.float32 if dtype == torch.float16 else dtype
+    hidden = added.fill if added.fill == -math.inf else torch.finfo(dtype).min
+    zeros = insert(before, aten.zeros_like.default, added.mask, dtype=dtype, memory_format=None)
+    return insert(before, aten.masked_fill.Scalar, zeros, added.mask, hidden)
+
+
+def _at_scores(before: Node, mask: Node, at: Node, shape: Shape) -> Node:
+    """A mask of scores [B * N, T, S] as one of [B, N, T, S]."""
+    scores, here = value(at).shape, value(mask).shape
+    merged = len(scores) == 3 and len(shape) == 4
+    same_rank = merged or len(scores) == len(shape)
+    if not same_rank or not all(map(known_equal, scores[-2:], shape[-2:])):
+        raise Unlike("size", f"a mask for scores {spell_shape(shape)}", spell_shape(scores), mask)
+    if len(here) < 2:
+        return reshape(before, mask, [1, *here] if here else [1, 1])
+    if len(here) < 3 or not merged:
+        return mask
+    leading = [1, 1] if known_equal(here[0], 1) else list(shape[:2])
+    return reshape(before, mask, [*leading, *here[1:]])
