@@ -136,6 +136,38 @@ def test_keys_repeated_for_groups_of_queries_are_read_once():
     assert "expand" not in text
 
 
+def repeated(x: Tensor) -> Tensor:
+    return x[:, :, None].expand(B, x.shape[1], 2, *x.shape[2:]).reshape(B, -1, *x.shape[2:])
+
+
+@pytest.mark.parametrize("shape", [(1, D), (T, 1), (1, 1)], ids=["one key", "width one", "both"])
+def test_keys_repeated_for_groups_are_read_once_at_any_size_one(shape):
+    q, k, v = rand(B, 2 * N, T, shape[1]), rand(B, N, *shape), rand(B, N, shape[0], D)
+
+    def grouped(q, k, v):
+        return attend(q, repeated(k), repeated(v))
+
+    text = rewritten(PASSES, grouped, q, k, v, tolerance=EXACT)
+    assert "expand" not in text
+
+
+def test_heads_and_keys_of_one_value_that_are_swapped_are_not_confused():
+    q, swapped, v = rand(B, N, T, 1), rand(B, N, 1, N), rand(B, N, N, D)
+
+    def attend_swapped(q, k, v):
+        return (q @ k.permute(0, 3, 2, 1)).softmax(-1) @ v
+
+    assert len(sites(attend_swapped, q, swapped, v)) == 1
+
+
+def test_a_quotient_that_is_rounded_is_no_scale():
+    def rounded(q, k, v):
+        return torch.div(q @ k.mT, 0.5, rounding_mode="floor").softmax(-1) @ v
+
+    report = explained(rounded, Q, K, V, tolerance=EXACT)
+    assert "expected scale, softcap or mask; found div" in report.why("attention")
+
+
 def test_rounding_as_the_model_keeps_attention_in_16_bits_written_out():
     halves = [x.bfloat16() for x in (Q, K, V)]
     report = explained(attend, *halves, rounding="hf", tolerance=2**-7)

@@ -68,7 +68,10 @@ def has_shape(node: Node, shape: Shape) -> bool:
 def _heads(before: Node, operand: Node, leading: Shape, swapped: bool) -> Node:
     """An operand of a product as [*leading, D]; swapped: the operand is [.., D, rows]."""
     width = value(operand).shape[-2 if swapped else -1]
-    shape, best, turned = [*leading, width], operand, swapped
+    shape = [*leading, width]
+    # One row and rows of one value have the same values in the same order either way.
+    swapped = swapped and not any(known_equal(size, 1) for size in shape[-2:])
+    best, turned = operand, swapped
     for node, is_turned in _unviewed(operand):
         if is_turned == swapped and _same_core(value(node).shape, shape):
             best, turned = node, False
