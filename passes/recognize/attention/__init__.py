@@ -40,6 +40,7 @@ def attention(gm: GraphModule, context: Context) -> Outcome:
             result = product_with_values(walk)
             scores = product_with_keys(walk)
             done.fired.append(replace_by_op(checked_site(walk, scores, result, context), moved))
+            done.near += [_near_miss(walk, reason, "causal") for reason in walk.unproven]
         except Unlike as unlike:
             if _is_near(walk):
                 done.near.append(_near_miss(walk, unlike.difference))
@@ -56,8 +57,10 @@ def _is_near(walk: Walk) -> bool:
     return has_product(walk.softmax) or (weighted and above(walk.softmax))
 
 
-def _near_miss(walk: Walk, difference: Difference) -> NearMiss:
+def _near_miss(walk: Walk, difference: Difference, variant: str = "") -> NearMiss:
     nodes = {*walk.inside, walk.softmax}
     edits = int(difference.kind not in ("guard", "off"))
     total = len(nodes) + edits
-    return NearMiss("attention", "", walk.softmax, len(nodes), total, edits, [difference], nodes)
+    return NearMiss(
+        "attention", variant, walk.softmax, len(nodes), total, edits, [difference], nodes
+    )

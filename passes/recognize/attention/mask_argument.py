@@ -12,23 +12,36 @@ from atomc.passes.recognize.attention.causal_mask import Band, visible
 from atomc.passes.recognize.attention.heads import Shape, reshape
 from atomc.passes.recognize.attention.masks import HIDES
 from atomc.passes.recognize.attention.site import Site
-from atomc.passes.recognize.attention.walk import Added, Unlike, Walk
+from atomc.passes.recognize.attention.walk import Added, Unlike
 
 aten = torch.ops.aten
 
 
-def visible_keys(walk: Walk) -> Band | None:
+def visible_keys(site: Site) -> Band | None:
     """The visible keys, if the masks hide exactly the later keys (and those before a window), or
-    none.
+    none. A reason why they nearly do is noted in `unproven`.
     """
-    band = Band()
+    band, walk = Band(), site.walk
     for added in walk.added:
-        seen = visible(added.mask, HIDES)
+        try:
+            seen = visible(added.mask, added.at, HIDES)
+        except Unlike as unlike:
+            walk.unproven.append(unlike.difference)
+            return None
         if seen is None or added.factor <= 0:
             return None
         band = band & seen
-    causal = band.high == 0 and band.low <= 0
+    causal = band.high == 0 and (band.low == -math.inf or _all_rows_see(site, band))
     return band if causal or band == Band() else None
+
+
+def _all_rows_see(site: Site, window: Band) -> bool:
+    """Whether each row sees a key. The op returns zero for one that does not, a mask of finite
+    numbers the mean of all values.
+    """
+    rows, keys = site.shape[-2:]
+    fewer = isinstance(rows, int) and isinstance(keys, int) and rows <= keys
+    return window.low <= 0 and (fewer or known_equal(rows, keys))
 
 
 def sum_of_masks(site: Site) -> Node:

@@ -23,7 +23,7 @@ def replace_by_op(site: Site, moved: list[tuple[Node, torch.Tensor]]) -> Fired:
     """
     walk, result, before = site.walk, site.result, site.result.prev
     q, k, v = tokens_first(site)
-    band = visible_keys(walk)
+    band = visible_keys(site)
     mask = sum_of_masks(site) if band is None else None
     window = 0 if band is None or band.low == -math.inf else int(1 - band.low)
     causal = band is not None and band.high == 0

@@ -35,6 +35,7 @@ class Walk:
     inside   the nodes that the op replaces
     scale    factor of the product of queries and keys
     sinks    the vector [N] of one more score per head
+    unproven why a mask of positions stays a mask
     """
 
     softmax: Node
@@ -43,3 +44,4 @@ class Walk:
     softcap: float = 0.0
     added: list[Added] = field(default_factory=list)
     sinks: Node | None = None
+    unproven: list[Difference] = field(default_factory=list)
