@@ -295,6 +295,16 @@ def values_first(q, k, v):
     return v.mT @ (q @ k.mT).softmax(-1)
 
 
+def mask_of_other_heads(q, k, v):
+    scores = (q @ k.mT).view(N, B, T, T) + torch.arange(float(N)).view(N, 1, 1, 1) * later()
+    return scores.view(B, N, T, T).softmax(-1) @ v
+
+
+def triangle_of_other_rows(q, k, v):
+    scores = (q @ k[:, :, :5].mT).view(B, N, 5, T) + torch.full((5, T), LOWEST).triu(1)
+    return scores.view(B, N, T, 5).softmax(-1) @ v[:, :, :5]
+
+
 def in_fp64(q, k, v):
     return attend(q.double(), k.double(), v.double())
 
@@ -310,6 +320,8 @@ def in_fp64(q, k, v):
         (clamped, "scale, softcap or mask; found clamp"),
         (scores_returned, "the graph returns it"),
         (values_first, "weights @ values"),
+        (mask_of_other_heads, r"a mask for scores \[2, 3, 7, 7\]; found \[3, 2, 7, 7\]"),
+        (triangle_of_other_rows, r"a mask for scores \[2, 3, 7, 5\]; found \[2, 3, 5, 7\]"),
         (in_fp64, "in torch.float64"),
     ],
 )

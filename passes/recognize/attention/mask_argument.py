@@ -7,7 +7,7 @@ from torch.fx import Node
 
 from atomc.graph.canonical import value
 from atomc.graph.edit import insert
-from atomc.graph.sizes import known_equal, spell_shape
+from atomc.graph.sizes import known_equal
 from atomc.passes.recognize.attention.causal_mask import Band, visible
 from atomc.passes.recognize.attention.heads import Shape, reshape
 from atomc.passes.recognize.attention.masks import HIDES
@@ -73,11 +73,7 @@ def _float_mask(before: Node, added: Added, dtype: torch.dtype) -> Node:
 
 def _at_scores(before: Node, mask: Node, at: Node, shape: Shape) -> Node:
     """A mask of scores [B * N, T, S] as one of [B, N, T, S]."""
-    scores, here = value(at).shape, value(mask).shape
-    merged = len(scores) == 3 and len(shape) == 4
-    same_rank = merged or len(scores) == len(shape)
-    if not same_rank or not all(map(known_equal, scores[-2:], shape[-2:])):
-        raise Unlike("size", f"a mask for scores {spell_shape(shape)}", spell_shape(scores), mask)
+    here, merged = value(mask).shape, value(at).dim() < len(shape)
     if len(here) < 2:
         return reshape(before, mask, [1, *here] if here else [1, 1])
     if len(here) < 3 or not merged:

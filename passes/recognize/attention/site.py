@@ -31,6 +31,7 @@ def checked_site(walk: Walk, scores: Node, result: Node, context: Context) -> Si
     """The site. Raises Unlike for sizes, readers, writes and options that do not allow the op."""
     site = Site(walk, scores, result, _scores_shape(walk.softmax, scores))
     _check_sizes(site)
+    _check_masks(site)
     _check_readers(site)
     _check_writes(site)
     if off := context.off_here("attention", walk.softmax):
@@ -57,6 +58,16 @@ def _check_sizes(site: Site) -> None:
         if not all(map(known_equal, value(made).shape, wanted)):
             found = f"{spell_shape(value(made).shape)} of {describe(made)}"
             raise Unlike("size", spell_shape(wanted), found, made)
+
+
+def _check_masks(site: Site) -> None:
+    """Masks apply to scores of the shape of the site, or to [B * N, T, S]."""
+    for added in site.walk.added:
+        shape = list(value(added.at).shape)
+        wanted = site.shape if len(shape) == len(site.shape) else [shape[0], *site.shape[-2:]]
+        if len(shape) != len(wanted) or not all(map(known_equal, shape, wanted)):
+            expected = f"a mask for scores {spell_shape(site.shape)}"
+            raise Unlike("size", expected, spell_shape(shape), added.mask)
 
 
 def _check_readers(site: Site) -> None:
