@@ -131,7 +131,9 @@ def _of_sqrt(variance: Node, x: Node, sqrt: Node, changed: list[Node]) -> list[N
         here = call(reader)
         if here.op == "reciprocal" or (here.op == "pow" and here.attrs.get("exponent") == -1):
             found.append(_as_rsqrt(variance, reader, changed))
-        elif here.op == "div" and here.operands in ([x, sqrt], [uncast(x), sqrt]):
+        elif (
+            here.op == "div" and not here.attrs and here.operands in ([x, sqrt], [uncast(x), sqrt])
+        ):
             root = insert(reader, aten.rsqrt.default, variance)
             product = insert(reader, aten.mul.Tensor, here.operands[0], root)
             changed.append(reader)
