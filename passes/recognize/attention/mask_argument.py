@@ -48,8 +48,8 @@ def sum_of_masks(site: Site) -> Node:
     """The sum of all masks, [.., N or 1, T or 1, S]; a single one that fills with -inf is bool."""
     before, masks = site.result, site.walk.added
     if [added.fill for added in masks] == [-math.inf]:
-        visible = insert(before, aten.logical_not.default, masks[0].mask)
-        return _at_scores(before, visible, masks[0].at, site.shape)
+        seen = insert(before, aten.logical_not.default, masks[0].mask)
+        return _at_scores(before, seen, masks[0].at, site.shape)
     dtype = value(before).dtype
     total, *parts = [
         _at_scores(before, _float_mask(before, added, dtype), added.at, site.shape)
