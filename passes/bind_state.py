@@ -24,6 +24,7 @@ from torch.fx.node import Argument, map_aggregate
 from torch.fx.proxy import GraphAppendingTracer
 
 from atomc.graph.canonical import value
+from atomc.graph.edit import infer, nodes_between
 from atomc.graph.expressions import Size
 from atomc.graph.inputs import set_graph_input
 from atomc.graph.provenance import module_path, source_line
@@ -34,7 +35,7 @@ from atomc.ops.op_traits import StateBinding
 from atomc.ops.state import GroupStep, StateSpec
 from atomc.platform import Platform
 from atomc.rewriting.graph_pass import Context, Outcome
-from atomc.rewriting.rewrite import Fired, infer
+from atomc.rewriting.rewrite import Fired
 from atomc.torch_compat.tracing import fake_mode_of, new_unbacked_size
 
 
@@ -114,19 +115,12 @@ def _bound(site: _Site, number: int, inputs: "RuntimeInputs") -> Fired:
     before = node.prev
     with graph.inserting_before(node):
         result: Any = site.binding.form(_mapped(proxy, site.given), state, step)
-    made = [each for each in _between(before, node) if each.op != "placeholder"]
+    made = [each for each in nodes_between(before, node) if each.op != "placeholder"]
     _describe(made, result.node, node)
     node.replace_all_uses_with(result.node)
     graph.erase_node(node)
     captured = {} if spec.paging is None else {"window": spec.paging.window}
     return Fired("bind_state", node, captured, {node}, made)
-
-
-def _between(first: Node, last: Node) -> list[Node]:
-    found: list[Node] = []
-    while (last := last.prev) is not first:
-        found.append(last)
-    return found[::-1]
 
 
 def _describe(made: list[Node], result: Node, replaced: Node) -> None:
@@ -144,7 +138,7 @@ def _describe(made: list[Node], result: Node, replaced: Node) -> None:
         if node is result:
             node.meta["val"] = value(replaced)
         else:
-            infer(node.graph, node)
+            infer(node)
 
 
 def fp8_of(platform: Platform) -> torch.dtype:

@@ -16,6 +16,7 @@ from torch.fx.node import Argument, Target
 from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.graph.strides import same_strides
+from atomc.ops.formats import FLOATS
 from atomc.rewriting.graph_pass import Context, Outcome
 from atomc.rewriting.matching.near_miss import NearMiss
 from atomc.rewriting.matching.pattern import Difference
@@ -107,7 +108,7 @@ def _rms_norm(graph: Graph, node: Node) -> Lifted:
         return f"it normalises over {dims} dimensions, the op over the last one"
     if weight is None:
         return "it has no weight"
-    if weight.dtype != x.dtype or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if weight.dtype != x.dtype or x.dtype not in FLOATS:
         return f"x is {x.dtype}, the weight {weight.dtype}"
     eps = torch.finfo(x.dtype).eps if given["eps"] is None else given["eps"]
     if not isinstance(eps, float | int):

@@ -60,6 +60,10 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="torch sees no CUDA or ROCm device"))
 
 
+def pytest_collectstart(collector):
+    torch.manual_seed(0)  # for the tensors that a module makes when it is imported
+
+
 @pytest.fixture(autouse=True)
 def same_random_numbers_in_any_order():
     torch.manual_seed(0)

@@ -12,12 +12,13 @@ from torch.fx import GraphModule
 
 from atomc import ops
 from atomc.graph.canonical import call, value
+from atomc.graph.edit import infer
 from atomc.ops.formats import FP8
 from atomc.ops.inputs import StepInput
 from atomc.ops.state import StateSpec
 from atomc.passes.bind_state import RuntimeInputs
 from atomc.rewriting.graph_pass import Context, Pass
-from atomc.rewriting.rewrite import Fired, infer
+from atomc.rewriting.rewrite import Fired
 
 aten = torch.ops.aten
 
@@ -64,7 +65,7 @@ def bind_latent(gm: GraphModule, context: Context) -> list[Fired]:
                         if key in node.meta
                     }
                 )
-                infer(graph, made)
+                infer(made)
         node.replace_all_uses_with(read)
         graph.erase_node(node)
         fired.append(Fired("bind_latent", node, {}, {node}, [token, read]))

@@ -35,6 +35,12 @@ def later(t: int = T) -> Tensor:
     return torch.ones(t, t, dtype=torch.bool).triu(1)
 
 
+def compared(rows: Tensor, columns: Tensor | None = None) -> Tensor:
+    """A mask of the columns after a row."""
+    columns = rows if columns is None else columns
+    return torch.where(columns <= rows[:, None], 0.0, LOWEST)
+
+
 MASKS = {
     "triu of a filled matrix": lambda: torch.full((T, T), float("-inf")).triu(1),
     "masked_fill by triu": lambda: torch.zeros(T, T).masked_fill(later(), LOWEST),
@@ -47,6 +53,7 @@ MASKS = {
     "rows compared with columns": lambda: torch.zeros(T, T).masked_fill(
         torch.arange(T)[:, None] < torch.arange(T), LOWEST
     ),
+    "positions in float32": lambda: compared(torch.arange(T).float()),
 }
 OTHER_MASKS = {
     "a strict triangle": lambda: torch.zeros(T, T).masked_fill(
@@ -80,6 +87,81 @@ def test_a_mask_that_hides_exactly_the_later_keys_becomes_causal(mask):
 def test_another_mask_stays_a_mask(mask):
     found = sites(lambda q, k, v: attend(q, k, v, OTHER_MASKS[mask]()), Q, K, V)
     assert found == [{"causal": False, "mask": True}]
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda: torch.full((1, T), LOWEST).triu(1),
+        lambda: torch.full((1, T), LOWEST).triu(1).expand(T, T),
+        lambda: torch.zeros(T, T).masked_fill(torch.ones(1, T, dtype=torch.bool).triu(1), LOWEST),
+        lambda: torch.where(torch.ones(1, T, dtype=torch.bool).tril() & ~later(), 0.0, LOWEST),
+        lambda: torch.full((T, 1), -1e38).triu(1),
+        lambda: compared(torch.arange(T), torch.arange(1)),
+        lambda: compared(torch.arange(T), torch.arange(1).expand(T)),
+    ],
+)
+def test_a_triangle_of_one_row_or_key_that_is_broadcast_stays_a_mask(mask):
+    found = sites(lambda q, k, v: attend(q, k, v, mask()), Q, K, V)
+    assert found == [{"causal": False, "mask": True}]
+
+
+S = T + 4
+OF_MORE_KEYS = {
+    "top left": (True, lambda: torch.full((T, S), LOWEST).triu(1)),
+    "top left, compared": (True, lambda: compared(torch.arange(T), torch.arange(S))),
+    "bottom right": (False, lambda: torch.full((T, S), LOWEST).triu(S - T + 1)),
+    "bottom right, compared": (False, lambda: compared(torch.arange(S - T, S), torch.arange(S))),
+    "bottom right, shifted": (
+        False,
+        lambda: compared(torch.arange(T) + (S - T), torch.arange(S)),
+    ),
+    "the last rows of a triangle": (False, lambda: torch.full((S, S), LOWEST).triu(1)[-T:]),
+}
+
+
+@pytest.mark.parametrize("name", OF_MORE_KEYS)
+def test_only_a_triangle_from_the_first_key_is_causal_if_there_are_more_keys(name):
+    causal, mask = OF_MORE_KEYS[name]
+    q, k, v = rand(B, N, T, D), rand(B, N, S, D), rand(B, N, S, D)
+    found = sites(lambda q, k, v: attend(q, k, v, mask()), q, k, v)
+    assert found == [{"causal": causal, "mask": not causal}]
+
+
+def windowed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    rows, columns = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
+    hidden = ~((columns <= rows) & (columns > rows - 2))
+    return (q @ k.mT).masked_fill(hidden, LOWEST).softmax(-1) @ v
+
+
+def test_a_window_is_recognized_only_if_every_query_sees_a_key():
+    more = rand(B, N, S, D)
+    window = {"causal": True, "mask": False, "window": 2}
+    assert sites(windowed, Q, K, V) == sites(windowed, Q, more, more) == [window]
+    assert sites(windowed, more, K, V) == [{"causal": False, "mask": True}]
+    assert sites(windowed, Q, K, V, dynamic=True) == [window]
+
+
+LONG = 300  # bfloat16 rounds positions from 257 on
+ROUNDED = {
+    "cast to bfloat16": lambda: compared(torch.arange(LONG).bfloat16()),
+    "one of both": lambda: compared(torch.arange(LONG).bfloat16(), torch.arange(LONG)),
+    "cast to bfloat16 and back": lambda: compared(torch.arange(LONG).bfloat16().float()),
+    "made in bfloat16": lambda: compared(torch.arange(LONG, dtype=torch.bfloat16)),
+    "cast and moved": lambda: compared(torch.arange(LONG).bfloat16()[None].mT.view(LONG)),
+    "cast to float16": lambda: compared(torch.arange(LONG).half()),
+    "cast to uint8": lambda: compared(torch.arange(LONG).to(torch.uint8)),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_a_mask_of_rounded_positions_stays_a_mask_with_a_reason(name):
+    q, k, v = (rand(1, 1, LONG, D) for _ in range(3))
+    report = explained(lambda q, k, v: attend(q, k, v, ROUNDED[name]()), q, k, v, tolerance=EXACT)
+    assert [site.attrs for site in report.sites] == [{"causal": False, "mask": True}]
+    [miss] = report.misses("attention")
+    assert (miss.variant, miss.kind) == ("causal", "dtype")
+    assert "expected positions in int64, int32 or float32; found" in miss.text()
 
 
 def test_a_mask_from_outside_stays_a_mask_even_if_it_is_causal():
@@ -136,6 +218,38 @@ def test_keys_repeated_for_groups_of_queries_are_read_once():
     assert "expand" not in text
 
 
+def repeated(x: Tensor) -> Tensor:
+    return x[:, :, None].expand(B, x.shape[1], 2, *x.shape[2:]).reshape(B, -1, *x.shape[2:])
+
+
+@pytest.mark.parametrize("shape", [(1, D), (T, 1), (1, 1)], ids=["one key", "width one", "both"])
+def test_keys_repeated_for_groups_are_read_once_at_any_size_one(shape):
+    q, k, v = rand(B, 2 * N, T, shape[1]), rand(B, N, *shape), rand(B, N, shape[0], D)
+
+    def grouped(q, k, v):
+        return attend(q, repeated(k), repeated(v))
+
+    text = rewritten(PASSES, grouped, q, k, v, tolerance=EXACT)
+    assert "expand" not in text
+
+
+def test_heads_and_keys_of_one_value_that_are_swapped_are_not_confused():
+    q, swapped, v = rand(B, N, T, 1), rand(B, N, 1, N), rand(B, N, N, D)
+
+    def attend_swapped(q, k, v):
+        return (q @ k.permute(0, 3, 2, 1)).softmax(-1) @ v
+
+    assert len(sites(attend_swapped, q, swapped, v)) == 1
+
+
+def test_a_quotient_that_is_rounded_is_no_scale():
+    def rounded(q, k, v):
+        return torch.div(q @ k.mT, 0.5, rounding_mode="floor").softmax(-1) @ v
+
+    report = explained(rounded, Q, K, V, tolerance=EXACT)
+    assert "expected scale, softcap or mask; found div" in report.why("attention")
+
+
 def test_rounding_as_the_model_keeps_attention_in_16_bits_written_out():
     halves = [x.bfloat16() for x in (Q, K, V)]
     report = explained(attend, *halves, rounding="hf", tolerance=2**-7)
@@ -181,6 +295,16 @@ def values_first(q, k, v):
     return v.mT @ (q @ k.mT).softmax(-1)
 
 
+def mask_of_other_heads(q, k, v):
+    scores = (q @ k.mT).view(N, B, T, T) + torch.arange(float(N)).view(N, 1, 1, 1) * later()
+    return scores.view(B, N, T, T).softmax(-1) @ v
+
+
+def triangle_of_other_rows(q, k, v):
+    scores = (q @ k[:, :, :5].mT).view(B, N, 5, T) + torch.full((5, T), LOWEST).triu(1)
+    return scores.view(B, N, T, 5).softmax(-1) @ v[:, :, :5]
+
+
 def in_fp64(q, k, v):
     return attend(q.double(), k.double(), v.double())
 
@@ -196,6 +320,8 @@ def in_fp64(q, k, v):
         (clamped, "scale, softcap or mask; found clamp"),
         (scores_returned, "the graph returns it"),
         (values_first, "weights @ values"),
+        (mask_of_other_heads, r"a mask for scores \[2, 3, 7, 7\]; found \[3, 2, 7, 7\]"),
+        (triangle_of_other_rows, r"a mask for scores \[2, 3, 7, 5\]; found \[2, 3, 5, 7\]"),
         (in_fp64, "in torch.float64"),
     ],
 )

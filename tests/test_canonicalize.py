@@ -44,6 +44,9 @@ def doubled(x: Tensor, times: int) -> Tensor:
     [
         pytest.param(lambda x, y: x / torch.sqrt(y.abs() + 1), id="a root of something else"),
         pytest.param(lambda x, y: x / root(x, dim=0), id="a mean over rows"),
+        pytest.param(
+            lambda x, y: torch.div(x, root(x), rounding_mode="floor") * y[0], id="a rounded norm"
+        ),
         pytest.param(lambda x, y: y / root(x), id="another row than that of the mean, weightless"),
         pytest.param(lambda x, y: x.square().sum(-1, keepdim=True) / (D - 1), id="sum / (n - 1)"),
         pytest.param(lambda x, y: x * torch.sigmoid(x), id="an activation that is not multiplied"),

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from atomc.kernels import checks
+from atomc.ops.formats import FLOATS, HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -19,9 +20,9 @@ CACHE = torch.ones(4, 16, 2, 8)
 @pytest.mark.parametrize(
     ("found", "expected"),
     [
-        (checks.unlike(checks.HALVES, q=HALF, bias=None), None),
+        (checks.unlike(HALVES, q=HALF, bias=None), None),
         (
-            checks.unlike(checks.HALVES, q=X),
+            checks.unlike(HALVES, q=X),
             Refusal("dtype", "q is torch.float32: written for torch.bfloat16 or torch.float16"),
         ),
         (
@@ -32,7 +33,7 @@ CACHE = torch.ones(4, 16, 2, 8)
             ),
         ),
         (
-            checks.unlike(checks.FLOATS, q=X, k=HALF),
+            checks.unlike(FLOATS, q=X, k=HALF),
             Refusal(
                 "dtype",
                 "q is torch.float32, k is torch.bfloat16: written for "

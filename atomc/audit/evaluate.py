@@ -10,19 +10,19 @@ from torch.fx.node import Argument
 
 from atomc.graph.inputs import step_input
 from atomc.graph.mutation import mutated
+from atomc.ops.formats import HALVES
 from atomc.ops.inputs import StepInput
 from atomc.ops.op import op_of
 
-NARROW = (torch.bfloat16, torch.float16)
 # Values of nodes by name, of the types that FX allows.
 Values = dict[str, Argument]
 
 
 def upcast(given: Argument) -> Argument:
     """An argument with 16-bit tensors converted to fp32, and 16-bit dtypes replaced by it."""
-    if isinstance(given, Tensor) and given.dtype in NARROW:
+    if isinstance(given, Tensor) and given.dtype in HALVES:
         return given.to(torch.float32)
-    return torch.float32 if isinstance(given, torch.dtype) and given in NARROW else given
+    return torch.float32 if isinstance(given, torch.dtype) and given in HALVES else given
 
 
 def evaluate_node(

@@ -18,6 +18,7 @@ from torch.fx.node import Argument, Target
 
 from atomc.graph.expressions import expression
 from atomc.graph.sizes import known_equal
+from atomc.ops.formats import HALVES
 from atomc.ops.op import op_of
 
 COMMUTATIVE = frozenset(
@@ -312,6 +313,31 @@ def readers(node: Node) -> list[Node]:
         split = getattr(getattr(user.target, "_schema", None), "name", "") in _SPLITS
         found += user.users if split else [user]
     return found
+
+
+def only_reader(node: Node) -> Node | None:
+    """The reader of a node with one reader."""
+    found = readers(node)
+    return found[0] if len(found) == 1 else None
+
+
+def factor(node: Node) -> float | None:
+    """The constant by which a node multiplies its operand, or None."""
+    here = call(node)
+    by = here.attrs.get("other")
+    if len(here.operands) != 1 or not isinstance(by, int | float) or "rounding_mode" in here.attrs:
+        return None
+    if here.op == "mul":
+        return float(by)
+    return 1 / by if here.op == "div" and by else None
+
+
+def uncast(node: Node, dtypes: Sequence[torch.dtype] = HALVES) -> Node | None:
+    """The operand of a cast to fp32 from one of these dtypes."""
+    here = call(node)
+    if here.op != "cast" or value(node).dtype != torch.float32:
+        return None
+    return here.operands[0] if value(here.operands[0]).dtype in dtypes else None
 
 
 def keeps_last_dim(node: Node) -> bool:

@@ -15,8 +15,6 @@ from atomc.graph.sizes import known_equal, same_shape, spell_shape
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
-HALVES = (torch.bfloat16, torch.float16)
-FLOATS = (*HALVES, torch.float32)
 FP8_MULTIPLIED = (8, 9)  # from this compute capability on
 
 

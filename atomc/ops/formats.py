@@ -1,4 +1,5 @@
-"""Encoding and decoding of 4-bit and 8-bit number formats, in plain PyTorch.
+"""The floating-point dtypes of models; encoding and decoding of 4-bit and 8-bit number formats, in
+plain PyTorch.
 
 fp8    e4m3fn (largest 448) and e4m3fnuz (largest 240; no negative zero, its bits are NaN), dtypes
        of torch
@@ -11,6 +12,8 @@ int4   four bits, 0..15, eight codes per int32, index i at bits 4i
 import torch
 from torch import Tensor
 
+HALVES = (torch.bfloat16, torch.float16)
+FLOATS = (*HALVES, torch.float32)
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 # The lower bound of an amax: no scale is zero, and zeros remain zeros.
 AMAX_FLOOR = 1e-10

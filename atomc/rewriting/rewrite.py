@@ -14,6 +14,7 @@ from torch.fx import Graph, Node
 from torch.fx.proxy import GraphAppendingTracer, Proxy
 
 from atomc.graph.canonical import Attr, call, value
+from atomc.graph.edit import infer, nodes_between
 from atomc.graph.mutation import mutated
 from atomc.graph.provenance import describe, inherited
 from atomc.graph.sizes import same_shape
@@ -23,7 +24,6 @@ from atomc.rewriting.matching.near_miss import NearMiss, near_misses
 from atomc.rewriting.matching.pattern import Difference, Index, Pattern, Site
 from atomc.rewriting.matching.search import matches
 from atomc.torch_compat.core import outside_of_tracing
-from atomc.torch_compat.tracing import fake_mode_of
 
 # (name of the rewrite, first output of a site) -> how an option turns it off there, or None.
 OffHere = Callable[[str, Node], str | None]
@@ -285,7 +285,7 @@ def _replace(
     made = nodes_between(last, before)
     # After a skipped view, the op has another shape than the replaced nodes.
     replaced = [] if site.skipped else [value(output) for output in outputs]
-    _describe_new_nodes(graph, made, meta, replaced)
+    _describe_new_nodes(made, meta, replaced)
     for output, new in zip(outputs, results, strict=True):
         if not same_shape(value(output), value(new)):
             with graph.inserting_before(before):
@@ -335,17 +335,8 @@ def _as_seen(graph: Graph, site: Site, new: Node, output: Node, meta: Mapping[st
     return seen
 
 
-def nodes_between(first: Node, last: Node) -> list[Node]:
-    """The nodes after `first` and before `last`, in the order of the graph."""
-    nodes, node = [], first.next
-    while node is not last:
-        nodes.append(node)
-        node = node.next
-    return nodes
-
-
 def _describe_new_nodes(
-    graph: Graph, made: list[Node], meta: Mapping[str, object], replaced: list[Tensor]
+    made: list[Node], meta: Mapping[str, object], replaced: list[Tensor]
 ) -> None:
     """Give new nodes their metadata. A single op has the value of the replaced outputs; other
     values are traced.
@@ -365,21 +356,12 @@ def _describe_new_nodes(
         elif len(calls) == 1 and _returns(node, len(replaced)):
             node.meta["val"] = tuple(replaced) if len(replaced) > 1 else replaced[0]
         else:
-            infer(graph, node)
+            infer(node)
 
 
 def _returns(node: Node, count: int) -> bool:
     schema = getattr(node.target, "_schema", None)
     return schema is not None and len(schema.returns) == count
-
-
-def infer(graph: Graph, node: Node) -> None:
-    """Compute a node's fake value from the fake values of its inputs."""
-    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value)
-    mode = fake_mode_of(graph)
-    assert mode is not None and callable(node.target)
-    with mode, torch.no_grad():
-        node.meta["val"] = node.target(*args, **kwargs)
 
 
 def sort_topologically(graph: Graph) -> None:

@@ -16,8 +16,9 @@ from collections.abc import Callable
 import torch
 from torch.fx import Graph, Node
 
-from atomc.graph.canonical import Call, call, value
-from atomc.passes.canonicalize.edit import HALVES, insert, only_reader, uncast
+from atomc.graph.canonical import Call, call, only_reader, uncast, value
+from atomc.graph.edit import insert
+from atomc.ops.formats import HALVES
 
 aten = torch.ops.aten
 # (power of x, power of the tanh or erf) -> coefficient.
@@ -48,9 +49,9 @@ def one_activation(graph: Graph, keep_roundings: bool) -> list[Node]:
             continue
         changed.append(result)
         if approximate is None:
-            new = insert(graph, result, aten.silu.default, (x,))
+            new = insert(result, aten.silu.default, x)
         else:
-            new = insert(graph, result, aten.gelu.default, (x,), approximate=approximate)
+            new = insert(result, aten.gelu.default, x, approximate=approximate)
         result.replace_all_uses_with(new)
     return changed
 

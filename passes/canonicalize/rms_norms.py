@@ -16,10 +16,10 @@ with a rounding: it is left as it is if roundings are kept.
 import torch
 from torch.fx import Graph, Node
 
-from atomc.graph.canonical import call, value
+from atomc.graph.canonical import call, factor, only_reader, uncast, value
+from atomc.graph.edit import infer, insert, replace
 from atomc.graph.sizes import known_equal
-from atomc.passes.canonicalize.edit import HALVES, factor, insert, only_reader, replace, uncast
-from atomc.rewriting.rewrite import infer
+from atomc.ops.formats import HALVES
 
 aten = torch.ops.aten
 # Element-wise ops that may come between the mean and the dimension that it gets back.
@@ -33,7 +33,7 @@ def one_rms_norm(graph: Graph, keep_roundings: bool) -> list[Node]:
     changed: list[Node] = []
     for node in list(graph.nodes):
         if _is_of_squares(node):
-            _one_norm(graph, node, keep_roundings, changed)
+            _one_norm(node, keep_roundings, changed)
     return changed
 
 
@@ -49,24 +49,24 @@ def _is_of_squares(node: Node) -> bool:
     )
 
 
-def _one_norm(graph: Graph, node: Node, keep_roundings: bool, changed: list[Node]) -> None:
+def _one_norm(node: Node, keep_roundings: bool, changed: list[Node]) -> None:
     x = call(call(node).operands[0]).operands[0]
-    mean = _mean(graph, node, changed)
-    if mean is None or not _keep_dim(graph, mean, changed):
+    mean = _mean(node, changed)
+    if mean is None or not _keep_dim(mean, changed):
         return
     variance = only_reader(mean)
     if variance is None or call(variance).op != "add" or len(call(variance).operands) != 1:
         return
-    for root in _roots(graph, variance, x, changed):
-        for product in _products(graph, root, x, keep_roundings, changed):
+    for root in _roots(variance, x, changed):
+        for product in _products(root, x, keep_roundings, changed):
             weighted = _weighted(product)
             if weighted is None:
-                _add_weight(graph, product, x, changed)
+                _add_weight(product, x, changed)
             else:
                 _without_cast_of_weight(weighted, x, changed)
 
 
-def _mean(graph: Graph, node: Node, changed: list[Node]) -> Node | None:
+def _mean(node: Node, changed: list[Node]) -> Node | None:
     """The mean that a reduction computes, or None if it is another sum."""
     if call(node).op == "mean":
         return node
@@ -77,12 +77,12 @@ def _mean(graph: Graph, node: Node, changed: list[Node]) -> Node | None:
         return None
     changed.append(scaled)
     keepdim = bool(call(node).attrs.get("keepdim", False))
-    mean = insert(graph, scaled, aten.mean.dim, (squares, [-1], keepdim))
-    replace(graph, scaled, mean)
+    mean = insert(scaled, aten.mean.dim, squares, [-1], keepdim)
+    replace(scaled, mean)
     return mean
 
 
-def _keep_dim(graph: Graph, mean: Node, changed: list[Node]) -> bool:
+def _keep_dim(mean: Node, changed: list[Node]) -> bool:
     """Have the mean keep its dimension, if it gets it back later. Returns whether it has it."""
     if call(mean).attrs.get("keepdim", False):
         return True
@@ -99,12 +99,12 @@ def _keep_dim(graph: Graph, mean: Node, changed: list[Node]) -> bool:
     changed.append(reader)
     mean.args = (mean.args[0], [-1], True)
     for node in chain:
-        infer(graph, node)
-    replace(graph, reader, chain[-1])
+        infer(node)
+    replace(reader, chain[-1])
     return True
 
 
-def _roots(graph: Graph, variance: Node, x: Node, changed: list[Node]) -> list[Node]:
+def _roots(variance: Node, x: Node, changed: list[Node]) -> list[Node]:
     """The nodes that compute 1 / sqrt(variance), all as rsqrt."""
     found = []
     for reader in list(variance.users):
@@ -112,68 +112,64 @@ def _roots(graph: Graph, variance: Node, x: Node, changed: list[Node]) -> list[N
         if here.op == "rsqrt":
             found.append(reader)
         elif here.op == "pow" and here.attrs.get("exponent") == -0.5:
-            found.append(_as_rsqrt(graph, variance, reader, changed))
+            found.append(_as_rsqrt(variance, reader, changed))
         elif here.op == "sqrt" or (here.op == "pow" and here.attrs.get("exponent") == 0.5):
-            found += _of_sqrt(graph, variance, x, reader, changed)
+            found += _of_sqrt(variance, x, reader, changed)
     return found
 
 
-def _as_rsqrt(graph: Graph, variance: Node, node: Node, changed: list[Node]) -> Node:
+def _as_rsqrt(variance: Node, node: Node, changed: list[Node]) -> Node:
     changed.append(node)
-    root = insert(graph, node, aten.rsqrt.default, (variance,))
-    replace(graph, node, root)
+    root = insert(node, aten.rsqrt.default, variance)
+    replace(node, root)
     return root
 
 
-def _of_sqrt(graph: Graph, variance: Node, x: Node, sqrt: Node, changed: list[Node]) -> list[Node]:
+def _of_sqrt(variance: Node, x: Node, sqrt: Node, changed: list[Node]) -> list[Node]:
     found = []
     for reader in list(sqrt.users):
         here = call(reader)
         if here.op == "reciprocal" or (here.op == "pow" and here.attrs.get("exponent") == -1):
-            found.append(_as_rsqrt(graph, variance, reader, changed))
-        elif here.op == "div" and here.operands in ([x, sqrt], [uncast(x), sqrt]):
-            root = insert(graph, reader, aten.rsqrt.default, (variance,))
-            product = insert(graph, reader, aten.mul.Tensor, (here.operands[0], root))
+            found.append(_as_rsqrt(variance, reader, changed))
+        elif (
+            here.op == "div" and not here.attrs and here.operands in ([x, sqrt], [uncast(x), sqrt])
+        ):
+            root = insert(reader, aten.rsqrt.default, variance)
+            product = insert(reader, aten.mul.Tensor, here.operands[0], root)
             changed.append(reader)
-            replace(graph, reader, product)
+            replace(reader, product)
             found.append(root)
     return found
 
 
-def _products(
-    graph: Graph, root: Node, x: Node, keep_roundings: bool, changed: list[Node]
-) -> list[Node]:
+def _products(root: Node, x: Node, keep_roundings: bool, changed: list[Node]) -> list[Node]:
     """The products of a row in fp32 with its root; a row in 16 bits is cast first."""
     found = []
     for reader in list(root.users):
         here = call(reader)
         if here.op == "cast" and value(reader).dtype in HALVES and not keep_roundings:
-            found += _of_rounded(graph, reader, root, x, changed)
+            found += _of_rounded(reader, root, x, changed)
         elif here.op != "mul" or len(here.operands) != 2:
             continue
         elif x in here.operands:
             found.append(reader)
         elif (narrow := uncast(x)) is not None and narrow in here.operands:
             changed.append(reader)
-            product = insert(graph, reader, aten.mul.Tensor, (x, root))
-            replace(graph, reader, product)
+            product = insert(reader, aten.mul.Tensor, x, root)
+            replace(reader, product)
             found.append(product)
     return found
 
 
-def _of_rounded(
-    graph: Graph, rounded: Node, root: Node, x: Node, changed: list[Node]
-) -> list[Node]:
+def _of_rounded(rounded: Node, root: Node, x: Node, changed: list[Node]) -> list[Node]:
     """The products of a row in 16 bits with its rounded root, rounded afterwards instead."""
     narrow, found = uncast(x), []
     for reader in list(rounded.users):
         if call(reader).op == "mul" and set(call(reader).operands) == {narrow, rounded}:
             changed.append(reader)
-            product = insert(graph, reader, aten.mul.Tensor, (x, root))
+            product = insert(reader, aten.mul.Tensor, x, root)
             dtype = value(reader).dtype
-            replace(
-                graph, reader, insert(graph, reader, aten._to_copy.default, (product,), dtype=dtype)
-            )
+            replace(reader, insert(reader, aten._to_copy.default, product, dtype=dtype))
             found.append(product)
     return found
 
@@ -208,7 +204,7 @@ def _without_cast_of_weight(weighted: Node, x: Node, changed: list[Node]) -> Non
             weighted.replace_input_with(operand, weight)
 
 
-def _add_weight(graph: Graph, product: Node, x: Node, changed: list[Node]) -> None:
+def _add_weight(product: Node, x: Node, changed: list[Node]) -> None:
     """Multiply by a weight of ones, if the result has the dtype of the row."""
     narrow = uncast(x)
     size = value(x).shape[-1]
@@ -220,8 +216,6 @@ def _add_weight(graph: Graph, product: Node, x: Node, changed: list[Node]) -> No
         return
     changed.append(product)
     after = product.next
-    ones = insert(
-        graph, after, aten.full.default, ([size], 1.0), dtype=wanted, device=value(x).device
-    )
-    scaled = insert(graph, after, aten.mul.Tensor, (ones, product))
+    ones = insert(after, aten.full.default, [size], 1.0, dtype=wanted, device=value(x).device)
+    scaled = insert(after, aten.mul.Tensor, ones, product)
     product.replace_all_uses_with(scaled, delete_user_cb=lambda reader: reader is not scaled)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.ops.formats import FP8
+from atomc.ops.formats import FLOATS, FP8
 from atomc.passes.fuse.mla_kv_write import example
 from atomc.rewriting.example import Example, OneOf, tensor_example
 from atomc.rewriting.rewrite import Case, Rewrite
@@ -124,7 +124,7 @@ def _attrs(scheme: str, **_: object) -> dict[str, str]:
     return {"scheme": scheme}
 
 
-_MODELS = OneOf(torch.bfloat16, torch.float16, torch.float32)
+_MODELS = OneOf(*FLOATS)
 _PRODUCTS = {"mxfp4": "bmm_mxfp4", "fp8": "scaled_bmm_fp8"}
 BMM_ROPE_KV_WRITE = Rewrite(
     "bmm_rope_kv_write",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.ops.formats import FP8
+from atomc.ops.formats import FLOATS, FP8
 from atomc.rewriting.example import Example, OneOf, tensor_example
 from atomc.rewriting.rewrite import Case, Rewrite
 
@@ -106,7 +106,7 @@ def _attrs(scheme: str, **_: object) -> dict[str, str]:
     return {"scheme": scheme}
 
 
-_MODELS = OneOf(torch.bfloat16, torch.float16, torch.float32)
+_MODELS = OneOf(*FLOATS)
 _LINEARS = {
     "fp8": "scaled_linear_fp8",
     "fp8_block": "scaled_linear_fp8_block",

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.aiter.library import Function, neighbours, scattered, side_by_side, unfit
-from atomc.kernels.checks import HALVES, uneven, unknown, unlike
+from atomc.kernels.checks import uneven, unknown, unlike
+from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 

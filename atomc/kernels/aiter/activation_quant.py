@@ -18,7 +18,8 @@ from atomc.kernels.aiter.library import (
     side_by_side,
     unfit,
 )
-from atomc.kernels.checks import FLOATS, odd_group, too_wide, uneven, unlike
+from atomc.kernels.checks import odd_group, too_wide, uneven, unlike
+from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 

@@ -6,7 +6,8 @@ from torch import Tensor
 from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.aiter.library import Function, unfit
-from atomc.kernels.checks import HALVES, strided, unaligned_heads, unlike, unsupported, wrong_rank
+from atomc.kernels.checks import strided, unaligned_heads, unlike, unsupported, wrong_rank
+from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 

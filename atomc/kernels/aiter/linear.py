@@ -6,7 +6,8 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.aiter.library import Function, gapped, rows, unfit
-from atomc.kernels.checks import HALVES, unlike
+from atomc.kernels.checks import unlike
+from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.aiter.library import Function, foreign_fp8, no_mxfp4, rows, unfit
-from atomc.kernels.checks import HALVES, unlike, wrong_result
+from atomc.kernels.checks import unlike, wrong_result
+from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 

@@ -9,7 +9,8 @@ from atomc import ops
 from atomc.kernels.aiter.kv_write import coded
 from atomc.kernels.aiter.library import Function, foreign_fp8, no_mxfp4, rounded_up, unfit
 from atomc.kernels.aiter.rope import moving, not_by_token, partly_rotated
-from atomc.kernels.checks import HALVES, odd_group, scattered_blocks, strided, unlike, wrong_rank
+from atomc.kernels.checks import odd_group, scattered_blocks, strided, unlike, wrong_rank
+from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 

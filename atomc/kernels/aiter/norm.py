@@ -7,7 +7,8 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.aiter.library import Function, dense_rows, scattered, unfit
-from atomc.kernels.checks import HALVES, too_wide, uneven, unlike, wrong_rank
+from atomc.kernels.checks import too_wide, uneven, unlike, wrong_rank
+from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 

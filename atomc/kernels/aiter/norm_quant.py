@@ -16,7 +16,8 @@ from atomc.kernels.aiter.library import (
     unfit,
 )
 from atomc.kernels.aiter.packing import as_e2m1, as_e8m0
-from atomc.kernels.checks import HALVES, too_wide, uneven, unlike
+from atomc.kernels.checks import too_wide, uneven, unlike
+from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 

@@ -13,7 +13,8 @@ from atomc.graph.sizes import known_equal
 from atomc.kernels.aiter.kv_write import odd_blocks, odd_heads, scaled, unpaged
 from atomc.kernels.aiter.library import Function, unfit
 from atomc.kernels.aiter.rope import moving, not_by_token, rotated_width
-from atomc.kernels.checks import HALVES, unlike
+from atomc.kernels.checks import unlike
+from atomc.ops.formats import HALVES
 from atomc.ops.op import Prepared, Refusal
 from atomc.platform import Platform
 

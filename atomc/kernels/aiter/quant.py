@@ -9,7 +9,8 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.aiter.library import Function, dense_rows, foreign_fp8, unfit
 from atomc.kernels.aiter.packing import as_e2m1, as_e8m0
-from atomc.kernels.checks import HALVES, uneven, unlike
+from atomc.kernels.checks import uneven, unlike
+from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.aiter.library import Function, foreign_fp8, rounded_up, rows, scattered, unfit
-from atomc.kernels.checks import FLOATS, too_wide, uneven, unlike
+from atomc.kernels.checks import too_wide, uneven, unlike
+from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.aiter.library import Function, unfit
-from atomc.kernels.checks import HALVES, strided, unlike, wrong_rank
+from atomc.kernels.checks import strided, unlike, wrong_rank
+from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.ops.rope import columns_per_angle
 from atomc.platform import Platform

@@ -9,7 +9,8 @@ from atomc import ops
 from atomc.kernels.aiter.kv_write import coded, odd_blocks, odd_heads, unpaged
 from atomc.kernels.aiter.library import Function, unfit
 from atomc.kernels.aiter.rope import empty_rotated, moving, not_by_token, partly_rotated
-from atomc.kernels.checks import HALVES, unlike
+from atomc.kernels.checks import unlike
+from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 

@@ -25,7 +25,8 @@ from atomc.kernels.aiter.packing import (
     shuffled_scale,
     untiled,
 )
-from atomc.kernels.checks import HALVES, uneven, unsupported, wrong_result
+from atomc.kernels.checks import uneven, unsupported, wrong_result
+from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 

@@ -6,7 +6,8 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.aiter.library import Function, foreign_fp8, no_mxfp4, rows, scattered, unfit
 from atomc.kernels.aiter.scaled_linear import not_mxfp4
-from atomc.kernels.checks import FLOATS, unsupported, wrong_result
+from atomc.kernels.checks import unsupported, wrong_result
+from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 

@@ -6,7 +6,8 @@ from atomc import ops
 from atomc.kernels.aiter.kv_write import apart, scaled
 from atomc.kernels.aiter.library import Function, unfit
 from atomc.kernels.aiter.shuffled_cache import as_shuffled, unwritable
-from atomc.kernels.checks import HALVES, unlike, wrong_rank
+from atomc.kernels.checks import unlike, wrong_rank
+from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 

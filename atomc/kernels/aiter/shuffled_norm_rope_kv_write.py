@@ -13,7 +13,8 @@ from atomc.kernels.aiter.kv_write import scaled
 from atomc.kernels.aiter.library import Function, unfit
 from atomc.kernels.aiter.rope import moving, not_by_token, rotated_width
 from atomc.kernels.aiter.shuffled_cache import as_shuffled, unwritable
-from atomc.kernels.checks import HALVES, strided, unlike, wrong_rank
+from atomc.kernels.checks import strided, unlike, wrong_rank
+from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 

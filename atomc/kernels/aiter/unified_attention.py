@@ -12,7 +12,8 @@ from atomc.graph.sizes import known_equal
 from atomc.kernels.aiter.kv_write import odd_blocks
 from atomc.kernels.aiter.library import FP8_OF, Function, unfit
 from atomc.kernels.aiter.shuffled_cache import as_shuffled, unshuffled
-from atomc.kernels.checks import HALVES, strided, unlike
+from atomc.kernels.checks import strided, unlike
+from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 

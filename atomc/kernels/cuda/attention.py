@@ -10,7 +10,6 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import (
-    HALVES,
     older_than,
     strided,
     unaligned_heads,
@@ -18,6 +17,7 @@ from atomc.kernels.checks import (
     unsupported,
     wrong_rank,
 )
+from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 

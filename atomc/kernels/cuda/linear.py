@@ -5,7 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.checks import FLOATS, unlike
+from atomc.kernels.checks import unlike
+from atomc.ops.formats import FLOATS
 from atomc.ops.op import PreferInductor, Refusal
 from atomc.platform import Platform
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.checks import FP8_MULTIPLIED, HALVES, older_than, unlike, wrong_result
+from atomc.kernels.checks import FP8_MULTIPLIED, older_than, unlike, wrong_result
+from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.checks import FLOATS, unknown, unlike, unlike_shapes
+from atomc.kernels.checks import unknown, unlike, unlike_shapes
 from atomc.kernels.triton.launch import (
     begin,
     inner_sizes,
@@ -17,6 +17,7 @@ from atomc.kernels.triton.launch import (
     unfit,
 )
 from atomc.kernels.triton.tiles import GATED
+from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.checks import FLOATS, no_bf16_products, unlike
+from atomc.kernels.checks import no_bf16_products, unlike
 from atomc.kernels.triton.attention import (
     LOG2_E,
     MAX_SPLITS,
@@ -23,6 +23,7 @@ from atomc.kernels.triton.attention import (
     multiprocessors,
 )
 from atomc.kernels.triton.launch import begin, overlap, unfit
+from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 

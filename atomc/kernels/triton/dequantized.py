@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.checks import HALVES, unlike, wrong_result
+from atomc.kernels.checks import unlike, wrong_result
 from atomc.kernels.triton.unpacking import (
     MAX_ROWS,
     as_words,
@@ -21,6 +21,7 @@ from atomc.kernels.triton.unpacking import (
     unpacked,
     zero_of,
 )
+from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 

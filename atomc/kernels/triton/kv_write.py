@@ -12,14 +12,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
-from atomc.kernels.checks import (
-    FLOATS,
-    scattered_blocks,
-    scattered_slots,
-    strided,
-    unlike,
-    unsupported,
-)
+from atomc.kernels.checks import scattered_blocks, scattered_slots, strided, unlike, unsupported
 from atomc.kernels.triton.launch import (
     begin,
     inner_sizes,
@@ -31,7 +24,7 @@ from atomc.kernels.triton.launch import (
 )
 from atomc.kernels.triton.quant import by_bits, fp8_codes
 from atomc.kernels.triton.tiles import HEAD_ROWS
-from atomc.ops.formats import FP8
+from atomc.ops.formats import FLOATS, FP8
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc.graph.sizes import known_equal
-from atomc.kernels.checks import FLOATS
+from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 

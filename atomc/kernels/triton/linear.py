@@ -12,7 +12,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
-from atomc.kernels.checks import HALVES, unlike
+from atomc.kernels.checks import unlike
 from atomc.kernels.triton.launch import (
     inner_sizes,
     let_next_start,
@@ -25,6 +25,7 @@ from atomc.kernels.triton.launch import (
     wait_for_last,
 )
 from atomc.kernels.triton.tiles import LINEAR, Tile
+from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 

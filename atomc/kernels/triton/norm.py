@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.checks import FLOATS, too_wide, unknown, unlike, unlike_shapes
+from atomc.kernels.checks import too_wide, unknown, unlike, unlike_shapes
 from atomc.kernels.triton.launch import (
     begin,
     inner_sizes,
@@ -19,6 +19,7 @@ from atomc.kernels.triton.launch import (
     unfit,
 )
 from atomc.kernels.triton.tiles import NORM
+from atomc.ops.formats import FLOATS
 from atomc.ops.norm import RMS_NORM_STYLES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform

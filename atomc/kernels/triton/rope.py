@@ -11,7 +11,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
-from atomc.kernels.checks import FLOATS, unknown, unlike
+from atomc.kernels.checks import unknown, unlike
 from atomc.kernels.triton.kv_write import (
     as_cached,
     cache_offset,
@@ -33,6 +33,7 @@ from atomc.kernels.triton.launch import (
 )
 from atomc.kernels.triton.norm import weighted
 from atomc.kernels.triton.tiles import HEAD_ROWS
+from atomc.ops.formats import FLOATS
 from atomc.ops.norm import RMS_NORM_STYLES
 from atomc.ops.op import Refusal
 from atomc.ops.rope import FULL_WIDTH_STYLES, ROPE_STYLES, columns_per_angle

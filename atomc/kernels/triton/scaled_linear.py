@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.checks import FLOATS, HALVES, no_fp8_products, unlike, wrong_result
+from atomc.kernels.checks import no_fp8_products, unlike, wrong_result
 from atomc.kernels.triton.launch import (
     let_next_start,
     not_nvidia,
@@ -24,6 +24,7 @@ from atomc.kernels.triton.launch import (
     wait_for_last,
 )
 from atomc.kernels.triton.tiles import SCALED_LINEAR, Tile
+from atomc.ops.formats import FLOATS, HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 

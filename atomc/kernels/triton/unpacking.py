@@ -9,9 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from atomc.kernels.checks import FLOATS, unlike
+from atomc.kernels.checks import unlike
 from atomc.kernels.triton.launch import not_nvidia, scattered
 from atomc.kernels.triton.mxfp4 import e8m0_values
+from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.checks import FLOATS, no_fp8_products, unlike, wrong_result
+from atomc.kernels.checks import no_fp8_products, unlike, wrong_result
 from atomc.kernels.triton import int4_pairs
 from atomc.kernels.triton.launch import (
     TRITON_DTYPE,
@@ -31,6 +31,7 @@ from atomc.kernels.triton.unpacking import (
     unpacked,
     zero_of,
 )
+from atomc.ops.formats import FLOATS, HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -254,7 +255,7 @@ def multiply(
                 **cut,
             )
         else:
-            sixteen = TRITON_DTYPE[x.dtype] if x.dtype in (torch.bfloat16, torch.float16) else None
+            sixteen = TRITON_DTYPE[x.dtype] if x.dtype in HALVES else None
             _row[(triton.cdiv(n, tile["BLOCK_N"]), rows)](
                 by_row if sixteen is None else by_fours(by_row),
                 x_scale,

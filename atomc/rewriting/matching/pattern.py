@@ -12,6 +12,7 @@ from torch.fx import Graph, Node
 
 from atomc.graph.canonical import Attr, Capture, call, value
 from atomc.graph.expressions import Size, expression
+from atomc.ops.formats import HALVES
 from atomc.report.records import MissKind
 from atomc.rewriting.example import ExampleValue, Fixed, OneOf
 from atomc.rewriting.matching.captures import capture, differing, stand_ins
@@ -84,7 +85,7 @@ class Pattern:
 
     def _model_dtype(self) -> torch.dtype | None:
         dtypes = [value(p).dtype for p in self.inputs if p not in self.choices]
-        return next((dtype for dtype in dtypes if dtype in (torch.bfloat16, torch.float16)), None)
+        return next((dtype for dtype in dtypes if dtype in HALVES), None)
 
     def _of_any_dtype(self, others: list[Node]) -> set[Node]:
         """A dtype depends on the op, its attributes and the dtypes of its operands. others: nodes

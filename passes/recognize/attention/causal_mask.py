@@ -10,15 +10,22 @@ from typing import NamedTuple
 import torch
 from torch.fx import Node
 
-from atomc.graph.canonical import Call, call, dims_of, value
+from atomc.graph.canonical import Call, call, dims_of, spell, value
 from atomc.graph.sizes import known_equal
+from atomc.passes.recognize.attention.walk import Unlike
+
+# What holds the index of every key; bfloat16 and float16 round from 257 and 2049 on.
+_INDICES = (torch.int32, torch.int64, torch.float32, torch.float64)
 
 
 class Position(NamedTuple):
-    """The index in one dimension (from the end), plus a number."""
+    """The index in one dimension (from the end), plus a number. rounded: the node that may have
+    rounded it.
+    """
 
     dim: int
     offset: int
+    rounded: Node | None = None
 
 
 class Band(NamedTuple):
@@ -50,11 +57,12 @@ class Outside(NamedTuple):
 Known = float | Position | Band | Outside | None
 
 
-def visible(mask: Node, limit: float) -> Band | None:
-    """The keys that a mask leaves visible, for every value of the graph's inputs; None if that is
-    not known. A bool mask is True for hidden keys, a float mask hides with values up to `limit`.
+def visible(mask: Node, scores: Node, limit: float) -> Band | None:
+    """The keys of scores [.., T, S] that a mask leaves visible, for every value of the graph's
+    inputs; None if that is not known. A bool mask is True for hidden keys, a float mask hides with
+    values up to `limit`. Raises Unlike for positions that may be rounded.
     """
-    known = _known(mask)
+    known = _broadcast(mask, scores)
     if known == 0.0:
         return Band()
     if value(mask).dtype == torch.bool:
@@ -89,9 +97,27 @@ def _known(node: Node) -> Known:
     return rule(node, here) if rule else None
 
 
+def _broadcast(operand: Node, node: Node) -> Known:
+    """What is known of an operand in the shape of a node: nothing if a dimension on which it
+    depends is expanded.
+    """
+    known = _known(operand)
+    if known is None or isinstance(known, float) or known == Band():
+        return known
+    old, new = value(operand).shape, value(node).shape
+    dims = (known.dim,) if isinstance(known, Position) else (-2, -1)
+    kept = len(old) >= len(dims) and all(known_equal(old[d], new[d]) for d in dims)
+    return known if kept else None
+
+
 def _arange(node: Node, here: Call) -> Known:
     start, step = here.attrs.get("start", 0), here.attrs.get("step", 1)
-    return Position(-1, start) if isinstance(start, int) and step == 1 else None
+    return _stored(Position(-1, start), node) if isinstance(start, int) and step == 1 else None
+
+
+def _stored(position: Position, node: Node) -> Position:
+    """A position in the dtype of a node."""
+    return position if value(node).dtype in _INDICES else position._replace(rounded=node)
 
 
 def _moved(node: Node, here: Call) -> Known:
@@ -108,15 +134,15 @@ def _moved(node: Node, here: Call) -> Known:
     return known if before[-2:] == after[-2:] else None
 
 
-def _same(node: Node, here: Call) -> Known:
-    return _known(here.operands[0])
+def _expanded(node: Node, here: Call) -> Known:
+    return _broadcast(here.operands[0], node)
 
 
 def _cast(node: Node, here: Call) -> Known:
     """A float mask as bool is True where it hides."""
     known, to_bool = _known(here.operands[0]), value(node).dtype == torch.bool
     if isinstance(known, Position):
-        return None if to_bool else known
+        return None if to_bool else _stored(known, node)
     if isinstance(known, Outside) and value(here.operands[0]).dtype != torch.bool:
         return known
     return known if to_bool else None
@@ -132,7 +158,7 @@ def _permuted(node: Node, here: Call) -> Known:
     known, dims = _known(here.operands[0]), dims_of(here.attrs["dims"])
     if not isinstance(known, Position) or -known.dim > len(dims):
         return known if isinstance(known, Position) else None
-    return Position(dims.index(known.dim) - len(dims), known.offset)
+    return known._replace(dim=dims.index(known.dim) - len(dims))
 
 
 def _shifted(node: Node, here: Call) -> Known:
@@ -148,11 +174,13 @@ def _shifted(node: Node, here: Call) -> Known:
 def _compared(node: Node, here: Call) -> Known:
     if len(here.operands) != 2:
         return None
-    a, b = map(_known, here.operands)
+    a, b = (_broadcast(operand, node) for operand in here.operands)
     if not isinstance(a, Position) or not isinstance(b, Position):
         return None
     if {a.dim, b.dim} != {-1, -2}:
         return None
+    if rounded := a.rounded or b.rounded:
+        raise Unlike("dtype", "positions in int64, int32 or float32", spell(rounded), rounded)
     op = here.op
     if a.dim == -2:  # row op column: the same as column op' row
         a, b, op = b, a, {"le": "ge", "ge": "le", "lt": "gt", "gt": "lt"}[op]
@@ -166,7 +194,7 @@ def _compared(node: Node, here: Call) -> Known:
 
 
 def _both(node: Node, here: Call) -> Known:
-    a, b = map(_known, here.operands)
+    a, b = (_broadcast(operand, node) for operand in here.operands)
     return a & b if isinstance(a, Band) and isinstance(b, Band) else None
 
 
@@ -195,13 +223,13 @@ def _triangle(node: Node, here: Call) -> Known:
 def _where(node: Node, here: Call) -> Known:
     if len(here.operands) != 3:
         return None
-    condition, then, other = map(_known, here.operands)
+    condition, then, other = (_broadcast(operand, node) for operand in here.operands)
     return _chosen(condition, then, other)
 
 
 def _filled(node: Node, here: Call) -> Known:
     """masked_fill(number, condition, fill)"""
-    base, condition = map(_known, here.operands[:2])
+    base, condition = (_broadcast(operand, node) for operand in here.operands[:2])
     fill = here.attrs.get("value")
     if len(here.operands) == 3:
         fill = constant(here.operands[2])
@@ -220,7 +248,7 @@ def _chosen(condition: Known, then: Known, other: Known) -> Known:
 _RULES: dict[str, Callable[[Node, Call], Known]] = {
     "arange": _arange,
     "view": _moved,
-    **dict.fromkeys(("expand", "clone"), _same),
+    **dict.fromkeys(("expand", "clone"), _expanded),
     "cast": _cast,
     "permute": _permuted,
     "add": _shifted,

@@ -1,0 +1,47 @@
+"""Changes of single nodes in a graph."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import Argument
+
+from atomc.graph.canonical import value
+from atomc.torch_compat.tracing import fake_mode_of
+
+
+def insert(
+    before: Node, target: Callable[..., Tensor], *args: Argument, **kwargs: Argument
+) -> Node:
+    """A call in front of a node, with the metadata of that node."""
+    graph = before.graph
+    with graph.inserting_before(before):
+        made = graph.call_function(target, args, kwargs)
+    made.meta = {key: item for key, item in before.meta.items() if key not in ("val", "canonical")}
+    infer(made)
+    return made
+
+
+def infer(node: Node) -> None:
+    """Compute a node's fake value from the fake values of its inputs."""
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value)
+    mode = fake_mode_of(node.graph)
+    assert mode is not None and callable(node.target)
+    with mode, torch.no_grad():
+        node.meta["val"] = node.target(*args, **kwargs)
+
+
+def replace(node: Node, new: Node) -> None:
+    """Let the readers of a node read another one."""
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
+
+
+def nodes_between(first: Node, last: Node) -> list[Node]:
+    """The nodes after `first` and before `last`, in graph order."""
+    found, node = [], first.next
+    while node is not last:
+        found.append(node)
+        node = node.next
+    return found

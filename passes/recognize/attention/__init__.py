@@ -1,0 +1,66 @@
+"""Replace attention written out in PyTorch by one op.
+
+    q @ k.T > * scale > (tanh: softcap) > (+ masks) > (cat sinks) > softmax > @ v
+ =>
+    attention(q, k, v, None, mask, sinks, scale=, causal=, softcap=)
+
+The walk starts at each softmax: downstream to the product with the values (weights.py), upstream to
+the product of queries and keys (scores.py). Both products may be matmul, einsum, bmm or baddbmm;
+keys and values may be repeated for groups of queries. Masks that hide exactly the later keys become
+`causal`, others are added up.
+
+In 16 bits the model rounds scores and weights, the op only its result; rounding="hf" therefore
+keeps the written form. A row whose keys are all hidden by -inf is zero, not NaN.
+"""
+
+import torch
+from torch.fx import GraphModule, Node
+
+from atomc.graph.canonical import call
+from atomc.graph.strides import Values, spread_strides
+from atomc.passes.recognize.attention.products import PRODUCTS, above, has_product
+from atomc.passes.recognize.attention.replacement import replace_by_op
+from atomc.passes.recognize.attention.scores import product_with_keys
+from atomc.passes.recognize.attention.site import checked_site
+from atomc.passes.recognize.attention.walk import Unlike, Walk
+from atomc.passes.recognize.attention.weights import product_with_values
+from atomc.rewriting.graph_pass import Context, Outcome
+from atomc.rewriting.matching.near_miss import NearMiss
+from atomc.rewriting.matching.pattern import Difference
+from atomc.rewriting.rewrite import remove_dead_nodes
+
+
+def attention(gm: GraphModule, context: Context) -> Outcome:
+    """Replace every softmax between a product of queries and keys and one with values."""
+    done = Outcome()
+    moved: list[tuple[Node, torch.Tensor]] = []
+    for softmax in [node for node in gm.graph.nodes if call(node).op in ("_softmax", "softmax")]:
+        walk = Walk(softmax)
+        try:
+            result = product_with_values(walk)
+            scores = product_with_keys(walk)
+            done.fired.append(replace_by_op(checked_site(walk, scores, result, context), moved))
+            done.near += [_near_miss(walk, reason, "causal") for reason in walk.unproven]
+        except Unlike as unlike:
+            if _is_near(walk):
+                done.near.append(_near_miss(walk, unlike.difference))
+    values = Values(gm.graph)
+    for node, before in moved:
+        spread_strides(gm.graph, node, before, values)
+    remove_dead_nodes(gm.graph)
+    return done
+
+
+def _is_near(walk: Walk) -> bool:
+    """Whether the scores are computed from a product; by whatever ops, if values are weighted."""
+    weighted = any(call(node).op in PRODUCTS for node in walk.inside)
+    return has_product(walk.softmax) or (weighted and above(walk.softmax))
+
+
+def _near_miss(walk: Walk, difference: Difference, variant: str = "") -> NearMiss:
+    nodes = {*walk.inside, walk.softmax}
+    edits = int(difference.kind not in ("guard", "off"))
+    total = len(nodes) + edits
+    return NearMiss(
+        "attention", variant, walk.softmax, len(nodes), total, edits, [difference], nodes
+    )

@@ -1,0 +1,88 @@
+"""A complete walk, where nothing prevents the op."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch.fx import Node
+
+from atomc.graph.canonical import readers, value
+from atomc.graph.edit import nodes_between
+from atomc.graph.expressions import Size
+from atomc.graph.mutation import mutated, storage
+from atomc.graph.provenance import describe
+from atomc.graph.sizes import known_equal, spell_shape
+from atomc.passes.recognize.attention.walk import Unlike, Walk
+from atomc.rewriting.graph_pass import Context
+
+
+class Site(NamedTuple):
+    """scores: the product of queries and keys; result: that of weights and values; shape: of the
+    scores, [N, T, S] or [B, N, T, S].
+    """
+
+    walk: Walk
+    scores: Node
+    result: Node
+    shape: list[Size]
+
+
+def checked_site(walk: Walk, scores: Node, result: Node, context: Context) -> Site:
+    """The site. Raises Unlike for sizes, readers, writes and options that do not allow the op."""
+    site = Site(walk, scores, result, _scores_shape(walk.softmax, scores))
+    _check_sizes(site)
+    _check_masks(site)
+    _check_readers(site)
+    _check_writes(site)
+    if off := context.off_here("attention", walk.softmax):
+        raise Unlike("off", "attention to be on", off.text, walk.softmax)
+    if context.options.rounding == "hf" and value(result).dtype != torch.float32:
+        found = f"rounding='hf' keeps scores and weights rounded to {value(result).dtype}"
+        raise Unlike("guard", "a model in float32, or rounding='fp32'", found, walk.softmax)
+    return site
+
+
+def _scores_shape(softmax: Node, scores: Node) -> list[Size]:
+    """As many dimensions as the softmax has; its last size may include the sink."""
+    *leading, _ = value(softmax).shape
+    if len(leading) not in (2, 3):
+        found = f"rank {len(leading) + 1}"
+        raise Unlike("size", "scores [N, T, S] or [B, N, T, S]", found, softmax)
+    return [*leading, value(scores).shape[-1]]
+
+
+def _check_sizes(site: Site) -> None:
+    *heads, rows, keys = site.shape
+    for made, columns in ((site.scores, keys), (site.result, value(site.result).shape[-1])):
+        wanted = [math.prod(heads), rows, columns]
+        if not all(map(known_equal, value(made).shape, wanted)):
+            found = f"{spell_shape(value(made).shape)} of {describe(made)}"
+            raise Unlike("size", spell_shape(wanted), found, made)
+
+
+def _check_masks(site: Site) -> None:
+    """Masks apply to scores of the shape of the site, or to [B * N, T, S]."""
+    for added in site.walk.added:
+        shape = list(value(added.at).shape)
+        wanted = site.shape if len(shape) == len(site.shape) else [shape[0], *site.shape[-2:]]
+        if len(shape) != len(wanted) or not all(map(known_equal, shape, wanted)):
+            expected = f"a mask for scores {spell_shape(site.shape)}"
+            raise Unlike("size", expected, spell_shape(shape), added.mask)
+
+
+def _check_readers(site: Site) -> None:
+    for node in site.walk.inside:
+        for reader in readers(node) if node is not site.result else ():
+            if reader not in site.walk.inside:
+                who = "the graph returns it" if reader.op == "output" else describe(reader)
+                raise Unlike("extra user", f"no other reader of {describe(node)}", who, node)
+
+
+def _check_writes(site: Site) -> None:
+    """Between the first replaced node and the last, nothing may write what they read."""
+    inside = site.walk.inside
+    read = {storage(operand) for node in inside for operand in node.all_input_nodes}
+    for node in nodes_between(min(inside), site.result):
+        for target in mutated(node):
+            if storage(target) in read:
+                raise Unlike("mutation", f"{describe(target)} unchanged", "it is written", target)
