@@ -136,14 +136,14 @@ def _place(
     else:
         block = (program - chunks) * MAPPED + tl.arange(0, MAPPED)
         used = block < tl.max(end, 0)
-        expert = tl.sum((end[None, :] <= block[:, None]).to(tl.int32), 1)
-        expert = tl.where(used, expert, E)
-        tl.store(expert_ptr + block, tl.where(used, expert, -1), block < capacity)
-        filled = tl.gather(total, expert, 0) - (block - tl.gather(end - length, expert, 0)) * BLOCK
-        index = tl.arange(0, BLOCK)[None, :]
-        padding = (index >= filled[:, None]) | (used[:, None] == 0)
+        owner = tl.sum((end[None, :] <= block[:, None]).to(tl.int32), 1)
+        owner = tl.where(used, owner, E)
+        tl.store(expert_ptr + block, tl.where(used, owner, -1), block < capacity)
+        filled = tl.gather(total, owner, 0) - (block - tl.gather(end - length, owner, 0)) * BLOCK
+        inside = tl.arange(0, BLOCK)[None, :]
+        padding = (inside >= filled[:, None]) | (used[:, None] == 0)
         tl.store(
-            order_ptr + block[:, None] * BLOCK + index,
+            order_ptr + block[:, None] * BLOCK + inside,
             tl.zeros((MAPPED, BLOCK), tl.int32) + P,
             padding & (block < capacity)[:, None],
         )
