@@ -22,9 +22,13 @@ __all__ = ["REGISTRY", "architectures_of", "build", "model_class", "wrap_stock"]
 
 # Name in config.json's `architectures` -> module:class, imported on use.
 REGISTRY = {
+    "Glm4MoeForCausalLM": "atomc.models.glm4_moe:Glm4MoeForCausalLM",
+    "GptOssForCausalLM": "atomc.models.gpt_oss:GptOssForCausalLM",
     "LlamaForCausalLM": "atomc.models.llama:LlamaForCausalLM",
     "MistralForCausalLM": "atomc.models.llama:LlamaForCausalLM",
+    "MixtralForCausalLM": "atomc.models.mixtral:MixtralForCausalLM",
     "Qwen3ForCausalLM": "atomc.models.qwen3:Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM": "atomc.models.qwen3_moe:Qwen3MoeForCausalLM",
 }
 
 
@@ -36,7 +40,7 @@ def architectures_of(config: Mapping[str, JSONLike]) -> list[str]:
     if not names or len(names) < len(given) or not all(map(_is_class_name, names)):
         raise ValueError(
             f"config.json names no architecture (architectures: {architectures!r:.80}); "
-            f"expected a list such as {sorted(REGISTRY)[:1]}"
+            "expected a list such as ['LlamaForCausalLM']"
         )
     return names
 

@@ -3,9 +3,10 @@
 `hf` is config.json as a dict, with names and values of Hugging Face.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from atomc.json_types import JSONLike
+from atomc.models.limits import NUM_EXPERTS
 
 LARGEST = 3.4e38  # the largest fp32 number: norms and rotary positions are computed in fp32
 
@@ -38,12 +39,17 @@ def number(hf: Mapping[str, JSONLike], name: str, default: float | None = None) 
     return float(value)
 
 
-def flag(hf: Mapping[str, JSONLike], name: str) -> bool:
-    """true or false; a missing field or null is false."""
+def count(hf: Mapping[str, JSONLike], name: str, default: int) -> int:
+    """An integer of at least 0; null counts as missing."""
+    return 0 if hf.get(name) == 0 else integer(hf, name, default)
+
+
+def flag(hf: Mapping[str, JSONLike], name: str, default: bool = False) -> bool:
+    """true or false; null counts as missing."""
     value = hf.get(name)
     if not isinstance(value, bool | None):
         raise ValueError(f"{model_type(hf)}: {name} {value!r:.40} is neither true nor false")
-    return bool(value)
+    return default if value is None else value
 
 
 def only(hf: Mapping[str, JSONLike], name: str, *supported: object) -> None:
@@ -70,6 +76,17 @@ def head_counts(hf: Mapping[str, JSONLike]) -> tuple[int, int]:
     return heads, kv_heads
 
 
+def expert_counts(hf: Mapping[str, JSONLike]) -> tuple[int, int]:
+    """The number of experts, and how many of them each token goes through (num_experts_per_tok)."""
+    name = next((name for name in NUM_EXPERTS if hf.get(name) is not None), NUM_EXPERTS[0])
+    experts, chosen = integer(hf, name), integer(hf, "num_experts_per_tok")
+    if chosen > experts:
+        raise ValueError(
+            f"{model_type(hf)}: num_experts_per_tok {chosen} is more than {name} {experts}"
+        )
+    return experts, chosen
+
+
 def head_width(hf: Mapping[str, JSONLike], default: int | None = None) -> int:
     """head_dim, else the default, else hidden_size / num_attention_heads. Must be even: rotary
     positions pair columns.
@@ -87,3 +104,16 @@ def head_width(hf: Mapping[str, JSONLike], default: int | None = None) -> int:
             f"{model_type(hf)}: head_dim {head_dim} is odd, rotary positions need pairs of columns"
         )
     return head_dim
+
+
+def layer_types(hf: Mapping[str, JSONLike], default: Sequence[str]) -> tuple[str, ...]:
+    """ "full_attention" or "sliding_attention" per layer; without the field: default."""
+    num_layers, given = integer(hf, "num_hidden_layers"), hf.get("layer_types") or list(default)
+    known = ("full_attention", "sliding_attention")
+    types = [kind for kind in given if kind in known] if isinstance(given, list) else []
+    if not isinstance(given, list) or not len(given) == len(types) == num_layers:
+        raise ValueError(
+            f"{model_type(hf)}: layer_types {given!r:.100} are not {num_layers} of "
+            "'full_attention' or 'sliding_attention'"
+        )
+    return tuple(types)

@@ -12,9 +12,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from atomc.models.cache_scales import CacheScale, cache_scales
+from atomc.models.expert_names import (
+    ExpertPart,
+    absent_parts,
+    expert_parts,
+    wrong_numbers_of_experts,
+)
 from atomc.models.limits import Stored
 from atomc.quantization import apply
 from atomc.quantization.linear import LinearMethod
@@ -44,6 +50,17 @@ class Fill(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Copy(NamedTuple):
+    """A stored tensor, copied into the stacked parameter [E, rows, columns] of these names.
+
+    part  (expert, first row, last row + 1); None: all, from a tensor [E, columns, rows]
+    """
+
+    names: tuple[str, ...]
+    stored: Stored
+    part: tuple[int, int, int] | None
+
+
 class Quantize(NamedTuple):
     """A stored weight, converted to this dtype, from which a linear layer is quantized."""
 
@@ -65,12 +82,14 @@ class LoadPlan:
     """The tensors to read from the checkpoint in `path`, and their destinations.
 
     fills      read by several threads, in any order
+    copies     read with them, into parameters that are allocated before
     quantized  groups of layers with a common input: each is read and quantized before the next
     skipped    stored names that are not part of the model, and are not read
     """
 
     path: Path
     fills: tuple[Fill, ...]
+    copies: tuple[Copy, ...]
     quantized: tuple[tuple[Quantize, ...], ...]
     scales: tuple[Scale, ...]
     skipped: tuple[str, ...]
@@ -92,27 +111,30 @@ def plan_load(
     Raises ValueError that lists missing and unexpected names, and wrong shapes and dtypes.
     """
     scales = cache_scales(model, stored)
+    parts = expert_parts(model, stored)
     weights = {name: tensor for name, tensor in stored.items() if name not in scales}
     # A tied parameter may be stored under each of its names: the first is read.
     sources = {
-        names: name
-        for names in parameter_names(model)
-        for name in reversed(names)
-        if name in weights
+        names: name for names in tensor_names(model) for name in reversed(names) if name in weights
     }
-    skipped = _skipped_names(model, weights, sources)
-    _check(model, weights, sources, skipped, path)
+    skipped = _skipped_names(model, weights.keys() - parts.keys(), sources)
+    _check(model, weights, sources, parts, skipped, path)
     quantized = tuple(
         tuple(Quantize(layer, stored[f"{layer}.weight"], dtype) for layer, _ in group)
         for group in apply.groups(online or {})
     )
     read_later = {(f"{layer}.weight",) for group in quantized for layer, _, _ in group}
+    read_now = [
+        _fill_or_copy(model, names, weights[name])
+        for names, name in sources.items()
+        if names not in read_later
+    ]
     return LoadPlan(
         path,
-        fills=tuple(
-            _fill(model, names, weights[name])
-            for names, name in sources.items()
-            if names not in read_later
+        fills=tuple(entry for entry in read_now if isinstance(entry, Fill)),
+        copies=(
+            *(entry for entry in read_now if isinstance(entry, Copy)),
+            *(_copy_of_expert(model, part, stored[name]) for name, part in parts.items()),
         ),
         quantized=quantized,
         scales=tuple(Scale(name, stored[name], target) for name, target in scales.items()),
@@ -128,13 +150,41 @@ def parameter_names(model: nn.Module) -> list[tuple[str, ...]]:
     return [tuple(group) for group in names.values()]
 
 
-def _fill(model: nn.Module, names: tuple[str, ...], stored: Stored) -> Fill:
-    parameter = model.get_parameter(names[0])
-    return Fill(names, stored, parameter.dtype, tuple(parameter.shape))
+def tensor_names(model: nn.Module) -> list[tuple[str, ...]]:
+    """The names of each parameter, and of each buffer that a checkpoint stores."""
+    parameters = parameter_names(model)
+    found = {name for names in parameters for name in names}
+    return parameters + [(name,) for name in model.state_dict() if name not in found]
+
+
+def tensor_of(model: nn.Module, name: str) -> Tensor:
+    """The parameter or buffer of this name."""
+    owner, _, leaf = name.rpartition(".")
+    tensor = getattr(model.get_submodule(owner), leaf)
+    assert isinstance(tensor, Tensor), name
+    return tensor
+
+
+def _is_transposed(model: nn.Module, name: str) -> bool:
+    owner, _, leaf = name.rpartition(".")
+    return leaf in getattr(model.get_submodule(owner), "STORED_TRANSPOSED", ())
+
+
+def _fill_or_copy(model: nn.Module, names: tuple[str, ...], stored: Stored) -> Fill | Copy:
+    tensor = tensor_of(model, names[0])
+    if _is_transposed(model, names[0]):
+        return Copy(names, stored, None)
+    return Fill(names, stored, tensor.dtype, tuple(tensor.shape))
+
+
+def _copy_of_expert(model: nn.Module, part: ExpertPart, stored: Stored) -> Copy:
+    rows = model.get_parameter(part.parameter).shape[1] // part.num_parts
+    first = part.position * rows
+    return Copy((part.parameter,), stored, (part.expert, first, first + rows))
 
 
 def _skipped_names(
-    model: nn.Module, stored: Mapping[str, Stored], sources: Mapping[tuple[str, ...], str]
+    model: nn.Module, stored: Collection[str], sources: Mapping[tuple[str, ...], str]
 ) -> tuple[str, ...]:
     """The stored names that are not part of the model, and that are expected in a checkpoint: of
     layers beyond the model's, and those that match IGNORED.
@@ -152,19 +202,21 @@ def _check(
     model: nn.Module,
     stored: Mapping[str, Stored],
     sources: Mapping[tuple[str, ...], str],
+    parts: Mapping[str, ExpertPart],
     skipped: Collection[str],
     path: Path,
 ) -> None:
     """Raise ValueError that lists missing and unexpected names, and wrong shapes and dtypes."""
-    parameters = parameter_names(model)
-    mismatches = [
-        _mismatch(name, stored[name], model.get_parameter(names[0]))
-        for names, name in sources.items()
-    ]
+    tensors = tensor_names(model)
+    stacked = {(part.parameter,) for part in parts.values()}
+    missing = [names[0] for names in tensors if names not in sources and names not in stacked]
+    wrong_counts = wrong_numbers_of_experts(model, parts)
+    mismatches = [_mismatch(model, names[0], name, stored[name]) for names, name in sources.items()]
+    mismatches += [_part_mismatch(model, part, name, stored[name]) for name, part in parts.items()]
     found = {
-        "missing ": [names[0] for names in parameters if names not in sources],
-        "unexpected ": sorted(set(stored).difference(skipped, *parameters)),
-        "": list(filter(None, mismatches)),
+        "missing ": missing + ([] if wrong_counts else absent_parts(model, parts)),
+        "unexpected ": sorted(set(stored).difference(skipped, parts, *tensors)),
+        "": wrong_counts + list(filter(None, mismatches)),
     }
     problems = [kind + first_names(names) for kind, names in found.items() if names]
     if problems:
@@ -179,11 +231,27 @@ def first_names(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _mismatch(name: str, stored: Stored, parameter: nn.Parameter) -> str:
-    """How a stored tensor differs from its parameter; "" if it can be converted."""
-    shape, dtypes = tuple(parameter.shape), CODES.get(parameter.dtype, tuple(FLOATS))
+def _mismatch(model: nn.Module, name: str, stored_name: str, stored: Stored) -> str:
+    """How a stored tensor differs from the parameter of this name; "" if it can be converted."""
+    tensor = tensor_of(model, name)
+    shape = tuple(tensor.mT.shape if _is_transposed(model, name) else tensor.shape)
     # Scales come as [], [1], [N] or [N, 1].
-    if stored.shape != shape and (*stored.shape, 1) != shape:
+    same = stored.shape == shape or (*stored.shape, 1) == shape
+    return _difference(stored_name, stored, shape, tensor.dtype, same)
+
+
+def _part_mismatch(model: nn.Module, part: ExpertPart, stored_name: str, stored: Stored) -> str:
+    """How a stored tensor differs from its part of a stacked parameter."""
+    parameter = model.get_parameter(part.parameter)
+    shape = (parameter.shape[1] // part.num_parts, parameter.shape[2])
+    return _difference(stored_name, stored, shape, parameter.dtype, stored.shape == shape)
+
+
+def _difference(
+    name: str, stored: Stored, shape: tuple[int, ...], dtype: torch.dtype, same_shape: bool
+) -> str:
+    dtypes = CODES.get(dtype, tuple(FLOATS))
+    if not same_shape:
         return f"{name} is {list(stored.shape)}, expected {list(shape)}"
     if stored.dtype not in dtypes:
         return f"{name} is {stored.dtype}, expected {' or '.join(dtypes)}"

@@ -24,12 +24,14 @@ from atomc.models.cache_scales import mark_fp8_state, set_cache_scale
 from atomc.models.limits import Stored, check_layers, check_memory, check_sizes, check_stored
 from atomc.models.load_plan import (
     FLOATS,
+    Copy,
     Fill,
     LoadPlan,
     Quantize,
     first_names,
     parameter_names,
     plan_load,
+    tensor_of,
 )
 from atomc.models.shard_paths import INDEX, shard_path
 from atomc.quantization import apply, checkpoints
@@ -80,7 +82,9 @@ def load(
         check_layers(config, len(stored))
     dtype = dtype or config_dtype(config) or stored_dtype(stored or {})
 
-    if model_class(architectures) is not None:
+    if model_class(architectures) is not None and not _has_mxfp4_experts(
+        quantization, path, config
+    ):
         quant_config = decide(quantization, path, config)
         model = build(config, dtype, "meta")
     else:
@@ -198,8 +202,11 @@ def _model_names(
 ) -> dict[str, Stored]:
     """The tensors by their names in the model."""
     rename, prefix = quant_config.rename if quant_config else {}, _prefix(model)
+    blocks = {name.rpartition(".")[2] for name, _ in model.named_modules()}
 
     def model_name(name: str) -> str:
+        if "block_sparse_moe" not in blocks:  # Mixtral's name of it in transformers 4
+            name = name.replace(".block_sparse_moe.", ".mlp.")
         owner, dot, leaf = name.rpartition(".")
         return prefix + owner + dot + rename.get(leaf, leaf)
 
@@ -223,8 +230,11 @@ def _execute(
     with tqdm(
         total=total, unit="B", unit_scale=True, desc="weights", disable=None if progress else True
     ) as bar:
-        for fill, weight in read(plan.fills, device, mmap):
-            assign(model, fill.names, weight)
+        for names in dict.fromkeys(copy.names for copy in plan.copies):
+            assign(model, names, empty(tensor_of(model, names[0]), device))
+        for entry, weight in read((*plan.fills, *plan.copies), model, device, mmap):
+            if isinstance(entry, Fill):
+                assign(model, entry.names, weight)
             bar.update(weight.nbytes)
         for group in plan.quantized:
             bar.update(_quantize(group, model, methods, device))
@@ -250,13 +260,23 @@ def _quantize(
     return sum(weight.nbytes for weight in weights.values())
 
 
+def _has_mxfp4_experts(wanted: Request, path: Path, config: Mapping[str, JSONLike]) -> bool:
+    """Whether it is loaded as published by OpenAI: with experts that only transformers unpacks."""
+    stored = stored_config(path, config)
+    return wanted is None and stored is not None and stored.get("quant_method") == "mxfp4"
+
+
 def _decide_for_stock(
     wanted: Request, path: Path, config: Mapping[str, JSONLike]
 ) -> QuantizationConfig | None:
     """As decide(); None, with a line in the log, for a format that only transformers can load."""
     stored = stored_config(path, config)
     method = stored.get("quant_method") if stored else None
-    if stored and wanted is None and (method not in checkpoints.PARSERS or method == "mxfp4"):
+    if (
+        stored
+        and wanted is None
+        and (method not in checkpoints.PARSERS or _has_mxfp4_experts(wanted, path, config))
+    ):
         log.warning(
             "%s: weights of quant_method %r are loaded by transformers and run by its layers",
             path,
@@ -381,26 +401,28 @@ def read_tensor(stored: Stored, dtype: torch.dtype, device: torch.device | str) 
 
 
 def read(
-    fills: Iterable[Fill], device: torch.device | str, mmap: bool
-) -> Iterator[tuple[Fill, Tensor]]:
-    """The weights in the planned shape and dtype, read by several threads, in the order of
-    completion.
+    entries: Iterable[Fill | Copy], model: nn.Module, device: torch.device | str, mmap: bool
+) -> Iterator[tuple[Fill | Copy, Tensor]]:
+    """The weights of fills, in the planned shape and dtype, and those of copies, which are in the
+    model's parameters by then. Read by several threads, in the order of completion.
     """
-    by_file: dict[Path, list[Fill]] = {}
-    for fill in fills:
-        by_file.setdefault(fill.stored.file, []).append(fill)
+    by_file: dict[Path, list[Fill | Copy]] = {}
+    for entry in entries:
+        by_file.setdefault(entry.stored.file, []).append(entry)
 
-    def converted(fill: Fill, weight: Tensor) -> tuple[Fill, Tensor]:
+    def placed(entry: Fill | Copy, weight: Tensor) -> tuple[Fill | Copy, Tensor]:
+        if isinstance(entry, Copy):
+            return entry, copy_into(tensor_of(model, entry.names[0]), entry, weight)
         if weight.dtype == torch.float8_e8m0fnu:
             weight = weight.view(torch.uint8)
-        return fill, weight.to(device, fill.dtype).reshape(fill.shape)
+        return entry, weight.to(device, entry.dtype).reshape(entry.shape)
 
-    def read_some(file: Path, group: list[Fill]) -> list[tuple[Fill, Tensor]]:
+    def read_some(file: Path, group: list[Fill | Copy]) -> list[tuple[Fill | Copy, Tensor]]:
         if not mmap:
             tensors = safetensors.torch.load(file.read_bytes())
-            return [converted(fill, tensors[fill.stored.name]) for fill in group]
+            return [placed(entry, tensors[entry.stored.name]) for entry in group]
         with safetensors.safe_open(file, framework="pt") as opened:
-            return [converted(fill, opened.get_tensor(fill.stored.name)) for fill in group]
+            return [placed(entry, opened.get_tensor(entry.stored.name)) for entry in group]
 
     with ThreadPoolExecutor(THREADS) as pool:
         jobs = []
@@ -419,12 +441,24 @@ def read(
             pool.shutdown(cancel_futures=True)
 
 
+def copy_into(parameter: Tensor, copy: Copy, weight: Tensor) -> Tensor:
+    """Copy the weight into its part of the parameter, and return the part."""
+    if copy.part is None:
+        # One expert at a time: a transposed copy needs memory of its size.
+        for target, source in zip(parameter, weight, strict=True):
+            target.copy_(source.mT)
+        return parameter
+    expert, first, end = copy.part
+    return parameter[expert, first:end].copy_(weight)
+
+
 def assign(model: nn.Module, names: tuple[str, ...], weight: Tensor) -> None:
-    """Set the parameter of all these names to the weight."""
+    """Set the parameter or buffer of all these names to the weight."""
     parameter = parameter_of(weight)
     for name in names:
         owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, parameter)
+        module = model.get_submodule(owner)
+        setattr(module, leaf, weight if leaf in module._buffers else parameter)
 
 
 def allocate_buffers(model: nn.Module, device: torch.device | str) -> None:

@@ -12,7 +12,16 @@ from torch import Tensor, nn
 
 from atomc import ops
 from atomc.json_types import JSONLike
-from atomc.models.config import flag, head_counts, head_width, integer, model_type, number, only
+from atomc.models.config import (
+    count,
+    flag,
+    head_counts,
+    head_width,
+    integer,
+    layer_types,
+    number,
+    only,
+)
 from atomc.models.layers import MLP, RMSNorm
 from atomc.models.rotary import Rotary, apply_rope, rope_parameters
 
@@ -69,35 +78,17 @@ class Config:
             rms_norm_eps=number(hf, "rms_norm_eps", 1e-6),
             rope_parameters=rope_parameters(hf),
             sliding_window=window,
-            layer_types=layer_types(hf, window),
+            layer_types=layer_types(hf, _default_layer_types(hf, window)),
             attention_bias=flag(hf, "attention_bias"),
             tie_word_embeddings=flag(hf, "tie_word_embeddings"),
         )
 
 
-def layer_types(hf: Mapping[str, JSONLike], window: int | None) -> tuple[str, ...]:
-    """ "full_attention" or "sliding_attention" per layer; older configs only have the first layer
-    with a window.
-    """
+def _default_layer_types(hf: Mapping[str, JSONLike], window: int | None) -> list[str]:
+    """Of an older config, which only has the first layer with a window."""
     num_layers = integer(hf, "num_hidden_layers")
-    # 0: every layer has the window.
-    first = (
-        num_layers
-        if not window
-        else 0
-        if hf.get("max_window_layers") == 0
-        else integer(hf, "max_window_layers", 28)
-    )
-    kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
-    given = hf.get("layer_types") or kinds
-    known = ("full_attention", "sliding_attention")
-    types = [kind for kind in given if kind in known] if isinstance(given, list) else []
-    if not isinstance(given, list) or not len(given) == len(types) == num_layers:
-        raise ValueError(
-            f"{model_type(hf)}: layer_types {given!r:.100} are not {num_layers} of "
-            "'full_attention' or 'sliding_attention'"
-        )
-    return tuple(types)
+    first = count(hf, "max_window_layers", 28) if window else num_layers
+    return ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
 
 
 class Attention(nn.Module):

@@ -38,14 +38,17 @@ NUMBERS = (
 ZERO_IS_NONE = ("mscale", "mscale_all_dim")
 
 
-def rope_parameters(hf: Mapping[str, JSONLike]) -> Rope:
+def rope_parameters(hf: Mapping[str, JSONLike], partial: float | None = None) -> Rope:
     """The rope settings in the form of transformers 5, also from `rope_theta` and `rope_scaling` of
     older configs.
+
+    partial  partial_rotary_factor of a config without the field, for a model that may rotate only
+             the first columns of a head (apply_partial_rope); None: the model rotates all
 
     Raises ValueError for an unsupported rope_type, and for a missing or invalid number.
     """
     given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    rope = _supported(hf, given)
+    rope = _supported(hf, given, partial)
     rope_type = str(rope["rope_type"])
     rope["model_type"] = model_type(hf)  # for the errors
     rope["rope_theta"] = number(rope, "rope_theta", number(hf, "rope_theta", 10000.0))
@@ -74,7 +77,9 @@ def rope_parameters(hf: Mapping[str, JSONLike]) -> Rope:
     return rope
 
 
-def _supported(hf: Mapping[str, JSONLike], given: JSONLike) -> dict[str, JSONLike]:
+def _supported(
+    hf: Mapping[str, JSONLike], given: JSONLike, partial: float | None
+) -> dict[str, JSONLike]:
     """The given settings with their rope_type. Raises ValueError for unsupported settings."""
     if not isinstance(given, dict):
         raise ValueError(
@@ -91,12 +96,24 @@ def _supported(hf: Mapping[str, JSONLike], given: JSONLike) -> dict[str, JSONLik
         raise ValueError(
             f"{model_type(hf)}: rope_type {rope_type!r} is not supported, only {', '.join(NEEDED)}"
         )
-    partial = given.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
-    if partial != 1.0:
+    factor = given.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or partial or 1.0
+    if factor != 1.0 and (partial is None or not isinstance(factor, float) or not 0 < factor < 1):
+        supported = "1.0" if partial is None else "a number above 0 and up to 1.0"
         raise ValueError(
-            f"{model_type(hf)}: partial_rotary_factor {partial!r} is not supported, only 1.0"
+            f"{model_type(hf)}: partial_rotary_factor {factor!r} is not supported, only {supported}"
         )
-    return {**given, "rope_type": rope_type}
+    return {**given, "rope_type": rope_type, "partial_rotary_factor": factor}
+
+
+def rotated_columns(hf: Mapping[str, JSONLike], rope: Rope, head_dim: int) -> int:
+    """The number of columns of a head that are rotated. Must be even: positions pair columns."""
+    columns = int(head_dim * number(rope, "partial_rotary_factor"))
+    if columns % 2 or not columns:
+        raise ValueError(
+            f"{model_type(hf)}: partial_rotary_factor {rope['partial_rotary_factor']} rotates "
+            f"{columns} of {head_dim} columns, rotary positions need pairs of columns"
+        )
+    return columns
 
 
 def _check_pairs(rope: Rope, rope_type: str) -> None:
@@ -226,3 +243,16 @@ def apply_rope(q_TNH: Tensor, k_TKH: Tensor, cos: Tensor, sin: Tensor) -> tuple[
     q_rotated = (q_TNH * cos) + (rotate_half(q_TNH) * sin)
     k_rotated = (k_TKH * cos) + (rotate_half(k_TKH) * sin)
     return q_rotated, k_rotated
+
+
+def apply_partial_rope(
+    q_TNH: Tensor, k_TKH: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As apply_rope, of the first columns of each head: as many as cos and sin [..., T, 1, R]
+    have.
+    """
+    rotated = cos.shape[-1]
+    q_rotated, k_rotated = apply_rope(q_TNH[..., :rotated], k_TKH[..., :rotated], cos, sin)
+    q_whole = torch.cat((q_rotated, q_TNH[..., rotated:]), dim=-1)
+    k_whole = torch.cat((k_rotated, k_TKH[..., rotated:]), dim=-1)
+    return q_whole, k_whole

@@ -44,11 +44,12 @@ def hf_class(architectures: Sequence[str], ours: Sequence[str]) -> "type[PreTrai
     for name in architectures:
         cls: type[PreTrainedModel] | None = getattr(transformers, name, None)
         if isinstance(cls, type) and hasattr(cls, "can_generate") and cls.can_generate():
-            log.warning(
-                "%s has no model file in atomc; using the class of transformers %s",
-                name,
-                transformers.__version__,
-            )
+            if name not in ours:
+                log.warning(
+                    "%s has no model file in atomc; using the class of transformers %s",
+                    name,
+                    transformers.__version__,
+                )
             return cls
     raise ValueError(
         f"no model for {', '.join(architectures)}: {known}, and transformers "

@@ -43,11 +43,11 @@ SIZES = {
 CONFIGS = {
     "llama": SIZES | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
     "qwen3": SIZES | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
-    "mixtral": SIZES
+    "olmoe": SIZES
     | {
-        "architectures": ["MixtralForCausalLM"],
-        "model_type": "mixtral",
-        "num_local_experts": 2,
+        "architectures": ["OlmoeForCausalLM"],
+        "model_type": "olmoe",
+        "num_experts": 2,
         "bos_token_id": 0,
         "pad_token_id": 0,
     },
@@ -76,7 +76,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder = root / kind
         torch.manual_seed(0)
         model = models.build(config)
-        if kind in ("mixtral", "gpt2"):
+        if kind in ("olmoe", "gpt2"):
             model.hf_model.save_pretrained(folder)  # type: ignore[union-attr, operator]
         else:
             folder.mkdir()
@@ -246,7 +246,7 @@ NOT_ARCHITECTURES = (
     "such as ['LlamaForCausalLM']"
 )
 SAME = "are config.json and the weights of the same checkpoint?"
-OTHER_SHAPES = "PATH: {} tensors of MixtralForCausalLM have another shape, such as "
+OTHER_SHAPES = "PATH: {} tensors of OlmoeForCausalLM have another shape, such as "
 NOT_MADE = "config.json: transformers cannot build a {} from it: "
 NOT_A_TOKENIZER = "PATH/tokenizer.json is not a valid tokenizer: "
 SPECIAL = (
@@ -288,13 +288,13 @@ REFUSED: list[tuple[str, Damage, str]] = [
     ("llama", config(architectures="LlamaForCausalLM"), NOT_ARCHITECTURES.format("'LlamaForCausalLM'")),
     ("llama", config(architectures=[1]), NOT_ARCHITECTURES.format([1])),
     ("llama", config(architectures=["os.system"]), NOT_ARCHITECTURES.format(["os.system"])),
-    ("llama", config(architectures=["Lama"]), "no model for Lama: atomc has LlamaForCausalLM"),
-    ("mixtral", config(architectures=["FalconForCausalLM"]), NOT_MADE.format("FalconForCausalLM") + "AttributeError: "),
+    ("llama", config(architectures=["Lama"]), "no model for Lama: atomc has Glm4MoeForCausalLM"),
+    ("olmoe", config(architectures=["FalconForCausalLM"]), NOT_MADE.format("FalconForCausalLM") + "AttributeError: "),
     # Dtype
     ("llama", config(dtype="float7"), "config.json: dtype 'float7' is not a dtype of torch, such as 'bfloat16'"),
     ("llama", config(dtype=[]), "config.json: dtype [] is not a dtype of torch"),
     ("llama", config(dtype="int64"), "config.json: dtype 'int64' is not a floating-point dtype"),
-    ("mixtral", config(dtype="bool"), "config.json: dtype 'bool' is not a floating-point dtype"),
+    ("olmoe", config(dtype="bool"), "config.json: dtype 'bool' is not a floating-point dtype"),
     ("llama", config(dtype="x" * 1000), "config.json: dtype 'xxx"),
     # Sizes
     ("llama", config(num_hidden_layers=10**9), "config.json: num_hidden_layers is 1000000000, expected at most 512"),
@@ -308,27 +308,27 @@ REFUSED: list[tuple[str, Damage, str]] = [
     ("llama", config(num_hidden_layers="2"), "llama: num_hidden_layers '2' is not a positive integer"),
     ("llama", config(num_hidden_layers=True), "llama: num_hidden_layers True is not a positive integer"),
     ("llama", config(num_hidden_layers=None), "llama: config.json lacks 'num_hidden_layers', a positive integer"),
-    ("mixtral", config(num_hidden_layers=-1), "MixtralForCausalLM has no attention layer"),
-    ("mixtral", config(num_hidden_layers=1.5), NOT_MADE.format("MixtralForCausalLM")),
-    ("mixtral", config(num_hidden_layers="2"), NOT_MADE.format("MixtralForCausalLM")),
-    ("mixtral", config(num_local_experts=10**6), "config.json: num_local_experts is 1000000, expected at most 4096"),
-    ("mixtral", config(num_experts_per_tok=3), "config.json: num_experts_per_tok is 3, expected 1 to 2, the number of"),
-    ("mixtral", config(num_experts_per_tok=-1), "config.json: num_experts_per_tok is -1, expected 1 to 2"),
-    ("mixtral", config(num_local_experts=0), OTHER_SHAPES.format(6)),
+    ("olmoe", config(num_hidden_layers=-1), "OlmoeForCausalLM has no attention layer"),
+    ("olmoe", config(num_hidden_layers=1.5), NOT_MADE.format("OlmoeForCausalLM")),
+    ("olmoe", config(num_hidden_layers="2"), NOT_MADE.format("OlmoeForCausalLM")),
+    ("olmoe", config(num_experts=10**6), "config.json: num_experts is 1000000, expected at most 4096"),
+    ("olmoe", config(num_experts_per_tok=3), "config.json: num_experts_per_tok is 3, expected 1 to 2, the number of"),
+    ("olmoe", config(num_experts_per_tok=-1), "config.json: num_experts_per_tok is -1, expected 1 to 2"),
+    ("olmoe", config(num_experts=0), OTHER_SHAPES.format(6)),
     ("llama", config(vocab_size=10**12), "config.json: vocab_size is 1000000000000, expected at most 2147483647"),
     ("llama", config(vocab_size=10**30), "config.json: vocab_size is 10000000... (31 digits), expected at most"),
     ("llama", config(hidden_size=10**9), FIT + "model.embed_tokens.weight is [3072, 16], expected [3072, 1000000000]"),
     ("llama", config(max_position_embeddings=2**62), "config.json: max_position_embeddings is 4611686018427387904, "),
-    ("mixtral", config(hidden_size=10**6), "config.json describes a MixtralForCausalLM of "),
-    ("mixtral", config(vocab_size=10**9), "config.json describes a MixtralForCausalLM of "),
-    ("mixtral", config(vocab_size=VOCAB + 1), OTHER_SHAPES.format(2) + "lm_head.weight: [3072, 16], expected [3073, 16]"),
+    ("olmoe", config(hidden_size=10**6), "config.json describes a OlmoeForCausalLM of "),
+    ("olmoe", config(vocab_size=10**9), "config.json describes a OlmoeForCausalLM of "),
+    ("olmoe", config(vocab_size=VOCAB + 1), OTHER_SHAPES.format(2) + "lm_head.weight: [3072, 16], expected [3073, 16]"),
     ("gpt2", config(n_embd=10**6), "config.json describes a GPT2LMHeadModel of "),
     ("gpt2", config(n_positions=10**9), "config.json describes a GPT2LMHeadModel of "),
     ("gpt2", config(n_head=-1), "GPT2LMHeadModel has -1 heads of -16 columns for keys and values, expected at least 1"),
     ("gpt2", config(num_labels=10**9), "config.json: num_labels is 1000000000, expected at most 1048576"),
     ("gpt2", config(n_head=7), NOT_MADE.format("GPT2LMHeadModel") + "ValueError: "),
     ("gpt2", config(activation_function="bogus"), NOT_MADE.format("GPT2LMHeadModel") + "KeyError: "),
-    ("mixtral", config(text_config={"num_hidden_layers": 10**9}),
+    ("olmoe", config(text_config={"num_hidden_layers": 10**9}),
      "config.json: text_config.num_hidden_layers is 1000000000, expected at most 512"),
     # Heads, layers, flags
     ("llama", config(num_attention_heads=3), "llama: num_attention_heads 3 is not a multiple of num_key_value_heads 2"),
@@ -345,11 +345,11 @@ REFUSED: list[tuple[str, Damage, str]] = [
     ("qwen3", config(layer_types=["full_attention"]), "qwen3: layer_types ['full_attention'] are not 2 of "),
     ("qwen3", config(layer_types=[[], []]), "qwen3: layer_types [[], []] are not 2 of "),
     ("qwen3", config(layer_types=3), "qwen3: layer_types 3 are not 2 of "),
-    ("mixtral", config(layer_types=["bogus"]), NOT_MADE.format("MixtralForCausalLM") + "StrictDataclass"),
-    ("mixtral", config(sliding_window="x"), NOT_MADE.format("MixtralForCausalLM") + "StrictDataclass"),
-    ("mixtral", config(head_dim=7), NOT_MADE.format("MixtralForCausalLM") + "StrictDataclass"),
-    ("mixtral", config(model_type=[]), "config.json: model_type is [], expected a text"),
-    ("mixtral", config(num_attention_heads=2), OTHER_SHAPES.format(4)),
+    ("olmoe", config(layer_types=["bogus"]), NOT_MADE.format("OlmoeForCausalLM") + "StrictDataclass"),
+    ("olmoe", config(clip_qkv="x"), NOT_MADE.format("OlmoeForCausalLM") + "StrictDataclass"),
+    ("olmoe", config(head_dim=7), NOT_MADE.format("OlmoeForCausalLM") + "StrictDataclass"),
+    ("olmoe", config(model_type=[]), "config.json: model_type is [], expected a text"),
+    ("olmoe", config(num_attention_heads=2), OTHER_SHAPES.format(6)),
     # Rotary positions
     ("llama", config(rope_scaling=3), "llama: rope_parameters 3 is not an object such as {'rope_type': 'default', "),
     ("llama", config(rope_scaling="yarn"), "llama: rope_parameters 'yarn' is not an object"),
@@ -370,13 +370,13 @@ REFUSED: list[tuple[str, Damage, str]] = [
     ("llama", rope("yarn", factor=2.0, beta_fast="x"), "llama: beta_fast 'x' is not a positive number of fp32"),
     ("llama", rope("yarn", factor=2.0, attention_factor="x"), "llama: attention_factor 'x' is not a positive number"),
     ("llama", rope("yarn", factor=2.0, rope_theta=1), "llama: rope_type 'yarn': rope_theta 1.0 is not above 1"),
-    ("mixtral", rope("bogus"), NOT_MADE.format("MixtralForCausalLM")),
-    ("mixtral", rope("linear"), NOT_MADE.format("MixtralForCausalLM")),
-    ("mixtral", config(rope_scaling=3), NOT_MADE.format("MixtralForCausalLM")),
+    ("olmoe", rope("bogus"), NOT_MADE.format("OlmoeForCausalLM")),
+    ("olmoe", rope("linear"), NOT_MADE.format("OlmoeForCausalLM")),
+    ("olmoe", config(rope_scaling=3), NOT_MADE.format("OlmoeForCausalLM")),
     # Quantization
     ("llama", config(quantization_config=3), "config.json: quantization_config is a int, expected an object"),
     ("llama", quantization(quant_method=[]), f"{AT}.quant_method is [], expected a text"),
-    ("mixtral", quantization(quant_method={}), f"{AT}.quant_method is {{}}, expected a text"),
+    ("olmoe", quantization(quant_method={}), f"{AT}.quant_method is {{}}, expected a text"),
     ("llama", quantization(quant_method="bogus"), "PATH: quantized weights of quant_method 'bogus' are not supported"),
     ("llama", quantization(quant_method="fp8", weight_block_size=3), f"{AT}.weight_block_size is 3, expected a list"),
     ("llama", quantization(quant_method="fp8", modules_to_not_convert="lm_head"),
@@ -418,7 +418,7 @@ REFUSED: list[tuple[str, Damage, str]] = [
     ("llama", generation(eos_token_id=-1), GENERATION + "eos_token_id has -1, it must be a token id or a list"),
     ("llama", generation(eos_token_id=[0, VOCAB]), GENERATION + "eos_token_id has 3072, it must be below 3072, the size"),
     ("llama", generation(eos_token_id=10**30), GENERATION + "eos_token_id has 1000"),
-    ("mixtral", generation(eos_token_id=VOCAB), GENERATION + "eos_token_id has 3072, it must be below 3072"),
+    ("olmoe", generation(eos_token_id=VOCAB), GENERATION + "eos_token_id has 3072, it must be below 3072"),
     # Tokenizer and chat template
     ("llama", text("tokenizer.json", ""), NOT_A_TOKENIZER + "EOF while parsing"),
     ("llama", text("tokenizer.json", "[]"), NOT_A_TOKENIZER + "invalid type: sequence"),
@@ -460,8 +460,8 @@ REFUSED: list[tuple[str, Damage, str]] = [
      FIT + "model.norm.weight is I8, expected "),
     ("llama", weights(lambda found: found | {"model.layers.0.self_attn.k_scale": torch.zeros(1)}),
      "PATH: model.layers.0.self_attn.k_scale is [0.0], expected one positive number"),
-    ("mixtral", weights(lambda found: {name: found[name] for name in list(found)[1:]}),
-     "PATH: 1 tensors of MixtralForCausalLM are missing, such as "),
+    ("olmoe", weights(lambda found: {name: found[name] for name in list(found)[1:]}),
+     "PATH: 1 tensors of OlmoeForCausalLM are missing, such as "),
     ("gpt2", weights(lambda found: found | {"transformer.ln_f.weight": torch.zeros(3)}),
      "PATH: 1 tensors of GPT2LMHeadModel have another shape, such as transformer.ln_f.weight: [3], expected [16]"),
     # The index
@@ -478,9 +478,9 @@ REFUSED: list[tuple[str, Damage, str]] = [
     ("llama", index("C:\\shard.safetensors"), f"{INDEX} names 'C:\\\\shard.safetensors'{EXPECTED_FILE}"),
     ("llama", index("x" * 5000), f"{INDEX} names 'xxx"),
     ("llama", index("none.safetensors"), f"PATH lacks none.safetensors, which {INDEX} names; download it again"),
-    ("mixtral", index("../model/shard.safetensors"), f"{INDEX} names '../model/shard.safetensors'{EXPECTED_FILE}"),
+    ("olmoe", index("../model/shard.safetensors"), f"{INDEX} names '../model/shard.safetensors'{EXPECTED_FILE}"),
     ("llama", index("shard.safetensors", link_out), f"{INDEX} names 'shard.safetensors', a link to '"),
-    ("mixtral", index("shard.safetensors", link_out), f"{INDEX} names 'shard.safetensors', a link to '"),
+    ("olmoe", index("shard.safetensors", link_out), f"{INDEX} names 'shard.safetensors', a link to '"),
 ]  # fmt: skip
 
 
@@ -517,10 +517,10 @@ def remote_code(folder: Path) -> None:
 WORK: list[tuple[str, Damage]] = [
     ("llama", lambda folder: None),
     ("qwen3", lambda folder: None),
-    ("mixtral", lambda folder: None),
+    ("olmoe", lambda folder: None),
     ("gpt2", lambda folder: None),
     ("llama", remote_code),
-    ("mixtral", remote_code),
+    ("olmoe", remote_code),
     ("llama", lambda folder: (folder / "generation_config.json").unlink()),
     ("llama", lambda folder: (folder / "tokenizer.json").unlink()),
     ("llama", generation(top_k=-1)),
@@ -532,7 +532,7 @@ WORK: list[tuple[str, Damage]] = [
     ),
     ("llama", tokenizer(lambda found: found["model"]["vocab"].update(zz=VOCAB + 7))),
     ("llama", tokenizer(lambda found: found["model"]["vocab"].update(zz=2**31))),
-    ("mixtral", weights(lambda found: found | {"bogus.weight": torch.zeros(1)})),
+    ("olmoe", weights(lambda found: found | {"bogus.weight": torch.zeros(1)})),
     ("llama", index("shard.safetensors")),
     ("llama", index("./shard.safetensors")),
     ("llama", index("shards/shard.safetensors", in_a_folder)),
@@ -567,7 +567,7 @@ def test_padding_and_truncation_of_tokenizer_json_do_not_change_prompts(
     assert load_tokenizer(damaged(whole, tmp_path, "llama", change)).encode(text).ids == expected  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize("kind", ["llama", "olmoe"])
 def test_links_of_the_hubs_cache_into_its_store_are_followed(
     whole: Path, tmp_path: Path, kind: str
 ) -> None:
@@ -582,7 +582,7 @@ def test_an_index_in_a_linked_folder_is_followed(whole: Path, tmp_path: Path) ->
     assert refusals(tmp_path / "link") == set()
 
 
-@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize("kind", ["llama", "olmoe"])
 def test_random_weights_that_memory_cannot_hold_are_refused(
     whole: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -632,7 +632,7 @@ def test_a_part_of_a_damaged_model_is_refused(
 def test_the_command_line_says_it_in_one_line(
     whole: Path, tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = damaged(whole, tmp_path, "mixtral", config(layer_types=["bogus"]))
+    folder = damaged(whole, tmp_path, "olmoe", config(layer_types=["bogus"]))
     assert (
         main([command, str(folder), *(["-p", "Hello", "--quiet"] if command == "generate" else [])])
         == 2

@@ -92,12 +92,8 @@ STOCK = {
         "gemma2",
         {"head_dim": 16, "attn_logit_softcapping": 2.0, "sliding_window": 5},
     ),
-    "gpt_oss, sinks": (
-        "gpt_oss",
-        {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
-    ),
     "gpt_neox": ("gpt_neox", {"num_key_value_heads": 4}),
-    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
 }
 IDS = torch.randint(0, 96, (33,), generator=torch.Generator().manual_seed(0))
 

@@ -1,0 +1,270 @@
+"""GLM-4.5: dense layers, then layers of experts beside shared ones, chosen as in DeepSeek-V3; a
+part of each head is rotated.
+
+T tokens, D model width, N query heads, K key/value heads, H head width, E experts, V vocabulary, R
+rows with logits.
+Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from atomc import ops
+from atomc.json_types import JSONLike
+from atomc.models.config import (
+    count,
+    expert_counts,
+    flag,
+    head_counts,
+    head_width,
+    integer,
+    model_type,
+    number,
+    only,
+)
+from atomc.models.experts import Experts
+from atomc.models.layers import MLP, RMSNorm
+from atomc.models.rotary import Rotary, apply_partial_rope, rope_parameters, rotated_columns
+
+# column: by output features; row: by input features, the outputs are summed; vocab: by vocabulary
+# entry, embeddings are summed and logits gathered. Other parameters (also the router, q_norm and
+# k_norm) are on every device.
+SHARD = {
+    "embed_tokens": "vocab",
+    "q_proj": "column",
+    "k_proj": "column",
+    "v_proj": "column",
+    "o_proj": "row",
+    "gate_proj": "column",
+    "up_proj": "column",
+    "gate_up_proj": "column",
+    "down_proj": "row",
+    "lm_head": "vocab",
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    norm_topk_prob: bool
+    n_shared_experts: int
+    n_group: int
+    topk_group: int
+    routed_scaling_factor: float
+    first_k_dense_replace: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_parameters: Mapping[str, JSONLike]
+    rotated_columns: int
+    attention_bias: bool
+    use_qk_norm: bool
+    tie_word_embeddings: bool
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, JSONLike]) -> "Config":
+        """Raises ValueError for a missing field or an unsupported value."""
+        only(hf, "hidden_act", "silu")
+        heads, kv_heads = head_counts(hf)
+        experts, chosen = expert_counts(hf)
+        groups, topk_groups = integer(hf, "n_group", 1), integer(hf, "topk_group", 1)
+        if experts % groups or topk_groups > groups or chosen > topk_groups * (experts // groups):
+            raise ValueError(
+                f"{model_type(hf)}: {chosen} of {experts} experts cannot be chosen from topk_group "
+                f"{topk_groups} of n_group {groups} groups"
+            )
+        head_dim, rope = head_width(hf), rope_parameters(hf, partial=0.5)
+        return cls(
+            vocab_size=integer(hf, "vocab_size"),
+            hidden_size=integer(hf, "hidden_size"),
+            intermediate_size=integer(hf, "intermediate_size"),
+            moe_intermediate_size=integer(hf, "moe_intermediate_size"),
+            n_routed_experts=experts,
+            num_experts_per_tok=chosen,
+            norm_topk_prob=flag(hf, "norm_topk_prob", True),
+            n_shared_experts=integer(hf, "n_shared_experts", 1),
+            n_group=groups,
+            topk_group=topk_groups,
+            routed_scaling_factor=number(hf, "routed_scaling_factor", 1.0),
+            first_k_dense_replace=count(hf, "first_k_dense_replace", 1),
+            num_hidden_layers=integer(hf, "num_hidden_layers"),
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            max_position_embeddings=integer(hf, "max_position_embeddings", 131072),
+            rms_norm_eps=number(hf, "rms_norm_eps", 1e-5),
+            rope_parameters=rope,
+            rotated_columns=rotated_columns(hf, rope, head_dim),
+            attention_bias=flag(hf, "attention_bias"),
+            use_qk_norm=flag(hf, "use_qk_norm"),
+            tie_word_embeddings=flag(hf, "tie_word_embeddings"),
+        )
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        width, bias = config.hidden_size, config.attention_bias
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = config.head_dim
+        self.scale = config.head_dim**-0.5
+        self.q_proj = nn.Linear(width, heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(heads * self.head_dim, width, bias=False)
+        self.q_norm, self.k_norm = _head_norm(config), _head_norm(config)
+        self.kv = ops.kv_state(kv_heads, self.head_dim)
+
+    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q_TNH = self.q_norm(self.q_proj(x_TD).unflatten(-1, (-1, self.head_dim)))
+        k_TKH = self.k_norm(self.k_proj(x_TD).unflatten(-1, (-1, self.head_dim)))
+        v_TKH = self.v_proj(x_TD).unflatten(-1, (-1, self.head_dim))
+        q_TNH, k_TKH = apply_partial_rope(q_TNH, k_TKH, cos, sin)
+        out_TNH = ops.attention(q_TNH, k_TKH, v_TKH, self.kv, scale=self.scale)
+        out_TD: Tensor = self.o_proj(out_TNH.flatten(-2))
+        return out_TD
+
+
+def _head_norm(config: Config) -> nn.Module:
+    return RMSNorm(config.head_dim, config.rms_norm_eps) if config.use_qk_norm else nn.Identity()
+
+
+class Router(nn.Module):
+    """The experts of each token, and their weights (DeepSeek-V3, equations 12 to 16): sigmoid
+    scores in fp32; the bias changes only the choice, which is from the best groups.
+    """
+
+    e_score_correction_bias: Tensor
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.n_routed_experts, config.hidden_size))
+        bias = torch.zeros(config.n_routed_experts, dtype=torch.float32)
+        self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
+        nn.init.normal_(self.weight, std=0.02)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
+        """Move to the model's device, but keep the bias in fp32: in bf16 other experts are
+        chosen.
+        """
+        bias = self.e_score_correction_bias
+
+        def moved(tensor: Tensor) -> Tensor:
+            result = fn(tensor)
+            changed = tensor is bias and result.dtype != bias.dtype
+            return bias.to(result.device) if changed else result
+
+        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """-> ids [T, k] i64, weights [T, k] f32."""
+        config = self.config
+        logits_TE = F.linear(x_TD.float(), self.weight.float())
+        scores_TE = logits_TE.sigmoid()
+        choice_TE = scores_TE + self.e_score_correction_bias
+        if config.n_group > 1:
+            choice_TE = self._in_best_groups(choice_TE)
+        ids = choice_TE.topk(config.num_experts_per_tok, dim=-1).indices
+        weights = scores_TE.gather(-1, ids)
+        if config.norm_topk_prob:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return ids, weights * config.routed_scaling_factor
+
+    def _in_best_groups(self, choice_TE: Tensor) -> Tensor:
+        """The scores, -inf outside the groups whose two best scores have the largest sums."""
+        grouped = torch.unflatten(choice_TE, -1, (self.config.n_group, -1))
+        best = grouped.topk(2, dim=-1).values.sum(-1)
+        chosen = best.topk(self.config.topk_group, dim=-1, sorted=False).indices
+        kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, chosen, True)
+        return grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(-2)
+
+
+class MoE(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        width, expert_width = config.hidden_size, config.moe_intermediate_size
+        self.experts = Experts(config.n_routed_experts, width, expert_width)
+        self.gate = Router(config)
+        self.shared_experts = MLP(width, expert_width * config.n_shared_experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_TD = x.flatten(0, -2)
+        ids, weights = self.gate(x_TD)
+        routed: Tensor = self.experts(x_TD, ids, weights)
+        shared: Tensor = self.shared_experts(x)
+        return routed.view_as(x) + shared
+
+
+class Layer(nn.Module):
+    def __init__(self, config: Config, index: int):
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = (
+            MoE(config)
+            if index >= config.first_k_dense_replace
+            else MLP(config.hidden_size, config.intermediate_size)
+        )
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), cos, sin)
+        x_TD = x_TD + self.mlp(self.post_attention_layernorm(x_TD))
+        return x_TD
+
+
+class Glm4MoeModel(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = Rotary(config.rope_parameters, config.rotated_columns)
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        x_TD: Tensor = self.embed_tokens(input_ids)
+        cos, sin = self.rotary_emb(x_TD, positions)
+        for layer in self.layers:
+            x_TD = layer(x_TD, cos, sin)
+        x_TD = self.norm(x_TD)
+        return x_TD
+
+
+class Glm4MoeForCausalLM(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        self.model = Glm4MoeModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, JSONLike]) -> "Glm4MoeForCausalLM":
+        return cls(Config.from_hf(hf))
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor | None = None
+    ) -> Tensor:
+        """input_ids and positions [T] i64 -> logits [T, V], or [R, V] of the tokens logits_rows [R]
+        i64.
+        """
+        x_TD = self.model(input_ids, positions)
+        if logits_rows is not None:
+            x_TD = x_TD.index_select(-2, logits_rows)
+        logits: Tensor = self.lm_head(x_TD)
+        return logits

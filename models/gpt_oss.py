@@ -1,0 +1,260 @@
+"""GPT-OSS (OpenAI 2025): attention with sinks, in every other layer within a window, and experts
+with biases and a clamped SwiGLU.
+
+T tokens, D model width, N query heads, K key/value heads, H head width, E experts, k experts of
+each token, V vocabulary, R rows with logits.
+Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from atomc import ops
+from atomc.json_types import JSONLike
+from atomc.models.config import (
+    expert_counts,
+    flag,
+    head_counts,
+    head_width,
+    integer,
+    layer_types,
+    number,
+    only,
+)
+from atomc.models.experts import Experts
+from atomc.models.rotary import Rotary, apply_rope, rope_parameters
+
+# column: by output features; row: by input features, the outputs are summed; vocab: by vocabulary
+# entry, embeddings are summed and logits gathered. Other parameters (also the router) are on every
+# device; sinks are, like query heads, by column.
+SHARD = {
+    "embed_tokens": "vocab",
+    "q_proj": "column",
+    "k_proj": "column",
+    "v_proj": "column",
+    "o_proj": "row",
+    "sinks": "column",
+    "gate_up_proj": "column",
+    "down_proj": "row",
+    "lm_head": "vocab",
+}
+
+
+# Of a config without rope_parameters.
+ROPE: Mapping[str, JSONLike] = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    num_experts_per_tok: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_parameters: Mapping[str, JSONLike]
+    sliding_window: int
+    layer_types: tuple[str, ...]
+    attention_bias: bool
+    swiglu_alpha: float
+    swiglu_limit: float
+    tie_word_embeddings: bool
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, JSONLike]) -> "Config":
+        """Raises ValueError for a missing field or an unsupported value."""
+        only(hf, "hidden_act", "silu")
+        heads, kv_heads = head_counts(hf)
+        experts, chosen = expert_counts(hf)
+        layers = integer(hf, "num_hidden_layers")
+        alternating = ["sliding_attention", "full_attention"] * layers
+        return cls(
+            vocab_size=integer(hf, "vocab_size"),
+            hidden_size=integer(hf, "hidden_size"),
+            intermediate_size=integer(hf, "intermediate_size"),
+            num_experts=experts,
+            num_experts_per_tok=chosen,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_width(hf),
+            max_position_embeddings=integer(hf, "max_position_embeddings", 131072),
+            rms_norm_eps=number(hf, "rms_norm_eps", 1e-5),
+            rope_parameters=rope_parameters(
+                {"rope_theta": 150000.0, "rope_parameters": ROPE, **hf}
+            ),
+            sliding_window=integer(hf, "sliding_window", 128),
+            layer_types=layer_types(hf, alternating[:layers]),
+            attention_bias=flag(hf, "attention_bias", True),
+            swiglu_alpha=number(hf, "swiglu_alpha", 1.702),
+            swiglu_limit=number(hf, "swiglu_limit", 7.0),
+            tie_word_embeddings=flag(hf, "tie_word_embeddings"),
+        )
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight in fp32, rounded once. x [..., D] -> [..., D]."""
+
+    def __init__(self, hidden_size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_f32 = x.to(torch.float32)
+        variance = x_f32.pow(2).mean(-1, keepdim=True)
+        return (self.weight * (x_f32 * torch.rsqrt(variance + self.eps))).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Config, window: int):
+        super().__init__()
+        width, bias = config.hidden_size, config.attention_bias
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = config.head_dim
+        self.scale = config.head_dim**-0.5
+        self.window = window
+        self.q_proj = nn.Linear(width, heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(heads * self.head_dim, width, bias=bias)
+        self.sinks = nn.Parameter(torch.zeros(heads))
+        self.kv = ops.kv_state(kv_heads, self.head_dim)
+
+    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q_TNH = self.q_proj(x_TD).unflatten(-1, (-1, self.head_dim))
+        k_TKH = self.k_proj(x_TD).unflatten(-1, (-1, self.head_dim))
+        v_TKH = self.v_proj(x_TD).unflatten(-1, (-1, self.head_dim))
+        q_TNH, k_TKH = apply_rope(q_TNH, k_TKH, cos, sin)
+        out_TNH = ops.attention(
+            q_TNH, k_TKH, v_TKH, self.kv, None, self.sinks, scale=self.scale, window=self.window
+        )
+        out_TD: Tensor = self.o_proj(out_TNH.flatten(-2))
+        return out_TD
+
+
+class Router(nn.Module):
+    """The experts of each token, and their weights: softmax over the chosen logits."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.num_experts_per_tok = config.num_experts_per_tok
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        self.bias = nn.Parameter(torch.zeros(config.num_experts))
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """-> ids [T, k] i64, weights [T, k] in x.dtype."""
+        logits_TE = F.linear(x_TD, self.weight, self.bias)
+        logits_Tk, ids = logits_TE.topk(self.num_experts_per_tok, dim=-1)
+        return ids, logits_Tk.softmax(-1)
+
+
+class GptOssExperts(Experts):
+    """Experts with biases and a clamped SwiGLU; the rows of gate and up alternate. Checkpoints
+    store the last two dimensions of each weight the other way round.
+    """
+
+    STORED_TRANSPOSED = ("gate_up_proj", "down_proj")
+
+    def __init__(self, config: Config):
+        num_experts, width = config.num_experts, config.intermediate_size
+        super().__init__(num_experts, config.hidden_size, width)
+        self.alpha, self.limit = config.swiglu_alpha, config.swiglu_limit
+        self.gate_up_proj_bias = nn.Parameter(torch.zeros(num_experts, 2 * width))
+        self.down_proj_bias = nn.Parameter(torch.zeros(num_experts, config.hidden_size))
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        h = torch.einsum("tkih,th->tki", self.gate_up_proj[ids], x) + self.gate_up_proj_bias[ids]
+        gate, up = h[..., ::2], h[..., 1::2]
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        h = (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+        y = torch.einsum("tkhi,tki->tkh", self.down_proj[ids], h) + self.down_proj_bias[ids]
+        return (y * weights.unsqueeze(-1)).sum(1, dtype=torch.float32).to(x.dtype)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.router = Router(config)
+        self.experts = GptOssExperts(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_TD = x.flatten(0, -2)
+        ids, weights = self.router(x_TD)
+        y: Tensor = self.experts(x_TD, ids, weights)
+        return y.view_as(x)
+
+
+class Layer(nn.Module):
+    def __init__(self, config: Config, window: int):
+        super().__init__()
+        self.self_attn = Attention(config, window)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), cos, sin)
+        x_TD = x_TD + self.mlp(self.post_attention_layernorm(x_TD))
+        return x_TD
+
+
+class GptOssModel(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        windows = {"full_attention": 0, "sliding_attention": config.sliding_window}
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, windows[kind]) for kind in config.layer_types)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = Rotary(config.rope_parameters, config.head_dim)
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        x_TD: Tensor = self.embed_tokens(input_ids)
+        cos, sin = self.rotary_emb(x_TD, positions)
+        for layer in self.layers:
+            x_TD = layer(x_TD, cos, sin)
+        x_TD = self.norm(x_TD)
+        return x_TD
+
+
+class GptOssForCausalLM(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        self.model = GptOssModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, JSONLike]) -> "GptOssForCausalLM":
+        return cls(Config.from_hf(hf))
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor | None = None
+    ) -> Tensor:
+        """input_ids and positions [T] i64 -> logits [T, V], or [R, V] of the tokens logits_rows [R]
+        i64.
+        """
+        x_TD = self.model(input_ids, positions)
+        if logits_rows is not None:
+            x_TD = x_TD.index_select(-2, logits_rows)
+        logits: Tensor = self.lm_head(x_TD)
+        return logits
