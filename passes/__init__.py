@@ -25,6 +25,7 @@ from atomc.passes.recognize.all_reduce import ALL_REDUCE
 from atomc.passes.recognize.attention import attention
 from atomc.passes.recognize.cat_of_slices import cat_of_slices
 from atomc.passes.recognize.columns_of_pairs import columns_of_pairs
+from atomc.passes.recognize.experts import EXPERTS_OF_TRANSFORMERS, MOE_EXPERTS, ids_as_chosen
 from atomc.passes.recognize.gated import GELU_AND_MUL, OTHER_GATES, SILU_AND_MUL
 from atomc.passes.recognize.repeat_kv import REPEAT_KV
 from atomc.passes.recognize.rms_norm import OTHER_NORMS, RMS_NORM
@@ -43,7 +44,9 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("cat_of_slices", cat_of_slices, after=["tidy"], cleanup=True),
     Pass("canonicalize", canonicalize, after=["tidy"], cleanup=True),
     rewriting(RMS_NORM, *OTHER_NORMS, after=["canonicalize"]),
-    rewriting(SILU_AND_MUL, *OTHER_GATES, after=["canonicalize"]),
+    rewriting(MOE_EXPERTS, *EXPERTS_OF_TRANSFORMERS, after=["canonicalize"]),
+    Pass("ids_as_chosen", ids_as_chosen, after=["moe_experts"], cleanup=True),
+    rewriting(SILU_AND_MUL, *OTHER_GATES, after=["moe_experts"]),
     rewriting(GELU_AND_MUL, after=["canonicalize"]),
     Pass("columns_of_pairs", columns_of_pairs, after=["tidy"], cleanup=True),
     rewriting(ROPE, ROPE_CAST, ROPE_OTHER_SIGN, ROPE_COMPLEX, after=["columns_of_pairs"]),

@@ -223,7 +223,7 @@ class _Run:
 
         index = Index(self.gm.graph)
         possible = [
-            (rewrite, case) for rewrite, case in _cases(p) if not rewrite.unmet(case, index)
+            (rewrite, case) for rewrite, case in _cases(p, index) if not rewrite.unmet(case, index)
         ]
         for rewrite, case in possible:
             fired, more_refused = apply(self.gm.graph, rewrite, index, off_here, case)
@@ -286,8 +286,12 @@ def _call(gm: GraphModule, p: Pass, context: Context) -> Outcome:
     return made if isinstance(made, Outcome) else Outcome(list(made))
 
 
-def _cases(p: Pass) -> list[tuple[Rewrite, Case]]:
-    return [(rewrite, case) for rewrite in p.rewrites for case in rewrite.cases]
+def _cases(p: Pass, index: Index) -> list[tuple[Rewrite, Case]]:
+    return [
+        (rewrite, case)
+        for rewrite in p.rewrites
+        for case in (*rewrite.cases, *rewrite.cases_in(index))
+    ]
 
 
 def _best(refused: list[NearMiss], gone: set[Node]) -> list[NearMiss]:
@@ -305,7 +309,7 @@ def _nodes_of(found: Iterable[NearMiss]) -> set[Node]:
 
 def _least_unmet(p: Pass, index: Index) -> list[str]:
     """The ops that the graph lacks, for the cases of a pass that lack the fewest."""
-    unmet = [rewrite.unmet(case, index) for rewrite, case in _cases(p)]
+    unmet = [rewrite.unmet(case, index) for rewrite, case in _cases(p, index)]
     least = min(map(len, unmet))
     return sorted({op for ops in unmet if len(ops) == least for op in ops})
 

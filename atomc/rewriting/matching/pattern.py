@@ -12,6 +12,7 @@ from torch.fx import Graph, Node
 
 from atomc.graph.canonical import Attr, Capture, call, value
 from atomc.graph.expressions import Size, expression
+from atomc.graph.views import permuted_back
 from atomc.report.records import MissKind
 from atomc.rewriting.example import ExampleValue, Fixed, OneOf
 from atomc.rewriting.matching.captures import capture, differing, stand_ins
@@ -128,6 +129,9 @@ def _traced(
         return function(**dict(zip(tensors, args, strict=True)), **rest)
 
     graph = trace_with_symbolic_sizes(run, *tensors.values())
+    for node in graph.nodes:  # as in the graphs that it is searched in, which are tidy
+        if (source := permuted_back(node)) is not None:
+            node.replace_all_uses_with(source)
     graph.eliminate_dead_code()
     return graph
 
