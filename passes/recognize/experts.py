@@ -12,7 +12,7 @@ version brings its own.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from itertools import product
 from types import SimpleNamespace
@@ -24,6 +24,7 @@ from torch.fx import GraphModule, Node
 
 from atomc import ops
 from atomc.graph.canonical import call, value
+from atomc.graph.sizes import known_equal
 from atomc.ops.experts import activated, gate_and_up
 from atomc.ops.op import op_of
 from atomc.ops.op_traits import Kind
@@ -49,8 +50,9 @@ class Gate(NamedTuple):
     @property
     def needs(self) -> Needs:
         """Ops of a graph that has it."""
-        found = _ACTIVATIONS[self.activation]
-        return {**found, "aten::clamp": {}} if self.limited else found
+        parts = {"aten::slice": {"step": 2 if self.interleaved else 1}}
+        clamps: Needs = {"aten::clamp": {}} if self.limited else {}
+        return {**_ACTIVATIONS[self.activation], **parts, **clamps}
 
 
 class Layout(NamedTuple):
@@ -68,7 +70,7 @@ _ACTIVATIONS: dict[str, Needs] = {
 }
 _GATES = [
     Gate(activation, interleaved, limited)
-    for activation, interleaved, limited in product(_ACTIVATIONS, (False, True), (False, True))
+    for limited, activation, interleaved in product((True, False), _ACTIVATIONS, (False, True))
 ]
 
 
@@ -220,76 +222,71 @@ def _example(
     }
 
 
+# Function of transformers, or "" for experts that are written out; layout, tokens, experts, device.
+_Key = tuple[str, Layout, int, int, str]
+
+
 @cache
-def _case(
-    forward: str,
-    gate: Gate,
-    layout: Layout,
-    tokens: int = 5,
-    experts: int = 13,
-    device: str = "cpu",
-) -> Case:
-    """The case of a function of transformers, or of "" for experts that are written out."""
-    made = partial(_of_transformers, forward, experts, layout.transposed)
+def _case(key: _Key, gate: Gate) -> Case:
+    forward, layout, tokens, experts, device = key
+    of_transformers = partial(_of_transformers, forward, experts, layout.transposed)
     given = {
-        "forward": made if forward else _written_out,
+        "forward": of_transformers if forward else _written_out,
         "gate": gate,
         "layout": layout,
         "tokens": tokens,
         "experts": experts,
-        "device": device,
+        "device": "cpu" if device == "cpu" else "meta",
     }
     variant = forward.removesuffix("_experts_forward") or "written out"
     return Case(f"{variant}, {gate.activation}", given, gate.needs)
 
 
-def _grouped(index: Index) -> Sequence[Case]:
+def _cases(index: Index) -> Sequence[Case]:
+    """The cases for the layouts and numbers of a graph. Limited gates come first: without their
+    limits they are not what the others compute.
+    """
+    keys = list(_gathered(index))
+    if TRANSFORMERS in sys.modules:  # else no graph has its functions
+        keys += [*_grouped(index), *_batched(index)]
+    return [_case(key, gate) for key, gate in product(keys, _GATES)]
+
+
+def _grouped(index: Index) -> Iterator[_Key]:
     """grouped_mm of transformers, whose pattern has the number of experts."""
-    if TRANSFORMERS not in sys.modules:
-        return ()
-    counted = {(call(node).attrs["bins"], value(node).device.type) for node in index["histc"]}
     layouts = {
         Layout(call(call(node).operands[1]).op != "permute", _is_biased(node))
         for node in index["_grouped_mm"]
     }
-    return [
-        _case(
-            "grouped_mm_experts_forward",
-            gate,
-            layout,
-            experts=experts,
-            device="cpu" if device == "cpu" else "meta",
-        )
-        for (experts, device), layout, gate in product(sorted(counted), sorted(layouts), _GATES)
-    ]
+    counted = {(call(node).attrs["bins"], value(node).device.type) for node in index["histc"]}
+    for layout, (experts, device) in product(sorted(layouts), sorted(counted)):
+        assert isinstance(experts, int)
+        yield "grouped_mm_experts_forward", layout, 5, experts, device
 
 
-def _batched(index: Index) -> Sequence[Case]:
+def _batched(index: Index) -> Iterator[_Key]:
     """batched_mm of transformers."""
-    if TRANSFORMERS not in sys.modules:
-        return ()
-    of_experts = [
-        node for node in index["bmm"] if any(call(each).op == "index" for each in call(node).operands)
-    ]
     layouts = {
         Layout(call(call(node).operands[1]).op == "index", any(map(_is_biased, node.users)))
-        for node in of_experts
+        for node in index["bmm"]
+        if any(call(each).op == "index" for each in call(node).operands)
     }
-    return [
-        _case("batched_mm_experts_forward", gate, layout)
-        for layout, gate in product(sorted(layouts), _GATES)
-    ]
+    for layout in sorted(layouts):
+        yield "batched_mm_experts_forward", layout, 5, 13, "cpu"
+
+
+def _gathered(index: Index) -> Iterator[_Key]:
+    """Experts that are written out. One token is another graph: einsum leaves sizes of 1 out."""
+    weights = [node for node in index["index"] if value(node).dim() == 4]
+    biased = any(value(node).dim() == 3 and _is_biased(node) for node in index["index"])
+    for tokens in sorted({1 if known_equal(len(value(node)), 1) else 5 for node in weights}):
+        yield "", Layout(False, biased), tokens, 13, "cpu"
 
 
 def _is_biased(node: Node) -> bool:
     return any(call(user).op == "add" for user in node.users)
 
 
-# One token is another graph: einsum leaves sizes of 1 out.
-_WRITTEN_OUT = [
-    _case("", gate, Layout(False, biased), tokens)
-    for gate, biased, tokens in product(_GATES, (False, True), (5, 1))
-]
 MOE_EXPERTS = Rewrite(
     "moe_experts",
     _pattern,
@@ -297,23 +294,10 @@ MOE_EXPERTS = Rewrite(
     _example,
     guard=_fits,
     attrs=_attrs,
-    needs={"aten::index": {}, "aten::bmm": {}},
-    cases=_WRITTEN_OUT,
+    needs={"aten::index": {}},
+    cases=(),
+    cases_in=_cases,
 )
-EXPERTS_OF_TRANSFORMERS = [
-    Rewrite(
-        "moe_experts",
-        _pattern,
-        _replacement,
-        _example,
-        guard=_fits,
-        attrs=_attrs,
-        needs={"aten::index": {}, product_of: {}},
-        cases=(),
-        cases_in=cases,
-    )
-    for product_of, cases in (("aten::_grouped_mm", _grouped), ("aten::bmm", _batched))
-]
 
 
 def ids_as_chosen(gm: GraphModule, context: Context) -> list[Fired]:
