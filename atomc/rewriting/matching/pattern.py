@@ -129,11 +129,22 @@ def _traced(
         return function(**dict(zip(tensors, args, strict=True)), **rest)
 
     graph = trace_with_symbolic_sizes(run, *tensors.values())
-    for node in graph.nodes:  # as in the graphs that it is searched in, which are tidy
-        if (source := permuted_back(node)) is not None:
-            node.replace_all_uses_with(source)
+    _tidy(graph)
     graph.eliminate_dead_code()
     return graph
+
+
+def _tidy(graph: Graph) -> None:
+    """What the pass of this name does to graphs, as far as patterns need it: equal nodes become
+    one, and permutations that restore an order vanish.
+    """
+    known: dict[tuple[str, ...], Node] = {}
+    for node in graph.nodes:
+        if node.op == "call_function":
+            same = known.setdefault((str(node.target), str(node.args), str(node.kwargs)), node)
+            same = permuted_back(node) or same
+            if same is not node:
+                node.replace_all_uses_with(same)
 
 
 def _returned(graph: Graph) -> list[Node]:
