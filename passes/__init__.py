@@ -25,12 +25,14 @@ from atomc.passes.recognize.all_reduce import ALL_REDUCE
 from atomc.passes.recognize.attention import attention
 from atomc.passes.recognize.cat_of_slices import cat_of_slices
 from atomc.passes.recognize.columns_of_pairs import columns_of_pairs
+from atomc.passes.recognize.experts import MOE_EXPERTS, ids_as_chosen
 from atomc.passes.recognize.gated import GELU_AND_MUL, OTHER_GATES, SILU_AND_MUL
 from atomc.passes.recognize.repeat_kv import REPEAT_KV
 from atomc.passes.recognize.rms_norm import OTHER_NORMS, RMS_NORM
 from atomc.passes.recognize.rope import ROPE, ROPE_CAST, ROPE_COMPLEX, ROPE_OTHER_SIGN, ROPE_PARTIAL
 from atomc.passes.recognize.rope_before_transpose import ROPE_BEFORE_TRANSPOSE
 from atomc.passes.reinplace import reinplace
+from atomc.passes.recognize.route import TOPK_ROUTE
 from atomc.rewriting.graph_pass import Pass, rewriting
 
 # Dynamo's graph, in which composite calls are still one node.
@@ -42,10 +44,13 @@ PIPELINE: tuple[Pass, ...] = (
     # Recognize: PyTorch code becomes ops.
     Pass("cat_of_slices", cat_of_slices, after=["tidy"], cleanup=True),
     Pass("canonicalize", canonicalize, after=["tidy"], cleanup=True),
-    rewriting(RMS_NORM, *OTHER_NORMS, after=["canonicalize"]),
-    rewriting(SILU_AND_MUL, *OTHER_GATES, after=["canonicalize"]),
-    rewriting(GELU_AND_MUL, after=["canonicalize"]),
     Pass("columns_of_pairs", columns_of_pairs, after=["tidy"], cleanup=True),
+    rewriting(RMS_NORM, *OTHER_NORMS, after=["canonicalize"]),
+    rewriting(MOE_EXPERTS, after=["canonicalize", "columns_of_pairs"]),
+    rewriting(TOPK_ROUTE, after=["canonicalize"]),
+    Pass("ids_as_chosen", ids_as_chosen, after=["topk_route", "moe_experts"], cleanup=True),
+    rewriting(SILU_AND_MUL, *OTHER_GATES, after=["moe_experts"]),
+    rewriting(GELU_AND_MUL, after=["canonicalize"]),
     rewriting(ROPE, ROPE_CAST, ROPE_OTHER_SIGN, ROPE_COMPLEX, after=["columns_of_pairs"]),
     rewriting(ROPE_PARTIAL, after=["rope"]),
     rewriting(REPEAT_KV),

@@ -11,10 +11,11 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Argument
 
-from atomc.graph.canonical import Call, call, dims_of, value
+from atomc.graph.canonical import Call, call, value
 from atomc.graph.mutation import mutated, storage
 from atomc.graph.sizes import known_equal, same_shape
 from atomc.graph.strides import Values, same_strides, values_behind
+from atomc.graph.views import permuted_back
 from atomc.rewriting.graph_pass import Context
 from atomc.rewriting.matching.attributes import same_attr
 from atomc.rewriting.rewrite import Fired, remove_dead_nodes
@@ -191,14 +192,8 @@ def _whole_slice(node: Node, here: Call) -> Node | None:
     )
 
 
-def _swapped_back(node: Node, here: Call) -> Node | None:
-    """The input of the first of two equal transposes."""
-    inner, dims = call(here.operands[0]), here.attrs["dims"]
-    return (
-        inner.operands[0]
-        if inner.op == "permute" and inner.attrs["dims"] == dims and _is_swap(dims_of(dims))
-        else None
-    )
+def _permuted_back(node: Node, here: Call) -> Node | None:
+    return permuted_back(node)
 
 
 def _neutral(node: Node, here: Call) -> Node | None:
@@ -227,11 +222,6 @@ def _alike(a: Node, b: Node) -> bool:
     return bool(value(a).dtype == value(b).dtype) and same_shape(value(a), value(b))
 
 
-def _is_swap(dims: tuple[int, ...]) -> bool:
-    """Whether a permutation is its own inverse."""
-    return all(dims[d] == i - len(dims) for i, d in enumerate(dims))
-
-
 # Op -> a function that returns the operand whose value a node returns, or None.
 _GIVES_BACK: dict[str, Callable[[Node, Call], Node | None]] = {
     "alias": lambda node, here: here.operands[0],
@@ -240,6 +230,6 @@ _GIVES_BACK: dict[str, Callable[[Node, Call], Node | None]] = {
     "copy": _overwritten,
     "view": _same_view,
     "slice": _whole_slice,
-    "permute": _swapped_back,
+    "permute": _permuted_back,
     **dict.fromkeys(_NEUTRAL, _neutral),
 }

@@ -18,6 +18,10 @@ from atomc.report.report import Report
 from atomc.torch_compat.tracing import break_reason, compiled_function, recompile_reason
 
 log = logging.getLogger("atomc")
+_LOOP_OVER_EXPERTS = (
+    "a loop over the experts that tokens chose depends on data, and each of its parts is compiled "
+    'alone; call model.set_experts_implementation("grouped_mm") before torch.compile'
+)
 
 
 def new_report(gm: GraphModule) -> Report:
@@ -29,9 +33,10 @@ def new_report(gm: GraphModule) -> Report:
     if broken is not None:
         reason, stack = broken
         file, line, code = stack[-1] if stack else ("", 0, "")
-        report.graph_break = GraphBreak(
-            f"{file.rsplit('/', 1)[-1]}:{line}", code.strip(), reason.split("\n")[0].strip()
-        )
+        why = reason.split("\n")[0].strip()
+        if "/transformers/models/" in file and "expert" in code:
+            why += f": {_LOOP_OVER_EXPERTS}"
+        report.graph_break = GraphBreak(f"{file.rsplit('/', 1)[-1]}:{line}", code.strip(), why)
     report.recompile = recompile_reason()
     return report
 

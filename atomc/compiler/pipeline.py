@@ -223,9 +223,11 @@ class _Run:
 
         index = Index(self.gm.graph)
         possible = [
-            (rewrite, case) for rewrite, case in _cases(p) if not rewrite.unmet(case, index)
+            (rewrite, case) for rewrite, case in _cases(p, index) if not rewrite.unmet(case, index)
         ]
         for rewrite, case in possible:
+            if rewrite.unmet(case, index):  # earlier ones replaced the ops
+                continue
             fired, more_refused = apply(self.gm.graph, rewrite, index, off_here, case)
             if fired:
                 index = Index(self.gm.graph)
@@ -235,7 +237,11 @@ class _Run:
             return done
         done.near = _best(refused, {node for f in done.fired for node in f.nodes})
         try:
-            shown_too = [pair for pair in possible if pair[0].explained]
+            shown_too = [
+                (rewrite, case)
+                for rewrite, case in possible
+                if rewrite.explained and not rewrite.unmet(case, index)
+            ]
             explained, unexplained = misses(index, shown_too, self.done.near)
         except Exception as error:  # a failed explanation must not fail the compilation
             self.report.bugs.append(
@@ -286,8 +292,12 @@ def _call(gm: GraphModule, p: Pass, context: Context) -> Outcome:
     return made if isinstance(made, Outcome) else Outcome(list(made))
 
 
-def _cases(p: Pass) -> list[tuple[Rewrite, Case]]:
-    return [(rewrite, case) for rewrite in p.rewrites for case in rewrite.cases]
+def _cases(p: Pass, index: Index) -> list[tuple[Rewrite, Case]]:
+    return [
+        (rewrite, case)
+        for rewrite in p.rewrites
+        for case in (*rewrite.cases, *rewrite.cases_in(index))
+    ]
 
 
 def _best(refused: list[NearMiss], gone: set[Node]) -> list[NearMiss]:
@@ -305,7 +315,8 @@ def _nodes_of(found: Iterable[NearMiss]) -> set[Node]:
 
 def _least_unmet(p: Pass, index: Index) -> list[str]:
     """The ops that the graph lacks, for the cases of a pass that lack the fewest."""
-    unmet = [rewrite.unmet(case, index) for rewrite, case in _cases(p)]
+    unmet = [rewrite.unmet(case, index) for rewrite, case in _cases(p, index)]
+    unmet = unmet or [rewrite.unmet(Case(), index) for rewrite in p.rewrites]
     least = min(map(len, unmet))
     return sorted({op for ops in unmet if len(ops) == least for op in ops})
 
@@ -330,6 +341,8 @@ def _absent(missing: Sequence[str], ops: set[str], index: Index) -> str:
 
 def _needed(ops: Sequence[str], index: Index) -> str:
     """A text: which ops that a pass needs the graph lacks, or has only with other attributes."""
+    if not ops:
+        return "its ops are not connected anywhere"
     for op in ops:
         for node in index[op]:
             return f"it does not support {op.removeprefix('atom::')} like {describe(node)}"

@@ -132,7 +132,9 @@ def _by_schema(node: Node, schema: FunctionSchema) -> Call:
         ):
             operands += [part for part in parts if isinstance(part, Node)]
             given.append(name)
-        elif found is not None:
+            if None in parts:  # which dimensions an index leaves as they are
+                attrs[name] = tuple(part is not None for part in parts)
+        elif found is not None and name not in ("device", "pin_memory"):
             attrs[name] = _attr(found)
     if any(
         isinstance(argument.type, torch.OptionalType) and "Tensor" in str(argument.type)
@@ -281,6 +283,11 @@ def _mul(node: Node, written: Call) -> Call:
     return _square(node, written) if same else written
 
 
+def _grouped_mm(_: Node, written: Call) -> Call:
+    """The op of transformers that stands in for torch's where that has no kernel."""
+    return Call("_grouped_mm", written.operands, {"given": ("self", "mat2", "offs")})
+
+
 def _clone(_: Node, written: Call) -> Call:
     return Call("clone", written.operands, {})
 
@@ -303,6 +310,7 @@ _CANONICAL_FORMS: dict[str, Callable[[Node, Call], Call]] = {
     "pow": _pow,
     "mul": _mul,
     "clone": _clone,
+    "transformers::grouped_mm_fallback": _grouped_mm,
 }
 
 

@@ -4,6 +4,8 @@ import operator
 
 from torch.fx import Node
 
+from atomc.graph.canonical import Call, call, dims_of
+
 # Views, assertions and allocations: they move no data.
 ZERO_COST = frozenset({
     "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "expand", "transpose", "t",
@@ -49,3 +51,26 @@ def storage_node(node: Node) -> Node:
     while node.op == "call_function" and name_of(node) in ZERO_COST and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
+
+
+def permuted_back(node: Node) -> Node | None:
+    """The earlier node whose value a permutation returns: it keeps the order, or restores that
+    before another permutation. None for all other nodes.
+    """
+    here = call(node)
+    if here.op != "permute":
+        return None
+    inner = call(here.operands[0])
+    if not dims_of(here.attrs["dims"]):
+        return here.operands[0]
+    if inner.op != "permute":
+        return None
+    rank = max(len(dims_of(each.attrs["dims"])) for each in (here, inner))
+    before, after = _order(inner, rank), _order(here, rank)
+    return inner.operands[0] if [before[d] for d in after] == list(range(-rank, 0)) else None
+
+
+def _order(permute: Call, rank: int) -> list[int]:
+    """The order of the last `rank` dimensions, counted from the end."""
+    dims = dims_of(permute.attrs["dims"])
+    return [*range(-rank, -len(dims)), *dims]

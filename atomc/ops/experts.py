@@ -42,6 +42,11 @@ def gated(
     gate, up = gate_and_up(h, interleaved)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return activated(gate, up, activation, alpha)
+
+
+def activated(gate: Tensor, up: Tensor, activation: str, alpha: float) -> Tensor:
+    """`gated` for gate and up [..., I], which are clamped already."""
     if activation == "silu":
         return F.silu(gate) * up
     if activation == "gelu":

@@ -43,16 +43,17 @@ Example = dict[str, ExampleValue]
 
 
 def tensor_example(
-    *shape: int, dtype: torch.dtype | OneOf[torch.dtype] = torch.bfloat16
+    *shape: int, dtype: torch.dtype | OneOf[torch.dtype] = torch.bfloat16, device: str = "cpu"
 ) -> Tensor | OneOf[Tensor]:
-    """A tensor of which only the sizes and the dtype count.
+    """A tensor of which only the sizes and the dtype count. device: "meta" for a pattern that is
+    another one on GPUs.
 
     With a `OneOf` as dtype, the site may have any of these dtypes. If the same `OneOf` is also an
     argument of the example, that argument is captured and equals the dtype.
     """
     if isinstance(dtype, OneOf):
-        return OneOf(*(torch.empty(*shape, dtype=each) for each in dtype.values), follows=dtype)
-    return torch.empty(*shape, dtype=dtype)
+        return OneOf(*(torch.empty(*shape, dtype=each, device=device) for each in dtype.values), follows=dtype)
+    return torch.empty(*shape, dtype=dtype, device=device)
 
 
 def norm_weight_example(width: int) -> Tensor | OneOf[Tensor]:

@@ -63,6 +63,8 @@ class Rewrite:
     guard          (arguments as fake tensors and numbers) -> why the site does not qualify, or None
     variant        distinguishes rewrites of the same name
     cases          the patterns, most specific first; each is traced with an example of its own
+    cases_in       index of a graph -> further cases, for patterns that are traced with numbers of
+                   the graph, such as the number of experts; equal numbers give the same Case
     attrs          attributes of a site for the report, besides the captured ones; or a function
                    with the arguments of `guard` that returns them
     sees_through   views that keep the last dimension may occur between the pattern's nodes
@@ -85,6 +87,7 @@ class Rewrite:
     needs: Needs = field(default_factory=dict)
     explained: bool = True
     cases: Sequence[Case] = (Case(),)
+    cases_in: Callable[[Index], Sequence[Case]] = lambda index: ()
     _traced: dict[Case, Pattern] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:

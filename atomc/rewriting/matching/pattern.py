@@ -12,6 +12,7 @@ from torch.fx import Graph, Node
 
 from atomc.graph.canonical import Attr, Capture, call, value
 from atomc.graph.expressions import Size, expression
+from atomc.graph.views import permuted_back
 from atomc.ops.formats import HALVES
 from atomc.report.records import MissKind
 from atomc.rewriting.example import ExampleValue, Fixed, OneOf
@@ -129,8 +130,22 @@ def _traced(
         return function(**dict(zip(tensors, args, strict=True)), **rest)
 
     graph = trace_with_symbolic_sizes(run, *tensors.values())
+    _tidy(graph)
     graph.eliminate_dead_code()
     return graph
+
+
+def _tidy(graph: Graph) -> None:
+    """What the pass of this name does to graphs, as far as patterns need it: equal nodes become
+    one, and permutations that restore an order vanish.
+    """
+    known: dict[tuple[str, ...], Node] = {}
+    for node in graph.nodes:
+        if node.op == "call_function":
+            same = known.setdefault((str(node.target), str(node.args), str(node.kwargs)), node)
+            same = permuted_back(node) or same
+            if same is not node:
+                node.replace_all_uses_with(same)
 
 
 def _returned(graph: Graph) -> list[Node]:

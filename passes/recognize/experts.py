@@ -1,0 +1,316 @@
+"""Replace the experts of a mixture by one op: as the functions of the installed transformers compute
+them, or written out. The patterns of transformers are traced from these functions, so that another
+version brings its own.
+
+    ids > sort > histc > cumsum -------+
+    x > rows of the sorted ids --> _grouped_mm > gate > _grouped_mm > * weights > back in order > sum
+ or
+    w13[ids] --+                w2[ids] --+
+    x ------- bmm > gate --------------- bmm > * weights > sum
+ =>
+    moe_experts(x, ids, weights, w13, w2)
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from itertools import product
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from atomc import ops
+from atomc.graph.canonical import call, value
+from atomc.graph.sizes import known_equal
+from atomc.ops.experts import activated, gate_and_up
+from atomc.ops.op import op_of
+from atomc.ops.op_traits import Kind
+from atomc.rewriting.example import Example, OneOf, tensor_example
+from atomc.rewriting.graph_pass import Context
+from atomc.rewriting.matching.pattern import Index
+from atomc.rewriting.rewrite import Case, Fired, Needs, Rewrite, remove_dead_nodes
+
+transpose: Callable[[Tensor, int, int], Tensor] = torch.ops.aten.transpose.int
+TRANSFORMERS = "transformers.integrations.moe"
+
+
+class Gate(NamedTuple):
+    """How the first product [.., 2I] becomes the input of the second; see `gated` of the op.
+
+    limited  gate and up are clamped
+    """
+
+    activation: str
+    interleaved: bool
+    limited: bool
+
+    @property
+    def needs(self) -> Needs:
+        """Ops of a graph that has it."""
+        parts = {"aten::slice": {"step": 2 if self.interleaved else 1}}
+        clamps: Needs = {"aten::clamp": {}} if self.limited else {}
+        return {**_ACTIVATIONS[self.activation], **parts, **clamps}
+
+
+class Layout(NamedTuple):
+    """How experts store their weights: with inputs as rows, and with biases or not."""
+
+    transposed: bool
+    biased: bool
+
+
+_ACTIVATIONS: dict[str, Needs] = {
+    "silu": {"aten::silu": {}},
+    "gelu": {"aten::gelu": {"approximate": "none"}},
+    "gelu_tanh": {"aten::gelu": {"approximate": "tanh"}},
+    "swiglu_oai": {"aten::sigmoid": {}},
+}
+_GATES = [
+    Gate(activation, interleaved, limited)
+    for limited, activation, interleaved in product((True, False), _ACTIVATIONS, (False, True))
+]
+
+
+class _Given(NamedTuple):
+    """The arguments of all patterns."""
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    w13: Tensor
+    w2: Tensor
+    b13: Tensor | None
+    b2: Tensor | None
+Forward = Callable[[_Given, Callable[[Tensor], Tensor]], Tensor]
+
+
+def _written_out(given: _Given, gate: Callable[[Tensor], Tensor]) -> Tensor:
+    """The plainest experts: the weights of the chosen ones gathered, and two products."""
+    x, ids, weights, w13, w2, b13, b2 = given
+    h = torch.einsum("tkih,th->tki", w13[ids], x)
+    h = gate(h if b13 is None else h + b13[ids])
+    y = torch.einsum("tkhi,tki->tkh", w2[ids], h)
+    y = y if b2 is None else y + b2[ids]
+    return (y * weights.unsqueeze(-1)).sum(1, dtype=torch.float32).to(x.dtype)
+
+
+def _of_transformers(
+    name: str, experts: int, transposed: bool, given: _Given, gate: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """What a function of transformers computes for a module with these parameters."""
+    module = SimpleNamespace(
+        num_experts=experts,
+        has_gate=True,
+        has_bias=given.b13 is not None,
+        has_post_expert_norm=False,
+        is_transposed=transposed,
+        is_concatenated=True,
+        _is_expert_parallel=False,
+        _apply_gate=gate,
+        gate_up_proj=given.w13,
+        gate_up_proj_bias=given.b13,
+        down_proj=given.w2,
+        down_proj_bias=given.b2,
+    )
+    forward = getattr(sys.modules[TRANSFORMERS], name)
+    tensors = (given.x, given.ids, given.weights)
+    made: Tensor = torch.func.functionalize(partial(forward, module))(*tensors)
+    return made
+
+
+def _pattern(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    forward: Forward,
+    activation: str,
+    interleaved: bool,
+    transposed: bool,
+    b13: Tensor | None,
+    b2: Tensor | None,
+    alpha: float = 0.0,
+    low: float | None = None,
+    high: float | None = None,
+) -> Tensor:
+    def gate(h: Tensor) -> Tensor:
+        gate, up = gate_and_up(h, interleaved)
+        if high is not None:
+            gate, up = gate.clamp(max=high), up.clamp(low, high)
+        return activated(gate, up, activation, alpha)
+
+    return forward(_Given(x, ids, weights, w13, w2, b13, b2), gate)
+
+
+def _replacement(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    forward: Forward,
+    activation: str,
+    interleaved: bool,
+    transposed: bool,
+    b13: Tensor | None,
+    b2: Tensor | None,
+    alpha: float = 1.702,
+    low: float | None = None,
+    high: float | None = None,
+) -> Tensor:
+    if transposed:
+        w13, w2 = transpose(w13, 1, 2), transpose(w2, 1, 2)
+    biases = () if b13 is None else (b13, b2)
+    return ops.moe_experts(
+        x,
+        ids,
+        weights,
+        w13,
+        w2,
+        *biases,
+        activation=activation,
+        interleaved=interleaved,
+        alpha=alpha,
+        limit=high,
+    )
+
+
+def _fits(low: float | None = None, high: float | None = None, **given: object) -> str | None:
+    """A guard: matrices of tokens, and symmetric limits."""
+    wrong = [
+        f"`{name}` of {tensor.dim()} dimensions"
+        for name, tensor in given.items()
+        if isinstance(tensor, Tensor) and tensor.dim() != (3 if name in ("w13", "w2") else 2)
+    ]
+    if high is not None and low != -high:
+        wrong.append(f"limits {low} and {high}, which are not symmetric")
+    return wrong[0] if wrong else None
+
+
+def _attrs(ids: Tensor, w13: Tensor, activation: str, **_: object) -> dict[str, str | int]:
+    return {"experts": len(w13), "top_k": ids.shape[-1], "activation": activation}
+
+
+def _example(
+    forward: Forward, gate: Gate, layout: Layout, tokens: int, experts: int, device: str
+) -> Example:
+    # A pattern of transformers is traced for one number of experts; no other size is equal to it.
+    k, width, inner = (3, 40, 56) if experts not in (3, 40, 56, 112, tokens) else (11, 72, 88)
+    of_w13, of_w2 = (2 * inner, width), (width, inner)
+    if layout.transposed:
+        of_w13, of_w2 = of_w13[::-1], of_w2[::-1]
+    made = partial(tensor_example, device=device)
+    limits = {"low": -3.5, "high": 6.5} if gate.limited else {}
+    return {
+        "x": made(tokens, width),
+        "ids": made(tokens, k, dtype=torch.int64),
+        "weights": made(tokens, k, dtype=OneOf(torch.float32, torch.bfloat16)),
+        "w13": made(experts, *of_w13),
+        "w2": made(experts, *of_w2),
+        "forward": forward,
+        "activation": gate.activation,
+        "interleaved": gate.interleaved,
+        "transposed": layout.transposed,
+        "b13": made(experts, 2 * inner) if layout.biased else None,
+        "b2": made(experts, width) if layout.biased else None,
+        **({"alpha": 1.3} if gate.activation == "swiglu_oai" else {}),
+        **limits,
+    }
+
+
+# Function of transformers, or "" for experts that are written out; layout, tokens, experts, device.
+_Key = tuple[str, Layout, int, int, str]
+
+
+@cache
+def _case(key: _Key, gate: Gate) -> Case:
+    forward, layout, tokens, experts, device = key
+    of_transformers = partial(_of_transformers, forward, experts, layout.transposed)
+    given = {
+        "forward": of_transformers if forward else _written_out,
+        "gate": gate,
+        "layout": layout,
+        "tokens": tokens,
+        "experts": experts,
+        "device": "cpu" if device == "cpu" else "meta",
+    }
+    variant = forward.removesuffix("_experts_forward") or "written out"
+    return Case(f"{variant}, {gate.activation}", given, gate.needs)
+
+
+def _cases(index: Index) -> Sequence[Case]:
+    """The cases for the layouts and numbers of a graph. Limited gates come first: without their
+    limits they are not what the others compute.
+    """
+    keys = list(_gathered(index))
+    if TRANSFORMERS in sys.modules:  # else no graph has its functions
+        keys += [*_grouped(index), *_batched(index)]
+    return [_case(key, gate) for key, gate in product(keys, _GATES)]
+
+
+def _grouped(index: Index) -> Iterator[_Key]:
+    """grouped_mm of transformers, whose pattern has the number of experts."""
+    layouts = {
+        Layout(call(call(node).operands[1]).op != "permute", _is_biased(node))
+        for node in index["_grouped_mm"]
+    }
+    counted = {(call(node).attrs["bins"], value(node).device.type) for node in index["histc"]}
+    for layout, (experts, device) in product(sorted(layouts), sorted(counted)):
+        assert isinstance(experts, int)
+        yield "grouped_mm_experts_forward", layout, 5, experts, device
+
+
+def _batched(index: Index) -> Iterator[_Key]:
+    """batched_mm of transformers."""
+    layouts = {
+        Layout(call(call(node).operands[1]).op == "index", any(map(_is_biased, node.users)))
+        for node in index["bmm"]
+        if any(call(each).op == "index" for each in call(node).operands)
+    }
+    for layout in sorted(layouts):
+        yield "batched_mm_experts_forward", layout, 5, 13, "cpu"
+
+
+def _gathered(index: Index) -> Iterator[_Key]:
+    """Experts that are written out. One token is another graph: einsum leaves sizes of 1 out."""
+    weights = [node for node in index["index"] if value(node).dim() == 4]
+    biased = any(value(node).dim() == 3 and _is_biased(node) for node in index["index"])
+    for tokens in sorted({1 if known_equal(len(value(node)), 1) else 5 for node in weights}):
+        yield "", Layout(False, biased), tokens, 13, "cpu"
+
+
+def _is_biased(node: Node) -> bool:
+    return any(call(user).op == "add" for user in node.users)
+
+
+MOE_EXPERTS = Rewrite(
+    "moe_experts",
+    _pattern,
+    _replacement,
+    _example,
+    guard=_fits,
+    attrs=_attrs,
+    needs={"aten::index": {}},
+    cases=(),
+    cases_in=_cases,
+)
+
+
+def ids_as_chosen(gm: GraphModule, context: Context) -> list[Fired]:
+    """Let experts read the int32 ids of the router, without a cast to int64."""
+    fired = []
+    for node in gm.graph.nodes:
+        op = op_of(node.target)
+        if op is None or Kind.EXPERTS not in op.kind:
+            continue
+        for ids in node.all_input_nodes:
+            cast = call(ids)
+            if cast.op == "cast" and value(cast.operands[0]).dtype == torch.int32:
+                node.replace_input_with(ids, cast.operands[0])
+                fired.append(Fired("ids_as_chosen", node, {}))
+    remove_dead_nodes(gm.graph)
+    return fired
