@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
+import triton
 
 from atomc.platform import Platform
 
@@ -72,6 +73,24 @@ class Tile(NamedTuple):
     parts: int
     warps: int
     stages: int = 1
+
+
+class ExpertsTile(NamedTuple):
+    """Of the experts of few tokens, what one program reads per step: a number of elements of the
+    weights, and of a row at most so many columns; of down, in rows of all experts of a token.
+
+    apart  a program of down takes one of a token's experts, not all of them
+    """
+
+    elements: int
+    columns: int
+    warps: int
+    apart: bool = False
+
+    def cut(self, columns: int, experts: int = 1) -> tuple[int, int]:
+        """Rows of each of these experts and columns of them, of rows of so many columns."""
+        width = min(max(self.columns // experts, 64), triton.next_power_of_2(columns))
+        return max(self.elements // (width * experts), 2), width
 
 
 class RowTile(NamedTuple):
@@ -225,6 +244,19 @@ LINEAR_MXFP4 = TileTable[Launch](
             ((ANY,), _W4A16_64),
         ]
     },
+)
+
+# Not measured yet: a row of the weight takes as many threads as in LINEAR.
+EXPERTS_FEW = TileTable(
+    command="python bench/moe.py --tiles --formats bf16",
+    sizes=("tokens",),
+    by_arch={"sm90": [((ANY,), ExpertsTile(8192, 2048, 4))]},
+)
+# Rows are contiguous, not columns: 64 of them, 128 bytes, a program.
+EXPERTS_FEW_TRANSPOSED = TileTable(
+    command="python bench/moe.py --tiles --formats bf16_transposed",
+    sizes=("tokens",),
+    by_arch={"sm90": [((ANY,), ExpertsTile(4096, 64, 4, apart=True))]},
 )
 
 # qk_norm_rope_kv_write of 24 heads of 128, us with 1 / 4 / 8 / 16 / 32 rows per program: 1 token
