@@ -173,6 +173,19 @@ def assert_but_for_codes(
     assert rms <= (rounding + MOVED**0.5 * step) * size, f"error {rms:.3g} of {size:.3g}"
 
 
+def assert_same_choices(
+    actual: Tensor, reference: Tensor, weights: Tensor, dtype: torch.dtype
+) -> None:
+    """Equal ids, in the order of falling weights; but two neighbours whose weights differ by less
+    than the rounding of 16-bit logits may be exchanged, and so may the last one with one left out.
+    """
+    assert (actual.dtype, actual.shape) == (reference.dtype, reference.shape)
+    near = weights.float().diff(dim=-1).abs() <= 2 * torch.finfo(dtype).eps * weights[..., 1:]
+    last = torch.full_like(weights[..., :1], dtype != torch.float32, dtype=torch.bool)
+    exchanged = torch.cat((near, last), -1) | torch.cat((near.new_zeros(last.shape), near), -1)
+    assert ((actual == reference) | exchanged).all(), f"{actual}, expected {reference}"
+
+
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
     return request.param
@@ -210,6 +223,8 @@ def test_a_kernel_computes_what_its_op_means(
     for got, low, exact in zip(actual, reference, truth, strict=True):
         if step:
             assert_but_for_codes(got, low, dtype, step)
+        elif low.dtype == torch.int32:
+            assert_same_choices(got, low, reference[0], dtype)
         else:
             assert_as_exact(got, low, exact, dtype, op.name in COMPUTED)
         assert strides(got) == strides(low)

@@ -52,7 +52,10 @@ def tensor_example(
     argument of the example, that argument is captured and equals the dtype.
     """
     if isinstance(dtype, OneOf):
-        return OneOf(*(torch.empty(*shape, dtype=each, device=device) for each in dtype.values), follows=dtype)
+        return OneOf(
+            *(torch.empty(*shape, dtype=each, device=device) for each in dtype.values),
+            follows=dtype,
+        )
     return torch.empty(*shape, dtype=dtype, device=device)
 
 

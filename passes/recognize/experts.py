@@ -84,6 +84,8 @@ class _Given(NamedTuple):
     w2: Tensor
     b13: Tensor | None
     b2: Tensor | None
+
+
 Forward = Callable[[_Given, Callable[[Tensor], Tensor]], Tensor]
 
 

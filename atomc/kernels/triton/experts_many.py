@@ -17,14 +17,14 @@ from atomc.kernels.triton.grouped import (
     weighted_sum,
 )
 from atomc.kernels.triton.launch import not_nvidia
-from atomc.kernels.triton.tiles import MOE_EXPERTS, ExpertTile, TileTable
+from atomc.kernels.triton.tiles import MOE_EXPERTS, GroupedTile, TileTable
 from atomc.ops.experts import ACTIVATIONS
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 # On CUDA cores; operands are twice as large.
 _FP32 = dict(BLOCK_N=32, BLOCK_K=32, TALL=1, SWAP=0, num_warps=4, num_stages=2)
-FP32_TILE = ExpertTile(16, _FP32, _FP32)
+FP32_TILE = GroupedTile(16, _FP32, _FP32)
 
 
 def unfit(
@@ -63,8 +63,8 @@ def unreadable(**weights: Tensor) -> Refusal | None:
 
 
 def tile_for(
-    table: TileTable[ExpertTile], dtype: torch.dtype, ids: Tensor, experts: int
-) -> ExpertTile:
+    table: TileTable[GroupedTile], dtype: torch.dtype, ids: Tensor, experts: int
+) -> GroupedTile:
     """The tile for ids [T, k] and rows of x in this dtype."""
     if dtype == torch.float32:
         return FP32_TILE

@@ -6,6 +6,7 @@ order at the end. M rows of x, N rows of the weight, K columns.
 
 import math
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -132,10 +133,16 @@ def _by_tensor_core(
     )
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tensor:
-    """x @ weight.T + bias, with the given tile."""
+def multiply(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tile: Tile,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """x @ weight.T + bias in out_dtype (None: that of x), with the given tile."""
     n, k = weight.shape
-    out = x.new_empty((*x.shape[:-1], n))
+    out = x.new_empty((*x.shape[:-1], n), dtype=out_dtype)
     if rows := num_rows(x):
         # H200, us of a layer without attention, with the next kernel released before / after the
         # loop. One row: Qwen3-0.6B 17.6 / 17.1, 8B 96 / 104. Two rows: 0.6B 23.6 / 19.9. Tensor

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
+import triton
 
 from atomc.platform import Platform
 
@@ -74,7 +75,7 @@ class Tile(NamedTuple):
     stages: int = 1
 
 
-class ExpertTile(NamedTuple):
+class GroupedTile(NamedTuple):
     """Of experts: pairs of a token and an expert in a block, and how the products of gate and up,
     and of down, are launched.
     """
@@ -82,6 +83,24 @@ class ExpertTile(NamedTuple):
     block: int
     up: Launch
     down: Launch
+
+
+class ExpertsFewTile(NamedTuple):
+    """Of the experts of few tokens, what one program reads per step: a number of elements of the
+    weights, and of a row at most so many columns; of down, in rows of all experts of a token.
+
+    apart  a program of down takes one of a token's experts, not all of them
+    """
+
+    elements: int
+    columns: int
+    warps: int
+    apart: bool = False
+
+    def cut(self, columns: int, experts: int = 1) -> tuple[int, int]:
+        """Rows of each of these experts and columns of them, of rows of so many columns."""
+        width = min(max(self.columns // experts, 64), triton.next_power_of_2(columns))
+        return max(self.elements // (width * experts), 2), width
 
 
 class RowTile(NamedTuple):
@@ -240,7 +259,7 @@ LINEAR_MXFP4 = TileTable[Launch](
 
 def _grouped(
     block: int, weight_rows: int, columns: int, num_stages: int, num_warps: int = 4, tall: int = 1
-) -> ExpertTile:
+) -> GroupedTile:
     launch = {
         "BLOCK_N": weight_rows,
         "BLOCK_K": columns,
@@ -249,7 +268,7 @@ def _grouped(
         "num_warps": num_warps,
         "num_stages": num_stages,
     }
-    return ExpertTile(block, launch, launch)
+    return GroupedTile(block, launch, launch)
 
 
 # First values, not yet compared with others: a block is about twice as long as an expert has pairs.
@@ -276,6 +295,19 @@ MOE_EXPERTS_8_BITS = TileTable(
             ((ANY,), _grouped(128, 128, 128, 4, num_warps=8, tall=8)),
         ]
     },
+)
+
+# Not measured yet: a row of the weight takes as many threads as in LINEAR.
+EXPERTS_FEW = TileTable(
+    command="python bench/moe.py --tiles --formats bf16",
+    sizes=("tokens",),
+    by_arch={"sm90": [((ANY,), ExpertsFewTile(8192, 2048, 4))]},
+)
+# Rows are contiguous, not columns: 64 of them, 128 bytes, a program.
+EXPERTS_FEW_TRANSPOSED = TileTable(
+    command="python bench/moe.py --tiles --formats bf16_transposed",
+    sizes=("tokens",),
+    by_arch={"sm90": [((ANY,), ExpertsFewTile(4096, 64, 4, apart=True))]},
 )
 
 # qk_norm_rope_kv_write of 24 heads of 128, us with 1 / 4 / 8 / 16 / 32 rows per program: 1 token

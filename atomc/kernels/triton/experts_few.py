@@ -1,0 +1,608 @@
+"""Mixtures of experts for few tokens in Triton, bound by the bandwidth of reading the weights.
+
+Two kernels, without sorting tokens by experts: a program of the first takes a choice of a token and
+some rows of gate and up, one of the second a token and some rows of down, of all of its experts,
+which it adds in a fixed order. Programs of one choice of rows run side by side, so that tokens of
+the same expert share reads through the L2 cache. Where x is quantized, a kernel between the two
+quantizes the gated activation.
+
+The first kernel waits for the ids before it reads anything. It lets the second one start as soon as
+it has them, and that one reads its first weights before it waits for the activations.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atomc import ops
+from atomc.graph.sizes import known_equal
+from atomc.kernels.checks import (
+    FLOATS,
+    HALVES,
+    strided,
+    too_wide,
+    unknown,
+    unlike,
+    unsupported,
+    wrong_rank,
+)
+from atomc.kernels.triton.activation import silu
+from atomc.kernels.triton.experts_few_sums import sums_of_codes, sums_of_numbers, sums_of_words
+from atomc.kernels.triton.launch import (
+    TRITON_DTYPE,
+    begin,
+    by_fours,
+    let_next_start,
+    overlap,
+    wait_for_last,
+)
+from atomc.kernels.triton.tiles import EXPERTS_FEW, EXPERTS_FEW_TRANSPOSED, ExpertsFewTile
+from atomc.ops.experts import ACTIVATIONS
+from atomc.ops.op import Refusal
+from atomc.platform import Platform
+
+MAX_TOKENS = 16
+FEW = ops.Tokens(1, MAX_TOKENS)
+MAX_CHOICES = 32
+
+
+@triton.jit
+def _rounded(x, like):
+    """x, fp32, rounded to the type of the elements of a pointer."""
+    return x.to(like.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _activated(
+    gate,
+    up,
+    out_ptr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """act(gate) * up, rounded after each step to the type of out_ptr but for the last, in fp32."""
+    if LIMIT is not None:
+        gate = _rounded(tl.minimum(gate, LIMIT), out_ptr)
+        up = _rounded(tl.clamp(up, -LIMIT, LIMIT), out_ptr)
+    if ACTIVATION == "swiglu_oai":
+        part = _rounded(tl.sigmoid(_rounded(gate * ALPHA, out_ptr)), out_ptr)
+        return _rounded(up + 1.0, out_ptr) * _rounded(gate * part, out_ptr)
+    elif ACTIVATION == "silu":
+        return _rounded(silu(gate, out_ptr.dtype.element_ty), out_ptr) * up
+    elif ACTIVATION == "gelu":
+        activated = gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
+        return _rounded(activated, out_ptr) * up
+    else:
+        # (1 + tanh(z)) / 2 is sigmoid(2 z).
+        z = gate + 0.044715 * gate * gate * gate
+        return _rounded(gate * tl.sigmoid(1.5957691216057308 * z), out_ptr) * up
+
+
+@triton.jit
+def _sums(
+    x_ptr,
+    x_row,
+    x_scale_ptr,
+    x_scale_row,
+    x_scale_step,
+    weight_ptr,
+    weight_row,
+    column_step,
+    scale_ptr,
+    zeros_ptr,
+    scale_row,
+    here,
+    there,
+    K: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
+    SIXTEEN: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The sums of experts_few_sums.py for weights stored in this FORM."""
+    if FORM == "numbers":
+        return sums_of_numbers(
+            x_ptr, x_row, weight_ptr, weight_row, column_step, here, there, K, BLOCK_K, PDL
+        )
+    elif FORM == "codes":
+        return sums_of_codes(
+            x_ptr,
+            x_row,
+            x_scale_ptr,
+            x_scale_row,
+            x_scale_step,
+            weight_ptr,
+            weight_row,
+            scale_ptr,
+            scale_row,
+            here,
+            there,
+            K,
+            GROUP,
+            BLOCK_K,
+            PDL,
+        )
+    else:
+        return sums_of_words(
+            x_ptr,
+            x_row,
+            weight_ptr,
+            weight_row,
+            scale_ptr,
+            zeros_ptr,
+            scale_row,
+            here,
+            there,
+            K,
+            GROUP,
+            FORM == "int4",
+            SIXTEEN,
+            BLOCK_K,
+            PDL,
+        )
+
+
+@triton.jit
+def _gate_and_up(
+    x_ptr,
+    x_scale_ptr,
+    ids_ptr,
+    weight_ptr,
+    scale_ptr,
+    zeros_ptr,
+    bias_ptr,
+    out_ptr,
+    x_step,
+    x_scale_row,
+    x_scale_step,
+    weight_expert,
+    weight_row,
+    weight_column,
+    scale_expert,
+    scale_row,
+    E: tl.constexpr,
+    I: tl.constexpr,  # noqa: E741
+    K: tl.constexpr,
+    CHOICES: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
+    SQUARE: tl.constexpr,
+    SIXTEEN: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The gated activation [T, k, I], of a choice of a token and BLOCK_N columns; 2 * BLOCK_N rows
+    of the weight. SQUARE: rows of the weight that share scales.
+    """
+    # The next kernel starts when all programs of this one have the ids: it needs not wait for them.
+    wait_for_last(PDL)
+    let_next_start(PDL)
+    pair = tl.program_id(0)
+    first = tl.program_id(1) * BLOCK_N
+    j = tl.arange(0, 2 * BLOCK_N)[:, None, None]
+    if INTERLEAVED:
+        n = first + j // 2
+        row = 2 * first + j
+    else:
+        n = first + j % BLOCK_N
+        row = j // BLOCK_N * I + n
+    token = tl.zeros((1, 1, 1), tl.int32) + pair // CHOICES
+    expert = tl.load(ids_ptr + pair).to(tl.int64)
+    known = (expert >= 0) & (expert < E)
+    here = (token >= 0) & known
+    there = here & (n < I)
+    sums = _sums(
+        x_ptr,
+        token * x_step,
+        x_scale_ptr,
+        token * x_scale_row,
+        x_scale_step,
+        weight_ptr,
+        expert * weight_expert + row * weight_row,
+        weight_column,
+        scale_ptr,
+        zeros_ptr,
+        expert * scale_expert + row // SQUARE * scale_row,
+        here,
+        there,
+        K,
+        FORM,
+        GROUP,
+        SIXTEEN,
+        BLOCK_K,
+        False,
+    )
+    h = tl.reshape(sums, (2 * BLOCK_N, 1, 1))
+    if FORM == "codes" and GROUP == 0:
+        h *= tl.load(x_scale_ptr + token * x_scale_row)
+        h *= tl.load(scale_ptr + expert * scale_expert + row * scale_row, there, 0.0)
+    if bias_ptr is not None:
+        h += tl.load(bias_ptr + expert * (2 * I) + row, there, 0.0).to(tl.float32)
+    h = _rounded(h, out_ptr)
+    if INTERLEAVED:
+        gate, up = tl.split(tl.reshape(h, (BLOCK_N, 2)))
+    else:
+        gate, up = tl.split(tl.permute(tl.reshape(h, (2, BLOCK_N)), (1, 0)))
+    out = _activated(gate, up, out_ptr, ACTIVATION, ALPHA, LIMIT)
+    column = first + tl.arange(0, BLOCK_N)
+    tl.store(out_ptr + pair * I + column, out.to(out_ptr.dtype.element_ty), known & (column < I))
+
+
+@triton.jit
+def _down(
+    x_ptr,
+    x_scale_ptr,
+    ids_ptr,
+    weights_ptr,
+    weight_ptr,
+    scale_ptr,
+    zeros_ptr,
+    bias_ptr,
+    out_ptr,
+    x_scale_row,
+    x_scale_step,
+    weight_expert,
+    weight_row,
+    weight_column,
+    scale_expert,
+    scale_row,
+    E: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    CHOICES: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
+    SQUARE: tl.constexpr,
+    SIXTEEN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Of the rows [T, k, K] of x, out [T, H], of a token and BLOCK_N columns. With fewer experts
+    than choices a program (BLOCK_C < CHOICES), their results before weighting, out [T, k, H].
+    """
+    PARTS: tl.constexpr = (CHOICES + BLOCK_C - 1) // BLOCK_C
+    let_next_start(PDL)
+    token = tl.program_id(0) // PARTS
+    begin_choice = tl.program_id(0) % PARTS * BLOCK_C
+    n = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None, None]
+    choice = begin_choice + tl.arange(0, BLOCK_C)[None, :, None]
+    pair = token * CHOICES + choice
+    expert = tl.load(ids_ptr + pair, choice < CHOICES, -1).to(tl.int64)
+    here = (expert >= 0) & (expert < E)
+    there = here & (n < H)
+    sums = _sums(
+        x_ptr,
+        pair * K,
+        x_scale_ptr,
+        pair * x_scale_row,
+        x_scale_step,
+        weight_ptr,
+        expert * weight_expert + n * weight_row,
+        weight_column,
+        scale_ptr,
+        zeros_ptr,
+        expert * scale_expert + n // SQUARE * scale_row,
+        here,
+        there,
+        K,
+        FORM,
+        GROUP,
+        SIXTEEN,
+        BLOCK_K,
+        PDL,
+    )
+    n = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
+    choice = begin_choice + tl.arange(0, BLOCK_C)[None, :]
+    pair = token * CHOICES + choice
+    expert = tl.load(ids_ptr + pair, choice < CHOICES, -1).to(tl.int64)
+    here = (expert >= 0) & (expert < E)
+    there = here & (n < H)
+    if FORM == "codes" and GROUP == 0:
+        sums *= tl.load(x_scale_ptr + pair * x_scale_row, here, 0.0)
+        sums *= tl.load(scale_ptr + expert * scale_expert + n * scale_row, there, 0.0)
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + expert * H + n, there, 0.0).to(tl.float32)
+    results = _rounded(sums, out_ptr)
+    if PARTS == 1:
+        weight = tl.load(weights_ptr + pair, here, 0.0)
+        weighted = results * weight.to(tl.float32)
+        if weights_ptr.dtype.element_ty == out_ptr.dtype.element_ty:
+            weighted = _rounded(weighted, out_ptr)
+        total = tl.sum(tl.where(here, weighted, 0.0), 1)[:, None]
+        tl.store(out_ptr + token * H + n, total.to(out_ptr.dtype.element_ty), n < H)
+    else:
+        tl.store(
+            out_ptr + pair.to(tl.int64) * H + n,
+            tl.where(here, results, 0.0).to(out_ptr.dtype.element_ty),
+            (choice < CHOICES) & (n < H),
+        )
+
+
+@triton.jit
+def _weigh(
+    results_ptr,
+    weights_ptr,
+    out_ptr,
+    H: tl.constexpr,
+    CHOICES: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The weighted sums of results [T, k, H]."""
+    begin(PDL)
+    token = tl.program_id(0)
+    n = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
+    choice = tl.arange(0, BLOCK_C)[None, :]
+    pair = token * CHOICES + choice
+    inside = (choice < CHOICES) & (n < H)
+    results = tl.load(results_ptr + pair.to(tl.int64) * H + n, inside, 0.0).to(tl.float32)
+    weight = tl.load(weights_ptr + pair, choice < CHOICES, 0.0)
+    weighted = results * weight.to(tl.float32)
+    if weights_ptr.dtype.element_ty == out_ptr.dtype.element_ty:
+        weighted = _rounded(weighted, out_ptr)
+    total = tl.sum(weighted, 1)[:, None]
+    tl.store(out_ptr + token * H + n, total.to(out_ptr.dtype.element_ty), n < H)
+
+
+class Gate(NamedTuple):
+    """How gate and up are joined; see atomc.ops.experts.gated."""
+
+    activation: str
+    interleaved: bool
+    alpha: float
+    limit: float | None
+
+
+class Stored(NamedTuple):
+    """The weights of all experts [E, rows, ...], and what belongs to them."""
+
+    values: Tensor
+    scale: Tensor | None
+    zeros: Tensor | None
+    bias: Tensor | None
+
+
+class Form(NamedTuple):
+    """How weights are stored: "numbers"; "codes", with scales of rows or of squares of `group`;
+    "int4" or "e2m1", with a scale for each group of columns.
+    """
+
+    name: str
+    group: int = 0
+
+    @property
+    def packed(self) -> bool:
+        """Whether a word of 32 bits has eight codes."""
+        return self.name in ("int4", "e2m1")
+
+    def read(self, x: Tensor) -> Tensor:
+        """x, a matrix, as a kernel reads it: beside words four 16-bit values at a time."""
+        return by_fours(x) if self.packed and x.dtype in HALVES else x
+
+    def constants(self, x: Tensor) -> dict[str, object]:
+        return {
+            "FORM": self.name,
+            "GROUP": self.group,
+            "SQUARE": self.group if self.name == "codes" and self.group else 1,
+            "SIXTEEN": TRITON_DTYPE[x.dtype] if self.packed and x.dtype in HALVES else None,
+        }
+
+
+NUMBERS = Form("numbers")
+Quantize = Callable[[Tensor], tuple[Tensor, Tensor | None]]
+
+
+def as_it_is(h: Tensor) -> tuple[Tensor, None]:
+    return h, None
+
+
+def _steps(x_scale: Tensor | None) -> tuple[int, int]:
+    """The strides of x_scale [1], [rows, 1] or [rows, groups]."""
+    if x_scale is None or x_scale.dim() < 2:
+        return 0, 0
+    return x_scale.stride(0), x_scale.stride(1)
+
+
+def _strides(of: Stored) -> tuple[int, int, int, int, int]:
+    """Of the values three, and of the scales those of experts and rows (0: they share one)."""
+    if of.scale is None:
+        return *of.values.stride(), 0, 0
+    return *of.values.stride(), of.scale.stride(0), of.scale.stride(1) * (of.scale.shape[1] > 1)
+
+
+def compute(
+    x: Tensor,
+    x_scale: Tensor | None,
+    ids: Tensor,
+    weights: Tensor,
+    up: Stored,
+    down: Stored,
+    form: Form,
+    gate: Gate,
+    out_dtype: torch.dtype,
+    tile: ExpertsFewTile,
+    quantize: Quantize = as_it_is,
+) -> Tensor:
+    """The op, with the given tile. x [T, H]; `quantize` takes the gated activation [T * k, I]."""
+    experts, hidden = down.values.shape[:2]
+    inner = up.values.shape[1] // 2
+    columns = up.values.shape[2] * (8 if form.packed else 1)
+    tokens, choices = ids.shape
+    out = x.new_empty((tokens, hidden), dtype=out_dtype)
+    if not tokens:
+        return out
+    ids, weights = ids.contiguous(), weights.contiguous()
+    x = x.contiguous() if form.packed else x
+    h = x.new_empty((tokens * choices, inner), dtype=out_dtype)
+    launch = {"num_warps": tile.warps, **overlap(x.device)}
+    rows, width = tile.cut(columns)
+    _gate_and_up[(tokens * choices, triton.cdiv(inner, rows // 2))](
+        form.read(x),
+        x_scale,
+        ids,
+        *up,
+        h,
+        x.stride(0),
+        *_steps(x_scale),
+        *_strides(up),
+        E=experts,
+        I=inner,
+        K=columns,
+        CHOICES=choices,
+        INTERLEAVED=gate.interleaved,
+        ACTIVATION=gate.activation,
+        ALPHA=gate.alpha,
+        LIMIT=gate.limit,
+        BLOCK_N=rows // 2,
+        BLOCK_K=width,
+        **form.constants(x),
+        **launch,
+    )
+    h, h_scale = quantize(h)
+    block = 1 if tile.apart else triton.next_power_of_2(choices)
+    parts = triton.cdiv(choices, block)
+    rows, width = tile.cut(inner, block)
+    results = out if parts == 1 else x.new_empty((tokens, choices, hidden), dtype=out_dtype)
+    _down[(tokens * parts, triton.cdiv(hidden, rows))](
+        form.read(h),
+        h_scale,
+        ids,
+        weights,
+        *down,
+        results,
+        *_steps(h_scale),
+        *_strides(down),
+        E=experts,
+        H=hidden,
+        K=inner,
+        CHOICES=choices,
+        BLOCK_N=rows,
+        BLOCK_C=block,
+        BLOCK_K=width,
+        **form.constants(h),
+        **launch,
+    )
+    if parts > 1:
+        _weigh[(tokens, triton.cdiv(hidden, 256))](
+            results,
+            weights,
+            out,
+            H=hidden,
+            CHOICES=choices,
+            BLOCK_C=triton.next_power_of_2(choices),
+            BLOCK_N=256,
+            num_warps=4,
+            **overlap(x.device),
+        )
+    return out
+
+
+def unfit_call(
+    platform: Platform,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    b13: Tensor | None,
+    b2: Tensor | None,
+    activation: str,
+) -> Refusal | None:
+    """Refuse what no kernel for few tokens reads, whatever the format of the weights."""
+    choices = ids.shape[-1]
+    if platform.is_cpu:
+        return Refusal("hardware", "Triton kernels run on a GPU")
+    if not all(isinstance(size, int) for size in (*w13.shape, *w2.shape, choices)):
+        return Refusal("shape", "the size of a weight, or the number of choices, is dynamic")
+    if isinstance(x.shape[0], int) and x.shape[0] > MAX_TOKENS:
+        return Refusal("slower", f"more than {MAX_TOKENS} tokens, whose experts meet again")
+    for name, bias in (("b13", b13), ("b2", b2)):
+        if bias is not None and not bias.is_contiguous():
+            return Refusal("layout", f"{name} is not contiguous")
+    return (
+        wrong_rank((2,), x=x, ids=ids, weights=weights)
+        or unlike((torch.int32, torch.int64), ids=ids)
+        or unlike(FLOATS, weights=weights)
+        or strided(x=x)
+        or too_wide(choices, MAX_CHOICES, "choices")
+        or unknown(ACTIVATIONS, activation=activation)
+    )
+
+
+def _order(weight: Tensor) -> str | None:
+    """Which of the last two dimensions is contiguous, "columns" or "rows"."""
+    if known_equal(weight.stride(2), 1):
+        return "columns"
+    return "rows" if known_equal(weight.stride(1), 1) else None
+
+
+def refuse_moe_experts_few(
+    platform: Platform,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    *,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+    weight_on_input: bool = False,
+) -> Refusal | None:
+    if reason := unfit_call(platform, x, ids, weights, w13, w2, b13, b2, activation):
+        return reason
+    if _order(w13) is None or _order(w13) != _order(w2):
+        return Refusal("layout", "neither the rows nor the columns of both weights are contiguous")
+    return unlike(FLOATS, x=x, w13=w13, w2=w2, b13=b13, b2=b2) or unsupported(
+        "the kernel for few tokens", weight_on_input=weight_on_input
+    )
+
+
+@ops.moe_experts.kernel(
+    "triton", tokens=FEW, refuses=refuse_moe_experts_few, tuned_for=EXPERTS_FEW.archs
+)
+def moe_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    *,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+    weight_on_input: bool = False,
+) -> Tensor:
+    table = EXPERTS_FEW if _order(w13) == "columns" else EXPERTS_FEW_TRANSPOSED
+    return compute(
+        x,
+        None,
+        ids,
+        weights,
+        Stored(w13, None, None, b13),
+        Stored(w2, None, None, b2),
+        NUMBERS,
+        Gate(activation, interleaved, alpha, limit),
+        x.dtype,
+        table.choose(x.device, len(x)),
+    )
