@@ -298,8 +298,7 @@ def test_an_illegal_pair_says_why(prepare: str, experts: str, scheme: str) -> No
             "mori",
             "grouped",
             "none",
-            "mori is not adapted: there is no wheel to install, and therefore no test of an "
-            "adapter",
+            "mori is not adapted: amd-mori is for AMD GPUs, and no adapter was run on one yet",
         ),
     ],
 )

@@ -114,16 +114,25 @@ EXPERTS = {
     )
 }
 
-_NO_WHEEL = "not adapted: there is no wheel to install, and therefore no test of an adapter"
-_DEEP_GEMM = "not adapted: deep-gemm 1.0.0 has a wheel, but no adapter was run on a GPU yet"
+_DEEP_EP = (
+    "not adapted: deep-ep 1.0.0 on PyPI is a source archive that does not build without NVSHMEM"
+)
+_DEEP_GEMM = (
+    "not adapted: deep-gemm 1.0.0 on PyPI lacks the CUDA headers that it compiles at run time"
+)
 _FLASHINFER = "not adapted: flashinfer-python has a wheel, but no adapter was run on a GPU yet"
 REFUSED = {
     made.name: made
     for made in (
-        RefusedPart("deepep_high_throughput", "prepare", (STANDARD,), _NO_WHEEL),
-        RefusedPart("deepep_low_latency", "prepare", (BATCHED,), _NO_WHEEL),
-        RefusedPart("pplx", "prepare", (BATCHED,), _NO_WHEEL),
-        RefusedPart("mori", "prepare", (STANDARD,), _NO_WHEEL),
+        RefusedPart("deepep_high_throughput", "prepare", (STANDARD,), _DEEP_EP),
+        RefusedPart("deepep_low_latency", "prepare", (BATCHED,), _DEEP_EP),
+        RefusedPart("pplx", "prepare", (BATCHED,), "not adapted: there is no package to install"),
+        RefusedPart(
+            "mori",
+            "prepare",
+            (STANDARD,),
+            "not adapted: amd-mori is for AMD GPUs, and no adapter was run on one yet",
+        ),
         RefusedPart("flashinfer_cutlass_dispatch", "prepare", (STANDARD,), _FLASHINFER),
         RefusedPart("deep_gemm", "experts", (STANDARD,), _DEEP_GEMM),
         RefusedPart("batched_deep_gemm", "experts", (BATCHED,), _DEEP_GEMM),
