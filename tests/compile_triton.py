@@ -21,12 +21,16 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from atomc import kernels, ops
+from atomc.ops.op import refusal
+from atomc.platform import Platform
 
+PLATFORMS = {name: Platform.named(name) for name in ("sm90", "gfx942")}
 TARGETS = {"sm90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
 TYPES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8e4nv",
     torch.uint8: "u8",
     torch.int8: "i8",
     torch.int32: "i32",
@@ -67,9 +71,12 @@ def _type(value: Any, parameter: Any) -> str:
 
 
 if __name__ == "__main__":
-    JITFunction.run = compiling(TARGETS[sys.argv[1]])
+    target = sys.argv[1]
+    JITFunction.run = compiling(TARGETS[target])
     assert kernels.load("triton") is None
     for name in sys.argv[2:]:
         op, case = name.split("/")
-        [kernel] = [kernel for kernel in ops.REGISTRY[op].kernels if kernel.provider == "triton"]
-        kernel.function(**CASES[op][case](Draw(torch.bfloat16)))
+        arguments = CASES[op][case](Draw(torch.bfloat16))
+        for kernel in ops.REGISTRY[op].kernels:
+            if kernel.provider == "triton" and not refusal(kernel, PLATFORMS[target], arguments):
+                kernel.function(**arguments)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atomc.ops.formats import e2m1_values
+from atomc.ops.formats import e2m1_values, e8m0_values, in_groups
 
 # Bytes of fp32 weight per step. Zen 4, 1 MiB of L2, MXFP4 2560x2560, 1 row: 0.5: 8.1 ms, 1: 6.7,
 # 1.3: 6.1, 2.6: 6.0.
@@ -46,6 +46,11 @@ def e2m1_pairs(packed: Tensor) -> Tensor:
     # A table element is a pair of fp32, so that each byte is looked up once.
     pairs = _e2m1_table().index_select(0, packed.flatten().to(torch.int32))
     return torch.view_as_real(pairs).view(packed.shape[0], 2 * packed.shape[1])
+
+
+def mxfp4_values(packed: Tensor, scale: Tensor) -> Tensor:
+    """fp32 [n, K] of codes [n, K/2] and scales [n, K/32], both uint8."""
+    return in_groups(e2m1_pairs(packed), 32).mul_(e8m0_values(scale).unsqueeze(-1)).flatten(-2)
 
 
 @functools.cache

@@ -2,23 +2,45 @@
 scaled_dot_product_attention.
 
 The first registered kernel that accepts the arguments is selected. A CPU therefore prefers the
-paged layout to the contiguous one, and the writes for CPUs to those for any device.
+paged layout to the contiguous one, and the writes for CPUs to those for any device; a GPU prefers
+experts that need not wait for the host.
 """
 
 from atomc.kernels.torch import kv_write  # isort: split
 
 from atomc.kernels.torch import attention  # isort: split
 
-from atomc.kernels.torch import activation, contiguous, linear, mla, norm, rope, scaled_linear_fp8
+from atomc.kernels.torch import experts_grouped_mm  # isort: split
+
+from atomc.kernels.torch import (
+    activation,
+    contiguous,
+    experts,
+    experts_quantized,
+    linear,
+    mla,
+    norm,
+    rope,
+    route,
+    scaled_linear_fp8,
+)
+
+# isort: split
+from atomc.kernels.torch import experts_by_reference
 
 __all__ = [
     "activation",
     "attention",
     "contiguous",
+    "experts",
+    "experts_by_reference",
+    "experts_grouped_mm",
+    "experts_quantized",
     "kv_write",
     "linear",
     "mla",
     "norm",
     "rope",
+    "route",
     "scaled_linear_fp8",
 ]

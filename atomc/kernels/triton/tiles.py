@@ -74,6 +74,16 @@ class Tile(NamedTuple):
     stages: int = 1
 
 
+class ExpertTile(NamedTuple):
+    """Of experts: pairs of a token and an expert in a block, and how the products of gate and up,
+    and of down, are launched.
+    """
+
+    block: int
+    up: Launch
+    down: Launch
+
+
 class RowTile(NamedTuple):
     """Rows of a block of columns that one program takes."""
 
@@ -223,6 +233,47 @@ LINEAR_MXFP4 = TileTable[Launch](
             ((8,), _W4A16_16 | dict(BLOCK_M=8)),
             ((16,), _W4A16_16),
             ((ANY,), _W4A16_64),
+        ]
+    },
+)
+
+
+def _grouped(
+    block: int, weight_rows: int, columns: int, num_stages: int, num_warps: int = 4, tall: int = 1
+) -> ExpertTile:
+    launch = {
+        "BLOCK_N": weight_rows,
+        "BLOCK_K": columns,
+        "TALL": tall,
+        "SWAP": int(block < 64),
+        "num_warps": num_warps,
+        "num_stages": num_stages,
+    }
+    return ExpertTile(block, launch, launch)
+
+
+# First values, not yet compared with others: a block is about twice as long as an expert has pairs.
+MOE_EXPERTS = TileTable(
+    command="python bench/experts.py --tiles --schemes bf16",
+    sizes=("pairs per expert",),
+    by_arch={
+        "sm90": [
+            ((8,), _grouped(16, 128, 64, 4)),
+            ((24,), _grouped(32, 128, 64, 4)),
+            ((96,), _grouped(64, 128, 64, 4)),
+            ((ANY,), _grouped(128, 256, 64, 3, num_warps=8, tall=8)),
+        ]
+    },
+)
+MOE_EXPERTS_8_BITS = TileTable(
+    command="python bench/experts.py --tiles --schemes fp8 fp8_block int8",
+    sizes=("pairs per expert",),
+    by_arch={
+        "sm90": [
+            ((8,), _grouped(16, 128, 128, 4)),
+            ((24,), _grouped(32, 128, 128, 4)),
+            ((96,), _grouped(64, 128, 128, 4)),
+            ((ANY,), _grouped(128, 128, 128, 4, num_warps=8, tall=8)),
         ]
     },
 )

@@ -1,0 +1,132 @@
+"""Experts for many tokens, in Triton: pairs sorted by expert, a product with gate and up, a product
+with down, and a sum over the choices.
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from atomc import ops
+from atomc.graph.sizes import known_equal
+from atomc.kernels.checks import FLOATS, strided, unknown, unlike
+from atomc.kernels.triton.grouped import (
+    MOST_EXPERTS,
+    grouped_down,
+    grouped_gate_up,
+    sort_by_expert,
+    weighted_sum,
+)
+from atomc.kernels.triton.launch import not_nvidia
+from atomc.kernels.triton.tiles import MOE_EXPERTS, ExpertTile, TileTable
+from atomc.ops.experts import ACTIVATIONS
+from atomc.ops.op import Refusal
+from atomc.platform import Platform
+
+# On CUDA cores; operands are twice as large.
+_FP32 = dict(BLOCK_N=32, BLOCK_K=32, TALL=1, SWAP=0, num_warps=4, num_stages=2)
+FP32_TILE = ExpertTile(16, _FP32, _FP32)
+
+
+def unfit(
+    platform: Platform,
+    ids: Tensor,
+    weights: Tensor,
+    num_experts: int | torch.SymInt,
+    b13: Tensor | None,
+    b2: Tensor | None,
+    activation: str,
+) -> Refusal | None:
+    """Refuse what no kernel for many tokens takes, whatever the format of the weights."""
+    if reason := (
+        not_nvidia(platform)
+        or unlike((torch.int32, torch.int64), ids=ids)
+        or unlike(FLOATS, weights=weights)
+        or unlike(FLOATS, b13=b13)
+        or unlike(FLOATS, b2=b2)
+        or unknown(ACTIVATIONS, activation=activation)
+    ):
+        return reason
+    if not isinstance(num_experts, int) or not 1 <= num_experts <= MOST_EXPERTS:
+        return Refusal("shape", f"{num_experts} experts: written for 1 to {MOST_EXPERTS}")
+    biases = {name: bias for name, bias in (("b13", b13), ("b2", b2)) if bias is not None}
+    return strided(**biases)
+
+
+def unreadable(**weights: Tensor) -> Refusal | None:
+    """Refuse weights [E, N, K] of dynamic size, or with neither rows nor columns contiguous."""
+    for name, weight in weights.items():
+        if not all(isinstance(size, int) for size in weight.shape):
+            return Refusal("shape", f"the size of {name} is dynamic")
+        if not any(known_equal(stride, 1) for stride in weight.stride()[1:]):
+            return Refusal("layout", f"neither rows nor columns of {name} are contiguous")
+    return None
+
+
+def tile_for(
+    table: TileTable[ExpertTile], dtype: torch.dtype, ids: Tensor, experts: int
+) -> ExpertTile:
+    """The tile for ids [T, k] and rows of x in this dtype."""
+    if dtype == torch.float32:
+        return FP32_TILE
+    return table.choose(ids.device, triton.cdiv(ids.numel(), experts))
+
+
+def refuse_moe_experts(
+    platform: Platform,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    *,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+    weight_on_input: bool = False,
+) -> Refusal | None:
+    return (
+        unfit(platform, ids, weights, w13.shape[0], b13, b2, activation)
+        or unlike(FLOATS, x=x, w13=w13, w2=w2)
+        or strided(x=x)
+        or unreadable(w13=w13, w2=w2)
+    )
+
+
+@ops.moe_experts.kernel("triton", refuses=refuse_moe_experts, tuned_for=MOE_EXPERTS.archs)
+def moe_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    *,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+    weight_on_input: bool = False,
+) -> Tensor:
+    experts = len(w13)
+    tile = tile_for(MOE_EXPERTS, x.dtype, ids, experts)
+    routing = sort_by_expert(ids, experts, tile.block)
+    if weight_on_input:
+        x = (x.unsqueeze(1) * weights.unsqueeze(-1)).to(x.dtype).flatten(0, 1)
+    act = grouped_gate_up(
+        x,
+        w13,
+        routing,
+        tile.up,
+        pairs=ids.numel(),
+        b13=b13,
+        activation=activation,
+        interleaved=interleaved,
+        alpha=alpha,
+        limit=limit,
+    )
+    products = grouped_down(act, w2, routing, tile.down, b2=b2)
+    return weighted_sum(products, ids, None if weight_on_input else weights, experts)
