@@ -1,0 +1,94 @@
+"""Each token travels to the ranks that have its experts, once to each, and their sums travel back.
+
+x, ids, weights > all-to-all of sizes, then of rows > experts of this rank > all-to-all > sum
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, distributed
+
+from atomc.kernels.moe.collectives import Ranks
+from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched, Sent
+from atomc.kernels.moe.placement import placement
+from atomc.kernels.moe.prepare_finalize import PrepareFinalize, Receiver, quantized
+from atomc.kernels.moe.schemes import Scheme
+from atomc.kernels.moe.weight_and_reduce import Contiguous, Delegate, WeightAndReduce, rows_at
+
+
+@dataclass(frozen=True)
+class _Rows(Sent):
+    """slots           [T, ranks] int64: which of the rows sent is token t to rank r; -1: none
+    sent, received  numbers of rows to and from each rank
+    """
+
+    slots: Tensor
+    sent: list[int]
+    received: list[int]
+
+
+class AllToAll(PrepareFinalize):
+    """The sizes are read on the host: it cannot be captured in a CUDA graph. A token that no rank
+    has experts for is not sent, and its result is zero. Each rank rounds its sum for a token to the
+    dtype of the results; the sums are added in fp32, in the order of ranks.
+    """
+
+    name = "all_to_all"
+    activation_format = ActivationFormat.STANDARD
+    topk_indices_dtype = torch.int32  # all ranks send the same
+
+    def __init__(
+        self, expert_map: Tensor, *, group: distributed.ProcessGroup | None = None
+    ) -> None:
+        super().__init__(expert_map)
+        self.ranks = Ranks(self.name, group)
+        self.num_dispatchers = self.ranks.size
+        self.owner = placement(self.name, expert_map, self.ranks).owner
+
+    def prepare_no_receive(
+        self,
+        x: Tensor,
+        x_scale: Tensor | None,
+        ids: Tensor,
+        weights: Tensor,
+        num_local_experts: int,
+        scheme: Scheme,
+    ) -> Receiver:
+        codes, scale = quantized(x, x_scale, scheme)
+        wanted = self._wanted(ids)
+        counts = wanted.sum(0)
+        sizes = torch.stack((counts, self.ranks.all_to_all(counts)())).tolist()
+        sent, received = sizes
+        token = wanted.t().nonzero()[:, 1]  # by rank, then by token
+        # The numbers of True before each, by rank; cumsum counts the one itself.
+        order = wanted.t().flatten().cumsum(0).view(self.ranks.size, -1).t() - 1
+        record = _Rows(order.masked_fill(~wanted, -1), sent, received)
+
+        pending = [
+            self.ranks.all_to_all(rows[token], received, sent) for rows in (codes, ids, weights)
+        ]
+        scales = None if scale is None else self.ranks.all_to_all(scale[token], received, sent)
+
+        def receive() -> Dispatched:
+            x, ids, weights = (wait() for wait in pending)
+            return Dispatched(x, None if scales is None else scales(), ids, weights, sent=record)
+
+        return receive
+
+    def finalize(
+        self, dispatched: Dispatched, results: Tensor, weight_and_reduce: WeightAndReduce
+    ) -> Tensor:
+        record = dispatched.sent
+        assert isinstance(record, _Rows)
+        chosen = Delegate.resolve(weight_and_reduce, Contiguous())
+        sums = chosen.apply(results, dispatched.weights)
+        back = self.ranks.all_to_all(sums, record.sent, record.received)()
+        return rows_at(back, record.slots).sum(1, dtype=torch.float32).to(results.dtype)
+
+    def _wanted(self, ids: Tensor) -> Tensor:
+        """Whether a token has an expert of a rank. [T, k] -> [T, ranks] bool."""
+        known = (ids >= 0) & (ids < len(self.owner))
+        owner = self.owner[ids.clamp(0, len(self.owner) - 1).long()]
+        nobody = self.ranks.size
+        wanted = ids.new_zeros(len(ids), nobody + 1, dtype=torch.bool)
+        return wanted.scatter_(1, owner.masked_fill(~known, nobody), True)[:, :nobody]

@@ -1,0 +1,90 @@
+"""The part of a mixture of experts in the middle: permute, product with w13, gate, quantize,
+product with w2, unpermute.
+"""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
+from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
+from atomc.kernels.moe.weight_and_reduce import WeightAndReduce
+
+
+class Sizes(NamedTuple):
+    """rows: M of a chunk in the standard format, C in the batched one."""
+
+    rows: int
+    choices: int
+    experts: int
+    hidden: int
+    inner: int
+
+
+class WorkspaceShapes(NamedTuple):
+    """Shapes of the two workspaces, of which the first holds what is computed with w13, and of the
+    output. All three are in the dtype of the results.
+    """
+
+    workspace13: tuple[int, ...]
+    workspace2: tuple[int, ...]
+    output: tuple[int, ...]
+
+
+class Experts(ABC):
+    """Letters as in atomc.kernels.moe.dispatched.
+
+    activation_formats   of input and output
+    schemes              names of the quantization schemes that it computes
+    supports_chunking    whether rows may come in several calls of apply
+    supports_expert_map  whether ids may be those of all ranks' experts; the batched format has none
+    """
+
+    name: ClassVar[str]
+    activation_formats: ClassVar[tuple[ActivationFormat, ActivationFormat]]
+    schemes: ClassVar[tuple[str, ...]]
+    supports_chunking: ClassVar[bool]
+    supports_expert_map: ClassVar[bool]
+
+    @staticmethod
+    def missing(device: torch.device) -> str | None:
+        """Why this machine cannot run it on such a device, as a sentence; or None."""
+        return None
+
+    @abstractmethod
+    def workspace_shapes(self, sizes: Sizes) -> WorkspaceShapes:
+        """What apply needs for so many rows."""
+
+    @abstractmethod
+    def apply(
+        self,
+        output: Tensor,
+        workspace13: Tensor,
+        workspace2: Tensor,
+        dispatched: Dispatched,
+        weights: ExpertWeights,
+        expert_map: Tensor | None,
+        config: ExpertsConfig,
+    ) -> None:
+        """Writes the results to output. The contents of the workspaces are undefined before and
+        after.
+        """
+
+    @abstractmethod
+    def finalize_weight_and_reduce(self) -> WeightAndReduce:
+        """What finalize has to do with the output."""
+
+
+def local_ids(ids: Tensor, expert_map: Tensor | None, num_experts: int) -> Tensor:
+    """Rows of the weights of this rank, -1 for experts of other ranks and ids of no expert.
+
+    ids [M, k] -> [M, k] int64. num_experts: L.
+    """
+    known = num_experts if expert_map is None else len(expert_map)
+    inside = (ids >= 0) & (ids < known)
+    found = ids.clamp(0, known - 1).long()
+    if expert_map is not None:
+        found = expert_map[found].long()
+    return found.masked_fill(~inside, -1)

@@ -1,0 +1,69 @@
+"""The experts of a layer: what they compute, and their weights."""
+
+from dataclasses import dataclass, field
+from typing import TypedDict
+
+from torch import Tensor
+
+from atomc.kernels.moe.schemes import Scheme, Unquantized
+from atomc.ops.experts import gated
+
+
+class GateArguments(TypedDict):
+    """Arguments of atomc.ops.experts.gated."""
+
+    activation: str
+    interleaved: bool
+    alpha: float
+    limit: float | None
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """What the experts of a layer compute; activation, interleaved, alpha and limit as in
+    atomc.ops.experts.gated.
+
+    weight_on_input  the router's weight multiplies the input of an expert, not its result; k is 1
+    """
+
+    scheme: Scheme = field(default_factory=Unquantized)
+    activation: str = "silu"
+    interleaved: bool = False
+    alpha: float = 1.702
+    limit: float | None = None
+    weight_on_input: bool = False
+
+    @property
+    def gate(self) -> GateArguments:
+        return {
+            "activation": self.activation,
+            "interleaved": self.interleaved,
+            "alpha": self.alpha,
+            "limit": self.limit,
+        }
+
+    def gated(self, h: Tensor) -> Tensor:
+        """h [..., 2I] -> [..., I]."""
+        return gated(h, **self.gate)
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The weights of the experts of a rank, as in atomc.ops.experts and atomc.ops.scaled_experts.
+
+    w13, w2              [L, 2I, H] and [L, H, I]
+    w13_scale, w2_scale  of quantized schemes, else None
+    b13, b2              [L, 2I] and [L, H], or None
+    """
+
+    w13: Tensor
+    w2: Tensor
+    w13_scale: Tensor | None = None
+    w2_scale: Tensor | None = None
+    b13: Tensor | None = None
+    b2: Tensor | None = None
+
+    @property
+    def num_experts(self) -> int:
+        """L."""
+        return len(self.w13)

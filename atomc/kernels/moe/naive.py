@@ -1,0 +1,85 @@
+"""Every rank receives all tokens, and adds what its own experts give for them.
+
+x, ids, weights of each rank > all-gather > experts of this rank > reduce-scatter
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, distributed
+
+from atomc.kernels.moe.collectives import Pending, Ranks
+from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched, Sent
+from atomc.kernels.moe.prepare_finalize import PrepareFinalize, Receiver, quantized
+from atomc.kernels.moe.schemes import Scheme
+from atomc.kernels.moe.weight_and_reduce import Contiguous, Delegate, WeightAndReduce
+
+
+@dataclass(frozen=True)
+class _Tokens(Sent):
+    of_this_rank: int
+
+
+class Naive(PrepareFinalize):
+    """Collectives need equal shapes: each rank sends max_tokens_per_rank rows, or, if that is None,
+    as many as the rank with the most tokens, which the ranks tell each other first. Rows without a
+    token have the ids -1. Sums of ranks are added in the dtype of the results.
+    """
+
+    name = "naive"
+    activation_format = ActivationFormat.STANDARD
+    topk_indices_dtype = torch.int32  # all ranks send the same
+
+    def __init__(
+        self,
+        expert_map: Tensor,
+        *,
+        max_tokens_per_rank: int | None = None,
+        group: distributed.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(expert_map)
+        self.max_tokens_per_rank = max_tokens_per_rank
+        self.ranks = Ranks(self.name, group)
+        self.num_dispatchers = self.ranks.size
+
+    def prepare_no_receive(
+        self,
+        x: Tensor,
+        x_scale: Tensor | None,
+        ids: Tensor,
+        weights: Tensor,
+        num_local_experts: int,
+        scheme: Scheme,
+    ) -> Receiver:
+        codes, scale = quantized(x, x_scale, scheme)
+        missing = self._most(ids) - len(ids)
+
+        def send(rows: Tensor, fill: int = 0) -> Pending:
+            raw = rows.view(torch.uint8) if rows.dtype.itemsize == 1 else rows
+            padded = F.pad(raw, (0, 0, 0, missing), value=fill)
+            return self.ranks.all_gather(padded.view(rows.dtype))
+
+        sent = send(codes), send(ids, -1), send(weights)
+        scales = None if scale is None else send(scale)
+
+        def receive() -> Dispatched:
+            x, ids, weights = (pending() for pending in sent)
+            x_scale = None if scales is None else scales()
+            return Dispatched(x, x_scale, ids, weights, sent=_Tokens(len(codes)))
+
+        return receive
+
+    def finalize(
+        self, dispatched: Dispatched, results: Tensor, weight_and_reduce: WeightAndReduce
+    ) -> Tensor:
+        assert isinstance(dispatched.sent, _Tokens)
+        chosen = Delegate.resolve(weight_and_reduce, Contiguous())
+        added = chosen.apply(results, dispatched.weights)
+        return self.ranks.reduce_scatter(added)[: dispatched.sent.of_this_rank]
+
+    def _most(self, ids: Tensor) -> int:
+        if self.max_tokens_per_rank is not None:
+            return self.max_tokens_per_rank
+        own = torch.tensor([len(ids)], device=ids.device)
+        return int(self.ranks.all_gather(own)().max())

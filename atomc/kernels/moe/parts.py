@@ -1,0 +1,203 @@
+"""All parts of the modular kernel that this project or others have, and what became of each."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from atomc.kernels.moe.all_to_all import AllToAll
+from atomc.kernels.moe.batched_all_to_all import BatchedAllToAll
+from atomc.kernels.moe.batched_reference import BatchedReference
+from atomc.kernels.moe.dispatched import ActivationFormat
+from atomc.kernels.moe.experts import Experts
+from atomc.kernels.moe.grouped import Grouped
+from atomc.kernels.moe.modular_experts import incompatible
+from atomc.kernels.moe.naive import Naive
+from atomc.kernels.moe.naive_batched import NaiveBatched
+from atomc.kernels.moe.no_ep import NoEP
+from atomc.kernels.moe.prepare_finalize import PrepareFinalize
+from atomc.kernels.moe.reference import Reference
+from atomc.kernels.moe.schemes import ALL_SCHEMES
+from atomc.kernels.moe.triton_batched import TritonBatched
+
+Kind = Literal["prepare", "experts"]
+STANDARD, BATCHED = ActivationFormat.STANDARD, ActivationFormat.BATCHED
+
+
+@dataclass(frozen=True)
+class PreparePart:
+    """make(expert_map, max_tokens_per_rank) -> the part; the map may be None only if `alone`.
+
+    alone  it needs no process group
+    """
+
+    part: type[PrepareFinalize]
+    make: Callable[[Tensor, int], PrepareFinalize]
+    note: str
+    alone: bool
+    kind: Kind = "prepare"
+
+    @property
+    def name(self) -> str:
+        return self.part.name
+
+    @property
+    def formats(self) -> tuple[ActivationFormat, ...]:
+        return (self.part.activation_format,)
+
+
+@dataclass(frozen=True)
+class ExpertsPart:
+    part: type[Experts]
+    note: str
+    kind: Kind = "experts"
+
+    @property
+    def name(self) -> str:
+        return self.part.name
+
+    @property
+    def formats(self) -> tuple[ActivationFormat, ...]:
+        return (self.part.activation_formats[0],)
+
+
+@dataclass(frozen=True)
+class RefusedPart:
+    """A part of others that has no adapter, and the reason."""
+
+    name: str
+    kind: Kind
+    formats: tuple[ActivationFormat, ...]
+    reason: str
+
+
+PREPARE = {
+    made.name: made
+    for made in (
+        PreparePart(
+            NoEP, lambda expert_map, _: NoEP(expert_map), "one rank; no communication", True
+        ),
+        PreparePart(
+            Naive,
+            lambda expert_map, _: Naive(expert_map),
+            "all-gather of tokens, reduce-scatter of results (torch.distributed)",
+            False,
+        ),
+        PreparePart(
+            AllToAll,
+            lambda expert_map, _: AllToAll(expert_map),
+            "tokens travel to the ranks of their experts (torch.distributed)",
+            False,
+        ),
+        PreparePart(
+            BatchedReference,
+            lambda expert_map, tokens: BatchedReference(expert_map, max_tokens_per_rank=tokens),
+            "one rank; reorders tokens by expert, without communication",
+            True,
+        ),
+        PreparePart(
+            BatchedAllToAll,
+            lambda expert_map, tokens: BatchedAllToAll(expert_map, max_tokens_per_rank=tokens),
+            "batches of fixed size travel, for few tokens (torch.distributed)",
+            False,
+        ),
+    )
+}
+EXPERTS = {
+    made.name: made
+    for made in (
+        ExpertsPart(Reference, "references of the ops, one expert after another; any device"),
+        ExpertsPart(Grouped, "`torch.nn.functional.grouped_mm` over rows sorted by expert"),
+        ExpertsPart(NaiveBatched, "one expert after another; any device"),
+        ExpertsPart(TritonBatched, "batched products in Triton that skip unused rows"),
+    )
+}
+
+_DEEP_EP = (
+    "not adapted: deep-ep 1.0.0 on PyPI is a source archive that does not build without NVSHMEM"
+)
+_DEEP_GEMM = (
+    "not adapted: deep-gemm 1.0.0 on PyPI lacks the CUDA headers that it compiles at run time"
+)
+_FLASHINFER = "not adapted: flashinfer-python has a wheel, but no adapter was run on a GPU yet"
+REFUSED = {
+    made.name: made
+    for made in (
+        RefusedPart("deepep_high_throughput", "prepare", (STANDARD,), _DEEP_EP),
+        RefusedPart("deepep_low_latency", "prepare", (BATCHED,), _DEEP_EP),
+        RefusedPart("pplx", "prepare", (BATCHED,), "not adapted: there is no package to install"),
+        RefusedPart(
+            "mori",
+            "prepare",
+            (STANDARD,),
+            "not adapted: amd-mori is for AMD GPUs, and no adapter was run on one yet",
+        ),
+        RefusedPart("flashinfer_cutlass_dispatch", "prepare", (STANDARD,), _FLASHINFER),
+        RefusedPart("deep_gemm", "experts", (STANDARD,), _DEEP_GEMM),
+        RefusedPart("batched_deep_gemm", "experts", (BATCHED,), _DEEP_GEMM),
+        RefusedPart(
+            "triton_or_deep_gemm",
+            "experts",
+            (STANDARD,),
+            "not adapted: without deep_gemm there is nothing to choose from",
+        ),
+        RefusedPart(
+            "batched_triton_or_deep_gemm",
+            "experts",
+            (BATCHED,),
+            "not adapted: without batched_deep_gemm there is nothing to choose from",
+        ),
+        RefusedPart("cutlass_fp8", "experts", (STANDARD, BATCHED), _FLASHINFER),
+        RefusedPart("cutlass_fp4", "experts", (STANDARD, BATCHED), _FLASHINFER),
+        RefusedPart("flashinfer", "experts", (STANDARD,), _FLASHINFER),
+    )
+}
+
+
+def names(kind: Kind) -> list[str]:
+    """Those that are here, then the refused ones."""
+    here = [*PREPARE] if kind == "prepare" else [*EXPERTS]
+    return here + [made.name for made in REFUSED.values() if made.kind == kind]
+
+
+def why_not(prepare: str, experts: str, scheme: str) -> str | None:
+    """Why two parts of the table cannot be combined, as a sentence; or None.
+
+    Raises ValueError for a name that is not in the table.
+    """
+    for kind, name, known in (
+        ("prepare", prepare, names("prepare")),
+        ("experts", experts, names("experts")),
+    ):
+        if name not in known:
+            raise ValueError(f"there is no {kind} part {name!r}: choose from {', '.join(known)}")
+    if scheme not in ALL_SCHEMES:
+        raise ValueError(f"scheme {scheme!r} is not one of {', '.join(ALL_SCHEMES)}")
+    for name in (prepare, experts):
+        if name in REFUSED:
+            return f"{name} is {REFUSED[name].reason}"
+    return incompatible(PREPARE[prepare].part, EXPERTS[experts].part, scheme)
+
+
+def markdown() -> Iterator[str]:
+    """The lines of the table in docs/moe.md."""
+    yield "| part | kind | format | schemes | here | what it is, or why it is not here |"
+    yield "|---|---|---|---|---|---|"
+    here: list[PreparePart | ExpertsPart] = [*PREPARE.values(), *EXPERTS.values()]
+    for made in here:
+        yield _row(made.name, made.kind, made.formats, made.part.schemes, "yes", made.note)
+    for refused in sorted(REFUSED.values(), key=lambda refused: refused.kind, reverse=True):
+        yield _row(refused.name, refused.kind, refused.formats, (), "no", refused.reason)
+
+
+def _row(
+    name: str,
+    kind: str,
+    formats: tuple[ActivationFormat, ...],
+    schemes: tuple[str, ...],
+    here: str,
+    text: str,
+) -> str:
+    shown = ", ".join(made.value for made in formats)
+    return f"| `{name}` | {kind} | {shown} | {', '.join(schemes) or '-'} | {here} | {text} |"

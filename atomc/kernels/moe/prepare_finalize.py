@@ -1,0 +1,79 @@
+"""The part of a mixture of experts before and after the experts: quantize and dispatch, combine."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
+from atomc.kernels.moe.schemes import ALL_SCHEMES, Scheme
+from atomc.kernels.moe.weight_and_reduce import WeightAndReduce
+
+Receiver = Callable[[], Dispatched]
+
+
+class PrepareFinalize(ABC):
+    """Letters as in atomc.kernels.moe.dispatched.
+
+    activation_format    what prepare returns
+    schemes              names of the quantization schemes that it can dispatch
+    topk_indices_dtype   the dtype that ids must have, or None: int32 and int64
+    max_tokens_per_rank  the most tokens of one call on any rank, or None: any number
+    num_dispatchers      how many ranks send to this one; a batch has C = num_dispatchers *
+                         max_tokens_per_rank rows per expert
+    expert_map           [E] int32 or int64: id of an expert -> its row in the weights of this rank,
+                         -1 if another rank has it; None: this rank has all
+    """
+
+    name: ClassVar[str]
+    activation_format: ClassVar[ActivationFormat]
+    schemes: ClassVar[tuple[str, ...]] = ALL_SCHEMES
+    topk_indices_dtype: ClassVar[torch.dtype | None] = None
+    max_tokens_per_rank: int | None = None
+    num_dispatchers: int = 1
+
+    def __init__(self, expert_map: Tensor | None = None) -> None:
+        self.expert_map = expert_map
+        self.num_local_experts = None if expert_map is None else int((expert_map >= 0).sum())
+
+    @abstractmethod
+    def prepare_no_receive(
+        self,
+        x: Tensor,
+        x_scale: Tensor | None,
+        ids: Tensor,
+        weights: Tensor,
+        num_local_experts: int,
+        scheme: Scheme,
+    ) -> Receiver:
+        """Quantizes and sends. The caller may compute something else before it calls the receiver,
+        which waits for the rows of other ranks.
+
+        x, x_scale    [T, H] and None; or codes that are quantized already and [T, S]
+        ids, weights  [T, k]
+        """
+
+    def prepare(
+        self,
+        x: Tensor,
+        x_scale: Tensor | None,
+        ids: Tensor,
+        weights: Tensor,
+        num_local_experts: int,
+        scheme: Scheme,
+    ) -> Dispatched:
+        """prepare_no_receive, and waits."""
+        return self.prepare_no_receive(x, x_scale, ids, weights, num_local_experts, scheme)()
+
+    @abstractmethod
+    def finalize(
+        self, dispatched: Dispatched, results: Tensor, weight_and_reduce: WeightAndReduce
+    ) -> Tensor:
+        """Results of the experts -> [T, H] of the tokens of this rank, in the dtype of results."""
+
+
+def quantized(x: Tensor, x_scale: Tensor | None, scheme: Scheme) -> tuple[Tensor, Tensor | None]:
+    """Codes and scales of x, unless x has codes already."""
+    return scheme.quantize(x) if x_scale is None else (x, x_scale)

@@ -1,0 +1,72 @@
+"""Experts in the standard format by the references of the ops, on any device."""
+
+import torch
+from torch import Tensor
+
+from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
+from atomc.kernels.moe.experts import Experts, Sizes, WorkspaceShapes, local_ids
+from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
+from atomc.kernels.moe.schemes import ALL_SCHEMES, Fp8Block
+from atomc.kernels.moe.weight_and_reduce import NoOp, WeightAndReduce
+from atomc.ops.experts import moe_experts
+from atomc.ops.scaled_experts import moe_experts_fp8, moe_experts_int8
+
+
+class Reference(Experts):
+    """One expert after another, with a copy of the rows of each."""
+
+    name = "reference"
+    activation_formats = (ActivationFormat.STANDARD, ActivationFormat.STANDARD)
+    schemes = ALL_SCHEMES
+    supports_chunking = True
+    supports_expert_map = True
+
+    def workspace_shapes(self, sizes: Sizes) -> WorkspaceShapes:
+        return WorkspaceShapes((0,), (0,), (sizes.rows, sizes.hidden))
+
+    def apply(
+        self,
+        output: Tensor,
+        workspace13: Tensor,
+        workspace2: Tensor,
+        dispatched: Dispatched,
+        weights: ExpertWeights,
+        expert_map: Tensor | None,
+        config: ExpertsConfig,
+    ) -> None:
+        ids = local_ids(dispatched.ids, expert_map, weights.num_experts)
+        output.copy_(
+            experts_reference(
+                dispatched.x,
+                dispatched.x_scale,
+                ids,
+                dispatched.weights,
+                weights,
+                config,
+                output.dtype,
+            )
+        )
+
+    def finalize_weight_and_reduce(self) -> WeightAndReduce:
+        return NoOp()
+
+
+def experts_reference(
+    x: Tensor,
+    x_scale: Tensor | None,
+    ids: Tensor,
+    weights: Tensor,
+    of_experts: ExpertWeights,
+    config: ExpertsConfig,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """The reference of the op of this scheme. Ids are rows of the weights."""
+    w, scheme = of_experts, config.scheme
+    if x_scale is None:
+        return moe_experts.reference(x, ids, weights, w.w13, w.w2, w.b13, w.b2, **config.gate)
+    assert w.w13_scale is not None and w.w2_scale is not None
+    arguments = (x, x_scale, ids, weights, w.w13, w.w13_scale, w.w2, w.w2_scale, w.b13, w.b2)
+    if scheme.name == "int8":
+        return moe_experts_int8.reference(*arguments, out_dtype=out_dtype, **config.gate)
+    block = scheme.block if isinstance(scheme, Fp8Block) else 0
+    return moe_experts_fp8.reference(*arguments, out_dtype=out_dtype, block=block, **config.gate)

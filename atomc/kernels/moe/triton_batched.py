@@ -1,0 +1,75 @@
+"""Experts of the batched format with the Triton kernel of batched_triton.py."""
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
+from atomc.kernels.moe.experts import Experts, Sizes, WorkspaceShapes
+from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
+from atomc.kernels.moe.schemes import ALL_SCHEMES, Fp8Block
+from atomc.kernels.moe.weight_and_reduce import Delegate, WeightAndReduce
+
+
+def no_triton(device: torch.device) -> str | None:
+    """Why Triton kernels cannot run on a device, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    import triton
+
+    if device.type == "cpu" and not triton.knobs.runtime.interpret:
+        return "Triton kernels run on a GPU; on a CPU only interpreted, with TRITON_INTERPRET=1"
+    return None
+
+
+class TritonBatched(Experts):
+    """Two launches, of which the first gates its results, and a quantizer in between. Nothing waits
+    for the host.
+    """
+
+    name = "triton_batched"
+    activation_formats = (ActivationFormat.BATCHED, ActivationFormat.BATCHED)
+    schemes = ALL_SCHEMES
+    supports_chunking = False
+    supports_expert_map = False
+
+    @staticmethod
+    def missing(device: torch.device) -> str | None:
+        return no_triton(device)
+
+    def workspace_shapes(self, sizes: Sizes) -> WorkspaceShapes:
+        rows = (sizes.experts, sizes.rows)
+        return WorkspaceShapes((*rows, sizes.inner), (0,), (*rows, sizes.hidden))
+
+    def apply(
+        self,
+        output: Tensor,
+        workspace13: Tensor,
+        workspace2: Tensor,
+        dispatched: Dispatched,
+        weights: ExpertWeights,
+        expert_map: Tensor | None,
+        config: ExpertsConfig,
+    ) -> None:
+        from atomc.kernels.moe.batched_triton import batched_product  # Triton is optional
+
+        assert dispatched.expert_num_tokens is not None
+        w, scheme, num_tokens = weights, config.scheme, dispatched.expert_num_tokens
+        block = scheme.block if isinstance(scheme, Fp8Block) else 0
+        batched_product(
+            dispatched.x,
+            dispatched.x_scale,
+            w.w13,
+            w.w13_scale,
+            w.b13,
+            num_tokens,
+            workspace13,
+            block=block,
+            **config.gate,
+        )
+        codes, scale = scheme.quantize(workspace13)
+        batched_product(codes, scale, w.w2, w.w2_scale, w.b2, num_tokens, output, block=block)
+
+    def finalize_weight_and_reduce(self) -> WeightAndReduce:
+        return Delegate()
