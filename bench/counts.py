@@ -1,0 +1,302 @@
+"""How often each op is recognized in a stock architecture, beside how often its modules ran.
+
+    python bench/counts.py # all; what --rows has already is not run again
+    python bench/counts.py --only llama,gpt2 --tokens 1 # some, by model_type, with one token
+    python bench/counts.py --rows rows.jsonl --text bench/results/counts-cpu.txt
+
+The models are those of bench/architectures.py: tiny, random weights, fp32. Each runs once in eager,
+where modules and ops are counted without our compiler, and once compiled. The families:
+
+norms       modules with Norm in the name of their class; found: rms_norm, layer_norm
+adds        sums of two tensors of one shape that norms read, each once; found: add_rms_norm,
+            add_layer_norm
+rotations   tensors that functions named apply_rotary... return; found: rope
+gates       modules with a gate and an up projection; elsewhere products of a SiLU or GELU with
+            another tensor; found: silu_and_mul, gelu_and_mul
+attentions  innermost modules with Attention in the name of their class; found: attention
+
+A cell is the number if both are equal, else "found of expected". The reasons of the differences
+follow, from the near misses of the report.
+"""
+
+import re
+import sys
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
+from typing import Any
+from unittest import mock
+
+import architectures
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import atomc
+
+aten = torch.ops.aten
+FAMILIES = {
+    "norms": ("rms_norm", "layer_norm"),
+    "adds": ("add_rms_norm", "add_layer_norm"),
+    "rotations": ("rope",),
+    "gates": ("silu_and_mul", "gelu_and_mul"),
+    "attentions": ("attention",),
+}
+# The projections of a gated MLP, as modules or parameters.
+GATED = (
+    {"gate_proj", "up_proj"}, {"gate_up_proj"}, {"wi_0", "wi_1"}, {"w1", "w3"}, {"w1", "v1"},
+)  # fmt: skip
+ROTATION = re.compile(r"_?apply_\w*(rotary|rope)\w*")
+ACTIVATIONS = (aten.silu, aten.gelu)
+SUMS = (aten.add, aten.add_)
+PRODUCTS = (aten.mul, aten.mul_)
+SOFTMAX = re.compile(r"softmax|_attention")
+# Sites by module, for each family.
+Places = dict[str, Counter[str]]
+
+
+class Census(TorchDispatchMode):
+    """What runs in eager, by family and module; `modules` is the stack of modules that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: Places = {family: Counter() for family in FAMILIES}
+        self.modules: list[str] = [""]
+        self.with_attention: set[str] = set()  # modules in which an attention ran
+        self.with_softmax: set[str] = set()
+        self.gated: set[str] = set()
+        self.products: Counter[str] = Counter()
+        # Storage -> whether a norm has read the sum, of all sums; storages of activations. Results
+        # are kept, so that no storage is used again.
+        self.sums: dict[int, bool] = {}
+        self.activations: set[tuple[int, torch.Size]] = set()
+        self.kept: list[Tensor] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        packet, operands = func.overloadpacket, [x for x in args if isinstance(x, Tensor)]
+        if SOFTMAX.search(packet.__name__):
+            self.with_softmax.update(_above(self.modules[-1]))
+        if isinstance(result, Tensor):
+            self.kept.append(result)
+            if packet in PRODUCTS and len(operands) == 2:
+                gates = any((_storage(x), x.shape) in self.activations for x in operands)
+                if gates and operands[0].shape == operands[1].shape:
+                    self.products[self.modules[-1]] += 1
+            elif packet in SUMS and len(operands) == 2:
+                if all(x.shape == result.shape for x in operands):
+                    self.sums[_storage(result)] = False
+            elif packet in ACTIVATIONS:
+                self.activations.add((_storage(result), result.shape))
+        return result
+
+    def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.modules.append(path)
+        if "Norm" in type(module).__name__ and not any(
+            "Norm" in type(inner).__name__ for inner in module.children()
+        ):
+            self.places["norms"][path] += 1
+            given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            # A norm with a gate reads the product of both.
+            if len(given) == 1 and self.sums.get(_storage(given[0])) is False:
+                self.sums[_storage(given[0])] = True
+                self.places["adds"][path] += 1
+
+    def leave(self, path: str, module: nn.Module, args: Any, result: Any) -> None:
+        self.modules.pop()
+        names = {name for name, _ in (*module.named_children(), *module.named_parameters())}
+        if any(names >= gated for gated in GATED):
+            self.gated.add(path)
+            self.places["gates"][path] += 1
+        if "Attention" in type(module).__name__ and path not in self.with_attention:
+            self.places["attentions"][path] += 1
+            self.with_attention.update(_above(path))
+
+    def rotating(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, and each tensor of its result counted, unless it runs in another one."""
+
+        @wraps(function)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if self.rotates:
+                return function(*args, **kwargs)
+            self.rotates = True
+            result = function(*args, **kwargs)
+            self.rotates = False
+            self.places["rotations"][self.modules[-1]] += len(tree_leaves(result))
+            return result
+
+        return counted
+
+    rotates = False
+
+    def finished(self) -> Places:
+        """The places, with the products of activations outside of gated MLPs."""
+        for path, count in self.products.items():
+            if not self.gated.intersection(_above(path)):
+                self.places["gates"][path] += count
+        return self.places
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def _above(path: str) -> Iterator[str]:
+    """A module and those that contain it."""
+    parts = path.split(".")
+    return (".".join(parts[:count]) for count in range(len(parts) + 1))
+
+
+@contextmanager
+def counting(model: nn.Module) -> Iterator[Census]:
+    """Count what the model runs. Its hooks and functions are as before afterwards."""
+    census = Census()
+    files = {sys.modules[type(module).__module__] for module in model.modules()}
+    with ExitStack() as undo:
+        for path, module in model.named_modules():
+            before = module.register_forward_pre_hook(
+                partial(census.enter, path), with_kwargs=True, prepend=True
+            )
+            after = module.register_forward_hook(partial(census.leave, path))
+            undo.callback(before.remove)
+            undo.callback(after.remove)
+        for file in files:
+            for name, item in list(vars(file).items()):
+                if isinstance(item, types.FunctionType) and ROTATION.fullmatch(name):
+                    undo.enter_context(mock.patch.object(file, name, census.rotating(item)))
+        undo.enter_context(census)
+        yield census
+
+
+def expected(model: nn.Module, ids: Tensor) -> tuple[Places, set[str]]:
+    """What eager runs, and the modules in which a softmax ran."""
+    with counting(model) as census, torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+    return census.finished(), census.with_softmax
+
+
+def found(model: nn.Module, ids: Tensor) -> tuple[Places, list[atomc.Report]]:
+    """Where rewrites fired, and the reports of all graphs."""
+    compiled = torch.compile(model, backend="atom", options={"glue": "eager", "cache": False})
+    with torch.no_grad():
+        compiled(input_ids=ids, use_cache=False)
+    reports = atomc.reports()
+    sites = [site for report in reports for site in report.sites]
+    return {
+        family: Counter(site.module_path for site in sites if site.rewrite in rewrites)
+        for family, rewrites in FAMILIES.items()
+    }, reports
+
+
+def reason(reports: list[atomc.Report], family: str, path: str) -> str:
+    """Why no rewrite of the family fired in a module, in one phrase."""
+    near = [
+        miss
+        for report in reports
+        for rewrite in FAMILIES[family]
+        if rewrite in report.known
+        for miss in report.misses(rewrite)
+        if miss.module_path == path or miss.module_path.startswith(path + ".")
+    ]
+    if near:
+        best = max(near, key=lambda miss: miss.depth)
+        return f"{best.rewrite}: expected {best.expected}; found {best.found}"
+    broken = [report.graph_break for report in reports if report.graph_break is not None]
+    if broken:
+        return f"no near miss; graph break: {broken[0].reason}".splitlines()[0]
+    return "no near miss"
+
+
+def row(model_type: str, tokens: int) -> dict[str, Any]:
+    """The counts of one architecture, in this process."""
+    name = {"name": model_type}
+    try:
+        model = architectures.build(model_type)
+    except Exception as error:  # a config that does not fit together is no fault of ours
+        return name | {"not built": f"{type(error).__name__}: {error}"[:200].replace("\n", " ")}
+    ids = torch.tensor([architectures.PROMPTS[0][:tokens]])
+    try:
+        wanted, with_softmax = expected(model, ids)
+        fired, reports = found(model, ids)
+    except Exception as error:
+        return name | {"failed": f"{type(error).__name__}: {error}"[:200].replace("\n", " ")}
+    classes = {path: type(module).__name__ for path, module in model.named_modules()}
+    differences = []
+    for family in FAMILIES:
+        for path in sorted((wanted[family] - fired[family]) | (fired[family] - wanted[family])):
+            count = fired[family][path] - wanted[family][path]
+            if count > 0:
+                why = "in no such module"
+            elif family == "attentions" and path not in with_softmax:
+                why = "runs no softmax"
+            else:
+                why = reason(reports, family, path)
+            differences.append([family, path, classes.get(path, ""), count, why])
+    return name | {
+        "expected": {family: places.total() for family, places in wanted.items()},
+        "found": {family: places.total() for family, places in fired.items()},
+        "differences": differences,
+    }
+
+
+def cell(row: dict[str, Any], family: str) -> str:
+    wanted, fired = row["expected"][family], row["found"][family]
+    return f"{wanted}" if wanted == fired else f"{fired} of {wanted}"
+
+
+def table(rows: list[dict[str, Any]], command: str) -> str:
+    """A summary, the rows as text, and the reasons of all differences."""
+    counted = [each for each in rows if "expected" in each]
+    equal = [each for each in counted if each["expected"] == each["found"]]
+    reasons = Counter(
+        (family, why)
+        for each in counted
+        for family, why in {(family, why) for family, *_, why in each["differences"]}
+    )
+    lines = [
+        f"{command} (transformers {transformers.__version__}, torch {torch.__version__}, "
+        "fp32, one thread)",
+        f"{len(counted)} architectures, {len(equal)} with all counts equal",
+    ]
+    for family in FAMILIES:
+        same = [each for each in counted if each["expected"][family] == each["found"][family]]
+        modules = sum(each["expected"][family] for each in counted)
+        met = sum(min(each["expected"][family], each["found"][family]) for each in counted)
+        lines.append(f"{family:10} equal in {len(same)}; {met} of {modules} found")
+    lines += ["", "Differences, by the number of architectures:"]
+    lines += [f"{count:4} {family}: {why}" for (family, why), count in reasons.most_common()]
+    lines += ["", f"{'model_type':24} " + " ".join(f"{family:10}" for family in FAMILIES)]
+    for each in counted:
+        cells = " ".join(f"{cell(each, family):10}" for family in FAMILIES)
+        lines.append(f"{each['name']:24} {cells}".rstrip())
+        for family, path, name, count, why in each["differences"]:
+            lines.append(f"    {family} {count:+} in {path} ({name}): {why}")
+    missing = [each for each in rows if "expected" not in each]
+    lines += ["", f"{len(missing)} more were not counted:"] * bool(missing)
+    for each in missing:
+        lines.append(f"{each['name']:24} {each.get('not built', each.get('failed'))}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = architectures.survey_options(__doc__)
+    parser.add_argument("--tokens", type=int, default=13, help="of the prompt, at most 13")
+    args = parser.parse_args()
+    chosen = args.only.split(",") if args.only else architectures.names()
+    rows = architectures.survey(
+        chosen, lambda name: row(name, args.tokens), args.seconds, args.rows
+    )
+    text = table(rows, f"python bench/counts.py --tokens {args.tokens}")
+    print(text)
+    if args.text:
+        args.text.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
