@@ -655,6 +655,28 @@ def test_arithmetic_that_changes_nothing_goes(function):
     assert tidied(function, X) == "%0 = exp(x)\nreturn %0"
 
 
+@pytest.mark.parametrize(
+    "function", [torch.clone, lambda x: F.dropout(x, 0.5, training=False), torch.Tensor.contiguous]
+)
+def test_a_copy_of_a_computed_value_goes(function):
+    assert tidied(lambda x: function(x.exp()).sin(), X) == "%0 = exp(x)\n%1 = sin(%0)\nreturn %1"
+
+
+def test_a_copy_with_other_strides_stays():
+    text = tidied(lambda x: x.exp().t().contiguous().view(-1), X)
+    assert "clone" in text
+
+
+def test_inputs_that_are_swapped_through_a_copy_keep_their_values():
+    def function(x, y):
+        before = x.clone()
+        x.copy_(y)
+        y.copy_(before)
+        return before * 2
+
+    assert after_passes([TIDY], function, X.clone(), X.exp()).error == 0
+
+
 def test_arithmetic_that_changes_a_bit_a_dtype_or_a_shape_stays():
     for function in (
         lambda x: 1 / (x + 0.0),
@@ -678,6 +700,8 @@ def test_arithmetic_that_changes_a_bit_a_dtype_or_a_shape_stays():
         lambda x: ((x * 1.0).view(-1), x),
         lambda x: (torch.cat((x, x[:0])), x),
         lambda x: ((y := x.exp()) * 1.0, y),
+        lambda x: ((y := x.exp()).clone(), y),
+        lambda x: (x.clone(), x),
         lambda x: (x.sort()[0], x.sort()[0]),
         lambda x: (x.exp().split(8, 1)[0], x.exp()),
     ],
