@@ -13,7 +13,8 @@ adds        sums of two tensors of one shape that norms read, each once; found: 
 rotations   tensors that functions named apply_rotary... return; found: rope
 gates       modules with a gate and an up projection; elsewhere products of a SiLU or GELU with
             another tensor; found: silu_and_mul, gelu_and_mul
-attentions  innermost modules with Attention in the name of their class; found: attention
+attentions  softmaxes in the innermost modules with Attention in the name of their class, at least
+            one; found: attention
 
 A cell is the number if both are equal, else "found of expected". The reasons of the differences
 follow, from the near misses of the report.
@@ -55,6 +56,7 @@ ACTIVATIONS = (aten.silu, aten.gelu)
 SUMS = (aten.add, aten.add_)
 PRODUCTS = (aten.mul, aten.mul_)
 SOFTMAX = re.compile(r"softmax|_attention")
+Same = tuple[int, int]
 # Sites by module, for each family.
 Places = dict[str, Counter[str]]
 
@@ -67,13 +69,13 @@ class Census(TorchDispatchMode):
         self.places: Places = {family: Counter() for family in FAMILIES}
         self.modules: list[str] = [""]
         self.with_attention: set[str] = set()  # modules in which an attention ran
-        self.with_softmax: set[str] = set()
+        self.softmaxes: Counter[str] = Counter()  # of a module and those in it
         self.gated: set[str] = set()
         self.products: Counter[str] = Counter()
-        # Storage -> whether a norm has read the sum, of all sums; storages of activations. Results
-        # are kept, so that no storage is used again.
-        self.sums: dict[int, bool] = {}
-        self.activations: set[tuple[int, torch.Size]] = set()
+        # Sums that no norm has read, and activations. Results are kept, so that no storage is used
+        # again.
+        self.sums: set[Same] = set()
+        self.activations: set[Same] = set()
         self.kept: list[Tensor] = []
 
     def __torch_dispatch__(
@@ -82,18 +84,18 @@ class Census(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         packet, operands = func.overloadpacket, [x for x in args if isinstance(x, Tensor)]
         if SOFTMAX.search(packet.__name__):
-            self.with_softmax.update(_above(self.modules[-1]))
+            self.softmaxes.update(_above(self.modules[-1]))
         if isinstance(result, Tensor):
             self.kept.append(result)
-            if packet in PRODUCTS and len(operands) == 2:
-                gates = any((_storage(x), x.shape) in self.activations for x in operands)
-                if gates and operands[0].shape == operands[1].shape:
-                    self.products[self.modules[-1]] += 1
-            elif packet in SUMS and len(operands) == 2:
-                if all(x.shape == result.shape for x in operands):
-                    self.sums[_storage(result)] = False
-            elif packet in ACTIVATIONS:
-                self.activations.add((_storage(result), result.shape))
+            pair = len(operands) == 2 and all(x.shape == result.shape for x in operands)
+            if pair and packet in PRODUCTS and self.activations.intersection(map(_same, operands)):
+                self.products[self.modules[-1]] += 1
+            if packet in ACTIVATIONS:
+                self.activations.add(_same(result))
+            if func._schema.is_mutable:
+                self.sums.discard(_same(result))
+            if pair and packet in SUMS:
+                self.sums.add(_same(result))
         return result
 
     def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -104,8 +106,8 @@ class Census(TorchDispatchMode):
             self.places["norms"][path] += 1
             given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
             # A norm with a gate reads the product of both.
-            if len(given) == 1 and self.sums.get(_storage(given[0])) is False:
-                self.sums[_storage(given[0])] = True
+            if len(given) == 1 and _same(given[0]) in self.sums:
+                self.sums.remove(_same(given[0]))
                 self.places["adds"][path] += 1
 
     def leave(self, path: str, module: nn.Module, args: Any, result: Any) -> None:
@@ -115,7 +117,7 @@ class Census(TorchDispatchMode):
             self.gated.add(path)
             self.places["gates"][path] += 1
         if "Attention" in type(module).__name__ and path not in self.with_attention:
-            self.places["attentions"][path] += 1
+            self.places["attentions"][path] += max(1, self.softmaxes[path])
             self.with_attention.update(_above(path))
 
     def rotating(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -143,8 +145,9 @@ class Census(TorchDispatchMode):
         return self.places
 
 
-def _storage(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()
+def _same(x: Tensor) -> Same:
+    """Equal for a tensor and a view of all of it."""
+    return x.untyped_storage().data_ptr(), x.numel()
 
 
 def _above(path: str) -> Iterator[str]:
@@ -174,11 +177,11 @@ def counting(model: nn.Module) -> Iterator[Census]:
         yield census
 
 
-def expected(model: nn.Module, ids: Tensor) -> tuple[Places, set[str]]:
-    """What eager runs, and the modules in which a softmax ran."""
+def expected(model: nn.Module, ids: Tensor) -> tuple[Places, Counter[str]]:
+    """What eager runs, and the number of softmaxes in each module."""
     with counting(model) as census, torch.no_grad():
         model(input_ids=ids, use_cache=False)
-    return census.finished(), census.with_softmax
+    return census.finished(), census.softmaxes
 
 
 def found(model: nn.Module, ids: Tensor) -> tuple[Places, list[atomc.Report]]:
@@ -202,7 +205,7 @@ def reason(reports: list[atomc.Report], family: str, path: str) -> str:
         for rewrite in FAMILIES[family]
         if rewrite in report.known
         for miss in report.misses(rewrite)
-        if miss.module_path == path or miss.module_path.startswith(path + ".")
+        if f"{miss.module_path}.".startswith(f"{path}.") or f" in {path} " in miss.text()
     ]
     if near:
         best = max(near, key=lambda miss: miss.depth)
@@ -222,18 +225,20 @@ def row(model_type: str, tokens: int) -> dict[str, Any]:
         return name | {"not built": f"{type(error).__name__}: {error}"[:200].replace("\n", " ")}
     ids = torch.tensor([architectures.PROMPTS[0][:tokens]])
     try:
-        wanted, with_softmax = expected(model, ids)
+        wanted, softmaxes = expected(model, ids)
         fired, reports = found(model, ids)
     except Exception as error:
         return name | {"failed": f"{type(error).__name__}: {error}"[:200].replace("\n", " ")}
     classes = {path: type(module).__name__ for path, module in model.named_modules()}
     differences = []
     for family in FAMILIES:
+        if wanted[family].total() == fired[family].total():
+            continue
         for path in sorted((wanted[family] - fired[family]) | (fired[family] - wanted[family])):
             count = fired[family][path] - wanted[family][path]
             if count > 0:
                 why = "in no such module"
-            elif family == "attentions" and path not in with_softmax:
+            elif family == "attentions" and not softmaxes[path]:
                 why = "runs no softmax"
             else:
                 why = reason(reports, family, path)
