@@ -7,9 +7,9 @@
 The models are those of bench/architectures.py: tiny, random weights, fp32. Each runs once in eager,
 where modules and ops are counted without our compiler, and once compiled. The families:
 
-norms       modules with Norm in the name of their class; found: rms_norm, layer_norm
-adds        sums of two tensors of one shape that norms read, each once; found: add_rms_norm,
-            add_layer_norm
+norms       modules whose class has a name that ends in Norm; found: rms_norm, layer_norm
+adds        sums of two tensors of one shape that norms read, each once, without those of rotations;
+            found: add_rms_norm, add_layer_norm
 rotations   tensors that functions named apply_rotary... return; found: rope
 gates       modules with a gate and an up projection; elsewhere products of a SiLU or GELU with
             another tensor; found: silu_and_mul, gelu_and_mul
@@ -51,11 +51,14 @@ FAMILIES = {
 GATED = (
     {"gate_proj", "up_proj"}, {"gate_up_proj"}, {"wi_0", "wi_1"}, {"w1", "w3"}, {"w1", "v1"},
 )  # fmt: skip
+NORM = re.compile(r"Norm(Gated|1P)?$")
 ROTATION = re.compile(r"_?apply_\w*(rotary|rope)\w*")
 ACTIVATIONS = (aten.silu, aten.gelu)
 SUMS = (aten.add, aten.add_)
 PRODUCTS = (aten.mul, aten.mul_)
 SOFTMAX = re.compile(r"softmax|_attention")
+# The place and the arguments of an op in the text of a near miss.
+PLACE = re.compile(r" in [\w.]+( \([\w.]+:\d+\))?|\(\w+=[^()]*(\([^()]*\)[^()]*)*\)")
 Same = tuple[int, int]
 # Sites by module, for each family.
 Places = dict[str, Counter[str]]
@@ -70,6 +73,7 @@ class Census(TorchDispatchMode):
         self.modules: list[str] = [""]
         self.with_attention: set[str] = set()  # modules in which an attention ran
         self.softmaxes: Counter[str] = Counter()  # of a module and those in it
+        self.attended: Counter[str] = Counter()  # softmaxes in earlier runs of a module
         self.gated: set[str] = set()
         self.products: Counter[str] = Counter()
         # Sums that no norm has read, and activations. Results are kept, so that no storage is used
@@ -94,15 +98,13 @@ class Census(TorchDispatchMode):
                 self.activations.add(_same(result))
             if func._schema.is_mutable:
                 self.sums.discard(_same(result))
-            if pair and packet in SUMS:
+            if pair and packet in SUMS and not self.rotates:
                 self.sums.add(_same(result))
         return result
 
     def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.modules.append(path)
-        if "Norm" in type(module).__name__ and not any(
-            "Norm" in type(inner).__name__ for inner in module.children()
-        ):
+        if NORM.search(type(module).__name__):
             self.places["norms"][path] += 1
             given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
             # A norm with a gate reads the product of both.
@@ -117,8 +119,10 @@ class Census(TorchDispatchMode):
             self.gated.add(path)
             self.places["gates"][path] += 1
         if "Attention" in type(module).__name__ and path not in self.with_attention:
-            self.places["attentions"][path] += max(1, self.softmaxes[path])
-            self.with_attention.update(_above(path))
+            ran = self.softmaxes[path] - self.attended[path]
+            self.attended[path] += ran
+            self.places["attentions"][path] += max(1, ran)
+            self.with_attention.update(set(_above(path)) - {path})
 
     def rotating(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, and each tensor of its result counted, unless it runs in another one."""
@@ -160,7 +164,8 @@ def _above(path: str) -> Iterator[str]:
 def counting(model: nn.Module) -> Iterator[Census]:
     """Count what the model runs. Its hooks and functions are as before afterwards."""
     census = Census()
-    files = {sys.modules[type(module).__module__] for module in model.modules()}
+    classes = {type(module) for module in model.modules()}
+    files = {sys.modules[each.__module__] for each in classes}
     with ExitStack() as undo:
         for path, module in model.named_modules():
             before = module.register_forward_pre_hook(
@@ -169,10 +174,14 @@ def counting(model: nn.Module) -> Iterator[Census]:
             after = module.register_forward_hook(partial(census.leave, path))
             undo.callback(before.remove)
             undo.callback(after.remove)
-        for file in files:
-            for name, item in list(vars(file).items()):
-                if isinstance(item, types.FunctionType) and ROTATION.fullmatch(name):
-                    undo.enter_context(mock.patch.object(file, name, census.rotating(item)))
+        for place in files | classes:
+            for name, item in list(vars(place).items()):
+                function = getattr(item, "__func__", item)
+                if isinstance(function, types.FunctionType) and ROTATION.fullmatch(name):
+                    counted = census.rotating(function)
+                    static = isinstance(item, staticmethod)
+                    counted = staticmethod(counted) if static else counted
+                    undo.enter_context(mock.patch.object(place, name, counted))
         undo.enter_context(census)
         yield census
 
@@ -205,11 +214,17 @@ def reason(reports: list[atomc.Report], family: str, path: str) -> str:
         for rewrite in FAMILIES[family]
         if rewrite in report.known
         for miss in report.misses(rewrite)
+    ]
+    here = [
+        miss
+        for miss in near
         if f"{miss.module_path}.".startswith(f"{path}.") or f" in {path} " in miss.text()
     ]
-    if near:
-        best = max(near, key=lambda miss: miss.depth)
-        return f"{best.rewrite}: expected {best.expected}; found {best.found}"
+    # The nodes of a module without parameters may have the path of the module that contains it.
+    here = here or [miss for miss in near if miss.module_path == path.rpartition(".")[0]]
+    if here:
+        best = max(here, key=lambda miss: miss.depth)
+        return PLACE.sub("", f"{best.rewrite}: expected {best.expected}; found {best.found}")
     broken = [report.graph_break for report in reports if report.graph_break is not None]
     if broken:
         return f"no near miss; graph break: {broken[0].reason}".splitlines()[0]
