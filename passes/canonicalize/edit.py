@@ -1,6 +1,6 @@
 """Changes of single nodes in a graph."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -24,6 +24,16 @@ def insert(
     with graph.inserting_before(before):
         made = graph.call_function(target, tuple(args), kwargs)
     made.meta = {key: item for key, item in before.meta.items() if key not in ("val", "canonical")}
+    infer(graph, made)
+    return made
+
+
+def copy_with(graph: Graph, node: Node, before: Node, operands: Mapping[Node, Node]) -> Node:
+    """A copy of a call in front of a node, with other operands in the place of some."""
+    with graph.inserting_before(before):
+        made = graph.node_copy(node, lambda operand: operands.get(operand, operand))
+    del made.meta["val"]
+    made.meta.pop("canonical", None)
     infer(graph, made)
     return made
 

@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 from atomc.graph.canonical import call, value
 from atomc.graph.sizes import known_equal, same_shape
 from atomc.graph.strides import same_strides
-from atomc.passes.canonicalize.edit import insert, only_reader, replace
+from atomc.passes.canonicalize.edit import copy_with, only_reader, replace
 
 
 def views_before_sums(graph: Graph) -> list[Node]:
@@ -42,9 +42,5 @@ def _can_move(view: Node) -> bool:
 
 def _move(graph: Graph, view: Node) -> None:
     [total] = call(view).operands
-    viewed = {
-        part: insert(graph, view, view.target, (part, *view.args[1:]), **view.kwargs)
-        for part in call(total).operands
-    }
-    args = [viewed[arg] if isinstance(arg, Node) else arg for arg in total.args]
-    replace(graph, view, insert(graph, view, total.target, args, **total.kwargs))
+    viewed = {part: copy_with(graph, view, view, {total: part}) for part in call(total).operands}
+    replace(graph, view, copy_with(graph, total, view, viewed))
