@@ -26,7 +26,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,7 @@ PROMPTS = (
 )
 NEW_TOKENS = 8
 EQUAL = 1e-4
+Row = dict[str, Any]  # of a table; plain data
 
 
 def names() -> list[str]:
@@ -203,7 +204,7 @@ def tried(run: Callable[..., str], *args: Any) -> str:
         return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:300]
 
 
-def row(model_type: str) -> dict[str, str]:
+def row(model_type: str) -> Row:
     """What became of one architecture, in this process."""
     try:
         model = build(model_type)
@@ -216,36 +217,64 @@ def row(model_type: str) -> dict[str, str]:
     return found | {"served": tried(lambda: served(model, generated(model)))}
 
 
-def in_process(model_type: str, seconds: float) -> dict[str, str]:
+def in_process(name: str, row: Callable[[str], Row], seconds: float) -> Row:
     """The row of one architecture, by a process of its own: a copy of this one, which has imported
-    all and run nothing.
+    all and run nothing. Without an answer a row with the reason in "failed".
     """
     fork = multiprocessing.get_context("fork")
     here, there = fork.Pipe(duplex=False)
-    child = fork.Process(target=lambda: there.send(row(model_type)))
+    child = fork.Process(target=lambda: there.send(row(name)))
     child.start()
     there.close()
     try:
         if not here.poll(seconds):
-            return {
-                "name": model_type,
-                "class": "",
-                "compiled": f"no answer in {seconds:.0f} s",
-                "served": "-",
-            }
-        found: dict[str, str] = here.recv()
+            return {"name": name, "failed": f"no answer in {seconds:.0f} s"}
+        found: Row = here.recv()
         return found
     except EOFError:
         child.join()
-        return {
-            "name": model_type,
-            "class": "",
-            "compiled": f"exit code {child.exitcode}",
-            "served": "-",
-        }
+        return {"name": name, "failed": f"exit code {child.exitcode}"}
     finally:
         child.kill()
         child.join()
+
+
+def survey(
+    chosen: Iterable[str], row: Callable[[str], Row], seconds: float, file: Path | None
+) -> list[Row]:
+    """The rows of these architectures, sorted by name. Those that the file has are not run again,
+    others are added to it.
+    """
+    torch.set_num_threads(1)  # threads do not survive a fork
+    for rewrite in [rewrite for each in PIPELINE for rewrite in each.rewrites]:
+        for case in rewrite.cases:
+            rewrite.traced(case)  # once for all
+    os.environ["ATOMC_STRICT"] = "1"
+    lines = file.read_text().splitlines() if file and file.exists() else []
+    rows = {each["name"]: each for each in map(json.loads, lines)}
+    for name in chosen:
+        if name in rows:
+            continue
+        start = time.perf_counter()
+        rows[name] = in_process(name, row, seconds)
+        if file:
+            with file.open("a") as added:
+                added.write(json.dumps(rows[name]) + "\n")
+        print(f"{time.perf_counter() - start:5.1f} s  {rows[name]}", file=sys.stderr, flush=True)
+    return [rows[name] for name in sorted(rows)]
+
+
+def survey_options(description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", help="model_types, with commas between them")
+    parser.add_argument(
+        "--rows", type=Path, help="a file of rows, one JSON object a line: these are not run again"
+    )
+    parser.add_argument("--text", type=Path, help="write the table there as well")
+    parser.add_argument("--seconds", type=float, default=300.0, help="for one architecture")
+    return parser
 
 
 def kind(text: str) -> str:
@@ -258,7 +287,7 @@ def kind(text: str) -> str:
     )
 
 
-def table(rows: list[dict[str, str]]) -> str:
+def table(rows: list[Row]) -> str:
     """The rows as text, and how many of each kind there are."""
     built = [each for each in rows if "not built" not in each]
     lines = [f"{len(built)} architectures"]
@@ -275,37 +304,19 @@ def table(rows: list[dict[str, str]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", help="model_types, with commas between them")
-    parser.add_argument(
-        "--rows", type=Path, help="a file of rows, one JSON object a line: these are not run again"
-    )
-    parser.add_argument("--text", type=Path, help="write the table there as well")
-    parser.add_argument("--seconds", type=float, default=300.0, help="for one architecture")
-    args = parser.parse_args()
-    torch.set_num_threads(1)  # threads do not survive a fork
-    for rewrite in [rewrite for each in PIPELINE for rewrite in each.rewrites]:
-        for case in rewrite.cases:
-            rewrite.traced(case)  # once for all
-    os.environ["ATOMC_STRICT"] = "1"
-    lines = args.rows.read_text().splitlines() if args.rows and args.rows.exists() else []
-    rows = {each["name"]: each for each in map(json.loads, lines)}
-    for name in args.only.split(",") if args.only else names():
-        if name in rows:
-            continue
-        start = time.perf_counter()
-        rows[name] = in_process(name, args.seconds)
-        if args.rows:
-            with args.rows.open("a") as file:
-                file.write(json.dumps(rows[name]) + "\n")
-        print(f"{time.perf_counter() - start:5.1f} s  {rows[name]}", file=sys.stderr, flush=True)
-    text = table([rows[name] for name in sorted(rows)])
+    args = survey_options(__doc__).parse_args()
+    chosen = args.only.split(",") if args.only else names()
+    rows = [
+        {"class": "", "compiled": each["failed"], "served": "-"} | each
+        if "failed" in each
+        else each
+        for each in survey(chosen, row, args.seconds, args.rows)
+    ]
+    text = table(rows)
     print(text)
     if args.text:
         args.text.write_text(text + "\n")
-    sys.exit(any(kind(each.get("served", "equal")) == "differs" for each in rows.values()))
+    sys.exit(any(kind(each.get("served", "equal")) == "differs" for each in rows))
 
 
 if __name__ == "__main__":

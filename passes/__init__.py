@@ -27,6 +27,7 @@ from atomc.passes.recognize.cat_of_slices import cat_of_slices
 from atomc.passes.recognize.columns_of_pairs import columns_of_pairs
 from atomc.passes.recognize.experts import MOE_EXPERTS, ids_as_chosen
 from atomc.passes.recognize.gated import GELU_AND_MUL, OTHER_GATES, SILU_AND_MUL
+from atomc.passes.recognize.layer_norm import LAYER_NORM
 from atomc.passes.recognize.repeat_kv import REPEAT_KV
 from atomc.passes.recognize.rms_norm import OTHER_NORMS, RMS_NORM
 from atomc.passes.recognize.rope import ROPE, ROPE_CAST, ROPE_COMPLEX, ROPE_OTHER_SIGN, ROPE_PARTIAL
@@ -44,8 +45,9 @@ PIPELINE: tuple[Pass, ...] = (
     # Recognize: PyTorch code becomes ops.
     Pass("cat_of_slices", cat_of_slices, after=["tidy"], cleanup=True),
     Pass("canonicalize", canonicalize, after=["tidy"], cleanup=True),
+    rewriting(LAYER_NORM, after=["canonicalize"]),
     Pass("columns_of_pairs", columns_of_pairs, after=["tidy"], cleanup=True),
-    rewriting(RMS_NORM, *OTHER_NORMS, after=["canonicalize"]),
+    rewriting(RMS_NORM, *OTHER_NORMS, after=["layer_norm"]),
     rewriting(MOE_EXPERTS, after=["canonicalize", "columns_of_pairs"]),
     rewriting(TOPK_ROUTE, after=["canonicalize"]),
     Pass("ids_as_chosen", ids_as_chosen, after=["topk_route", "moe_experts"], cleanup=True),
@@ -66,7 +68,7 @@ PIPELINE: tuple[Pass, ...] = (
     merging("merge_linears", after=["merge_qkv", "merge_gate_up"]),
     # Fuse: chains of ops become one op.
     rewriting(ADD_RMS_NORM, after=["rms_norm"]),
-    rewriting(ADD_LAYER_NORM),
+    rewriting(ADD_LAYER_NORM, after=["layer_norm"]),
     rewriting(ADD_RMS_NORM_PAD, after=["add_rms_norm"]),
     rewriting(ALLREDUCE_ADD_RMS_NORM, after=["add_rms_norm", "all_reduce"]),
     rewriting(ALLREDUCE_RMS_NORM, after=["allreduce_add_rms_norm"]),

@@ -169,9 +169,13 @@ def _same_as(node: Node) -> Node | None:
     return rule(node, here) if rule else None
 
 
-def _cloned_norm(node: Node, here: Call) -> Node | None:
-    """The input of the clone that lifting adds to a norm whose input is not dense."""
-    return here.operands[0] if call(here.operands[0]).op == "atom::rms_norm" else None
+def _cloned(node: Node, here: Call) -> Node | None:
+    """The input of a clone with the same strides, as dropout makes in eval mode, or of the clone
+    that lifting adds to a norm whose input is not dense.
+    """
+    [source] = here.operands
+    lifted = call(source).op == "atom::rms_norm"
+    return source if lifted or same_strides(value(source), value(node)) else None
 
 
 def _overwritten(node: Node, here: Call) -> Node | None:
@@ -225,7 +229,7 @@ def _alike(a: Node, b: Node) -> bool:
 # Op -> a function that returns the operand whose value a node returns, or None.
 _GIVES_BACK: dict[str, Callable[[Node, Call], Node | None]] = {
     "alias": lambda node, here: here.operands[0],
-    "clone": _cloned_norm,
+    "clone": _cloned,
     "cat": _only_part,
     "copy": _overwritten,
     "view": _same_view,

@@ -1,5 +1,5 @@
 """A dozen of the architectures of bench/architectures.py: compiled as eager, and served as
-transformers generates.
+transformers generates; and some of bench/counts.py: what is recognized in them.
 """
 
 import json
@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.xdist_group("architectures")  # the script runs once
-SCRIPT = Path(__file__).parents[1] / "bench" / "architectures.py"
+pytestmark = pytest.mark.xdist_group("architectures")  # each script runs once
+BENCH = Path(__file__).parents[1] / "bench"
 SERVED = {
     "gpt2": "learned positions",
     "opt": "learned positions behind an offset",
@@ -36,15 +36,42 @@ REFUSED = {
 ELSEWHERE = ("llama", "mistral")
 
 
+# Norms, adds before norms, rotations, gates and attentions of two layers: ours and transformers'.
+COUNTS = {
+    "gpt2": (5, 5, 0, 0, 2),
+    "opt": (5, 5, 0, 0, 2),
+    "gptj": (3, 2, 4, 0, 2),
+    "cohere": (3, 2, 4, 2, 2),
+    "olmo": (5, 4, 4, 2, 2),
+    "llama": (5, 4, 4, 2, 2),
+    "mixtral": (5, 4, 4, 2, 2),
+    "gemma3n_text": (24, 2, 4, 4, 2),
+    "hunyuan_v1_dense": (9, 4, 4, 2, 2),
+    "modernbert-decoder": (6, 4, 4, 2, 2),
+}
+COUNTED_NOW = ("gpt2", "opt", "cohere", "olmo")
+
+
 @pytest.fixture(scope="module")
 def rows(request, tmp_path_factory):
-    """What the script writes of those whose tests run, by name."""
+    return written(BENCH / "architectures.py", request, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def counts(request, tmp_path_factory):
+    return written(BENCH / "counts.py", request, tmp_path_factory)
+
+
+def written(script, request, tmp_path_factory):
+    """What a script writes of those whose tests run and use this fixture, by name."""
     file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     names = ",".join(
-        item.callspec.params["name"] for item in request.session.items if item.path == request.path
+        item.callspec.params["name"]
+        for item in request.session.items
+        if item.path == request.path and request.fixturename in item.fixturenames
     )
     done = subprocess.run(
-        [sys.executable, SCRIPT, "--only", names, "--rows", file],
+        [sys.executable, script, "--only", names, "--rows", file],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -65,3 +92,21 @@ def test_it_is_compiled_as_eager_and_served_as_transformers_generates(rows, name
 def test_it_is_compiled_as_eager_and_refused_with_a_reason(rows, name):
     assert rows[name]["compiled"] == "equal"
     assert rows[name]["served"].startswith(REFUSED[name])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in COUNTED_NOW else pytest.mark.slow) for name in COUNTS],
+)
+def test_as_much_is_recognized_as_modules_run(counts, name):
+    assert tuple(counts[name]["expected"].values()) == COUNTS[name]
+    assert counts[name]["found"] == counts[name]["expected"], counts[name]["differences"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "reason"), [("gpt_oss", "clamped operands and up + 1"), ("rwkv", "runs no softmax")]
+)
+def test_what_is_not_recognized_has_a_reason(counts, name, reason):
+    assert counts[name]["found"] != counts[name]["expected"]
+    assert any(reason in why for *_, why in counts[name]["differences"])

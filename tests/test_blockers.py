@@ -90,6 +90,25 @@ def layer_normed(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return F.layer_norm(x, w.shape, w, b, 1e-6)
 
 
+def written_layer_norm(
+    x: Tensor,
+    w: Tensor,
+    dim: int = -1,
+    cast: bool = True,
+    before_weight: Callable[[Tensor], Tensor] = same,
+) -> Tensor:
+    x_f32 = x.float()
+    centered = x_f32 - x_f32.mean(dim, keepdim=True)
+    y = centered * torch.rsqrt(centered.pow(2).mean(dim, keepdim=True) + 1e-6)
+    y = w.float() * before_weight(y)
+    return y.to(x.dtype) if cast else y
+
+
+def layer_norm_with_a_reader(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    kept = []
+    return written_layer_norm(x, w, before_weight=lambda y: kept.append(y) or y), kept[0].abs()
+
+
 def sum_normed(x: Tensor, r: Tensor, w: Tensor) -> Tensor:
     return normed(x + r, w)
 
@@ -348,6 +367,22 @@ QUANT_OF_NORM, QUANT_OF_ADD, QUANT_OF_GATED = (
 NO_EPS, ONE_EPS, NO_CASTS = "n/a: it has no eps", "n/a: it has one eps", "n/a: it has no cast"
 
 TABLE: dict[str, dict[str, Cell | str]] = {
+    "layer_norm": {
+        "extra user": Cell(layer_norm_with_a_reader, NORM, "extra user", "no other reader of mul", READ_TOO),
+        "mutation": Cell(
+            lambda x, w: written_layer_norm(x, w, before_weight=doubled_in_place), NORM, "extra op", "mul reading", DOUBLED),
+        "view that changes meaning": Cell(
+            lambda x, w: written_layer_norm(x, w[: D // 2], before_weight=lambda y: y.view(-1, D // 2)), NORM,
+            "extra op", "mul reading mul.* directly", "^view.* in between"),
+        "device": Cell(
+            lambda x, w: written_layer_norm(x, w.to("meta"), before_weight=to_meta), NORM, "extra op",
+            "mul reading mul.* directly", MOVED),
+        "eps differs": ONE_EPS,
+        "not the last dim": Cell(lambda x, w: written_layer_norm(x, w, dim=0), NORM, *OTHER_DIM),
+        "dtype promotion": Cell(written_layer_norm, (X, W.float()), "dtype", "`weight` in bfloat16", "float32"),
+        "operand order": COMMUTES,
+        "missing cast": Cell(lambda x, w: written_layer_norm(x, w, cast=False), NORM, *NO_CAST),
+    },
     "rms_norm": {
         "extra user": Cell(norm_with_a_reader, NORM, "extra user", "no other reader of cast", "the graph returns it"),
         "mutation": Cell(norm_of_x_that_is_written, NORM, "same value", "the same cast.* here as well", r"mul\(other=2\)"),
@@ -390,7 +425,7 @@ TABLE: dict[str, dict[str, Cell | str]] = {
     "rope": {
         "extra user": Cell(rope_with_a_reader, ROPE, "extra user", "no other reader of cat", READ_TOO),
         "mutation": Cell(
-            rope_of_x_that_is_written, ROPE, "same value", r"`x` to be mul\(other=2\).* as elsewhere", "clone"),
+            rope_of_x_that_is_written, ROPE, "same value", r"`x` to be mul\(other=2\).* as elsewhere", "input x"),
         "view that changes meaning": Cell(
             lambda x, c, s: rotated(x, c, s, between=heads_mixed), ROPE, "extra op", "mul.* reading cat.* directly",
             "^permute.* in between"),

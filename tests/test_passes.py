@@ -16,11 +16,12 @@ from atomc.options import Options
 from atomc.passes.fuse.add_norm import ADD_LAYER_NORM, ADD_RMS_NORM
 from atomc.passes.fuse.qk_norm_rope import QK_NORM_ROPE
 from atomc.passes.recognize.gated import GELU_AND_MUL, SILU_AND_MUL
+from atomc.passes.recognize.layer_norm import LAYER_NORM
 from atomc.passes.recognize.rms_norm import RMS_NORM
 from atomc.passes.recognize.rope import ROPE
 from atomc.passes.recognize.rope_before_transpose import ROPE_BEFORE_TRANSPOSE
 from atomc.platform import Platform
-from atomc.rewriting.graph_pass import Context
+from atomc.rewriting.graph_pass import Context, rewriting
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 T, N, K, D = 5, 4, 2, 16
@@ -459,6 +460,66 @@ return %0.0, %0.1"""
     )
 
 
+@pytest.mark.parametrize("weight", [W, None], ids=["no bias", "no weight"])
+def test_a_layer_norm_without_bias_or_weight_folds_the_add_before_it(weight):
+    def function(x, r):
+        total = x + r
+        return F.layer_norm(total, (D,), weight, None, 1e-5), total
+
+    text = rewritten(ADD_LAYER_NORM, function, X, R)
+    assert "add_layer_norm" in text and "None" in text
+
+
+def test_a_sum_whose_view_is_read_twice_is_folded_into_its_norm():
+    def function(x, r, w, b):  # as in OPT
+        total = (x + r).view(-1, 4, D)
+        return F.layer_norm(total, (D,), w, b, 1e-5) + total
+
+    x, r = torch.randn(3, 4, D), torch.randn(3, 4, D)
+    report = explained(function, x.view(12, D), r.view(12, D), W, B, tolerance=1e-6)
+    assert report.matches["add_layer_norm"] == 1
+
+
+@pytest.mark.parametrize(
+    "total",
+    [
+        lambda x, r: (x + r[:, :1]).view(-1, 1, D),
+        lambda x, r: (x + r).view(-1, D // 2),
+        lambda x, r: (x + r.t().contiguous().t()).view(-1, 1, D),
+        lambda x, r: (y := x + r) * y.view(-1, 1, D)[:, 0],
+    ],
+    ids=["broadcast", "other last dimension", "other strides", "another reader"],
+)
+def test_a_view_stays_after_a_sum_of_other_operands(total):
+    def function(x, r):
+        y = total(x, r)
+        return y.exp() + y.sin()
+
+    text = after_passes(passes_named("tidy", "canonicalize"), function, X, R).text
+    assert text.index("add(") < (text.index("view(") if "view(" in text else len(text))
+
+
+@DTYPES
+def test_a_layer_norm_that_is_written_out_folds_the_add_before_it(dtype):
+    def function(x, r, w):
+        total = (x + r).float()
+        centered = total - total.mean(-1, keepdim=True)
+        root = torch.rsqrt(centered.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return (w.float() * (centered * root)).to(x.dtype), x + r
+
+    assert (
+        rewritten(
+            [TIDY, rewriting(LAYER_NORM), rewriting(ADD_LAYER_NORM)],
+            function,
+            *cast(dtype, X, R, W),
+            tolerance=2**-8,
+        )
+        == """\
+%0 = add_layer_norm(x, r, w, None, 1e-05)
+return %0.0, %0.1"""
+    )
+
+
 def test_layer_norm_of_a_module_and_without_parameters_is_lifted():
     module = nn.LayerNorm(D)
     assert explained(lambda x: module(x), X).matches["layer_norm"] == 1
@@ -655,6 +716,28 @@ def test_arithmetic_that_changes_nothing_goes(function):
     assert tidied(function, X) == "%0 = exp(x)\nreturn %0"
 
 
+@pytest.mark.parametrize(
+    "function", [torch.clone, lambda x: F.dropout(x, 0.5, training=False), torch.Tensor.contiguous]
+)
+def test_a_copy_of_a_computed_value_goes(function):
+    assert tidied(lambda x: function(x.exp()).sin(), X) == "%0 = exp(x)\n%1 = sin(%0)\nreturn %1"
+
+
+def test_a_copy_with_other_strides_stays():
+    text = tidied(lambda x: x.exp().t().contiguous().view(-1), X)
+    assert "clone" in text
+
+
+def test_inputs_that_are_swapped_through_a_copy_keep_their_values():
+    def function(x, y):
+        before = x.clone()
+        x.copy_(y)
+        y.copy_(before)
+        return before * 2
+
+    assert after_passes([TIDY], function, X.clone(), X.exp()).error == 0
+
+
 def test_arithmetic_that_changes_a_bit_a_dtype_or_a_shape_stays():
     for function in (
         lambda x: 1 / (x + 0.0),
@@ -678,6 +761,8 @@ def test_arithmetic_that_changes_a_bit_a_dtype_or_a_shape_stays():
         lambda x: ((x * 1.0).view(-1), x),
         lambda x: (torch.cat((x, x[:0])), x),
         lambda x: ((y := x.exp()) * 1.0, y),
+        lambda x: ((y := x.exp()).clone(), y),
+        lambda x: (x.clone(), x),
         lambda x: (x.sort()[0], x.sort()[0]),
         lambda x: (x.exp().split(8, 1)[0], x.exp()),
     ],

@@ -1,6 +1,6 @@
 """Changes of single nodes in a graph."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -19,6 +19,16 @@ def insert(
     with graph.inserting_before(before):
         made = graph.call_function(target, args, kwargs)
     made.meta = {key: item for key, item in before.meta.items() if key not in ("val", "canonical")}
+    infer(made)
+    return made
+
+
+def copy_with(node: Node, before: Node, operands: Mapping[Node, Node]) -> Node:
+    """A copy of a call in front of a node, with other operands in the place of some."""
+    with node.graph.inserting_before(before):
+        made = node.graph.node_copy(node, lambda operand: operands.get(operand, operand))
+    del made.meta["val"]
+    made.meta.pop("canonical", None)
     infer(made)
     return made
 

@@ -71,7 +71,8 @@ class Rewrite:
     read_together  the pattern's outputs are operands of one node, in this order; writes into a
                    static cache may occur in between
     needs          op of atomc, or "aten::cat" -> attributes that one of its nodes must have (OneOf:
-                   one of these values); without such a node nothing is traced or explained
+                   one of these values); without such a node in the graph nothing is traced, and
+                   without one at a place it is no near miss
     explained      whether places where it nearly matches are near misses
     """
 
@@ -109,6 +110,7 @@ class Rewrite:
                     self.example(**case.given),
                     sees_through=self.sees_through,
                     read_together=self.read_together,
+                    needed=self.needed(case),
                 )
         return self._traced[case]
 
@@ -116,13 +118,18 @@ class Rewrite:
         """Canonical names of the ops that a case needs and that the graph lacks, or has only with
         other attributes.
         """
-        needs = {
+        return [
+            op
+            for op, attrs in self.needed(case).items()
+            if not any(_has(node, attrs) for node in index[op])
+        ]
+
+    def needed(self, case: Case) -> Needs:
+        """`needs` of the rewrite and of a case, by the canonical name of the op."""
+        return {
             op.removeprefix("aten::") if "::" in op else f"atom::{op}": attrs
             for op, attrs in (*self.needs.items(), *case.needs.items())
         }
-        return [
-            op for op, attrs in needs.items() if not any(_has(node, attrs) for node in index[op])
-        ]
 
 
 def unsupported(

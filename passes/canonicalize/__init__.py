@@ -8,6 +8,7 @@ from torch.fx import GraphModule
 
 from atomc.passes.canonicalize.activations import one_activation
 from atomc.passes.canonicalize.rms_norms import one_rms_norm
+from atomc.passes.canonicalize.sums import views_before_sums
 from atomc.passes.cleanup import share_equal_nodes
 from atomc.rewriting.graph_pass import Context
 from atomc.rewriting.rewrite import Fired, remove_dead_nodes
@@ -16,7 +17,11 @@ from atomc.rewriting.rewrite import Fired, remove_dead_nodes
 def canonicalize(gm: GraphModule, context: Context) -> list[Fired]:
     """Change every chain that looks like RMSNorm or like a gate's activation."""
     keep = context.options.rounding == "hf"
-    changed = [*one_rms_norm(gm.graph, keep), *one_activation(gm.graph, keep)]
+    changed = [
+        *views_before_sums(gm.graph),
+        *one_rms_norm(gm.graph, keep),
+        *one_activation(gm.graph, keep),
+    ]
     if changed:
         remove_dead_nodes(gm.graph)
         share_equal_nodes(gm.graph)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.rewriting.example import Example, norm_weight_example, tensor_example
-from atomc.rewriting.rewrite import Rewrite
+from atomc.rewriting.rewrite import Case, Rewrite
 
 
 def _rms_pattern(
@@ -40,24 +40,24 @@ def _rms_attrs(x: Tensor, weight: Tensor, **_: object) -> dict[str, str]:
 
 
 def _layer_pattern(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     total = x + residual
     return ops.layer_norm(total, weight, bias, eps), total
 
 
 def _layer_replacement(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     return ops.add_layer_norm(x, residual, weight, bias, eps)
 
 
-def _layer_example() -> Example:
+def _layer_example(weighted: bool, biased: bool) -> Example:
     return {
         "x": tensor_example(3, 10),
         "residual": tensor_example(3, 10),
-        "weight": tensor_example(10),
-        "bias": tensor_example(10),
+        "weight": tensor_example(10) if weighted else None,
+        "bias": tensor_example(10) if biased else None,
         "eps": 1e-6,
     }
 
@@ -71,5 +71,14 @@ ADD_RMS_NORM = Rewrite(
     attrs=_rms_attrs,
 )
 ADD_LAYER_NORM = Rewrite(
-    "add_layer_norm", _layer_pattern, _layer_replacement, _layer_example, sees_through=True
+    "add_layer_norm",
+    _layer_pattern,
+    _layer_replacement,
+    _layer_example,
+    sees_through=True,
+    cases=[
+        Case("", {"weighted": True, "biased": True}),
+        Case("no bias", {"weighted": True, "biased": False}),
+        Case("no weight", {"weighted": False, "biased": False}),
+    ],
 )

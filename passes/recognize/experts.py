@@ -1,9 +1,9 @@
-"""Replace the experts of a mixture by one op: as the functions of the installed transformers compute
-them, or written out. The patterns of transformers are traced from these functions, so that another
+"""Replace the experts of a mixture by one op: as the functions of the installed transformers
+compute them, or written out. The patterns of transformers are traced from these functions, so that another
 version brings its own.
 
     ids > sort > histc > cumsum -------+
-    x > rows of the sorted ids --> _grouped_mm > gate > _grouped_mm > * weights > back in order > sum
+    x > rows of the sorted ids > _grouped_mm > gate > _grouped_mm > * weights > back in order > sum
  or
     w13[ids] --+                w2[ids] --+
     x ------- bmm > gate --------------- bmm > * weights > sum

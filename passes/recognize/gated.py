@@ -41,6 +41,10 @@ def _reglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.relu(gate) * up
 
 
+def _squared_reglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.relu(gate).square() * up
+
+
 def _quick_geglu(gate: Tensor, up: Tensor, alpha: float) -> Tensor:
     return gate * torch.sigmoid(gate * alpha) * up
 
@@ -60,6 +64,7 @@ OTHER_GATES = [
     )
     for variant, pattern, example, needs, found in (
         ("relu", _reglu, _example, ["aten::relu"], "relu"),
+        ("relu squared", _squared_reglu, _example, ["aten::relu"], "a squared relu"),
         ("glu", F.glu, lambda: {"input": tensor_example(3, 10)}, ["aten::glu"], "sigmoid"),
         (
             "clamped",

@@ -142,6 +142,15 @@ SPELLINGS = (
         table="there is no op with a relu",
     ),
     Spelling(
+        "relu(gate) ** 2 * up",
+        "BitNet",
+        "silu_and_mul",
+        lambda gate, up: F.relu(gate).square() * up,
+        gated,
+        reason="found a squared relu, for which no op exists",
+        table="there is no op with a relu",
+    ),
+    Spelling(
         "gate * sigmoid(1.702 * gate) * up",
         "QuickGELU",
         "silu_and_mul",

@@ -1,4 +1,4 @@
-"""RMSNorm, alone."""
+"""RMSNorm and LayerNorm, alone."""
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,11 @@ def alone(dtype: torch.dtype) -> tuple[Tensor, ...]:
 def gate(dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Rows, the rows of a gate, and a weight."""
     return random(dtype, (T, D), (T, D), (D,))
+
+
+def biased(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Rows, a weight, and a bias."""
+    return random(dtype, (T, D), (D,), (D,))
 
 
 def mean(x: Tensor, keepdim: bool = True) -> Tensor:
@@ -85,6 +90,11 @@ def of_clamped_norm(x: Tensor, w: Tensor) -> Tensor:
 
 def in_16_bits(x: Tensor, w: Tensor) -> Tensor:
     return w * (x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + EPS))
+
+
+def standardized(x: Tensor) -> Tensor:
+    centered = x - x.mean(-1, keepdim=True)
+    return centered * torch.rsqrt(centered.pow(2).mean(-1, keepdim=True) + EPS)
 
 
 SPELLINGS = (
@@ -242,6 +252,37 @@ SPELLINGS = (
         row,
         reason="found x / sqrt in 16 bits, which the op computes in fp32",
         table="the op computes in fp32",
+        dtypes=BF16,
+    ),
+    Spelling(
+        "F.layer_norm(x, shape, w, b)",
+        "`nn.LayerNorm`",
+        "layer_norm",
+        lambda x, w, b: F.layer_norm(x, w.shape, w, b, EPS),
+        biased,
+    ),
+    Spelling(
+        "w.float() * (x - mean) * rsqrt((x - mean).pow(2).mean() + eps)",
+        "Cohere",
+        "layer_norm",
+        lambda x, w: (w.float() * standardized(x.float())).to(x.dtype),
+        row,
+    ),
+    Spelling(
+        "w.float() * (x - mean) * rsqrt((x - mean).pow(2).mean() + eps) + b.float()",
+        "research code",
+        "layer_norm",
+        lambda x, w, b: (w.float() * standardized(x.float()) + b.float()).to(x.dtype),
+        biased,
+    ),
+    Spelling(
+        "w * ((x - mean) * rsqrt((x - mean).pow(2).mean() + eps)).to(x.dtype)",
+        "research code",
+        "layer_norm",
+        lambda x, w: w * standardized(x.float()).to(x.dtype),
+        row,
+        reason=r"expected mul reading mul .* directly; found cast.dtype=bfloat16.* in between",
+        table="the op rounds once",
         dtypes=BF16,
     ),
 )

@@ -135,8 +135,7 @@ def explain(pattern: Pattern, p: Node, g: Node, rewrite: str = "", variant: str 
     differences = structural + problems(
         site, partial=bool(structural) or len(placed) < len(pattern.nodes)
     )
-    telling = {call(node).op for node in pattern.nodes} - GENERIC
-    absent = tuple(sorted(telling - {call(node).op for node in placed}))
+    absent = tuple(sorted(pattern.telling - {call(node).op for node in placed}))
     return NearMiss(
         rewrite,
         variant,

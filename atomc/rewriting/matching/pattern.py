@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from atomc.graph.canonical import Attr, Capture, call, value
+from atomc.graph.canonical import GENERIC, Attr, Capture, call, value
 from atomc.graph.expressions import Size, expression
 from atomc.graph.views import permuted_back
 from atomc.ops.formats import HALVES
@@ -46,6 +46,7 @@ class Pattern:
     choices    input -> the dtypes that it may have at a site
     decided_by such a choice -> the argument that is captured with the same value
     any_dtype  nodes whose dtype depends on the site, so that it is not compared
+    telling    ops without which a place is no near miss: those that are not generic, and `needed`
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Pattern:
         *,
         sees_through: bool = False,
         read_together: bool = False,
+        needed: Iterable[str] = (),
     ):
         self.sees_through, self.read_together = sees_through, read_together
         arguments, varied = stand_ins(example, 0), stand_ins(example, 1)
@@ -64,6 +66,8 @@ class Pattern:
         self.inputs = dict(zip(self.graph.find_nodes(op="placeholder"), tensors, strict=True))
         self.outputs = _returned(self.graph)
         self.nodes = _calls(self.graph)
+        ops = {call(node).op for node in self.nodes}
+        self.telling = (ops - GENERIC) | (ops & set(needed))
         self.position = {node: i for i, node in enumerate(self.graph.nodes)}
         self.choices = {
             p: given.follows
