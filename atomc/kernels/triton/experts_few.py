@@ -20,16 +20,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
-from atomc.kernels.checks import (
-    FLOATS,
-    HALVES,
-    strided,
-    too_wide,
-    unknown,
-    unlike,
-    unsupported,
-    wrong_rank,
-)
+from atomc.kernels.checks import strided, too_wide, unknown, unlike, unsupported, wrong_rank
 from atomc.kernels.triton.activation import silu
 from atomc.kernels.triton.experts_few_sums import sums_of_codes, sums_of_numbers, sums_of_words
 from atomc.kernels.triton.launch import (
@@ -42,6 +33,7 @@ from atomc.kernels.triton.launch import (
 )
 from atomc.kernels.triton.tiles import EXPERTS_FEW, EXPERTS_FEW_TRANSPOSED, ExpertsFewTile
 from atomc.ops.experts import ACTIVATIONS
+from atomc.ops.formats import FLOATS, HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
-from atomc.kernels.checks import FLOATS, strided, unknown, unlike
+from atomc.kernels.checks import strided, unknown, unlike
 from atomc.kernels.triton.grouped import (
     MOST_EXPERTS,
     grouped_down,
@@ -19,6 +19,7 @@ from atomc.kernels.triton.grouped import (
 from atomc.kernels.triton.launch import not_nvidia
 from atomc.kernels.triton.tiles import MOE_EXPERTS, GroupedTile, TileTable
 from atomc.ops.experts import ACTIVATIONS
+from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 

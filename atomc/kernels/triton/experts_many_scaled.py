@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.checks import FLOATS, HALVES, no_fp8_products, strided, unlike, wrong_result
+from atomc.kernels.checks import no_fp8_products, strided, unlike, wrong_result
 from atomc.kernels.triton.experts_many import tile_for, unfit, unreadable
 from atomc.kernels.triton.grouped import (
     grouped_down,
@@ -21,6 +21,7 @@ from atomc.kernels.triton.quant import (
     quant_int8_per_token,
 )
 from atomc.kernels.triton.tiles import MOE_EXPERTS_8_BITS
+from atomc.ops.formats import FLOATS, HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 

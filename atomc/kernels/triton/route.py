@@ -12,7 +12,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
-from atomc.kernels.checks import FLOATS, too_wide, unknown, unlike, wrong_rank, wrong_result
+from atomc.kernels.checks import too_wide, unknown, unlike, wrong_rank, wrong_result
 from atomc.kernels.triton.launch import (
     begin,
     inner_sizes,
@@ -25,6 +25,7 @@ from atomc.kernels.triton.launch import (
 )
 from atomc.kernels.triton.linear import MAX_ROWS, multiply
 from atomc.kernels.triton.tiles import LINEAR, Tile
+from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 from atomc.ops.route import GROUP_SCORES, SCORES
 from atomc.platform import Platform
