@@ -254,6 +254,8 @@ def row(model_type: str, tokens: int) -> dict[str, Any]:
     except Exception as error:
         return name | {"failed": f"{type(error).__name__}: {error}"[:200].replace("\n", " ")}
     classes = {path: type(module).__name__ for path, module in model.named_modules()}
+    missing = wanted["norms"].total() > fired["norms"].total()
+    unrecognized = wanted["norms"] - fired["norms"] if missing else Counter()
     differences = []
     for family in FAMILIES:
         more = fired[family].total() - wanted[family].total()
@@ -267,6 +269,8 @@ def row(model_type: str, tokens: int) -> dict[str, Any]:
                 why = "in no such module"
             elif family == "attentions" and not softmaxes[path]:
                 why = "runs no softmax"
+            elif family == "adds" and path in unrecognized:
+                why = "its norm is not recognized"
             else:
                 why = reason(reports, family, path)
             differences.append([family, path, classes.get(path, ""), count, why])

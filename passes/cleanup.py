@@ -1,4 +1,4 @@
-"""Remove redundant nodes: equal nodes become one; inverse views and `x * 1` are removed.
+"""Remove redundant nodes: equal nodes become one; inverse views, copies and `x * 1` are removed.
 
 Returned tensors keep their storage: two results that did not share storage before do not share it
 after.
