@@ -21,6 +21,7 @@ _PUBLIC = {
     "ops": "",
     "prepare": "atomc.capture.regions",
     "quantize": "atomc.quantization",
+    "register_experts": "atomc.models.stock_experts",
     "register_kernel": "atomc.ops.op",
     "register_pass": "atomc.compiler.pipeline",
     "reports": "atomc.report.report",

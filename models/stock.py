@@ -1,4 +1,6 @@
-"""Wraps a transformers model: its attention layers get state handles and call ops.attention."""
+"""Wraps a transformers model: its attention layers get state handles and call ops.attention, its
+experts call ops.moe_experts.
+"""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +14,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from atomc import ops
 from atomc.json_types import JSONLike
+from atomc.models.stock_experts import experts_of, refusal, register_experts
 from atomc.torch_compat.exceptions import out_of_memory
 from atomc.weights.registry import parameter_of
 
@@ -187,7 +190,8 @@ def _without_load_report() -> Iterator[None]:
 
 
 def wrap_stock(hf_model: "PreTrainedModel") -> "StockModel":
-    """Wrap hf_model. Its attention implementation is set to "atom", in place.
+    """Wrap hf_model. Its attention implementation is set to "atom", in place, and that of its
+    experts as well if ops.moe_experts can express them.
 
     Raises ValueError if a layer has a state or a mask that ops.attention does not support.
     """
@@ -216,6 +220,7 @@ def wrap_stock(hf_model: "PreTrainedModel") -> "StockModel":
         raise ValueError(
             f"{name} does not support a custom attention (AttentionInterface of transformers)"
         )
+    _set_experts(hf_model)
     for module in layers:
         heads, width = _num_kv_heads(module), _head_dim(module)
         if heads < 1 or width < 1:
@@ -226,6 +231,14 @@ def wrap_stock(hf_model: "PreTrainedModel") -> "StockModel":
         module.kv = ops.kv_state(_num_kv_heads(module), _head_dim(module))
         module.kv = module.kv.to(hf_model.device, hf_model.dtype)
     return StockModel(hf_model)
+
+
+def _set_experts(hf_model: "PreTrainedModel") -> None:
+    """Have its experts call ops.moe_experts, in place, if the op can express all of them."""
+    experts = experts_of(hf_model)
+    if experts and not any(map(refusal, experts)):
+        register_experts()
+        hf_model.set_experts_implementation("atom")
 
 
 def _head_dim(attention: nn.Module) -> int:
