@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from kernel_cases.rows import one_process_group
 from latent import BIND_LATENT
 from latent_blockers import ROWS
+from moe_blockers import MOE_ROWS
 from rewriting import explained
 from torch import Tensor
 
@@ -691,7 +692,7 @@ TABLE |= {
     rewrite: {
         blocker: cell if isinstance(cell, str) else Cell(*cell) for blocker, cell in row.items()
     }
-    for rewrite, row in ROWS.items()
+    for rewrite, row in (ROWS | MOE_ROWS).items()
 }
 REAL = [
     (rewrite, blocker)
@@ -722,7 +723,7 @@ def test_the_blocked_rewrite_does_not_fire_and_names_the_blocker(rewrite, blocke
     first = report.misses(cell.of or rewrite)[0]
     assert re.search(cell.kind, first.kind) and re.search(cell.expected, first.expected), first
     assert re.search(cell.found, first.found), first
-    assert first.source.startswith(("test_blockers.py:", "latent_blockers.py:"))
+    assert first.source.startswith(("test_blockers.py:", "latent_blockers.py:", "moe_blockers.py:"))
     # The one sentence that a user reads says the same, though the reason may lie in an earlier
     # rewrite.
     assert first.text() in report.why(rewrite)

@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 
 from atomc.graph.canonical import GENERIC, Attr, Capture, call, value
 from atomc.graph.expressions import Size, expression
-from atomc.graph.views import permuted_back
+from atomc.graph.views import ZERO_COST, name_of, permuted_back
 from atomc.ops.formats import HALVES
 from atomc.report.records import MissKind
 from atomc.rewriting.example import ExampleValue, Fixed, OneOf
@@ -140,12 +140,12 @@ def _traced(
 
 
 def _tidy(graph: Graph) -> None:
-    """What the pass of this name does to graphs, as far as patterns need it: equal nodes become
+    """What the pass of this name does to graphs, as far as patterns need it: equal views become
     one, and permutations that restore an order vanish.
     """
     known: dict[tuple[str, ...], Node] = {}
     for node in graph.nodes:
-        if node.op == "call_function":
+        if node.op == "call_function" and name_of(node) in ZERO_COST:
             same = known.setdefault((str(node.target), str(node.args), str(node.kwargs)), node)
             same = permuted_back(node) or same
             if same is not node:
