@@ -352,12 +352,24 @@ def _product(
         WIDE: tl.constexpr = tl.int32 if x_ptr.dtype.element_ty == tl.int8 else tl.float32
         sums = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), WIDE)
         scale_at = weight_scale_ptr
-        # Whether all rows of the weight in this tile are in the same square.
-        ONE_SCALE: tl.constexpr = SQUARE and ACTIVATION is None and SQUARE % BLOCK_N == 0
+        # Whether all rows of the weight in this tile are in one square, or those of gate and those
+        # of up in one each.
+        GATED: tl.constexpr = ACTIVATION is not None
+        ONE_SCALE: tl.constexpr = SQUARE and (INTERLEAVED or not GATED) and SQUARE % BLOCK_N == 0
+        TWO_SCALES: tl.constexpr = (
+            SQUARE
+            and GATED
+            and PAIRED
+            and not INTERLEAVED
+            and N % SQUARE == 0
+            and 2 * SQUARE % BLOCK_N == 0
+        )
         if weight_scale_ptr is not None:
             scale_at += expert.to(tl.int64) * scale_expert
             if ONE_SCALE:
                 scale_at += tile * BLOCK_N // SQUARE * scale_row
+            elif TWO_SCALES:
+                scale_at += tile * (BLOCK_N // 2) // SQUARE * scale_row
             else:
                 scale_at += (row // SQUARE if SQUARE else row) * scale_row
         for start in range(0, K, BLOCK_K):
@@ -374,10 +386,21 @@ def _product(
                 )
                 if ONE_SCALE:
                     scale *= tl.load(scale_at + group * scale_group)
-                scale = scale[None, :] if SWAP else scale[:, None]
-                if not ONE_SCALE:
-                    of_weight = tl.load(scale_at + group * scale_group, column < N, 0.0)
-                    scale = scale * (of_weight[:, None] if SWAP else of_weight[None, :])
+                    scale = scale[None, :] if SWAP else scale[:, None]
+                else:
+                    if TWO_SCALES:
+                        of_weight = tl.where(
+                            tl.arange(0, BLOCK_N) % 2 == 1,
+                            tl.load(scale_at + group * scale_group + N // SQUARE * scale_row),
+                            tl.load(scale_at + group * scale_group),
+                        )
+                    else:
+                        of_weight = tl.load(scale_at + group * scale_group, column < N, 0.0)
+                    scale = (
+                        of_weight[:, None] * scale[None, :]
+                        if SWAP
+                        else scale[:, None] * of_weight[None, :]
+                    )
                 if SWAP:
                     sums += tl.dot(weight, tl.trans(x), out_dtype=WIDE) * scale
                 else:
