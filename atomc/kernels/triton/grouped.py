@@ -330,12 +330,13 @@ def _product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TALL: tl.constexpr,
-    SWAP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """x of pair p is in row p // per_row. SQUARE: the size of the squares that share a scale of the
-    weight, 0 for scales of rows. SWAP: rows of the weight go down the tile of the tensor cores.
+    weight, 0 for scales of rows.
     """
+    # Rows of the weight go down the tile of the tensor cores, which is 64 high.
+    SWAP: tl.constexpr = BLOCK_M < 64
     wait_for_last(PDL)
     block, tile = tile_of(blocks, tl.cdiv(N, BLOCK_N // (1 if ACTIVATION is None else 2)), TALL)
     expert = tl.load(expert_ptr + block)
@@ -351,10 +352,26 @@ def _product(
         WIDE: tl.constexpr = tl.int32 if x_ptr.dtype.element_ty == tl.int8 else tl.float32
         sums = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), WIDE)
         scale_at = weight_scale_ptr
+        # Whether all rows of the weight in this tile are in one square, or those of gate and those
+        # of up in one each.
+        GATED: tl.constexpr = ACTIVATION is not None
+        ONE_SCALE: tl.constexpr = SQUARE and (INTERLEAVED or not GATED) and SQUARE % BLOCK_N == 0
+        TWO_SCALES: tl.constexpr = (
+            SQUARE
+            and GATED
+            and PAIRED
+            and not INTERLEAVED
+            and N % SQUARE == 0
+            and 2 * SQUARE % BLOCK_N == 0
+        )
         if weight_scale_ptr is not None:
-            scale_at += (
-                expert.to(tl.int64) * scale_expert + (row // SQUARE if SQUARE else row) * scale_row
-            )
+            scale_at += expert.to(tl.int64) * scale_expert
+            if ONE_SCALE:
+                scale_at += tile * BLOCK_N // SQUARE * scale_row
+            elif TWO_SCALES:
+                scale_at += tile * (BLOCK_N // 2) // SQUARE * scale_row
+            else:
+                scale_at += (row // SQUARE if SQUARE else row) * scale_row
         for start in range(0, K, BLOCK_K):
             in_x, in_weight = (pair < P)[:, None], (column < N)[:, None]
             if K % BLOCK_K:
@@ -364,15 +381,29 @@ def _product(
             weight = tl.load(weight_at + start * weight_column, in_weight, 0.0)
             if SQUARE:
                 group = start // SQUARE
-                of_weight = tl.load(scale_at + group * scale_group, column < N, 0.0)
-                of_x = tl.load(
+                scale = tl.load(
                     x_scale_ptr + x_of * x_scale_row + group * x_scale_group, pair < P, 0.0
                 )
+                if ONE_SCALE:
+                    scale *= tl.load(scale_at + group * scale_group)
+                    scale = scale[None, :] if SWAP else scale[:, None]
+                else:
+                    if TWO_SCALES:
+                        of_weight = tl.where(
+                            tl.arange(0, BLOCK_N) % 2 == 1,
+                            tl.load(scale_at + group * scale_group + N // SQUARE * scale_row),
+                            tl.load(scale_at + group * scale_group),
+                        )
+                    else:
+                        of_weight = tl.load(scale_at + group * scale_group, column < N, 0.0)
+                    scale = (
+                        of_weight[:, None] * scale[None, :]
+                        if SWAP
+                        else scale[:, None] * of_weight[None, :]
+                    )
                 if SWAP:
-                    scale = of_weight[:, None] * of_x[None, :]
                     sums += tl.dot(weight, tl.trans(x), out_dtype=WIDE) * scale
                 else:
-                    scale = of_x[:, None] * of_weight[None, :]
                     sums += tl.dot(x, tl.trans(weight), out_dtype=WIDE) * scale
             elif FP8:
                 # Tensor cores accumulate fp8 products with 14 bits.
@@ -502,7 +533,7 @@ def grouped_gate_up(
              [E, 2I, 1]; or, by squares, [.., ceil(H / square)] and [E, ceil(2I / square),
              ceil(H / square)]
     b13      [E, 2I], contiguous rows
-    tile     BLOCK_N (rows of w13, of gate and up together), BLOCK_K, TALL, SWAP and launch options;
+    tile     BLOCK_N (rows of w13, of gate and up together), BLOCK_K, TALL and launch options;
              square is 0 or a multiple of BLOCK_K
     """
     return _multiply(
