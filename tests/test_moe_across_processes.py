@@ -31,6 +31,7 @@ CASES = [
     *(Case(*part, tokens=(3, 7), dtype=torch.bfloat16) for part in PARTS),
     *(Case(name, "grouped", tokens=(1, 8)) for name in STANDARD),
     *(Case(name, "grouped", tokens=(0, 8), chunk_rows=3) for name in STANDARD),
+    *(Case(name, "triton", tokens=(1, 6)) for name in STANDARD),
     *(Case(name, "triton_batched", tokens=(1, 8)) for name in BATCHED),
     *(Case(name, "triton_batched", "fp8", tokens=(4, 3)) for name in BATCHED),
 ]

@@ -19,6 +19,7 @@ from atomc.kernels.moe.prepare_finalize import PrepareFinalize
 from atomc.kernels.moe.reference import Reference
 from atomc.kernels.moe.schemes import SCHEMES, Fp8Block, Fp8PerToken, Int8PerToken, Unquantized
 from atomc.kernels.moe.triton_batched import TritonBatched
+from atomc.kernels.moe.triton_standard import Triton
 from atomc.kernels.moe.weight_and_reduce import WeightAndReduce
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "PrepareFinalize",
     "Reference",
     "Sizes",
+    "Triton",
     "TritonBatched",
     "Unquantized",
     "WeightAndReduce",

@@ -20,6 +20,7 @@ from atomc.kernels.moe.prepare_finalize import PrepareFinalize
 from atomc.kernels.moe.reference import Reference
 from atomc.kernels.moe.schemes import ALL_SCHEMES
 from atomc.kernels.moe.triton_batched import TritonBatched
+from atomc.kernels.moe.triton_standard import Triton
 
 Kind = Literal["prepare", "experts"]
 STANDARD, BATCHED = ActivationFormat.STANDARD, ActivationFormat.BATCHED
@@ -109,6 +110,7 @@ EXPERTS = {
     for made in (
         ExpertsPart(Reference, "references of the ops, one expert after another; any device"),
         ExpertsPart(Grouped, "`torch.nn.functional.grouped_mm` over rows sorted by expert"),
+        ExpertsPart(Triton, "grouped products in Triton over blocks of rows of one expert"),
         ExpertsPart(NaiveBatched, "one expert after another; any device"),
         ExpertsPart(TritonBatched, "batched products in Triton that skip unused rows"),
     )

@@ -1,0 +1,81 @@
+"""Experts of the standard format with the Triton kernels of atomc/kernels/triton/grouped.py."""
+
+import torch
+from torch import Tensor
+
+from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
+from atomc.kernels.moe.experts import Experts, Sizes, WorkspaceShapes, local_ids
+from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
+from atomc.kernels.moe.schemes import ALL_SCHEMES, Fp8Block
+from atomc.kernels.moe.triton_batched import no_triton
+from atomc.kernels.moe.weight_and_reduce import NoOp, WeightAndReduce
+
+
+class Triton(Experts):
+    """Rows sorted by expert in blocks, gathered products, of which the first gates its results, and
+    a sum in a fixed order. The kernels allocate their results. Nothing waits for the host.
+    """
+
+    name = "triton"
+    activation_formats = (ActivationFormat.STANDARD, ActivationFormat.STANDARD)
+    schemes = ALL_SCHEMES
+    supports_chunking = True
+    supports_expert_map = True
+
+    @staticmethod
+    def missing(device: torch.device) -> str | None:
+        return no_triton(device)
+
+    def workspace_shapes(self, sizes: Sizes) -> WorkspaceShapes:
+        return WorkspaceShapes((0,), (0,), (sizes.rows, sizes.hidden))
+
+    def apply(
+        self,
+        output: Tensor,
+        workspace13: Tensor,
+        workspace2: Tensor,
+        dispatched: Dispatched,
+        weights: ExpertWeights,
+        expert_map: Tensor | None,
+        config: ExpertsConfig,
+    ) -> None:
+        # Triton is optional.
+        from atomc.kernels.triton import grouped
+        from atomc.kernels.triton.experts_many import tile_for
+        from atomc.kernels.triton.tiles import MOE_EXPERTS, MOE_EXPERTS_8_BITS
+
+        x, w, scheme = dispatched.x, weights, config.scheme
+        ids = local_ids(dispatched.ids, expert_map, w.num_experts)
+        square = scheme.block if isinstance(scheme, Fp8Block) else 0
+        table = MOE_EXPERTS if scheme.name == "none" else MOE_EXPERTS_8_BITS
+        tile = tile_for(table, x.dtype, ids, w.num_experts)
+        routing = grouped.sort_by_expert(ids, w.num_experts, tile.block)
+        act = grouped.grouped_gate_up(
+            x,
+            w.w13,
+            routing,
+            tile.up,
+            pairs=ids.numel(),
+            x_scale=dispatched.x_scale,
+            w13_scale=w.w13_scale,
+            b13=w.b13,
+            square=square,
+            out_dtype=output.dtype,
+            **config.gate,
+        )
+        codes, scale = scheme.quantize(act)
+        products = grouped.grouped_down(
+            codes,
+            w.w2,
+            routing,
+            tile.down,
+            act_scale=scale,
+            w2_scale=w.w2_scale,
+            b2=w.b2,
+            square=square,
+            out_dtype=output.dtype,
+        )
+        output.copy_(grouped.weighted_sum(products, ids, dispatched.weights, w.num_experts))
+
+    def finalize_weight_and_reduce(self) -> WeightAndReduce:
+        return NoOp()
