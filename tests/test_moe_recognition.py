@@ -2,18 +2,12 @@
 eager's values.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from moe_blockers import EXPERTS as WRITTEN_OUT
-from moe_blockers import experts as written_out
-from rewriting import explained, since
-from torch import Tensor, nn
-
-import atomc
+from rewriting import explained
+from torch import nn
 
 transformers = pytest.importorskip("transformers")
 

@@ -1,6 +1,6 @@
 """Replace the experts of a mixture by one op: as the functions of the installed transformers
-compute them, or written out. The patterns of transformers are traced from these functions, so that another
-version brings its own.
+compute them, or written out. The patterns of transformers are traced from these functions, so that
+another version brings its own.
 
     ids > sort > histc > cumsum -------+
     x > rows of the sorted ids > _grouped_mm > gate > _grouped_mm > * weights > back in order > sum
@@ -281,7 +281,7 @@ def _gathered(index: Index) -> Iterator[_Key]:
     """Experts that are written out. One token is another graph: einsum leaves sizes of 1 out."""
     weights = [node for node in index["index"] if value(node).dim() == 4]
     biased = any(value(node).dim() == 3 and _is_biased(node) for node in index["index"])
-    for tokens in sorted({1 if known_equal(len(value(node)), 1) else 5 for node in weights}):
+    for tokens in sorted({1 if known_equal(value(node).shape[0], 1) else 5 for node in weights}):
         yield "", Layout(False, biased), tokens, 13, "cpu"
 
 
