@@ -31,8 +31,8 @@ from atomc.passes.recognize.repeat_kv import REPEAT_KV
 from atomc.passes.recognize.rms_norm import OTHER_NORMS, RMS_NORM
 from atomc.passes.recognize.rope import ROPE, ROPE_CAST, ROPE_COMPLEX, ROPE_OTHER_SIGN, ROPE_PARTIAL
 from atomc.passes.recognize.rope_before_transpose import ROPE_BEFORE_TRANSPOSE
-from atomc.passes.reinplace import reinplace
 from atomc.passes.recognize.route import TOPK_ROUTE
+from atomc.passes.reinplace import reinplace
 from atomc.rewriting.graph_pass import Pass, rewriting
 
 # Dynamo's graph, in which composite calls are still one node.

@@ -163,9 +163,7 @@ def test_each_sparse_layer_has_one_router_and_one_op_for_its_experts(
 ) -> None:
     differs, dense = MIXED[name]
     # As on a GPU, whose graph of the experts counts them in another dtype.
-    model = stock(
-        name, "grouped_mm", torch.bfloat16, "meta", num_hidden_layers=layers, **differs
-    )
+    model = stock(name, "grouped_mm", torch.bfloat16, "meta", num_hidden_layers=layers, **differs)
     report = atomc.explain(model, dynamic=dynamic, options={"strict": True, "glue": "eager"})
     sparse = layers - dense(layers)
     assert (report.matches["topk_route"], report.matches["moe_experts"]) == (sparse, sparse)
@@ -175,6 +173,7 @@ def test_each_sparse_layer_has_one_router_and_one_op_for_its_experts(
 
 
 # ---- what else decides
+
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss", "glm4_moe"])
@@ -188,7 +187,7 @@ def test_compiled_routers_decide_as_eager_ones_do_but_for_ties(
         lambda x: router(x), backend="atom", options={"strict": True, "glue": "eager"}
     )
     with torch.inference_mode():
-        logits, weights, ids = compiled(x)
+        logits, _, ids = compiled(x)
         expected_logits, _, expected = router(x)
     assert atomc.reports()[-1].matches["topk_route"] == 1
     assert torch.equal(logits, expected_logits)

@@ -6,6 +6,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from atomc.graph.canonical import Attr
+
 T = TypeVar("T")
 
 
@@ -34,7 +36,7 @@ Fixed = (
     | str
     | int
     | float
-    | tuple[str, ...]
+    | tuple[Attr, ...]
     | None
     | Callable[..., Tensor | tuple[Tensor, ...]]
 )
@@ -52,7 +54,10 @@ def tensor_example(
     argument of the example, that argument is captured and equals the dtype.
     """
     if isinstance(dtype, OneOf):
-        return OneOf(*(torch.empty(*shape, dtype=each, device=device) for each in dtype.values), follows=dtype)
+        return OneOf(
+            *(torch.empty(*shape, dtype=each, device=device) for each in dtype.values),
+            follows=dtype,
+        )
     return torch.empty(*shape, dtype=dtype, device=device)
 
 
