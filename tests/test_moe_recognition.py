@@ -130,3 +130,120 @@ def test_a_stock_mixture_is_one_router_and_one_op_for_its_experts(
     for attr in ("score", "groups", "scale", "eps", "min_sum"):
         assert route.get(attr) == (expected | {"score": expected.get("score", "softmax")}).get(attr)
     assert made["activation"] == ("swiglu_oai" if name == "gpt_oss" else "silu")
+
+
+# ---- counts
+
+# Kind -> how its config says that some layers are dense, the number of dense ones of n.
+MIXED: dict[str, tuple[dict[str, object], Callable[[int], int]]] = {
+    "qwen3_moe": ({"decoder_sparse_step": 2}, lambda n: (n + 1) // 2),
+    "mixtral": ({}, lambda n: 0),
+    "gpt_oss": ({}, lambda n: 0),
+    "glm4_moe": ({"first_k_dense_replace": 1}, lambda n: 1),
+}
+
+
+@pytest.mark.parametrize(
+    ("layers", "dynamic"),
+    [
+        per_change(layers, dynamic, now=(layers, dynamic) in ((2, False), (4, True)))
+        for layers in (1, 2, 4)
+        for dynamic in (False, True)
+    ],
+)
+@pytest.mark.parametrize("name", MIXED)
+def test_each_sparse_layer_has_one_router_and_one_op_for_its_experts(
+    name: str, layers: int, dynamic: bool
+) -> None:
+    differs, dense = MIXED[name]
+    # As on a GPU, whose graph of the experts counts them in another dtype.
+    model = stock(name, "grouped_mm", torch.bfloat16, "meta", num_hidden_layers=layers, **differs)
+    report = atomc.explain(model, dynamic=dynamic, options={"strict": True, "glue": "eager"})
+    sparse = layers - dense(layers)
+    assert (report.matches["topk_route"], report.matches["moe_experts"]) == (sparse, sparse)
+    # The shared expert of GLM-4.5 is a dense MLP beside the others.
+    gated = dense(layers) + (sparse if name == "glm4_moe" else 0)
+    assert report.matches["silu_and_mul"] == gated
+
+
+# ---- what else decides
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss", "glm4_moe"])
+def test_compiled_routers_decide_as_eager_ones_do_but_for_ties(
+    name: str, dtype: torch.dtype
+) -> None:
+    layer = mixture(name, "grouped_mm", dtype)
+    router = layer.gate if hasattr(layer, "gate") else layer.router
+    x = torch.randn(10_000, HIDDEN).to(dtype)
+    compiled = torch.compile(
+        lambda x: router(x), backend="atom", options={"strict": True, "glue": "eager"}
+    )
+    with torch.inference_mode():
+        logits, _, ids = compiled(x)
+        expected_logits, _, expected = router(x)
+    assert atomc.reports()[-1].matches["topk_route"] == 1
+    assert torch.equal(logits, expected_logits)
+    differ = (ids.sort(-1).values != expected.sort(-1).values).any(-1)
+    # Where they differ, the last chosen expert and the first one left out have equal logits.
+    if name != "glm4_moe":
+        ranked = logits[differ].float().sort(-1, descending=True).values
+        assert torch.equal(ranked[:, TOP - 1], ranked[:, TOP])
+    assert int(differ.sum()) <= (0 if dtype == torch.float32 or name == "glm4_moe" else 300)
+
+
+def test_logits_that_are_returned_do_not_keep_a_router_from_being_recognized() -> None:
+    layer = mixture("qwen3_moe", "grouped_mm", torch.bfloat16)
+
+    def with_logits(x: Tensor) -> tuple[Tensor, Tensor]:
+        logits, weights, ids = layer.gate(x)
+        return layer.experts(x, ids, weights), logits
+
+    report = explained(with_logits, torch.randn(5, HIDDEN).bfloat16(), tolerance=2e-2)
+    assert (report.num_ops["topk_route"], report.num_ops["moe_experts"]) == (1, 1)
+
+
+def test_experts_read_the_ids_of_the_router_without_a_cast() -> None:
+    layer = mixture("mixtral", "batched_mm", torch.float32)
+    compiled = torch.compile(
+        lambda x: layer(x), backend="atom", options={"strict": True, "glue": "eager"}
+    )
+    with torch.inference_mode():
+        compiled(torch.randn(1, 5, HIDDEN))
+    assert "int64" not in atomc.reports()[-1].stages[-1].text
+
+
+@pytest.mark.parametrize("tokens", [1, 6])
+@pytest.mark.parametrize("activation", [F.silu, F.gelu, lambda x: F.gelu(x, approximate="tanh")])
+@pytest.mark.parametrize("biased", [False, True])
+def test_experts_that_are_written_out_are_one_op(
+    tokens: int, activation: Callable[[Tensor], Tensor], biased: bool
+) -> None:
+    x, ids, weights, w13, w2 = WRITTEN_OUT
+    b13, b2 = (torch.randn(w.shape[:2]).to(w.dtype) for w in (w13, w2))
+
+    def with_biases(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        h = torch.einsum("tkih,th->tki", w13[ids], x) + b13[ids]
+        gate, up = h.chunk(2, -1)
+        y = torch.einsum("tkhi,tki->tkh", w2[ids], activation(gate) * up) + b2[ids]
+        return (y * weights.unsqueeze(-1)).sum(1, dtype=torch.float32).to(x.dtype)
+
+    given = (x[:tokens], ids[:tokens], weights[:tokens])
+    if biased:
+        report = explained(with_biases, *given, tolerance=2e-2)
+    else:
+        report = explained(written_out(act=activation), *given, w13, w2, tolerance=2e-2)
+    assert report.num_ops["moe_experts"] == 1
+    assert not report.num_ops.get("silu_and_mul") and [m.text() for m in report.near] == []
+
+
+def test_a_loop_over_experts_says_where_the_graph_ends_and_what_to_set() -> None:
+    model = stock("qwen3_moe", "eager", torch.float32)
+    before = atomc.reports()
+    compiled = torch.compile(model, backend="atom", options={"glue": "eager"})
+    with torch.inference_mode():
+        compiled(input_ids=torch.arange(5)[None], use_cache=False)
+    (why, *_) = [r.why("moe_experts") for r in since(before) if r.graph_break is not None]
+    assert "modeling_qwen3_moe.py:" in why and "nonzero()" in why
+    assert 'model.set_experts_implementation("grouped_mm")' in why

@@ -6,6 +6,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from atomc.graph.canonical import Attr
+
 T = TypeVar("T")
 
 
@@ -34,7 +36,7 @@ Fixed = (
     | str
     | int
     | float
-    | tuple[str, ...]
+    | tuple[Attr, ...]
     | None
     | Callable[..., Tensor | tuple[Tensor, ...]]
 )

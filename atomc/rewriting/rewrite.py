@@ -220,7 +220,7 @@ def apply(
             )
         else:
             sites.append(site)
-            claimed |= set(site.matched.values())
+            claimed |= {node for node in site.matched.values() if call(node).operands}
     renamed: dict[Node, Node] = {}
     moved: list[tuple[Node, Tensor]] = []
     fired = [_replace(graph, rewrite, site, renamed, moved) for site in sites]

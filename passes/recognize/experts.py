@@ -2,8 +2,8 @@
 compute them, or written out. The patterns of transformers are traced from these functions, so that
 another version brings its own.
 
-    ids > sort > histc > cumsum -------+
-    x > rows of the sorted ids > _grouped_mm > gate > _grouped_mm > * weights > back in order > sum
+    ids > sort > histc > cumsum -----+
+    x > rows of the sorted ids > _grouped_mm > gate > _grouped_mm > * weights > in order > sum
  or
     w13[ids] --+                w2[ids] --+
     x ------- bmm > gate --------------- bmm > * weights > sum
@@ -232,7 +232,7 @@ _Key = tuple[str, Layout, int, int, str]
 def _case(key: _Key, gate: Gate) -> Case:
     forward, layout, tokens, experts, device = key
     of_transformers = partial(_of_transformers, forward, experts, layout.transposed)
-    given = {
+    given: Example = {
         "forward": of_transformers if forward else _written_out,
         "gate": gate,
         "layout": layout,

@@ -186,11 +186,13 @@ def _dtype_problems(site: Site) -> Iterator[Difference]:
 
 
 def _escapes(site: Site) -> Iterator[Difference]:
-    """Intermediate values that have other readers."""
+    """Intermediate values that have other readers. What is made of no tensor, such as an arange,
+    may be shared: it stays for the others.
+    """
     inside, outputs = site.nodes(), set(site.outputs())
     position = {g: site.pattern.position[p] for p, g in site.matched.items()}
     for node in inside - outputs:
-        for reader in readers(node):
+        for reader in readers(node) if call(node).operands else ():
             if reader not in inside:
                 who = (
                     "the graph returns it"
