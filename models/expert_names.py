@@ -55,13 +55,14 @@ def expert_parts(model: nn.Module, names: Collection[str]) -> dict[str, ExpertPa
 
 
 def _is_stacked(module: nn.Module | None, leaf: str) -> bool:
-    """Whether the parameter has the rows of gate over those of up, as a stored expert has them.
-    transformers marks others.
+    """Whether the parameter has the rows of gate over those of up, each as a stored expert has it.
+    transformers marks other layouts.
     """
     parameter = None if module is None else module._parameters.get(leaf)
     return (
         parameter is not None
         and parameter.dim() == 3
+        and leaf not in getattr(module, "STORED_TRANSPOSED", ())
         and not getattr(module, "is_transposed", False)
         and getattr(module, "is_concatenated", True)
     )
@@ -73,7 +74,7 @@ def wrong_numbers_of_experts(model: nn.Module, parts: Mapping[str, ExpertPart]) 
     for part in parts.values():
         last[part.parameter] = max(part.expert, last.get(part.parameter, 0))
     return [
-        f"{name} has {len(model.get_parameter(name))} experts, the checkpoint {expert + 1}"
+        f"{name} has {expert + 1} experts, expected {len(model.get_parameter(name))}"
         for name, expert in last.items()
         if len(model.get_parameter(name)) != expert + 1
     ]

@@ -272,11 +272,7 @@ def _decide_for_stock(
     """As decide(); None, with a line in the log, for a format that only transformers can load."""
     stored = stored_config(path, config)
     method = stored.get("quant_method") if stored else None
-    if (
-        stored
-        and wanted is None
-        and (method not in checkpoints.PARSERS or _has_mxfp4_experts(wanted, path, config))
-    ):
+    if stored and wanted is None and (method not in checkpoints.PARSERS or method == "mxfp4"):
         log.warning(
             "%s: weights of quant_method %r are loaded by transformers and run by its layers",
             path,

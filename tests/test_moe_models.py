@@ -92,8 +92,13 @@ EAGER = {"glue": "eager", "strict": True}
 
 
 def theirs(name: str) -> nn.Module:
-    """The transformers model of this kind, also with random biases of its routers."""
+    """The transformers model of this kind."""
     model_type, differs = KINDS[name]
+    return theirs_of(model_type, **differs)
+
+
+def theirs_of(model_type: str, **differs: object) -> nn.Module:
+    """A transformers model with random weights, and random biases of its routers."""
     model = hf_model(model_type, **differs)
     generator = torch.Generator().manual_seed(2)
     for path, buffer in model.named_buffers():
