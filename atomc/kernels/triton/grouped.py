@@ -163,7 +163,7 @@ def sort_by_expert(ids: Tensor, num_experts: int, block: int) -> Routing:
         return Routing(order, expert, ids.new_zeros(1, dtype=torch.int32))
     blocks = ids.new_empty(1, dtype=torch.int32)
     ids = ids.contiguous()
-    bins = triton.next_power_of_2(num_experts + 1)
+    bins = max(32, triton.next_power_of_2(num_experts + 1))
     chunk, counts = SUB, None
     if pairs > MOST_COUNTED:
         chunk = max(SUB, triton.next_power_of_2(triton.cdiv(pairs, CHUNKS)))
@@ -225,7 +225,8 @@ def weight_rows(
         HALF: tl.constexpr = BLOCK_N // 2
         part, inside = (index % 2, index // 2) if PAIRED else (index // HALF, index % HALF)
         column = tile * HALF + inside
-        row = 2 * column + part if INTERLEAVED else part * N + column
+        # As a sum of the index the compiler sees that interleaved rows are neighbours.
+        row = tile * BLOCK_N + index if INTERLEAVED else part * N + column
         return row, column
 
 
@@ -295,6 +296,29 @@ def store_pairs(
         )
 
 
+@triton.jit
+def square_scale(x_at, weight_at, up, in_x, in_weight, SQUARES: tl.constexpr, SWAP: tl.constexpr):
+    """The products of the scales of x [BLOCK_M] and of the weight, in the shape of the sums.
+
+    SQUARES  that the rows of the weight are in: 1; or 2, even rows (gate) in one, odd ones (up) in
+             that `up` elements further; 0: a scale is read per row
+    """
+    of_x = tl.load(x_at, in_x, 0.0)
+    if SQUARES == 1:
+        scale = of_x * tl.load(weight_at)
+        return scale[None, :] if SWAP else scale[:, None]
+    else:
+        if SQUARES == 2:
+            odd = tl.arange(0, in_weight.shape[0]) % 2 == 1
+            of_weight = tl.where(odd, tl.load(weight_at + up), tl.load(weight_at))
+        else:
+            of_weight = tl.load(weight_at, in_weight, 0.0)
+        if SWAP:
+            return of_weight[:, None] * of_x[None, :]
+        else:
+            return of_x[:, None] * of_weight[None, :]
+
+
 @triton.jit(do_not_specialize=["P", "blocks"])
 def _product(
     x_ptr,
@@ -352,11 +376,11 @@ def _product(
         WIDE: tl.constexpr = tl.int32 if x_ptr.dtype.element_ty == tl.int8 else tl.float32
         sums = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), WIDE)
         scale_at = weight_scale_ptr
-        # Whether all rows of the weight in this tile are in one square, or those of gate and those
-        # of up in one each.
+        # In how many squares the rows of the weight of this tile are: 1, or gate and up in one each;
+        # 0: in any.
         GATED: tl.constexpr = ACTIVATION is not None
-        ONE_SCALE: tl.constexpr = SQUARE and (INTERLEAVED or not GATED) and SQUARE % BLOCK_N == 0
-        TWO_SCALES: tl.constexpr = (
+        WHOLE: tl.constexpr = SQUARE and (INTERLEAVED or not GATED) and SQUARE % BLOCK_N == 0
+        HALVES: tl.constexpr = (
             SQUARE
             and GATED
             and PAIRED
@@ -364,12 +388,11 @@ def _product(
             and N % SQUARE == 0
             and 2 * SQUARE % BLOCK_N == 0
         )
+        SQUARES: tl.constexpr = 1 if WHOLE else 2 if HALVES else 0
         if weight_scale_ptr is not None:
             scale_at += expert.to(tl.int64) * scale_expert
-            if ONE_SCALE:
-                scale_at += tile * BLOCK_N // SQUARE * scale_row
-            elif TWO_SCALES:
-                scale_at += tile * (BLOCK_N // 2) // SQUARE * scale_row
+            if SQUARES:
+                scale_at += tile * (BLOCK_N // SQUARES) // SQUARE * scale_row
             else:
                 scale_at += (row // SQUARE if SQUARE else row) * scale_row
         for start in range(0, K, BLOCK_K):
@@ -380,27 +403,15 @@ def _product(
             x = tl.load(x_at + start, in_x, 0.0)
             weight = tl.load(weight_at + start * weight_column, in_weight, 0.0)
             if SQUARE:
-                group = start // SQUARE
-                scale = tl.load(
-                    x_scale_ptr + x_of * x_scale_row + group * x_scale_group, pair < P, 0.0
+                scale = square_scale(
+                    x_scale_ptr + x_of * x_scale_row + start // SQUARE * x_scale_group,
+                    scale_at + start // SQUARE * scale_group,
+                    N // SQUARE * scale_row,
+                    pair < P,
+                    column < N,
+                    SQUARES,
+                    SWAP,
                 )
-                if ONE_SCALE:
-                    scale *= tl.load(scale_at + group * scale_group)
-                    scale = scale[None, :] if SWAP else scale[:, None]
-                else:
-                    if TWO_SCALES:
-                        of_weight = tl.where(
-                            tl.arange(0, BLOCK_N) % 2 == 1,
-                            tl.load(scale_at + group * scale_group + N // SQUARE * scale_row),
-                            tl.load(scale_at + group * scale_group),
-                        )
-                    else:
-                        of_weight = tl.load(scale_at + group * scale_group, column < N, 0.0)
-                    scale = (
-                        of_weight[:, None] * scale[None, :]
-                        if SWAP
-                        else scale[:, None] * of_weight[None, :]
-                    )
                 if SWAP:
                     sums += tl.dot(weight, tl.trans(x), out_dtype=WIDE) * scale
                 else:
