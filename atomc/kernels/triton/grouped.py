@@ -212,22 +212,18 @@ def weight_rows(
     INTERLEAVED: tl.constexpr,
     PAIRED: tl.constexpr,
 ):
-    """The rows of the weight in a tile [BLOCK_N], and the column of the result [BLOCK_N] of each.
+    """The rows of the weight in a tile [BLOCK_N]; some may be behind the last.
 
     GATED   columns j of gate and up are in one tile: side by side if PAIRED, else in its halves
     N       columns of the result: half the rows of the weight if GATED
     """
     index = tl.arange(0, BLOCK_N)
-    if not GATED:
-        column = tile * BLOCK_N + index
-        return column, column
+    if INTERLEAVED or not GATED:
+        return tile * BLOCK_N + index
     else:
         HALF: tl.constexpr = BLOCK_N // 2
         part, inside = (index % 2, index // 2) if PAIRED else (index // HALF, index % HALF)
-        column = tile * HALF + inside
-        # As a sum of the index the compiler sees that interleaved rows are neighbours.
-        row = tile * BLOCK_N + index if INTERLEAVED else part * N + column
-        return row, column
+        return part * N + tile * HALF + inside
 
 
 @triton.jit
@@ -261,7 +257,6 @@ def store_pairs(
     pair,
     P,
     row,
-    column,
     tile,
     alpha,
     limit,
@@ -276,12 +271,13 @@ def store_pairs(
     BLOCK_M: tl.constexpr = sums.shape[0]
     BLOCK_N: tl.constexpr = sums.shape[1]
     if bias_ptr is not None:
-        bias = tl.load(bias_ptr + expert.to(tl.int64) * bias_step + row, column < N, 0.0)
+        ROWS: tl.constexpr = N if ACTIVATION is None else 2 * N
+        bias = tl.load(bias_ptr + expert.to(tl.int64) * bias_step + row, row < ROWS, 0.0)
         sums += bias.to(tl.float32)[None, :]
     at = pair.to(tl.int64)[:, None] * N
     out = sums.to(DTYPE)
     if ACTIVATION is None:
-        tl.store(out_ptr + at + column[None, :], out, (pair < P)[:, None] & (column < N)[None, :])
+        tl.store(out_ptr + at + row[None, :], out, (pair < P)[:, None] & (row < N)[None, :])
     else:
         HALF: tl.constexpr = BLOCK_N // 2
         if PAIRED:
@@ -362,11 +358,13 @@ def _product(
     # Rows of the weight go down the tile of the tensor cores, which is 64 high.
     SWAP: tl.constexpr = BLOCK_M < 64
     wait_for_last(PDL)
-    block, tile = tile_of(blocks, tl.cdiv(N, BLOCK_N // (1 if ACTIVATION is None else 2)), TALL)
+    GATED: tl.constexpr = ACTIVATION is not None
+    ROWS: tl.constexpr = 2 * N if GATED else N
+    block, tile = tile_of(blocks, tl.cdiv(ROWS, BLOCK_N), TALL)
     expert = tl.load(expert_ptr + block)
     if expert >= 0:
         pair = tl.load(order_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
-        row, column = weight_rows(tile, N, BLOCK_N, ACTIVATION is not None, INTERLEAVED, PAIRED)
+        row = weight_rows(tile, N, BLOCK_N, GATED, INTERLEAVED, PAIRED)
         x_of = pair // per_row
         k = tl.arange(0, BLOCK_K)
         x_at = x_ptr + x_of.to(tl.int64)[:, None] * x_row + k[None, :]
@@ -376,9 +374,7 @@ def _product(
         WIDE: tl.constexpr = tl.int32 if x_ptr.dtype.element_ty == tl.int8 else tl.float32
         sums = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), WIDE)
         scale_at = weight_scale_ptr
-        # In how many squares the rows of the weight of this tile are: 1, or gate and up in one each;
-        # 0: in any.
-        GATED: tl.constexpr = ACTIVATION is not None
+        # In how many squares the rows of this tile are: 1, or gate and up in one each; 0: in any.
         WHOLE: tl.constexpr = SQUARE and (INTERLEAVED or not GATED) and SQUARE % BLOCK_N == 0
         HALVES: tl.constexpr = (
             SQUARE
@@ -396,7 +392,7 @@ def _product(
             else:
                 scale_at += (row // SQUARE if SQUARE else row) * scale_row
         for start in range(0, K, BLOCK_K):
-            in_x, in_weight = (pair < P)[:, None], (column < N)[:, None]
+            in_x, in_weight = (pair < P)[:, None], (row < ROWS)[:, None]
             if K % BLOCK_K:
                 there = (k < K - start)[None, :]
                 in_x, in_weight = in_x & there, in_weight & there
@@ -408,7 +404,7 @@ def _product(
                     scale_at + start // SQUARE * scale_group,
                     N // SQUARE * scale_row,
                     pair < P,
-                    column < N,
+                    row < ROWS,
                     SQUARES,
                     SWAP,
                 )
@@ -430,7 +426,7 @@ def _product(
         out = (tl.trans(sums) if SWAP else sums).to(tl.float32)
         if weight_scale_ptr is not None and not SQUARE:
             out *= tl.load(x_scale_ptr + x_of * x_scale_row, pair < P, 0.0)[:, None]
-            out *= tl.load(scale_at, column < N, 0.0)[None, :]
+            out *= tl.load(scale_at, row < ROWS, 0.0)[None, :]
         store_pairs(
             out,
             bias_ptr,
@@ -440,7 +436,6 @@ def _product(
             pair,
             P,
             row,
-            column,
             tile,
             alpha,
             limit,
