@@ -134,3 +134,15 @@ def test_the_host_reads_no_value_of_the_device(
         }
         out = function(**given)
     assert (out.shape, out.dtype) == (torch.Size([5, 64]), torch.bfloat16)
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_of_experts_computes_the_same_bits_for_other_choices() -> None:
+    given = CASES["moe_experts"]["many tokens"](Draw(torch.bfloat16, "cuda"))
+    experts_many.moe_experts(**given)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = experts_many.moe_experts(**given)
+    given["ids"].copy_(torch.randint_like(given["ids"], 4))
+    graph.replay()
+    assert torch.equal(out, experts_many.moe_experts(**given))

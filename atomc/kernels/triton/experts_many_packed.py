@@ -68,8 +68,8 @@ def _product(
     expert = tl.load(expert_ptr + block)
     if expert >= 0:
         pair = tl.load(order_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
-        row, column = weight_rows(tile, N, BLOCK_N, GATED, INTERLEAVED, True)
-        inside = (column < N)[:, None]
+        row = weight_rows(tile, N, BLOCK_N, GATED, INTERLEAVED, True)
+        inside = (row < ROWS)[:, None]
         of_expert = (expert.to(tl.int64) * ROWS + row)[:, None]
         k = tl.arange(0, BLOCK_K)
         word = tl.arange(0, BLOCK_K // 8)[None, :]
@@ -106,7 +106,6 @@ def _product(
             pair,
             P,
             row,
-            column,
             tile,
             alpha,
             limit,
