@@ -4,6 +4,9 @@ why the pair does not exist; docs/moe.md has the table of parts.
 Run as a program, it writes that table: PYTHONPATH=. .venv/bin/python tests/test_moe_modular.py
 """
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -487,6 +490,20 @@ def test_triton_on_a_cpu_without_its_interpreter_is_refused(
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     with pytest.raises(ValueError, match="triton_batched cannot run here: Triton kernels run on a"):
         Call("none", torch.float32).run(BatchedReference(), TritonBatched())
+
+
+@pytest.mark.parametrize(("target", "kernels"), [("sm90", 13), ("gfx942", 9)])
+def test_the_batched_kernel_compiles_for_gpus_that_are_not_here(
+    target: str, kernels: int, tmp_path: Path
+) -> None:
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    script = Path(__file__).with_name("compile_batched_triton.py")
+    done = subprocess.run(
+        [sys.executable, script, target], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines() == ["_batched compiled"] * kernels
 
 
 def test_results_that_finalize_has_to_weight_are_never_weighted_by_delegate() -> None:
