@@ -268,6 +268,25 @@ def test_weights_of_any_strides_are_read_in_place(experts: Experts) -> None:
     call.assert_near(call.run(part, experts), call.reference())
 
 
+@pytest.mark.parametrize("experts", [Reference(), Triton(), NaiveBatched(), TritonBatched()])
+def test_a_weight_can_have_one_scale_per_expert(experts: Experts) -> None:
+    call = Call("fp8", torch.float32, per="expert")
+    part = NoEP() if experts.activation_formats[0] == STANDARD else BatchedReference()
+    call.assert_near(call.run(part, experts), call.reference())
+
+
+def test_the_batched_kernel_leaves_unused_rows_alone() -> None:
+    pytest.importorskip("triton")
+    from atomc.kernels.moe.batched_triton import batched_product
+
+    x, weight, out = torch.randn(3, 5, 32), torch.randn(3, 48, 32), torch.full((3, 5, 48), 7.0)
+    batched_product(x, None, weight, None, None, torch.tensor([2, 0, 5]).int(), out)
+    for expert, used in enumerate((2, 0, 5)):
+        expected = x[expert, :used] @ weight[expert].T
+        torch.testing.assert_close(out[expert, :used], expected, rtol=1e-5, atol=1e-5)
+        assert (out[expert, used:] == 7).all()
+
+
 @pytest.mark.parametrize("prepare", PREPARE)
 def test_a_weight_can_multiply_the_input_of_the_only_expert(prepare: str) -> None:
     call = Call("none", torch.float32, weight_on_input=True, k=1)
