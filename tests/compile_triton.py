@@ -24,7 +24,8 @@ from atomc import kernels, ops
 from atomc.ops.op import refusal
 from atomc.platform import Platform
 
-PLATFORMS = {name: Platform.named(name) for name in ("sm90", "gfx942")}
+# An op may have kernels for several cases: those are compiled that take this one here.
+TAKING = Platform.named("sm90")
 TARGETS = {"sm90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
 TYPES = {
     torch.float32: "fp32",
@@ -71,12 +72,11 @@ def _type(value: Any, parameter: Any) -> str:
 
 
 if __name__ == "__main__":
-    target = sys.argv[1]
-    JITFunction.run = compiling(TARGETS[target])
+    JITFunction.run = compiling(TARGETS[sys.argv[1]])
     assert kernels.load("triton") is None
     for name in sys.argv[2:]:
         op, case = name.split("/")
         arguments = CASES[op][case](Draw(torch.bfloat16))
         for kernel in ops.REGISTRY[op].kernels:
-            if kernel.provider == "triton" and not refusal(kernel, PLATFORMS[target], arguments):
+            if kernel.provider == "triton" and not refusal(kernel, TAKING, arguments):
                 kernel.function(**arguments)

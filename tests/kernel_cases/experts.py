@@ -116,9 +116,9 @@ def full(draw: Draw, **given: Any) -> dict[str, Any]:
     }
 
 
-def transposed(draw: Draw) -> dict[str, Any]:
-    """Weights as transformers stores GPT-OSS's: [E, H, 2I] and [E, I, H]."""
-    made = full(draw, bias=True, rounded=True, **OAI)
+def transposed(draw: Draw, **given: Any) -> dict[str, Any]:
+    """Weights as transformers stores those of GPT-OSS and Llama 4: [E, H, 2I] and [E, I, H]."""
+    made = full(draw, **given)
     turned = {
         name: made[name].transpose(1, 2).contiguous().transpose(1, 2) for name in ("w13", "w2")
     }
@@ -146,12 +146,16 @@ SIZES: dict[str, dict[str, Any]] = {
     "gelu": {"activation": "gelu"},
     "gelu by tanh": {"activation": "gelu_tanh", "limit": 1.0},
 }
+# More than 96 pairs per expert.
+FULL_BLOCKS = {"tokens": 105, "experts": 2, "k": 2}
 MOE_EXPERTS: Cases = {
     **{name: partial(full, **given) for name, given in SIZES.items()},
     "width of no power of two": partial(full, hidden=80, inner=40),
     "int64 ids": lambda draw: (made := full(draw)) | {"ids": made["ids"].to(torch.int64)},
     "weight on input": partial(full, weight_on_input=True, k=1),
-    "transposed": transposed,
+    "transposed": partial(transposed, bias=True, rounded=True, **OAI),
+    "transposed halves": partial(transposed, tokens=19),
+    "full blocks": partial(full, **FULL_BLOCKS),
     "other devices' experts": partial(outside, full),
     "packed rows": lambda draw: full(draw) | {"x": draw.packed(T, H)[1]},
     "one expert for all": lambda draw: (
@@ -255,6 +259,8 @@ MOE_EXPERTS_FP8: Cases = {
     "static": partial(fp8, per="tensor", bias=True),
     "fnuz": partial(fp8, dtype=E4M3FNUZ),
     "blocks": partial(fp8_block, hidden=256, inner=128),
+    "blocks, interleaved": partial(fp8_block, hidden=128, inner=128, bias=True, **OAI),
+    "full blocks": partial(fp8, **FULL_BLOCKS),
     "blocks, ragged": partial(fp8_block, hidden=160, inner=96, tokens=3),
     "blocks, many tokens": partial(fp8_block, hidden=128, inner=256, tokens=35),
     "other devices' experts": partial(outside, fp8),
@@ -266,6 +272,7 @@ MOE_EXPERTS_INT8: Cases = {
 MOE_EXPERTS_W4A16: Cases = {
     **{name: partial(int4, **given) for name, given in WHOLE_GROUPS.items()},
     "zeros": partial(int4, zeros=True, inner=64),
+    "full blocks": partial(int4, inner=64, **FULL_BLOCKS),
     "group of 128": partial(int4, group=128, hidden=256, inner=128),
     "other devices' experts": partial(outside, int4, inner=64),
 }

@@ -23,7 +23,7 @@ from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 # On CUDA cores; operands are twice as large.
-_FP32 = dict(BLOCK_N=32, BLOCK_K=32, TALL=1, SWAP=0, num_warps=4, num_stages=2)
+_FP32 = dict(BLOCK_N=64, BLOCK_K=32, TALL=1, num_warps=4, num_stages=2)
 FP32_TILE = ExpertTile(16, _FP32, _FP32)
 
 

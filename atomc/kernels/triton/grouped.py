@@ -163,7 +163,7 @@ def sort_by_expert(ids: Tensor, num_experts: int, block: int) -> Routing:
         return Routing(order, expert, ids.new_zeros(1, dtype=torch.int32))
     blocks = ids.new_empty(1, dtype=torch.int32)
     ids = ids.contiguous()
-    bins = triton.next_power_of_2(num_experts + 1)
+    bins = max(32, triton.next_power_of_2(num_experts + 1))
     chunk, counts = SUB, None
     if pairs > MOST_COUNTED:
         chunk = max(SUB, triton.next_power_of_2(triton.cdiv(pairs, CHUNKS)))
@@ -212,21 +212,18 @@ def weight_rows(
     INTERLEAVED: tl.constexpr,
     PAIRED: tl.constexpr,
 ):
-    """The rows of the weight in a tile [BLOCK_N], and the column of the result [BLOCK_N] of each.
+    """The rows of the weight in a tile [BLOCK_N]; some may be behind the last.
 
     GATED   columns j of gate and up are in one tile: side by side if PAIRED, else in its halves
     N       columns of the result: half the rows of the weight if GATED
     """
     index = tl.arange(0, BLOCK_N)
-    if not GATED:
-        column = tile * BLOCK_N + index
-        return column, column
+    if INTERLEAVED or not GATED:
+        return tile * BLOCK_N + index
     else:
         HALF: tl.constexpr = BLOCK_N // 2
         part, inside = (index % 2, index // 2) if PAIRED else (index // HALF, index % HALF)
-        column = tile * HALF + inside
-        row = 2 * column + part if INTERLEAVED else part * N + column
-        return row, column
+        return part * N + tile * HALF + inside
 
 
 @triton.jit
@@ -260,7 +257,6 @@ def store_pairs(
     pair,
     P,
     row,
-    column,
     tile,
     alpha,
     limit,
@@ -275,12 +271,13 @@ def store_pairs(
     BLOCK_M: tl.constexpr = sums.shape[0]
     BLOCK_N: tl.constexpr = sums.shape[1]
     if bias_ptr is not None:
-        bias = tl.load(bias_ptr + expert.to(tl.int64) * bias_step + row, column < N, 0.0)
+        ROWS: tl.constexpr = N if ACTIVATION is None else 2 * N
+        bias = tl.load(bias_ptr + expert.to(tl.int64) * bias_step + row, row < ROWS, 0.0)
         sums += bias.to(tl.float32)[None, :]
     at = pair.to(tl.int64)[:, None] * N
     out = sums.to(DTYPE)
     if ACTIVATION is None:
-        tl.store(out_ptr + at + column[None, :], out, (pair < P)[:, None] & (column < N)[None, :])
+        tl.store(out_ptr + at + row[None, :], out, (pair < P)[:, None] & (row < N)[None, :])
     else:
         HALF: tl.constexpr = BLOCK_N // 2
         if PAIRED:
@@ -293,6 +290,29 @@ def store_pairs(
             activated(gate, up, alpha, limit, ACTIVATION, DTYPE),
             (pair < P)[:, None] & (half < N)[None, :],
         )
+
+
+@triton.jit
+def square_scale(x_at, weight_at, up, in_x, in_weight, SQUARES: tl.constexpr, SWAP: tl.constexpr):
+    """The products of the scales of x [BLOCK_M] and of the weight, in the shape of the sums.
+
+    SQUARES  that the rows of the weight are in: 1; or 2, even rows (gate) in one, odd ones (up) in
+             that `up` elements further; 0: a scale is read per row
+    """
+    of_x = tl.load(x_at, in_x, 0.0)
+    if SQUARES == 1:
+        scale = of_x * tl.load(weight_at)
+        return scale[None, :] if SWAP else scale[:, None]
+    else:
+        if SQUARES == 2:
+            odd = tl.arange(0, in_weight.shape[0]) % 2 == 1
+            of_weight = tl.where(odd, tl.load(weight_at + up), tl.load(weight_at))
+        else:
+            of_weight = tl.load(weight_at, in_weight, 0.0)
+        if SWAP:
+            return of_weight[:, None] * of_x[None, :]
+        else:
+            return of_x[:, None] * of_weight[None, :]
 
 
 @triton.jit(do_not_specialize=["P", "blocks"])
@@ -330,18 +350,21 @@ def _product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TALL: tl.constexpr,
-    SWAP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """x of pair p is in row p // per_row. SQUARE: the size of the squares that share a scale of the
-    weight, 0 for scales of rows. SWAP: rows of the weight go down the tile of the tensor cores.
+    weight, 0 for scales of rows.
     """
+    # Rows of the weight go down the tile of the tensor cores, which is 64 high.
+    SWAP: tl.constexpr = BLOCK_M < 64
     wait_for_last(PDL)
-    block, tile = tile_of(blocks, tl.cdiv(N, BLOCK_N // (1 if ACTIVATION is None else 2)), TALL)
+    GATED: tl.constexpr = ACTIVATION is not None
+    ROWS: tl.constexpr = 2 * N if GATED else N
+    block, tile = tile_of(blocks, tl.cdiv(ROWS, BLOCK_N), TALL)
     expert = tl.load(expert_ptr + block)
     if expert >= 0:
         pair = tl.load(order_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
-        row, column = weight_rows(tile, N, BLOCK_N, ACTIVATION is not None, INTERLEAVED, PAIRED)
+        row = weight_rows(tile, N, BLOCK_N, GATED, INTERLEAVED, PAIRED)
         x_of = pair // per_row
         k = tl.arange(0, BLOCK_K)
         x_at = x_ptr + x_of.to(tl.int64)[:, None] * x_row + k[None, :]
@@ -351,28 +374,43 @@ def _product(
         WIDE: tl.constexpr = tl.int32 if x_ptr.dtype.element_ty == tl.int8 else tl.float32
         sums = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), WIDE)
         scale_at = weight_scale_ptr
+        # In how many squares the rows of this tile are: 1, or gate and up in one each; 0: in any.
+        WHOLE: tl.constexpr = SQUARE and (INTERLEAVED or not GATED) and SQUARE % BLOCK_N == 0
+        HALVES: tl.constexpr = (
+            SQUARE
+            and GATED
+            and PAIRED
+            and not INTERLEAVED
+            and N % SQUARE == 0
+            and 2 * SQUARE % BLOCK_N == 0
+        )
+        SQUARES: tl.constexpr = 1 if WHOLE else 2 if HALVES else 0
         if weight_scale_ptr is not None:
-            scale_at += (
-                expert.to(tl.int64) * scale_expert + (row // SQUARE if SQUARE else row) * scale_row
-            )
+            scale_at += expert.to(tl.int64) * scale_expert
+            if SQUARES:
+                scale_at += tile * (BLOCK_N // SQUARES) // SQUARE * scale_row
+            else:
+                scale_at += (row // SQUARE if SQUARE else row) * scale_row
         for start in range(0, K, BLOCK_K):
-            in_x, in_weight = (pair < P)[:, None], (column < N)[:, None]
+            in_x, in_weight = (pair < P)[:, None], (row < ROWS)[:, None]
             if K % BLOCK_K:
                 there = (k < K - start)[None, :]
                 in_x, in_weight = in_x & there, in_weight & there
             x = tl.load(x_at + start, in_x, 0.0)
             weight = tl.load(weight_at + start * weight_column, in_weight, 0.0)
             if SQUARE:
-                group = start // SQUARE
-                of_weight = tl.load(scale_at + group * scale_group, column < N, 0.0)
-                of_x = tl.load(
-                    x_scale_ptr + x_of * x_scale_row + group * x_scale_group, pair < P, 0.0
+                scale = square_scale(
+                    x_scale_ptr + x_of * x_scale_row + start // SQUARE * x_scale_group,
+                    scale_at + start // SQUARE * scale_group,
+                    N // SQUARE * scale_row,
+                    pair < P,
+                    row < ROWS,
+                    SQUARES,
+                    SWAP,
                 )
                 if SWAP:
-                    scale = of_weight[:, None] * of_x[None, :]
                     sums += tl.dot(weight, tl.trans(x), out_dtype=WIDE) * scale
                 else:
-                    scale = of_x[:, None] * of_weight[None, :]
                     sums += tl.dot(x, tl.trans(weight), out_dtype=WIDE) * scale
             elif FP8:
                 # Tensor cores accumulate fp8 products with 14 bits.
@@ -388,7 +426,7 @@ def _product(
         out = (tl.trans(sums) if SWAP else sums).to(tl.float32)
         if weight_scale_ptr is not None and not SQUARE:
             out *= tl.load(x_scale_ptr + x_of * x_scale_row, pair < P, 0.0)[:, None]
-            out *= tl.load(scale_at, column < N, 0.0)[None, :]
+            out *= tl.load(scale_at, row < ROWS, 0.0)[None, :]
         store_pairs(
             out,
             bias_ptr,
@@ -398,7 +436,6 @@ def _product(
             pair,
             P,
             row,
-            column,
             tile,
             alpha,
             limit,
@@ -502,7 +539,7 @@ def grouped_gate_up(
              [E, 2I, 1]; or, by squares, [.., ceil(H / square)] and [E, ceil(2I / square),
              ceil(H / square)]
     b13      [E, 2I], contiguous rows
-    tile     BLOCK_N (rows of w13, of gate and up together), BLOCK_K, TALL, SWAP and launch options;
+    tile     BLOCK_N (rows of w13, of gate and up together), BLOCK_K, TALL and launch options;
              square is 0 or a multiple of BLOCK_K
     """
     return _multiply(

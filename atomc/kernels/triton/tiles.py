@@ -245,7 +245,6 @@ def _grouped(
         "BLOCK_N": weight_rows,
         "BLOCK_K": columns,
         "TALL": tall,
-        "SWAP": int(block < 64),
         "num_warps": num_warps,
         "num_stages": num_stages,
     }
@@ -274,6 +273,18 @@ MOE_EXPERTS_8_BITS = TileTable(
             ((24,), _grouped(32, 128, 128, 4)),
             ((96,), _grouped(64, 128, 128, 4)),
             ((ANY,), _grouped(128, 128, 128, 4, num_warps=8, tall=8)),
+        ]
+    },
+)
+MOE_EXPERTS_4_BITS = TileTable(
+    command="python bench/experts.py --tiles --schemes int4 mxfp4_a16",
+    sizes=("pairs per expert",),
+    by_arch={
+        "sm90": [
+            ((8,), _grouped(16, 64, 128, 4)),
+            ((24,), _grouped(32, 64, 128, 4)),
+            ((96,), _grouped(64, 128, 64, 3)),
+            ((ANY,), _grouped(128, 128, 64, 3, num_warps=8, tall=8)),
         ]
     },
 )

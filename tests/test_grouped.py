@@ -1,0 +1,136 @@
+"""The sort of (token, choice) pairs by expert, and that experts for many tokens never wait for the
+device.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from kernel_cases import CASES
+from kernel_cases.draw import Draw
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing import assert_close
+
+pytest.importorskip("triton")
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+from atomc import ops
+from atomc.kernels.torch import experts_grouped_mm
+from atomc.kernels.triton import (
+    experts_many,
+    experts_many_packed,
+    experts_many_scaled,
+    grouped,
+)
+from atomc.kernels.triton.grouped import Routing, most_blocks, sort_by_expert
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPES = [  # T, k, E, block
+    (1, 1, 1, 16),
+    (1, 2, 6, 16),
+    (7, 3, 5, 16),
+    (67, 2, 4, 32),
+    (40, 4, 300, 16),
+    (33, 4, 1, 64),
+    (5, 4, 1023, 16),
+]
+
+
+def expected(ids: Tensor, num_experts: int, block: int) -> Routing:
+    """By torch.sort."""
+    expert, order = ids.flatten().long().sort(stable=True)
+    pairs, blocks, owners = ids.numel(), [], []
+    for e in range(num_experts):
+        own = order[expert == e]
+        for part in own.split(block):
+            if len(part):
+                padding = part.new_full((block - len(part),), pairs)
+                blocks.append(torch.cat([part, padding]))
+                owners.append(e)
+    unused = most_blocks(pairs, num_experts, block) - len(blocks)
+    filled = torch.cat([*blocks, order.new_full((unused * block,), pairs)])
+    return Routing(
+        filled.int(),
+        torch.tensor(owners + [-1] * unused, dtype=torch.int32),
+        torch.tensor([len(blocks)], dtype=torch.int32),
+    )
+
+
+def assert_sorted(ids: Tensor, num_experts: int, block: int) -> None:
+    found = sort_by_expert(ids.to(DEVICE), num_experts, block)
+    assert found.block == block
+    for got, wanted in zip(found, expected(ids, num_experts, block), strict=True):
+        assert got.dtype == torch.int32
+        assert torch.equal(got.cpu(), wanted)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_pairs_are_sorted_as_by_torch_and_unknown_experts_are_left_out(
+    shape: tuple[int, int, int, int], dtype: torch.dtype
+) -> None:
+    tokens, k, num_experts, block = shape
+    ids = torch.randint(-1, num_experts + 1, (tokens, k), dtype=dtype)
+    assert_sorted(ids, num_experts, block)
+
+
+def test_pairs_whose_experts_all_differ_or_are_one_fit_into_the_blocks() -> None:
+    assert_sorted(torch.arange(32).view(16, 2), 32, 16)
+    assert_sorted(torch.full((24, 2), 3), 8, 16)
+    assert_sorted(torch.full((24, 2), 8), 8, 16)
+
+
+def test_many_pairs_are_counted_by_a_kernel_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped, "MOST_COUNTED", 50)
+    monkeypatch.setattr(grouped, "CHUNKS", 3)  # of 256 pairs
+    assert_sorted(torch.randint(-1, 9, (150, 4), dtype=torch.int32), 8, 16)
+
+
+def test_no_pairs_need_no_blocks() -> None:
+    found = sort_by_expert(torch.zeros(0, 2, dtype=torch.int32, device=DEVICE), 4, 16)
+    assert (len(found.order), len(found.expert), found.blocks.tolist()) == (0, 0, [0])
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["seventeen tokens", "GPT-OSS", "weight on input", "transposed", "other devices' experts"],
+)
+def test_grouped_products_of_pytorch_compute_what_the_op_means(case: str) -> None:
+    given = CASES["moe_experts"][case](Draw(torch.bfloat16, DEVICE))
+    in_fp32 = {
+        name: value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in given.items()
+    }
+    truth = ops.moe_experts.reference(**in_fp32)
+    out = experts_grouped_mm.moe_experts(**given)
+    size = truth.square().mean().sqrt()
+    assert_close(out.float(), truth, rtol=0.03, atol=0.03 * float(size))
+
+
+FUNCTIONS = [
+    experts_many.moe_experts,
+    experts_many_scaled.moe_experts_fp8,
+    experts_many_scaled.moe_experts_int8,
+    experts_many_packed.moe_experts_w4a16,
+    experts_many_packed.moe_experts_mxfp4,
+    experts_grouped_mm.moe_experts,
+]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f"{f.__module__}.{f.__name__}")
+def test_the_host_reads_no_value_of_the_device(
+    function: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On fake tensors, which raise where a value is read; the launches do nothing."""
+    for kind in (InterpretedFunction, JITFunction):
+        monkeypatch.setattr(kind, "run", lambda *args, **kwargs: None)
+    arguments = CASES[function.__name__]["biases"](Draw(torch.bfloat16))
+    with FakeTensorMode() as mode:
+        given = {
+            name: mode.from_tensor(value) if isinstance(value, Tensor) else value
+            for name, value in arguments.items()
+        }
+        out = function(**given)
+    assert (out.shape, out.dtype) == (torch.Size([5, 64]), torch.bfloat16)
