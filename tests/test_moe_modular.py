@@ -4,6 +4,9 @@ why the pair does not exist; docs/moe.md has the table of parts.
 Run as a program, it writes that table: PYTHONPATH=. .venv/bin/python tests/test_moe_modular.py
 """
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -265,6 +268,25 @@ def test_weights_of_any_strides_are_read_in_place(experts: Experts) -> None:
     call.assert_near(call.run(part, experts), call.reference())
 
 
+@pytest.mark.parametrize("experts", [Reference(), Triton(), NaiveBatched(), TritonBatched()])
+def test_a_weight_can_have_one_scale_per_expert(experts: Experts) -> None:
+    call = Call("fp8", torch.float32, per="expert")
+    part = NoEP() if experts.activation_formats[0] == STANDARD else BatchedReference()
+    call.assert_near(call.run(part, experts), call.reference())
+
+
+def test_the_batched_kernel_leaves_unused_rows_alone() -> None:
+    pytest.importorskip("triton")
+    from atomc.kernels.moe.batched_triton import batched_product
+
+    x, weight, out = torch.randn(3, 5, 32), torch.randn(3, 48, 32), torch.full((3, 5, 48), 7.0)
+    batched_product(x, None, weight, None, None, torch.tensor([2, 0, 5]).int(), out)
+    for expert, used in enumerate((2, 0, 5)):
+        expected = x[expert, :used] @ weight[expert].T
+        torch.testing.assert_close(out[expert, :used], expected, rtol=1e-5, atol=1e-5)
+        assert (out[expert, used:] == 7).all()
+
+
 @pytest.mark.parametrize("prepare", PREPARE)
 def test_a_weight_can_multiply_the_input_of_the_only_expert(prepare: str) -> None:
     call = Call("none", torch.float32, weight_on_input=True, k=1)
@@ -487,6 +509,20 @@ def test_triton_on_a_cpu_without_its_interpreter_is_refused(
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     with pytest.raises(ValueError, match="triton_batched cannot run here: Triton kernels run on a"):
         Call("none", torch.float32).run(BatchedReference(), TritonBatched())
+
+
+@pytest.mark.parametrize(("target", "kernels"), [("sm90", 13), ("gfx942", 9)])
+def test_the_batched_kernel_compiles_for_gpus_that_are_not_here(
+    target: str, kernels: int, tmp_path: Path
+) -> None:
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    script = Path(__file__).with_name("compile_batched_triton.py")
+    done = subprocess.run(
+        [sys.executable, script, target], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines() == ["_batched compiled"] * kernels
 
 
 def test_results_that_finalize_has_to_weight_are_never_weighted_by_delegate() -> None:

@@ -19,8 +19,8 @@ ROWS, OUTPUTS, INPUTS = 16, 64, 64  # of a tile; not measured yet
 @triton.jit
 def _activated(gate, up, alpha, limit, ACTIVATION: tl.constexpr, LIMITED: tl.constexpr):
     if LIMITED:
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
+        gate = tl.minimum(gate, limit, tl.PropagateNan.ALL)
+        up = tl.clamp(up, -limit, limit, tl.PropagateNan.ALL)
     if ACTIVATION == "silu":
         out = gate * tl.sigmoid(gate) * up
     elif ACTIVATION == "gelu":
