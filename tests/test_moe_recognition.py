@@ -2,12 +2,18 @@
 eager's values.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from rewriting import explained
-from torch import nn
+import torch.nn.functional as F
+from moe_blockers import EXPERTS as WRITTEN_OUT
+from moe_blockers import experts as written_out
+from rewriting import explained, since
+from torch import Tensor, nn
+
+import atomc
 
 transformers = pytest.importorskip("transformers")
 
