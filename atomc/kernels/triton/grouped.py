@@ -454,7 +454,7 @@ def _scale_steps(x_scale: Tensor | None, weight_scale: Tensor | None, square: in
     if square:
         return [*x_scale.stride(), *weight_scale.stride()]
     by_row = weight_scale.stride(1) if weight_scale.shape[1] > 1 else 0
-    return [int(x_scale.numel() > 1), 0, weight_scale.stride(0), by_row, 0]
+    return [x_scale.stride(0) if x_scale.dim() > 1 else 0, 0, weight_scale.stride(0), by_row, 0]
 
 
 def _multiply(
@@ -476,10 +476,10 @@ def _multiply(
     rows, k = weight.shape[1:]
     n = rows if activation is None else rows // 2
     out = x.new_empty((pairs, n), dtype=out_dtype or x.dtype)
-    if pairs and len(weight):
-        tiles = triton.cdiv(rows, tile["BLOCK_N"])
+    if pairs:
         blocks = len(routing.expert)
-        _product[(blocks * tiles,)](
+        x_row, x_group, *of_weight = _scale_steps(x_scale, weight_scale, square)
+        _product[(blocks * triton.cdiv(rows, tile["BLOCK_N"]),)](
             x,
             x_scale,
             weight,
@@ -492,9 +492,10 @@ def _multiply(
             blocks,
             pairs // len(x),
             x.stride(0),
-            *_scale_steps(x_scale, weight_scale, square)[:2],
+            x_row,
+            x_group,
             *weight.stride(),
-            *_scale_steps(x_scale, weight_scale, square)[2:],
+            *of_weight,
             0 if bias is None else bias.stride(0),
             alpha,
             limit,
