@@ -2,6 +2,7 @@
 eager's values.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from rewriting import explained, since
 from torch import Tensor, nn
 
 import atomc
+from atomc.passes.recognize.experts import TRANSFORMERS
 
 transformers = pytest.importorskip("transformers")
 
@@ -242,6 +244,25 @@ def test_experts_that_are_written_out_are_one_op(
         report = explained(written_out(act=activation), *given, w13, w2, tolerance=2e-2)
     assert report.num_ops["moe_experts"] == 1
     assert not report.num_ops.get("silu_and_mul") and [m.text() for m in report.near] == []
+
+
+def test_the_report_says_what_kind_of_router_and_experts_each_layer_has() -> None:
+    layer = mixture("glm4_moe", "grouped_mm", torch.float32)
+    text = explained(lambda x: layer(x), torch.randn(1, 5, HIDDEN), tolerance=1e-5).to_text()
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "moe_experts experts=16, top_k=4, activation=silu -" in lines
+    assert "topk_route score=sigmoid, experts=16, groups=4, scale=2.5, k=4, eps=1e-20 -" in lines
+
+
+def test_without_transformers_the_pattern_of_its_functions_is_not_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer = mixture("qwen3_moe", "grouped_mm", torch.float32)
+    # Not loaded, as where it is not installed: then no graph has its functions.
+    monkeypatch.delitem(sys.modules, TRANSFORMERS)
+    report = explained(lambda x: layer(x), torch.randn(1, 5, HIDDEN), tolerance=1e-5)
+    assert (report.matches["topk_route"], report.matches["moe_experts"]) == (1, 0)
+    assert report.bugs == []
 
 
 def test_a_loop_over_experts_says_where_the_graph_ends_and_what_to_set() -> None:

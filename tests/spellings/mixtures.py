@@ -76,7 +76,11 @@ SPELLINGS = (
         logits,
     ),
     Spelling(
-        "p, ids = logits.topk(k); softmax(p)", "GPT-OSS, Granite", "topk_route", softmax_last, logits
+        "p, ids = logits.topk(k); softmax(p)",
+        "GPT-OSS, Granite",
+        "topk_route",
+        softmax_last,
+        logits,
     ),
     Spelling(
         "ids = (s + bias).topk(k); p = s.gather(ids); p / (p.sum() + eps) * scale, s = sigmoid()",
