@@ -2,6 +2,7 @@
 eager's values.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +11,12 @@ import torch
 import torch.nn.functional as F
 from moe_blockers import EXPERTS as WRITTEN_OUT
 from moe_blockers import experts as written_out
-from rewriting import explained, since
+from rewriting import after_passes, explained, since
 from torch import Tensor, nn
 
 import atomc
+from atomc import passes
+from atomc.passes.recognize.experts import TRANSFORMERS
 
 transformers = pytest.importorskip("transformers")
 
@@ -212,12 +215,9 @@ def test_logits_that_are_returned_do_not_keep_a_router_from_being_recognized() -
 
 def test_experts_read_the_ids_of_the_router_without_a_cast() -> None:
     layer = mixture("mixtral", "batched_mm", torch.float32)
-    compiled = torch.compile(
-        lambda x: layer(x), backend="atom", options={"strict": True, "glue": "eager"}
-    )
-    with torch.inference_mode():
-        compiled(torch.randn(1, 5, HIDDEN))
-    assert "int64" not in atomc.reports()[-1].stages[-1].text
+    chosen = [each for each in passes.PIPELINE if not each.paged]
+    text = after_passes(chosen, lambda x: layer(x), torch.randn(1, 5, HIDDEN)).text
+    assert "moe_experts" in text and "topk_route" in text and "int64" not in text
 
 
 @pytest.mark.parametrize("tokens", [1, 6])
@@ -242,6 +242,25 @@ def test_experts_that_are_written_out_are_one_op(
         report = explained(written_out(act=activation), *given, w13, w2, tolerance=2e-2)
     assert report.num_ops["moe_experts"] == 1
     assert not report.num_ops.get("silu_and_mul") and [m.text() for m in report.near] == []
+
+
+def test_the_report_says_what_kind_of_router_and_experts_each_layer_has() -> None:
+    layer = mixture("glm4_moe", "grouped_mm", torch.float32)
+    text = explained(lambda x: layer(x), torch.randn(1, 5, HIDDEN), tolerance=1e-5).to_text()
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "moe_experts experts=16, top_k=4, activation=silu -" in lines
+    assert "topk_route score=sigmoid, experts=16, groups=4, scale=2.5, k=4, eps=1e-20 -" in lines
+
+
+def test_without_transformers_the_pattern_of_its_functions_is_not_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer = mixture("qwen3_moe", "grouped_mm", torch.float32)
+    # Not loaded, as where it is not installed: then no graph has its functions.
+    monkeypatch.delitem(sys.modules, TRANSFORMERS)
+    report = explained(lambda x: layer(x), torch.randn(1, 5, HIDDEN), tolerance=1e-5)
+    assert (report.matches["topk_route"], report.matches["moe_experts"]) == (1, 0)
+    assert report.bugs == []
 
 
 def test_a_loop_over_experts_says_where_the_graph_ends_and_what_to_set() -> None:

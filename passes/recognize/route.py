@@ -72,8 +72,8 @@ def _in_best_groups(choice: Tensor, router: Router) -> Tensor:
     chosen = best.topk(router.topk_groups, -1, sorted=False).indices
     kept = torch.zeros_like(best).scatter(1, chosen, 1)
     mask = kept.unsqueeze(-1).expand(-1, router.groups, experts // router.groups)
-    # Scores of a softmax are positive, so that 0 is below all of them.
-    outside = 0.0 if router.score == "softmax" else float("-inf")
+    # Scores of a softmax are positive, so that 0 is below all of them; with a bias they are not.
+    outside = 0.0 if router.score == "softmax" and not router.biased else float("-inf")
     return choice.masked_fill(~mask.reshape(-1, experts).bool(), outside)
 
 
@@ -187,22 +187,24 @@ def _router(topk: Node) -> Router | None:
     if value(choice).dim() != 2 or ids is None or _reads(ids, "scatter"):
         return None  # among groups
     groups, topk_groups, group_score, choice = _groups(choice)
+    biased = call(choice).op == "add"
     gather = _reads(ids, "gather")
     weighed = _steps(gather or values)
     score, dtype = _score(choice), torch.float32
     if score is None:
         score, dtype = "softmax_of_chosen", value(choice).dtype
+        biased = biased and gather is not None  # else it is the bias of the product
         if "_softmax" not in weighed:
             return None
         if dtype != torch.float32:
             weighed = weighed[:1]  # the op rounds to 16 bits only once
     return Router(
         score,
-        call(choice).op == "add",
+        biased,
         groups,
         topk_groups,
         group_score,
-        gather is not None,
+        gather is not None or biased,  # what topk returns contains the bias
         weighed,
         dtype,
     )
