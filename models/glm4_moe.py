@@ -189,8 +189,9 @@ class Router(nn.Module):
         grouped = torch.unflatten(choice_TE, -1, (self.config.n_group, -1))
         best = grouped.topk(2, dim=-1).values.sum(-1)
         chosen = best.topk(self.config.topk_group, dim=-1, sorted=False).indices
-        kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, chosen, True)
-        return grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(-2)
+        kept = torch.zeros_like(best).scatter(-1, chosen, 1)
+        kept_TE = kept.unsqueeze(-1).expand_as(grouped).flatten(-2)
+        return choice_TE.masked_fill(~kept_TE.bool(), float("-inf"))
 
 
 class MoE(nn.Module):
