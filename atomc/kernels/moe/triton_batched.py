@@ -27,9 +27,7 @@ def unfit_block(name: str, config: ExpertsConfig, multiple: int) -> str | None:
     """Refuse squares of weights that a tile of the kernels would cross."""
     scheme = config.scheme
     if isinstance(scheme, Fp8Block) and scheme.block % multiple:
-        return (
-            f"{name} supports fp8 blocks of multiples of {multiple}, not of {scheme.block}"
-        )
+        return f"{name} supports fp8 blocks of multiples of {multiple}, not of {scheme.block}"
     return None
 
 
