@@ -268,6 +268,13 @@ def test_weights_of_any_strides_are_read_in_place(experts: Experts) -> None:
     call.assert_near(call.run(part, experts), call.reference())
 
 
+@pytest.mark.parametrize("experts", [Reference(), NaiveBatched(), TritonBatched()])
+def test_blocks_can_have_other_sizes(experts: Experts) -> None:
+    call = Call("fp8_block", torch.float32, block=64, hidden=160, inner=96)
+    part = NoEP() if experts.activation_formats[0] == STANDARD else BatchedReference()
+    call.assert_near(call.run(part, experts), call.reference())
+
+
 @pytest.mark.parametrize("experts", [Reference(), Triton(), NaiveBatched(), TritonBatched()])
 def test_a_weight_can_have_one_scale_per_expert(experts: Experts) -> None:
     call = Call("fp8", torch.float32, per="expert")
@@ -423,6 +430,28 @@ def test_shared_experts_run_between_send_and_receive_and_are_added() -> None:
 def test_chunks_of_a_part_that_needs_all_rows_are_refused(part: type[Experts]) -> None:
     with pytest.raises(ValueError, match=r"processes all rows at once: chunk_rows=4 must be None"):
         ModularExperts(BatchedReference(), part(), chunk_rows=4)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "experts", "multiple"),
+    [(NoEP(), Triton(), 128), (BatchedReference(), TritonBatched(), 64)],
+)
+def test_blocks_that_the_tiles_of_a_kernel_cross_are_refused(
+    prepare: PrepareFinalize, experts: Experts, multiple: int
+) -> None:
+    reason = f"{experts.name} supports fp8 blocks of multiples of {multiple}, not of 48"
+    with pytest.raises(ValueError, match=reason):
+        ModularExperts(prepare, experts, ExpertsConfig(Fp8Block(block=48)))
+
+
+@pytest.mark.parametrize(
+    "experts", [part for part in EXPERTS if EXPERTS[part].formats == (BATCHED,)]
+)
+def test_an_unknown_activation_is_refused(experts: str) -> None:
+    with pytest.raises(ValueError, match="activation of experts 'relu' is not one of"):
+        ModularExperts(
+            BatchedReference(), EXPERTS[experts].part(), ExpertsConfig(activation="relu")
+        )
 
 
 def test_chunks_without_rows_are_refused() -> None:

@@ -33,7 +33,9 @@ class Ranks:
         """x [N, ...], of one shape on all ranks -> [ranks * N, ...]."""
         send = _bytes(x)
         return self._pending(
-            torch.ops._c10d_functional.all_gather_into_tensor(send, self.size, self.group_name), x
+            torch.ops._c10d_functional.all_gather_into_tensor(send, self.size, self.group_name),
+            send,
+            x.dtype,
         )
 
     def all_to_all(
@@ -48,23 +50,29 @@ class Ranks:
             torch.ops._c10d_functional.all_to_all_single(
                 send, list(received or equal), list(sent or equal), self.group_name
             ),
-            x,
+            send,
+            x.dtype,
         )
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """The sum over ranks of the part of this rank. x [ranks * N, ...] -> [N, ...]."""
+        send = x.contiguous()
         return self._pending(
             torch.ops._c10d_functional.reduce_scatter_tensor(
-                x.contiguous(), "sum", self.size, self.group_name
+                send, "sum", self.size, self.group_name
             ),
-            x,
+            send,
+            x.dtype,
         )()
 
     @staticmethod
-    def _pending(receiving: Tensor, like: Tensor) -> Pending:
+    def _pending(receiving: Tensor, sending: Tensor, dtype: torch.dtype) -> Pending:
+        in_use = [sending]  # a backend may read it, in a thread of its own, until wait returns
+
         def wait() -> Tensor:
             received: Tensor = torch.ops._c10d_functional.wait_tensor(receiving)
-            return received.view(like.dtype)
+            in_use.clear()
+            return received.view(dtype)
 
         return wait
 

@@ -53,6 +53,10 @@ class Experts(ABC):
         """Why this machine cannot run it on such a device, as a sentence; or None."""
         return None
 
+    def refuse_config(self, config: ExpertsConfig) -> str | None:
+        """Why it cannot compute this, beside the name of the scheme, as a sentence; or None."""
+        return None
+
     @abstractmethod
     def workspace_shapes(self, sizes: Sizes) -> WorkspaceShapes:
         """What apply needs for so many rows."""

@@ -10,6 +10,7 @@ from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
 from atomc.kernels.moe.experts import Experts, Sizes
 from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
 from atomc.kernels.moe.prepare_finalize import PrepareFinalize
+from atomc.ops.experts import ACTIVATIONS
 
 IDS = (torch.int32, torch.int64)
 
@@ -64,6 +65,12 @@ class ModularExperts:
         self.expert_map = None if batched else prepare_finalize.expert_map
         if reason := incompatible(prepare_finalize, experts, self.config.scheme.name):
             raise ValueError(reason)
+        if reason := experts.refuse_config(self.config):
+            raise ValueError(reason)
+        if self.config.activation not in ACTIVATIONS:
+            raise ValueError(
+                f"activation of experts {self.config.activation!r} is not one of {ACTIVATIONS}"
+            )
         if self.expert_map is not None and not experts.supports_expert_map:
             raise ValueError(
                 f"{experts.name} has no expert map, and this rank has only "

@@ -23,6 +23,14 @@ def no_triton(device: torch.device) -> str | None:
     return None
 
 
+def unfit_block(name: str, config: ExpertsConfig, multiple: int) -> str | None:
+    """Refuse squares of weights that a tile of the kernels would cross."""
+    scheme = config.scheme
+    if isinstance(scheme, Fp8Block) and scheme.block % multiple:
+        return f"{name} supports fp8 blocks of multiples of {multiple}, not of {scheme.block}"
+    return None
+
+
 class TritonBatched(Experts):
     """Two launches, of which the first gates its results, and a quantizer in between. Nothing waits
     for the host.
@@ -38,6 +46,9 @@ class TritonBatched(Experts):
     def missing(device: torch.device) -> str | None:
         return no_triton(device)
 
+    def refuse_config(self, config: ExpertsConfig) -> str | None:
+        return unfit_block(self.name, config, 64)
+
     def workspace_shapes(self, sizes: Sizes) -> WorkspaceShapes:
         rows = (sizes.experts, sizes.rows)
         return WorkspaceShapes((*rows, sizes.inner), (0,), (*rows, sizes.hidden))
@@ -52,7 +63,9 @@ class TritonBatched(Experts):
         expert_map: Tensor | None,
         config: ExpertsConfig,
     ) -> None:
-        from atomc.kernels.moe.batched_triton import batched_product  # Triton is optional
+        # Triton is optional.
+        from atomc.kernels.moe.batched_triton import batched_product
+        from atomc.kernels.moe.triton_quantizers import quantize
 
         assert dispatched.expert_num_tokens is not None
         w, scheme, num_tokens = weights, config.scheme, dispatched.expert_num_tokens
@@ -68,7 +81,7 @@ class TritonBatched(Experts):
             block=block,
             **config.gate,
         )
-        codes, scale = scheme.quantize(workspace13)
+        codes, scale = quantize(scheme, workspace13)
         batched_product(codes, scale, w.w2, w.w2_scale, w.b2, num_tokens, output, block=block)
 
     def finalize_weight_and_reduce(self) -> WeightAndReduce:

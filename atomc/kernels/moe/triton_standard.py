@@ -7,7 +7,7 @@ from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
 from atomc.kernels.moe.experts import Experts, Sizes, WorkspaceShapes, local_ids
 from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
 from atomc.kernels.moe.schemes import ALL_SCHEMES, Fp8Block
-from atomc.kernels.moe.triton_batched import no_triton
+from atomc.kernels.moe.triton_batched import no_triton, unfit_block
 from atomc.kernels.moe.weight_and_reduce import NoOp, WeightAndReduce
 
 
@@ -26,6 +26,9 @@ class Triton(Experts):
     def missing(device: torch.device) -> str | None:
         return no_triton(device)
 
+    def refuse_config(self, config: ExpertsConfig) -> str | None:
+        return unfit_block(self.name, config, 128)
+
     def workspace_shapes(self, sizes: Sizes) -> WorkspaceShapes:
         return WorkspaceShapes((0,), (0,), (sizes.rows, sizes.hidden))
 
@@ -40,6 +43,7 @@ class Triton(Experts):
         config: ExpertsConfig,
     ) -> None:
         # Triton is optional.
+        from atomc.kernels.moe.triton_quantizers import quantize
         from atomc.kernels.triton import grouped
         from atomc.kernels.triton.experts_many import tile_for
         from atomc.kernels.triton.tiles import MOE_EXPERTS, MOE_EXPERTS_8_BITS
@@ -63,7 +67,7 @@ class Triton(Experts):
             out_dtype=output.dtype,
             **config.gate,
         )
-        codes, scale = scheme.quantize(act)
+        codes, scale = quantize(scheme, act)
         products = grouped.grouped_down(
             codes,
             w.w2,

@@ -1,0 +1,21 @@
+"""The quantizers of schemes in Triton, with the codes of the references."""
+
+from torch import Tensor
+
+from atomc.kernels.moe.schemes import Fp8Block, Fp8PerToken, Int8PerToken, Scheme
+from atomc.kernels.triton.quant import (
+    quant_fp8_group,
+    quant_fp8_per_token,
+    quant_int8_per_token,
+)
+
+
+def quantize(scheme: Scheme, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Codes and scales of x, as Scheme.quantize."""
+    if isinstance(scheme, Fp8Block):
+        return quant_fp8_group(x, scheme.block, dtype=scheme.dtype)
+    if isinstance(scheme, Fp8PerToken):
+        return quant_fp8_per_token(x, scheme.dtype)
+    if isinstance(scheme, Int8PerToken):
+        return quant_int8_per_token(x)
+    return scheme.quantize(x)
