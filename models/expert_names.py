@@ -94,7 +94,7 @@ def wrong_numbers_of_experts(model: nn.Module, parts: Mapping[str, ExpertPart]) 
     for part in parts.values():
         last[part.parameter] = max(part.expert, last.get(part.parameter, 0))
     return [
-        f"{name} has {len(model.get_parameter(name))} experts, the checkpoint {expert + 1}"
+        f"{name} has {expert + 1} experts, expected {len(model.get_parameter(name))}"
         for name, expert in last.items()
         if len(model.get_parameter(name)) != expert + 1
     ]

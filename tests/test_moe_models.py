@@ -1,0 +1,413 @@
+"""Mixtures of experts: our files and the stock classes against transformers on the same random
+weights, eager, compiled and served.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from test_models import IDS, TINY, YARN, error, hf_logits, hf_model
+from torch import Tensor, nn
+
+import atomc
+from atomc import models
+from atomc.models.glm4_moe import Config as Glm4MoeConfig
+from atomc.models.loader import load
+from atomc.runtime.llm import LLM
+from atomc.runtime.sampling.sampling_params import SamplingParams
+
+transformers = pytest.importorskip("transformers")
+
+EXPERTS = {"num_experts_per_tok": 2, "head_dim": 16}
+GLM = EXPERTS | {"n_routed_experts": 8, "moe_intermediate_size": 32}
+# name -> model_type and what differs from TINY
+KINDS = {
+    "qwen3_moe": (
+        "qwen3_moe",
+        EXPERTS | {"num_experts": 8, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    ),
+    "qwen3_moe, dense layers, window": (
+        "qwen3_moe",
+        EXPERTS
+        | {
+            "num_experts": 4,
+            "moe_intermediate_size": 32,
+            "num_hidden_layers": 4,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "attention_bias": True,
+        },
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "sliding_window": 7}),
+    "mixtral, tied": (
+        "mixtral",
+        {"num_local_experts": 3, "head_dim": 24, "tie_word_embeddings": True},
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        EXPERTS | {"num_local_experts": 8, "sliding_window": 6, "rope_parameters": YARN},
+    ),
+    "gpt_oss, other layers": (
+        "gpt_oss",
+        EXPERTS
+        | {
+            "num_local_experts": 4,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "sliding_window": 5,
+            "attention_bias": False,
+            "intermediate_size": 64,
+            "swiglu_limit": 0.3,
+            "swiglu_alpha": 1.5,
+        },
+    ),
+    "glm4_moe": (
+        "glm4_moe",
+        GLM
+        | {
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "routed_scaling_factor": 2.5,
+            "n_shared_experts": 2,
+        },
+    ),
+    "glm4_moe, no dense layer, no groups": (
+        "glm4_moe",
+        GLM
+        | {
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+            "rope_parameters": {"partial_rotary_factor": 1.0, "rope_theta": 10000.0},
+        },
+    ),
+}
+ARCHITECTURES = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe")
+POSITIONS = torch.arange(33)
+EAGER = {"glue": "eager", "strict": True}
+
+
+def theirs(name: str) -> nn.Module:
+    """The transformers model of this kind."""
+    model_type, differs = KINDS[name]
+    return theirs_of(model_type, **differs)
+
+
+def theirs_of(model_type: str, **differs: object) -> nn.Module:
+    """A transformers model with random weights, and random biases of its routers."""
+    model = hf_model(model_type, **differs)
+    generator = torch.Generator().manual_seed(2)
+    for path, buffer in model.named_buffers():
+        if path.endswith("e_score_correction_bias"):
+            buffer.normal_(0.0, 0.3, generator=generator)
+    return model.requires_grad_(False)
+
+
+def median_error(actual: Tensor, expected: Tensor) -> float:
+    """That of a token in the middle: rounding changes the experts of a few tokens, and their logits
+    with them.
+    """
+    errors = (actual.float() - expected).abs().amax(-1)
+    return (errors.median() / expected.abs().max()).item()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_logits_and_names_are_those_of_hugging_face(name: str, tmp_path: Path) -> None:
+    model = theirs(name)
+    model.save_pretrained(tmp_path)
+    ours = load(tmp_path)
+
+    assert type(ours).__module__.startswith("atomc.models.")
+    assert sorted(ours.state_dict()) == sorted(model.state_dict())
+    for length in (1, 33):
+        ids, positions = IDS[:length], torch.arange(length)
+        assert error(ours(ids, positions), hf_logits(model, ids, positions)) < 1e-4
+    ids, positions = IDS[:30].view(2, 15), torch.arange(15).expand(2, 15)
+    assert error(ours(ids, positions), hf_logits(model, ids, positions)) < 1e-4
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_bf16_is_as_close_to_fp32_as_hugging_face_is(name: str, tmp_path: Path) -> None:
+    model = theirs(name)
+    model.save_pretrained(tmp_path)
+    expected = hf_logits(model, IDS, POSITIONS)
+    in_bf16 = type(model).from_pretrained(
+        tmp_path, dtype=torch.bfloat16, attn_implementation="eager"
+    )
+
+    ours = load(tmp_path, dtype=torch.bfloat16)(IDS, POSITIONS)
+    assert ours.dtype == torch.bfloat16
+    theirs_in_bf16 = hf_logits(in_bf16, IDS, POSITIONS)
+    assert median_error(ours, expected) < 1.5 * median_error(theirs_in_bf16, expected)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_router_in_bf16_decides_as_that_of_hugging_face(name: str, tmp_path: Path) -> None:
+    theirs(name).save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    ours = load(tmp_path, dtype=torch.bfloat16)
+    x = torch.randn(10_000, TINY["hidden_size"]).bfloat16()
+    path = next(path for path, _ in model.named_modules() if path.endswith((".gate", ".router")))
+    with torch.no_grad():
+        _, expected_weights, expected_ids = model.get_submodule(path)(x)
+        ids, weights = ours.get_submodule(path)(x)
+    order, expected_order = ids.argsort(-1), expected_ids.argsort(-1)
+    assert torch.equal(ids.gather(-1, order), expected_ids.gather(-1, expected_order))
+    torch.testing.assert_close(
+        weights.gather(-1, order), expected_weights.gather(-1, expected_order)
+    )
+
+
+class Cell(NamedTuple):
+    name: str
+    whose: str
+    dtype: torch.dtype
+
+
+CELLS = [
+    Cell(name, whose, dtype)
+    for name in ARCHITECTURES
+    for whose in ("ours", "stock")
+    for dtype in (torch.float32, torch.bfloat16)
+]
+# Each architecture, each class and each dtype once, or twice.
+FAST = {
+    Cell("qwen3_moe", "ours", torch.bfloat16),
+    Cell("mixtral", "stock", torch.float32),
+    Cell("gpt_oss", "ours", torch.float32),
+    Cell("glm4_moe", "stock", torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(
+            cell,
+            marks=() if cell in FAST else pytest.mark.slow,
+            id=f"{cell.name}-{cell.whose}-{cell.dtype}".replace("torch.", ""),
+        )
+        for cell in CELLS
+    ],
+)
+def test_a_compiled_model_computes_what_the_eager_one_does(cell: Cell, tmp_path: Path) -> None:
+    model = theirs(cell.name)
+    expected = hf_logits(model, IDS, POSITIONS)
+    model.save_pretrained(tmp_path)
+    if cell.whose == "ours":
+        eager = load(tmp_path, dtype=cell.dtype)
+    else:
+        eager = type(model).from_pretrained(tmp_path, dtype=cell.dtype).requires_grad_(False)
+
+    def logits(run: nn.Module) -> Tensor:
+        if cell.whose == "stock":
+            return hf_logits(run, IDS, POSITIONS)
+        return run(IDS, POSITIONS)
+
+    compiled = logits(torch.compile(eager, backend="atom", options=EAGER, fullgraph=True))
+    if cell.dtype == torch.float32:
+        assert error(compiled, expected) < 1e-4
+    else:
+        assert median_error(compiled, expected) < 1.5 * median_error(logits(eager), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "whose"),
+    [
+        ("gpt_oss", "ours"),
+        ("qwen3_moe", "stock"),
+        *(
+            pytest.param(name, whose, marks=pytest.mark.slow)
+            for name in ARCHITECTURES
+            for whose in ("ours", "stock")
+            if (name, whose) not in {("gpt_oss", "ours"), ("qwen3_moe", "stock")}
+        ),
+    ],
+)
+def test_a_served_model_gives_the_text_that_transformers_generates(
+    name: str, whose: str, tmp_path: Path
+) -> None:
+    model = theirs(name)
+    model.save_pretrained(tmp_path)
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(1, 24, (20,), generator=generator).tolist()
+    prompts = [torch.randint(3, 96, (n,), generator=generator).tolist() for n in lengths]
+    expected = [
+        model.generate(
+            torch.tensor([prompt]), min_new_tokens=12, max_new_tokens=12, do_sample=False
+        )[0, len(prompt) :].tolist()
+        for prompt in prompts
+    ]
+
+    served = load(tmp_path) if whose == "ours" else model
+    llm = LLM(served, max_num_seqs=8, max_model_len=64, progress=False, options=EAGER)
+    made = llm.generate(prompts, SamplingParams(max_tokens=12, min_tokens=12, ignore_eos=True))
+    assert [list(completion.token_ids) for completion in made] == expected
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_registered_experts_compute_what_those_of_transformers_do(name: str) -> None:
+    model = theirs(name)
+    model.set_experts_implementation("eager")
+    expected = hf_logits(model, IDS, POSITIONS)
+    atomc.register_experts()
+    model.set_experts_implementation("atom")
+    assert error(hf_logits(model, IDS, POSITIONS), expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_registered_experts_are_one_op_in_a_compiled_graph(name: str) -> None:
+    atomc.register_experts()
+    model = theirs(name)
+    model.set_experts_implementation("atom")
+    graphs = []
+
+    def recorded(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    experts = model.model.layers[0].mlp.experts
+    ids, weights = torch.tensor([[0, 2], [3, 1], [2, 3]]), torch.rand(3, 2)
+    torch.compile(experts, backend=recorded, fullgraph=True)(torch.randn(3, 64), ids, weights)
+    calls = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert sum("moe_experts" in call for call in calls) == 1
+    assert not any("mm" in call or "sort" in call for call in calls)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "sentence"),
+    [
+        ({"has_gate": False}, "MixtralExperts has no gate, only gated experts are supported"),
+        ({"has_post_expert_norm": True}, "MixtralExperts has a norm after each expert"),
+        ({"act_fn": nn.ReLU()}, "MixtralExperts has activation ReLU, only SiLU, "),
+    ],
+)
+def test_experts_that_the_op_cannot_express_are_refused_and_served_as_they_are(
+    attributes: dict[str, object], sentence: str
+) -> None:
+    atomc.register_experts()
+    model = theirs("mixtral")
+    experts = model.model.layers[1].mlp.experts
+    for attribute, value in attributes.items():
+        setattr(experts, attribute, value)
+    model.set_experts_implementation("atom")
+    with pytest.raises(ValueError, match=f'^experts implementation "atom": {sentence}'):
+        hf_logits(model, IDS, POSITIONS)
+
+    model.set_experts_implementation("batched_mm")
+    assert models.wrap_stock(model).hf_model.config._experts_implementation == "batched_mm"
+
+
+def test_experts_with_a_gate_of_their_own_are_refused() -> None:
+    module = pytest.importorskip(
+        "transformers.models.openai_privacy_filter.modeling_openai_privacy_filter"
+    )
+    config = module.OpenAIPrivacyFilterConfig(
+        hidden_size=8, intermediate_size=4, num_local_experts=2
+    )
+    atomc.register_experts()
+    config._experts_implementation = "atom"
+    experts = module.OpenAIPrivacyFilterExperts(config)
+    with pytest.raises(ValueError, match=r"OpenAIPrivacyFilterExperts has a gate of its own"):
+        experts(torch.randn(1, 8), torch.tensor([[0]]), torch.ones(1, 1))
+
+
+def test_a_wrapped_model_calls_the_op_for_its_experts() -> None:
+    model = models.wrap_stock(theirs("gpt_oss"))
+    assert model.hf_model.config._experts_implementation == "atom"
+
+
+HF = TINY | {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_routed_experts": 8}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "differs", "sentence"),
+    [
+        (
+            "MixtralForCausalLM",
+            {"num_experts_per_tok": 9},
+            "mixtral: num_experts_per_tok 9 is more than n_routed_experts 8",
+        ),
+        (
+            "MixtralForCausalLM",
+            {"n_routed_experts": None},
+            "mixtral: config.json lacks 'num_local_experts', a positive integer",
+        ),
+        (
+            "MixtralForCausalLM",
+            {"hidden_act": "gelu"},
+            "mixtral: hidden_act 'gelu' is not supported, only 'silu'",
+        ),
+        (
+            "Qwen3MoeForCausalLM",
+            {"mlp_only_layers": 1},
+            "qwen3_moe: mlp_only_layers 1 is not a list",
+        ),
+        (
+            "Qwen3MoeForCausalLM",
+            {"decoder_sparse_step": 0},
+            "qwen3_moe: decoder_sparse_step 0 is not a positive integer",
+        ),
+        (
+            "GptOssForCausalLM",
+            {"layer_types": ["full_attention"]},
+            "gpt_oss: layer_types ['full_attention'] are not 2 of 'full_attention' or "
+            "'sliding_attention'",
+        ),
+        (
+            "GptOssForCausalLM",
+            {"swiglu_limit": 0},
+            "gpt_oss: swiglu_limit 0 is not a positive number of fp32",
+        ),
+        (
+            "Glm4MoeForCausalLM",
+            {"n_group": 3},
+            "glm4_moe: 2 of 8 experts cannot be chosen from topk_group 1 of n_group 3 groups",
+        ),
+        (
+            "Glm4MoeForCausalLM",
+            {"partial_rotary_factor": 1.5},
+            "glm4_moe: partial_rotary_factor 1.5 is not supported, only a number above 0 and up "
+            "to 1.0",
+        ),
+        (
+            "Glm4MoeForCausalLM",
+            {"partial_rotary_factor": 0.2},
+            "glm4_moe: partial_rotary_factor 0.2 rotates 3 of 16 columns, rotary positions need "
+            "pairs of columns",
+        ),
+    ],
+)
+def test_an_unsupported_config_is_refused_in_one_sentence(
+    architecture: str, differs: dict[str, object], sentence: str
+) -> None:
+    model_type = {
+        "MixtralForCausalLM": "mixtral",
+        "Qwen3MoeForCausalLM": "qwen3_moe",
+        "GptOssForCausalLM": "gpt_oss",
+        "Glm4MoeForCausalLM": "glm4_moe",
+    }[architecture]
+    config = HF | {"architectures": [architecture], "model_type": model_type} | differs
+    with pytest.raises(ValueError) as raised:
+        models.build(config, device="meta")
+    assert str(raised.value) == sentence
+
+
+def test_half_of_each_head_of_glm_is_rotated_without_the_field() -> None:
+    assert Glm4MoeConfig.from_hf(HF | {"model_type": "glm4_moe"}).rotated_columns == 8
+
+
+def test_the_bias_of_a_router_stays_fp32_and_survives_meta() -> None:
+    config = HF | {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe"}
+    on_meta = models.build(config, torch.bfloat16, "meta")
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert on_meta.get_parameter(name).dtype == torch.float32
+    assert on_meta.get_parameter("model.layers.1.mlp.gate.weight").dtype == torch.bfloat16
+    model = models.build(config)
+    bias = torch.full((8,), 1.0 + 2.0**-20)
+    model.get_parameter(name).data = bias.clone()
+    assert torch.equal(model.to(torch.bfloat16).get_parameter(name), bias)
