@@ -60,21 +60,24 @@ def _move(node: Node) -> None:
     assert isinstance(sizes, list | tuple)
     node.replace_input_with(view, x)
     _infer(node)
-    results = [user for user in node.users if user.target is operator.getitem] or [node]
-    for result in results:
-        if result is not node:
-            _infer(result)
-        _insert_view(result, [*sizes[:-1], value(result).shape[-1]])
+    parts = [user for user in node.users if user.target is operator.getitem]
+    for part in reversed(parts):  # directly behind the call, before all views
+        node.append(part)
+        _infer(part)
+    last = parts[-1] if parts else node
+    for result in parts or [node]:
+        last = _insert_view(last, result, [*sizes[:-1], value(result).shape[-1]])
 
 
-def _insert_view(result: Node, sizes: list[Argument]) -> None:
+def _insert_view(behind: Node, result: Node, sizes: list[Argument]) -> Node:
     readers = list(result.users)
-    with result.graph.inserting_after(result):
+    with result.graph.inserting_after(behind):
         view = result.graph.call_function(_view, (result, sizes))
     view.meta = {key: x for key, x in result.meta.items() if key not in ("val", "canonical")}
     _infer(view)
     for reader in readers:
         reader.replace_input_with(result, view)
+    return view
 
 
 def _infer(node: Node) -> None:
