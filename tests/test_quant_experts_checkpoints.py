@@ -167,6 +167,17 @@ def checkpoint(path: Path, name: str, kind: str = "qwen3_moe") -> Path:
     return write(path, kind, per_expert(weights_of(kind), packed, names), quantization, **WIDE)
 
 
+def loaded(path: Path, stock: bool, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    """Our model, or the class of transformers."""
+    with monkeypatch.context() as patched:
+        if stock:
+            pytest.importorskip("transformers")
+            patched.setattr(models, "REGISTRY", {})
+        model = load(path, progress=False)
+    assert isinstance(model, StockModel) == stock
+    return model
+
+
 def layers(model: nn.Module) -> list[QuantizedExperts]:
     return [layer for _, layer in apply.quantized_experts(model)]
 
@@ -178,11 +189,7 @@ def test_experts_stored_one_by_one_mean_their_values(
 ) -> None:
     kind = "mixtral" if name == "int8" else "qwen3_moe"
     checkpoint(tmp_path, name, kind)
-    if stock:
-        pytest.importorskip("transformers")
-        monkeypatch.setattr(models, "REGISTRY", {})
-    model = load(tmp_path, progress=False)
-    assert isinstance(model, StockModel) == stock
+    model = loaded(tmp_path, stock, monkeypatch)
     weights, decibels = weights_of(kind), FORMATS[name][2]
     assert len(layers(model)) == 2
     for i, layer in enumerate(layers(model)):
@@ -267,10 +274,7 @@ def test_gpt_oss_computes_what_transformers_unpacks(
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     tensors = blocks(weights_of("gpt_oss"))
     write(tmp_path, "gpt_oss", tensors, GPT_OSS, **WIDE)
-    if stock:
-        monkeypatch.setattr(models, "REGISTRY", {})
-    model = load(tmp_path, progress=False)
-    assert isinstance(model, StockModel) == stock
+    model = loaded(tmp_path, stock, monkeypatch)
     for i, layer in enumerate(layers(model)):
         for projection in ("gate_up_proj", "down_proj"):
             name = f"model.layers.{i}.mlp.experts.{projection}"
