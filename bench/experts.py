@@ -182,7 +182,7 @@ def parts(scheme: str, given: Arguments, tile: Any) -> dict[str, Callable[[], Te
 
 
 def every_tile() -> Iterator[Any]:
-    from atomc.kernels.triton.tiles import ExpertTile
+    from atomc.kernels.triton.tiles import GroupedTile
 
     for block in (16, 32, 64, 128):
         for weight_rows in (64, 128, 256):
@@ -198,7 +198,7 @@ def every_tile() -> Iterator[Any]:
                             "num_warps": warps,
                             "num_stages": stages,
                         }
-                        yield ExpertTile(block, launch, launch)
+                        yield GroupedTile(block, launch, launch)
 
 
 def timed(call: Callable[[], Tensor], tokens: int) -> float:

@@ -5,6 +5,11 @@ Checkpoints of transformers 4 store the projections of each expert, models stack
     experts.3.gate_proj.weight, experts.3.w1.weight    experts.gate_up_proj[3, :I]
     experts.3.up_proj.weight, experts.3.w3.weight      experts.gate_up_proj[3, I:]
     experts.3.down_proj.weight, experts.3.w2.weight    experts.down_proj[3]
+
+Quantized experts are read as they are stored, and stacked afterwards
+(atomc.quantization.stored_experts):
+
+    experts.3.gate_proj.qweight, experts.3.w1.qweight    experts.gate_proj.qweight[3]
 """
 
 import re
@@ -13,7 +18,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-_NAME = re.compile(r"(?P<owner>.+\.experts)\.(?P<expert>\d+)\.(?P<projection>\w+)\.weight")
+_NAME = re.compile(r"(?P<owner>.+\.experts)\.(?P<expert>\d+)\.(?P<projection>\w+)\.(?P<leaf>\w+)")
 # Stacked parameter -> the projections whose rows it has, by their names in each kind of checkpoint.
 STACKED = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
@@ -27,9 +32,13 @@ _PARAMETERS = {
 }
 
 
+# Name of a projection of one expert -> that of quantized experts.
+_PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+
 class ExpertPart(NamedTuple):
-    """The rows of one projection, in `parameter` [E, rows, columns] of the model: the part with
-    this position among num_parts equal ones.
+    """The rows of one projection, in `parameter` [E, rows, ...] of the model: the part with this
+    position among num_parts equal ones.
     """
 
     parameter: str
@@ -46,12 +55,24 @@ def expert_parts(model: nn.Module, names: Collection[str]) -> dict[str, ExpertPa
         match = _NAME.fullmatch(name)
         if match is None or match["projection"] not in _PARAMETERS:
             continue
-        leaf, kind = _PARAMETERS[match["projection"]]
-        parameter = f"{match['owner']}.{leaf}"
-        if _is_stacked(modules.get(match["owner"]), leaf) and parameter not in names:
-            position = kind.index(match["projection"])
-            parts[name] = ExpertPart(parameter, int(match["expert"]), position, len(kind))
+        part = _part(modules, **match.groupdict())
+        if part is not None and part.parameter not in names:
+            parts[name] = part
     return parts
+
+
+def _part(
+    modules: Mapping[str, nn.Module], owner: str, expert: str, projection: str, leaf: str
+) -> ExpertPart | None:
+    stored = modules.get(f"{owner}.{_PROJECTIONS.get(projection, projection)}")
+    if stored is not None and stored._parameters.get(leaf) is not None:
+        parameter = f"{owner}.{_PROJECTIONS.get(projection, projection)}.{leaf}"
+        return ExpertPart(parameter, int(expert), 0, 1)
+    stacked, kind = _PARAMETERS[projection]
+    if leaf == "weight" and _is_stacked(modules.get(owner), stacked):
+        position = kind.index(projection)
+        return ExpertPart(f"{owner}.{stacked}", int(expert), position, len(kind))
+    return None
 
 
 def _is_stacked(module: nn.Module | None, leaf: str) -> bool:
@@ -82,15 +103,18 @@ def wrong_numbers_of_experts(model: nn.Module, parts: Mapping[str, ExpertPart]) 
 
 def absent_parts(model: nn.Module, parts: Mapping[str, ExpertPart]) -> list[str]:
     """The stored names that are missing beside these for parameters to be complete."""
-    kinds = {}
+    expected: dict[str, None] = {}
+    known = set()
     for name, part in parts.items():
         match = _NAME.fullmatch(name)
         assert match is not None
-        kinds[part.parameter] = (match["owner"], _PARAMETERS[match["projection"]][1])
-    expected = [
-        f"{owner}.{expert}.{projection}.weight"
-        for parameter, (owner, kind) in kinds.items()
-        for expert in range(len(model.get_parameter(parameter)))
-        for projection in kind
-    ]
+        projection = match["projection"]
+        kind = _PARAMETERS[projection][1] if part.num_parts > 1 else (projection,)
+        if part.parameter not in known:
+            known.add(part.parameter)
+            expected |= {
+                f"{match['owner']}.{expert}.{other}.{match['leaf']}": None
+                for expert in range(len(model.get_parameter(part.parameter)))
+                for other in kind
+            }
     return [name for name in expected if name not in parts]

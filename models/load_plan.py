@@ -23,7 +23,7 @@ from atomc.models.expert_names import (
 )
 from atomc.models.limits import Stored
 from atomc.quantization import apply
-from atomc.quantization.linear import LinearMethod
+from atomc.quantization.apply import Methods
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Dtypes of quantized weights, which are never converted.
@@ -51,7 +51,7 @@ class Fill(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A stored tensor, copied into the stacked parameter [E, rows, columns] of these names.
+    """A stored tensor, copied into the stacked parameter [E, rows, ...] of these names.
 
     part  (expert, first row, last row + 1); None: all, from a tensor [E, columns, rows]
     """
@@ -69,6 +69,13 @@ class Quantize(NamedTuple):
     dtype: torch.dtype
 
 
+class QuantizeExperts(NamedTuple):
+    """The stored weights of the experts of a layer, which are quantized when all are read."""
+
+    layer: str
+    entries: "tuple[Fill | Copy, ...]"
+
+
 class Scale(NamedTuple):
     """A stored scale of an fp8 cache, by its name in the model, and the buffers that it sets."""
 
@@ -84,6 +91,7 @@ class LoadPlan:
     fills      read by several threads, in any order
     copies     read with them, into parameters that are allocated before
     quantized  groups of layers with a common input: each is read and quantized before the next
+    experts    likewise, the experts of a layer at a time
     skipped    stored names that are not part of the model, and are not read
     """
 
@@ -91,6 +99,7 @@ class LoadPlan:
     fills: tuple[Fill, ...]
     copies: tuple[Copy, ...]
     quantized: tuple[tuple[Quantize, ...], ...]
+    experts: tuple[QuantizeExperts, ...]
     scales: tuple[Scale, ...]
     skipped: tuple[str, ...]
 
@@ -100,13 +109,13 @@ def plan_load(
     stored: Mapping[str, Stored],
     path: Path,
     dtype: torch.dtype,
-    online: Mapping[str, LinearMethod] | None = None,
+    online: Methods | None = None,
 ) -> LoadPlan:
     """The plan for a model on meta and the tensors of the checkpoint in `path`, by their names in
     the model.
 
     dtype   of the weights that are quantized during loading
-    online  the linear layers that are quantized during loading, from unquantized weights
+    online  the layers that are quantized during loading, from unquantized weights
 
     Raises ValueError that lists missing and unexpected names, and wrong shapes and dtypes.
     """
@@ -119,24 +128,32 @@ def plan_load(
     }
     skipped = _skipped_names(model, weights.keys() - parts.keys(), sources)
     _check(model, weights, sources, parts, skipped, path)
+    online = online or Methods()
     quantized = tuple(
         tuple(Quantize(layer, stored[f"{layer}.weight"], dtype) for layer, _ in group)
-        for group in apply.groups(online or {})
+        for group in apply.groups(online.linears)
     )
     read_later = {(f"{layer}.weight",) for group in quantized for layer, _, _ in group}
     read_now = [
-        _fill_or_copy(model, names, weights[name])
-        for names, name in sources.items()
-        if names not in read_later
+        *(
+            _fill_or_copy(model, names, weights[name])
+            for names, name in sources.items()
+            if names not in read_later
+        ),
+        *(_copy_of_expert(model, part, stored[name]) for name, part in parts.items()),
     ]
+    of_experts: dict[str, list[Fill | Copy]] = {layer: [] for layer in online.experts}
+    others: list[Fill | Copy] = []
+    for entry in read_now:
+        of_experts.get(entry.names[0].rpartition(".")[0], others).append(entry)
     return LoadPlan(
         path,
-        fills=tuple(entry for entry in read_now if isinstance(entry, Fill)),
-        copies=(
-            *(entry for entry in read_now if isinstance(entry, Copy)),
-            *(_copy_of_expert(model, part, stored[name]) for name, part in parts.items()),
-        ),
+        fills=tuple(entry for entry in others if isinstance(entry, Fill)),
+        copies=tuple(entry for entry in others if isinstance(entry, Copy)),
         quantized=quantized,
+        experts=tuple(
+            QuantizeExperts(layer, tuple(entries)) for layer, entries in of_experts.items()
+        ),
         scales=tuple(Scale(name, stored[name], target) for name, target in scales.items()),
         skipped=skipped,
     )
@@ -235,16 +252,23 @@ def _mismatch(model: nn.Module, name: str, stored_name: str, stored: Stored) -> 
     """How a stored tensor differs from the parameter of this name; "" if it can be converted."""
     tensor = tensor_of(model, name)
     shape = tuple(tensor.mT.shape if _is_transposed(model, name) else tensor.shape)
-    # Scales come as [], [1], [N] or [N, 1].
-    same = stored.shape == shape or (*stored.shape, 1) == shape
-    return _difference(stored_name, stored, shape, tensor.dtype, same)
+    return _difference(stored_name, stored, shape, tensor.dtype, _is_same(stored.shape, shape))
 
 
 def _part_mismatch(model: nn.Module, part: ExpertPart, stored_name: str, stored: Stored) -> str:
     """How a stored tensor differs from its part of a stacked parameter."""
     parameter = model.get_parameter(part.parameter)
-    shape = (parameter.shape[1] // part.num_parts, parameter.shape[2])
-    return _difference(stored_name, stored, shape, parameter.dtype, stored.shape == shape)
+    shape = (parameter.shape[1] // part.num_parts, *parameter.shape[2:])
+    same = _is_same(stored.shape, shape)
+    return _difference(stored_name, stored, shape, parameter.dtype, same)
+
+
+def _is_same(stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether the shapes are equal, but for how scales and blocks are written: scales come as [],
+    [1], [N] or [N, 1], blocks of 16 bytes as [E, N, K / 16, 16].
+    """
+    blocks = len(stored) == 4 and (*stored[:2], stored[2] * stored[3]) == shape
+    return blocks or stored == shape or (*stored, 1) == shape
 
 
 def _difference(

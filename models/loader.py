@@ -35,6 +35,7 @@ from atomc.models.load_plan import (
 )
 from atomc.models.shard_paths import INDEX, shard_path
 from atomc.quantization import apply, checkpoints
+from atomc.quantization.apply import Methods
 from atomc.quantization.config import QuantizationConfig, Request, decide, stored_config
 from atomc.quantization.linear import LinearMethod
 from atomc.weights.registry import parameter_of
@@ -82,9 +83,7 @@ def load(
         check_layers(config, len(stored))
     dtype = dtype or config_dtype(config) or stored_dtype(stored or {})
 
-    if model_class(architectures) is not None and not _has_mxfp4_experts(
-        quantization, path, config
-    ):
+    if model_class(architectures) is not None:
         quant_config = decide(quantization, path, config)
         model = build(config, dtype, "meta")
     else:
@@ -98,22 +97,25 @@ def load(
     if stored is None:
         _load_dummy(model, methods, device)
         return ready(model)
-    if quant_config is not None and not quant_config.online:
-        apply.create_weights(model, methods, dtype)
     plan = _plan(model, stored, quant_config, methods, path, dtype)
     _execute(plan, model, methods, device, mmap, progress)
     return ready(model)
 
 
-def _load_dummy(
-    model: nn.Module, methods: Mapping[str, LinearMethod], device: torch.device | str
-) -> None:
-    """Give a model on meta random weights, quantized by these methods."""
+def _load_dummy(model: nn.Module, methods: Methods, device: torch.device | str) -> None:
+    """Give a model on meta random weights, quantized by these methods: the experts of a layer
+    before the next are made.
+    """
     check_memory(model, type(model).__name__, device)
     allocate_buffers(model, device)
-    fill_randomly(model, device)
-    for group in apply.groups(methods):
-        apply.quantize_layers(model, [name for name, _ in group], methods)
+    parameters = parameter_names(model)
+    for name, method in methods.experts.items():
+        of_experts = [names for names in parameters if names[0].startswith(f"{name}.")]
+        parameters = [names for names in parameters if names not in of_experts]
+        fill_randomly(model, device, of_experts)
+        apply.quantize_experts(model, name, method)
+    fill_randomly(model, device, parameters)
+    apply.quantize_all(model, Methods(methods.linears))
 
 
 def _check_stock_size(
@@ -160,33 +162,37 @@ def _prefix(model: nn.Module) -> str:
 
 def _quantized_layers(
     model: nn.Module, quant_config: QuantizationConfig | None, path: Path
-) -> dict[str, LinearMethod]:
-    """Name -> method of the linear layers to quantize. If the cache is quantized too, converts the
-    state handles to its dtype.
+) -> Methods:
+    """The layers to quantize. If the cache is quantized too, converts the state handles to its
+    dtype.
     """
     if quant_config is None:
-        return {}
+        return Methods()
     for note in quant_config.notes:
         log.warning("%s: %s", path, note)
     if quant_config.kv_cache_dtype == "fp8":
         mark_fp8_state(model)
-    return apply.linears(model, quant_config, _prefix(model))
+    return apply.methods_of(model, quant_config, _prefix(model))
 
 
 def _plan(
     model: nn.Module,
     stored: dict[str, Stored],
     quant_config: QuantizationConfig | None,
-    methods: Mapping[str, LinearMethod],
+    methods: Methods,
     path: Path,
     dtype: torch.dtype,
 ) -> LoadPlan:
     """The plan for these tensors of a checkpoint. Logs the names that are not part of the model."""
     stored = _model_names(model, stored, quant_config)
-    online = methods if quant_config is not None and quant_config.online else {}
+    online = quant_config is not None and quant_config.online
     if not online:
+        try:
+            apply.create_weights(model, methods, dtype, stored)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
         apply.drop_optional(model, stored)
-    plan = plan_load(model, stored, path, dtype, online)
+    plan = plan_load(model, stored, path, dtype, methods if online else None)
     if plan.skipped:
         log.info(
             "%s: skipped %s, which are not part of %s",
@@ -216,7 +222,7 @@ def _model_names(
 def _execute(
     plan: LoadPlan,
     model: nn.Module,
-    methods: Mapping[str, LinearMethod],
+    methods: Methods,
     device: torch.device | str,
     mmap: bool,
     progress: bool,
@@ -230,20 +236,32 @@ def _execute(
     with tqdm(
         total=total, unit="B", unit_scale=True, desc="weights", disable=None if progress else True
     ) as bar:
-        for names in dict.fromkeys(copy.names for copy in plan.copies):
-            assign(model, names, empty(tensor_of(model, names[0]), device))
-        for entry, weight in read((*plan.fills, *plan.copies), model, device, mmap):
-            if isinstance(entry, Fill):
-                assign(model, entry.names, weight)
-            bar.update(weight.nbytes)
+        for num_bytes in _fill((*plan.fills, *plan.copies), model, device, mmap):
+            bar.update(num_bytes)
         for group in plan.quantized:
-            bar.update(_quantize(group, model, methods, device))
+            bar.update(_quantize(group, model, methods.linears, device))
+        for layer, entries in plan.experts:
+            for num_bytes in _fill(entries, model, device, mmap):
+                bar.update(num_bytes)
+            apply.quantize_experts(model, layer, methods.experts[layer])
     try:
         for name, stored, target in plan.scales:
             set_cache_scale(target, name, read_tensor(stored, torch.float32, device))
         apply.process_weights_after_loading(model)
     except ValueError as error:
         raise ValueError(f"{plan.path}: {error}") from error
+
+
+def _fill(
+    entries: Sequence[Fill | Copy], model: nn.Module, device: torch.device | str, mmap: bool
+) -> Iterator[int]:
+    """Read weights into parameters of the model; yields the bytes of each."""
+    for names in dict.fromkeys(entry.names for entry in entries if isinstance(entry, Copy)):
+        assign(model, names, empty(tensor_of(model, names[0]), device))
+    for entry, weight in read(entries, model, device, mmap):
+        if isinstance(entry, Fill):
+            assign(model, entry.names, weight)
+        yield weight.nbytes
 
 
 def _quantize(
@@ -260,19 +278,13 @@ def _quantize(
     return sum(weight.nbytes for weight in weights.values())
 
 
-def _has_mxfp4_experts(wanted: Request, path: Path, config: Mapping[str, JSONLike]) -> bool:
-    """Whether it is loaded as published by OpenAI: with experts that only transformers unpacks."""
-    stored = stored_config(path, config)
-    return wanted is None and stored is not None and stored.get("quant_method") == "mxfp4"
-
-
 def _decide_for_stock(
     wanted: Request, path: Path, config: Mapping[str, JSONLike]
 ) -> QuantizationConfig | None:
     """As decide(); None, with a line in the log, for a format that only transformers can load."""
     stored = stored_config(path, config)
     method = stored.get("quant_method") if stored else None
-    if stored and wanted is None and (method not in checkpoints.PARSERS or method == "mxfp4"):
+    if stored and wanted is None and method not in checkpoints.PARSERS:
         log.warning(
             "%s: weights of quant_method %r are loaded by transformers and run by its layers",
             path,
@@ -407,10 +419,10 @@ def read(
         by_file.setdefault(entry.stored.file, []).append(entry)
 
     def placed(entry: Fill | Copy, weight: Tensor) -> tuple[Fill | Copy, Tensor]:
-        if isinstance(entry, Copy):
-            return entry, copy_into(tensor_of(model, entry.names[0]), entry, weight)
         if weight.dtype == torch.float8_e8m0fnu:
             weight = weight.view(torch.uint8)
+        if isinstance(entry, Copy):
+            return entry, copy_into(tensor_of(model, entry.names[0]), entry, weight)
         return entry, weight.to(device, entry.dtype).reshape(entry.shape)
 
     def read_some(file: Path, group: list[Fill | Copy]) -> list[tuple[Fill | Copy, Tensor]]:
@@ -445,7 +457,8 @@ def copy_into(parameter: Tensor, copy: Copy, weight: Tensor) -> Tensor:
             target.copy_(source.mT)
         return parameter
     expert, first, end = copy.part
-    return parameter[expert, first:end].copy_(weight)
+    part = parameter[expert, first:end]
+    return part.copy_(weight.reshape(part.shape))
 
 
 def assign(model: nn.Module, names: tuple[str, ...], weight: Tensor) -> None:
@@ -473,11 +486,17 @@ def empty(like: Tensor, device: torch.device | str) -> Tensor:
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
 
 
-def fill_randomly(model: nn.Module, device: torch.device | str) -> None:
-    """Set all parameters to random values: small, and around 1 for norms. They depend only on the
-    name, shape, dtype and device type of a parameter.
+def fill_randomly(
+    model: nn.Module,
+    device: torch.device | str,
+    parameters: Sequence[tuple[str, ...]] | None = None,
+) -> None:
+    """Set parameters to random values: small, and around 1 for norms. They depend only on the name,
+    shape, dtype and device type of a parameter.
+
+    parameters  the names of each; None: all
     """
-    for names in parameter_names(model):
+    for names in parameter_names(model) if parameters is None else parameters:
         like = model.get_parameter(names[0])
         generator = torch.Generator(device).manual_seed(zlib.crc32(names[0].encode()))
         mean = 1.0 if "norm" in names[0] and names[0].endswith("weight") else 0.0

@@ -18,6 +18,7 @@ from atomc.passes.fuse.mla_kv_write import MLA_ROPE_KV_WRITE
 from atomc.passes.fuse.norm_pad import ADD_RMS_NORM_PAD
 from atomc.passes.fuse.norm_quant import ADD_RMS_NORM_QUANT, RMS_NORM_QUANT
 from atomc.passes.fuse.qk_norm_rope import QK_NORM_ROPE
+from atomc.passes.fuse.quantizers_before_views import quantizers_before_views
 from atomc.passes.lift import LIFTED, lift
 from atomc.passes.lower import lower
 from atomc.passes.merge.linears import merging
@@ -72,7 +73,8 @@ PIPELINE: tuple[Pass, ...] = (
     rewriting(ADD_RMS_NORM_PAD, after=["add_rms_norm"]),
     rewriting(ALLREDUCE_ADD_RMS_NORM, after=["add_rms_norm", "all_reduce"]),
     rewriting(ALLREDUCE_RMS_NORM, after=["allreduce_add_rms_norm"]),
-    rewriting(ADD_RMS_NORM_QUANT, after=["add_rms_norm", "merge_linears"]),
+    Pass("quantizers_before_views", quantizers_before_views, after=["merge_linears"], cleanup=True),
+    rewriting(ADD_RMS_NORM_QUANT, after=["add_rms_norm", "quantizers_before_views"]),
     rewriting(RMS_NORM_QUANT, after=["add_rms_norm_quant"]),
     rewriting(SILU_AND_MUL_QUANT, after=["silu_and_mul", "merge_linears"]),
     rewriting(QK_NORM_ROPE, after=["rms_norm", "rope", "tidy_transposes"]),

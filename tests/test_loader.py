@@ -14,7 +14,7 @@ from atomc import models
 from atomc.models.limits import Stored
 from atomc.models.load_plan import LoadPlan, Quantize, plan_load
 from atomc.models.loader import load, load_config
-from atomc.quantization.apply import linears
+from atomc.quantization.apply import methods_of
 from atomc.quantization.config import online
 
 CONFIG = {
@@ -380,7 +380,7 @@ def planned(stored: dict[str, Stored], scheme: str | None = None) -> LoadPlan:
     with torch.device("meta"):
         model = Tied().bfloat16()
         model.norm.float()
-    layers = linears(model, online(scheme)) if scheme else {}
+    layers = methods_of(model, online(scheme)) if scheme else None
     return plan_load(model, stored, Path("folder"), torch.bfloat16, layers)
 
 

@@ -1,13 +1,14 @@
 """Partitions a lowered graph at its kernels and compiles the glue between them with Inductor."""
 
 import contextlib
+import operator
 import shutil
 import sys
 from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.split_module import split_module
 
 from atomc.cache.generated import Function, of_graph, of_inductor, of_pieces
@@ -52,6 +53,7 @@ def compile_glue(gm: GraphModule, patches: Mapping[str, JSONLike]) -> tuple[Func
     kernels = [node for node in gm.graph.nodes if "kernel" in node.meta]
     if not kernels:
         return _by_inductor(gm, _examples(gm), mode, patches), "1 piece" + _known(loaded)
+    _gather_parts(gm.graph)
     number = _piece_numbers(gm)
     whole = split_module(gm, gm, lambda node: number[node], keep_original_order=True)
     compiled: dict[Hashable, Function] = {}
@@ -123,6 +125,14 @@ def _fresh(piece: GraphModule, mode: FakeTensorMode | None) -> Sequence[Input]:
             else x
             for x in _examples(piece)
         ]
+
+
+def _gather_parts(graph: Graph) -> None:
+    """Move the parts of each result right behind it, so that no tuple leaves a piece."""
+    for node in reversed(list(graph.nodes)):
+        source = node.args[0] if node.target is operator.getitem else None
+        if isinstance(source, Node) and source.op == "call_function":
+            source.append(node)
 
 
 def _piece_numbers(gm: GraphModule) -> dict[Node, int]:

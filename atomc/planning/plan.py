@@ -30,7 +30,7 @@ from atomc.program import Program, compile_model
 from atomc.quantization import apply
 from atomc.quantization.config import QuantizationConfig, Request, decide
 from atomc.quantization.linear import LinearMethod, QuantizedLinear
-from atomc.quantization.scheme import Fp8, Fp8Block
+from atomc.quantization.scheme import Fp8, Fp8Block, Scheme
 from atomc.report.render.table import collapsed
 from atomc.report.report import Report
 from atomc.runtime.capacity import (
@@ -96,7 +96,7 @@ def build_model(
     module = models.build(plain, dtype=dtype, device="meta")
     if chosen is not None:
         prefix = stock.PREFIX if isinstance(module, stock.StockModel) else ""
-        _quantize(module, apply.linears(module, chosen, prefix), dtype, platform)
+        _quantize(module, apply.methods_of(module, chosen, prefix), dtype, platform)
     if devices > 1:
         sharding(module)
     return Model(loader.ready(module), config, chosen, dtype, devices)
@@ -144,20 +144,27 @@ def shard_config(config: Mapping[str, JSONLike], devices: int) -> Mapping[str, J
 
 def _quantize(
     module: nn.Module,
-    methods: Mapping[str, LinearMethod],
+    methods: apply.Methods,
     dtype: torch.dtype,
     platform: Platform | None,
 ) -> None:
-    """Replace linear layers by quantized ones on meta; siblings share a per-tensor scale, as after
-    loading.
+    """Replace linear layers and experts by quantized ones on meta; siblings share a per-tensor
+    scale, as after loading.
     """
     fnuz = platform is not None and platform.arch == "gfx942"
-    for group in apply.groups(methods):
+
+    def on_device(scheme: Scheme) -> Scheme:
+        if fnuz and isinstance(scheme, Fp8 | Fp8Block):
+            return replace(scheme, dtype=torch.float8_e4m3fnuz)
+        return scheme
+
+    for name, of_experts in methods.experts.items():
+        converted = replace(of_experts, scheme=on_device(of_experts.scheme), format=None)
+        apply.create_experts(module, name, converted, dtype, stacked=True)
+    for group in apply.groups(methods.linears):
         shared: dict[str, nn.Parameter] = {}
         for name, method in group:
-            scheme = method.scheme
-            if fnuz and isinstance(scheme, Fp8 | Fp8Block):
-                scheme = replace(scheme, dtype=torch.float8_e4m3fnuz)
+            scheme = on_device(method.scheme)
             old = apply.linear(module, name)
             layer = QuantizedLinear(
                 old.in_features, old.out_features, old.bias, LinearMethod(scheme)

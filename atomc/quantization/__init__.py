@@ -1,19 +1,24 @@
-"""Quantized weights: configs of checkpoints, quantized linear layers, and quantizing a model.
+"""Quantized weights: configs of checkpoints, quantized linear layers and experts, and quantizing a
+model.
 
 QuantizationConfig -> get_quant_method(layer, prefix) -> LinearMethod
+                   -> get_experts_method(experts, prefix) -> ExpertsMethod
     create_weights, (load), process_weights_after_loading, apply
 """
 
 from atomc.quantization.adopt import adopt
 from atomc.quantization.apply import quantize
 from atomc.quantization.config import QuantizationConfig, decide, parse
+from atomc.quantization.experts import ExpertsMethod, QuantizedExperts
 from atomc.quantization.linear import LinearMethod, QuantizedLinear
 from atomc.quantization.scheme import ONLINE
 
 __all__ = [
     "ONLINE",
+    "ExpertsMethod",
     "LinearMethod",
     "QuantizationConfig",
+    "QuantizedExperts",
     "QuantizedLinear",
     "adopt",
     "decide",

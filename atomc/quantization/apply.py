@@ -1,7 +1,10 @@
-"""Replaces linear layers by quantized ones, before loading weights or from loaded weights."""
+"""Replaces linear layers and experts by quantized ones, before loading weights or from loaded
+weights.
+"""
 
 import logging
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -9,32 +12,82 @@ from torch import Tensor, nn
 
 from atomc.platform import Platform
 from atomc.quantization.config import QuantizationConfig, online
+from atomc.quantization.experts import STACKED, ExpertsMethod, QuantizedExperts
+from atomc.quantization.experts_spec import is_experts, spec_of
 from atomc.quantization.linear import LinearMethod, QuantizedLinear, share_scales, siblings_of
 from atomc.quantization.scheme import Fp8, Fp8Block, as_fnuz
+from atomc.quantization.stored_experts import (
+    create_stored,
+    stack_stored,
+)
 from atomc.weights.registry import parameter_of
 
 log = logging.getLogger("atomc")
 T = TypeVar("T")
+# Parts of a mixture of experts that choose experts, or weight the shared one.
+ROUTERS = ("gate", "router", "shared_expert_gate")
 
 
-def linears(
-    model: nn.Module, config: QuantizationConfig, strip: str = ""
-) -> dict[str, LinearMethod]:
-    """Name -> method of the linear layers to quantize, in the order of the model. `strip`: a prefix
-    not in checkpoints.
+@dataclass(frozen=True)
+class Methods:
+    """Name -> method of the layers to quantize, in the order of the model."""
+
+    linears: Mapping[str, LinearMethod] = field(default_factory=dict)
+    experts: Mapping[str, ExpertsMethod] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.linears or self.experts)
+
+
+def methods_of(model: nn.Module, config: QuantizationConfig, strip: str = "") -> Methods:
+    """The layers to quantize. `strip`: a prefix not in checkpoints.
 
     A layer whose weight is tied to another parameter (a head to the embedding) is not quantized.
+    Raises ValueError for a layer that the config names and that cannot be quantized.
     """
     owners: dict[int, int] = {}
     for _, weight in model.named_parameters(remove_duplicate=False):
         owners[id(weight)] = owners.get(id(weight), 0) + 1
-    found = {}
+    kept = routers(model) if config.online else ()
+    linears: dict[str, LinearMethod] = {}
+    experts: dict[str, ExpertsMethod] = {}
     for name, layer in model.named_modules():
+        if name in kept:
+            continue
         if type(layer) is nn.Linear and owners.get(id(layer.weight)) == 1:
             method = config.get_quant_method(layer, name.removeprefix(strip))
             if method is not None:
-                found[name] = method
-    return found
+                linears[name] = method
+        elif is_experts(layer) and _is_alone(layer, owners):
+            of_experts = config.get_experts_method(layer, name.removeprefix(strip))
+            if of_experts is not None:
+                experts[name] = of_experts
+    return Methods(linears, experts)
+
+
+def _is_alone(layer: nn.Module, owners: Mapping[int, int]) -> bool:
+    return all(owners[id(x)] == 1 for x in layer._parameters.values() if x is not None)
+
+
+def routers(model: nn.Module) -> set[str]:
+    """The names of the modules that choose experts, and of all that they contain."""
+    tops = [
+        f"{name}.{part}".removeprefix(".")
+        for name, block in model.named_modules()
+        if "experts" in block._modules
+        for part in ROUTERS
+    ]
+    return {
+        f"{top}.{name}".removesuffix(".")
+        for top in tops
+        if (router := _child(model, top)) is not None
+        for name, _ in router.named_modules()
+    }
+
+
+def _child(model: nn.Module, name: str) -> nn.Module | None:
+    owner, _, leaf = name.rpartition(".")
+    return model.get_submodule(owner)._modules.get(leaf)
 
 
 def linear(model: nn.Module, name: str) -> nn.Linear:
@@ -50,27 +103,72 @@ def replace(model: nn.Module, name: str, layer: nn.Module) -> None:
 
 
 def create_weights(
-    model: nn.Module, methods: Mapping[str, LinearMethod], dtype: torch.dtype
+    model: nn.Module, methods: Methods, dtype: torch.dtype, stored: Collection[str]
 ) -> None:
-    """Replace linear layers by quantized ones on meta."""
-    for name, method in methods.items():
+    """Replace layers by quantized ones on meta, with parameters as in a checkpoint of these names.
+
+    Raises ValueError, naming the layer, for experts that cannot be stored in this way.
+    """
+    for name, method in methods.linears.items():
         old = linear(model, name)
         layer = QuantizedLinear(old.in_features, old.out_features, old.bias, method)
         method.create_weights(layer, dtype, "meta")
         replace(model, name, layer)
+    for name, of_experts in methods.experts.items():
+        stacked = any(f"{name}.{projection}" in stored for projection in STACKED)
+        create_experts(model, name, of_experts, dtype, stacked=stacked)
 
 
-def drop_optional(model: nn.Module, stored: Container[str]) -> None:
+def create_experts(
+    model: nn.Module, name: str, method: ExpertsMethod, dtype: torch.dtype, *, stacked: bool
+) -> None:
+    """Replace experts by quantized ones on meta: with the stacked tensors of the scheme, or with
+    those of each projection as a checkpoint stores them.
+    """
+    old = model.get_submodule(name)
+    layer = QuantizedExperts(spec_of(old), method)
+    if stacked:
+        method.create_weights(layer, dtype, "meta")
+        move_biases(old, layer)
+    else:
+        try:
+            create_stored(layer, dtype)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+    replace(model, name, layer)
+
+
+def move_biases(old: nn.Module, layer: QuantizedExperts) -> None:
+    for name in layer.BIASES:
+        bias = old._parameters.get(name)
+        if bias is not None:
+            bias.requires_grad_(False)
+            layer.register_parameter(name, bias)
+
+
+def drop_optional(model: nn.Module, stored: Collection[str]) -> None:
     """Delete the optional parameters that this checkpoint does not have."""
     for name, layer in quantized(model):
         for optional in layer.method.format.optional if layer.method.format else ():
             if f"{name}.{optional}" not in stored:
                 del layer._parameters[optional]
+    leaves = {name.rpartition(".")[2] for name in stored}
+    for _, experts in quantized_experts(model):
+        for optional in experts.method.format.optional if experts.method.format else ():
+            for child in experts.children():
+                if optional not in leaves:
+                    child._parameters.pop(optional, None)
 
 
 def quantized(model: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]:
     for name, layer in model.named_modules():
         if isinstance(layer, QuantizedLinear):
+            yield name, layer
+
+
+def quantized_experts(model: nn.Module) -> Iterator[tuple[str, QuantizedExperts]]:
+    for name, layer in model.named_modules():
+        if isinstance(layer, QuantizedExperts):
             yield name, layer
 
 
@@ -80,9 +178,14 @@ def process_weights_after_loading(model: nn.Module) -> None:
 
     Raises ValueError, naming the layer, for tensors that contradict the config.
     """
-    for name, layer in quantized(model):
+    layers: list[tuple[str, QuantizedLinear | QuantizedExperts]]
+    layers = [*quantized(model), *quantized_experts(model)]
+    for name, layer in layers:
         try:
-            layer.method.process_weights_after_loading(layer)
+            if isinstance(layer, QuantizedExperts):
+                stack_stored(layer)
+            else:
+                layer.method.process_weights_after_loading(layer)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
         convert_to_device_fp8(layer, layer_device(layer))
@@ -102,14 +205,23 @@ def layer_device(layer: nn.Module) -> torch.device:
     return next(layer.parameters()).device
 
 
-def convert_to_device_fp8(layer: QuantizedLinear, device: torch.device) -> None:
+def convert_to_device_fp8(layer: QuantizedLinear | QuantizedExperts, device: torch.device) -> None:
     """Convert fp8 weights to the fp8 format of the device: e4m3fnuz on gfx942."""
-    if isinstance(layer.method.scheme, Fp8 | Fp8Block) and fp8_dtype(device) != layer.weight.dtype:
-        weight, scale = as_fnuz(layer.weight.data, layer.weight_scale.data)
-        layer.set("weight", weight)
-        layer.set("weight_scale", scale)
-        if "input_scale" in layer._parameters:
-            layer.set("input_scale", layer.input_scale.data * 2.0)
+    if not isinstance(layer.method.scheme, Fp8 | Fp8Block):
+        return
+    wanted = fp8_dtype(device)
+    of_experts = [(name, f"{name}_scale", f"{name}_input_scale") for name in STACKED]
+    of_linear = [("weight", "weight_scale", "input_scale")]
+    for name, scale_name, input_scale in (
+        of_experts if isinstance(layer, QuantizedExperts) else of_linear
+    ):
+        weight, scale = layer.get_parameter(name).data, layer.get_parameter(scale_name).data
+        if weight.dtype != wanted:
+            weight, scale = as_fnuz(weight, scale)
+            layer.set(name, weight)
+            layer.set(scale_name, scale)
+            if input_scale in layer._parameters:
+                layer.set(input_scale, layer.get_parameter(input_scale).data * 2.0)
 
 
 def fp8_dtype(device: torch.device) -> torch.dtype:
@@ -160,20 +272,39 @@ def quantize_layers(
     share_scales(quantized_layers)
 
 
+def quantize_experts(model: nn.Module, name: str, method: ExpertsMethod) -> None:
+    """Replace experts by quantized ones, one expert at a time; the weights are freed."""
+    old = model.get_submodule(name)
+    spec = spec_of(old)
+    layer = QuantizedExperts(spec, method)
+    layer.train(old.training)
+    move_biases(old, layer)
+    for projection in STACKED:
+        weight = old.get_parameter(projection).data
+        if spec.transposed:
+            weight = weight.mT
+        for key, tensor in method.quantize(projection, weight).items():
+            layer.set(key, tensor)
+        device = weight.device
+        del old._parameters[projection], weight
+    convert_to_device_fp8(layer, device)
+    replace(model, name, layer)
+
+
 def quantize(model: nn.Module, scheme: str, ignore: Sequence[str] = ()) -> nn.Module:
-    """Quantize the linear layers of a model in place, and return it.
+    """Quantize the linear layers and experts of a model in place, and return it.
 
     scheme  "fp8", "fp8_per_token", "fp8_block", "int8", "int4", "mxfp4" or "mxfp4_a16"
     ignore  patterns of layers to skip, as in checkpoints: "down_proj", "model.layers.0",
             "re:.*self_attn.*"
 
-    Embeddings, weights tied to them, and lm_head are not quantized. Layers that are already
-    quantized (by transformers or atomc) are unchanged, with a line in the log. Raises ValueError
-    for an unknown scheme, a layer that the scheme does not support, and a model without a layer to
-    quantize.
+    Embeddings, weights tied to them, lm_head and the routers of experts are not quantized. Layers
+    that are already quantized (by transformers or atomc) are unchanged, with a line in the log.
+    Raises ValueError for an unknown scheme, a layer that the scheme does not support, experts that
+    no op of atomc computes, and a model without a layer to quantize.
     """
     config = online(scheme, ignore)
-    methods = linears(model, config, "hf_model." if hasattr(model, "hf_model") else "")
+    methods = methods_of(model, config, "hf_model." if hasattr(model, "hf_model") else "")
     foreign = sorted(
         {type(layer).__name__ for layer in model.modules() if is_quantized_by_library(layer)}
     )
@@ -191,20 +322,29 @@ def quantize(model: nn.Module, scheme: str, ignore: Sequence[str] = ()) -> nn.Mo
                 else f"; ignored are {', '.join(config.ignore)}"
             )
         )
-    for group in groups(methods):
-        quantize_layers(model, [name for name, _ in group], methods)
+    quantize_all(model, methods)
     return model
 
 
+def quantize_all(model: nn.Module, methods: Methods) -> None:
+    """Quantize loaded weights, the layers of one input or the experts of one layer at a time."""
+    for group in groups(methods.linears):
+        quantize_layers(model, [name for name, _ in group], methods.linears)
+    for name, method in methods.experts.items():
+        quantize_experts(model, name, method)
+
+
 def is_quantized_by_library(layer: nn.Module) -> bool:
-    """Whether another library quantized this layer: its weight has an 8-bit dtype, a tensor
+    """Whether another library quantized this layer: a weight has an 8-bit dtype, a tensor
     subclass, or is packed.
     """
-    if isinstance(layer, QuantizedLinear):
+    if isinstance(layer, QuantizedLinear | QuantizedExperts):
         return False
-    weight = layer._parameters.get("weight")
-    few = weight is not None and (
-        weight.dtype.itemsize == 1 or type(weight) not in (nn.Parameter, Tensor)
+    weights = [layer._parameters.get(name) for name in ("weight", *STACKED)]
+    few = any(
+        weight is not None
+        and (weight.dtype.itemsize == 1 or type(weight) not in (nn.Parameter, Tensor))
+        for weight in weights
     )
     own = {*layer._parameters, *layer._buffers}
     return few or bool(own & {"weight_packed", "qweight", "weight_scale", "weight_scale_inv"})

@@ -16,6 +16,8 @@ from atomc.quantization.scheme import Fp8, Fp8Block, Int4, Int8, Mxfp4, Scheme
 Config = Mapping[str, JSONLike]
 T = TypeVar("T")
 LM_HEAD = ("lm_head",)
+# A target of rules: the experts of a mixture, which the target "Linear" covers, too.
+EXPERTS = "Experts"
 UPGRADED = (
     "activations have a dynamic scale per row instead of per tensor as in the config: more "
     "accurate, and one pass "
@@ -94,7 +96,12 @@ def fp8(config: Config) -> Parsed:
     return Parsed(
         ((("Linear",), scheme, None),),
         LM_HEAD + names(config, "modules_to_not_convert", "ignored_layers", "ignore"),
-        {"weight_scale_inv": "weight_scale", "activation_scale": "input_scale"},
+        {
+            "weight_scale_inv": "weight_scale",
+            "activation_scale": "input_scale",
+            "gate_up_proj_scale_inv": "gate_up_proj_scale",
+            "down_proj_scale_inv": "down_proj_scale",
+        },
         "fp8" if config.get("kv_cache_scheme") == "static" else None,
         (UPGRADED,) if block is None and activation == "dynamic" else (),
     )
@@ -297,8 +304,17 @@ def awq(config: Config) -> Parsed:
 
 
 def mxfp4(config: Config) -> Parsed:
-    """Only the experts of GPT-OSS are quantized, in separate tensors; linear layers are not."""
-    return Parsed((), names(config, "modules_to_not_convert"))
+    """The experts of GPT-OSS, stacked; linear layers are not quantized."""
+    return Parsed(
+        (((EXPERTS,), Mxfp4("16-bit"), None),),
+        names(config, "modules_to_not_convert"),
+        {
+            "gate_up_proj_blocks": "gate_up_proj",
+            "gate_up_proj_scales": "gate_up_proj_scale",
+            "down_proj_blocks": "down_proj",
+            "down_proj_scales": "down_proj_scale",
+        },
+    )
 
 
 def quark(config: Config) -> Parsed:

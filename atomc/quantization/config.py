@@ -15,9 +15,13 @@ from torch import nn
 from atomc.json_file import read_json
 from atomc.json_types import JSONLike
 from atomc.quantization import checkpoints
+from atomc.quantization.checkpoints import EXPERTS
+from atomc.quantization.experts import ExpertsMethod
+from atomc.quantization.experts_spec import spec_of
 from atomc.quantization.field_types import check_types
 from atomc.quantization.linear import LinearMethod
-from atomc.quantization.scheme import ONLINE
+from atomc.quantization.scheme import ONLINE, Scheme
+from atomc.quantization.stored_experts import PROJECTIONS
 
 # Files in the folder of the weights, in order of precedence -> the method of a file without
 # `quant_method`.
@@ -64,10 +68,15 @@ class Rule:
     targets: tuple[str, ...]
     method: LinearMethod
 
-    def covers(self, layer: nn.Module, name: str) -> bool:
-        return any(
-            target == type(layer).__name__ or matches(target, name) for target in self.targets
-        )
+    def covers(self, classes: Sequence[str], names: Sequence[str]) -> bool:
+        """Whether a target is one of these classes, or matches one of these names."""
+        return _any_matches(self.targets, classes, names)
+
+
+def _any_matches(patterns: Sequence[str], classes: Sequence[str], names: Sequence[str]) -> bool:
+    return any(
+        pattern in classes or any(matches(pattern, name) for name in names) for pattern in patterns
+    )
 
 
 @dataclass(frozen=True)
@@ -95,20 +104,54 @@ class QuantizationConfig:
         """The method of the linear layer of this name; None if it is not quantized. Raises
         ValueError if it cannot be.
         """
-        if any(
-            pattern == type(layer).__name__ or matches(pattern, prefix) for pattern in self.ignore
-        ):
+        method = self._method((type(layer).__name__,), (prefix,))
+        if method is not None:
+            reason = method.scheme.refuses(int(layer.out_features), int(layer.in_features))  # type: ignore[arg-type]
+            self._check(prefix, method.scheme, reason)
+        return method
+
+    def get_experts_method(self, experts: nn.Module, prefix: str) -> ExpertsMethod | None:
+        """The method of the stacked experts of this name; None if they are not quantized. Patterns
+        may name the module, or projections of an expert as linear layers: "experts.0.gate_proj".
+
+        Raises ValueError if they cannot be quantized, and for patterns of some projections.
+        """
+        classes = ("Linear", EXPERTS, type(experts).__name__)
+        found = {
+            part: self._method(classes, (prefix, f"{prefix}.{part}", f"{prefix}.0.{part}"))
+            for parts in PROJECTIONS.values()
+            for part in parts
+        }
+        methods = list(found.values())
+        if any(method != methods[0] for method in methods):
+            kept = ", ".join(part for part, method in found.items() if method is None)
+            raise ValueError(
+                f"{self.method}: {prefix} has projections of different schemes"
+                f"{f' (ignored are {kept})' if kept else ''}: experts are quantized as a whole, or "
+                "not at all"
+            )
+        if methods[0] is None:
             return None
-        rule = next((rule for rule in self.rules if rule.covers(layer, prefix)), None)
-        if rule is None:
+        method = ExpertsMethod(methods[0].scheme, methods[0].format, methods[0].notes)
+        try:
+            reason = method.refuses(spec_of(experts))
+        except ValueError as error:
+            reason = str(error)
+        self._check(prefix, method.scheme, reason)
+        return method
+
+    def _method(self, classes: Sequence[str], names: Sequence[str]) -> LinearMethod | None:
+        """The method of the first rule for a layer of these classes and names, unless ignored."""
+        if _any_matches(self.ignore, classes, names):
             return None
-        reason = rule.method.scheme.refuses(int(layer.out_features), int(layer.in_features))  # type: ignore[arg-type]
+        return next((rule.method for rule in self.rules if rule.covers(classes, names)), None)
+
+    def _check(self, prefix: str, scheme: Scheme, reason: str | None) -> None:
         if reason:
             raise ValueError(
-                f"{self.method}: {prefix} cannot be {rule.method.scheme.description}: {reason}; "
+                f"{self.method}: {prefix} cannot be {scheme.description}: {reason}; "
                 "add it to `ignore` or choose another scheme"
             )
-        return rule.method
 
 
 def online(name: str, ignore: Sequence[str] = ()) -> QuantizationConfig:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -63,10 +63,44 @@ class LinearMethod:
         return self.scheme.apply(layer, x)
 
 
-class QuantizedLinear(nn.Module):
-    """y = x @ weight.T + bias with a quantized weight. x [..., K] -> [..., N]. Its parameters have
-    no gradients.
-    """
+class QuantizedLayer(nn.Module):
+    """A layer whose parameters are codes and scales, which have no gradients, and biases."""
+
+    BIASES: ClassVar[tuple[str, ...]] = ()
+
+    def set(self, name: str, tensor: Tensor) -> None:
+        self.register_parameter(name, parameter_of(tensor))
+
+    def replace_parameters(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace all parameters except biases by these."""
+        for name in [name for name in self._parameters if name not in self.BIASES]:
+            del self._parameters[name]
+        for name, tensor in tensors.items():
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(name, tensor)
+            else:
+                self.set(name, tensor)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """`.to(dtype)`, `.half()` and so on move codes and scales, but do not convert them."""
+        biases = [self._parameters.get(name) for name in self.BIASES]
+
+        def moved(tensor: Tensor) -> Tensor:
+            made = fn(tensor)
+            return (
+                made
+                if made.dtype == tensor.dtype or any(tensor is bias for bias in biases)
+                else tensor.to(made.device)
+            )
+
+        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
+class QuantizedLinear(QuantizedLayer):
+    """y = x @ weight.T + bias with a quantized weight. x [..., K] -> [..., N]."""
+
+    BIASES = ("bias",)
 
     weight: nn.Parameter
     weight_scale: nn.Parameter
@@ -84,19 +118,6 @@ class QuantizedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.method.apply(self, x)
 
-    def set(self, name: str, tensor: Tensor) -> None:
-        self.register_parameter(name, parameter_of(tensor))
-
-    def replace_parameters(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace all parameters except the bias by these."""
-        for name in [name for name in self._parameters if name != "bias"]:
-            del self._parameters[name]
-        for name, tensor in tensors.items():
-            if isinstance(tensor, nn.Parameter):
-                self.register_parameter(name, tensor)
-            else:
-                self.set(name, tensor)
-
     def dequantized(self) -> Tensor:
         """The dequantized weight, fp32 [N, K]."""
         return self.method.scheme.dequantize(self)
@@ -106,20 +127,6 @@ class QuantizedLinear(nn.Module):
             f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, "
             f"{self.method.scheme.description}"
         )
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedLinear":
-        """`.to(dtype)`, `.half()` and so on move codes and scales, but do not convert them."""
-
-        def moved(tensor: Tensor) -> Tensor:
-            made = fn(tensor)
-            return (
-                made
-                if made.dtype == tensor.dtype or tensor is self.bias
-                else tensor.to(made.device)
-            )
-
-        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
-        return self
 
 
 # Names of layers that read the same input; they share a per-tensor scale.

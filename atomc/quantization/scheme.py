@@ -6,7 +6,8 @@ weight         [N, ...] codes
 weight_scale   values are codes times scales
 input_scale    [1] fp32, of a static scheme
 zeros          [N, G] uint8, of asymmetric int4
-N outputs, K inputs, G groups.
+N outputs, K inputs, G groups. Experts stack the tensors of two weights (ExpertsWeights): the
+activation between them is quantized like the input.
 """
 
 from collections.abc import Sequence
@@ -14,26 +15,17 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from atomc import ops
 from atomc.ops.formats import AMAX_FLOOR, in_groups, pack_int4
 from atomc.ops.quant import to_fp8
 from atomc.ops.scaled_linear import int4_weight, mxfp4_values
+from atomc.quantization.layer_weights import ExpertsWeights, LinearWeights, QuantizedWeight
 
 Tensors = dict[str, Tensor]
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 E4M3 = torch.float8_e4m3fn
-
-
-class QuantizedWeights(Protocol):
-    """The parameters of a quantized linear layer; those that its scheme lacks are not set."""
-
-    weight: nn.Parameter
-    weight_scale: nn.Parameter
-    input_scale: nn.Parameter
-    zeros: nn.Parameter
-    bias: nn.Parameter | None
 
 
 class Scheme(Protocol):
@@ -53,11 +45,18 @@ class Scheme(Protocol):
         shared tensor.
         """
 
-    def dequantize(self, layer: QuantizedWeights) -> Tensor:
+    def dequantize(self, layer: QuantizedWeight) -> Tensor:
         """The dequantized weight, fp32 [N, K]."""
 
-    def apply(self, layer: QuantizedWeights, x: Tensor) -> Tensor:
+    def apply(self, layer: LinearWeights, x: Tensor) -> Tensor:
         """The linear layer, as ops that rewrites can fuse. x [..., K] -> [..., N], in x.dtype."""
+
+    def apply_experts(
+        self, layer: ExpertsWeights, x: Tensor, ids: Tensor, weights: Tensor
+    ) -> Tensor:
+        """A mixture of experts, as such ops. x [T, H], ids and weights [T, k] -> [T, H] in
+        x.dtype.
+        """
 
 
 @dataclass(frozen=True)
@@ -108,11 +107,11 @@ class Fp8:
             for weight in weights
         ]
 
-    def dequantize(self, layer: QuantizedWeights) -> Tensor:
+    def dequantize(self, layer: QuantizedWeight) -> Tensor:
         values: Tensor = layer.weight.to(torch.float32) * layer.weight_scale
         return values
 
-    def apply(self, layer: QuantizedWeights, x: Tensor) -> Tensor:
+    def apply(self, layer: LinearWeights, x: Tensor) -> Tensor:
         if self.activation == "static":
             scale: Tensor = layer.input_scale
             q = ops.quant_fp8_static(x, scale, layer.weight.dtype)
@@ -120,6 +119,32 @@ class Fp8:
             q, scale = ops.quant_fp8_per_token(x, layer.weight.dtype)
         out: Tensor = ops.scaled_linear_fp8(
             q, layer.weight, scale, layer.weight_scale, layer.bias, out_dtype=x.dtype
+        )
+        return out
+
+    def apply_experts(
+        self, layer: ExpertsWeights, x: Tensor, ids: Tensor, weights: Tensor
+    ) -> Tensor:
+        dtype, act_scale = layer.gate_up_proj.dtype, None
+        if self.activation == "static":
+            scale: Tensor = layer.gate_up_proj_input_scale
+            q, act_scale = ops.quant_fp8_static(x, scale, dtype), layer.down_proj_input_scale
+        else:
+            q, scale = ops.quant_fp8_per_token(x, dtype)
+        out: Tensor = ops.moe_experts_fp8(
+            q,
+            scale,
+            ids,
+            weights,
+            layer.gate_up_proj,
+            layer.gate_up_proj_scale,
+            layer.down_proj,
+            layer.down_proj_scale,
+            layer.gate_up_proj_bias,
+            layer.down_proj_bias,
+            act_scale,
+            out_dtype=x.dtype,
+            **layer.gate,
         )
         return out
 
@@ -158,14 +183,14 @@ class Fp8Block:
         codes = to_fp8(squares * (1.0 / scale), self.dtype).view(padded.shape)[:rows, :columns]
         return {"weight": codes.contiguous(), "weight_scale": scale[:, 0, :, 0].contiguous()}
 
-    def dequantize(self, layer: QuantizedWeights) -> Tensor:
+    def dequantize(self, layer: QuantizedWeight) -> Tensor:
         scale = layer.weight_scale.repeat_interleave(self.block, 0).repeat_interleave(self.block, 1)
         values: Tensor = (
             layer.weight.to(torch.float32) * scale[: layer.weight.shape[0], : layer.weight.shape[1]]
         )
         return values
 
-    def apply(self, layer: QuantizedWeights, x: Tensor) -> Tensor:
+    def apply(self, layer: LinearWeights, x: Tensor) -> Tensor:
         q, scale = ops.quant_fp8_group(x, self.block, dtype=layer.weight.dtype)
         out: Tensor = ops.scaled_linear_fp8_block(
             q,
@@ -175,6 +200,27 @@ class Fp8Block:
             layer.bias,
             out_dtype=x.dtype,
             block=self.block,
+        )
+        return out
+
+    def apply_experts(
+        self, layer: ExpertsWeights, x: Tensor, ids: Tensor, weights: Tensor
+    ) -> Tensor:
+        q, scale = ops.quant_fp8_group(x, self.block, dtype=layer.gate_up_proj.dtype)
+        out: Tensor = ops.moe_experts_fp8(
+            q,
+            scale,
+            ids,
+            weights,
+            layer.gate_up_proj,
+            layer.gate_up_proj_scale,
+            layer.down_proj,
+            layer.down_proj_scale,
+            layer.gate_up_proj_bias,
+            layer.down_proj_bias,
+            out_dtype=x.dtype,
+            block=self.block,
+            **layer.gate,
         )
         return out
 
@@ -206,14 +252,34 @@ class Int8:
             for weight in weights
         ]
 
-    def dequantize(self, layer: QuantizedWeights) -> Tensor:
+    def dequantize(self, layer: QuantizedWeight) -> Tensor:
         values: Tensor = layer.weight.to(torch.float32) * layer.weight_scale
         return values
 
-    def apply(self, layer: QuantizedWeights, x: Tensor) -> Tensor:
+    def apply(self, layer: LinearWeights, x: Tensor) -> Tensor:
         q, scale = ops.quant_int8_per_token(x)
         out: Tensor = ops.scaled_linear_int8(
             q, layer.weight, scale, layer.weight_scale, layer.bias, out_dtype=x.dtype
+        )
+        return out
+
+    def apply_experts(
+        self, layer: ExpertsWeights, x: Tensor, ids: Tensor, weights: Tensor
+    ) -> Tensor:
+        q, scale = ops.quant_int8_per_token(x)
+        out: Tensor = ops.moe_experts_int8(
+            q,
+            scale,
+            ids,
+            weights,
+            layer.gate_up_proj,
+            layer.gate_up_proj_scale,
+            layer.down_proj,
+            layer.down_proj_scale,
+            layer.gate_up_proj_bias,
+            layer.down_proj_bias,
+            out_dtype=x.dtype,
+            **layer.gate,
         )
         return out
 
@@ -259,15 +325,35 @@ class Int4:
         codes = (groups / scale.to(torch.float32)).round().clamp(-8, 7) + 8
         return {"weight": pack_int4(codes.flatten(-2)), "weight_scale": scale.squeeze(-1)}
 
-    def dequantize(self, layer: QuantizedWeights) -> Tensor:
+    def dequantize(self, layer: QuantizedWeight) -> Tensor:
         return int4_weight(
             layer.weight, layer.weight_scale, layer.zeros if self.zeros else None, self.group
         )
 
-    def apply(self, layer: QuantizedWeights, x: Tensor) -> Tensor:
+    def apply(self, layer: LinearWeights, x: Tensor) -> Tensor:
         zeros = layer.zeros if self.zeros else None
         out: Tensor = ops.linear_w4a16(
             x, layer.weight, layer.weight_scale, zeros, layer.bias, group=self.group
+        )
+        return out
+
+    def apply_experts(
+        self, layer: ExpertsWeights, x: Tensor, ids: Tensor, weights: Tensor
+    ) -> Tensor:
+        out: Tensor = ops.moe_experts_w4a16(
+            x,
+            ids,
+            weights,
+            layer.gate_up_proj,
+            layer.gate_up_proj_scale,
+            layer.down_proj,
+            layer.down_proj_scale,
+            layer.gate_up_proj_zeros if self.zeros else None,
+            layer.down_proj_zeros if self.zeros else None,
+            layer.gate_up_proj_bias,
+            layer.down_proj_bias,
+            group=self.group,
+            **layer.gate,
         )
         return out
 
@@ -304,17 +390,41 @@ class Mxfp4:
         pairs = [ops.quant_mxfp4.reference(weight, self.rounding) for weight in weights]
         return [{"weight": codes, "weight_scale": scale} for codes, scale in pairs]
 
-    def dequantize(self, layer: QuantizedWeights) -> Tensor:
+    def dequantize(self, layer: QuantizedWeight) -> Tensor:
         return mxfp4_values(layer.weight, layer.weight_scale)
 
-    def apply(self, layer: QuantizedWeights, x: Tensor) -> Tensor:
-        q, scale = x, None
+    def _quantized(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """x and its scale, as the activation says."""
         if self.activation == "mxfp4":
-            q, scale = ops.quant_mxfp4(x, self.rounding)
-        elif self.activation == "fp8":
-            q, scale = ops.quant_fp8_per_token(x)
+            return ops.quant_mxfp4(x, self.rounding)
+        if self.activation == "fp8":
+            return ops.quant_fp8_per_token(x)
+        return x, None
+
+    def apply(self, layer: LinearWeights, x: Tensor) -> Tensor:
+        q, scale = self._quantized(x)
         out: Tensor = ops.linear_mxfp4(
             q, layer.weight, layer.weight_scale, scale, layer.bias, out_dtype=x.dtype
+        )
+        return out
+
+    def apply_experts(
+        self, layer: ExpertsWeights, x: Tensor, ids: Tensor, weights: Tensor
+    ) -> Tensor:
+        q, scale = self._quantized(x)
+        out: Tensor = ops.moe_experts_mxfp4(
+            q,
+            ids,
+            weights,
+            layer.gate_up_proj,
+            layer.gate_up_proj_scale,
+            layer.down_proj,
+            layer.down_proj_scale,
+            layer.gate_up_proj_bias,
+            layer.down_proj_bias,
+            scale,
+            out_dtype=x.dtype,
+            **layer.gate,
         )
         return out
 

@@ -1,0 +1,166 @@
+"""Quantized experts of a mixture, and the steps of their weights: created, loaded, converted,
+applied.
+
+Parameters are named after those of transformers, with the scheme's tensors of each expert stacked:
+
+    weight        gate_up_proj, down_proj
+    weight_scale  gate_up_proj_scale, ...   [E, 1, 1] if the scheme has one number
+    zeros         gate_up_proj_zeros, ...
+    input_scale   gate_up_proj_input_scale, ...   [1], one for all experts
+                  gate_up_proj_bias, ...
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from atomc.quantization.experts_spec import ExpertsSpec
+from atomc.quantization.layer_weights import Gate
+from atomc.quantization.linear import Format, QuantizedLayer
+from atomc.quantization.scheme import Scheme, Shapes, Tensors
+
+STACKED = ("gate_up_proj", "down_proj")
+SUFFIXES = {
+    "weight": "",
+    "weight_scale": "_scale",
+    "zeros": "_zeros",
+    "input_scale": "_input_scale",
+}
+
+
+@dataclass(frozen=True)
+class ExpertsMethod:
+    """Creates, quantizes and applies the weights of experts.
+
+    format  how a checkpoint stores each projection of an expert, if not as the scheme's tensors
+    """
+
+    scheme: Scheme
+    format: Format | None = None
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    def refuses(self, spec: ExpertsSpec) -> str | None:
+        """Why the scheme does not support experts of these sizes, or None."""
+        reasons = (self.scheme.refuses(*size) for size in sizes(spec).values())
+        return next((reason for reason in reasons if reason), None)
+
+    def create_weights(
+        self, layer: "QuantizedExperts", dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        """Empty parameters of the scheme, stacked."""
+        for projection, size in sizes(layer.spec).items():
+            tensors = self.scheme.tensors(*size, dtype)
+            for name, (shape, kind) in stacked(projection, tensors, layer.spec.num_experts).items():
+                layer.set(name, torch.empty(shape, dtype=kind, device=device))
+
+    def quantize(self, projection: str, weights: Tensor) -> Tensors:
+        """The stacked tensors of gate_up_proj or down_proj, from weights [E, N, K], one expert at a
+        time.
+        """
+        made: Tensors = {}
+        for e, weight in enumerate(weights):
+            [tensors] = self.scheme.quantize([weight.contiguous()])
+            put(made, projection, tensors, e, len(weights))
+        return made
+
+    def apply(self, layer: "QuantizedExperts", x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return self.scheme.apply_experts(layer, x, ids, weights)
+
+
+class QuantizedExperts(QuantizedLayer):
+    """A mixture of gated experts with quantized weights."""
+
+    BIASES = ("gate_up_proj_bias", "down_proj_bias")
+
+    gate_up_proj: nn.Parameter
+    gate_up_proj_scale: nn.Parameter
+    gate_up_proj_zeros: nn.Parameter
+    gate_up_proj_input_scale: nn.Parameter
+    gate_up_proj_bias: nn.Parameter | None
+    down_proj: nn.Parameter
+    down_proj_scale: nn.Parameter
+    down_proj_zeros: nn.Parameter
+    down_proj_input_scale: nn.Parameter
+    down_proj_bias: nn.Parameter | None
+
+    def __init__(self, spec: ExpertsSpec, method: ExpertsMethod):
+        super().__init__()
+        self.spec, self.method = spec, method
+        for name in self.BIASES:
+            self.register_parameter(name, None)
+
+    @property
+    def gate(self) -> Gate:
+        return self.spec.gate
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """x [T, H] through the experts ids [T, k], summed with weights [T, k]. -> [T, H] in
+        x.dtype.
+        """
+        return self.method.apply(self, x, ids, weights)
+
+    def dequantized(self, projection: str) -> Tensor:
+        """The dequantized weights of gate_up_proj, fp32 [E, 2I, H], or of down_proj, [E, H, I]."""
+        weights = [_OfExpert(self, projection, e) for e in range(self.spec.num_experts)]
+        return torch.stack([self.method.scheme.dequantize(weight) for weight in weights])
+
+    def extra_repr(self) -> str:
+        spec = self.spec
+        return (
+            f"{spec.num_experts} of {spec.hidden_size} x {spec.intermediate_size}, "
+            f"{self.gate['activation']}, bias={spec.has_bias}, {self.method.scheme.description}"
+        )
+
+
+class _OfExpert:
+    """One expert's tensors of a projection, by the scheme's names."""
+
+    def __init__(self, layer: QuantizedExperts, projection: str, expert: int):
+        self.layer, self.projection, self.expert = layer, projection, expert
+
+    def _tensor(self, name: str) -> Tensor:
+        return self.layer.get_parameter(self.projection + SUFFIXES[name])[self.expert]
+
+    @property
+    def weight(self) -> Tensor:
+        return self._tensor("weight")
+
+    @property
+    def weight_scale(self) -> Tensor:
+        return self._tensor("weight_scale")
+
+    @property
+    def zeros(self) -> Tensor:
+        return self._tensor("zeros")
+
+
+def sizes(spec: ExpertsSpec) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of the stacked projections of an expert."""
+    hidden, width = spec.hidden_size, spec.intermediate_size
+    return {"gate_up_proj": (2 * width, hidden), "down_proj": (hidden, width)}
+
+
+def stacked(projection: str, tensors: Shapes, num_experts: int) -> Shapes:
+    """Name of a parameter -> its shape and dtype, from those of the scheme's tensors of one
+    expert.
+    """
+    return {
+        projection + SUFFIXES[name]: (_stacked_shape(name, shape, num_experts), kind)
+        for name, (shape, kind) in tensors.items()
+    }
+
+
+def _stacked_shape(name: str, shape: tuple[int, ...], num_experts: int) -> tuple[int, ...]:
+    if name == "input_scale":
+        return shape
+    return (num_experts, *(shape if len(shape) > 1 else (1, 1)))
+
+
+def put(made: Tensors, projection: str, tensors: Tensors, expert: int, num_experts: int) -> None:
+    """Copy the scheme's tensors of one expert into the stacked ones, which the first creates."""
+    for name, tensor in tensors.items():
+        key = projection + SUFFIXES[name]
+        if key not in made:
+            made[key] = tensor.new_empty(_stacked_shape(name, tuple(tensor.shape), num_experts))
+        made[key][expert] = tensor
