@@ -109,7 +109,7 @@ def moe_experts_fp8(
         return torch.empty_like(x, dtype=out_dtype)
     (tokens, k), (hidden, inner) = ids.shape, down.shape[1:]
     rows = MANY if tokens > FEW_TOKENS else FEW
-    places, routed, experts, count, out = moe_sorting(
+    found: tuple[Tensor, ...] = moe_sorting(
         numbered(ids, len(gate_up)),
         weights.to(torch.float32).contiguous(),
         len(is_expert),
@@ -118,6 +118,7 @@ def moe_experts_fp8(
         rows,
         is_expert,
     )
+    places, routed, experts, count, out = found
     products = tiled(gate_up), tiled(down), places, experts, count
     how = {
         "block_m": rows,
