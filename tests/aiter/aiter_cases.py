@@ -211,6 +211,7 @@ def prepared(kernel: Kernel, given: dict[str, Any]) -> dict[str, Any]:
     made = {
         names[0]: prepare(*map(given.get, names)).tensors
         for names, prepare in kernel.prepare.items()
+        if given.get(names[0]) is not None
     }
     return given | made
 
