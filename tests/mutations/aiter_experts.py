@@ -90,7 +90,7 @@ BUGS: list[Bug] = [
     bug("experts_blocks", "        len(is_expert),\n", "        len(gate_up),\n", BLOCKS),
     bug("experts_blocks", "a2_scale=scales", "a2_scale=x_scale", BLOCKS),
     bug("experts_blocks", "w1_scale=w13_scale", "w1_scale=w2_scale", BLOCKS),
-    bug("experts_blocks", ", sorted_weights=routed", "", BLOCKS),
+    bug("experts_blocks", "sorted_weights=routed", "sorted_weights=None", BLOCKS),
     bug("experts_blocks", "gated.view(-1, BLOCK), scales", "gated, scales", BLOCKS),
     bug("experts_blocks", "PER_BLOCK = 4", "PER_BLOCK = 2", BLOCKS),
     bug("experts_blocks", "MANY, FEW = 64, 32", "MANY, FEW = 128, 32", BLOCKS),
