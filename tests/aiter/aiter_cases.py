@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from expert_cases import of_experts
 from kernel_cases import CASES
 from kernel_cases.attention import CHUNKS, DECODE, attended, paged
 from kernel_cases.draw import Cases, Draw
@@ -199,8 +200,10 @@ def of_whole_tiles(arch: str) -> dict[str, Cases]:
 
 
 def cases(kernel: Kernel, arch: str) -> Cases:
-    more = (of_whole_tiles(arch), of_rows(FP8_OF[arch]))
-    return CASES[kernel.op] | more[0].get(kernel.op, {}) | more[1].get(kernel.op, {})
+    more: Cases = {}
+    for made in (of_whole_tiles(arch), of_rows(FP8_OF[arch]), of_experts(FP8_OF[arch])):
+        more |= made.get(kernel.op, {})
+    return CASES[kernel.op] | more
 
 
 def prepared(kernel: Kernel, given: dict[str, Any]) -> dict[str, Any]:
@@ -208,6 +211,7 @@ def prepared(kernel: Kernel, given: dict[str, Any]) -> dict[str, Any]:
     made = {
         names[0]: prepare(*map(given.get, names)).tensors
         for names, prepare in kernel.prepare.items()
+        if given.get(names[0]) is not None
     }
     return given | made
 

@@ -234,9 +234,12 @@ def replace_device_functions() -> None:
 
 
 def answer_for_the_device() -> None:
-    """Say how many tokens a program takes, which AITER reckons from the multiprocessors of a GPU.
-    Call after the import.
+    """Say how many tokens a program takes, which AITER reckons from the multiprocessors of a GPU,
+    and what its compiled sorting of experts needs as a workspace. Call after the import.
     """
+    aiter = sys.modules.get("aiter")
+    if hasattr(aiter, "moe_sorting_opus_get_workspace_size"):
+        aiter.moe_sorting_opus_get_workspace_size = lambda *sizes: 0
     module = sys.modules.get("aiter.ops.triton.rope.fused_qkv_split_qk_norm_rope_cache")
     if module is not None:
         module.infer_rope_cache_triton_block_t = lambda tokens, device: 4

@@ -17,16 +17,21 @@ def as_e8m0(scale: Tensor) -> Tensor:
 
 
 def shuffled_weight(weight: Tensor) -> Tensor:
-    """[N, K] of bytes in tiles of 16 rows and 32 columns, each read by a wave as it lies; the same
-    shape.
+    """[..., N, K] in tiles of 16 rows and 32 columns, each in pieces of 16 bytes that a wave reads
+    as they lie; the same shape.
 
     Raises ValueError if N is no multiple of 16 or K none of 32.
     """
-    n, k = weight.shape
+    n, k = weight.shape[-2:]
     if n % 16 or k % 32:
-        raise ValueError(f"a weight of {n} x {k} bytes does not fill tiles of 16 x 32")
-    tiles = weight.detach().view(torch.uint8).view(n // 16, 16, k // 32, 2, 16)
-    return tiles.permute(0, 2, 3, 1, 4).contiguous().view(n, k).view(weight.dtype)
+        raise ValueError(f"a weight of {n} x {k} does not fill tiles of 16 x 32")
+    numbers = weight.detach()
+    if numbers.element_size() == 1:
+        numbers = numbers.view(torch.uint8)
+    piece = 16 // numbers.element_size()
+    tiles = numbers.reshape(-1, n // 16, 16, k // 32, 32 // piece, piece)
+    relaid = tiles.permute(0, 1, 3, 4, 2, 5).contiguous()
+    return relaid.view(weight.shape).view(weight.dtype)
 
 
 def shuffled_scale(scale: Tensor) -> Tensor:

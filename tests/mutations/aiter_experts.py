@@ -1,0 +1,104 @@
+"""Bugs in the kernels over AITER for routers and mixtures of experts."""
+
+from mutations import Bug
+from mutations.aiter_rows import bug, values
+
+ROUTE = values("route.topk_route")
+EXPERTS = values("experts.moe_experts")
+FP8 = values("experts.moe_experts_fp8")
+BLOCKS = values("experts_blocks.moe_experts_fp8")
+GUARDS = "tests/aiter/test_aiter_expert_guards.py"
+
+BUGS: list[Bug] = [
+    bug(
+        "route",
+        "torch.empty_like(ids), flat, divided)",
+        "torch.empty_like(ids), flat, True)",
+        ROUTE,
+    ),
+    bug("route", "wide, added = flat.to(torch.float32)", "wide, added = flat", ROUTE),
+    bug(
+        "route",
+        "given, divided, scale, SCORES[score])",
+        "given, divided, 1.0, SCORES[score])",
+        ROUTE,
+    ),
+    bug("route", '"sqrt_softplus": "sqrtsoftplus"', '"sqrt_softplus": "sigmoid"', ROUTE),
+    bug("route", "ids, flat.contiguous(), given", "ids, flat, given", ROUTE),
+    bug(
+        "route",
+        "ids, groups, topk_groups, divided, softmax, scale)",
+        "ids, topk_groups, groups, divided, softmax, scale)",
+        ROUTE,
+    ),
+    bug("route", 'softmax = score == "softmax"', "softmax = True", ROUTE),
+    bug("route", 'renormalize or score == "softmax_of_chosen"', "renormalize", ROUTE),
+    bug("route", "UNSORTED = (256, 8, 4, 8)", "UNSORTED = (256, 8, 4, 9)", ROUTE),
+    bug(
+        "route",
+        "groups not in GROUPS or experts // groups % at_once",
+        "groups not in GROUPS",
+        ROUTE,
+    ),
+    bug("route", "NEGLIGIBLE = 1e-12", "NEGLIGIBLE = 1.0", ROUTE),
+    bug(
+        "experts",
+        "return pad(weights.to(torch.float32), (0, 1)), pad(numbered(ids, experts), (0, 1))",
+        "return pad(numbered(ids, experts), (0, 1)), pad(weights.to(torch.float32), (0, 1))",
+        EXPERTS,
+    ),
+    bug("experts", "pad(experts, (1, 1))", "pad(experts, (0, 2))", EXPERTS),
+    bug("experts", "ids.clamp(-1, experts) + 1", "ids + 1", EXPERTS),
+    bug(
+        "experts",
+        "pad(numbered(ids, experts), (0, 1))",
+        "pad(numbered(ids, experts), (0, 1), value=1)",
+        FP8,
+    ),
+    bug("experts", "pad(weights.to(torch.float32), (0, 1))", "pad(weights, (0, 1))", EXPERTS),
+    bug(
+        "experts",
+        'vars(weight)["is_shuffled"] = True',
+        'vars(weight)["is_shuffled"] = False',
+        EXPERTS,
+    ),
+    bug(
+        "experts",
+        "return Prepared((shuffled_weight(weight),), replaces=True)",
+        "return Prepared((weight.clone(),), replaces=True)",
+        EXPERTS,
+    ),
+    bug("experts", "doweight_stage1=weight_on_input", "doweight_stage1=False", EXPERTS),
+    bug(
+        "experts",
+        'ACTIVATIONS = {"silu": 0, "gelu": 1}',
+        'ACTIVATIONS = {"silu": 0, "gelu": 0}',
+        EXPERTS,
+    ),
+    bug("experts", "w1_scale=w13_scale.contiguous()", "w1_scale=w2_scale.contiguous()", FP8),
+    bug("experts", "a2_scale=act_scale", "a2_scale=x_scale", FP8),
+    bug(
+        "experts",
+        "UNQUANTIZED, PER_TENSOR, PER_TOKEN = 0, 1, 2",
+        "UNQUANTIZED, PER_TENSOR, PER_TOKEN = 0, 2, 1",
+        FP8,
+    ),
+    bug("experts", "w13_scale = w13_scale.expand(*gate_up.shape[:2], 1)", "pass", FP8),
+    bug("experts", "        dtype=out_dtype,\n    )\n    return out", "    )\n    return out", FP8),
+    bug("experts", "columns = 256\n", "columns = 128\n", GUARDS),
+    bug("experts", "NARROW = 192", "NARROW = 320", GUARDS),
+    bug("experts_blocks", "        len(is_expert),\n", "        len(gate_up),\n", BLOCKS),
+    bug("experts_blocks", "a2_scale=scales", "a2_scale=x_scale", BLOCKS),
+    bug("experts_blocks", "w1_scale=w13_scale", "w1_scale=w2_scale", BLOCKS),
+    bug("experts_blocks", "sorted_weights=routed", "sorted_weights=None", BLOCKS),
+    bug("experts_blocks", "gated.view(-1, BLOCK), scales", "gated, scales", BLOCKS),
+    bug("experts_blocks", "PER_BLOCK = 4", "PER_BLOCK = 2", BLOCKS),
+    bug("experts_blocks", "MANY, FEW = 64, 32", "MANY, FEW = 128, 32", BLOCKS),
+    bug(
+        "experts_blocks",
+        "tiled(gate_up), tiled(down), places",
+        "tiled(down), tiled(gate_up), places",
+        BLOCKS,
+    ),
+    bug("packing", "piece = 16 // numbers.element_size()", "piece = 16", EXPERTS),
+]
