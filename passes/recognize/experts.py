@@ -281,7 +281,7 @@ def _gathered(index: Index) -> Iterator[_Key]:
     """Experts that are written out. One token is another graph: einsum leaves sizes of 1 out."""
     weights = [node for node in index["index"] if value(node).dim() == 4]
     biased = any(value(node).dim() == 3 and _is_biased(node) for node in index["index"])
-    for tokens in sorted({1 if known_equal(len(value(node)), 1) else 5 for node in weights}):
+    for tokens in sorted({1 if known_equal(value(node).shape[0], 1) else 5 for node in weights}):
         yield "", Layout(False, biased), tokens, 13, "cpu"
 
 
