@@ -1,13 +1,17 @@
 """Counts of the tokens that each expert of a mixture gets, while a model is served."""
 
+import httpx
 import pytest
 import torch
+from serving import serving
 from test_models import hf_model
 
 from atomc import models, ops
 from atomc.program import compile_model
 from atomc.runtime.llm import LLM
 from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.runtime.server.metrics import Metrics
+from atomc.runtime.stats import Stats
 
 pytest.importorskip("transformers")
 EXPERTS, CHOSEN, LAYERS = 4, 2, 2
@@ -97,3 +101,43 @@ def test_counts_are_kept_by_a_program_from_the_cache(checkpoint, tmp_path):
         loads.append(llm.engine.stats().expert_load)
     assert llm.program.report.cache == "hit"
     assert loads[0] == loads[1] and all(map(sum, loads[0].values()))
+
+
+class _Client:
+    """The part of the engine's client that metrics read."""
+
+    unhealthy_reason, restarts = "", 0
+
+    def __init__(self, stats):
+        self.stats = stats
+
+
+def test_metrics_have_the_total_and_the_imbalance_of_each_layer():
+    stats = Stats(0, 0, 0, 1, 16, 16, expert_load={"layers.0": [6, 1, 1, 0], "layers.1": [0] * 4})
+    text = Metrics(_Client(stats), "m").text().decode()
+    labels = 'layer="layers.0",model_name="m"'
+    assert f"atomc:expert_tokens_total{{{labels}}} 8.0" in text
+    assert f"atomc:expert_load_imbalance{{{labels}}} 3.0" in text
+    assert 'atomc:expert_load_imbalance{layer="layers.1",model_name="m"} 0.0' in text
+    assert "expert" not in Metrics(_Client(Stats(0, 0, 0, 1, 16, 16)), "m").text().decode()
+
+
+def test_a_server_returns_the_tokens_of_each_expert(checkpoint):
+    flags = ["--num-blocks", 64, "--options", "glue=eager", "--expert-load"]
+    with serving(checkpoint, *flags) as server:
+        body = {"model": checkpoint.name, "prompt": PROMPTS[0], "max_tokens": 4}
+        body |= {"ignore_eos": True, "temperature": 0}
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).raise_for_status()
+        tokens = httpx.get(f"{server.url}/experts", timeout=60).json()["tokens"]
+        computed = len(PROMPTS[0]) + 3
+        assert {path: sum(counts) for path, counts in tokens.items()} == dict.fromkeys(
+            PATHS, CHOSEN * computed
+        )
+        assert "atomc:expert_tokens_total{" in httpx.get(f"{server.url}/metrics").text
+
+
+def test_a_server_without_the_flag_says_what_to_set(checkpoint):
+    with serving(checkpoint, "--num-blocks", 64, "--options", "glue=eager") as server:
+        answer = httpx.get(f"{server.url}/experts", timeout=60)
+        assert answer.status_code == 400
+        assert "start the server with --expert-load" in answer.json()["error"]["message"]
