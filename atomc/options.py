@@ -40,6 +40,7 @@ class Options:
                     e4m3, half the size of 16 bits
     batch_invariant  the result of a request does not depend, bit by bit, on other requests in its
                      batch; slower
+    expert_load  count how many tokens each expert of a mixture gets; only for the runtime
     layout     memory layout of the state, "paged", "contiguous" or "shuffled"; None: the
                platform's default
     inductor   options for Inductor, keys as in torch._inductor.config
@@ -71,6 +72,7 @@ class Options:
     providers: tuple[str, ...] = ()
     kv_cache_dtype: KVCacheDtype = "auto"
     batch_invariant: bool = False
+    expert_load: bool = False
     layout: str | None = None
     inductor: Mapping[str, JSONLike] = field(default_factory=dict)
     dump: str | None = None
@@ -107,7 +109,7 @@ class Options:
             self._check(
                 name, getattr(self, name) in get_args(allowed), f"one of {list(get_args(allowed))}"
             )
-        for name in ("strict", "disable", "cache", "record", "audit"):
+        for name in ("strict", "disable", "cache", "record", "audit", "expert_load"):
             self._check(name, isinstance(getattr(self, name), bool), "True or False")
         for name in ("passes", "inductor", "expect"):
             self._check(name, isinstance(getattr(self, name), Mapping), "a dict")

@@ -86,6 +86,10 @@ class Program:
         for given, i in self._state_inputs.items():
             if given.is_scale:
                 self._arguments[i] = _scale(model, self.specs[given.spec], given.role, device)
+        self._expert_counts: dict[str, Tensor] = {}
+        for name, counted in compiled.expert_counts.items():
+            counts = torch.zeros(counted.experts, dtype=torch.int64, device=device)
+            self._arguments[number[name]] = self._expert_counts[counted.module_path] = counts
         self._plans: dict[Plan, list[int]] = {}
         self._follow = follow
         self._made = [number[name] for name in compiled.packed]
@@ -137,6 +141,23 @@ class Program:
         logits = out[0] if isinstance(out, list | tuple) else out
         assert isinstance(logits, Tensor)
         return logits
+
+    def expert_load(self) -> dict[str, list[int]]:
+        """How many tokens each expert got, by the path of the layer's experts; waits for the
+        device. {} without the option expert_load, or without experts.
+        """
+        if not self._expert_counts:
+            return {}
+        sizes = [len(counts) for counts in self._expert_counts.values()]
+        copied = torch.cat(list(self._expert_counts.values())).cpu().split(sizes)
+        return {
+            path: counts.tolist() for path, counts in zip(self._expert_counts, copied, strict=True)
+        }
+
+    def forget_expert_load(self) -> None:
+        """Set all counts to zero."""
+        for counts in self._expert_counts.values():
+            counts.zero_()
 
     def check(self) -> None:
         """Update packed and prepared weights after a user wrote parameters; does nothing if the

@@ -8,6 +8,7 @@ passes can be turned off for single modules, as all rewrites can.
 from atomc.passes.bind_state import bind_state
 from atomc.passes.canonicalize import canonicalize
 from atomc.passes.cleanup import tidy
+from atomc.passes.expert_load import expert_load
 from atomc.passes.fuse.activation_quant import SILU_AND_MUL_QUANT
 from atomc.passes.fuse.add_norm import ADD_LAYER_NORM, ADD_RMS_NORM
 from atomc.passes.fuse.allreduce_norm import ALLREDUCE_ADD_RMS_NORM, ALLREDUCE_RMS_NORM
@@ -85,6 +86,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("bind_state", bind_state, after=["qk_norm_rope"], paged=True),
     rewriting(QK_NORM_ROPE_KV_WRITE, after=["bind_state"], paged=True),
     rewriting(ROPE_KV_WRITE, after=["bind_state"], paged=True),
+    Pass("expert_load", expert_load, after=["moe_experts", "bind_state"], paged=True),
     Pass("reinplace", reinplace),
 )
 

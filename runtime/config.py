@@ -93,6 +93,10 @@ class EngineConfig:
     )
     ngram_min: int = _option(2, "minimum length of the n-gram to look up for a draft")
     ngram_max: int = _option(4, "maximum length of the n-gram to look up for a draft")
+    expert_load: bool = _option(
+        False,
+        "count how many tokens each expert of a mixture gets (GET /experts, /metrics)",
+    )
     seed: int | None = _option(None, "makes sampling reproducible for requests without a seed")
     options: "Options | Mapping[str, Any]" = field(
         default_factory=dict,

@@ -489,6 +489,7 @@ class Engine:
             graph_rows=ran.graph_rows,
             graph_padding=ran.graph_padding,
             host_ms=self.host_ms,
+            expert_load=ran.expert_load,
             no_prefix_cache=self.executor.limits.no_prefix_cache,
             **vars(done),
         )

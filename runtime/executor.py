@@ -56,11 +56,14 @@ class Result:
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Number of steps by kind, and rows of those that ran as a CUDA graph; see Stats."""
+    """Number of steps by kind, rows of those that ran as a CUDA graph, and tokens of each expert;
+    see Stats.
+    """
 
     steps: Mapping[str, int]
     graph_rows: int
     graph_padding: int
+    expert_load: Mapping[str, Sequence[int]]
 
 
 class Launched(Protocol):

@@ -1,6 +1,6 @@
 """Statistics of an engine."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -20,6 +20,8 @@ class Stats:
                       rows
     host_ms           host time per step in milliseconds, mean of the last steps, without waiting
                       for the device
+    expert_load       tokens that each expert got, by the path of the layer's experts; {} unless
+                      they are counted
     no_prefix_cache   why there is no prefix cache; empty if there is one
     """
 
@@ -42,3 +44,4 @@ class Stats:
     drafted: int = 0
     accepted: int = 0
     no_prefix_cache: str = ""
+    expert_load: Mapping[str, Sequence[int]] = field(default_factory=dict)

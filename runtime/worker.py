@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -67,8 +68,11 @@ class Worker:
                 self._set_threads(spare_cores)
             with phases.phase("compile"), gc_disabled():
                 self._kernels.begin(self.module, self.loaded.vocab_size)
+                options = Options.of(config.options)
                 self.program = compile_model(
-                    self.module, options=config.options, owned=self._owns_weights
+                    self.module,
+                    replace(options, expert_load=options.expert_load or config.expert_load),
+                    owned=self._owns_weights,
                 )
                 if self.threads is not None:
                     self.program.report.notes.append(str(self.threads))
@@ -239,10 +243,14 @@ class Worker:
         self.program.check()
 
     def counts(self) -> StepCounts:
-        return StepCounts(dict(self.runner.steps), self.runner.rows, self.runner.padding)
+        runner = self.runner
+        return StepCounts(
+            dict(runner.steps), runner.rows, runner.padding, self.program.expert_load()
+        )
 
     def forget_counts(self) -> None:
         self.runner.forget_counts()
+        self.program.forget_expert_load()
 
 
 class LaunchedStep:

@@ -214,7 +214,7 @@ def test_a_kernel_computes_what_its_op_means(
     if reason:
         pytest.skip(reason)
     op = ops.REGISTRY[kernel.op]
-    for_truth, step = in_fp32(for_reference), step_between(op, for_reference)
+    for_truth, step = in_fp32(arguments()), step_between(op, for_reference)
     reference = tensors(op.reference(**for_reference))
     truth = reference if step else tensors(op.reference(**for_truth))
     actual = tensors(run(kernel, given))

@@ -20,7 +20,7 @@ from atomc.cache.artifact import (
     resolve,
 )
 from atomc.graph.profiler_ranges import profiled
-from atomc.ops.inputs import StateInput, StepInput
+from atomc.ops.inputs import ExpertCounts, StateInput, StepInput
 from atomc.ops.op import Extra
 from atomc.ops.state import PlainSpec, StateSpec
 from atomc.torch_compat.core import GraphFunction, Input, Outputs
@@ -39,6 +39,7 @@ class CompiledData(TypedDict):
     state: list[PlainSpec]
     step_inputs: dict[str, Fields]
     state_inputs: dict[str, Fields]
+    expert_counts: dict[str, Fields]
     extras: list[Fields]
     functions: Sequence[FunctionData]
     extras_of: Sequence[tuple[int, int, int]]
@@ -55,6 +56,7 @@ class Compiled:
     packed   name -> the names of the parameters that the caller packs
     step_inputs   name -> the part of a step that the runtime passes
     state_inputs  name -> the part of the state that the runtime passes
+    expert_counts name -> the layer whose experts it counts
     syncing  kernels that cannot be captured in a CUDA graph
     read     the inputs that some range reads directly, not only through a prepared weight
     plain    converts it to plain data
@@ -65,6 +67,7 @@ class Compiled:
     packed: dict[str, tuple[str, ...]]
     step_inputs: dict[str, StepInput] = field(default_factory=dict)
     state_inputs: dict[str, StateInput] = field(default_factory=dict)
+    expert_counts: dict[str, ExpertCounts] = field(default_factory=dict)
     state: list[StateSpec] = field(default_factory=list)
     extras: list[Extra] = field(default_factory=list)
     syncing: list[str] = field(default_factory=list)
@@ -118,6 +121,7 @@ def serialize_compiled(
         "state": [spec.to_plain() for spec in compiled.state],
         "step_inputs": {name: asdict(given) for name, given in compiled.step_inputs.items()},
         "state_inputs": {name: asdict(given) for name, given in compiled.state_inputs.items()},
+        "expert_counts": {name: asdict(given) for name, given in compiled.expert_counts.items()},
         "extras": [
             {**vars(extra), "function": reference(extra.function)} for extra in compiled.extras
         ],
@@ -143,12 +147,14 @@ def deserialize_compiled(plain: CompiledData) -> Compiled:
     state = [StateSpec.of_plain(spec) for spec in plain["state"]]
     step_inputs = {name: StepInput(**given) for name, given in plain["step_inputs"].items()}
     state_inputs = {name: StateInput(**given) for name, given in plain["state_inputs"].items()}
+    expert_counts = {name: ExpertCounts(**given) for name, given in plain["expert_counts"].items()}
     return Compiled(
         call,
         plain["inputs"],
         plain["packed"],
         step_inputs,
         state_inputs,
+        expert_counts,
         state,
         extras,
         plain["syncing"],

@@ -29,6 +29,7 @@ GROUPS = {
     "scheduling_policy": "memory and batching",
     "enforce_eager": "memory and batching",
     "threads": "memory and batching",
+    "expert_load": "generation",
     "grammar_seconds": "generation",
     "grammar_cache_bytes": "generation",
     "speculative_tokens": "generation",

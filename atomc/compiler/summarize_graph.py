@@ -5,6 +5,7 @@ from torch.fx import GraphModule
 from atomc.compiler.phases import timed
 from atomc.cost import cost
 from atomc.cost.fusion_opportunities import fusion_opportunities
+from atomc.cost.moe_layers import moe_layers
 from atomc.cost.quantized_weights import quantized_weights
 from atomc.report.records import OpCost
 from atomc.report.report import Report
@@ -26,6 +27,7 @@ def summarize_graph(gm: GraphModule, context: Context, report: Report, *, glue_f
         costs = cost.graph_costs(gm)
     report.costs = [_op_cost(found) for found in costs]
     report.few_bits = quantized_weights(gm)
+    report.moe = moe_layers(gm)
     if context.keep_texts:
         report.savings = fusion_opportunities(gm, costs, report.near, glue_fuses=glue_fuses)
 

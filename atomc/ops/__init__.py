@@ -6,6 +6,7 @@ from atomc.ops.activation import gelu_and_mul, silu_and_mul
 from atomc.ops.activation_quant import silu_and_mul_quant
 from atomc.ops.attention import attention, kv_write, paged_attention
 from atomc.ops.collective import all_reduce, allreduce_add_rms_norm, allreduce_rms_norm
+from atomc.ops.expert_load import count_experts
 from atomc.ops.experts import moe_experts
 from atomc.ops.linear import embedding, linear
 from atomc.ops.mla import (
@@ -66,6 +67,7 @@ __all__ = [
     "attention",
     "bmm_mxfp4",
     "bmm_rope_kv_write",
+    "count_experts",
     "embedding",
     "gelu_and_mul",
     "kv_state",

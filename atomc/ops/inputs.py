@@ -1,5 +1,5 @@
-"""What the runtime passes to an input of a compiled graph: a tensor of the step, the size of one,
-or a tensor of the state.
+"""What the runtime passes to an input of a compiled graph: a tensor of the step, the size of one, a
+tensor of the state, or counts of experts.
 
 It is metadata of the input's node (atomc.graph.inputs) and part of the compiled graph. `name` is
 only used in dumps.
@@ -65,4 +65,20 @@ class StateInput:
         return self.role in SCALES
 
 
-GraphInput = StepInput | StateInput
+@dataclass(frozen=True)
+class ExpertCounts:
+    """How often each expert of a layer was chosen: [experts] int64, which the program owns.
+
+    number  of the layer among those with experts
+    """
+
+    number: int
+    module_path: str
+    experts: int
+
+    @property
+    def name(self) -> str:
+        return f"expert_counts_{self.number}"
+
+
+GraphInput = StepInput | StateInput | ExpertCounts

@@ -9,6 +9,7 @@ in time.
 import re
 import sys
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,15 +23,25 @@ from atomc.cost.efficiency import Predicted, Table, predict, table_for
 from atomc.json_types import JSONLike
 from atomc.models import loader, stock
 from atomc.models.config import integer
+from atomc.ops.op_cost import distinct_experts
 from atomc.ops.state import StateSpec, block_size_of, groups_of
 from atomc.planning.measure import KernelTimer, Sizes, with_peaks
-from atomc.planning.plan_report import Communication, Memory, Plan, PlanRow, Workload
+from atomc.planning.plan_report import (
+    Communication,
+    ExpertsRead,
+    Memory,
+    Mixture,
+    Plan,
+    PlanRow,
+    Workload,
+)
 from atomc.platform import Platform
 from atomc.program import Program, compile_model
 from atomc.quantization import apply
 from atomc.quantization.config import QuantizationConfig, Request, decide
 from atomc.quantization.linear import LinearMethod, QuantizedLinear
 from atomc.quantization.scheme import Fp8, Fp8Block, Scheme
+from atomc.report.records import MoeLayer
 from atomc.report.render.table import collapsed
 from atomc.report.report import Report
 from atomc.runtime.capacity import (
@@ -65,6 +76,7 @@ class Model:
     quantization: QuantizationConfig | None
     dtype: torch.dtype
     devices: int
+    parameters: int  # the number of weights, whatever their dtype
 
 
 def build_model(
@@ -94,12 +106,13 @@ def build_model(
     }
     dtype = dtype or loader.config_dtype(config) or torch.float32
     module = models.build(plain, dtype=dtype, device="meta")
+    parameters = sum(x.numel() for x in module.parameters())  # before some are packed as codes
     if chosen is not None:
         prefix = stock.PREFIX if isinstance(module, stock.StockModel) else ""
         _quantize(module, apply.methods_of(module, chosen, prefix), dtype, platform)
     if devices > 1:
         sharding(module)
-    return Model(loader.ready(module), config, chosen, dtype, devices)
+    return Model(loader.ready(module), config, chosen, dtype, devices, parameters)
 
 
 def _first_layers(layers: int, config: Mapping[str, JSONLike]) -> Mapping[str, JSONLike]:
@@ -231,6 +244,7 @@ def plan(
         program.report.num_layers,
         plan_rows(predicted, program.report.num_layers),
         _memory(model, program, platform, longest),
+        _mixture(model, program.report.moe, load) if program.report.moe else None,
         _communication(model, load) if model.devices > 1 else None,
         _lower_bound(platform, table, predicted),
         table.source if table else "",
@@ -381,6 +395,20 @@ def _memory(model: Model, program: Program, platform: Platform, longest: int | N
     fits, that_fits = _sequences(program.specs, cache, length)
     return Memory(
         platform.memory, weights, copies, cache, per_token, length, fits, that_fits, per_sequence
+    )
+
+
+def _mixture(model: Model, layers: Sequence[MoeLayer], load: Workload) -> Mixture:
+    kinds = Counter((layer.experts, layer.top_k) for layer in layers)
+    unused = sum(layer.weights * (layer.experts - layer.top_k) // layer.experts for layer in layers)
+    return Mixture(
+        model.parameters,
+        model.parameters - unused,
+        sum(layer.bytes for layer in layers),
+        [
+            ExpertsRead(count, experts, top_k, distinct_experts(experts, top_k, load.tokens))
+            for (experts, top_k), count in kinds.items()
+        ],
     )
 
 

@@ -81,6 +81,33 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class ExpertsRead:
+    """`layers` mixtures of `experts` experts, of which a token uses `top_k`. distinct: the expected
+    number that a step reads in each of these layers, if tokens choose uniformly.
+    """
+
+    layers: int
+    experts: int
+    top_k: int
+    distinct: float
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The weights of a model with mixtures of experts.
+
+    parameters  number of weights
+    active      of these, those that one token uses: all except the experts that it does not choose
+    held        bytes of all experts, a part of Memory.weights
+    """
+
+    parameters: int
+    active: int
+    held: int
+    read: list[ExpertsRead]
+
+
+@dataclass(frozen=True)
 class Communication:
     """Collectives of one step: their number, and the bytes that each device sends for ring
     algorithms.
@@ -107,6 +134,7 @@ class Plan:
     layers: int
     lines: list[PlanRow]
     memory: Memory
+    mixture: Mixture | None
     communication: Communication | None
     lower_bound: str
     source: str
@@ -141,7 +169,14 @@ class Plan:
 
 def plan_text(plan: Plan) -> str:
     """Memory, communication, and a row for each kernel, longest first."""
-    parts = [_title(plan), _memory(plan), _communication(plan), _kernels(plan), _sums(plan)]
+    parts = [
+        _title(plan),
+        _memory(plan),
+        _mixture(plan),
+        _communication(plan),
+        _kernels(plan),
+        _sums(plan),
+    ]
     parts += ["notes\n" + "\n".join(f"  {note}" for note in plan.notes)] if plan.notes else []
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -173,6 +208,26 @@ def _memory(plan: Plan) -> str:
         if not memory.fits:
             rows.append(("longest sequence that fits", str(memory.longest_that_fits)))
     return table(("memory of a device" if plan.devices > 1 else "memory", ""), rows)
+
+
+def _mixture(plan: Plan) -> str:
+    found = plan.mixture
+    if found is None:
+        return ""
+    rows = [
+        ("parameters", f"{found.parameters / 1e9:.2f} billion"),
+        ("active for a token", f"{found.active / 1e9:.2f} billion"),
+        ("experts held", _bytes_text(found.held)),
+    ]
+    rows += [
+        (
+            "experts read in a step",
+            f"{of.distinct:.1f} of {of.experts} in each of {of.layers} layers, expected "
+            f"(top-{of.top_k}, uniform routing)",
+        )
+        for of in found.read
+    ]
+    return table(("mixture of experts", ""), rows)
 
 
 def _communication(plan: Plan) -> str:

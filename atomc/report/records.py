@@ -162,6 +162,28 @@ class QuantizedWeightSize:
 
 
 @dataclass(frozen=True)
+class MoeLayer:
+    """A mixture of experts.
+
+    node     of its op of experts, before lowering
+    router   how experts are chosen and weighted; "" if it was not recognized
+    scheme   the dtype of the weights, or how they are quantized
+    weights  the number of weights and biases of all experts; a token uses top_k / experts of them
+    bytes    of these, with their scales
+    """
+
+    module_path: str
+    layer: int | None
+    node: str
+    router: str
+    experts: int
+    top_k: int
+    scheme: str
+    weights: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class GraphBreak:
     """Where Dynamo ended a graph early, and why."""
 
@@ -202,7 +224,15 @@ class Glue:
 PARTS: dict[
     str,
     type[
-        Site | KernelChoice | Stage | Miss | OpCost | FusionOpportunity | QuantizedWeightSize | Glue
+        Site
+        | KernelChoice
+        | Stage
+        | Miss
+        | OpCost
+        | FusionOpportunity
+        | QuantizedWeightSize
+        | MoeLayer
+        | Glue
     ],
 ] = {
     "sites": Site,
@@ -212,6 +242,7 @@ PARTS: dict[
     "costs": OpCost,
     "savings": FusionOpportunity,
     "few_bits": QuantizedWeightSize,
+    "moe": MoeLayer,
     "glue": Glue,
 }
 

@@ -15,6 +15,7 @@ from atomc.report.records import (
     GraphBreak,
     KernelChoice,
     Miss,
+    MoeLayer,
     OpCost,
     QuantizedWeightSize,
     Site,
@@ -72,6 +73,7 @@ class ReportData:
     costs: list[OpCost] = field(default_factory=list)  # of the graph before lowering, in its order
     savings: list[FusionOpportunity] = field(default_factory=list)
     few_bits: list[QuantizedWeightSize] = field(default_factory=list)
+    moe: list[MoeLayer] = field(default_factory=list)  # mixtures of experts
     about: dict[str, str] = field(default_factory=dict)  # rewrite -> the docstring of its file
     audit: AuditFindings = field(default_factory=AuditFindings)  # of the first call, if requested
     # Of the matcher: rejections that it could not explain.

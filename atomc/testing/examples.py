@@ -278,6 +278,13 @@ EXAMPLES: dict[Op, dict[str, Callable[[RandomInputs], Arguments]]] = {
     ops.quant_fp8_group: {"": lambda n: {"x": n(n.T, D)}},
     ops.quant_int8_per_token: {"": lambda n: {"x": n(n.T, D)}},
     ops.quant_mxfp4: {"": lambda n: {"x": n(n.T, D)}},
+    ops.count_experts: {
+        "": lambda n: {
+            "ids": n.below(EXPERTS, n.T, CHOSEN, dtype=torch.int32),
+            "slots": n.slots(),
+            "counts": n.below(1000, EXPERTS),
+        },
+    },
     ops.topk_route: {
         "": lambda n: {"logits": n(n.T, 64), "k": CHOSEN, "renormalize": True},
     },

@@ -120,6 +120,10 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     async def metrics() -> Response:
         return await operations.metrics(service)
 
+    @app.get("/experts")
+    async def experts() -> Response:
+        return await operations.experts(service)
+
     @app.get("/compiler")
     async def compiler() -> Response:
         return await operations.compiler(service)

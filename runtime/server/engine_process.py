@@ -233,7 +233,11 @@ class EngineLoop:
                 self._send(Progress(stats=self.engine.stats()))
                 return ""
             case "report":
-                report = self.engine.program.report.to_dict() | {"steps": self.engine.stats().steps}
+                stats = self.engine.stats()
+                report = self.engine.program.report.to_dict() | {
+                    "steps": stats.steps,
+                    "expert_load": stats.expert_load,
+                }
                 return msgspec.json.encode(report, enc_hook=str).decode()
             case "start_profile":
                 return self._start_profile()

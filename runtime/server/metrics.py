@@ -3,7 +3,7 @@ change.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -144,6 +144,28 @@ class EngineCollector:
         for kind, number in stats.steps.items():
             steps.add_metric([self.model, kind], number)
         yield steps
+        yield from self._expert_load(stats.expert_load)
+
+    def _expert_load(self, load: Mapping[str, Sequence[int]]) -> Iterable[Metric]:
+        """Two numbers per layer; GET /experts has all."""
+        if not load:
+            return
+        labels = ["model_name", "layer"]
+        total = CounterMetricFamily(
+            "atomc:expert_tokens", "Tokens of all experts of a layer.", labels=labels
+        )
+        imbalance = GaugeMetricFamily(
+            "atomc:expert_load_imbalance",
+            "Tokens of the busiest expert of a layer, divided by the mean of its experts.",
+            labels=labels,
+        )
+        for layer, counts in load.items():
+            total.add_metric([self.model, layer], sum(counts))
+            imbalance.add_metric(
+                [self.model, layer], max(counts) * len(counts) / max(sum(counts), 1)
+            )
+        yield total
+        yield imbalance
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"atomc:{name}", text, labels=["model_name"])

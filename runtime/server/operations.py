@@ -112,6 +112,18 @@ async def metrics(service: Service) -> Response:
     return Response(service.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
 
+async def experts(service: Service) -> Response:
+    """How many tokens each expert got since the start, by layer."""
+    await service.client.call("stats")
+    stats = service.client.stats
+    if stats is None or not stats.expert_load:
+        raise invalid(
+            "tokens of experts are not counted: start the server with --expert-load and a mixture "
+            "of experts"
+        )
+    return JSONResponse({"tokens": stats.expert_load})
+
+
 async def compiler(service: Service) -> Response:
     return Response(await service.client.call("report"), media_type="application/json")
 

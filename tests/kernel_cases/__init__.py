@@ -9,6 +9,7 @@ from functools import partial
 from kernel_cases.attention import ATTENTION, PAGED_ATTENTION
 from kernel_cases.draw import FNUZ, Cases
 from kernel_cases.experts import (
+    COUNT_EXPERTS,
     LINEAR_TOPK_ROUTE,
     MOE_EXPERTS,
     MOE_EXPERTS_FP8,
@@ -84,6 +85,7 @@ CASES: dict[str, Cases] = {
     "linear_w4a16": LINEAR_W4A16,
     "linear_mxfp4": LINEAR_MXFP4,
     "embedding": EMBEDDING,
+    "count_experts": COUNT_EXPERTS,
     "topk_route": TOPK_ROUTE,
     "linear_topk_route": LINEAR_TOPK_ROUTE,
     "moe_experts": MOE_EXPERTS,

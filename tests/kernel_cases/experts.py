@@ -46,6 +46,26 @@ ROUTES: dict[str, dict[str, Any]] = {
 TOPK_ROUTE: Cases = {name: partial(route, **given) for name, given in ROUTES.items()}
 
 
+def counted(
+    draw: Draw, *, tokens: int = 7, k: int = 4, padding: int = 0, low: int = 0
+) -> dict[str, Any]:
+    """Choices among E experts; the last rows are padding, ids below 0 are of another device."""
+    slots = [*range(tokens - padding), *[-1] * padding]
+    ids = draw.below(E - low, tokens, k, dtype=torch.int32) + low
+    return {"ids": ids, "slots": draw.ints(slots), "counts": draw.below(1000, E)}
+
+
+COUNT_EXPERTS: Cases = {
+    "all rows": counted,
+    "padding": partial(counted, padding=3),
+    "only padding": partial(counted, padding=7),
+    "other devices": partial(counted, low=-3, padding=1),
+    "one token": partial(counted, tokens=1, k=1),
+    "no tokens": partial(counted, tokens=0),
+    "many tokens": partial(counted, tokens=2100, padding=52),
+}
+
+
 def linear_route(
     draw: Draw,
     *,

@@ -12,7 +12,8 @@ from torch.nn.functional import pad
 from atomc import ops
 from atomc.kernels.aiter.library import Function, foreign_fp8, scattered, unfit
 from atomc.kernels.aiter.packing import shuffled_weight
-from atomc.kernels.checks import HALVES, unknown, unlike, unsupported, wrong_result
+from atomc.kernels.checks import unknown, unlike, unsupported, wrong_result
+from atomc.ops.formats import HALVES
 from atomc.ops.op import Prepared, Refusal
 from atomc.platform import Platform
 

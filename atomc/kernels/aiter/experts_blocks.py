@@ -19,7 +19,8 @@ from atomc.kernels.aiter.experts import (
 )
 from atomc.kernels.aiter.library import Function, foreign_fp8, gapped, unfit
 from atomc.kernels.aiter.quant import dynamic_per_token_scaled_quant
-from atomc.kernels.checks import HALVES, unknown, unsupported, wrong_result
+from atomc.kernels.checks import unknown, unsupported, wrong_result
+from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 

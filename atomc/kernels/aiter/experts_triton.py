@@ -10,8 +10,9 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.aiter.experts import numbered
 from atomc.kernels.aiter.library import Function, gapped, scattered, unfit
-from atomc.kernels.checks import FLOATS, unlike, unsupported
+from atomc.kernels.checks import unlike, unsupported
 from atomc.ops.experts import gated
+from atomc.ops.formats import FLOATS
 from atomc.ops.op import Prepared, Refusal
 from atomc.platform import Platform
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.aiter.library import Function, rows, scattered, unfit
-from atomc.kernels.checks import FLOATS, too_wide, unlike
+from atomc.kernels.checks import too_wide, unlike
+from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 

@@ -15,6 +15,7 @@ from atomc.kernels.torch import experts_grouped_mm  # isort: split
 from atomc.kernels.torch import (
     activation,
     contiguous,
+    expert_load,
     experts,
     experts_quantized,
     linear,
@@ -32,6 +33,7 @@ __all__ = [
     "activation",
     "attention",
     "contiguous",
+    "expert_load",
     "experts",
     "experts_by_reference",
     "experts_grouped_mm",

@@ -20,7 +20,7 @@ from atomc.graph.graph_printer import NodeLine, parse
 from atomc.json_types import JSONLike
 from atomc.ops.op import ALL_TOKENS, Tokens
 from atomc.platform import DESCRIBED
-from atomc.report.records import KernelChoice, Miss, OpCost, Site, another_kernel, spans
+from atomc.report.records import KernelChoice, Miss, MoeLayer, OpCost, Site, another_kernel, spans
 from atomc.report.render import formula
 from atomc.report.render.compare import Comparison
 from atomc.report.render.graph_diff import Block, Hunk, fold_layers, hunks
@@ -204,6 +204,7 @@ class Graph:
         self.savings = self._savings()
         self.second = self._second_choices()
         self.quantized_weights = _quantized_weights(report, self.choices)
+        self.moe_layers = _moe_layers(report, self.choices)
         self.symbols = sorted(
             {name for row in self.ops for tree in row["trees"] for name in formula.names_in(tree)}
         )
@@ -269,6 +270,7 @@ class Graph:
             ("costs", "Kernels and cost", self.ops),
             ("left", "Left on the table", self.savings or self.second),
             ("bits", "Quantized weights", self.quantized_weights),
+            ("moe", "Mixtures of experts", self.moe_layers),
             ("passes", "Passes", self.passes),
             ("graph", "Graph", self.captured or self.final),
             ("start", "Start", True),
@@ -623,6 +625,34 @@ def _quantized_weights(
     return [
         {**group, "share": group["saved"] / (group["saved"] + group["bytes"])}
         for group in groups.values()
+    ]
+
+
+def _moe_layers(
+    report: ReportData, choices: Mapping[str, Sequence[KernelChoice]]
+) -> list[dict[str, Any]]:
+    """Equal mixtures of experts in one row."""
+    groups: dict[Hashable, list[MoeLayer]] = {}
+    runs = {}
+    for found in report.moe:
+        chosen = tuple(
+            dict.fromkeys((choice.tokens, choice.chosen) for choice in choices.get(found.node, []))
+        )
+        path = collapsed(found.module_path)
+        key = replace(found, module_path=path, layer=None, node=""), chosen
+        groups.setdefault(key, []).append(found)
+        runs[key] = [
+            (name, "" if tokens == "any" else f"{tokens} tokens") for tokens, name in chosen
+        ]
+    return [
+        {
+            **asdict(layers[0]),
+            "path": collapsed(layers[0].module_path),
+            "layers": spans(found.layer for found in layers if found.layer is not None),
+            "bytes": sum(found.bytes for found in layers),
+            "runs": runs[key],
+        }
+        for key, layers in groups.items()
     ]
 
 

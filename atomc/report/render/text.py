@@ -25,6 +25,7 @@ def report_text(report: ReportData) -> str:
             _not_fired(report),
             _near_misses(report.near),
             _kernels(report.kernels),
+            _moe_layers(report),
             _listed("state", _collapsed_lines(report.state)),
         ]
     bugs = _listed("bugs of atomc, please report", report.bugs)
@@ -147,6 +148,28 @@ def _kernels(choices: Sequence[KernelChoice]) -> str:
         whose = "all" if len(refused) == len(choices) else ", ".join(dict.fromkeys(refused))
         lines.append(wrapped(f"not {provider} for {whose}: {reason}", "", "  "))
     return "\n".join(lines)
+
+
+def _moe_layers(report: ReportData) -> str:
+    """Equal mixtures of experts in one row, with one row for each range of tokens."""
+    runs: dict[str, list[tuple[str, str]]] = {}
+    for choice in report.kernels:
+        runs.setdefault(choice.node, []).append((choice.tokens, choice.chosen))
+    groups: dict[tuple[str, ...], list[int | None]] = {}
+    for found in report.moe:
+        for tokens, chosen in runs.get(found.node, [("-", "-")]):
+            row = (
+                str(found.experts),
+                str(found.top_k),
+                found.scheme,
+                tokens,
+                chosen,
+                found.router or "not recognized",
+            )
+            groups.setdefault(row, []).append(found.layer)
+    header = ("mixture of experts", "experts", "top-k", "weights", "tokens", "runs as", "router")
+    rows = [(f"layers {_layers(layers)}", *row) for row, layers in groups.items()]
+    return table(header, rows, numbers=[1, 2]) if rows else ""
 
 
 def _collapsed_lines(lines: Iterable[str]) -> list[str]:

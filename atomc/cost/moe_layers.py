@@ -1,0 +1,76 @@
+"""The mixtures of experts of a graph: how they route, how their weights are stored."""
+
+import math
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from atomc.graph.canonical import value
+from atomc.graph.provenance import layer_of, module_path
+from atomc.ops.op import Op, op_of
+from atomc.ops.op_traits import Arguments, Kind, QuantizedWeight
+from atomc.report.records import MoeLayer
+
+
+def moe_layers(gm: GraphModule) -> list[MoeLayer]:
+    """One for each op of experts, in the order of the graph before lowering."""
+    return [
+        _moe_layer(node, op)
+        for node in gm.graph.nodes
+        if (op := op_of(node.target)) and Kind.EXPERTS in op.kind
+    ]
+
+
+def _moe_layer(node: Node, op: Op) -> MoeLayer:
+    bound = op.bind(*node.args, **node.kwargs)
+    given: Arguments = {name: value(x) if isinstance(x, Node) else x for name, x in bound.items()}
+    stored = {name: x for name, x in given.items() if _is_stored(name, x)}
+    weight = op.quantized_weight
+    if isinstance(weight, QuantizedWeight):
+        codes, scheme = weight.codes, f"{weight.format}, {weight.scales(given)}"
+    else:
+        codes, scheme = 1, str(given["w13"].dtype).removeprefix("torch.")
+    multiplied = [math.prod(stored[name].shape) * codes for name in ("w13", "w2")]
+    biases = [math.prod(x.shape) for name, x in stored.items() if name in ("b13", "b2")]
+    path, router = module_path(node), _router(bound["ids"])
+    return MoeLayer(
+        path,
+        layer_of(path),
+        node.name,
+        "" if router is None else _text(router),
+        stored["w13"].shape[0],
+        given["ids"].shape[-1],
+        scheme,
+        sum(multiplied) + sum(biases),
+        sum(math.prod(x.shape) * x.element_size() for x in stored.values()),
+    )
+
+
+def _is_stored(name: str, argument: object) -> bool:
+    """Whether it is a weight, scale or bias of all experts, [E, ...]."""
+    return isinstance(argument, Tensor) and name.startswith(("w13", "w2", "b13", "b2"))
+
+
+def _router(ids: Node) -> Node | None:
+    """The op that chose the experts; None if the ids are more than its result, cast or viewed."""
+    node = ids
+    while (op := op_of(node.target)) is None or Kind.ROUTE not in op.kind:
+        if len(node.all_input_nodes) != 1:
+            return None
+        (node,) = node.all_input_nodes
+    return node
+
+
+def _text(router: Node) -> str:
+    """How a router chooses and weights experts, in the order in which it computes."""
+    op = op_of(router.target)
+    assert op is not None
+    given = op.bind(*router.args, **router.kwargs)
+    parts = [given["score"].replace("_", " ")]
+    parts += ["biased choice"] if given["bias"] is not None else []
+    if given["groups"] > 1:
+        best = {"max": "maximum", "top2": "best two"}[given["group_score"]]
+        parts.append(f"{given['topk_groups']} of {given['groups']} groups by their {best}")
+    parts += ["renormalized"] if given["renormalize"] else []
+    parts += [f"times {given['scale']:g}"] if given["scale"] != 1.0 else []
+    return ", ".join(parts)

@@ -1,0 +1,62 @@
+"""Count how many tokens each expert gets, if the option expert_load is set.
+
+    moe_experts(x, ids, ...)    =>    moe_experts(x, ids, ...)
+                                      count_experts(ids, slots, counts!)
+
+The counts of a layer become a graph input, which the program owns.
+"""
+
+import torch
+from torch.fx import GraphModule, Node
+
+from atomc import ops
+from atomc.graph.canonical import value
+from atomc.graph.edit import insert
+from atomc.graph.inputs import set_graph_input, step_input
+from atomc.graph.provenance import module_path
+from atomc.ops.inputs import ExpertCounts
+from atomc.ops.op import op_of
+from atomc.ops.op_traits import Kind
+from atomc.rewriting.graph_pass import Context, Outcome
+from atomc.rewriting.rewrite import Fired
+from atomc.torch_compat.tracing import fake_mode_of
+
+
+def expert_load(gm: GraphModule, context: Context) -> Outcome:
+    """Count the ids of each op of experts."""
+    if not context.options.expert_load:
+        return Outcome()
+    inputs = gm.graph.find_nodes(op="placeholder")
+    slots = next(
+        (node for node in inputs if (given := step_input(node)) and given.field == "slots"), None
+    )
+    if slots is None:
+        return Outcome(notes=["expert_load: no layer has state per token, nothing is counted"])
+    sites = [
+        node
+        for node in gm.graph.nodes
+        if (op := op_of(node.target)) is not None and Kind.EXPERTS in op.kind
+    ]
+    return Outcome(fired=[_counted(node, slots, number) for number, node in enumerate(sites)])
+
+
+def _counted(node: Node, slots: Node, number: int) -> Fired:
+    op = op_of(node.target)
+    assert op is not None
+    given = op.bind(*node.args, **node.kwargs)
+    counts = _counts(node, ExpertCounts(number, module_path(node), value(given["w2"]).shape[0]))
+    made = insert(node, ops.count_experts.overload, given["ids"], slots, counts)
+    return Fired("expert_load", node, {}, set(), [made])
+
+
+def _counts(node: Node, given: ExpertCounts) -> Node:
+    """The graph input of a layer's counts."""
+    graph, mode = node.graph, fake_mode_of(node.graph)
+    assert mode is not None
+    with mode:
+        fake = torch.empty(given.experts, dtype=torch.int64, device=value(node).device)
+    with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
+        made = graph.placeholder(given.name)
+    made.meta["val"] = fake
+    set_graph_input(made, given)
+    return made
