@@ -31,6 +31,7 @@ TYPES = {
     torch.int8: "i8",
     torch.int32: "i32",
     torch.int64: "i64",
+    torch.float8_e4m3fn: "fp8e4nv",
 }
 OPTIONS = ("num_warps", "num_stages")
 
@@ -71,5 +72,11 @@ if __name__ == "__main__":
     assert kernels.load("triton") is None
     for name in sys.argv[2:]:
         op, case = name.split("/")
-        [kernel] = [kernel for kernel in ops.REGISTRY[op].kernels if kernel.provider == "triton"]
-        kernel.function(**CASES[op][case](Draw(torch.bfloat16)))
+        arguments, rows = CASES[op][case](Draw(torch.bfloat16)), ops.REGISTRY[op].rows
+        [kernel] = [
+            kernel
+            for kernel in ops.REGISTRY[op].kernels
+            if kernel.provider == "triton"
+            and (rows is None or len(arguments[rows]) in kernel.tokens)
+        ]
+        kernel.function(**arguments)

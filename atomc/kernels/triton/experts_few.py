@@ -418,7 +418,7 @@ def _steps(x_scale: Tensor | None) -> tuple[int, int]:
     return x_scale.stride(0), x_scale.stride(1)
 
 
-def _strides(of: Stored) -> tuple[int, int, int, int, int]:
+def _strides(of: Stored) -> tuple[int, ...]:
     """Of the values three, and of the scales those of experts and rows (0: they share one)."""
     if of.scale is None:
         return *of.values.stride(), 0, 0
