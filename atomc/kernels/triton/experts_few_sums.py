@@ -14,11 +14,13 @@ import triton
 import triton.language as tl
 
 from atomc.kernels.triton.launch import wait_for_last
-from atomc.kernels.triton.unpacking import e2m1_on_top, int4_of, scale_of, zero_of
+from atomc.kernels.triton.unpacking import scale_of, zero_of
 from atomc.kernels.triton.w4a16 import one_of_four
 
 UNROLLED = tl.constexpr(4)  # steps; of more, the loads of all would need too many registers
 CODES = tl.constexpr(16)
+# Factors of x that bring products with int4 codes, which are subnormals, to units of 2^-66.
+ODD, EVEN, UNIT = tl.constexpr(2.0**63), tl.constexpr(2.0**67), tl.constexpr(2.0**66)
 
 
 @triton.jit
@@ -167,6 +169,35 @@ def sums_of_codes(
 
 
 @triton.jit
+def _int4_bits(words, NUMBER: tl.constexpr):
+    """Code NUMBER of each word in fp32, times 2^-129 (odd NUMBER) or 2^-133."""
+    LEFT: tl.constexpr = 16 - NUMBER // 2 * 8
+    pair = words << LEFT if LEFT > 0 else words >> -LEFT
+    return (pair & (0xF00000 if NUMBER % 2 else 0xF0000)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _e2m1_pair(words, NUMBER: tl.constexpr):
+    """Codes NUMBER, 0 to 3, and NUMBER + 4 of each word in fp32, times 2^-14."""
+    # They are 16 bits apart. Exponent and mantissa are adjacent, as in fp16; 0.5 is a subnormal.
+    LEFT: tl.constexpr = 9 - 4 * NUMBER
+    size = words << LEFT if LEFT > 0 else words >> -LEFT
+    bits = (size & 0x0E000E00) | ((words << (12 - 4 * NUMBER)) & -0x7FFF8000)
+    first = bits.to(tl.int16).to(tl.float16, bitcast=True)
+    second = (bits >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
+def _value(four, inside, NUMBER: tl.constexpr, SIXTEEN: tl.constexpr):
+    """Value NUMBER, in fp32, of four 16-bit values in each int64, or behind pointers to fp32."""
+    if SIXTEEN is not None:
+        return one_of_four(four, NUMBER, SIXTEEN)
+    else:
+        return tl.load(four + NUMBER, inside, 0.0)
+
+
+@triton.jit
 def _words(
     weight_at,
     scale_ptr,
@@ -225,18 +256,25 @@ def sums_of_words(
             at, scale_ptr, zeros_ptr, scale_row, there, start + BLOCK_W + word, WORDS, GROUP, INT4
         )
         inside = here & (start + word < WORDS)
+        column = x_row + (start + word) * 8
         if SIXTEEN is not None:
-            fours_at = x_ptr + x_row // 4 + (start + word) * 2
-            low, high = tl.load(fours_at, inside, 0), tl.load(fours_at + 1, inside, 0)
+            low = tl.load(x_ptr + column // 4, inside, 0)
+            high = tl.load(x_ptr + column // 4 + 1, inside, 0)
+        else:
+            low, high = x_ptr + column, x_ptr + column + 4
         part = tl.zeros(sums.shape, tl.float32)
-        for i in tl.static_range(8):
-            if SIXTEEN is not None:
-                x = one_of_four(low if i < 4 else high, i % 4, SIXTEEN)
-            else:
-                x = tl.load(x_ptr + x_row + (start + word) * 8 + i, inside, 0.0)
-            if INT4:
-                part += int4_of(words, i, zero) * (x * (4.0 if i % 2 else 64.0))
-            else:
-                part += e2m1_on_top(words << (28 - 4 * i)) * x
-        sums += part * scale
+        if INT4:
+            # The zero is the same for all codes of a word: it is subtracted once.
+            whole = tl.zeros(here.shape, tl.float32)
+            for i in tl.static_range(8):
+                x = _value(low if i < 4 else high, inside, i % 4, SIXTEEN)
+                part += _int4_bits(words, i) * (x * (ODD if i % 2 else EVEN))
+                whole += x
+            sums += (part * UNIT - zero * whole) * scale
+        else:
+            for i in tl.static_range(4):
+                first, second = _e2m1_pair(words, i)
+                part += first * _value(low, inside, i, SIXTEEN)
+                part += second * _value(high, inside, i, SIXTEEN)
+            sums += part * 16384.0 * scale
     return tl.sum(sums, 2)
