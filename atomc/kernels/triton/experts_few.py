@@ -102,7 +102,6 @@ def _sums(
     FORM: tl.constexpr,
     GROUP: tl.constexpr,
     SIXTEEN: tl.constexpr,
-    PAIRS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -144,7 +143,6 @@ def _sums(
             GROUP,
             FORM == "int4",
             SIXTEEN,
-            PAIRS,
             BLOCK_K,
             PDL,
         )
@@ -176,7 +174,6 @@ def _gate_and_up(
     GROUP: tl.constexpr,
     SQUARE: tl.constexpr,
     SIXTEEN: tl.constexpr,
-    PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -224,7 +221,6 @@ def _gate_and_up(
         FORM,
         GROUP,
         SIXTEEN,
-        PAIRS,
         BLOCK_K,
         False,
     )
@@ -270,7 +266,6 @@ def _down(
     GROUP: tl.constexpr,
     SQUARE: tl.constexpr,
     SIXTEEN: tl.constexpr,
-    PAIRS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -307,7 +302,6 @@ def _down(
         FORM,
         GROUP,
         SIXTEEN,
-        PAIRS,
         BLOCK_K,
         PDL,
     )
@@ -406,7 +400,6 @@ class Form(NamedTuple):
             "GROUP": self.group,
             "SQUARE": self.group if self.name == "codes" and self.group else 1,
             "SIXTEEN": TRITON_DTYPE[x.dtype] if self.packed and x.dtype in HALVES else None,
-            "PAIRS": self.packed and x.dtype == torch.bfloat16 and overlap(x.device)["PDL"],
         }
 
 

@@ -13,7 +13,6 @@ weight_row  [N, C, 1] int64, offsets of the rows of the weights, read where `the
 import triton
 import triton.language as tl
 
-from atomc.kernels.triton.int4_pairs import DOT, PAIR, UNPACK
 from atomc.kernels.triton.launch import wait_for_last
 from atomc.kernels.triton.unpacking import scale_of, zero_of
 from atomc.kernels.triton.w4a16 import one_of_four
@@ -24,19 +23,6 @@ CODES = tl.constexpr(16)
 ODD, EVEN, UNIT = tl.constexpr(2.0**63), tl.constexpr(2.0**67), tl.constexpr(2.0**66)
 # e2m1 codes are read as subnormals, times 2^-126: half of the factor goes to x, half to the sum.
 E2M1_UNIT = tl.constexpr(2.0**63)
-SCALED_PAIR = tl.constexpr(
-    "{"
-    + PAIR.value
-    + """
-.reg .b32 unit, none;
-mov.b32 unit, 0x5F005F00;
-mov.b32 none, 0x80008000;
-fma.rn.bf16x2 $0, $0, unit, none;
-fma.rn.bf16x2 $1, $1, unit, none;
-fma.rn.bf16x2 $2, $2, unit, none;
-fma.rn.bf16x2 $3, $3, unit, none;
-}"""
-)
 
 
 @triton.jit
@@ -202,41 +188,6 @@ def _e2m1_pair(words, NUMBER: tl.constexpr):
 
 
 @triton.jit
-def _dot_of_pairs(words, minus, low, high, INT4: tl.constexpr):
-    """The products of the eight codes of each word with eight bf16, summed in bf16, two products
-    per instruction (see int4_pairs.py); of e2m1 codes times 2^-63.
-    """
-    x0, x1, x2, x3 = tl.inline_asm_elementwise(
-        PAIR if INT4 else SCALED_PAIR,
-        "=&r,=&r,=&r,=&r,r,r,r,r",
-        [low.to(tl.int32), (low >> 32).to(tl.int32), high.to(tl.int32), (high >> 32).to(tl.int32)],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-        is_pure=True,
-        pack=1,
-    )
-    if INT4:
-        q0, q1, q2, q3 = tl.inline_asm_elementwise(
-            UNPACK,
-            "=&r,=&r,=&r,=&r,r,r",
-            [words, minus],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        q0, q1 = _e2m1_pair(words, 0), _e2m1_pair(words, 1)
-        q2, q3 = _e2m1_pair(words, 2), _e2m1_pair(words, 3)
-    return tl.inline_asm_elementwise(
-        DOT,
-        "=f,r,r,r,r,r,r,r,r",
-        [q0, q1, q2, q3, x0, x1, x2, x3],
-        dtype=tl.float32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
 def _value(four, inside, NUMBER: tl.constexpr, SIXTEEN: tl.constexpr):
     """Value NUMBER, in fp32, of four 16-bit values in each int64, or behind pointers to fp32."""
     if SIXTEEN is not None:
@@ -281,7 +232,6 @@ def sums_of_words(
     GROUP: tl.constexpr,
     INT4: tl.constexpr,
     SIXTEEN: tl.constexpr,
-    PAIRS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -289,8 +239,6 @@ def sums_of_words(
     columns; x is of numbers.
 
     SIXTEEN  the type of a 16-bit x, which is read four values at a time, or None
-    PAIRS    two products of bf16 per instruction of an NVIDIA GPU from sm90 on; without it, reading
-             4-bit weights waits for arithmetic
     """
     WORDS: tl.constexpr = K // 8
     BLOCK_W: tl.constexpr = BLOCK_K // 8
@@ -313,12 +261,7 @@ def sums_of_words(
             high = tl.load(x_ptr + column // 4 + 1, inside, 0)
         else:
             low, high = x_ptr + column, x_ptr + column + 4
-        if PAIRS:
-            # -(128 + zero) as bf16, twice
-            minus = (0x4300 + zero.to(tl.int32)) * 0x10001 | -0x7FFF8000
-            part = _dot_of_pairs(words, minus, low, high, INT4)
-            sums += part * (1.0 if INT4 else E2M1_UNIT) * scale
-        elif INT4:
+        if INT4:
             # The zero is the same for all codes of a word: it is subtracted once.
             part = tl.zeros(sums.shape, tl.float32)
             whole = tl.zeros(here.shape, tl.float32)
