@@ -22,15 +22,22 @@ CALLS = (
     "bmm_rope_kv_write/mxfp4, several tokens",
     "linear_split_cat/fp8_block, several tokens",
     "linear_split_cat/mxfp4, several tokens",
+    "topk_route/groups of two",
+    "topk_route/square root",
 )
 EXPERTS = (
+    "moe_experts/GPT-OSS",
+    "moe_experts/transposed",
+    "moe_experts_fp8/odd sizes",
+    "moe_experts_fp8/blocks",
+    "moe_experts_int8/odd sizes",
+    "moe_experts_mxfp4/GPT-OSS",
     "moe_experts/transposed halves",
     "moe_experts/full blocks",
     "moe_experts_fp8/full blocks",
     "moe_experts_fp8/blocks, interleaved",
     "moe_experts_int8/biases",
     "moe_experts_w4a16/zeros",
-    "moe_experts_mxfp4/GPT-OSS",
 )
 
 

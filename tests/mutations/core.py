@@ -86,6 +86,30 @@ BUGS = [
         "centred = x - tl.sum(x, 1)[:, None] / D",
         "layer_norm",
     ),
+    triton(
+        "route",
+        "choice += tl.load(bias_ptr",
+        "scores += tl.load(bias_ptr",
+        "topk_route",
+    ),
+    triton(
+        "experts_few",
+        "row += j // BLOCK_N * I",
+        "row += j // BLOCK_N * BLOCK_N",
+        "moe_experts",
+    ),
+    triton(
+        "experts_few",
+        "token * x_scale_row,",
+        "pair * x_scale_row,",
+        "moe_experts_fp8",
+    ),
+    triton(
+        "experts_few_sums",
+        "(words << (12 - 4 * NUMBER)) & -0x7FFF8000",
+        "(words << (12 - 4 * NUMBER)) & 0x8000",
+        "moe_experts_mxfp4",
+    ),
     triton("activation", "inside = column < WIDTH", "inside = column <= WIDTH", "silu_and_mul"),
     triton("linear", "(m < M) & (n < N))", "(m < M) & (n <= N))", "linear"),
     triton(

@@ -184,16 +184,17 @@ def _gate_and_up(
     first = tl.program_id(1) * BLOCK_N
     j = tl.arange(0, 2 * BLOCK_N)[:, None, None]
     if INTERLEAVED:
-        n = first + j // 2
         row = 2 * first + j
+        inside = row < 2 * I
     else:
-        n = first + j % BLOCK_N
-        row = j // BLOCK_N * I + n
+        row = first + j % BLOCK_N
+        inside = row < I
+        row += j // BLOCK_N * I
     token = tl.zeros((1, 1, 1), tl.int32) + pair // CHOICES
     expert = tl.load(ids_ptr + pair).to(tl.int64)
     known = (expert >= 0) & (expert < E)
     here = (token >= 0) & known
-    there = here & (n < I)
+    there = here & inside
     sums = _sums(
         x_ptr,
         token * x_step,
@@ -409,7 +410,7 @@ def _steps(x_scale: Tensor | None) -> tuple[int, int]:
     return x_scale.stride(0), x_scale.stride(1)
 
 
-def _strides(of: Stored) -> tuple[int, int, int, int, int]:
+def _strides(of: Stored) -> tuple[int, ...]:
     """Of the values three, and of the scales those of experts and rows (0: they share one)."""
     if of.scale is None:
         return *of.values.stride(), 0, 0
@@ -441,7 +442,7 @@ def compute(
     x = x.contiguous() if form.packed else x
     h = x.new_empty((tokens * choices, inner), dtype=out_dtype)
     launch = {"num_warps": tile.warps, **overlap(x.device)}
-    rows, width = tile.cut(columns)
+    rows, width = tile.of_up(columns)
     _gate_and_up[(tokens * choices, triton.cdiv(inner, rows // 2))](
         form.read(x),
         x_scale,
@@ -467,7 +468,7 @@ def compute(
     h, h_scale = quantize(h)
     block = 1 if tile.apart else triton.next_power_of_2(choices)
     parts = triton.cdiv(choices, block)
-    rows, width = tile.cut(inner, block)
+    rows, width = tile.of_down(inner, block)
     results = out if parts == 1 else x.new_empty((tokens, choices, hidden), dtype=out_dtype)
     _down[(tokens * parts, triton.cdiv(hidden, rows))](
         form.read(h),

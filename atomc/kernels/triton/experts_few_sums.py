@@ -14,8 +14,26 @@ import triton
 import triton.language as tl
 
 from atomc.kernels.triton.launch import wait_for_last
-from atomc.kernels.triton.unpacking import e2m1_on_top, int4_of, scale_of, zero_of
+from atomc.kernels.triton.unpacking import scale_of, zero_of
 from atomc.kernels.triton.w4a16 import one_of_four
+
+UNROLLED = tl.constexpr(4)  # steps; of more, the loads of all would need too many registers
+CODES = tl.constexpr(16)
+# Factors of x that bring products with int4 codes, which are subnormals, to units of 2^-66.
+ODD, EVEN, UNIT = tl.constexpr(2.0**63), tl.constexpr(2.0**67), tl.constexpr(2.0**66)
+# e2m1 codes are read as subnormals, times 2^-126: half of the factor goes to x, half to the sum.
+E2M1_UNIT = tl.constexpr(2.0**63)
+
+
+@triton.jit
+def _add_numbers(sums, weight, x_at, weight_at, column_step, here, there, k, start, K, BLOCK_K):
+    """The sums with these columns of the weights, and the following columns."""
+    after = start + BLOCK_K
+    following = tl.load(
+        weight_at + after * column_step, there & (k < K - after), 0.0, cache_modifier=".cg"
+    )
+    x = tl.load(x_at + start, here & (k < K - start), 0.0)
+    return sums + x.to(tl.float32) * weight.to(tl.float32), following
 
 
 @triton.jit
@@ -33,23 +51,53 @@ def sums_of_numbers(
 ):
     """fp32 [N, C] of floating-point weights, whose columns are column_step apart."""
     k = tl.arange(0, BLOCK_K)[None, None, :]
-    weight_at = weight_ptr + weight_row + k * column_step
+    at = weight_ptr + weight_row + k * column_step
     x_at = x_ptr + x_row + k
-    following = tl.load(weight_at, there & (k < K), 0.0, cache_modifier=".cg")
+    weight = tl.load(at, there & (k < K), 0.0, cache_modifier=".cg")
     wait_for_last(PDL)
-    sums = tl.zeros(following.shape, tl.float32)
-    for start in tl.static_range(0, K, BLOCK_K):
-        weight = following
-        if start + BLOCK_K < K:
-            following = tl.load(
-                weight_at + (start + BLOCK_K) * column_step,
-                there & (k < K - start - BLOCK_K),
-                0.0,
-                cache_modifier=".cg",
+    sums = tl.zeros(weight.shape, tl.float32)
+    if K <= UNROLLED * BLOCK_K:
+        for start in tl.static_range(0, K, BLOCK_K):
+            sums, weight = _add_numbers(
+                sums, weight, x_at, at, column_step, here, there, k, start, K, BLOCK_K
             )
-        x = tl.load(x_at + start, here & (k < K - start), 0.0)
-        sums += x.to(tl.float32) * weight.to(tl.float32)
+    else:
+        for start in range(0, K, BLOCK_K):
+            sums, weight = _add_numbers(
+                sums, weight, x_at, at, column_step, here, there, k, start, K, BLOCK_K
+            )
     return tl.sum(sums, 2)
+
+
+@triton.jit
+def _add_codes(
+    sums,
+    weight,
+    x_at,
+    weight_at,
+    x_scale_at,
+    x_scale_step,
+    scale_at,
+    here,
+    there,
+    k,
+    start,
+    K,
+    GROUP: tl.constexpr,
+    BLOCK_K,
+):
+    after = start + BLOCK_K
+    following = tl.load(
+        weight_at + after, there[:, :, :, None] & (k < K - after), 0.0, cache_modifier=".cg"
+    )
+    x = tl.load(x_at + start, here[:, :, :, None] & (k < K - start), 0.0)
+    part = tl.sum(x.to(sums.dtype) * weight.to(sums.dtype), 3)
+    if GROUP:
+        group = (start + tl.arange(0, BLOCK_K // CODES)[None, None, :] * CODES) // GROUP
+        inside = group * GROUP < K
+        part *= tl.load(scale_at + group, there & inside, 0.0)
+        part *= tl.load(x_scale_at + group * x_scale_step, here & inside, 0.0)
+    return sums + part, following
 
 
 @triton.jit
@@ -75,58 +123,96 @@ def sums_of_codes(
     GROUP  0: the scales, of rows, are left to the caller. Else columns of a block that shares one:
            scale_row [N, C, 1] and x_scale_row [1, C, 1] are the offsets of rows of scales
     """
-    CODES: tl.constexpr = 16
-    WIDE: tl.constexpr = tl.int32 if weight_ptr.dtype.element_ty == tl.int8 else tl.float32
-    chunk = tl.arange(0, BLOCK_K // CODES)[None, None, :]
-    k = chunk[:, :, :, None] * CODES + tl.arange(0, CODES)[None, None, None, :]
-    weight_at = weight_ptr + weight_row[:, :, :, None] + k
+    chunk = tl.arange(0, BLOCK_K // CODES)[None, None, :, None]
+    k = chunk * CODES + tl.arange(0, CODES)[None, None, None, :]
+    at = weight_ptr + weight_row[:, :, :, None] + k
     x_at = x_ptr + x_row[:, :, :, None] + k
-    of_x, of_weight = here[:, :, :, None], there[:, :, :, None]
-    following = tl.load(weight_at, of_weight & (k < K), 0.0, cache_modifier=".cg")
+    weight = tl.load(at, there[:, :, :, None] & (k < K), 0.0, cache_modifier=".cg")
     wait_for_last(PDL)
-    sums = tl.zeros((following.shape[0], following.shape[1], BLOCK_K // CODES), WIDE)
-    for start in tl.static_range(0, K, BLOCK_K):
-        weight = following
-        if start + BLOCK_K < K:
-            following = tl.load(
-                weight_at + (start + BLOCK_K),
-                of_weight & (k < K - start - BLOCK_K),
-                0.0,
-                cache_modifier=".cg",
+    WHOLE: tl.constexpr = weight_ptr.dtype.element_ty == tl.int8
+    sums = tl.zeros(weight.shape[:3], tl.int32 if WHOLE else tl.float32)
+    if K <= UNROLLED * BLOCK_K:
+        for start in tl.static_range(0, K, BLOCK_K):
+            sums, weight = _add_codes(
+                sums,
+                weight,
+                x_at,
+                at,
+                x_scale_ptr + x_scale_row,
+                x_scale_step,
+                scale_ptr + scale_row,
+                here,
+                there,
+                k,
+                start,
+                K,
+                GROUP,
+                BLOCK_K,
             )
-        x = tl.load(x_at + start, of_x & (k < K - start), 0.0)
-        part = tl.sum(x.to(WIDE) * weight.to(WIDE), 3)
-        if GROUP:
-            group = (start + chunk * CODES) // GROUP
-            inside = group * GROUP < K
-            part *= tl.load(scale_ptr + scale_row + group, there & inside, 0.0)
-            part *= tl.load(x_scale_ptr + x_scale_row + group * x_scale_step, here & inside, 0.0)
-        sums += part
+    else:
+        for start in range(0, K, BLOCK_K):
+            sums, weight = _add_codes(
+                sums,
+                weight,
+                x_at,
+                at,
+                x_scale_ptr + x_scale_row,
+                x_scale_step,
+                scale_ptr + scale_row,
+                here,
+                there,
+                k,
+                start,
+                K,
+                GROUP,
+                BLOCK_K,
+            )
     return tl.sum(sums, 2).to(tl.float32)
 
 
 @triton.jit
+def _int4_bits(words, NUMBER: tl.constexpr):
+    """Code NUMBER of each word in fp32, times 2^-129 (odd NUMBER) or 2^-133."""
+    LEFT: tl.constexpr = 16 - NUMBER // 2 * 8
+    pair = words << LEFT if LEFT > 0 else words >> -LEFT
+    return (pair & (0xF00000 if NUMBER % 2 else 0xF0000)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _e2m1_pair(words, NUMBER: tl.constexpr):
+    """Codes NUMBER, 0 to 3, and NUMBER + 4 of each word, as two bf16, times 2^-126."""
+    # They are 16 bits apart. Exponent and mantissa are adjacent, as in bf16; 0.5 is a subnormal.
+    LEFT: tl.constexpr = 6 - 4 * NUMBER
+    size = words << LEFT if LEFT > 0 else words >> -LEFT
+    return (size & 0x01C001C0) | ((words << (12 - 4 * NUMBER)) & -0x7FFF8000)
+
+
+@triton.jit
+def _value(four, inside, NUMBER: tl.constexpr, SIXTEEN: tl.constexpr):
+    """Value NUMBER, in fp32, of four 16-bit values in each int64, or behind pointers to fp32."""
+    if SIXTEEN is not None:
+        return one_of_four(four, NUMBER, SIXTEEN)
+    else:
+        return tl.load(four + NUMBER, inside, 0.0)
+
+
+@triton.jit
 def _words(
-    weight_ptr,
-    weight_row,
+    weight_at,
     scale_ptr,
     zeros_ptr,
     scale_row,
+    there,
     word,
-    inside,
+    WORDS,
     GROUP: tl.constexpr,
     INT4: tl.constexpr,
-    BLOCK_W: tl.constexpr,
 ):
+    inside = there & (word < WORDS)
     # A thread reads one word at a time, and one scale: see w4a16._row.
-    words = tl.load(
-        weight_ptr + tl.multiple_of(weight_row + word, (1, 1, 1)),
-        inside,
-        0,
-        cache_modifier=".cg",
-    )
+    words = tl.load(tl.multiple_of(weight_at + word, (1, 1, 1)), inside, 0, cache_modifier=".cg")
     group = tl.max_contiguous(
-        tl.multiple_of(scale_row + word // (GROUP // 8), (1, 1, 1)), (1, 1, BLOCK_W)
+        tl.multiple_of(scale_row + word // (GROUP // 8), (1, 1, 1)), (1, 1, word.shape[2])
     )
     return words, scale_of(scale_ptr, group, inside, INT4), zero_of(zeros_ptr, group, inside)
 
@@ -157,48 +243,40 @@ def sums_of_words(
     WORDS: tl.constexpr = K // 8
     BLOCK_W: tl.constexpr = BLOCK_K // 8
     word = tl.arange(0, BLOCK_W)[None, None, :]
-    following = _words(
-        weight_ptr,
-        weight_row,
-        scale_ptr,
-        zeros_ptr,
-        scale_row,
-        word,
-        there & (word < WORDS),
-        GROUP,
-        INT4,
-        BLOCK_W,
+    at = weight_ptr + weight_row
+    next_words, next_scale, next_zero = _words(
+        at, scale_ptr, zeros_ptr, scale_row, there, word, WORDS, GROUP, INT4
     )
     wait_for_last(PDL)
-    sums = tl.zeros(following[0].shape, tl.float32)
-    for start in tl.static_range(0, WORDS, BLOCK_W):
-        words, scale, zero = following
-        if start + BLOCK_W < WORDS:
-            following = _words(
-                weight_ptr,
-                weight_row,
-                scale_ptr,
-                zeros_ptr,
-                scale_row,
-                start + BLOCK_W + word,
-                there & (word < WORDS - start - BLOCK_W),
-                GROUP,
-                INT4,
-                BLOCK_W,
-            )
-        inside = here & (word < WORDS - start)
+    sums = tl.zeros(next_words.shape, tl.float32)
+    for start in range(0, WORDS, BLOCK_W):
+        words, scale, zero = next_words, next_scale, next_zero
+        next_words, next_scale, next_zero = _words(
+            at, scale_ptr, zeros_ptr, scale_row, there, start + BLOCK_W + word, WORDS, GROUP, INT4
+        )
+        inside = here & (start + word < WORDS)
+        column = x_row + (start + word) * 8
         if SIXTEEN is not None:
-            fours_at = x_ptr + x_row // 4 + (start + word) * 2
-            low, high = tl.load(fours_at, inside, 0), tl.load(fours_at + 1, inside, 0)
-        part = tl.zeros(sums.shape, tl.float32)
-        for i in tl.static_range(8):
-            if SIXTEEN is not None:
-                x = one_of_four(low if i < 4 else high, i % 4, SIXTEEN)
-            else:
-                x = tl.load(x_ptr + x_row + (start + word) * 8 + i, inside, 0.0)
-            if INT4:
-                part += int4_of(words, i, zero) * (x * (4.0 if i % 2 else 64.0))
-            else:
-                part += e2m1_on_top(words << (28 - 4 * i)) * x
-        sums += part * scale
+            low = tl.load(x_ptr + column // 4, inside, 0)
+            high = tl.load(x_ptr + column // 4 + 1, inside, 0)
+        else:
+            low, high = x_ptr + column, x_ptr + column + 4
+        if INT4:
+            # The zero is the same for all codes of a word: it is subtracted once.
+            part = tl.zeros(sums.shape, tl.float32)
+            whole = tl.zeros(here.shape, tl.float32)
+            for i in tl.static_range(8):
+                x = _value(low if i < 4 else high, inside, i % 4, SIXTEEN)
+                part += _int4_bits(words, i) * (x * (ODD if i % 2 else EVEN))
+                whole += x
+            sums += (part * UNIT - zero * whole) * scale
+        else:
+            part = tl.zeros(sums.shape, tl.float32)
+            for i in tl.static_range(4):
+                pair = _e2m1_pair(words, i)
+                first = (pair << 16).to(tl.float32, bitcast=True)
+                second = (pair & -0x10000).to(tl.float32, bitcast=True)
+                part += first * (_value(low, inside, i, SIXTEEN) * E2M1_UNIT)
+                part += second * (_value(high, inside, i, SIXTEEN) * E2M1_UNIT)
+            sums += part * E2M1_UNIT * scale
     return tl.sum(sums, 2)

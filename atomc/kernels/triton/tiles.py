@@ -86,21 +86,27 @@ class GroupedTile(NamedTuple):
 
 
 class ExpertsFewTile(NamedTuple):
-    """Of the experts of few tokens, what one program reads per step: a number of elements of the
-    weights, and of a row at most so many columns; of down, in rows of all experts of a token.
+    """Of the experts of few tokens, what one program reads per step: a number of elements of gate
+    and up, or of down in the rows of all experts of a token, and of a row at most so many columns.
 
     apart  a program of down takes one of a token's experts, not all of them
     """
 
-    elements: int
+    up: int
+    down: int
     columns: int
     warps: int
     apart: bool = False
 
-    def cut(self, columns: int, experts: int = 1) -> tuple[int, int]:
-        """Rows of each of these experts and columns of them, of rows of so many columns."""
+    def of_up(self, columns: int) -> tuple[int, int]:
+        """Rows and columns per step, of rows of so many columns."""
+        width = min(self.columns, triton.next_power_of_2(columns))
+        return max(self.up // width, 2), width
+
+    def of_down(self, columns: int, experts: int) -> tuple[int, int]:
+        """Rows of each of these experts and columns per step."""
         width = min(max(self.columns // experts, 64), triton.next_power_of_2(columns))
-        return max(self.elements // (width * experts), 2), width
+        return max(self.down // (width * experts), 1), width
 
 
 class RowTile(NamedTuple):
@@ -312,13 +318,24 @@ MOE_EXPERTS_4_BITS = TileTable(
 EXPERTS_FEW = TileTable(
     command="python bench/moe.py --tiles --formats bf16",
     sizes=("tokens",),
-    by_arch={"sm90": [((ANY,), ExpertsFewTile(8192, 2048, 4))]},
+    by_arch={"sm90": [((ANY,), ExpertsFewTile(8192, 4096, 2048, 4))]},
 )
 # Rows are contiguous, not columns: 64 of them, 128 bytes, a program.
 EXPERTS_FEW_TRANSPOSED = TileTable(
     command="python bench/moe.py --tiles --formats bf16_transposed",
     sizes=("tokens",),
-    by_arch={"sm90": [((ANY,), ExpertsFewTile(4096, 64, 4, apart=True))]},
+    by_arch={"sm90": [((ANY,), ExpertsFewTile(8192, 4096, 128, 8, apart=True))]},
+)
+
+EXPERTS_FEW_8_BITS = TileTable(
+    command="python bench/moe.py --tiles --formats fp8 fp8_block int8",
+    sizes=("tokens",),
+    by_arch={"sm90": [((ANY,), ExpertsFewTile(8192, 8192, 2048, 4))]},
+)
+EXPERTS_FEW_4_BITS = TileTable(
+    command="python bench/moe.py --tiles --formats int4 mxfp4",
+    sizes=("tokens",),
+    by_arch={"sm90": [((ANY,), ExpertsFewTile(16384, 8192, 1024, 4))]},
 )
 
 # qk_norm_rope_kv_write of 24 heads of 128, us with 1 / 4 / 8 / 16 / 32 rows per program: 1 token
