@@ -223,3 +223,20 @@ def test_a_kernel_without_tiles_to_choose_has_no_note() -> None:
     report = atomc.explain(linear, x, options={"glue": "eager"}, platform="sm100")
     assert [(choice.chosen, choice.note) for choice in report.kernels] == [("cuda", "")]
     assert Platform.named("sm100").arch not in tiles.LINEAR.archs
+
+
+def test_tiles_that_no_gpu_has_timed_yet_have_a_note_everywhere() -> None:
+    table = tiles.TileTable("", ("rows",), {"sm90": [((9,), "a")]}, measured=False)
+    assert (table.archs, table.choose(CPU, 4)) == ((), "a")
+
+    def routed(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+        return ops.moe_experts(x, ids, weights, w13, w2)
+
+    ids, weights = torch.zeros(20, 1, dtype=torch.int32), torch.ones(20, 1)
+    operands = [torch.randn(shape) for shape in ((20, 16), (2, 32, 16), (2, 16, 16))]
+    x, w13, w2 = (each.bfloat16() for each in operands)
+    report = atomc.explain(
+        routed, x, ids, weights, w13, w2, options={"glue": "eager"}, platform="h200"
+    )
+    (choice,) = report.kernels
+    assert (choice.chosen, choice.note) == ("triton", "tiles not measured on this GPU")

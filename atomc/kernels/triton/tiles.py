@@ -28,22 +28,27 @@ class TileTable(Generic[T]):
     command  times the choices, or the alternatives to them, on the GPU at hand
     sizes    the names of the sizes, in the order of the limits
     by_arch  architecture -> (the largest sizes, the tile); the first entry that fits is used
+    measured False: first values, that no GPU has timed yet
     """
 
     command: str
     sizes: tuple[str, ...]
     by_arch: Mapping[str, Sequence[tuple[tuple[int, ...], T]]]
+    measured: bool = True
 
     @property
     def archs(self) -> tuple[str, ...]:
         """The architectures on which the tiles were measured."""
-        return tuple(self.by_arch)
+        return tuple(self.by_arch) if self.measured else ()
+
+    def entries(self, arch: str) -> Sequence[tuple[tuple[int, ...], T]]:
+        """Those of an architecture, or of the first one."""
+        return self.by_arch.get(arch) or next(iter(self.by_arch.values()))
 
     def choose(self, device: torch.device, *sizes: int) -> T:
         """The tile for these sizes on this device."""
         arch = _arch(device)
-        entries = self.by_arch.get(arch) or self.by_arch[self.archs[0]]
-        return entries[_first_fit(self, arch, sizes)][1]
+        return self.entries(arch)[_first_fit(self, arch, sizes)][1]
 
 
 @functools.cache
@@ -54,10 +59,9 @@ def _arch(device: torch.device) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _first_fit(table: TileTable[object], arch: str, sizes: tuple[int, ...]) -> int:
-    entries = table.by_arch.get(arch) or table.by_arch[table.archs[0]]
     return next(
         i
-        for i, (limits, _) in enumerate(entries)
+        for i, (limits, _) in enumerate(table.entries(arch))
         if all(size <= limit for size, limit in zip(sizes, limits, strict=True))
     )
 
@@ -276,7 +280,7 @@ def _grouped(
     return GroupedTile(block, launch, launch)
 
 
-# First values, not yet compared with others: a block is about twice as long as an expert has pairs.
+# A block is about twice as long as an expert has pairs.
 MOE_EXPERTS = TileTable(
     command="python bench/experts.py --tiles --schemes bf16",
     sizes=("pairs per expert",),
@@ -288,6 +292,7 @@ MOE_EXPERTS = TileTable(
             ((ANY,), _grouped(128, 256, 64, 3, num_warps=8, tall=8)),
         ]
     },
+    measured=False,
 )
 MOE_EXPERTS_8_BITS = TileTable(
     command="python bench/experts.py --tiles --schemes fp8 fp8_block int8",
@@ -300,6 +305,7 @@ MOE_EXPERTS_8_BITS = TileTable(
             ((ANY,), _grouped(128, 128, 128, 4, num_warps=8, tall=8)),
         ]
     },
+    measured=False,
 )
 MOE_EXPERTS_4_BITS = TileTable(
     command="python bench/experts.py --tiles --schemes int4 mxfp4_a16",
@@ -312,30 +318,35 @@ MOE_EXPERTS_4_BITS = TileTable(
             ((ANY,), _grouped(128, 128, 64, 3, num_warps=8, tall=8)),
         ]
     },
+    measured=False,
 )
 
-# Not measured yet: a row of the weight takes as many threads as in LINEAR.
+# A row of the weight takes as many threads as in LINEAR.
 EXPERTS_FEW = TileTable(
     command="python bench/moe.py --tiles --formats bf16",
     sizes=("tokens",),
     by_arch={"sm90": [((ANY,), ExpertsFewTile(8192, 4096, 2048, 4))]},
+    measured=False,
 )
 # Rows are contiguous, not columns: 64 of them, 128 bytes, a program.
 EXPERTS_FEW_TRANSPOSED = TileTable(
     command="python bench/moe.py --tiles --formats bf16_transposed",
     sizes=("tokens",),
     by_arch={"sm90": [((ANY,), ExpertsFewTile(8192, 4096, 128, 8, apart=True))]},
+    measured=False,
 )
 
 EXPERTS_FEW_8_BITS = TileTable(
     command="python bench/moe.py --tiles --formats fp8 fp8_block int8",
     sizes=("tokens",),
     by_arch={"sm90": [((ANY,), ExpertsFewTile(8192, 8192, 2048, 4))]},
+    measured=False,
 )
 EXPERTS_FEW_4_BITS = TileTable(
     command="python bench/moe.py --tiles --formats int4 mxfp4",
     sizes=("tokens",),
     by_arch={"sm90": [((ANY,), ExpertsFewTile(16384, 8192, 1024, 4))]},
+    measured=False,
 )
 
 # qk_norm_rope_kv_write of 24 heads of 128, us with 1 / 4 / 8 / 16 / 32 rows per program: 1 token
