@@ -7,6 +7,7 @@ tracing is imported.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -148,10 +149,9 @@ class Program:
         """
         if not self._expert_counts:
             return {}
-        sizes = [len(counts) for counts in self._expert_counts.values()]
-        copied = torch.cat(list(self._expert_counts.values())).cpu().split(sizes)
+        copied = iter(torch.cat(list(self._expert_counts.values())).tolist())
         return {
-            path: counts.tolist() for path, counts in zip(self._expert_counts, copied, strict=True)
+            path: list(islice(copied, len(counts))) for path, counts in self._expert_counts.items()
         }
 
     def forget_expert_load(self) -> None:

@@ -44,7 +44,9 @@ def _counted(node: Node, slots: Node, number: int) -> Fired:
     op = op_of(node.target)
     assert op is not None
     given = op.bind(*node.args, **node.kwargs)
-    counts = _counts(node, ExpertCounts(number, module_path(node), value(given["w2"]).shape[0]))
+    weight = given["w2"]
+    assert isinstance(weight, Node)
+    counts = _counts(node, ExpertCounts(number, module_path(node), len(value(weight))))
     made = insert(node, ops.count_experts.overload, given["ids"], slots, counts)
     return Fired("expert_load", node, {}, set(), [made])
 

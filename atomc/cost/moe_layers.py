@@ -22,7 +22,7 @@ def moe_layers(gm: GraphModule) -> list[MoeLayer]:
 
 
 def _moe_layer(node: Node, op: Op) -> MoeLayer:
-    bound = op.bind(*node.args, **node.kwargs)
+    bound: Arguments = op.bind(*node.args, **node.kwargs)
     given: Arguments = {name: value(x) if isinstance(x, Node) else x for name, x in bound.items()}
     stored = {name: x for name, x in given.items() if _is_stored(name, x)}
     weight = op.quantized_weight
@@ -65,7 +65,7 @@ def _text(router: Node) -> str:
     """How a router chooses and weights experts, in the order in which it computes."""
     op = op_of(router.target)
     assert op is not None
-    given = op.bind(*router.args, **router.kwargs)
+    given: Arguments = op.bind(*router.args, **router.kwargs)
     parts = [given["score"].replace("_", " ")]
     parts += ["biased choice"] if given["bias"] is not None else []
     if given["groups"] > 1:

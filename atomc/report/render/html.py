@@ -632,8 +632,7 @@ def _moe_layers(
     report: ReportData, choices: Mapping[str, Sequence[KernelChoice]]
 ) -> list[dict[str, Any]]:
     """Equal mixtures of experts in one row."""
-    groups: dict[Hashable, list[MoeLayer]] = {}
-    runs = {}
+    groups: dict[tuple[MoeLayer, tuple[tuple[str, str], ...]], list[MoeLayer]] = {}
     for found in report.moe:
         chosen = tuple(
             dict.fromkeys((choice.tokens, choice.chosen) for choice in choices.get(found.node, []))
@@ -641,18 +640,17 @@ def _moe_layers(
         path = collapsed(found.module_path)
         key = replace(found, module_path=path, layer=None, node=""), chosen
         groups.setdefault(key, []).append(found)
-        runs[key] = [
-            (name, "" if tokens == "any" else f"{tokens} tokens") for tokens, name in chosen
-        ]
     return [
         {
             **asdict(layers[0]),
             "path": collapsed(layers[0].module_path),
             "layers": spans(found.layer for found in layers if found.layer is not None),
             "bytes": sum(found.bytes for found in layers),
-            "runs": runs[key],
+            "runs": [
+                (name, "" if tokens == "any" else f"{tokens} tokens") for tokens, name in chosen
+            ],
         }
-        for key, layers in groups.items()
+        for (_, chosen), layers in groups.items()
     ]
 
 
