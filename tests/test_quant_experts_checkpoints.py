@@ -292,6 +292,33 @@ def test_gpt_oss_computes_what_transformers_unpacks(
     assert sqnr(plain(IDS, POSITIONS), model(IDS, POSITIONS)) > 80
 
 
+def test_alternating_gates_that_are_stored_apart_are_stacked_in_halves(tmp_path: Path) -> None:
+    """GPT-OSS as tools write it that quantize linear layers, with their biases."""
+    weights = weights_of("gpt_oss")
+    tensors: Tensors = {}
+    for name, weight in weights.items():
+        owner, _, leaf = name.rpartition(".")
+        part, kind = leaf.removesuffix("_bias"), "bias" if leaf.endswith("_bias") else "weight"
+        if "experts" not in owner:
+            tensors[name] = weight
+            continue
+        rows = {"down_proj": weight}
+        if part == "gate_up_proj":
+            rows = {"gate_proj": weight[:, ::2], "up_proj": weight[:, 1::2]}
+        for projection, of_all in rows.items():
+            for e, own in enumerate(of_all):
+                packed = {"bias": own} if kind == "bias" else scheme_tensors("int8")(own)
+                tensors |= {f"{owner}.{e}.{projection}.{key}": x for key, x in packed.items()}
+    write(tmp_path, "gpt_oss", tensors, FORMATS["int8"][0], **WIDE)
+    model = load(tmp_path, progress=False)
+    layer = layers(model)[0]
+    assert not layer.gate["interleaved"]
+    name = "model.layers.0.mlp.experts.gate_up_proj_bias"
+    assert torch.equal(layer.get_parameter("gate_up_proj_bias")[:, :128], weights[name][:, ::2])
+    plain = random_model("gpt_oss", **WIDE)
+    assert sqnr(plain(IDS, POSITIONS), model(IDS, POSITIONS)) > 25
+
+
 def test_stacked_fp8_is_read_as_it_is(tmp_path: Path) -> None:
     quantization = FORMATS["fp8 blocks"][0]
     weights = weights_of("qwen3_moe")

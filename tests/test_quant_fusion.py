@@ -205,3 +205,19 @@ def test_a_weight_in_neither_the_dtype_of_the_model_nor_fp32_is_a_near_miss():
         "`weight` in bfloat16 (the dtype of `x`) or float32",
         "float16",
     )
+
+
+@EACH_KIND
+def test_a_norm_quantizes_for_what_reads_it_through_a_view(quantizer, decided):
+    """As experts do, whose router reads the view itself."""
+    column_major = decided.get("column_major", False)
+
+    def function(x, w, scale):
+        y = ops.rms_norm(x, w, 1e-6).view(-1, 64)
+        return *shown(quantizer(y, scale, **decided)), y
+
+    names = ("tidy", "quantizers_before_views", "rms_norm_quant")
+    chosen, inputs = [NAMED[name] for name in names], (X.view(1, 5, 64), W, SCALE)
+    # A view of scales by column would have other strides.
+    text = rewritten(chosen, function, *inputs, matches=0 if column_major else 1)
+    assert ("= quant_" in text) == column_major
