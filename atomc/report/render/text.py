@@ -14,14 +14,13 @@ NOT_REWRITES = ("lift", "bind_state", "reinplace", "lower")
 
 
 def report_text(report: ReportData) -> str:
-    """Rewrites by layer, routers and experts, rewrites that did not fire and why, kernels, state
-    and phases of one graph.
+    """Rewrites by layer, rewrites that did not fire and why, kernels, mixtures of experts, state and
+    phases of one graph.
     """
     parts = [_title(report)]
     if report.treated:
         parts += [
             _rewrites(report),
-            _experts(report),
             _not_fired(report),
             _near_misses(report.near),
             _kernels(report.kernels),
@@ -69,17 +68,6 @@ def _rewrites(report: ReportData) -> str:
         if rows
         else "no rewrite fired"
     )
-
-
-def _experts(report: ReportData) -> str:
-    """The kinds of routers and experts of a mixture: their attributes, and the layers."""
-    kinds: dict[tuple[str, str], list[Site]] = {}
-    for site in report.sites:
-        if "experts" in site.attrs:
-            attributes = ", ".join(f"{name}={given}" for name, given in site.attrs.items())
-            kinds.setdefault((site.rewrite, attributes), []).append(site)
-    rows = [(*kind, _layers(site.layer for site in found)) for kind, found in kinds.items()]
-    return table(("mixture of experts", "attributes", "layers"), rows) if rows else ""
 
 
 def _layers(layers: Iterable[int | None]) -> str:
