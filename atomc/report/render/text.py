@@ -14,8 +14,8 @@ NOT_REWRITES = ("lift", "bind_state", "reinplace", "lower")
 
 
 def report_text(report: ReportData) -> str:
-    """Rewrites by layer, rewrites that did not fire and why, kernels, mixtures of experts, state and
-    phases of one graph.
+    """Rewrites by layer, rewrites that did not fire and why, kernels, mixtures of experts, state
+    and phases of one graph.
     """
     parts = [_title(report)]
     if report.treated:
