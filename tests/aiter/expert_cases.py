@@ -68,6 +68,10 @@ def of_experts(native: torch.dtype) -> dict[str, Cases]:
                 (made := full(draw, **WHOLE)) | {"ids": made["ids"].to(torch.int64)}
             ),
             "weight on input, whole tiles": partial(full, weight_on_input=True, k=1, **WHOLE),
+            "weights on input, whole tiles": partial(full, weight_on_input=True, k=2, **WHOLE),
+            "ids far outside, whole tiles": lambda draw: (
+                (made := full(draw, **WHOLE)) | {"ids": made["ids"] * 5 - 7}
+            ),
             "other devices' experts, whole tiles": partial(outside, full, **WHOLE),
             "packed rows, whole tiles": lambda draw: (
                 full(draw, **WHOLE) | {"x": draw.packed(5, WHOLE["hidden"])[1]}

@@ -49,12 +49,6 @@ BUGS: list[Bug] = [
     ),
     bug("experts", "pad(experts, (1, 1))", "pad(experts, (0, 2))", EXPERTS),
     bug("experts", "ids.clamp(-1, experts) + 1", "ids + 1", EXPERTS),
-    bug(
-        "experts",
-        "pad(numbered(ids, experts), (0, 1))",
-        "pad(numbered(ids, experts), (0, 1), value=1)",
-        FP8,
-    ),
     bug("experts", "pad(weights.to(torch.float32), (0, 1))", "pad(weights, (0, 1))", EXPERTS),
     bug(
         "experts",
