@@ -1,24 +1,25 @@
 """Time mixtures of experts: the kernel that the compiler takes for so many tokens, by the format of
-the weights.
+the weights, and the router.
 
     python bench/moe.py --jobs 14 --json bench/results/moe-h200.json
-    python bench/moe.py --tiles --formats bf16 --models qwen3-30b --tokens 1 8 --jobs 14
+    python bench/moe.py --parts --formats bf16 --models qwen3-30b --tokens 64 4096
+    python bench/moe.py --tiles --formats bf16 --models qwen3-30b --tokens 1 8 64 --jobs 14
 
-Times and shares of copy bandwidth are taken as in bench/kernels.py. Each call has other tokens, with
-ids of their own; its bytes are those of the experts that they hit, and the rows. Quantizing x is not
-in the time. `route` is the router in front, with its product. --tiles times every tile of the
-kernels for few tokens.
+Times and shares of copy bandwidth are taken as in bench/kernels.py. Tokens choose experts
+uniformly, and each call has other tokens; its bytes are those of the experts that they hit, of the
+tokens and of the result. Quantizing x is not in the time. `route` is the router in front, with its
+product.
 """
 
 import argparse
-import importlib
 import json
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
 
 import torch
 from fusions import compile_first, mine
@@ -28,9 +29,12 @@ from torch import Tensor
 
 from atomc import kernels
 
-TOKENS = (1, 2, 4, 8, 16)
-SETS = 12  # calls with different tokens; the L2 cache does not hold the experts of all
-EIGHT = torch.int8
+if TYPE_CHECKING:
+    from atomc.kernels.triton.tiles import ExpertsFewTile, GroupedTile
+
+TOKENS = (1, 2, 4, 8, 16, 17, 64, 256, 1024, 4096, 16384)
+E4M3, INT8 = torch.float8_e4m3fn, torch.int8
+PARTS = ("sort", "up", "down", "sum")
 
 
 class Model(NamedTuple):
@@ -44,24 +48,33 @@ class Model(NamedTuple):
     bias: bool = False
 
 
+SILU = {"activation": "silu"}
 OAI = {"activation": "swiglu_oai", "interleaved": True, "limit": 7.0}
 MODELS = {
-    "qwen3-30b": Model(128, 8, 2048, 768, {}),
+    "qwen3-30b": Model(128, 8, 2048, 768, SILU),
     "gpt-oss-20b": Model(32, 4, 2880, 2880, OAI, bias=True),
-    "qwen3-next": Model(512, 10, 2048, 512, {}),
-    "mixtral-8x7b": Model(8, 2, 4096, 14336, {}),
+    "qwen3-next": Model(512, 10, 2048, 512, SILU),
+    "mixtral-8x7b": Model(8, 2, 4096, 14336, SILU),
+    "deepseek-v3-tp8": Model(256, 8, 7168, 256, SILU),
 }
 
 
 class Format(NamedTuple):
-    """An op, its arguments that do not depend on the tokens and those that do, and the module and
-    the name of its tiles.
+    """How weights are stored: an op, and its arguments that do not depend on the tokens.
+
+    few, many  names of the tables of tiles for few and for many tokens ("": the router has none)
+    dtype      of x
+    block      columns of x that share a scale, 0 for the whole row
+    group      columns of a weight that share a scale, of which a row has a whole number
     """
 
     op: str
     weights: Callable[[Model], Arguments]
-    rows: Callable[[Model, int], Arguments]
-    tiles: tuple[str, str] | None = None
+    few: str = ""
+    many: str = ""
+    dtype: torch.dtype = torch.bfloat16
+    block: int = 0
+    group: int = 1
 
 
 def shapes(of: Model) -> dict[str, tuple[int, int, int]]:
@@ -78,17 +91,8 @@ def biases(of: Model) -> Arguments:
     return of.gate | given
 
 
-def routed(of: Model, tokens: int) -> Arguments:
-    order = torch.rand(tokens, of.experts, device="cuda").argsort(-1)[:, : of.k]
-    weights = torch.rand(tokens, of.k, device="cuda").softmax(-1)
-    return {"x": normal(tokens, of.hidden), "ids": order.to(torch.int32), "weights": weights}
-
-
 def full(of: Model) -> Arguments:
-    return biases(of) | {
-        name: torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()
-        for name, shape in shapes(of).items()
-    }
+    return biases(of) | {name: normal(*shape) for name, shape in shapes(of).items()}
 
 
 def transposed(of: Model) -> Arguments:
@@ -102,21 +106,15 @@ def transposed(of: Model) -> Arguments:
 def eight_bits(of: Model, dtype: torch.dtype, block: int = 0) -> Arguments:
     made = biases(of) | {"out_dtype": torch.bfloat16} | ({"block": block} if block else {})
     for name, (experts, rows, columns) in shapes(of).items():
-        made[name] = codes(experts, rows, columns, dtype=torch.uint8).view(EIGHT)
-        if dtype != EIGHT:  # without the codes that are no numbers
+        made[name] = codes(experts, rows, columns, dtype=torch.uint8).view(INT8)
+        if dtype != INT8:  # without the codes that are no numbers
             made[name] = made[name].bitwise_and_(0x77).view(dtype)
         across = (-(-rows // block), -(-columns // block)) if block else (rows, 1)
         made[f"{name}_scale"] = scales(experts, *across)
     return made
 
 
-def eight_bit_rows(of: Model, tokens: int, dtype: torch.dtype, block: int = 0) -> Arguments:
-    made = routed(of, tokens)
-    x = (made["x"] * 20).to(dtype)
-    return made | {"x": x, "x_scale": scales(tokens, -(-of.hidden // block) if block else 1)}
-
-
-def int4(of: Model, group: int = 128) -> Arguments:
+def int4(of: Model, group: int) -> Arguments:
     made = biases(of) | {"group": group}
     for name, (experts, rows, columns) in shapes(of).items():
         made[name] = codes(experts, rows, columns // 8, dtype=torch.int32)
@@ -143,150 +141,310 @@ def router(of: Model) -> Arguments:
     }
 
 
-E4M3 = torch.float8_e4m3fn
-NUMBERS, CODES, WORDS = "experts_few", "experts_few_8_bits", "experts_few_4_bits"
+FP8_WEIGHTS = partial(eight_bits, dtype=E4M3)
+NUMBERS = ("EXPERTS_FEW", "MOE_EXPERTS")
+CODES = ("EXPERTS_FEW_8_BITS", "MOE_EXPERTS_8_BITS")
+WORDS = ("EXPERTS_FEW_4_BITS", "MOE_EXPERTS_4_BITS")
 FORMATS = {
-    "route": Format(
-        "linear_topk_route", router, lambda of, tokens: {"x": normal(tokens, of.hidden)}
-    ),
-    "bf16": Format("moe_experts", full, routed, (NUMBERS, "EXPERTS_FEW")),
-    "bf16_transposed": Format(
-        "moe_experts", transposed, routed, (NUMBERS, "EXPERTS_FEW_TRANSPOSED")
-    ),
-    "fp8": Format(
-        "moe_experts_fp8",
-        partial(eight_bits, dtype=E4M3),
-        partial(eight_bit_rows, dtype=E4M3),
-        (CODES, "EXPERTS_FEW_8_BITS"),
-    ),
-    "fp8_block": Format(
-        "moe_experts_fp8",
-        partial(eight_bits, dtype=E4M3, block=128),
-        partial(eight_bit_rows, dtype=E4M3, block=128),
-        (CODES, "EXPERTS_FEW_8_BITS"),
-    ),
-    "int8": Format(
-        "moe_experts_int8",
-        partial(eight_bits, dtype=EIGHT),
-        partial(eight_bit_rows, dtype=EIGHT),
-        (CODES, "EXPERTS_FEW_8_BITS"),
-    ),
-    "int4": Format("moe_experts_w4a16", int4, routed, (WORDS, "EXPERTS_FEW_4_BITS")),
-    "mxfp4": Format("moe_experts_mxfp4", mxfp4, routed, (WORDS, "EXPERTS_FEW_4_BITS")),
+    "route": Format("linear_topk_route", router),
+    "bf16": Format("moe_experts", full, *NUMBERS),
+    "bf16_transposed": Format("moe_experts", transposed, "EXPERTS_FEW_TRANSPOSED", "MOE_EXPERTS"),
+    "fp8": Format("moe_experts_fp8", FP8_WEIGHTS, *CODES, E4M3),
+    "fp8_block": Format("moe_experts_fp8", partial(FP8_WEIGHTS, block=128), *CODES, E4M3, 128),
+    "int8": Format("moe_experts_int8", partial(eight_bits, dtype=INT8), *CODES, INT8),
+    "int4": Format("moe_experts_w4a16", partial(int4, group=32), *WORDS, group=32),
+    "int4_g128": Format("moe_experts_w4a16", partial(int4, group=128), *WORDS, group=128),
+    "mxfp4": Format("moe_experts_mxfp4", mxfp4, *WORDS, group=32),
 }
 
 
-def size(of: Arguments) -> int:
-    return sum(t.numel() * t.element_size() for t in of.values() if isinstance(t, Tensor))
+def rows(of: Format, model: Model, tokens: int) -> Arguments:
+    """The arguments that depend on the tokens."""
+    x = normal(tokens, model.hidden)
+    if not of.few:
+        return {"x": x}
+    order = torch.rand(tokens, model.experts, device="cuda").argsort(-1)[:, : model.k]
+    weights = torch.rand(tokens, model.k, device="cuda").softmax(-1)
+    made = {"x": x, "ids": order.to(torch.int32), "weights": weights}
+    if of.dtype == torch.bfloat16:
+        return made
+    return made | quantized(of, x)
 
 
-def moved(model: Model, weights: Arguments, sets: list[Arguments]) -> float:
-    """Bytes of a call, on average: of the experts that are hit, of its rows, of the result."""
-    rows = sum(size(given) for given in sets) / len(sets)
-    if "ids" not in sets[0]:
-        return size(weights) + rows
-    hit = sum(given["ids"].unique().numel() for given in sets) / len(sets)
-    return size(weights) * hit / model.experts + rows + 2 * len(sets[0]["x"]) * model.hidden
+def quantized(of: Format, x: Tensor, name: str = "x") -> Arguments:
+    """x as codes, with some scales."""
+    count, columns = x.shape
+    scale = scales(count, -(-columns // of.block) if of.block else 1)
+    return {name: (x * 20).to(of.dtype), f"{name}_scale": scale}
 
 
-def tiles(name: str, function: Callable[..., Any]) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The kernel under every tile worth a try."""
-    from atomc.kernels.triton.tiles import ExpertsTile
+def few_tiles(apart: bool) -> "Iterator[ExpertsFewTile]":
+    """The tiles worth a try of the kernels for few tokens."""
+    from atomc.kernels.triton.tiles import ExpertsFewTile
 
-    where, table = FORMATS[name].tiles or ("", "")
-    module = importlib.import_module(f"atomc.kernels.triton.{where}")
-
-    def under(tile: ExpertsTile, **arguments: Any) -> Any:
-        before = getattr(module, table)
-        setattr(module, table, SimpleNamespace(choose=lambda *sizes: tile))
-        try:
-            return function(**arguments)
-        finally:
-            setattr(module, table, before)
-
-    apart = name == "bf16_transposed"
     for up in (4096, 8192, 16384):
         for down in (2048, 4096, 8192, 16384):
             for columns in (32, 64, 128) if apart else (512, 1024, 2048):
                 for warps in (4, 8):
-                    tile = ExpertsTile(up, down, columns, warps, apart)
-                    yield ",".join(map(str, tile)), partial(under, tile)
+                    yield ExpertsFewTile(up, down, columns, warps, apart)
 
 
-class Timed(NamedTuple):
-    """A line to measure."""
+def grouped_tiles() -> "Iterator[GroupedTile]":
+    """The tiles worth a try of the kernels for many tokens."""
+    from atomc.kernels.triton.tiles import GroupedTile
 
-    format: str
-    model: str
-    tokens: int
-    label: str
-    call: Callable[..., Any]
-    weights: Arguments
+    for block in (16, 32, 64, 128):
+        for weight_rows in (64, 128, 256):
+            for columns in (64, 128):
+                for warps in (4, 8):
+                    for stages in (3, 4, 5):
+                        if block * weight_rows // warps > 4096:
+                            continue  # more sums than registers
+                        launch = {
+                            "BLOCK_N": weight_rows,
+                            "BLOCK_K": columns,
+                            "TALL": 8 if block == 128 else 1,
+                            "num_warps": warps,
+                            "num_stages": stages,
+                        }
+                        yield GroupedTile(block, launch, launch)
+
+
+def between(of: Format, model: Model, tokens: int) -> Arguments:
+    """What is between the launches for many tokens: the gated activation and the products."""
+    pairs = tokens * model.k
+    act = normal(pairs, model.inner)
+    made = {"act": act} if of.dtype == torch.bfloat16 else quantized(of, act, "act")
+    return made | {"products": normal(pairs, model.hidden)}
+
+
+def launches(model: Model, given: Arguments, tile: "GroupedTile") -> dict[str, Callable[[], Any]]:
+    """The PARTS of the kernels for many tokens, each by itself; without the quantizer."""
+    from atomc.kernels.triton import experts_many_packed as packed
+    from atomc.kernels.triton import grouped
+
+    ids = given["ids"]
+    sort = partial(grouped.sort_by_expert, ids, model.experts, tile.block)
+    routing, pairs = sort(), ids.numel()
+    w13, w2, w13_scale, w2_scale, b13, b2 = map(
+        given.get, ("w13", "w2", "w13_scale", "w2_scale", "b13", "b2")
+    )
+    if w13.dtype in (torch.int32, torch.uint8):
+        multiply = partial(
+            packed.multiply,
+            group=given.get("group", 32),
+            pairs=pairs,
+            out_dtype=torch.bfloat16,
+        )
+        w13, w2 = (w if w.dtype == torch.int32 else packed.as_words(w) for w in (w13, w2))
+        up = partial(
+            multiply, given["x"], w13, w13_scale, None, b13, routing, tile.up, **model.gate
+        )
+        down = partial(multiply, given["act"], w2, w2_scale, None, b2, routing, tile.down)
+    else:
+        more = {"square": given.get("block", 0), "out_dtype": torch.bfloat16}
+        up = partial(
+            grouped.grouped_gate_up,
+            given["x"],
+            w13,
+            routing,
+            tile.up,
+            pairs=pairs,
+            x_scale=given.get("x_scale"),
+            w13_scale=w13_scale,
+            b13=b13,
+            **more,
+            **model.gate,
+        )
+        down = partial(
+            grouped.grouped_down,
+            given["act"],
+            w2,
+            routing,
+            tile.down,
+            act_scale=given.get("act_scale"),
+            w2_scale=w2_scale,
+            b2=b2,
+            **more,
+        )
+    add = partial(grouped.weighted_sum, given["products"], ids, given["weights"], model.experts)
+    return dict(zip(PARTS, (sort, up, down, add), strict=True))
+
+
+class Call(NamedTuple):
+    """A line to measure: the whole op or a part of it, with the arguments of several calls."""
+
+    part: str
+    kernel: str
+    function: Callable[..., Any]
     sets: list[Arguments]
 
 
-def cases(args: argparse.Namespace) -> Iterator[Timed]:
-    for name in args.formats:
-        for model in args.models:
-            weights = FORMATS[name].weights(MODELS[model])
-            for tokens in args.tokens:
-                sets = [FORMATS[name].rows(MODELS[model], tokens) for _ in range(SETS)]
-                found = chosen(FORMATS[name].op, tokens, weights | sets[0])
-                if isinstance(found, str):
-                    print(f"{name} of {model}, {tokens} tokens: {found}", flush=True)
-                    continue
-                every = iter([found])
-                if args.tiles and FORMATS[name].tiles:
-                    every = tiles(name, found[1])
-                for label, call in every:
-                    yield Timed(name, model, tokens, label, call, weights, sets)
+def apart(
+    of: Format, model: Model, sets: list[Arguments], tiles: "Iterable[GroupedTile]"
+) -> Iterator[Call]:
+    """The launches for many tokens, each by itself, with each of the tiles."""
+    shared = between(of, model, len(sets[0]["x"]))
+    for tile in tiles:
+        label = ",".join(map(str, (tile.block, *tile.up.values())))
+        each = [launches(model, given | shared, tile) for given in sets]
+        for part in PARTS:
+            yield Call(part, label, lambda run: run(), [{"run": every[part]} for every in each])
 
 
-def measured(case: Timed, bandwidth: float) -> dict[str, Any]:
-    sets = [case.weights | given for given in case.sets]
-    us = microseconds(case.call, sets, 2 * SETS, 9)
-    num_bytes = moved(MODELS[case.model], case.weights, case.sets)
+def calls(
+    of: Format,
+    model: Model,
+    sets: list[Arguments],
+    found: tuple[str, Callable[..., Any]],
+    args: argparse.Namespace,
+) -> Iterator[Call]:
+    """What the options ask to be timed, given the kernel that is taken."""
+    from atomc.kernels.triton import tiles
+    from atomc.kernels.triton.experts_few import MAX_TOKENS
+
+    tokens = len(sets[0]["x"])
+    provider, function = found
+    module = function.__module__
+    kernel = f"{provider} {module.rpartition('.')[2]}"
+    if not of.few:
+        yield Call("route", kernel, function, sets)
+        return
+
+    def under(tile: "ExpertsFewTile", **arguments: Any) -> Any:
+        with mock.patch(f"{module}.{of.few}", SimpleNamespace(choose=lambda *sizes: tile)):
+            return function(**arguments)
+
+    if args.tiles and tokens <= MAX_TOKENS:
+        for few in few_tiles(of.few == "EXPERTS_FEW_TRANSPOSED"):
+            yield Call("experts", ",".join(map(str, few)), partial(under, few), sets)
+    elif args.tiles:
+        every = apart(of, model, sets, grouped_tiles())
+        yield from (call for call in every if call.part in ("up", "down"))
+    else:
+        yield Call("experts", kernel, function, sets)
+        if args.parts and tokens > MAX_TOKENS:
+            per_expert = -(-tokens * model.k // model.experts)
+            tile = getattr(tiles, of.many).choose(sets[0]["x"].device, per_expert)
+            yield from apart(of, model, sets, [tile])
+
+
+def size(of: Arguments, *prefixes: str) -> int:
+    """Bytes of the tensors whose names begin so."""
+    return sum(
+        t.numel() * t.element_size()
+        for name, t in of.items()
+        if isinstance(t, Tensor) and name.startswith(prefixes)
+    )
+
+
+def work(part: str, model: Model, sets: list[Arguments]) -> tuple[float, float]:
+    """Bytes that a call must move, on average, and its floating-point operations."""
+    given = sets[0]
+    tokens, x = len(given["x"]), size(given, "x")
+    if part == "route":
+        return x + size(given, "weight"), 2 * tokens * model.experts * model.hidden
+    pairs = tokens * model.k
+    ids, act, out = size(given, "ids"), 2 * pairs * model.inner, 2 * tokens * model.hidden
+    products, multiplied = out * model.k, 2 * pairs * model.hidden * model.inner
+    hit = sum(len(each["ids"].unique()) for each in sets) / len(sets) / model.experts
+    w13, w2 = hit * size(given, "w13", "b13"), hit * size(given, "w2", "b2")
     return {
-        "format": case.format,
-        "model": case.model,
-        "tokens": case.tokens,
-        "kernel": case.label,
+        "experts": (x + size(given, "ids", "weights") + w13 + w2 + out, 3 * multiplied),
+        "sort": (ids, 0),
+        "up": (x + w13 + act, 2 * multiplied),
+        "down": (act * given["x"].element_size() / 2 + w2 + products, multiplied),
+        "sum": (products + out, 0),
+    }[part]
+
+
+def cases(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Call]]:
+    """The head of a line, with the bytes and operations of a call, and the call."""
+    for name in args.formats:
+        of = FORMATS[name]
+        for model_name in args.models:
+            model = MODELS[model_name]
+            if model.hidden % of.group or model.inner % of.group:
+                print(f"{name} of {model_name}: rows are no multiple of {of.group}", flush=True)
+                continue
+            weights = of.weights(model)
+            for tokens in args.tokens:
+                # Of few tokens so many that the L2 cache does not hold the experts of all.
+                count = 1 if args.compile_only else 12 if tokens <= 64 else 4
+                sets = [weights | rows(of, model, tokens) for _ in range(count)]
+                found = chosen(of.op, tokens, sets[0])
+                if isinstance(found, str):
+                    print(f"{name} of {model_name}, {tokens} tokens: {found}", flush=True)
+                    continue
+                for call in calls(of, model, sets, found, args):
+                    num_bytes, flops = work(call.part, model, sets)
+                    head = {"format": name, "model": model_name, "tokens": tokens}
+                    yield head | {"mb": num_bytes / 1e6, "gflop": flops / 1e9}, call
+
+
+def measured(head: dict[str, Any], call: Call, bandwidth: float) -> dict[str, Any]:
+    us = microseconds(call.function, call.sets, 2 * len(call.sets), 9)
+    gbs = head["mb"] / us * 1e3
+    return head | {
+        "part": call.part,
+        "kernel": call.kernel,
         "us": us,
-        "mb": num_bytes / 1e6,
-        "gbs": num_bytes / us / 1e3,
-        "share": num_bytes / us * 1e6 / bandwidth,
+        "gbs": gbs,
+        "share": gbs * 1e9 / bandwidth,
+        "tflops": head["gflop"] / us * 1e3,
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def print_fastest(lines: list[dict[str, Any]]) -> None:
+    """The five fastest tiles of each case."""
+    ranked: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for line in lines:
+        case = line["format"], line["model"], line["tokens"], line["part"]
+        ranked.setdefault(case, []).append(line)
+    print()
+    for case, these in ranked.items():
+        fastest = sorted(these, key=lambda line: line["us"])[:5]
+        print(*case, "  ".join(f"{line['kernel']} {line['us']:.2f}" for line in fastest))
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--formats", nargs="*", default=tuple(FORMATS), choices=tuple(FORMATS))
     parser.add_argument(
         "--models", nargs="*", default=("qwen3-30b", "gpt-oss-20b"), choices=tuple(MODELS)
     )
     parser.add_argument("--tokens", nargs="*", type=int, default=TOKENS)
     parser.add_argument(
+        "--parts",
+        action="store_true",
+        help="also each launch of the Triton kernels for more than 16 tokens",
+    )
+    parser.add_argument(
         "--tiles",
         action="store_true",
-        help="all tiles of the kernels for few tokens, not what is taken",
+        help="all tiles of the Triton kernels, not what is taken: of the whole up to 16 tokens, "
+        "of the products with gate and up, and with down, beyond",
     )
     parser.add_argument("--jobs", type=int, default=0, help="compile in so many processes first")
     parser.add_argument("--compile-only", help=argparse.SUPPRESS)
     parser.add_argument("--json", help="write the numbers to this file")
-    args = parser.parse_args()
-    for provider in ("triton", "cuda"):
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parsed()
+    for provider in ("triton", "torch"):
         if reason := kernels.load(provider):
             sys.exit(reason)
     if not torch.cuda.is_available():
         sys.exit("torch sees no GPU: CUDA graphs are timed")
-    if args.compile_only:
-        for number, case in enumerate(cases(args)):
-            if mine(number, args.compile_only):
-                case.call(**case.weights, **case.sets[0])
-        return
+    from triton.errors import TritonError
+
     if args.jobs:
         compile_first(args.jobs)
-    bandwidth = copy_bandwidth()
+    bandwidth = 1.0 if args.compile_only else copy_bandwidth()
     about = {
         "command": "python " + " ".join(sys.argv),
         "device": torch.cuda.get_device_name(),
@@ -296,31 +454,34 @@ def main() -> None:
     }
     print(
         f"$ {about['command']}\n{about['device']}, torch {torch.__version__}, copy "
-        f"{bandwidth / 1e9:.0f} GB/s\n"
-    )
-    print(
-        f"{'format':16}{'model':14}{'tokens':>6}  {'kernel':28}{'us':>9}{'MB':>9}{'GB/s':>7}"
-        f"{'share':>7}"
+        f"{bandwidth / 1e9:.0f} GB/s\n\n"
+        f"{'format':16}{'model':16}{'tokens':>6}  {'part':8}{'kernel':28}{'us':>10}{'GB/s':>7}"
+        f"{'share':>7}{'TFLOP/s':>9}",
+        flush=True,
     )
     lines = []
-    for case in cases(args):
-        line = measured(case, bandwidth)
+    for number, (head, call) in enumerate(cases(args)):
+        if not mine(number, args.compile_only):
+            continue
+        try:
+            if args.compile_only:
+                call.function(**call.sets[0])
+                continue
+            line = measured(head, call, bandwidth)
+        except TritonError as error:  # a tile may need more shared memory than there is
+            print(
+                *list(head.values())[:3], call.part, call.kernel, type(error).__name__, flush=True
+            )
+            continue
         lines.append(line)
         print(
-            f"{line['format']:16}{line['model']:14}{line['tokens']:6}  {line['kernel']:28}"
-            f"{line['us']:9.2f}{line['mb']:9.2f}{line['gbs']:7.0f}{line['share']:7.2f}",
+            f"{line['format']:16}{line['model']:16}{line['tokens']:6}  {line['part']:8}"
+            f"{line['kernel']:28}{line['us']:10.2f}{line['gbs']:7.0f}{line['share']:7.2f}"
+            f"{line['tflops']:9.1f}",
             flush=True,
         )
     if args.tiles:
-        print()
-        for name in dict.fromkeys(
-            (line["format"], line["model"], line["tokens"]) for line in lines
-        ):
-            these = [
-                line for line in lines if (line["format"], line["model"], line["tokens"]) == name
-            ]
-            best = sorted(these, key=lambda line: line["us"])[:3]
-            print(*name, "  ".join(f"{line['kernel']} {line['us']:.2f}" for line in best))
+        print_fastest(lines)
     if args.json:
         with open(args.json, "w") as file:
             json.dump(about | {"lines": lines}, file, indent=1)

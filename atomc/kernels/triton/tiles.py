@@ -282,7 +282,7 @@ def _grouped(
 
 # A block is about twice as long as an expert has pairs.
 MOE_EXPERTS = TileTable(
-    command="python bench/experts.py --tiles --schemes bf16",
+    command="python bench/moe.py --tiles --formats bf16 --tokens 64 256 1024 4096",
     sizes=("pairs per expert",),
     by_arch={
         "sm90": [
@@ -295,7 +295,7 @@ MOE_EXPERTS = TileTable(
     measured=False,
 )
 MOE_EXPERTS_8_BITS = TileTable(
-    command="python bench/experts.py --tiles --schemes fp8 fp8_block int8",
+    command="python bench/moe.py --tiles --formats fp8 fp8_block int8 --tokens 64 256 1024 4096",
     sizes=("pairs per expert",),
     by_arch={
         "sm90": [
@@ -308,7 +308,7 @@ MOE_EXPERTS_8_BITS = TileTable(
     measured=False,
 )
 MOE_EXPERTS_4_BITS = TileTable(
-    command="python bench/experts.py --tiles --schemes int4 mxfp4_a16",
+    command="python bench/moe.py --tiles --formats int4 int4_g128 mxfp4 --tokens 64 256 1024 4096",
     sizes=("pairs per expert",),
     by_arch={
         "sm90": [
@@ -323,27 +323,27 @@ MOE_EXPERTS_4_BITS = TileTable(
 
 # A row of the weight takes as many threads as in LINEAR.
 EXPERTS_FEW = TileTable(
-    command="python bench/moe.py --tiles --formats bf16",
+    command="python bench/moe.py --tiles --formats bf16 --tokens 1 2 4 8 16",
     sizes=("tokens",),
     by_arch={"sm90": [((ANY,), ExpertsFewTile(8192, 4096, 2048, 4))]},
     measured=False,
 )
 # Rows are contiguous, not columns: 64 of them, 128 bytes, a program.
 EXPERTS_FEW_TRANSPOSED = TileTable(
-    command="python bench/moe.py --tiles --formats bf16_transposed",
+    command="python bench/moe.py --tiles --formats bf16_transposed --tokens 1 2 4 8 16",
     sizes=("tokens",),
     by_arch={"sm90": [((ANY,), ExpertsFewTile(8192, 4096, 128, 8, apart=True))]},
     measured=False,
 )
 
 EXPERTS_FEW_8_BITS = TileTable(
-    command="python bench/moe.py --tiles --formats fp8 fp8_block int8",
+    command="python bench/moe.py --tiles --formats fp8 fp8_block int8 --tokens 1 2 4 8 16",
     sizes=("tokens",),
     by_arch={"sm90": [((ANY,), ExpertsFewTile(8192, 8192, 2048, 4))]},
     measured=False,
 )
 EXPERTS_FEW_4_BITS = TileTable(
-    command="python bench/moe.py --tiles --formats int4 mxfp4",
+    command="python bench/moe.py --tiles --formats int4 int4_g128 mxfp4 --tokens 1 2 4 8 16",
     sizes=("tokens",),
     by_arch={"sm90": [((ANY,), ExpertsFewTile(16384, 8192, 1024, 4))]},
     measured=False,
