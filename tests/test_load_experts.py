@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_loader import IDS, POSITIONS, assert_holds, checkpoint, halves, refusal, weights
+from test_loader import assert_holds, checkpoint, halves, refusal, weights
 from torch import Tensor
 
 from atomc.models import build, loader
@@ -194,24 +194,6 @@ def test_another_number_of_experts_than_in_the_config_is_refused(tmp_path: Path)
         "experts, expected 4, "
         "model.layers.1.mlp.experts.gate_up_proj has 3 experts, expected 4 and 3 more",
     )
-
-
-def test_experts_of_gpt_oss_in_mxfp4_are_loaded_by_transformers(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    transformers = pytest.importorskip("transformers")
-    stored = weights(**GPT_OSS)
-    for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, rows, columns = stored.pop(name).shape
-        blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
-        stored[f"{name}_blocks"] = blocks
-        stored[f"{name}_scales"] = torch.full((experts, rows, columns // 32), 120).byte()
-    config = GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}
-    model = load(checkpoint(tmp_path, stored, **config), dtype=torch.bfloat16)
-    assert isinstance(model.hf_model, transformers.GptOssForCausalLM)
-    assert "are loaded by transformers and run by its layers" in caplog.text
-    assert "no model file" not in caplog.text
-    assert torch.isfinite(model(IDS, POSITIONS)).all()
 
 
 @pytest.mark.parametrize(
