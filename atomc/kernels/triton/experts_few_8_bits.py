@@ -45,11 +45,11 @@ def refuse_moe_experts_fp8_few(
     if block not in (0, BLOCK):
         return Refusal("shape", f"blocks of {block}: written for {BLOCK}")
     return (
-        unlike((torch.float8_e4m3fn,), x=x, w13=w13, w2=w2)
-        or no_fp8_products(platform, x.dtype)
-        or _unfit(
+        _unfit(
             platform, x, ids, weights, w13, w13_scale, w2, w2_scale, b13, b2, out_dtype, activation
         )
+        or unlike((torch.float8_e4m3fn,), x=x, w13=w13, w2=w2)
+        or no_fp8_products(platform, x.dtype)
     )
 
 
