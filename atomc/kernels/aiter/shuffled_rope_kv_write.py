@@ -5,10 +5,19 @@ power of two wide.
 from torch import Tensor
 
 from atomc import ops
+from atomc.kernels.aiter.library import Function, unfit
 from atomc.kernels.aiter.rope_kv_write import unrotatable_heads, written
 from atomc.kernels.aiter.shuffled_cache import as_shuffled, unwritable
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
+
+# Older versions write the values of such a cache token by token, [blocks, K, D, block_size]. They
+# are known by an argument that they lack.
+writes_values_in_pieces = Function(
+    "fused_qk_rope_reshape_and_cache",
+    "aiter.ops.triton.fusions.fused_kv_cache",
+    takes=["upcast_operand"],
+)
 
 
 def _refuse(
@@ -25,9 +34,13 @@ def _refuse(
     v_scale: Tensor | None = None,
     rope_style: str = "neox",
 ) -> Refusal | None:
-    return unrotatable_heads(
-        platform, q, k, v, cos, sin, k_cache, v_cache, k_scale, v_scale, rope_style
-    ) or unwritable(k_cache, v_cache, slots)
+    return (
+        unfit(platform, writes_values_in_pieces)
+        or unrotatable_heads(
+            platform, q, k, v, cos, sin, k_cache, v_cache, k_scale, v_scale, rope_style
+        )
+        or unwritable(k_cache, v_cache, slots)
+    )
 
 
 @ops.rope_kv_write.kernel("aiter", layout="shuffled", refuses=_refuse)
