@@ -222,9 +222,11 @@ def launches(model: Model, given: Arguments, tile: "GroupedTile") -> dict[str, C
     """The PARTS of the kernels for many tokens, each by itself; without the quantizer."""
     from atomc.kernels.triton import experts_many_packed as packed
     from atomc.kernels.triton import grouped
+    from atomc.kernels.triton.expert_sort import sort_by_expert
+    from atomc.kernels.triton.weighted_sum import weighted_sum
 
     ids = given["ids"]
-    sort = partial(grouped.sort_by_expert, ids, model.experts, tile.block)
+    sort = partial(sort_by_expert, ids, model.experts, tile.block)
     routing, pairs = sort(), ids.numel()
     w13, w2, w13_scale, w2_scale, b13, b2 = map(
         given.get, ("w13", "w2", "w13_scale", "w2_scale", "b13", "b2")
@@ -267,7 +269,7 @@ def launches(model: Model, given: Arguments, tile: "GroupedTile") -> dict[str, C
             b2=b2,
             **more,
         )
-    add = partial(grouped.weighted_sum, given["products"], ids, given["weights"], model.experts)
+    add = partial(weighted_sum, given["products"], ids, given["weights"], model.experts)
     return dict(zip(PARTS, (sort, up, down, add), strict=True))
 
 

@@ -130,3 +130,15 @@ def test_weights_that_are_contiguous_in_neither_dimension_are_refused() -> None:
     packed["w2_scale"] = halved(packed["w2_scale"])
     sentence = refusal_text(kernel_of("moe_experts_mxfp4"), H200, packed)
     assert sentence == "w2_scale is not contiguous"
+
+
+@pytest.mark.parametrize("module", ["experts_few", "experts_many"])
+@pytest.mark.parametrize("activation", ops.experts.ACTIVATIONS)
+def test_a_token_that_is_not_a_number_stays_none_under_a_limit(
+    activation: str, module: str
+) -> None:
+    given = full(Draw(torch.bfloat16, DEVICE), activation=activation, limit=2.0)
+    given["x"][1] = torch.nan
+    kernel = importlib.import_module(f"atomc.kernels.triton.{module}").moe_experts
+    by_token = kernel(**given).isnan().all(-1)
+    assert by_token.tolist() == [token == 1 for token in range(len(by_token))]

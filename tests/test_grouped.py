@@ -19,12 +19,12 @@ from triton.runtime.jit import JITFunction
 from atomc import ops
 from atomc.kernels.torch import experts_grouped_mm
 from atomc.kernels.triton import (
+    expert_sort,
     experts_many,
     experts_many_packed,
     experts_many_scaled,
-    grouped,
 )
-from atomc.kernels.triton.grouped import Routing, most_blocks, sort_by_expert
+from atomc.kernels.triton.expert_sort import Routing, most_blocks, sort_by_expert
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [  # T, k, E, block
@@ -83,8 +83,8 @@ def test_pairs_whose_experts_all_differ_or_are_one_fit_into_the_blocks() -> None
 
 
 def test_many_pairs_are_counted_by_a_kernel_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped, "MOST_COUNTED", 50)
-    monkeypatch.setattr(grouped, "CHUNKS", 3)  # of 256 pairs
+    monkeypatch.setattr(expert_sort, "MOST_COUNTED", 50)
+    monkeypatch.setattr(expert_sort, "CHUNKS", 3)  # of 256 pairs
     assert_sorted(torch.randint(-1, 9, (150, 4), dtype=torch.int32), 8, 16)
 
 

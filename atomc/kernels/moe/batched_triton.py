@@ -13,25 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from atomc.kernels.triton.expert_gate import activated
+
 ROWS, OUTPUTS, INPUTS = 16, 64, 64  # of a tile; not measured yet
-
-
-@triton.jit
-def _activated(gate, up, alpha, limit, ACTIVATION: tl.constexpr, LIMITED: tl.constexpr):
-    if LIMITED:
-        gate = tl.minimum(gate, limit, tl.PropagateNan.ALL)
-        up = tl.clamp(up, -limit, limit, tl.PropagateNan.ALL)
-    if ACTIVATION == "silu":
-        out = gate * tl.sigmoid(gate) * up
-    elif ACTIVATION == "gelu":
-        out = gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
-    elif ACTIVATION == "gelu_tanh":
-        # (1 + tanh(z)) / 2 is sigmoid(2 z).
-        cubic = gate + 0.044715 * gate * gate * gate
-        out = gate * tl.sigmoid(1.5957691216057308 * cubic) * up
-    else:
-        out = (up + 1.0) * gate * tl.sigmoid(alpha * gate)
-    return out
 
 
 @triton.jit
@@ -111,7 +95,6 @@ def _batched(
     WHOLE: tl.constexpr,
     GATE: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    LIMITED: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
@@ -177,7 +160,7 @@ def _batched(
             TILE_N,
             TILE_K,
         )
-        out = _activated(out, up, alpha, limit, GATE, LIMITED)
+        out = activated(out, up, alpha, limit, GATE, tl.float32)
     tl.store(
         out_ptr + x_row[:, None] * N + n[None, :],
         out.to(out_ptr.dtype.element_ty),
@@ -235,14 +218,13 @@ def batched_product(
         s1,
         s2,
         alpha,
-        limit or 0.0,
+        limit,
         K=k,
         SCALES=scales,
         BLOCK=block,
         WHOLE=x.dtype == torch.int8,
         GATE=activation,
         INTERLEAVED=interleaved,
-        LIMITED=limit is not None,
         TILE_M=ROWS,
         TILE_N=OUTPUTS,
         TILE_K=tile_k,

@@ -45,15 +45,17 @@ class Triton(Experts):
         # Triton is optional.
         from atomc.kernels.moe.triton_quantizers import quantize
         from atomc.kernels.triton import grouped
+        from atomc.kernels.triton.expert_sort import sort_by_expert
         from atomc.kernels.triton.experts_many import tile_for
         from atomc.kernels.triton.tiles import MOE_EXPERTS, MOE_EXPERTS_8_BITS
+        from atomc.kernels.triton.weighted_sum import weighted_sum
 
         x, w, scheme = dispatched.x, weights, config.scheme
         ids = local_ids(dispatched.ids, expert_map, w.num_experts)
         square = scheme.block if isinstance(scheme, Fp8Block) else 0
         table = MOE_EXPERTS if scheme.name == "none" else MOE_EXPERTS_8_BITS
         tile = tile_for(table, x.dtype, ids, w.num_experts)
-        routing = grouped.sort_by_expert(ids, w.num_experts, tile.block)
+        routing = sort_by_expert(ids, w.num_experts, tile.block)
         act = grouped.grouped_gate_up(
             x,
             w.w13,
@@ -79,7 +81,7 @@ class Triton(Experts):
             square=square,
             out_dtype=output.dtype,
         )
-        output.copy_(grouped.weighted_sum(products, ids, dispatched.weights, w.num_experts))
+        output.copy_(weighted_sum(products, ids, dispatched.weights, w.num_experts))
 
     def finalize_weight_and_reduce(self) -> WeightAndReduce:
         return NoOp()

@@ -35,6 +35,19 @@ def silu(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def gelu(x):
+    """x * (1 + erf(x / sqrt(2))) / 2 of x in fp32."""
+    return x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def gelu_tanh(x):
+    """The approximation of gelu by tanh, of x in fp32."""
+    # (1 + tanh(z)) / 2 is sigmoid(2 z).
+    return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+
+
+@triton.jit
 def _gated(
     gate_ptr,
     up_ptr,
@@ -64,10 +77,9 @@ def _gated(
     if ACTIVATION == "silu":
         activated = silu(gate, gate_ptr.dtype.element_ty)
     elif ACTIVATION == "none":
-        activated = gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
+        activated = gelu(gate)
     else:
-        # (1 + tanh(z)) / 2 is sigmoid(2 z).
-        activated = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+        activated = gelu_tanh(gate)
     out = activated.to(gate_ptr.dtype.element_ty).to(tl.float32) * up
     tl.store(
         out_ptr + row_offset(row, d1, d2, o0, o1, o2) + column,

@@ -21,17 +21,17 @@ from torch import Tensor
 from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import strided, too_wide, unknown, unlike, unsupported, wrong_rank
-from atomc.kernels.triton.activation import silu
+from atomc.kernels.triton.expert_gate import activated
 from atomc.kernels.triton.experts_few_sums import sums_of_codes, sums_of_numbers, sums_of_words
 from atomc.kernels.triton.launch import (
     TRITON_DTYPE,
-    begin,
     by_fours,
     let_next_start,
     overlap,
     wait_for_last,
 )
 from atomc.kernels.triton.tiles import EXPERTS_FEW, EXPERTS_FEW_TRANSPOSED, ExpertsFewTile
+from atomc.kernels.triton.weighted_sum import weighted_sum
 from atomc.ops.experts import ACTIVATIONS
 from atomc.ops.formats import FLOATS, HALVES
 from atomc.ops.op import Refusal
@@ -46,33 +46,6 @@ MAX_CHOICES = 32
 def _rounded(x, like):
     """x, fp32, rounded to the type of the elements of a pointer."""
     return x.to(like.dtype.element_ty).to(tl.float32)
-
-
-@triton.jit
-def _activated(
-    gate,
-    up,
-    out_ptr,
-    ACTIVATION: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-):
-    """act(gate) * up, rounded after each step to the type of out_ptr but for the last, in fp32."""
-    if LIMIT is not None:
-        gate = _rounded(tl.minimum(gate, LIMIT), out_ptr)
-        up = _rounded(tl.clamp(up, -LIMIT, LIMIT), out_ptr)
-    if ACTIVATION == "swiglu_oai":
-        part = _rounded(tl.sigmoid(_rounded(gate * ALPHA, out_ptr)), out_ptr)
-        return _rounded(up + 1.0, out_ptr) * _rounded(gate * part, out_ptr)
-    elif ACTIVATION == "silu":
-        return _rounded(silu(gate, out_ptr.dtype.element_ty), out_ptr) * up
-    elif ACTIVATION == "gelu":
-        activated = gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
-        return _rounded(activated, out_ptr) * up
-    else:
-        # (1 + tanh(z)) / 2 is sigmoid(2 z).
-        z = gate + 0.044715 * gate * gate * gate
-        return _rounded(gate * tl.sigmoid(1.5957691216057308 * z), out_ptr) * up
 
 
 @triton.jit
@@ -227,7 +200,7 @@ def _gate_and_up(
         gate, up = tl.split(tl.reshape(h, (BLOCK_N, 2)))
     else:
         gate, up = tl.split(tl.permute(tl.reshape(h, (2, BLOCK_N)), (1, 0)))
-    out = _activated(gate, up, out_ptr, ACTIVATION, ALPHA, LIMIT)
+    out = activated(gate, up, ALPHA, LIMIT, ACTIVATION, out_ptr.dtype.element_ty)
     column = first + tl.arange(0, BLOCK_N)
     tl.store(out_ptr + pair * I + column, out.to(out_ptr.dtype.element_ty), known & (column < I))
 
@@ -324,33 +297,6 @@ def _down(
         )
 
 
-@triton.jit
-def _weigh(
-    results_ptr,
-    weights_ptr,
-    out_ptr,
-    H: tl.constexpr,
-    CHOICES: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """The weighted sums of results [T, k, H]."""
-    begin(PDL)
-    token = tl.program_id(0)
-    n = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
-    choice = tl.arange(0, BLOCK_C)[None, :]
-    pair = token * CHOICES + choice
-    inside = (choice < CHOICES) & (n < H)
-    results = tl.load(results_ptr + pair.to(tl.int64) * H + n, inside, 0.0).to(tl.float32)
-    weight = tl.load(weights_ptr + pair, choice < CHOICES, 0.0)
-    weighted = results * weight.to(tl.float32)
-    if weights_ptr.dtype.element_ty == out_ptr.dtype.element_ty:
-        weighted = _rounded(weighted, out_ptr)
-    total = tl.sum(weighted, 1)[:, None]
-    tl.store(out_ptr + token * H + n, total.to(out_ptr.dtype.element_ty), n < H)
-
-
 class Gate(NamedTuple):
     """How gate and up are joined; see atomc.ops.experts.gated."""
 
@@ -435,9 +381,8 @@ def compute(
     inner = up.values.shape[1] // 2
     columns = up.values.shape[2] * (8 if form.packed else 1)
     tokens, choices = ids.shape
-    out = x.new_empty((tokens, hidden), dtype=out_dtype)
     if not tokens:
-        return out
+        return x.new_empty((0, hidden), dtype=out_dtype)
     ids, weights = ids.contiguous(), weights.contiguous()
     x = x.contiguous() if form.packed else x
     h = x.new_empty((tokens * choices, inner), dtype=out_dtype)
@@ -469,7 +414,7 @@ def compute(
     block = 1 if tile.apart else triton.next_power_of_2(choices)
     parts = triton.cdiv(choices, block)
     rows, width = tile.of_down(inner, block)
-    results = out if parts == 1 else x.new_empty((tokens, choices, hidden), dtype=out_dtype)
+    results = x.new_empty((tokens, parts if parts == 1 else choices, hidden), dtype=out_dtype)
     _down[(tokens * parts, triton.cdiv(hidden, rows))](
         form.read(h),
         h_scale,
@@ -489,19 +434,9 @@ def compute(
         **form.constants(h),
         **launch,
     )
-    if parts > 1:
-        _weigh[(tokens, triton.cdiv(hidden, 256))](
-            results,
-            weights,
-            out,
-            H=hidden,
-            CHOICES=choices,
-            BLOCK_C=triton.next_power_of_2(choices),
-            BLOCK_N=256,
-            num_warps=4,
-            **overlap(x.device),
-        )
-    return out
+    return (
+        results[:, 0] if parts == 1 else weighted_sum(results.flatten(0, 1), ids, weights, experts)
+    )
 
 
 def unfit_call(

@@ -9,15 +9,11 @@ from torch import Tensor
 from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import strided, unknown, unlike
-from atomc.kernels.triton.grouped import (
-    MOST_EXPERTS,
-    grouped_down,
-    grouped_gate_up,
-    sort_by_expert,
-    weighted_sum,
-)
+from atomc.kernels.triton.expert_sort import MOST_EXPERTS, sort_by_expert
+from atomc.kernels.triton.grouped import grouped_down, grouped_gate_up
 from atomc.kernels.triton.launch import not_nvidia
 from atomc.kernels.triton.tiles import MOE_EXPERTS, GroupedTile, TileTable
+from atomc.kernels.triton.weighted_sum import weighted_sum
 from atomc.ops.experts import ACTIVATIONS
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal

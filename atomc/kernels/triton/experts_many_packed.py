@@ -11,18 +11,13 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import strided, unlike, wrong_result
+from atomc.kernels.triton.expert_sort import Routing, sort_by_expert
 from atomc.kernels.triton.experts_many import tile_for, unfit, unreadable
-from atomc.kernels.triton.grouped import (
-    Routing,
-    sort_by_expert,
-    store_pairs,
-    tile_of,
-    weight_rows,
-    weighted_sum,
-)
+from atomc.kernels.triton.grouped import store_pairs, tile_of, weight_rows
 from atomc.kernels.triton.launch import let_next_start, overlap, wait_for_last
 from atomc.kernels.triton.tiles import MOE_EXPERTS_4_BITS, Launch
 from atomc.kernels.triton.unpacking import as_words, other_group, scale_of, unpacked, zero_of
+from atomc.kernels.triton.weighted_sum import weighted_sum
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 from atomc.platform import Platform

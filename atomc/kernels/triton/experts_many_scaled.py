@@ -7,13 +7,9 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import no_fp8_products, strided, unlike, wrong_result
+from atomc.kernels.triton.expert_sort import sort_by_expert
 from atomc.kernels.triton.experts_many import tile_for, unfit, unreadable
-from atomc.kernels.triton.grouped import (
-    grouped_down,
-    grouped_gate_up,
-    sort_by_expert,
-    weighted_sum,
-)
+from atomc.kernels.triton.grouped import grouped_down, grouped_gate_up
 from atomc.kernels.triton.quant import (
     quant_fp8_group,
     quant_fp8_per_token,
@@ -21,6 +17,7 @@ from atomc.kernels.triton.quant import (
     quant_int8_per_token,
 )
 from atomc.kernels.triton.tiles import MOE_EXPERTS_8_BITS
+from atomc.kernels.triton.weighted_sum import weighted_sum
 from atomc.ops.formats import FLOATS, HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
