@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from atomc import ops
 from atomc.json_types import JSONLike
-from atomc.models.stock_experts import experts_of, refusal, register_experts
+from atomc.models.stock_experts import experts_of, read_settings, register_experts
 from atomc.torch_compat.exceptions import out_of_memory
 from atomc.weights.registry import parameter_of
 
@@ -235,8 +235,11 @@ def wrap_stock(hf_model: "PreTrainedModel") -> "StockModel":
 
 def _set_experts(hf_model: "PreTrainedModel") -> None:
     """Have its experts call ops.moe_experts, in place, if the op can express all of them."""
-    experts = experts_of(hf_model)
-    if experts and not any(map(refusal, experts)):
+    try:
+        found = [read_settings(module) for module in experts_of(hf_model)]
+    except ValueError:  # then its experts run as transformers implements them
+        return
+    if found:
         register_experts()
         hf_model.set_experts_implementation("atom")
 

@@ -4,20 +4,24 @@ ExpertsInterface.
 
 from typing import TypeGuard
 
+import torch
 from torch import Tensor, nn
 
 from atomc import ops
+from atomc.models.experts_spec import spec_of
 
-# The activations of transformers that the op has, by class.
-ACTIVATIONS = {
-    "SiLU": "silu",
-    "SiLUActivation": "silu",
-    "GELUActivation": "gelu",
-    "GELUTanh": "gelu_tanh",
-}
-# The class whose method _apply_gate is swiglu_oai over alternating columns; most classes have
-# transformers' own, act_fn(first half) * second half.
-GPT_OSS, DEFAULT_GATE = "GptOssExperts", "_default_apply_gate"
+# Whether weights are stored transposed; activation, interleaved, alpha and limit of the op.
+Settings = tuple[bool, str, bool, float, float | None]
+
+
+class StockExperts(nn.Module):
+    """What the op reads of experts of transformers: their parameters, and the settings, if known.
+    Some have biases.
+    """
+
+    gate_up_proj: Tensor
+    down_proj: Tensor
+    atom_settings: Settings
 
 
 def register_experts() -> None:
@@ -31,26 +35,8 @@ def register_experts() -> None:
     ExpertsInterface.register("atom", _experts)
 
 
-class StockExperts(nn.Module):
-    """What transformers adds to a class of experts whose implementation the user can choose, and
-    the parameters of the class. Biases, alpha and limit only exist in some.
-    """
-
-    has_gate: bool
-    has_bias: bool
-    has_post_expert_norm: bool
-    is_transposed: bool
-    is_concatenated: bool
-    gate_up_proj: Tensor
-    gate_up_proj_bias: Tensor
-    down_proj: Tensor
-    down_proj_bias: Tensor
-    alpha: float
-    limit: float
-
-
 def _is_experts(module: nn.Module) -> TypeGuard[StockExperts]:
-    return hasattr(module, "is_concatenated") and hasattr(module, "has_gate")
+    return hasattr(module, "is_concatenated")
 
 
 def experts_of(model: nn.Module) -> list[StockExperts]:
@@ -58,41 +44,48 @@ def experts_of(model: nn.Module) -> list[StockExperts]:
     return [module for module in model.modules() if _is_experts(module)]
 
 
-def refusal(module: StockExperts) -> str:
-    """Why the op cannot express these experts; "" if it can."""
-    name = type(module).__name__
-    if not module.has_gate:
-        return f"{name} has no gate, only gated experts are supported"
-    if module.has_post_expert_norm:
-        return f"{name} has a norm after each expert, which is not supported"
-    if name == GPT_OSS:
-        return ""
-    if _name_of_gate(module) != DEFAULT_GATE:
-        return f"{name} has a gate of its own (_apply_gate), which is not supported"
-    activation = type(module.act_fn).__name__
-    if activation not in ACTIVATIONS:
-        return f"{name} has activation {activation}, only {', '.join(ACTIVATIONS)} are supported"
-    return ""
+def read_settings(module: StockExperts) -> Settings:
+    """How the op computes these experts; the module keeps it for its forward. Raises ValueError if
+    it cannot.
+    """
+    settings: Settings = _settings(module)
+    module.atom_settings = settings
+    return settings
 
 
-def _name_of_gate(module: StockExperts) -> str:
-    return str(type(module)._apply_gate.__name__)  # type: ignore[attr-defined]
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _settings(module: nn.Module) -> Settings:
+    """For Dynamo a constant, as its trace computes no numbers, guarded by the module's identity."""
+    try:
+        spec = spec_of(module)
+    except ValueError as error:
+        raise ValueError(f'experts implementation "atom": {error}') from error
+    gate = spec.gate
+    return spec.transposed, gate["activation"], gate["interleaved"], gate["alpha"], gate["limit"]
 
 
 def _experts(
     module: StockExperts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """The experts function of transformers: x [T, H], ids and weights [T, k] -> [T, H]."""
-    if reason := refusal(module):
-        raise ValueError(f'experts implementation "atom": {reason}')
+    settings: Settings | None = getattr(module, "atom_settings", None)
+    if settings is None:  # a trace must not change the module
+        compiling = torch.compiler.is_dynamo_compiling()
+        settings = _settings(module) if compiling else read_settings(module)
+    transposed, activation, interleaved, alpha, limit = settings
     w13, w2 = module.gate_up_proj, module.down_proj
-    if module.is_transposed:
-        w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
-    b13, b2 = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
-    args = (hidden_states, top_k_index, top_k_weights, w13, w2, b13, b2)
-    if type(module).__name__ != GPT_OSS:
-        return ops.moe_experts(*args, activation=ACTIVATIONS[type(module.act_fn).__name__])
-    alpha, limit = module.alpha, module.limit
+    if transposed:
+        w13, w2 = w13.mT, w2.mT
     return ops.moe_experts(
-        *args, activation="swiglu_oai", interleaved=True, alpha=alpha, limit=limit
+        hidden_states,
+        top_k_index,
+        top_k_weights,
+        w13,
+        w2,
+        getattr(module, "gate_up_proj_bias", None),
+        getattr(module, "down_proj_bias", None),
+        activation=activation,
+        interleaved=interleaved,
+        alpha=alpha,
+        limit=limit,
     )

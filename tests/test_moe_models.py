@@ -282,9 +282,9 @@ def test_registered_experts_are_one_op_in_a_compiled_graph(name: str) -> None:
 @pytest.mark.parametrize(
     ("attributes", "sentence"),
     [
-        ({"has_gate": False}, "MixtralExperts has no gate, only gated experts are supported"),
+        ({"has_gate": False}, "MixtralExperts has no gate; supported are gated experts"),
         ({"has_post_expert_norm": True}, "MixtralExperts has a norm after each expert"),
-        ({"act_fn": nn.ReLU()}, "MixtralExperts has activation ReLU, only SiLU, "),
+        ({"act_fn": nn.ReLU()}, r"the gate of MixtralExperts \(activation ReLU\) is another"),
     ],
 )
 def test_experts_that_the_op_cannot_express_are_refused_and_served_as_they_are(
@@ -303,18 +303,101 @@ def test_experts_that_the_op_cannot_express_are_refused_and_served_as_they_are(
     assert models.wrap_stock(model).hf_model.config._experts_implementation == "batched_mm"
 
 
-def test_experts_with_a_gate_of_their_own_are_refused() -> None:
-    module = pytest.importorskip(
-        "transformers.models.openai_privacy_filter.modeling_openai_privacy_filter"
-    )
-    config = module.OpenAIPrivacyFilterConfig(
-        hidden_size=8, intermediate_size=4, num_local_experts=2
-    )
+NAMES_OF_SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+}
+
+
+def one_layer_of_experts(kind: str, name: str, **differs: object) -> nn.Module:
+    """The experts of this class of transformers with random weights; skips if it has none."""
+    module = pytest.importorskip(f"transformers.models.{kind}.modeling_{kind}")
+    config = transformers.AutoConfig.for_model(kind).get_text_config()
+    for field, value in (NAMES_OF_SIZES | differs).items():
+        if hasattr(config, field):
+            setattr(config, field, value)
+    experts: nn.Module = getattr(module, f"{name}Experts")(config)
+    generator = torch.Generator().manual_seed(4)
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.5, generator=generator)
+    return experts.requires_grad_(False)
+
+
+def routed(tokens: int = 7) -> tuple[Tensor, Tensor, Tensor]:
+    """x [T, 64], ids and weights [T, 2] for four experts."""
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.rand(tokens, 4, generator=generator).argsort(-1)[:, :2]
+    x = torch.randn(tokens, 64, generator=generator)
+    return x, ids, torch.rand(tokens, 2, generator=generator)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "differs"),
+    [
+        ("aria", "Aria", {}),
+        ("beam", "Beam", {}),
+        ("deepseek_v4", "DeepseekV4", {"swiglu_limit": 1.0}),
+        ("gemma4", "Gemma4Text", {}),
+        ("glm5_next", "Glm5NextText", {"swiglu_limit": 1.0}),
+        ("hy_v4", "HYV4", {"swiglu_limit": 1.0}),
+        ("jamba", "Jamba", {}),
+        ("lfm2_moe", "Lfm2Moe", {}),
+        ("minimax_m3_vl", "MiniMaxM3VL", {"swiglu_limit": 1.0, "swiglu_alpha": 1.5}),
+        ("openai_privacy_filter", "OpenAIPrivacyFilter", {"swiglu_limit": 1.0}),
+        ("phimoe", "Phimoe", {}),
+    ],
+)
+def test_experts_of_any_class_are_recognised_by_what_their_gate_computes(
+    kind: str, name: str, differs: dict[str, object]
+) -> None:
+    experts = one_layer_of_experts(kind, name, **differs)
+    config = experts.config
+    config._experts_implementation = "batched_mm"  # type: ignore[union-attr]
+    expected = experts(*routed())
     atomc.register_experts()
-    config._experts_implementation = "atom"
-    experts = module.OpenAIPrivacyFilterExperts(config)
-    with pytest.raises(ValueError, match=r"OpenAIPrivacyFilterExperts has a gate of its own"):
-        experts(torch.randn(1, 8), torch.tensor([[0]]), torch.ones(1, 1))
+    config._experts_implementation = "atom"  # type: ignore[union-attr]
+    assert error(experts(*routed()), expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "sentence"),
+    [
+        ("inkling2", "Inkling2", "the gate of Inkling2Experts"),
+        ("muse_spark", "MuseSpark", "MuseSparkExperts has a norm after each expert"),
+        ("nemotron_h", "NemotronH", "NemotronHExperts has no gate"),
+    ],
+)
+def test_experts_of_classes_with_another_computation_are_refused(
+    kind: str, name: str, sentence: str
+) -> None:
+    experts = one_layer_of_experts(kind, name)
+    atomc.register_experts()
+    experts.config._experts_implementation = "atom"  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match=sentence):
+        experts(*routed())
+
+
+def test_layers_of_experts_that_have_run_share_one_compiled_graph() -> None:
+    atomc.register_experts()
+    graphs = []
+
+    def recorded(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    layers = [one_layer_of_experts("mixtral", "Mixtral") for _ in range(3)]
+    for layer in layers:
+        layer.config._experts_implementation = "atom"  # type: ignore[union-attr]
+        layer(*routed())
+    torch._dynamo.reset()
+    for layer in layers:
+        torch.compile(layer, backend=recorded, fullgraph=True)(*routed())
+    assert len(graphs) == 1
 
 
 def test_a_wrapped_model_calls_the_op_for_its_experts() -> None:

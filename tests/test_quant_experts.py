@@ -14,13 +14,13 @@ from torch import Tensor, nn
 import atomc
 from atomc import models, ops
 from atomc.models.experts import Experts
+from atomc.models.experts_spec import spec_of
 from atomc.models.gpt_oss import GptOssExperts
 from atomc.models.loader import load
 from atomc.planning.plan import build_model
 from atomc.quantization import ONLINE, QuantizedExperts, QuantizedLinear, apply, quantize
 from atomc.quantization.config import online, parse
 from atomc.quantization.experts import STACKED, ExpertsMethod
-from atomc.quantization.experts_spec import spec_of
 from atomc.quantization.scheme import Fp8, Int4, Mxfp4, Scheme
 
 transformers = pytest.importorskip("transformers")

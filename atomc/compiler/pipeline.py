@@ -233,8 +233,23 @@ class _Run:
                 index = Index(self.gm.graph)
             done.fired += fired
             refused += more_refused
-        if p.cleanup:
-            return done
+        if not p.cleanup:
+            self.explain_misses(p, index, possible, done, refused)
+        return done
+
+    def explain_misses(
+        self,
+        p: Pass,
+        index: Index,
+        possible: Sequence[tuple[Rewrite, Case]],
+        done: Outcome,
+        refused: list[NearMiss],
+    ) -> None:
+        """Add the near misses of a pass to `done`; report the ops that it lacks if there are none.
+
+        possible  the cases whose needs the graph met before the pass
+        refused   the sites that the matcher found and a guard refused
+        """
         done.near = _best(refused, {node for f in done.fired for node in f.nodes})
         try:
             shown_too = [
@@ -247,7 +262,7 @@ class _Run:
             self.report.bugs.append(
                 f"{p.name}: near misses are not explained: {type(error).__name__}: {error}"
             )
-            return done
+            return
         shown = _nodes_of(done.near)
         done.near += [miss for miss in explained if not (miss.nodes & shown)]
         for miss in _best(unexplained, _nodes_of(refused)):
@@ -256,7 +271,6 @@ class _Run:
             )
         if not done.fired and not done.near:
             self.report_absent_ops(index, p, possible)
-        return done
 
     def report_absent_ops(
         self, index: Index, p: Pass, possible: Sequence[tuple[Rewrite, Case]]

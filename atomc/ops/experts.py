@@ -6,6 +6,7 @@ rows of gate and up, `w2` is down. An id outside 0..E-1 (an expert of another de
 """
 
 from collections.abc import Callable
+from typing import TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,15 @@ from atomc.ops.op_cost import experts
 from atomc.ops.op_traits import Kind
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
+
+
+class Gate(TypedDict):
+    """What is between the products of an expert: options of moe_experts, explained in `gated`."""
+
+    activation: str
+    interleaved: bool
+    alpha: float
+    limit: float | None
 
 
 def gate_and_up(h: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:

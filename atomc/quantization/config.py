@@ -14,10 +14,10 @@ from torch import nn
 
 from atomc.json_file import read_json
 from atomc.json_types import JSONLike
+from atomc.models.experts_spec import spec_of
 from atomc.quantization import checkpoints
 from atomc.quantization.checkpoints import EXPERTS
 from atomc.quantization.experts import ExpertsMethod
-from atomc.quantization.experts_spec import spec_of
 from atomc.quantization.field_types import check_types
 from atomc.quantization.linear import LinearMethod
 from atomc.quantization.scheme import ONLINE, Scheme

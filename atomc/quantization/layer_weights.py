@@ -1,8 +1,10 @@
 """The tensors that a scheme reads from a layer, as protocols."""
 
-from typing import Protocol, TypedDict
+from typing import Protocol
 
 from torch import Tensor
+
+from atomc.ops.experts import Gate
 
 
 class QuantizedWeight(Protocol):
@@ -23,15 +25,6 @@ class LinearWeights(QuantizedWeight, Protocol):
     def input_scale(self) -> Tensor: ...
     @property
     def bias(self) -> Tensor | None: ...
-
-
-class Gate(TypedDict):
-    """How the result of gate_up_proj becomes the input of down_proj: options of ops.moe_experts."""
-
-    activation: str
-    interleaved: bool
-    alpha: float
-    limit: float | None
 
 
 class ExpertsWeights(Protocol):

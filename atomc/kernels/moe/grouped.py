@@ -1,9 +1,8 @@
 """Experts with torch's grouped product: rows sorted by expert, one product of all experts."""
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from atomc.kernels.grouped_experts import grouped_experts
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
 from atomc.kernels.moe.experts import Experts, Sizes, WorkspaceShapes, local_ids
 from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
@@ -34,26 +33,16 @@ class Grouped(Experts):
         expert_map: Tensor | None,
         config: ExpertsConfig,
     ) -> None:
-        experts = weights.num_experts
-        local = local_ids(dispatched.ids, expert_map, experts)
-        by_choice = local.masked_fill(local < 0, experts).flatten()  # those of other ranks last
-        expert, order = by_choice.sort(stable=True)
-        bounds = torch.arange(experts, device=expert.device)
-        ends = torch.searchsorted(expert, bounds, right=True).int()
-        bias = expert.clamp(max=experts - 1)
-
-        h = _product(dispatched.x[order // local.shape[1]], weights.w13, weights.b13, ends, bias)
-        y = _product(config.gated(h), weights.w2, weights.b2, ends, bias)
-        # grouped_mm does not write the rows behind the last end.
-        output.flatten(0, 1)[order] = y.masked_fill((expert == experts).unsqueeze(-1), 0)
+        grouped_experts(
+            output.flatten(0, 1),
+            dispatched.x,
+            local_ids(dispatched.ids, expert_map, weights.num_experts),
+            weights.w13,
+            weights.w2,
+            weights.b13,
+            weights.b2,
+            config.gated,
+        )
 
     def finalize_weight_and_reduce(self) -> WeightAndReduce:
         return Contiguous()
-
-
-def _product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, expert: Tensor
-) -> Tensor:
-    """x [N, K] sorted by expert, e's until ends[e] [L]; weight [L, O, K] -> [N, O]."""
-    y = F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
-    return y if bias is None else y + bias[expert]

@@ -155,40 +155,61 @@ class ModularExperts:
         x_scale: Tensor | None,
         out_dtype: torch.dtype | None,
     ) -> None:
-        prepare, scheme = self.prepare_finalize, self.config.scheme.name
         if reason := self.experts.missing(x.device):
             raise ValueError(f"{self.experts.name} cannot run here: {reason}")
-        wanted = prepare.topk_indices_dtype
-        if ids.dtype not in ((wanted,) if wanted else IDS):
-            expected = wanted or "torch.int32 or torch.int64"
-            raise ValueError(f"{prepare.name} takes ids of {expected}, not {ids.dtype}")
-        most = prepare.max_tokens_per_rank
-        if most is not None and len(x) > most:
-            raise ValueError(
-                f"{len(x)} tokens exceed the max_tokens_per_rank={most} of {prepare.name}: raise "
-                "it, or split the tokens"
-            )
-        held = prepare.num_local_experts
-        if held is not None and held != of_experts.num_experts:
-            raise ValueError(
-                f"the expert map of {prepare.name} gives this rank {held} experts, the weights "
-                f"have {of_experts.num_experts}"
-            )
-        scaled = of_experts.w13_scale is not None and of_experts.w2_scale is not None
-        if scaled != (scheme != "none"):
-            raise ValueError(
-                f"the scheme is {scheme}, and the weights have {'' if scaled else 'no '}scales"
-            )
-        if x_scale is not None and (out_dtype is None or scheme == "none"):
-            raise ValueError(
-                "an x with x_scale is quantized: it needs out_dtype and a scheme other than none"
-            )
-        if self.config.weight_on_input and (ids.shape[1] != 1 or x_scale is not None):
-            raise ValueError(
-                f"weight_on_input multiplies x by the weight of its only expert before it is "
-                f"quantized; here are {ids.shape[1]} experts per token"
-                + (" and x_scale" if x_scale is not None else "")
-            )
+        reason = (
+            _unprepared(self.prepare_finalize, x, ids, of_experts)
+            or _wrong_scales(self.config.scheme.name, of_experts, x_scale, out_dtype)
+            or _weighted_otherwise(self.config, ids, x_scale)
+        )
+        if reason:
+            raise ValueError(reason)
+
+
+def _unprepared(
+    prepare: PrepareFinalize, x: Tensor, ids: Tensor, of_experts: ExpertWeights
+) -> str | None:
+    """Why these tokens cannot be sent to these experts, or None."""
+    wanted = prepare.topk_indices_dtype
+    if ids.dtype not in ((wanted,) if wanted else IDS):
+        expected = wanted or "torch.int32 or torch.int64"
+        return f"{prepare.name} takes ids of {expected}, not {ids.dtype}"
+    most = prepare.max_tokens_per_rank
+    if most is not None and len(x) > most:
+        return (
+            f"{len(x)} tokens exceed the max_tokens_per_rank={most} of {prepare.name}: raise it, "
+            "or split the tokens"
+        )
+    held = prepare.num_local_experts
+    if held is not None and held != of_experts.num_experts:
+        return (
+            f"the expert map of {prepare.name} gives this rank {held} experts, the weights have "
+            f"{of_experts.num_experts}"
+        )
+    return None
+
+
+def _wrong_scales(
+    scheme: str, of_experts: ExpertWeights, x_scale: Tensor | None, out_dtype: torch.dtype | None
+) -> str | None:
+    """Why the scales of weights or of x contradict the scheme, or None."""
+    scaled = of_experts.w13_scale is not None and of_experts.w2_scale is not None
+    if scaled != (scheme != "none"):
+        return f"the scheme is {scheme}, and the weights have {'' if scaled else 'no '}scales"
+    if x_scale is not None and (out_dtype is None or scheme == "none"):
+        return "an x with x_scale is quantized: it needs out_dtype and a scheme other than none"
+    return None
+
+
+def _weighted_otherwise(config: ExpertsConfig, ids: Tensor, x_scale: Tensor | None) -> str | None:
+    """Why the inputs cannot be multiplied by the weights, if they should be; or None."""
+    if not config.weight_on_input or (ids.shape[1] == 1 and x_scale is None):
+        return None
+    return (
+        "weight_on_input multiplies x by the weight of its only expert before it is quantized; "
+        f"here are {ids.shape[1]} experts per token"
+        + (" and x_scale" if x_scale is not None else "")
+    )
 
 
 def _view(space: Tensor, shape: tuple[int, ...]) -> Tensor:

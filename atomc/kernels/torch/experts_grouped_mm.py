@@ -9,7 +9,8 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import older_than, uneven, unlike
-from atomc.kernels.torch.experts import weighted_input, weighted_sum
+from atomc.kernels.grouped_experts import grouped_experts
+from atomc.kernels.torch.experts import weighted_sum
 from atomc.ops.experts import gated
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -36,7 +37,7 @@ def refuse_moe_experts(
     if platform.is_cpu:
         return Refusal("slower", "on a CPU a loop over the experts is as fast")
     return (
-        older_than((9, 0), platform, "torch._grouped_mm runs")
+        older_than((9, 0), platform, "torch.nn.functional.grouped_mm runs")
         or unlike((torch.bfloat16,), x=x, w13=w13, w2=w2)
         or uneven(w2.shape[1], ALIGNED)
         or uneven(w2.shape[2], ALIGNED)
@@ -68,21 +69,10 @@ def moe_experts(
     limit: float | None = None,
     weight_on_input: bool = False,
 ) -> Tensor:
-    count = len(w13)
-    flat = ids.flatten().to(torch.int64)
-    # Pairs of unknown experts go behind all others, where no group reaches.
-    expert, order = flat.where((flat >= 0) & (flat < count), count).sort(stable=True)
-    ends = torch.searchsorted(expert, torch.arange(count, device=x.device), right=True)
-    ends = ends.to(torch.int32)
-    own = expert.clamp(max=count - 1)
+    def gate(h: Tensor) -> Tensor:
+        return gated(h, activation, interleaved, alpha, limit)
 
-    def product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        out: Tensor = torch._grouped_mm(rows, weight.transpose(1, 2), ends)
-        return out if bias is None else out + bias[own]
-
-    rows = weighted_input(x, weights)[order] if weight_on_input else x[order // ids.shape[1]]
-    h = gated(product(rows, w13, b13), activation, interleaved, alpha, limit)
-    sums = product(h, w2, b2).masked_fill((expert == count).unsqueeze(-1), 0)
-    by_pair = torch.empty_like(sums)
-    by_pair[order] = sums
+    by_pair = x.new_empty(ids.numel(), x.shape[1])
+    on_input = weights if weight_on_input else None
+    grouped_experts(by_pair, x, ids, w13, w2, b13, b2, gate, on_input)
     return weighted_sum(by_pair, ids, None if weight_on_input else weights)

@@ -1,5 +1,6 @@
 """What the experts of a model compute: read from a module of ours or of transformers.
 
+The gate of a class of transformers is found by comparing numbers, so that no class is named here.
 E experts, H width of the model, I width of an expert.
 """
 
@@ -12,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from atomc.models.experts import Experts
-from atomc.ops.experts import ACTIVATIONS, gated
-from atomc.quantization.layer_weights import Gate
+from atomc.ops.experts import ACTIVATIONS, Gate, gated
 
 SUPPORTED = (
     "supported are gated experts, gate and up one after the other or alternating, with "
@@ -58,7 +58,7 @@ def _is_stacked(module: nn.Module, name: str) -> bool:
 def spec_of(module: nn.Module) -> ExpertsSpec:
     """Raises ValueError for experts that the ops of atomc cannot express."""
     name = type(module).__name__
-    if not _is_stacked(module, "gate_up_proj"):
+    if not _is_stacked(module, "gate_up_proj") or not getattr(module, "has_gate", True):
         raise ValueError(f"{name} has no gate; {SUPPORTED}")
     ours = isinstance(module, Experts)
     if not ours and not hasattr(module, "is_concatenated"):
@@ -118,7 +118,7 @@ def _applied(module: nn.Module, h: Tensor) -> Tensor:
     activation = getattr(module, "act_fn", None)
     parameters = activation.parameters() if isinstance(activation, nn.Module) else ()
     if not isinstance(module, _Gated) or any(True for _ in parameters):
-        return torch.full((len(h), h.shape[1] // 2), math.nan)
+        return h.new_full((len(h), h.shape[1] // 2), math.nan)
     with torch.no_grad():
         return module._apply_gate(h)
 
