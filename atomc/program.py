@@ -25,7 +25,8 @@ from atomc.report import contract
 from atomc.report.render.page import publish
 from atomc.report.report import Report, keep
 from atomc.torch_compat.core import Input
-from atomc.weights.inputs import WeightInputs
+from atomc.weights.freed import with_freed_parameters
+from atomc.weights.inputs import WeightInputs, bytes_of
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -50,13 +51,13 @@ class Program:
     report  the report of the compiler
     syncing kernels that cannot be captured in a CUDA graph
     key     the cache key of the graph of a traced model; None if the cache was not used
-    copied_bytes    size of the weights of which kernels keep a prepared copy
-    replaced_bytes  size of those that the program itself does not read, so that their owner may
-                    free them
+    prepared_bytes  size of the weights that kernels prepare
+    replaced_bytes  size of those of them whose original is freed: the runtime owns it, and no
+                    kernel reads it
     """
 
     key: str | None = None
-    copied_bytes: int = 0
+    prepared_bytes: int = 0
     replaced_bytes: int = 0
 
     def __init__(
@@ -106,8 +107,7 @@ class Program:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the state; of several, the one with the fewest bits."""
-        dtypes = [tensor.dtype for spec in self.specs for tensor in spec.tensors]
-        return min(dtypes, key=lambda dtype: dtype.itemsize, default=torch.get_default_dtype())
+        return state_dtype(self.specs)
 
     def bind(self, states: Sequence[Mapping[str, Tensor]]) -> None:
         """Use these tensors as state: by role, for each of `specs` in order.
@@ -181,6 +181,12 @@ class Program:
             self._arguments[i] = weight
 
 
+def state_dtype(specs: Sequence[StateSpec]) -> torch.dtype:
+    """The dtype of the state of these layers; of several, the one with the fewest bits."""
+    dtypes = [tensor.dtype for spec in specs for tensor in spec.tensors]
+    return min(dtypes, key=lambda dtype: dtype.itemsize, default=torch.get_default_dtype())
+
+
 def _scale(model: nn.Module, spec: StateSpec, role: str, device: torch.device) -> Tensor:
     """The scale of a layer's state, [1] fp32: the buffer with the name of the role, or 1.
 
@@ -194,6 +200,7 @@ def _scale(model: nn.Module, spec: StateSpec, role: str, device: torch.device) -
     )
 
 
+@with_freed_parameters
 def compile_model(
     model: nn.Module,
     options: Mapping[str, JSONLike] | Options | None = None,
@@ -202,6 +209,7 @@ def compile_model(
     keep_texts: bool = False,
     *,
     owned: bool = False,
+    before_free: Callable[[str | None, Sequence[StateSpec]], None] | None = None,
 ) -> Program:
     """Compile a model for the runtime, or load it from the cache. Its parameters may become views
     of packed weights.
@@ -212,35 +220,40 @@ def compile_model(
     observers   called with the graph after each pass that changed it
     keep_texts  the report gets the graph after each of these passes, as with options={"report":
                 FILE}
-    owned       no other code writes or moves the weights, so the program does not check them
+    owned       no other code reads, writes or moves the weights: the program does not check them,
+                and those that its kernels read only as prepared weights are freed
+    before_free called with the program's key and specs before weights are freed, if any are
     Raises OptionsError for wrong options, and ValueError with the reason and the line for a model
     that cannot be served. ATOMC_STRICT adds the traceback, else it is logged at level debug.
     """
     chosen = Options.of(options)
     device = next(model.parameters()).device
     where = platform or Platform.detect("cpu" if device.type == "meta" else device.type)
-    cache = ModelCache(model, chosen, where, observed=bool(observers) or keep_texts)
+    cache = ModelCache(model, chosen, where, owned=owned, observed=bool(observers) or keep_texts)
     found = cache.load()
     if found is not None:
         report = keep(found.report)
         compiled, inputs, key = found.compiled, found.inputs, None
     else:
         compiled, sources, inputs, report, entry, key = _traced(
-            model, chosen, where, observers, keep_texts
+            model, chosen, where, observers, keep_texts, owned
         )
         cache.store(report, entry, sources, inputs)
     report.treated = True
     contract.check(report, chosen)
     with torch.no_grad():
         weights = weight_inputs(compiled, report.notes)
-        made = _made(weights, inputs, device, report)
+        freed = bytes_of(weights.replaced_groups(inputs), inputs) if owned else 0
+        if freed and before_free is not None and device.type != "meta":
+            before_free(key, compiled.state)
+        made = _made(weights, inputs, device, owned=owned)
+        if weights.prepared_inputs and device.type != "meta":
+            report.notes.append(weights.note(freed))
         program = Program(
             compiled, inputs, made, None if owned else weights.refresh, report, device, model
         )
-    program.key, program.copied_bytes = key, weights.copied_bytes(inputs)
-    program.replaced_bytes = sum(
-        x.nbytes for i in weights.replaced_inputs() if isinstance(x := inputs[i], Tensor)
-    )
+    program.key, program.prepared_bytes = key, weights.prepared_bytes(inputs)
+    program.replaced_bytes = freed
     report.notes += _notes_of(model)
     publish(report, chosen)
     return program
@@ -252,13 +265,14 @@ def _traced(
     platform: Platform,
     observers: "Sequence[Callable[[str, GraphModule], None]]",
     keep_texts: bool,
+    owned: bool,
 ) -> "TracedModel":
     from atomc.compiler.trace_model import trace_model  # and with it Dynamo
     from atomc.refusal import refusal
     from atomc.torch_compat.tracing import TracingError
 
     try:
-        return trace_model(model, options, platform, observers, keep_texts)
+        return trace_model(model, options, platform, observers, keep_texts, owned=owned)
     except OURS:
         raise
     except TracingError as error:
@@ -266,15 +280,12 @@ def _traced(
 
 
 def _made(
-    weights: WeightInputs, inputs: Sequence[Input | None], device: torch.device, report: Report
+    weights: WeightInputs, inputs: Sequence[Input | None], device: torch.device, *, owned: bool
 ) -> Sequence[Weight]:
     """Packed weights, and prepared weights unless on meta."""
     if device.type == "meta":
         return weights.refresh_packed(inputs)
-    made = weights.materialize(inputs)
-    if weights.prepared_inputs:
-        report.notes.append(weights.note())
-    return made
+    return weights.materialize_and_free(inputs) if owned else weights.materialize(inputs)
 
 
 def _notes_of(model: nn.Module) -> list[str]:

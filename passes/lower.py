@@ -50,7 +50,9 @@ def _call_kernel(
         if key not in extras:
             extras[key] = _placeholder(graph, f"prepared_{len(extras)}")
             inputs = tuple(weight.name if weight is not None else None for weight in weights)
-            extras[key].meta["extra"] = Extra("prepared", extras[key].name, prepare, inputs)
+            extras[key].meta["extra"] = Extra(
+                "prepared", extras[key].name, prepare, inputs, kernel.keeps_original
+            )
         added[names[0]] = extras[key]
     if kernel.plan is not None:
         key = kernel.plan

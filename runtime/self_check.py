@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -23,9 +23,9 @@ from atomc.cache.fingerprint import digest, file_digest, sources_in
 from atomc.cache.store import DamagedEntry, Entry
 from atomc.errors import first_line
 from atomc.models.stock import StockModel
-from atomc.ops.state import block_size_of, groups_of
+from atomc.ops.state import StateSpec, block_size_of, groups_of
 from atomc.options import Options
-from atomc.program import Program
+from atomc.program import Program, state_dtype
 from atomc.runtime.runner import Runner
 from atomc.runtime.step import Chunk, ScheduledStep
 
@@ -89,20 +89,62 @@ class Verdict:
         return ", ".join(f"{error:.1e} {kind}" for kind, error in self.errors)
 
 
-def self_check(model: StockModel, program: Program, options: Options, *, columns: int = 1) -> None:
+@dataclass(frozen=True)
+class OwnForward:
+    """What a class's own forward computes.
+
+    logits    [T, V] of each sequence
+    change    how much they change with noise of the size of the roundings of all layers; None: not
+              computed yet
+    why_not   why there is none
+    """
+
+    sequences: list[list[int]]
+    logits: list[Tensor]
+    change: float | None = None
+    why_not: str = ""
+
+
+def before_free(
+    model: StockModel, options: Options, key: str | None, specs: Sequence[StateSpec]
+) -> OwnForward | None:
+    """All that self_check will need of the class's own forward, which cannot run after weights are
+    freed; None if the cache has the verdict.
+
+    key, specs  of the program
+    """
+    entry = _entry(model, key, options)
+    if entry is not None and _read(entry) is not None:
+        return None
+    own = own_forward(model)
+    if own.why_not:
+        return own
+    noise = _noise(specs, model.hf_model.device)
+    return replace(own, change=_own_noise(model.hf_model, own.sequences, own.logits, noise))
+
+
+def self_check(
+    model: StockModel,
+    program: Program,
+    options: Options,
+    *,
+    columns: int = 1,
+    own: OwnForward | None = None,
+) -> None:
     """Compare the program with the class's own forward, and add a note to its report.
 
     columns   of the block tables of later steps: with the same number here, kernels are compiled
               once for both
+    own       from before_free; None: computed here
 
     A successful check is stored in the cache of compiled graphs. Binds the program to other caches.
     Raises ValueError if the logits differ by more than rounding.
     """
     name = type(model.hf_model).__name__
     start = time.perf_counter()
-    entry = _entry(model, program, options)
+    entry = _entry(model, program.key, options)
     known = _read(entry) if entry is not None else None
-    verdict = known or verdict_of(model, program, columns=columns)
+    verdict = known or verdict_of(model, program, columns=columns, own=own)
     if verdict.why_not:
         program.report.notes.append(f"no self-check: {verdict.why_not}")
         return
@@ -130,10 +172,10 @@ class _VerdictData(TypedDict):
     limit: float
 
 
-def _entry(model: StockModel, program: Program, options: Options) -> Entry[_VerdictData] | None:
+def _entry(model: StockModel, key: str | None, options: Options) -> Entry[_VerdictData] | None:
     """The cache entry of the verdict, by program and by the class's sources, configuration and
     version. None if the program was not cached."""
-    if program.key is None:
+    if key is None:
         return None
     import transformers
 
@@ -141,7 +183,7 @@ def _entry(model: StockModel, program: Program, options: Options) -> Entry[_Verd
     return Entry(
         {
             "kind of program": "self-check",
-            "program": program.key,
+            "program": key,
             "class": f"{kind.__module__}.{kind.__qualname__}, "
             f"{file_digest(Path(inspect.getfile(kind)))}",
             "configuration": digest(model.config.to_json_string(use_diff=False)),
@@ -172,44 +214,56 @@ def _reason(hf_model: Any) -> str:
     return f" (its forward takes no {' and no '.join(missing)})" if missing else ""
 
 
-def verdict_of(model: StockModel, program: Program, *, columns: int = 1) -> Verdict:
-    """Run both computations and compare their logits."""
+def own_forward(model: StockModel) -> OwnForward:
+    """Run the class's own forward."""
     hf_model = model.hf_model
     longest = getattr(hf_model.config.get_text_config(), "max_position_embeddings", None)
     if isinstance(longest, int) and longest < max(LENGTHS):
-        return Verdict(
+        return OwnForward(
+            [],
+            [],
             why_not=f"it needs sequences of {max(LENGTHS)} tokens, the model has {longest} "
-            "positions"
+            "positions",
         )
     vocab_size = hf_model.config.get_text_config().vocab_size
     sequences = [
         _tokens(hf_model.config, vocab_size, length, seed) for seed, length in enumerate(LENGTHS)
     ]
     try:
-        expected = _own_logits(hf_model, sequences)
+        logits = _own_logits(hf_model, sequences)
     except Exception as error:  # code of others, such as layers that only run compiled
-        return Verdict(
-            why_not=f"the class's own forward fails: {type(error).__name__}: {first_line(error)}"
-        )
-    if not all(logits.isfinite().any(-1).all() for logits in expected):
-        return Verdict(why_not="the class's own forward gives no finite logits")
+        why = f"the class's own forward fails: {type(error).__name__}: {first_line(error)}"
+        return OwnForward([], [], why_not=why)
+    if not all(rows.isfinite().any(-1).all() for rows in logits):
+        return OwnForward([], [], why_not="the class's own forward gives no finite logits")
+    return OwnForward(sequences, logits)
+
+
+def verdict_of(
+    model: StockModel, program: Program, *, columns: int = 1, own: OwnForward | None = None
+) -> Verdict:
+    """Run both computations and compare their logits. own: computed before."""
+    own = own or own_forward(model)
+    if own.why_not:
+        return Verdict(why_not=own.why_not)
     errors: dict[str, list[float]] = {}
-    for kind, number, first, logits in _ragged(program, sequences, columns):
+    for kind, number, first, logits in _ragged(program, own.sequences, columns):
         for row, out in enumerate(logits):
-            errors.setdefault(kind, []).append(_difference(out, expected[number][first + row]))
+            errors.setdefault(kind, []).append(_difference(out, own.logits[number][first + row]))
     found = tuple((kind, _agreed(each)) for kind, each in errors.items())
-    noise = _noise(program)
+    noise = _noise(program.specs, program.device)
     limit = ROOM * noise if program.dtype in ROUNDING else max(ROOM * noise, CACHE_IN_8_BITS)
     verdict = Verdict(found, limit)
     if verdict.right:
         return verdict
-    own = ABOVE_OWN * _own_noise(hf_model, sequences, expected, noise)
-    if own > MOST:
+    change = own.change
+    if change is None:
+        change = _own_noise(model.hf_model, own.sequences, own.logits, noise)
+    if ABOVE_OWN * change > MOST:
         return Verdict(
-            why_not="a rounding changes the logits of the class's own forward by "
-            f"{own / ABOVE_OWN:.1e}"
+            why_not=f"a rounding changes the logits of the class's own forward by {change:.1e}"
         )
-    return Verdict(found, max(limit, own))
+    return Verdict(found, max(limit, ABOVE_OWN * change))
 
 
 def _agreed(errors: Sequence[float]) -> float:
@@ -218,16 +272,14 @@ def _agreed(errors: Sequence[float]) -> float:
     )
 
 
-def _noise(program: Program) -> float:
+def _noise(specs: Sequence[StateSpec], device: torch.device) -> float:
     """Relative error that the roundings of all layers accumulate."""
-    rounding = ROUNDING.get(program.dtype, ROUNDING[torch.bfloat16])
-    if (
-        program.dtype == torch.float32
-        and program.device.type == "cuda"
-        and torch.backends.cuda.matmul.allow_tf32
-    ):
+    dtype = state_dtype(specs)
+    rounding = ROUNDING.get(dtype, ROUNDING[torch.bfloat16])
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    if dtype == torch.float32 and device.type == "cuda" and tf32:
         rounding = TF32
-    return rounding * math.sqrt(len(program.specs))
+    return rounding * math.sqrt(len(specs))
 
 
 def _own_noise(

@@ -11,6 +11,7 @@ from atomc.models.stock import StockModel
 from atomc.ops.state import StateSpec, block_size_of, groups_of
 from atomc.options import Options
 from atomc.program import Program, compile_model
+from atomc.runtime import self_check
 from atomc.runtime.capacity import GRAPH_SHARE, Capacity, capacity, free_memory
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.executor import Limits, Result, StepCounts
@@ -22,7 +23,6 @@ from atomc.runtime.runner import Runner
 from atomc.runtime.sampling.output_processor import OutputProcessor, StepOutputs
 from atomc.runtime.sampling.sample_spec import SampleSpec
 from atomc.runtime.sampling.sampling_params import SamplingParams
-from atomc.runtime.self_check import self_check
 from atomc.runtime.slots import Slots
 from atomc.runtime.step import ScheduledStep
 from atomc.runtime.step_kernels import StepKernels
@@ -59,6 +59,7 @@ class Worker:
         self.threads: Threads | None = None
         self._owns_weights = module is None  # the owner of a given module may change its weights
         self._hidden: Program | None = None
+        self._own_forward: self_check.OwnForward | None = None
         self._kernels = StepKernels(config)
         try:
             with phases.phase("load"):
@@ -73,6 +74,7 @@ class Worker:
                     self.module,
                     replace(options, expert_load=options.expert_load or config.expert_load),
                     owned=self._owns_weights,
+                    before_free=self._before_free,
                 )
                 if self.threads is not None:
                     self.program.report.notes.append(str(self.threads))
@@ -80,6 +82,12 @@ class Worker:
                 self._allocate(self.loaded)
         finally:
             self._kernels.end()
+
+    def _before_free(self, key: str | None, specs: Sequence[StateSpec]) -> None:
+        """Compute what the self check needs of weights that are going to be freed."""
+        if self.config.self_check and isinstance(self.module, StockModel):
+            options = Options.of(self.config.options)
+            self._own_forward = self_check.before_free(self.module, options, key, specs)
 
     def _set_threads(self, spare_cores: int) -> None:
         if next(self.module.parameters()).device.type != "cpu":
@@ -190,12 +198,14 @@ class Worker:
         """Run the self check of a transformers class, and capture CUDA graphs."""
         with gc_disabled():
             if self.config.self_check and isinstance(self.module, StockModel):
-                self_check(
+                self_check.self_check(
                     self.module,
                     self.program,
                     Options.of(self.config.options),
                     columns=self.runner.input_batch.columns,
+                    own=self._own_forward,
                 )
+                self._own_forward = None
                 self.program.bind(self.runner.caches)
             if not self.config.enforce_eager:
                 self._capture()

@@ -216,7 +216,9 @@ def transpose_a_weight(model):
 
 
 def described_now(model, **options):
-    return model_parts(model, Options.of({"glue": "eager", **options}), Platform.detect("cpu"))
+    return model_parts(
+        model, Options.of({"glue": "eager", **options}), Platform.detect("cpu"), owned=False
+    )
 
 
 @pytest.mark.parametrize(

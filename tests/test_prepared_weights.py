@@ -260,7 +260,7 @@ def test_compiled_code_that_reads_copies_is_not_loaded_for_weights_that_have_non
 
 def test_copies_take_no_more_than_a_part_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "atomc.compiler.select.MOST_COPIED", 2.5 * 48 * 32 * 4 / HERE.memory
+        "atomc.compiler.weight_forms.MOST_COPIED", 2.5 * 48 * 32 * 4 / HERE.memory
     )  # the pack fits, not both
     module = model()
     with torch.no_grad():
@@ -279,7 +279,7 @@ def test_copies_for_other_numbers_of_rows_count_too(monkeypatch: pytest.MonkeyPa
     def linear(x: Tensor, weight: tuple[Tensor], bias: Tensor | None = None) -> Tensor:
         return x @ weight[0] + (0 if bias is None else bias)
 
-    monkeypatch.setattr("atomc.compiler.select.MOST_COPIED", 1.5 * 48 * 32 * 4 / HERE.memory)
+    monkeypatch.setattr("atomc.compiler.weight_forms.MOST_COPIED", 1.5 * 48 * 32 * 4 / HERE.memory)
     monkeypatch.setattr(ops.linear, "kernels", list(ops.linear.kernels))
     ops.linear.kernel("mine", prepare={"weight": transposed}, tokens=ops.Tokens(1, 8))(linear)
     module = nn.Linear(32, 48).requires_grad_(False)

@@ -38,7 +38,7 @@ def parameter(*shape: int) -> nn.Parameter:
 
 
 def halved(weight: Tensor) -> Prepared:
-    return Prepared((weight.detach() / 2,), replaces=True)
+    return Prepared((weight.detach() / 2,))
 
 
 def spans(model: nn.Module) -> list[tuple[int, int]]:
@@ -261,32 +261,29 @@ def test_a_compiled_function_looks_at_each_call(looks: list[str]) -> None:
 # In the place of a weight
 
 
-def beside(weight: Tensor) -> Prepared:
-    return Prepared((weight.detach() / 2,))
-
-
 @pytest.mark.parametrize(
-    "read, prepares, replaced",
+    "read, keeps, replaced",
     [
-        ((), (halved, halved), [0, 1, 2]),
-        ((), (halved, beside), [0, 1]),
-        ((0,), (halved, halved), [1, 2]),
-        ((3,), (halved, halved), [2]),
+        ((), (False, False), [[0, 1], [2]]),
+        ((), (False, True), [[0, 1]]),
+        ((0,), (False, False), [[2]]),
+        ((3,), (False, False), [[2]]),
     ],
 )
-def test_an_owner_is_told_which_weights_only_prepared_ones_stand_for(
-    read, prepares, replaced
-) -> None:
+def test_an_owner_is_told_which_weights_only_prepared_ones_stand_for(read, keeps, replaced) -> None:
     args = [
         parameter(2, 4),
         parameter(3, 4),
         parameter(5, 4),
     ]  # the first two are packed, as the fourth
-    wanted = [PreparedInput((3,), (0, 1), prepares[0]), PreparedInput((2,), (2,), prepares[1])]
+    wanted = [
+        PreparedInput((3,), (0, 1), halved, keeps[0]),
+        PreparedInput((2,), (2,), halved, keeps[1]),
+    ]
     inputs = WeightInputs({3: [0, 1]}, wanted, set(read), [])
     pack, (half,), (other,) = inputs.materialize(args)
     assert torch.equal(half, pack / 2) and torch.equal(other, args[2] / 2)
-    assert inputs.replaced_inputs() == replaced
+    assert inputs.replaced_groups(args) == replaced
 
 
 @pytest.mark.parametrize("tokens, freed", [(ops.Tokens(), True), (ops.Tokens(1, 8), False)])
@@ -305,4 +302,4 @@ def test_a_program_reads_originals_of_replaced_weights_only_where_another_kernel
     tied = model.lm_head.weight  # the embedding reads it
     size = sum(w.nbytes for w in weights_of(*projections) if w is not tied)
     assert program.replaced_bytes == (size if freed else 0)
-    assert program.copied_bytes == size + tied.nbytes
+    assert program.prepared_bytes == size + tied.nbytes

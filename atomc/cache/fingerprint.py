@@ -34,6 +34,7 @@ from atomc.torch_compat.core import (
     outside_of_tracing,
 )
 from atomc.weights import packed, prepared
+from atomc.weights.freed import forms_held
 
 if TYPE_CHECKING:
     from atomc.rewriting.graph_pass import Pass
@@ -251,7 +252,11 @@ def input_kind(item: Argument) -> str:
         raise Uncacheable(f"an input is a {kind}")
     refused: dict[str, str | bool | None]
     if isinstance(item, nn.Parameter):
-        refused = {"no copy": prepared.unpreparable(item), "no pack": packed.unpackable(item)}
+        refused = {
+            "no copy": prepared.unpreparable(item),
+            "no pack": packed.unpackable(item),
+            "held": forms_held(item),
+        }
     else:
         refused = {"made in inference mode": item.is_inference() or None}
     return ", ".join(

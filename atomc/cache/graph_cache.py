@@ -41,10 +41,13 @@ class GraphCache:
             if not report.cached.kind:
                 report.cached = CacheOutcome("off")
             return
+        kind = (
+            "torch.compile" if not context.paged else f"runtime{', weights owned' * context.owned}"
+        )
         self.lookup = CacheLookup(
             context.options,
             lambda: parts_of(
-                gm, example_inputs, context.options, context.platform, floats, paged=context.paged
+                gm, example_inputs, context.options, context.platform, floats, kind=kind
             ),
         )
         report.cached = self.lookup.outcome

@@ -39,7 +39,7 @@ def parts_of(
     platform: Platform,
     floats: dict[int, float],
     *,
-    paged: bool,
+    kind: str,
 ) -> Parts:
     """The parts for one graph from Dynamo. Raises Uncacheable if an object in it cannot be
     identified.
@@ -48,7 +48,7 @@ def parts_of(
     places: list[str] = []
     _describe(gm, lines, places)
     parts = {
-        "kind of program": "runtime" if paged else "torch.compile",
+        "kind of program": kind,
         **environment_parts(options, platform),
     }
     placeholders = gm.graph.find_nodes(op="placeholder")

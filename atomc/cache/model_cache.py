@@ -39,14 +39,23 @@ class CachedModel:
 class ModelCache:
     """Loads or stores one model.
 
+    owned     as in atomc.program.compile_model
     observed  graphs were requested, so that the model is traced even if the cache has it
     """
 
-    def __init__(self, model: nn.Module, options: Options, platform: Platform, *, observed: bool):
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options,
+        platform: Platform,
+        *,
+        owned: bool,
+        observed: bool,
+    ):
         self.model, self.options = model, options
         self.observed = observed or options.report is not None or options.record
         start = time.perf_counter()
-        self.lookup = CacheLookup(options, lambda: model_parts(model, options, platform))
+        self.lookup = CacheLookup(options, lambda: model_parts(model, options, platform, owned))
         self.seconds = time.perf_counter() - start
 
     def load(self) -> CachedModel | None:

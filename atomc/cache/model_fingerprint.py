@@ -79,7 +79,7 @@ _KNOWN_BY_NAME = ("atomc.", "torch.", "typing.", "types.", "collections.abc.", "
 _MAX_CONSTANT_BYTES = 2**20
 
 
-def model_parts(model: nn.Module, options: Options, platform: Platform) -> Parts:
+def model_parts(model: nn.Module, options: Options, platform: Platform, owned: bool) -> Parts:
     """The parts of a model's cache key. Raises Uncacheable for a model that must be traced, with
     the reason.
     """
@@ -89,7 +89,7 @@ def model_parts(model: nn.Module, options: Options, platform: Platform) -> Parts
         raise Uncacheable("a global module hook is registered")
     tree = _ModelDescriber(model)
     parts = {
-        "kind of program": "runtime, by its modules",
+        "kind of program": f"runtime, by its modules{', weights owned' * owned}",
         **environment_parts(options, platform),
         **sources_in("models"),
     }
@@ -128,7 +128,7 @@ class _ModelDescriber:
                     f"{path} is a {type(tensor).__name__} with layout {tensor.layout}"
                 )
             self.tensors.setdefault(id(tensor), path)
-            if tensor.nbytes:
+            if tensor.untyped_storage().nbytes():
                 self.memory.setdefault(tensor.untyped_storage().data_ptr(), path)
         self.classes: dict[type, None] = {}
         self._within: list[int] = []

@@ -5,16 +5,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from torch import nn
 from torch.fx import GraphModule
 
 from atomc import passes
 from atomc.compiler import pipeline, ranges
 from atomc.compiler.phases import timed
 from atomc.compiler.select import Selection
+from atomc.compiler.weight_forms import WeightForms
 from atomc.ops.op import Extra, Tokens
 from atomc.report.report import Report
 from atomc.rewriting.graph_pass import Context
 from atomc.weights.prepared import unpreparable
+from atomc.weights.registry import is_freed, is_read, location_of
 
 
 @dataclass(frozen=True)
@@ -48,29 +51,65 @@ def lower_ranges(
 
     eager  the ops between kernels run eagerly
     """
-    select = partial(
-        Selection,
-        context.options,
-        context.platform,
-        eager=eager,
-        weights=_preparable(gm, context),
-        copied={},
-    )
-    spans = ranges.ranges_of(gm, select().could_serve)
-    layout = None
+    with timed(report, "lower"):
+        selections = _selections(gm, context, eager=eager)
     lowered = []
-    for span in spans:
+    for selection in selections:
         with timed(report, "lower"):
-            graph = copy_graph(gm) if len(spans) > 1 else gm
+            span, layout = selection.tokens, selection.layout
+            graph = copy_graph(gm) if len(selections) > 1 else gm
             graph.meta["tokens"] = span
-            selection = select(layout=layout, tokens=span)
-            layout = layout or selection.fix_layout(list(graph.graph.nodes))
             lowering = replace(context, choose=selection.choose)
             done = pipeline.run(graph, [passes.LOWER], lowering, report, observers)
             report.kernels += selection.choices
             read = {node.name for node in graph.graph.find_nodes(op="placeholder") if node.users}
             lowered.append(Lowered(graph, span, layout, done.extras, read, selection.syncing))
     return lowered
+
+
+def _selections(gm: GraphModule, context: Context, *, eager: bool) -> list[Selection]:
+    """One for each range of token counts, with the layout of the state and the forms of weights
+    that all have in common.
+    """
+    forms = _forms(gm, context)
+    select = partial(
+        Selection,
+        context.options,
+        context.platform,
+        eager=eager,
+        weights=_preparable(gm, context),
+        forms=forms,
+        unfit={},
+    )
+    selections = [select(tokens=span) for span in ranges.ranges_of(gm, select().could_serve)]
+    layout = selections[0].fix_layout(list(gm.graph.nodes))
+    for selection in selections:
+        selection.layout = layout
+    forms.settle(gm, selections)
+    return selections
+
+
+def _forms(gm: GraphModule, context: Context) -> WeightForms:
+    """The forms in which earlier programs of the runtime hold weights; no others are chosen yet."""
+    inputs = gm.graph.find_nodes(op="placeholder")
+    parameters = {
+        node.name: given
+        for node, given in zip(inputs, context.inputs, strict=False)
+        if isinstance(given, nn.Parameter)
+    }
+    for node in inputs:
+        if "packed" in node.meta and node.meta["packed"][0] in parameters:
+            parameters[node.name] = parameters[node.meta["packed"][0]]
+    return WeightForms(
+        context.platform,
+        owned=context.owned,
+        earlier={
+            name: tuple(made.prepare for made in location_of(parameter).prepared.values())
+            for name, parameter in parameters.items()
+            if is_freed(parameter)
+        },
+        stored=[name for name, parameter in parameters.items() if is_read(parameter)],
+    )
 
 
 def _preparable(gm: GraphModule, context: Context) -> dict[str, str | None]:

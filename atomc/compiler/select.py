@@ -1,7 +1,6 @@
 """Selects the layout of the state and a kernel per op, and records the reason of every refusal."""
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -10,6 +9,7 @@ from torch.fx import Node
 from torch.fx.node import Argument
 
 from atomc import kernels
+from atomc.compiler.weight_forms import WeightForms
 from atomc.errors import OptionsError
 from atomc.graph.provenance import module_path
 from atomc.ops.op import (
@@ -18,7 +18,6 @@ from atomc.ops.op import (
     Kernel,
     Op,
     PreferInductor,
-    Prepared,
     Refusal,
     Tokens,
     op_of,
@@ -31,18 +30,15 @@ from atomc.platform import Platform
 from atomc.report.records import KernelChoice
 
 INLINE = "inline"
-# The fraction of the machine's memory that prepared weights may take.
-MOST_COPIED = 0.25
-Prepare = Callable[..., Prepared]
 
 
 class Selection:
     """Kernel choice for the nodes of one graph and one range of token counts.
 
     eager    ops without a kernel run eagerly; otherwise Inductor compiles their references
-    weights  input -> why a kernel may not keep a prepared copy of it, or None
-    copied   prepared weights of the selected kernels, other ranges included: (weight, function) ->
-             bytes
+    weights  input -> why a kernel cannot have a form of its own of it, or None
+    forms    the forms of weights that are held; None: any
+    unfit    (kernel, name of a node) -> why it cannot run it in any range, as far as it is known
     """
 
     def __init__(
@@ -54,7 +50,8 @@ class Selection:
         layout: str | None = None,
         tokens: Tokens = ALL_TOKENS,
         weights: Mapping[str, str | None] | None = None,
-        copied: dict[tuple[str, Prepare], int] | None = None,
+        forms: WeightForms | None = None,
+        unfit: dict[tuple[Kernel, str], Refusal | None] | None = None,
     ):
         self.options, self.platform, self.eager = (
             options,
@@ -63,7 +60,8 @@ class Selection:
         )
         self.layout, self.tokens = layout, tokens
         self.weights = weights or {}
-        self.copied = {} if copied is None else copied
+        self.forms = WeightForms(platform) if forms is None else forms
+        self.unfit = {} if unfit is None else unfit
         self.choices: list[KernelChoice] = []
         self.syncing: list[str] = []  # kernels that no CUDA graph can hold
         self.absent: dict[str, Refusal] = {}
@@ -142,7 +140,6 @@ class Selection:
             reason = self._refuses(kernel, node)
             if reason is None:
                 self._remember(op, node, kernel.provider, refused, self._tile_note(kernel))
-                self._promise_copies(kernel, node)
                 if kernel.syncs:
                     self.syncing.append(f"{kernel.provider} {op.name}")
                 return kernel
@@ -195,6 +192,10 @@ class Selection:
             key=lambda kernel: self.order.index(kernel.provider),
         )
 
+    def first(self, node: Node) -> Kernel | None:
+        """The kernel that `choose` would return now; nothing is recorded."""
+        return next((k for k in self._ranked(_op(node)) if not self._refuses(k, node)), None)
+
     def could_serve(self, node: Node) -> list[Kernel]:
         """The kernels that refuse this node at most for its number of tokens, up to the first for
         any number.
@@ -212,14 +213,23 @@ class Selection:
         op = _op(node)
         if reason := self._other_layout(kernel) or self._batch_dependent(kernel, op):
             return reason
+        if (kernel, node.name) not in self.unfit:
+            self.unfit[kernel, node.name] = self._unfit(kernel, node)
+        return (
+            self.unfit[kernel, node.name]
+            or self.forms.refuses(kernel, node)
+            or (None if any_tokens else self._other_tokens(kernel))
+        )
+
+    def _unfit(self, kernel: Kernel, node: Node) -> Refusal | None:
+        """Why this kernel cannot run this node for any number of tokens, or None."""
         arguments, nodes = _arguments(kernel, node)
         return (
             _computed_weight(kernel, nodes)
             or self._better_by_inductor(kernel)
-            or self._other_rounding(kernel, op, arguments)
+            or self._other_rounding(kernel, _op(node), arguments)
             or refusal(kernel, self.platform, arguments)
-            or self._no_copies(kernel, nodes)
-            or (None if any_tokens else self._other_tokens(kernel))
+            or self._unpreparable(kernel, nodes)
         )
 
     def _shuffled(self) -> bool:
@@ -260,31 +270,12 @@ class Selection:
             else Refusal("tokens", f"is meant for {kernel.tokens} tokens")
         )
 
-    def _no_copies(self, kernel: Kernel, nodes: Mapping[str, Argument]) -> Refusal | None:
-        """Why the weights that this kernel prepares cannot be kept in memory, or None."""
-        together = self.copied.copy()
-        for name, weight, prepare in _prepared(kernel, nodes):
+    def _unpreparable(self, kernel: Kernel, nodes: Mapping[str, Argument]) -> Refusal | None:
+        """Why the weights that this kernel prepares cannot be prepared once, or None."""
+        for name, weight in _prepared(kernel, nodes):
             if reason := self.weights.get(weight.name, "it is not known to be constant"):
                 return Refusal("copy", f"it keeps a copy of `{name}`: {reason}")
-            together[weight.name, prepare] = _nbytes(weight)
-        if (
-            kernel.prepare
-            and self.platform.memory
-            and sum(together.values()) > MOST_COPIED * self.platform.memory
-        ):
-            return Refusal(
-                "copy",
-                f"copies of weights would take {sum(together.values()) / 1e9:.1f} GB, more than "
-                f"{MOST_COPIED:.0%} of this machine's memory",
-            )
         return None
-
-    def _promise_copies(self, kernel: Kernel, node: Node) -> None:
-        _, nodes = _arguments(kernel, node)
-        self.copied |= {
-            (weight.name, prepare): _nbytes(weight)
-            for _, weight, prepare in _prepared(kernel, nodes)
-        }
 
     def _better_by_inductor(self, kernel: Kernel) -> Refusal | None:
         """Why Inductor's code for the reference is preferred to this kernel, or None."""
@@ -309,28 +300,21 @@ def _spelled(refused: Sequence[tuple[str, Refusal]]) -> list[tuple[str, str]]:
     return [(provider, reason.text) for provider, reason in refused]
 
 
-def _prepared(kernel: Kernel, nodes: Mapping[str, Argument]) -> Iterator[tuple[str, Node, Prepare]]:
-    """The weights that the kernel prepares: (argument, node, function)."""
-    for names, prepare in kernel.prepare.items():
+def _prepared(kernel: Kernel, nodes: Mapping[str, Argument]) -> Iterator[tuple[str, Node]]:
+    """The weights that the kernel prepares: (argument, node)."""
+    for names in kernel.prepare:
         for name in names:
             if isinstance(weight := nodes[name], Node):
-                yield name, weight, prepare
+                yield name, weight
 
 
 def _computed_weight(kernel: Kernel, nodes: Mapping[str, Argument]) -> Refusal | None:
-    for name, weight, _ in _prepared(kernel, nodes):
+    for name, weight in _prepared(kernel, nodes):
         if weight.op != "placeholder":
             return Refusal(
                 "copy", f"it prepares `{name}` once, but the graph computes it in each call"
             )
     return None
-
-
-def _nbytes(weight: Node) -> int:
-    fake = weight.meta["val"]
-    return math.prod(size for size in fake.shape if isinstance(size, int)) * int(
-        fake.element_size()
-    )
 
 
 def _joins_rows(op: Op) -> bool:

@@ -62,6 +62,8 @@ def trace_model(
     platform: Platform,
     observers: Sequence[Callable[[str, GraphModule], None]],
     keep_texts: bool,
+    *,
+    owned: bool,
 ) -> TracedModel:
     """Trace and compile the model; see atomc.program.compile_model."""
     device = next(model.parameters()).device
@@ -69,6 +71,7 @@ def trace_model(
         options,
         platform,
         paged=True,
+        owned=owned,
         build=device.type != "meta",  # a model on meta is analysed, but not built
         observers=observers,
         keep_texts=keep_texts or options.report is not None,

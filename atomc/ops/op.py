@@ -112,15 +112,9 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a kernel computed from weights.
-
-    replaces  the kernel reads only these tensors, which share no memory with the weights: the owner
-              of the weights may free them if nothing else reads them (other kernels, a second
-              program, a save). False: the weights must be kept
-    """
+    """What a kernel computed from weights, and reads instead of them."""
 
     tensors: tuple[Tensor, ...]
-    replaces: bool = False
 
 
 class PreferInductor(Enum):
@@ -145,6 +139,9 @@ class Kernel:
     prepare:   names of parameters -> function(*weights) -> Prepared. The kernel then receives the
                prepared tensors as a tuple for the first name. Runs once, after selection, and not
                if the first parameter is None.
+    keeps_original: the prepared tensors share memory with the weights, of which the kernel's
+               library keeps a form of its own. False: the weights may be freed if nothing else
+               reads them.
     plan:      (step, spec) -> tuple of tensors, computed once per step into static buffers, before
                the layers run; the kernel receives it as `plan=`.
     workspace: (*args) -> bytes; the kernel receives a uint8 tensor of that size as `workspace=`.
@@ -163,6 +160,7 @@ class Kernel:
     tokens: Tokens = ALL_TOKENS
     layout: str | None = None
     prepare: dict[tuple[str, ...], Callable[..., Prepared]] = field(default_factory=dict)
+    keeps_original: bool = False
     plan: Callable[..., tuple[Tensor, ...]] | None = None
     workspace: Callable[..., int] | None = None
     rounds: str = "as meaning"
@@ -178,12 +176,14 @@ class Extra:
     kind      "prepared": function(*weights) -> Prepared, once; "plan": function(step, spec), once
               per step
     weights   the names of the placeholders of the weights to prepare; None for an absent one
+    keeps_original  as in Kernel
     """
 
     kind: str
     name: str
     function: Callable[..., Any]
     weights: tuple[str | None, ...] = ()
+    keeps_original: bool = False
 
 
 # Several calls with the same input and the same optional arguments, as arguments by name (tensors
@@ -285,6 +285,7 @@ class Op:
         tokens: Tokens = ALL_TOKENS,
         layout: str | None = None,
         prepare: Mapping[str | tuple[str, ...], Callable[..., Prepared]] | None = None,
+        keeps_original: bool = False,
         plan: Callable[..., tuple[Tensor, ...]] | None = None,
         workspace: Callable[..., int] | None = None,
         rounds: str = "as meaning",
@@ -328,6 +329,7 @@ class Op:
                     tokens,
                     layout,
                     preparing,
+                    keeps_original,
                     plan,
                     workspace,
                     rounds,

@@ -263,7 +263,9 @@ def compile_for(
     """
     glue = "eager" if platform.is_cpu else "auto"
     options = {"glue": glue, **(options or {}), "cache": False}
-    return compile_model(model.module, options=options, platform=platform, observers=observers)
+    return compile_model(
+        model.module, options=options, platform=platform, observers=observers, owned=True
+    )
 
 
 class TimedProgram:
@@ -381,7 +383,7 @@ def _notes(report: Report, model: Model) -> list[str]:
 def _memory(model: Model, program: Program, platform: Platform, longest: int | None) -> Memory:
     held = {id(tensor): tensor for tensor in (*model.module.parameters(), *model.module.buffers())}
     weights = sum(tensor.nbytes for tensor in held.values())
-    copies = program.copied_bytes
+    copies = program.prepared_bytes - program.replaced_bytes
     made_for = model.config.get("max_position_embeddings")
     length = longest or (made_for if isinstance(made_for, int) else 4096)
     room = int(platform.memory * (CPU_SHARE if platform.is_cpu else UTILIZATION - GRAPH_SHARE))

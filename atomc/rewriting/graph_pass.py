@@ -31,6 +31,7 @@ class Context:
     """The settings of one compilation, for passes.
 
     paged       compile for the runtime: attention uses a paged cache
+    owned       the runtime owns the weights: originals that no kernel reads are freed
     build       False: kernels are selected, but nothing is compiled
     choose      returns the kernel for an op's node, None for its reference; only for lowering
     inputs      the values of the graph's first placeholders; parameters among them may be packed
@@ -41,6 +42,7 @@ class Context:
     options: Options
     platform: Platform
     paged: bool = False
+    owned: bool = False
     build: bool = True
     choose: Callable[[Node], Kernel | None] | None = None
     inputs: Sequence[Input] = ()

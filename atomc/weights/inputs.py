@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from atomc.torch_compat.core import Input, WeakTensor
 from atomc.weights import registry as weights
-from atomc.weights.packed import pack
+from atomc.weights.packed import pack, packed_with_others
 from atomc.weights.prepared import Prepare, prepared_weight
 from atomc.weights.registry import PreparedWeight
 from atomc.weights.snapshot import Snapshot
@@ -25,11 +25,13 @@ class PreparedInput(NamedTuple):
 
     weights  the input numbers of the tensors that `prepare` takes; None for an absent one
     parts    the input numbers of the parameters that these are, or are packed from
+    keeps_original  as in Kernel
     """
 
     weights: tuple[int | None, ...]
     parts: tuple[int, ...]
     prepare: Prepare
+    keeps_original: bool = False
 
 
 class WeightInputs:
@@ -88,6 +90,26 @@ class WeightInputs:
         self._prepare([*args, *packed])
         return [*packed, *(one.tensors for one in self._prepared)]
 
+    def materialize_and_free(self, args: Sequence[Input]) -> list[Tensor | tuple[Tensor, ...]]:
+        """As `materialize`, for weights that the runtime owns: originals that the callable does not
+        read are freed, each as soon as the last weight is prepared from it.
+
+        Raises RunError if this needs an original that was freed for another program.
+        """
+        with weights.lock:
+            for parameter in self._read_parameters(args):
+                weights.mark_read(parameter)
+            packed = self._pack(args)
+            groups, self._prepared = self.replaced_groups(args), []
+            for number, one in enumerate(self.prepared_inputs):
+                self._prepared.append(self._prepared_of(one, [*args, *packed]))
+                left = {i for later in self.prepared_inputs[number + 1 :] for i in later.parts}
+                for group in groups:
+                    if left.isdisjoint(group) and not set(group).isdisjoint(one.parts):
+                        weights.free(_parameters(args, group))
+                        packed = self._pack(args)
+            return [*packed, *(one.tensors for one in self._prepared)]
+
     def refresh_packed(self, args: Sequence[Input]) -> list[Tensor]:
         """The packed weights. Parameters that were moved by the user are packed again."""
         known = self._packed
@@ -108,6 +130,7 @@ class WeightInputs:
                 parts = _parameters(args, group)
                 whole = pack(parts)
                 if isinstance(whole, str):
+                    weights.check_not_freed(parts)
                     concatenated = True
                     self._note(f"weights are concatenated in each call, which is slow: {whole}")
                     whole = torch.cat([*parts])
@@ -117,41 +140,65 @@ class WeightInputs:
         return found
 
     def _prepare(self, inputs: Sequence[Any]) -> None:
-        found = []
-        for given, parts, prepare in self.prepared_inputs:
-            tensors = [None if i is None else inputs[i] for i in given]
-            entry, renewed = prepared_weight([inputs[i] for i in parts], tensors, prepare)
-            found.append(entry)
-            if renewed:
-                self._note("weights changed after compiling, so kernels prepared them again")
-        self._prepared = found
+        self._prepared = [self._prepared_of(one, inputs) for one in self.prepared_inputs]
 
-    def replaced_inputs(self) -> list[int]:
-        """The arguments of which the callable reads only prepared weights: their owner may free
-        their memory.
+    def _prepared_of(self, one: PreparedInput, inputs: Sequence[Any]) -> PreparedWeight:
+        tensors = [None if i is None else inputs[i] for i in one.weights]
+        parameters = [inputs[i] for i in one.parts]
+        entry, renewed = prepared_weight(parameters, tensors, one.prepare)
+        if renewed:
+            self._note("weights changed after compiling, so kernels prepared them again")
+        return entry
+
+    def replaced_groups(self, args: Sequence[Input]) -> list[list[int]]:
+        """The arguments of which the callable reads only prepared weights, so that their owner may
+        free their memory: single ones, and all parts of a packed weight.
         """
-        made = list(
-            zip(self.prepared_inputs, self._prepared, strict=False)
-        )  # on meta nothing is prepared
-        replaced = [i for one, entry in made if entry.replaces for i in one.parts]
-        kept = {i for one, entry in made if not entry.replaces for i in one.parts}
-        kept |= {i for number, group in self.groups.items() if number in self.read for i in group}
-        return [i for i in dict.fromkeys(replaced) if i not in self.read and i not in kept]
+        read = {id(parameter) for parameter in self._read_parameters(args)}
+        in_groups = {i for group in self.groups.values() for i in group}
+        single = [[i] for i in dict.fromkeys(self._prepared_parts) if i not in in_groups]
+        found = []
+        for group in [*map(list, self.groups.values()), *single]:
+            parts = _parameters(args, group)
+            if all(
+                i in self._prepared_parts and id(part) not in read and not weights.is_read(part)
+                for i, part in zip(group, parts, strict=True)
+            ) and not packed_with_others(parts):
+                found.append(group)
+        return found
 
-    def copied_bytes(self, args: Sequence[Input]) -> int:
+    def _read_parameters(self, args: Sequence[Input]) -> list[nn.Parameter]:
+        """The parameters that the callable reads as they are, or as parts of a packed weight."""
+        numbers = [i for i in range(len(args)) if i in self.read]
+        numbers += [i for whole, group in self.groups.items() if whole in self.read for i in group]
+        numbers += [i for one in self.prepared_inputs if one.keeps_original for i in one.parts]
+        return [x for i in numbers if isinstance(x := args[i], nn.Parameter)]
+
+    def prepared_bytes(self, args: Sequence[Input]) -> int:
         """Bytes of the weights that kernels prepare, prepared already or not."""
         distinct = {(one.prepare, one.parts) for one in self.prepared_inputs}
-        return sum(x.nbytes for _, parts in distinct for x in _parameters(args, parts))
+        return bytes_of([parts for _, parts in distinct], args)
 
-    def note(self) -> str:
-        """For the report: the number and size of the prepared tensors."""
+    def note(self, freed: int = 0) -> str:
+        """For the report: the number and size of the prepared tensors, and the bytes of originals
+        that were freed.
+        """
         distinct = {id(x): x for one in self._prepared for x in one.tensors}
         size = sum(x.nbytes for x in distinct.values()) / 2**20
-        return f"{len(distinct)} prepared weights take {size:.1f} MiB in addition to the originals"
+        instead = f"; {freed / 2**20:.1f} MiB of originals are freed" if freed else ""
+        return (
+            f"{len(distinct)} prepared weights take {size:.1f} MiB"
+            f"{instead or ' in addition to the originals'}"
+        )
 
     def _note(self, note: str) -> None:
         if note not in self.notes:
             self.notes.append(note)
+
+
+def bytes_of(groups: Iterable[Iterable[int]], args: Sequence[Input]) -> int:
+    """Bytes of these arguments."""
+    return sum(x.nbytes for group in groups for x in _parameters(args, group))
 
 
 def _parameters(args: Sequence[Any], numbers: Iterable[int]) -> list[nn.Parameter]:

@@ -29,7 +29,8 @@ def pack(parameters: Sequence[nn.Parameter]) -> Tensor | str:
         existing = location_of(parameters[0]).packed
         parts = existing.parameters() if existing is not None else []
         if existing is not None and list(map(id, parts)) == list(map(id, parameters)):
-            whole: Tensor = existing.whole()
+            whole = existing.whole()
+            assert whole is not None
             return whole
         return refusal(parameters) or _move_into_one_tensor(parameters)
 
@@ -86,6 +87,9 @@ def unpackable(parameter: Input) -> str | None:
         return "it is not contiguous, or has no rows"
     if parameter.is_meta:
         return None
+    if weights.is_freed(parameter):
+        packed = location_of(parameter).packed
+        return None if packed is not None else "its memory was freed after it was prepared alone"
     if parameter.is_inference():
         return "it was created in inference mode, where torch does not allow it to be moved"
     # Other tensors in this memory must continue to see writes to the parameter.

@@ -40,10 +40,9 @@ def prepared_weight(
         known = location_of(parameters[0]).prepared.get(key)
         if known is not None and known.is_current_for(parameters):
             return known, False
+        weights.check_not_freed(parameters)
         snapshot = Snapshot(parameters)
         made = prepare(*given)
-        entry = PreparedWeight(
-            list(map(weakref.ref, parameters)), snapshot, made.tensors, made.replaces
-        )
+        entry = PreparedWeight(prepare, list(map(weakref.ref, parameters)), snapshot, made.tensors)
         weights.register_prepared(key, entry)
         return entry, known is not None

@@ -10,6 +10,9 @@
 | a prepared weight | of its own, or instead of the | weights.prepared, by the kernel's function |
 |                   | parameter                     |                                            |
 
+Where the runtime owns the weights, it frees parameters that no kernel reads, and prepared weights
+stand for them (weights.freed).
+
 The table holds parameters weakly and prepared weights strongly: an entry is removed with its
 parameter. A user may move a parameter (`.data =`, `.to()`), so that its address changes; packed and
 prepared weights are then created again.
@@ -20,9 +23,11 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
-from atomc.torch_compat.core import WeakTensor
+from atomc.errors import RunError
+from atomc.ops.op import Prepared
 from atomc.weights.snapshot import Snapshot
 
 
@@ -32,7 +37,7 @@ class PackedWeight:
     them.
     """
 
-    whole: WeakTensor
+    whole: Callable[[], Tensor | None]
     parts: "list[Location]"
 
     def parameters(self) -> list[nn.Parameter]:
@@ -45,16 +50,12 @@ class PackedWeight:
 
 @dataclass(eq=False)
 class PreparedWeight:
-    """Tensors that a kernel computed from parameters, such as another layout.
+    """Tensors that a kernel computed from parameters, such as another layout."""
 
-    replaces  the kernel reads only these tensors, so the parameters' memory may be freed if nothing
-              else reads it
-    """
-
+    prepare: Callable[..., Prepared]
     parameters: "list[weakref.ref[nn.Parameter]]"
     snapshot: Snapshot
     tensors: tuple[Tensor, ...]
-    replaces: bool
 
     def is_current_for(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether it was computed from these parameters and their present values."""
@@ -71,12 +72,18 @@ class Location:
     address   of the memory that this module assigned last
     packed    the packed weight that contains it; None: its memory is its own
     prepared  the weights that kernels prepared from it, alone or with other parameters
+    freed     it has no memory, only its prepared weights have
+    read      a program of the runtime reads it as it is
+    stands_for  the freed parameter in whose place modules have this one
     """
 
     parameter: "weakref.ref[nn.Parameter]"
     address: int
     packed: PackedWeight | None = None
     prepared: dict[Hashable, PreparedWeight] = field(default_factory=dict)
+    freed: bool = False
+    read: bool = False
+    stands_for: nn.Parameter | None = None
 
     def is_part_of(self, packed: PackedWeight) -> bool:
         """Whether this packed weight contains the parameter, which has not been moved since."""
@@ -133,8 +140,61 @@ def move(parameter: nn.Parameter, memory: Tensor) -> Location:
     """
     parameter.data = memory
     location = location_of(parameter)
-    location.address, location.packed = parameter.data_ptr(), None
+    location.address, location.packed, location.freed = parameter.data_ptr(), None, False
     return location
+
+
+def free(parameters: Sequence[nn.Parameter]) -> None:
+    """Free the memory of one parameter, or of all parts of a packed weight. They keep their shapes,
+    strides, dtypes and device; nothing may read them.
+    """
+    packed = location_of(parameters[0]).packed
+    whole = packed.whole() if packed is not None else None
+    for parameter in parameters:
+        shape, stride = parameter.shape, parameter.stride()
+        parameter.data = parameter.data.new_empty(0)
+        parameter.data = _without_memory(parameter, shape, stride)
+        location = location_of(parameter)
+        location.address, location.freed = parameter.data_ptr(), True
+    if packed is not None and whole is not None:
+        replacement = _without_memory(whole, whole.shape, whole.stride())
+        packed.whole = lambda: replacement
+    for made in [made for part in parameters for made in location_of(part).prepared.values()]:
+        made.snapshot = Snapshot([alive for ref in made.parameters if (alive := ref()) is not None])
+
+
+def is_freed(parameter: nn.Parameter) -> bool:
+    """Whether `free` took its memory, and nobody gave it other memory since."""
+    found = _table.get(id(parameter))
+    return found is not None and found.freed and parameter.data_ptr() == found.address
+
+
+def check_not_freed(parameters: Sequence[nn.Parameter]) -> None:
+    """Raises RunError if the memory of one of these was freed."""
+    if any(map(is_freed, parameters)):
+        raise RunError(
+            "this program reads a weight in another form than an earlier one of the same model, "
+            "for which the original was freed: load the model again for it"
+        )
+
+
+def mark_read(parameter: nn.Parameter) -> None:
+    """Keep the memory of this parameter for a program of the runtime. Raises RunError if it was
+    freed.
+    """
+    check_not_freed([parameter])
+    location_of(parameter).read = True
+
+
+def is_read(parameter: nn.Parameter) -> bool:
+    """Whether `mark_read` was called."""
+    return location_of(parameter).read
+
+
+def _without_memory(like: Tensor, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+    made = torch.empty_strided(shape, stride, dtype=like.dtype, device=like.device)
+    made.untyped_storage().resize_(0)
+    return made
 
 
 def register_prepared(key: Hashable, made: PreparedWeight) -> None:

@@ -44,12 +44,12 @@ def _state(parameter: nn.Parameter) -> State:
 
 
 def _samples(parameter: nn.Parameter) -> Bits | None:
-    """A view of evenly spaced elements in many columns; None on a GPU, where reading them would
-    synchronize.
+    """A view of evenly spaced elements in many columns; None without memory, and on a GPU, where
+    reading them would synchronize.
 
     The view does not own the memory: read it only while the parameter has not moved.
     """
-    if parameter.device.type != "cpu" or not parameter.is_contiguous() or not parameter.numel():
+    if parameter.device.type != "cpu" or not parameter.is_contiguous() or not parameter.data_ptr():
         return None
     step = max(1, parameter.numel() // SAMPLES)
     step -= step > 2 and step % 2 == 0  # an odd step visits more columns

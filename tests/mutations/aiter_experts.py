@@ -58,8 +58,8 @@ BUGS: list[Bug] = [
     ),
     bug(
         "experts",
-        "return Prepared((shuffled_weight(weight),), replaces=True)",
-        "return Prepared((weight.clone(),), replaces=True)",
+        "return Prepared((shuffled_weight(weight),))",
+        "return Prepared((weight.clone(),))",
         EXPERTS,
     ),
     bug("experts", "doweight_stage1=weight_on_input", "doweight_stage1=False", EXPERTS),

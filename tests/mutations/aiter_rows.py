@@ -163,8 +163,8 @@ BUGS = [
     ),
     bug(
         "packing",
-        "Prepared((shuffled_weight(weight),), replaces=True)",
-        "Prepared((weight.detach().clone(),), replaces=True)",
+        "Prepared((shuffled_weight(weight),))",
+        "Prepared((weight.detach().clone(),))",
         values("scaled_linear_rows.scaled_linear_fp8"),
     ),
     bug(
@@ -175,8 +175,8 @@ BUGS = [
     ),
     bug(
         "packing",
-        "Prepared((_tiled(scale.detach(), ones),), replaces=True)",
-        "Prepared((torch.cat((scale, ones[n:])),), replaces=True)",
+        "Prepared((_tiled(scale.detach(), ones),))",
+        "Prepared((torch.cat((scale, ones[n:])),))",
         values("scaled_linear.linear_mxfp4"),
     ),
     bug(

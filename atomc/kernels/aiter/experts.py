@@ -32,13 +32,13 @@ NARROW = 192
 
 
 def relaid_down(weight: Tensor) -> Prepared:
-    return Prepared((shuffled_weight(weight),), replaces=True)
+    return Prepared((shuffled_weight(weight),))
 
 
 def relaid_gate_up(weight: Tensor) -> Prepared:
     """And which ids of `numbered` are experts: [E + 2] int32, 0 for the first and the last."""
     experts = torch.ones(len(weight), dtype=torch.int32, device=weight.device)
-    return Prepared((shuffled_weight(weight), pad(experts, (1, 1))), replaces=True)
+    return Prepared((shuffled_weight(weight), pad(experts, (1, 1))))
 
 
 def numbered(ids: Tensor, experts: int) -> Tensor:

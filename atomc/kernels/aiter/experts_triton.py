@@ -143,7 +143,7 @@ def moe_experts(
 def _pairs(zeros: Tensor) -> Prepared:
     """[E, N, groups] uint8 -> [E, N/2, groups]: of two outputs a byte, the even one's low."""
     even, odd = zeros.detach()[:, ::2], zeros.detach()[:, 1::2]
-    return Prepared((even + 16 * odd,), replaces=True)
+    return Prepared((even + 16 * odd,))
 
 
 def _refuse_int4(

@@ -29,9 +29,7 @@ def _less_one(weight: Tensor) -> Prepared:
     """The weight as AITER wants it of norms that multiply by it, and of those that multiply by 1 +
     weight.
     """
-    return Prepared(
-        (weight.detach().to(torch.float32) - 1.0, weight.detach().clone()), replaces=True
-    )
+    return Prepared((weight.detach().to(torch.float32) - 1.0, weight.detach().clone()))
 
 
 def _in_one_row(*parts: Tensor) -> bool:

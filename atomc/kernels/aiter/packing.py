@@ -58,13 +58,13 @@ def _tiled(scale: Tensor, out: Tensor) -> Tensor:
 
 
 def relaid_weight(weight: Tensor) -> Prepared:
-    return Prepared((shuffled_weight(weight),), replaces=True)
+    return Prepared((shuffled_weight(weight),))
 
 
 def relaid_scale(scale: Tensor) -> Prepared:
     n, k = scale.shape
     ones = scale.new_full((n + -n % 256, k), 127)
-    return Prepared((_tiled(scale.detach(), ones),), replaces=True)
+    return Prepared((_tiled(scale.detach(), ones),))
 
 
 def untiled(weight: Tensor) -> Refusal | None:

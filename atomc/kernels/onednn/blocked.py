@@ -11,9 +11,7 @@ def blocked(weight: Tensor, rows: int) -> Prepared:
     """A copy of the weight [N, K] in the layout that oneDNN chooses for this number of rows of x.
     It is valid for any number.
     """
-    return Prepared(
-        (torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows),), replaces=True
-    )
+    return Prepared((torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows),))
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -22,7 +22,6 @@ def _packed(weight: Tensor) -> Prepared:
     # The number of inner tiles, 1, is used on a GPU only.
     return Prepared(
         (torch.ops.aten._convert_weight_to_int4pack_for_cpu(unpack_int4(weight.detach()), 1),),
-        replaces=True,
     )
 
 
@@ -36,7 +35,7 @@ def _scales_and_zeros(weight_scale: Tensor, zeros: Tensor | None) -> Prepared:
         if zeros is None
         else (8.0 - zeros.detach().t().to(torch.float32)) * scale
     )
-    return Prepared((torch.stack((scale, zero.to(scale.dtype)), -1).contiguous(),), replaces=True)
+    return Prepared((torch.stack((scale, zero.to(scale.dtype)), -1).contiguous(),))
 
 
 def refuse_linear_w4a16(

@@ -37,7 +37,7 @@ def refuse_scaled_linear_int8(
 def _packed(weight: Tensor) -> Prepared:
     """[N, K] in oneDNN's blocked layout, and zero points, which are all 0."""
     zeros = torch.zeros(weight.shape[0], dtype=torch.int32)
-    return Prepared((torch.ops.onednn.qlinear_prepack(weight.detach(), None), zeros), replaces=True)
+    return Prepared((torch.ops.onednn.qlinear_prepack(weight.detach(), None), zeros))
 
 
 @ops.scaled_linear_int8.kernel(

@@ -157,8 +157,7 @@ def function(name: str) -> Any:
 
 
 def unpacked(weight: torch.Tensor) -> Prepared:
-    """The weight itself, of which zentorch caches a packed copy by its address. It replaces
-    nothing.
+    """The weight itself, of which zentorch caches a packed copy by its address.
 
     Call it again after the weight has changed or moved.
     """

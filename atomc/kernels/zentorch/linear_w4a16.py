@@ -57,7 +57,11 @@ PREPARE: dict[str | tuple[str, ...], Callable[..., Prepared]] = {
 
 
 @ops.linear_w4a16.kernel(
-    "zentorch", tokens=ops.Tokens(FEWEST_ROWS), refuses=refuse_linear_w4a16, prepare=PREPARE
+    "zentorch",
+    tokens=ops.Tokens(FEWEST_ROWS),
+    refuses=refuse_linear_w4a16,
+    prepare=PREPARE,
+    keeps_original=True,
 )
 def linear_w4a16(
     x: Tensor,

@@ -34,7 +34,9 @@ def refuse_linear_w4a16(
     )
 
 
-@ops.linear_w4a16.kernel("zentorch", refuses=refuse_linear_w4a16, prepare=for_many.PREPARE)
+@ops.linear_w4a16.kernel(
+    "zentorch", refuses=refuse_linear_w4a16, prepare=for_many.PREPARE, keeps_original=True
+)
 def linear_w4a16(
     x: Tensor,
     weight: tuple[Tensor],

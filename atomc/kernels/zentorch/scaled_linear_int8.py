@@ -40,6 +40,7 @@ def refuse_scaled_linear_int8(
     "zentorch",
     refuses=refuse_scaled_linear_int8,
     prepare={"weight": unpacked, "weight_scale": _scales},
+    keeps_original=True,
 )
 def scaled_linear_int8(
     x: Tensor,
