@@ -202,6 +202,17 @@ def _paged(n: RandomInputs) -> Arguments:
     }
 
 
+def _latent_attended(n: RandomInputs) -> Arguments:
+    return {
+        "q_nope": n(n.T, N, P),
+        "q_rope": n(n.T, N, R),
+        "latent": n(n.T, L),
+        "k_rope": n(n.T, 1, R),
+        "weight": n(N * (P + P), L) / L**0.5,
+        "scale": (P + R) ** -0.5,
+    }
+
+
 def _latent(n: RandomInputs) -> Arguments:
     cache = n(-(-CONTEXT // 16), 16, L + R)
     return {"kv_c": n(n.T, L), "k_pe": n(n.T, 1, R), "kv_cache": cache, "slots": n.slots()}
@@ -318,6 +329,7 @@ EXAMPLES: dict[Op, dict[str, Callable[[RandomInputs], Arguments]]] = {
     ops.rope_kv_write: {"": _rope_written},
     ops.qk_norm_rope_kv_write: {"": _norm_rope_written},
     ops.paged_attention: {"": _paged, "window": lambda n: _paged(n) | {"window": 8}},
+    ops.mla_attention: {"": _latent_attended},
     ops.mla_kv_write: {"": _latent},
     ops.mla_rope_kv_write: {"": _latent_queries},
     ops.scaled_bmm_fp8: {"": partial(_by_head, "fp8")},

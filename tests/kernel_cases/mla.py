@@ -217,3 +217,44 @@ LINEAR_SPLIT_CAT: Cases = {
     "fp8, one scale for the weight": partial(split_and_joined, scheme="fp8", per="token"),
     "fp8_block, e4m3fnuz": partial(split_and_joined, scheme="fp8_block", dtype=E4M3FNUZ),
 }
+
+
+def latent_attended(
+    draw: Draw,
+    tokens: int = 7,
+    heads: int = 3,
+    nope: int = 24,
+    values: int = 24,
+    latent: int = 48,
+    rotated: int = 16,
+    batch: tuple[int, ...] = (),
+    stock: bool = False,
+) -> dict[str, Any]:
+    """stock: heads before tokens in memory, as in the classes of transformers."""
+    lead = (*batch, tokens)
+    if stock:
+        q = draw.normal(*batch, heads, tokens, nope + rotated).transpose(-2, -3)
+    else:
+        q = draw.normal(*lead, heads, nope + rotated)
+    q_nope, q_rope = q.split([nope, rotated], -1)
+    kv_c, k_rope = side_by_side(draw, *lead, widths=[latent, rotated])
+    return {
+        "q_nope": q_nope,
+        "q_rope": q_rope,
+        "latent": kv_c,
+        "k_rope": k_rope.unsqueeze(-2),
+        "weight": draw.normal(heads * (nope + values), latent) / latent**0.5,
+        "scale": (nope + rotated) ** -0.5,
+    }
+
+
+MLA_ATTENTION: Cases = {
+    "several tokens": latent_attended,
+    "one token": partial(latent_attended, tokens=1),
+    "no tokens": partial(latent_attended, tokens=0),
+    "several tiles": partial(latent_attended, tokens=150, heads=2),
+    "narrow values": partial(latent_attended, values=8),
+    "wide values": partial(latent_attended, values=40),
+    "batch": partial(latent_attended, batch=(2,)),
+    "from a stock layer": partial(latent_attended, batch=(2,), stock=True),
+}
