@@ -1,73 +1,30 @@
-"""Models of latent attention: the stock classes against transformers on the same random weights."""
+"""Models of latent attention: how they are served, and DeepSeek-V3's checkpoints. What they have
+in common with other mixtures of experts is tested in tests/test_moe_models.py.
+"""
+
+import json
+import logging
+from pathlib import Path
 
 import pytest
 import torch
-from test_models import YARN
-from test_moe_models import EAGER, theirs_of
-from torch import nn
+from safetensors.torch import save_file
+from test_models import IDS, hf_logits
+from test_moe_models import EAGER, KINDS, POSITIONS, theirs, theirs_of
+from test_quant_experts_checkpoints import LLM_NAMES, per_expert, scheme_tensors
+from tiny_experts import sqnr
+from torch import Tensor, nn
 
 from atomc import models
+from atomc.models.loader import load
+from atomc.quantization import QuantizedExperts
+from atomc.quantization.linear import QuantizedLinear
 from atomc.runtime.llm import LLM
 from atomc.runtime.sampling.sampling_params import SamplingParams
 
 transformers = pytest.importorskip("transformers")
 
-LATENT = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 32,
-}
-MSCALE = YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}
-# name -> model_type and what differs from TINY
-KINDS = {
-    "deepseek_v2": (
-        "deepseek_v2",
-        LATENT
-        | {
-            "first_k_dense_replace": 1,
-            "topk_method": "group_limited_greedy",
-            "n_group": 4,
-            "topk_group": 2,
-            "routed_scaling_factor": 2.5,
-            "rope_parameters": MSCALE,
-        },
-    ),
-    "deepseek_v3": (
-        "deepseek_v3",
-        LATENT
-        | {
-            "first_k_dense_replace": 1,
-            "n_group": 4,
-            "topk_group": 2,
-            "rope_parameters": MSCALE,
-        },
-    ),
-    "deepseek_v3, no q_lora": (
-        "deepseek_v3",
-        LATENT
-        | {
-            "q_lora_rank": None,
-            "first_k_dense_replace": 0,
-            "n_group": 1,
-            "topk_group": 1,
-            "norm_topk_prob": False,
-            "rope_interleave": False,
-        },
-    ),
-    "glm4_moe_lite": ("glm4_moe_lite", LATENT | {"tie_word_embeddings": True}),
-}
-
-
-def theirs(name: str) -> nn.Module:
-    """The transformers model of this kind."""
-    model_type, differs = KINDS[name]
-    return theirs_of(model_type, **differs)
+NAMES = ("deepseek_v2", "deepseek_v3", "deepseek_v3, no q_lora", "glm4_moe_lite")
 
 
 def prompts_of(count: int, longest: int, common: int = 0) -> list[list[int]]:
@@ -100,36 +57,121 @@ def served(
     return [list(each.token_ids) for each in made], sum(each.num_cached for each in made)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_wrapped_class_has_handles_as_wide_as_its_keys(name: str) -> None:
     model = models.wrap_stock(theirs(name))
     handles = [buffer for path, buffer in model.named_buffers() if path.endswith(".kv")]
     assert [tuple(handle.shape) for handle in handles] == [(0, 4, 24)] * 2
 
 
+CHUNKS = {"max_num_batched_tokens": 7}
+SETTINGS = [
+    (whose, name, settings)
+    for whose in ("ours", "stock")
+    for name in NAMES
+    for settings in (
+        CHUNKS,
+        {"enable_prefix_caching": False},
+        {"options": EAGER | {"layout": "contiguous"}},
+    )
+]
+FAST = [("ours", "deepseek_v3", CHUNKS), ("stock", "deepseek_v2", CHUNKS)]
+
+
 @pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("deepseek_v3", {"max_num_batched_tokens": 7}),
-        *(
-            pytest.param(name, settings, marks=pytest.mark.slow)
-            for name in KINDS
-            for settings in (
-                {"max_num_batched_tokens": 7},
-                {"enable_prefix_caching": False},
-                {"options": EAGER | {"layout": "contiguous"}},
-            )
-            if (name, settings) != ("deepseek_v3", {"max_num_batched_tokens": 7})
-        ),
-    ],
+    ("whose", "name", "settings"),
+    [pytest.param(*each, marks=() if each in FAST else pytest.mark.slow) for each in SETTINGS],
     ids=str,
 )
 def test_chunks_ragged_batches_and_a_shared_prefix_give_the_text_that_transformers_generates(
-    name: str, settings: dict[str, object]
+    whose: str, name: str, settings: dict[str, object], tmp_path: Path
 ) -> None:
     model, prompts = theirs(name), prompts_of(6, 24, common=35)
     expected = generated(model, prompts, 12)
+    if whose == "ours":
+        model.save_pretrained(tmp_path)
+        model = load(tmp_path)
     made, num_cached = served(model, prompts, 12, **settings)
     assert made == expected
-    shares = "options" not in settings and "enable_prefix_caching" not in settings
+    shares = settings == CHUNKS
     assert num_cached == (5 * 32 if shares else 0)
+
+
+WIDE = {"intermediate_size": 128, "moe_intermediate_size": 128, "kv_lora_rank": 136}
+FP8_BLOCK = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+KEPT = ("embed_tokens", "lm_head", "norm", "mlp.gate.")
+
+
+def hub_checkpoint(path: Path) -> dict[str, Tensor]:
+    """A checkpoint as DeepSeek publishes it: experts one by one, fp8 in blocks of 128, and a draft
+    layer behind the last one. Returns the weights of the model.
+    """
+    model = theirs_of("deepseek_v3", **KINDS["deepseek_v3"][1] | WIDE)
+    weights = {name: tensor.data for name, tensor in model.state_dict().items()}
+    draft = {
+        name.replace(".layers.1.", ".layers.2."): tensor.clone()
+        for name, tensor in weights.items()
+        if ".layers.1." in name
+    }
+    draft |= {
+        f"model.layers.2.{name}.weight": torch.zeros(64, 64)
+        for name in ("embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.head")
+    }
+    in_blocks = scheme_tensors("fp8_block", weight_scale="weight_scale_inv")
+    stored = {}
+    for name, weight in per_expert(weights | draft, in_blocks, LLM_NAMES).items():
+        kept = weight.dim() != 2 or name.endswith("_scale_inv") or any(x in name for x in KEPT)
+        parts = {"weight": weight} if kept else in_blocks(weight)
+        owner, _, leaf = name.rpartition(".")
+        stored |= {f"{owner}.{leaf if kept else key}": part for key, part in parts.items()}
+    config = model.config.to_dict() | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "moe_layer_freq": 1,
+        "num_nextn_predict_layers": 1,
+        "quantization_config": FP8_BLOCK,
+        "dtype": "float32",
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    save_file({name: x.contiguous() for name, x in stored.items()}, path / "model.safetensors")
+    return weights
+
+
+@pytest.mark.parametrize("stock", [False, True], ids=["ours", "stock"])
+def test_a_checkpoint_in_blocks_of_fp8_is_loaded_without_its_draft_layer(
+    stock: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = hub_checkpoint(tmp_path)
+    if stock:
+        monkeypatch.setattr(models, "REGISTRY", {})
+    with caplog.at_level(logging.INFO, "atomc"):
+        model = load(tmp_path, progress=False)
+
+    [line] = [each for each in caplog.messages if "skipped" in each]
+    prefix = "hf_model." if stock else ""
+    assert f"skipped {prefix}model.layers.2." in line and "not part of" in line
+    inner = model.hf_model if stock else model
+    quantized = {
+        name.removeprefix("model.layers.1.self_attn.")
+        for name, layer in inner.named_modules()
+        if isinstance(layer, QuantizedLinear) and ".layers.1.self_attn." in name
+    }
+    assert quantized == {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
+    for name, layer in inner.named_modules():
+        if isinstance(layer, QuantizedLinear):
+            assert sqnr(weights[f"{name}.weight"], layer.dequantized()) > 28, name
+        elif isinstance(layer, QuantizedExperts):
+            for part in ("gate_up_proj", "down_proj"):
+                assert sqnr(weights[f"{name}.{part}"], layer.dequantized(part)) > 28, name
+    plain = theirs_of("deepseek_v3", **KINDS["deepseek_v3"][1] | WIDE)
+    with torch.no_grad():
+        found = model(IDS, POSITIONS)
+    assert sqnr(hf_logits(plain, IDS, POSITIONS), found) > 8
+    made, _ = served(model, prompts_of(3, 9), 4)
+    assert [len(tokens) for tokens in made] == [4] * 3
