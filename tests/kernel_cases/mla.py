@@ -301,6 +301,8 @@ MLA_ABSORBED_ATTENTION: Cases = {
     "more heads than a tile": lambda draw: latent_paged(draw, [(1, 40), (3, 21)], heads=72),
     "several tiles": lambda draw: latent_paged(draw, [(70, 300), (1, 290)], heads=5),
     "odd widths": lambda draw: latent_paged(draw, MIXED, latent=40, rotated=12),
+    "DeepSeek-V3": lambda draw: latent_paged(draw, [(1, 20), (2, 7)], 20, 512, 64),
+    "DeepSeek-V3, decode": lambda draw: latent_paged(draw, [(1, 40), (1, 7)], 16, 512, 64),
     "fp8": lambda draw: latent_paged(draw, MIXED, cache=E4M3),
     "fp8, decode": lambda draw: latent_paged(draw, DECODE, cache=E4M3),
     "e4m3fnuz": lambda draw: latent_paged(draw, CHUNKS, cache=E4M3FNUZ),
