@@ -6,16 +6,23 @@ width, R rotated width.
 """
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atomc.ops.attention import attention
+from atomc.ops.attention import attention, paged_attention
+from atomc.ops.mla import linear_by_head, mla_kv_write
 from atomc.ops.op import op
 from atomc.ops.op_cost import OpCall, Work, bytes_of
-from atomc.ops.op_traits import Kind
-from atomc.ops.state import state_handle
+from atomc.ops.op_traits import Arguments, Kind, StateBinding, StepFields
+from atomc.ops.state import StateSpec, state_handle
+
+cat: Callable[[Sequence[Tensor], int], Tensor] = torch.ops.aten.cat.default
+slice_: Callable[[Tensor, int, int, int], Tensor] = torch.ops.aten.slice.Tensor
+transpose: Callable[[Tensor, int, int], Tensor] = torch.ops.aten.transpose.int
+view: Callable[[Tensor, Sequence[int]], Tensor] = torch.ops.aten.view.default
 
 
 def latent_state(latent: int, rotated: int) -> nn.Buffer:
@@ -54,7 +61,103 @@ def _shape(
     return q_nope.new_empty((*lead, heads, weight.shape[0] // heads - nope))
 
 
-@op(kind=Kind.ATTENTION, rows=None, cost=_cost, shape=_shape)
+def _absorbed_cost(call: OpCall) -> Work:
+    """Each sequence reads its rows of the cache once, for all heads."""
+    q, cache, latent = call["q"], call["kv_cache"], call.arguments["latent"]
+    tokens, heads = math.prod(q.shape[:-2]), q.shape[-2]
+    sequences = call["seq_lens"].shape[0]
+    seen = call.context - (tokens / sequences - 1) / 2
+    read = sequences * call.context * cache.shape[-1] * cache.dtype.itemsize
+    return bytes_of([q, *call.results]) + read, 2 * tokens * seen * heads * (q.shape[-1] + latent)
+
+
+def _absorbed_shape(q: Tensor, *_: object, latent: int, **__: object) -> Tensor:
+    return q.new_empty((*q.shape[:-1], latent))
+
+
+@op(kind=Kind.ATTENTION, rows=None, cost=_absorbed_cost, shape=_absorbed_shape)
+def mla_absorbed_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    token: Tensor,
+    kv_scale: Tensor | None = None,
+    *,
+    latent: int,
+    scale: float,
+) -> Tensor:
+    """paged_attention over a latent cache [blocks, block_size, L + R]: one key head, whose keys are
+    the rows, and whose values are their first `latent` columns (DeepSeek-V2, section 2.1.2, with
+    the projections of keys and values absorbed). q [..., H, L + R] -> [..., H, L].
+
+    query_start, seq_lens, block_tables and token as in paged_attention; kv_scale [1] fp32 of an fp8
+    cache.
+    """
+    keys = kv_cache.unsqueeze(2)
+    return paged_attention.reference(
+        q,
+        keys,
+        keys[..., :latent],
+        query_start,
+        seq_lens,
+        block_tables,
+        token,
+        None,
+        kv_scale,
+        kv_scale,
+        scale=scale,
+    )
+
+
+def _tokens(arguments: Arguments) -> int | torch.SymInt:
+    tokens: int | torch.SymInt = math.prod(arguments["q_nope"].shape[:-2])
+    return tokens
+
+
+def _latent_spec(name: str, arguments: Arguments, codes: torch.dtype | None) -> StateSpec:
+    latent, k_rope = arguments["latent"], arguments["k_rope"]
+    width = latent.shape[-1] + k_rope.shape[-1]
+    return StateSpec.of(name, "latent", ((width,),), codes or latent.dtype)
+
+
+def _absorbed(arguments: Arguments, state: Mapping[str, Tensor], step: StepFields) -> Tensor:
+    """The projection of keys is applied to the queries, that of values to the result: with W_UK and
+    W_UV, the rows of `weight` of a head, q (W_UK c) = (q W_UK) c, and sum_t p_t W_UV c_t =
+    W_UV sum_t p_t c_t.
+    """
+    q_nope, latent, k_rope, weight = (
+        arguments[name] for name in ("q_nope", "latent", "k_rope", "weight")
+    )
+    heads, nope = q_nope.shape[-2:]
+    rows, width = weight.shape
+    of_head = view(weight, (heads, rows // heads, width))
+    w_uk, w_uv = slice_(of_head, 1, 0, nope), slice_(of_head, 1, nope, rows // heads)
+    q = cat((linear_by_head(q_nope, transpose(w_uk, 1, 2)), arguments["q_rope"]), -1)
+    cache, *scales = state.values()
+    token = mla_kv_write(latent, k_rope, cache, step.slots, *scales)
+    attended = mla_absorbed_attention(
+        q,
+        cache,
+        step.query_start,
+        step.seq_lens,
+        step.block_tables,
+        token,
+        *scales,
+        latent=width,
+        scale=arguments["scale"],
+    )
+    return linear_by_head(attended, w_uv)
+
+
+@op(
+    kind=Kind.ATTENTION,
+    rows=None,
+    cost=_cost,
+    shape=_shape,
+    state=StateBinding(handle="kv", tokens=_tokens, spec=_latent_spec, form=_absorbed),
+)
 def mla_attention(
     q_nope: Tensor,
     q_rope: Tensor,

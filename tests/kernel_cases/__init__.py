@@ -22,7 +22,9 @@ from kernel_cases.linear import EMBEDDING, LINEAR
 from kernel_cases.mla import (
     BMM_MXFP4,
     BMM_ROPE_KV_WRITE,
+    LINEAR_BY_HEAD,
     LINEAR_SPLIT_CAT,
+    MLA_ABSORBED_ATTENTION,
     MLA_ATTENTION,
     MLA_KV_WRITE,
     MLA_ROPE_KV_WRITE,
@@ -101,6 +103,8 @@ CASES: dict[str, Cases] = {
     "rope_kv_write": ROPE_KV_WRITE,
     "qk_norm_rope_kv_write": QK_NORM_ROPE_KV_WRITE,
     "paged_attention": PAGED_ATTENTION,
+    "mla_absorbed_attention": MLA_ABSORBED_ATTENTION,
+    "linear_by_head": LINEAR_BY_HEAD,
     "mla_attention": MLA_ATTENTION,
     "mla_kv_write": MLA_KV_WRITE,
     "mla_rope_kv_write": MLA_ROPE_KV_WRITE,
