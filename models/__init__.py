@@ -22,7 +22,10 @@ __all__ = ["REGISTRY", "architectures_of", "build", "model_class", "wrap_stock"]
 
 # Name in config.json's `architectures` -> module:class, imported on use.
 REGISTRY = {
+    "DeepseekV2ForCausalLM": "atomc.models.deepseek_v3:DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM": "atomc.models.deepseek_v3:DeepseekV3ForCausalLM",
     "Glm4MoeForCausalLM": "atomc.models.glm4_moe:Glm4MoeForCausalLM",
+    "Glm4MoeLiteForCausalLM": "atomc.models.deepseek_v3:Glm4MoeLiteForCausalLM",
     "GptOssForCausalLM": "atomc.models.gpt_oss:GptOssForCausalLM",
     "LlamaForCausalLM": "atomc.models.llama:LlamaForCausalLM",
     "MistralForCausalLM": "atomc.models.llama:LlamaForCausalLM",

@@ -87,6 +87,18 @@ def expert_counts(hf: Mapping[str, JSONLike]) -> tuple[int, int]:
     return experts, chosen
 
 
+def expert_groups(hf: Mapping[str, JSONLike]) -> tuple[int, int]:
+    """n_group and topk_group: experts are chosen from this many of so many groups."""
+    groups, topk_groups = integer(hf, "n_group", 1), integer(hf, "topk_group", 1)
+    experts, chosen = expert_counts(hf)
+    if experts % groups or topk_groups > groups or chosen > topk_groups * (experts // groups):
+        raise ValueError(
+            f"{model_type(hf)}: {chosen} of {experts} experts cannot be chosen from topk_group "
+            f"{topk_groups} of n_group {groups} groups"
+        )
+    return groups, topk_groups
+
+
 def head_width(hf: Mapping[str, JSONLike], default: int | None = None) -> int:
     """head_dim, else the default, else hidden_size / num_attention_heads. Must be even: rotary
     positions pair columns.

@@ -6,11 +6,9 @@ rows with logits.
 Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atomc import ops
@@ -18,15 +16,16 @@ from atomc.json_types import JSONLike
 from atomc.models.config import (
     count,
     expert_counts,
+    expert_groups,
     flag,
     head_counts,
     head_width,
     integer,
-    model_type,
     number,
     only,
 )
 from atomc.models.experts import Experts
+from atomc.models.group_router import GroupRouter
 from atomc.models.layers import MLP, RMSNorm
 from atomc.models.rotary import Rotary, apply_partial_rope, rope_parameters, rotated_columns
 
@@ -79,12 +78,7 @@ class Config:
         only(hf, "hidden_act", "silu")
         heads, kv_heads = head_counts(hf)
         experts, chosen = expert_counts(hf)
-        groups, topk_groups = integer(hf, "n_group", 1), integer(hf, "topk_group", 1)
-        if experts % groups or topk_groups > groups or chosen > topk_groups * (experts // groups):
-            raise ValueError(
-                f"{model_type(hf)}: {chosen} of {experts} experts cannot be chosen from topk_group "
-                f"{topk_groups} of n_group {groups} groups"
-            )
+        groups, topk_groups = expert_groups(hf)
         head_dim, rope = head_width(hf), rope_parameters(hf, partial=0.5)
         return cls(
             vocab_size=integer(hf, "vocab_size"),
@@ -141,65 +135,20 @@ def _head_norm(config: Config) -> nn.Module:
     return RMSNorm(config.head_dim, config.rms_norm_eps) if config.use_qk_norm else nn.Identity()
 
 
-class Router(nn.Module):
-    """The experts of each token, and their weights (DeepSeek-V3, equations 12 to 16): sigmoid
-    scores in fp32; the bias changes only the choice, which is from the best groups.
-    """
-
-    e_score_correction_bias: Tensor
-
-    def __init__(self, config: Config):
-        super().__init__()
-        self.config = config
-        self.weight = nn.Parameter(torch.empty(config.n_routed_experts, config.hidden_size))
-        bias = torch.zeros(config.n_routed_experts, dtype=torch.float32)
-        self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
-        nn.init.normal_(self.weight, std=0.02)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
-        """Move to the model's device, but keep the bias in fp32: in bf16 other experts are
-        chosen.
-        """
-        bias = self.e_score_correction_bias
-
-        def moved(tensor: Tensor) -> Tensor:
-            result = fn(tensor)
-            changed = tensor is bias and result.dtype != bias.dtype
-            return bias.to(result.device) if changed else result
-
-        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
-        return self
-
-    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """-> ids [T, k] i64, weights [T, k] f32."""
-        config = self.config
-        logits_TE = F.linear(x_TD.float(), self.weight.float())
-        scores_TE = logits_TE.sigmoid()
-        choice_TE = scores_TE + self.e_score_correction_bias
-        if config.n_group > 1:
-            choice_TE = self._in_best_groups(choice_TE)
-        ids = choice_TE.topk(config.num_experts_per_tok, dim=-1).indices
-        weights = scores_TE.gather(-1, ids)
-        if config.norm_topk_prob:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return ids, weights * config.routed_scaling_factor
-
-    def _in_best_groups(self, choice_TE: Tensor) -> Tensor:
-        """The scores, -inf outside the groups whose two best scores have the largest sums."""
-        grouped = torch.unflatten(choice_TE, -1, (self.config.n_group, -1))
-        best = grouped.topk(2, dim=-1).values.sum(-1)
-        chosen = best.topk(self.config.topk_group, dim=-1, sorted=False).indices
-        kept = torch.zeros_like(best).scatter(-1, chosen, 1)
-        kept_TE = kept.unsqueeze(-1).expand_as(grouped).flatten(-2)
-        return choice_TE.masked_fill(~kept_TE.bool(), float("-inf"))
-
-
 class MoE(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         width, expert_width = config.hidden_size, config.moe_intermediate_size
         self.experts = Experts(config.n_routed_experts, width, expert_width)
-        self.gate = Router(config)
+        self.gate = GroupRouter(
+            config.n_routed_experts,
+            width,
+            chosen=config.num_experts_per_tok,
+            groups=config.n_group,
+            topk_groups=config.topk_group,
+            renormalize=config.norm_topk_prob,
+            scale=config.routed_scaling_factor,
+        )
         self.shared_experts = MLP(width, expert_width * config.n_shared_experts)
 
     def forward(self, x: Tensor) -> Tensor:

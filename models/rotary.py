@@ -156,6 +156,11 @@ def _llama3(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
     return torch.where(is_between, between, stretched), scaling
 
 
+def yarn_mscale(factor: float, weight: float) -> float:
+    """The temperature of YaRN for positions that are stretched by `factor`."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
 def _yarn(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
     """YaRN (Peng et al. 2023): NTK-by-parts interpolation, and a temperature factor on the
     tables.
@@ -166,9 +171,6 @@ def _yarn(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
     def given(name: str) -> float | None:
         return number(rope, name) if rope.get(name) else None
 
-    def mscale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     def column(rotations: float) -> float:
         """The column of the wave with this many rotations over the original length (equation 17 of
         the paper, solved for the column).
@@ -177,9 +179,9 @@ def _yarn(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
 
     scaling, numerator, denominator = map(given, ("attention_factor", "mscale", "mscale_all_dim"))
     if scaling is None and numerator and denominator:
-        scaling = mscale(numerator) / mscale(denominator)
+        scaling = yarn_mscale(factor, numerator) / yarn_mscale(factor, denominator)
     if scaling is None:
-        scaling = mscale(1.0)
+        scaling = yarn_mscale(factor, 1.0)
 
     low, high = column(given("beta_fast") or 32), column(given("beta_slow") or 1)
     if rope.get("truncate", True):
@@ -256,3 +258,19 @@ def apply_partial_rope(
     q_whole = torch.cat((q_rotated, q_TNH[..., rotated:]), dim=-1)
     k_whole = torch.cat((k_rotated, k_TKH[..., rotated:]), dim=-1)
     return q_whole, k_whole
+
+
+def apply_interleaved_rope(
+    q_TNH: Tensor, k_TKH: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As apply_rope, of columns stored in pairs (DeepSeek): columns 2i and 2i + 1 are turned by
+    angle i, and become columns i and i + H/2.
+    """
+    half = cos.shape[-1] // 2
+    cos, sin = cos[..., :half], sin[..., :half]
+
+    def turned(x: Tensor) -> Tensor:
+        x1, x2 = x[..., 0::2], x[..., 1::2]
+        return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
+
+    return turned(q_TNH), turned(k_TKH)

@@ -245,8 +245,10 @@ def _set_experts(hf_model: "PreTrainedModel") -> None:
 
 
 def _head_dim(attention: nn.Module) -> int:
-    """The head width; 0 for a module that is not an attention layer."""
-    return int(getattr(attention, "head_dim", None) or getattr(attention, "head_size", None) or 0)
+    """The width of a key; 0 for a module that is not an attention layer."""
+    # qk_head_dim: latent attention (DeepSeek-V2), whose values have another width.
+    names = ("head_dim", "head_size", "qk_head_dim")
+    return int(next(filter(None, (getattr(attention, name, None) for name in names)), 0))
 
 
 def _num_kv_heads(attention: nn.Module) -> int:
@@ -276,13 +278,14 @@ def _attention(
     is_causal: bool | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function of transformers: query [B, N, T, H], key and value [B, K, T, H] -> [B,
-    T, N, H].
+    """The attention function of transformers: query [B, N, T, H], key [B, K, T, H] and value
+    [B, K, T, V] -> [B, T, N, V].
     """
     kv = getattr(module, "kv", None)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     expected = None if kv is None else tuple(kv.shape[1:])
-    if causal and not expected == (key.shape[1], key.shape[3]) == (value.shape[1], value.shape[3]):
+    fits = expected == (key.shape[1], key.shape[3]) and value.shape[1] == key.shape[1]
+    if causal and not fits:
         raise ValueError(
             f"{type(module).__name__}: keys {list(key.shape)} and values {list(value.shape)} "
             "do not match "

@@ -79,13 +79,13 @@ PIPELINE: tuple[Pass, ...] = (
     rewriting(RMS_NORM_QUANT, after=["add_rms_norm_quant"]),
     rewriting(SILU_AND_MUL_QUANT, after=["silu_and_mul", "merge_linears"]),
     rewriting(QK_NORM_ROPE, after=["rms_norm", "rope", "tidy_transposes"]),
-    rewriting(LINEAR_SPLIT_CAT, after=["cat_of_slices", "merge_linears"]),
-    rewriting(MLA_ROPE_KV_WRITE, after=["rope", "tidy_transposes"]),
-    rewriting(BMM_ROPE_KV_WRITE, after=["mla_rope_kv_write"]),
     # Bind state: attention reads and writes the runtime's caches.
     Pass("bind_state", bind_state, after=["qk_norm_rope"], paged=True),
+    rewriting(LINEAR_SPLIT_CAT, after=["cat_of_slices", "merge_linears"]),
     rewriting(QK_NORM_ROPE_KV_WRITE, after=["bind_state"], paged=True),
     rewriting(ROPE_KV_WRITE, after=["bind_state"], paged=True),
+    rewriting(MLA_ROPE_KV_WRITE, after=["rope", "tidy_transposes"]),
+    rewriting(BMM_ROPE_KV_WRITE, after=["mla_rope_kv_write"]),
     Pass("expert_load", expert_load, after=["moe_experts", "bind_state"], paged=True),
     Pass("reinplace", reinplace),
 )

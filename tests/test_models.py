@@ -232,11 +232,7 @@ def test_a_stock_model_built_in_bf16_keeps_its_rotary_frequencies_in_fp32() -> N
     ("model_type", "differs", "sentence"),
     [
         ("bloom", {}, "BloomForCausalLM does not support a custom attention"),
-        (
-            "deepseek_v3",
-            {"n_routed_experts": 2, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 1},
-            "DeepseekV3ForCausalLM has no attention layer with a layer_idx and a head_dim",
-        ),
+        ("bert", {}, "BertLMHeadModel has no attention layer with a layer_idx and a head_dim"),
     ],
 )
 def test_attention_that_cannot_be_given_a_state_is_refused(

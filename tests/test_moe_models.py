@@ -21,6 +21,19 @@ transformers = pytest.importorskip("transformers")
 
 EXPERTS = {"num_experts_per_tok": 2, "head_dim": 16}
 GLM = EXPERTS | {"n_routed_experts": 8, "moe_intermediate_size": 32}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "eos_token_id": None,
+}
+MSCALE = YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}
 # name -> model_type and what differs from TINY
 KINDS = {
     "qwen3_moe": (
@@ -85,8 +98,76 @@ KINDS = {
             "rope_parameters": {"partial_rotary_factor": 1.0, "rope_theta": 10000.0},
         },
     ),
+    "deepseek_v2": (
+        "deepseek_v2",
+        LATENT
+        | {
+            "first_k_dense_replace": 1,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "rope_parameters": MSCALE,
+        },
+    ),
+    "deepseek_v2, no q_lora, no groups": (
+        "deepseek_v2",
+        LATENT | {"q_lora_rank": None, "n_shared_experts": 1, "tie_word_embeddings": True},
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        LATENT
+        | {
+            "first_k_dense_replace": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": MSCALE,
+        },
+    ),
+    "deepseek_v3, no q_lora": (
+        "deepseek_v3",
+        LATENT
+        | {
+            "q_lora_rank": None,
+            "first_k_dense_replace": 0,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "n_shared_experts": 2,
+            "rope_interleave": False,
+            "rope_parameters": YARN,
+        },
+    ),
+    "deepseek_v3, bias": (
+        "deepseek_v3",
+        LATENT
+        | {
+            "attention_bias": True,
+            "first_k_dense_replace": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "rms_norm_eps": 1e-3,
+        },
+    ),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        LATENT | {"tie_word_embeddings": True, "v_head_dim": 28},
+    ),
+    "glm4_moe_lite, other layers": (
+        "glm4_moe_lite",
+        LATENT | {"mlp_layer_types": ["sparse", "dense"], "n_group": 2},
+    ),
 }
-ARCHITECTURES = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe")
+ARCHITECTURES = (
+    "qwen3_moe",
+    "mixtral",
+    "gpt_oss",
+    "glm4_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v3, no q_lora",
+    "glm4_moe_lite",
+)
 POSITIONS = torch.arange(33)
 EAGER = {"glue": "eager", "strict": True}
 
@@ -180,6 +261,9 @@ FAST = {
     Cell("mixtral", "stock", torch.float32),
     Cell("gpt_oss", "ours", torch.float32),
     Cell("glm4_moe", "stock", torch.bfloat16),
+    Cell("deepseek_v2", "stock", torch.float32),
+    Cell("deepseek_v3", "ours", torch.float32),
+    Cell("glm4_moe_lite", "ours", torch.bfloat16),
 }
 
 
@@ -464,6 +548,38 @@ HF = TINY | {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_routed_ex
             "glm4_moe: partial_rotary_factor 0.2 rotates 3 of 16 columns, rotary positions need "
             "pairs of columns",
         ),
+        (
+            "DeepseekV2ForCausalLM",
+            {"topk_method": "noaux"},
+            "deepseek_v2: topk_method 'noaux' is not supported, only 'greedy' or "
+            "'group_limited_greedy' or 'noaux_tc'",
+        ),
+        (
+            "DeepseekV2ForCausalLM",
+            {"norm_topk_prob": True},
+            "deepseek_v2: norm_topk_prob True is not supported, only False",
+        ),
+        (
+            "DeepseekV3ForCausalLM",
+            {"scoring_func": "softmax"},
+            "deepseek_v3: scoring_func 'softmax' is not supported, only 'sigmoid'",
+        ),
+        (
+            "DeepseekV3ForCausalLM",
+            {},
+            "deepseek_v3: num_key_value_heads 2 is not supported, only that of "
+            "num_attention_heads, 4: keys and values are expanded to all heads",
+        ),
+        (
+            "DeepseekV3ForCausalLM",
+            {"num_key_value_heads": None, "qk_rope_head_dim": 7},
+            "deepseek_v3: qk_rope_head_dim 7 is odd, rotary positions need pairs of columns",
+        ),
+        (
+            "Glm4MoeLiteForCausalLM",
+            {"num_key_value_heads": None, "mlp_layer_types": ["sparse"]},
+            "glm4_moe_lite: mlp_layer_types ['sparse'] are not 2 of 'dense' or 'sparse'",
+        ),
     ],
 )
 def test_an_unsupported_config_is_refused_in_one_sentence(
@@ -474,6 +590,9 @@ def test_an_unsupported_config_is_refused_in_one_sentence(
         "Qwen3MoeForCausalLM": "qwen3_moe",
         "GptOssForCausalLM": "gpt_oss",
         "Glm4MoeForCausalLM": "glm4_moe",
+        "DeepseekV2ForCausalLM": "deepseek_v2",
+        "DeepseekV3ForCausalLM": "deepseek_v3",
+        "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     }[architecture]
     config = HF | {"architectures": [architecture], "model_type": model_type} | differs
     with pytest.raises(ValueError) as raised:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 import atomc
-from atomc import ops
 from atomc.program import compile_model
 from atomc.refusal import refusal
 from atomc.runtime.llm import LLM
@@ -137,26 +136,6 @@ class Undecided(nn.Module):
         if self.what == "shapes":
             return x @ x.new_zeros(3, 3)
         return x
-
-
-class Uneven(nn.Module):
-    """Attention with keys of 16 columns and values of 8."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kv, self.weight = ops.kv_state(1, 16), nn.Parameter(torch.ones(48, 16))
-
-    def forward(self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
-        x = self.weight[input_ids][:, None]
-        return ops.attention(x, x, x[..., :8], self.kv, scale=0.25)[logits_rows, 0]
-
-
-def test_keys_and_values_of_unequal_width_are_refused_with_their_line() -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"attention in .*\(test_refused_models.py:\d+\): keys are 16 wide, values 8",
-    ):
-        compile_model(Uneven(), {**EAGER, "cache": False})
 
 
 @pytest.mark.parametrize(

@@ -252,7 +252,26 @@ class Attending(nn.Module):
         return ops.attention(q, k, v, self.kv, scale=0.3, window=self.window).flatten(-2)
 
 
+class LatentAttending(nn.Module):
+    """Three heads, whose keys are 5 + 4 wide and whose values 6, over a latent of 7."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.kv_a = nn.Linear(WIDTH, 27, bias=False), nn.Linear(WIDTH, 11, bias=False)
+        self.kv_b, self.out = nn.Linear(7, 33, bias=False), nn.Linear(18, WIDTH, bias=False)
+        self.kv = ops.latent_state(7, 4)
+
+    def forward(self, x):
+        q_nope, q_rope = self.q(x).unflatten(-1, (3, 9)).split([5, 4], -1)
+        latent, k_rope = self.kv_a(x).split([7, 4], -1)
+        found = ops.mla_attention(
+            q_nope, q_rope, latent, k_rope.unsqueeze(-2), self.kv_b.weight, self.kv, scale=0.3
+        )
+        return self.out(found.flatten(-2))
+
+
 KINDS = {
+    "latent": (LatentAttending, LatentAttending),
     "summed": (Summed, Summed),
     "recalling": (Recalling, Recalling),
     "mixed": (Summed, Attending, Recalling, Summed),
@@ -375,7 +394,7 @@ def test_state_that_an_aborted_request_leaves_is_nobodys(served):
         assert found[i] == alone(kind, prompts[i], len(found[i]))
 
 
-@pytest.mark.parametrize("kind", ["recalling", "mixed", "windowed"])
+@pytest.mark.parametrize("kind", ["latent", "recalling", "mixed", "windowed"])
 def test_requests_that_give_their_blocks_back_start_from_nothing_again(kind):
     engine = started(kind, num_blocks=6)
     prompts = prompts_of(20, 25, 18, 30)
@@ -459,11 +478,12 @@ def test_a_prefix_cache_or_drafts_that_cannot_be_are_refused_with_the_layer():
         started("windowed", speculative_tokens=3)
 
 
-def test_wrong_drafts_are_taken_out_of_state_of_tokens():
-    engine = started("recalling", speculative_tokens=3, num_blocks=30)
+@pytest.mark.parametrize("kind", ["latent", "recalling"])
+def test_wrong_drafts_are_taken_out_of_state_of_tokens(kind):
+    engine = started(kind, speculative_tokens=3, num_blocks=30)
     prompts = [[1, 2, 3] * 8, [7, 8] * 9, prompts_of(20)[0]]
     assert run(engine, requests_of(engine, prompts, 20)) == [
-        alone("recalling", prompt, 20) for prompt in prompts
+        alone(kind, prompt, 20) for prompt in prompts
     ]
     assert engine.stats().drafted > engine.stats().accepted > 0
 
@@ -730,6 +750,7 @@ def test_a_model_that_keeps_nothing_per_token_is_as_long_as_it_may_be():
     ("kind", "per_token", "per_sequence"),
     [
         ("summed", 0, 2 * WIDTH * 8),
+        ("latent", 2 * (7 + 4) * 8, 0),
         ("recalling", 2 * ODD * 8, 0),
         ("mixed", (2 * WIDTH + ODD) * 8, 2 * WIDTH * 8),
     ],

@@ -12,11 +12,13 @@ from atomc.ops.linear import embedding, linear
 from atomc.ops.mla import (
     bmm_mxfp4,
     bmm_rope_kv_write,
+    linear_by_head,
     linear_split_cat,
     mla_kv_write,
     mla_rope_kv_write,
     scaled_bmm_fp8,
 )
+from atomc.ops.mla_attention import latent_state, mla_absorbed_attention, mla_attention
 from atomc.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from atomc.ops.norm_pad import add_rms_norm_pad
 from atomc.ops.norm_quant import add_rms_norm_quant, rms_norm_quant
@@ -72,12 +74,16 @@ __all__ = [
     "gelu_and_mul",
     "kv_state",
     "kv_write",
+    "latent_state",
     "layer_norm",
     "linear",
+    "linear_by_head",
     "linear_mxfp4",
     "linear_split_cat",
     "linear_topk_route",
     "linear_w4a16",
+    "mla_absorbed_attention",
+    "mla_attention",
     "mla_kv_write",
     "mla_rope_kv_write",
     "moe_experts",

@@ -1,8 +1,9 @@
 """Attention, without state and over a paged cache, and the write to the cache.
 
 T new tokens, S keys or sequences, N query heads, K key/value heads (N a multiple of K), D head
-width. Caches are [blocks, block_size, K, D]; a layout (atomc.ops.state) changes their strides, or,
-if it is shuffled, the order of the values, which these references do not know.
+width; values may have another width than queries and keys. Caches are [blocks, block_size, K, D]; a
+layout (atomc.ops.state) changes their strides, or, if it is shuffled, the order of the values,
+which these references do not know.
 Values of an fp8 cache are codes times k_scale or v_scale, [1] fp32 (None: 1).
 """
 
@@ -74,8 +75,6 @@ def _kv_spec(name: str, arguments: Arguments, codes: torch.dtype | None) -> Stat
         raise ValueError(
             "it has a mask or is not causal, and a paged cache serves causal attention only"
         )
-    if k.shape[-1] != v.shape[-1]:  # no kernel writes or reads such a pair of caches
-        raise ValueError(f"keys are {k.shape[-1]} wide, values {v.shape[-1]}")
     return StateSpec.of(
         name,
         "kv",

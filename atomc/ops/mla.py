@@ -14,7 +14,7 @@ from torch import Tensor
 
 from atomc.ops.attention import as_cached
 from atomc.ops.op import op
-from atomc.ops.op_cost import OpCall, Work, product, state_write
+from atomc.ops.op_cost import OpCall, Work, bytes_of, product, state_write
 from atomc.ops.op_traits import Kind
 from atomc.ops.quant import quant_fp8_group, quant_mxfp4
 from atomc.ops.rope import rope
@@ -105,6 +105,20 @@ def mla_rope_kv_write(
         kv_c, rope.reference(k_pe, cos, sin, rope_style), kv_cache, slots, scale
     )
     return torch.cat((q_nope, rope.reference(q_pe, cos, sin, rope_style)), -1), token
+
+
+def _linear_by_head_cost(call: OpCall) -> Work:
+    """Reads the rows of `weight`, which may be a part of a parameter."""
+    x, weight = call["x"], call["weight"]
+    return bytes_of([x, weight, *call.results]), 2 * x.numel * weight.shape[1]
+
+
+@op(kind=Kind.BMM, rows=None, cost=_linear_by_head_cost)
+def linear_by_head(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T per head, of tensors with any strides. x [..., T, H, P] and weight [H, L, P] ->
+    [..., T, H, L], contiguous.
+    """
+    return (x.transpose(-2, -3) @ weight.transpose(-1, -2)).transpose(-2, -3).contiguous()
 
 
 def _scaled_bmm_fp8_shape(

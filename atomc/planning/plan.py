@@ -120,8 +120,9 @@ def _first_layers(layers: int, config: Mapping[str, JSONLike]) -> Mapping[str, J
     if not 1 <= layers <= count:
         raise ValueError(f"--layers {layers}: the model has {count}")
     first = {**config, "num_hidden_layers": layers}
-    if isinstance(kinds := config.get("layer_types"), list):
-        first["layer_types"] = kinds[:layers]
+    for name in ("layer_types", "mlp_layer_types"):
+        if isinstance(kinds := config.get(name), list):
+            first[name] = kinds[:layers]
     return first
 
 

@@ -202,6 +202,32 @@ def _paged(n: RandomInputs) -> Arguments:
     }
 
 
+def _latent_attended(n: RandomInputs) -> Arguments:
+    return {
+        "q_nope": n(n.T, N, P),
+        "q_rope": n(n.T, N, R),
+        "latent": n(n.T, L),
+        "k_rope": n(n.T, 1, R),
+        "weight": n(N * (P + P), L) / L**0.5,
+        "scale": (P + R) ** -0.5,
+    }
+
+
+def _latent_paged(n: RandomInputs) -> Arguments:
+    """The last T tokens of a sequence of CONTEXT."""
+    cache = n(-(-CONTEXT // 16), 16, L + R)
+    return {
+        "q": n(n.T, N, L + R),
+        "kv_cache": cache,
+        "query_start": torch.tensor([0, n.T], dtype=torch.int32, device=n.device),
+        "seq_lens": torch.tensor([CONTEXT], dtype=torch.int32, device=n.device),
+        "block_tables": torch.arange(len(cache), dtype=torch.int32, device=n.device)[None],
+        "token": n(0),
+        "latent": L,
+        "scale": (P + R) ** -0.5,
+    }
+
+
 def _latent(n: RandomInputs) -> Arguments:
     cache = n(-(-CONTEXT // 16), 16, L + R)
     return {"kv_c": n(n.T, L), "k_pe": n(n.T, 1, R), "kv_cache": cache, "slots": n.slots()}
@@ -318,6 +344,9 @@ EXAMPLES: dict[Op, dict[str, Callable[[RandomInputs], Arguments]]] = {
     ops.rope_kv_write: {"": _rope_written},
     ops.qk_norm_rope_kv_write: {"": _norm_rope_written},
     ops.paged_attention: {"": _paged, "window": lambda n: _paged(n) | {"window": 8}},
+    ops.mla_attention: {"": _latent_attended},
+    ops.mla_absorbed_attention: {"": _latent_paged},
+    ops.linear_by_head: {"": lambda n: {"x": n(n.T, N, P), "weight": n(N, L, P)}},
     ops.mla_kv_write: {"": _latent},
     ops.mla_rope_kv_write: {"": _latent_queries},
     ops.scaled_bmm_fp8: {"": partial(_by_head, "fp8")},

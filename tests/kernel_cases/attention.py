@@ -137,6 +137,14 @@ def paged(
     }
 
 
+def narrow_values(draw: Draw, sequences: list[tuple[int, int]]) -> dict[str, Any]:
+    """Keys of 192 columns and values of 128, as in DeepSeek-V3."""
+    arguments = paged(draw, sequences, heads=(2, 2), width=192)
+    wide = arguments["v_cache"]
+    _, v_cache, _ = draw.caches([length for _, length in sequences], 2, 128, wide.dtype)
+    return arguments | {"v_cache": v_cache.copy_(wide[..., :128])}
+
+
 DECODE = [(1, 5), (1, 33), (1, 16), (1, 17), (1, 1)]
 
 PREFILL = [(7, 7), (33, 33), (1, 1)]
@@ -158,6 +166,8 @@ PAGED_ATTENTION: Cases = {
     "as many keys as queries, decode": lambda draw: paged(draw, DECODE, heads=(4, 4), width=128),
     "as many keys as queries": lambda draw: paged(draw, MIXED, heads=(4, 4), width=80),
     "one key head, narrow": lambda draw: paged(draw, MIXED, heads=(6, 1), width=8),
+    "values narrower than keys, decode": lambda draw: narrow_values(draw, DECODE),
+    "values narrower than keys": lambda draw: narrow_values(draw, MIXED),
     "window, decode": lambda draw: paged(draw, DECODE, window=6),
     "window": lambda draw: paged(draw, MIXED, window=6),
     "window of whole blocks": lambda draw: paged(draw, MIXED, window=16),

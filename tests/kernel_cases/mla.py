@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from atomc.ops.rope import ROPE_STYLES
+from kernel_cases.attention import CHUNKS, DECODE, MIXED, PREFILL, paged
 from kernel_cases.draw import E4M3, E4M3FNUZ, Cases, Draw, cache_scales, slots_of
 from kernel_cases.rope import rotary
 from kernel_cases.scaled_linear import mxfp4_operands, scale_of, scaled_blocks, scaled_fp8
@@ -144,6 +145,16 @@ def multiplied_and_written(
     return arguments | ({"dtype": dtype} if scheme == "fp8" else {})
 
 
+LINEAR_BY_HEAD: Cases = {
+    "several tokens": lambda draw: {"x": draw.normal(7, 3, 64), "weight": draw.normal(3, 40, 64)},
+    "no tokens": lambda draw: {"x": draw.normal(0, 3, 64), "weight": draw.normal(3, 40, 64)},
+    "batch": lambda draw: {"x": draw.normal(2, 7, 3, 64), "weight": draw.normal(3, 40, 64)},
+    "part of a weight": lambda draw: {
+        "x": draw.normal(7, 3, 24),
+        "weight": draw.normal(3, 64, 40)[:, :24].transpose(1, 2),
+    },
+}
+
 SCALED_BMM_FP8: Cases = {
     "several tokens": lambda draw: multiplied(draw, "fp8"),
     "batch": lambda draw: multiplied(draw, "fp8", batch=(2,)),
@@ -216,4 +227,84 @@ LINEAR_SPLIT_CAT: Cases = {
     "fp8, one scale for all": partial(split_and_joined, scheme="fp8", per="tensor"),
     "fp8, one scale for the weight": partial(split_and_joined, scheme="fp8", per="token"),
     "fp8_block, e4m3fnuz": partial(split_and_joined, scheme="fp8_block", dtype=E4M3FNUZ),
+}
+
+
+def latent_attended(
+    draw: Draw,
+    tokens: int = 7,
+    heads: int = 3,
+    nope: int = 24,
+    values: int = 24,
+    latent: int = 48,
+    rotated: int = 16,
+    batch: tuple[int, ...] = (),
+    stock: bool = False,
+) -> dict[str, Any]:
+    """stock: heads before tokens in memory, as in the classes of transformers."""
+    lead = (*batch, tokens)
+    if stock:
+        q = draw.normal(*batch, heads, tokens, nope + rotated).transpose(-2, -3)
+    else:
+        q = draw.normal(*lead, heads, nope + rotated)
+    q_nope, q_rope = q.split([nope, rotated], -1)
+    kv_c, k_rope = side_by_side(draw, *lead, widths=[latent, rotated])
+    return {
+        "q_nope": q_nope,
+        "q_rope": q_rope,
+        "latent": kv_c,
+        "k_rope": k_rope.unsqueeze(-2),
+        "weight": draw.normal(heads * (nope + values), latent) / latent**0.5,
+        "scale": (nope + rotated) ** -0.5,
+    }
+
+
+MLA_ATTENTION: Cases = {
+    "several tokens": latent_attended,
+    "one token": partial(latent_attended, tokens=1),
+    "no tokens": partial(latent_attended, tokens=0),
+    "several tiles": partial(latent_attended, tokens=150, heads=2),
+    "narrow values": partial(latent_attended, values=8),
+    "wide values": partial(latent_attended, values=40),
+    "batch": partial(latent_attended, batch=(2,)),
+    "from a stock layer": partial(latent_attended, batch=(2,), stock=True),
+}
+
+
+def latent_paged(
+    draw: Draw,
+    sequences: list[tuple[int, int]],
+    heads: int = 3,
+    latent: int = 32,
+    rotated: int = 16,
+    **rest: Any,
+) -> dict[str, Any]:
+    arguments = paged(draw, sequences, (heads, 1), latent + rotated, **rest)
+    del arguments["v_cache"]
+    cache = arguments.pop("k_cache").squeeze(2)
+    scaled = cache.dtype != draw.dtype and cache.dtype.itemsize == 1
+    scale = {"kv_scale": cache_scales(draw)["k_scale"]} if scaled else {}
+    return arguments | {"kv_cache": cache, "latent": latent} | scale
+
+
+MLA_ABSORBED_ATTENTION: Cases = {
+    "decode": lambda draw: latent_paged(draw, DECODE),
+    "one sequence": lambda draw: latent_paged(draw, [(1, 300)]),
+    "prefill": lambda draw: latent_paged(draw, PREFILL),
+    "chunks": lambda draw: latent_paged(draw, CHUNKS),
+    "drafts": lambda draw: latent_paged(draw, [(4, 33), (4, 4), (4, 18)]),
+    "mixed, some without new tokens": lambda draw: latent_paged(draw, MIXED),
+    "padding rows": lambda draw: latent_paged(draw, MIXED, padding=3),
+    "padding rows only": lambda draw: latent_paged(draw, [(0, 9)], padding=3),
+    "no sequences' tokens": lambda draw: latent_paged(draw, [(0, 9), (0, 0)]),
+    "16 heads, decode": lambda draw: latent_paged(draw, DECODE, heads=16),
+    "more heads than a tile": lambda draw: latent_paged(draw, [(1, 40), (3, 21)], heads=72),
+    "several tiles": lambda draw: latent_paged(draw, [(70, 300), (1, 290)], heads=5),
+    "odd widths": lambda draw: latent_paged(draw, MIXED, latent=40, rotated=12),
+    "DeepSeek-V3": lambda draw: latent_paged(draw, [(1, 20), (2, 7)], 20, 512, 64),
+    "DeepSeek-V3, decode": lambda draw: latent_paged(draw, [(1, 40), (1, 7)], 16, 512, 64),
+    "fp8": lambda draw: latent_paged(draw, MIXED, cache=E4M3),
+    "fp8, decode": lambda draw: latent_paged(draw, DECODE, cache=E4M3),
+    "e4m3fnuz": lambda draw: latent_paged(draw, CHUNKS, cache=E4M3FNUZ),
+    "batch of one": lambda draw: latent_paged(draw, CHUNKS) | {"q": draw.normal(1, 26, 3, 48)},
 }

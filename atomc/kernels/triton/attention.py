@@ -123,6 +123,30 @@ def _walk(
     return acc, total, peak
 
 
+@triton.jit
+def sequence_of(tile, query_start, seq_lens, num_rows, num_sequences, BLOCK_Q: tl.constexpr):
+    """The number of the sequence that has this tile of BLOCK_Q tokens, its first row, its end, and
+    its length.
+
+    Sequence s has the tiles from query_start[s] // BLOCK_Q + s on, which is enough for its rows.
+    """
+    SEARCH: tl.constexpr = 128
+    s, start, end, length = 0, 0, 0, 0
+    for lowest in range(0, num_sequences + 1, SEARCH):
+        each = lowest + tl.arange(0, SEARCH)
+        starts = tl.load(query_start + each, mask=each <= num_sequences, other=num_rows)
+        ends = tl.load(query_start + each + 1, mask=each < num_sequences, other=num_rows)
+        lengths = tl.load(seq_lens + each, mask=each < num_sequences, other=0)
+        # True for exactly one sequence. The sums select its values without a second, dependent
+        # load.
+        owns = (starts // BLOCK_Q + each <= tile) & (tile <= ends // BLOCK_Q + each)
+        s += tl.sum(tl.where(owns, each, 0))
+        start += tl.sum(tl.where(owns, starts, 0))
+        end += tl.sum(tl.where(owns, ends, 0))
+        length += tl.sum(tl.where(owns, lengths, 0))
+    return s, start, end, length
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_sequences", "table_row"])
 def _attend(
     q_ptr,
@@ -172,7 +196,6 @@ def _attend(
     that a tile sees.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    SEARCH: tl.constexpr = 128
     if PDL:
         tl.extra.cuda.gdc_wait()
     kv_head = tl.program_id(1)
@@ -186,8 +209,7 @@ def _attend(
         first_tile = 0
         end_tile = end - start
     else:
-        # Sequence s has the tiles from query_start[s] // BLOCK_Q + s on, which is enough for its
-        # rows. The last rows of a sequence see the most keys, so they start first.
+        # The last rows of a sequence see the most keys, so they start first.
         tile = tl.num_programs(0) - 1 - tl.program_id(0)
         if num_sequences == 1:
             # Heads vary fastest, so that the longest tiles do not share a multiprocessor. H200,
@@ -197,19 +219,9 @@ def _attend(
             program = tl.program_id(0) + tl.num_programs(0) * kv_head
             tile = tl.num_programs(0) - 1 - program // tl.num_programs(1)
             kv_head = program % tl.num_programs(1)
-        s, start, end, length = 0, 0, 0, 0
-        for lowest in range(0, num_sequences + 1, SEARCH):
-            each = lowest + tl.arange(0, SEARCH)
-            starts = tl.load(query_start + each, mask=each <= num_sequences, other=num_rows)
-            ends = tl.load(query_start + each + 1, mask=each < num_sequences, other=num_rows)
-            lengths = tl.load(seq_lens + each, mask=each < num_sequences, other=0)
-            # True for exactly one sequence. The sums select its values without a second, dependent
-            # load.
-            owns = (starts // BLOCK_Q + each <= tile) & (tile <= ends // BLOCK_Q + each)
-            s += tl.sum(tl.where(owns, each, 0))
-            start += tl.sum(tl.where(owns, starts, 0))
-            end += tl.sum(tl.where(owns, ends, 0))
-            length += tl.sum(tl.where(owns, lengths, 0))
+        s, start, end, length = sequence_of(
+            tile, query_start, seq_lens, num_rows, num_sequences, BLOCK_Q
+        )
         first_tile = (tile - start // BLOCK_Q - s) * BLOCK_Q
         end_tile = first_tile + BLOCK_Q
 
@@ -532,6 +544,22 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def odd_sequences(
+    query_start: Tensor, seq_lens: Tensor, block_tables: Tensor, scale: float
+) -> Refusal | None:
+    """Refuse descriptions of sequences, or a scale, that the kernels cannot read."""
+    for name, numbers in (
+        ("query_start", query_start),
+        ("seq_lens", seq_lens),
+        ("block_tables", block_tables),
+    ):
+        if numbers.dtype != torch.int32 or not known_equal(numbers.stride(-1), 1):
+            return Refusal("dtype", f"{name} is not a contiguous int32 tensor")
+    if scale <= 0:
+        return Refusal("argument", f"the scale {scale} is not positive")
+    return None
+
+
 def refuse_paged_attention(
     platform: Platform,
     q: Tensor,
@@ -553,15 +581,8 @@ def refuse_paged_attention(
         return reason
     if reason := no_bf16_products(platform, q.dtype) or unlike((q.dtype, *FP8), k_cache=k_cache):
         return reason
-    for name, numbers in (
-        ("query_start", query_start),
-        ("seq_lens", seq_lens),
-        ("block_tables", block_tables),
-    ):
-        if numbers.dtype != torch.int32 or not known_equal(numbers.stride(-1), 1):
-            return Refusal("dtype", f"{name} is not a contiguous int32 tensor")
-    if scale <= 0:
-        return Refusal("argument", f"the scale {scale} is not positive")
+    if reason := odd_sequences(query_start, seq_lens, block_tables, scale):
+        return reason
     width, group = max(k_cache.shape[-1], v_cache.shape[-1]), q.shape[-2] // k_cache.shape[-2]
     if reason := too_wide(width, MAX_WIDTH, "heads"):
         return reason

@@ -455,3 +455,19 @@ PAGED_PREFILL = TileTable(
         ]
     },
 )
+
+# First values, from what the compiler says for sm90 and rows of 512 + 64. 16 x 32 takes 128
+# registers and 57 KB of shared memory, so that two programs fit; 16 x 64 with 4 warps 255 and 94
+# KB; 64 x 32 takes 255 and 147 KB.
+LATENT_ATTENTION = TileTable(
+    command="python bench/latent_attention.py --sweep",
+    sizes=("query rows per sequence",),
+    by_arch={
+        "sm90": [
+            ((16,), AttentionTile(16, 32, 8, 3, None, 2)),
+            ((32,), AttentionTile(32, 32, 8, 3, None, 1)),
+            ((ANY,), AttentionTile(64, 32, 8, 2, None, 1)),
+        ]
+    },
+    measured=False,
+)

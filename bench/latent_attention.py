@@ -1,0 +1,142 @@
+"""Time attention over a paged latent cache in Triton (DeepSeek's widths, 512 + 64), on the GPU that
+is here: microseconds, the share of the bandwidth of a copy, and TFLOP/s.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from atomc.kernels.triton.mla_attention import LatentTiling, attend, tiling
+
+EXAMPLES = """examples:
+  all cases:           python bench/latent_attention.py
+  one of them:         python bench/latent_attention.py --only "16 heads, decode 64 x 8192"
+  an fp8 cache:        python bench/latent_attention.py --fp8
+  other tilings:       python bench/latent_attention.py --sweep --only decode
+"""
+LATENT, WIDTH, BLOCK = 512, 576, 16
+CASES = {
+    f"{heads} heads, {name}": (heads, sequences)
+    for heads, (name, sequences) in product(
+        (16, 32, 128),
+        {
+            "decode 1 x 1024": ((1, 1024),),
+            "decode 8 x 8192": ((1, 8192),) * 8,
+            "decode 64 x 1024": ((1, 1024),) * 64,
+            "decode 64 x 8192": ((1, 8192),) * 64,
+            "drafts 64 x 4 of 8192": ((4, 8192),) * 64,
+            "prompts 16 x 1024": ((1024, 1024),) * 16,
+        }.items(),
+    )
+}
+
+
+class Inputs:
+    """The arguments of one step over caches that rotate, several times the L2 in all."""
+
+    def __init__(self, heads: int, sequences: tuple[tuple[int, int], ...], fp8: bool):
+        lengths = [length for _, length in sequences]
+        blocks = [-(-length // BLOCK) for length in lengths]
+        self.bytes = sum(lengths) * WIDTH * (1 if fp8 else 2)
+        copies = max(1, min(16, 512 * 2**20 // self.bytes))
+        shape = (sum(blocks), BLOCK, WIDTH)
+        dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
+        self.caches = [torch.randn(shape, device="cuda").to(dtype) for _ in range(copies)]
+        new = [count for count, _ in sequences]
+        self.q = torch.randn(sum(new), heads, WIDTH, device="cuda", dtype=torch.bfloat16)
+        self.starts = _ints([0, *torch.tensor(new).cumsum(0).tolist()])
+        self.lengths = _ints(lengths)
+        order = iter(torch.randperm(sum(blocks)).tolist())
+        self.tables = _ints([[next(order) for _ in range(count)] for count in blocks])
+        self.scale = torch.ones(1, device="cuda") if fp8 else None
+        seen = sum(n * (length - n) + n * (n + 1) / 2 for n, length in sequences)
+        self.flops = 2 * seen * heads * (WIDTH + LATENT)
+
+    def cut(self) -> LatentTiling:
+        rows, heads = self.q.shape[:2]
+        longest = self.tables.shape[1] * BLOCK
+        return tiling(rows, len(self.lengths), heads, 2, longest, self.q.device)
+
+    def calls(self, cut: LatentTiling) -> Iterator[Callable[[], Tensor]]:
+        for cache in self.caches:
+            yield lambda cache=cache: attend(
+                self.q,
+                cache,
+                self.starts,
+                self.lengths,
+                self.tables,
+                LATENT,
+                0.1,
+                cut,
+                self.scale,
+            )
+
+
+def _ints(values: object) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+
+def seconds(calls: list[Callable[[], Tensor]]) -> float:
+    """The median of 15 replays of one CUDA graph of all calls, divided by their number."""
+    for call in calls:
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(15):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / len(calls))
+    return sorted(times)[7]
+
+
+def copy_bandwidth() -> float:
+    """Bytes read per second by a copy of 1 GiB, which writes as many."""
+    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / seconds([lambda: target.copy_(source)])
+
+
+def cuts(chosen: LatentTiling, sweep: bool) -> Iterator[LatentTiling]:
+    yield chosen
+    for keys, warps, stages, splits in product((16, 32, 64), (4, 8), (1, 2, 3), (1, 2, 4, 8)):
+        other = chosen._replace(keys=keys, warps=warps, stages=stages, splits=splits)
+        if sweep and other != chosen:
+            yield other
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--fp8", action="store_true", help="over an fp8 cache")
+    parser.add_argument("--sweep", action="store_true", help="time other tilings as well")
+    args = parser.parse_args()
+    copied = copy_bandwidth()
+    for name, (heads, sequences) in CASES.items():
+        if args.only not in name:
+            continue
+        inputs = Inputs(heads, sequences, args.fp8)
+        for cut in cuts(inputs.cut(), args.sweep):
+            try:
+                taken = seconds(list(inputs.calls(cut)))
+            except Exception as error:  # a tiling that does not fit
+                print(f"{name}: {cut}: {type(error).__name__}")
+                continue
+            print(
+                f"{name}: {taken * 1e6:.1f} us, {inputs.bytes / taken / copied:.0%} of copy "
+                f"bandwidth, {inputs.flops / taken / 1e12:.0f} TFLOP/s, {tuple(cut)}"
+            )
+
+
+if __name__ == "__main__":
+    main()

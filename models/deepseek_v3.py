@@ -1,0 +1,389 @@
+"""DeepSeek-V2, DeepSeek-V3 (also R1, Kimi K2) and GLM-4.7-Flash: multi-head latent attention, and
+experts beside shared ones.
+
+T tokens, D model width, N heads, H width of queries and keys, of which the last R columns are
+rotated, V width of values, L width of the latent, E experts.
+Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from atomc import ops
+from atomc.json_types import JSONLike
+from atomc.models.config import (
+    count,
+    expert_counts,
+    expert_groups,
+    flag,
+    head_counts,
+    integer,
+    model_type,
+    number,
+    only,
+)
+from atomc.models.experts import Experts
+from atomc.models.group_router import GroupRouter, outside_best_groups
+from atomc.models.layers import MLP, RMSNorm
+from atomc.models.rotary import (
+    Rotary,
+    apply_interleaved_rope,
+    apply_rope,
+    rope_parameters,
+    yarn_mscale,
+)
+
+# column: by output features; row: by input features, the outputs are summed; vocab: by vocabulary
+# entry, embeddings are summed and logits gathered. Other parameters (also the router, and the
+# projections to the latents and their norms) are on every device.
+SHARD = {
+    "embed_tokens": "vocab",
+    "q_proj": "column",
+    "q_b_proj": "column",
+    "kv_b_proj": "column",
+    "o_proj": "row",
+    "gate_proj": "column",
+    "up_proj": "column",
+    "gate_up_proj": "column",
+    "down_proj": "row",
+    "lm_head": "vocab",
+}
+# Of the norms of the latents, whatever rms_norm_eps is.
+LATENT_EPS = 1e-6
+# Values of topk_method -> scores of its router.
+ROUTERS = {"greedy": "softmax", "group_limited_greedy": "softmax", "noaux_tc": "sigmoid"}
+
+
+@dataclass(frozen=True)
+class Config:
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    topk_method: str
+    norm_topk_prob: bool
+    n_shared_experts: int
+    n_group: int
+    topk_group: int
+    routed_scaling_factor: float
+    mlp_layer_types: tuple[str, ...]
+    num_hidden_layers: int
+    num_attention_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_parameters: Mapping[str, JSONLike]
+    rope_interleave: bool
+    attention_bias: bool
+    tie_word_embeddings: bool
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, JSONLike]) -> "Config":
+        """Raises ValueError for a missing field or an unsupported value."""
+        only(hf, "hidden_act", "silu")
+        only(hf, "mlp_bias", False)
+        only(hf, "moe_layer_freq", 1)
+        only(hf, "topk_method", *ROUTERS)
+        method = str(hf["topk_method"])
+        only(hf, "scoring_func", ROUTERS[method])
+        if ROUTERS[method] == "softmax":
+            only(hf, "norm_topk_prob", False)
+        heads, kv_heads = head_counts(hf)
+        if kv_heads != heads:
+            raise ValueError(
+                f"{model_type(hf)}: num_key_value_heads {kv_heads} is not supported, only that of "
+                f"num_attention_heads, {heads}: keys and values are expanded to all heads"
+            )
+        experts, chosen = expert_counts(hf)
+        groups, topk_groups = (1, 1) if method == "greedy" else expert_groups(hf)
+        rotated = integer(hf, "qk_rope_head_dim")
+        if rotated % 2:
+            raise ValueError(
+                f"{model_type(hf)}: qk_rope_head_dim {rotated} is odd, rotary positions need pairs "
+                "of columns"
+            )
+        return cls(
+            vocab_size=integer(hf, "vocab_size"),
+            hidden_size=integer(hf, "hidden_size"),
+            intermediate_size=integer(hf, "intermediate_size"),
+            moe_intermediate_size=integer(hf, "moe_intermediate_size"),
+            n_routed_experts=experts,
+            num_experts_per_tok=chosen,
+            topk_method=method,
+            norm_topk_prob=flag(hf, "norm_topk_prob"),
+            n_shared_experts=integer(hf, "n_shared_experts"),
+            n_group=groups,
+            topk_group=topk_groups,
+            routed_scaling_factor=number(hf, "routed_scaling_factor"),
+            mlp_layer_types=_mlp_layer_types(hf),
+            num_hidden_layers=integer(hf, "num_hidden_layers"),
+            num_attention_heads=heads,
+            q_lora_rank=None if hf["q_lora_rank"] is None else integer(hf, "q_lora_rank"),
+            kv_lora_rank=integer(hf, "kv_lora_rank"),
+            qk_nope_head_dim=integer(hf, "qk_nope_head_dim"),
+            qk_rope_head_dim=rotated,
+            v_head_dim=integer(hf, "v_head_dim"),
+            max_position_embeddings=integer(hf, "max_position_embeddings"),
+            rms_norm_eps=number(hf, "rms_norm_eps"),
+            rope_parameters=rope_parameters(hf),
+            rope_interleave=flag(hf, "rope_interleave", True),
+            attention_bias=flag(hf, "attention_bias"),
+            tie_word_embeddings=flag(hf, "tie_word_embeddings"),
+        )
+
+
+def _mlp_layer_types(hf: Mapping[str, JSONLike]) -> tuple[str, ...]:
+    """ "dense" or "sparse" per layer; without the field, the first first_k_dense_replace are
+    dense.
+    """
+    layers, dense = integer(hf, "num_hidden_layers"), count(hf, "first_k_dense_replace", 0)
+    default = ["dense" if i < dense else "sparse" for i in range(layers)]
+    given = hf.get("mlp_layer_types") or default
+    known = ("dense", "sparse")
+    types = [kind for kind in given if kind in known] if isinstance(given, list) else []
+    if not isinstance(given, list) or not len(given) == len(types) == layers:
+        raise ValueError(
+            f"{model_type(hf)}: mlp_layer_types {given!r:.100} are not {layers} of 'dense' or "
+            "'sparse'"
+        )
+    return tuple(types)
+
+
+def _attention_scale(config: Config) -> float:
+    """1 / sqrt(H), times the temperature of YaRN for q and k (DeepSeek-V2, section 3.1.4)."""
+    scale: float = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
+    rope = config.rope_parameters
+    if rope["rope_type"] == "default" or not rope.get("mscale_all_dim"):
+        return scale
+    mscale = yarn_mscale(number(rope, "factor"), number(rope, "mscale_all_dim"))
+    return scale * mscale * mscale
+
+
+class Attention(nn.Module):
+    """Multi-head latent attention (DeepSeek-V2, section 2.1, equations 9 to 19)."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        width, heads, bias = config.hidden_size, config.num_attention_heads, config.attention_bias
+        self.nope, self.rotated = config.qk_nope_head_dim, config.qk_rope_head_dim
+        self.latent, self.v_head_dim = config.kv_lora_rank, config.v_head_dim
+        self.head_dim = self.nope + self.rotated
+        self.scale = _attention_scale(config)
+        self.rope_interleave = config.rope_interleave
+        self.q_lora_rank = config.q_lora_rank
+        if config.q_lora_rank is None:
+            self.q_proj = nn.Linear(width, heads * self.head_dim, bias=False)
+        else:
+            self.q_a_proj = nn.Linear(width, config.q_lora_rank, bias=bias)
+            self.q_a_layernorm = RMSNorm(config.q_lora_rank, LATENT_EPS)
+            self.q_b_proj = nn.Linear(config.q_lora_rank, heads * self.head_dim, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(width, self.latent + self.rotated, bias=bias)
+        self.kv_a_layernorm = RMSNorm(self.latent, LATENT_EPS)
+        self.kv_b_proj = nn.Linear(self.latent, heads * (self.nope + self.v_head_dim), bias=False)
+        self.o_proj = nn.Linear(heads * self.v_head_dim, width, bias=bias)
+        self.kv = ops.kv_state(heads, self.head_dim)
+
+    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q_TNH = torch.unflatten(self._queries(x_TD), -1, (-1, self.head_dim))
+        q_nope, q_rope = torch.split(q_TNH, [self.nope, self.rotated], -1)
+        latent_TL, k_rope = self.kv_a_proj_with_mqa(x_TD).split([self.latent, self.rotated], -1)
+        kv = self.kv_b_proj(self.kv_a_layernorm(latent_TL))
+        kv = kv.unflatten(-1, (-1, self.nope + self.v_head_dim))
+        k_nope, v_TNV = kv.split([self.nope, self.v_head_dim], -1)
+        rotate = apply_interleaved_rope if self.rope_interleave else apply_rope
+        q_rope, k_rope = rotate(q_rope, k_rope.unsqueeze(-2), cos, sin)
+        k_rope = k_rope.expand(*k_nope.shape[:-1], -1)
+        q_TNH = torch.cat((q_nope, q_rope), -1)
+        k_TNH = torch.cat((k_nope, k_rope), -1)
+        out_TNV = ops.attention(q_TNH, k_TNH, v_TNV, self.kv, scale=self.scale)
+        out_TD: Tensor = self.o_proj(out_TNV.flatten(-2))
+        return out_TD
+
+    def _queries(self, x_TD: Tensor) -> Tensor:
+        if self.q_lora_rank is None:
+            q: Tensor = self.q_proj(x_TD)
+        else:
+            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_TD)))
+        return q
+
+
+class SoftmaxRouter(nn.Module):
+    """The experts of each token, and their weights (DeepSeek-V2, section 2.2): softmax scores in
+    fp32; the choice is from the groups with the best experts.
+    """
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.n_routed_experts, config.hidden_size))
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """-> ids [T, k] i64, weights [T, k] f32."""
+        config = self.config
+        scores_TE = F.linear(x_TD.float(), self.weight.float()).softmax(-1)
+        if config.n_group > 1:
+            best = torch.unflatten(scores_TE, -1, (config.n_group, -1)).max(-1).values
+            scores_TE = outside_best_groups(scores_TE, best, config.topk_group, 0.0)
+        weights, ids = scores_TE.topk(config.num_experts_per_tok, dim=-1)
+        return ids, weights * config.routed_scaling_factor
+
+
+def _router(config: Config) -> nn.Module:
+    if ROUTERS[config.topk_method] == "softmax":
+        return SoftmaxRouter(config)
+    return GroupRouter(
+        config.n_routed_experts,
+        config.hidden_size,
+        chosen=config.num_experts_per_tok,
+        groups=config.n_group,
+        topk_groups=config.topk_group,
+        renormalize=config.norm_topk_prob,
+        scale=config.routed_scaling_factor,
+    )
+
+
+class MoE(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        width, expert_width = config.hidden_size, config.moe_intermediate_size
+        self.experts = Experts(config.n_routed_experts, width, expert_width)
+        self.gate = _router(config)
+        self.shared_experts = MLP(width, expert_width * config.n_shared_experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_TD = x.flatten(0, -2)
+        ids, weights = self.gate(x_TD)
+        routed: Tensor = self.experts(x_TD, ids, weights)
+        shared: Tensor = self.shared_experts(x)
+        return routed.view_as(x) + shared
+
+
+class Layer(nn.Module):
+    def __init__(self, config: Config, mlp_type: str):
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = (
+            MoE(config)
+            if mlp_type == "sparse"
+            else MLP(config.hidden_size, config.intermediate_size)
+        )
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), cos, sin)
+        x_TD = x_TD + self.mlp(self.post_attention_layernorm(x_TD))
+        return x_TD
+
+
+class DeepseekV3Model(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, kind) for kind in config.mlp_layer_types)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = Rotary(config.rope_parameters, config.qk_rope_head_dim)
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        x_TD: Tensor = self.embed_tokens(input_ids)
+        cos, sin = self.rotary_emb(x_TD, positions)
+        for layer in self.layers:
+            x_TD = layer(x_TD, cos, sin)
+        x_TD = self.norm(x_TD)
+        return x_TD
+
+
+class DeepseekV3ForCausalLM(nn.Module):
+    # Of the config class of transformers.
+    DEFAULTS: ClassVar[dict[str, JSONLike]] = {
+        "moe_intermediate_size": 2048,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 2.5,
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "n_group": 8,
+        "topk_group": 4,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+    }
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        self.model = DeepseekV3Model(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, JSONLike]) -> Self:
+        given = {name: x for name, x in hf.items() if x is not None or name == "q_lora_rank"}
+        return cls(Config.from_hf({**cls.DEFAULTS, **given}))
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor | None = None
+    ) -> Tensor:
+        """input_ids and positions [T] i64 -> logits [T, vocab_size], or [rows, vocab_size] of the
+        tokens logits_rows [rows] i64.
+        """
+        x_TD = self.model(input_ids, positions)
+        if logits_rows is not None:
+            x_TD = x_TD.index_select(-2, logits_rows)
+        logits: Tensor = self.lm_head(x_TD)
+        return logits
+
+
+class DeepseekV2ForCausalLM(DeepseekV3ForCausalLM):
+    """Another router. transformers rotates in fp32 where this file does so in x.dtype, as
+    DeepSeek's first code.
+    """
+
+    DEFAULTS: ClassVar[dict[str, JSONLike]] = {
+        **DeepseekV3ForCausalLM.DEFAULTS,
+        "moe_intermediate_size": 1407,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.0,
+        "topk_method": "greedy",
+        "norm_topk_prob": False,
+        "n_group": None,
+        "topk_group": None,
+        "num_experts_per_tok": None,
+        "first_k_dense_replace": 0,
+        "max_position_embeddings": 2048,
+    }
+
+
+class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
+    DEFAULTS: ClassVar[dict[str, JSONLike]] = {
+        **DeepseekV3ForCausalLM.DEFAULTS,
+        "moe_intermediate_size": 1536,
+        "routed_scaling_factor": 1.8,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 4,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "max_position_embeddings": 202752,
+        "rms_norm_eps": 1e-5,
+    }

@@ -1,0 +1,159 @@
+"""Multi-head latent attention: the op, and its way through compiler and runtime.
+
+T tokens, H heads, P and V what is not rotated of a key and a value, L latent width, R rotated width.
+"""
+
+from collections import Counter
+
+import pytest
+import torch
+from kernel_cases import CASES
+from kernel_cases.draw import Draw
+from latent_toy import LATENT, ROTATED, VOCAB, latent_toy
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from atomc import ops
+from atomc.ops.state import GroupStep, Step
+from atomc.program import Program, compile_model
+
+
+def by_hand(
+    q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, weight: Tensor, scale: float
+) -> Tensor:
+    """One head and one query at a time. [T, H, .] -> [T, H, V]."""
+    tokens, heads, nope = q_nope.shape
+    out = torch.empty(tokens, heads, weight.shape[0] // heads - nope)
+    for h, of_head in enumerate(weight.chunk(heads)):
+        for t in range(tokens):
+            keys = torch.cat((latent[: t + 1] @ of_head[:nope].T, k_rope[: t + 1, 0]), -1)
+            scores = keys @ torch.cat((q_nope[t, h], q_rope[t, h])) * scale
+            out[t, h] = scores.softmax(0) @ (latent[: t + 1] @ of_head[nope:].T)
+    return out
+
+
+@pytest.mark.parametrize("case", ["several tokens", "narrow values", "wide values"])
+def test_latent_attention_is_that_of_keys_and_values_made_from_the_latent(case: str) -> None:
+    a = CASES["mla_attention"][case](Draw(torch.float32))
+    assert_close(ops.mla_attention(**a), by_hand(**a))
+
+
+def test_a_state_handle_changes_nothing_outside_the_runtime() -> None:
+    a = CASES["mla_attention"]["batch"](Draw(torch.float32))
+    handle = ops.latent_state(a["latent"].shape[-1], a["k_rope"].shape[-1])
+    assert handle.shape == (0, a["latent"].shape[-1] + a["k_rope"].shape[-1])
+    assert torch.equal(ops.mla_attention(**a, kv=handle), ops.mla_attention(**a))
+
+
+@pytest.mark.parametrize("q_lora_rank", [None, 20])
+def test_latent_attention_is_that_of_a_stock_deepseek_v3_layer(q_lora_rank: int | None) -> None:
+    stock = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
+    config = stock.DeepseekV3Config(
+        hidden_size=32,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        q_lora_rank=q_lora_rank,
+        kv_lora_rank=24,
+        qk_nope_head_dim=12,
+        qk_rope_head_dim=8,
+        v_head_dim=10,
+        attn_implementation="sdpa",
+    )
+    torch.manual_seed(0)
+    layer = stock.DeepseekV3Attention(config, 0)
+    x, angles = torch.randn(2, 9, 32), torch.randn(2, 9, 4).repeat(1, 1, 2)
+    cos, sin = angles.cos(), angles.sin()
+    with torch.no_grad():
+        q = (
+            layer.q_proj(x)
+            if q_lora_rank is None
+            else layer.q_b_proj(layer.q_a_layernorm(layer.q_a_proj(x)))
+        )
+        q_nope, q_rope = q.unflatten(-1, (3, 20)).split([12, 8], -1)
+        latent, k_rope = layer.kv_a_proj_with_mqa(x).split([24, 8], -1)
+        q_rope, k_rope = (
+            ops.rope(each, cos[:, :, None, :4], sin[:, :, None, :4], "pairs_to_half")
+            for each in (q_rope, k_rope.unsqueeze(-2))
+        )
+        found = ops.mla_attention(
+            q_nope,
+            q_rope,
+            layer.kv_a_layernorm(latent),
+            k_rope,
+            layer.kv_b_proj.weight,
+            scale=layer.scaling,
+        )
+        assert_close(layer.o_proj(found.flatten(-2)), layer(x, (cos, sin), None)[0])
+
+
+# ---- compiled for the runtime
+
+OPTIONS = {"strict": True, "glue": "eager", "cache": False}
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_each_layer_rotates_and_writes_in_one_op_and_attends_to_the_latent_cache(
+    layers: int,
+) -> None:
+    program = compile_model(latent_toy(layers), OPTIONS)
+    assert program.report.matches["bind_state"] == layers
+    assert program.report.matches["mla_rope_kv_write"] == layers
+    nodes = Counter(choice.op for choice in program.report.kernels)
+    assert nodes["mla_absorbed_attention"] == nodes["mla_rope_kv_write"] == layers
+    assert nodes["linear_by_head"] == 2 * layers and "mla_attention" not in nodes
+    assert [str(spec) for spec in program.specs] == [
+        f"layers.{i}: latent [32] torch.float64 layout paged" for i in range(layers)
+    ]
+
+
+def test_keys_without_rope_are_written_by_themselves() -> None:
+    model = latent_toy(1)
+    model.layers[0].rotate = lambda x, cos, sin: x
+    program = compile_model(model, OPTIONS)
+    assert not program.report.matches["mla_rope_kv_write"]
+    assert "mla_kv_write" in {choice.op for choice in program.report.kernels}
+
+
+@pytest.mark.parametrize("asked", ["option", "handle"])
+def test_an_fp8_cache_keeps_codes_of_the_latent_and_the_key_with_one_scale(asked: str) -> None:
+    model = latent_toy()
+    for layer in model.layers:
+        layer.kv_scale = nn.Buffer(torch.tensor([0.02]))
+        layer.q.weight *= 0.2  # sharp attention would multiply the rounding of keys
+        if asked == "handle":
+            layer.kv = nn.Buffer(layer.kv.to(torch.float8_e4m3fn), persistent=False)
+    options = {"kv_cache_dtype": "fp8"} if asked == "option" else {}
+    program = compile_model(model, {**OPTIONS, **options})
+    spec = program.specs[0]
+    assert spec.bytes_per_token() == LATENT + ROTATED and spec.scales == ("kv_scale",)
+    ids = torch.arange(40) * 7 % VOCAB
+    exact = model(ids, torch.arange(40))
+    found = paged_logits(program, ids, chunks=(25, 14, 1))
+    error = (found - exact).square().mean() / exact.square().mean()
+    assert 1e-6 < error < 1e-2  # SQNR of at least 20 dB, and not the plain cache
+
+
+def paged_logits(program: Program, ids: Tensor, chunks: tuple[int, ...]) -> Tensor:
+    """The logits of all tokens of one sequence, computed in chunks."""
+    program.bind([spec.allocate(4, 16, "cpu") for spec in program.specs])
+    tables = (torch.tensor([[2, 0, 3]], dtype=torch.int32),)
+    found, start = [], 0
+    for new in chunks:
+        rows = torch.arange(start, start + new)
+        slots = tables[0][0][rows // 16].long() * 16 + rows % 16
+        starts, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([0, new], [start + new]))
+        found.append(
+            program(
+                Step(
+                    ids[rows],
+                    rows,
+                    starts,
+                    lengths,
+                    torch.arange(new),
+                    (GroupStep(slots, tables[0]),),
+                    torch.zeros(1, dtype=torch.int64),
+                )
+            )
+        )
+        start += new
+    return torch.cat(found)
