@@ -29,6 +29,7 @@ def to_meta(x: Tensor) -> Tensor:
 
 
 LOGITS = (rand(T, E),)
+ROUTER = rand(T, D), rand(E, D)
 EXPERTS = rand(T, D), torch.rand(T, E).topk(K).indices, rand(T, K), rand(E, 2 * I, D), rand(E, D, I)
 
 
@@ -64,6 +65,16 @@ def experts(
         y = torch.einsum("tkhi,tki->tkh", w2[other_ids(ids)], gated)
         out = (after(y) * after(weights).unsqueeze(-1)).sum(summed, dtype=sum_dtype).to(x.dtype)
         return (out, y.abs()) if read else out
+
+    return function
+
+
+def routed_linear(
+    after: Change = same, before: Change = same, read: bool = False
+) -> Callable[..., Any]:
+    def function(x: Tensor, weight: Tensor) -> Any:
+        logits = after(F.linear(before(x), before(weight)))
+        return (*routed()(logits), *([logits] if read else []))
 
     return function
 
@@ -111,5 +122,24 @@ MOE_ROWS: dict[str, dict[str, Any]] = {
         "missing cast": (
             routed(scores=lambda logits: logits.softmax(-1)), LOGITS, "missing cast",
             "a cast to float32", "used as it is, in bfloat16"),
+    },
+    "linear_topk_route": {
+        "extra user": (
+            routed_linear(read=True), ROUTER, "extra user", "no other reader of linear", "the graph returns it"),
+        "mutation": (
+            routed_linear(doubled_in_place), ROUTER, "extra op", "topk_route reading linear.* directly",
+            r"^mul.* in between"),
+        "view that changes meaning": (
+            routed_linear(lambda logits: logits.view(T // 2, 2 * E)), ROUTER, "extra op",
+            "topk_route reading linear.* directly", "^view.* in between"),
+        "device": (
+            routed_linear(to_meta), ROUTER, "extra op", "topk_route reading linear.* directly", MOVED),
+        "eps differs": NO_EPS,
+        "not the last dim": "n/a: such a choice is no topk_route",
+        "dtype promotion": (
+            routed_linear(Tensor.bfloat16, Tensor.float), ROUTER, "extra op",
+            "topk_route reading linear.* directly", "^cast.* in between"),
+        "operand order": "n/a: the operands of F.linear have one order",
+        "missing cast": "n/a: F.linear takes operands of one dtype",
     },
 }  # fmt: skip

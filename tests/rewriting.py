@@ -74,12 +74,15 @@ def explained(
     dynamic: bool | None = False,
     tolerance: float = 0.0,
     off: Sequence[str] = (),
+    on: Sequence[str] = (),
     **options: Any,
 ) -> Report:
     """The report of the whole pipeline on function(*inputs); paged as for the runtime. Numbers as
     in `rewritten`.
+
+    off, on  passes that options turn off or on
     """
-    context = _context(paged, off, **options)
+    context = _context(paged, off, on, **options)
     chosen, left_out = pipeline.selected(passes.PIPELINE, context)
     traced = after_passes(chosen, function, *inputs, dynamic=dynamic, context=context)
     assert traced.error <= tolerance, f"off by {traced.error:.1e} of the largest value"
@@ -195,8 +198,11 @@ def _passes(what: Rewrite | Pass | Sequence[Rewrite | Pass]) -> list[Pass]:
     return [TIDY, rewriting(*rewrites)] if rewrites else [p for p in parts if isinstance(p, Pass)]
 
 
-def _context(paged: bool = False, off: Sequence[str] = (), **options: Any) -> Context:
-    chosen = Options(strict=True, passes=dict.fromkeys(off, False), **options)
+def _context(
+    paged: bool = False, off: Sequence[str] = (), on: Sequence[str] = (), **options: Any
+) -> Context:
+    switches = dict.fromkeys(off, False) | dict.fromkeys(on, True)
+    chosen = Options(strict=True, passes=switches, **options)
     return Context(chosen, Platform.detect("cpu"), paged=paged)
 
 

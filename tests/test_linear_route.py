@@ -1,19 +1,16 @@
 """The product of a router's logits and its choice are one op, where nothing else reads the logits."""
 
-import re
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from rewriting import explained, rewritten
 from torch import Tensor
 
+import atomc
 from atomc import passes
-from atomc.compiler.pipeline import register_pass
 from atomc.passes.fuse.linear_route import LINEAR_TOPK_ROUTE
 from atomc.passes.recognize.route import TOPK_ROUTE
+from atomc.report.report import Report
 from atomc.rewriting.graph_pass import rewriting
 
 T, E, K, D = 6, 8, 3, 16
@@ -49,45 +46,27 @@ def test_casts_to_fp32_before_the_product_belong_to_the_router(dynamic: bool) ->
     assert "logits_dtype=float32" in text and "_to_copy(x" not in text
 
 
-# Function, inputs, kind, expected and found of its near miss.
-NEAR: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str, str, str]] = {
-    "logits that are returned": (
-        lambda x, w: (*chosen(logits := F.linear(x, w)), logits),
-        (X, W),
-        "extra user",
-        "no other reader of linear",
-        "the graph returns it",
-    ),
-    "logits that are scaled": (
-        lambda x, w: chosen(F.linear(x, w) * 0.5),
-        (X, W),
-        "extra op",
-        "topk_route reading linear.* directly",
-        "^mul.* in between",
-    ),
-    "logits of two dimensions of tokens": (
-        lambda x, w: chosen(F.linear(x.view(2, 3, D), w).view(-1, E)),
-        (X, W),
-        "extra op",
-        "topk_route reading linear.* directly",
-        "^view.* in between",
-    ),
-    "logits that are rounded": (
-        lambda x, w: chosen(F.linear(x.float(), w.float()).bfloat16()),
-        (X, W),
-        "extra op",
-        "topk_route reading linear.* directly",
-        "^cast.* in between",
-    ),
-}
+def test_it_is_off_unless_an_option_turns_it_on() -> None:
+    report = explained(of_fp32, X, W, CHOOSES, tolerance=1e-6)
+    assert report.matches["topk_route"] == 1 and not report.matches["linear_topk_route"]
+
+    assert explained(of_fp32, X, W, CHOOSES, tolerance=1e-6, on=["linear_topk_route"]).matches[
+        "linear_topk_route"
+    ]
 
 
-@pytest.mark.parametrize("name", NEAR)
-def test_what_is_between_the_product_and_the_choice_is_named(name: str) -> None:
-    function, inputs, kind, expected, found = NEAR[name]
-    with register_pass(LINEAR_TOPK_ROUTE, before="merge_qkv"):
-        report = explained(function, *inputs, tolerance=1e-6)
-    assert (report.matches["topk_route"], report.matches["linear_topk_route"]) == (1, 0)
-    first = report.misses("linear_topk_route")[0]
-    assert re.search(kind, first.kind) and re.search(expected, first.expected), first
-    assert re.search(found, first.found), first
+def test_the_report_of_a_compile_says_which_option_turns_it_on() -> None:
+    def compiled(**passes: bool) -> Report:
+        options = {"glue": "eager", "passes": passes}
+        torch.compile(of_fp32, backend="atom", options=options)(X, W, CHOOSES)
+        torch._dynamo.reset()
+        return atomc.reports()[-1]
+
+    report = compiled()
+    said = "off by default; on with options={'passes': {'linear_topk_route': True}}"
+    assert report.why("linear_topk_route") == f"linear_topk_route: {said}"
+    assert "linear_topk_route" not in str(report.to_text())
+
+    report = compiled(linear_topk_route=True)
+    assert "fired at 1 site" in report.why("linear_topk_route")
+    assert "the pass is off" in compiled(linear_topk_route=False).why("linear_topk_route")

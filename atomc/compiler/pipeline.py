@@ -36,7 +36,7 @@ class PassError(RuntimeError):
 
 
 def selected(pipeline: Sequence[Pass], context: Context) -> tuple[list[Pass], list[str]]:
-    """The passes to run, and the names of those that options turn off.
+    """The passes to run, and the names of those that options turn off or do not turn on.
 
     Raises OptionsError for an unknown pass or an option that cannot take effect, ValueError if
     the order of the pipeline violates an `after`.
@@ -54,6 +54,7 @@ def selected(pipeline: Sequence[Pass], context: Context) -> tuple[list[Pass], li
             raise OptionsError(f"option passes: {p.name!r} {wrong}")
     if context.paged and "bind_state" in off:
         raise OptionsError("option passes: 'bind_state' cannot be turned off, the runtime needs it")
+    off |= {p.name for p in pipeline if p.off_by_default and p.name not in switches}
     return [p for p in pipeline if p.name not in off and (context.paged or not p.paged)], sorted(
         off
     )

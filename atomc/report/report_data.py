@@ -62,6 +62,7 @@ class ReportData:
     recompile: str | None = None
     near: list[Miss] = field(default_factory=list)
     off: list[str] = field(default_factory=list)  # passes that are disabled
+    optional: list[str] = field(default_factory=list)  # those of them that no option enables
     known: list[str] = field(default_factory=list)  # every rewrite that could have fired
     # Rewrite -> the op it needs that is not in the graph.
     absent: dict[str, str] = field(default_factory=dict)
@@ -112,6 +113,8 @@ class ReportData:
     def reason(self, rewrite: str, module_path: str | None = None) -> str:
         """As `why`, without the names of rewrite and module."""
         self._check(rewrite)
+        if rewrite in self.optional:
+            return f"off by default; on with options={{'passes': {{{rewrite!r}: True}}}}"
         if rewrite in self.off:
             return f"the pass is off (options={{'passes': {{{rewrite!r}: False}}}})"
         if not self.treated:

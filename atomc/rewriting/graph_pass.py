@@ -98,6 +98,8 @@ class Pass:
     by_site   can be turned off for single modules: it checks `Context.off_here` at each site; for
               rewrites, the runner does
     lifts     names of its sites in the report, if not `name`
+    off_by_default  runs only if the option passes names it: {name: True}, or the modules in which
+              it is off
     """
 
     name: str
@@ -108,11 +110,23 @@ class Pass:
     cleanup: bool = False
     by_site: bool = False
     lifts: Sequence[str] = ()
+    off_by_default: bool = False
 
 
 def rewriting(
-    *rewrites: Rewrite, after: Sequence[str] = (), paged: bool = False, cleanup: bool = False
+    *rewrites: Rewrite,
+    after: Sequence[str] = (),
+    paged: bool = False,
+    cleanup: bool = False,
+    off_by_default: bool = False,
 ) -> Pass:
     """The pass that applies rewrites of one name, in order."""
-    name = rewrites[0].name
-    return Pass(name, rewrites=rewrites, after=after, paged=paged, cleanup=cleanup, by_site=True)
+    return Pass(
+        rewrites[0].name,
+        rewrites=rewrites,
+        after=after,
+        paged=paged,
+        cleanup=cleanup,
+        by_site=True,
+        off_by_default=off_by_default,
+    )

@@ -3,8 +3,8 @@
     x > linear > topk_route -+-> weights              x > linear_topk_route -+-> weights
                              +-> ids          =>                             +-> ids
 
-x and the weight may be cast to fp32 before (GLM-4.5, DeepSeek-V3). It is not in the pipeline:
-without a kernel, Inductor would get the product too, which has kernels of its own.
+x and the weight may be cast to fp32 before (GLM-4.5, DeepSeek-V3). Off by default: without a
+kernel, Inductor would get the product too, which has kernels of its own.
 """
 
 from itertools import product

@@ -408,7 +408,7 @@ class Grid:
         names = [
             name
             for name in dict.fromkeys([*report.known, *report.off, *report.matches])
-            if name not in NOT_REWRITES and "[" not in name
+            if name not in (*NOT_REWRITES, *report.optional) and "[" not in name
         ]
         self.sites: dict[tuple[str, int | None], list[Site]] = {}
         self.near: dict[tuple[str, int | None], list[Miss]] = {}

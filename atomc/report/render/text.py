@@ -78,7 +78,7 @@ def _not_fired(report: ReportData) -> str:
     missing = [
         name
         for name in [*report.known, *report.off]
-        if not report.matches[name] and name not in NOT_REWRITES
+        if not report.matches[name] and name not in (*NOT_REWRITES, *report.optional)
     ]
     near = {miss.rewrite for miss in report.near}
     rows: dict[str, str] = {}
