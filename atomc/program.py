@@ -129,6 +129,10 @@ class Program:
 
     def __call__(self, step: Step) -> Tensor:
         """Logits [R, V] of the rows step.logits_rows. Raises RunError before `bind`."""
+        return self.outputs(step)[0]
+
+    def outputs(self, step: Step) -> Sequence[Tensor]:
+        """All that the model returns: logits first. Raises RunError before `bind`."""
         if not self._bound:
             raise RunError("the program has state but no tensors for it: call bind() first")
         arguments = list(self._arguments)
@@ -139,9 +143,8 @@ class Program:
             for i in numbers:
                 arguments[i] = made
         out = self._call(*arguments)
-        logits = out[0] if isinstance(out, list | tuple) else out
-        assert isinstance(logits, Tensor)
-        return logits
+        found = out if isinstance(out, list | tuple) else [out]
+        return [x for x in found if isinstance(x, Tensor)]
 
     def expert_load(self) -> dict[str, list[int]]:
         """How many tokens each expert got, by the path of the layer's experts; waits for the
@@ -210,6 +213,7 @@ def compile_model(
     *,
     owned: bool = False,
     before_free: Callable[[str | None, Sequence[StateSpec]], None] | None = None,
+    hidden: tuple[int, torch.dtype] | None = None,
 ) -> Program:
     """Compile a model for the runtime, or load it from the cache. Its parameters may become views
     of packed weights.
@@ -223,6 +227,8 @@ def compile_model(
     owned       no other code reads, writes or moves the weights: the program does not check them,
                 and those that its kernels read only as prepared weights are freed
     before_free called with the program's key and specs before weights are freed, if any are
+    hidden      width and dtype of the hidden states that the model takes after the positions
+                (atomc.models.mtp.DraftModel); None: it takes none
     Raises OptionsError for wrong options, and ValueError with the reason and the line for a model
     that cannot be served. ATOMC_STRICT adds the traceback, else it is logged at level debug.
     """
@@ -236,7 +242,7 @@ def compile_model(
         compiled, inputs, key = found.compiled, found.inputs, None
     else:
         compiled, sources, inputs, report, entry, key = _traced(
-            model, chosen, where, observers, keep_texts, owned
+            model, chosen, where, observers, keep_texts, hidden, owned=owned
         )
         cache.store(report, entry, sources, inputs)
     report.treated = True
@@ -265,6 +271,8 @@ def _traced(
     platform: Platform,
     observers: "Sequence[Callable[[str, GraphModule], None]]",
     keep_texts: bool,
+    hidden: tuple[int, torch.dtype] | None,
+    *,
     owned: bool,
 ) -> "TracedModel":
     from atomc.compiler.trace_model import trace_model  # and with it Dynamo
@@ -272,7 +280,7 @@ def _traced(
     from atomc.torch_compat.tracing import TracingError
 
     try:
-        return trace_model(model, options, platform, observers, keep_texts, owned=owned)
+        return trace_model(model, options, platform, observers, keep_texts, hidden, owned=owned)
     except OURS:
         raise
     except TracingError as error:

@@ -68,8 +68,12 @@ def build(
     config: Mapping[str, JSONLike],
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
+    *,
+    draft_layer: bool = False,
 ) -> nn.Module:
     """The model of a config.json with random weights, in fp32 unless a dtype is given.
+
+    draft_layer  with its first draft layer, which it has (draft_checkpoint.check_draft_layers)
 
     On device "meta" it needs no memory. Raises ValueError for an unknown architecture or an
     unsupported config value.
@@ -80,7 +84,8 @@ def build(
         return stock.build(stock.hf_class(architectures, sorted(REGISTRY)), config, dtype, device)
     where = torch.device(device or "cpu")
     with where, _Unfilled() if where.type == "meta" else nullcontext():
-        model: nn.Module = cls.from_hf(config)  # type: ignore[attr-defined]
+        options = {"draft_layer": True} if draft_layer else {}
+        model: nn.Module = cls.from_hf(config, **options)  # type: ignore[attr-defined]
     return model.to(dtype)
 
 

@@ -27,6 +27,7 @@ from atomc.models.config import (
 from atomc.models.experts import Experts
 from atomc.models.group_router import GroupRouter
 from atomc.models.layers import MLP, RMSNorm
+from atomc.models.mtp import DraftModel, DraftModules
 from atomc.models.rotary import Rotary, apply_partial_rope, rope_parameters, rotated_columns
 
 # column: by output features; row: by input features, the outputs are summed; vocab: by vocabulary
@@ -177,35 +178,48 @@ class Layer(nn.Module):
         return x_TD
 
 
+class DraftLayer(Layer, DraftModules):
+    def __init__(self, config: Config, index: int):
+        super().__init__(config, index)
+        self.add_draft_modules(config.hidden_size, config.rms_norm_eps)
+
+
 class Glm4MoeModel(nn.Module):
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, *, draft_layer: bool = False):
         super().__init__()
+        depth = self.num_hidden_layers = config.num_hidden_layers
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(depth))
+        if draft_layer:
+            self.layers.append(DraftLayer(config, depth))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = Rotary(config.rope_parameters, config.rotated_columns)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         x_TD: Tensor = self.embed_tokens(input_ids)
         cos, sin = self.rotary_emb(x_TD, positions)
-        for layer in self.layers:
+        for layer in self.layers[: self.num_hidden_layers]:
             x_TD = layer(x_TD, cos, sin)
         x_TD = self.norm(x_TD)
         return x_TD
 
 
 class Glm4MoeForCausalLM(nn.Module):
-    def __init__(self, config: Config):
+    """draft_layer: with the checkpoint's first draft layer, as the last of `model.layers`."""
+
+    def __init__(self, config: Config, *, draft_layer: bool = False):
         super().__init__()
         self.config = config
-        self.model = Glm4MoeModel(config)
+        self.model = Glm4MoeModel(config, draft_layer=draft_layer)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike]) -> "Glm4MoeForCausalLM":
-        return cls(Config.from_hf(hf))
+    def from_hf(
+        cls, hf: Mapping[str, JSONLike], *, draft_layer: bool = False
+    ) -> "Glm4MoeForCausalLM":
+        return cls(Config.from_hf(hf), draft_layer=draft_layer)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor | None = None
@@ -218,3 +232,12 @@ class Glm4MoeForCausalLM(nn.Module):
             x_TD = x_TD.index_select(-2, logits_rows)
         logits: Tensor = self.lm_head(x_TD)
         return logits
+
+    def draft_model(self) -> DraftModel:
+        """Raises ValueError for a model without draft_layer."""
+        inner, layer = self.model, self.model.layers[-1]
+        if not isinstance(layer, DraftLayer):
+            raise ValueError(
+                "Glm4MoeForCausalLM was made without its draft layer: draft_layer=True"
+            )
+        return DraftModel(inner.embed_tokens, inner.rotary_emb, layer, self.lm_head)

@@ -34,9 +34,13 @@ CODES = {
     torch.int32: ("I32",),
     torch.int64: ("I64",),
 }
-# Rotary frequencies of old Llama checkpoints, heads for multi-token prediction, scales of queries,
-# and scales of a cache that the model does not have.
-IGNORED = re.compile(r"rotary_emb\.inv_freq$|^(hf_model\.)?(model\.)?mtp\.|\.(q|k|v|kv)_scale$")
+# Rotary frequencies of old Llama checkpoints, heads for multi-token prediction, copies of the
+# embedding and the head for draft layers, scales of queries, and scales of a cache that the model
+# does not have.
+IGNORED = re.compile(
+    r"rotary_emb\.inv_freq$|^(hf_model\.)?(model\.)?mtp\.|\.(q|k|v|kv)_scale$|"
+    r"\blayers\.\d+\.(embed_tokens|shared_head\.head)\.weight$"
+)
 
 
 class Fill(NamedTuple):

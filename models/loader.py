@@ -21,6 +21,12 @@ from atomc.json_file import read_json
 from atomc.json_types import JSONLike
 from atomc.models import REGISTRY, architectures_of, build, model_class, stock
 from atomc.models.cache_scales import mark_fp8_state, set_cache_scale
+from atomc.models.draft_checkpoint import (
+    check_draft_layers,
+    check_stored_draft,
+    draft_prefix,
+    methods_as_stored,
+)
 from atomc.models.limits import Stored, check_layers, check_memory, check_sizes, check_stored
 from atomc.models.load_plan import (
     FLOATS,
@@ -57,6 +63,7 @@ def load(
     device: torch.device | str = "cpu",
     load_format: str = "auto",
     quantization: Request = None,
+    draft_layer: bool = False,
     mmap: bool = True,
     progress: bool = True,
 ) -> nn.Module:
@@ -68,10 +75,12 @@ def load(
     quantization  quantizes the weights during loading: a name in atomc.quantization.ONLINE, or
                   {"scheme": name, "ignore": [patterns of layers to skip]}. None: as stored. See
                   docs/quantization.md
+    draft_layer   load the first draft layer too (atomc.models.mtp)
     mmap          weights are views of the mapped files if dtype and device allow it; False: files
                   are read into memory, which is faster from a network disk
 
-    Raises FileNotFoundError or ValueError for a missing, damaged or inconsistent file.
+    Raises FileNotFoundError or ValueError for a missing, damaged or inconsistent file, and
+    ValueError for a model without draft layers if one is wanted.
     """
     path = Path(path)
     if load_format not in LOAD_FORMATS:
@@ -83,9 +92,13 @@ def load(
         check_layers(config, len(stored))
     dtype = dtype or config_dtype(config) or stored_dtype(stored or {})
 
+    if draft_layer:
+        check_draft_layers(config, architectures[0], model_class(architectures))
+    if draft_layer and stored is not None:
+        check_stored_draft(config, stored, path)
     if model_class(architectures) is not None:
         quant_config = decide(quantization, path, config)
-        model = build(config, dtype, "meta")
+        model = build(config, dtype, "meta", draft_layer=draft_layer)
     else:
         cls = stock.hf_class(architectures, sorted(REGISTRY))
         quant_config = _decide_for_stock(quantization, path, config)
@@ -97,6 +110,8 @@ def load(
     if stored is None:
         _load_dummy(model, methods, device)
         return ready(model)
+    if draft_layer and quant_config is not None and not quant_config.online:
+        methods = methods_as_stored(methods, stored, draft_prefix(config))
     plan = _plan(model, stored, quant_config, methods, path, dtype)
     _execute(plan, model, methods, device, mmap, progress)
     return ready(model)

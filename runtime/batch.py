@@ -44,6 +44,7 @@ class InputBatch:
     rows, sequences, columns   of the largest step
     slots   number of slots; None: as many as sequences. One more, the last, is used by padding
             sequences
+    drafts  draft tokens that a draft model proposes after each step; 0: there is none
     """
 
     def __init__(
@@ -55,8 +56,10 @@ class InputBatch:
         block_size: int,
         num_groups: int = 1,
         slots: int | None = None,
+        drafts: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
+        self.drafts = drafts
         self.rows, self.sequences, self.columns = rows, sequences, columns
         self.slots = sequences if slots is None else slots
         self.block_size, self.num_groups = block_size, num_groups
@@ -73,6 +76,15 @@ class InputBatch:
         for g in range(num_groups):
             i32[f"new_blocks_{g}"] = self.num_updates
             i64 |= {f"slots_{g}": rows, f"new_places_{g}": self.num_updates}
+        if drafts:
+            i64 |= {
+                "next_tokens": rows,
+                "sample_rows": rows,
+                "draft_rows": sequences,
+                "most_accepted": sequences,
+                "draft_slots": sequences,
+                "draft_ends": sequences,
+            }
         i64["tokens"] = rows  # last field: `last_tokens` follows it on the device
         self._fields = _field_layout(i32, i64)
         size = max(end for _, _, end in self._fields.values())
@@ -87,6 +99,8 @@ class InputBatch:
         }
         self.last_tokens = memory[size:].view(torch.int64)
         self._ids = memory[self._fields["tokens"][1] :].view(torch.int64)
+        # End of each slot's blocks in tokens.
+        self._ends = np.zeros((num_groups, self.slots + 1), np.int64)
         self._tables = [np.zeros((self.slots + 1, columns), np.int32) for _ in range(num_groups)]
         self.tables = [
             torch.zeros((self.slots + 1, columns), dtype=torch.int32, device=self.device)
@@ -115,11 +129,12 @@ class InputBatch:
         wanted = self._output_rows(chunks, bounds)
         lens = starts + counts
         if shape is None:
+            longest = int(lens.max(initial=0)) + max(self.drafts - 1, 0)
             shape = StepShape(
                 max(T, num_rows),
                 S,
                 len(wanted),
-                max(1, -(-int(lens.max(initial=0)) // self.block_size)),
+                min(max(1, -(-longest // self.block_size)), self.columns),
             )
         rows, sequences = shape.rows, shape.sequences
 
@@ -137,6 +152,8 @@ class InputBatch:
         to["sample_slots"][: num_samples.sum()] = np.repeat(slots, num_samples)
 
         self._update_tables(chunks, to)
+        if self.drafts:
+            self._write_drafts(chunks, to, shape, bounds)
         sequence = np.repeat(slots, counts)
         block, offset = np.divmod(positions, self.block_size)
         for g, table in enumerate(self._tables):
@@ -175,6 +192,85 @@ class InputBatch:
         """
         self.last_tokens.index_copy_(0, self.on_device["sample_slots"][: len(tokens)], tokens)
 
+    def draft_step(self, shape: StepShape, hidden: Tensor) -> tuple[Step, Tensor]:
+        """The first draft step after the step written last: its rows, each with the next token.
+        Logits are those of the row with the last accepted token of each sequence that samples.
+        `keep_samples` was called for the step.
+
+        hidden  [rows, D], the hidden states of the step
+
+        Returns the step and the positions [S] of the rows with logits.
+        """
+        at, rows, step = self.on_device, shape.rows, self.step(shape)
+        tokens, first = at["next_tokens"][:rows], at["draft_rows"][: shape.sequences]
+        depth = torch.arange(self.drafts, device=self.device)
+        drafted = (first[:, None] + depth).clamp(max=rows - 1)
+        equal = tokens[drafted] == step.input_ids[(drafted + 1).clamp(max=rows - 1)]
+        equal &= depth < at["most_accepted"][: shape.sequences, None]
+        last = first + equal.long().cumprod(-1).sum(-1)
+        step = step._replace(input_ids=tokens, logits_rows=last, hidden=hidden)
+        return step, step.positions[last]
+
+    def next_draft_step(
+        self, shape: StepShape, tokens: Tensor, positions: Tensor, hidden: Tensor
+    ) -> Step:
+        """A further draft step: one row for each sequence that samples.
+
+        tokens, positions   [S] i64; a row beyond the sequence's blocks writes nothing
+        hidden              [S, D]
+        """
+        at, (_, sequences, _, columns) = self.on_device, shape
+        slots, ends = at["draft_slots"][:sequences], at["draft_ends"][:sequences]
+        drafting = slots < self.slots
+        written = drafting & (positions < ends)
+        block, offset = positions // self.block_size, positions % self.block_size
+        groups = []
+        for table in self.tables:
+            blocks = table[:, :columns].index_select(0, slots)
+            place = blocks.gather(1, block.clamp(max=columns - 1)[:, None])[:, 0]
+            groups.append(
+                GroupStep(torch.where(written, place * self.block_size + offset, -1), blocks)
+            )
+        count = torch.arange(sequences + 1, dtype=torch.int32, device=self.device)
+        return Step(
+            input_ids=tokens,
+            positions=positions,
+            query_start=torch.minimum(count, drafting.sum().int()),
+            seq_lens=torch.where(drafting, torch.minimum(positions + 1, ends), 0).int(),
+            logits_rows=count[:-1].long(),
+            groups=tuple(groups),
+            state_slots=slots,
+            hidden=hidden,
+        )
+
+    def keep_samples(self, tokens: Tensor) -> None:
+        """Keep the tokens sampled by the step written last, for the draft step."""
+        self.on_device["next_tokens"].index_copy_(
+            0, self.on_device["sample_rows"][: len(tokens)], tokens
+        )
+
+    def _write_drafts(
+        self, chunks: Sequence[Chunk], to: dict[str, Array], shape: StepShape, bounds: Array
+    ) -> None:
+        """Write what draft steps need. The sequences that sample come first, then padding."""
+        following: list[int] = []
+        for chunk in chunks:
+            following.extend(chunk.tokens[1:])
+            following.append(chunk.next_token)
+        _fill(to["next_tokens"], np.array(following, np.int64), shape.rows, 0)
+        drafting = [i for i, chunk in enumerate(chunks) if chunk.num_samples]
+        first = np.array([bounds[i + 1] - chunks[i].num_samples for i in drafting], np.int64)
+        rows = [np.arange(start, bounds[i + 1]) for i, start in zip(drafting, first, strict=True)]
+        slots = np.array([chunks[i].slot for i in drafting], np.int64)
+        most = np.array([chunks[i].most_accepted for i in drafting], np.int64)
+        if rows:
+            sampled = np.concatenate(rows)
+            to["sample_rows"][: len(sampled)] = sampled
+        _fill(to["draft_rows"], first, shape.sequences, 0)
+        _fill(to["most_accepted"], most, shape.sequences, 0)
+        _fill(to["draft_slots"], slots, shape.sequences, self.slots)
+        _fill(to["draft_ends"], self._ends[:, slots].min(0, initial=2**31), shape.sequences, 0)
+
     def _update_tables(self, chunks: Sequence[Chunk], to: dict[str, Array]) -> None:
         """Write new blocks to the host tables, and their positions to the step."""
         for g, table in enumerate(self._tables):
@@ -183,6 +279,7 @@ class InputBatch:
                 start, new = chunk.blocks[g]
                 if new:
                     table[chunk.slot, start : start + len(new)] = new
+                    self._ends[g, chunk.slot] = (start + len(new)) * self.block_size
                     places.append(chunk.slot * self.columns + start + np.arange(len(new)))
                     blocks.append(new)
             where = np.concatenate(places) if places else np.zeros(0, np.int64)

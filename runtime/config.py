@@ -8,6 +8,8 @@ if TYPE_CHECKING:  # --help imports this file, and importing torch is slow
     from atomc.options import Options
 
 POLICIES = ("fcfs", "priority")
+# Draft tokens per step, by where they come from.
+SPECULATIVE_TOKENS = {"ngram": 3, "mtp": 1}
 
 T = TypeVar("T")
 
@@ -88,8 +90,22 @@ class EngineConfig:
         "compare a few steps of a transformers model with its own forward, and reject it if "
         "they differ",
     )
+    speculative: Literal["ngram", "mtp"] | None = _option(
+        None,
+        "where draft tokens come from; ngram: from earlier text; mtp: from the checkpoint's own "
+        "draft layer (multi-token prediction); default: ngram if --speculative-tokens is given, "
+        "else none",
+    )
     speculative_tokens: int = _option(
-        0, "maximum number of draft tokens per step (n-gram speculation); 0: none"
+        0,
+        "maximum number of draft tokens per step; 0: none, or with --speculative 3 (ngram) or 1 "
+        "(mtp)",
+    )
+    speculative_accept: float | None = _option(
+        None,
+        "for benchmarks, with --speculative mtp: accept drafts so that each step yields this many "
+        "tokens on average (1 to 1 + speculative tokens), whatever the model computes; the text is "
+        "then NOT that of the model",
     )
     ngram_min: int = _option(2, "minimum length of the n-gram to look up for a draft")
     ngram_max: int = _option(4, "maximum length of the n-gram to look up for a draft")
@@ -140,11 +156,35 @@ class EngineConfig:
             raise ValueError(
                 f"scheduling_policy is {self.scheduling_policy!r}, expected one of {list(POLICIES)}"
             )
+        self._check_speculation()
+        if self.ngram_max < self.ngram_min:
+            raise ValueError(
+                f"ngram_max is {self.ngram_max}, expected at least ngram_min={self.ngram_min}"
+            )
+
+    def _check_speculation(self) -> None:
+        """Also sets the default of `speculative` by `speculative_tokens`, and the reverse."""
+        if self.speculative not in (None, *SPECULATIVE_TOKENS):
+            raise ValueError(
+                f"speculative is {self.speculative!r}, expected one of {list(SPECULATIVE_TOKENS)}"
+            )
         if self.speculative_tokens < 0:
             raise ValueError(
                 f"speculative_tokens is {self.speculative_tokens}, it must be 0 (none) or positive"
             )
-        if self.ngram_max < self.ngram_min:
+        if self.speculative is None and self.speculative_tokens:
+            object.__setattr__(self, "speculative", "ngram")
+        if self.speculative is not None and not self.speculative_tokens:
+            object.__setattr__(self, "speculative_tokens", SPECULATIVE_TOKENS[self.speculative])
+        if self.speculative_accept is None:
+            return
+        if self.speculative != "mtp":
             raise ValueError(
-                f"ngram_max is {self.ngram_max}, expected at least ngram_min={self.ngram_min}"
+                "speculative_accept needs drafts in every step: set speculative to 'mtp'"
+            )
+        most = 1 + self.speculative_tokens
+        if not 1 <= self.speculative_accept <= most:
+            raise ValueError(
+                f"speculative_accept is {self.speculative_accept}, a step of "
+                f"{self.speculative_tokens} draft tokens yields 1 to {most} tokens"
             )

@@ -18,7 +18,7 @@ from atomc.runtime.request_errors import RequestError, RequestErrors, RequestFai
 from atomc.runtime.sampling.logprobs import TokenLogprobs
 from atomc.runtime.sampling.sampling_params import SamplingParams
 from atomc.runtime.scheduler import QueueFull, Scheduler
-from atomc.runtime.speculative import NGramProposer
+from atomc.runtime.speculative import ForcedAcceptance, NGramProposer
 from atomc.runtime.stats import Stats
 from atomc.runtime.step import ScheduledStep
 from atomc.runtime.structured_outputs import StructuredOutputs, accept_tokens
@@ -48,12 +48,14 @@ class RequestState:
     """State of a request in the engine, besides the scheduler's Request; dropped when it ends.
 
     matcher    grammar state of its structured output
-    proposer   proposes its drafts
+    proposer   proposes its drafts, with n-gram speculation
+    draft      proposed by the draft model after its last token
     scores     prompt log-probabilities, until its first token
     """
 
     matcher: GrammarMatcher | None = None
     proposer: NGramProposer | None = None
+    draft: tuple[int, ...] = ()
     scores: list[TokenLogprobs] = field(default_factory=list)
 
 
@@ -147,6 +149,10 @@ class Engine:
             policy=config.scheduling_policy,
             request_errors=self.request_errors,
             can_roll_back=limits.can_roll_back,
+            lookahead=config.speculative_tokens - 1 if config.speculative == "mtp" else 0,
+            forced=None
+            if config.speculative_accept is None
+            else ForcedAcceptance(config.speculative_accept),
         )
         self.max_len = self.scheduler.max_len
         log.info(
@@ -187,8 +193,13 @@ class Engine:
     ) -> Request:
         """A request with the model's end-of-sequence tokens, and a random seed if params has none.
 
+        With a draft model, a pooled request shares cached prefixes only with others that are
+        pooled: its steps do not run the draft model.
+
         `siblings` splits it into params.n requests. Raises ValueError for an empty prompt.
         """
+        if pooling is not None and self.config.speculative == "mtp":
+            salt = f"pooled {salt or ''}"
         return Request(
             request_id,
             list(tokens),
@@ -354,9 +365,13 @@ class Engine:
 
     def _propose_draft(self, request: Request) -> tuple[int, ...]:
         config, state = self.config, self._state(request.id)
-        state.proposer = state.proposer or NGramProposer(config.ngram_min, config.ngram_max)
         count = min(config.speculative_tokens, request.room(self.max_len) - 1)
-        return tuple(state.proposer.propose(request.tokens, count)) if count > 0 else ()
+        if count <= 0:
+            return ()
+        if config.speculative == "mtp":
+            return state.draft[:count]
+        state.proposer = state.proposer or NGramProposer(config.ngram_min, config.ngram_max)
+        return tuple(state.proposer.propose(request.tokens, count))
 
     def _matchers(self, step: ScheduledStep) -> dict[str, GrammarMatcher]:
         """Grammar matchers of the requests that the step samples, by request id."""
@@ -402,6 +417,8 @@ class Engine:
         for name, result in found.items():
             if result.scores:
                 self._state(name).scores.extend(result.scores)
+            if result.draft:
+                self._state(name).draft = result.draft
         return failed + [self._with_results(output, found[output.request_id]) for output in outputs]
 
     def _with_results(self, output: Output, result: Result) -> Output:

@@ -44,6 +44,7 @@ class Result:
     tokens      sampled tokens, with logprobs if requested
     scores      log-probabilities of the chunk's prompt tokens
     embedding   pooled hidden state
+    draft       draft tokens after the last of `tokens`, by a draft model
     error       why the request failed
     """
 
@@ -51,6 +52,7 @@ class Result:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     scores: Sequence[TokenLogprobs] = ()
     embedding: tuple[float, ...] | None = None
+    draft: tuple[int, ...] = ()
     error: RequestError | None = None
 
 

@@ -63,6 +63,7 @@ def load(
         device=config.device or ("cuda" if torch.cuda.is_available() else "cpu"),
         load_format=config.load_format,
         quantization=_quantization(config),
+        draft_layer=config.speculative == "mtp",
         progress=progress,
     )
     return _loaded_model(

@@ -11,6 +11,7 @@ from atomc.ops.state import groups_of
 from atomc.program import Program
 from atomc.runtime.batch import InputBatch, StepShape
 from atomc.runtime.capacity import SPARE_SLOTS
+from atomc.runtime.draft import DraftProgram, DraftRunner
 from atomc.runtime.graphs import StepGraphs
 from atomc.runtime.step import ScheduledStep
 
@@ -25,6 +26,8 @@ class Runner:
     max_num_seqs, max_num_rows, max_columns   maximum sequences and tokens of a step, and blocks of
                                               a sequence
     num_slots        slots of per-sequence state; None: max_num_seqs. Padding steps need fewer
+    draft            proposes tokens after each step; the program then also returns the hidden
+                     states that it reads
 
     caches   tensors by role, for each layer with state
     steps    number of steps by kind: "full graph", or "eager: " with the reason
@@ -41,6 +44,7 @@ class Runner:
         max_num_rows: int,
         max_columns: int,
         num_slots: int | None = None,
+        draft: DraftProgram | None = None,
     ) -> None:
         self.program = program
         num_groups, slots = (
@@ -65,8 +69,12 @@ class Runner:
             block_size=block_size,
             num_groups=num_groups,
             slots=slots,
+            drafts=draft.count if draft is not None else 0,
             device=program.device,
         )
+        self.draft = None if draft is None else DraftRunner(draft, self.input_batch, counts, slots)
+        self.draft_graphs: StepGraphs | None = None
+        self._shape = StepShape(0, 0, 0, 0)  # of the step that ran last
         self.graphs: StepGraphs | None = None
         self.why_eager = "on a CPU" if program.device.type != "cuda" else "not captured"
         self.steps: Counter[str] = Counter()
@@ -102,6 +110,16 @@ class Runner:
             kernels_loaded=kernels_loaded,
             progress=progress,
         )
+        if self.draft is not None:
+            self.draft_graphs = StepGraphs(
+                self.draft.propose,
+                [shape for shape in shapes if shape in self.graphs.captured],
+                self.draft.program.report,
+                self.program.device,
+                budget=None if budget is None else budget - self.graphs.bytes,
+                kernels_loaded=kernels_loaded,
+                progress=progress,
+            )
 
     def padding_only(self, num_output_rows: int) -> Tensor:
         """Logits of a padding step of maximum size."""
@@ -115,8 +133,11 @@ class Runner:
         )
 
     def empty_step(self, shape: StepShape) -> Tensor:
-        """Logits of a padding step of this shape."""
-        return self._run(self.program, self.input_batch.write(None, shape))
+        """Logits of a padding step of this shape, after which the draft model ran too."""
+        logits = self._run(self.program, self.input_batch.write(None, shape))
+        if self.draft is not None:
+            self.draft.propose(shape)
+        return logits
 
     def logits(self, step: ScheduledStep, *, num_rows: int = 0) -> Tensor:
         """Logits [R, V] of the output rows of the step's chunks, on the device; the next call may
@@ -130,7 +151,7 @@ class Runner:
             longest = max(chunk.num_tokens for chunk in step.chunks)
             shape = self.graphs.shape_for(rows, sequences, wanted, longest)
             if shape is not None:
-                self.input_batch.write(step, shape)
+                self._shape = self.input_batch.write(step, shape)
                 self.steps["full graph"] += 1
                 self.rows += rows
                 self.padding += shape.rows - rows
@@ -145,6 +166,21 @@ class Runner:
         self.steps[f"eager: {reason}"] += 1
         return self._eager(self.program, step, num_rows)
 
+    def propose(self, step: ScheduledStep, tokens: Tensor | None) -> Tensor | None:
+        """Draft tokens [chunks that sample, k] i64 after the step that ran last, on the device;
+        None without a draft model.
+
+        tokens  sampled in this step; None: none were
+        """
+        if self.draft is None:
+            return None
+        if tokens is not None:
+            self.input_batch.keep_samples(tokens)
+        graphs = self.draft_graphs
+        captured = graphs is not None and self._shape in graphs.captured
+        found = graphs(self._shape) if graphs and captured else self.draft.propose(self._shape)
+        return found[: sum(chunk.num_samples > 0 for chunk in step.chunks)].clone()
+
     def forget_counts(self) -> None:
         self.steps.clear()
         self.rows = self.padding = 0
@@ -157,9 +193,13 @@ class Runner:
         return self._eager(program, step)
 
     def _eager(self, program: Program, step: ScheduledStep, num_rows: int = 0) -> Tensor:
-        return self._run(program, self.input_batch.write(step, num_rows=num_rows))
+        self._shape = self.input_batch.write(step, num_rows=num_rows)
+        return self._run(program, self._shape)
 
     def _run(self, program: Program, shape: StepShape) -> Tensor:
         # A user's module may have parameters that require gradients.
         with torch.no_grad():
-            return program(self.input_batch.step(shape))
+            first, *hidden = program.outputs(self.input_batch.step(shape))
+        if self.draft is not None and hidden:
+            self.draft.keep(hidden)
+        return first

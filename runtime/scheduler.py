@@ -9,6 +9,7 @@ from atomc.runtime.blocks import BlockPool
 from atomc.runtime.prefix_cache import extend_keys
 from atomc.runtime.request import FinishReason, Output, Request
 from atomc.runtime.request_errors import RequestErrors
+from atomc.runtime.speculative import ForcedAcceptance
 from atomc.runtime.step import Admission, Chunk, ScheduledStep
 
 # Each prompt token with log-probabilities takes a row of V fp32 logits.
@@ -36,6 +37,7 @@ class Counters:
     generated_tokens: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    drafts: int = 0
     drafted: int = 0
     accepted: int = 0
 
@@ -84,6 +86,9 @@ class Scheduler:
     aborted.
 
     can_roll_back   as in Limits
+    lookahead       blocks are reserved for this many tokens after those of a step, because a draft
+                    model writes there
+    forced          accepts drafts, instead of their comparison with the sampled tokens
 
     Raises ValueError for limits below 1.
     """
@@ -99,6 +104,8 @@ class Scheduler:
         policy: str = "fcfs",
         request_errors: RequestErrors | None = None,
         can_roll_back: bool = True,
+        lookahead: int = 0,
+        forced: ForcedAcceptance | None = None,
     ) -> None:
         for name, value in (
             ("max_num_seqs", max_num_seqs),
@@ -114,6 +121,7 @@ class Scheduler:
         self.max_queue = max_queue
         self.by_priority = policy == "priority"
         self.can_roll_back = can_roll_back
+        self.lookahead, self.forced = lookahead, forced
         # Maximum sequence length: such a request must fit if it has the whole pool.
         self.max_len = min(max_model_len, pool.longest(2 * max_num_batched_tokens))
         self.requests: dict[str, Request] = {}
@@ -317,7 +325,7 @@ class Scheduler:
             if not builder.budget or request.slot is None:  # preempted, and so are all after it
                 return
             count = self._num_new_tokens(request, builder.budget) if builder.accepts(request) else 0
-            if count and self._reserve(request, request.computed + count):
+            if count and self._reserve(request, self._ahead(request.computed + count)):
                 self._add_chunk(builder, request, count)
 
     def _schedule_waiting(self, builder: _StepBuilder) -> None:
@@ -366,7 +374,8 @@ class Scheduler:
         found = self._num_cached_blocks(request)
         computed = found * self.pool.block_size
         now = computed + min(len(request.tokens) - computed, budget)
-        if not self.pool.admit(request.id, request.keys[:found], now, len(request.tokens)):
+        ahead = self._ahead(len(request.tokens))
+        if not self.pool.admit(request.id, request.keys[:found], self._ahead(now), ahead):
             return False
         if not request.num_admissions:
             request.num_cached = computed
@@ -433,10 +442,13 @@ class Scheduler:
         if not self._free_slots:
             return False
         found = self._num_cached_blocks(request)
-        now = found * self.pool.block_size + self.max_num_batched_tokens
-        return self.pool.has_room(
-            request.keys[:found], min(now, len(request.tokens)), len(request.tokens)
-        )
+        now = min(found * self.pool.block_size + self.max_num_batched_tokens, len(request.tokens))
+        ahead = self._ahead(len(request.tokens))
+        return self.pool.has_room(request.keys[:found], self._ahead(now), ahead)
+
+    def _ahead(self, num_tokens: int) -> int:
+        """Number of tokens for which to reserve blocks, to compute the first num_tokens."""
+        return min(num_tokens + self.lookahead, self.max_len)
 
     def _reserve(self, request: Request, num_tokens: int) -> bool:
         """Reserve blocks for num_tokens, preempting from the end of `running`. False if the request
@@ -505,11 +517,19 @@ class Scheduler:
             num_output_rows,
             tuple(scored),
             None if request.admission_sent else _admission(request),
+            request.tokens[end] if end < known else 0,
+            self._forced(request) if num_samples > 1 else None,
         )
         request.admission_sent = True
         request.computed = end
         request.num_in_flight += num_samples > 0
         return chunk
+
+    def _forced(self, request: Request) -> int | None:
+        """How many tokens of its draft to accept; None: those that are equal."""
+        if self.forced is None or request.params.structured is not None:
+            return None
+        return min(self.forced.count(request.seed, request.num_new), len(request.draft))
 
     def _finish(
         self, chunk: Chunk, request: Request, admission: int, new: Sequence[int]
@@ -536,6 +556,7 @@ class Scheduler:
         request.num_in_flight -= 1
         drafted = chunk.num_samples - 1
         if drafted:
+            self.counters.drafts += 1
             self.counters.drafted += drafted
             self.counters.accepted += len(tokens) - 1
             request.draft = ()

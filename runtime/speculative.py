@@ -1,4 +1,4 @@
-"""Speculative decoding: n-gram drafts, and their verification.
+"""Speculative decoding: n-gram drafts, and the verification of all drafts.
 
 A step computes a request's last token and its draft, so that each position has logits, and a token
 is sampled at each position (`SampleSpec.draft` has the draft tokens before it). A draft token is
@@ -9,6 +9,11 @@ equals that without drafts.
 """
 
 from collections.abc import Sequence
+from fractions import Fraction
+
+# Steps after which forced acceptance repeats, at most.
+MOST_PERIOD = 10_000
+MULTIPLIER = 0x9E3779B97F4A7C15  # odd, near 2**64 / golden ratio: spreads consecutive seeds
 
 
 class NGramProposer:
@@ -54,6 +59,27 @@ def _repeated(tokens: Sequence[int], start: int, count: int) -> list[int]:
     while len(found) < count:
         found.append(found[len(found) - (len(tokens) - start)])
     return found
+
+
+class ForcedAcceptance:
+    """Accepts drafts such that steps yield `average` tokens, for benchmarks: n steps of a request
+    with complete drafts yield n * average tokens, rounded up or down. Depends only on the request's
+    seed and the number of its new tokens.
+    """
+
+    def __init__(self, average: float) -> None:
+        exact = Fraction(average).limit_denominator(MOST_PERIOD)
+        self.tokens, self.steps = exact.numerator, exact.denominator
+
+    def count(self, seed: int, num_new: int) -> int:
+        """How many draft tokens are accepted after num_new new tokens, of which the first was
+        sampled without a draft.
+        """
+        # Requests begin at different places of the period. After step n, a request has
+        # 1 + (n * tokens + first) // steps new tokens.
+        first = (seed * MULTIPLIER % 2**64 >> 32) % self.steps
+        step = -((first - num_new * self.steps) // self.tokens)
+        return (step * self.tokens + first) // self.steps - num_new
 
 
 def accepted(draft: Sequence[int], tokens: Sequence[int]) -> Sequence[int]:

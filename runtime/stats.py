@@ -22,6 +22,8 @@ class Stats:
                       for the device
     expert_load       tokens that each expert got, by the path of the layer's experts; {} unless
                       they are counted
+    drafts            number of drafts that were verified; drafted: their tokens; accepted: those
+                      that were kept
     no_prefix_cache   why there is no prefix cache; empty if there is one
     """
 
@@ -41,7 +43,18 @@ class Stats:
     graph_rows: int = 0
     graph_padding: int = 0
     host_ms: float = 0.0
+    drafts: int = 0
     drafted: int = 0
     accepted: int = 0
     no_prefix_cache: str = ""
     expert_load: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of the draft tokens that were accepted; 0 without drafts."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean number of tokens of a step with a draft, with the one after the draft."""
+        return 1 + self.accepted / self.drafts if self.drafts else 0.0

@@ -43,6 +43,8 @@ class Chunk(NamedTuple):
     scored           prompt tokens whose log-probabilities are computed, from the first len(scored)
                      output rows
     admission        set in the first chunk after the request got its slot
+    next_token       the token after the chunk, if it is known: not after a sampled row
+    accept           accept this many draft tokens, whatever is sampled; None: those that are equal
     """
 
     request_id: str
@@ -55,6 +57,8 @@ class Chunk(NamedTuple):
     num_output_rows: int = 0
     scored: tuple[int, ...] = ()
     admission: Admission | None = None
+    next_token: int = 0
+    accept: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -69,6 +73,11 @@ class Chunk(NamedTuple):
         return (
             self.tokens[len(self.tokens) - self.num_samples + 1 :] if self.num_samples > 1 else ()
         )
+
+    @property
+    def most_accepted(self) -> int:
+        """How many draft tokens may be accepted."""
+        return max(self.num_samples - 1, 0) if self.accept is None else self.accept
 
 
 class ScheduledStep(NamedTuple):

@@ -14,9 +14,11 @@ from atomc.program import Program, compile_model
 from atomc.runtime import self_check
 from atomc.runtime.capacity import GRAPH_SHARE, Capacity, capacity, free_memory
 from atomc.runtime.config import EngineConfig
+from atomc.runtime.draft import compile_draft, draft_model_of
 from atomc.runtime.executor import Limits, Result, StepCounts
 from atomc.runtime.graphs import step_shapes
 from atomc.runtime.headless_model import headless_model
+from atomc.runtime.hidden_states import WithHiddenStates
 from atomc.runtime.loading import LoadedModel, load
 from atomc.runtime.phases import Phases, gc_disabled
 from atomc.runtime.runner import Runner
@@ -69,19 +71,45 @@ class Worker:
                 self._set_threads(spare_cores)
             with phases.phase("compile"), gc_disabled():
                 self._kernels.begin(self.module, self.loaded.vocab_size)
-                options = Options.of(config.options)
-                self.program = compile_model(
-                    self.module,
-                    replace(options, expert_load=options.expert_load or config.expert_load),
-                    owned=self._owns_weights,
-                    before_free=self._before_free,
-                )
+                self._compile()
                 if self.threads is not None:
                     self.program.report.notes.append(str(self.threads))
             with phases.phase("allocate"), gc_disabled():
                 self._allocate(self.loaded)
         finally:
             self._kernels.end()
+
+    def _compile(self) -> None:
+        """Compile the model, and its draft model if there is one."""
+        config, options = self.config, Options.of(self.config.options)
+        draft = draft_model_of(self.module) if config.speculative == "mtp" else None
+        self.program = compile_model(
+            self.module if draft is None else WithHiddenStates(self.module, draft.reads),
+            replace(options, expert_load=options.expert_load or config.expert_load),
+            owned=self._owns_weights,
+            before_free=self._before_free,
+        )
+        self.draft = None
+        if draft is not None:
+            self.draft = compile_draft(
+                draft,
+                self.program,
+                options,
+                config.speculative_tokens,
+                owned=self._owns_weights,
+            )
+        if config.speculative_accept is not None:
+            note = (
+                f"speculative_accept is {config.speculative_accept}: drafts are accepted whether "
+                "they are right or not, and the output is NOT that of the model"
+            )
+            self.program.report.notes.append(note)
+            log.warning("%s", note)
+
+    @property
+    def _specs(self) -> Sequence[StateSpec]:
+        """The state of the model and of its draft model."""
+        return (*self.program.specs, *(self.draft.specs if self.draft is not None else ()))
 
     def _before_free(self, key: str | None, specs: Sequence[StateSpec]) -> None:
         """Compute what the self check needs of weights that are going to be freed."""
@@ -98,7 +126,7 @@ class Worker:
 
     def _allocate(self, loaded: LoadedModel) -> None:
         """Size the caches, and create the runner and the output processor."""
-        config, specs, device = self.config, self.program.specs, self.program.device
+        config, specs, device = self.config, self._specs, self.program.device
         if not specs:
             raise ValueError(
                 f"{type(loaded.module).__name__} has no state: each attention layer must create a "
@@ -126,6 +154,7 @@ class Worker:
             max_num_seqs=max_num_seqs,
             max_num_rows=max_num_batched_tokens,
             max_columns=-(-size.max_model_len // size.block_size),
+            draft=self.draft,
         )
         # Load kernels for this cache if none was measured, or only a small one: kernels use 64-bit
         # offsets in a large cache.
@@ -147,7 +176,7 @@ class Worker:
         self, max_num_seqs: int, max_num_batched_tokens: int, longest: int, *, sized: bool
     ) -> Capacity:
         """sized: the config sets the size of the cache; otherwise it depends on free memory."""
-        config, specs, device = self.config, self.program.specs, self.program.device
+        config, specs, device = self.config, self._specs, self.program.device
         return capacity(
             groups=groups_of(specs),
             block_size=block_size_of(specs),
@@ -182,6 +211,7 @@ class Worker:
             max_num_rows=rows,
             max_columns=-(-longest // block_size),
             num_slots=0,
+            draft=self.draft,
         )
         self._kernels.load(runner, self.outputs.sampler, max_num_seqs)
         torch.cuda.synchronize(device)
@@ -254,9 +284,12 @@ class Worker:
 
     def counts(self) -> StepCounts:
         runner = self.runner
-        return StepCounts(
-            dict(runner.steps), runner.rows, runner.padding, self.program.expert_load()
-        )
+        # With hidden states, the model is a submodule of the program's module.
+        load = {
+            name.removeprefix("module."): counts
+            for name, counts in self.program.expert_load().items()
+        }
+        return StepCounts(dict(runner.steps), runner.rows, runner.padding, load)
 
     def forget_counts(self) -> None:
         self.runner.forget_counts()
@@ -273,10 +306,12 @@ class LaunchedStep:
         logits, self._logits = self._logits, None
         if logits is None:
             return
-        tokens = self._worker.outputs.sample(self._outputs, logits, mask)
+        worker, outputs = self._worker, self._outputs
+        tokens = worker.outputs.sample(outputs, logits, mask)
         # With speculation, the host knows all tokens before the next step.
-        if tokens is not None and not self._worker.config.speculative_tokens:
-            self._worker.runner.input_batch.keep_tokens(tokens)
+        if tokens is not None and not worker.config.speculative_tokens:
+            worker.runner.input_batch.keep_tokens(tokens)
+        worker.outputs.keep_drafts(outputs, worker.runner.propose(outputs.step, tokens))
 
     def results(self) -> list[Result]:
         return self._outputs.results()

@@ -19,7 +19,7 @@ from atomc.platform import Platform
 from atomc.report.report import Report, forget, keep
 from atomc.rewriting.graph_pass import Context
 from atomc.torch_compat.automatic_dynamic import isolated_dynamo_state
-from atomc.torch_compat.core import GraphFunction, Input
+from atomc.torch_compat.core import GraphFunction, Input, Outputs
 from atomc.torch_compat.tracing import (
     ShortenTraceback,
     mark_unbacked,
@@ -62,6 +62,7 @@ def trace_model(
     platform: Platform,
     observers: Sequence[Callable[[str, GraphModule], None]],
     keep_texts: bool,
+    hidden: tuple[int, torch.dtype] | None,
     *,
     owned: bool,
 ) -> TracedModel:
@@ -91,7 +92,7 @@ def trace_model(
             forget(reports.pop())
 
     with torch.no_grad():
-        example = _example_step(device)
+        example = _example_step(device, hidden)
         start = time.perf_counter()
         made = trace_once(model, lambda: _run_dynamo(model, example, backend), undo)
         total = time.perf_counter() - start
@@ -112,11 +113,17 @@ def _compiled(gm: GraphModule, context: Context, report: Report) -> TracedModel:
     return TracedModel(compiled, sources, owned, report, built.entry, built.key)
 
 
-def _example_step(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids, positions and logits rows; their sizes are traced as unbacked."""
+def _example_step(
+    device: torch.device, hidden: tuple[int, torch.dtype] | None
+) -> tuple[Tensor, ...]:
+    """Token ids, positions, hidden states if the model reads any, and logits rows; their sizes are
+    traced as unbacked.
+    """
+    states = [] if hidden is None else [torch.zeros(6, hidden[0], dtype=hidden[1], device=device)]
     example = (
         torch.zeros(6, dtype=torch.int64, device=device),
         torch.arange(6, device=device),
+        *states,
         torch.arange(3, device=device),
     )
     for tensor in example:
@@ -126,20 +133,24 @@ def _example_step(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 
 def _run_dynamo(
     model: nn.Module,
-    example: tuple[Tensor, Tensor, Tensor],
+    example: tuple[Tensor, ...],
     backend: Callable[[GraphModule, Sequence[Input]], GraphFunction],
 ) -> TracedModel:
     """GraphFunction the model under Dynamo until the backend raises _TraceFinished."""
 
-    def step(input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
-        logits: Tensor = model(input_ids, positions, logits_rows)
-        return logits
+    # The names of the arguments are those of atomc.ops.inputs.MODEL_INPUTS.
+    def step(input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Outputs:
+        outputs: Outputs = model(input_ids, positions, logits_rows)
+        return outputs
 
+    def draft(input_ids: Tensor, positions: Tensor, hidden: Tensor, logits_rows: Tensor) -> Outputs:
+        outputs: Outputs = model(input_ids, positions, hidden, logits_rows)
+        return outputs
+
+    call = with_fresh_code(step if len(example) == 3 else draft)
     try:
         with isolated_dynamo_state():
-            torch.compile(with_fresh_code(step), backend=backend, fullgraph=True, dynamic=False)(
-                *example
-            )
+            torch.compile(call, backend=backend, fullgraph=True, dynamic=False)(*example)
     except _TraceFinished as done:
         return done.traced
     raise AssertionError("Dynamo found no graph in the model's forward")

@@ -12,7 +12,7 @@ from torch import Tensor
 from atomc.ops.state import KINDS, Step
 
 # The fields of a Step that are arguments of the model, with these names.
-MODEL_INPUTS = ("input_ids", "positions", "logits_rows")
+MODEL_INPUTS = ("input_ids", "positions", "hidden", "logits_rows")
 # Roles of scales: [1] fp32, the factors of the codes of a cache.
 SCALES = frozenset(scale for kind in KINDS.values() for scale in kind.scales)
 

@@ -358,3 +358,4 @@ class Step(NamedTuple):
     logits_rows: Tensor  # [R] i64: rows of the hidden states whose logits are computed
     groups: tuple[GroupStep, ...]
     state_slots: Tensor  # [S] i64: the row of each sequence in state per sequence
+    hidden: Tensor | None = None  # [T, D]: the hidden states that a draft model reads

@@ -1,7 +1,7 @@
 """Converts the logits of a step to results: tokens, log-probabilities, pooled hidden states."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from math import isfinite, isnan
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from atomc.runtime.executor import Result
 from atomc.runtime.request_errors import RequestError, RequestFailed, is_recoverable
 from atomc.runtime.sampling.copy_to_host import HostCopier, HostCopy
+from atomc.runtime.sampling.pack_to_device import pack_to_device
 from atomc.runtime.sampling.row_logprobs import Logprobs, LogprobsRow, logprobs
 from atomc.runtime.sampling.sample_spec import SampleSpec
 from atomc.runtime.sampling.sampler import Sampled, Sampler
@@ -31,6 +32,7 @@ class StepOutputs:
     states: Sequence[SlotState]
     specs: Sequence[SampleSpec] = ()
     sent: HostCopy | None = None
+    drafts: HostCopy | None = None  # [chunks that sample, k]
     sampled: Sampled | None = None
     scores: dict[int, Logprobs] = field(default_factory=dict)  # by chunk
     pooled: dict[int, Tensor] = field(default_factory=dict)  # by chunk
@@ -39,11 +41,15 @@ class StepOutputs:
         """One for each chunk; waits for the device."""
         arrived = self._wait()
         results, row = [], 0
+        drafts = iter(arrived.drafts)
         for i, (chunk, state) in enumerate(zip(self.step.chunks, self.states, strict=True)):
             result = None
             if state.error is None:
                 specs = self.specs[row : row + chunk.num_samples]
                 result = state.run("reading its results", arrived.result, chunk, specs, i, row)
+            if chunk.num_samples and arrived.drafts:
+                draft = tuple(next(drafts))
+                result = result and replace(result, draft=draft)
             results.append(result or Result(error=state.error))
             row += chunk.num_samples
         return results
@@ -59,6 +65,8 @@ class StepOutputs:
                 found.logprobs = dict(
                     zip(self.sampled.rows, self.sampled.logprobs.rows(next(arrived)), strict=True)
                 )
+        if self.drafts is not None:
+            found.drafts = self.drafts.wait()[0].tolist()
         found.scores = {i: scores.rows(next(arrived)) for i, scores in self.scores.items()}
         return found
 
@@ -72,6 +80,7 @@ class _HostResults:
     logprobs: dict[int, LogprobsRow] = field(default_factory=dict)
     scores: dict[int, list[LogprobsRow]] = field(default_factory=dict)
     pooled: dict[int, list[float]] = field(default_factory=dict)
+    drafts: list[list[int]] = field(default_factory=list)
 
     def result(self, chunk: Chunk, specs: Sequence[SampleSpec], number: int, row: int) -> Result:
         """The result of chunk `number`, whose first sampled row is `row`. Raises RequestFailed for
@@ -79,7 +88,7 @@ class _HostResults:
         """
         tokens: Sequence[int] = self.tokens[row : row + len(specs)]
         if len(tokens) > 1:
-            tokens = accepted(chunk.draft, tokens)
+            tokens = accepted(chunk.draft[: chunk.most_accepted], tokens)
         for spec, max_logit in zip(
             specs[: len(tokens)], self.max_logits[row : row + len(tokens)], strict=True
         ):
@@ -157,12 +166,18 @@ class OutputProcessor:
             logits = logits[torch.tensor(drawing, device=logits.device)]
         outputs.specs = sample_specs(step, states)
         outputs.sampled = self._sample(outputs, logits, mask)
+        _force(step, outputs.sampled.tokens)
         if outputs.sampled.logprobs is not None:
             tables.insert(0, outputs.sampled.logprobs.table)
         outputs.sent = self.host_copier.send(
             outputs.sampled.tokens, outputs.sampled.max_logits, *tables
         )
         return outputs.sampled.tokens
+
+    def keep_drafts(self, outputs: StepOutputs, drafts: Tensor | None) -> None:
+        """Start the copy of the step's draft tokens [chunks that sample, k] to the host."""
+        if drafts is not None:
+            outputs.drafts = self.host_copier.send(drafts)
 
     def _sample(self, outputs: StepOutputs, logits: Tensor, mask: Tensor | None) -> Sampled:
         """Sample; if that raises, fail the requests that cause it and repeat."""
@@ -213,6 +228,18 @@ class OutputProcessor:
             outputs.pooled |= {i: pooled} if pooled is not None else {}
         if outputs.pooled:
             outputs.sent = self.host_copier.send(torch.stack([*outputs.pooled.values()]))
+
+
+def _force(step: ScheduledStep, tokens: Tensor) -> None:
+    """Replace sampled tokens by the draft tokens that are to be accepted in any case."""
+    found: list[tuple[int, int]] = []
+    row = 0
+    for chunk in step.chunks:
+        found += enumerate(chunk.draft[: chunk.accept or 0], row)
+        row += chunk.num_samples
+    if found:
+        rows, forced = pack_to_device(tokens.device, found)[..., 0].long()
+        tokens[rows] = forced
 
 
 def _pooled(chunk: Chunk, state: SlotState, hidden: Tensor) -> Tensor | None:

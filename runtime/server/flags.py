@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 Values = dict[str, Any]
 
@@ -80,13 +80,18 @@ def read_toml(file: Path, *configs: type) -> Values:
 
 def _kind(each: "Field[Any]") -> type:
     """The type of a field's value: bool, int, float, str, tuple (of str) or dict (str -> value)."""
-    hint = each.type
-    if isinstance(hint, UnionType):
-        hint = next(part for part in get_args(hint) if part is not type(None))
+    hint = _hint(each)
     if get_origin(hint) is Literal:
         return str
     origin = get_origin(hint) or hint
     return origin if origin in (bool, int, float, str, tuple) else dict
+
+
+def _hint(each: "Field[Any]") -> Any:
+    """The type of the field, without None."""
+    if get_origin(each.type) not in (Union, UnionType):
+        return each.type
+    return next(part for part in get_args(each.type) if part is not type(None))
 
 
 def _flag(each: "Field[Any]") -> dict[str, Any]:
@@ -98,8 +103,8 @@ def _flag(each: "Field[Any]") -> dict[str, Any]:
         return shared | {"action": "append", "metavar": "X"}
     if kind is dict:
         return shared | {"action": "append", "metavar": "NAME=VALUE", "type": named_value}
-    if get_origin(each.type) is Literal:
-        return shared | {"choices": get_args(each.type)}
+    if get_origin(_hint(each)) is Literal:
+        return shared | {"choices": get_args(_hint(each))}
     return shared | {"type": kind, "metavar": {"int": "N", "float": "X"}.get(kind.__name__, "TEXT")}
 
 

@@ -111,6 +111,17 @@ class EngineCollector:
         )
         yield self._gauge("kv_cache_tokens", "Tokens in the KV cache.", stats.kv_tokens_used)
         yield self._gauge("host_step_milliseconds", "Host time per step.", stats.host_ms)
+        if stats.drafts:
+            yield self._gauge(
+                "spec_decode_draft_acceptance_rate",
+                "Share of the draft tokens that were accepted, 0 to 1.",
+                stats.acceptance_rate,
+            )
+            yield self._gauge(
+                "spec_decode_mean_acceptance_length",
+                "Mean number of tokens of a step with a draft, with the one after the draft.",
+                stats.acceptance_length,
+            )
         for name, text, value in (
             ("engine_restarts", "Restarts of the engine after it died.", self.client.restarts),
             (
@@ -132,6 +143,7 @@ class EngineCollector:
                 stats.graph_padding,
             ),
             ("generation_tokens", "Tokens generated.", stats.generated_tokens),
+            ("spec_decode_num_drafts", "Drafts.", stats.drafts),
             ("spec_decode_num_draft_tokens", "Draft tokens.", stats.drafted),
             ("spec_decode_num_accepted_tokens", "Accepted draft tokens.", stats.accepted),
         ):

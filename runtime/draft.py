@@ -1,0 +1,145 @@
+"""A draft model on the device: proposes tokens after each step, from the step's hidden states.
+
+It has state of its own in the blocks of the model's sequences: each step writes the rows that the
+model has computed, prefill too, so that chunks, preemption and rejected drafts are the same case as
+for the model. The state of a row depends on the token after it. In a block that the prefix cache
+shares, the last row has seen the next token of the request that computed it, which may differ from
+that of another request: this may change drafts, but no result.
+
+S sequences, k draft tokens, D width of the hidden states.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from atomc.ops.state import StateSpec, Step
+from atomc.options import Options
+from atomc.program import Program, compile_model
+from atomc.runtime.batch import InputBatch, StepShape
+from atomc.runtime.capacity import SPARE_SLOTS
+
+if TYPE_CHECKING:
+    from atomc.models.mtp import DraftModel
+
+
+@dataclass(frozen=True)
+class DraftProgram:
+    """A compiled draft model.
+
+    count         draft tokens per step
+    width, dtype  of the hidden states
+    specs         its state, with the group numbers of the model
+    """
+
+    program: Program
+    count: int
+    width: int
+    dtype: torch.dtype
+    specs: Sequence[StateSpec]
+
+
+def draft_model_of(module: nn.Module) -> "DraftModel":
+    """The draft model of a model. Raises ValueError if it has none."""
+    from atomc.models.mtp import HasDraftModel
+
+    if not isinstance(module, HasDraftModel):
+        raise ValueError(
+            f"speculative is 'mtp', but {type(module).__name__} has no draft layers: leave it out, "
+            "or set it to 'ngram'"
+        )
+    return module.draft_model()
+
+
+def compile_draft(
+    draft: "DraftModel", target: Program, options: Options, count: int, *, owned: bool
+) -> DraftProgram:
+    """Compile a draft model, with its state in the blocks of the target.
+
+    Raises ValueError if its state needs another window than each layer of the target.
+    """
+    layout = next((spec.paging.layout for spec in target.specs if spec.paging), None)
+    width, dtype = draft.hidden_size * len(draft.reads), draft.dtype
+    program = compile_model(
+        draft,
+        replace(options, layout=layout, expert_load=False, expect={}),
+        owned=owned,
+        hidden=(width, dtype),
+    )
+    return DraftProgram(program, count, width, dtype, _in_groups_of(program.specs, target.specs))
+
+
+def _in_groups_of(specs: Sequence[StateSpec], target: Sequence[StateSpec]) -> list[StateSpec]:
+    groups = {spec.paging: spec.group for spec in target}
+    for spec in specs:
+        if spec.paging is None or spec.paging not in groups:
+            raise ValueError(
+                f"the draft layer's {spec.name} has state of kind {spec.kind!r} with "
+                f"{spec.paging}, and no layer of the model has: its blocks cannot be shared"
+            )
+    return [replace(spec, group=groups[spec.paging]) for spec in specs]
+
+
+class DraftRunner:
+    """Runs a draft model over the steps of an input batch.
+
+    num_blocks   of each group of the target
+    hidden       the hidden states of the step written last, one row for each row of the step
+    """
+
+    def __init__(
+        self, draft: DraftProgram, batch: InputBatch, num_blocks: Sequence[int], slots: int
+    ) -> None:
+        self.program, self.count, self.batch = draft.program, draft.count, batch
+        # The number in the target of each group of the draft.
+        self._groups = [
+            group
+            for _, group in sorted(
+                {
+                    own.group: spec.group
+                    for own, spec in zip(draft.program.specs, draft.specs, strict=True)
+                    if own.group is not None and spec.group is not None
+                }.items()
+            )
+        ]
+        self.caches = [
+            spec.allocate(
+                0 if spec.group is None else num_blocks[spec.group],
+                batch.block_size,
+                batch.device,
+                slots=slots + SPARE_SLOTS,
+            )
+            for spec in draft.specs
+        ]
+        draft.program.bind(self.caches)
+        self.hidden = torch.zeros(batch.rows, draft.width, dtype=draft.dtype, device=batch.device)
+
+    def keep(self, hidden: Sequence[Tensor]) -> None:
+        """Keep the hidden states [rows, D] of a step, for each layer that the draft reads."""
+        start = 0
+        for states in hidden:
+            width = states.shape[-1]
+            self.hidden[: len(states), start : start + width].copy_(states)
+            start += width
+
+    def propose(self, shape: StepShape) -> Tensor:
+        """Draft tokens [S, k] i64 after the step written last, greedily: first for the sequences
+        that sample, in order; the others are meaningless. `keep` and, if tokens were sampled,
+        InputBatch.keep_samples were called for the step.
+        """
+        step, positions = self.batch.draft_step(shape, self.hidden[: shape.rows])
+        drafts: list[Tensor] = []
+        with torch.no_grad():
+            while True:
+                logits, hidden = self.program.outputs(self._in_own_groups(step))
+                drafts.append(logits.argmax(-1))
+                if len(drafts) == self.count:
+                    return torch.stack(drafts, 1)
+                positions = positions + 1
+                step = self.batch.next_draft_step(shape, drafts[-1], positions, hidden)
+
+    def _in_own_groups(self, step: Step) -> Step:
+        return step._replace(groups=tuple(step.groups[group] for group in self._groups))

@@ -1,0 +1,76 @@
+"""A small GLM-4.5 with a draft layer, as a checkpoint with the names of Hugging Face.
+
+Its draft layer mostly repeats the embedding of the next token, as the model does: some of its
+drafts are right.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tiny_models import SIZES
+from torch import Tensor, nn
+
+from atomc import models
+
+CONFIG: dict[str, Any] = SIZES | {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "num_hidden_layers": 2,
+    "num_nextn_predict_layers": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "use_qk_norm": True,
+    "max_position_embeddings": 512,
+    "eos_token_id": 0,
+}
+DEPTH, WIDTH = CONFIG["num_hidden_layers"], CONFIG["hidden_size"]
+DRAFT = f"model.layers.{DEPTH}."
+
+
+def tiny_model(draft_layer: bool = True, **differs: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = models.build(CONFIG | differs, torch.float64, draft_layer=draft_layer)
+    model.requires_grad_(False).eval()
+    for name, weight in model.named_parameters():
+        if name.endswith("embed_tokens.weight"):
+            weight.normal_()
+        elif name.endswith("eh_proj.weight"):
+            weight.normal_(0, 0.05)
+            weight[:, :WIDTH] += torch.eye(WIDTH)
+        elif weight.dim() > 1:
+            weight.normal_(0, 0.5 if name == "lm_head.weight" else 0.05)
+    return model
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Weights by their names in a checkpoint, with the draft layer's copies of embedding and
+    head.
+    """
+    found: dict[str, Tensor] = {}
+    for name, weight in model.named_parameters():
+        if name.endswith("experts.gate_up_proj"):
+            for i, expert in enumerate(weight):
+                gate, up = expert.chunk(2)
+                stem = name.removesuffix("gate_up_proj") + f"{i}."
+                found |= {f"{stem}gate_proj.weight": gate, f"{stem}up_proj.weight": up}
+        elif name.endswith("experts.down_proj"):
+            stem = name.removesuffix("down_proj")
+            found |= {f"{stem}{i}.down_proj.weight": expert for i, expert in enumerate(weight)}
+        else:
+            found[name] = weight.data
+    if any(name.startswith(DRAFT) for name in found):
+        found[f"{DRAFT}embed_tokens.weight"] = found["model.embed_tokens.weight"]
+        found[f"{DRAFT}shared_head.head.weight"] = found["lm_head.weight"]
+    return found
+
+
+def write(path: Path, tensors: dict[str, Tensor], **differs: Any) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(CONFIG | differs))
+    save_file({name: x.clone() for name, x in tensors.items()}, path / "model.safetensors")
+    return path
