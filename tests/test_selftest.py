@@ -7,6 +7,8 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from atomc import kernels, ops
 from atomc.cache.store import StartRecord, last_start, record_start
@@ -44,6 +46,22 @@ def only(monkeypatch):
 
 def test_every_op_has_an_example():
     assert {op for op in REGISTRY.values() if Kind.COLLECTIVE not in op.kind} == set(EXAMPLES)
+
+
+@pytest.mark.parametrize("op", EXAMPLES, ids=lambda op: op.name)
+def test_the_shape_of_an_op_is_known_for_a_number_of_tokens_that_is_not(op):
+    """As a served model is traced."""
+    rows = 13  # no other dimension has this size
+    for make in EXAMPLES[op].values():
+        given = make(RandomInputs(torch.bfloat16, "cpu", rows))
+        with FakeTensorMode(shape_env=(env := ShapeEnv())):
+            tokens = env.create_unbacked_symint()
+            torch._check(tokens >= 0)
+            for name, value in given.items():
+                if isinstance(value, torch.Tensor):
+                    shape = [tokens if size == rows else size for size in value.shape]
+                    given[name] = torch.empty(shape, dtype=value.dtype)
+            getattr(torch.ops.atom, op.name)(**given)
 
 
 @pytest.mark.parametrize("op", EXAMPLES, ids=lambda op: op.name)

@@ -298,7 +298,7 @@ def _moe_experts_mxfp4_shape(
     alpha: float = 1.702,
     limit: float | None = None,
 ) -> Tensor:
-    return x.new_empty((len(x), w2.shape[1]), dtype=out_dtype)
+    return x.new_empty((x.shape[0], w2.shape[1]), dtype=out_dtype)
 
 
 @op(

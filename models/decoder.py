@@ -1,0 +1,76 @@
+"""The frame of a decoder, shared by the models: embedding, layers, final norm and head, with the
+names of Hugging Face.
+
+T tokens, D model width, V vocabulary, R rows with logits. Tokens are flat, [T]; [B, T] works as
+well, every tensor then has a leading B.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from atomc.json_types import JSONLike
+from atomc.models.layers import RMSNorm
+from atomc.models.rotary import Rotary
+
+
+class DecoderConfig(Protocol):
+    """The fields of a model's Config that the frame reads."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def rms_norm_eps(self) -> float: ...
+    @property
+    def rope_parameters(self) -> Mapping[str, JSONLike]: ...
+    @property
+    def tie_word_embeddings(self) -> bool: ...
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and final norm. A layer is called with x [T, D], cos and sin."""
+
+    def __init__(self, config: DecoderConfig, layers: Iterable[nn.Module]):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = Rotary(config.rope_parameters, config.head_dim)
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """input_ids and positions [T] i64 -> [T, D]."""
+        x_TD: Tensor = self.embed_tokens(input_ids)
+        cos, sin = self.rotary_emb(x_TD, positions)
+        for layer in self.layers:
+            x_TD = layer(x_TD, cos, sin)
+        x_TD = self.norm(x_TD)
+        return x_TD
+
+
+class CausalLM(nn.Module):
+    """A decoder and its head, which may share the weight of the embedding."""
+
+    def __init__(self, config: DecoderConfig, layers: Iterable[nn.Module]):
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config, layers)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor | None = None
+    ) -> Tensor:
+        """input_ids and positions [T] i64 -> logits [T, V], or [R, V] of the tokens logits_rows [R]
+        i64.
+        """
+        x_TD = self.model(input_ids, positions)
+        if logits_rows is not None:
+            x_TD = x_TD.index_select(-2, logits_rows)
+        logits: Tensor = self.lm_head(x_TD)
+        return logits
