@@ -33,13 +33,18 @@ class DecoderConfig(Protocol):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers and final norm. A layer is called with x [T, D], cos and sin."""
+    """Embedding, layers and final norm. A layer is called with x [T, D], cos and sin.
 
-    def __init__(self, config: DecoderConfig, layers: Iterable[nn.Module]):
+    norm  None: RMSNorm
+    """
+
+    def __init__(
+        self, config: DecoderConfig, layers: Iterable[nn.Module], norm: nn.Module | None = None
+    ):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = norm or RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = Rotary(config.rope_parameters, config.head_dim)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
@@ -55,10 +60,12 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """A decoder and its head, which may share the weight of the embedding."""
 
-    def __init__(self, config: DecoderConfig, layers: Iterable[nn.Module]):
+    def __init__(
+        self, config: DecoderConfig, layers: Iterable[nn.Module], norm: nn.Module | None = None
+    ):
         super().__init__()
         self.config = config
-        self.model = Decoder(config, layers)
+        self.model = Decoder(config, layers, norm)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight

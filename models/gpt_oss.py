@@ -220,7 +220,8 @@ class Layer(nn.Module):
 class GptOssForCausalLM(CausalLM):
     def __init__(self, config: Config):
         windows = {"full_attention": 0, "sliding_attention": config.sliding_window}
-        super().__init__(config, (Layer(config, windows[kind]) for kind in config.layer_types))
+        layers = (Layer(config, windows[kind]) for kind in config.layer_types)
+        super().__init__(config, layers, RMSNorm(config.hidden_size, config.rms_norm_eps))
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, JSONLike]) -> "GptOssForCausalLM":

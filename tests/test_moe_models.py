@@ -226,6 +226,25 @@ def test_bf16_is_as_close_to_fp32_as_hugging_face_is(name: str, tmp_path: Path) 
     assert median_error(ours, expected) < 1.5 * median_error(theirs_in_bf16, expected)
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_norms_in_bf16_are_rounded_where_those_of_hugging_face_are(
+    name: str, tmp_path: Path
+) -> None:
+    theirs(name).save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    ours = load(tmp_path, dtype=torch.bfloat16)
+    norms = [path for path, _ in model.named_modules() if path.endswith("norm")]
+    assert "model.norm" in norms
+    for path in norms:
+        norm, expected = ours.get_submodule(path), model.get_submodule(path)
+        weight = torch.rand_like(expected.weight) + 0.5
+        x = torch.randn(99, len(weight)).bfloat16()
+        with torch.no_grad():
+            norm.weight.copy_(weight)
+            expected.weight.copy_(weight)
+            assert torch.equal(norm(x), expected(x)), path
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_a_router_in_bf16_decides_as_that_of_hugging_face(name: str, tmp_path: Path) -> None:
     theirs(name).save_pretrained(tmp_path)
