@@ -79,6 +79,7 @@ def fp8(config: Config) -> Parsed:
     block = None if config.get("weight_block_size") is None else _items(config, "weight_block_size")
     only("fp8", config, "scale_fmt", "float", "ue8m0", default="float")
     only("fp8", config, "fmt", "e4m3", "float8_e4m3fn", default="e4m3")
+    only("fp8", config, "expert_dtype", "fp8", default="fp8")
     scheme: Scheme
     if block is None:
         scheme = Fp8("tensor", "static" if activation == "static" else "token")
