@@ -64,7 +64,7 @@ def timings(lowered: TimedProgram, load: Workload, known: set[tuple[Any, ...]]) 
         if key not in known:
             known.add(key)
             (seconds,) = lowered.time_some(load, [p])
-            least = work(lowered.platform, p.op, p.bytes, p.flops)
+            least = work(lowered.platform, p.rate, p.bytes, p.flops)
             assert least is not None
             yield Timing(*name_in_table(p.op, p.kernel), load.tokens, least, seconds)
 

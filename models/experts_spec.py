@@ -40,6 +40,16 @@ class ExpertsSpec:
 
 def is_experts(module: nn.Module) -> bool:
     """Whether the module has stacked weights of experts, gated or not, that are not quantized."""
+    down = module._parameters.get("down_proj")
+    return (
+        _has_stacked_weights(module)
+        and down is not None
+        and down.dtype.is_floating_point
+        and down.dtype.itemsize > 1
+    )
+
+
+def _has_stacked_weights(module: nn.Module) -> bool:
     return _is_stacked(module, "down_proj") and any(
         _is_stacked(module, name) for name in ("gate_up_proj", "up_proj")
     )
@@ -47,17 +57,16 @@ def is_experts(module: nn.Module) -> bool:
 
 def _is_stacked(module: nn.Module, name: str) -> bool:
     weight = module._parameters.get(name)
-    return (
-        weight is not None
-        and weight.dim() == 3
-        and weight.dtype.is_floating_point
-        and weight.dtype.itemsize > 1
-    )
+    return weight is not None and weight.dim() == 3
 
 
 def spec_of(module: nn.Module) -> ExpertsSpec:
-    """Raises ValueError for experts that the ops of atomc cannot express."""
+    """Of experts whose weights have one element per code, quantized or not. Raises ValueError for
+    experts that the ops of atomc cannot express.
+    """
     name = type(module).__name__
+    if not _has_stacked_weights(module):
+        raise ValueError(f"{name} has no weights [E, N, K], but some in the layout of its kernels")
     if not _is_stacked(module, "gate_up_proj") or not getattr(module, "has_gate", True):
         raise ValueError(f"{name} has no gate; {SUPPORTED}")
     ours = isinstance(module, Experts)

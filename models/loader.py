@@ -203,7 +203,8 @@ def _plan(
     online = quant_config is not None and quant_config.online
     if not online:
         try:
-            apply.create_weights(model, methods, dtype, stored)
+            shapes = {name: tensor.shape for name, tensor in stored.items()}
+            apply.create_weights(model, methods, dtype, shapes)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
         apply.drop_optional(model, stored)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from atomc import ops
-from atomc.models.experts_spec import spec_of
+from atomc.models.experts_spec import is_experts, spec_of
 
 # Whether weights are stored transposed; activation, interleaved, alpha and limit of the op.
 Settings = tuple[bool, str, bool, float, float | None]
@@ -60,6 +60,9 @@ def _settings(module: nn.Module) -> Settings:
         spec = spec_of(module)
     except ValueError as error:
         raise ValueError(f'experts implementation "atom": {error}') from error
+    if not is_experts(module):
+        name = type(module).__name__
+        raise ValueError(f'experts implementation "atom": the weights of {name} are quantized')
     gate = spec.gate
     return spec.transposed, gate["activation"], gate["interleaved"], gate["alpha"], gate["limit"]
 

@@ -110,7 +110,7 @@ class Engine:
         self._states: dict[str, RequestState] = {}
         self._seeds = random.Random(config.seed)
         self._in_flight: _StepInFlight | None = None
-        self._other_outputs: list[Output] = []  # outputs of other requests during `embed`
+        self._outputs: list[Output] = []  # that the next `step` returns
         self._speculates = config.speculative_tokens > 0
         phases = Phases(PHASES, progress=progress)
         self.phases = phases.seconds
@@ -259,25 +259,25 @@ class Engine:
         further output.
         """
         found = self.scheduler.abort(request_id)
+        self._outputs = [one for one in self._outputs if one.request_id != request_id]
         if found:
             self._forget(request_id)
         return found
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.requests) or self._in_flight is not None
+        return bool(self.scheduler.requests or self._outputs) or self._in_flight is not None
 
     def step(self) -> list[Output]:
         """Schedule and launch a step, then finish the previous one.
 
         Returns an Output for each request with new tokens or an error; [] does not mean that the
         engine is idle, see has_work. If a step fails as a whole, its exception is raised and the
-        requests are as before it.
+        requests are as before it; the next call returns what the previous step gave.
         """
         began, self._waited = time.perf_counter(), 0.0
-        outputs, self._other_outputs = self._other_outputs, []
         if self._speculates:
-            outputs += self._collect()  # drafts depend on all previous tokens
+            self._outputs += self._collect()  # drafts depend on all previous tokens
             self._draft()
         step = self.scheduler.next_step()
         launched = None
@@ -286,22 +286,22 @@ class Engine:
                 launched = _StepInFlight(step, self.executor.launch(step))
                 mask = None
                 if self._matchers(step):
-                    outputs += (
-                        self._collect()
-                    )  # masks depend on all previous tokens; requests may end here
+                    # Masks depend on all previous tokens; requests may end here.
+                    self._outputs += self._collect()
                     mask = self.structured_outputs.mask(step, self._matchers(step))
                 launched.running.sample(mask)
             except BaseException:  # raised again, Ctrl-C too: the scheduler is as before the step
                 self.scheduler.undo_step(step)
                 raise
-        outputs += self._collect()
+        self._outputs += self._collect()
         self._in_flight = launched
-        outputs += self._failed_outputs()
+        self._outputs += self._failed_outputs()
         if step is not None:
             milliseconds = 1e3 * (time.perf_counter() - began - self._waited)
             self.host_ms += (
                 HOST_MS_WEIGHT * (milliseconds - self.host_ms) if self.host_ms else milliseconds
             )
+        outputs, self._outputs = self._outputs, []
         return outputs
 
     def embed(
@@ -326,9 +326,7 @@ class Engine:
                 while waiting and len(self.scheduler.waiting) < self.config.max_queue:
                     self.add(waiting.pop(0))
                 outputs = self.step()
-                self._other_outputs += [
-                    output for output in outputs if output.request_id not in ids
-                ]
+                self._outputs += [output for output in outputs if output.request_id not in ids]
                 for output in outputs:
                     if output.request_id in ids:
                         if output.error is not None:

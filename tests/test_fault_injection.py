@@ -293,6 +293,72 @@ def test_masks_that_fail_together_and_not_alone_change_no_token_and_are_logged(
     assert "no memory for so many" in caplog.text
 
 
+def run_past_failure(engine, requests, monkeypatch, *, fails, at):
+    """The tokens of these requests if launch number `at`, or what it samples, raises once."""
+    launch, launches, failures = engine.executor.launch, 0, 0
+
+    def fail(*_):
+        raise RuntimeError("no memory")
+
+    def broken(step):
+        nonlocal launches
+        launches += 1
+        if launches == at and fails == "launch":
+            fail()
+        running = launch(step)
+        if launches == at:
+            monkeypatch.setattr(type(running), "sample", fail)
+        return running
+
+    monkeypatch.setattr(engine.executor, "launch", broken)
+    for request in requests:
+        engine.add(request)
+    found = {}
+    while engine.has_work:
+        try:
+            outputs = engine.step()
+        except RuntimeError:
+            failures, outputs = failures + 1, []
+            monkeypatch.undo()
+        engine.check()
+        for one in outputs:
+            found.setdefault(one.request_id, []).append(one)
+    monkeypatch.undo()
+    assert failures == (launches >= at)
+    return {name: tokens(outputs) for name, outputs in found.items()}
+
+
+@pytest.mark.parametrize("fails", ["launch", "sample"])
+def test_outputs_of_the_last_step_come_with_the_next_one_if_a_step_fails_as_a_whole(
+    engine, alone, fails, monkeypatch
+):
+    assert run_past_failure(engine, others(engine), monkeypatch, fails=fails, at=6) == alone
+    nothing_is_left(engine)
+
+
+def test_the_last_output_of_the_last_request_comes_after_a_step_that_fails_as_a_whole(
+    engine, monkeypatch
+):
+    def request():
+        params = SamplingParams(max_tokens=12, structured=Structured(regex="the king"))
+        return engine.request("only", PROMPT, params)
+
+    expected = {"only": tokens(run(engine, [request()])["only"])}
+    assert 1 < len(expected["only"]) < 12
+    for at in range(1, len(expected["only"]) + 2):
+        found = run_past_failure(engine, [request()], monkeypatch, fails="sample", at=at)
+        assert found == expected, at
+
+
+def test_an_aborted_request_has_no_output_after_a_step_that_failed_as_a_whole(engine, monkeypatch):
+    engine.add(engine.request("stopped", PROMPT, SamplingParams(max_tokens=9, ignore_eos=True)))
+    engine.add(engine.request("kept", PROMPT, SamplingParams(max_tokens=9, ignore_eos=True)))
+    engine.step()
+    engine._outputs += engine._collect()
+    engine.abort("stopped")
+    assert [one.request_id for one in engine.step()] == ["kept"]
+
+
 # What the model gives
 
 

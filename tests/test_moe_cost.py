@@ -103,6 +103,33 @@ def test_experts_read_the_expected_number_of_distinct_ones(tokens, distinct, meg
     assert found.cost.flops == 2 * tokens * K * 3 * H * INNER  # only the chosen ones multiply
 
 
+@pytest.mark.parametrize(
+    ("dtype", "rate"), [(torch.bfloat16, 1), (torch.float8_e4m3fn, 2), (torch.uint8, 4)]
+)
+def test_products_with_mxfp4_weights_run_at_the_rate_of_their_activations(dtype, rate):
+    tokens, experts, width = 8, 4, 64
+    u8, packed = torch.uint8, dtype == torch.uint8
+    x = meta(tokens, width // 2 if packed else width, dtype=dtype)
+    scales = {torch.bfloat16: (), torch.uint8: (meta(tokens, width // 32, dtype=u8),)}
+    x_scale = scales.get(dtype, (meta(tokens, 1, dtype=torch.float32),))
+    weights = (
+        meta(experts, 2 * width, width // 2, dtype=u8),
+        meta(experts, 2 * width, width // 32, dtype=u8),
+        meta(experts, width, width // 2, dtype=u8),
+        meta(experts, width, width // 32, dtype=u8),
+    )
+
+    def both(x, ids, probabilities, w13, w13_scale, w2, w2_scale, x_scale=None):
+        given = {"x_scale": x_scale, "out_dtype": torch.bfloat16}
+        y = ops.moe_experts_mxfp4(x, ids, probabilities, w13, w13_scale, w2, w2_scale, **given)
+        return y, ops.linear_mxfp4(x, w2[0], w2_scale[0], **given)
+
+    costs = traced(both, x, *routed(tokens, 2), *weights, *x_scale)["costs"]
+    rates = {found.op: found.rate for found in costs}
+    assert rates["moe_experts_mxfp4"] == rates["linear_mxfp4"] == rate
+    assert {rates[op] for op in rates if not op.endswith("mxfp4")} <= {1}
+
+
 def test_experts_in_mxfp4_read_codes_scales_and_biases_of_those_that_are_hit():
     tokens, experts, k, width = 8, 32, 4, 2880  # GPT-OSS-20B
     codes, scales = width // 2, width // 32

@@ -10,13 +10,15 @@ from tiny_experts import IDS, POSITIONS, random_model, sqnr, write
 from torch import Tensor, nn
 
 from atomc import models
+from atomc.models.experts_spec import ExpertsSpec
 from atomc.models.loader import load
 from atomc.models.stock import StockModel
+from atomc.ops.experts import Gate
 from atomc.ops.formats import pack_int4
 from atomc.quantization import ONLINE, QuantizedExperts, apply
 from atomc.quantization.experts import ExpertsMethod
 from atomc.quantization.scheme import Fp8, Int4
-from atomc.quantization.stored_experts import stack
+from atomc.quantization.stored_experts import expect_scales, merge_scales, stack
 
 Tensors = dict[str, Tensor]
 Packed = Callable[[Tensor], Tensors]
@@ -337,6 +339,42 @@ def test_stacked_fp8_is_read_as_it_is(tmp_path: Path) -> None:
         assert sqnr(weights[name], layer.dequantized("gate_up_proj")) > 28
 
 
+@pytest.mark.parametrize("shape", [(-1, 2, 1), (-1, 2)], ids=str)
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_stacked_fp8_with_a_scale_for_gate_and_one_for_up_keeps_all_values(
+    static: bool, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    weights = weights_of("qwen3_moe")
+    tensors: Tensors = {}
+    for name, weight in weights.items():
+        if weight.dim() != 3:
+            tensors[name] = weight
+            continue
+        parts = weight.chunk(2, 1) if name.endswith("gate_up_proj") else (weight,)
+        made = [
+            [ONLINE["fp8"].quantize([part])[0] for part in own] for own in zip(*parts, strict=True)
+        ]
+        tensors[name] = torch.stack([torch.cat([part["weight"] for part in own]) for own in made])
+        scales = torch.stack([torch.cat([part["weight_scale"] for part in own]) for own in made])
+        tensors[f"{name}_scale_inv"] = scales.view(shape if len(parts) == 2 else (-1, 1, 1))
+        if static:
+            tensors[f"{name}_activation_scale"] = torch.linspace(0.01, 0.05, len(weight))
+    quantization = {"quant_method": "fp8", "ignored_layers": ["self_attn", "gate"]}
+    quantization |= {"activation_scheme": "static"} if static else {}
+    write(tmp_path, "qwen3_moe", tensors, quantization, **WIDE)
+    for i, layer in enumerate(layers(load(tmp_path, progress=False))):
+        for projection in ("gate_up_proj", "down_proj"):
+            name = f"model.layers.{i}.mlp.experts.{projection}"
+            scales = tensors[f"{name}_scale_inv"].flatten(1)
+            rows = scales.repeat_interleave(len(weights[name][0]) // scales.shape[1], 1)
+            expected = tensors[name].float() * rows.unsqueeze(-1)
+            assert torch.equal(layer.dequantized(projection), expected)
+            assert sqnr(weights[name], expected) > 28
+            if static:  # experts share one, which is as large as theirs
+                found = layer.get_parameter(f"{projection}_input_scale").tolist()
+                assert found == pytest.approx([0.05])
+
+
 def test_an_ignored_layer_of_experts_is_read_in_16_bits(tmp_path: Path) -> None:
     quantization, packed, _ = FORMATS["int8"]
     weights = weights_of("qwen3_moe")
@@ -372,6 +410,20 @@ def test_gate_and_up_with_one_scale_each_keep_their_codes() -> None:
         [1.0, 1.0, 1.0, 0.5, 0.5, 0.5],
     ]
     assert made["down_proj_scale"].flatten(1).tolist() == [[1, 1, 1], [2, 2, 2]]
+
+
+def test_scales_of_alternating_gate_and_up_alternate_as_well() -> None:
+    gate = Gate(activation="swiglu_oai", interleaved=True, alpha=1.702, limit=7.0)
+    layer = QuantizedExperts(ExpertsSpec(2, 4, 3, False, False, gate), ExpertsMethod(Fp8()))
+    layer.method.create_weights(layer, torch.bfloat16, "cpu")
+    expect_scales(layer, {"gate_up_proj_scale": (2, 2)})
+    assert layer.gate_up_proj_scale.shape == (2, 2, 1)
+    layer.set("gate_up_proj_scale", torch.tensor([[[0.5], [0.25]], [[1.0], [2.0]]]))
+    layer.set("down_proj_scale", torch.tensor([[[3.0]], [[4.0]]]))
+    merge_scales(layer)
+    assert layer.gate_up_proj_scale.flatten(1).tolist() == [[0.5, 0.25] * 3, [1.0, 2.0] * 3]
+    assert layer.down_proj_scale.flatten(1).tolist() == [[3.0] * 4, [4.0] * 4]
+    assert layer.method.scheme == Fp8("channel")
 
 
 def test_biases_and_zeros_are_stacked_with_the_rows() -> None:

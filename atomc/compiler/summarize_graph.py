@@ -49,4 +49,5 @@ def _op_cost(found: cost.NodeCost) -> OpCost:
         made_of,
         apart,
         str(found.nodes[-1].meta.get("made_by", "")),
+        found.rate,
     )

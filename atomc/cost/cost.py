@@ -18,7 +18,7 @@ import sympy
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from atomc.graph.canonical import Value, call, value
+from atomc.graph.canonical import Value, arguments_of, call, value
 from atomc.graph.expressions import expression
 from atomc.graph.provenance import layer_of, module_path, source_line
 from atomc.graph.step_symbols import C, symbols_of
@@ -79,6 +79,7 @@ class NodeCost:
 
     nodes  of the kernel, in the order of the graph
     apart  the bytes moved if each node were a kernel of its own
+    rate   of its matrix products, relative to the bf16 peak
     """
 
     op: str
@@ -88,6 +89,7 @@ class NodeCost:
     cost: Cost
     nodes: tuple[Node, ...]
     apart: sympy.Expr
+    rate: int = 1
 
 
 def cost_of(node: Node, sizes: Mapping[sympy.Symbol, sympy.Expr] | None = None) -> Cost:
@@ -146,11 +148,22 @@ def graph_costs(gm: GraphModule) -> list[NodeCost]:
                 sympy.Add(*[read_and_write(call_of(node))[0] for node in group]).xreplace(sizes)
             )
         if cost != NOTHING:
-            path = module_path(first)
+            path, line, rate = module_path(first), source_line(first), _rate(first)
             found.append(
-                NodeCost(name, path, layer_of(path), source_line(first), cost, tuple(group), apart)
+                NodeCost(name, path, layer_of(path), line, cost, tuple(group), apart, rate)
             )
     return found
+
+
+def _rate(node: Node) -> int:
+    """The rate of the products of a linear with a quantized weight; 1 for all other nodes."""
+    op = op_of(node.target)
+    if op is None or op.quantized_weight is None:
+        return 1
+    given = arguments_of(node, op)
+    weight = op.weight_of(given)
+    assert weight is not None
+    return weight.rate(given) if callable(weight.rate) else weight.rate
 
 
 def total(costs: Iterable[NodeCost]) -> Cost:

@@ -17,7 +17,6 @@ from typing import Any
 import sympy
 
 from atomc.ops.op import REGISTRY, Tokens
-from atomc.ops.op_traits import QuantizedWeight
 from atomc.platform import Platform
 from atomc.report.records import KernelChoice, OpCost
 
@@ -141,6 +140,7 @@ class Predicted:
     least     seconds by the data sheet; None without a bandwidth
     seconds   predicted; None for a machine with neither a bandwidth nor a table
     measured  whether the table has this kernel; else `seconds` is a lower bound
+    rate      of its matrix products, relative to the bf16 peak
     """
 
     op: str
@@ -153,6 +153,7 @@ class Predicted:
     seconds: float | None
     measured: bool
     nodes: tuple[str, ...] = ()
+    rate: int = 1
 
 
 def predict(
@@ -184,7 +185,7 @@ def _predicted(
         evaluated(formula, tuple(sorted(sizes.items()))) for formula in (cost.bytes, cost.flops)
     )
     kernel = next((kernels[node] for node in cost.nodes if node in kernels), GLUE)
-    least = work(platform, cost.op, moved, flops, table)
+    least = work(platform, cost.rate, moved, flops, table)
     row = table.row(*name_in_table(cost.op, kernel), sizes["T"]) if table else None
     floor = LAUNCH if platform.device == "cuda" else 0.0
     seconds = None if least is None else row.seconds(least) if row else floor + least
@@ -199,6 +200,7 @@ def _predicted(
         seconds,
         row is not None,
         tuple(cost.nodes),
+        cost.rate,
     )
 
 
@@ -210,21 +212,17 @@ def name_in_table(op: str, kernel: str) -> tuple[str, str]:
 
 
 def work(
-    platform: Platform, op: str, moved: float, flops: float, table: Table | None = None
+    platform: Platform, rate: int, moved: float, flops: float, table: Table | None = None
 ) -> float | None:
-    """Seconds by the roofline of the machine's bandwidth and peak; None without a bandwidth."""
+    """Seconds by the roofline of the machine's bandwidth and of its bf16 peak times the rate of the
+    products; None without a bandwidth.
+    """
     bandwidth, peak = (
         (table.bandwidth, table.flops) if table else (platform.bandwidth, platform.flops)
     )
     if bandwidth is None:
         return None
-    return max(moved / bandwidth, flops / (peak * rate(op)) if peak else 0.0)
-
-
-def rate(op: str) -> int:
-    """The rate of its matrix products, relative to the bf16 peak."""
-    weight = REGISTRY[op].quantized_weight if op in REGISTRY else None
-    return weight.rate if isinstance(weight, QuantizedWeight) else 1
+    return max(moved / bandwidth, flops / (peak * rate) if peak else 0.0)
 
 
 def _kernels_for(choices: Iterable[KernelChoice], tokens: int) -> dict[str, str]:

@@ -5,10 +5,10 @@ import math
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from atomc.graph.canonical import value
+from atomc.graph.canonical import arguments_of
 from atomc.graph.provenance import layer_of, module_path
 from atomc.ops.op import Op, op_of
-from atomc.ops.op_traits import Arguments, Kind, QuantizedWeight
+from atomc.ops.op_traits import Arguments, Kind
 from atomc.report.records import MoeLayer
 
 
@@ -22,17 +22,15 @@ def moe_layers(gm: GraphModule) -> list[MoeLayer]:
 
 
 def _moe_layer(node: Node, op: Op) -> MoeLayer:
-    bound: Arguments = op.bind(*node.args, **node.kwargs)
-    given: Arguments = {name: value(x) if isinstance(x, Node) else x for name, x in bound.items()}
+    given = arguments_of(node, op)
     stored = {name: x for name, x in given.items() if _is_stored(name, x)}
-    weight = op.quantized_weight
-    if isinstance(weight, QuantizedWeight):
+    if weight := op.weight_of(given):
         codes, scheme = weight.codes, f"{weight.format}, {weight.scales(given)}"
     else:
         codes, scheme = 1, str(given["w13"].dtype).removeprefix("torch.")
     multiplied = [math.prod(stored[name].shape) * codes for name in ("w13", "w2")]
     biases = [math.prod(x.shape) for name, x in stored.items() if name in ("b13", "b2")]
-    path, router = module_path(node), _router(bound["ids"])
+    path, router = module_path(node), _router(op.bind(*node.args, **node.kwargs)["ids"])
     return MoeLayer(
         path,
         layer_of(path),
@@ -51,8 +49,9 @@ def _is_stored(name: str, argument: object) -> bool:
     return isinstance(argument, Tensor) and name.startswith(("w13", "w2", "b13", "b2"))
 
 
-def _router(ids: Node) -> Node | None:
+def _router(ids: object) -> Node | None:
     """The op that chose the experts; None if the ids are more than its result, cast or viewed."""
+    assert isinstance(ids, Node)
     node = ids
     while (op := op_of(node.target)) is None or Kind.ROUTE not in op.kind:
         if len(node.all_input_nodes) != 1:

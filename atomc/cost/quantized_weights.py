@@ -1,32 +1,28 @@
 """The quantized weights of a graph's linear ops, and the memory that they save."""
 
 import math
-from collections.abc import Mapping
 
 from torch.fx import GraphModule, Node
 
-from atomc.graph.canonical import value
+from atomc.graph.canonical import arguments_of, value
 from atomc.graph.provenance import layer_of, module_path
 from atomc.ops.op import Op, op_of
-from atomc.ops.op_traits import Arguments, QuantizedWeight
 from atomc.report.records import QuantizedWeightSize
 
 
 def quantized_weights(gm: GraphModule) -> list[QuantizedWeightSize]:
     """One for each linear op with a quantized weight, in the order of the graph before lowering."""
     return [
-        _size_of(node, op, op.quantized_weight)
+        _size_of(node, op)
         for node in gm.graph.nodes
         if (op := op_of(node.target)) and op.quantized_weight
     ]
 
 
-def _size_of(
-    node: Node, op: Op, declared: QuantizedWeight | Mapping[str, QuantizedWeight]
-) -> QuantizedWeightSize:
-    bound = op.bind(*node.args, **node.kwargs)
-    given: Arguments = {name: value(x) if isinstance(x, Node) else x for name, x in bound.items()}
-    weight = declared if isinstance(declared, QuantizedWeight) else declared[given["scheme"]]
+def _size_of(node: Node, op: Op) -> QuantizedWeightSize:
+    given = arguments_of(node, op)
+    weight = op.weight_of(given)
+    assert weight is not None
     out = value(node)[0] if isinstance(value(node), tuple | list) else value(node)
     path = module_path(node)
     stored = [given[name] for name in weight.stored if given[name] is not None]

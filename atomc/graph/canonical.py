@@ -19,7 +19,8 @@ from torch.fx.node import Argument, Target
 from atomc.graph.expressions import expression
 from atomc.graph.sizes import known_equal
 from atomc.ops.formats import HALVES
-from atomc.ops.op import op_of
+from atomc.ops.op import Op, op_of
+from atomc.ops.op_traits import Arguments
 
 COMMUTATIVE = frozenset(
     {"add", "mul", "maximum", "minimum", "eq", "ne", "bitwise_and", "bitwise_or"}
@@ -75,6 +76,12 @@ class Call:
 def value(node: Node) -> Any:
     """The fake value of a node (a Value)."""
     return node.meta.get("val")
+
+
+def arguments_of(node: Node, op: Op) -> Arguments:
+    """The arguments of a call of an op by parameter, nodes by their fake values."""
+    bound = op.bind(*node.args, **node.kwargs)
+    return {name: value(x) if isinstance(x, Node) else x for name, x in bound.items()}
 
 
 def dim_of(attr: Attr) -> int:

@@ -277,6 +277,13 @@ class Op:
         bound.apply_defaults()
         return dict(bound.arguments)
 
+    def weight_of(self, arguments: Arguments) -> QuantizedWeight | None:
+        """How a call with these arguments, by name, stores its weight; None: not quantized."""
+        declared = self.quantized_weight
+        if isinstance(declared, Mapping):
+            return declared[arguments["scheme"]]
+        return declared
+
     def kernel(
         self,
         provider: str,

@@ -41,7 +41,8 @@ class QuantizedWeight:
     scales  (arguments by name, tensors are fake) -> the granularity of the scales, for reports:
             "one scale per output"
     codes   the number of codes in one element of the stored weight
-    rate    products per second, relative to the peak of bf16
+    rate    products per second, relative to the peak of bf16: the same in all calls, or
+            (arguments by name) -> that of a call
     stored  the parameters that contain it: first the codes, then scales and zero points; one may be
             None in a call
     weights how many of `stored` are codes: 1, or 2 for experts
@@ -50,7 +51,7 @@ class QuantizedWeight:
     format: str
     scales: Callable[[Arguments], str]
     codes: int
-    rate: int
+    rate: int | Callable[[Arguments], int]
     stored: tuple[str, ...] = ("weight", "weight_scale")
     weights: int = 1
 

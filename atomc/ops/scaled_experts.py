@@ -21,6 +21,7 @@ from atomc.ops.quant import (
 from atomc.ops.scaled_linear import (
     linear_mxfp4,
     linear_w4a16,
+    mxfp4_rate,
     scaled_linear_fp8,
     scaled_linear_fp8_block,
     scaled_linear_int8,
@@ -54,7 +55,7 @@ INT4_EXPERTS = QuantizedWeight(
     weights=2,
 )
 MXFP4_EXPERTS = QuantizedWeight(
-    "mxfp4", lambda _: "one scale per 32 inputs", codes=2, rate=4, stored=STORED, weights=2
+    "mxfp4", lambda _: "one scale per 32 inputs", codes=2, rate=mxfp4_rate, stored=STORED, weights=2
 )
 
 

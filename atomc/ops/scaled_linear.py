@@ -49,7 +49,17 @@ INT8_WEIGHT = QuantizedWeight("int8", _of_outputs, codes=1, rate=2)
 INT4_WEIGHT = QuantizedWeight(
     "int4", _of_groups, codes=8, rate=1, stored=("weight", "weight_scale", "zeros")
 )
-MXFP4_WEIGHT = QuantizedWeight("mxfp4", lambda _: "one scale per 32 inputs", codes=2, rate=4)
+
+
+def mxfp4_rate(arguments: Arguments) -> int:
+    """By the activations: no machine multiplies MXFP4 by 16 bits, the codes are converted."""
+    x = arguments["x"].dtype
+    return 4 if x == torch.uint8 else 2 if x.itemsize == 1 else 1
+
+
+MXFP4_WEIGHT = QuantizedWeight(
+    "mxfp4", lambda _: "one scale per 32 inputs", codes=2, rate=mxfp4_rate
+)
 
 
 def _scaled_linear_shape(

@@ -1,25 +1,33 @@
-"""Converts linear layers that transformers quantized to QuantizedLinear, with their codes.
+"""Converts linear layers and experts that transformers quantized to those of atomc, with their
+codes.
 
 Other libraries keep the tensors of the checkpoint in a layer, under the same names: they are
 converted like a checkpoint.
 """
 
+from collections.abc import Collection, Mapping
+
 import torch
 from torch import Tensor, nn
 
+from atomc.models.experts_spec import spec_of
 from atomc.quantization import apply
 from atomc.quantization.config import QuantizationConfig, parse
-from atomc.quantization.linear import LinearMethod, QuantizedLinear
+from atomc.quantization.experts import ExpertsMethod, QuantizedExperts
+from atomc.quantization.linear import LinearMethod, QuantizedLayer, QuantizedLinear
+from atomc.quantization.stored_experts import expect_scales
 
 BEFORE_FIRST_CALL = "before its first call, which unpacks what compressed-tensors holds"
+INSTEAD = "load the checkpoint with atomc, which reads its experts"
 
 
 def adopt(model: nn.Module) -> nn.Module:
-    """Replace the linear layers that transformers quantized by QuantizedLinear, in place, and
-    return the model.
+    """Replace the linear layers and experts that transformers quantized by QuantizedLinear and
+    QuantizedExperts, in place, and return the model. Codes are not copied.
 
     Raises ValueError for a model that is not quantized, an unsupported format, and a layer without
-    codes (compressed-tensors converts them to 16 bits in the first call).
+    codes (compressed-tensors converts them to 16 bits in the first call), or with codes in the
+    layout of a kernel.
     """
     given = getattr(getattr(model, "config", None), "quantization_config", None)
     if given is None:
@@ -32,16 +40,26 @@ def adopt(model: nn.Module) -> nn.Module:
             f"the layers of {type(model).__name__} are already unpacked: adopt it "
             f"{BEFORE_FIRST_CALL}"
         )
+    if settings.get("dequantize"):
+        raise ValueError(
+            f"transformers has dequantized the layers of {type(model).__name__}: load the "
+            "checkpoint with atomc, or where transformers keeps it quantized"
+        )
     config = parse(settings)
     dtype = next((x.dtype for x in model.parameters() if _is_float(x.dtype)), torch.bfloat16)
-    ours = {}
+    ours: dict[str, QuantizedLayer] = {}
     for name, layer in model.named_modules():
-        if not hasattr(layer, "in_features") or isinstance(layer, QuantizedLinear):
+        if isinstance(layer, QuantizedLayer):
             continue
-        plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
-        method = config.get_quant_method(plain, name)
-        if method is not None:
-            ours[name] = _convert(name, layer, plain, method, config, dtype)
+        if hasattr(layer, "in_features"):
+            plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+            method = config.get_quant_method(plain, name)
+            if method is not None:
+                ours[name] = _convert(name, layer, plain, method, config, dtype)
+        elif not isinstance(getattr(layer, "down_proj", None), nn.Module | None):
+            of_experts = config.rule_of_experts(type(layer).__name__, name)
+            if of_experts is not None:
+                ours[name] = _convert_experts(name, layer, of_experts, config, dtype)
     for name, made in ours.items():
         apply.replace(model, name, made)
     unpacking = getattr(model, "ct_decompress_hook", None)  # of compressed-tensors
@@ -66,35 +84,77 @@ def _convert(
     made = QuantizedLinear(plain.in_features, plain.out_features, bias, method)
     method.create_weights(made, dtype, "meta")
     made.train(layer.training)
-    stored = {
-        config.rename.get(key, key): x
-        for key, x in (*layer._parameters.items(), *layer._buffers.items())
-    }
     optional = method.format.optional if method.format else frozenset()
+    _take(name, made, _stored(layer, config), f"adopt the model {BEFORE_FIRST_CALL}", optional)
+    return made
+
+
+def _convert_experts(
+    name: str,
+    layer: nn.Module,
+    method: ExpertsMethod,
+    config: QuantizationConfig,
+    dtype: torch.dtype,
+) -> QuantizedExperts:
+    """QuantizedExperts with the stored tensors of the layer."""
+    try:
+        spec = spec_of(layer)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}; {INSTEAD}") from error
+    if reason := method.refuses(spec):
+        raise ValueError(f"{name}: {reason}")
+    made = QuantizedExperts(spec, method)
+    method.create_weights(made, dtype, "meta")
+    apply.move_biases(layer, made)
+    made.train(layer.training)
+    stored = _stored(layer, config)
+    expect_scales(made, {key: tuple(tensor.shape) for key, tensor in stored.items()})
+    _take(name, made, stored, INSTEAD)
+    return made
+
+
+def _stored(layer: nn.Module, config: QuantizationConfig) -> dict[str, Tensor]:
+    """The tensors of a layer of transformers, by our names."""
+    tensors = (*layer._parameters.items(), *layer._buffers.items())
+    return {config.rename.get(key, key): tensor for key, tensor in tensors if tensor is not None}
+
+
+def _take(
+    name: str,
+    made: QuantizedLayer,
+    stored: Mapping[str, Tensor],
+    remedy: str,
+    optional: Collection[str] = (),
+) -> None:
+    """Give the layer, on meta, the stored tensors for its parameters except biases.
+
+    Raises ValueError for one that is missing, unless it is optional, or has another shape or dtype.
+    """
     for key, wanted in list(made.named_parameters(recurse=False)):
         found = stored.get(key)
-        if key == "bias":
+        if key in made.BIASES:
             continue
         if found is None and key in optional:
             del made._parameters[key]
         elif (
-            not isinstance(found, Tensor)
+            found is None
             or found.shape != wanted.shape
             or not _compatible_dtypes(found.dtype, wanted.dtype)
         ):
-            here = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else "missing"
+            here = "missing" if found is None else f"{found.dtype} {list(found.shape)}"
             raise ValueError(
-                f"{name}.{key} is {here}, expected {wanted.dtype} {list(wanted.shape)}: "
-                f"adopt the model {BEFORE_FIRST_CALL}"
+                f"{name}.{key} is {here}, expected {wanted.dtype} {list(wanted.shape)}: {remedy}"
             )
         else:
             made.set(key, found.data.to(wanted.dtype))
-    return made
 
 
 def _compatible_dtypes(found: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether the dtypes are equal, or both are floats of 16 bits or more (scales)."""
-    return found == wanted or (_is_float(found) and _is_float(wanted))
+    """Whether the dtypes are equal, or both are of scales: floats of 16 bits or more, or found is a
+    power of two.
+    """
+    scale = _is_float(found) or found == torch.float8_e8m0fnu
+    return found == wanted or (scale and _is_float(wanted))
 
 
 def _is_float(dtype: torch.dtype) -> bool:

@@ -16,10 +16,7 @@ from atomc.quantization.config import QuantizationConfig, online
 from atomc.quantization.experts import STACKED, ExpertsMethod, QuantizedExperts
 from atomc.quantization.linear import LinearMethod, QuantizedLinear, share_scales, siblings_of
 from atomc.quantization.scheme import Fp8, Fp8Block, as_fnuz
-from atomc.quantization.stored_experts import (
-    create_stored,
-    stack_stored,
-)
+from atomc.quantization.stored_experts import create_stored, expect_scales, stack_stored
 from atomc.weights.registry import parameter_of
 
 log = logging.getLogger("atomc")
@@ -103,10 +100,11 @@ def replace(model: nn.Module, name: str, layer: nn.Module) -> None:
 
 
 def create_weights(
-    model: nn.Module, methods: Methods, dtype: torch.dtype, stored: Collection[str]
+    model: nn.Module, methods: Methods, dtype: torch.dtype, stored: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Replace layers by quantized ones on meta, with parameters as in a checkpoint of these names.
+    """Replace layers by quantized ones on meta, with parameters as in a checkpoint.
 
+    stored  name -> shape of its tensors
     Raises ValueError, naming the layer, for experts that cannot be stored in this way.
     """
     for name, method in methods.linears.items():
@@ -116,14 +114,16 @@ def create_weights(
         replace(model, name, layer)
     for name, of_experts in methods.experts.items():
         stacked = any(f"{name}.{projection}" in stored for projection in STACKED)
-        create_experts(model, name, of_experts, dtype, stacked=stacked)
+        made = create_experts(model, name, of_experts, dtype, stacked=stacked)
+        shapes = {key: stored.get(f"{name}.{key}", ()) for key in made._parameters}
+        expect_scales(made, shapes)
 
 
 def create_experts(
     model: nn.Module, name: str, method: ExpertsMethod, dtype: torch.dtype, *, stacked: bool
-) -> None:
-    """Replace experts by quantized ones on meta: with the stacked tensors of the scheme, or with
-    those of each projection as a checkpoint stores them.
+) -> QuantizedExperts:
+    """Replace experts by quantized ones on meta, which are returned: with the stacked tensors of
+    the scheme, or with those of each projection as a checkpoint stores them.
     """
     old = model.get_submodule(name)
     layer = QuantizedExperts(spec_of(old), method)
@@ -136,6 +136,7 @@ def create_experts(
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
     replace(model, name, layer)
+    return layer
 
 
 def move_biases(old: nn.Module, layer: QuantizedExperts) -> None:

@@ -79,6 +79,7 @@ def fp8(config: Config) -> Parsed:
     block = None if config.get("weight_block_size") is None else _items(config, "weight_block_size")
     only("fp8", config, "scale_fmt", "float", "ue8m0", default="float")
     only("fp8", config, "fmt", "e4m3", "float8_e4m3fn", default="e4m3")
+    only("fp8", config, "expert_dtype", "fp8", default="fp8")
     scheme: Scheme
     if block is None:
         scheme = Fp8("tensor", "static" if activation == "static" else "token")
@@ -100,7 +101,9 @@ def fp8(config: Config) -> Parsed:
             "weight_scale_inv": "weight_scale",
             "activation_scale": "input_scale",
             "gate_up_proj_scale_inv": "gate_up_proj_scale",
+            "gate_up_proj_activation_scale": "gate_up_proj_input_scale",
             "down_proj_scale_inv": "down_proj_scale",
+            "down_proj_activation_scale": "down_proj_input_scale",
         },
         "fp8" if config.get("kv_cache_scheme") == "static" else None,
         (UPGRADED,) if block is None and activation == "dynamic" else (),

@@ -116,7 +116,19 @@ class QuantizationConfig:
 
         Raises ValueError if they cannot be quantized, and for patterns of some projections.
         """
-        classes = ("Linear", EXPERTS, type(experts).__name__)
+        method = self.rule_of_experts(type(experts).__name__, prefix)
+        if method is None:
+            return None
+        try:
+            reason = method.refuses(spec_of(experts))
+        except ValueError as error:
+            reason = str(error)
+        self._check(prefix, method.scheme, reason)
+        return method
+
+    def rule_of_experts(self, class_name: str, prefix: str) -> ExpertsMethod | None:
+        """As get_experts_method, without a look at the experts of this class and name."""
+        classes = ("Linear", EXPERTS, class_name)
         found = {
             part: self._method(classes, (prefix, f"{prefix}.{part}", f"{prefix}.0.{part}"))
             for parts in PROJECTIONS.values()
@@ -132,13 +144,7 @@ class QuantizationConfig:
             )
         if methods[0] is None:
             return None
-        method = ExpertsMethod(methods[0].scheme, methods[0].format, methods[0].notes)
-        try:
-            reason = method.refuses(spec_of(experts))
-        except ValueError as error:
-            reason = str(error)
-        self._check(prefix, method.scheme, reason)
-        return method
+        return ExpertsMethod(methods[0].scheme, methods[0].format, methods[0].notes)
 
     def _method(self, classes: Sequence[str], names: Sequence[str]) -> LinearMethod | None:
         """The method of the first rule for a layer of these classes and names, unless ignored."""

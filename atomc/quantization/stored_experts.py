@@ -3,7 +3,7 @@
     experts.3.gate_proj.weight_scale    a parameter [E, ...] of experts.gate_proj, expert 3
 
 The projections are stored like linear layers, in the method's format. GPT-OSS and transformers 5
-store stacked experts, which need no conversion.
+store stacked experts; of these only scales of fp8 are converted, if gate and up have one each.
 """
 
 from collections.abc import Mapping
@@ -55,6 +55,43 @@ def create_stored(layer: QuantizedExperts, dtype: torch.dtype) -> None:
     layer.spec = replace(spec, gate={**spec.gate, "interleaved": False})
 
 
+def expect_scales(layer: QuantizedExperts, stored: Mapping[str, tuple[int, ...]]) -> None:
+    """Give stacked fp8 experts on meta the scales of these shapes, by parameter, if they may be
+    stored so: [E, 2, 1] of gate and up, [E] of inputs.
+    """
+    if not isinstance(layer.method.scheme, Fp8):
+        return
+    num_experts = layer.spec.num_experts
+    may_be: dict[str, tuple[int, ...]] = {"gate_up_proj_scale": (num_experts, 2, 1)}
+    may_be |= {f"{projection}_input_scale": (num_experts,) for projection in PROJECTIONS}
+    for name, shape in may_be.items():
+        if stored.get(name) in (shape, shape[:2]):
+            layer.set(name, torch.empty(shape, dtype=torch.float32, device="meta"))
+
+
+def merge_scales(layer: QuantizedExperts) -> None:
+    """Give stacked fp8 experts the scales that the op takes: one per row where gate and up have one
+    each, which keeps all values, and the largest one for the inputs of all experts.
+    """
+    scheme, interleaved = layer.method.scheme, layer.spec.gate["interleaved"]
+    if not isinstance(scheme, Fp8):
+        return
+    for projection in PROJECTIONS:
+        name = f"{projection}_input_scale"
+        if name in layer._parameters:
+            layer.set(name, layer.get_parameter(name).data.max().reshape(1))
+    scale, rows = layer.gate_up_proj_scale.data, layer.gate_up_proj.shape[1]
+    if scheme.weight == "channel" or scale.shape[1] == 1:
+        return
+    of_rows = (
+        scale.repeat(1, rows // 2, 1) if interleaved else scale.repeat_interleave(rows // 2, 1)
+    )
+    layer.set("gate_up_proj_scale", of_rows)
+    hidden = layer.down_proj.shape[1]
+    layer.set("down_proj_scale", layer.down_proj_scale.data.expand(-1, hidden, 1).contiguous())
+    layer.method = replace(layer.method, scheme=replace(scheme, weight="channel"))
+
+
 def stack_stored(layer: QuantizedExperts) -> None:
     """Replace the loaded parameters by those of the scheme. Raises ValueError if they contradict
     it.
@@ -70,6 +107,7 @@ def stack_stored(layer: QuantizedExperts) -> None:
         for part in stored:
             delattr(layer, part)
         layer.replace_parameters(tensors)
+    merge_scales(layer)
 
 
 def stack(method: ExpertsMethod, stored: Mapping[str, Tensors]) -> tuple[ExpertsMethod, Tensors]:

@@ -114,6 +114,7 @@ class OpCost:
     made_of  the nodes of the captured graph that became these
     apart    bytes if each node were a kernel of its own; "" if equal to `bytes`
     made_by  the last rewrite that produced it; "" for nodes of the program
+    rate     of its matrix products, relative to the bf16 peak
     """
 
     op: str
@@ -126,6 +127,7 @@ class OpCost:
     made_of: list[str] = field(default_factory=list)
     apart: str = ""
     made_by: str = ""
+    rate: int = 1
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
-from atomc.cost.efficiency import GLUE, LAUNCH, name_in_table, rate, shipped
+from atomc.cost.efficiency import GLUE, LAUNCH, name_in_table, shipped
 from atomc.graph.graph_printer import NodeLine, parse
 from atomc.json_types import JSONLike
 from atomc.ops.op import ALL_TOKENS, Tokens
@@ -179,6 +179,7 @@ class OpRow(TypedDict):
     rather: list[Entry]
     bytes: str
     flops: str
+    rate: int
     source: str
     trees: list[formula.Tree | None]
     nodes: int
@@ -328,6 +329,7 @@ class Graph:
                 collapsed(cost.module_path),
                 cost.bytes,
                 cost.flops,
+                cost.rate,
                 tuple(runs),
                 tuple(refused),
             )
@@ -345,6 +347,7 @@ class Graph:
                     "rather": [],
                     "bytes": cost.bytes,
                     "flops": cost.flops,
+                    "rate": cost.rate,
                     "source": cost.source,
                     "trees": [formula.tree(cost.bytes), formula.tree(cost.flops)],
                     "nodes": len(cost.nodes),
@@ -570,7 +573,7 @@ def _computed(row: OpRow) -> dict[str, JSONLike]:
         "bytes": row["trees"][0],
         "flops": row["trees"][1],
         "runs": ranges,
-        "rate": rate(row["op"]),
+        "rate": row["rate"],
     }
 
 
