@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from atomc import ops
 from atomc.models.experts_spec import is_experts, spec_of
+from atomc.torch_compat.core import constant_in_traces
 
 # Whether weights are stored transposed; activation, interleaved, alpha and limit of the op.
 Settings = tuple[bool, str, bool, float, float | None]
@@ -53,7 +54,7 @@ def read_settings(module: StockExperts) -> Settings:
     return settings
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_traces
 def _settings(module: nn.Module) -> Settings:
     """For Dynamo a constant, as its trace computes no numbers, guarded by the module's identity."""
     try:

@@ -7,6 +7,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ __all__ = [
     "autocast_is_on",
     "changed_settings",
     "compiler_variables",
+    "constant_in_traces",
     "hooks_of",
     "hooks_on_all_modules",
     "is_static_input",
@@ -40,6 +42,7 @@ __all__ = [
 ]
 
 
+F = TypeVar("F", bound=Callable[..., object])
 # An input of a graph; while the graph is traced, tensors are fake ones.
 Input = Tensor | int | float | torch.SymInt | None
 # A compiled graph: takes the inputs one by one; returns the outputs, or the only one.
@@ -164,3 +167,11 @@ def is_static_input(x: Tensor) -> bool:
         isinstance(x, torch.nn.Parameter)
         or getattr(x, "_dynamo_static_input_type", None) is not None
     )
+
+
+def constant_in_traces(function: F) -> F:
+    """torch.compiler.assume_constant_result, which imports Dynamo: Dynamo calls the function while
+    it traces, and takes its result as a constant.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
