@@ -115,14 +115,12 @@ def check_stored(
         )
 
 
-def check_memory(model: nn.Module, name: str, device: torch.device | str) -> None:
-    """Raise ValueError if the weights of a model on meta need more memory than is free on the
-    device.
+def check_memory(wanted: int, name: str, device: torch.device | str) -> None:
+    """Raise ValueError if the weights of a model need more memory than is free on the device.
+
+    wanted  bytes of the weights, and of what loading them needs at a time
     """
-    wanted, free = (
-        sum(weight.nbytes for weight in model.parameters()),
-        free_bytes(torch.device(device)),
-    )
+    free = free_bytes(torch.device(device))
     if wanted > free:
         raise ValueError(
             f"config.json describes a {name} whose weights take {wanted / 2**30:.1f} GiB, and "

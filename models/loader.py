@@ -44,6 +44,7 @@ from atomc.quantization import apply, checkpoints
 from atomc.quantization.apply import Methods
 from atomc.quantization.config import QuantizationConfig, Request, decide, stored_config
 from atomc.quantization.linear import LinearMethod
+from atomc.quantization.stored_size import stored_bytes, unquantized_bytes
 from atomc.weights.registry import parameter_of
 
 if TYPE_CHECKING:
@@ -102,7 +103,8 @@ def load(
     else:
         cls = stock.hf_class(architectures, sorted(REGISTRY))
         quant_config = _decide_for_stock(quantization, path, config)
-        _check_stock_size(cls, path, config, dtype, stored, device)
+        if stored is not None or quant_config is None:
+            _check_stock_size(cls, path, config, dtype, stored, device)
         if quant_config is None:
             return ready(_load_stock(cls, path, config, dtype, device, stored is None))
         model = stock.build_on_meta(cls, config, dtype)
@@ -118,10 +120,11 @@ def load(
 
 
 def _load_dummy(model: nn.Module, methods: Methods, device: torch.device | str) -> None:
-    """Give a model on meta random weights, quantized by these methods: the experts of a layer
-    before the next are made.
+    """Give a model on meta random weights, quantized by these methods: those of one input, or the
+    experts of a layer, before the next are made.
     """
-    check_memory(model, type(model).__name__, device)
+    wanted = stored_bytes(model, methods) + unquantized_bytes(model, methods)
+    check_memory(wanted, type(model).__name__, device)
     allocate_buffers(model, device)
     parameters = parameter_names(model)
     for name, method in methods.experts.items():
@@ -129,8 +132,13 @@ def _load_dummy(model: nn.Module, methods: Methods, device: torch.device | str) 
         parameters = [names for names in parameters if names not in of_experts]
         fill_randomly(model, device, of_experts)
         apply.quantize_experts(model, name, method)
+    for group in apply.groups(methods.linears):
+        layers = [name for name, _ in group]
+        weights = [(f"{name}.weight",) for name in layers]
+        parameters = [names for names in parameters if names not in weights]
+        fill_randomly(model, device, weights)
+        apply.quantize_layers(model, layers, methods.linears)
     fill_randomly(model, device, parameters)
-    apply.quantize_all(model, Methods(methods.linears))
 
 
 def _check_stock_size(
@@ -146,7 +154,8 @@ def _check_stock_size(
     """
     model = stock.empty_model(cls, config, dtype)
     if stored is None:
-        check_memory(model, cls.__name__, device)
+        wanted = sum(weight.nbytes for weight in model.parameters())
+        check_memory(wanted, cls.__name__, device)
     else:
         quantized = stored_config(path, config) is not None
         check_stored(model, cls.__name__, stored, quantized=quantized)

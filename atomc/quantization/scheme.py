@@ -181,7 +181,9 @@ class Fp8Block:
             / torch.finfo(self.dtype).max
         )
         codes = to_fp8(squares * (1.0 / scale), self.dtype).view(padded.shape)[:rows, :columns]
-        return {"weight": codes.contiguous(), "weight_scale": scale[:, 0, :, 0].contiguous()}
+        if codes.shape != padded.shape:  # without the memory of the padding
+            codes = codes.clone(memory_format=torch.contiguous_format)
+        return {"weight": codes, "weight_scale": scale[:, 0, :, 0].contiguous()}
 
     def dequantize(self, layer: QuantizedWeight) -> Tensor:
         scale = layer.weight_scale.repeat_interleave(self.block, 0).repeat_interleave(self.block, 1)

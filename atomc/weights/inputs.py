@@ -106,6 +106,7 @@ class WeightInputs:
                 left = {i for later in self.prepared_inputs[number + 1 :] for i in later.parts}
                 for group in groups:
                     if left.isdisjoint(group) and not set(group).isdisjoint(one.parts):
+                        packed.clear()
                         weights.free(_parameters(args, group))
                         packed = self._pack(args)
             return [*packed, *(one.tensors for one in self._prepared)]

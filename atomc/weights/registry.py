@@ -149,16 +149,18 @@ def free(parameters: Sequence[nn.Parameter]) -> None:
     strides, dtypes and device; nothing may read them.
     """
     packed = location_of(parameters[0]).packed
-    whole = packed.whole() if packed is not None else None
+    if packed is not None and (whole := packed.whole()) is not None:
+        shape_of_whole = whole.to("meta")
+        packed.whole = lambda: shape_of_whole
+        del whole
     for parameter in parameters:
         shape, stride = parameter.shape, parameter.stride()
-        parameter.data = parameter.data.new_empty(0)
-        parameter.data = _without_memory(parameter, shape, stride)
+        parameter.data = parameter.data.new_empty(0)  # first, as the next line allocates briefly
+        memory = torch.empty_strided(shape, stride, dtype=parameter.dtype, device=parameter.device)
+        memory.untyped_storage().resize_(0)
+        parameter.data = memory
         location = location_of(parameter)
         location.address, location.freed = parameter.data_ptr(), True
-    if packed is not None and whole is not None:
-        replacement = _without_memory(whole, whole.shape, whole.stride())
-        packed.whole = lambda: replacement
     for made in [made for part in parameters for made in location_of(part).prepared.values()]:
         made.snapshot = Snapshot([alive for ref in made.parameters if (alive := ref()) is not None])
 
@@ -189,12 +191,6 @@ def mark_read(parameter: nn.Parameter) -> None:
 def is_read(parameter: nn.Parameter) -> bool:
     """Whether `mark_read` was called."""
     return location_of(parameter).read
-
-
-def _without_memory(like: Tensor, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
-    made = torch.empty_strided(shape, stride, dtype=like.dtype, device=like.device)
-    made.untyped_storage().resize_(0)
-    return made
 
 
 def register_prepared(key: Hashable, made: PreparedWeight) -> None:

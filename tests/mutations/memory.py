@@ -1,0 +1,52 @@
+"""Bugs in which forms of weights are held, and when originals are freed."""
+
+from mutations import Bug
+
+HELD_ONCE = "tests/test_memory_held_once.py"
+
+
+def bug(file: str, old: str, new: str, tests: str) -> Bug:
+    return Bug(f"{file}.py", old, new, f"{HELD_ONCE} -k {tests}")
+
+
+BUGS = [
+    bug(
+        "atomc/compiler/weight_forms",
+        "and not self.owned and _is_expert",
+        "and _is_expert",
+        "one_at_a_time",
+    ),
+    bug(
+        "atomc/compiler/weight_forms",
+        "if None not in held.forms and not self._serves(held, reading, choosers):",
+        "if False:",
+        "no_kernel_for_another_layout",
+    ),
+    bug(
+        "atomc/compiler/weight_forms",
+        "self.stored |= {given.name for node in others for given in node.all_input_nodes}",
+        "",
+        "tied_to_the_embedding",
+    ),
+    bug(
+        "atomc/compiler/weight_forms",
+        "if any(_is_expert(reading.name, node) for node in reading.nodes):\n            return True",
+        "",
+        "two_layouts",
+    ),
+    bug("atomc/weights/inputs", "weights.mark_read(parameter)", "pass", "earlier_program_reads"),
+    bug("atomc/weights/inputs", "weights.free(_parameters(args, group))", "pass", "one_at_a_time"),
+    bug(
+        "atomc/weights/freed",
+        "module.register_state_dict_pre_hook(_refuse)  # type: ignore[no-untyped-call]",
+        "pass",
+        "refuses_to_save",
+    ),
+    bug("atomc/program", "before_free(key, compiled.state)", "pass", "stock_class"),
+    bug(
+        "models/loader",
+        "stored_bytes(model, methods) + unquantized_bytes",
+        "0 * unquantized_bytes",
+        "counted_as_they_are_stored",
+    ),
+]
