@@ -6,6 +6,7 @@ passes can be turned off for single modules, as all rewrites can. A pass that is
 was not measured yet; the option passes={name: True} turns it on.
 """
 
+from atomc.passes.absorb import absorb
 from atomc.passes.bind_state import bind_state
 from atomc.passes.canonicalize import canonicalize
 from atomc.passes.cleanup import tidy
@@ -93,5 +94,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("reinplace", reinplace),
 )
 
-# Once per range of token counts: ops become calls of kernels.
+# Once per range of token counts: latent attention gets the form that kernels serve there, and ops
+# become calls of kernels.
+ABSORB = Pass("absorb", absorb, cleanup=True)
 LOWER = Pass("lower", lower)

@@ -52,41 +52,48 @@ def lower_ranges(
     eager  the ops between kernels run eagerly
     """
     with timed(report, "lower"):
-        selections = _selections(gm, context, eager=eager)
+        selected = _selected(gm, context, report, observers, eager=eager)
     lowered = []
-    for selection in selections:
+    for graph, selection in selected:
         with timed(report, "lower"):
-            span, layout = selection.tokens, selection.layout
-            graph = copy_graph(gm) if len(selections) > 1 else gm
-            graph.meta["tokens"] = span
             lowering = replace(context, choose=selection.choose)
             done = pipeline.run(graph, [passes.LOWER], lowering, report, observers)
             report.kernels += selection.choices
             read = {node.name for node in graph.graph.find_nodes(op="placeholder") if node.users}
+            span, layout = selection.tokens, selection.layout
             lowered.append(Lowered(graph, span, layout, done.extras, read, selection.syncing))
     return lowered
 
 
-def _selections(gm: GraphModule, context: Context, *, eager: bool) -> list[Selection]:
-    """One for each range of token counts, with the layout of the state and the forms of weights
-    that all have in common.
+def _selected(
+    gm: GraphModule,
+    context: Context,
+    report: Report,
+    observers: Sequence[pipeline.Observer],
+    *,
+    eager: bool,
+) -> list[tuple[GraphModule, Selection]]:
+    """The graph of each range of token counts and what chooses its kernels, with the layout of the
+    state and the forms of weights that all have in common.
     """
     forms = _forms(gm, context)
+    weights = _preparable(gm, context)
     select = partial(
-        Selection,
-        context.options,
-        context.platform,
-        eager=eager,
-        weights=_preparable(gm, context),
-        forms=forms,
-        unfit={},
+        Selection, context.options, context.platform, eager=eager, weights=weights, forms=forms
     )
-    selections = [select(tokens=span) for span in ranges.ranges_of(gm, select().could_serve)]
-    layout = selections[0].fix_layout(list(gm.graph.nodes))
-    for selection in selections:
-        selection.layout = layout
-    forms.settle(gm, selections)
-    return selections
+    spans = ranges.ranges_of(gm, select().could_serve)
+    selected: list[tuple[GraphModule, Selection]] = []
+    layout = None
+    for span in spans:
+        graph = copy_graph(gm) if len(spans) > 1 else gm
+        graph.meta["tokens"] = span
+        selection = select(layout=layout, tokens=span)
+        absorbing = replace(context, serves=selection.serves)
+        pipeline.run(graph, [passes.ABSORB], absorbing, report, observers)
+        layout = layout or selection.fix_layout(list(graph.graph.nodes))
+        selected.append((graph, selection))
+    forms.settle(selected)
+    return selected
 
 
 def _forms(gm: GraphModule, context: Context) -> WeightForms:

@@ -38,7 +38,6 @@ class Selection:
     eager    ops without a kernel run eagerly; otherwise Inductor compiles their references
     weights  input -> why a kernel cannot have a form of its own of it, or None
     forms    the forms of weights that are held; None: any
-    unfit    (kernel, name of a node) -> why it cannot run it in any range, as far as it is known
     """
 
     def __init__(
@@ -51,7 +50,6 @@ class Selection:
         tokens: Tokens = ALL_TOKENS,
         weights: Mapping[str, str | None] | None = None,
         forms: WeightForms | None = None,
-        unfit: dict[tuple[Kernel, str], Refusal | None] | None = None,
     ):
         self.options, self.platform, self.eager = (
             options,
@@ -61,7 +59,8 @@ class Selection:
         self.layout, self.tokens = layout, tokens
         self.weights = weights or {}
         self.forms = WeightForms(platform) if forms is None else forms
-        self.unfit = {} if unfit is None else unfit
+        # Why a kernel cannot run a node for any number of tokens, as far as it is known.
+        self.unfit: dict[tuple[Kernel, Node], Refusal | None] = {}
         self.choices: list[KernelChoice] = []
         self.syncing: list[str] = []  # kernels that no CUDA graph can hold
         self.absent: dict[str, Refusal] = {}
@@ -196,6 +195,10 @@ class Selection:
         """The kernel that `choose` would return now; nothing is recorded."""
         return next((k for k in self._ranked(_op(node)) if not self._refuses(k, node)), None)
 
+    def serves(self, node: Node) -> bool:
+        """Whether there is a kernel for this node in this range."""
+        return self.first(node) is not None
+
     def could_serve(self, node: Node) -> list[Kernel]:
         """The kernels that refuse this node at most for its number of tokens, up to the first for
         any number.
@@ -213,10 +216,10 @@ class Selection:
         op = _op(node)
         if reason := self._other_layout(kernel) or self._batch_dependent(kernel, op):
             return reason
-        if (kernel, node.name) not in self.unfit:
-            self.unfit[kernel, node.name] = self._unfit(kernel, node)
+        if (kernel, node) not in self.unfit:
+            self.unfit[kernel, node] = self._unfit(kernel, node)
         return (
-            self.unfit[kernel, node.name]
+            self.unfit[kernel, node]
             or self.forms.refuses(kernel, node)
             or (None if any_tokens else self._other_tokens(kernel))
         )

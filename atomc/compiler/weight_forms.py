@@ -8,7 +8,7 @@ bytes or more; all other copies together take at most MOST_COPIED of the memory.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -44,18 +44,6 @@ class Held(NamedTuple):
     why: str
 
 
-@dataclass
-class Reading:
-    """How a weight is read: the parameter of the first op, the nodes, and the forms with the first
-    reader of each.
-    """
-
-    name: str
-    weight: Node
-    nodes: list[Node] = field(default_factory=list)
-    forms: dict[Form, str] = field(default_factory=dict)
-
-
 class Chooser(Protocol):
     """Chooses kernels for one range of token counts."""
 
@@ -63,6 +51,22 @@ class Chooser(Protocol):
 
     def first(self, node: Node) -> Kernel | None:
         """The kernel that would run this node, None for the op's reference."""
+
+
+# A node in the graph of a range of token counts, and what chooses its kernel.
+Reader = tuple[Chooser, Node]
+
+
+@dataclass
+class Reading:
+    """How a weight is read: the parameter of the first op, the readers, and the forms with the
+    first reader of each.
+    """
+
+    name: str
+    weight: Node
+    readers: list[Reader] = field(default_factory=list)
+    forms: dict[Form, str] = field(default_factory=dict)
 
 
 class WeightForms:
@@ -103,28 +107,33 @@ class WeightForms:
                 return Refusal("copy", held.why)
         return None
 
-    def settle(self, gm: GraphModule, choosers: Sequence[Chooser]) -> None:
-        """Decide which forms are held, by the kernels that each range of token counts would choose.
+    def settle(self, graphs: Iterable[tuple[GraphModule, Chooser]]) -> None:
+        """Decide which forms are held, by the kernels that would be chosen in the graph of each
+        range of token counts.
 
         A weight of one form has the one that its first reader in the first range prefers, or the
         original if a reader has no kernel for that one.
         """
-        nodes = [node for node in gm.graph.nodes if _may_prepare(node)]
-        others = [node for node in gm.graph.nodes if not _may_prepare(node)]
-        self.stored |= {given.name for node in others for given in node.all_input_nodes}
+        readers: list[Reader] = []
+        for gm, chooser in graphs:
+            for node in gm.graph.nodes:
+                if _may_prepare(node):
+                    readers.append((chooser, node))
+                else:
+                    self.stored |= {given.name for given in node.all_input_nodes}
         # What is refused for one weight may change the form of another.
-        while nodes and self._restrict(nodes, choosers):
+        while readers and self._restrict(readers):
             pass
 
-    def _restrict(self, nodes: Sequence[Node], choosers: Sequence[Chooser]) -> bool:
+    def _restrict(self, readers: Sequence[Reader]) -> bool:
         """Restrict each weight to the forms that may be held; whether anything changed."""
         before, copied = dict(self.held), 0
-        for name, reading in _readings(nodes, choosers).items():
+        for name, reading in _readings(readers).items():
             if name in self.earlier:
                 continue
             original = not self.owned or name in self.stored
             held = self._select(reading, None if original else next(iter(reading.forms)), copied)
-            if None not in held.forms and not self._serves(held, reading, choosers):
+            if None not in held.forms and not self._serves(held, reading):
                 held = self._select(reading, None, copied)
             copied += (len(held.forms) - 1) * _nbytes(reading.weight)
             if name in before and before[name].forms == held.forms:
@@ -152,7 +161,7 @@ class WeightForms:
 
     def _only_one(self, reading: Reading) -> bool:
         """Whether no copy of this weight may be held."""
-        if any(_is_expert(reading.name, node) for node in reading.nodes):
+        if any(_is_expert(reading.name, node) for _, node in reading.readers):
             return True
         return self.owned and not self.platform.is_cpu and _nbytes(reading.weight) >= SMALL
 
@@ -163,7 +172,7 @@ class WeightForms:
             "held once"
         )
 
-    def _serves(self, held: Held, reading: Reading, choosers: Sequence[Chooser]) -> bool:
+    def _serves(self, held: Held, reading: Reading) -> bool:
         """Whether each reader has a kernel for these forms."""
         name = reading.weight.name
         known = self.held.get(name)
@@ -171,8 +180,7 @@ class WeightForms:
         try:
             return all(
                 use.form in held.forms
-                for chooser in choosers
-                for node in reading.nodes
+                for chooser, node in reading.readers
                 for use in uses(node, chooser.first(node))
                 if use.weight.name == name
             )
@@ -198,18 +206,17 @@ def uses(node: Node, kernel: Kernel | None) -> Iterator[Use]:
                 yield Use(name, weight, None)
 
 
-def _readings(nodes: Sequence[Node], choosers: Sequence[Chooser]) -> dict[str, Reading]:
-    """How each graph input is read by these nodes, in the order of ranges and nodes."""
+def _readings(readers: Sequence[Reader]) -> dict[str, Reading]:
+    """How each graph input is read, in the order of ranges and nodes."""
     found: dict[str, Reading] = {}
-    for chooser in choosers:
-        for node in nodes:
-            kernel = chooser.first(node)
-            reader = f"{kernel.provider if kernel else 'the reference'} for {chooser.tokens} tokens"
-            for use in uses(node, kernel):
-                reading = found.setdefault(use.weight.name, Reading(use.name, use.weight))
-                reading.forms.setdefault(use.form, reader)
-                if node not in reading.nodes:
-                    reading.nodes.append(node)
+    for chooser, node in readers:
+        kernel = chooser.first(node)
+        reader = f"{kernel.provider if kernel else 'the reference'} for {chooser.tokens} tokens"
+        for use in uses(node, kernel):
+            reading = found.setdefault(use.weight.name, Reading(use.name, use.weight))
+            reading.forms.setdefault(use.form, reader)
+            if (chooser, node) not in reading.readers:
+                reading.readers.append((chooser, node))
     return found
 
 
