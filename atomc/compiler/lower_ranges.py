@@ -56,7 +56,7 @@ def lower_ranges(
     lowered = []
     for graph, selection in selected:
         with timed(report, "lower"):
-            lowering = replace(context, choose=selection.choose)
+            lowering = _lowering(context, selection)
             done = pipeline.run(graph, [passes.LOWER], lowering, report, observers)
             report.kernels += selection.choices
             read = {node.name for node in graph.graph.find_nodes(op="placeholder") if node.users}
@@ -88,12 +88,16 @@ def _selected(
         graph = copy_graph(gm) if len(spans) > 1 else gm
         graph.meta["tokens"] = span
         selection = select(layout=layout, tokens=span)
-        absorbing = replace(context, serves=selection.serves)
-        pipeline.run(graph, [passes.ABSORB], absorbing, report, observers)
+        lowering = _lowering(context, selection)
+        pipeline.run(graph, [passes.ABSORB], lowering, report, observers)
         layout = layout or selection.fix_layout(list(graph.graph.nodes))
         selected.append((graph, selection))
     forms.settle(selected)
     return selected
+
+
+def _lowering(context: Context, selection: Selection) -> Context:
+    return replace(context, choose=selection.choose, serves=selection.serves)
 
 
 def _forms(gm: GraphModule, context: Context) -> WeightForms:
