@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from atomc.models.experts import Experts
 from atomc.ops.experts import ACTIVATIONS, Gate, gated
+from atomc.torch_compat.core import outside_of_modes
 
 SUPPORTED = (
     "supported are gated experts, gate and up one after the other or alternating, with "
@@ -96,6 +97,7 @@ def _gate_of_ours(module: nn.Module) -> Gate:
     return Gate(activation="swiglu_oai", interleaved=True, alpha=alpha, limit=limit)
 
 
+@outside_of_modes()
 def _gate_of_transformers(module: nn.Module) -> Gate:
     """The gate that agrees with the method _apply_gate of this module on some numbers."""
     alpha, limit = _number(module, ALPHAS), _number(module, LIMITS)
@@ -128,8 +130,7 @@ def _applied(module: nn.Module, h: Tensor) -> Tensor:
     parameters = activation.parameters() if isinstance(activation, nn.Module) else ()
     if not isinstance(module, _Gated) or any(True for _ in parameters):
         return h.new_full((len(h), h.shape[1] // 2), math.nan)
-    with torch.no_grad():
-        return module._apply_gate(h)
+    return module._apply_gate(h)
 
 
 def _number(module: nn.Module, names: tuple[str, ...]) -> float | None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from test_models import IDS, TINY, YARN, error, hf_logits, hf_model
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import atomc
 from atomc import models
@@ -483,6 +484,20 @@ def test_experts_of_classes_with_another_computation_are_refused(
     experts.config._experts_implementation = "atom"  # type: ignore[union-attr]
     with pytest.raises(ValueError, match=sentence):
         experts(*routed())
+
+
+def test_experts_are_recognised_on_fake_tensors_and_while_they_are_exported() -> None:
+    atomc.register_experts()
+    for_export, for_fakes = (one_layer_of_experts("gpt_oss", "GptOss") for _ in range(2))
+    for experts in (for_export, for_fakes):
+        experts.config._experts_implementation = "atom"  # type: ignore[union-attr]
+    exported = torch.export.export(for_export, routed(), strict=False)
+    calls = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
+    assert [call for call in calls if "mT" not in call and "transpose" not in call] == [
+        "atom.moe_experts.default"
+    ]
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert for_fakes(*map(mode.from_tensor, routed())).shape == (7, 64)
 
 
 def test_layers_of_experts_that_have_run_share_one_compiled_graph() -> None:

@@ -16,6 +16,7 @@ from torch._guards import tracing
 from torch._logging._internal import trace_log, trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._config_module import _UNSET_SENTINEL as NOT_SET
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import TensorWeakRef as WeakTensor
 
 __all__ = [
@@ -139,6 +140,13 @@ def autocast_is_on() -> bool:
 def outside_of_tracing() -> Iterator[None]:
     """A context with real tensors and without tracing context, also during a compile."""
     with tracing(None), unset_fake_temporarily(), torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+@contextlib.contextmanager
+def outside_of_modes() -> Iterator[None]:
+    """As outside_of_tracing, also during torch.export and make_fx, whose modes see every call."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), outside_of_tracing():
         yield
 
 
