@@ -233,6 +233,8 @@ def compile_model(
     that cannot be served. ATOMC_STRICT adds the traceback, else it is logged at level debug.
     """
     chosen = Options.of(options)
+    # An audit and a recording also run the graph before the passes, which reads originals.
+    frees = owned and not (chosen.audit or chosen.record)
     device = next(model.parameters()).device
     where = platform or Platform.detect("cpu" if device.type == "meta" else device.type)
     cache = ModelCache(model, chosen, where, owned=owned, observed=bool(observers) or keep_texts)
@@ -249,10 +251,10 @@ def compile_model(
     contract.check(report, chosen)
     with torch.no_grad():
         weights = weight_inputs(compiled, report.notes)
-        freed = bytes_of(weights.replaced_groups(inputs), inputs) if owned else 0
+        freed = bytes_of(weights.replaced_groups(inputs), inputs) if frees else 0
         if freed and before_free is not None and device.type != "meta":
             before_free(key, compiled.state)
-        made = _made(weights, inputs, device, owned=owned)
+        made = _made(weights, inputs, device, frees=frees)
         if weights.prepared_inputs and device.type != "meta":
             report.notes.append(weights.note(freed))
         program = Program(
@@ -288,12 +290,12 @@ def _traced(
 
 
 def _made(
-    weights: WeightInputs, inputs: Sequence[Input | None], device: torch.device, *, owned: bool
+    weights: WeightInputs, inputs: Sequence[Input | None], device: torch.device, *, frees: bool
 ) -> Sequence[Weight]:
     """Packed weights, and prepared weights unless on meta."""
     if device.type == "meta":
         return weights.refresh_packed(inputs)
-    return weights.materialize_and_free(inputs) if owned else weights.materialize(inputs)
+    return weights.materialize_and_free(inputs) if frees else weights.materialize(inputs)
 
 
 def _notes_of(model: nn.Module) -> list[str]:

@@ -439,3 +439,13 @@ def test_the_memory_that_dummy_weights_need_is_counted_as_they_are_stored(
     [expected] = found
     # Layers of one input may share a scale.
     assert 0 <= expected - sum(p.nbytes for p in model.parameters()) < 100
+
+
+def test_an_audited_program_keeps_the_originals_that_the_audit_reads() -> None:
+    expected = random_model("qwen3_moe")(IDS, POSITIONS)
+    with turning_experts(), turning_linears():
+        options = {**providers("turned"), "audit": True}
+        program = compile_model(random_model("qwen3_moe"), options, owned=True)
+        torch.testing.assert_close(logits(program), expected)
+    assert program.replaced_bytes == 0 < program.prepared_bytes
+    assert program.report.audit

@@ -247,6 +247,7 @@ def _compile(arguments: argparse.Namespace, given: ModelCall) -> None:
             options={**options, "glue": "eager"},
             platform=platform,
             keep_texts=bool(arguments.html),
+            owned=next(given.model.parameters()).is_meta,  # of a directory: as LLM(path) holds it
         )
         return
     try:
