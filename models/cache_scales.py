@@ -2,6 +2,7 @@
 
 Quantizers name them `self_attn.k_scale`, `self_attn.k_proj.k_scale`, or `self_attn.kv_scale` for
 both. The layer gets buffers `k_scale` and `v_scale`, [1] fp32; a value is its code times its scale.
+A latent cache has one scale, `kv_scale`: that of keys, which are whole rows of it.
 """
 
 import re
@@ -26,12 +27,17 @@ def cache_scales(model: nn.Module, names: Iterable[str]) -> dict[str, CacheScale
     layers = {path: module for path, module in model.named_modules() if "kv" in module._buffers}
     found = {name: _NAME.match(name) for name in names}
     return {
-        name: CacheScale(
-            layers[match["layer"]], tuple(f"{letter}_scale" for letter in match["kind"])
-        )
+        name: CacheScale(layers[match["layer"]], _buffers(layers[match["layer"]], match["kind"]))
         for name, match in found.items()
         if match and match["layer"] in layers
     }
+
+
+def _buffers(layer: nn.Module, kind: str) -> tuple[str, ...]:
+    """The scales of a layer that a stored one sets; kind: "k", "v" or "kv"."""
+    if layer.get_buffer("kv").dim() == 2:  # ops.latent_state
+        return ("kv_scale",) if "k" in kind else ()
+    return tuple(f"{letter}_scale" for letter in kind)
 
 
 def set_cache_scale(scale: CacheScale, name: str, stored: Tensor) -> None:

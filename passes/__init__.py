@@ -5,6 +5,7 @@ A rewrite is named like its constant, in lower case. `after` names passes that m
 passes can be turned off for single modules, as all rewrites can.
 """
 
+from atomc.passes.absorb import absorb
 from atomc.passes.bind_state import bind_state
 from atomc.passes.canonicalize import canonicalize
 from atomc.passes.cleanup import tidy
@@ -96,5 +97,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("reinplace", reinplace),
 )
 
-# Once per range of token counts: ops become calls of kernels.
+# Once per range of token counts: latent attention gets the form that kernels serve there, and ops
+# become calls of kernels.
+ABSORB = Pass("absorb", absorb, cleanup=True)
 LOWER = Pass("lower", lower)

@@ -109,7 +109,7 @@ def _bound(site: _Site, number: int, inputs: "RuntimeInputs") -> Fired:
     """Replace one call by its form for the runtime."""
     node, graph, spec = site.node, inputs.graph, site.spec
     # Proxies take the place of tensors in the form of the op.
-    proxy: Callable[[Node], Any] = partial(_Given, tracer=GraphAppendingTracer(graph))
+    proxy: Callable[[Node], Any] = partial(Proxy, tracer=GraphAppendingTracer(graph))
     state = {role: proxy(made) for role, made in inputs.state(number, spec).items()}
     step: Any = _Fields(inputs, site.binding.tokens(site.values), spec.group, proxy)
     before = node.prev
@@ -121,15 +121,6 @@ def _bound(site: _Site, number: int, inputs: "RuntimeInputs") -> Fired:
     graph.erase_node(node)
     captured = {} if spec.paging is None else {"window": spec.paging.window}
     return Fired("bind_state", node, captured, {node}, made)
-
-
-class _Given(Proxy):
-    """A tensor that is given to the form of an op, which may ask for its shape."""
-
-    @property
-    def shape(self) -> torch.Size:
-        found: torch.Size = value(self.node).shape
-        return found
 
 
 def _describe(made: list[Node], result: Node, replaced: Node) -> None:

@@ -48,7 +48,7 @@ class LatentToy(nn.Module):
     def forward(
         self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor | None = None
     ) -> Tensor:
-        x = self.embed(input_ids)
+        x = self.embed(input_ids) + positions[:, None].to(self.embed.weight.dtype).sin()
         angles = positions[:, None, None].to(x.dtype) / (
             10.0 ** torch.arange(ROTATED // 2, device=x.device)
         ).to(x.dtype)

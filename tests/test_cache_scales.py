@@ -16,7 +16,7 @@ from test_blockers import QK_PAGED, ROPE_PAGED, qk_attention, rope_attention
 from torch import Tensor, nn
 
 from atomc import LLM, SamplingParams, kernels, models, ops, program
-from atomc.models.cache_scales import mark_fp8_state
+from atomc.models.cache_scales import cache_scales, mark_fp8_state, set_cache_scale
 from atomc.models.loader import load
 from atomc.platform import Platform
 
@@ -83,6 +83,21 @@ def test_scales_are_read_under_each_of_their_names(names: tuple[str, ...], tmp_p
         assert scales_of(model, layer) == (
             (first, first + 0.25) if len(names) == 2 else (first, first)
         )
+
+
+def test_a_latent_cache_gets_the_one_scale_of_its_rows() -> None:
+    model, scale = nn.Module(), torch.tensor([0.25])
+    model.self_attn = nn.Module()
+    model.self_attn.kv = ops.latent_state(6, 2)
+    for stored, buffers in {
+        "k_scale": ["kv_scale"],
+        "kv_scale": ["kv_scale"],
+        "v_scale": [],
+    }.items():
+        name = f"self_attn.{stored}"
+        model.self_attn._buffers.pop("kv_scale", None)
+        set_cache_scale(cache_scales(model, [name])[name], name, scale)
+        assert [key for key, _ in model.self_attn.named_buffers() if key != "kv"] == buffers
 
 
 @pytest.mark.parametrize(

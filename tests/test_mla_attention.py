@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from atomc import ops
+from atomc.kernels.torch.mla_attention import expands
 from atomc.ops.state import GroupStep, Step
+from atomc.platform import Platform
 from atomc.program import Program, compile_model
 
 
@@ -98,9 +100,14 @@ def test_each_layer_rotates_and_writes_in_one_op_and_attends_to_the_latent_cache
     program = compile_model(latent_toy(layers), OPTIONS)
     assert program.report.matches["bind_state"] == layers
     assert program.report.matches["mla_rope_kv_write"] == layers
-    nodes = Counter(choice.op for choice in program.report.kernels)
-    assert nodes["mla_absorbed_attention"] == nodes["mla_rope_kv_write"] == layers
-    assert nodes["linear_by_head"] == 2 * layers and "mla_attention" not in nodes
+    few, many = (
+        Counter(choice.op for choice in program.report.kernels if choice.tokens == tokens)
+        for tokens in ("1 to 256", "257 and more")
+    )
+    assert few["mla_absorbed_attention"] == few["mla_rope_kv_write"] == layers
+    assert few["linear_by_head"] == 2 * layers and not few["mla_paged_attention"]
+    assert many["mla_paged_attention"] == many["mla_rope_kv_write"] == layers
+    assert not many["linear_by_head"] and not {"mla_attention", "rope"} & {*few, *many}
     assert [str(spec) for spec in program.specs] == [
         f"layers.{i}: latent [32] torch.float64 layout paged" for i in range(layers)
     ]
@@ -112,6 +119,47 @@ def test_keys_without_rope_are_written_by_themselves() -> None:
     program = compile_model(model, OPTIONS)
     assert not program.report.matches["mla_rope_kv_write"]
     assert "mla_kv_write" in {choice.op for choice in program.report.kernels}
+
+
+def test_on_a_gpu_queries_are_projected_to_the_latent_space_before_they_are_written() -> None:
+    program = compile_model(
+        latent_toy(1, "meta", torch.bfloat16), OPTIONS, platform=Platform.named("h200")
+    )
+    texts = [stage.text for stage in program.report.stages if stage.name == "absorb"]
+    assert texts
+    for text in texts:
+        assert "mla_rope_kv_write(linear_by_head" in text and "aten.cat" not in text
+    chosen = {choice.op: choice.chosen for choice in program.report.kernels}
+    assert chosen["mla_absorbed_attention"] == chosen["mla_rope_kv_write"] == "triton"
+    assert "mla_paged_attention" not in chosen
+
+
+@pytest.mark.parametrize("chunks", [(300, 20, 1, 270), (40, 300, 256, 1)])
+def test_both_forms_have_the_logits_of_the_plain_model_over_chunks(chunks: tuple[int, ...]) -> None:
+    model = latent_toy()
+    ids = torch.arange(sum(chunks)) * 7 % VOCAB
+    program = compile_model(model, OPTIONS)
+    assert_close(
+        paged_logits(program, ids, chunks), model(ids, torch.arange(len(ids))), atol=1e-3, rtol=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("new", "length", "expected"),
+    [
+        (1, 1, True),
+        (1, 2, False),
+        (300, 300, True),
+        (300, 600, True),
+        (170, 10**6, False),
+        (171, 10**6, True),
+    ],
+)
+def test_keys_and_values_are_computed_where_that_takes_fewer_multiplications(
+    new: int, length: int, expected: bool
+) -> None:
+    of_head = torch.empty(128, 256, 512, device="meta")
+    assert expands(new, length, of_head) == expected
 
 
 @pytest.mark.parametrize("asked", ["option", "handle"])
@@ -135,12 +183,13 @@ def test_an_fp8_cache_keeps_codes_of_the_latent_and_the_key_with_one_scale(asked
 
 def paged_logits(program: Program, ids: Tensor, chunks: tuple[int, ...]) -> Tensor:
     """The logits of all tokens of one sequence, computed in chunks."""
-    program.bind([spec.allocate(4, 16, "cpu") for spec in program.specs])
-    tables = (torch.tensor([[2, 0, 3]], dtype=torch.int32),)
+    blocks = -(-len(ids) // 16)
+    program.bind([spec.allocate(blocks, 16, "cpu") for spec in program.specs])
+    table = torch.arange(blocks, dtype=torch.int32).flip(0)
     found, start = [], 0
     for new in chunks:
         rows = torch.arange(start, start + new)
-        slots = tables[0][0][rows // 16].long() * 16 + rows % 16
+        slots = table[rows // 16].long() * 16 + rows % 16
         starts, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([0, new], [start + new]))
         found.append(
             program(
@@ -150,7 +199,7 @@ def paged_logits(program: Program, ids: Tensor, chunks: tuple[int, ...]) -> Tens
                     starts,
                     lengths,
                     torch.arange(new),
-                    (GroupStep(slots, tables[0]),),
+                    (GroupStep(slots, table[None]),),
                     torch.zeros(1, dtype=torch.int64),
                 )
             )

@@ -64,8 +64,9 @@ def lower_ranges(
             graph = copy_graph(gm) if len(spans) > 1 else gm
             graph.meta["tokens"] = span
             selection = select(layout=layout, tokens=span)
+            lowering = replace(context, choose=selection.choose, serves=selection.serves)
+            pipeline.run(graph, [passes.ABSORB], lowering, report, observers)
             layout = layout or selection.fix_layout(list(graph.graph.nodes))
-            lowering = replace(context, choose=selection.choose)
             done = pipeline.run(graph, [passes.LOWER], lowering, report, observers)
             report.kernels += selection.choices
             read = {node.name for node in graph.graph.find_nodes(op="placeholder") if node.users}

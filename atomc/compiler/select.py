@@ -195,6 +195,10 @@ class Selection:
             key=lambda kernel: self.order.index(kernel.provider),
         )
 
+    def serves(self, node: Node) -> bool:
+        """Whether there is a kernel for this node in this range."""
+        return any(self._refuses(kernel, node) is None for kernel in self._ranked(_op(node)))
+
     def could_serve(self, node: Node) -> list[Kernel]:
         """The kernels that refuse this node at most for its number of tokens, up to the first for
         any number.

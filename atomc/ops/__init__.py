@@ -18,7 +18,12 @@ from atomc.ops.mla import (
     mla_rope_kv_write,
     scaled_bmm_fp8,
 )
-from atomc.ops.mla_attention import latent_state, mla_absorbed_attention, mla_attention
+from atomc.ops.mla_attention import (
+    latent_state,
+    mla_absorbed_attention,
+    mla_attention,
+    mla_paged_attention,
+)
 from atomc.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from atomc.ops.norm_pad import add_rms_norm_pad
 from atomc.ops.norm_quant import add_rms_norm_quant, rms_norm_quant
@@ -85,6 +90,7 @@ __all__ = [
     "mla_absorbed_attention",
     "mla_attention",
     "mla_kv_write",
+    "mla_paged_attention",
     "mla_rope_kv_write",
     "moe_experts",
     "moe_experts_fp8",

@@ -96,10 +96,11 @@ def mla_rope_kv_write(
     scale: Tensor | None = None,
     rope_style: str = "neox",
 ) -> tuple[Tensor, Tensor]:
-    """q_nope followed by the rotated q_pe, [..., H, L + R], and the token of
+    """q_nope followed by the rotated q_pe, [..., H, P + R], and the token of
     mla_kv_write(kv_c, rope(k_pe)) (DeepSeek-V2, eq. 14 to 17).
 
-    q_nope [..., H, L], q_pe [..., H, R], kv_c [..., L], k_pe [..., 1, R]; cos and sin as in rope.
+    q_nope [..., H, P], or [..., H, L] if it was projected to the latent space; q_pe [..., H, R],
+    kv_c [..., L], k_pe [..., 1, R]; cos and sin as in rope.
     """
     token = mla_kv_write.reference(
         kv_c, rope.reference(k_pe, cos, sin, rope_style), kv_cache, slots, scale

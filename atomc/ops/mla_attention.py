@@ -12,17 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atomc.ops.attention import attention, paged_attention
-from atomc.ops.mla import linear_by_head, mla_kv_write
+from atomc.ops.attention import attention, from_cache, paged_attention
+from atomc.ops.mla import mla_kv_write
 from atomc.ops.op import op
 from atomc.ops.op_cost import OpCall, Work, bytes_of
 from atomc.ops.op_traits import Arguments, Kind, StateBinding, StepFields
 from atomc.ops.state import StateSpec, state_handle
 
 cat: Callable[[Sequence[Tensor], int], Tensor] = torch.ops.aten.cat.default
-slice_: Callable[[Tensor, int, int, int], Tensor] = torch.ops.aten.slice.Tensor
-transpose: Callable[[Tensor, int, int], Tensor] = torch.ops.aten.transpose.int
-view: Callable[[Tensor, Sequence[int]], Tensor] = torch.ops.aten.view.default
 
 
 def latent_state(latent: int, rotated: int) -> nn.Buffer:
@@ -111,6 +108,71 @@ def mla_absorbed_attention(
     )
 
 
+def _paged_cost(call: OpCall) -> Work:
+    """Each sequence reads its rows of the cache once, and computes keys and values of all heads
+    from them.
+    """
+    q, weight, cache = call["q"], call["weight"], call["kv_cache"]
+    tokens, heads = math.prod(q.shape[:-2]), q.shape[-2]
+    sequences = call["seq_lens"].shape[0]
+    rows = sequences * call.context
+    seen = call.context - (tokens / sequences - 1) / 2
+    rotated = cache.shape[-1] - weight.shape[-1]
+    return (
+        bytes_of([q, weight, *call.results]) + rows * cache.shape[-1] * cache.dtype.itemsize,
+        2 * rows * weight.numel + 2 * tokens * seen * (weight.shape[0] + heads * rotated),
+    )
+
+
+def _paged_shape(q: Tensor, weight: Tensor, kv_cache: Tensor, *_: object, **__: object) -> Tensor:
+    nope = q.shape[-1] - (kv_cache.shape[-1] - weight.shape[-1])
+    return q.new_empty((*q.shape[:-1], weight.shape[0] // q.shape[-2] - nope))
+
+
+@op(kind=Kind.ATTENTION, rows=None, cost=_paged_cost, shape=_paged_shape)
+def mla_paged_attention(
+    q: Tensor,
+    weight: Tensor,
+    kv_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    token: Tensor,
+    kv_scale: Tensor | None = None,
+    *,
+    scale: float,
+) -> Tensor:
+    """mla_attention of ragged sequences over their rows of a latent cache [blocks, block_size, L +
+    R]: keys and values are computed from the cached latents. q [..., H, P + R] (its last R columns
+    rotated) and weight [H * (P + V), L] -> [..., H, V] in q.dtype.
+
+    query_start, seq_lens, block_tables and token as in paged_attention; kv_scale [1] fp32 of an fp8
+    cache.
+    """
+    rows = q.reshape(-1, *q.shape[-2:])
+    heads, latent = q.shape[-2], weight.shape[-1]
+    width = weight.shape[0] // heads
+    nope = q.shape[-1] - (kv_cache.shape[-1] - latent)
+    out = q.new_zeros((*rows.shape[:-1], width - nope))
+    bounds = query_start.tolist()
+    for s, length in enumerate(seq_lens.tolist()):
+        start, end = bounds[s], bounds[s + 1]
+        if start == end:
+            continue
+        blocks = block_tables[s, : -(-length // kv_cache.shape[1])].long()
+        cached = from_cache(kv_cache[blocks].flatten(0, 1)[:length], kv_scale, q.dtype)
+        both = F.linear(cached[:, :latent], weight).view(length, heads, width)
+        k_rope = cached[:, None, latent:].expand(length, heads, -1)
+        # The queries of the last tokens; attention over all gives the rows of the others away.
+        whole = rows[start:end].new_zeros((length, *rows.shape[1:]))
+        whole[length - (end - start) :] = rows[start:end]
+        attended = attention.reference(
+            whole, torch.cat((both[..., :nope], k_rope), -1), both[..., nope:], scale=scale
+        )
+        out[start:end] = attended[length - (end - start) :]
+    return out.view(*q.shape[:-1], width - nope)
+
+
 def _tokens(arguments: Arguments) -> int | torch.SymInt:
     tokens: int | torch.SymInt = math.prod(arguments["q_nope"].shape[:-2])
     return tokens
@@ -122,33 +184,20 @@ def _latent_spec(name: str, arguments: Arguments, codes: torch.dtype | None) -> 
     return StateSpec.of(name, "latent", ((width,),), codes or latent.dtype)
 
 
-def _absorbed(arguments: Arguments, state: Mapping[str, Tensor], step: StepFields) -> Tensor:
-    """The projection of keys is applied to the queries, that of values to the result: with W_UK and
-    W_UV, the rows of `weight` of a head, q (W_UK c) = (q W_UK) c, and sum_t p_t W_UV c_t =
-    W_UV sum_t p_t c_t.
-    """
-    q_nope, latent, k_rope, weight = (
-        arguments[name] for name in ("q_nope", "latent", "k_rope", "weight")
-    )
-    heads, nope = q_nope.shape[-2:]
-    rows, width = weight.shape
-    of_head = view(weight, (heads, rows // heads, width))
-    w_uk, w_uv = slice_(of_head, 1, 0, nope), slice_(of_head, 1, nope, rows // heads)
-    q = cat((linear_by_head(q_nope, transpose(w_uk, 1, 2)), arguments["q_rope"]), -1)
+def _paged(arguments: Arguments, state: Mapping[str, Tensor], step: StepFields) -> Tensor:
     cache, *scales = state.values()
-    token = mla_kv_write(latent, k_rope, cache, step.slots, *scales)
-    attended = mla_absorbed_attention(
-        q,
+    token = mla_kv_write(arguments["latent"], arguments["k_rope"], cache, step.slots, *scales)
+    return mla_paged_attention(
+        cat((arguments["q_nope"], arguments["q_rope"]), -1),
+        arguments["weight"],
         cache,
         step.query_start,
         step.seq_lens,
         step.block_tables,
         token,
         *scales,
-        latent=width,
         scale=arguments["scale"],
     )
-    return linear_by_head(attended, w_uv)
 
 
 @op(
@@ -156,7 +205,7 @@ def _absorbed(arguments: Arguments, state: Mapping[str, Tensor], step: StepField
     rows=None,
     cost=_cost,
     shape=_shape,
-    state=StateBinding(handle="kv", tokens=_tokens, spec=_latent_spec, form=_absorbed),
+    state=StateBinding(handle="kv", tokens=_tokens, spec=_latent_spec, form=_paged),
 )
 def mla_attention(
     q_nope: Tensor,

@@ -228,6 +228,12 @@ def _latent_paged(n: RandomInputs) -> Arguments:
     }
 
 
+def _latent_projected(n: RandomInputs) -> Arguments:
+    given = _latent_paged(n) | {"q": n(n.T, N, P + R), "weight": n(N * (P + P), L) / L**0.5}
+    del given["latent"]
+    return given
+
+
 def _latent(n: RandomInputs) -> Arguments:
     cache = n(-(-CONTEXT // 16), 16, L + R)
     return {"kv_c": n(n.T, L), "k_pe": n(n.T, 1, R), "kv_cache": cache, "slots": n.slots()}
@@ -346,6 +352,7 @@ EXAMPLES: dict[Op, dict[str, Callable[[RandomInputs], Arguments]]] = {
     ops.paged_attention: {"": _paged, "window": lambda n: _paged(n) | {"window": 8}},
     ops.mla_attention: {"": _latent_attended},
     ops.mla_absorbed_attention: {"": _latent_paged},
+    ops.mla_paged_attention: {"": _latent_projected},
     ops.linear_by_head: {"": lambda n: {"x": n(n.T, N, P), "weight": n(N, L, P)}},
     ops.mla_kv_write: {"": _latent},
     ops.mla_rope_kv_write: {"": _latent_queries},

@@ -51,7 +51,7 @@ def example(scaled: bool) -> Example:
     """For a pattern that ends in a write into a latent cache; an fp8 cache has a scale."""
     cache = tensor_example(9, 16, 34, dtype=OneOf(*FP8) if scaled else torch.bfloat16)
     return {
-        "q_nope": tensor_example(5, 7, 22),
+        "q_nope": tensor_example(5, 7, 26),
         "q_pe": tensor_example(5, 7, 12),
         "kv_c": tensor_example(5, 22),
         "k_pe": tensor_example(5, 1, 12),

@@ -27,6 +27,7 @@ from kernel_cases.mla import (
     MLA_ABSORBED_ATTENTION,
     MLA_ATTENTION,
     MLA_KV_WRITE,
+    MLA_PAGED_ATTENTION,
     MLA_ROPE_KV_WRITE,
     SCALED_BMM_FP8,
 )
@@ -106,6 +107,7 @@ CASES: dict[str, Cases] = {
     "mla_absorbed_attention": MLA_ABSORBED_ATTENTION,
     "linear_by_head": LINEAR_BY_HEAD,
     "mla_attention": MLA_ATTENTION,
+    "mla_paged_attention": MLA_PAGED_ATTENTION,
     "mla_kv_write": MLA_KV_WRITE,
     "mla_rope_kv_write": MLA_ROPE_KV_WRITE,
     "scaled_bmm_fp8": SCALED_BMM_FP8,

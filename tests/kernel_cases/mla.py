@@ -91,6 +91,8 @@ MLA_ROPE_KV_WRITE: Cases = {
     **{name: partial(latent_rope_written, **how) for name, how in LATENT_WRITES.items()},
     **{style: partial(latent_rope_written, rope_style=style) for style in ROPE_STYLES},
     "fp32 tables": partial(latent_rope_written, table=torch.float32),
+    "queries narrower than the latent": partial(latent_rope_written, nope=20),
+    "queries wider than the latent": partial(latent_rope_written, nope=72, latent=40),
 }
 
 
@@ -307,4 +309,31 @@ MLA_ABSORBED_ATTENTION: Cases = {
     "fp8, decode": lambda draw: latent_paged(draw, DECODE, cache=E4M3),
     "e4m3fnuz": lambda draw: latent_paged(draw, CHUNKS, cache=E4M3FNUZ),
     "batch of one": lambda draw: latent_paged(draw, CHUNKS) | {"q": draw.normal(1, 26, 3, 48)},
+}
+
+
+def latent_projected(
+    draw: Draw, sequences: list[tuple[int, int]], nope: int = 24, values: int = 20, **rest: Any
+) -> dict[str, Any]:
+    arguments = latent_paged(draw, sequences, **rest)
+    tokens, heads, width = arguments["q"].shape
+    latent = arguments.pop("latent")
+    return arguments | {
+        "q": draw.normal(tokens, heads, nope + width - latent),
+        "weight": draw.normal(heads * (nope + values), latent) / latent**0.5,
+        "scale": (nope + width - latent) ** -0.5,
+    }
+
+
+MLA_PAGED_ATTENTION: Cases = {
+    "decode": lambda draw: latent_projected(draw, DECODE),
+    "prefill": lambda draw: latent_projected(draw, PREFILL),
+    "chunks": lambda draw: latent_projected(draw, CHUNKS),
+    "mixed, some without new tokens": lambda draw: latent_projected(draw, MIXED),
+    "padding rows": lambda draw: latent_projected(draw, MIXED, padding=3),
+    "padding rows only": lambda draw: latent_projected(draw, [(0, 9)], padding=3),
+    "a prompt, a chunk and a decode": lambda draw: latent_projected(
+        draw, [(200, 200), (90, 300), (1, 290)], latent=16, nope=8, values=8
+    ),
+    "fp8": lambda draw: latent_projected(draw, MIXED, cache=E4M3),
 }

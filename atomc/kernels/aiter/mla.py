@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from atomc import ops
+from atomc.graph.sizes import known_equal
 from atomc.kernels.aiter.kv_write import coded
 from atomc.kernels.aiter.library import Function, foreign_fp8, no_mxfp4, rounded_up, unfit
 from atomc.kernels.aiter.rope import moving, not_by_token, partly_rotated
@@ -81,9 +82,17 @@ def _refuse_mla_rope_kv_write(
     scale: Tensor | None = None,
     rope_style: str = "neox",
 ) -> Refusal | None:
-    return unfit(platform, fused_qk_rope_cat_and_cache_mla) or _unwritable(
+    if reason := unfit(platform, fused_qk_rope_cat_and_cache_mla) or _unwritable(
         q_nope, q_pe, kv_c, k_pe, cos, sin, kv_cache, scale, rope_style
-    )
+    ):
+        return reason
+    if not known_equal(q_nope.shape[-1], kv_c.shape[-1]):
+        return Refusal(
+            "shape",
+            f"queries of {q_nope.shape[-1]} columns and a latent of {kv_c.shape[-1]}: AITER takes "
+            "queries in the latent space",
+        )
+    return None
 
 
 @ops.mla_rope_kv_write.kernel("aiter", layout="paged", refuses=_refuse_mla_rope_kv_write)

@@ -2,14 +2,24 @@
 cache, on any device.
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from atomc import ops
+from atomc.kernels.checks import not_a_cpu
 from atomc.kernels.torch.attention import attention
+from atomc.kernels.torch.mla import linear_by_head
 from atomc.kernels.torch.sequence import attend, sequences
 from atomc.ops.attention import from_cache
+from atomc.ops.op import Refusal, Tokens
+from atomc.platform import Platform
+
+# From this number of tokens on, a step has prompts, whose keys and values are worth computing: a
+# decode step of that many sequences is rare. Not measured.
+PROMPTS = Tokens(257)
 
 
 @ops.mla_attention.kernel("torch")
@@ -47,11 +57,92 @@ def mla_absorbed_attention(
     out = q.new_zeros((*rows.shape[:-1], latent))
     # In 16 bits, values times a scale would be rounded.
     wide = q.dtype if kv_scale is None else torch.float32
+    for new, found in _gathered(kv_cache, query_start, seq_lens, block_tables):
+        cached = from_cache(found, kv_scale, wide)
+        out[new] = _over_latents(rows[new].to(wide), cached, latent, scale)
+    return out.view(*q.shape[:-1], latent)
+
+
+def refuse_mla_paged_attention(platform: Platform, **_: object) -> Refusal | None:
+    return not_a_cpu(platform)
+
+
+@ops.mla_paged_attention.kernel(
+    "torch",
+    layout="paged",
+    tokens=PROMPTS,
+    refuses=refuse_mla_paged_attention,
+    syncs=True,
+)
+def mla_paged_attention(
+    q: Tensor,
+    weight: Tensor,
+    kv_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    token: Tensor,
+    kv_scale: Tensor | None = None,
+    *,
+    scale: float,
+) -> Tensor:
+    rows = q.reshape(-1, *q.shape[-2:])
+    heads, latent = q.shape[-2], weight.shape[-1]
+    of_head = weight.view(heads, weight.shape[0] // heads, latent)
+    nope = q.shape[-1] - (kv_cache.shape[-1] - latent)
+    out = q.new_zeros((*rows.shape[:-1], of_head.shape[1] - nope))
+    for new, found in _gathered(kv_cache, query_start, seq_lens, block_tables):
+        cached = from_cache(found, kv_scale, q.dtype)
+        form = _expanded if expands(new.stop - new.start, len(found), of_head) else _absorbed
+        out[new] = form(rows[new], of_head, cached, nope, scale)
+    return out.view(*q.shape[:-1], out.shape[-1])
+
+
+def _gathered(
+    kv_cache: Tensor, query_start: Tensor, seq_lens: Tensor, block_tables: Tensor
+) -> Iterator[tuple[slice, Tensor]]:
+    """(rows of q, rows of the cache) of each sequence with new tokens."""
     for s, new, _, length in sequences(query_start, seq_lens, 0):
         blocks = block_tables[s, : -(-length // kv_cache.shape[1])]
-        found = kv_cache.index_select(0, blocks).flatten(0, 1)[:length]
-        keys = from_cache(found, kv_scale, wide).unsqueeze(1)
-        # With the whole rows as values, scaled_dot_product_attention has one width on a CPU, where
-        # it has a fused kernel for that alone.
-        out[new] = attend(rows[new].to(wide), keys, keys, None, scale, 0, 0.0)[..., :latent]
-    return out.view(*q.shape[:-1], latent)
+        yield new, kv_cache.index_select(0, blocks).flatten(0, 1)[:length]
+
+
+def expands(new: int, length: int, of_head: Tensor) -> bool:
+    """Whether the keys and values of `length` tokens take fewer multiplications than `new` queries
+    and results in the latent space. of_head [H, P + V, L].
+
+    A key and its value take P + V columns of L in each form: here for all tokens, there for the new
+    ones. A pair of a query and a key takes P + R + V here, and L + R + L there. DeepSeek-V3, by a
+    long context: from 171 new tokens on.
+    """
+    _, outputs, latent = of_head.shape
+    pairs = new * length - new * (new - 1) // 2
+    return (length - new) * outputs * latent <= pairs * (2 * latent - outputs)
+
+
+def _expanded(q: Tensor, of_head: Tensor, cached: Tensor, nope: int, scale: float) -> Tensor:
+    """Attention of the queries [T, H, P + R] of a sequence over keys and values that are computed
+    from its rows of the cache [S, L + R].
+    """
+    heads, outputs, latent = of_head.shape
+    both = F.linear(cached[:, :latent], of_head.flatten(0, 1)).view(-1, heads, outputs)
+    k_rope = cached[:, None, latent:].expand(-1, heads, -1)
+    k = torch.cat((both[..., :nope], k_rope), -1)
+    return attend(q, k, both[..., nope:], None, scale, 0, 0.0)
+
+
+def _absorbed(q: Tensor, of_head: Tensor, cached: Tensor, nope: int, scale: float) -> Tensor:
+    """The same with queries and results in the latent space."""
+    projected = linear_by_head(q[..., :nope], of_head[:, :nope].transpose(1, 2))
+    attended = _over_latents(
+        torch.cat((projected, q[..., nope:]), -1), cached, of_head.shape[-1], scale
+    )
+    return linear_by_head(attended, of_head[:, nope:])
+
+
+def _over_latents(q: Tensor, cached: Tensor, latent: int, scale: float) -> Tensor:
+    """Attention of q [T, H, L + R] over the rows of the cache of a sequence [S, L + R]."""
+    # With whole rows as values, scaled_dot_product_attention has one width on a CPU, where it has a
+    # fused kernel for that alone.
+    keys = cached.unsqueeze(1)
+    return attend(q, keys, keys, None, scale, 0, 0.0)[..., :latent]

@@ -171,7 +171,7 @@ def _rotate_query(
     t1,
     t2,
     out_row,
-    L: tl.constexpr,
+    P: tl.constexpr,
     OUT: tl.constexpr,
     D: tl.constexpr,
     HALF: tl.constexpr,
@@ -179,7 +179,7 @@ def _rotate_query(
     BLOCK_REST: tl.constexpr,
     STYLE: tl.constexpr,
 ):
-    """Rotate query rows (token * heads + head) into the columns of the result from L on."""
+    """Rotate query rows (token * heads + head) into the columns of the result from P on."""
     a, b, rest = rotated(
         q_pe_ptr,
         row_offset(row, d1, heads, p0, p1, p2),
@@ -200,7 +200,7 @@ def _rotate_query(
     )
     store_parts(
         q_out_ptr,
-        row.to(tl.int64) * out_row + L,
+        row.to(tl.int64) * out_row + P,
         inside,
         a,
         b,
@@ -320,6 +320,8 @@ def _mla_rope_kv_write(
     kt1,
     kt2,
     token_stride,
+    P: tl.constexpr,
+    BLOCK_P: tl.constexpr,
     L: tl.constexpr,
     BLOCK_L: tl.constexpr,
     OUT: tl.constexpr,
@@ -342,11 +344,11 @@ def _mla_rope_kv_write(
             q_nope_ptr,
             row_offset(row, d1, heads, n0, n1, n2),
             q_out_ptr,
-            row.to(tl.int64) * (L + D),
+            row.to(tl.int64) * (P + D),
             inside,
             1.0,
-            L,
-            BLOCK_L,
+            P,
+            BLOCK_P,
             "",
             False,
         )
@@ -365,8 +367,8 @@ def _mla_rope_kv_write(
             qt0,
             qt1,
             qt2,
-            L + D,
-            L,
+            P + D,
+            P,
             OUT,
             D,
             HALF,
@@ -720,10 +722,12 @@ def refuse_mla_rope_kv_write(
     )
 
 
-def _result(q_nope: Tensor, latent: int, q_pe: Tensor, cos: Tensor) -> tuple[Tensor, torch.dtype]:
-    """Empty queries, and the dtype in which they are rotated."""
+def _result(q_nope: Tensor, width: int, q_pe: Tensor, cos: Tensor) -> tuple[Tensor, torch.dtype]:
+    """Empty queries, with so many columns before the rotated ones, and the dtype in which they are
+    rotated.
+    """
     turned = torch.promote_types(q_pe.dtype, cos.dtype)
-    shape = (*q_nope.shape[:-1], latent + q_pe.shape[-1])
+    shape = (*q_nope.shape[:-1], width + q_pe.shape[-1])
     return q_nope.new_empty(shape, dtype=torch.promote_types(q_nope.dtype, turned)), turned
 
 
@@ -742,8 +746,8 @@ def mla_rope_kv_write(
     scale: Tensor | None = None,
     rope_style: str = "neox",
 ) -> tuple[Tensor, Tensor]:
-    latent = kv_c.shape[-1]
-    out, turned = _result(q_nope, latent, q_pe, cos)
+    nope, latent = q_nope.shape[-1], kv_c.shape[-1]
+    out, turned = _result(q_nope, nope, q_pe, cos)
     if rows := num_rows(kv_c):
         q_rows = num_rows(q_nope)
         rows_a_program = HEAD_ROWS.choose(kv_c.device, q_rows)
@@ -771,6 +775,8 @@ def mla_rope_kv_write(
             *table_strides(cos, q_pe),
             *table_strides(cos, k_pe),
             kv_cache.stride(1),
+            P=nope,
+            BLOCK_P=triton.next_power_of_2(nope),
             L=latent,
             BLOCK_L=triton.next_power_of_2(latent),
             OUT=TRITON_DTYPE[turned],
