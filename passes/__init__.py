@@ -33,10 +33,14 @@ from atomc.passes.recognize.columns_of_pairs import columns_of_pairs
 from atomc.passes.recognize.experts import MOE_EXPERTS, ids_as_chosen
 from atomc.passes.recognize.gated import GELU_AND_MUL, OTHER_GATES, SILU_AND_MUL
 from atomc.passes.recognize.layer_norm import LAYER_NORM
+from atomc.passes.recognize.mla import MLA_ATTENTION
 from atomc.passes.recognize.repeat_kv import REPEAT_KV
 from atomc.passes.recognize.rms_norm import OTHER_NORMS, RMS_NORM
 from atomc.passes.recognize.rope import ROPE, ROPE_CAST, ROPE_COMPLEX, ROPE_OTHER_SIGN, ROPE_PARTIAL
-from atomc.passes.recognize.rope_before_transpose import ROPE_BEFORE_TRANSPOSE
+from atomc.passes.recognize.rope_before_transpose import (
+    ROPE_BEFORE_TRANSPOSE,
+    TRANSPOSE_BEFORE_ROPE,
+)
 from atomc.passes.recognize.route import TOPK_ROUTE
 from atomc.passes.reinplace import reinplace
 from atomc.rewriting.graph_pass import Pass, rewriting
@@ -66,7 +70,9 @@ PIPELINE: tuple[Pass, ...] = (
     rewriting(
         *ROPE_BEFORE_TRANSPOSE, after=["rms_norm", "rope_partial", "repeat_kv"], cleanup=True
     ),
-    Pass("tidy_transposes", tidy, after=["rope_before_transpose"], cleanup=True),
+    rewriting(MLA_ATTENTION, after=["cat_of_slices", "attention", "rope_before_transpose"]),
+    rewriting(TRANSPOSE_BEFORE_ROPE, after=["mla_attention"], cleanup=True),
+    Pass("tidy_transposes", tidy, after=["transpose_before_rope"], cleanup=True),
     rewriting(LINEAR_TOPK_ROUTE, after=["topk_route"], off_by_default=True),
     # Merge: linear layers with one input become one.
     merging("merge_qkv", after=["tidy_transposes"]),

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from latent import latent_handle
 from torch import Tensor
 
@@ -52,6 +53,7 @@ Q_NOPE, Q_LATENT, Q_PE, KV_C, K_PE = (
 )
 TABLES = rand(T, 1, R // 2), rand(T, 1, R // 2)
 ROTATED = Q_LATENT, Q_PE, KV_C, K_PE, *TABLES, latent_handle(L + R)
+EXPANDED = Q_NOPE, Q_PE, KV_C, K_PE, rand(H * (P + V), L)
 W_K, W_K_SCALE = (rand(H, L, P) * 20).to(torch.float8_e4m3fn), torch.tensor([0.01])
 MULTIPLIED = Q_NOPE, Q_PE, KV_C, K_PE, *TABLES, latent_handle(L + R), W_K, W_K_SCALE
 
@@ -75,6 +77,40 @@ def keys_and_values(
         parts = nope(both[..., :P]), pe(k_pe.expand(T, H, R))
         k = torch.cat(parts[::-1] if swapped else parts, dim)
         return (k, both[..., P:] * 1.5, *([product.abs()] if read else []))
+
+    return function
+
+
+def expanded(
+    after: Change = same,
+    nope: Change = same,
+    pe: Change = same,
+    value: Change = same,
+    dim: int = -1,
+    swapped: bool = False,
+    read: bool = False,
+    per_head: bool = False,
+    bias: bool = False,
+    other_values: bool = False,
+    masked: bool = False,
+    fewer: bool = False,
+    window: int = 0,
+) -> Callable[..., Any]:
+    """Attention over keys and values of all heads that one product makes from the latent."""
+
+    def function(q: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, weight: Tensor) -> Any:
+        product = F.linear(kv_c, weight, weight[:, 0] if bias else None)
+        both = after(product).view(T, H, P + V)
+        rotated = k_pe * q_pe if per_head else k_pe.expand(T, H, R)
+        parts = nope(both[..., :P]), pe(rotated)
+        k = torch.cat(parts[::-1] if swapped else parts, dim)
+        v = both[..., P:]
+        if other_values:
+            v = F.linear(kv_c, weight * 2).view(T, H, P + V)[..., P:]
+        queries = torch.cat((q, q_pe), -1)[: T - 2 if fewer else T]
+        mask = kv_c[:, :T] if masked else None
+        found = ops.attention(queries, k, value(v), None, mask, scale=0.1, window=window)
+        return found, *([k.abs()] if read else [])
 
     return function
 
@@ -151,6 +187,25 @@ DOUBLED, MOVED, READ_TOO = (
 NO_EPS, NO_CASTS = "n/a: it has no eps", "n/a: it has no cast"
 QUERIES, PRODUCT = "cat.* reading rope", "mla_rope_kv_write.* reading scaled_bmm_fp8"
 CACHE = "n/a: the cache is made where the keys are"
+
+ATTENTION = "attention.* reading cat|cat.* reading"
+MLA_ROWS: dict[str, dict[str, Any]] = {
+    "mla_attention": {
+        "extra user": (expanded(read=True), EXPANDED, "extra user", "no other reader of cat", READ_TOO),
+        "mutation": (expanded(after=doubled_in_place), EXPANDED, "extra op", "reading linear", DOUBLED),
+        "view that changes meaning": (
+            expanded(nope=heads_mixed), EXPANDED, "extra op", "cat.* reading slice", "^permute"),
+        "device": "n/a: attention reads tensors of one device",
+        "eps differs": NO_EPS,
+        "not the last dim": (
+            expanded(value=lambda x: x.flip(-1)), EXPANDED, "extra op", "attention.* reading slice", "^flip"),
+        "dtype promotion": (
+            expanded(nope=lambda x: x.float().to(x.dtype)), EXPANDED, "extra op", "cat.* reading slice", "float32"),
+        "operand order": (
+            expanded(swapped=True), EXPANDED, "operand order", r"slice\(.*\) before .* in cat", "exchanged"),
+        "missing cast": NO_CASTS,
+    },
+}  # fmt: skip
 
 ROWS: dict[str, dict[str, Any]] = {
     "linear_split_cat": {

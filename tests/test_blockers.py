@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from kernel_cases.rows import one_process_group
 from latent import BIND_LATENT
-from latent_blockers import ROWS
+from latent_blockers import MLA_ROWS, ROWS
 from moe_blockers import MOE_ROWS
 from rewriting import explained
 from torch import Tensor
@@ -692,7 +692,7 @@ TABLE |= {
     rewrite: {
         blocker: cell if isinstance(cell, str) else Cell(*cell) for blocker, cell in row.items()
     }
-    for rewrite, row in (ROWS | MOE_ROWS).items()
+    for rewrite, row in (ROWS | MLA_ROWS | MOE_ROWS).items()
 }
 OPTIONAL = {p.name for p in passes.PIPELINE if p.off_by_default}
 REAL = [

@@ -40,7 +40,7 @@ TINY = dict(
     max_position_embeddings=64,
     pad_token_id=0,
 )
-LATENT = ("linear_split_cat", "mla_rope_kv_write", "bmm_rope_kv_write")
+LATENT = ("mla_attention", "linear_split_cat", "mla_rope_kv_write", "bmm_rope_kv_write")
 
 
 def deepseek(layers: int, dtype: torch.dtype = torch.bfloat16, **differs: Any) -> nn.Module:

@@ -72,7 +72,7 @@ SETTINGS = [
     for settings in (
         CHUNKS,
         {"enable_prefix_caching": False},
-        {"options": EAGER | {"layout": "contiguous"}},
+        {"options": EAGER | {"layout": "contiguous", "passes": {"mla_attention": False}}},
     )
 ]
 FAST = [("ours", "deepseek_v3", CHUNKS), ("stock", "deepseek_v2", CHUNKS)]

@@ -4,7 +4,10 @@
     rope(x.transpose(1, 2), cos, sin)      =>    rope(x, cos.T, sin.T).transpose(1, 2)
 
 Models of transformers ([B, heads, T, D]) then have the same order as atomc's ([.., T, heads, D]),
-and the transposes cancel.
+and the transposes cancel. Latent attention rotates some columns of transposed heads; there, only
+the other direction leads to this order:
+
+    rope(x, cos, sin).transpose(1, 2)      =>    rope(x.transpose(1, 2), cos.T, sin.T)
 """
 
 from collections.abc import Callable
@@ -61,6 +64,14 @@ def _rope_example() -> Example:
     }
 
 
+def _rotated_pattern(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
+    return ops.rope(x, cos, sin, style).transpose(1, 2)
+
+
+def _rotated_replacement(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
+    return ops.rope(transpose(x, 1, 2), transpose(cos, 1, 2), transpose(sin, 1, 2), style)
+
+
 # The norm first: the transpose then precedes a rotation after it.
 ROPE_BEFORE_TRANSPOSE = [
     Rewrite(
@@ -81,3 +92,11 @@ ROPE_BEFORE_TRANSPOSE = [
         needs={"aten::permute": {}},
     ),
 ]
+TRANSPOSE_BEFORE_ROPE = Rewrite(
+    "transpose_before_rope",
+    _rotated_pattern,
+    _rotated_replacement,
+    _rope_example,
+    _rope_guard,
+    needs={"aten::permute": {}, "mla_attention": {}},
+)
