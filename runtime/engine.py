@@ -110,7 +110,8 @@ class Engine:
         self._states: dict[str, RequestState] = {}
         self._seeds = random.Random(config.seed)
         self._in_flight: _StepInFlight | None = None
-        self._other_outputs: list[Output] = []  # outputs of other requests during `embed`
+        # For the next step: of other requests during `embed`, and of a step that failed.
+        self._other_outputs: list[Output] = []
         self._speculates = config.speculative_tokens > 0
         phases = Phases(PHASES, progress=progress)
         self.phases = phases.seconds
@@ -293,6 +294,7 @@ class Engine:
                 launched.running.sample(mask)
             except BaseException:  # raised again, Ctrl-C too: the scheduler is as before the step
                 self.scheduler.undo_step(step)
+                self._other_outputs = outputs
                 raise
         outputs += self._collect()
         self._in_flight = launched
