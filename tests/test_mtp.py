@@ -457,6 +457,32 @@ def test_padded_steps_give_the_same_tokens_and_drafts(checkpoint):
     assert steps(padded=True) == steps(padded=False)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 3])
+def test_drafts_of_cuda_graphs_are_those_of_calls(checkpoint, count):
+    def steps(enforce_eager):
+        one = engine(
+            checkpoint,
+            device="cuda",
+            dtype="float32",
+            speculative="mtp",
+            speculative_tokens=count,
+            enforce_eager=enforce_eager,
+        )
+        for i, length in enumerate((3, 20, 60, 90)):
+            params = SamplingParams(max_tokens=20, ignore_eos=True, seed=i)
+            one.add(one.request(str(i), prompt_of(i, length), params))
+        found = []
+        while one.has_work:
+            one.step()
+            found.append([(request.id, request.draft) for request in one.scheduler.running])
+        stats = one.stats()
+        assert ("full graph" in stats.steps) == (not enforce_eager) and stats.accepted > 0
+        return found
+
+    assert steps(enforce_eager=False) == steps(enforce_eager=True)
+
+
 @pytest.mark.parametrize("as_float", ["eh_proj", ""], ids=["eh_proj", "all of it"])
 def test_parts_of_the_draft_layer_stored_without_quantization_are_loaded_so(tmp_path, as_float):
     """The model's layers are in fp8, and config.json does not name the others as exceptions."""
