@@ -91,6 +91,7 @@ class Worker:
         )
         self.draft = None
         if draft is not None:
+            self.program.report.model = type(self.module).__name__
             self.draft = compile_draft(
                 draft,
                 self.program,

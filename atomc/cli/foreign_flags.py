@@ -36,8 +36,8 @@ FOREIGN_FLAGS = {
         "--random-seed": "use --seed",
         "--revision": "download that revision and pass its directory",
         "--schedule-policy": "use --scheduling-policy",
-        "--speculative-config": "use --speculative-tokens N, optionally with --ngram-min and "
-        "--ngram-max",
+        "--speculative-config": "use --speculative ngram or mtp, optionally with "
+        "--speculative-tokens N",
         "--swap-space": "preempted requests are recomputed, not swapped: leave it out",
         "--task": "the server offers both generation and embeddings: leave it out",
         "--tensor-parallel-size": _ONE_DEVICE,
