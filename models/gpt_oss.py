@@ -25,24 +25,11 @@ from atomc.models.config import (
     number,
     only,
 )
-from atomc.models.decoder import CausalLM
+from atomc.models.decoder import DECODER_SHARD, CausalLM, Layer
 from atomc.models.experts import Experts
 from atomc.models.rotary import apply_rope, rope_parameters
 
-# column: by output features; row: by input features, the outputs are summed; vocab: by vocabulary
-# entry, embeddings are summed and logits gathered. Other parameters (also the router) are on every
-# device; sinks are, like query heads, by column.
-SHARD = {
-    "embed_tokens": "vocab",
-    "q_proj": "column",
-    "k_proj": "column",
-    "v_proj": "column",
-    "o_proj": "row",
-    "sinks": "column",
-    "gate_up_proj": "column",
-    "down_proj": "row",
-    "lm_head": "vocab",
-}
+SHARD = DECODER_SHARD | {"sinks": "column"}
 
 
 # Of a config without rope_parameters.
@@ -203,24 +190,11 @@ class MLP(nn.Module):
         return y.view_as(x)
 
 
-class Layer(nn.Module):
-    def __init__(self, config: Config, window: int):
-        super().__init__()
-        self.self_attn = Attention(config, window)
-        self.mlp = MLP(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), cos, sin)
-        x_TD = x_TD + self.mlp(self.post_attention_layernorm(x_TD))
-        return x_TD
-
-
 class GptOssForCausalLM(CausalLM):
     def __init__(self, config: Config):
         windows = {"full_attention": 0, "sliding_attention": config.sliding_window}
-        super().__init__(config, (Layer(config, windows[kind]) for kind in config.layer_types))
+        attention = (Attention(config, windows[kind]) for kind in config.layer_types)
+        super().__init__(config, (Layer(config, one, MLP(config)) for one in attention))
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, JSONLike]) -> "GptOssForCausalLM":
