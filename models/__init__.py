@@ -24,6 +24,7 @@ __all__ = ["REGISTRY", "architectures_of", "build", "model_class", "wrap_stock"]
 REGISTRY = {
     "Glm4MoeForCausalLM": "atomc.models.glm4_moe:Glm4MoeForCausalLM",
     "GptOssForCausalLM": "atomc.models.gpt_oss:GptOssForCausalLM",
+    "HunYuanMoEV1ForCausalLM": "atomc.models.hunyuan_v1_moe:HunYuanMoEV1ForCausalLM",
     "LlamaForCausalLM": "atomc.models.llama:LlamaForCausalLM",
     "MistralForCausalLM": "atomc.models.llama:LlamaForCausalLM",
     "MixtralForCausalLM": "atomc.models.mixtral:MixtralForCausalLM",

@@ -21,6 +21,8 @@ transformers = pytest.importorskip("transformers")
 
 EXPERTS = {"num_experts_per_tok": 2, "head_dim": 16}
 GLM = EXPERTS | {"n_routed_experts": 8, "moe_intermediate_size": 32}
+HUNYUAN = {"num_experts": 8, "moe_topk": 2, "head_dim": 16, "eos_token_id": None}
+DYNAMIC = {"rope_type": "dynamic", "factor": 1.0, "alpha": 1000.0}
 # name -> model_type and what differs from TINY
 KINDS = {
     "qwen3_moe": (
@@ -85,8 +87,17 @@ KINDS = {
             "rope_parameters": {"partial_rotary_factor": 1.0, "rope_theta": 10000.0},
         },
     ),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", HUNYUAN),
+    "hunyuan_v1_moe, alpha, tied": (
+        "hunyuan_v1_moe",
+        HUNYUAN
+        | {
+            "rope_parameters": DYNAMIC | {"rope_theta": 10000.0},
+            "tie_word_embeddings": True,
+        },
+    ),
 }
-ARCHITECTURES = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe")
+ARCHITECTURES = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "hunyuan_v1_moe")
 POSITIONS = torch.arange(33)
 EAGER = {"glue": "eager", "strict": True}
 
@@ -180,6 +191,7 @@ FAST = {
     Cell("mixtral", "stock", torch.float32),
     Cell("gpt_oss", "ours", torch.float32),
     Cell("glm4_moe", "stock", torch.bfloat16),
+    Cell("hunyuan_v1_moe", "ours", torch.float32),
 }
 
 
