@@ -1,8 +1,8 @@
-"""The frame of a decoder, shared by the models: embedding, layers, final norm and head, with the
-names of Hugging Face.
+"""The frame of a decoder, shared by the models: embedding, pre-norm layers, final norm and head.
+Names are those of Hugging Face.
 
-T tokens, D model width, V vocabulary, R rows with logits. Tokens are flat, [T]; [B, T] works as
-well, every tensor then has a leading B.
+T tokens, D model width, H head width, V vocabulary, R rows with logits.
+Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,6 +13,22 @@ from torch import Tensor, nn
 from atomc.json_types import JSONLike
 from atomc.models.layers import RMSNorm
 from atomc.models.rotary import Rotary
+
+# How parameters of these names are sharded over devices. column: by output features; row: by input
+# features, outputs are summed; vocab: by vocabulary entry, embeddings are summed and logits
+# gathered. Other parameters (norms, routers) are on every device.
+DECODER_SHARD = {
+    "embed_tokens": "vocab",
+    "q_proj": "column",
+    "k_proj": "column",
+    "v_proj": "column",
+    "o_proj": "row",
+    "gate_proj": "column",
+    "up_proj": "column",
+    "gate_up_proj": "column",
+    "down_proj": "row",
+    "lm_head": "vocab",
+}
 
 
 class DecoderConfig(Protocol):
@@ -32,19 +48,31 @@ class DecoderConfig(Protocol):
     def tie_word_embeddings(self) -> bool: ...
 
 
+class Layer(nn.Module):
+    """Attention and MLP, each behind a norm and added to its input."""
+
+    def __init__(self, config: DecoderConfig, attention: nn.Module, mlp: nn.Module):
+        super().__init__()
+        self.self_attn = attention
+        self.mlp = mlp
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [T, D], cos and sin [T, 1, H] -> [T, D]."""
+        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), cos, sin)
+        x_TD = x_TD + self.mlp(self.post_attention_layernorm(x_TD))
+        return x_TD
+
+
 class Decoder(nn.Module):
-    """Embedding, layers and final norm. A layer is called with x [T, D], cos and sin.
+    """Embedding, layers and final norm."""
 
-    norm  None: RMSNorm
-    """
-
-    def __init__(
-        self, config: DecoderConfig, layers: Iterable[nn.Module], norm: nn.Module | None = None
-    ):
+    def __init__(self, config: DecoderConfig, layers: Iterable[nn.Module]):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(layers)
-        self.norm = norm or RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = Rotary(config.rope_parameters, config.head_dim)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
@@ -60,12 +88,10 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """A decoder and its head, which may share the weight of the embedding."""
 
-    def __init__(
-        self, config: DecoderConfig, layers: Iterable[nn.Module], norm: nn.Module | None = None
-    ):
+    def __init__(self, config: DecoderConfig, layers: Iterable[nn.Module]):
         super().__init__()
         self.config = config
-        self.model = Decoder(config, layers, norm)
+        self.model = Decoder(config, layers)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight

@@ -25,9 +25,8 @@ from atomc.models.config import (
     number,
     only,
 )
-from atomc.models.decoder import CausalLM
 from atomc.models.experts import Experts
-from atomc.models.rotary import apply_rope, rope_parameters
+from atomc.models.rotary import Rotary, apply_rope, rope_parameters
 
 # column: by output features; row: by input features, the outputs are summed; vocab: by vocabulary
 # entry, embeddings are summed and logits gathered. Other parameters (also the router) are on every
@@ -217,12 +216,45 @@ class Layer(nn.Module):
         return x_TD
 
 
-class GptOssForCausalLM(CausalLM):
+class GptOssModel(nn.Module):
     def __init__(self, config: Config):
+        super().__init__()
         windows = {"full_attention": 0, "sliding_attention": config.sliding_window}
-        layers = (Layer(config, windows[kind]) for kind in config.layer_types)
-        super().__init__(config, layers, RMSNorm(config.hidden_size, config.rms_norm_eps))
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, windows[kind]) for kind in config.layer_types)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = Rotary(config.rope_parameters, config.head_dim)
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        x_TD: Tensor = self.embed_tokens(input_ids)
+        cos, sin = self.rotary_emb(x_TD, positions)
+        for layer in self.layers:
+            x_TD = layer(x_TD, cos, sin)
+        x_TD = self.norm(x_TD)
+        return x_TD
+
+
+class GptOssForCausalLM(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        self.model = GptOssModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, JSONLike]) -> "GptOssForCausalLM":
         return cls(Config.from_hf(hf))
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor | None = None
+    ) -> Tensor:
+        """input_ids and positions [T] i64 -> logits [T, V], or [R, V] of the tokens logits_rows [R]
+        i64.
+        """
+        x_TD = self.model(input_ids, positions)
+        if logits_rows is not None:
+            x_TD = x_TD.index_select(-2, logits_rows)
+        logits: Tensor = self.lm_head(x_TD)
+        return logits

@@ -14,24 +14,11 @@ from torch import Tensor, nn
 from atomc import ops
 from atomc.json_types import JSONLike
 from atomc.models.config import flag, head_counts, head_width, integer, number, only
-from atomc.models.decoder import CausalLM
-from atomc.models.layers import MLP, RMSNorm
+from atomc.models.decoder import DECODER_SHARD, CausalLM, Layer
+from atomc.models.layers import MLP
 from atomc.models.rotary import apply_rope, rope_parameters
 
-# How a parameter is sharded over devices. column: by output features; row: by input features,
-# outputs are summed; vocab: by vocabulary entry, embeddings are summed and logits gathered. Other
-# parameters are on every device.
-SHARD = {
-    "embed_tokens": "vocab",
-    "q_proj": "column",
-    "k_proj": "column",
-    "v_proj": "column",
-    "o_proj": "row",
-    "gate_proj": "column",
-    "up_proj": "column",
-    "down_proj": "row",
-    "lm_head": "vocab",
-}
+SHARD = DECODER_SHARD
 
 
 @dataclass(frozen=True)
@@ -102,23 +89,14 @@ class Attention(nn.Module):
         return out_TD
 
 
-class Layer(nn.Module):
-    def __init__(self, config: Config):
-        super().__init__()
-        self.self_attn = Attention(config)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), cos, sin)
-        x_TD = x_TD + self.mlp(self.post_attention_layernorm(x_TD))
-        return x_TD
+def _layer(config: Config) -> Layer:
+    mlp = MLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+    return Layer(config, Attention(config), mlp)
 
 
 class LlamaForCausalLM(CausalLM):
     def __init__(self, config: Config):
-        super().__init__(config, (Layer(config) for _ in range(config.num_hidden_layers)))
+        super().__init__(config, (_layer(config) for _ in range(config.num_hidden_layers)))
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, JSONLike]) -> "LlamaForCausalLM":

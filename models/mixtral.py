@@ -23,24 +23,11 @@ from atomc.models.config import (
     number,
     only,
 )
-from atomc.models.decoder import CausalLM
+from atomc.models.decoder import DECODER_SHARD, CausalLM, Layer
 from atomc.models.experts import Experts
-from atomc.models.layers import RMSNorm
 from atomc.models.rotary import apply_rope, rope_parameters
 
-# column: by output features; row: by input features, the outputs are summed; vocab: by vocabulary
-# entry, embeddings are summed and logits gathered. Other parameters (also the router) are on every
-# device.
-SHARD = {
-    "embed_tokens": "vocab",
-    "q_proj": "column",
-    "k_proj": "column",
-    "v_proj": "column",
-    "o_proj": "row",
-    "gate_up_proj": "column",
-    "down_proj": "row",
-    "lm_head": "vocab",
-}
+SHARD = DECODER_SHARD
 
 
 @dataclass(frozen=True)
@@ -139,23 +126,10 @@ class MoE(nn.Module):
         return y.view_as(x)
 
 
-class Layer(nn.Module):
-    def __init__(self, config: Config):
-        super().__init__()
-        self.self_attn = Attention(config)
-        self.mlp = MoE(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), cos, sin)
-        x_TD = x_TD + self.mlp(self.post_attention_layernorm(x_TD))
-        return x_TD
-
-
 class MixtralForCausalLM(CausalLM):
     def __init__(self, config: Config):
-        super().__init__(config, (Layer(config) for _ in range(config.num_hidden_layers)))
+        count = range(config.num_hidden_layers)
+        super().__init__(config, (Layer(config, Attention(config), MoE(config)) for _ in count))
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, JSONLike]) -> "MixtralForCausalLM":

@@ -22,24 +22,11 @@ from atomc.models.config import (
     number,
     only,
 )
-from atomc.models.decoder import CausalLM
+from atomc.models.decoder import DECODER_SHARD, CausalLM, Layer
 from atomc.models.layers import MLP, RMSNorm
 from atomc.models.rotary import apply_rope, rope_parameters
 
-# column: by output features; row: by input features, the outputs are summed; vocab: by vocabulary
-# entry, embeddings are summed and logits gathered. Other parameters (also q_norm and k_norm) are on
-# every device.
-SHARD = {
-    "embed_tokens": "vocab",
-    "q_proj": "column",
-    "k_proj": "column",
-    "v_proj": "column",
-    "o_proj": "row",
-    "gate_proj": "column",
-    "up_proj": "column",
-    "down_proj": "row",
-    "lm_head": "vocab",
-}
+SHARD = DECODER_SHARD
 
 
 @dataclass(frozen=True)
@@ -118,24 +105,15 @@ class Attention(nn.Module):
         return out_TD
 
 
-class Layer(nn.Module):
-    def __init__(self, config: Config, window: int):
-        super().__init__()
-        self.self_attn = Attention(config, window)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), cos, sin)
-        x_TD = x_TD + self.mlp(self.post_attention_layernorm(x_TD))
-        return x_TD
+def _layer(config: Config, window: int) -> Layer:
+    mlp = MLP(config.hidden_size, config.intermediate_size)
+    return Layer(config, Attention(config, window), mlp)
 
 
 class Qwen3ForCausalLM(CausalLM):
     def __init__(self, config: Config):
         windows = {"full_attention": 0, "sliding_attention": config.sliding_window or 0}
-        super().__init__(config, (Layer(config, windows[kind]) for kind in config.layer_types))
+        super().__init__(config, (_layer(config, windows[kind]) for kind in config.layer_types))
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, JSONLike]) -> "Qwen3ForCausalLM":

@@ -24,26 +24,12 @@ from atomc.models.config import (
     number,
     only,
 )
-from atomc.models.decoder import CausalLM
+from atomc.models.decoder import DECODER_SHARD, CausalLM, Layer
 from atomc.models.experts import Experts
 from atomc.models.layers import MLP, RMSNorm
 from atomc.models.rotary import apply_rope, rope_parameters
 
-# column: by output features; row: by input features, the outputs are summed; vocab: by vocabulary
-# entry, embeddings are summed and logits gathered. Other parameters (also the router, q_norm and
-# k_norm) are on every device.
-SHARD = {
-    "embed_tokens": "vocab",
-    "q_proj": "column",
-    "k_proj": "column",
-    "v_proj": "column",
-    "o_proj": "row",
-    "gate_proj": "column",
-    "up_proj": "column",
-    "gate_up_proj": "column",
-    "down_proj": "row",
-    "lm_head": "vocab",
-}
+SHARD = DECODER_SHARD
 
 
 @dataclass(frozen=True)
@@ -166,27 +152,15 @@ class MoE(nn.Module):
         return y.view_as(x)
 
 
-class Layer(nn.Module):
-    def __init__(self, config: Config, index: int):
-        super().__init__()
-        self.self_attn = Attention(config)
-        self.mlp = (
-            MoE(config)
-            if index in config.moe_layers
-            else MLP(config.hidden_size, config.intermediate_size)
-        )
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), cos, sin)
-        x_TD = x_TD + self.mlp(self.post_attention_layernorm(x_TD))
-        return x_TD
+def _layer(config: Config, index: int) -> Layer:
+    is_sparse = index in config.moe_layers
+    mlp = MoE(config) if is_sparse else MLP(config.hidden_size, config.intermediate_size)
+    return Layer(config, Attention(config), mlp)
 
 
 class Qwen3MoeForCausalLM(CausalLM):
     def __init__(self, config: Config):
-        super().__init__(config, (Layer(config, i) for i in range(config.num_hidden_layers)))
+        super().__init__(config, (_layer(config, i) for i in range(config.num_hidden_layers)))
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, JSONLike]) -> "Qwen3MoeForCausalLM":

@@ -19,6 +19,7 @@ from atomc.planning.plan import build_model, compile_for, plan
 from atomc.planning.plan_report import ExpertsRead, Workload
 from atomc.platform import Platform
 from atomc.program import compile_model
+from atomc.report.records import KernelChoice, kernels_by_tokens
 from atomc.report.render import formula
 from atomc.report.report import Report
 from atomc.rewriting.graph_pass import Pass
@@ -254,16 +255,27 @@ def tiny():
 def test_the_report_shows_router_experts_scheme_and_kernels_by_tokens(tiny):
     assert [layer.layer for layer in tiny.moe] == [1, 2]
     text = tiny.to_text()
-    header = "mixture of experts  experts  top-k  weights   tokens       runs as  router"
+    header = "mixtures of experts\nlayers  experts  top-k  weights   tokens       runs as  router"
     first, second = text.partition(header)[2].splitlines()[1:3]
     assert header in text
     for row, tokens in ((first, "1 to 16"), (second, "17 and more")):
         assert row.split() == [
-            *("layers", "1-2", "8", "2", "bfloat16"),
+            *("1-2", "8", "2", "bfloat16"),
             *tokens.split(),
             *("triton", "softmax,", "renormalized"),
         ]
     assert Report.of(json.loads(tiny.to_json())).moe == tiny.moe
+
+
+def test_neighbouring_ranges_of_one_kernel_are_one():
+    few = [("triton", "is meant for 1 to 16 tokens")]
+    choices = [
+        KernelChoice("moe_experts", "mlp", "1 to 16", "triton"),
+        KernelChoice("moe_experts", "mlp", "17 to 128", "triton", few),
+        KernelChoice("moe_experts", "mlp", "129 and more", "triton", few),
+    ]
+    assert kernels_by_tokens(choices) == [("1 to 16", "triton"), ("17 and more", "triton")]
+    assert kernels_by_tokens(choices[1:2]) == [("17 to 128", "triton")]
 
 
 def test_the_page_lists_mixtures_and_evaluates_their_formula(tiny):
@@ -280,5 +292,5 @@ def test_the_page_lists_mixtures_and_evaluates_their_formula(tiny):
 def test_a_model_without_experts_has_no_line_of_them():
     x, w = torch.randn(3, 8), torch.randn(8, 8)
     report = explain(lambda x, w: ops.linear(x, w), x, w)
-    assert report.moe == [] and "mixture of experts" not in report.to_text()
+    assert report.moe == [] and "mixtures of experts" not in report.to_text()
     assert "Mixtures of experts</h3>" not in report.to_html()

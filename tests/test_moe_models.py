@@ -35,6 +35,8 @@ LATENT = {
     "eos_token_id": None,
 }
 MSCALE = YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}
+HUNYUAN = {"num_experts": 8, "moe_topk": 2, "head_dim": 16, "eos_token_id": None}
+DYNAMIC = {"rope_type": "dynamic", "factor": 1.0, "alpha": 1000.0}
 # name -> model_type and what differs from TINY
 KINDS = {
     "qwen3_moe": (
@@ -158,6 +160,15 @@ KINDS = {
         "glm4_moe_lite",
         LATENT | {"mlp_layer_types": ["sparse", "dense"], "n_group": 2},
     ),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", HUNYUAN),
+    "hunyuan_v1_moe, alpha, tied": (
+        "hunyuan_v1_moe",
+        HUNYUAN
+        | {
+            "rope_parameters": DYNAMIC | {"rope_theta": 10000.0},
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 ARCHITECTURES = (
     "qwen3_moe",
@@ -168,6 +179,7 @@ ARCHITECTURES = (
     "deepseek_v3",
     "deepseek_v3, no q_lora",
     "glm4_moe_lite",
+    "hunyuan_v1_moe",
 )
 POSITIONS = torch.arange(33)
 EAGER = {"glue": "eager", "strict": True}
@@ -284,6 +296,7 @@ FAST = {
     Cell("deepseek_v2", "stock", torch.float32),
     Cell("deepseek_v3", "ours", torch.float32),
     Cell("glm4_moe_lite", "ours", torch.bfloat16),
+    Cell("hunyuan_v1_moe", "ours", torch.float32),
 }
 
 

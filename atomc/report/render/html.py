@@ -20,7 +20,16 @@ from atomc.graph.graph_printer import NodeLine, parse
 from atomc.json_types import JSONLike
 from atomc.ops.op import ALL_TOKENS, Tokens
 from atomc.platform import DESCRIBED
-from atomc.report.records import KernelChoice, Miss, MoeLayer, OpCost, Site, another_kernel, spans
+from atomc.report.records import (
+    KernelChoice,
+    Miss,
+    MoeLayer,
+    OpCost,
+    Site,
+    another_kernel,
+    kernels_by_tokens,
+    spans,
+)
 from atomc.report.render import formula
 from atomc.report.render.compare import Comparison
 from atomc.report.render.graph_diff import Block, Hunk, fold_layers, hunks
@@ -637,9 +646,7 @@ def _moe_layers(
     """Equal mixtures of experts in one row."""
     groups: dict[tuple[MoeLayer, tuple[tuple[str, str], ...]], list[MoeLayer]] = {}
     for found in report.moe:
-        chosen = tuple(
-            dict.fromkeys((choice.tokens, choice.chosen) for choice in choices.get(found.node, []))
-        )
+        chosen = tuple(kernels_by_tokens(choices.get(found.node, [])))
         path = collapsed(found.module_path)
         key = replace(found, module_path=path, layer=None, node=""), chosen
         groups.setdefault(key, []).append(found)

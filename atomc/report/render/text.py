@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from atomc.report.records import CacheOutcome, KernelChoice, Miss, Site, spans
+from atomc.report.records import CacheOutcome, KernelChoice, Miss, Site, kernels_by_tokens, spans
 from atomc.report.render.audit import headline
 from atomc.report.render.table import collapsed, table, wrapped
 from atomc.report.report_data import ReportData
@@ -140,12 +140,12 @@ def _kernels(choices: Sequence[KernelChoice]) -> str:
 
 def _moe_layers(report: ReportData) -> str:
     """Equal mixtures of experts in one row, with one row for each range of tokens."""
-    runs: dict[str, list[tuple[str, str]]] = {}
+    choices: dict[str, list[KernelChoice]] = {}
     for choice in report.kernels:
-        runs.setdefault(choice.node, []).append((choice.tokens, choice.chosen))
+        choices.setdefault(choice.node, []).append(choice)
     groups: dict[tuple[str, ...], list[int | None]] = {}
     for found in report.moe:
-        for tokens, chosen in runs.get(found.node, [("-", "-")]):
+        for tokens, chosen in kernels_by_tokens(choices.get(found.node, [])) or [("-", "-")]:
             row = (
                 str(found.experts),
                 str(found.top_k),
@@ -155,9 +155,9 @@ def _moe_layers(report: ReportData) -> str:
                 found.router or "not recognized",
             )
             groups.setdefault(row, []).append(found.layer)
-    header = ("mixture of experts", "experts", "top-k", "weights", "tokens", "runs as", "router")
-    rows = [(f"layers {_layers(layers)}", *row) for row, layers in groups.items()]
-    return table(header, rows, numbers=[1, 2]) if rows else ""
+    header = ("layers", "experts", "top-k", "weights", "tokens", "runs as", "router")
+    rows = [(_layers(layers), *row) for row, layers in groups.items()]
+    return f"mixtures of experts\n{table(header, rows, numbers=[1, 2])}" if rows else ""
 
 
 def _collapsed_lines(lines: Iterable[str]) -> list[str]:
