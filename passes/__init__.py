@@ -26,6 +26,7 @@ from atomc.passes.fuse.quantizers_before_views import quantizers_before_views
 from atomc.passes.lift import LIFTED, lift
 from atomc.passes.lower import lower
 from atomc.passes.merge.linears import merging
+from atomc.passes.merge.shared_expert import shared_expert
 from atomc.passes.recognize.all_reduce import ALL_REDUCE
 from atomc.passes.recognize.attention import attention
 from atomc.passes.recognize.cat_of_slices import cat_of_slices
@@ -75,6 +76,13 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("tidy_transposes", tidy, after=["transpose_before_rope"], cleanup=True),
     rewriting(LINEAR_TOPK_ROUTE, after=["topk_route"], off_by_default=True),
     # Merge: linear layers with one input become one.
+    Pass(
+        "shared_expert",
+        shared_expert,
+        after=["moe_experts", "topk_route", "silu_and_mul", "gelu_and_mul"],
+        by_site=True,
+        off_by_default=True,
+    ),
     merging("merge_qkv", after=["tidy_transposes"]),
     merging("merge_gate_up", after=["silu_and_mul", "gelu_and_mul"]),
     merging("merge_linears", after=["merge_qkv", "merge_gate_up"]),

@@ -46,7 +46,8 @@ def _counted(node: Node, slots: Node, number: int) -> Fired:
     given = op.bind(*node.args, **node.kwargs)
     weight = given["w2"]
     assert isinstance(weight, Node)
-    counts = _counts(node, ExpertCounts(number, module_path(node), len(value(weight))))
+    chosen_by_router = len(value(weight)) - node.meta.get("shared_experts", 0)
+    counts = _counts(node, ExpertCounts(number, module_path(node), chosen_by_router))
     made = insert(node, ops.count_experts.overload, given["ids"], slots, counts)
     return Fired("expert_load", node, {}, set(), [made])
 

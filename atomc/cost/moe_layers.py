@@ -31,11 +31,14 @@ def _moe_layer(node: Node, op: Op) -> MoeLayer:
     multiplied = [math.prod(stored[name].shape) * codes for name in ("w13", "w2")]
     biases = [math.prod(x.shape) for name, x in stored.items() if name in ("b13", "b2")]
     path, router = module_path(node), _router(op.bind(*node.args, **node.kwargs)["ids"])
+    texts = [] if router is None else [_text(router)]
+    if shared := node.meta.get("shared_experts"):
+        texts.append(f"{shared} shared")
     return MoeLayer(
         path,
         layer_of(path),
         node.name,
-        "" if router is None else _text(router),
+        ", ".join(texts),
         stored["w13"].shape[0],
         given["ids"].shape[-1],
         scheme,

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.fx.node import Argument
 
+from atomc.weights.packed import concatenated
+
 # In the folder of a graph: inputs by name, and outputs, of one call.
 RECORDED = "recorded.pt"
 FIRST = "00_captured.py"
@@ -120,7 +122,7 @@ def make(
                 made[name] = given.make(name)
             case Packed():
                 parts = [made[part] for part in given.names]
-                made[name] = torch.cat([part for part in parts if isinstance(part, Tensor)])
+                made[name] = concatenated([part for part in parts if isinstance(part, Tensor)])
             case Prepared():
                 made[name] = given.make(made)
             case _:

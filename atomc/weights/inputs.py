@@ -9,12 +9,11 @@ move them between two calls: `refresh` checks for that before each call. The run
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from atomc.torch_compat.core import Input, WeakTensor
 from atomc.weights import registry as weights
-from atomc.weights.packed import pack, packed_with_others
+from atomc.weights.packed import concatenated, pack, packed_with_others
 from atomc.weights.prepared import Prepare, prepared_weight
 from atomc.weights.registry import PreparedWeight
 from atomc.weights.snapshot import Snapshot
@@ -123,7 +122,7 @@ class WeightInputs:
         return self._pack(args)
 
     def _pack(self, args: Sequence[Input]) -> list[Tensor]:
-        found, addresses, concatenated = [], [], False
+        found, addresses, apart = [], [], False
         with (
             weights.lock
         ):  # no other thread packs these parameters while their addresses are recorded
@@ -132,12 +131,12 @@ class WeightInputs:
                 whole = pack(parts)
                 if isinstance(whole, str):
                     weights.check_not_freed(parts)
-                    concatenated = True
+                    apart = True
                     self._note(f"weights are concatenated in each call, which is slow: {whole}")
-                    whole = torch.cat([*parts])
+                    whole = concatenated(parts)
                 found.append(whole)
                 addresses += [part.data_ptr() for part in parts]
-        self._packed = None if concatenated else (addresses, [WeakTensor(whole) for whole in found])
+        self._packed = None if apart else (addresses, [WeakTensor(whole) for whole in found])
         return found
 
     def _prepare(self, inputs: Sequence[Any]) -> None:

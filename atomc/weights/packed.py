@@ -4,12 +4,16 @@ them together.
     q.weight [N, K], k.weight [M, K]
     =>  packed [N + M, K], where q.weight is packed[:N] and k.weight is packed[N:]
 
+    experts.w13 [E, 2I, K], shared.gate [I, K], shared.up [I, K]
+    =>  packed [E + 1, 2I, K], whose last row, [2I, K], is shared.gate over shared.up
+
 The parts share the memory of the packed weight through DLPack: each part has its own storage, as
 Dynamo and safetensors require, and an in-place write to a part writes the packed weight. The parts
 own the packed weight: it is freed with the last of them. An assignment of new memory (`.data =`,
 `.to()`) removes a parameter from its packed weight, so a reader must call `pack` before each use.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -57,15 +61,20 @@ def mismatch(parameters: Sequence[Tensor]) -> str | None:
         reason = unpackable(parameter)
         if reason:
             return reason
-    first = parameters[0]
-    for other in parameters[1:]:
-        if (other.dtype, other.device, other.shape[1:]) != (
-            first.dtype,
-            first.device,
-            first.shape[1:],
-        ):
+    first, *others = parameters
+    for other in others:
+        alike = (other.dtype, other.device) == (first.dtype, first.device)
+        if not alike or (first.dim() < 3 and other.shape[1:] != first.shape[1:]):
             return f"{_describe(first)} and {_describe(other)} differ"
+    if sum(other.numel() for other in others) % math.prod(first.shape[1:]):
+        return f"{', '.join(map(_describe, others))} are no whole rows of {_describe(first)}"
     return None
+
+
+def concatenated(parameters: Sequence[Tensor]) -> Tensor:
+    """A tensor with these parameters as rows of the first."""
+    flat = torch.cat([parameter.flatten() for parameter in parameters])
+    return flat.view(-1, *parameters[0].shape[1:])
 
 
 def packed_with_others(parameters: Sequence[nn.Parameter]) -> str | None:
@@ -118,14 +127,15 @@ def _move_into_one_tensor(parameters: Sequence[nn.Parameter]) -> Tensor:
     first = parameters[0]
     with outside_of_tracing():
         if first.is_meta:
-            return torch.cat(list(parameters)).detach()
-        rows = [len(parameter) for parameter in parameters]
-        whole = torch.empty((sum(rows), *first.shape[1:]), dtype=first.dtype, device=first.device)
+            return concatenated(parameters).detach()
+        sizes = [parameter.numel() for parameter in parameters]
+        rows = sum(sizes) // math.prod(first.shape[1:])
+        whole = torch.empty((rows, *first.shape[1:]), dtype=first.dtype, device=first.device)
         packed = PackedWeight(WeakTensor(whole), [])
         start = 0
         with torch.cuda.device_of(whole):  # type: ignore[no-untyped-call]
-            for parameter, count in zip(parameters, rows, strict=True):
-                part = whole.narrow(0, start, count)
+            for parameter, count in zip(parameters, sizes, strict=True):
+                part = whole.view(-1).narrow(0, start, count).view(parameter.shape)
                 part.copy_(parameter)
                 # The capsule keeps `part` alive, and `part` its base: so the parts own the packed
                 # weight.

@@ -9,6 +9,7 @@ see atomc.weights.packed. Any op whose `concat` allows it is merged, within a la
 Results differ only by the order of additions in a wider matrix product.
 """
 
+import math
 import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -305,7 +306,7 @@ def _merge(
     first = min(nodes)
     widths = [value(node).shape[-1] for node in nodes]
     packed = {
-        name: _packed_input(graph, [linear.input(name) for linear in group], values)
+        name: packed_input(graph, [linear.input(name) for linear in group], values)
         for name in names
     }
     with graph.inserting_before(first):
@@ -327,16 +328,15 @@ def _merge(
     return Fired(kind, nodes[0], {"widths": widths}, set(nodes), [whole, split, *parts])
 
 
-def _packed_input(graph: Graph, parts: list[Node], values: Values) -> Node:
-    """A new input: the concatenated rows of these parameters."""
+def packed_input(graph: Graph, parts: list[Node], values: Values) -> Node:
+    """A new input: the parameters behind each other, as rows of the first."""
     inputs = graph.find_nodes(op="placeholder")
     number = sum("packed" in node.meta for node in inputs)
     with graph.inserting_after(inputs[-1]):
         made: Node = graph.placeholder(f"packed_{number}")
     first = value(parts[0])
     with values.mode:  # a new fake tensor: inputs that share one count as one input
-        made.meta["val"] = first.new_empty(
-            (sum(value(part).shape[0] for part in parts), *first.shape[1:])
-        )
+        rows = sum(value(part).numel() for part in parts) // math.prod(first.shape[1:])
+        made.meta["val"] = first.new_empty((rows, *first.shape[1:]))
     made.meta["packed"] = tuple(part.name for part in parts)
     return made

@@ -1,0 +1,378 @@
+"""Compute the shared expert of a mixture as one more of the chosen experts.
+
+    x, ids, weights > moe_experts --------------------------------+
+    x > linear, linear > silu_and_mul > linear (> * s) -> shared -+- add
+ =>
+    x, [ids, E], [weights, 1 or s] > moe_experts of E + 1 experts
+
+s [T, 1] is Qwen2-MoE's sigmoid of a gate. The linears have the scheme of the experts, and quantize
+x and the gated activation as these do. The weights are packed, so that nothing is held twice. The
+shared expert is summed in fp32 with the others: one rounding less.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.fx.node import Argument
+
+from atomc.graph.canonical import VIEWS, call, input_name, keeps_last_dim, value
+from atomc.graph.edit import insert
+from atomc.graph.provenance import describe, inherited
+from atomc.graph.sizes import known_equal, same_shape
+from atomc.graph.strides import Values
+from atomc.ops.op import Op, op_of
+from atomc.ops.op_traits import Arguments, Kind, QuantizedWeight
+from atomc.passes.merge.linears import packed_input
+from atomc.report.records import MissKind
+from atomc.rewriting.graph_pass import Context, Outcome
+from atomc.rewriting.matching.near_miss import NearMiss
+from atomc.rewriting.matching.pattern import Difference
+from atomc.rewriting.rewrite import Fired, remove_dead_nodes
+from atomc.torch_compat.core import Input
+from atomc.weights import packed as packed_weights
+
+aten = torch.ops.aten
+NAME = "shared_expert"
+# The linear that multiplies as experts of an op do; experts in fp8 with blocks have another one.
+_LINEARS = {
+    "moe_experts": "linear",
+    "moe_experts_fp8": "scaled_linear_fp8",
+    "moe_experts_int8": "scaled_linear_int8",
+    "moe_experts_w4a16": "linear_w4a16",
+    "moe_experts_mxfp4": "linear_mxfp4",
+}
+# What a linear calls a weight of experts, w13 or w2, by its suffix.
+_STORED = {"": "weight", "_scale": "weight_scale", "_zeros": "zeros"}
+
+
+class _Unfit(Exception):
+    """Why a shared expert stays as it is."""
+
+    def __init__(self, kind: MissKind, expected: str, found: str, node: Node):
+        self.difference = Difference(kind, expected, found, node)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of an op, with its arguments by name."""
+
+    op: Op
+    node: Node
+    arguments: Mapping[str, Argument]
+
+    def __getitem__(self, name: str) -> Node:
+        found = self.arguments[name]
+        assert isinstance(found, Node)
+        return found
+
+    @property
+    def values(self) -> Arguments:
+        """The arguments, tensors as fake ones."""
+        return {
+            name: value(given) if isinstance(given, Node) else given
+            for name, given in self.arguments.items()
+        }
+
+
+@dataclass(frozen=True)
+class _Site:
+    """A mixture and its shared expert. column: what multiplies the shared result, [..., 1]."""
+
+    routed: _Call
+    added: Node
+    gate: _Call
+    up: _Call
+    down: _Call
+    column: Node | None
+    inner: list[Node]  # what is replaced, besides `routed` and `added`
+
+    @property
+    def linears(self) -> tuple[_Call, ...]:
+        return self.gate, self.up, self.down
+
+
+def shared_expert(gm: GraphModule, context: Context) -> Outcome:
+    """Merge each shared expert of the graph with the experts beside it."""
+    done = Outcome()
+    real = dict(zip(gm.graph.find_nodes(op="placeholder"), context.inputs, strict=False))
+    if not real:
+        return done
+    values = Values(gm.graph)
+    for routed in list(filter(None, map(_experts, gm.graph.nodes))):
+        for added, shared in _sums(routed.node):
+            try:
+                site = _site(routed, added, shared)
+                _check(site, context)
+                parts = dict(_parts(site, real))
+            except _Unfit as unfit:
+                done.near.append(_miss(routed.node, unfit.difference))
+                continue
+            off = context.off_here(NAME, routed.node)
+            if off is None:
+                done.fired.append(_merge(site, parts, values))
+            else:
+                done.off.add(off.pattern)
+                on = f"{NAME} to be on"
+                done.near.append(_miss(routed.node, Difference("off", on, off.text, routed.node)))
+    if done.fired:
+        remove_dead_nodes(gm.graph)
+    return done
+
+
+def _experts(node: Node) -> _Call | None:
+    found = _bound(node)
+    return found if found is not None and Kind.EXPERTS in found.op.kind else None
+
+
+def _bound(node: Node) -> _Call | None:
+    op = op_of(node.target)
+    return _Call(op, node, op.bind(*node.args, **node.kwargs)) if op is not None else None
+
+
+def _sums(routed: Node) -> Iterator[tuple[Node, Node]]:
+    """Sums that read the result of experts, directly or behind views, with the other operand, which
+    a linear computes.
+    """
+    for reader in list(routed.users):
+        operands = call(reader).operands
+        if call(reader).op == "add" and len(operands) == 2:
+            other = operands[operands.index(routed) - 1]
+            if any(_is_linear(node) for node in (_rows(other), *map(_rows, _factors(other)))):
+                yield reader, other
+        elif _is_view(reader):
+            yield from _sums(reader)
+
+
+def _is_linear(node: Node) -> bool:
+    op = op_of(node.target)
+    return op is not None and op.kind is Kind.LINEAR
+
+
+def _is_view(node: Node) -> bool:
+    return node.op == "call_function" and call(node).op in VIEWS and keeps_last_dim(node)
+
+
+def _rows(node: Node) -> Node:
+    """The node behind views of the same rows."""
+    while _is_view(node):
+        node = call(node).operands[0]
+    return node
+
+
+def _factors(node: Node) -> list[Node]:
+    behind = _rows(node)
+    operands = call(behind).operands if call(behind).op == "mul" else []
+    return operands if len(operands) == 2 else []
+
+
+def _site(routed: _Call, added: Node, shared: Node) -> _Site:
+    """The parts of a shared expert, each of which is read by the next one only."""
+    inner: list[Node] = []
+
+    def back(node: Node, readers: int = 1) -> Node:
+        """The node behind views, which all have no other readers."""
+        while True:
+            if len(node.users) > readers:
+                other = f"{len(node.users)} nodes read it"
+                raise _Unfit("extra user", f"no other reader of {describe(node)}", other, node)
+            inner.append(node)
+            if not _is_view(node):
+                return node
+            [node] = call(node).operands
+
+    for operand in call(added).operands:
+        if operand is not shared:
+            back(operand)
+    if not same_shape(value(added), value(shared)) or call(added).attrs.get("alpha", 1) != 1:
+        raise _Unfit("size", "a sum of equal shapes", describe(added), added)
+    found, column = back(shared), None
+    if factors := _factors(found):
+        column = next((node for node in factors if known_equal(value(node).shape[-1], 1)), None)
+        if column is None or not same_shape(value(found), value(shared)):
+            raise _Unfit("other op", "a factor per token", describe(found), found)
+        found = back(next(node for node in factors if node is not column))
+    down = _linear(routed, found)
+    active = back(_unquantized(routed, down, back))
+    gate_op = _bound(active)
+    if gate_op is None or gate_op.op.kind is not Kind.GATE:
+        raise _Unfit("other op", "a gated activation before it", describe(active), down.node)
+    activation = gate_op.op.name.removesuffix("_and_mul")
+    if gate_op.arguments.get("approximate") == "tanh":
+        activation += "_tanh"
+    if activation != routed.arguments["activation"]:
+        same = f"{routed.arguments['activation']}, as the routed experts"
+        raise _Unfit("guard", same, activation, active)
+    gate, up = (_linear(routed, back(node)) for node in call(active).operands)
+    for linear in (gate, up):
+        for name in ("x", "x_scale"):
+            given, wanted = linear.arguments.get(name), routed.arguments.get(name)
+            if not _same_rows(given, wanted):
+                raise _Unfit("same value", f"{name} of the routed experts", str(given), linear.node)
+    return _Site(routed, added, gate, up, down, column, inner)
+
+
+def _linear(routed: _Call, node: Node) -> _Call:
+    """The call of a linear that multiplies as the routed experts do, without a bias."""
+    wanted = _LINEARS[routed.op.name] + "_block" * bool(routed.arguments.get("block"))
+    found = _bound(node)
+    if found is None or found.op.name != wanted:
+        raise _Unfit("other op", f"{wanted}, as {routed.op.name}", describe(node), node)
+    if found.arguments["bias"] is not None:
+        raise _Unfit("guard", "no bias", f"{found['bias'].name} is added", node)
+    for name in found.arguments.keys() & {"out_dtype", "block", "group"}:
+        if found.arguments[name] != routed.arguments[name]:
+            same = f"{name}={routed.arguments[name]}, as the routed experts"
+            raise _Unfit("attribute", same, f"{name}={found.arguments[name]}", node)
+    return found
+
+
+def _unquantized(routed: _Call, down: _Call, back: Callable[[Node], Node]) -> Node:
+    """The input of `down`, before it is quantized as the op of experts quantizes it."""
+    if routed.arguments.get("x_scale") is None:
+        return down["x"]
+    codes = back(down["x"])
+    back(down["x_scale"])
+    made, known = _quantizer(codes), _quantizer(_rows(routed["x"]))
+    if made is None or known is None or not _equal_calls(made, known):
+        wanted = describe(known) if known is not None else "a quantizer of the routed experts"
+        raise _Unfit("other op", wanted, describe(made or codes), down.node)
+    return call(made).operands[0]
+
+
+def _quantizer(codes: Node) -> Node | None:
+    node = call(codes).operands[0] if codes.target is operator.getitem else codes
+    op = op_of(node.target)
+    return node if op is not None and op.kind is Kind.QUANTIZE else None
+
+
+def _equal_calls(a: Node, b: Node) -> bool:
+    """Whether two calls differ at most in their first operand."""
+    return (a.target, a.args[1:], a.kwargs) == (b.target, b.args[1:], b.kwargs)
+
+
+def _same_rows(a: Argument, b: Argument) -> bool:
+    """Whether two arguments are the same rows, which both may have been quantized alike."""
+    if not isinstance(a, Node) or not isinstance(b, Node):
+        return a == b
+    a, b = _rows(a), _rows(b)
+    part = a.target is operator.getitem or _quantizer(a) is a
+    return a is b or (part and _equal_calls(a, b) and _same_rows(a.args[0], b.args[0]))
+
+
+def _check(site: _Site, context: Context) -> None:
+    """Raise _Unfit if the op of the experts does not compute this."""
+    routed, node = site.routed, site.routed.node
+    if context.options.rounding == "hf":
+        wanted = "rounding='fp32'"
+        raise _Unfit("guard", wanted, "rounding='hf', but the sum would round once less", node)
+    for name in ("b13", "b2", "act_scale", "limit", "interleaved"):
+        if given := routed.arguments.get(name):
+            raise _Unfit("attribute", f"routed experts without {name}", f"{name}={given}", node)
+    if routed.arguments.get("weight_on_input") and site.column is not None:
+        wanted = "weights of results"
+        raise _Unfit("attribute", wanted, "weight_on_input, which changes x", node)
+    width, rows = value(routed["w13"]).shape[1] // 2, value(site.gate["weight"]).shape[0]
+    if rows != width:
+        why = "; a wider one would be several experts, and its weights be copied" * (
+            rows % width == 0
+        )
+        raise _Unfit("size", f"{width} columns, as routed experts", f"{rows}{why}", site.gate.node)
+    assert site.gate.op.concat is not None
+    unjoined = site.gate.op.concat([linear.values for linear in (site.gate, site.up)])
+    if isinstance(unjoined, str):
+        raise _Unfit("guard", "rows of gate over rows of up", unjoined, site.gate.node)
+
+
+def _parts(site: _Site, real: Mapping[Node, Input]) -> Iterator[tuple[str, list[Node]]]:
+    """The inputs to pack, for each argument of the op of experts that stores weights: [E, ...], and
+    what becomes its last row.
+    """
+    stored = site.routed.op.quantized_weight
+    names = stored.stored if isinstance(stored, QuantizedWeight) else ("w13", "w2")
+    for name in names:
+        first, _, suffix = name.partition("_")
+        of_linear = _STORED[suffix and f"_{suffix}"]
+        linears = (site.gate, site.up) if first == "w13" else (site.down,)
+        given = [site.routed.arguments[name], *(each.arguments[of_linear] for each in linears)]
+        if given[0] is None and given[1] is None:
+            continue
+        parts = [node for node in dict.fromkeys(given) if isinstance(node, Node)]
+        if reason := _unpackable(parts, site, real) or _unlike(parts):
+            wanted = f"weights that become one more row of {name}"
+            raise _Unfit("guard", wanted, reason, linears[0].node)
+        yield name, parts
+
+
+def _unpackable(parts: list[Node], site: _Site, real: Mapping[Node, Input]) -> str | None:
+    """Why these inputs cannot be packed, or None."""
+    readers = {site.routed.node, *(linear.node for linear in site.linears)}
+    parameters = []
+    for part in parts:
+        given = real.get(part)
+        if part.op != "placeholder" or given is None:
+            return f"{part.name} is computed in the graph"
+        if not readers.issuperset(part.users):
+            return f"{input_name(part)} has other readers"
+        if reason := packed_weights.unpackable(given):
+            return f"{input_name(part)}: {reason}"
+        assert isinstance(given, nn.Parameter)
+        parameters.append(given)
+    return packed_weights.packed_with_others(parameters)
+
+
+def _unlike(parts: list[Node]) -> str | None:
+    """Why the values of all but the first part are no row of the first, or None."""
+    first, *others = map(value, parts)
+    row = first.shape[1:]
+    fits = math.prod(row) == sum(part.numel() for part in others) and all(
+        part.shape[1:] == row[-part.dim() + 1 :] if part.dim() > 1 else len(others) == 1
+        for part in others
+    )
+    alike = all((part.dtype, part.device) == (first.dtype, first.device) for part in others)
+    return None if others and fits and alike else ", ".join(map(_spell_value, (first, *others)))
+
+
+def _spell_value(given: Tensor) -> str:
+    return f"{str(given.dtype).removeprefix('torch.')}{list(given.shape)}"
+
+
+def _merge(site: _Site, parts: Mapping[str, list[Node]], values: Values) -> Fired:
+    routed, added = site.routed, site.added
+    graph, experts = added.graph, len(value(routed["w2"]))
+    replaced = [routed.node, added, *site.inner]
+    packed = {name: packed_input(graph, nodes, values) for name, nodes in parts.items()}
+    ids = insert(added, aten.constant_pad_nd.default, routed["ids"], [0, 1], experts)
+    weights = _weights(site)
+    bound = routed.op.signature.bind(
+        **{**routed.arguments, **packed, "ids": ids, "weights": weights}
+    )
+    made = insert(added, routed.op.overload, *bound.args, **bound.kwargs)
+    made.meta.update(inherited(replaced, routed.node, NAME), shared_experts=1)
+    [operand] = [node for node in call(added).operands if node in site.inner[:1]]
+    routed.node.replace_all_uses_with(made)
+    added.replace_all_uses_with(made if operand is routed.node else operand)
+    graph.erase_node(added)
+    return Fired(NAME, routed.node, {"experts": experts}, set(replaced), [made])
+
+
+def _weights(site: _Site) -> Node:
+    """The router's weights [T, k], and the factor of the shared expert."""
+    added, weights, column = site.added, site.routed["weights"], site.column
+    if column is None:
+        return insert(added, aten.constant_pad_nd.default, weights, [0, 1], 1.0)
+    if value(column).dim() != 2:
+        column = insert(added, aten.view.default, column, [-1, 1])
+    if value(column).dtype != value(weights).dtype:
+        column = insert(added, aten._to_copy.default, column, dtype=value(weights).dtype)
+    return insert(added, aten.cat.default, [weights, column], -1)
+
+
+def _miss(routed: Node, difference: Difference) -> NearMiss:
+    assert difference.node is not None
+    nodes = {routed, difference.node}
+    return NearMiss(NAME, "", difference.node, 1, 2, 0, [difference], nodes)
