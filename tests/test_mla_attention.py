@@ -118,6 +118,7 @@ def test_keys_without_rope_are_written_by_themselves() -> None:
     model.layers[0].rotate = lambda x, cos, sin: x
     program = compile_model(model, OPTIONS)
     assert not program.report.matches["mla_rope_kv_write"]
+    assert "mla_kv_write in layers.0" in program.report.why("mla_rope_kv_write")
     assert "mla_kv_write" in {choice.op for choice in program.report.kernels}
 
 
