@@ -28,10 +28,10 @@ ROUNDINGS = {torch.float32: 32, torch.bfloat16: 4, torch.float16: 4}
 # over the border between two codes: so many of them may differ, each by one step. (A quantizer
 # alone has to give the reference's codes.)
 COMPUTED = {"rms_norm_quant", "add_rms_norm_quant", "silu_and_mul_quant", "qk_norm_rope_kv_write"}
-# Ops that quantize a value on the way to a result of numbers. Such a code, moved by a rounding,
-# moves many results: they may be twice as far off as the worst one of the reference.
-BETWEEN = {"moe_experts_fp8", "moe_experts_int8", "moe_experts_mxfp4"}
 MOVED = 0.01
+# Of rows of experts with such a code in between. A CPU and the interpreter sum in fp32, as the
+# reference does; tensor cores that sum fp8 in fewer bits move codes in most rows.
+MOVED_ROWS = {"cpu": 1 / 16, "cuda": 1.0}
 # Experts of quantized activations quantize between their two products, where codes may move as
 # well. How far codes are apart, relative to their value (int8: to the largest value of a row).
 CODE_STEP = {
@@ -135,10 +135,9 @@ def assert_as_exact(
     truth: Tensor,
     dtype: torch.dtype,
     computed: bool = False,
-    between: bool = False,
 ) -> None:
     """`actual` is near `truth`, the reference in fp32, and not much further from it than
-    `reference`, which is computed in `dtype`. computed, between: of an op of COMPUTED, BETWEEN
+    `reference`, which is computed in `dtype`. computed: of an op of COMPUTED
     """
     assert (actual.dtype, actual.shape, actual.device) == (
         reference.dtype,
@@ -161,8 +160,6 @@ def assert_as_exact(
     error, own_error = actual.float() - truth, reference.float() - truth
     size = truth.square().mean().sqrt()
     allowed = ROUNDINGS[dtype] * rounding * (truth.abs() + size)
-    if between:
-        allowed = allowed.clamp(min=2 * float(own_error.abs().max()))
     assert (error.abs() <= allowed).all(), (
         f"off by {error.abs().max():.3g} where values are about {size:.3g}"
     )
@@ -177,7 +174,7 @@ def assert_but_for_codes(
     actual: Tensor, reference: Tensor, dtype: torch.dtype, step: float
 ) -> None:
     """`actual` is `reference` up to roundings to `dtype`, and to codes in between that moved: a
-    few, by one step.
+    few, by one step, in few rows.
     """
     assert (actual.dtype, actual.shape) == (reference.dtype, reference.shape)
     if actual.numel() == 0:
@@ -188,6 +185,9 @@ def assert_but_for_codes(
     assert (error.abs() <= bound).all(), f"off by {error.abs().max():.3g}"
     rms, size = error.square().mean().sqrt(), sizes.square().mean().sqrt()
     assert rms <= (rounding + MOVED**0.5 * step) * size, f"error {rms:.3g} of {size:.3g}"
+    rounded = ROUNDINGS[dtype] * rounding * (reference.float().abs() + sizes)
+    moved, most = int((error.abs() > rounded).any(-1).sum()), MOVED_ROWS[actual.device.type]
+    assert moved <= max(2, most * len(error)), f"codes moved in {moved} of {len(error)} rows"
 
 
 def assert_same_choices(
@@ -243,7 +243,7 @@ def test_a_kernel_computes_what_its_op_means(
         elif low.dtype == torch.int32:
             assert_same_choices(got, low, reference[0], dtype)
         else:
-            assert_as_exact(got, low, exact, dtype, op.name in COMPUTED, between=op.name in BETWEEN)
+            assert_as_exact(got, low, exact, dtype, op.name in COMPUTED)
         assert strides(got) == strides(low)
     for name, value in before.items():
         if name in op.mutates and value is not None:

@@ -19,7 +19,8 @@ from torch import Tensor
 from atomc.ops.op import REGISTRY, Kernel
 
 Make = Callable[[], dict[str, Any]]
-# Their gated activation is in codes: where these are a step off, results move.
+# Their gated activation is in codes: where these are a step off, results move. AITER's experts per
+# token quantize it from fp32, the op from 16 bits.
 CODES_BETWEEN = {"moe_experts_fp8"}
 # AITER rounds each weight to the dtype of x, where the op keeps it in fp32.
 ROUNDED_WEIGHTS = {"moe_experts_w4a16"}
@@ -74,7 +75,7 @@ def compare(kernel: Kernel, arguments: Make, dtype: torch.dtype, ties_away: bool
             # What AITER quantizes it has in fp32, or rounds once where the op rounds twice.
             assert_neighbours(got, exact, moved=0.04)
         elif op.name in CODES_BETWEEN:
-            assert_near(got, low, exact, most=0.25, more=0.02)
+            assert_near(got, low, exact, most=0.15, more=0.01)
         elif op.name in ROUNDED_WEIGHTS:
             rounding = torch.finfo(dtype).eps
             assert_near(got, low, exact, most=ROUNDINGS[dtype] * rounding, more=rounding)
