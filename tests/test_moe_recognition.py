@@ -68,6 +68,11 @@ KINDS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
     "greedy": ("deepseek_v2", {"routed_scaling_factor": 16.0}, {"scale": 16.0}),
     "minimax_m2": ("minimax_m2", {}, {"score": "sigmoid", "renormalize": True}),
     "ernie4_5_moe": ("ernie4_5_moe", {"moe_norm_min": 0.3}, {"min_sum": 0.3}),
+    "two groups": (
+        "glm4_moe",
+        {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5},
+        TOP2 | {"groups": 2, "topk_groups": 1, "scale": 2.5},
+    ),
 }
 IMPLEMENTATIONS = ["grouped_mm", "batched_mm"]
 DTYPES = [torch.bfloat16, torch.float32]

@@ -140,7 +140,7 @@ def _replacement(
 
 
 def _example(router: Router) -> Example:
-    experts = 7 * max(router.groups, 3)
+    experts = 7 * (router.groups if router.groups > 1 else 3)
     logits = _FLOATS if router.dtype == torch.float32 else (router.dtype,)
     given: Example = {
         "logits": tensor_example(5, experts, dtype=OneOf(*logits)),

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from kernel_cases.draw import Cases, Draw
-from kernel_cases.experts import DEEPSEEK, fp8, fp8_block, full, outside, route
+from kernel_cases.experts import DEEPSEEK, OAI, fp8, fp8_block, full, mxfp4, outside, route
 
 WHOLE = {"hidden": 128, "inner": 256}
+COLUMNS = {"hidden": 128, "inner": 64}
 
 
 def logits_with_gaps(draw: Draw, **rest: Any) -> dict[str, Any]:
@@ -89,5 +90,14 @@ def of_experts(native: torch.dtype) -> dict[str, Cases]:
                 for name, given in sizes.items()
             },
             "blocks, other devices' experts": partial(outside, fp8_block, dtype=native, **WHOLE),
+        },
+        "moe_experts_mxfp4": {
+            "whole columns": partial(mxfp4, **COLUMNS),
+            "more columns": partial(mxfp4, hidden=192, inner=128, tokens=19, experts=5, k=3),
+            "one token, whole columns": partial(mxfp4, **COLUMNS, tokens=1, k=1),
+            "no tokens, whole columns": partial(mxfp4, **COLUMNS, tokens=0),
+            "GPT-OSS": partial(mxfp4, **COLUMNS, bias=True, **OAI),
+            "GPT-OSS, other devices' experts": partial(outside, mxfp4, **COLUMNS, bias=True, **OAI),
+            "other devices' experts, whole columns": partial(outside, mxfp4, **COLUMNS),
         },
     }

@@ -176,12 +176,17 @@ def interpret() -> None:
     ):
         from atomc.ops.scaled_linear import mxfp4_values
 
-        formats = {getattr(given, "value", given) for given in (lhs_format, rhs_format)}
-        assert formats == {"e2m1"} and lhs_k_pack and rhs_k_pack, "only MXFP4 by MXFP4 is played"
-        a, a_scale, b, b_scale = (
-            torch.from_numpy(x.handle.data.copy()) for x in (lhs, lhs_scale, rhs, rhs_scale)
-        )
-        product = mxfp4_values(a, a_scale) @ mxfp4_values(b.t().contiguous(), b_scale).t()
+        formats = [getattr(given, "value", given) for given in (lhs_format, rhs_format)]
+        assert formats in (["e2m1", "e2m1"], ["bf16", "e2m1"]), f"{formats} is not played"
+        assert lhs_k_pack and rhs_k_pack
+        b, b_scale = (torch.from_numpy(x.handle.data.copy()) for x in (rhs, rhs_scale))
+        if formats[0] == "e2m1":
+            a, a_scale = (torch.from_numpy(x.handle.data.copy()) for x in (lhs, lhs_scale))
+            values = mxfp4_values(a, a_scale)
+        else:
+            wide = interpreter.interpreter_semantic.cast(lhs, tl.float32)
+            values = torch.from_numpy(wide.handle.data.copy())
+        product = values @ mxfp4_values(b.t().contiguous(), b_scale).t()
         return tl.tensor(
             interpreter.TensorHandle(acc.handle.data + product.numpy(), tl.float32), acc.type
         )

@@ -7,9 +7,9 @@ import stand_ins
 import torch
 from aiter_cases import FP8_OF, KERNELS
 from compare import compare
-from expert_cases import WHOLE
+from expert_cases import COLUMNS, WHOLE
 from kernel_cases.draw import Draw
-from kernel_cases.experts import DEEPSEEK, OAI, fp8, fp8_block, full, route
+from kernel_cases.experts import DEEPSEEK, OAI, fp8, fp8_block, full, mxfp4, route
 
 from atomc.kernels.aiter import experts as over_aiter
 from atomc.ops.op import refusal
@@ -139,6 +139,42 @@ def test_static_and_dynamic_scales_are_not_mixed() -> None:
         per_tensor | {"w13_scale": of_rows["w13_scale"]},
     ):
         assert reason("experts.moe_experts_fp8", given) == said
+
+
+@pytest.mark.parametrize(
+    ("given", "arch", "said"),
+    [
+        ({}, "gfx950", None),
+        ({"bias": True, **OAI}, "gfx950", None),
+        ({}, "gfx942", "hardware: gfx942 does not multiply MXFP4"),
+        (
+            {"activation_format": "mxfp4"},
+            "gfx950",
+            "argument: AITER's kernel gets x in bf16, not in codes with scales",
+        ),
+        (
+            {"hidden": 96},
+            "gfx950",
+            "shape: experts of 96 x 64: AITER's kernel needs multiples of 64",
+        ),
+        (
+            {"inner": 96},
+            "gfx950",
+            "shape: experts of 128 x 96: AITER's kernel needs multiples of 64",
+        ),
+    ],
+)
+def test_experts_in_mxfp4_get_whole_tiles_of_columns_in_bf16(
+    given: dict[str, Any], arch: str, said: str | None
+) -> None:
+    made = mxfp4(DRAW, **COLUMNS | given)
+    assert reason("experts_mxfp4_triton.moe_experts_mxfp4", made, arch) == said
+
+
+def test_experts_in_mxfp4_are_not_multiplied_by_rows_in_fp16() -> None:
+    made = mxfp4(Draw(torch.float16), **COLUMNS)
+    found = reason("experts_mxfp4_triton.moe_experts_mxfp4", made)
+    assert found is not None and found.startswith("dtype: ")
 
 
 def test_no_kernel_over_aiter_has_experts_in_int8_whose_activation_it_truncates() -> None:

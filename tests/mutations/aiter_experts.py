@@ -11,6 +11,13 @@ GUARDS = "tests/aiter/test_aiter_expert_guards.py"
 
 BUGS: list[Bug] = [
     bug(
+        "experts_mxfp4_triton",
+        "hidden % COLUMNS or inner % COLUMNS",
+        "hidden % COLUMNS",
+        f"{GUARDS} -k mxfp4",
+    ),
+    bug("experts_mxfp4_triton", "no_mxfp4(platform)\n        or ", "", f"{GUARDS} -k mxfp4"),
+    bug(
         "route",
         "torch.empty_like(ids), flat, divided)",
         "torch.empty_like(ids), flat, True)",

@@ -26,7 +26,7 @@ fused_moe = Function(
 TILES = ((16, 16), (64, 32), (1 << 62, 64))
 
 
-class _Choices:
+class Choices:
     """The choices, sorted by expert in blocks; those of other devices' experts give zeros."""
 
     def __init__(self, ids: Tensor, weights: Tensor, experts: int):
@@ -69,7 +69,7 @@ class _Choices:
             self.length,
             weighted,
             k if len(x) == tokens else 1,
-            _triton_dtype(x.dtype),
+            triton_dtype(x.dtype),
             False,
             False,
             group > 0,
@@ -84,11 +84,11 @@ class _Choices:
         return out
 
 
-def _triton_dtype(dtype: torch.dtype) -> object:
+def triton_dtype(dtype: torch.dtype) -> object:
     return getattr(importlib.import_module("triton.language"), str(dtype).removeprefix("torch."))
 
 
-def _summed(results: Tensor, dtype: torch.dtype) -> Tensor:
+def summed(results: Tensor, dtype: torch.dtype) -> Tensor:
     return results.sum(1, dtype=torch.float32).to(dtype)
 
 
@@ -134,10 +134,10 @@ def moe_experts(
 ) -> Tensor:
     if not x.shape[0]:
         return torch.empty_like(x)
-    choices = _Choices(ids, weights, len(w13))
+    choices = Choices(ids, weights, len(w13))
     h = choices.product(x, w13, weighted=weight_on_input).flatten(0, 1)
     h = gated(h, activation, interleaved, alpha, limit)
-    return _summed(choices.product(h, w2, weighted=not weight_on_input), x.dtype)
+    return summed(choices.product(h, w2, weighted=not weight_on_input), x.dtype)
 
 
 def _pairs(zeros: Tensor) -> Prepared:
@@ -203,8 +203,8 @@ def moe_experts_w4a16(
         return torch.empty_like(x)
     [zeros13] = w13_zeros or (None,)
     [zeros2] = w2_zeros or (None,)
-    choices = _Choices(ids, weights, len(w13))
+    choices = Choices(ids, weights, len(w13))
     h = choices.product(x, w13.view(torch.uint8), False, w13_scale, zeros13, group)
     h = gated(h.flatten(0, 1), activation, interleaved, alpha, limit)
     out = choices.product(h, w2.view(torch.uint8), True, w2_scale, zeros2, group)
-    return _summed(out, x.dtype)
+    return summed(out, x.dtype)
