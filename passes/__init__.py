@@ -70,7 +70,7 @@ PIPELINE: tuple[Pass, ...] = (
     ),
     rewriting(MLA_ATTENTION, after=["cat_of_slices", "attention", "rope_before_transpose"]),
     rewriting(TRANSPOSE_BEFORE_ROPE, after=["mla_attention"], cleanup=True),
-    Pass("tidy_transposes", tidy, after=["transpose_before_rope"], cleanup=True),
+    Pass("tidy_transposes", tidy, after=["rope_before_transpose"], cleanup=True),
     # Merge: linear layers with one input become one.
     merging("merge_qkv", after=["tidy_transposes"]),
     merging("merge_gate_up", after=["silu_and_mul", "gelu_and_mul"]),
