@@ -20,6 +20,7 @@ CALLS = (
     "mla_absorbed_attention/DeepSeek-V3, decode",
     "mla_absorbed_attention/fp8",
     "mla_kv_write/fp8",
+    "mla_paged_attention/fp8",
     "mla_rope_kv_write/several tokens",
     "bmm_rope_kv_write/fp8, fp8 cache",
     "bmm_rope_kv_write/mxfp4, several tokens",

@@ -57,6 +57,26 @@ BUGS = [
         "tests/test_moe_models.py -k 'logits_and and deepseek_v3'",
     ),
     Bug(
+        "passes/absorb.py",
+        "of_head, 1, nope, rows // heads)",
+        "of_head, 1, 0, rows // heads - nope)",
+        "tests/test_mla_attention.py -k both_forms",
+    ),
+    Bug(
+        "atomc/kernels/torch/mla_attention.py",
+        "cached[:, None, latent:].expand(-1, heads, -1)",
+        "cached[:, None, latent:].flip(0).expand(-1, heads, -1)",
+        "tests/test_mla_attention.py -k both_forms",
+    ),
+    triton(
+        "mla_attention",
+        "(key[None, :] <= position[:, None]) & (key < last)[None, :]",
+        "(key < last)[None, :]",
+        "mla_absorbed_attention",
+    ),
+    triton("mla_prompts", "before=True,", "before=False,", "mla_paged_attention"),
+    triton("mla_prompts", "of_old * old)", "old)", "mla_paged_attention"),
+    Bug(
         "passes/recognize/gated.py",
         "ops.gelu_and_mul(gate, up, approximate)",
         "ops.gelu_and_mul(up, gate, approximate)",

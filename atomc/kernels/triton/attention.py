@@ -448,17 +448,76 @@ def attend(
     v_scale: Tensor | None = None,
 ) -> Tensor:
     """paged_attention of q [T, N, D] with the given tiling."""
-    num_rows, num_heads, width = q.shape
-    _, block_size, kv_heads, value_width = v_cache.shape
-    num_sequences = seq_lens.shape[0]
-    group = num_heads // kv_heads
+    num_rows, num_heads, _ = q.shape
+    value_width = v_cache.shape[-1]
     out = q.new_empty((num_rows, num_heads, value_width))
     into, lse = out, None
     if cut.splits > 1:
         into = q.new_empty((num_rows, num_heads, cut.splits, value_width), dtype=torch.float32)
         lse = q.new_empty((num_rows, num_heads, cut.splits), dtype=torch.float32)
+    launch(
+        q,
+        k_cache,
+        v_cache,
+        into,
+        lse,
+        query_start,
+        seq_lens,
+        block_tables,
+        sinks,
+        scale,
+        window,
+        softcap,
+        cut,
+        k_scale,
+        v_scale,
+        block_size=v_cache.shape[1],
+    )
+    if lse is not None:
+        block_splits = triton.next_power_of_2(cut.splits)
+        columns = min(max(16, triton.next_power_of_2(value_width)), COMBINED_COLUMNS)
+        combine_splits[(num_rows * num_heads, triton.cdiv(value_width, columns))](
+            into,
+            lse,
+            out,
+            cut.splits,
+            DV=value_width,
+            BLOCK_DV=columns,
+            BLOCK_SPLITS=block_splits,
+            num_warps=4 if block_splits <= 32 else 8,
+            **overlap(q.device),
+        )
+    return out
+
+
+def launch(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    into: Tensor,
+    lse: Tensor | None,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    cut: Tiling,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    *,
+    block_size: int,
+) -> None:
+    """Launch the kernel. With `lse` [T, N, splits], fp32, it gets the logarithms in base 2 of the
+    softmax masses, -inf for a split without keys, and `into` [T, N, splits, D] the results of the
+    splits, uninitialized there; otherwise `into` [T, N, D] gets the result.
+    """
+    num_rows, num_heads, width = q.shape
+    kv_heads, value_width = v_cache.shape[-2:]
+    num_sequences = seq_lens.shape[0]
+    group = num_heads // kv_heads
     limit = {} if cut.registers is None else {"maxnreg": cut.registers}
-    block_dv = max(16, triton.next_power_of_2(value_width))
     tiles = num_sequences + 1 + (0 if cut.by_sequence else num_rows // (cut.rows // group))
     _attend[(tiles, kv_heads, cut.splits)](
         q,
@@ -486,7 +545,7 @@ def attend(
         D=width,
         DV=value_width,
         BLOCK_D=max(16, triton.next_power_of_2(width)),
-        BLOCK_DV=block_dv,
+        BLOCK_DV=max(16, triton.next_power_of_2(value_width)),
         BLOCK_M=cut.rows,
         BLOCK_N=cut.keys,
         BLOCK_SIZE=block_size,
@@ -495,7 +554,7 @@ def attend(
         SOFTCAP=softcap != 0.0,
         SINKS=sinks is not None,
         BY_SEQUENCE=cut.by_sequence,
-        SPLIT=cut.splits > 1,
+        SPLIT=lse is not None,
         LOG2_E=LOG2_E,
         CODES=codes_of(k_cache)["CODES"],
         num_warps=cut.warps,
@@ -503,20 +562,6 @@ def attend(
         **limit,
         **overlap(q.device),
     )
-    if lse is not None:
-        block_splits, columns = triton.next_power_of_2(cut.splits), min(block_dv, COMBINED_COLUMNS)
-        combine_splits[(num_rows * num_heads, triton.cdiv(value_width, columns))](
-            into,
-            lse,
-            out,
-            cut.splits,
-            DV=value_width,
-            BLOCK_DV=columns,
-            BLOCK_SPLITS=block_splits,
-            num_warps=4 if block_splits <= 32 else 8,
-            **overlap(q.device),
-        )
-    return out
 
 
 def reach(cache: Tensor) -> int:
@@ -535,6 +580,14 @@ def has_room(device: torch.device) -> bool:
     """
     properties = torch.cuda.get_device_properties(device)
     return getattr(properties, "shared_memory_per_block_optin", 0) >= 141_824  # absent on ROCm
+
+
+def with_room(cut: Tiling, width: int, device: torch.device) -> Tiling:
+    """The tiling, smaller where a program has less shared memory than the tables of tiles take."""
+    if device.type == "cuda" and not has_room(device):
+        keys = 4096 // triton.next_power_of_2(width)
+        return cut._replace(keys=max(16, min(cut.keys, keys)), stages=2, registers=None)
+    return cut
 
 
 @functools.cache
@@ -627,9 +680,7 @@ def paged_attention(
         block_tables.shape[1] * block_size,
         q.device,
     )
-    if q.is_cuda and not has_room(q.device):
-        keys = 4096 // triton.next_power_of_2(rows.shape[2])
-        cut = cut._replace(keys=max(16, min(cut.keys, keys)), stages=2, registers=None)
+    cut = with_room(cut, rows.shape[2], q.device)
     out = attend(
         rows,
         k_cache,

@@ -139,11 +139,13 @@ def _attend_latent(
     OFFSET: tl.constexpr,
     BY_SEQUENCE: tl.constexpr,
     SPLIT: tl.constexpr,
+    BEFORE: tl.constexpr,
     CODES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One tile, or with BY_SEQUENCE all tiles of a sequence, for TILE_HEADS of the heads, over this
-    program's split of the rows of the cache that a tile sees.
+    program's split of the rows of the cache that a tile sees. BEFORE: only of those from before the
+    step.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // TILE_HEADS
     if PDL:
@@ -180,7 +182,9 @@ def _attend_latent(
 
         # The keys that any row sees, and this program's split of them.
         lowest_position = length - num_new + first_token
-        last = length - num_new + tl.minimum(first_token + BLOCK_Q, num_new)
+        last = lowest_position - first_token
+        if not BEFORE:
+            last += tl.minimum(first_token + BLOCK_Q, num_new)
         if not BY_SEQUENCE:
             last = tl.where(first_token < num_new, last, 0)
         first = 0
@@ -189,9 +193,11 @@ def _attend_latent(
             first = split * chunk
             last = tl.minimum(last, first + chunk)
 
+        # A prompt may have nothing before it: then nothing is read.
+        read = valid & (first < last)
         q_at = q_ptr + ((start + token).to(tl.int64) * q_row + head * q_head)[:, None]
-        q_latent = tl.load(q_at + c, mask=valid[:, None] & (c < L), other=0.0)
-        q_rope = tl.load(q_at + L + r, mask=valid[:, None] & (r < R), other=0.0)
+        q_latent = tl.load(q_at + c, mask=read[:, None] & (c < L), other=0.0)
+        q_rope = tl.load(q_at + L + r, mask=read[:, None] & (r < R), other=0.0)
         peak = tl.full([BLOCK_M], -float("inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_L], tl.float32)
@@ -312,13 +318,52 @@ def attend(
     kv_scale: Tensor | None = None,
 ) -> Tensor:
     """mla_absorbed_attention of q [T, H, L + R] with the given tiling."""
-    num_rows, num_heads, width = q.shape
-    num_sequences = seq_lens.shape[0]
+    num_rows, num_heads, _ = q.shape
     out = q.new_empty((num_rows, num_heads, latent))
     into, lse = out, None
     if cut.splits > 1:
         into = q.new_empty((num_rows, num_heads, cut.splits, latent), dtype=torch.float32)
         lse = q.new_empty((num_rows, num_heads, cut.splits), dtype=torch.float32)
+    launch(
+        q, kv_cache, into, lse, query_start, seq_lens, block_tables, latent, scale, cut, kv_scale
+    )
+    if lse is not None:
+        block_splits = triton.next_power_of_2(cut.splits)
+        combine_splits[(num_rows * num_heads, triton.cdiv(latent, COMBINED_COLUMNS))](
+            into,
+            lse,
+            out,
+            cut.splits,
+            DV=latent,
+            BLOCK_DV=COMBINED_COLUMNS,
+            BLOCK_SPLITS=block_splits,
+            num_warps=4 if block_splits <= 32 else 8,
+            **overlap(q.device),
+        )
+    return out
+
+
+def launch(
+    q: Tensor,
+    kv_cache: Tensor,
+    into: Tensor,
+    lse: Tensor | None,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    latent: int,
+    scale: float,
+    cut: LatentTiling,
+    kv_scale: Tensor | None,
+    *,
+    before: bool = False,
+) -> None:
+    """Launch the kernel; `into` and `lse` as in attention.launch.
+
+    before  only over the rows of the cache from before the step
+    """
+    num_rows, num_heads, width = q.shape
+    num_sequences = seq_lens.shape[0]
     tiles = num_sequences + 1 + (0 if cut.by_sequence else num_rows // (cut.rows // cut.heads))
     _attend_latent[(tiles, triton.cdiv(num_heads, cut.heads), cut.splits)](
         q,
@@ -347,26 +392,13 @@ def attend(
         BLOCK_SIZE=kv_cache.shape[1],
         OFFSET=tl.int32 if reach(kv_cache) < 2**31 else tl.int64,
         BY_SEQUENCE=cut.by_sequence,
-        SPLIT=cut.splits > 1,
+        SPLIT=lse is not None,
+        BEFORE=before,
         CODES=codes_of(kv_cache)["CODES"],
         num_warps=cut.warps,
         num_stages=cut.stages,
         **overlap(q.device),
     )
-    if lse is not None:
-        block_splits = triton.next_power_of_2(cut.splits)
-        combine_splits[(num_rows * num_heads, triton.cdiv(latent, COMBINED_COLUMNS))](
-            into,
-            lse,
-            out,
-            cut.splits,
-            DV=latent,
-            BLOCK_DV=COMBINED_COLUMNS,
-            BLOCK_SPLITS=block_splits,
-            num_warps=4 if block_splits <= 32 else 8,
-            **overlap(q.device),
-        )
-    return out
 
 
 def refuse_mla_absorbed_attention(
