@@ -35,9 +35,12 @@ def cache_scales(model: nn.Module, names: Iterable[str]) -> dict[str, CacheScale
 
 def _buffers(layer: nn.Module, kind: str) -> tuple[str, ...]:
     """The scales of a layer that a stored one sets; kind: "k", "v" or "kv"."""
+    of_latent = ("kv_scale",) if "k" in kind else ()
     if layer.get_buffer("kv").dim() == 2:  # ops.latent_state
-        return ("kv_scale",) if "k" in kind else ()
-    return tuple(f"{letter}_scale" for letter in kind)
+        return of_latent
+    of_heads = tuple(f"{letter}_scale" for letter in kind)
+    # Keys and values that are expanded from a latent: the compiler decides which of them it caches.
+    return of_heads + of_latent if hasattr(layer, "kv_b_proj") else of_heads
 
 
 def set_cache_scale(scale: CacheScale, name: str, stored: Tensor) -> None:

@@ -73,7 +73,7 @@ PIPELINE: tuple[Pass, ...] = (
     ),
     rewriting(MLA_ATTENTION, after=["cat_of_slices", "attention", "rope_before_transpose"]),
     rewriting(TRANSPOSE_BEFORE_ROPE, after=["mla_attention"], cleanup=True),
-    Pass("tidy_transposes", tidy, after=["transpose_before_rope"], cleanup=True),
+    Pass("tidy_transposes", tidy, after=["rope_before_transpose"], cleanup=True),
     rewriting(LINEAR_TOPK_ROUTE, after=["topk_route"], off_by_default=True),
     # Merge: linear layers with one input become one.
     Pass(

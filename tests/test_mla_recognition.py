@@ -104,7 +104,7 @@ def test_in_the_runtime_each_layer_caches_its_latent(
     program = compile_model(model, UNCACHED)
     counts = program.report.num_ops
     assert program.report.matches["mla_attention"] == layers
-    assert counts["mla_rope_kv_write"] == counts["mla_absorbed_attention"] == layers
+    assert counts["mla_rope_kv_write"] == counts["mla_paged_attention"] == layers
     assert {"attention", "paged_attention", "rope", "kv_write"}.isdisjoint(counts)
     assert [(spec.kind, spec.tensors[0].shape) for spec in program.specs] == [
         ("latent", (SIZES["kv_lora_rank"] + SIZES["qk_rope_head_dim"],))

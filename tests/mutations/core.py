@@ -39,6 +39,24 @@ BUGS = [
         "tests/test_quant_fusion.py -k gated",
     ),
     Bug(
+        "passes/recognize/mla.py",
+        "*state, scale=scale)\n\n\ndef _example",
+        "*state, scale=0.2)\n\n\ndef _example",
+        "tests/test_mla_recognition.py -k without_anything",
+    ),
+    Bug(
+        "passes/recognize/rope_before_transpose.py",
+        "ops.rope(transpose(x, 1, 2), transpose(cos, 1, 2), transpose(sin, 1, 2), style)",
+        "ops.rope(transpose(x, 1, 2), transpose(sin, 1, 2), transpose(cos, 1, 2), style)",
+        "tests/test_mla_recognition.py -k one_op_under",
+    ),
+    Bug(
+        "models/deepseek_v3.py",
+        "return scale * mscale * mscale",
+        "return scale * mscale",
+        "tests/test_moe_models.py -k 'logits_and and deepseek_v3'",
+    ),
+    Bug(
         "passes/absorb.py",
         "of_head, 1, nope, rows // heads)",
         "of_head, 1, 0, rows // heads - nope)",
