@@ -168,7 +168,7 @@ def test_drafts_are_those_of_the_draft_layer_over_the_whole_sequence(checkpoint,
                 assert list(request.draft) == expected, (request.id, request.length)
                 seen[request.id] += 1
     stats = one.stats()
-    assert min(seen.values()) > 5 and len(seen) == 5
+    assert min(seen.values()) > 2 and len(seen) == 5
     assert 0 < stats.acceptance_rate < 1
     assert ("num_blocks" not in config) == (stats.preemptions == 0)
 
