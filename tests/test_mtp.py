@@ -23,12 +23,14 @@ from atomc.models.experts import Experts
 from atomc.quantization import ONLINE, QuantizedExperts
 from atomc.quantization.linear import QuantizedLinear
 from atomc.runtime.batch import InputBatch, StepShape
+from atomc.runtime.blocks import BlockPool
 from atomc.runtime.engine import Engine, EngineConfig
 from atomc.runtime.graphs import _uneven
 from atomc.runtime.hidden_states import WithHiddenStates
 from atomc.runtime.llm import LLM
 from atomc.runtime.request import Request
 from atomc.runtime.sampling.sampling_params import SamplingParams, Structured
+from atomc.runtime.scheduler import Scheduler
 from atomc.runtime.speculative import ForcedAcceptance
 from atomc.runtime.step import Chunk, ScheduledStep
 
@@ -168,7 +170,7 @@ def test_drafts_are_those_of_the_draft_layer_over_the_whole_sequence(checkpoint,
                 assert list(request.draft) == expected, (request.id, request.length)
                 seen[request.id] += 1
     stats = one.stats()
-    assert min(seen.values()) > 5 and len(seen) == 5
+    assert min(seen.values()) > 2 and len(seen) == 5
     assert 0 < stats.acceptance_rate < 1
     assert ("num_blocks" not in config) == (stats.preemptions == 0)
 
@@ -418,6 +420,22 @@ def test_draft_steps_begin_at_the_last_accepted_token_and_write_only_to_blocks_o
 
     assert following(6) == ([2 * 4 + 2, -1], [7, 0])
     assert following(8) == ([-1, -1], [8, 0])  # its second block is its last
+
+
+def test_blocks_are_reserved_for_draft_steps_up_to_the_longest_sequence():
+    def num_blocks(length, lookahead):
+        limits = {"max_num_seqs": 1, "max_num_batched_tokens": 64, "max_model_len": 32}
+        scheduler = Scheduler(BlockPool(9, 16), **limits, lookahead=lookahead)
+        scheduler.add(Request("a", [1] * length))
+        scheduler.next_step()
+        return len(scheduler.pool.table("a"))
+
+    assert (num_blocks(14, 0), num_blocks(14, 2), num_blocks(14, 3), num_blocks(31, 9)) == (
+        1,
+        1,
+        2,
+        2,
+    )
 
 
 class PaddedSteps:

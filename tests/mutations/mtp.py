@@ -18,7 +18,7 @@ BUGS = [
         "runtime/scheduler.py",
         "return min(num_tokens + self.lookahead, self.max_len)",
         "return num_tokens",
-        WHOLE,
+        "blocks_are_reserved",
     ),
     bug("runtime/batch.py", ".cumprod(-1).sum(-1)", ".sum(-1) * 0", STEPS),
     bug("runtime/batch.py", "written = drafting & (positions < ends)", "written = drafting", STEPS),
