@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from atomc.ops.linear import linear
 from atomc.ops.op import op
 from atomc.ops.op_cost import experts
 from atomc.ops.op_traits import Kind
@@ -106,7 +107,7 @@ def _experts_shape(
     return x.new_empty(x.shape)
 
 
-@op(kind=Kind.EXPERTS, rows="x", cost=experts, shape=_experts_shape)
+@op(kind=Kind.EXPERTS, rows="x", cost=experts, shape=_experts_shape, linear=lambda _: linear)
 def moe_experts(
     x: Tensor,
     ids: Tensor,

@@ -216,6 +216,7 @@ class Op:
         shape: Callable[..., Results] | None,
         concat: Concat | None,
         state: StateBinding | None,
+        linear: "Callable[[Arguments], Op] | None",
     ):
         self.name = reference.__name__
         self.reference: Callable[..., Results] = reference
@@ -226,6 +227,7 @@ class Op:
         self.mutates = tuple(mutates)
         self.concat = concat
         self.state = state
+        self.linear = linear
         self.signature = inspect.signature(reference)
         self.kernels: list[Kernel] = []
         self.__doc__ = reference.__doc__
@@ -257,6 +259,8 @@ class Op:
                 f"op {self.name}: give its cost=, which has no default for "
                 f"{self.kind & COST_DIFFERS}"
             )
+        if self.linear is None and Kind.EXPERTS in self.kind:
+            raise ValueError(f"op {self.name}: say which linear each expert is (linear=)")
         if not weights and Kind.LINEAR in self.kind and "weight_scale" in parameters:
             raise ValueError(f"op {self.name}: say how its weight is stored (quantized_weight=)")
 
@@ -378,6 +382,7 @@ def op(
     shape: Callable[..., Results] | None = None,
     concat: Concat | None = None,
     state: StateBinding | None = None,
+    linear: Callable[[Arguments], Op] | None = None,
 ) -> Callable[[Callable[P, R]], OpFunction[P, R]]:
     """Define an op by its reference, the decorated function.
 
@@ -393,6 +398,7 @@ def op(
     shape     the fake kernel, if the reference depends on data or is slow on fake tensors
     concat    how several calls with one input become one (see Concat)
     state     how it is bound for the runtime, if it takes a state handle (see StateBinding)
+    linear    of experts: (arguments by name) -> the op that multiplies as each of them does
 
     Raises ValueError if a trait that this kind requires is missing, or a trait names a parameter
     that the op does not have.
@@ -410,6 +416,7 @@ def op(
             shape,
             concat,
             state,
+            linear,
         )
         REGISTRY[made.name] = made
         return made

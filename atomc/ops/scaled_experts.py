@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from atomc.ops.experts import for_each_expert, gated
-from atomc.ops.op import op
+from atomc.ops.op import Op, op
 from atomc.ops.op_cost import experts
 from atomc.ops.op_traits import Arguments, Kind, QuantizedWeight
 from atomc.ops.quant import (
@@ -28,6 +28,10 @@ from atomc.ops.scaled_linear import (
 )
 
 STORED = ("w13", "w2", "w13_scale", "w2_scale")
+
+
+def _linear_fp8(arguments: Arguments) -> Op:
+    return scaled_linear_fp8_block if arguments["block"] else scaled_linear_fp8
 
 
 def _of_fp8(arguments: Arguments) -> str:
@@ -91,6 +95,7 @@ def _moe_experts_fp8_shape(
     rows="x",
     cost=experts,
     quantized_weight=FP8_EXPERTS,
+    linear=_linear_fp8,
     shape=_moe_experts_fp8_shape,
 )
 def moe_experts_fp8(
@@ -175,6 +180,7 @@ def _moe_experts_int8_shape(
     rows="x",
     cost=experts,
     quantized_weight=INT8_EXPERTS,
+    linear=lambda _: scaled_linear_int8,
     shape=_moe_experts_int8_shape,
 )
 def moe_experts_int8(
@@ -241,6 +247,7 @@ def _moe_experts_w4a16_shape(
     rows="x",
     cost=experts,
     quantized_weight=INT4_EXPERTS,
+    linear=lambda _: linear_w4a16,
     shape=_moe_experts_w4a16_shape,
 )
 def moe_experts_w4a16(
@@ -307,6 +314,7 @@ def _moe_experts_mxfp4_shape(
     rows="x",
     cost=experts,
     quantized_weight=MXFP4_EXPERTS,
+    linear=lambda _: linear_mxfp4,
     shape=_moe_experts_mxfp4_shape,
 )
 def moe_experts_mxfp4(

@@ -38,14 +38,6 @@ from atomc.weights import packed as packed_weights
 
 aten = torch.ops.aten
 NAME = "shared_expert"
-# The linear that multiplies as experts of an op do; experts in fp8 with blocks have another one.
-_LINEARS = {
-    "moe_experts": "linear",
-    "moe_experts_fp8": "scaled_linear_fp8",
-    "moe_experts_int8": "scaled_linear_int8",
-    "moe_experts_w4a16": "linear_w4a16",
-    "moe_experts_mxfp4": "linear_mxfp4",
-}
 # What a linear calls a weight of experts, w13 or w2, by its suffix.
 _STORED = {"": "weight", "_scale": "weight_scale", "_zeros": "zeros"}
 
@@ -218,10 +210,11 @@ def _site(routed: _Call, added: Node, shared: Node) -> _Site:
 
 def _linear(routed: _Call, node: Node) -> _Call:
     """The call of a linear that multiplies as the routed experts do, without a bias."""
-    wanted = _LINEARS[routed.op.name] + "_block" * bool(routed.arguments.get("block"))
+    assert routed.op.linear is not None
+    wanted = routed.op.linear(routed.arguments)
     found = _bound(node)
-    if found is None or found.op.name != wanted:
-        raise _Unfit("other op", f"{wanted}, as {routed.op.name}", describe(node), node)
+    if found is None or found.op is not wanted:
+        raise _Unfit("other op", f"{wanted.name}, as {routed.op.name}", describe(node), node)
     if found.arguments["bias"] is not None:
         raise _Unfit("guard", "no bias", f"{found['bias'].name} is added", node)
     for name in found.arguments.keys() & {"out_dtype", "block", "group"}:
