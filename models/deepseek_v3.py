@@ -30,6 +30,7 @@ from atomc.models.config import (
 from atomc.models.experts import Experts
 from atomc.models.group_router import GroupRouter, outside_best_groups
 from atomc.models.layers import MLP, RMSNorm
+from atomc.models.mtp import DraftModules, WithDraftLayer
 from atomc.models.rotary import (
     Rotary,
     apply_interleaved_rope,
@@ -288,24 +289,35 @@ class Layer(nn.Module):
         return x_TD
 
 
-class DeepseekV3Model(nn.Module):
+class DraftLayer(Layer, DraftModules):
     def __init__(self, config: Config):
+        super().__init__(config, "sparse")
+        self.add_draft_modules(config.hidden_size, config.rms_norm_eps)
+
+
+class DeepseekV3Model(nn.Module):
+    def __init__(self, config: Config, *, draft_layer: bool = False):
         super().__init__()
+        self.num_hidden_layers = config.num_hidden_layers
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, kind) for kind in config.mlp_layer_types)
+        if draft_layer:
+            self.layers.append(DraftLayer(config))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = Rotary(config.rope_parameters, config.qk_rope_head_dim)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         x_TD: Tensor = self.embed_tokens(input_ids)
         cos, sin = self.rotary_emb(x_TD, positions)
-        for layer in self.layers:
+        for layer in self.layers[: self.num_hidden_layers]:
             x_TD = layer(x_TD, cos, sin)
         x_TD = self.norm(x_TD)
         return x_TD
 
 
-class DeepseekV3ForCausalLM(nn.Module):
+class DeepseekV3ForCausalLM(WithDraftLayer):
+    """draft_layer: with the checkpoint's first draft layer, as the last of `model.layers`."""
+
     # Of the config class of transformers.
     DEFAULTS: ClassVar[dict[str, JSONLike]] = {
         "moe_intermediate_size": 2048,
@@ -326,18 +338,18 @@ class DeepseekV3ForCausalLM(nn.Module):
         "rms_norm_eps": 1e-6,
     }
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, *, draft_layer: bool = False):
         super().__init__()
         self.config = config
-        self.model = DeepseekV3Model(config)
+        self.model = DeepseekV3Model(config, draft_layer=draft_layer)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike]) -> Self:
+    def from_hf(cls, hf: Mapping[str, JSONLike], *, draft_layer: bool = False) -> Self:
         given = {name: x for name, x in hf.items() if x is not None or name == "q_lora_rank"}
-        return cls(Config.from_hf({**cls.DEFAULTS, **given}))
+        return cls(Config.from_hf({**cls.DEFAULTS, **given}), draft_layer=draft_layer)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor | None = None

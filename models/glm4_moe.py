@@ -27,7 +27,7 @@ from atomc.models.config import (
 from atomc.models.experts import Experts
 from atomc.models.group_router import GroupRouter
 from atomc.models.layers import MLP, RMSNorm
-from atomc.models.mtp import DraftModel, DraftModules
+from atomc.models.mtp import DraftModules, WithDraftLayer
 from atomc.models.rotary import Rotary, apply_partial_rope, rope_parameters, rotated_columns
 
 # column: by output features; row: by input features, the outputs are summed; vocab: by vocabulary
@@ -204,7 +204,7 @@ class Glm4MoeModel(nn.Module):
         return x_TD
 
 
-class Glm4MoeForCausalLM(nn.Module):
+class Glm4MoeForCausalLM(WithDraftLayer):
     """draft_layer: with the checkpoint's first draft layer, as the last of `model.layers`."""
 
     def __init__(self, config: Config, *, draft_layer: bool = False):
@@ -232,12 +232,3 @@ class Glm4MoeForCausalLM(nn.Module):
             x_TD = x_TD.index_select(-2, logits_rows)
         logits: Tensor = self.lm_head(x_TD)
         return logits
-
-    def draft_model(self) -> DraftModel:
-        """Raises ValueError for a model without draft_layer."""
-        inner, layer = self.model, self.model.layers[-1]
-        if not isinstance(layer, DraftLayer):
-            raise ValueError(
-                "Glm4MoeForCausalLM was made without its draft layer: draft_layer=True"
-            )
-        return DraftModel(inner.embed_tokens, inner.rotary_emb, layer, self.lm_head)

@@ -95,3 +95,24 @@ class HasDraftModel(Protocol):
 
     def draft_model(self) -> DraftModel:
         """Raises ValueError for a model that was made without its draft layer."""
+
+
+class WithDraftLayer(nn.Module):
+    """Mixed into a model with `model` and `lm_head`: the draft layer, if it was made, is the last
+    of `model.layers`, so that its parameters are named as in checkpoints.
+    """
+
+    def draft_model(self) -> DraftModel:
+        """Raises ValueError for a model that was made without its draft layer."""
+        inner = self.get_submodule("model")
+        layers = inner.get_submodule("layers")
+        assert isinstance(layers, nn.ModuleList)
+        layer = layers[-1]
+        if not isinstance(layer, DraftModules):
+            name = type(self).__name__
+            raise ValueError(f"{name} was made without its draft layer: draft_layer=True")
+        embed_tokens, rotary = (
+            inner.get_submodule("embed_tokens"),
+            inner.get_submodule("rotary_emb"),
+        )
+        return DraftModel(embed_tokens, rotary, layer, self.get_submodule("lm_head"))

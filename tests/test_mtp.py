@@ -96,8 +96,8 @@ def prompt_of(seed, length):
 class Reference:
     """The model and its draft layer in eager mode, over whole sequences."""
 
-    def __init__(self):
-        self.model = tiny_model()
+    def __init__(self, **differs):
+        self.model = tiny_model(**differs)
         self.states = WithHiddenStates(self.model, ("model.norm",))
         self.draft = self.model.draft_model()
 
@@ -157,9 +157,14 @@ def test_drafts_are_those_of_the_draft_layer_over_the_whole_sequence(checkpoint,
     one = engine(
         checkpoint, speculative="mtp", max_model_len=160, enable_prefix_caching=False, **config
     )
-    reference, seen = Reference(), Counter()
+    stats = compare_drafts(one, Reference(), 40 if "num_blocks" in config else 20)
+    assert ("num_blocks" not in config) == (stats.preemptions == 0)
+
+
+def compare_drafts(one, reference, most):
+    """Assert that each draft is that of the reference, while some requests run; the statistics."""
+    seen = Counter()
     for i, length in enumerate((1, 15, 16, 40, 90)):
-        most = 40 if "num_blocks" in config else 20
         params = SamplingParams(max_tokens=most, ignore_eos=True, temperature=i % 2, seed=i)
         one.add(one.request(str(i), prompt_of(i, length), params))
     while one.has_work:
@@ -172,7 +177,33 @@ def test_drafts_are_those_of_the_draft_layer_over_the_whole_sequence(checkpoint,
     stats = one.stats()
     assert min(seen.values()) > 2 and len(seen) == 5
     assert 0 < stats.acceptance_rate < 1
-    assert ("num_blocks" not in config) == (stats.preemptions == 0)
+    return stats
+
+
+def test_the_draft_layer_of_a_model_with_latent_attention_caches_latents_too(tmp_path):
+    latent = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": CONFIG["num_attention_heads"],
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "n_group": 2,
+        "topk_group": 1,
+    }
+    model = write(tmp_path / "model", tensors_of(tiny_model(**latent)), **latent)
+    one = engine(
+        model,
+        speculative="mtp",
+        speculative_tokens=2,
+        max_num_batched_tokens=13,
+        max_model_len=160,
+        enable_prefix_caching=False,
+    )
+    assert {spec.kind for spec in one.executor.draft.specs} == {"latent"}
+    compare_drafts(one, Reference(**latent), 20)
 
 
 def test_a_shared_prefix_changes_no_result_and_its_own_drafts_at_most_by_the_last_row(checkpoint):
