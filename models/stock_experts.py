@@ -79,7 +79,7 @@ def _experts(
     transposed, activation, interleaved, alpha, limit = settings
     w13, w2 = module.gate_up_proj, module.down_proj
     if transposed:
-        w13, w2 = w13.mT, w2.mT
+        w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
     return ops.moe_experts(
         hidden_states,
         top_k_index,

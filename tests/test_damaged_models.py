@@ -288,7 +288,7 @@ REFUSED: list[tuple[str, Damage, str]] = [
     ("llama", config(architectures="LlamaForCausalLM"), NOT_ARCHITECTURES.format("'LlamaForCausalLM'")),
     ("llama", config(architectures=[1]), NOT_ARCHITECTURES.format([1])),
     ("llama", config(architectures=["os.system"]), NOT_ARCHITECTURES.format(["os.system"])),
-    ("llama", config(architectures=["Lama"]), "no model for Lama: atomc has Glm4MoeForCausalLM"),
+    ("llama", config(architectures=["Lama"]), "no model for Lama: atomc has DeepseekV2ForCausalLM"),
     ("olmoe", config(architectures=["FalconForCausalLM"]), NOT_MADE.format("FalconForCausalLM") + "AttributeError: "),
     # Dtype
     ("llama", config(dtype="float7"), "config.json: dtype 'float7' is not a dtype of torch, such as 'bfloat16'"),

@@ -145,16 +145,21 @@ def recompile_reason() -> str | None:
 
 
 def compiled_function() -> str:
-    """The qualified name of the function that Dynamo is compiling: "Block.forward"; "" outside of a
-    compile.
+    """The qualified name of the function that Dynamo is compiling: "Block.forward", where Block is
+    the class of the module, which may inherit the function; "" outside of a compile.
     """
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code.co_name == "_compile" and frame.f_code.co_filename.endswith(
             "convert_frame.py"
         ):
-            code = frame.f_locals.get("code")
-            return code.co_qualname if isinstance(code, types.CodeType) else ""
+            code, given = frame.f_locals.get("code"), frame.f_locals.get("locals") or {}
+            if not isinstance(code, types.CodeType):
+                return ""
+            module = given.get("self")
+            if isinstance(module, torch.nn.Module) and "<locals>" not in code.co_qualname:
+                return f"{type(module).__qualname__}.{code.co_name}"
+            return code.co_qualname
         frame = frame.f_back
     return ""
 
