@@ -18,19 +18,19 @@ BUGS = [
     ),
     bug(
         "atomc/compiler/weight_forms",
-        "if None not in held.forms and not self._serves(held, reading, choosers):",
+        "if None not in held.forms and not self._serves(held, reading):",
         "if False:",
         "no_kernel_for_another_layout",
     ),
     bug(
         "atomc/compiler/weight_forms",
-        "self.stored |= {given.name for node in others for given in node.all_input_nodes}",
-        "",
+        "self.stored |= {given.name for given in node.all_input_nodes}",
+        "pass",
         "tied_to_the_embedding",
     ),
     bug(
         "atomc/compiler/weight_forms",
-        "if any(_is_expert(reading.name, node) for node in reading.nodes):\n            return True",
+        "if any(_is_expert(reading.name, node) for _, node in reading.readers):\n            return True",
         "",
         "two_layouts",
     ),
