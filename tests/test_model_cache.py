@@ -404,7 +404,7 @@ def a_sparse_tensor(model, patch):
 
 def prepared(model, patch):
     atomc.prepare(model)
-    return "atomc.models.llama.Layer.forward was replaced by "
+    return "atomc.models.decoder.Layer.forward was replaced by "
 
 
 REFUSED = [

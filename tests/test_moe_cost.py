@@ -19,7 +19,8 @@ from atomc.planning.plan import build_model, compile_for, plan
 from atomc.planning.plan_report import ExpertsRead, Workload
 from atomc.platform import Platform
 from atomc.program import compile_model
-from atomc.report.records import KernelChoice, kernels_by_tokens
+from atomc.report.kernel_ranges import kernels_by_tokens
+from atomc.report.records import KernelChoice
 from atomc.report.render import formula
 from atomc.report.report import Report
 from atomc.rewriting.graph_pass import Pass

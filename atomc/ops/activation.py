@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from atomc.ops.op import op
+from atomc.ops.op import Op, op
 from atomc.ops.op_traits import Kind
 
 
@@ -21,3 +21,11 @@ def gelu_and_mul(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
     rounded to gate.dtype. approximate: "none" (erf) or "tanh" (Gemma).
     """
     return F.gelu(gate, approximate=approximate) * up
+
+
+# What moe_experts calls an activation -> the op of a gate that has it, and its arguments.
+GATES: dict[str, tuple[Op, dict[str, str]]] = {
+    "silu": (silu_and_mul, {}),
+    "gelu": (gelu_and_mul, {"approximate": "none"}),
+    "gelu_tanh": (gelu_and_mul, {"approximate": "tanh"}),
+}

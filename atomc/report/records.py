@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from atomc.json_types import JSONLike
-from atomc.ops.op import Tokens
 
 
 @dataclass(frozen=True)
@@ -91,25 +90,6 @@ class KernelChoice:
     def refused_by(self, *codes: str) -> list[tuple[str, str]]:
         """The entries of `refused` with one of these codes."""
         return [pair for pair, code in zip(self.refused, self.codes, strict=False) if code in codes]
-
-
-def kernels_by_tokens(choices: Iterable[KernelChoice]) -> list[tuple[str, str]]:
-    """(range of tokens, provider) of the choices for one node, in order of tokens; neighbouring
-    ranges of one kernel are one. Other kernels of a provider refuse other things.
-    """
-    groups: list[list[KernelChoice]] = []
-    for choice in choices:
-        last = groups[-1][-1] if groups else None
-        if last and (last.chosen, last.refused) == (choice.chosen, choice.refused):
-            groups[-1].append(choice)
-        else:
-            groups.append([choice])
-    found = []
-    for group in groups:
-        first, last_range = Tokens.of(group[0].tokens).first, Tokens.of(group[-1].tokens).last
-        tokens = group[0].tokens if len(group) == 1 else str(Tokens(first, last_range))
-        found.append((tokens, group[0].chosen))
-    return found
 
 
 @dataclass(frozen=True)

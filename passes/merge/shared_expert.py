@@ -25,6 +25,7 @@ from atomc.graph.edit import insert
 from atomc.graph.provenance import describe, inherited
 from atomc.graph.sizes import known_equal, same_shape
 from atomc.graph.strides import Values
+from atomc.ops.activation import GATES
 from atomc.ops.op import Op, op_of
 from atomc.ops.op_traits import Arguments, Kind, QuantizedWeight
 from atomc.passes.merge.linears import packed_input
@@ -190,15 +191,14 @@ def _site(routed: _Call, added: Node, shared: Node) -> _Site:
         found = back(next(node for node in factors if node is not column))
     down = _linear(routed, found)
     active = back(_unquantized(routed, down, back))
-    gate_op = _bound(active)
-    if gate_op is None or gate_op.op.kind is not Kind.GATE:
+    activation = routed.arguments["activation"]
+    gate_of, arguments = GATES.get(str(activation), (None, {}))
+    gated = _bound(active)
+    if gated is None or gated.op.kind is not Kind.GATE:
         raise _Unfit("other op", "a gated activation before it", describe(active), down.node)
-    activation = gate_op.op.name.removesuffix("_and_mul")
-    if gate_op.arguments.get("approximate") == "tanh":
-        activation += "_tanh"
-    if activation != routed.arguments["activation"]:
-        same = f"{routed.arguments['activation']}, as the routed experts"
-        raise _Unfit("guard", same, activation, active)
+    if gated.op is not gate_of or not arguments.items() <= gated.arguments.items():
+        same = f"{activation}, as the routed experts"
+        raise _Unfit("guard", same, describe(active), active)
     gate, up = (_linear(routed, back(node)) for node in call(active).operands)
     for linear in (gate, up):
         for name in ("x", "x_scale"):

@@ -20,6 +20,7 @@ from atomc.graph.graph_printer import NodeLine, parse
 from atomc.json_types import JSONLike
 from atomc.ops.op import ALL_TOKENS, Tokens
 from atomc.platform import DESCRIBED
+from atomc.report.kernel_ranges import kernels_by_tokens
 from atomc.report.records import (
     KernelChoice,
     Miss,
@@ -27,7 +28,6 @@ from atomc.report.records import (
     OpCost,
     Site,
     another_kernel,
-    kernels_by_tokens,
     spans,
 )
 from atomc.report.render import formula

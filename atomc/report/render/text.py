@@ -3,7 +3,8 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from atomc.report.records import CacheOutcome, KernelChoice, Miss, Site, kernels_by_tokens, spans
+from atomc.report.kernel_ranges import kernels_by_tokens
+from atomc.report.records import CacheOutcome, KernelChoice, Miss, Site, spans
 from atomc.report.render.audit import headline
 from atomc.report.render.table import collapsed, table, wrapped
 from atomc.report.report_data import ReportData

@@ -1,0 +1,27 @@
+"""The ranges of token counts in which a node has one kernel."""
+
+from collections.abc import Iterable
+
+from atomc.report.records import KernelChoice
+
+
+def kernels_by_tokens(choices: Iterable[KernelChoice]) -> list[tuple[str, str]]:
+    """(range of tokens, provider) of the choices for one node, in order of tokens; neighbouring
+    ranges of one kernel are one. Other kernels of a provider refuse other things.
+    """
+    # With torch, which the front process of the server does not load.
+    from atomc.ops.op import Tokens
+
+    groups: list[list[KernelChoice]] = []
+    for choice in choices:
+        last = groups[-1][-1] if groups else None
+        if last and (last.chosen, last.refused) == (choice.chosen, choice.refused):
+            groups[-1].append(choice)
+        else:
+            groups.append([choice])
+    found = []
+    for group in groups:
+        first, last_range = Tokens.of(group[0].tokens).first, Tokens.of(group[-1].tokens).last
+        tokens = group[0].tokens if len(group) == 1 else str(Tokens(first, last_range))
+        found.append((tokens, group[0].chosen))
+    return found
