@@ -1,16 +1,15 @@
 """The frame of a decoder, shared by the models: embedding, pre-norm layers, final norm and head.
-Names are those of Hugging Face.
+Names are those of Hugging Face. A model with norms of its own gives their class.
 
 T tokens, D model width, H head width, V vocabulary, R rows with logits.
 Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from torch import Tensor, nn
 
-from atomc.json_types import JSONLike
 from atomc.models.layers import RMSNorm
 from atomc.models.rotary import Rotary
 
@@ -39,24 +38,26 @@ class DecoderConfig(Protocol):
     @property
     def hidden_size(self) -> int: ...
     @property
-    def head_dim(self) -> int: ...
-    @property
     def rms_norm_eps(self) -> float: ...
     @property
-    def rope_parameters(self) -> Mapping[str, JSONLike]: ...
-    @property
     def tie_word_embeddings(self) -> bool: ...
+
+
+# A class of norms: (hidden_size, eps) -> the norm.
+Norm = Callable[[int, float], nn.Module]
 
 
 class Layer(nn.Module):
     """Attention and MLP, each behind a norm and added to its input."""
 
-    def __init__(self, config: DecoderConfig, attention: nn.Module, mlp: nn.Module):
+    def __init__(
+        self, config: DecoderConfig, attention: nn.Module, mlp: nn.Module, norm: Norm = RMSNorm
+    ):
         super().__init__()
         self.self_attn = attention
         self.mlp = mlp
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = norm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [T, D], cos and sin [T, 1, H] -> [T, D]."""
@@ -66,20 +67,34 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers and final norm."""
+    """Embedding, layers and final norm.
 
-    def __init__(self, config: DecoderConfig, layers: Iterable[nn.Module]):
+    draft  a draft layer (atomc.models.mtp): the last of `layers`, as in checkpoints, and no part of
+           forward
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layers: Iterable[nn.Module],
+        rotary_emb: Rotary,
+        draft: nn.Module | None,
+        norm: Norm,
+    ):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary_emb = Rotary(config.rope_parameters, config.head_dim)
+        self.has_draft = draft is not None
+        if draft is not None:
+            self.layers.append(draft)
+        self.norm = norm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = rotary_emb
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """input_ids and positions [T] i64 -> [T, D]."""
         x_TD: Tensor = self.embed_tokens(input_ids)
         cos, sin = self.rotary_emb(x_TD, positions)
-        for layer in self.layers:
+        for layer in self.layers[:-1] if self.has_draft else self.layers:
             x_TD = layer(x_TD, cos, sin)
         x_TD = self.norm(x_TD)
         return x_TD
@@ -88,10 +103,18 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """A decoder and its head, which may share the weight of the embedding."""
 
-    def __init__(self, config: DecoderConfig, layers: Iterable[nn.Module]):
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layers: Iterable[nn.Module],
+        rotary_emb: Rotary,
+        *,
+        draft: nn.Module | None = None,
+        norm: Norm = RMSNorm,
+    ):
         super().__init__()
         self.config = config
-        self.model = Decoder(config, layers)
+        self.model = Decoder(config, layers, rotary_emb, draft, norm)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight

@@ -27,10 +27,11 @@ from atomc.models.config import (
     number,
     only,
 )
+from atomc.models.decoder import DECODER_SHARD, Layer
 from atomc.models.experts import Experts
 from atomc.models.group_router import GroupRouter, outside_best_groups
 from atomc.models.layers import MLP, RMSNorm
-from atomc.models.mtp import DraftModules, WithDraftLayer
+from atomc.models.mtp import DraftLayer, WithDraftLayer
 from atomc.models.rotary import (
     Rotary,
     apply_interleaved_rope,
@@ -39,21 +40,8 @@ from atomc.models.rotary import (
     yarn_mscale,
 )
 
-# column: by output features; row: by input features, the outputs are summed; vocab: by vocabulary
-# entry, embeddings are summed and logits gathered. Other parameters (also the router, and the
-# projections to the latents and their norms) are on every device.
-SHARD = {
-    "embed_tokens": "vocab",
-    "q_proj": "column",
-    "q_b_proj": "column",
-    "kv_b_proj": "column",
-    "o_proj": "row",
-    "gate_proj": "column",
-    "up_proj": "column",
-    "gate_up_proj": "column",
-    "down_proj": "row",
-    "lm_head": "vocab",
-}
+# The projections to the latents and their norms are on every device.
+SHARD = DECODER_SHARD | {"q_b_proj": "column", "kv_b_proj": "column"}
 # Of the norms of the latents, whatever rms_norm_eps is.
 LATENT_EPS = 1e-6
 # Values of topk_method -> scores of its router.
@@ -271,52 +259,14 @@ class MoE(nn.Module):
         return routed.view_as(x) + shared
 
 
-class Layer(nn.Module):
-    def __init__(self, config: Config, mlp_type: str):
-        super().__init__()
-        self.self_attn = Attention(config)
-        self.mlp = (
-            MoE(config)
-            if mlp_type == "sparse"
-            else MLP(config.hidden_size, config.intermediate_size)
-        )
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), cos, sin)
-        x_TD = x_TD + self.mlp(self.post_attention_layernorm(x_TD))
-        return x_TD
-
-
-class DraftLayer(Layer, DraftModules):
-    def __init__(self, config: Config):
-        super().__init__(config, "sparse")
-        self.add_draft_modules(config.hidden_size, config.rms_norm_eps)
-
-
-class DeepseekV3Model(nn.Module):
-    def __init__(self, config: Config, *, draft_layer: bool = False):
-        super().__init__()
-        self.num_hidden_layers = config.num_hidden_layers
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config, kind) for kind in config.mlp_layer_types)
-        if draft_layer:
-            self.layers.append(DraftLayer(config))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary_emb = Rotary(config.rope_parameters, config.qk_rope_head_dim)
-
-    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        x_TD: Tensor = self.embed_tokens(input_ids)
-        cos, sin = self.rotary_emb(x_TD, positions)
-        for layer in self.layers[: self.num_hidden_layers]:
-            x_TD = layer(x_TD, cos, sin)
-        x_TD = self.norm(x_TD)
-        return x_TD
+def _layer(config: Config, kind: str) -> Layer:
+    width = config.hidden_size
+    mlp = MoE(config) if kind == "sparse" else MLP(width, config.intermediate_size)
+    return Layer(config, Attention(config), mlp)
 
 
 class DeepseekV3ForCausalLM(WithDraftLayer):
-    """draft_layer: with the checkpoint's first draft layer, as the last of `model.layers`."""
+    """draft_layer: with the checkpoint's first draft layer."""
 
     # Of the config class of transformers.
     DEFAULTS: ClassVar[dict[str, JSONLike]] = {
@@ -339,29 +289,15 @@ class DeepseekV3ForCausalLM(WithDraftLayer):
     }
 
     def __init__(self, config: Config, *, draft_layer: bool = False):
-        super().__init__()
-        self.config = config
-        self.model = DeepseekV3Model(config, draft_layer=draft_layer)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+        layers = (_layer(config, kind) for kind in config.mlp_layer_types)
+        rotary_emb = Rotary(config.rope_parameters, config.qk_rope_head_dim)
+        draft = DraftLayer(config, Attention(config), MoE(config)) if draft_layer else None
+        super().__init__(config, layers, rotary_emb, draft=draft)
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, JSONLike], *, draft_layer: bool = False) -> Self:
         given = {name: x for name, x in hf.items() if x is not None or name == "q_lora_rank"}
         return cls(Config.from_hf({**cls.DEFAULTS, **given}), draft_layer=draft_layer)
-
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor | None = None
-    ) -> Tensor:
-        """input_ids and positions [T] i64 -> logits [T, vocab_size], or [rows, vocab_size] of the
-        tokens logits_rows [rows] i64.
-        """
-        x_TD = self.model(input_ids, positions)
-        if logits_rows is not None:
-            x_TD = x_TD.index_select(-2, logits_rows)
-        logits: Tensor = self.lm_head(x_TD)
-        return logits
 
 
 class DeepseekV2ForCausalLM(DeepseekV3ForCausalLM):

@@ -24,27 +24,14 @@ from atomc.models.config import (
     number,
     only,
 )
+from atomc.models.decoder import DECODER_SHARD, Layer
 from atomc.models.experts import Experts
 from atomc.models.group_router import GroupRouter
 from atomc.models.layers import MLP, RMSNorm
-from atomc.models.mtp import DraftModules, WithDraftLayer
+from atomc.models.mtp import DraftLayer, WithDraftLayer
 from atomc.models.rotary import Rotary, apply_partial_rope, rope_parameters, rotated_columns
 
-# column: by output features; row: by input features, the outputs are summed; vocab: by vocabulary
-# entry, embeddings are summed and logits gathered. Other parameters (also the router, q_norm and
-# k_norm) are on every device.
-SHARD = {
-    "embed_tokens": "vocab",
-    "q_proj": "column",
-    "k_proj": "column",
-    "v_proj": "column",
-    "o_proj": "row",
-    "gate_proj": "column",
-    "up_proj": "column",
-    "gate_up_proj": "column",
-    "down_proj": "row",
-    "lm_head": "vocab",
-}
+SHARD = DECODER_SHARD
 
 
 @dataclass(frozen=True)
@@ -160,75 +147,24 @@ class MoE(nn.Module):
         return routed.view_as(x) + shared
 
 
-class Layer(nn.Module):
-    def __init__(self, config: Config, index: int):
-        super().__init__()
-        self.self_attn = Attention(config)
-        self.mlp = (
-            MoE(config)
-            if index >= config.first_k_dense_replace
-            else MLP(config.hidden_size, config.intermediate_size)
-        )
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), cos, sin)
-        x_TD = x_TD + self.mlp(self.post_attention_layernorm(x_TD))
-        return x_TD
-
-
-class DraftLayer(Layer, DraftModules):
-    def __init__(self, config: Config, index: int):
-        super().__init__(config, index)
-        self.add_draft_modules(config.hidden_size, config.rms_norm_eps)
-
-
-class Glm4MoeModel(nn.Module):
-    def __init__(self, config: Config, *, draft_layer: bool = False):
-        super().__init__()
-        depth = self.num_hidden_layers = config.num_hidden_layers
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config, i) for i in range(depth))
-        if draft_layer:
-            self.layers.append(DraftLayer(config, depth))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary_emb = Rotary(config.rope_parameters, config.rotated_columns)
-
-    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        x_TD: Tensor = self.embed_tokens(input_ids)
-        cos, sin = self.rotary_emb(x_TD, positions)
-        for layer in self.layers[: self.num_hidden_layers]:
-            x_TD = layer(x_TD, cos, sin)
-        x_TD = self.norm(x_TD)
-        return x_TD
+def _mlp(config: Config, index: int) -> nn.Module:
+    if index >= config.first_k_dense_replace:
+        return MoE(config)
+    return MLP(config.hidden_size, config.intermediate_size)
 
 
 class Glm4MoeForCausalLM(WithDraftLayer):
-    """draft_layer: with the checkpoint's first draft layer, as the last of `model.layers`."""
+    """draft_layer: with the checkpoint's first draft layer."""
 
     def __init__(self, config: Config, *, draft_layer: bool = False):
-        super().__init__()
-        self.config = config
-        self.model = Glm4MoeModel(config, draft_layer=draft_layer)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+        depth = config.num_hidden_layers
+        layers = (Layer(config, Attention(config), _mlp(config, i)) for i in range(depth))
+        rotary_emb = Rotary(config.rope_parameters, config.rotated_columns)
+        draft = DraftLayer(config, Attention(config), _mlp(config, depth)) if draft_layer else None
+        super().__init__(config, layers, rotary_emb, draft=draft)
 
     @classmethod
     def from_hf(
         cls, hf: Mapping[str, JSONLike], *, draft_layer: bool = False
     ) -> "Glm4MoeForCausalLM":
         return cls(Config.from_hf(hf), draft_layer=draft_layer)
-
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor | None = None
-    ) -> Tensor:
-        """input_ids and positions [T] i64 -> logits [T, V], or [R, V] of the tokens logits_rows [R]
-        i64.
-        """
-        x_TD = self.model(input_ids, positions)
-        if logits_rows is not None:
-            x_TD = x_TD.index_select(-2, logits_rows)
-        logits: Tensor = self.lm_head(x_TD)
-        return logits

@@ -25,24 +25,11 @@ from atomc.models.config import (
     number,
     only,
 )
+from atomc.models.decoder import DECODER_SHARD, CausalLM, Layer
 from atomc.models.experts import Experts
 from atomc.models.rotary import Rotary, apply_rope, rope_parameters
 
-# column: by output features; row: by input features, the outputs are summed; vocab: by vocabulary
-# entry, embeddings are summed and logits gathered. Other parameters (also the router) are on every
-# device; sinks are, like query heads, by column.
-SHARD = {
-    "embed_tokens": "vocab",
-    "q_proj": "column",
-    "k_proj": "column",
-    "v_proj": "column",
-    "o_proj": "row",
-    "sinks": "column",
-    "gate_up_proj": "column",
-    "down_proj": "row",
-    "lm_head": "vocab",
-}
-
+SHARD = DECODER_SHARD | {"sinks": "column"}  # like query heads
 
 # Of a config without rope_parameters.
 ROPE: Mapping[str, JSONLike] = {
@@ -202,59 +189,18 @@ class MLP(nn.Module):
         return y.view_as(x)
 
 
-class Layer(nn.Module):
-    def __init__(self, config: Config, window: int):
-        super().__init__()
-        self.self_attn = Attention(config, window)
-        self.mlp = MLP(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), cos, sin)
-        x_TD = x_TD + self.mlp(self.post_attention_layernorm(x_TD))
-        return x_TD
+def _layer(config: Config, window: int) -> Layer:
+    return Layer(config, Attention(config, window), MLP(config), RMSNorm)
 
 
-class GptOssModel(nn.Module):
+class GptOssForCausalLM(CausalLM):
     def __init__(self, config: Config):
-        super().__init__()
         windows = {"full_attention": 0, "sliding_attention": config.sliding_window}
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config, windows[kind]) for kind in config.layer_types)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary_emb = Rotary(config.rope_parameters, config.head_dim)
-
-    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        x_TD: Tensor = self.embed_tokens(input_ids)
-        cos, sin = self.rotary_emb(x_TD, positions)
-        for layer in self.layers:
-            x_TD = layer(x_TD, cos, sin)
-        x_TD = self.norm(x_TD)
-        return x_TD
-
-
-class GptOssForCausalLM(nn.Module):
-    def __init__(self, config: Config):
-        super().__init__()
-        self.config = config
-        self.model = GptOssModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+        layers = (_layer(config, windows[kind]) for kind in config.layer_types)
+        super().__init__(
+            config, layers, Rotary(config.rope_parameters, config.head_dim), norm=RMSNorm
+        )
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, JSONLike]) -> "GptOssForCausalLM":
         return cls(Config.from_hf(hf))
-
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor | None = None
-    ) -> Tensor:
-        """input_ids and positions [T] i64 -> logits [T, V], or [R, V] of the tokens logits_rows [R]
-        i64.
-        """
-        x_TD = self.model(input_ids, positions)
-        if logits_rows is not None:
-            x_TD = x_TD.index_select(-2, logits_rows)
-        logits: Tensor = self.lm_head(x_TD)
-        return logits

@@ -17,7 +17,7 @@ from atomc.models.config import expert_counts, flag, head_counts, head_width, in
 from atomc.models.decoder import DECODER_SHARD, CausalLM, Layer
 from atomc.models.experts import Experts
 from atomc.models.layers import MLP, RMSNorm
-from atomc.models.rotary import apply_rope, rope_parameters
+from atomc.models.rotary import Rotary, apply_rope, rope_parameters
 
 SHARD = DECODER_SHARD
 
@@ -140,7 +140,8 @@ class MoE(nn.Module):
 class HunYuanMoEV1ForCausalLM(CausalLM):
     def __init__(self, config: Config):
         count = range(config.num_hidden_layers)
-        super().__init__(config, (Layer(config, Attention(config), MoE(config)) for _ in count))
+        layers = (Layer(config, Attention(config), MoE(config)) for _ in count)
+        super().__init__(config, layers, Rotary(config.rope_parameters, config.head_dim))
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, JSONLike]) -> "HunYuanMoEV1ForCausalLM":

@@ -16,7 +16,7 @@ from atomc.json_types import JSONLike
 from atomc.models.config import flag, head_counts, head_width, integer, number, only
 from atomc.models.decoder import DECODER_SHARD, CausalLM, Layer
 from atomc.models.layers import MLP
-from atomc.models.rotary import apply_rope, rope_parameters
+from atomc.models.rotary import Rotary, apply_rope, rope_parameters
 
 SHARD = DECODER_SHARD
 
@@ -96,7 +96,8 @@ def _layer(config: Config) -> Layer:
 
 class LlamaForCausalLM(CausalLM):
     def __init__(self, config: Config):
-        super().__init__(config, (_layer(config) for _ in range(config.num_hidden_layers)))
+        layers = (_layer(config) for _ in range(config.num_hidden_layers))
+        super().__init__(config, layers, Rotary(config.rope_parameters, config.head_dim))
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, JSONLike]) -> "LlamaForCausalLM":

@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from atomc.models.decoder import CausalLM, DecoderConfig, Layer
 from atomc.models.layers import RMSNorm
 
 
@@ -24,19 +25,14 @@ class SharedHead(nn.Module):
         self.norm = RMSNorm(hidden_size, eps)
 
 
-class DraftModules(nn.Module):
-    """Mixed into a decoder layer: what a draft layer has besides."""
-
-    enorm: RMSNorm
-    hnorm: RMSNorm
-    eh_proj: nn.Module
-    shared_head: SharedHead
-
-    def add_draft_modules(self, hidden_size: int, eps: float) -> None:
-        self.enorm = RMSNorm(hidden_size, eps)
-        self.hnorm = RMSNorm(hidden_size, eps)
-        self.eh_proj = nn.Linear(2 * hidden_size, hidden_size, bias=False)
-        self.shared_head = SharedHead(hidden_size, eps)
+class DraftLayer(Layer):
+    def __init__(self, config: DecoderConfig, attention: nn.Module, mlp: nn.Module):
+        super().__init__(config, attention, mlp)
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.enorm = RMSNorm(width, eps)
+        self.hnorm = RMSNorm(width, eps)
+        self.eh_proj = nn.Linear(2 * width, width, bias=False)
+        self.shared_head = SharedHead(width, eps)
 
     def merge(self, embeddings_TD: Tensor, hidden_TD: Tensor) -> Tensor:
         """The input of the decoder layer."""
@@ -58,7 +54,7 @@ class DraftModel(nn.Module):
         self,
         embed_tokens: nn.Module,
         rotary_emb: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
-        layer: DraftModules,
+        layer: DraftLayer,
         lm_head: nn.Module,
     ):
         super().__init__()
@@ -97,22 +93,15 @@ class HasDraftModel(Protocol):
         """Raises ValueError for a model that was made without its draft layer."""
 
 
-class WithDraftLayer(nn.Module):
-    """Mixed into a model with `model` and `lm_head`: the draft layer, if it was made, is the last
-    of `model.layers`, so that its parameters are named as in checkpoints.
+class WithDraftLayer(CausalLM):
+    """A model that implements draft layers. The draft layer, if it was made, is the last of
+    `model.layers`.
     """
 
     def draft_model(self) -> DraftModel:
         """Raises ValueError for a model that was made without its draft layer."""
-        inner = self.get_submodule("model")
-        layers = inner.get_submodule("layers")
-        assert isinstance(layers, nn.ModuleList)
-        layer = layers[-1]
-        if not isinstance(layer, DraftModules):
+        inner, layer = self.model, self.model.layers[-1]
+        if not isinstance(layer, DraftLayer):
             name = type(self).__name__
             raise ValueError(f"{name} was made without its draft layer: draft_layer=True")
-        embed_tokens, rotary = (
-            inner.get_submodule("embed_tokens"),
-            inner.get_submodule("rotary_emb"),
-        )
-        return DraftModel(embed_tokens, rotary, layer, self.get_submodule("lm_head"))
+        return DraftModel(inner.embed_tokens, inner.rotary_emb, layer, self.lm_head)

@@ -24,7 +24,7 @@ from atomc.models.config import (
 )
 from atomc.models.decoder import DECODER_SHARD, CausalLM, Layer
 from atomc.models.layers import MLP, RMSNorm
-from atomc.models.rotary import apply_rope, rope_parameters
+from atomc.models.rotary import Rotary, apply_rope, rope_parameters
 
 SHARD = DECODER_SHARD
 
@@ -113,7 +113,8 @@ def _layer(config: Config, window: int) -> Layer:
 class Qwen3ForCausalLM(CausalLM):
     def __init__(self, config: Config):
         windows = {"full_attention": 0, "sliding_attention": config.sliding_window or 0}
-        super().__init__(config, (_layer(config, windows[kind]) for kind in config.layer_types))
+        layers = (_layer(config, windows[kind]) for kind in config.layer_types)
+        super().__init__(config, layers, Rotary(config.rope_parameters, config.head_dim))
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, JSONLike]) -> "Qwen3ForCausalLM":

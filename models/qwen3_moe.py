@@ -27,7 +27,7 @@ from atomc.models.config import (
 from atomc.models.decoder import DECODER_SHARD, CausalLM, Layer
 from atomc.models.experts import Experts
 from atomc.models.layers import MLP, RMSNorm
-from atomc.models.rotary import apply_rope, rope_parameters
+from atomc.models.rotary import Rotary, apply_rope, rope_parameters
 
 SHARD = DECODER_SHARD
 
@@ -160,7 +160,8 @@ def _layer(config: Config, index: int) -> Layer:
 
 class Qwen3MoeForCausalLM(CausalLM):
     def __init__(self, config: Config):
-        super().__init__(config, (_layer(config, i) for i in range(config.num_hidden_layers)))
+        layers = (_layer(config, i) for i in range(config.num_hidden_layers))
+        super().__init__(config, layers, Rotary(config.rope_parameters, config.head_dim))
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, JSONLike]) -> "Qwen3MoeForCausalLM":
