@@ -79,7 +79,13 @@ def _selected(
     forms = _forms(gm, context)
     weights = _preparable(gm, context)
     select = partial(
-        Selection, context.options, context.platform, eager=eager, weights=weights, forms=forms
+        Selection,
+        context.options,
+        context.platform,
+        eager=eager,
+        weights=weights,
+        forms=forms,
+        unfit={},
     )
     spans = ranges.ranges_of(gm, select().could_serve)
     selected: list[tuple[GraphModule, Selection]] = []
@@ -89,7 +95,8 @@ def _selected(
         graph.meta["tokens"] = span
         selection = select(layout=layout, tokens=span)
         lowering = _lowering(context, selection)
-        pipeline.run(graph, [passes.ABSORB], lowering, report, observers)
+        if pipeline.run(graph, [passes.ABSORB], lowering, report, observers).fired:
+            selection.unfit = {}  # this graph differs from those of other ranges
         layout = layout or selection.fix_layout(list(graph.graph.nodes))
         selected.append((graph, selection))
     forms.settle(selected)

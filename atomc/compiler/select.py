@@ -38,6 +38,8 @@ class Selection:
     eager    ops without a kernel run eagerly; otherwise Inductor compiles their references
     weights  input -> why a kernel cannot have a form of its own of it, or None
     forms    the forms of weights that are held; None: any
+    unfit    (kernel, name of a node) -> why it cannot run it for any number of tokens, as far as it
+             is known: the same for all ranges whose graphs are equal
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Selection:
         tokens: Tokens = ALL_TOKENS,
         weights: Mapping[str, str | None] | None = None,
         forms: WeightForms | None = None,
+        unfit: dict[tuple[Kernel, str], Refusal | None] | None = None,
     ):
         self.options, self.platform, self.eager = (
             options,
@@ -59,8 +62,7 @@ class Selection:
         self.layout, self.tokens = layout, tokens
         self.weights = weights or {}
         self.forms = WeightForms(platform) if forms is None else forms
-        # Why a kernel cannot run a node for any number of tokens, as far as it is known.
-        self.unfit: dict[tuple[Kernel, Node], Refusal | None] = {}
+        self.unfit = {} if unfit is None else unfit
         self.choices: list[KernelChoice] = []
         self.syncing: list[str] = []  # kernels that no CUDA graph can hold
         self.absent: dict[str, Refusal] = {}
@@ -216,10 +218,10 @@ class Selection:
         op = _op(node)
         if reason := self._other_layout(kernel) or self._batch_dependent(kernel, op):
             return reason
-        if (kernel, node) not in self.unfit:
-            self.unfit[kernel, node] = self._unfit(kernel, node)
+        if (kernel, node.name) not in self.unfit:
+            self.unfit[kernel, node.name] = self._unfit(kernel, node)
         return (
-            self.unfit[kernel, node]
+            self.unfit[kernel, node.name]
             or self.forms.refuses(kernel, node)
             or (None if any_tokens else self._other_tokens(kernel))
         )
