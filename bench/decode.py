@@ -18,38 +18,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from model_shapes import MODELS
 
 from atomc.models.loader import load
+from atomc.ops.state import groups_of
 from atomc.program import compile_model
 from atomc.quantization.scheme import ONLINE
 from atomc.runtime.batch import StepShape
 from atomc.runtime.runner import Runner
 from atomc.runtime.step import Chunk, ScheduledStep
 
-QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "attention_bias": False,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "vocab_size": 151936,
-    "num_key_value_heads": 8,
-}
-MODELS = {
-    "0.6b": {**QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-             "num_attention_heads": 16, "tie_word_embeddings": True},
-    "8b": {**QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
-           "num_attention_heads": 32, "tie_word_embeddings": False},
-    "tiny": {**QWEN3, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "vocab_size": 1024, "tie_word_embeddings": True},
-}  # fmt: skip
 BLOCK = 16
 
 
@@ -68,9 +51,9 @@ def milliseconds(call: Callable[[], Any], steps: int) -> float:
     return statistics.median(times)
 
 
-def step_of(lengths: list[int], new: list[int], blocks: int) -> ScheduledStep:
+def step_of(lengths: list[int], new: list[int], blocks: int, groups: int) -> ScheduledStep:
     """A step in which sequence s gets its last new[s] of lengths[s] tokens; its blocks lie
-    scattered.
+    scattered, equally in each of the groups of layers that share block tables.
     """
     count = len(lengths)
     tables = (
@@ -86,7 +69,7 @@ def step_of(lengths: list[int], new: list[int], blocks: int) -> ScheduledStep:
                 s,
                 tuple(tokens[:n]),
                 length - n,
-                ((0, tuple(table)),),
+                ((0, tuple(table)),) * groups,
                 num_samples=1,
                 num_output_rows=1,
             )
@@ -107,7 +90,7 @@ def ours(args: argparse.Namespace, config: dict[str, Any]) -> Iterator[dict[str,
             quantization=args.quantization,
             progress=False,
         )
-    program = compile_model(model, {"glue": args.glue})
+    program = compile_model(model, {"glue": args.glue}, owned=True)
     compiled = time.perf_counter() - start
     blocks = -(-(args.context + 64) // BLOCK)
     batches = args.batches
@@ -120,6 +103,7 @@ def ours(args: argparse.Namespace, config: dict[str, Any]) -> Iterator[dict[str,
         max_num_rows=max(args.context * max(1, args.prefill), *batches),
         max_columns=blocks,
     )
+    step = partial(step_of, blocks=blocks, groups=len(groups_of(program.specs)))
     for caches in runner.caches:
         for cache in caches.values():
             cache.normal_()
@@ -130,7 +114,7 @@ def ours(args: argparse.Namespace, config: dict[str, Any]) -> Iterator[dict[str,
     if args.report:
         print(program.report.to_text(), file=sys.stderr)
     for batch in batches:
-        runner.logits(step_of([args.context + 1] * batch, [1] * batch, blocks))
+        runner.logits(step([args.context + 1] * batch, [1] * batch))
         captured = runner.graphs.captured[StepShape(batch, batch, batch, blocks)]
         if args.profile:
             profile(captured.replay)
@@ -141,7 +125,7 @@ def ours(args: argparse.Namespace, config: dict[str, Any]) -> Iterator[dict[str,
             "compile_s": round(compiled, 1),
             "tpot_ms": milliseconds(lambda c=captured: c.replay().argmax(-1), args.steps),
         }
-    runner.logits(step_of([args.context], [args.context], blocks))
+    runner.logits(step([args.context], [args.context]))
     captured = runner.graphs.captured[prefill]
     if args.profile:
         profile(captured.replay)
@@ -152,20 +136,20 @@ def ours(args: argparse.Namespace, config: dict[str, Any]) -> Iterator[dict[str,
         "prefill_ms": milliseconds(lambda: captured.replay().argmax(-1), args.steps),
     }
     runner.graphs = None
-    step = step_of([args.context], [args.context], blocks)
+    prompt = step([args.context], [args.context])
     yield {
         "what": "atomc prefill without a graph",
         "batch": 1,
-        "prefill_ms": milliseconds(lambda: runner.logits(step), 10),
+        "prefill_ms": milliseconds(lambda: runner.logits(prompt), 10),
     }
     if args.prefill:
-        step = step_of([args.context] * args.prefill, [args.context] * args.prefill, blocks)
+        prompts = step([args.context] * args.prefill, [args.context] * args.prefill)
         if args.profile:
-            profile(lambda: runner.logits(step))
+            profile(lambda: runner.logits(prompts))
         yield {
             "what": "atomc prefill without a graph",
             "batch": args.prefill,
-            "prefill_ms": milliseconds(lambda: runner.logits(step), 5),
+            "prefill_ms": milliseconds(lambda: runner.logits(prompts), 5),
         }
 
 
@@ -193,11 +177,10 @@ def transformers(
     """Stock transformers with a static cache: eager, Inductor's reduce-overhead, or our backend in
     the same mode.
     """
-    from transformers import AutoModelForCausalLM, Qwen3Config, StaticCache
+    from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
-    hf_config = Qwen3Config(
-        **{name: value for name, value in config.items() if name != "architectures"}
-    )
+    given = {name: value for name, value in config.items() if name != "architectures"}
+    hf_config = AutoConfig.for_model(**given)
     torch.set_default_device("cuda")
     model = AutoModelForCausalLM.from_config(
         hf_config, dtype=torch.bfloat16, attn_implementation="sdpa"
@@ -261,17 +244,23 @@ def main() -> None:
         "--prefill", default=0, type=int, help="also so many sequences in one step (none)"
     )
     parser.add_argument("--beside", default="", help="also time transformers: eager,inductor,atom")
+    parser.add_argument("--layers", type=int, help="only so many layers")
+    parser.add_argument("--only-beside", action="store_true", help="only transformers")
     parser.add_argument("--profile", action="store_true", help="print the kernels of a step")
     parser.add_argument("--report", action="store_true", help="print what the compiler did")
     parser.add_argument("--json", help="append the figures to this file, one a line")
     args = parser.parse_args()
     config = MODELS[args.model]
+    if args.layers:
+        config = {**config, "num_hidden_layers": args.layers}
     figures = []
-    sources = [ours(args, config)]
+    sources = [] if args.only_beside else [ours(args, config)]
     sources += [transformers(args, config, mode) for mode in args.beside.split(",") if mode]
     for source in sources:
         for figure in source:
             figure = {"model": args.model, "context": args.context, **figure}
+            if args.layers:
+                figure["layers"] = args.layers
             if args.quantization:
                 figure["quantization"] = args.quantization
             figures.append(figure)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decode import MODELS
+from model_shapes import MODELS
 
 from atomc.cost.efficiency import Table, Timing, fit, name_in_table, predict, shipped, work
 from atomc.planning.plan import Model, TimedProgram, build_model, compile_for

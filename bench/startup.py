@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from decode import MODELS
+from model_shapes import MODELS
 
 from atomc.runtime.bench.startup import details, format_starts, starts
 from atomc.runtime.config import EngineConfig

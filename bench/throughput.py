@@ -22,8 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decode import MODELS, milliseconds
+from decode import milliseconds
+from model_shapes import MODELS
 
+from atomc.quantization.scheme import ONLINE
 from atomc.runtime.engine import Engine, EngineConfig
 from atomc.runtime.sampling.sampling_params import SamplingParams
 
@@ -104,6 +106,7 @@ def figures(args: argparse.Namespace) -> Any:
                 model=folder,
                 load_format="dummy",
                 dtype=args.dtype,
+                quantization=args.quantization,
                 device=args.device,
                 max_model_len=args.max_model_len,
                 max_num_seqs=args.max_num_seqs,
@@ -183,10 +186,15 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--glue", default="eager", choices=["eager", "inductor", "auto"])
+    parser.add_argument(
+        "--quantization", choices=sorted(ONLINE), help="how linear layers are quantized (not)"
+    )
     parser.add_argument("--json", help="append the figures to this file, one a line")
     args = parser.parse_args()
     for figure in figures(args):
         figure = {"model": args.model, **figure}
+        if args.quantization:
+            figure["quantization"] = args.quantization
         print(
             "  ".join(
                 f"{name}={value:.3f}" if isinstance(value, float) else f"{name}={value}"
