@@ -27,10 +27,10 @@ from gemm import Arguments, chosen, codes, scales
 from kernels import copy_bandwidth, microseconds, normal
 from torch import Tensor
 
-from atomc import kernels
+from atomc import kernels, ops
 
 if TYPE_CHECKING:
-    from atomc.kernels.triton.tiles import ExpertsFewTile, GroupedTile
+    from atomc.kernels.triton.tiles import ExpertsFewTile, FragmentTile, GroupedTile
 
 TOKENS = (1, 2, 4, 8, 16, 17, 64, 256, 1024, 4096, 16384)
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
@@ -62,7 +62,8 @@ MODELS = {
 class Format(NamedTuple):
     """How weights are stored: an op, and its arguments that do not depend on the tokens.
 
-    few, many  names of the tables of tiles for few and for many tokens ("": the router has none)
+    few, many  names of the tables of tiles for few and for many tokens, which may be one ("": the
+               router has none)
     dtype      of x
     block      columns of x that share a scale, 0 for the whole row
     group      columns of a weight that share a scale, of which a row has a whole number
@@ -144,7 +145,7 @@ def router(of: Model) -> Arguments:
 FP8_WEIGHTS = partial(eight_bits, dtype=E4M3)
 NUMBERS = ("EXPERTS_FEW", "MOE_EXPERTS")
 CODES = ("EXPERTS_FEW_8_BITS", "MOE_EXPERTS_8_BITS")
-WORDS = ("EXPERTS_FEW_4_BITS", "MOE_EXPERTS_4_BITS")
+WORDS = ("EXPERTS_FRAGMENTS", "EXPERTS_FRAGMENTS")
 FORMATS = {
     "route": Format("linear_topk_route", router),
     "bf16": Format("moe_experts", full, *NUMBERS),
@@ -210,6 +211,30 @@ def grouped_tiles() -> "Iterator[GroupedTile]":
                         yield GroupedTile(block, launch, launch)
 
 
+def fragment_tiles(per_expert: int) -> "Iterator[FragmentTile]":
+    """The tiles worth a try of the kernels for 4-bit weights."""
+    from atomc.kernels.triton.tiles import FragmentTile
+
+    for block in (8, 16, 32, 64, 128, 256):
+        if not per_expert / 2 <= block <= max(16, 4 * per_expert):
+            continue
+        for weight_rows, warps in ((16, 1), (32, 1), (32, 2), (64, 2), (64, 4), (128, 4)):
+            for stages in (2, 3, 4):
+                if block < 64 or warps == 4:
+                    tall = 8 if block >= 64 else 1
+                    yield FragmentTile(block, weight_rows, warps, stages, tall)
+
+
+def prepared(op: str, function: Callable[..., Any], sets: list[Arguments]) -> list[Arguments]:
+    """Arguments with the weights as this kernel reads them; they are the same in all sets."""
+    kernel = next(k for k in ops.REGISTRY[op].kernels if k.function is function)
+    made = {
+        names[0]: prepare(*map(sets[0].get, names)).tensors
+        for names, prepare in kernel.prepare.items()
+    }
+    return [given | made for given in sets]
+
+
 def between(of: Format, model: Model, tokens: int) -> Arguments:
     """What is between the launches for many tokens: the gated activation and the products."""
     pairs = tokens * model.k
@@ -218,57 +243,70 @@ def between(of: Format, model: Model, tokens: int) -> Arguments:
     return made | {"products": normal(pairs, model.hidden)}
 
 
-def launches(model: Model, given: Arguments, tile: "GroupedTile") -> dict[str, Callable[[], Any]]:
+def packed_launches(
+    model: Model, given: Arguments, tile: "FragmentTile"
+) -> dict[str, Callable[[], Any]]:
+    """The PARTS of the kernels for 4-bit weights, each by itself."""
+    from atomc.kernels.triton.experts_4_bits import PairsOfExperts
+    from atomc.kernels.triton.weighted_sum import weighted_sum
+
+    sort = partial(PairsOfExperts, given["ids"], model.experts, tile)
+    of = {"group": given.get("group", 32), "out_dtype": torch.bfloat16}
+    parts: dict[str, Callable[[], Any]] = {"sort": sort}
+    for part, x, name, more in (
+        ("up", "x", "w13", model.gate),
+        ("down", "act", "w2", {}),
+    ):
+        scale = given[f"{name}_scale"]
+        weights = *given[name], *(scale if isinstance(scale, tuple) else (scale,)), None
+        bias = given.get("b13" if part == "up" else "b2")
+        columns = given[x].shape[1]
+        parts[part] = partial(sort().multiply, given[x], *weights, bias, columns, **of, **more)
+    parts["sum"] = partial(
+        weighted_sum, given["products"], given["ids"], given["weights"], model.experts
+    )
+    return parts
+
+
+def launches(model: Model, given: Arguments, tile: Any) -> dict[str, Callable[[], Any]]:
     """The PARTS of the kernels for many tokens, each by itself; without the quantizer."""
-    from atomc.kernels.triton import experts_many_packed as packed
     from atomc.kernels.triton import grouped
     from atomc.kernels.triton.expert_sort import sort_by_expert
     from atomc.kernels.triton.weighted_sum import weighted_sum
 
+    if isinstance(given["w13"], tuple):
+        return packed_launches(model, given, tile)
     ids = given["ids"]
     sort = partial(sort_by_expert, ids, model.experts, tile.block)
     routing, pairs = sort(), ids.numel()
     w13, w2, w13_scale, w2_scale, b13, b2 = map(
         given.get, ("w13", "w2", "w13_scale", "w2_scale", "b13", "b2")
     )
-    if w13.dtype in (torch.int32, torch.uint8):
-        multiply = partial(
-            packed.multiply,
-            group=given.get("group", 32),
-            pairs=pairs,
-            out_dtype=torch.bfloat16,
-        )
-        w13, w2 = (w if w.dtype == torch.int32 else packed.as_words(w) for w in (w13, w2))
-        up = partial(
-            multiply, given["x"], w13, w13_scale, None, b13, routing, tile.up, **model.gate
-        )
-        down = partial(multiply, given["act"], w2, w2_scale, None, b2, routing, tile.down)
-    else:
-        more = {"square": given.get("block", 0), "out_dtype": torch.bfloat16}
-        up = partial(
-            grouped.grouped_gate_up,
-            given["x"],
-            w13,
-            routing,
-            tile.up,
-            pairs=pairs,
-            x_scale=given.get("x_scale"),
-            w13_scale=w13_scale,
-            b13=b13,
-            **more,
-            **model.gate,
-        )
-        down = partial(
-            grouped.grouped_down,
-            given["act"],
-            w2,
-            routing,
-            tile.down,
-            act_scale=given.get("act_scale"),
-            w2_scale=w2_scale,
-            b2=b2,
-            **more,
-        )
+    more = {"square": given.get("block", 0), "out_dtype": torch.bfloat16}
+    up = partial(
+        grouped.grouped_gate_up,
+        given["x"],
+        w13,
+        routing,
+        tile.up,
+        pairs=pairs,
+        x_scale=given.get("x_scale"),
+        w13_scale=w13_scale,
+        b13=b13,
+        **more,
+        **model.gate,
+    )
+    down = partial(
+        grouped.grouped_down,
+        given["act"],
+        w2,
+        routing,
+        tile.down,
+        act_scale=given.get("act_scale"),
+        w2_scale=w2_scale,
+        b2=b2,
+        **more,
+    )
     add = partial(weighted_sum, given["products"], ids, given["weights"], model.experts)
     return dict(zip(PARTS, (sort, up, down, add), strict=True))
 
@@ -283,12 +321,16 @@ class Call(NamedTuple):
 
 
 def apart(
-    of: Format, model: Model, sets: list[Arguments], tiles: "Iterable[GroupedTile]"
+    of: Format,
+    model: Model,
+    sets: list[Arguments],
+    tiles: "Iterable[GroupedTile | FragmentTile]",
 ) -> Iterator[Call]:
     """The launches for many tokens, each by itself, with each of the tiles."""
     shared = between(of, model, len(sets[0]["x"]))
     for tile in tiles:
-        label = ",".join(map(str, (tile.block, *tile.up.values())))
+        numbers = tile if of.few == of.many else (tile.block, *tile.up.values())
+        label = ",".join(map(str, numbers))
         each = [launches(model, given | shared, tile) for given in sets]
         for part in PARTS:
             yield Call(part, label, lambda run: run(), [{"run": every[part]} for every in each])
@@ -317,7 +359,11 @@ def calls(
         with mock.patch(f"{module}.{of.few}", SimpleNamespace(choose=lambda *sizes: tile)):
             return function(**arguments)
 
-    if args.tiles and tokens <= MAX_TOKENS:
+    per_expert = -(-tokens * model.k // model.experts)
+    if args.tiles and of.few == of.many:
+        every = apart(of, model, sets, fragment_tiles(per_expert))
+        yield from (call for call in every if call.part in ("up", "down"))
+    elif args.tiles and tokens <= MAX_TOKENS:
         for few in few_tiles(of.few == "EXPERTS_FEW_TRANSPOSED"):
             yield Call("experts", ",".join(map(str, few)), partial(under, few), sets)
     elif args.tiles:
@@ -325,8 +371,7 @@ def calls(
         yield from (call for call in every if call.part in ("up", "down"))
     else:
         yield Call("experts", kernel, function, sets)
-        if args.parts and tokens > MAX_TOKENS:
-            per_expert = -(-tokens * model.k // model.experts)
+        if args.parts and (tokens > MAX_TOKENS or of.few == of.many):
             tile = getattr(tiles, of.many).choose(sets[0]["x"].device, per_expert)
             yield from apart(of, model, sets, [tile])
 
@@ -378,7 +423,8 @@ def cases(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Call]]:
                 if isinstance(found, str):
                     print(f"{name} of {model_name}, {tokens} tokens: {found}", flush=True)
                     continue
-                for call in calls(of, model, sets, found, args):
+                read = prepared(of.op, found[1], sets)
+                for call in calls(of, model, read, found, args):
                     num_bytes, flops = work(call.part, model, sets)
                     head = {"format": name, "model": model_name, "tokens": tokens}
                     yield head | {"mb": num_bytes / 1e6, "gflop": flops / 1e9}, call

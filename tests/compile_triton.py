@@ -15,6 +15,7 @@ import torch
 import triton
 from kernel_cases import CASES
 from kernel_cases.draw import Draw
+from kernel_cases.prepared import with_prepared
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -80,4 +81,4 @@ if __name__ == "__main__":
         arguments = CASES[op][case](Draw(torch.bfloat16))
         for kernel in ops.REGISTRY[op].kernels:
             if kernel.provider == "triton" and not refusal(kernel, TAKING, arguments):
-                kernel.function(**arguments)
+                kernel.function(**with_prepared(kernel, arguments))

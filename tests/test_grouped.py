@@ -8,6 +8,7 @@ import pytest
 import torch
 from kernel_cases import CASES
 from kernel_cases.draw import Draw
+from kernel_cases.prepared import with_prepared
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
@@ -20,6 +21,7 @@ from atomc import ops
 from atomc.kernels.torch import experts_grouped_mm
 from atomc.kernels.triton import (
     expert_sort,
+    experts_4_bits,
     experts_many,
     experts_many_packed,
     experts_many_scaled,
@@ -109,6 +111,12 @@ def test_grouped_products_of_pytorch_compute_what_the_op_means(case: str) -> Non
     assert_close(out.float(), truth, rtol=0.03, atol=0.03 * float(size))
 
 
+def as_read(function: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments as the kernel that is this function reads them."""
+    kernels = ops.REGISTRY[function.__name__].kernels
+    return with_prepared(next(k for k in kernels if k.function is function), given)
+
+
 FUNCTIONS = [
     experts_many.moe_experts,
     experts_many_scaled.moe_experts_fp8,
@@ -116,6 +124,8 @@ FUNCTIONS = [
     experts_many_packed.moe_experts_w4a16,
     experts_many_packed.moe_experts_mxfp4,
     experts_grouped_mm.moe_experts,
+    experts_4_bits.moe_experts_w4a16,
+    experts_4_bits.moe_experts_mxfp4,
 ]
 
 
@@ -126,7 +136,7 @@ def test_the_host_reads_no_value_of_the_device(
     """On fake tensors, which raise where a value is read; the launches do nothing."""
     for kind in (InterpretedFunction, JITFunction):
         monkeypatch.setattr(kind, "run", lambda *args, **kwargs: None)
-    arguments = CASES[function.__name__]["biases"](Draw(torch.bfloat16))
+    arguments = as_read(function, CASES[function.__name__]["biases"](Draw(torch.bfloat16)))
     with FakeTensorMode() as mode:
         given = {
             name: mode.from_tensor(value) if isinstance(value, Tensor) else value
@@ -146,3 +156,15 @@ def test_a_cuda_graph_of_experts_computes_the_same_bits_for_other_choices() -> N
     given["ids"].copy_(torch.randint_like(given["ids"], 4))
     graph.replay()
     assert torch.equal(out, experts_many.moe_experts(**given))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f"{f.__module__}.{f.__name__}")
+def test_the_same_experts_of_many_tokens_give_the_same_bits_each_time(function: Any) -> None:
+    """A missing barrier between the warps of a tile would show in a few of many thousands."""
+    sizes = {"tokens": 8192, "experts": 8, "hidden": 1024, "inner": 512}
+    made = CASES[function.__name__]["many tokens"](Draw(torch.bfloat16, "cuda"), **sizes)
+    given = as_read(function, made)
+    first = function(**given)
+    for _ in range(50):
+        assert torch.equal(function(**given), first)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from kernel_cases import CASES
 from kernel_cases.draw import Draw
+from kernel_cases.prepared import with_prepared
 from kernel_grid import KERNELS, TRIED, grid, name_of
 from memory import PoisonedMemory
 from refusals import refusal_text
@@ -62,13 +63,8 @@ def run(kernel: ops.Kernel, arguments: dict[str, Any]) -> Any:
         workspace["workspace"] = torch.empty(
             kernel.workspace(**arguments), dtype=torch.uint8, device=device
         )
-    prepared = {
-        names[0]: prepare(*map(arguments.get, names)).tensors
-        for names, prepare in kernel.prepare.items()
-        if arguments.get(names[0]) is not None
-    }
     with PoisonedMemory():
-        return kernel.function(**arguments | prepared | workspace)
+        return kernel.function(**with_prepared(kernel, arguments) | workspace)
 
 
 def in_fp32(arguments: dict[str, Any]) -> dict[str, Any]:

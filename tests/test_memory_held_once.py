@@ -400,6 +400,34 @@ def test_a_plan_counts_experts_in_aiters_layout_once(scheme: str | None, tmp_pat
     assert parameters <= memory.weights < parameters + 100  # and buffers
 
 
+@pytest.mark.parametrize("scheme", ["int4", "mxfp4_a16"])
+def test_the_runtime_holds_experts_of_4_bits_in_the_order_of_fragments_and_nothing_else(
+    scheme: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("triton")
+    folder = checkpoint(tmp_path, hidden_size=128, num_hidden_layers=1, dtype="bfloat16")
+    h200 = Platform.named("h200")
+    model = build_model(folder, quantization=scheme, platform=h200)
+    program = compile_for(model, h200)
+    assert program.prepared_bytes
+    assert plan(model, h200, Workload(1, 1, 16), program=program).memory.copies == 0
+
+
+@pytest.mark.parametrize("scheme", ["int4", "mxfp4_a16"])
+def test_experts_of_4_bits_of_a_users_module_stay_as_they_are_stored(
+    scheme: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("triton")
+    folder = checkpoint(tmp_path, hidden_size=128, num_hidden_layers=1, dtype="bfloat16")
+    h200 = Platform.named("h200")
+    model = build_model(folder, quantization=scheme, platform=h200)
+    program = compile_model(model.module, EAGER, platform=h200)
+    assert program.prepared_bytes == 0
+    (choice, *_) = [c for c in program.report.kernels if c.op.startswith("moe_experts")]
+    assert choice.chosen == "triton"
+    assert "experts are held once" in dict(choice.refused)["triton"]
+
+
 SCHEMES = ["fp8", "fp8_block", "int8", "int4", "mxfp4_a16"]
 
 

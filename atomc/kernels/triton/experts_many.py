@@ -7,14 +7,12 @@ import triton
 from torch import Tensor
 
 from atomc import ops
-from atomc.graph.sizes import known_equal
-from atomc.kernels.checks import strided, unknown, unlike
-from atomc.kernels.triton.expert_sort import MOST_EXPERTS, sort_by_expert
+from atomc.kernels.checks import strided, unlike
+from atomc.kernels.triton.expert_checks import unfit, unreadable
+from atomc.kernels.triton.expert_sort import sort_by_expert
 from atomc.kernels.triton.grouped import grouped_down, grouped_gate_up
-from atomc.kernels.triton.launch import not_nvidia
 from atomc.kernels.triton.tiles import MOE_EXPERTS, GroupedTile, TileTable
 from atomc.kernels.triton.weighted_sum import weighted_sum
-from atomc.ops.experts import ACTIVATIONS
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -22,41 +20,6 @@ from atomc.platform import Platform
 # On CUDA cores; operands are twice as large.
 _FP32 = dict(BLOCK_N=64, BLOCK_K=32, TALL=1, num_warps=4, num_stages=2)
 FP32_TILE = GroupedTile(16, _FP32, _FP32)
-
-
-def unfit(
-    platform: Platform,
-    ids: Tensor,
-    weights: Tensor,
-    num_experts: int | torch.SymInt,
-    b13: Tensor | None,
-    b2: Tensor | None,
-    activation: str,
-) -> Refusal | None:
-    """Refuse what no kernel for many tokens takes, whatever the format of the weights."""
-    if reason := (
-        not_nvidia(platform)
-        or unlike((torch.int32, torch.int64), ids=ids)
-        or unlike(FLOATS, weights=weights)
-        or unlike(FLOATS, b13=b13)
-        or unlike(FLOATS, b2=b2)
-        or unknown(ACTIVATIONS, activation=activation)
-    ):
-        return reason
-    if not isinstance(num_experts, int) or not 1 <= num_experts <= MOST_EXPERTS:
-        return Refusal("shape", f"{num_experts} experts: written for 1 to {MOST_EXPERTS}")
-    biases = {name: bias for name, bias in (("b13", b13), ("b2", b2)) if bias is not None}
-    return strided(**biases)
-
-
-def unreadable(**weights: Tensor) -> Refusal | None:
-    """Refuse weights [E, N, K] of dynamic size, or with neither rows nor columns contiguous."""
-    for name, weight in weights.items():
-        if not all(isinstance(size, int) for size in weight.shape):
-            return Refusal("shape", f"the size of {name} is dynamic")
-        if not any(known_equal(stride, 1) for stride in weight.stride()[1:]):
-            return Refusal("layout", f"neither rows nor columns of {name} are contiguous")
-    return None
 
 
 def tile_for(

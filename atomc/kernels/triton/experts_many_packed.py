@@ -11,8 +11,9 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import strided, unlike, wrong_result
+from atomc.kernels.triton.expert_checks import unfit, unreadable
 from atomc.kernels.triton.expert_sort import Routing, sort_by_expert
-from atomc.kernels.triton.experts_many import tile_for, unfit, unreadable
+from atomc.kernels.triton.experts_many import tile_for
 from atomc.kernels.triton.grouped import store_pairs, tile_of, weight_rows
 from atomc.kernels.triton.launch import let_next_start, overlap, wait_for_last
 from atomc.kernels.triton.tiles import MOE_EXPERTS_4_BITS, Launch

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import no_fp8_products, strided, unlike, wrong_result
+from atomc.kernels.triton.expert_checks import unfit, unreadable
 from atomc.kernels.triton.expert_sort import sort_by_expert
-from atomc.kernels.triton.experts_many import tile_for, unfit, unreadable
+from atomc.kernels.triton.experts_many import tile_for
 from atomc.kernels.triton.grouped import grouped_down, grouped_gate_up
 from atomc.kernels.triton.quant import (
     quant_fp8_group,

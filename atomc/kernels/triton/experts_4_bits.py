@@ -1,0 +1,462 @@
+"""Experts with 4-bit weights in Triton, for any number of tokens, from weights that are held in the
+order of fragments.py. Letters as in grouped.py.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.checks import strided, unlike, unsupported, wrong_result
+from atomc.kernels.triton.expert_checks import unfit
+from atomc.kernels.triton.expert_sort import sort_by_expert
+from atomc.kernels.triton.fragments import (
+    E2M1_UNIT,
+    e2m1_fragments,
+    fragment_column,
+    fragment_row,
+    fragments,
+    int4_fragments,
+    minus_zero,
+    raised_exponents,
+    words_of_group,
+)
+from atomc.kernels.triton.grouped import store_pairs, tile_of
+from atomc.kernels.triton.launch import TRITON_DTYPE, let_next_start, overlap, wait_for_last
+from atomc.kernels.triton.tiles import EXPERTS_FRAGMENTS, FragmentTile
+from atomc.kernels.triton.unpacking import other_group
+from atomc.kernels.triton.weighted_sum import weighted_sum
+from atomc.ops.formats import HALVES
+from atomc.ops.op import Refusal
+from atomc.platform import Platform
+
+
+@triton.jit
+def _weight_row(
+    index,
+    tile,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """The row of the weight at this index of a tile; of gate and up in turn if GATED."""
+    if INTERLEAVED or not GATED:
+        return tile * BLOCK_N + index
+    else:
+        return index % 2 * N + tile * (BLOCK_N // 2) + index // 2
+
+
+@triton.jit
+def _add_e2m1(
+    sums,
+    x_at,
+    words,
+    scale_ptr,
+    read,
+    part,
+    in_x,
+    inside,
+    K: tl.constexpr,
+    NUMBER: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    """The sums with the products of a part, whose weight rows are `read` [BLOCK_N, 1] int64."""
+    PARTS: tl.constexpr = (K + 127) // 128
+    k = fragment_column(tl.arange(0, 128), WARPS)[None, :]
+    there = in_x & (k < K - part * 128) if K % 128 else in_x
+    x = tl.load(x_at + part * 128 + k, there, 0.0).to(NUMBER)
+    # The four threads of a row read the same.
+    at = scale_ptr + read * PARTS + part + tl.zeros((1, 4), tl.int32)
+    exponent = tl.load(at, inside, 0)[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]
+    factor = (exponent & 255) * 0x00800080  # in the exponents of two bf16
+    weight = fragments(words, factor, WARPS, False, tl.bfloat16, NUMBER)
+    return tl.dot(weight, tl.trans(x), sums, input_precision="ieee")
+
+
+@triton.jit
+def _add_int4(
+    sums,
+    x_at,
+    words,
+    scale_ptr,
+    zeros_ptr,
+    read,
+    row,
+    part,
+    in_x,
+    inside,
+    in_rows,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    SIXTEEN: tl.constexpr,
+    NUMBER: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    """As _add_e2m1; `row` and `in_rows` [BLOCK_N, 1] are of the rows in the order of the sums.
+    Codes minus zeros are exact in 16 bits, times their scales they are not: sums are scaled.
+    """
+    GROUPS: tl.constexpr = 128 // GROUP
+    k = fragment_column(tl.arange(0, GROUP), WARPS)[None, :]
+    for i in tl.static_range(GROUPS):
+        group = part * GROUPS + i
+        x = tl.load(x_at + group * GROUP + k, in_x & (group * GROUP < K), 0.0).to(NUMBER)
+        if zeros_ptr is None:
+            zero = tl.full((1, 1, 1), 8.0, tl.float32)
+        else:
+            at = zeros_ptr + read * (K // GROUP) + group + tl.zeros((1, 4), tl.int32)
+            zero = tl.load(at, inside & (group * GROUP < K), 0).to(tl.float32)[:, :, None]
+        of_group = words_of_group(words, i, GROUPS)
+        added = tl.broadcast_to(minus_zero(zero, SIXTEEN), of_group.shape)
+        weight = fragments(of_group, added, WARPS, True, SIXTEEN, NUMBER)
+        scale = tl.load(scale_ptr + row * (K // GROUP) + group, in_rows & (group * GROUP < K), 0.0)
+        product = tl.dot(weight, tl.trans(x), input_precision="ieee", out_dtype=tl.float32)
+        sums += product * scale.to(tl.float32)
+    return sums
+
+
+@triton.jit(do_not_specialize=["P", "blocks"])
+def _product(
+    x_ptr,
+    words_ptr,
+    scale_ptr,
+    zeros_ptr,
+    bias_ptr,
+    out_ptr,
+    order_ptr,
+    expert_ptr,
+    P,
+    blocks,
+    per_row,
+    x_row,
+    bias_step,
+    alpha,
+    limit,
+    E: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    INT4: tl.constexpr,
+    SIXTEEN: tl.constexpr,
+    NUMBER: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TALL: tl.constexpr,
+    num_warps: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Without order_ptr a block is one pair, and expert_ptr has the experts of the pairs."""
+    GATED: tl.constexpr = ACTIVATION is not None
+    ROWS: tl.constexpr = 2 * N if GATED else N
+    PARTS: tl.constexpr = (K + 127) // 128
+    wait_for_last(PDL)
+    block, tile = tile_of(blocks, tl.cdiv(ROWS, BLOCK_N), TALL)
+    expert = tl.load(expert_ptr + block).to(tl.int32)
+    if (expert >= 0) & (expert < E):
+        m = tl.arange(0, BLOCK_M)
+        if order_ptr is None:
+            pair = tl.where(m == 0, block, P)
+        else:
+            pair = tl.load(order_ptr + block * BLOCK_M + m)
+        n = tl.arange(0, BLOCK_N)
+        row = _weight_row(n, tile, N, BLOCK_N, GATED, INTERLEAVED)
+        read = _weight_row(fragment_row(n, num_warps), tile, N, BLOCK_N, GATED, INTERLEAVED)
+        inside, in_rows, in_x = (read < ROWS)[:, None], (row < ROWS)[:, None], (pair < P)[:, None]
+        first = expert.to(tl.int64) * ROWS
+        x_at = x_ptr + (pair // per_row).to(tl.int64)[:, None] * x_row
+        read, of_expert = (first + read)[:, None], (first + row)[:, None]
+        words_at = words_ptr + read * (PARTS * 16) + tl.arange(0, 16)[None, :]
+        sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for part in range(PARTS):
+            words = tl.reshape(tl.load(words_at + part * 16, inside, 0), (BLOCK_N, 4, 4))
+            if INT4:
+                sums = _add_int4(
+                    sums,
+                    x_at,
+                    words,
+                    scale_ptr,
+                    zeros_ptr,
+                    read,
+                    of_expert,
+                    part,
+                    in_x,
+                    inside,
+                    in_rows,
+                    K,
+                    GROUP,
+                    SIXTEEN,
+                    NUMBER,
+                    num_warps,
+                )
+            else:
+                sums = _add_e2m1(
+                    sums, x_at, words, scale_ptr, read, part, in_x, inside, K, NUMBER, num_warps
+                )
+        let_next_start(PDL)
+        store_pairs(
+            tl.trans(sums if INT4 else sums * E2M1_UNIT),
+            bias_ptr,
+            out_ptr,
+            expert,
+            bias_step,
+            pair,
+            P,
+            row,
+            tile,
+            alpha,
+            limit,
+            N,
+            ACTIVATION,
+            True,
+        )
+
+
+class PairsOfExperts:
+    """The pairs of ids [T, k], sorted in blocks unless most of their experts differ. tile: None for
+    that of the table.
+    """
+
+    def __init__(self, ids: Tensor, num_experts: int, tile: FragmentTile | None = None):
+        self.pairs, self.num_experts = ids.numel(), num_experts
+        alone = 2 * self.pairs <= num_experts
+        per_expert = 0 if alone else triton.cdiv(self.pairs, num_experts)
+        self.tile = tile or EXPERTS_FRAGMENTS.choose(ids.device, per_expert)
+        self.order: Tensor | None = None
+        if alone:
+            self.expert = ids.contiguous().view(-1)
+        else:
+            self.order, self.expert, _ = sort_by_expert(ids, num_experts, self.tile.block)
+
+    def multiply(
+        self,
+        x: Tensor,
+        words: Tensor,
+        scale: Tensor,
+        zeros: Tensor | None,
+        bias: Tensor | None,
+        columns: int,
+        *,
+        group: int,
+        out_dtype: torch.dtype,
+        activation: str | None = None,
+        interleaved: bool = False,
+        alpha: float = 1.702,
+        limit: float | None = None,
+    ) -> Tensor:
+        """x @ values.T + bias of the expert of each pair, [P, N] in out_dtype, or gated, [P, N/2],
+        if there is an activation. x [P, K], or [T, K] with a row per token; bias [E, N].
+
+        words    int32 [E, N, parts * 16] of int4 codes with scales [E, N, K/group] and zeros, or of
+                 e2m1 codes with raised exponents, int32 [E, N, parts]
+        columns  K
+        """
+        rows = words.shape[1]
+        n = rows if activation is None else rows // 2
+        out = x.new_empty((self.pairs, n), dtype=out_dtype)
+        if self.pairs:
+            blocks, int4 = len(self.expert), scale.dtype != torch.int32
+            sixteen = TRITON_DTYPE[x.dtype if int4 else torch.bfloat16]
+            _product[(blocks * triton.cdiv(rows, self.tile.weight_rows),)](
+                x,
+                words,
+                scale,
+                zeros,
+                bias,
+                out,
+                self.order,
+                self.expert,
+                self.pairs,
+                blocks,
+                self.pairs // len(x),
+                x.stride(0),
+                0 if bias is None else bias.stride(0),
+                alpha,
+                limit,
+                E=self.num_experts,
+                N=n,
+                K=columns,
+                GROUP=group,
+                INT4=int4,
+                SIXTEEN=sixteen,
+                # The interpreter does not multiply bf16.
+                NUMBER=tl.float32 if triton.knobs.runtime.interpret else sixteen,
+                ACTIVATION=activation,
+                INTERLEAVED=interleaved,
+                BLOCK_M=self.tile.block,
+                BLOCK_N=self.tile.weight_rows,
+                TALL=self.tile.tall,
+                num_warps=self.tile.warps,
+                num_stages=self.tile.stages,
+                **overlap(x.device),
+            )
+        return out
+
+
+def _whole(**tensors: Tensor | None) -> Refusal | None:
+    for name, tensor in tensors.items():
+        if tensor is not None and not (
+            tensor.is_contiguous() and all(isinstance(size, int) for size in tensor.shape)
+        ):
+            return Refusal("layout", f"{name} is not contiguous, or its size is dynamic")
+    return None
+
+
+def refuse_moe_experts_w4a16(
+    platform: Platform,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    w13_zeros: Tensor | None = None,
+    w2_zeros: Tensor | None = None,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    *,
+    group: int,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+) -> Refusal | None:
+    return (
+        unfit(platform, ids, weights, w13.shape[0], b13, b2, activation)
+        or unlike(HALVES, x=x)
+        or unlike((x.dtype,), w13_scale=w13_scale, w2_scale=w2_scale)
+        or other_group(group)
+        or strided(x=x)
+        or _whole(w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale)
+        or _whole(w13_zeros=w13_zeros, w2_zeros=w2_zeros)
+    )
+
+
+@ops.moe_experts_w4a16.kernel(
+    "triton",
+    refuses=refuse_moe_experts_w4a16,
+    prepare={"w13": int4_fragments, "w2": int4_fragments},
+    tuned_for=EXPERTS_FRAGMENTS.archs,
+)
+def moe_experts_w4a16(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: tuple[Tensor],
+    w13_scale: Tensor,
+    w2: tuple[Tensor],
+    w2_scale: Tensor,
+    w13_zeros: Tensor | None = None,
+    w2_zeros: Tensor | None = None,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    *,
+    group: int,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+) -> Tensor:
+    hidden, inner = (scale.shape[2] * group for scale in (w13_scale, w2_scale))
+    experts = PairsOfExperts(ids, len(w13_scale))
+    act = experts.multiply(
+        x,
+        *w13,
+        w13_scale,
+        w13_zeros,
+        b13,
+        hidden,
+        group=group,
+        out_dtype=x.dtype,
+        activation=activation,
+        interleaved=interleaved,
+        alpha=alpha,
+        limit=limit,
+    )
+    products = experts.multiply(
+        act, *w2, w2_scale, w2_zeros, b2, inner, group=group, out_dtype=x.dtype
+    )
+    return weighted_sum(products, ids, weights, experts.num_experts)
+
+
+def refuse_moe_experts_mxfp4(
+    platform: Platform,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+) -> Refusal | None:
+    taken = (torch.bfloat16,)  # fp16 cannot represent all scales
+    return (
+        unfit(platform, ids, weights, w13.shape[0], b13, b2, activation)
+        or unsupported("the kernel for 16-bit rows", x_scale=x_scale)
+        or unlike(taken, x=x)
+        or wrong_result(taken, out_dtype)
+        or strided(x=x)
+        or _whole(w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale)
+    )
+
+
+@ops.moe_experts_mxfp4.kernel(
+    "triton",
+    refuses=refuse_moe_experts_mxfp4,
+    prepare={
+        "w13": e2m1_fragments,
+        "w13_scale": raised_exponents,
+        "w2": e2m1_fragments,
+        "w2_scale": raised_exponents,
+    },
+    tuned_for=EXPERTS_FRAGMENTS.archs,
+)
+def moe_experts_mxfp4(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: tuple[Tensor],
+    w13_scale: tuple[Tensor],
+    w2: tuple[Tensor],
+    w2_scale: tuple[Tensor],
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+) -> Tensor:
+    experts = PairsOfExperts(ids, len(w13[0]))
+    act = experts.multiply(
+        x,
+        *w13,
+        *w13_scale,
+        None,
+        b13,
+        x.shape[1],
+        group=32,
+        out_dtype=out_dtype,
+        activation=activation,
+        interleaved=interleaved,
+        alpha=alpha,
+        limit=limit,
+    )
+    products = experts.multiply(
+        act, *w2, *w2_scale, None, b2, act.shape[1], group=32, out_dtype=out_dtype
+    )
+    return weighted_sum(products, ids, weights, experts.num_experts)

@@ -1,0 +1,245 @@
+"""4-bit weights in the order in which tensor cores hold a tile in their registers.
+
+An instruction multiplies 16 rows by 16 columns, of which thread 4r + q of a warp has columns 2q,
+2q + 1, 2q + 8 and 2q + 9 of rows r and r + 8 ("Matrix Fragments for mma.m16n8k16", PTX ISA). The
+codes of two instructions, 32 columns, are one word of 32 bits a row and thread; the four words of
+PART columns are next to each other. A thread thus reads 16 bytes and unpacks them where they are
+multiplied: nothing goes through shared memory.
+
+Word (q, g) of a part has, for j = 0..3 and h = 0..1, the code of column 32g + 8j + 2q + h: pair j
+of the word, in its lower (h = 0) or upper half. Words lie in the order 4q + g.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atomc.ops.op import Prepared
+
+PART = 128  # columns whose words are together
+# Of the exponents of e8m0 scales, so that 2^-126 times a code and its scale is a normal bf16.
+RAISED = 100
+# What RAISED and the subnormal codes leave to the sums.
+E2M1_UNIT = tl.constexpr(2.0**26)
+_CHUNK = 2**24  # words that are reordered at a time
+
+
+def _in_parts(codes: Tensor, pair: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """int32 [E, N, parts * 16] of codes [E, N, K], 0..15; `pair` places a code in half a word."""
+    codes = F.pad(codes.int(), (0, -codes.shape[-1] % PART))
+    experts, rows, columns = codes.shape
+    each = codes.view(experts, rows, columns // PART, 4, 4, 4, 2)  # part, g, j, q, h
+    words = codes.new_zeros(experts, rows, columns // PART, 4, 4)  # part, g, q
+    for j in range(4):
+        low, high = pair(each[..., j, :, 0], j), pair(each[..., j, :, 1], j)
+        words |= low | (high << 16)
+    return words.transpose(-1, -2).reshape(experts, rows, -1)
+
+
+def _reordered(
+    packed: Tensor, unpack: Callable[[Tensor], Tensor], pair: Callable[[Tensor, int], Tensor]
+) -> Prepared:
+    """Some experts at a time: their codes take many times the memory of their words."""
+    experts = max(1, _CHUNK // max(1, packed[0].numel()))
+    starts = range(0, len(packed), experts)
+    parts = [_in_parts(unpack(packed[start : start + experts]), pair) for start in starts]
+    return Prepared((torch.cat(parts),))
+
+
+def _spread(code: Tensor, j: int) -> Tensor:
+    """Sign and magnitude of an e2m1 code where a shift by 3j brings them to those of a bf16, bits
+    15 and 8 to 6. That has no room for the last pair, which takes the bits that are left.
+    """
+    sign, magnitude = code >> 3, code & 7
+    if j < 3:
+        return ((sign << 15) | (magnitude << 6)) >> (3 * j)
+    return (sign << 14) | ((magnitude & 4) << 11) | ((magnitude & 3) << 10)
+
+
+def e2m1_fragments(packed: Tensor) -> Prepared:
+    """int32 [E, N, parts * 16] of e2m1 codes, uint8 [E, N, K/2], the lower four bits first."""
+
+    def unpack(some: Tensor) -> Tensor:
+        return torch.stack((some & 15, some >> 4), -1).flatten(-2)
+
+    return _reordered(packed, unpack, _spread)
+
+
+def int4_fragments(words: Tensor) -> Prepared:
+    """int32 [E, N, parts * 16] of int4 codes, int32 [E, N, K/8]."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
+
+    def unpack(some: Tensor) -> Tensor:
+        return ((some[..., None] >> shifts) & 15).flatten(-2)
+
+    return _reordered(words, unpack, lambda code, j: code << (4 * j))
+
+
+def raised_exponents(scale: Tensor) -> Prepared:
+    """int32 [E, N, parts]: a byte for each 32 columns, the exponent of a bf16 that is 2^RAISED
+    times the e8m0 scale uint8 [E, N, K/32]. Scales above 2^27 become infinity.
+    """
+    exponent = (scale.int() + RAISED).clamp(max=255).to(torch.uint8)
+    return Prepared((F.pad(exponent, (0, -scale.shape[-1] % 4)).contiguous().view(torch.int32),))
+
+
+@triton.jit
+def fragment_row(place, WARPS: tl.constexpr):
+    """The row of a tile that is at this place where warps read rows in groups of eight."""
+    # A warp multiplies 16 rows. It reads 8 of them, and 8 that are 8 * WARPS places further.
+    return (
+        place // (16 * WARPS) * (16 * WARPS)
+        + place // 8 % WARPS * 16
+        + place // (8 * WARPS) % 2 * 8
+        + place % 8
+    )
+
+
+@triton.jit
+def fragment_column(k, WARPS: tl.constexpr):
+    """The column of the weight, and of x, at this place of a product."""
+    # Without a group of four warps, Triton gives a thread four adjacent places.
+    if WARPS < 4:
+        return k // 16 * 16 + k // 2 % 2 * 8 + k // 4 % 4 * 2 + k % 2
+    else:
+        return k
+
+
+@triton.jit
+def _e2m1_pair(words, j: tl.constexpr):
+    """Pair j as two bf16, times 2^-126."""
+    # Exponent and mantissa are adjacent, as in bf16; 0.5 is a subnormal.
+    if j < 3:
+        return (words << (3 * j)) & -0x7E3F7E40
+    else:
+        high = ((words << 1) & -0x7FFF8000) | ((words >> 5) & 0x01000100)
+        return high | ((words >> 4) & 0x00C000C0)
+
+
+@triton.jit
+def _int4_pair(words, j: tl.constexpr, SIXTEEN: tl.constexpr):
+    """Pair j as two 16-bit numbers, plus 128 (bf16) or 1024 (fp16)."""
+    BIAS: tl.constexpr = 0x43004300 if tl.bfloat16 == SIXTEEN else 0x64006400
+    return ((words >> (4 * j)) & 0x000F000F) | BIAS
+
+
+# fma(a, b, -0.0) and fma(a, 1.0, b): sm80 multiplies and adds bf16 by fma only.
+_TIMES = tl.constexpr(
+    "{.reg .b32 t, c; mov.b32 c, 0x80008000; fma.rn.bf16x2 t, $2, $3, c; mov.b32 {$0, $1}, t;}"
+)
+_PLUS_BF16 = tl.constexpr(
+    "{.reg .b32 t, c; mov.b32 c, 0x3F803F80; fma.rn.bf16x2 t, $2, c, $3; mov.b32 {$0, $1}, t;}"
+)
+_PLUS_FP16 = tl.constexpr("{.reg .b32 t; add.f16x2 t, $2, $3; mov.b32 {$0, $1}, t;}")
+
+
+@triton.jit
+def _by_halves(pair, other, ASM: tl.constexpr, SIXTEEN: tl.constexpr):
+    """The lower and the upper halves of what ASM computes of pairs. Compiled from operations on
+    single 16-bit numbers, a third of the instructions would take pairs apart and join them again.
+    """
+    low, high = tl.inline_asm_elementwise(
+        ASM,
+        "=h,=h,r,r",
+        [pair, other],
+        dtype=(tl.int16, tl.int16),
+        is_pure=True,
+        pack=1,
+    )
+    return tl.join(low.to(SIXTEEN, bitcast=True), high.to(SIXTEEN, bitcast=True))
+
+
+@triton.jit
+def _halves(pair, SIXTEEN: tl.constexpr):
+    low = pair.to(tl.int16).to(SIXTEEN, bitcast=True)
+    high = (pair >> 16).to(tl.int16).to(SIXTEEN, bitcast=True)
+    return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def _values(
+    words,
+    j: tl.constexpr,
+    other,
+    INT4: tl.constexpr,
+    SIXTEEN: tl.constexpr,
+    NUMBER: tl.constexpr,
+):
+    """Pair j of each word in a new dimension."""
+    pair = _int4_pair(words, j, SIXTEEN) if INT4 else _e2m1_pair(words, j)
+    if tl.float32 == NUMBER:
+        low, high = _halves(pair, SIXTEEN)
+        number, _ = _halves(other, SIXTEEN)
+        if INT4:
+            return tl.join(low + number, high + number)
+        else:
+            return tl.join(low * number, high * number)
+    elif not INT4:
+        return _by_halves(pair, other, _TIMES, SIXTEEN)
+    elif tl.bfloat16 == SIXTEEN:
+        return _by_halves(pair, other, _PLUS_BF16, SIXTEEN)
+    else:
+        return _by_halves(pair, other, _PLUS_FP16, SIXTEEN)
+
+
+@triton.jit
+def fragments(
+    words,
+    other,
+    WARPS: tl.constexpr,
+    INT4: tl.constexpr,
+    SIXTEEN: tl.constexpr,
+    NUMBER: tl.constexpr,
+):
+    """The values [BLOCK_N, 32 * G] of words [BLOCK_N, 4, G], in NUMBER: rows in their order, where
+    those of the words are as fragment_row says, and columns as fragment_column says.
+
+    other    int32 of two equal 16-bit numbers: the factor of e2m1 codes, [BLOCK_N, 4, G]; what is
+             added to int4 codes, minus_zero()
+    SIXTEEN  the 16-bit type of a value without its scale
+    NUMBER   SIXTEEN, or fp32, as the interpreter computes them
+    """
+    BLOCK_N: tl.constexpr = words.shape[0]
+    COLUMNS: tl.constexpr = 32 * words.shape[2]
+    first = tl.join(
+        _values(words, 0, other, INT4, SIXTEEN, NUMBER),
+        _values(words, 1, other, INT4, SIXTEEN, NUMBER),
+    )
+    last = tl.join(
+        _values(words, 2, other, INT4, SIXTEEN, NUMBER),
+        _values(words, 3, other, INT4, SIXTEEN, NUMBER),
+    )
+    # [row, q, g, h, j % 2, j // 2] -> columns [g, j, q, h], as fragment_column says
+    if WARPS < 4:
+        ordered = tl.permute(tl.join(first, last), (0, 2, 5, 1, 4, 3))
+    else:
+        ordered = tl.permute(tl.join(first, last), (0, 2, 5, 4, 1, 3))
+    by_warp = tl.reshape(ordered, (BLOCK_N // (16 * WARPS), 2, WARPS, 8, COLUMNS))
+    return tl.reshape(tl.permute(by_warp, (0, 2, 1, 3, 4)), (BLOCK_N, COLUMNS))
+
+
+@triton.jit
+def minus_zero(zero, SIXTEEN: tl.constexpr):
+    """What is added to the int4 codes of a pair whose zero is this code, fp32."""
+    BIAS: tl.constexpr = 128.0 if tl.bfloat16 == SIXTEEN else 1024.0
+    bits = (0.0 - BIAS - zero).to(SIXTEEN).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return bits | (bits << 16)
+
+
+@triton.jit
+def words_of_group(words, i: tl.constexpr, GROUPS: tl.constexpr):
+    """Of words [BLOCK_N, 4, 4] of a part those of its group i, of 1, 2 or 4."""
+    if GROUPS == 1:
+        return words
+    else:
+        BLOCK_N: tl.constexpr = words.shape[0]
+        halves = tl.split(tl.permute(tl.reshape(words, (BLOCK_N, 4, 2, 2)), (0, 1, 3, 2)))
+        half = halves[i * 2 // GROUPS]
+        if GROUPS == 2:
+            return half
+        else:
+            return tl.split(half)[i % 2][:, :, None]
