@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+pytest.importorskip("msgspec")  # of the server
 from atomc import demo, models
 from atomc.cli import main
 from atomc.models import limits, loader, stock

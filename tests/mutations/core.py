@@ -130,6 +130,24 @@ BUGS = [
         "scores += tl.load(bias_ptr",
         "topk_route",
     ),
+    triton("fragments", "scale.int() + RAISED", "scale.int() + RAISED + 1", "moe_experts_mxfp4"),
+    triton("fragments", "((magnitude & 4) << 11)", "((magnitude & 4) << 12)", "moe_experts_mxfp4"),
+    triton("fragments", "low | (high << 16)", "high | (low << 16)", "moe_experts_w4a16"),
+    triton(
+        "fragments", "+ place // 8 % WARPS * 16", "+ place // 8 % WARPS * 8", "moe_experts_w4a16"
+    ),
+    triton(
+        "experts_4_bits",
+        "pair = tl.where(m == 0, block, P)",
+        "pair = block + m",
+        "moe_experts_mxfp4",
+    ),
+    triton(
+        "experts_4_bits",
+        "sums += product * scale.to(tl.float32)",
+        "sums += product",
+        "moe_experts_w4a16",
+    ),
     triton(
         "experts_few",
         "row += j // BLOCK_N * I",
