@@ -68,7 +68,8 @@ def run(kernel: ops.Kernel, arguments: dict[str, Any]) -> Any:
         if arguments.get(names[0]) is not None
     }
     with PoisonedMemory():
-        return kernel.function(**arguments | prepared | workspace)
+        shared = {} if kernel.shared is None else {"shared": kernel.shared.of(arguments)}
+        return kernel.function(**arguments | prepared | workspace | shared)
 
 
 def in_fp32(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -272,7 +273,7 @@ def test_the_function_by_which_a_kernel_refuses_is_named_refuse(kernel: ops.Kern
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=name_of)
 def test_a_kernel_takes_the_arguments_of_its_op(kernel: ops.Kernel) -> None:
-    extra = [name for name in ("plan", "workspace") if getattr(kernel, name) is not None]
+    extra = [name for name in ("plan", "workspace", "shared") if getattr(kernel, name) is not None]
     parameters = {
         name: (p.kind, p.default)
         for name, p in inspect.signature(kernel.function).parameters.items()

@@ -19,7 +19,11 @@ from atomc.ops.op import refusal
 from atomc.platform import Platform
 
 # Compiled kernels hand steps to these, so that their function has a stand-in, too.
-HANDED = ("paged_attention_triton.paged_attention", "shuffled_attention_triton.paged_attention")
+HANDED = (
+    "latent_attention_triton.mla_absorbed_attention",
+    "paged_attention_triton.paged_attention",
+    "shuffled_attention_triton.paged_attention",
+)
 CHECKED = (*COMPILED, *HANDED)
 
 
