@@ -88,9 +88,11 @@ def of_deepseeks_widths(make: Callable[..., dict[str, Any]]) -> Cases:
     how: dict[str, dict[str, Any]] = {
         "": {},
         ", gptj": {"rope_style": "gptj"},
+        ", DeepSeek's style": {"rope_style": "pairs_to_half", "skip": (1,)},
+        ", batch of one": {"batch": True, "rope_style": "pairs_to_half"},
         ", one token": {"tokens": 1},
         ", no tokens": {"tokens": 0},
-        ", some nowhere": {"tokens": 33, "skip": (0, 4, 32)},
+        ", some nowhere": {"tokens": 9, "skip": (0, 4, 8)},
         ", fp32 tables": {"table": torch.float32},
     }
     return {
@@ -152,7 +154,7 @@ def of_whole_tiles(arch: str) -> dict[str, Cases]:
             f"{style}, bf16 cache": partial(
                 unscaled, make=latent_rope_written, rope_style=style, latent=64, skip=(2,)
             )
-            for style in ("neox", "half", "gptj")
+            for style in ("neox", "half", "gptj", "pairs_to_half")
         },
         "bmm_rope_kv_write": {
             **of_deepseeks_widths(
@@ -176,6 +178,7 @@ def of_whole_tiles(arch: str) -> dict[str, Cases]:
                     latent=64,
                     dtype=fp8,
                     skip=(2,),
+                    rope_style="pairs_to_half" if nope == 256 else "half",
                 )
                 for scheme in ("fp8", "mxfp4")
                 for nope in (128, 256)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
+from atomc.kernels.aiter.latent_rows import LatentRows, latent_rows, unbatched
 from atomc.kernels.aiter.library import FP8_OF, Function, unfit
 from atomc.kernels.aiter.rope import moving, not_by_token, partly_rotated
 from atomc.kernels.checks import (
@@ -115,40 +116,34 @@ def _refuse_mla_kv_write(
     slots: Tensor,
     scale: Tensor | None = None,
 ) -> Refusal | None:
-    return unwritable_tokens(platform, kv_c, k_pe, kv_cache, slots, scale)
+    return unwritable_tokens(
+        platform, unbatched(kv_c, 2), unbatched(k_pe, 3), kv_cache, slots, scale
+    )
 
 
 @ops.mla_kv_write.kernel("aiter", layout="paged", refuses=_refuse_mla_kv_write)
 def mla_kv_write(
     kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slots: Tensor, scale: Tensor | None = None
 ) -> Tensor:
-    write_tokens(kv_c, k_pe, kv_cache, slots, scale)
+    write_tokens(unbatched(kv_c, 2), unbatched(k_pe, 3), kv_cache, slots, scale)
     return kv_c.new_empty((0,))
 
 
 def unwritable_queries(
-    platform: Platform,
-    q_pe: Tensor,
-    kv_c: Tensor,
-    k_pe: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    kv_cache: Tensor,
-    slots: Tensor,
-    scale: Tensor | None,
-    rope_style: str,
+    platform: Platform, rows: LatentRows, kv_cache: Tensor, slots: Tensor, scale: Tensor | None
 ) -> Refusal | None:
-    """Why `write_queries` does not serve these, whatever the queries in the latent space are."""
+    """Why `write_queries` does not serve these, whatever q_nope is."""
+    _, q_pe, kv_c, k_pe, cos, sin, style = rows
     return (
         unfit(platform, fused_qk_rope_concat_and_cache_mla)
         or unsupported("AITER's write, which does not saturate rotated codes,", scale=scale)
         or unlike(HALVES, q_pe=q_pe, kv_c=kv_c, k_pe=k_pe, cos=cos, sin=sin, kv_cache=kv_cache)
-        or moving(rope_style)
+        or moving(style)
         or wrong_rank((3,), q_pe=q_pe)
         or wrong_rank((2,), kv_c=kv_c)
         or _other_widths(kv_c.shape[-1], q_pe.shape[-1], q_pe.shape[-2])
-        or partly_rotated(q_pe.shape[-1], cos, rope_style)
-        or _two_angles(rope_style)
+        or partly_rotated(q_pe.shape[-1], cos, style)
+        or _two_angles(style)
         or not_by_token(q_pe, cos, sin)
         or strided(q_pe=q_pe, kv_c=kv_c, k_pe=k_pe, kv_cache=kv_cache)
         or _off_vectors(kv_c=kv_c)
@@ -172,18 +167,9 @@ def _two_angles(rope_style: str) -> Refusal | None:
     return Refusal("argument", "the tables have two angles a pair, AITER's kernel reads one")
 
 
-def write_queries(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    kv_c: Tensor,
-    k_pe: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    kv_cache: Tensor,
-    slots: Tensor,
-    rope_style: str,
-) -> Tensor:
-    """mla_rope_kv_write of q_nope [T, H, L] -> [T, H, L + R]."""
+def write_queries(rows: LatentRows, kv_cache: Tensor, slots: Tensor) -> Tensor:
+    """mla_rope_kv_write of these rows, whose q_nope is [T, H, L] -> [T, H, L + R]."""
+    q_nope, q_pe, kv_c, k_pe, cos, sin, style = rows
     out = q_nope.new_empty((*q_nope.shape[:-1], q_nope.shape[-1] + q_pe.shape[-1]))
     if q_nope.numel():
         one = q_nope.new_ones(1, dtype=torch.float32)  # both are read, and scale nothing
@@ -200,7 +186,7 @@ def write_queries(
             torch.arange(q_nope.shape[0], device=q_nope.device),  # token t has row t of the tables
             cos.reshape(-1, cos.shape[-1]).contiguous(),
             sin.reshape(-1, sin.shape[-1]).contiguous(),
-            rope_style != "gptj",
+            style != "gptj",
             True,
             compute_all_q_rope=True,
         )
@@ -220,10 +206,10 @@ def _refuse_mla_rope_kv_write(
     scale: Tensor | None = None,
     rope_style: str = "neox",
 ) -> Refusal | None:
-    reason = unwritable_queries(
-        platform, q_pe, kv_c, k_pe, cos, sin, kv_cache, slots, scale, rope_style
-    ) or unlike(HALVES, q_nope=q_nope, kv_c=kv_c)
-    if reason:
+    rows = latent_rows(q_nope, q_pe, kv_c, k_pe, cos, sin, rope_style)
+    if reason := unwritable_queries(platform, rows, kv_cache, slots, scale) or unlike(
+        HALVES, q_nope=q_nope, kv_c=kv_c
+    ):
         return reason
     if not known_equal(q_nope.shape[-1], kv_c.shape[-1]):
         return Refusal(
@@ -231,7 +217,7 @@ def _refuse_mla_rope_kv_write(
             f"queries of {q_nope.shape[-1]} columns and a latent of {kv_c.shape[-1]}: AITER takes "
             "queries in the latent space",
         )
-    return strided(q_nope=q_nope) or _off_vectors(q_nope=q_nope)
+    return strided(q_nope=q_nope) or _off_vectors(q_nope=rows.q_nope)
 
 
 @ops.mla_rope_kv_write.kernel(
@@ -249,5 +235,6 @@ def mla_rope_kv_write(
     scale: Tensor | None = None,
     rope_style: str = "neox",
 ) -> tuple[Tensor, Tensor]:
-    out = write_queries(q_nope, q_pe, kv_c, k_pe, cos, sin, kv_cache, slots, rope_style)
-    return out, kv_c.new_empty((0,))
+    rows = latent_rows(q_nope, q_pe, kv_c, k_pe, cos, sin, rope_style)
+    out = write_queries(rows, kv_cache, slots)
+    return out.view(*q_nope.shape[:-1], out.shape[-1]), kv_c.new_empty((0,))

@@ -14,6 +14,7 @@ from atomc.kernels.aiter.latent_cache import (
     write_queries,
     write_tokens,
 )
+from atomc.kernels.aiter.latent_rows import latent_rows
 from atomc.kernels.aiter.library import Function, foreign_fp8, no_mxfp4, rounded_up, unfit
 from atomc.kernels.aiter.rope import refuse_rope, rope
 from atomc.kernels.checks import odd_group, unlike, wrong_rank
@@ -48,12 +49,13 @@ def _refuse_mla_rope_kv_write(
     scale: Tensor | None = None,
     rope_style: str = "neox",
 ) -> Refusal | None:
+    rows = latent_rows(q_nope, q_pe, kv_c, k_pe, cos, sin, rope_style)
     return (
-        unwritable_tokens(platform, kv_c, k_pe, kv_cache, slots, scale)
+        unwritable_tokens(platform, rows.kv_c, rows.k_pe, kv_cache, slots, scale)
         or unlike(HALVES, q_nope=q_nope, q_pe=q_pe, kv_c=kv_c)
-        or wrong_rank((3,), q_pe=q_pe)
-        or refuse_rope(platform, q_pe, cos, sin, rope_style)
-        or refuse_rope(platform, k_pe, cos, sin, rope_style)
+        or wrong_rank((3,), q_pe=rows.q_pe)
+        or refuse_rope(platform, rows.q_pe, rows.cos, rows.sin, rows.style)
+        or refuse_rope(platform, rows.k_pe, rows.cos, rows.sin, rows.style)
     )
 
 
@@ -72,9 +74,11 @@ def mla_rope_kv_write(
     scale: Tensor | None = None,
     rope_style: str = "neox",
 ) -> tuple[Tensor, Tensor]:
-    q_rotated, k_rotated = (rope(x, cos, sin, rope_style) for x in (q_pe, k_pe))
-    write_tokens(kv_c, k_rotated, kv_cache, slots, scale)
-    return torch.cat((q_nope, q_rotated), -1), kv_c.new_empty((0,))
+    rows = latent_rows(q_nope, q_pe, kv_c, k_pe, cos, sin, rope_style)
+    q_rotated, k_rotated = (rope(x, rows.cos, rows.sin, rows.style) for x in (rows.q_pe, rows.k_pe))
+    write_tokens(rows.kv_c, k_rotated, kv_cache, slots, scale)
+    out = torch.cat((rows.q_nope, q_rotated), -1)
+    return out.view(*q_nope.shape[:-1], out.shape[-1]), kv_c.new_empty((0,))
 
 
 def _refuse_bmm_rope_kv_write(
@@ -111,9 +115,8 @@ def _refuse_bmm_rope_kv_write(
         return reason
     if not known_equal(weight.shape[1], kv_c.shape[-1]):
         return Refusal("shape", "the weight does not lead to the latent space")
-    return unwritable_queries(
-        platform, q_pe, kv_c, k_pe, cos, sin, kv_cache, slots, scale, rope_style
-    )
+    rows = latent_rows(q_nope, q_pe, kv_c, k_pe, cos, sin, rope_style)
+    return unwritable_queries(platform, rows, kv_cache, slots, scale)
 
 
 @ops.bmm_rope_kv_write.kernel(
@@ -138,9 +141,10 @@ def bmm_rope_kv_write(
     dtype: torch.dtype = torch.float8_e4m3fn,
     rounding: str = "even",
 ) -> tuple[Tensor, Tensor]:
-    latent = _multiplied(q_nope, weight, weight_scale, scheme, group)
-    out = write_queries(latent, q_pe, kv_c, k_pe, cos, sin, kv_cache, slots, rope_style)
-    return out, kv_c.new_empty((0,))
+    rows = latent_rows(q_nope, q_pe, kv_c, k_pe, cos, sin, rope_style)
+    latent = _multiplied(rows.q_nope, weight, weight_scale, scheme, group)
+    out = write_queries(rows._replace(q_nope=latent), kv_cache, slots)
+    return out.view(*q_nope.shape[:-1], out.shape[-1]), kv_c.new_empty((0,))
 
 
 def _multiplied(x: Tensor, weight: Tensor, weight_scale: Tensor, scheme: str, group: int) -> Tensor:
