@@ -15,12 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.latent_attention_triton import attended_latents, unattended_latents
+from atomc.kernels.aiter.latent_walk import attended_latents, unattended_latents
 from atomc.kernels.aiter.library import FP8_OF, Function, unfit
 from atomc.kernels.aiter.paged_attention import slots_of_keys
 from atomc.kernels.aiter.unified_attention import blank_padding
 from atomc.kernels.checks import scattered_blocks, strided, unlike
 from atomc.ops.op import Refusal
+from atomc.ops.state import LAYOUTS
 from atomc.platform import Platform
 
 mla_decode_fwd = Function(
@@ -115,7 +116,10 @@ def schedule(
 def _constants(
     q: Tensor, kv_cache: Tensor, **_: object
 ) -> tuple[int, int, torch.dtype, torch.dtype]:
-    return _padded(q.shape[-2]), kv_cache.shape[1], q.dtype, kv_cache.dtype
+    block_size = kv_cache.shape[1]
+    if not isinstance(block_size, int):  # where a graph leaves it open it is the layout's
+        block_size = LAYOUTS["paged"].block_size
+    return _padded(q.shape[-2]), block_size, q.dtype, kv_cache.dtype
 
 
 def _padded(heads: int) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.aiter.attention import WIDEST, flash_attn_func
-from atomc.kernels.aiter.latent_attention_triton import attended_latents, unattended_latents
+from atomc.kernels.aiter.latent_walk import attended_latents, unattended_latents
 from atomc.kernels.aiter.library import unfit
 from atomc.kernels.aiter.paged_attention import (
     KEYS_PER_ROW,

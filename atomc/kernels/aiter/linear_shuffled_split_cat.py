@@ -7,13 +7,13 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.aiter.library import Function, foreign_fp8, rows, unfit
-from atomc.kernels.aiter.linear_split_cat import FUSED
 from atomc.kernels.aiter.packing import shuffled_weight, untiled
 from atomc.kernels.checks import unlike, wrong_result
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Prepared, Refusal
 from atomc.platform import Platform
 
+FUSED = "aiter.ops.triton.gemm.fused."
 fused_gemm_a8w8_blockscale_preshuffle_split_cat = Function(
     "fused_gemm_a8w8_blockscale_preshuffle_split_cat",
     f"{FUSED}fused_gemm_a8w8_blockscale_split_cat",

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.aiter.library import Function, no_mxfp4, rows, unfit
-from atomc.kernels.aiter.linear_shuffled_split_cat import partial_tiles, tile_rows
-from atomc.kernels.aiter.linear_split_cat import AT_ONCE, FUSED
+from atomc.kernels.aiter.linear_shuffled_split_cat import FUSED, partial_tiles, tile_rows
 from atomc.kernels.aiter.packing import relaid_scale, shuffled_scale
 from atomc.kernels.checks import unlike, wrong_result
 from atomc.ops.formats import HALVES
@@ -18,6 +17,9 @@ from atomc.platform import Platform
 fused_gemm_afp4wfp4_preshuffle_split_cat = Function(
     "fused_gemm_afp4wfp4_preshuffle_split_cat", f"{FUSED}fused_gemm_afp4wfp4_split_cat"
 )
+# Scales of so many inputs at a time AITER reads in MXFP4, or of a smaller power of two; behind the
+# last row may be a NaN.
+AT_ONCE = 1024
 # From so many rows on it reads shuffled scales of x.
 SHUFFLED = 32
 # A tile of scales has so many columns, those of this number of bytes of codes.
