@@ -249,9 +249,9 @@ def test_a_kernel_computes_what_its_op_means(
     for name, value in before.items():
         if name in op.mutates and value is not None:
             written = for_reference[name] != value
-            assert_as_exact(
-                given[name], for_reference[name], for_truth[name], dtype, op.name in COMPUTED
-            )
+            # Beside the garbage in the rest of a cache, any value would be near enough.
+            found = (x[name][written] for x in (given, for_reference, for_truth))
+            assert_as_exact(*found, dtype, op.name in COMPUTED)
             assert torch.equal(given[name][~written], value[~written]), (
                 f"{name} was written where it should not be"
             )
