@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
+from pathlib import Path
+from typing import Any
 
 import pytest
 import stand_ins
@@ -35,9 +37,13 @@ BLOCK, BLOCKS = 16, 24  # of a sequence
 
 @pytest.fixture(params=["ours", "stock"])
 def model(request: pytest.FixtureRequest) -> nn.Module:
+    return built(request.param)
+
+
+def built(whose: str) -> nn.Module:
     torch.manual_seed(0)
     stock = theirs_of("deepseek_v3", **DEEPSEEK).to(torch.bfloat16)
-    if request.param == "stock":
+    if whose == "stock":
         return models.wrap_stock(stock).eval()
     config = stock.config.to_dict() | {"architectures": ["DeepseekV3ForCausalLM"]}
     ours = models.build(config, torch.bfloat16).requires_grad_(False).eval()
@@ -81,9 +87,11 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         yield sequences
 
 
-def logits(model: nn.Module, providers: tuple[str, ...]) -> tuple[Program, list[Tensor]]:
+def logits(
+    model: nn.Module, providers: tuple[str, ...], **chosen: Any
+) -> tuple[Program, list[Tensor]]:
     """Of a step with long prompts, a mixed one, and a decode step."""
-    options = {"glue": "eager", "cache": False, "strict": True, "providers": providers}
+    options = {"glue": "eager", "cache": False, "strict": True, "providers": providers} | chosen
     program = compile_model(model, options, platform=HERE)
     program.bind([spec.allocate(2 * BLOCKS, BLOCK, "cpu") for spec in program.specs])
     ids = torch.randint(3, 96, (320,), generator=torch.Generator().manual_seed(0))
@@ -109,3 +117,15 @@ def test_deepseeks_steps_run_in_aiter_with_the_division_of_work_computed_once(
     _, expected = logits(model, ("torch",))
     for got, wanted in zip(found, expected, strict=True):
         assert sqnr(got, wanted) > 30
+
+
+def test_a_cached_program_divides_the_work_once_a_step_as_well(
+    tmp_path: Path, counted: list[int]
+) -> None:
+    cached = {"cache": True, "cache_dir": str(tmp_path)}
+    _, expected = logits(built("ours"), ("aiter", "torch"), **cached)
+    program, found = logits(built("ours"), ("aiter", "torch"), **cached)
+    assert program.report.cached.kind == "hit"
+    assert counted == [2, 2, 2, 2]
+    for got, wanted in zip(found, expected, strict=True):
+        assert torch.equal(got, wanted)
