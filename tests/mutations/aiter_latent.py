@@ -10,6 +10,8 @@ PRODUCT = values("mla_unfused.bmm_rope_kv_write")
 ASSEMBLY = values("latent_attention.mla_absorbed_attention")
 TRITON = values("latent_attention_triton.mla_absorbed_attention")
 PROMPTS = values("latent_prompts.mla_paged_attention")
+SPLIT = values("linear_shuffled_split_cat.linear_split_cat")
+SPLIT_MXFP4 = values("linear_shuffled_split_cat_mxfp4.linear_split_cat")
 STATELESS = values("latent_prompts.mla_attention")
 GUARDS = "tests/aiter/test_aiter_latent_guards.py"
 MODELS = "tests/aiter/test_aiter_latent_models.py -k ours"
@@ -164,7 +166,7 @@ BUGS: list[Bug] = [
         "            softmax_scale=scale,\n            causal=True,\n"
         "            window_size=(-1, -1, 0),\n        )",
         "            causal=True,\n            window_size=(-1, -1, 0),\n        )",
-        values("latent_prompts"),
+        STATELESS,
     ),
     bug(
         "latent_prompts",
@@ -183,4 +185,24 @@ BUGS: list[Bug] = [
     # products over shuffled weights
     bug("linear_shuffled_split_cat", "n % OUTPUTS or k % inputs", "k % inputs", GUARDS),
     bug("linear_shuffled_split_cat_mxfp4", "SHUFFLED = 32", "SHUFFLED = 33", GUARDS),
+    bug(
+        "linear_shuffled_split_cat",
+        "        nope,\n        value,\n",
+        "        value,\n        nope,\n",
+        SPLIT,
+    ),
+    bug("linear_shuffled_split_cat", "        is_x_scale_transposed=False,\n", "", SPLIT),
+    bug(
+        "linear_shuffled_split_cat",
+        "shuffled_weight(weight).view(weight.shape[0] // 16, -1)",
+        "weight.view(weight.shape[0] // 16, -1)",
+        SPLIT,
+    ),
+    bug("linear_shuffled_split_cat_mxfp4", "SHUFFLED = 32", "SHUFFLED = 64", SPLIT_MXFP4),
+    bug(
+        "linear_shuffled_split_cat_mxfp4",
+        "        scales,\n        scale_tiles,\n",
+        "        scale_tiles,\n        scales,\n",
+        SPLIT_MXFP4,
+    ),
 ]
