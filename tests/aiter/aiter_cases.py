@@ -236,6 +236,7 @@ def of_whole_tiles(arch: str) -> dict[str, Cases]:
         },
         "mla_attention": {
             "narrow values": partial(latent_attended, values=16),
+            "another scale": lambda draw: latent_attended(draw) | {"scale": 0.3},
             "DeepSeek-V3": partial(
                 latent_attended, nope=128, values=128, latent=512, rotated=64, batch=(2,)
             ),
@@ -260,6 +261,11 @@ def of_whole_tiles(arch: str) -> dict[str, Cases]:
         }
         | {"native fp8, drafts": partial(latent_paged, sequences=DRAFTS, cache=fp8)},
         "mla_paged_attention": {
+            "another scale": lambda draw: (
+                latent_projected(draw, [(60, 70), (63, 63)], values=16) | {"scale": 0.3}
+            ),
+        }
+        | {
             f"{widths}, {kind}": partial(
                 latent_projected, sequences=sequences, padding=padding, **how, **cache
             )

@@ -170,6 +170,13 @@ BUGS: list[Bug] = [
     ),
     bug(
         "latent_prompts",
+        "            softmax_scale=scale,\n            causal=True,\n"
+        "            window_size=(-1, -1, 0),\n            out=out,",
+        "            causal=True,\n            window_size=(-1, -1, 0),\n            out=out,",
+        PROMPTS,
+    ),
+    bug(
+        "latent_prompts",
         "query_start,\n            key_start,",
         "key_start,\n            query_start,",
         PROMPTS,
