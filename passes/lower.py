@@ -1,7 +1,8 @@
 """Lower every op to a provider's kernel, or to its reference, which Inductor fuses with other ops.
 
 The lowered node calls the Python function directly: a dump shows what runs, and a call costs 0.1
-us. Further arguments of kernels (prepared weights, a plan, a workspace) are added here.
+us. Further arguments of kernels (prepared weights, a plan, a workspace, what several calls share)
+are added here.
 """
 
 from collections.abc import Hashable
@@ -10,7 +11,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from atomc import ops
-from atomc.graph.canonical import value
+from atomc.graph.canonical import arguments_of, value
 from atomc.ops.op import Extra
 from atomc.rewriting.graph_pass import Context, Outcome
 from atomc.rewriting.rewrite import Fired
@@ -23,6 +24,7 @@ def lower(gm: GraphModule, context: Context) -> Outcome:
     assert context.choose is not None
     fired = []
     extras: dict[Hashable, Node] = {}
+    shared: dict[Hashable, Node] = {}
     for node in list(gm.graph.nodes):
         op = ops.op_of(node.target)
         if op is None:
@@ -31,14 +33,19 @@ def lower(gm: GraphModule, context: Context) -> Outcome:
         if kernel is None:
             node.target = op.reference
         else:
-            _call_kernel(gm.graph, node, op, kernel, extras)
+            _call_kernel(gm.graph, node, op, kernel, extras, shared)
         node.meta["op"] = op.name
         fired.append(Fired("lower", node, {"op": op.name}))
     return Outcome(fired, extras=[node.meta["extra"] for node in extras.values()])
 
 
 def _call_kernel(
-    graph: Graph, node: Node, op: ops.Op, kernel: ops.Kernel, extras: dict[Hashable, Node]
+    graph: Graph,
+    node: Node,
+    op: ops.Op,
+    kernel: ops.Kernel,
+    extras: dict[Hashable, Node],
+    shared: dict[Hashable, Node],
 ) -> None:
     arguments = op.signature.bind(*node.args, **node.kwargs).arguments
     added: dict[str, Node] = {}
@@ -68,6 +75,14 @@ def _call_kernel(
                 torch.empty, (size,), {"dtype": torch.uint8, "device": device}
             )
             size.meta["kernel"] = added["workspace"].meta["kernel"] = kernel.provider
+        if kernel.shared is not None:
+            constants = kernel.shared.constants(**arguments_of(node, op))
+            given = (*map(arguments.get, kernel.shared.inputs), *constants)
+            key = (kernel.shared.function, *given)
+            if key not in shared:
+                shared[key] = graph.call_function(kernel.shared.function, given)
+                shared[key].meta["kernel"] = kernel.provider
+            added["shared"] = shared[key]
     node.target = kernel.function
     node.meta["kernel"] = kernel.provider
     if added:

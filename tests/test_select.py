@@ -274,6 +274,20 @@ def tiny() -> nn.Module:
     return ready(model)
 
 
+def prompt_of_five() -> Step:
+    """A step of one sequence of five tokens, in block 1."""
+    group = GroupStep(torch.arange(5) + 16, torch.tensor([[1]], dtype=torch.int32))
+    return Step(
+        torch.arange(5),
+        torch.arange(5),
+        torch.tensor([0, 5], dtype=torch.int32),
+        torch.tensor([5], dtype=torch.int32),
+        torch.arange(5),
+        (group,),
+        torch.zeros(1, dtype=torch.int64),
+    )
+
+
 def test_a_plan_is_made_once_a_step_for_all_layers(tiny: nn.Module) -> None:
     plans: list[int] = []
 
@@ -320,19 +334,53 @@ def test_a_plan_is_made_once_a_step_for_all_layers(tiny: nn.Module) -> None:
         program = compile_model(tiny, EAGER)
         assert {spec.paging.layout for spec in program.specs} == {"paged"}
         program.bind([spec.allocate(2, 16, "cpu") for spec in program.specs])
-        group = GroupStep(torch.arange(5) + 16, torch.tensor([[1]], dtype=torch.int32))
-        step = Step(
-            ids,
-            positions,
-            torch.tensor([0, 5], dtype=torch.int32),
-            torch.tensor([5], dtype=torch.int32),
-            torch.arange(5),
-            (group,),
-            torch.zeros(1, dtype=torch.int64),
-        )
         with torch.no_grad():
-            torch.testing.assert_close(program(step), tiny(ids, positions))
+            torch.testing.assert_close(program(prompt_of_five()), tiny(ids, positions))
     assert plans == [2]
+
+
+def lengths_doubled(seq_lens: Tensor, heads: int) -> tuple[Tensor, ...]:
+    COMPUTED.append(heads)
+    return (seq_lens * 2,)
+
+
+COMPUTED: list[int] = []
+
+
+@pytest.mark.parametrize("glue", ["eager", "inductor"])
+def test_what_layers_have_in_common_is_computed_once_a_step(tiny: nn.Module, glue: str) -> None:
+    def attend(
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        query_start: Tensor,
+        seq_lens: Tensor,
+        block_tables: Tensor,
+        token: Tensor,
+        sinks: Any = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        shared: tuple[Tensor, ...],
+    ) -> Tensor:
+        assert torch.equal(shared[0], torch.tensor([10], dtype=torch.int32))
+        return ops.paged_attention.reference(
+            q, k_cache, v_cache, query_start, seq_lens, block_tables, token, scale=scale
+        )
+
+    doubled = ops.Shared(lengths_doubled, ("seq_lens",), lambda q, **_: (q.shape[-2],))
+    COMPUTED.clear()
+    ids = torch.arange(5)
+    with registered(ops.paged_attention, "mine", attend, layout="paged", shared=doubled):
+        program = compile_model(tiny, EAGER | {"glue": glue})
+        program.bind([spec.allocate(2, 16, "cpu") for spec in program.specs])
+        with torch.no_grad():
+            torch.testing.assert_close(program(prompt_of_five()), tiny(ids, ids))
+    heads = TINY["num_attention_heads"]
+    assert len(program.specs) == 2 and heads == COMPUTED.pop() and not COMPUTED
 
 
 def test_a_layout_without_a_writer_is_not_chosen(tiny: nn.Module) -> None:

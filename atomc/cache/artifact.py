@@ -148,6 +148,8 @@ def _functions_of(kernel: Kernel) -> Iterator[tuple[str, Callable[..., Any]]]:
         yield "workspace", kernel.workspace
     if kernel.plan is not None:
         yield "plan", kernel.plan
+    if kernel.shared is not None:
+        yield "shared", kernel.shared.function
     for names, prepare in kernel.prepare.items():
         yield f"prepare {', '.join(names)}", prepare
 

@@ -27,7 +27,7 @@ from atomc.ops.mla_attention import (
 from atomc.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from atomc.ops.norm_pad import add_rms_norm_pad
 from atomc.ops.norm_quant import add_rms_norm_quant, rms_norm_quant
-from atomc.ops.op import REGISTRY, Kernel, Op, Prepared, Refusal, Tokens, op_of
+from atomc.ops.op import REGISTRY, Kernel, Op, Prepared, Refusal, Shared, Tokens, op_of
 from atomc.ops.quant import (
     quant_fp8_group,
     quant_fp8_per_token,
@@ -61,6 +61,7 @@ __all__ = [
     "Op",
     "Prepared",
     "Refusal",
+    "Shared",
     "StateSpec",
     "Step",
     "Tokens",

@@ -117,6 +117,26 @@ class Prepared:
     tensors: tuple[Tensor, ...]
 
 
+@dataclass(frozen=True)
+class Shared:
+    """What a kernel computes from arguments that the calls of several layers have in common.
+
+    function   (*inputs, *constants) -> tensors
+    inputs     names of parameters of the op
+    constants  (*args) -> numbers and dtypes, of the kernel's arguments as fake tensors
+    """
+
+    function: Callable[..., tuple[Tensor, ...]]
+    inputs: tuple[str, ...]
+    constants: Callable[..., tuple[int | torch.dtype, ...]]
+
+    def of(self, arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """What the kernel receives in a call with these arguments, by name."""
+        return self.function(
+            *(arguments[name] for name in self.inputs), *self.constants(**arguments)
+        )
+
+
 class PreferInductor(Enum):
     """When Inductor's code for the reference is preferred to a kernel, if the glue is compiled."""
 
@@ -145,6 +165,8 @@ class Kernel:
     plan:      (step, spec) -> tuple of tensors, computed once per step into static buffers, before
                the layers run; the kernel receives it as `plan=`.
     workspace: (*args) -> bytes; the kernel receives a uint8 tensor of that size as `workspace=`.
+    shared:    what is computed once for all calls with equal inputs and constants, in the graph,
+               before the first of them; the kernel receives it as `shared=`.
     rounds:    "as meaning": like the reference; "once": it keeps fp32 where the reference rounds
                intermediate results.
     syncs:     the host waits for the device, so that it cannot be captured in a CUDA graph.
@@ -163,6 +185,7 @@ class Kernel:
     keeps_original: bool = False
     plan: Callable[..., tuple[Tensor, ...]] | None = None
     workspace: Callable[..., int] | None = None
+    shared: Shared | None = None
     rounds: str = "as meaning"
     syncs: bool = False
     prefer_inductor: PreferInductor = PreferInductor.NEVER
@@ -299,6 +322,7 @@ class Op:
         keeps_original: bool = False,
         plan: Callable[..., tuple[Tensor, ...]] | None = None,
         workspace: Callable[..., int] | None = None,
+        shared: Shared | None = None,
         rounds: str = "as meaning",
         syncs: bool = False,
         prefer_inductor: PreferInductor = PreferInductor.NEVER,
@@ -343,6 +367,7 @@ class Op:
                     keeps_original,
                     plan,
                     workspace,
+                    shared,
                     rounds,
                     syncs,
                     prefer_inductor,

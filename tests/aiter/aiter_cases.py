@@ -17,7 +17,15 @@ from kernel_cases import CASES
 from kernel_cases.attention import CHUNKS, DECODE, attended, paged
 from kernel_cases.draw import Cases, Draw
 from kernel_cases.linear import linear
-from kernel_cases.mla import latent_rope_written, multiplied_and_written, split_and_joined
+from kernel_cases.mla import (
+    latent_attended,
+    latent_paged,
+    latent_projected,
+    latent_rope_written,
+    latent_written,
+    multiplied_and_written,
+    split_and_joined,
+)
 from kernel_cases.scaled_linear import int8_operands, mxfp4_operands, scaled_blocks, scaled_fp8
 from kernel_cases.state import norm_rope_written, rope_written
 from row_cases import of_rows
@@ -39,6 +47,8 @@ KERNELS = {
 }
 PLAINLY_NAMED = (
     "activation_quant",
+    "linear_shuffled_split_cat",
+    "linear_shuffled_split_cat_mxfp4",
     "linear_split_cat",
     "mla",
     "norm_rope_kv_write",
@@ -51,11 +61,17 @@ IN_TRITON = sorted(
     if name.partition(".")[0].endswith("_triton") or name.partition(".")[0] in PLAINLY_NAMED
 )
 COMPILED = sorted(set(KERNELS) - set(IN_TRITON))
-# Compiled for some steps, in Triton for the others.
+# Compiled for some steps, in Triton for the others; or a product in Triton before what is compiled.
 PARTLY_COMPILED = {
-    f"{module}.paged_attention"
-    for module in ("paged_attention", "shuffled_attention", "shuffled_attention_gluon")
+    "latent_attention.mla_absorbed_attention",
+    "latent_prompts.mla_paged_attention",
+    "mla_unfused.bmm_rope_kv_write",
+    "paged_attention.paged_attention",
+    "shuffled_attention.paged_attention",
+    "shuffled_attention_gluon.paged_attention",
 }
+# Their Triton code has no other kernel of ours: it is interpreted, with stand-ins for the rest.
+WITH_STAND_INS = ("mla_unfused.bmm_rope_kv_write",)
 
 
 def tables_in_bf16(draw: Draw, **rest: Any) -> dict[str, Any]:
@@ -65,6 +81,29 @@ def tables_in_bf16(draw: Draw, **rest: Any) -> dict[str, Any]:
 def unscaled(draw: Draw, make: Callable[..., dict[str, Any]], **rest: Any) -> dict[str, Any]:
     """With a cache in bfloat16, which needs no scale."""
     return make(draw, cache=torch.bfloat16, **rest) | {"scale": None}
+
+
+def of_deepseeks_widths(make: Callable[..., dict[str, Any]]) -> Cases:
+    """With a latent of 512 and 64 rotated columns, for which AITER's HIP kernels are written."""
+    how: dict[str, dict[str, Any]] = {
+        "": {},
+        ", gptj": {"rope_style": "gptj"},
+        ", DeepSeek's style": {"rope_style": "pairs_to_half", "skip": (1,)},
+        ", batch of one": {"batch": True, "rope_style": "pairs_to_half"},
+        ", one token": {"tokens": 1},
+        ", no tokens": {"tokens": 0},
+        ", some nowhere": {"tokens": 9, "skip": (0, 4, 8)},
+        ", fp32 tables": {"table": torch.float32},
+    }
+    return {
+        f"512 + 64{name}": partial(make, heads=4, latent=512, rotated=64, **rest)
+        for name, rest in how.items()
+    }
+
+
+# Whole tiles of a shuffled weight.
+SHUFFLED: dict[str, Any] = {"heads": 4, "nope": 80, "values": 48, "latent": 512}
+DRAFTS = [(4, 33), (4, 4), (4, 18)]
 
 
 def of_whole_tiles(arch: str) -> dict[str, Cases]:
@@ -101,13 +140,35 @@ def of_whole_tiles(arch: str) -> dict[str, Cases]:
             "packed, bf16 cache": partial(tables_in_bf16, packed=True, heads=(6, 2), width=128),
             "no tokens, bf16 cache": partial(tables_in_bf16, tokens=0),
         },
-        "mla_rope_kv_write": {
+        "mla_kv_write": {
+            "native fp8": partial(latent_written, cache=fp8, tokens=33, latent=64, skip=(3,)),
+            "DeepSeek-V3": partial(latent_written, latent=512, rotated=64),
+            "DeepSeek-V3, native fp8": partial(
+                latent_written, cache=fp8, latent=512, rotated=64, skip=(0,)
+            ),
+            "a key wider than the latent": partial(latent_written, latent=16, rotated=32),
+        },
+        "mla_rope_kv_write": of_deepseeks_widths(latent_rope_written)
+        | {"native fp8": partial(latent_rope_written, cache=fp8, latent=64, skip=(3,))}
+        | {
             f"{style}, bf16 cache": partial(
                 unscaled, make=latent_rope_written, rope_style=style, latent=64, skip=(2,)
             )
-            for style in ("neox", "half", "gptj")
+            for style in ("neox", "half", "gptj", "pairs_to_half")
         },
         "bmm_rope_kv_write": {
+            **of_deepseeks_widths(
+                partial(multiplied_and_written, scheme="fp8", nope=128, dtype=fp8)
+            ),
+            "mxfp4, DeepSeek-V3": partial(
+                multiplied_and_written,
+                scheme="mxfp4",
+                heads=4,
+                nope=128,
+                latent=512,
+                rotated=64,
+                skip=(2,),
+            ),
             **{
                 f"{scheme}, bf16 cache, {nope}": partial(
                     unscaled,
@@ -117,6 +178,7 @@ def of_whole_tiles(arch: str) -> dict[str, Cases]:
                     latent=64,
                     dtype=fp8,
                     skip=(2,),
+                    rope_style="pairs_to_half" if nope == 256 else "half",
                 )
                 for scheme in ("fp8", "mxfp4")
                 for nope in (128, 256)
@@ -128,6 +190,16 @@ def of_whole_tiles(arch: str) -> dict[str, Cases]:
             ),
             "mxfp4, whole tiles": partial(
                 split_and_joined, scheme="mxfp4", latent=512, nope=32, values=32
+            ),
+            **{
+                f"{scheme}, shuffled, {tokens} tokens": partial(
+                    split_and_joined, scheme=scheme, tokens=tokens, **SHUFFLED, **how
+                )
+                for scheme, how in (("fp8_block", {"dtype": fp8}), ("mxfp4", {}))
+                for tokens in (1, 7, 40, 70)
+            },
+            "mxfp4, shuffled, stock": partial(
+                split_and_joined, scheme="mxfp4", heads_first=True, **SHUFFLED
             ),
         },
         "qk_norm_rope_kv_write": {
@@ -161,6 +233,56 @@ def of_whole_tiles(arch: str) -> dict[str, Cases]:
             "packed, fp32 weight": partial(
                 norm_rope_written, packed=True, norm_style="before", weight=torch.float32
             ),
+        },
+        "mla_attention": {
+            "narrow values": partial(latent_attended, values=16),
+            "another scale": lambda draw: latent_attended(draw) | {"scale": 0.3},
+            "DeepSeek-V3": partial(
+                latent_attended, nope=128, values=128, latent=512, rotated=64, batch=(2,)
+            ),
+        },
+        "mla_absorbed_attention": {
+            f"{heads} heads of 512 + 64, {kind}, {dtype}": partial(
+                latent_paged,
+                sequences=sequences,
+                heads=heads,
+                latent=512,
+                rotated=64,
+                padding=padding,
+                cache=None if dtype == "as q" else fp8,
+                scale=0.07,
+            )
+            for heads in (3, 16, 48, 128)
+            for kind, sequences, padding in (
+                ("decode", [(1, 70), (1, 7), (1, 16), (0, 0)], 1),
+                ("prompts", [(3, 20), (0, 4), (19, 19), (1, 5)], 2),
+            )
+            for dtype in ("as q", "native fp8")
+        }
+        | {"native fp8, drafts": partial(latent_paged, sequences=DRAFTS, cache=fp8)},
+        "mla_paged_attention": {
+            "another scale": lambda draw: (
+                latent_projected(draw, [(60, 70), (63, 63)], values=16) | {"scale": 0.3}
+            ),
+        }
+        | {
+            f"{widths}, {kind}": partial(
+                latent_projected, sequences=sequences, padding=padding, **how, **cache
+            )
+            for widths, how, cache in (
+                ("narrow values", {"values": 16}, {}),
+                ("native fp8", {"values": 24}, {"cache": fp8}),
+                ("values as wide as keys", {"values": 40}, {}),
+                (
+                    "DeepSeek-V3",
+                    {"nope": 128, "values": 128, "latent": 512, "rotated": 64, "heads": 2},
+                    {},
+                ),
+            )
+            for kind, sequences, padding in (
+                ("prompts", [(60, 70), (63, 63), (1, 65)], 2),
+                ("one row of many keys", [(1, 200), (3, 9)], 0),
+            )
         },
         "paged_attention": {
             "another scale": lambda draw: paged(draw, DECODE, scale=0.3),
@@ -213,7 +335,8 @@ def prepared(kernel: Kernel, given: dict[str, Any]) -> dict[str, Any]:
         for names, prepare in kernel.prepare.items()
         if given.get(names[0]) is not None
     }
-    return given | made
+    shared = {} if kernel.shared is None else {"shared": kernel.shared.of(given)}
+    return given | made | shared
 
 
 class Stage:

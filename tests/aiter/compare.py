@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from test_kernels import (
+    CODE_STEP,
     COMPUTED,
     ROUNDINGS,
     assert_as_exact,
@@ -89,7 +90,14 @@ def compare(kernel: Kernel, arguments: Make, dtype: torch.dtype, ties_away: bool
     for name, value in before.items():
         if name in op.mutates and value is not None:
             written = for_meaning[name] != value
-            assert_as_exact(given[name], for_meaning[name], for_truth[name], value.dtype)
+            # Beside the garbage in the rest of a cache, any value would be near enough.
+            found = [x[name][written] for x in (given, for_meaning, for_truth)]
+            if is_code(value) and kernel.rounds == "once":
+                # What is near 0 may be several codes off.
+                wide = (x.float() for x in found)
+                assert_near(*wide, most=CODE_STEP[value.dtype], more=0.01)
+            else:
+                assert_as_exact(*found, value.dtype)
             assert torch.equal(given[name][~written], value[~written]), (
                 f"{name} was written where it should not be"
             )

@@ -33,6 +33,17 @@ def test_the_table_has_a_row_for_each_kernel_and_says_where_it_runs() -> None:
     assert written == sorted((kernel.op, name in IN_TRITON) for name, kernel in KERNELS.items())
 
 
+def test_kernels_are_tried_in_the_order_of_the_table() -> None:
+    for op in {kernel.op for kernel in KERNELS.values()}:
+        tried = [name in IN_TRITON for name, kernel in KERNELS.items() if kernel.op == op]
+        assert [where == "Triton" for of, _, where, _ in rows() if of == op] == tried, op
+    shuffled = "linear_shuffled_split_cat"
+    assert [name for name, kernel in KERNELS.items() if kernel.op == "linear_split_cat"] == [
+        f"{module}.linear_split_cat"
+        for module in (shuffled, f"{shuffled}_mxfp4", "linear_split_cat")
+    ]
+
+
 def test_a_row_is_value_checked_if_its_functions_have_stand_ins() -> None:
     played = {name for _, name in stand_ins.STAND_INS}
     for op, functions, where, proof in rows():

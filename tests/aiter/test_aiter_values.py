@@ -18,8 +18,14 @@ from atomc.kernels.aiter import library
 from atomc.ops.op import refusal
 from atomc.platform import Platform
 
-# Compiled kernels hand steps to these, so that their function has a stand-in, too.
-HANDED = ("paged_attention_triton.paged_attention", "shuffled_attention_triton.paged_attention")
+# In Triton, with stand-ins as well: compiled kernels hand steps to these, or weights are shuffled.
+HANDED = (
+    "latent_attention_triton.mla_absorbed_attention",
+    "linear_shuffled_split_cat.linear_split_cat",
+    "linear_shuffled_split_cat_mxfp4.linear_split_cat",
+    "paged_attention_triton.paged_attention",
+    "shuffled_attention_triton.paged_attention",
+)
 CHECKED = (*COMPILED, *HANDED)
 
 

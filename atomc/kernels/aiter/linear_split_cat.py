@@ -7,21 +7,19 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.aiter.library import Function, foreign_fp8, no_mxfp4, rows, unfit
+from atomc.kernels.aiter.linear_shuffled_split_cat import FUSED
+from atomc.kernels.aiter.linear_shuffled_split_cat_mxfp4 import AT_ONCE
 from atomc.kernels.checks import unlike, wrong_result
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
-FUSED = "aiter.ops.triton.gemm.fused."
 fused_gemm_a8w8_blockscale_split_cat = Function(
     "fused_gemm_a8w8_blockscale_split_cat", f"{FUSED}fused_gemm_a8w8_blockscale_split_cat"
 )
 fused_gemm_afp4wfp4_split_cat = Function(
     "fused_gemm_afp4wfp4_split_cat", f"{FUSED}fused_gemm_afp4wfp4_split_cat"
 )
-# Scales of so many inputs at a time it reads in MXFP4, or of a smaller power of two; behind the
-# last row may be a NaN.
-AT_ONCE = 1024
 FUNCTIONS = {
     "fp8_block": fused_gemm_a8w8_blockscale_split_cat,
     "mxfp4": fused_gemm_afp4wfp4_split_cat,

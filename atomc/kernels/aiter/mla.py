@@ -8,6 +8,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.aiter.kv_write import coded
+from atomc.kernels.aiter.latent_rows import LatentRows, latent_rows
 from atomc.kernels.aiter.library import Function, foreign_fp8, no_mxfp4, rounded_up, unfit
 from atomc.kernels.aiter.rope import moving, not_by_token, partly_rotated
 from atomc.kernels.checks import odd_group, scattered_blocks, strided, unlike, wrong_rank
@@ -30,25 +31,16 @@ fused_fp4_bmm_rope_cat_and_cache_mla = Function(
 )
 
 
-def _unwritable(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    kv_c: Tensor,
-    k_pe: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    kv_cache: Tensor,
-    scale: Tensor | None,
-    rope_style: str,
-) -> Refusal | None:
+def _unwritable(rows: LatentRows, kv_cache: Tensor, scale: Tensor | None) -> Refusal | None:
+    q_nope, q_pe, kv_c, k_pe, cos, sin, style = rows
     return (
         unlike(HALVES, q_nope=q_nope, q_pe=q_pe, kv_c=kv_c, k_pe=k_pe, cos=cos, sin=sin)
         or coded(scale, kv_cache=kv_cache)
-        or moving(rope_style)
+        or moving(style)
         or wrong_rank((3,), q_pe=q_pe)
         or wrong_rank((2,), kv_c=kv_c)
         or _odd_widths(kv_c.shape[-1], q_pe.shape[-1])
-        or partly_rotated(q_pe.shape[-1], cos, rope_style)
+        or partly_rotated(q_pe.shape[-1], cos, style)
         or not_by_token(q_pe, cos, sin)
         or scattered_blocks(kv_cache)
         or strided(kv_cache=kv_cache)
@@ -82,8 +74,9 @@ def _refuse_mla_rope_kv_write(
     scale: Tensor | None = None,
     rope_style: str = "neox",
 ) -> Refusal | None:
+    rows = latent_rows(q_nope, q_pe, kv_c, k_pe, cos, sin, rope_style)
     if reason := unfit(platform, fused_qk_rope_cat_and_cache_mla) or _unwritable(
-        q_nope, q_pe, kv_c, k_pe, cos, sin, kv_cache, scale, rope_style
+        rows, kv_cache, scale
     ):
         return reason
     if not known_equal(q_nope.shape[-1], kv_c.shape[-1]):
@@ -108,27 +101,33 @@ def mla_rope_kv_write(
     scale: Tensor | None = None,
     rope_style: str = "neox",
 ) -> tuple[Tensor, Tensor]:
-    out = q_nope.new_empty((*q_nope.shape[:-1], q_nope.shape[-1] + q_pe.shape[-1]))
+    rows = latent_rows(q_nope, q_pe, kv_c, k_pe, cos, sin, rope_style)
+    out = q_nope.new_empty((*rows.q_nope.shape[:-1], q_nope.shape[-1] + q_pe.shape[-1]))
     if q_nope.numel():
-        rows = torch.arange(
-            q_nope.shape[0], device=q_nope.device
-        )  # token t has row t of the tables
         fused_qk_rope_cat_and_cache_mla(
-            q_nope,
-            q_pe,
-            kv_c.unsqueeze(1),
-            k_pe,
-            _by_token(kv_cache),
-            slots,
-            rows,
-            cos.flatten(0, 1),
-            sin.flatten(0, 1),
+            rows.q_nope,
+            rows.q_pe,
+            *_written(rows, kv_cache, slots),
             None,
-            rope_style != "gptj",
+            rows.style != "gptj",
             apply_scale=False,
             q_out=out,
         )
-    return out, kv_c.new_empty((0,))
+    return out.view(*q_nope.shape[:-1], out.shape[-1]), kv_c.new_empty((0,))
+
+
+def _written(rows: LatentRows, kv_cache: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
+    """The arguments from the latent to the tables."""
+    return (
+        rows.kv_c.unsqueeze(1),
+        rows.k_pe,
+        _by_token(kv_cache),
+        slots,
+        # Token t has row t of the tables.
+        torch.arange(rows.kv_c.shape[0], device=kv_cache.device),
+        rows.cos.flatten(0, 1),
+        rows.sin.flatten(0, 1),
+    )
 
 
 def _refuse_bmm_rope_kv_write(
@@ -165,7 +164,8 @@ def _refuse_bmm_rope_kv_write(
     ):
         return reason
     product = odd_group(group) if scheme == "fp8" else rounded_up(rounding) or no_mxfp4(platform)
-    return product or _unwritable(q_nope, q_pe, kv_c, k_pe, cos, sin, kv_cache, scale, rope_style)
+    rows = latent_rows(q_nope, q_pe, kv_c, k_pe, cos, sin, rope_style)
+    return product or _unwritable(rows, kv_cache, scale)
 
 
 @ops.bmm_rope_kv_write.kernel(
@@ -190,26 +190,21 @@ def bmm_rope_kv_write(
     dtype: torch.dtype = torch.float8_e4m3fn,
     rounding: str = "even",
 ) -> tuple[Tensor, Tensor]:
+    rows = latent_rows(q_nope, q_pe, kv_c, k_pe, cos, sin, rope_style)
+    shape = (*q_nope.shape[:-1], weight.shape[1] + q_pe.shape[-1])
     token = kv_c.new_empty((0,))
     if not q_nope.numel():
-        return q_nope.new_empty((*q_nope.shape[:-1], weight.shape[1] + q_pe.shape[-1])), token
-    rows = torch.arange(q_nope.shape[0], device=q_nope.device)  # token t has row t of the tables
+        return q_nope.new_empty(shape), token
     given = (
-        q_nope.transpose(0, 1),
+        rows.q_nope.transpose(0, 1),
         weight,
         weight_scale,
-        q_pe,
-        kv_c.unsqueeze(1),
-        k_pe,
-        _by_token(kv_cache),
-        slots,
-        rows,
-        cos.flatten(0, 1),
-        sin.flatten(0, 1),
+        rows.q_pe,
+        *_written(rows, kv_cache, slots),
     )
-    how = {"is_neox": rope_style != "gptj", "q_out_dtype": q_nope.dtype}
+    how = {"is_neox": rows.style != "gptj", "q_out_dtype": q_nope.dtype}
     if scheme == "fp8":
         out = fused_fp8_bmm_rope_cat_and_cache_mla(*given, group_size=group, **how)[0]
     else:
         out = fused_fp4_bmm_rope_cat_and_cache_mla(*given, **how)[0]
-    return out, token
+    return out.view(shape), token

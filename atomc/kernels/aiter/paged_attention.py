@@ -109,7 +109,7 @@ def _of_prompts(
 ) -> Tensor:
     key_start = torch.zeros_like(query_start)
     torch.cumsum(seq_lens, 0, dtype=key_start.dtype, out=key_start[1:])
-    slots = _slots_of_keys(key_start, block_tables, k_cache.shape[1])
+    slots = slots_of_keys(key_start, block_tables, k_cache.shape[1])
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)  # rows of no sequence stay 0
     with torch.no_grad():  # it is an autograd function
         flash_attn_varlen_func(
@@ -129,7 +129,7 @@ def _of_prompts(
     return out
 
 
-def _slots_of_keys(key_start: Tensor, block_tables: Tensor, block_size: int) -> Tensor:
+def slots_of_keys(key_start: Tensor, block_tables: Tensor, block_size: int) -> Tensor:
     """Where the keys of all sequences lie, one sequence behind the other, as many as there is room
     for. key_start [S + 1], block_tables [S, B] -> [S * B * block_size] int64; what is behind the
     last key is a slot of some sequence.

@@ -75,6 +75,15 @@ def installed(arch: str) -> Iterator[set[str]]:
         forget()
 
 
+def of(function: library.Function) -> Callable[..., object]:
+    """The stand-in for a function. Raises StopIteration if there is none."""
+    return next(
+        STAND_INS[module, function.name]
+        for module in function.modules
+        if (module, function.name) in STAND_INS
+    )
+
+
 def forget() -> None:
     """Let atomc look for AITER and its functions anew."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "aiter"]:

@@ -1,0 +1,215 @@
+"""Bugs in the kernels over AITER for latent attention."""
+
+from mutations import Bug
+from mutations.aiter_rows import bug, values
+
+WRITE = values("latent_cache.mla_kv_write")
+ROPE_WRITE = values("latent_cache.mla_rope_kv_write")
+UNFUSED = values("mla_unfused.mla_rope_kv_write")
+PRODUCT = values("mla_unfused.bmm_rope_kv_write")
+ASSEMBLY = values("latent_attention.mla_absorbed_attention")
+TRITON = values("latent_attention_triton.mla_absorbed_attention")
+PROMPTS = values("latent_prompts.mla_paged_attention")
+SPLIT = values("linear_shuffled_split_cat.linear_split_cat")
+SPLIT_MXFP4 = values("linear_shuffled_split_cat_mxfp4.linear_split_cat")
+STATELESS = values("latent_prompts.mla_attention")
+GUARDS = "tests/aiter/test_aiter_latent_guards.py"
+MODELS = "tests/aiter/test_aiter_latent_models.py -k ours"
+
+BUGS: list[Bug] = [
+    # writes
+    bug(
+        "latent_cache",
+        "concat_and_cache_mla(kv_c, k_pe.squeeze(-2), kv_cache",
+        "concat_and_cache_mla(k_pe.squeeze(-2), kv_c, kv_cache",
+        WRITE,
+    ),
+    bug("latent_cache", 'kind = "auto" if scale is None else "fp8"', 'kind = "auto"', WRITE),
+    bug(
+        "latent_cache",
+        "kv_c.new_ones(1, dtype=torch.float32) if scale is None else scale",
+        "kv_c.new_ones(1, dtype=torch.float32)",
+        WRITE,
+    ),
+    bug("latent_cache", "if rotated <= latent <= WIDEST:", "if latent <= WIDEST:", GUARDS),
+    bug("latent_cache", "            compute_all_q_rope=True,\n", "", ROPE_WRITE),
+    bug(
+        "latent_cache",
+        'style != "gptj",\n            True,',
+        'style == "gptj",\n            True,',
+        ROPE_WRITE,
+    ),
+    bug(
+        "latent_cache",
+        'style != "gptj",\n            True,',
+        'style != "gptj",\n            False,',
+        ROPE_WRITE,
+    ),
+    bug(
+        "latent_cache",
+        "            cos.reshape(-1, cos.shape[-1]).contiguous(),\n"
+        "            sin.reshape(-1, sin.shape[-1]).contiguous(),\n",
+        "            sin.reshape(-1, sin.shape[-1]).contiguous(),\n"
+        "            cos.reshape(-1, cos.shape[-1]).contiguous(),\n",
+        ROPE_WRITE,
+    ),
+    bug("latent_cache", "        or _two_angles(style)\n", "", GUARDS),
+    bug("latent_cache", "and latent * heads >= LEAST", "", GUARDS),
+    bug("latent_rows", ".transpose(-1, -2).flatten(-2)", ".flatten(-2)", ROPE_WRITE),
+    bug("latent_rows", "_as_halves(q_pe), _as_halves(k_pe)", "_as_halves(q_pe), k_pe", ROPE_WRITE),
+    bug(
+        "mla_unfused",
+        "write_tokens(rows.kv_c, k_rotated,",
+        "write_tokens(rows.kv_c, rows.k_pe,",
+        UNFUSED,
+    ),
+    bug("mla_unfused", "transpose_bm=True, transpose_bm_in=True", "transpose_bm=True", PRODUCT),
+    bug("mla_unfused", "x, weight, weight_scale, group,", "x, weight, weight_scale, 64,", PRODUCT),
+    # attention in assembly
+    bug(
+        "latent_attention",
+        "        work_info_set,\n        work_indptr,\n        *reduced,\n        page_size=1,",
+        "        work_indptr,\n        work_info_set,\n        *reduced,\n        page_size=1,",
+        ASSEMBLY,
+    ),
+    bug(
+        "latent_attention",
+        "work_indptr=plan.work_indptr,\n        work_info_set=plan.work_info_set,",
+        "work_indptr=plan.work_info_set,\n        work_info_set=plan.work_indptr,",
+        ASSEMBLY,
+    ),
+    bug(
+        "latent_attention",
+        "reduce_final_map=plan.reduce_final_map,\n"
+        "        reduce_partial_map=plan.reduce_partial_map,",
+        "reduce_final_map=plan.reduce_partial_map,\n"
+        "        reduce_partial_map=plan.reduce_final_map,",
+        ASSEMBLY,
+    ),
+    bug("latent_attention", "        sm_scale=scale,\n", "", ASSEMBLY),
+    bug("latent_attention", "tokens, sm_scale=scale)", "tokens)", ASSEMBLY),
+    bug("latent_attention", "        kv_scale=kv_scale,\n    )", "    )", ASSEMBLY),
+    bug("latent_attention", "        dtype_kv=kv_dtype,\n", "", ASSEMBLY),
+    bug("latent_attention", "seq_lens.clamp(min=1)", "seq_lens", ASSEMBLY),
+    bug(
+        "latent_attention",
+        "mla_prefill_fwd(*given, tokens,",
+        "mla_prefill_fwd(*given, 1,",
+        ASSEMBLY,
+    ),
+    bug("latent_attention", "block_tables, block_size).to", "block_tables, 1).to", ASSEMBLY),
+    bug(
+        "latent_attention",
+        "out = q.new_zeros((tokens, padded, latent))",
+        "out = q.new_empty((tokens, padded, latent))",
+        ASSEMBLY,
+    ),
+    bug(
+        "latent_attention",
+        "            blank_padding(out, query_start, seq_lens)\n",
+        "            pass\n",
+        ASSEMBLY,
+    ),
+    bug(
+        "latent_attention", "out[:, :heads].contiguous()", "out[:, -heads:].contiguous()", ASSEMBLY
+    ),
+    bug("latent_attention", "_padded(heads) == 32", "_padded(heads) == 64", GUARDS),
+    bug(
+        "latent_attention",
+        '("seq_lens", "block_tables"), _constants',
+        '("block_tables", "seq_lens"), _constants',
+        ASSEMBLY,
+    ),
+    Bug("passes/lower.py", "if key not in shared:", "if True:", MODELS),
+    # attention in Triton
+    bug(
+        "latent_walk",
+        "        latent,\n        width - latent,\n",
+        "        width - latent,\n        latent,\n",
+        TRITON,
+    ),
+    bug(
+        "latent_walk",
+        "        None,\n        kv_scale,\n",
+        "        kv_scale,\n        None,\n",
+        TRITON,
+    ),
+    bug(
+        "latent_walk", "if tokens != sequences and kv_cache.dtype != q.dtype:", "if False:", TRITON
+    ),
+    bug(
+        "latent_walk", "torch.where(padding, 1, last + 1)", "torch.where(padding, 1, last)", TRITON
+    ),
+    bug("latent_walk", "        v_scale=kv_scale,\n", "", TRITON),
+    bug("latent_walk", "page_size=kv_cache.shape[1]", "page_size=1", TRITON),
+    bug(
+        "latent_walk",
+        "        blank_padding(out, query_start, seq_lens)\n",
+        "        pass\n",
+        TRITON,
+    ),
+    bug(
+        "latent_walk",
+        "    out.masked_fill_(padding[:, None, None], 0.0)\n",
+        "",
+        TRITON,
+    ),
+    # keys and values of all heads
+    bug(
+        "latent_prompts",
+        "both[..., :nope], rotated), -1)",
+        "rotated, both[..., :nope]), -1)",
+        STATELESS,
+    ),
+    bug(
+        "latent_prompts",
+        "            softmax_scale=scale,\n            causal=True,\n"
+        "            window_size=(-1, -1, 0),\n        )",
+        "            causal=True,\n            window_size=(-1, -1, 0),\n        )",
+        STATELESS,
+    ),
+    bug(
+        "latent_prompts",
+        "            softmax_scale=scale,\n            causal=True,\n"
+        "            window_size=(-1, -1, 0),\n            out=out,",
+        "            causal=True,\n            window_size=(-1, -1, 0),\n            out=out,",
+        PROMPTS,
+    ),
+    bug(
+        "latent_prompts",
+        "query_start,\n            key_start,",
+        "key_start,\n            query_start,",
+        PROMPTS,
+    ),
+    bug("latent_prompts", "of_head[:, :nope]).transpose", "of_head[:, -nope:]).transpose", PROMPTS),
+    bug(
+        "latent_prompts",
+        "index_select(0, slots), kv_scale,",
+        "index_select(0, slots), None,",
+        PROMPTS,
+    ),
+    bug("latent_prompts", "value <= key <= WIDEST", "key <= WIDEST", GUARDS),
+    # products over shuffled weights
+    bug("linear_shuffled_split_cat", "n % OUTPUTS or k % inputs", "k % inputs", GUARDS),
+    bug("linear_shuffled_split_cat_mxfp4", "SHUFFLED = 32", "SHUFFLED = 33", GUARDS),
+    bug(
+        "linear_shuffled_split_cat",
+        "        nope,\n        value,\n",
+        "        value,\n        nope,\n",
+        SPLIT,
+    ),
+    bug("linear_shuffled_split_cat", "        is_x_scale_transposed=False,\n", "", SPLIT),
+    bug(
+        "linear_shuffled_split_cat",
+        "shuffled_weight(weight).view(weight.shape[0] // 16, -1)",
+        "weight.view(weight.shape[0] // 16, -1)",
+        SPLIT,
+    ),
+    bug("linear_shuffled_split_cat_mxfp4", "SHUFFLED = 32", "SHUFFLED = 64", SPLIT_MXFP4),
+    bug(
+        "linear_shuffled_split_cat_mxfp4",
+        "        scales,\n        scale_tiles,\n",
+        "        scale_tiles,\n        scales,\n",
+        SPLIT_MXFP4,
+    ),
+]
