@@ -1,8 +1,8 @@
 """The plan of a load: which stored tensor becomes which parameter. It is made from names and
 headers, before any weight is read.
 
-A plan has files, names, shapes and dtypes, and no tensors. atomc.models.loader makes and executes
-it.
+A plan has files, names, shapes and dtypes, and no tensors. atomc.models.loader makes it,
+atomc.models.execute_plan executes it.
 """
 
 import re
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from atomc.models.cache_scales import CacheScale, cache_scales
 from atomc.models.expert_names import (
@@ -22,6 +22,7 @@ from atomc.models.expert_names import (
     wrong_numbers_of_experts,
 )
 from atomc.models.limits import Stored
+from atomc.models.parameters import tensor_names, tensor_of
 from atomc.quantization import apply
 from atomc.quantization.apply import Methods
 
@@ -161,29 +162,6 @@ def plan_load(
         scales=tuple(Scale(name, stored[name], target) for name, target in scales.items()),
         skipped=skipped,
     )
-
-
-def parameter_names(model: nn.Module) -> list[tuple[str, ...]]:
-    """The names of each parameter; a tied one has several."""
-    names: dict[int, list[str]] = {}
-    for name, weight in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(weight), []).append(name)
-    return [tuple(group) for group in names.values()]
-
-
-def tensor_names(model: nn.Module) -> list[tuple[str, ...]]:
-    """The names of each parameter, and of each buffer that a checkpoint stores."""
-    parameters = parameter_names(model)
-    found = {name for names in parameters for name in names}
-    return parameters + [(name,) for name in model.state_dict() if name not in found]
-
-
-def tensor_of(model: nn.Module, name: str) -> Tensor:
-    """The parameter or buffer of this name."""
-    owner, _, leaf = name.rpartition(".")
-    tensor = getattr(model.get_submodule(owner), leaf)
-    assert isinstance(tensor, Tensor), name
-    return tensor
 
 
 def _is_transposed(model: nn.Module, name: str) -> bool:
