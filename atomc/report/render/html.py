@@ -18,7 +18,6 @@ from typing import Any, TypedDict
 from atomc.cost.efficiency import GLUE, LAUNCH, name_in_table, shipped
 from atomc.graph.graph_printer import NodeLine, parse
 from atomc.json_types import JSONLike
-from atomc.ops.op import ALL_TOKENS, Tokens
 from atomc.platform import DESCRIBED
 from atomc.report.kernel_ranges import kernels_by_tokens
 from atomc.report.records import (
@@ -36,6 +35,7 @@ from atomc.report.render.graph_diff import Block, Hunk, fold_layers, hunks
 from atomc.report.render.table import collapsed
 from atomc.report.render.text import NOT_REWRITES
 from atomc.report.report_data import ReportData
+from atomc.token_range import ALL_TOKENS, Tokens
 
 HERE = Path(__file__).parent
 # Codes of refusals that do not depend on the op's arguments: by the machine, and by design.
