@@ -8,6 +8,7 @@ from atomc.models import architectures_of, model_class
 from atomc.models.config import count, integer
 from atomc.models.limits import Stored
 from atomc.models.load_plan import FLOATS
+from atomc.models.mtp import WithDraftLayer
 from atomc.quantization.apply import Methods
 from atomc.quantization.config import QuantizationConfig
 
@@ -33,7 +34,7 @@ def check_draft_layers(
             f"{architecture} runs as its transformers class, which drops the draft layers of a "
             "checkpoint"
         )
-    if not hasattr(cls, "draft_model"):
+    if not issubclass(cls, WithDraftLayer):
         raise ValueError(f"{architecture}: {cls.__module__} does not implement draft layers")
     prefix = draft_prefix(hf)
     if stored is not None and not any(name.startswith(prefix) for name in stored):

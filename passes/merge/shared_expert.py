@@ -27,7 +27,7 @@ from atomc.graph.sizes import known_equal, same_shape
 from atomc.graph.strides import Values
 from atomc.ops.activation import GATES
 from atomc.ops.op import Op, op_of
-from atomc.ops.op_traits import Arguments, Kind, QuantizedWeight
+from atomc.ops.op_traits import Arguments, Kind
 from atomc.passes.merge.linears import packed_input
 from atomc.report.records import MissKind
 from atomc.rewriting.graph_pass import Context, Outcome
@@ -39,8 +39,6 @@ from atomc.weights import packed as packed_weights
 
 aten = torch.ops.aten
 NAME = "shared_expert"
-# What a linear calls a weight of experts, w13 or w2, by its suffix.
-_STORED = {"": "weight", "_scale": "weight_scale", "_zeros": "zeros"}
 
 
 class _Unfit(Exception):
@@ -285,13 +283,11 @@ def _parts(site: _Site, real: Mapping[Node, Input]) -> Iterator[tuple[str, list[
     """The inputs to pack, for each argument of the op of experts that stores weights: [E, ...], and
     what becomes its last row.
     """
-    stored = site.routed.op.quantized_weight
-    names = stored.stored if isinstance(stored, QuantizedWeight) else ("w13", "w2")
-    for name in names:
-        first, _, suffix = name.partition("_")
-        of_linear = _STORED[suffix and f"_{suffix}"]
-        linears = (site.gate, site.up) if first == "w13" else (site.down,)
-        given = [site.routed.arguments[name], *(each.arguments[of_linear] for each in linears)]
+    of_linear = _stored(site.gate, "weight")
+    for i, name in enumerate(_stored(site.routed, "w13", "w2")):
+        linears = (site.down,) if i % 2 else (site.gate, site.up)  # of w2, of w13
+        given = [site.routed.arguments[name]]
+        given += [linear.arguments[of_linear[i // 2]] for linear in linears]
         if given[0] is None and given[1] is None:
             continue
         parts = [node for node in dict.fromkeys(given) if isinstance(node, Node)]
@@ -299,6 +295,14 @@ def _parts(site: _Site, real: Mapping[Node, Input]) -> Iterator[tuple[str, list[
             wanted = f"weights that become one more row of {name}"
             raise _Unfit("guard", wanted, reason, linears[0].node)
         yield name, parts
+
+
+def _stored(called: _Call, *unquantized: str) -> tuple[str, ...]:
+    """The arguments that store its weights: the weights, then their scales, then their zero
+    points.
+    """
+    weight = called.op.weight_of(called.arguments)
+    return unquantized if weight is None else weight.stored
 
 
 def _unpackable(parts: list[Node], site: _Site, real: Mapping[Node, Input]) -> str | None:
