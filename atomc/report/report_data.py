@@ -139,11 +139,7 @@ class ReportData:
             if form.form_of == rewrite and _below(form.module_path, module_path)
         ]
         if forms:
-            names = " and ".join(dict.fromkeys(form.op for form in forms))
-            nodes = {form.node for form in forms}
-            kernels = _kernels_text([choice for choice in self.kernels if choice.node in nodes])
-            layers = [form.layer for form in forms]
-            return f"the weights are quantized: {names} at {_sites_text(layers)}{kernels}"
+            return self._quantized(forms)
         if rewrite in self.taken:
             return self.taken[rewrite]
         if self.graph_break is not None:
@@ -165,6 +161,14 @@ class ReportData:
         return (
             f"no anchor: {self.absent.get(rewrite, 'nothing like it is in this part of the graph')}"
         )
+
+    def _quantized(self, forms: Sequence[QuantizedWeightSize]) -> str:
+        """That these ops stand for the one that a rewrite makes, and what runs them."""
+        names = " and ".join(dict.fromkeys(form.op for form in forms))
+        nodes = {form.node for form in forms}
+        kernels = _kernels_text([choice for choice in self.kernels if choice.node in nodes])
+        sites = _sites_text([form.layer for form in forms])
+        return f"the weights are quantized: {names} at {sites}{kernels}"
 
     def built_on(self, rewrite: str) -> list[str]:
         """The passes that this one requires, directly or indirectly, nearest first."""

@@ -165,10 +165,10 @@ def _site(routed: _Call, added: Node, shared: Node) -> _Site:
     """The parts of a shared expert, each of which is read by the next one only."""
     inner: list[Node] = []
 
-    def back(node: Node, readers: int = 1) -> Node:
+    def back(node: Node) -> Node:
         """The node behind views, which all have no other readers."""
         while True:
-            if len(node.users) > readers:
+            if len(node.users) > 1:
                 other = f"{len(node.users)} nodes read it"
                 raise _Unfit("extra user", f"no other reader of {describe(node)}", other, node)
             inner.append(node)
@@ -189,6 +189,15 @@ def _site(routed: _Call, added: Node, shared: Node) -> _Site:
         found = back(next(node for node in factors if node is not column))
     down = _linear(routed, found)
     active = back(_unquantized(routed, down, back))
+    _check_activation(routed, active, down)
+    gate, up = (_linear(routed, back(node)) for node in call(active).operands)
+    for linear in (gate, up):
+        _check_input(routed, linear)
+    return _Site(routed, added, gate, up, down, column, inner)
+
+
+def _check_activation(routed: _Call, active: Node, down: _Call) -> None:
+    """Raise _Unfit if the input of `down` is not activated as in the routed experts."""
     activation = routed.arguments["activation"]
     gate_of, arguments = GATES.get(str(activation), (None, {}))
     gated = _bound(active)
@@ -197,13 +206,14 @@ def _site(routed: _Call, added: Node, shared: Node) -> _Site:
     if gated.op is not gate_of or not arguments.items() <= gated.arguments.items():
         same = f"{activation}, as the routed experts"
         raise _Unfit("guard", same, describe(active), active)
-    gate, up = (_linear(routed, back(node)) for node in call(active).operands)
-    for linear in (gate, up):
-        for name in ("x", "x_scale"):
-            given, wanted = linear.arguments.get(name), routed.arguments.get(name)
-            if not _same_rows(given, wanted):
-                raise _Unfit("same value", f"{name} of the routed experts", str(given), linear.node)
-    return _Site(routed, added, gate, up, down, column, inner)
+
+
+def _check_input(routed: _Call, linear: _Call) -> None:
+    """Raise _Unfit if a linear does not read the rows that the routed experts read."""
+    for name in ("x", "x_scale"):
+        given, wanted = linear.arguments.get(name), routed.arguments.get(name)
+        if not _same_rows(given, wanted):
+            raise _Unfit("same value", f"{name} of the routed experts", str(given), linear.node)
 
 
 def _linear(routed: _Call, node: Node) -> _Call:
