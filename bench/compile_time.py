@@ -72,7 +72,7 @@ def measure(way: str, glue: str, depth: int) -> dict[str, Any]:
     import atomc
     from atomc.backend import atom
     from atomc.models import build
-    from atomc.models.loader import allocate_buffers, fill_randomly
+    from atomc.models.parameters import allocate_buffers, fill_randomly
     from atomc.program import compile_model
 
     model = build(TINY | {"num_hidden_layers": depth}, torch.float32, "meta")

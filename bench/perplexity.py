@@ -10,8 +10,8 @@ of that, and each scores what is new in it.
 A scheme quantizes all linear layers and experts except routers and the head. 8 bits are compared
 with bf16. 4 bits are compared with their dequantized reference: the same model in plain PyTorch
 with the values that the codes stand for, in fp32. The reference of mxfp4 quantizes bf16 activations
-as the scheme does; since a compiled graph rounds them at other places, and MXFP4 carries any change
-of rounding far, this scheme is also run uncompiled and compared so. The exit code is 1 if a scheme
+as the scheme does; since the kernel of attention in a compiled graph rounds differently, and MXFP4
+carries any change of rounding far, this scheme is also run uncompiled and compared so. The exit code is 1 if a scheme
 exceeds its bound.
 """
 

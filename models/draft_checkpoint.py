@@ -3,23 +3,27 @@
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from torch import nn
-
 from atomc.json_types import JSONLike
+from atomc.models import architectures_of, model_class
 from atomc.models.config import count, integer
 from atomc.models.limits import Stored
 from atomc.models.load_plan import FLOATS
+from atomc.models.mtp import WithDraftLayer
 from atomc.quantization.apply import Methods
+from atomc.quantization.config import QuantizationConfig
 
 
 def check_draft_layers(
-    hf: Mapping[str, JSONLike], architecture: str, cls: type[nn.Module] | None
+    hf: Mapping[str, JSONLike], stored: Collection[str] | None, path: Path
 ) -> None:
-    """Raise ValueError if the model of a config.json has no draft layers, or if its class cannot
-    load them.
+    """Raise ValueError if the checkpoint in `path` has no draft layers, or if the class of its
+    model cannot load them.
 
-    cls   the model's class in atomc; None: a transformers class
+    hf      its config.json
+    stored  the names of its tensors; None: its weights are not read
     """
+    architectures = architectures_of(hf)
+    architecture, cls = architectures[0], model_class(architectures)
     if not count(hf, "num_nextn_predict_layers", 0):
         raise ValueError(
             f"{architecture} has no draft layers for multi-token prediction: config.json has no "
@@ -30,8 +34,14 @@ def check_draft_layers(
             f"{architecture} runs as its transformers class, which drops the draft layers of a "
             "checkpoint"
         )
-    if not hasattr(cls, "draft_model"):
+    if not issubclass(cls, WithDraftLayer):
         raise ValueError(f"{architecture}: {cls.__module__} does not implement draft layers")
+    prefix = draft_prefix(hf)
+    if stored is not None and not any(name.startswith(prefix) for name in stored):
+        raise ValueError(
+            f"{path} has no draft layers: config.json promises {prefix}*, but no tensor has such a "
+            "name (transformers does not save them)"
+        )
 
 
 def draft_prefix(hf: Mapping[str, JSONLike]) -> str:
@@ -39,20 +49,17 @@ def draft_prefix(hf: Mapping[str, JSONLike]) -> str:
     return f"model.layers.{integer(hf, 'num_hidden_layers')}."
 
 
-def check_stored_draft(hf: Mapping[str, JSONLike], stored: Collection[str], path: Path) -> None:
-    """Raise ValueError if a checkpoint with tensors of these names has no draft layer."""
-    prefix = draft_prefix(hf)
-    if not any(name.startswith(prefix) for name in stored):
-        raise ValueError(
-            f"{path} has no draft layers: config.json promises {prefix}*, but no tensor has such a "
-            "name (transformers does not save them)"
-        )
-
-
-def methods_as_stored(methods: Methods, stored: Mapping[str, Stored], prefix: str) -> Methods:
-    """Without the parts of the draft layer that are stored in floating point: checkpoints may leave
-    it, or its eh_proj, unquantized and not say so.
+def methods_as_stored(
+    methods: Methods,
+    quant_config: QuantizationConfig | None,
+    stored: Mapping[str, Stored],
+    prefix: str,
+) -> Methods:
+    """The methods without the parts of the draft layer that a quantized checkpoint stores in
+    floating point: it may leave the layer, or its eh_proj, unquantized and not say so.
     """
+    if quant_config is None or quant_config.online:
+        return methods
 
     def is_float(name: str) -> bool:
         names = (f"{name}.weight", f"{name}.0.gate_proj.weight", f"{name}.gate_up_proj")

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from atomc.models.layers import keeping_dtype
+
 
 class GroupRouter(nn.Module):
     """The experts of each token, and their weights (DeepSeek-V3, equations 12 to 16): sigmoid
@@ -40,14 +42,8 @@ class GroupRouter(nn.Module):
         """Move to the model's device, but keep the bias in fp32: in bf16 other experts are
         chosen.
         """
-        bias = self.e_score_correction_bias
-
-        def moved(tensor: Tensor) -> Tensor:
-            result = fn(tensor)
-            changed = tensor is bias and result.dtype != bias.dtype
-            return bias.to(result.device) if changed else result
-
-        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+        kept = keeping_dtype(fn, self.e_score_correction_bias)
+        super()._apply(kept, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from atomc.json_types import JSONLike
 from atomc.models.config import expert_counts, flag, head_counts, head_width, integer, number, only
 from atomc.models.decoder import DECODER_SHARD, CausalLM, Layer
 from atomc.models.experts import Experts
-from atomc.models.layers import MLP, RMSNorm
+from atomc.models.layers import MLP, RMSNorm, keeping_dtype
 from atomc.models.rotary import Rotary, apply_rope, rope_parameters
 
 SHARD = DECODER_SHARD
@@ -106,12 +106,7 @@ class Router(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
         """Move to the model's device, but keep the weight in fp32, as transformers does."""
-
-        def moved(tensor: Tensor) -> Tensor:
-            result = fn(tensor)
-            return result if result.dtype == torch.float32 else tensor.to(result.device)
-
-        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(keeping_dtype(fn, self.wg.weight), recurse)  # type: ignore[no-untyped-call]
         return self
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,8 @@
-"""Layers shared by the models: RMSNorm and the gated MLP, with the operations of Hugging Face's."""
+"""Shared by the models: RMSNorm and the gated MLP, with the operations of Hugging Face's, and
+parameters that keep their dtype.
+"""
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -32,3 +36,16 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return y
+
+
+def keeping_dtype(fn: Callable[[Tensor], Tensor], *kept: Tensor) -> Callable[[Tensor], Tensor]:
+    """`fn`, an argument of nn.Module._apply, except that it does not change the dtype of the kept
+    tensors: they move to another device only.
+    """
+
+    def moved(tensor: Tensor) -> Tensor:
+        result = fn(tensor)
+        converted = result.dtype != tensor.dtype and any(tensor is one for one in kept)
+        return tensor.to(result.device) if converted else result
+
+    return moved

@@ -1,18 +1,18 @@
 """The plan of a load: which stored tensor becomes which parameter. It is made from names and
 headers, before any weight is read.
 
-A plan has files, names, shapes and dtypes, and no tensors. atomc.models.loader makes and executes
-it.
+A plan has files, names, shapes and dtypes, and no tensors. atomc.models.loader makes it,
+atomc.models.execute_plan executes it.
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from atomc.models.cache_scales import CacheScale, cache_scales
 from atomc.models.expert_names import (
@@ -22,6 +22,7 @@ from atomc.models.expert_names import (
     wrong_numbers_of_experts,
 )
 from atomc.models.limits import Stored
+from atomc.models.parameters import tensor_names, tensor_of
 from atomc.quantization import apply
 from atomc.quantization.apply import Methods
 
@@ -137,53 +138,32 @@ def plan_load(
         tuple(Quantize(layer, stored[f"{layer}.weight"], dtype) for layer, _ in group)
         for group in apply.groups(online.linears)
     )
-    read_later = {(f"{layer}.weight",) for group in quantized for layer, _, _ in group}
-    read_now = [
-        *(
-            _fill_or_copy(model, names, weights[name])
-            for names, name in sources.items()
-            if names not in read_later
-        ),
-        *(_copy_of_expert(model, part, stored[name]) for name, part in parts.items()),
-    ]
-    of_experts: dict[str, list[Fill | Copy]] = {layer: [] for layer in online.experts}
-    others: list[Fill | Copy] = []
-    for entry in read_now:
-        of_experts.get(entry.names[0].rpartition(".")[0], others).append(entry)
+    for group in quantized:
+        for layer, _, _ in group:
+            sources.pop((f"{layer}.weight",), None)
+    entries = [_fill_or_copy(model, names, weights[name]) for names, name in sources.items()]
+    entries += [_copy_of_expert(model, part, stored[name]) for name, part in parts.items()]
+    experts, others = _of_experts(entries, online.experts)
     return LoadPlan(
         path,
         fills=tuple(entry for entry in others if isinstance(entry, Fill)),
         copies=tuple(entry for entry in others if isinstance(entry, Copy)),
         quantized=quantized,
-        experts=tuple(
-            QuantizeExperts(layer, tuple(entries)) for layer, entries in of_experts.items()
-        ),
+        experts=experts,
         scales=tuple(Scale(name, stored[name], target) for name, target in scales.items()),
         skipped=skipped,
     )
 
 
-def parameter_names(model: nn.Module) -> list[tuple[str, ...]]:
-    """The names of each parameter; a tied one has several."""
-    names: dict[int, list[str]] = {}
-    for name, weight in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(weight), []).append(name)
-    return [tuple(group) for group in names.values()]
-
-
-def tensor_names(model: nn.Module) -> list[tuple[str, ...]]:
-    """The names of each parameter, and of each buffer that a checkpoint stores."""
-    parameters = parameter_names(model)
-    found = {name for names in parameters for name in names}
-    return parameters + [(name,) for name in model.state_dict() if name not in found]
-
-
-def tensor_of(model: nn.Module, name: str) -> Tensor:
-    """The parameter or buffer of this name."""
-    owner, _, leaf = name.rpartition(".")
-    tensor = getattr(model.get_submodule(owner), leaf)
-    assert isinstance(tensor, Tensor), name
-    return tensor
+def _of_experts(
+    entries: Iterable[Fill | Copy], layers: Iterable[str]
+) -> tuple[tuple[QuantizeExperts, ...], list[Fill | Copy]]:
+    """The entries of each of these layers of experts, and all others."""
+    found: dict[str, list[Fill | Copy]] = {layer: [] for layer in layers}
+    others: list[Fill | Copy] = []
+    for entry in entries:
+        found.get(entry.names[0].rpartition(".")[0], others).append(entry)
+    return tuple(QuantizeExperts(layer, tuple(of)) for layer, of in found.items()), others
 
 
 def _is_transposed(model: nn.Module, name: str) -> bool:

@@ -8,7 +8,6 @@ T tokens, D model width, R rows with logits, V vocabulary.
 """
 
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -83,14 +82,6 @@ class DraftModel(nn.Module):
         x_RD = self.layer(x_TD, cos, sin).index_select(-2, logits_rows)
         logits: Tensor = self.lm_head(self.layer.shared_head.norm(x_RD))
         return logits, x_RD
-
-
-@runtime_checkable
-class HasDraftModel(Protocol):
-    """A model that implements draft layers."""
-
-    def draft_model(self) -> DraftModel:
-        """Raises ValueError for a model that was made without its draft layer."""
 
 
 class WithDraftLayer(CausalLM):

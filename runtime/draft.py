@@ -44,9 +44,9 @@ class DraftProgram:
 
 def draft_model_of(module: nn.Module) -> "DraftModel":
     """The draft model of a model. Raises ValueError if it has none."""
-    from atomc.models.mtp import HasDraftModel
+    from atomc.models.mtp import WithDraftLayer
 
-    if not isinstance(module, HasDraftModel):
+    if not isinstance(module, WithDraftLayer):
         raise ValueError(
             f"speculative is 'mtp', but {type(module).__name__} has no draft layers: leave it out, "
             "or set it to 'ngram'"

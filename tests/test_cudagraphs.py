@@ -17,7 +17,8 @@ from atomc.kernels.triton.attention import tiling
 from atomc.kernels.triton.linear import MAX_ROWS
 from atomc.kernels.triton.tiles import HEAD_ROWS, LINEAR
 from atomc.models import build
-from atomc.models.loader import fill_randomly, ready
+from atomc.models.loader import ready
+from atomc.models.parameters import fill_randomly
 from atomc.runtime.batch import StepShape
 from atomc.runtime.graphs import decode_sizes, launched_shapes, step_shapes
 from atomc.runtime.llm import LLM

@@ -22,6 +22,7 @@ from atomc.platform import Platform
 pytest.importorskip("triton")
 assert kernels.load("triton") is None
 few = importlib.import_module("atomc.kernels.triton.experts_few")  # only where there is Triton
+unquantized = importlib.import_module("atomc.kernels.triton.experts_few_unquantized")
 
 H200 = Platform.named("h200")
 # Where it is a CPU, Triton's interpreter runs.
@@ -84,10 +85,10 @@ def test_results_of_experts_apart_are_rounded_before_they_are_weighted_as_those_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given = full(Draw(torch.bfloat16, DEVICE), k=3, tokens=2)
-    together = few.moe_experts(**given)
-    tile = few.EXPERTS_FEW.choose(torch.device("cpu"), 1)._replace(apart=True)
-    monkeypatch.setattr(few, "EXPERTS_FEW", SimpleNamespace(choose=lambda *sizes: tile))
-    assert_close(few.moe_experts(**given), together, rtol=0.01, atol=1e-4)
+    together = unquantized.moe_experts(**given)
+    tile = unquantized.EXPERTS_FEW.choose(torch.device("cpu"), 1)._replace(apart=True)
+    monkeypatch.setattr(unquantized, "EXPERTS_FEW", SimpleNamespace(choose=lambda *sizes: tile))
+    assert_close(unquantized.moe_experts(**given), together, rtol=0.01, atol=1e-4)
 
 
 def test_an_expert_of_another_device_is_neither_read_nor_added() -> None:
@@ -95,7 +96,7 @@ def test_an_expert_of_another_device_is_neither_read_nor_added() -> None:
         given = make(Draw(torch.float32, DEVICE))
         given["ids"][0] = torch.tensor([len(given["w13"]), -1])
         given["ids"][1, 0] = 2**30
-        out = few.moe_experts(**given)
+        out = unquantized.moe_experts(**given)
         assert not out[0].any()
         assert_close(out, ops.moe_experts.reference(**given), rtol=1e-4, atol=1e-4)
 
@@ -132,7 +133,7 @@ def test_weights_that_are_contiguous_in_neither_dimension_are_refused() -> None:
     assert sentence == "w2_scale is not contiguous"
 
 
-@pytest.mark.parametrize("module", ["experts_few", "experts_many"])
+@pytest.mark.parametrize("module", ["experts_few_unquantized", "experts_many"])
 @pytest.mark.parametrize("activation", ops.experts.ACTIVATIONS)
 def test_a_token_that_is_not_a_number_stays_none_under_a_limit(
     activation: str, module: str

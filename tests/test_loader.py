@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 import atomc.demo
 from atomc import models
+from atomc.models.checkpoint_files import load_config
 from atomc.models.limits import Stored
 from atomc.models.load_plan import LoadPlan, Quantize, plan_load
-from atomc.models.loader import load, load_config
+from atomc.models.loader import load
 from atomc.quantization.apply import methods_of
 from atomc.quantization.config import online
 

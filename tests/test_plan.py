@@ -12,7 +12,7 @@ import torch
 from atomc.cli import arguments, main
 from atomc.cost.efficiency import SHIPPED, Table, Timing, evaluated, fit, predict, shipped
 from atomc.models import build
-from atomc.ops.op import Tokens
+from atomc.ops import Tokens
 from atomc.planning.plan import build_model, compile_for, plan, shard_config, sharding
 from atomc.planning.plan_report import Workload
 from atomc.platform import GIB, Platform

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import atomc
 from atomc import kernels, ops
 from atomc.models import build
-from atomc.models.loader import fill_randomly, ready
+from atomc.models.loader import ready
+from atomc.models.parameters import fill_randomly
 from atomc.ops.op import Prepared
 from atomc.platform import Platform
 from atomc.program import compile_model

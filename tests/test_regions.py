@@ -20,7 +20,7 @@ from torch._guards import ChainedSource
 import atomc
 from atomc.capture import regions
 from atomc.models import build
-from atomc.models.loader import allocate_buffers, fill_randomly
+from atomc.models.parameters import allocate_buffers, fill_randomly
 from atomc.models.stock import wrap_stock
 from atomc.program import compile_model
 

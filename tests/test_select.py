@@ -14,7 +14,8 @@ import atomc
 from atomc import kernels, ops
 from atomc.compiler.select import Selection
 from atomc.models import build
-from atomc.models.loader import fill_randomly, ready
+from atomc.models.loader import ready
+from atomc.models.parameters import fill_randomly
 from atomc.ops import GroupStep, Prepared, Refusal, Step
 from atomc.options import Options
 from atomc.platform import Platform

@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 import atomc
 from atomc import models, ops
-from atomc.models import loader, wrap_stock
+from atomc.models import wrap_stock
+from atomc.models.loader import ready
+from atomc.models.parameters import fill_randomly
 from atomc.program import compile_model
 from atomc.runtime.llm import LLM
 from atomc.runtime.sampling.sampling_params import SamplingParams
@@ -64,8 +66,8 @@ def ours(**differs: object) -> nn.Module:
         **differs,
     }
     model = models.build(config, torch.float32, "cpu")
-    loader.fill_randomly(model, "cpu")
-    return loader.ready(model)
+    fill_randomly(model, "cpu")
+    return ready(model)
 
 
 def greedy(model: nn.Module, count: int) -> tuple[int, ...]:

@@ -13,9 +13,10 @@ from atomc.compiler import pipeline, ranges
 from atomc.compiler.phases import timed
 from atomc.compiler.select import Selection
 from atomc.compiler.weight_forms import WeightForms
-from atomc.ops.op import Extra, Tokens
+from atomc.ops.op import Extra
 from atomc.report.report import Report
 from atomc.rewriting.graph_pass import Context
+from atomc.token_range import Tokens
 from atomc.weights.prepared import unpreparable
 from atomc.weights.registry import is_freed, is_read, location_of
 

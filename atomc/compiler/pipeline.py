@@ -5,7 +5,7 @@ import inspect
 import logging
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch.fx import GraphModule, Node
 
@@ -44,20 +44,29 @@ def selected(pipeline: Sequence[Pass], context: Context) -> tuple[list[Pass], li
     pipeline = with_registered(pipeline)
     check_order(pipeline)
     switches = context.options.passes
+    off = {name for name, on in switches.items() if on is False}
+    _check_switches(pipeline, switches, off, context.paged)
+    off |= {p.name for p in pipeline if p.off_by_default and p.name not in switches}
+    on = [p for p in pipeline if p.name not in off and (context.paged or not p.paged)]
+    return on, sorted(off)
+
+
+def _check_switches(
+    pipeline: Sequence[Pass],
+    switches: Mapping[str, bool | Sequence[str]],
+    off: set[str],
+    paged: bool,
+) -> None:
+    """Raise OptionsError for an unknown pass or an option that cannot take effect."""
     names = [LIFT, *(p.name for p in pipeline)]
     for name in switches:
         if name not in names:
             raise OptionsError(f"option passes: no pass {name!r}; passes are {sorted(names)}")
-    off = {name for name, on in switches.items() if on is False}
     for p in pipeline:
-        if wrong := _wrong_switch(p, switches.get(p.name, False), off, context.paged):
+        if wrong := _wrong_switch(p, switches.get(p.name, False), off, paged):
             raise OptionsError(f"option passes: {p.name!r} {wrong}")
-    if context.paged and "bind_state" in off:
+    if paged and "bind_state" in off:
         raise OptionsError("option passes: 'bind_state' cannot be turned off, the runtime needs it")
-    off |= {p.name for p in pipeline if p.off_by_default and p.name not in switches}
-    return [p for p in pipeline if p.name not in off and (context.paged or not p.paged)], sorted(
-        off
-    )
 
 
 def _wrong_switch(p: Pass, switch: bool | Sequence[str], off: set[str], paged: bool) -> str | None:

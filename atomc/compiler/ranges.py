@@ -13,7 +13,8 @@ from torch.fx import GraphModule, Node
 from atomc.cache.compiled import Dispatch
 from atomc.graph.canonical import value
 from atomc.graph.expressions import expression
-from atomc.ops.op import ALL_TOKENS, Kernel, Tokens, op_of
+from atomc.ops.op import Kernel, op_of
+from atomc.token_range import ALL_TOKENS, Tokens
 from atomc.torch_compat.tracing import bounds
 
 

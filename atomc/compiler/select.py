@@ -13,13 +13,11 @@ from atomc.compiler.weight_forms import WeightForms
 from atomc.errors import OptionsError
 from atomc.graph.provenance import module_path
 from atomc.ops.op import (
-    ALL_TOKENS,
     REGISTRY,
     Kernel,
     Op,
     PreferInductor,
     Refusal,
-    Tokens,
     op_of,
     refusal,
 )
@@ -28,6 +26,7 @@ from atomc.ops.state import LAYOUTS
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.report.records import KernelChoice
+from atomc.token_range import ALL_TOKENS, Tokens
 
 INLINE = "inline"
 

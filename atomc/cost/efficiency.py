@@ -16,9 +16,10 @@ from typing import Any
 
 import sympy
 
-from atomc.ops.op import REGISTRY, Tokens
+from atomc.ops.op import REGISTRY
 from atomc.platform import Platform
 from atomc.report.records import KernelChoice, OpCost
+from atomc.token_range import Tokens
 
 SHIPPED = Path(__file__).with_suffix(".json")
 VERSION = 1

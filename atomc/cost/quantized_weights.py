@@ -1,4 +1,4 @@
-"""The quantized weights of a graph's linear ops, and the memory that they save."""
+"""The quantized weights of a graph's linears and experts, and the memory that they save."""
 
 import math
 
@@ -6,12 +6,12 @@ from torch.fx import GraphModule, Node
 
 from atomc.graph.canonical import arguments_of, value
 from atomc.graph.provenance import layer_of, module_path
-from atomc.ops.op import Op, op_of
+from atomc.ops.op import REGISTRY, Op, op_of
 from atomc.report.records import QuantizedWeightSize
 
 
 def quantized_weights(gm: GraphModule) -> list[QuantizedWeightSize]:
-    """One for each linear op with a quantized weight, in the order of the graph before lowering."""
+    """One for each op with a quantized weight, in the order of the graph before lowering."""
     return [
         _size_of(node, op)
         for node in gm.graph.nodes
@@ -36,4 +36,11 @@ def _size_of(node: Node, op: Op) -> QuantizedWeightSize:
         node.name,
         sum(math.prod(x.shape) * x.element_size() for x in stored),
         full,
+        _unquantized(op),
     )
+
+
+def _unquantized(op: Op) -> str:
+    """The op of the same kind for weights that are not quantized."""
+    others = (other for other in REGISTRY.values() if not other.quantized_weight)
+    return next((other.name for other in others if other.kind == op.kind), "")

@@ -27,7 +27,7 @@ from atomc.ops.mla_attention import (
 from atomc.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from atomc.ops.norm_pad import add_rms_norm_pad
 from atomc.ops.norm_quant import add_rms_norm_quant, rms_norm_quant
-from atomc.ops.op import REGISTRY, Kernel, Op, Prepared, Refusal, Shared, Tokens, op_of
+from atomc.ops.op import REGISTRY, Kernel, Op, Prepared, Refusal, Shared, op_of
 from atomc.ops.quant import (
     quant_fp8_group,
     quant_fp8_per_token,
@@ -51,6 +51,7 @@ from atomc.ops.scaled_linear import (
     scaled_linear_int8,
 )
 from atomc.ops.state import LAYOUTS, GroupStep, Layout, StateSpec, Step, kv_state, state_handle
+from atomc.token_range import Tokens
 
 __all__ = [
     "LAYOUTS",

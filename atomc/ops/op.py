@@ -19,6 +19,7 @@ from torch import Tensor
 from atomc.ops.op_cost import CostRule, read_and_write
 from atomc.ops.op_traits import Arguments, Kind, QuantizedWeight, StateBinding
 from atomc.platform import Platform
+from atomc.token_range import ALL_TOKENS, Tokens
 
 P = ParamSpec("P")
 Results = Tensor | tuple[Tensor, ...]
@@ -27,52 +28,6 @@ Function = TypeVar("Function", bound=Callable[..., Results])
 T = TypeVar("T")
 
 _library = torch.library.Library("atom", "FRAGMENT")  # type: ignore[no-untyped-call]
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """A range of numbers of tokens, both ends included; last None: no upper bound.
-
-    Raises ValueError for an empty range.
-    """
-
-    first: int = 1
-    last: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.first < 1 or (self.last is not None and self.last < self.first):
-            raise ValueError(
-                f"no numbers of tokens from {self.first} to {self.last}: expected 1 <= first "
-                "<= last"
-            )
-
-    def __contains__(self, number: int) -> bool:
-        return self.first <= number and (self.last is None or number <= self.last)
-
-    def __str__(self) -> str:
-        """ "1", "2 to 8", "9 and more"."""
-        if self.first == self.last:
-            return str(self.first)
-        return f"{self.first} and more" if self.last is None else f"{self.first} to {self.last}"
-
-    @classmethod
-    def of(cls, spelled: str) -> "Tokens":
-        """Parses the result of `str`; "any" is the range of all numbers."""
-        first, _, rest = spelled.partition(" ")
-        if first == "any":
-            return cls()
-        if rest == "and more":
-            return cls(int(first))
-        return cls(int(first), int(rest.removeprefix("to ") or first))
-
-    def within(self, others: "Tokens") -> bool:
-        """Whether this range is part of the other."""
-        return self.first in others and (
-            others.last is None if self.last is None else self.last in others
-        )
-
-
-ALL_TOKENS = Tokens()
 
 
 Code = Literal[

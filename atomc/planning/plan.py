@@ -21,8 +21,10 @@ from torch.fx import GraphModule
 from atomc import models
 from atomc.cost.efficiency import Predicted, Table, predict, table_for
 from atomc.json_types import JSONLike
-from atomc.models import loader, stock
+from atomc.models import stock
+from atomc.models.checkpoint_files import config_dtype, load_config
 from atomc.models.config import integer
+from atomc.models.loader import ready
 from atomc.ops.op_cost import distinct_experts
 from atomc.ops.state import StateSpec, block_size_of, groups_of
 from atomc.planning.measure import KernelTimer, Sizes, with_peaks
@@ -93,7 +95,7 @@ def build_model(
 
     Raises ValueError for a size that cannot be divided, and as loading the model does.
     """
-    config = loader.load_config(folder)
+    config = load_config(folder)
     if layers is not None:
         config = _first_layers(layers, config)
     chosen = decide(quantization, folder, config)
@@ -104,7 +106,7 @@ def build_model(
         for name, value in config.items()
         if name not in ("quantization_config", "compression_config")
     }
-    dtype = dtype or loader.config_dtype(config) or torch.float32
+    dtype = dtype or config_dtype(config) or torch.float32
     module = models.build(plain, dtype=dtype, device="meta")
     parameters = sum(x.numel() for x in module.parameters())  # before some are packed as codes
     if chosen is not None:
@@ -112,7 +114,7 @@ def build_model(
         _quantize(module, apply.methods_of(module, chosen, prefix), dtype, platform)
     if devices > 1:
         sharding(module)
-    return Model(loader.ready(module), config, chosen, dtype, devices, parameters)
+    return Model(ready(module), config, chosen, dtype, devices, parameters)
 
 
 def _first_layers(layers: int, config: Mapping[str, JSONLike]) -> Mapping[str, JSONLike]:

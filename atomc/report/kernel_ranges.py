@@ -3,15 +3,13 @@
 from collections.abc import Iterable
 
 from atomc.report.records import KernelChoice
+from atomc.token_range import Tokens
 
 
 def kernels_by_tokens(choices: Iterable[KernelChoice]) -> list[tuple[str, str]]:
     """(range of tokens, provider) of the choices for one node, in order of tokens; neighbouring
     ranges of one kernel are one. Other kernels of a provider refuse other things.
     """
-    # With torch, which the front process of the server does not load.
-    from atomc.ops.op import Tokens
-
     groups: list[list[KernelChoice]] = []
     for choice in choices:
         last = groups[-1][-1] if groups else None

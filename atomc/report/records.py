@@ -148,10 +148,11 @@ class FusionOpportunity:
 
 @dataclass(frozen=True)
 class QuantizedWeightSize:
-    """A linear op with a quantized weight.
+    """An op with a quantized weight: a linear, or the experts of a layer.
 
     bytes       of the weight and its scales
     full_bytes  of the weight in the dtype of the output
+    form_of     the op for weights that are not quantized: a linear's is "linear"
     """
 
     op: str
@@ -161,6 +162,7 @@ class QuantizedWeightSize:
     node: str
     bytes: int
     full_bytes: int
+    form_of: str = ""
 
 
 @dataclass(frozen=True)

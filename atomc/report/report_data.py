@@ -102,9 +102,9 @@ class ReportData:
     def why(self, rewrite: str, module_path: str | None = None) -> str:
         """Why the rewrite fired or did not, in the whole graph or below one module.
 
-        One of: pass off; graph not treated; no anchor; near miss; taken by another rewrite; broken
-        here; fired, but a kernel refused; fired. Raises ValueError for a rewrite that does not
-        exist.
+        One of: pass off; graph not treated; no anchor; near miss; taken by another rewrite; weights
+        are quantized; broken here; fired, but a kernel refused; fired. Raises ValueError for a
+        rewrite that does not exist.
         """
         everywhere = rewrite in self.off or not self.treated
         place = f" below {module_path}" if module_path and not everywhere else ""
@@ -126,11 +126,20 @@ class ReportData:
         ]
         near = [miss for miss in self.misses(rewrite) if _below(miss.module_path, module_path)]
         if sites:
-            return self._fired(rewrite, sites) + _disabled_text(near)
+            kernels = _kernels_text([choice for choice in self.kernels if choice.op == rewrite])
+            fired = f"fired at {_sites_text([site.layer for site in sites])}"
+            return fired + kernels + _disabled_text(near)
         return _near_text(near) if near else self._absent(rewrite, module_path)
 
     def _absent(self, rewrite: str, module_path: str | None) -> str:
         """Why a rewrite has neither sites nor near misses."""
+        forms = [
+            form
+            for form in self.few_bits
+            if form.form_of == rewrite and _below(form.module_path, module_path)
+        ]
+        if forms:
+            return self._quantized(forms)
         if rewrite in self.taken:
             return self.taken[rewrite]
         if self.graph_break is not None:
@@ -153,6 +162,14 @@ class ReportData:
             f"no anchor: {self.absent.get(rewrite, 'nothing like it is in this part of the graph')}"
         )
 
+    def _quantized(self, forms: Sequence[QuantizedWeightSize]) -> str:
+        """That these ops stand for the one that a rewrite makes, and what runs them."""
+        names = " and ".join(dict.fromkeys(form.op for form in forms))
+        nodes = {form.node for form in forms}
+        kernels = _kernels_text([choice for choice in self.kernels if choice.node in nodes])
+        sites = _sites_text([form.layer for form in forms])
+        return f"the weights are quantized: {names} at {sites}{kernels}"
+
     def built_on(self, rewrite: str) -> list[str]:
         """The passes that this one requires, directly or indirectly, nearest first."""
         found = [rewrite]
@@ -160,30 +177,30 @@ class ReportData:
             found += [earlier for earlier in self.requires.get(name, []) if earlier not in found]
         return found[1:]
 
-    def _fired(self, rewrite: str, sites: list[Site]) -> str:
-        layers = spans(site.layer for site in sites if site.layer is not None)
-        where = f" in layers {layers}" if layers else ""
-        text = f"fired at {len(sites)} site{'s' * (len(sites) > 1)}{where}"
-        refused = {
-            (provider, reason)
-            for choice in self.kernels
-            if choice.op == rewrite
-            for provider, reason in choice.refused
-        }
-        chosen = Counter(choice.chosen for choice in self.kernels if choice.op == rewrite)
-        if chosen:
-            text += "; runs as " + ", ".join(
-                f"{name} x{count}" for name, count in chosen.most_common()
-            )
-        if refused:
-            text += "; refused: " + "; ".join(
-                f"{provider}: {reason}" for provider, reason in sorted(refused)
-            )
-        return text
-
     def _check(self, rewrite: str) -> None:
         if self.known and rewrite not in (*self.known, *self.off) and not self.matches[rewrite]:
             raise ValueError(f"no rewrite {rewrite!r}; rewrites are {sorted(self.known)}")
+
+
+def _sites_text(layers: Sequence[int | None]) -> str:
+    """The number of sites and their layers, of the layer of each site."""
+    numbered = spans(layer for layer in layers if layer is not None)
+    where = f" in layers {numbered}" if numbered else ""
+    return f"{len(layers)} site{'s' * (len(layers) > 1)}{where}"
+
+
+def _kernels_text(choices: Sequence[KernelChoice]) -> str:
+    """What runs these ops, and the kernels that refused."""
+    chosen = Counter(choice.chosen for choice in choices)
+    refused = {refusal for choice in choices for refusal in choice.refused}
+    text = ""
+    if chosen:
+        text += "; runs as " + ", ".join(f"{name} x{count}" for name, count in chosen.most_common())
+    if refused:
+        text += "; refused: " + "; ".join(
+            f"{provider}: {reason}" for provider, reason in sorted(refused)
+        )
+    return text
 
 
 def _disabled_text(near: Sequence[Miss]) -> str:

@@ -27,7 +27,7 @@ from atomc.graph.sizes import known_equal, same_shape
 from atomc.graph.strides import Values
 from atomc.ops.activation import GATES
 from atomc.ops.op import Op, op_of
-from atomc.ops.op_traits import Arguments, Kind, QuantizedWeight
+from atomc.ops.op_traits import Arguments, Kind
 from atomc.passes.merge.linears import packed_input
 from atomc.report.records import MissKind
 from atomc.rewriting.graph_pass import Context, Outcome
@@ -39,8 +39,6 @@ from atomc.weights import packed as packed_weights
 
 aten = torch.ops.aten
 NAME = "shared_expert"
-# What a linear calls a weight of experts, w13 or w2, by its suffix.
-_STORED = {"": "weight", "_scale": "weight_scale", "_zeros": "zeros"}
 
 
 class _Unfit(Exception):
@@ -167,10 +165,10 @@ def _site(routed: _Call, added: Node, shared: Node) -> _Site:
     """The parts of a shared expert, each of which is read by the next one only."""
     inner: list[Node] = []
 
-    def back(node: Node, readers: int = 1) -> Node:
+    def back(node: Node) -> Node:
         """The node behind views, which all have no other readers."""
         while True:
-            if len(node.users) > readers:
+            if len(node.users) > 1:
                 other = f"{len(node.users)} nodes read it"
                 raise _Unfit("extra user", f"no other reader of {describe(node)}", other, node)
             inner.append(node)
@@ -191,6 +189,15 @@ def _site(routed: _Call, added: Node, shared: Node) -> _Site:
         found = back(next(node for node in factors if node is not column))
     down = _linear(routed, found)
     active = back(_unquantized(routed, down, back))
+    _check_activation(routed, active, down)
+    gate, up = (_linear(routed, back(node)) for node in call(active).operands)
+    for linear in (gate, up):
+        _check_input(routed, linear)
+    return _Site(routed, added, gate, up, down, column, inner)
+
+
+def _check_activation(routed: _Call, active: Node, down: _Call) -> None:
+    """Raise _Unfit if the input of `down` is not activated as in the routed experts."""
     activation = routed.arguments["activation"]
     gate_of, arguments = GATES.get(str(activation), (None, {}))
     gated = _bound(active)
@@ -199,13 +206,14 @@ def _site(routed: _Call, added: Node, shared: Node) -> _Site:
     if gated.op is not gate_of or not arguments.items() <= gated.arguments.items():
         same = f"{activation}, as the routed experts"
         raise _Unfit("guard", same, describe(active), active)
-    gate, up = (_linear(routed, back(node)) for node in call(active).operands)
-    for linear in (gate, up):
-        for name in ("x", "x_scale"):
-            given, wanted = linear.arguments.get(name), routed.arguments.get(name)
-            if not _same_rows(given, wanted):
-                raise _Unfit("same value", f"{name} of the routed experts", str(given), linear.node)
-    return _Site(routed, added, gate, up, down, column, inner)
+
+
+def _check_input(routed: _Call, linear: _Call) -> None:
+    """Raise _Unfit if a linear does not read the rows that the routed experts read."""
+    for name in ("x", "x_scale"):
+        given, wanted = linear.arguments.get(name), routed.arguments.get(name)
+        if not _same_rows(given, wanted):
+            raise _Unfit("same value", f"{name} of the routed experts", str(given), linear.node)
 
 
 def _linear(routed: _Call, node: Node) -> _Call:
@@ -285,13 +293,11 @@ def _parts(site: _Site, real: Mapping[Node, Input]) -> Iterator[tuple[str, list[
     """The inputs to pack, for each argument of the op of experts that stores weights: [E, ...], and
     what becomes its last row.
     """
-    stored = site.routed.op.quantized_weight
-    names = stored.stored if isinstance(stored, QuantizedWeight) else ("w13", "w2")
-    for name in names:
-        first, _, suffix = name.partition("_")
-        of_linear = _STORED[suffix and f"_{suffix}"]
-        linears = (site.gate, site.up) if first == "w13" else (site.down,)
-        given = [site.routed.arguments[name], *(each.arguments[of_linear] for each in linears)]
+    of_linear = _stored(site.gate, "weight")
+    for i, name in enumerate(_stored(site.routed, "w13", "w2")):
+        linears = (site.down,) if i % 2 else (site.gate, site.up)  # of w2, of w13
+        given = [site.routed.arguments[name]]
+        given += [linear.arguments[of_linear[i // 2]] for linear in linears]
         if given[0] is None and given[1] is None:
             continue
         parts = [node for node in dict.fromkeys(given) if isinstance(node, Node)]
@@ -299,6 +305,14 @@ def _parts(site: _Site, real: Mapping[Node, Input]) -> Iterator[tuple[str, list[
             wanted = f"weights that become one more row of {name}"
             raise _Unfit("guard", wanted, reason, linears[0].node)
         yield name, parts
+
+
+def _stored(called: _Call, *unquantized: str) -> tuple[str, ...]:
+    """The arguments that store its weights: the weights, then their scales, then their zero
+    points.
+    """
+    weight = called.op.weight_of(called.arguments)
+    return unquantized if weight is None else weight.stored
 
 
 def _unpackable(parts: list[Node], site: _Site, real: Mapping[Node, Input]) -> str | None:

@@ -5,6 +5,7 @@ after another, for what has no fused kernel.
 from torch import Tensor
 
 from atomc import ops
+from atomc.kernels.aiter.library import unfit
 from atomc.kernels.aiter.norm import refuse_rms_norm, rms_norm
 from atomc.kernels.aiter.rope import refuse_rope, rope
 from atomc.kernels.aiter.shuffled_kv_write import kv_write, refuse_kv_write
@@ -70,6 +71,8 @@ def _refuse_qk_norm_rope_kv_write(
     norm_style: str = "after",
     rope_style: str = "neox",
 ) -> Refusal | None:
+    if reason := unfit(platform):  # before tensors are computed for each node
+        return reason
     # Norms give contiguous rows.
     q, k = q.contiguous(), k.contiguous()
     return (

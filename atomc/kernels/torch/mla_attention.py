@@ -14,12 +14,12 @@ from atomc.kernels.torch.attention import attention
 from atomc.kernels.torch.mla import linear_by_head
 from atomc.kernels.torch.sequence import attend, sequences
 from atomc.ops.attention import from_cache
-from atomc.ops.op import Refusal, Tokens
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 # From this number of tokens on, a step has prompts, whose keys and values are worth computing: a
 # decode step of that many sequences is rare. Not measured.
-PROMPTS = Tokens(257)
+PROMPTS = ops.Tokens(257)
 
 
 @ops.mla_attention.kernel("torch")

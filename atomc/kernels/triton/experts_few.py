@@ -19,8 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
-from atomc.graph.sizes import known_equal
-from atomc.kernels.checks import strided, too_wide, unknown, unlike, unsupported, wrong_rank
+from atomc.kernels.checks import strided, too_wide, unknown, unlike, wrong_rank
 from atomc.kernels.triton.expert_gate import activated
 from atomc.kernels.triton.experts_few_sums import sums_of_codes, sums_of_numbers, sums_of_words
 from atomc.kernels.triton.launch import (
@@ -30,7 +29,7 @@ from atomc.kernels.triton.launch import (
     overlap,
     wait_for_last,
 )
-from atomc.kernels.triton.tiles import EXPERTS_FEW, EXPERTS_FEW_TRANSPOSED, ExpertsFewTile
+from atomc.kernels.triton.tiles import ExpertsFewTile
 from atomc.kernels.triton.weighted_sum import weighted_sum
 from atomc.ops.experts import ACTIVATIONS
 from atomc.ops.formats import FLOATS, HALVES
@@ -341,7 +340,6 @@ class Form(NamedTuple):
         }
 
 
-NUMBERS = Form("numbers")
 Quantize = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 
 
@@ -468,69 +466,4 @@ def unfit_call(
         or strided(x=x)
         or too_wide(choices, MAX_CHOICES, "choices")
         or unknown(ACTIVATIONS, activation=activation)
-    )
-
-
-def _order(weight: Tensor) -> str | None:
-    """Which of the last two dimensions is contiguous, "columns" or "rows"."""
-    if known_equal(weight.stride(2), 1):
-        return "columns"
-    return "rows" if known_equal(weight.stride(1), 1) else None
-
-
-def refuse_moe_experts_few(
-    platform: Platform,
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    *,
-    activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
-    weight_on_input: bool = False,
-) -> Refusal | None:
-    if reason := unfit_call(platform, x, ids, weights, w13, w2, b13, b2, activation):
-        return reason
-    if _order(w13) is None or _order(w13) != _order(w2):
-        return Refusal("layout", "neither the rows nor the columns of both weights are contiguous")
-    return unlike(FLOATS, x=x, w13=w13, w2=w2, b13=b13, b2=b2) or unsupported(
-        "the kernel for few tokens", weight_on_input=weight_on_input
-    )
-
-
-@ops.moe_experts.kernel(
-    "triton", tokens=FEW, refuses=refuse_moe_experts_few, tuned_for=EXPERTS_FEW.archs
-)
-def moe_experts(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    *,
-    activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
-    weight_on_input: bool = False,
-) -> Tensor:
-    table = EXPERTS_FEW if _order(w13) == "columns" else EXPERTS_FEW_TRANSPOSED
-    return compute(
-        x,
-        None,
-        ids,
-        weights,
-        Stored(w13, None, None, b13),
-        Stored(w2, None, None, b2),
-        NUMBERS,
-        Gate(activation, interleaved, alpha, limit),
-        x.dtype,
-        table.choose(x.device, len(x)),
     )

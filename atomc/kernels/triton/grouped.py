@@ -153,6 +153,7 @@ def _product(
     INTERLEAVED: tl.constexpr,
     PAIRED: tl.constexpr,
     SQUARE: tl.constexpr,
+    SQUARES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -160,7 +161,7 @@ def _product(
     PDL: tl.constexpr,
 ):
     """x of pair p is in row p // per_row. SQUARE: the size of the squares that share a scale of the
-    weight, 0 for scales of rows.
+    weight, 0 for scales of rows; SQUARES: see _squares.
     """
     # Rows of the weight go down the tile of the tensor cores, which is 64 high.
     SWAP: tl.constexpr = BLOCK_M < 64
@@ -181,17 +182,6 @@ def _product(
         WIDE: tl.constexpr = tl.int32 if x_ptr.dtype.element_ty == tl.int8 else tl.float32
         sums = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), WIDE)
         scale_at = weight_scale_ptr
-        # In how many squares the rows of this tile are: 1, or gate and up in one each; 0: in any.
-        WHOLE: tl.constexpr = SQUARE and (INTERLEAVED or not GATED) and SQUARE % BLOCK_N == 0
-        HALVES: tl.constexpr = (
-            SQUARE
-            and GATED
-            and PAIRED
-            and not INTERLEAVED
-            and N % SQUARE == 0
-            and 2 * SQUARE % BLOCK_N == 0
-        )
-        SQUARES: tl.constexpr = 1 if WHOLE else 2 if HALVES else 0
         if weight_scale_ptr is not None:
             scale_at += expert.to(tl.int64) * scale_expert
             if SQUARES:
@@ -215,20 +205,13 @@ def _product(
                     SQUARES,
                     SWAP,
                 )
-                if SWAP:
-                    sums += tl.dot(weight, tl.trans(x), out_dtype=WIDE) * scale
-                else:
-                    sums += tl.dot(x, tl.trans(weight), out_dtype=WIDE) * scale
-            elif FP8:
-                # Tensor cores accumulate fp8 products with 14 bits.
-                if SWAP:
-                    sums += tl.dot(weight, tl.trans(x), out_dtype=WIDE)
-                else:
-                    sums += tl.dot(x, tl.trans(weight), out_dtype=WIDE)
-            elif SWAP:
-                sums = tl.dot(weight, tl.trans(x), sums, input_precision="ieee", out_dtype=WIDE)
+            left, right = (weight, tl.trans(x)) if SWAP else (x, tl.trans(weight))
+            if SQUARE:
+                sums += tl.dot(left, right, out_dtype=WIDE) * scale
+            elif FP8:  # tensor cores accumulate fp8 products with 14 bits
+                sums += tl.dot(left, right, out_dtype=WIDE)
             else:
-                sums = tl.dot(x, tl.trans(weight), sums, input_precision="ieee", out_dtype=WIDE)
+                sums = tl.dot(left, right, sums, input_precision="ieee", out_dtype=WIDE)
         let_next_start(PDL)
         out = (tl.trans(sums) if SWAP else sums).to(tl.float32)
         if weight_scale_ptr is not None and not SQUARE:
@@ -250,6 +233,17 @@ def _product(
             ACTIVATION,
             PAIRED,
         )
+
+
+def _squares(square: int, block: int, n: int, gated: bool, interleaved: bool, paired: bool) -> int:
+    """In how many squares the rows of the weight in a tile of `block` are: 1; 2 if gate and up are
+    in one each; 0: in any number, or there are no squares. n: columns of the result.
+    """
+    if not square:
+        return 0
+    if interleaved or not gated:
+        return 1 if square % block == 0 else 0
+    return 2 if paired and n % square == 0 and 2 * square % block == 0 else 0
 
 
 def _scale_steps(x_scale: Tensor | None, weight_scale: Tensor | None, square: int) -> list[int]:
@@ -286,7 +280,10 @@ def _multiply(
     if pairs:
         blocks = len(routing.expert)
         x_row, x_group, *of_weight = _scale_steps(x_scale, weight_scale, square)
-        _product[(blocks * triton.cdiv(rows, tile["BLOCK_N"]),)](
+        gated, block = activation is not None, tile["BLOCK_N"]
+        # Where neighbouring rows of the weight are neighbours in memory, they stay together.
+        paired = interleaved or weight.stride(2) == 1
+        _product[(blocks * triton.cdiv(rows, block),)](
             x,
             x_scale,
             weight,
@@ -310,9 +307,9 @@ def _multiply(
             K=k,
             ACTIVATION=activation,
             INTERLEAVED=interleaved,
-            # Where neighbouring rows of the weight are neighbours in memory, they stay together.
-            PAIRED=interleaved or weight.stride(2) == 1,
+            PAIRED=paired,
             SQUARE=square,
+            SQUARES=_squares(square, block, n, gated, interleaved, paired),
             BLOCK_M=routing.block,
             **tile,
             **overlap(x.device),

@@ -22,11 +22,11 @@ from atomc.kernels.triton.attention import MAX_WIDTH, sequence_of
 from atomc.kernels.triton.kv_write import as_numbers, codes_of, in_bytes, scale_of_numbers
 from atomc.kernels.triton.launch import begin, overlap, unfit
 from atomc.kernels.triton.tiles import LATENT_ATTENTION
-from atomc.ops.op import Refusal, Tokens
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 # Steps of fewer tokens are absorbed as a whole: most of them only decode. Not measured.
-PROMPTS = Tokens(257)
+PROMPTS = ops.Tokens(257)
 TOKENS = 4  # of a program that reads rows of the cache
 
 

@@ -1,0 +1,116 @@
+"""Reads config.json and the headers of the weights of a checkpoint directory."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import safetensors
+import torch
+
+from atomc.json_file import read_json
+from atomc.json_types import JSONLike
+from atomc.models.limits import Stored, check_sizes
+from atomc.models.load_plan import FLOATS, first_names
+from atomc.models.shard_paths import INDEX, shard_path
+
+
+def load_config(path: str | Path) -> Mapping[str, JSONLike]:
+    """config.json of a checkpoint directory. Raises FileNotFoundError if it is missing, ValueError
+    for sizes beyond the limits.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"{path} is not a directory; expected one with config.json and *.safetensors"
+        )
+    file = path / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"{path} has no config.json; is it a complete checkpoint?")
+    config = read_json(file)
+    if not isinstance(config.get("model_type"), str | None):
+        raise ValueError(
+            f"config.json: model_type is {config['model_type']!r:.40}, expected a text"
+        )
+    check_sizes(config)
+    return config
+
+
+def config_dtype(config: Mapping[str, JSONLike]) -> torch.dtype | None:
+    """The dtype in config.json (transformers 5: `dtype`, older: `torch_dtype`); None if it has
+    none. Raises ValueError for a name that is not a floating-point dtype.
+    """
+    name = config["dtype"] if config.get("dtype") is not None else config.get("torch_dtype")
+    if name is None:
+        return None
+    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(
+            f"config.json: dtype {name!r:.40} is not a dtype of torch, such as 'bfloat16'"
+        )
+    if not dtype.is_floating_point:
+        raise ValueError(
+            f"config.json: dtype {name!r} is not a floating-point dtype, such as 'bfloat16'"
+        )
+    return dtype
+
+
+def stored_tensors(path: Path) -> dict[str, Stored]:
+    """The tensors of a checkpoint by name, from the headers of its files; if there are several
+    files, from those that the index names.
+    """
+    index = path / INDEX
+    single = path / "model.safetensors"
+    if single.is_file():
+        return read_header(single)
+    if not index.is_file():
+        found = ", ".join(sorted(file.name for file in path.iterdir())) or "nothing"
+        raise FileNotFoundError(
+            f"{path} has neither {single.name} nor {index.name}; it has {found}"
+        )
+    weight_map = _weight_map(index)
+    headers = {}
+    for file_name in sorted(set(weight_map.values())):
+        shard = shard_path(path, file_name)
+        if not shard.is_file():
+            raise FileNotFoundError(
+                f"{path} lacks {file_name}, which {index.name} names; download it again"
+            )
+        headers[file_name] = read_header(shard)
+    absent = sorted(
+        name for name, file_name in weight_map.items() if name not in headers[file_name]
+    )
+    if absent:
+        raise ValueError(
+            f"{index}: {first_names(absent)} not in the file it names ({weight_map[absent[0]]})"
+        )
+    return {name: headers[file_name][name] for name, file_name in weight_map.items()}
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Name of a tensor -> name of its file. Raises ValueError for another file."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(name, str) for name in weight_map.values()
+    ):
+        raise ValueError(f"{index} has no weight_map (name of tensor -> file); download it again")
+    return weight_map
+
+
+def read_header(file: Path) -> dict[str, Stored]:
+    """The tensors of a safetensors file. Raises ValueError for a damaged file."""
+    try:
+        with safetensors.safe_open(file, framework="pt") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            return {
+                name: Stored(file, part.get_dtype(), tuple(part.get_shape()), name)
+                for name, part in slices.items()
+            }
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{file} is damaged or incomplete ({error}); download it again") from error
+
+
+def stored_dtype(stored: dict[str, Stored]) -> torch.dtype:
+    """The dtype of the first floating-point tensor; fp32 if there is none."""
+    return next(
+        (FLOATS[tensor.dtype] for tensor in stored.values() if tensor.dtype in FLOATS),
+        torch.float32,
+    )
