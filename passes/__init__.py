@@ -20,6 +20,7 @@ from atomc.passes.fuse.linear_route import LINEAR_TOPK_ROUTE
 from atomc.passes.fuse.linear_split_cat import LINEAR_SPLIT_CAT
 from atomc.passes.fuse.mla_kv_write import MLA_ROPE_KV_WRITE
 from atomc.passes.fuse.norm_pad import ADD_RMS_NORM_PAD
+from atomc.passes.fuse.norm_pair import norm_pair
 from atomc.passes.fuse.norm_quant import ADD_RMS_NORM_QUANT, RMS_NORM_QUANT
 from atomc.passes.fuse.qk_norm_rope import QK_NORM_ROPE
 from atomc.passes.fuse.quantizers_before_views import quantizers_before_views
@@ -97,6 +98,12 @@ PIPELINE: tuple[Pass, ...] = (
     rewriting(RMS_NORM_QUANT, after=["add_rms_norm_quant"]),
     rewriting(SILU_AND_MUL_QUANT, after=["silu_and_mul", "merge_linears"]),
     rewriting(QK_NORM_ROPE, after=["rms_norm", "rope", "tidy_transposes"]),
+    Pass(
+        "rms_norm_pair",
+        norm_pair,
+        after=["merge_linears", "rms_norm_quant", "qk_norm_rope"],
+        by_site=True,
+    ),
     # Bind state: attention reads and writes the runtime's caches.
     Pass("bind_state", bind_state, after=["qk_norm_rope"], paged=True),
     rewriting(LINEAR_SPLIT_CAT, after=["cat_of_slices", "merge_linears"]),
