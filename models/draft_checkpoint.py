@@ -15,12 +15,13 @@ from atomc.quantization.apply import Methods
 def check_draft_layers(
     hf: Mapping[str, JSONLike], architecture: str, cls: type[nn.Module] | None
 ) -> None:
-    """Raise ValueError if the model of a config.json has no draft layers, or if its class cannot
-    load them.
+    """Raise ValueError if the model of a config.json has no draft layer, or several, or if its class
+    cannot load one.
 
     cls   the model's class in atomc; None: a transformers class
     """
-    if not count(hf, "num_nextn_predict_layers", 0):
+    layers = count(hf, "num_nextn_predict_layers", 0)
+    if not layers:
         raise ValueError(
             f"{architecture} has no draft layers for multi-token prediction: config.json has no "
             "num_nextn_predict_layers above 0"
@@ -32,6 +33,12 @@ def check_draft_layers(
         )
     if not hasattr(cls, "draft_model"):
         raise ValueError(f"{architecture}: {cls.__module__} does not implement draft layers")
+    if layers > 1:
+        raise ValueError(
+            f"{architecture} has {layers} draft layers (num_nextn_predict_layers), each for one "
+            "more token; only one is supported: set num_nextn_predict_layers to 1 in config.json, "
+            "and the first proposes all draft tokens, or set speculative to 'ngram'"
+        )
 
 
 def draft_prefix(hf: Mapping[str, JSONLike]) -> str:
