@@ -15,8 +15,8 @@ from atomc.quantization.apply import Methods
 def check_draft_layers(
     hf: Mapping[str, JSONLike], architecture: str, cls: type[nn.Module] | None
 ) -> None:
-    """Raise ValueError if the model of a config.json has no draft layer, or several, or if its class
-    cannot load one.
+    """Raise ValueError if the model of a config.json has no draft layers, or several, or if its
+    class cannot load one.
 
     cls   the model's class in atomc; None: a transformers class
     """

@@ -179,8 +179,9 @@ def _shifted(node: Node, here: Call) -> Known:
         return None
     if isinstance(known, Position):
         return known._replace(offset=known.offset + sign * number)
-    counted = isinstance(known, float) and not value(node).is_floating_point()
-    return known + sign * number if counted else None
+    if isinstance(known, float) and not value(node).is_floating_point():
+        return known + sign * number
+    return None
 
 
 def _distance(a: Known, b: Known) -> Known:
