@@ -92,6 +92,12 @@ BUGS = [
         "(key < last)[None, :]",
         "mla_absorbed_attention",
     ),
+    Bug(
+        "atomc/kernels/invariant/mla.py",
+        "_tiling(q),\n        kv_scale",
+        "varying.tiling(len(rows), len(seq_lens), q.shape[-2], 4, 64, q.device),\n        kv_scale",
+        "tests/test_batch_invariant.py -k 'token_of_latent and triton'",
+    ),
     triton("mla_prompts", "before=True,", "before=False,", "mla_paged_attention"),
     triton("mla_prompts", "of_old * old)", "old)", "mla_paged_attention"),
     Bug(
