@@ -16,15 +16,16 @@ from atomc.quantization.config import QuantizationConfig
 def check_draft_layers(
     hf: Mapping[str, JSONLike], stored: Collection[str] | None, path: Path
 ) -> None:
-    """Raise ValueError if the checkpoint in `path` has no draft layers, or if the class of its
-    model cannot load them.
+    """Raise ValueError if the checkpoint in `path` has no draft layers, or several, or if the class
+    of its model cannot load one.
 
     hf      its config.json
     stored  the names of its tensors; None: its weights are not read
     """
     architectures = architectures_of(hf)
     architecture, cls = architectures[0], model_class(architectures)
-    if not count(hf, "num_nextn_predict_layers", 0):
+    layers = count(hf, "num_nextn_predict_layers", 0)
+    if not layers:
         raise ValueError(
             f"{architecture} has no draft layers for multi-token prediction: config.json has no "
             "num_nextn_predict_layers above 0"
@@ -36,6 +37,12 @@ def check_draft_layers(
         )
     if not issubclass(cls, WithDraftLayer):
         raise ValueError(f"{architecture}: {cls.__module__} does not implement draft layers")
+    if layers > 1:
+        raise ValueError(
+            f"{architecture} has {layers} draft layers (num_nextn_predict_layers), each for one "
+            "more token; only one is supported: set num_nextn_predict_layers to 1 in config.json, "
+            "and the first proposes all draft tokens, or set speculative to 'ngram'"
+        )
     prefix = draft_prefix(hf)
     if stored is not None and not any(name.startswith(prefix) for name in stored):
         raise ValueError(

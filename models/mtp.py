@@ -44,7 +44,8 @@ class DraftModel(nn.Module):
     """The first draft layer of a model, between the model's embedding and head, whose parameters it
     shares.
 
-    reads   names of the model's layers whose results are its hidden states
+    reads   names of the model's layers whose results [T, D] are its hidden states. A draft model of
+            its own (EAGLE3) may read several: it gets, and returns, their columns side by side
     """
 
     reads = ("model.norm",)

@@ -20,6 +20,7 @@ from atomc.passes.fuse.linear_route import LINEAR_TOPK_ROUTE
 from atomc.passes.fuse.linear_split_cat import LINEAR_SPLIT_CAT
 from atomc.passes.fuse.mla_kv_write import MLA_ROPE_KV_WRITE
 from atomc.passes.fuse.norm_pad import ADD_RMS_NORM_PAD
+from atomc.passes.fuse.norm_pair import norm_pair
 from atomc.passes.fuse.norm_quant import ADD_RMS_NORM_QUANT, RMS_NORM_QUANT
 from atomc.passes.fuse.qk_norm_rope import QK_NORM_ROPE
 from atomc.passes.fuse.quantizers_before_views import quantizers_before_views
@@ -29,12 +30,13 @@ from atomc.passes.merge.linears import merging
 from atomc.passes.merge.shared_expert import shared_expert
 from atomc.passes.recognize.all_reduce import ALL_REDUCE
 from atomc.passes.recognize.attention import attention
+from atomc.passes.recognize.attention.proven_mask import proven_masks
 from atomc.passes.recognize.cat_of_slices import cat_of_slices
 from atomc.passes.recognize.columns_of_pairs import columns_of_pairs
 from atomc.passes.recognize.experts import MOE_EXPERTS, ids_as_chosen
 from atomc.passes.recognize.gated import GELU_AND_MUL, OTHER_GATES, SILU_AND_MUL
 from atomc.passes.recognize.layer_norm import LAYER_NORM
-from atomc.passes.recognize.mla import MLA_ATTENTION
+from atomc.passes.recognize.mla import MASKED_MLA, MLA_ATTENTION
 from atomc.passes.recognize.repeat_kv import REPEAT_KV
 from atomc.passes.recognize.rms_norm import OTHER_NORMS, RMS_NORM
 from atomc.passes.recognize.rope import ROPE, ROPE_CAST, ROPE_COMPLEX, ROPE_OTHER_SIGN, ROPE_PARTIAL
@@ -67,11 +69,16 @@ PIPELINE: tuple[Pass, ...] = (
     rewriting(ROPE_PARTIAL, after=["rope"]),
     rewriting(REPEAT_KV),
     Pass("attention", attention, after=["tidy"], by_site=True),
+    Pass("proven_masks", proven_masks, after=["attention"], cleanup=True),
     rewriting(ALL_REDUCE),
     rewriting(
         *ROPE_BEFORE_TRANSPOSE, after=["rms_norm", "rope_partial", "repeat_kv"], cleanup=True
     ),
-    rewriting(MLA_ATTENTION, after=["cat_of_slices", "attention", "rope_before_transpose"]),
+    rewriting(
+        MLA_ATTENTION,
+        *MASKED_MLA,
+        after=["cat_of_slices", "proven_masks", "rope_before_transpose"],
+    ),
     rewriting(TRANSPOSE_BEFORE_ROPE, after=["mla_attention"], cleanup=True),
     Pass("tidy_transposes", tidy, after=["rope_before_transpose"], cleanup=True),
     rewriting(LINEAR_TOPK_ROUTE, after=["topk_route"], off_by_default=True),
@@ -97,6 +104,12 @@ PIPELINE: tuple[Pass, ...] = (
     rewriting(RMS_NORM_QUANT, after=["add_rms_norm_quant"]),
     rewriting(SILU_AND_MUL_QUANT, after=["silu_and_mul", "merge_linears"]),
     rewriting(QK_NORM_ROPE, after=["rms_norm", "rope", "tidy_transposes"]),
+    Pass(
+        "rms_norm_pair",
+        norm_pair,
+        after=["merge_linears", "rms_norm_quant", "qk_norm_rope"],
+        by_site=True,
+    ),
     # Bind state: attention reads and writes the runtime's caches.
     Pass("bind_state", bind_state, after=["qk_norm_rope"], paged=True),
     rewriting(LINEAR_SPLIT_CAT, after=["cat_of_slices", "merge_linears"]),

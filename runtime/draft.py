@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from atomc.ops.state import StateSpec, Step
 from atomc.options import Options
+from atomc.platform import Platform
 from atomc.program import Program, compile_model
 from atomc.runtime.batch import InputBatch, StepShape
 from atomc.runtime.capacity import SPARE_SLOTS
@@ -55,9 +56,16 @@ def draft_model_of(module: nn.Module) -> "DraftModel":
 
 
 def compile_draft(
-    draft: "DraftModel", target: Program, options: Options, count: int, *, owned: bool
+    draft: "DraftModel",
+    target: Program,
+    options: Options,
+    count: int,
+    *,
+    owned: bool,
+    platform: Platform | None = None,
 ) -> DraftProgram:
-    """Compile a draft model, with its state in the blocks of the target.
+    """Compile a draft model, with its state in the blocks of the target; for this platform, by
+    default that of its weights.
 
     Raises ValueError if its state needs another window than each layer of the target.
     """
@@ -66,6 +74,7 @@ def compile_draft(
     program = compile_model(
         draft,
         replace(options, layout=layout, expert_load=False, expect={}),
+        platform,
         owned=owned,
         hidden=(width, dtype),
     )

@@ -109,7 +109,9 @@ def expanded(
             v = F.linear(kv_c, weight * 2).view(T, H, P + V)[..., P:]
         queries = torch.cat((q, q_pe), -1)[: T - 2 if fewer else T]
         mask = kv_c[:, :T] if masked else None
-        found = ops.attention(queries, k, value(v), None, mask, scale=0.1, window=window)
+        found = ops.attention(
+            queries, k, value(v), None, mask, scale=0.1, causal=not masked, window=window
+        )
         return found, *([k.abs()] if read else [])
 
     return function

@@ -14,6 +14,8 @@ from atomc.models.loader import ready
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.program import compile_model
+from atomc.runtime.llm import LLM
+from atomc.runtime.sampling.sampling_params import SamplingParams
 
 assert load(INVARIANT) is None
 # The Triton kernels run in its interpreter where there is no GPU.
@@ -117,6 +119,103 @@ def test_a_token_of_attention_does_not_know_who_shares_its_step(kind, more):
     assert torch.equal(run(slice(40, 41), [1], [33], [1]), whole[40:41])
     assert torch.equal(run(slice(39, 40), [1], [50], [0]), whole[39:40])
     assert torch.equal(run(slice(10, 40), [30], [50], [0]), whole[10:40])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", DEVICES)
+def test_a_row_of_a_product_per_head_does_not_know_the_others(kind, dtype):
+    torch.manual_seed(0)
+    device = DEVICES[kind]
+    x = torch.randn(70, 3, 56, dtype=dtype, device=device)[..., :48]
+    weight = torch.randn(3, 40, 48, dtype=dtype, device=device)
+    product = invariant(ops.linear_by_head, kind)
+    for of_head in (weight, weight.transpose(1, 2).contiguous().transpose(1, 2)):
+        whole = product(x, of_head)
+        atol = 1e-4 if dtype == torch.float32 else 20 * torch.finfo(dtype).eps
+        torch.testing.assert_close(
+            whole, ops.linear_by_head.reference(x, of_head), atol=atol, rtol=1e-2
+        )
+        for rows in (slice(0, 1), slice(3, 20), slice(69, 70), slice(0, 0)):
+            assert torch.equal(product(x[rows], of_head), whole[rows])
+
+
+@pytest.mark.parametrize("heads", [4, 40])
+@pytest.mark.parametrize("scaled", [False, True], ids=["", "fp8"])
+@pytest.mark.parametrize("kind", DEVICES)
+def test_a_token_of_latent_attention_does_not_know_who_shares_its_step(kind, scaled, heads):
+    torch.manual_seed(0)
+    device, latent, rotated = DEVICES[kind], 32, 16
+    cache = torch.randn(12, 16, latent + rotated, device=device)
+    q = torch.randn(60, heads, latent + rotated, device=device)
+    tables = torch.arange(12, dtype=torch.int32, device=device).view(3, 4)
+    if scaled:
+        cache = (cache * 10).to(torch.float8_e4m3fn)
+    more = {"kv_scale": torch.tensor([0.1], device=device)} if scaled else {}
+    more |= {"latent": latent, "scale": 0.2}
+    token, attention = q.new_empty(0), invariant(ops.mla_absorbed_attention, kind)
+
+    def run(rows, counts, lens, which):
+        starts = torch.tensor([0, *counts], device=device).cumsum(0).int()
+        lens = torch.tensor(lens, dtype=torch.int32, device=device)
+        return attention(q[rows], cache, starts, lens, tables[which], token, **more)
+
+    whole = run(slice(0, 60), [40, 1, 19], [50, 33, 19], [0, 1, 2])
+    starts, lens = torch.tensor([0, 40, 41, 60]), torch.tensor([50, 33, 19])
+    expected = ops.mla_absorbed_attention.reference(q, cache, starts, lens, tables, token, **more)
+    torch.testing.assert_close(whole, expected, atol=1e-4, rtol=1e-4)
+    assert torch.equal(run(slice(40, 41), [1], [33], [1]), whole[40:41])
+    assert torch.equal(run(slice(39, 40), [1], [50], [0]), whole[39:40])
+    assert torch.equal(run(slice(10, 40), [30], [50], [0]), whole[10:40])
+
+
+LATENT = TINY | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 2,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+}
+
+
+def test_latent_attention_is_absorbed_in_every_step_by_such_kernels():
+    model = ready(build(LATENT, dtype=torch.bfloat16, device="meta"))
+    report = compile_model(
+        model, {"strict": True, "batch_invariant": True}, Platform.named("h200")
+    ).report
+    found = {
+        (choice.op, choice.chosen, choice.tokens)
+        for choice in report.kernels
+        if "linear" in choice.op or "attention" in choice.op
+    }
+    names = ("linear", "linear_by_head", "mla_absorbed_attention")
+    assert found == {(name, INVARIANT, "any") for name in names}
+
+
+def test_a_request_over_a_latent_cache_gets_the_bits_that_it_gets_alone():
+    torch.manual_seed(0)
+    model = ready(build(LATENT, dtype=torch.bfloat16))
+    options = {"strict": True, "glue": "eager", "cache": False, "batch_invariant": True}
+    llm = LLM(
+        model, options=options, max_model_len=96, max_num_batched_tokens=24,
+        enable_prefix_caching=False, progress=False,
+    )  # fmt: skip
+    prompts = [torch.randint(1, 128, (n,)).tolist() for n in (5, 31, 1, 17)]
+    params = SamplingParams(max_tokens=9, ignore_eos=True, logprobs=2)
+
+    def told(found):
+        return [(each.token_ids, each.logprobs) for each in found]
+
+    together = told(llm.generate(prompts, params))
+    alone = [told(llm.generate([prompt], params))[0] for prompt in prompts]
+    assert together == alone
 
 
 def test_the_compiler_takes_no_other_kernel_for_them_and_one_range():

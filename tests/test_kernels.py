@@ -28,7 +28,13 @@ ROUNDINGS = {torch.float32: 32, torch.bfloat16: 4, torch.float16: 4}
 # Ops that quantize what they compute. There the order of a sum, or another exp, may move a value
 # over the border between two codes: so many of them may differ, each by one step. (A quantizer
 # alone has to give the reference's codes.)
-COMPUTED = {"rms_norm_quant", "add_rms_norm_quant", "silu_and_mul_quant", "qk_norm_rope_kv_write"}
+COMPUTED = {
+    "rms_norm_quant",
+    "add_rms_norm_quant",
+    "rms_norm_pair_quant",
+    "silu_and_mul_quant",
+    "qk_norm_rope_kv_write",
+}
 MOVED = 0.01
 # Of rows of experts with such a code in between. A CPU and the interpreter sum in fp32, as the
 # reference does; tensor cores that sum fp8 in fewer bits move codes in most rows.

@@ -12,7 +12,7 @@ from latent_blockers import EXPANDED, expanded
 from rewriting import explained
 from test_moe_models import EAGER, theirs_of
 from test_moe_models import LATENT as SIZES
-from torch import nn
+from torch import Tensor, nn
 
 import atomc
 from atomc import models
@@ -78,6 +78,40 @@ def test_each_layer_of_a_stock_model_is_one_op_under_torch_compile(
     assert (actual - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_without_a_cache_the_mask_of_one_sequence_is_causal(attention: str, dynamic: bool) -> None:
+    model = stock("deepseek_v3", 1)
+    model.set_attn_implementation(attention)
+    compiled = torch.compile(model, backend="atom", dynamic=dynamic, options=UNCACHED)
+    with torch.no_grad():
+        actual = compiled(input_ids=IDS, use_cache=False).logits
+        expected = model(input_ids=IDS, use_cache=False).logits
+    assert atomc.reports()[-1].matches["mla_attention"] == 1
+    assert (actual - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])},
+        {"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1]])},
+    ],
+    ids=["packed sequences", "padding"],
+)
+def test_without_a_cache_a_mask_of_inputs_stays_with_a_reason(given: dict[str, Tensor]) -> None:
+    model = stock("deepseek_v3", 1)
+    compiled = torch.compile(model, backend="atom", options=UNCACHED)
+    with torch.no_grad():
+        actual = compiled(input_ids=IDS, use_cache=False, **given).logits
+        expected = model(input_ids=IDS, use_cache=False, **given).logits
+    report = atomc.reports()[-1]
+    assert not report.matches["mla_attention"] and report.matches["attention"] == 1
+    why = "found a mask that is not known to hide exactly the later keys: transformers makes one"
+    assert why in report.why("mla_attention")
+    assert (actual - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
 @pytest.mark.parametrize(
     ("name", "whose", "layers"),
     [
@@ -124,7 +158,7 @@ NEAR = {
     "a rotated key for each head": (expanded(per_head=True), "the graph has no expand"),
     "a bias": (expanded(bias=True), "linear without `bias`"),
     "values of another product": (expanded(other_values=True), "the same view.* here as well"),
-    "a mask": (expanded(masked=True), "attention with .*without `mask`"),
+    "a mask": (expanded(masked=True), "mask that is not known to hide exactly the later keys"),
     "fewer queries than keys": (expanded(fewer=True), "attention.* reading cat.* found slice"),
     "another reader of the keys": (expanded(read=True), "no other reader of cat.* abs"),
     "a window": (expanded(window=3), "attention with window=0; found window=3"),

@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 from serving import COMPILED, serving
-from tiny_mtp import CONFIG, DRAFT, tensors_of, tiny_model, write
+from tiny_mtp import CONFIG, DEPTH, DRAFT, tensors_of, tiny_model, write
 from torch import nn
 
 from atomc.models import loader
 from atomc.models.experts import Experts
+from atomc.models.mtp import DraftModel
 from atomc.quantization import ONLINE, QuantizedExperts
 from atomc.quantization.linear import QuantizedLinear
 from atomc.runtime.batch import InputBatch, StepShape
@@ -96,16 +97,16 @@ def prompt_of(seed, length):
 class Reference:
     """The model and its draft layer in eager mode, over whole sequences."""
 
-    def __init__(self, **differs):
+    def __init__(self, draft=None, **differs):
         self.model = tiny_model(**differs)
-        self.states = WithHiddenStates(self.model, ("model.norm",))
-        self.draft = self.model.draft_model()
+        self.draft = draft(self.model) if draft else self.model.draft_model()
+        self.states = WithHiddenStates(self.model, self.draft.reads)
 
     def drafts(self, tokens, count):
         """The draft after these tokens: the draft layer over all of them, then over its own."""
         ids, positions = torch.tensor(tokens), torch.arange(len(tokens))
-        _, hidden = self.states(ids, positions, positions)
-        hidden, following, found = hidden[:-1], ids[1:], []
+        _, *states = self.states(ids, positions, positions)
+        hidden, following, found = torch.cat(states, -1)[:-1], ids[1:], []
         for _ in range(count):
             rows = torch.arange(len(following))
             logits, last = self.draft(following, rows, hidden, rows[-1:])
@@ -178,6 +179,34 @@ def compare_drafts(one, reference, most):
     assert min(seen.values()) > 2 and len(seen) == 5
     assert 0 < stats.acceptance_rate < 1
     return stats
+
+
+class OfTwoLayers(DraftModel):
+    """A draft over the mean of two hidden states, those of the first layer and of the last."""
+
+    reads = ("model.layers.0", "model.norm")
+
+    def forward(self, input_ids, positions, hidden, logits_rows):
+        first, last = hidden.chunk(2, -1)
+        logits, states = super().forward(input_ids, positions, (first + last) / 2, logits_rows)
+        return logits, torch.cat([states, -states / 2], -1)
+
+
+def of_two_layers(model):
+    draft = model.draft_model()
+    return OfTwoLayers(draft.embed_tokens, draft.rotary_emb, draft.layer, draft.lm_head)
+
+
+def test_a_draft_model_may_read_hidden_states_of_several_layers():
+    model = tiny_model()
+    draft = of_two_layers(model)
+    model.draft_model = lambda: draft
+    llm = LLM(
+        model, speculative="mtp", speculative_tokens=3, max_num_batched_tokens=13,
+        max_model_len=160, enable_prefix_caching=False, options={**OPTIONS, "cache": False},
+        progress=False,
+    )  # fmt: skip
+    compare_drafts(llm.engine, Reference(of_two_layers), 20)
 
 
 def test_the_draft_layer_of_a_model_with_latent_attention_caches_latents_too(tmp_path):
@@ -399,6 +428,30 @@ def test_a_model_without_draft_layers_is_refused(tmp_path):
     for module in (tiny_model(draft_layer=False), nn.Linear(2, 2)):
         with pytest.raises(ValueError, match=r"without its draft layer|has no draft layers"):
             LLM(module, speculative="mtp", max_model_len=64, progress=False)
+
+
+def test_of_several_draft_layers_the_first_is_used_where_config_json_says_so(tmp_path, drafting):
+    tensors = tensors_of(tiny_model())
+    second = f"model.layers.{DEPTH + 1}."
+    tensors |= {
+        name.replace(DRAFT, second): tensor.clone()
+        for name, tensor in tensors.items()
+        if name.startswith(DRAFT)
+    }
+    two = write(tmp_path / "two", tensors, num_nextn_predict_layers=2)
+    with pytest.raises(
+        ValueError, match=r"has 2 draft layers .* set num_nextn_predict_layers to 1"
+    ):
+        engine(two, speculative="mtp")
+    one = engine(write(tmp_path / "one", tensors), speculative="mtp", speculative_tokens=3)
+    params, prompt = SamplingParams(max_tokens=20, ignore_eos=True), prompt_of(9, 20)
+    for each in (one, drafting):
+        each.add(each.request("a", prompt, params))
+    while one.has_work:
+        assert [output.token_ids for output in one.step()] == [
+            output.token_ids for output in drafting.step()
+        ]
+    assert not drafting.has_work and one.stats().accepted
 
 
 def test_a_module_with_its_draft_layer_drafts_too(drafting):

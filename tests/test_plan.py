@@ -519,3 +519,104 @@ def test_the_command_refuses_in_one_line(folder, capsys, asked, why):
 def test_a_function_has_no_plan(capsys):
     assert main(["explain", "some.module:build", "--plan"]) == 2
     assert "a plan needs a config.json; some.module:build is a function" in capsys.readouterr().err
+
+
+# Draft layers
+
+LATENT = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "dtype": "bfloat16",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "vocab_size": 96,
+    "max_position_embeddings": 512,
+    "num_nextn_predict_layers": 1,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+
+
+def drafted(folder, drafts, load, devices=1):
+    where = Platform.named("h200")
+    model = build_model(folder(LATENT), devices=devices, platform=where, drafts=drafts)
+    return model, plan(model, where, load, longest=65536)
+
+
+def of_draft(found):
+    return [row for row in found.lines if row.module_path.startswith("draft")]
+
+
+def test_a_plan_has_bytes_time_and_cache_of_the_draft_layer(folder):
+    load = Workload(tokens=12, sequences=4, context=64)
+    _, without = drafted(folder, 0, load)
+    model, one = drafted(folder, 1, load)
+    _, two = drafted(folder, 2, load)
+    row = 2 * (LATENT["kv_lora_rank"] + LATENT["qk_rope_head_dim"])
+    assert [each.memory.per_token for each in (without, one, two)] == [3 * row, 4 * row, 4 * row]
+    assert without.memory.fits > 1.3 * one.memory.fits > 0
+    own = sum(x.nbytes for x in model.draft.layer.parameters())
+    assert one.memory.draft == one.memory.weights - without.memory.weights == own
+    assert one.mixture.held - without.mixture.held == without.mixture.held // 2  # 2 layers, then 3
+
+    assert not of_draft(without) and without.total("bytes") < one.total("bytes")
+    assert one.total("bytes", layers_only=True) == without.total("bytes", layers_only=True)
+    for what in ("bytes", "seconds", "flops"):
+        first, both = (
+            sum(getattr(line, what) * line.calls for line in of_draft(each)) for each in (one, two)
+        )
+        assert one.total(what) == pytest.approx(without.total(what) + first)
+        # The second step has 4 tokens, and not 12.
+        assert 1.2 * first < both < 2 * first
+    experts = [line for line in of_draft(two) if line.op == "moe_experts"]
+    assert sorted(line.calls for line in experts) == [1, 1]
+
+
+def test_collectives_of_draft_steps_are_counted(folder):
+    load = Workload(tokens=12, sequences=4, context=64)
+    _, without = drafted(folder, 0, load, devices=2)
+    _, two = drafted(folder, 2, load, devices=2)
+    # Of a draft step: the embedding, o_proj, down_proj, and that of the shared expert.
+    gained = two.communication.all_reduces - without.communication.all_reduces
+    per_layer = (without.communication.all_reduces - 1 - 2) // 2  # 1 dense layer has two
+    assert gained == 2 * (1 + per_layer)
+    assert two.communication.gathers == 3 and without.communication.gathers == 1
+    rows = (12 + 4) * LATENT["hidden_size"] * 2 * (1 + per_layer)
+    logits = 2 * 4 * LATENT["vocab_size"] // 2 * 2
+    assert two.communication.sent - without.communication.sent == rows + logits
+
+
+def test_the_command_plans_a_draft_layer_or_says_why_not(folder, capsys):
+    path = str(folder(LATENT))
+    given = [path, "--platform", "h200", "--sequences", "4", "--speculative", "mtp"]
+    assert main(["explain", *given, "--speculative-tokens", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "a step of 12 tokens, 4 sequences" in out and "of these, draft layer" in out
+    assert "draft.layer.eh_proj" in out and out.index("DraftModel") > out.index("DeepseekV3")
+    assert main(["explain", *given, "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)
+    assert first["plan"]["memory"]["draft"] and "plan" not in second
+
+    def refusal(*flags, **config):
+        folder(LATENT | config)
+        assert main(["explain", path, *flags]) != 0
+        return capsys.readouterr().err
+
+    assert "--measure does not time draft steps" in refusal("--measure", "--speculative", "mtp")
+    assert "needs --speculative mtp" in refusal("--speculative-tokens", "2")
+    none = refusal("--speculative", "mtp", num_nextn_predict_layers=0)
+    assert "DeepseekV3ForCausalLM has no draft layers" in none

@@ -28,6 +28,8 @@ PLAN_FLAGS = (
     "max_model_len",
     "kv_cache_dtype",
     "efficiency",
+    "speculative",
+    "speculative_tokens",
 )
 INCOMPATIBLE_FLAGS = ("why", "html", "beside", "save", "check", "dynamic")
 
@@ -47,7 +49,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--tp", type=int, metavar="N", help="tensor parallelism over N devices")
     group.add_argument(
-        "--tokens", type=int, metavar="T", help="new tokens in the step; default: one per sequence"
+        "--tokens",
+        type=int,
+        metavar="T",
+        help="new tokens in the step; default: one per sequence, and its drafts",
     )
     group.add_argument(
         "--sequences", type=int, metavar="S", help="sequences in the step; default: 1"
@@ -66,6 +71,17 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--kv-cache-dtype", choices=("auto", "fp8"), help="the dtype of the KV cache"
+    )
+    group.add_argument(
+        "--speculative",
+        choices=("mtp",),
+        help="with the draft steps of the checkpoint's draft layer after the step",
+    )
+    group.add_argument(
+        "--speculative-tokens",
+        type=int,
+        metavar="K",
+        help="draft tokens per step, with --speculative; default: 1",
     )
     group.add_argument(
         "--efficiency",
@@ -97,11 +113,13 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"a plan needs a config.json; {name} is a function")
     with contextlib.redirect_stdout(sys.stderr):
         plan = _plan_of(model_folder(name, weights=False), arguments)
-    report = reports()[-1]
+    first, *of_draft = reports()[-2:] if arguments.speculative else reports()[-1:]
     if arguments.json:
-        print(json.dumps([report.to_dict() | {"plan": plan.to_dict()}], indent=1, default=str))
+        found = [first.to_dict() | {"plan": plan.to_dict()}, *(each.to_dict() for each in of_draft)]
+        print(json.dumps(found, indent=1, default=str))
     else:
-        print(f"{report.to_text()}\n{plan.to_text()}".rstrip())
+        texts = [*(each.to_text() for each in (first, *of_draft)), plan.to_text()]
+        print("\n".join(texts).rstrip())
     return 0
 
 
@@ -127,7 +145,18 @@ def model_of(folder: Path, arguments: argparse.Namespace) -> "Model":
         devices=1 if arguments.tp is None else arguments.tp,
         layers=arguments.layers,
         platform=platform,
+        drafts=_drafts(arguments),
     )
+
+
+def _drafts(arguments: argparse.Namespace) -> int:
+    """Draft tokens per step; 0 without a draft layer."""
+    count: int | None = arguments.speculative_tokens
+    if arguments.speculative is None and count is not None:
+        raise ValueError(f"--speculative-tokens {count} needs --speculative mtp in a plan")
+    if count is not None and count < 1:
+        raise ValueError(f"--speculative-tokens {count}: expected at least 1")
+    return 0 if arguments.speculative is None else count or 1
 
 
 def _plan_of(folder: Path, arguments: argparse.Namespace) -> "Plan":
@@ -162,7 +191,7 @@ def _load(arguments: argparse.Namespace) -> "Workload":
 
     sequences = 1 if arguments.sequences is None else arguments.sequences
     return Workload(
-        sequences if arguments.tokens is None else arguments.tokens,
+        sequences * (1 + _drafts(arguments)) if arguments.tokens is None else arguments.tokens,
         sequences,
         1024 if arguments.context is None else arguments.context,
     )

@@ -24,9 +24,12 @@ from atomc.json_types import JSONLike
 from atomc.models import stock
 from atomc.models.checkpoint_files import config_dtype, load_config
 from atomc.models.config import integer
+from atomc.models.draft_checkpoint import check_draft_layers
 from atomc.models.loader import ready
+from atomc.models.mtp import DraftModel
 from atomc.ops.op_cost import distinct_experts
 from atomc.ops.state import StateSpec, block_size_of, groups_of
+from atomc.options import Options
 from atomc.planning.measure import KernelTimer, Sizes, with_peaks
 from atomc.planning.plan_report import (
     Communication,
@@ -53,6 +56,8 @@ from atomc.runtime.capacity import (
     capacity,
     max_blocks_per_sequence,
 )
+from atomc.runtime.draft import DraftProgram, compile_draft, draft_model_of
+from atomc.runtime.hidden_states import WithHiddenStates
 from atomc.torch_compat.core import GraphFunction
 
 # Sizes in a config.json that tensor parallelism divides.
@@ -71,7 +76,9 @@ MANY_SEQUENCES = 10**6  # more than any memory can hold
 
 @dataclass(frozen=True)
 class Model:
-    """One device's shard of a model on meta, with its configuration."""
+    """One device's shard of a model on meta, with its configuration. drafts: tokens that its draft
+    layer proposes per step; 0: it has none.
+    """
 
     module: nn.Module
     config: Mapping[str, JSONLike]
@@ -79,6 +86,11 @@ class Model:
     dtype: torch.dtype
     devices: int
     parameters: int  # the number of weights, whatever their dtype
+    drafts: int = 0
+
+    @property
+    def draft(self) -> DraftModel | None:
+        return draft_model_of(self.module) if self.drafts else None
 
 
 def build_model(
@@ -89,9 +101,10 @@ def build_model(
     devices: int = 1,
     layers: int | None = None,
     platform: Platform | None = None,
+    drafts: int = 0,
 ) -> Model:
     """The model of a config.json on meta: one device's shard, quantized like its checkpoint or as
-    requested.
+    requested; with its draft layer, if that proposes `drafts` tokens per step.
 
     Raises ValueError for a size that cannot be divided, and as loading the model does.
     """
@@ -107,14 +120,16 @@ def build_model(
         if name not in ("quantization_config", "compression_config")
     }
     dtype = dtype or config_dtype(config) or torch.float32
-    module = models.build(plain, dtype=dtype, device="meta")
+    if drafts:
+        check_draft_layers(config, None, folder)
+    module = models.build(plain, dtype=dtype, device="meta", draft_layer=drafts > 0)
     parameters = sum(x.numel() for x in module.parameters())  # before some are packed as codes
     if chosen is not None:
         prefix = stock.PREFIX if isinstance(module, stock.StockModel) else ""
         _quantize(module, apply.methods_of(module, chosen, prefix), dtype, platform)
     if devices > 1:
         sharding(module)
-    return Model(ready(module), config, chosen, dtype, devices, parameters)
+    return Model(ready(module), config, chosen, dtype, devices, parameters, drafts)
 
 
 def _first_layers(layers: int, config: Mapping[str, JSONLike]) -> Mapping[str, JSONLike]:
@@ -229,8 +244,11 @@ def plan(
     program   the model compiled by `compile_for`; None: it is compiled here
     """
     program = program or compile_for(model, platform, options)
+    draft = _compile_draft(model, program, platform, options)
     table = table or table_for(platform)
     predicted = predict(program.report.costs, program.report.kernels, platform, load.sizes, table)
+    drafted = _predict_drafts(draft, platform, load, table) if draft else []
+    mixtures = [*program.report.moe, *(draft.program.report.moe if draft else ())]
     weights = (
         str(model.dtype).removeprefix("torch.")
         if model.quantization is None
@@ -245,11 +263,14 @@ def plan(
         weights,
         load,
         program.report.num_layers,
-        plan_rows(predicted, program.report.num_layers),
-        _memory(model, program, platform, longest),
-        _mixture(model, program.report.moe, load) if program.report.moe else None,
+        [
+            *plan_rows(predicted, program.report.num_layers),
+            *_draft_rows(drafted),
+        ],
+        _memory(model, program, draft, platform, longest),
+        _mixture(model, mixtures, load) if mixtures else None,
         _communication(model, load) if model.devices > 1 else None,
-        _lower_bound(platform, table, predicted),
+        _lower_bound(platform, table, [*predicted, *drafted]),
         table.source if table else "",
         _notes(program.report, model),
     )
@@ -266,9 +287,49 @@ def compile_for(
     """
     glue = "eager" if platform.is_cpu else "auto"
     options = {"glue": glue, **(options or {}), "cache": False}
-    return compile_model(
-        model.module, options=options, platform=platform, observers=observers, owned=True
+    module = (
+        model.module if model.draft is None else WithHiddenStates(model.module, model.draft.reads)
     )
+    program = compile_model(
+        module, options=options, platform=platform, observers=observers, owned=True
+    )
+    program.report.model = type(model.module).__name__
+    return program
+
+
+def _compile_draft(
+    model: Model, target: Program, platform: Platform, options: Mapping[str, JSONLike] | None
+) -> DraftProgram | None:
+    """The draft model compiled like its target, which has the last report, too."""
+    draft = model.draft
+    if draft is None:
+        return None
+    glue = "eager" if platform.is_cpu else "auto"
+    chosen = Options.of({"glue": glue, **(options or {}), "cache": False})
+    return compile_draft(draft, target, chosen, model.drafts, owned=True, platform=platform)
+
+
+def _predict_drafts(
+    draft: DraftProgram, platform: Platform, load: Workload, table: Table | None
+) -> list[Predicted]:
+    """The kernels of all draft steps after a step: the first one reads the tokens of the step, each
+    further one a token of each sequence.
+    """
+    report = draft.program.report
+    further = Workload(load.sequences, load.sequences, load.context)
+    return [
+        predicted
+        for step in (load, *[further] * (draft.count - 1))
+        for predicted in predict(report.costs, report.kernels, platform, step.sizes, table)
+    ]
+
+
+def _draft_rows(predicted: Sequence[Predicted]) -> list[PlanRow]:
+    """Rows of draft steps, which are not part of the layers of the model."""
+    return [
+        replace(row, module_path=f"draft.{row.module_path}".rstrip("."), in_layers=False)
+        for row in plan_rows(predicted, 0)
+    ]
 
 
 class TimedProgram:
@@ -322,7 +383,12 @@ def measure_plan(
     options: Mapping[str, JSONLike] | None = None,
     table: Table | None = None,
 ) -> Plan:
-    """The plan of a step on this machine, with the measured time of each kernel."""
+    """The plan of a step on this machine, with the measured time of each kernel.
+
+    Raises ValueError for a model with a draft layer.
+    """
+    if model.drafts:
+        raise ValueError("--measure does not time draft steps: leave out it or --speculative")
     lowered = TimedProgram(model, options)
     table = table or table_for(lowered.platform)
     found = plan(
@@ -383,24 +449,32 @@ def _notes(report: Report, model: Model) -> list[str]:
     return notes + [note for note in report.notes if note not in of_glue]
 
 
-def _memory(model: Model, program: Program, platform: Platform, longest: int | None) -> Memory:
+def _memory(
+    model: Model,
+    program: Program,
+    draft: DraftProgram | None,
+    platform: Platform,
+    longest: int | None,
+) -> Memory:
     held = {id(tensor): tensor for tensor in (*model.module.parameters(), *model.module.buffers())}
     weights = sum(tensor.nbytes for tensor in held.values())
-    copies = program.prepared_bytes - program.replaced_bytes
+    of_draft = sum(x.nbytes for x in model.draft.layer.parameters()) if model.draft else 0
+    programs = [program, *([draft.program] if draft else [])]
+    copies = sum(each.prepared_bytes - each.replaced_bytes for each in programs)
+    specs = [*program.specs, *(draft.specs if draft else ())]
     made_for = model.config.get("max_position_embeddings")
     length = longest or (made_for if isinstance(made_for, int) else 4096)
     room = int(platform.memory * (CPU_SHARE if platform.is_cpu else UTILIZATION - GRAPH_SHARE))
     cache = max(room - (0 if platform.is_cpu else weights + copies), 0)
-    per_token = sum(spec.bytes_per_token() for spec in program.specs)
-    per_sequence = sum(spec.bytes_per_sequence() for spec in program.specs)
-    if not platform.memory or not program.specs:
-        return Memory(
-            platform.memory, weights, copies, 0, per_token, length, None, None, per_sequence
-        )
-    fits, that_fits = _sequences(program.specs, cache, length)
-    return Memory(
-        platform.memory, weights, copies, cache, per_token, length, fits, that_fits, per_sequence
+    per_token = sum(spec.bytes_per_token() for spec in specs)
+    per_sequence = sum(spec.bytes_per_sequence() for spec in specs)
+    found = Memory(
+        platform.memory, weights, copies, 0, per_token, length, None, None, per_sequence, of_draft
     )
+    if not platform.memory or not specs:
+        return found
+    fits, that_fits = _sequences(specs, cache, length)
+    return replace(found, cache=cache, fits=fits, longest_that_fits=that_fits)
 
 
 def _mixture(model: Model, layers: Sequence[MoeLayer], load: Workload) -> Mixture:
@@ -464,20 +538,33 @@ def _in_blocks(specs: Sequence[StateSpec], room: int, length: int) -> tuple[int,
 
 
 def _communication(model: Model, load: Workload) -> Communication:
-    """All-reduces after row-sharded layers and the embedding, and a gather of the logits."""
-    how = sharding(model.module)
+    """All-reduces after row-sharded layers and the embedding, and a gather of the logits, of the
+    step and of the draft steps after it.
+    """
+    how, draft = sharding(model.module), model.draft
     width, size = integer(model.config, "hidden_size"), model.dtype.itemsize
-    paths = {
-        re.sub(r"\.experts\.\d+(?=\.)", ".experts", name)
-        for name, _ in model.module.named_modules()
-    }
+    n = model.devices
+    logits = load.sequences * integer(model.config, "vocab_size") * size  # of one device
+    inner = set(draft.layer.modules()) if draft else set()
+    own = [name for name, module in model.module.named_modules() if module not in inner]
+    steps = [(_collectives(own, how), load.tokens)]
+    if draft is not None:
+        drafted = _collectives([name for name, _ in draft.named_modules()], how)
+        rows = [load.tokens, *[load.sequences] * (model.drafts - 1)]
+        steps += [(drafted, tokens) for tokens in rows]
+    sent = sum(
+        reduces * 2 * (n - 1) * tokens * width * size // n + gathers * (n - 1) * logits
+        for (reduces, gathers), tokens in steps
+    )
+    reduces, gathers = (sum(counts[i] for counts, _ in steps) for i in (0, 1))
+    return Communication(reduces, gathers, load.tokens * width * size, sent)
+
+
+def _collectives(names: Sequence[str], how: Mapping[str, str]) -> tuple[int, int]:
+    """The numbers of all-reduces and gathers of a step through modules with these names."""
+    paths = {re.sub(r"\.experts\.\d+(?=\.)", ".experts", name) for name in names}
     leaves = [path.rpartition(".")[2] for path in paths]
     rows = sum(how.get(leaf) in ROW_SHARDED for leaf in leaves)
     tables = [leaf for leaf in leaves if how.get(leaf) in VOCAB_SHARDED]
-    reduces = rows + sum("embed" in leaf for leaf in tables)
-    gathers = len(tables) - sum("embed" in leaf for leaf in tables)
-    message = load.tokens * width * size
-    n = model.devices
-    logits = load.sequences * integer(model.config, "vocab_size") * size  # of one device
-    sent = reduces * 2 * (n - 1) * message // n + gathers * (n - 1) * logits
-    return Communication(reduces, gathers, message, sent)
+    embeddings = sum("embed" in leaf for leaf in tables)
+    return rows + embeddings, len(tables) - embeddings

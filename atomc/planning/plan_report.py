@@ -66,7 +66,8 @@ class Memory:
     None if unknown.
 
     per_token, per_sequence  bytes of state: for each token of a sequence, and for each sequence
-                             whatever its length
+                             whatever its length; of the draft layer, too
+    draft                    bytes of the draft layer, a part of `weights`
     """
 
     total: int
@@ -78,6 +79,7 @@ class Memory:
     fits: int | None
     longest_that_fits: int | None
     per_sequence: int = 0
+    draft: int = 0
 
 
 @dataclass(frozen=True)
@@ -192,10 +194,9 @@ def _title(plan: Plan) -> str:
 
 def _memory(plan: Plan) -> str:
     memory = plan.memory
-    rows = [
-        ("weights", _bytes_text(memory.weights)),
-        ("cache of one token", _bytes_text(memory.per_token)),
-    ]
+    rows = [("weights", _bytes_text(memory.weights))]
+    rows += [("of these, draft layer", _bytes_text(memory.draft))] if memory.draft else []
+    rows += [("cache of one token", _bytes_text(memory.per_token))]
     rows += (
         [("state of one sequence", _bytes_text(memory.per_sequence))] if memory.per_sequence else []
     )

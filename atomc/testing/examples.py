@@ -93,6 +93,16 @@ def _quantizing(
     return make(n) | {"scheme": scheme, "scale": scale}
 
 
+def _normed_pair(n: RandomInputs) -> Arguments:
+    x, y = torch.split(n(n.T, D + M), [D, M], -1)
+    return {"x": x, "y": y, "x_weight": n(D), "y_weight": n(M), "eps": EPS}
+
+
+def _quantized_pair(scheme: str, n: RandomInputs, **more: bool) -> Arguments:
+    scale = torch.tensor([0.02], device=n.device) if scheme == "fp8_static" else None
+    return _normed_pair(n) | {"scheme": scheme, "x_scale": scale, "y_scale": scale, **more}
+
+
 def _linear(n: RandomInputs) -> Arguments:
     return {"x": n(n.T, D), "weight": n(M, D) / 16}
 
@@ -301,6 +311,11 @@ EXAMPLES: dict[Op, dict[str, Callable[[RandomInputs], Arguments]]] = {
     ops.rms_norm_quant: {scheme: partial(_quantizing, _normed, scheme) for scheme in SCHEMES},
     ops.add_rms_norm_quant: {
         scheme: partial(_quantizing, partial(_normed, residual=True), scheme) for scheme in SCHEMES
+    },
+    ops.rms_norm_pair: {"": _normed_pair},
+    ops.rms_norm_pair_quant: {
+        **{scheme: partial(_quantized_pair, scheme) for scheme in SCHEMES},
+        "one of them": partial(_quantized_pair, "fp8_group", quantize_y=False),
     },
     ops.silu_and_mul_quant: {scheme: partial(_quantizing, _gated, scheme) for scheme in SCHEMES},
     ops.quant_fp8_static: {

@@ -14,6 +14,7 @@ handle is passed on: the runtime then caches the latent instead of keys and valu
 """
 
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 
 import torch
@@ -21,9 +22,9 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.graph.sizes import spell_shape
-from atomc.ops.formats import FP8
+from atomc.ops.formats import FLOATS, FP8
 from atomc.rewriting.example import Example, OneOf, tensor_example
-from atomc.rewriting.rewrite import Case, Rewrite
+from atomc.rewriting.rewrite import Case, Rewrite, unsupported
 
 transpose: Callable[[Tensor, int, int], Tensor] = torch.ops.aten.transpose.int
 squeeze: Callable[[Tensor, int], Tensor] = torch.ops.aten.squeeze.dim
@@ -39,7 +40,34 @@ def _pattern(
     scale: float,
     heads_first: bool,
 ) -> Tensor:
-    nope, state = q_nope.shape[-1], () if kv is None else (kv,)
+    q, k, v = _expanded(q_nope, q_rope, latent, k_rope, weight, heads_first)
+    return ops.attention(q, k, v, *(() if kv is None else (kv,)), scale=scale)
+
+
+def _masked(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    weight: Tensor,
+    mask: Tensor,
+    scale: float,
+    heads_first: bool,
+) -> Tensor:
+    q, k, v = _expanded(q_nope, q_rope, latent, k_rope, weight, heads_first)
+    return ops.attention(q, k, v, None, mask, scale=scale, causal=False)
+
+
+def _expanded(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    weight: Tensor,
+    heads_first: bool,
+) -> tuple[Tensor, ...]:
+    """Queries, keys and values of all heads, tokens before heads."""
+    nope = q_nope.shape[-1]
     both, q = ops.linear(latent, weight), torch.cat((q_nope, q_rope), -1)
     if heads_first:
         batch, heads, tokens, _ = q_rope.shape
@@ -47,10 +75,8 @@ def _pattern(
     else:
         both = both.view(*q_rope.shape[:-1], -1)
     k = torch.cat((both[..., :nope], k_rope.expand(q_rope.shape)), -1)
-    v = both[..., nope:]
-    if heads_first:
-        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-    return ops.attention(q, k, v, *state, scale=scale)
+    found = q, k, both[..., nope:]
+    return tuple(each.transpose(1, 2) for each in found) if heads_first else found
 
 
 def _replacement(
@@ -71,6 +97,16 @@ def _replacement(
 
 
 def _example(heads_first: bool, stateful: bool) -> Example:
+    handle = tensor_example(0, 3, 33, dtype=OneOf(torch.bfloat16, *FP8))
+    return _operands(heads_first) | {"kv": handle if stateful else None}
+
+
+def _masked_example(heads_first: bool) -> Example:
+    mask = tensor_example(6, 9, dtype=OneOf(torch.bool, *FLOATS))
+    return _operands(heads_first) | {"mask": mask}
+
+
+def _operands(heads_first: bool) -> Example:
     made: Example = (
         {
             "q_nope": tensor_example(2, 7, 5, 20),
@@ -86,14 +122,8 @@ def _example(heads_first: bool, stateful: bool) -> Example:
             "k_rope": tensor_example(5, 1, 12),
         }
     )
-    handle = tensor_example(0, 3, 33, dtype=OneOf(torch.bfloat16, *FP8))
-    return {
-        **made,
-        "weight": tensor_example(259, 22),
-        "kv": handle if stateful else None,
-        "scale": 0.25,
-        "heads_first": heads_first,
-    }
+    more = {"weight": tensor_example(259, 22), "scale": 0.25, "heads_first": heads_first}
+    return {**made, **more}
 
 
 def _guard(q_rope: Tensor, heads_first: bool, **_: object) -> str | None:
@@ -116,4 +146,16 @@ MLA_ATTENTION = Rewrite(
         )
         for first, state in product((False, True), repeat=2)
     ],
+)
+MASKED_MLA = tuple(
+    unsupported(
+        "mla_attention",
+        "masked",
+        _masked,
+        partial(_masked_example, heads_first),
+        ("attention", "aten::cat", "aten::expand"),
+        "a mask that is not known to hide exactly the later keys: transformers makes one from "
+        "attention_mask and, without a cache, from position_ids",
+    )
+    for heads_first in (False, True)
 )

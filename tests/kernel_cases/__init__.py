@@ -33,6 +33,8 @@ from kernel_cases.mla import (
 )
 from kernel_cases.quant import (
     QUANT_FP8_STATIC,
+    norm_pair_cases,
+    norm_pair_quant_cases,
     norm_quant_cases,
     quant_cases,
     quant_fp8_group_cases,
@@ -76,6 +78,8 @@ CASES: dict[str, Cases] = {
     "allreduce_add_rms_norm": reducing_norm_cases(residual=True),
     "rms_norm_quant": norm_quant_cases(residual=False),
     "add_rms_norm_quant": norm_quant_cases(residual=True),
+    "rms_norm_pair": norm_pair_cases(),
+    "rms_norm_pair_quant": norm_pair_quant_cases(),
     "silu_and_mul_quant": quantizing_cases(gated),
     "quant_fp8_static": QUANT_FP8_STATIC,
     "quant_fp8_per_token": quant_cases((*ROWS, "many"), 128)

@@ -10,7 +10,7 @@ from torch import Tensor
 from atomc.ops.formats import MX_ROUNDINGS
 from atomc.ops.norm import RMS_NORM_STYLES
 from atomc.ops.schemes import SCHEMES
-from kernel_cases.draw import FNUZ, Cases, Draw, Make
+from kernel_cases.draw import EPS, FNUZ, Cases, Draw, Make
 from kernel_cases.rows import ROWS, normed, row_inputs
 
 
@@ -142,12 +142,115 @@ def quantizing_cases(make: Callable[..., dict[str, Any]], **attributes: Any) -> 
 
 
 def norm_quant_cases(residual: bool) -> Cases:
-    styles = {
-        f"{style}, {dtype or 'model dtype'} weight": {"style": style, "weight": dtype}
-        for style in RMS_NORM_STYLES
-        for dtype in (None, torch.float32)
-    }
     kept = {"kept": {"keep": True}, "kept, one_plus": {"keep": True, "style": "one_plus"}}
     return quantizing_cases(
-        partial(normed, residual=residual), **styles, **kept, large={"scale": 200.0}
+        partial(normed, residual=residual), **NORM_STYLES, **kept, large={"scale": 200.0}
     )
+
+
+def normed_pair(
+    draw: Draw,
+    kind: str,
+    weight: torch.dtype | None = None,
+    scale: float = 1.0,
+    **attributes: Any,
+) -> dict[str, Any]:
+    """Rows of two widths; "packed": columns of one tensor, beside others."""
+    match kind:
+        case "one row":
+            x, y = draw.normal(1, 96), draw.normal(1, 32)
+        case "odd sizes":
+            x, y = draw.normal(33, 81), draw.normal(33, 200)
+        case "no rows":
+            x, y = draw.normal(0, 64), draw.normal(0, 96)
+        case "one vector":
+            x, y = draw.normal(128), draw.normal(64)
+        case "packed":
+            x, y, _ = draw.normal(7, 256 + 160 + 32).split([256, 160, 32], -1)
+        case "packed batch":
+            x, y, _ = draw.normal(2, 5, 160 + 96 + 8).split([160, 96, 8], -1)
+        case "transposed":
+            x, y = draw.normal(5, 7, 64).transpose(0, 1), draw.normal(5, 7, 160).transpose(0, 1)
+        case "last dimension strided":
+            x, y = draw.normal(7, 64), draw.normal(64, 7).t()
+        case "other rows":
+            x, y = draw.normal(3, 2, 64), draw.normal(3, 4, 64)
+        case "wide":
+            x, y = draw.normal(3, 1536), draw.normal(3, 5000)
+        case "many":
+            x, y = draw.normal(4100, 40), draw.normal(4100, 24)
+    return {
+        "x": x * scale,
+        "y": y * scale,
+        "x_weight": draw.normal(x.shape[-1], dtype=weight),
+        "y_weight": draw.normal(y.shape[-1], dtype=weight),
+        "eps": EPS,
+        **attributes,
+    }
+
+
+PAIRS = (
+    "one row",
+    "odd sizes",
+    "no rows",
+    "one vector",
+    "packed",
+    "packed batch",
+    "transposed",
+    "last dimension strided",
+    "other rows",
+    "wide",
+    "many",
+)
+MX_PAIRS = ("one row", "no rows", "one vector", "packed", "packed batch", "transposed")
+NORM_STYLES = {
+    f"{style}, {dtype or 'model dtype'} weight": {"style": style, "weight": dtype}
+    for style in RMS_NORM_STYLES
+    for dtype in (None, torch.float32)
+}
+
+
+def norm_pair_cases() -> Cases:
+    return {kind: partial(normed_pair, kind=kind) for kind in PAIRS} | {
+        name: partial(normed_pair, kind="packed", **style) for name, style in NORM_STYLES.items()
+    }
+
+
+def norm_pair_quant_cases() -> Cases:
+    """Every scheme; in each of them every choice of results once."""
+    choices = {
+        "x": {"quantize_y": False},
+        "x, x kept": {"quantize_y": False, "keep_x": True},
+        "x kept": {"keep_x": True},
+        "y kept": {"keep_y": True},
+        "both kept, one_plus": {"keep_x": True, "keep_y": True, "style": "one_plus"},
+    }
+    cases: Cases = {}
+    for scheme in SCHEMES:
+        kinds = MX_PAIRS if scheme == "mxfp4" else PAIRS
+        made = {kind: partial(normed_pair, kind=kind) for kind in kinds}
+        made |= {
+            name: partial(normed_pair, kind="packed", **given) for name, given in choices.items()
+        }
+        cases |= {
+            f"{scheme}, {name}": _quantizing_pair(scheme, make) for name, make in made.items()
+        }
+    more = {
+        "fp8_group, column-major": {"scheme": "fp8_group", "column_major": True},
+        "fp8_group, groups of 64": {"scheme": "fp8_group", "group": 64},
+        "mxfp4, rounded up": {"scheme": "mxfp4", "rounding": "up"},
+        "fp8_per_token, fnuz": {"scheme": "fp8_per_token", **FNUZ},
+    }
+    one = partial(normed_pair, kind="packed")
+    for name, given in more.items():
+        cases[name] = lambda draw, given=given: one(draw) | given
+    return cases
+
+
+def _quantizing_pair(scheme: str, make: Make) -> Make:
+    def made(draw: Draw) -> dict[str, Any]:
+        static = scheme == "fp8_static"
+        scales = [torch.tensor([s], device=draw.device) if static else None for s in (0.02, 0.03)]
+        return make(draw) | {"scheme": scheme, "x_scale": scales[0], "y_scale": scales[1]}
+
+    return made

@@ -45,6 +45,24 @@ BUGS = [
         "tests/test_mla_recognition.py -k without_anything",
     ),
     Bug(
+        "passes/fuse/norm_pair.py",
+        'operands = (x.x, y.x, x["weight"], y["weight"], x["eps"])',
+        'operands = (x.x, y.x, y["weight"], x["weight"], x["eps"])',
+        "tests/test_norm_pair.py -k two_ranges",
+    ),
+    Bug(
+        "passes/fuse/norm_pair.py",
+        "(2, 3, 5) if y.quantizes",
+        "(2, 3, 4) if y.quantizes",
+        "tests/test_norm_pair.py -k read_elsewhere",
+    ),
+    triton(
+        "norm_pair",
+        "y_static_ptr,\n            rows,",
+        "x_static_ptr,\n            rows,",
+        "rms_norm_pair_quant",
+    ),
+    Bug(
         "passes/recognize/rope_before_transpose.py",
         "ops.rope(transpose(x, 1, 2), transpose(cos, 1, 2), transpose(sin, 1, 2), style)",
         "ops.rope(transpose(x, 1, 2), transpose(sin, 1, 2), transpose(cos, 1, 2), style)",
@@ -73,6 +91,12 @@ BUGS = [
         "(key[None, :] <= position[:, None]) & (key < last)[None, :]",
         "(key < last)[None, :]",
         "mla_absorbed_attention",
+    ),
+    Bug(
+        "atomc/kernels/invariant/mla.py",
+        "_tiling(q),\n        kv_scale",
+        "varying.tiling(len(rows), len(seq_lens), q.shape[-2], 4, 64, q.device),\n        kv_scale",
+        "tests/test_batch_invariant.py -k 'token_of_latent and triton'",
     ),
     triton("mla_prompts", "before=True,", "before=False,", "mla_paged_attention"),
     triton("mla_prompts", "of_old * old)", "old)", "mla_paged_attention"),

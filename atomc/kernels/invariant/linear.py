@@ -1,5 +1,5 @@
 """Linear layers in Triton with the same tile for any number of rows. M rows of x, N rows of the
-weight, K columns.
+weight, K columns; of each of H heads, if there are some.
 """
 
 import torch
@@ -22,7 +22,12 @@ def _multiply(
     M,
     N,
     x_row,
+    x_head,
     weight_row,
+    weight_column,
+    weight_head,
+    out_row,
+    out_head,
     K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -31,16 +36,19 @@ def _multiply(
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     k = tl.arange(0, BLOCK_K)
-    x_at = x_ptr + m.to(tl.int64) * x_row + k[None, :]
-    weight_at = weight_ptr + n.to(tl.int64) * weight_row + k[:, None]
+    head = tl.program_id(2).to(tl.int64)
+    x_at = x_ptr + head * x_head + m.to(tl.int64) * x_row + k[None, :]
+    weight_at = weight_ptr + head * weight_head + n.to(tl.int64) * weight_row
+    weight_at += k[:, None] * weight_column
     sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, K, BLOCK_K):
         x = tl.load(x_at + start, (m < M) & (k[None, :] < K - start), 0.0)
-        weight = tl.load(weight_at + start, (n < N) & (k[:, None] < K - start), 0.0)
+        weight = tl.load(weight_at + start * weight_column, (n < N) & (k[:, None] < K - start), 0.0)
         sums = tl.dot(x, weight, sums, input_precision="ieee")
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + n, n < N, 0.0).to(tl.float32)
-    tl.store(out_ptr + m.to(tl.int64) * N + n, sums.to(out_ptr.dtype.element_ty), (m < M) & (n < N))
+    out_at = out_ptr + head * out_head + m.to(tl.int64) * out_row + n
+    tl.store(out_at, sums.to(out_ptr.dtype.element_ty), (m < M) & (n < N))
 
 
 def refuse_linear(
@@ -57,25 +65,34 @@ def refuse_linear(
 
 @ops.linear.kernel("invariant", refuses=refuse_linear)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    rows, (n, k) = x.reshape(-1, x.shape[-1]), weight.shape
-    out = x.new_empty((*x.shape[:-1], n))
+    rows, n = x.reshape(-1, x.shape[-1]), weight.shape[0]
+    out = x.new_empty((rows.shape[0], n))
     if rows.shape[0]:
-        wide = x.dtype == torch.float32
-        block_m, block_n, block_k = (32, 64, 32) if wide else (64, 128, 64)
-        _multiply[(triton.cdiv(rows.shape[0], block_m), triton.cdiv(n, block_n))](
-            rows,
-            weight,
-            bias,
-            out,
-            rows.shape[0],
-            n,
-            rows.stride(0),
-            weight.stride(0),
-            K=k,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            BLOCK_K=block_k,
-            num_warps=4,
-            num_stages=2 if wide else 3,
-        )
-    return out
+        multiply(rows[:, None], weight[None], out[:, None], bias)
+    return out.view(*x.shape[:-1], n)
+
+
+def multiply(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
+    """out [M, H, N] of x [M, H, K] and the weight [H, N, K] of each head. bias [N]."""
+    rows, heads, n = out.shape
+    wide = x.dtype == torch.float32
+    block_m, block_n, block_k = (32, 64, 32) if wide else (64, 128, 64)
+    _multiply[(triton.cdiv(rows, block_m), triton.cdiv(n, block_n), heads)](
+        x,
+        weight,
+        bias,
+        out,
+        rows,
+        n,
+        *x.stride()[:2],
+        weight.stride(1),
+        weight.stride(2),
+        weight.stride(0),
+        *out.stride()[:2],
+        K=x.shape[-1],
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        num_warps=4,
+        num_stages=2 if wide else 3,
+    )

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import not_a_cpu
-from atomc.kernels.torch.sequence import attend, gathered, no_scales
+from atomc.kernels.torch.sequence import attend, gathered, no_scales, sequences
+from atomc.ops.attention import from_cache
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -36,6 +37,52 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         else:
             torch.addmm(bias, tile, weight.T, out=out[start : start + TILE])
     return out[: len(rows)].view(*x.shape[:-1], weight.shape[0])
+
+
+def refuse_linear_by_head(platform: Platform, x: Tensor, weight: Tensor) -> Refusal | None:
+    return not_a_cpu(platform)
+
+
+@ops.linear_by_head.kernel("invariant", refuses=refuse_linear_by_head)
+def linear_by_head(x: Tensor, weight: Tensor) -> Tensor:
+    heads = x.unbind(-2)
+    return torch.stack(
+        [linear(of_x.contiguous(), of_head) for of_x, of_head in zip(heads, weight, strict=True)],
+        -2,
+    )
+
+
+def refuse_mla_absorbed_attention(platform: Platform, **_: object) -> Refusal | None:
+    return not_a_cpu(platform)
+
+
+@ops.mla_absorbed_attention.kernel(
+    "invariant", layout="paged", refuses=refuse_mla_absorbed_attention, syncs=True
+)
+def mla_absorbed_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    token: Tensor,
+    kv_scale: Tensor | None = None,
+    *,
+    latent: int,
+    scale: float,
+) -> Tensor:
+    rows = q.reshape(-1, *q.shape[-2:])
+    out = q.new_zeros((*rows.shape[:-1], latent))
+    # In 16 bits, values times a scale would be rounded.
+    wide = q.dtype if kv_scale is None else torch.float32
+    for s, new, _, length in sequences(query_start, seq_lens, 0):
+        blocks = block_tables[s, : -(-length // kv_cache.shape[1])]
+        cached = from_cache(kv_cache.index_select(0, blocks).flatten(0, 1)[:length], kv_scale, wide)
+        for row in range(new.start, new.stop):
+            keys = cached[: length - (new.stop - row) + 1, None]
+            found = attend(rows[row : row + 1].to(wide), keys, keys, None, scale, 0, 0.0)
+            out[row] = found[0, :, :latent]
+    return out.view(*q.shape[:-1], latent)
 
 
 def refuse_paged_attention(

@@ -27,6 +27,62 @@ from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 
+@triton.jit
+def store_norm(
+    x,
+    weight,
+    kept_at,
+    codes_ptr,
+    scales_ptr,
+    static_ptr,
+    row,
+    rows,
+    row_step,
+    group_step,
+    eps,
+    DTYPE: tl.constexpr,
+    NORMED: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    STYLE: tl.constexpr,
+    KEEP: tl.constexpr,
+    SCHEME: tl.constexpr,
+    GROUP: tl.constexpr,
+    FNUZ: tl.constexpr,
+    BY_BITS: tl.constexpr,
+    MX_BIAS: tl.constexpr,
+):
+    """Store the norm of x in dtype NORMED if KEEP, and its codes and scales; SCHEME "": no codes.
+
+    x and weight [ROWS or 1, BLOCK] in fp32, padded by zeros; DTYPE is the dtype of x in memory.
+    """
+    y = x * tl.rsqrt(tl.sum(x * x, 1)[:, None] / D + eps)
+    y = weighted(y, weight, DTYPE, STYLE).to(NORMED)
+    if KEEP:
+        tl.store(kept_at, y, (row < rows) & (tl.arange(0, BLOCK)[None, :] < D))
+    if SCHEME != "":
+        store_quantized(
+            y,
+            codes_ptr,
+            scales_ptr,
+            static_ptr,
+            row,
+            0,
+            rows,
+            D,
+            row_step,
+            group_step,
+            ROWS,
+            BLOCK,
+            SCHEME,
+            GROUP,
+            FNUZ,
+            BY_BITS,
+            MX_BIAS,
+        )
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _norm_quant(
     x_ptr,
@@ -84,23 +140,25 @@ def _norm_quant(
         inside,
         ADD,
     )
-    y = x * tl.rsqrt(tl.sum(x * x, 1)[:, None] / D + eps)
-    y = weighted(y, weight, x_ptr.dtype.element_ty, STYLE).to(NORMED)
-    if KEEP:
-        tl.store(kept_ptr + row_offset(row, d1, d2, k0, k1, k2) + column, y, inside)
-    store_quantized(
-        y,
+    store_norm(
+        x,
+        weight,
+        kept_ptr + row_offset(row, d1, d2, k0, k1, k2) + column,
         codes_ptr,
         scales_ptr,
         static_ptr,
         row,
-        0,
         rows,
-        D,
         row_step,
         group_step,
-        ROWS,
+        eps,
+        x_ptr.dtype.element_ty,
+        NORMED,
+        D,
         BLOCK,
+        ROWS,
+        STYLE,
+        KEEP,
         SCHEME,
         GROUP,
         FNUZ,

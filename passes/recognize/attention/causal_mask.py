@@ -1,6 +1,9 @@
 """Which keys a mask hides, where the graph builds the mask from positions alone.
 
 where(arange(S) <= arange(T)[:, None], 0, -inf)    =>    keys j with j - i <= 0 are visible
+
+Without a cache, transformers numbers the sequences that are packed in a row: a new one begins where
+positions do not go up by one. Positions that the graph counts itself are one sequence.
 """
 
 import math
@@ -57,12 +60,15 @@ class Outside(NamedTuple):
 Known = float | Position | Band | Outside | None
 
 
-def visible(mask: Node, scores: Node, limit: float) -> Band | None:
+def visible(mask: Node, scores: Node, limit: float, true_hides: bool = True) -> Band | None:
     """The keys of scores [.., T, S] that a mask leaves visible, for every value of the graph's
-    inputs; None if that is not known. A bool mask is True for hidden keys, a float mask hides with
-    values up to `limit`. Raises Unlike for positions that may be rounded.
+    inputs; None if that is not known. A bool mask is True for hidden keys if `true_hides`, else for
+    visible ones; a float mask hides with values up to `limit`. Raises Unlike for positions that may
+    be rounded.
     """
     known = _broadcast(mask, scores)
+    if value(mask).dtype == torch.bool and not true_hides:
+        return known if isinstance(known, Band) else None
     if known == 0.0:
         return Band()
     if value(mask).dtype == torch.bool:
@@ -162,13 +168,78 @@ def _permuted(node: Node, here: Call) -> Known:
 
 
 def _shifted(node: Node, here: Call) -> Known:
-    """positions + number, positions - number."""
-    known, number = _known(here.operands[0]), here.attrs.get("other")
-    if not isinstance(known, Position) or not isinstance(number, int) or len(here.operands) != 1:
-        return None
+    """positions + number, positions - number, positions - positions."""
     if here.attrs.get("alpha", 1) != 1:
         return None
-    return known._replace(offset=known.offset + (number if here.op == "add" else -number))
+    known, *others = (_broadcast(operand, node) for operand in here.operands)
+    number, sign = here.attrs.get("other"), 1 if here.op == "add" else -1
+    if others:
+        return _distance(known, others[0]) if here.op == "sub" else None
+    if not isinstance(number, int):
+        return None
+    if isinstance(known, Position):
+        return known._replace(offset=known.offset + sign * number)
+    if isinstance(known, float) and not value(node).is_floating_point():
+        return known + sign * number
+    return None
+
+
+def _distance(a: Known, b: Known) -> Known:
+    if not isinstance(a, Position) or not isinstance(b, Position) or a.dim != b.dim:
+        return None
+    return None if a.rounded or b.rounded else float(a.offset - b.offset)
+
+
+def _sliced(node: Node, here: Call) -> Known:
+    known, dim, start = _known(here.operands[0]), here.attrs["dim"], here.attrs["start"]
+    if isinstance(known, float):
+        return known
+    if not isinstance(known, Position) or known.dim != dim:
+        return known if isinstance(known, Position) else None
+    if not isinstance(start, int) or start < 0 or here.attrs["step"] != 1:
+        return None
+    offset = known.offset + start
+    one = known_equal(value(node).shape[known.dim], 1) and known.rounded is None
+    return float(offset) if one else known._replace(offset=offset)
+
+
+def _joined(node: Node, here: Call) -> Known:
+    """The number before the first position, then the positions."""
+    if len(here.operands) != 2:
+        return None
+    before, known = map(_known, here.operands)
+    if not isinstance(known, Position) or known.dim != here.attrs.get("dim", 0):
+        return None
+    one = known_equal(value(here.operands[0]).shape[known.dim], 1)
+    return known._replace(offset=known.offset - 1) if one and before == known.offset - 1 else None
+
+
+def _picked(node: Node, here: Call) -> Known:
+    """numbers[positions, ...]: an index of each dimension."""
+    x, *indices = here.operands
+    known = _known(x)
+    if isinstance(known, float):
+        return known
+    if not isinstance(known, Position) or len(indices) != value(x).dim():
+        return None
+    index = _broadcast(indices[known.dim], node)
+    if not isinstance(index, Position) or index.rounded or index.offset < 0:
+        return None
+    return known._replace(dim=index.dim, offset=known.offset + index.offset)
+
+
+def _equal(node: Node, here: Call) -> Known:
+    """Comparisons of two numbers."""
+    known: list[Known] = [_broadcast(operand, node) for operand in here.operands]
+    number = here.attrs.get("other")
+    known += [float(number)] if isinstance(number, int | float) else []
+    if len(known) != 2 or not all(isinstance(each, float) for each in known):
+        return None
+    return Band() if (known[0] == known[1]) == (here.op == "eq") else 0.0
+
+
+def _summed_up(node: Node, here: Call) -> Known:
+    return 0.0 if _known(here.operands[0]) == 0.0 else None
 
 
 def _compared(node: Node, here: Call) -> Known:
@@ -257,6 +328,11 @@ _RULES: dict[str, Callable[[Node, Call], Known]] = {
     **dict.fromkeys(("bitwise_and", "logical_and"), _both),
     **dict.fromkeys(("bitwise_not", "logical_not"), _not),
     **dict.fromkeys(("tril", "triu"), _triangle),
+    "slice": _sliced,
+    "cat": _joined,
+    "index": _picked,
+    **dict.fromkeys(("eq", "ne"), _equal),
+    "cumsum": _summed_up,
     "where": _where,
     "masked_fill": _filled,
 }

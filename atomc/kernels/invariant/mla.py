@@ -1,0 +1,74 @@
+"""Latent attention over a paged cache without splits, with one tile for all steps, and the products
+per head around it.
+"""
+
+import triton
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.checks import unlike
+from atomc.kernels.invariant.linear import multiply
+from atomc.kernels.triton import mla_attention as varying
+from atomc.kernels.triton.attention import has_room
+from atomc.kernels.triton.launch import unfit
+from atomc.kernels.triton.tiles import LATENT_ATTENTION
+from atomc.ops.formats import FLOATS
+from atomc.ops.op import Refusal
+from atomc.platform import Platform
+
+ROWS = 32  # of a tile: so many heads, for one or more tokens
+
+
+@ops.mla_absorbed_attention.kernel(
+    "invariant", layout="paged", refuses=varying.refuse_mla_absorbed_attention
+)
+def mla_absorbed_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    token: Tensor,
+    kv_scale: Tensor | None = None,
+    *,
+    latent: int,
+    scale: float,
+) -> Tensor:
+    rows = q.reshape(-1, *q.shape[-2:])
+    if rows.shape[0] == 0:
+        return q.new_empty((*q.shape[:-1], latent))
+    out = varying.attend(
+        rows,
+        kv_cache,
+        query_start,
+        seq_lens,
+        block_tables,
+        latent,
+        scale,
+        _tiling(q),
+        kv_scale,
+    )
+    return out.view(*q.shape[:-1], latent)
+
+
+def _tiling(q: Tensor) -> varying.LatentTiling:
+    """By the heads, the dtype and the device, not by the tokens."""
+    tile, heads = LATENT_ATTENTION.choose(q.device, ROWS), q.shape[-2]
+    rows, keys, stages = tile.rows, tile.keys, tile.stages
+    if q.element_size() == 4 or (q.device.type == "cuda" and not has_room(q.device)):
+        rows, keys, stages = 16, 16, 1
+    of_tile = triton.cdiv(heads, triton.cdiv(heads, rows))
+    return varying.LatentTiling(rows, keys, of_tile, 1, tile.warps, stages, False)
+
+
+def refuse_linear_by_head(platform: Platform, x: Tensor, weight: Tensor) -> Refusal | None:
+    return unfit(platform, x=x) or unlike(FLOATS, x=x, weight=weight)
+
+
+@ops.linear_by_head.kernel("invariant", refuses=refuse_linear_by_head)
+def linear_by_head(x: Tensor, weight: Tensor) -> Tensor:
+    rows, (heads, n, _) = x.reshape(-1, *x.shape[-2:]), weight.shape
+    out = x.new_empty((rows.shape[0], heads, n))
+    if rows.shape[0]:
+        multiply(rows, weight, out)
+    return out.view(*x.shape[:-1], n)

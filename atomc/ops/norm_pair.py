@@ -1,0 +1,144 @@
+"""Two RMSNorms of tensors with the same rows in one op, alone and with quantized results: those of
+the latents of queries and of keys and values (DeepSeek-V2, section 2.1), of one product.
+
+x [..., X], y [..., Y], x_weight [X], y_weight [Y].
+"""
+
+import torch
+from torch import Tensor
+
+from atomc.ops.norm import normed_shape, rms_norm, rounds_once
+from atomc.ops.norm_quant import rms_norm_quant
+from atomc.ops.op import op
+from atomc.ops.op_traits import Kind
+
+
+def _rms_norm_pair_shape(
+    x: Tensor, y: Tensor, x_weight: Tensor, y_weight: Tensor, eps: float, style: str = "after"
+) -> tuple[Tensor, Tensor]:
+    return normed_shape(x, x_weight, style), normed_shape(y, y_weight, style)
+
+
+@op(kind=Kind.NORM, rows="x", rounds_once=rounds_once, shape=_rms_norm_pair_shape)
+def rms_norm_pair(
+    x: Tensor, y: Tensor, x_weight: Tensor, y_weight: Tensor, eps: float, style: str = "after"
+) -> tuple[Tensor, Tensor]:
+    """rms_norm(x, x_weight) and rms_norm(y, y_weight) -> [..., X], [..., Y]."""
+    return (
+        rms_norm.reference(x, x_weight, eps, style),
+        rms_norm.reference(y, y_weight, eps, style),
+    )
+
+
+def _rms_norm_pair_quant_shape(
+    x: Tensor,
+    y: Tensor,
+    x_weight: Tensor,
+    y_weight: Tensor,
+    eps: float,
+    x_scale: Tensor | None = None,
+    y_scale: Tensor | None = None,
+    style: str = "after",
+    *,
+    scheme: str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128,
+    column_major: bool = False,
+    rounding: str = "even",
+    quantize_y: bool = True,
+    keep_x: bool = False,
+    keep_y: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x_codes, x_scales, x_norm = rms_norm_quant(
+        x,
+        x_weight,
+        eps,
+        x_scale,
+        style,
+        scheme=scheme,
+        dtype=dtype,
+        group=group,
+        column_major=column_major,
+        rounding=rounding,
+        keep=keep_x,
+    )
+    if not quantize_y:
+        y_norm = normed_shape(y, y_weight, style)
+        return x_codes, x_scales, y.new_empty(0), y.new_empty(0), x_norm, y_norm
+    y_codes, y_scales, y_norm = rms_norm_quant(
+        y,
+        y_weight,
+        eps,
+        y_scale,
+        style,
+        scheme=scheme,
+        dtype=dtype,
+        group=group,
+        column_major=column_major,
+        rounding=rounding,
+        keep=keep_y,
+    )
+    return x_codes, x_scales, y_codes, y_scales, x_norm, y_norm
+
+
+@op(
+    kind=Kind.NORM | Kind.QUANTIZE,
+    rows="x",
+    rounds_once=rounds_once,
+    shape=_rms_norm_pair_quant_shape,
+)
+def rms_norm_pair_quant(
+    x: Tensor,
+    y: Tensor,
+    x_weight: Tensor,
+    y_weight: Tensor,
+    eps: float,
+    x_scale: Tensor | None = None,
+    y_scale: Tensor | None = None,
+    style: str = "after",
+    *,
+    scheme: str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128,
+    column_major: bool = False,
+    rounding: str = "even",
+    quantize_y: bool = True,
+    keep_x: bool = False,
+    keep_y: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """rms_norm_quant(x, x_weight) and, if quantize_y, rms_norm_quant(y, y_weight), else
+    rms_norm(y, y_weight) -> codes and scales of x, codes and scales of y, norm of x, norm of y.
+
+    keep_x, keep_y: the norm is returned, too. What is not returned is empty, [0]. x_scale and
+    y_scale [1] fp32 for fp8_static, else None.
+    """
+    x_codes, x_scales, x_norm = rms_norm_quant.reference(
+        x,
+        x_weight,
+        eps,
+        x_scale,
+        style,
+        scheme=scheme,
+        dtype=dtype,
+        group=group,
+        column_major=column_major,
+        rounding=rounding,
+        keep=keep_x,
+    )
+    if not quantize_y:
+        y_norm = rms_norm.reference(y, y_weight, eps, style)
+        return x_codes, x_scales, y.new_empty(0), y.new_empty(0), x_norm, y_norm
+    y_codes, y_scales, y_norm = rms_norm_quant.reference(
+        y,
+        y_weight,
+        eps,
+        y_scale,
+        style,
+        scheme=scheme,
+        dtype=dtype,
+        group=group,
+        column_major=column_major,
+        rounding=rounding,
+        keep=keep_y,
+    )
+    return x_codes, x_scales, y_codes, y_scales, x_norm, y_norm

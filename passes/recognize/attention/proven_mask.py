@@ -1,0 +1,58 @@
+"""Drop masks of attention that the graph builds from positions alone, where the op needs none.
+
+    attention(q, k, v, None, arange(S) <= arange(T)[:, None], causal=False)
+ =>
+    attention(q, k, v, None, causal=True)
+
+Masks that are written out are treated where attention is recognized; these are arguments of
+F.scaled_dot_product_attention, such as those of transformers without a cache.
+"""
+
+import math
+
+from torch.fx import GraphModule, Node
+
+from atomc import ops
+from atomc.graph.canonical import call, value
+from atomc.graph.sizes import known_equal
+from atomc.passes.recognize.attention.causal_mask import Band, visible
+from atomc.passes.recognize.attention.masks import HIDES
+from atomc.passes.recognize.attention.walk import Unlike
+from atomc.rewriting.graph_pass import Context
+from atomc.rewriting.rewrite import Fired, remove_dead_nodes
+
+
+def proven_masks(gm: GraphModule, context: Context) -> list[Fired]:
+    """Replace the mask of each attention for which `causal` and `window` say the same."""
+    fired = []
+    for node in gm.graph.find_nodes(op="call_function", target=ops.attention.overload):
+        given = dict(ops.attention.signature.bind(*node.args, **node.kwargs).arguments)
+        mask = given.get("mask")
+        if not isinstance(mask, Node) or given.get("causal", True):
+            continue
+        band = _visible_keys(call(node).operands, mask)
+        if band is not None:
+            given |= {"mask": None, "causal": band.high == 0}
+            given |= {"window": int(1 - band.low)} if band.low > -math.inf else {}
+            bound = ops.attention.signature.bind(**given)
+            node.args, node.kwargs = bound.args, bound.kwargs
+            fired.append(Fired("proven_masks", node, {}, {node}))
+    if fired:
+        remove_dead_nodes(gm.graph)
+    return fired
+
+
+def _visible_keys(operands: list[Node], mask: Node) -> Band | None:
+    """The visible keys, if these are all keys, or those up to a query, perhaps in a window."""
+    rows, keys = (value(operand).shape[-3] for operand in operands[:2])
+    if not all(map(known_equal, value(mask).shape[-2:], (rows, keys))):
+        return None
+    try:
+        band = visible(mask, mask, HIDES, true_hides=False)
+    except Unlike:
+        return None
+    if band is None or band == Band():
+        return band
+    # A row before the window sees no key if there are fewer keys than queries.
+    seen = band.low == -math.inf or (band.low <= 0 and known_equal(rows, keys))
+    return band if band.high == 0 and seen else None
