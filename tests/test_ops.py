@@ -75,7 +75,16 @@ def test_a_call_is_one_node_of_a_traced_graph() -> None:
 
 
 # Of these nothing comes back that depends on a number which has gradients.
-NO_GRADIENTS = ("kv_write", "mla_kv_write", "bmm_mxfp4", "count_experts")
+NO_GRADIENTS = (
+    "kv_write",
+    "mla_kv_write",
+    "bmm_mxfp4",
+    "count_experts",
+    "index_topk",
+    "index_write",
+    "paged_index_topk",
+    "chosen_mask",
+)
 
 
 @pytest.mark.parametrize(

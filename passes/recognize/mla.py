@@ -10,7 +10,8 @@ latent attention).
     mla_attention(q_nope, q_rope, latent, k_rope, weight)
 
 The dimension of heads may be before that of tokens, as in the classes of transformers. A state
-handle is passed on: the runtime then caches the latent instead of keys and values.
+handle is passed on: the runtime then caches the latent instead of keys and values. A mask that
+shows chosen keys (chosen_mask) becomes the operand `chosen`.
 """
 
 from collections.abc import Callable
@@ -36,10 +37,14 @@ def _pattern(
     k_rope: Tensor,
     weight: Tensor,
     kv: Tensor | None,
+    chosen: Tensor | None,
     scale: float,
     heads_first: bool,
 ) -> Tensor:
-    nope, state = q_nope.shape[-1], () if kv is None else (kv,)
+    nope = q_nope.shape[-1]
+    state: list[Tensor | None] = [] if kv is None else [kv]
+    if chosen is not None:
+        state = [kv, ops.chosen_mask(chosen)]
     both, q = ops.linear(latent, weight), torch.cat((q_nope, q_rope), -1)
     if heads_first:
         batch, heads, tokens, _ = q_rope.shape
@@ -60,17 +65,19 @@ def _replacement(
     k_rope: Tensor,
     weight: Tensor,
     kv: Tensor | None,
+    chosen: Tensor | None,
     scale: float,
     heads_first: bool,
 ) -> Tensor:
     state = () if kv is None else (kv,)
+    some = {} if chosen is None else {"chosen": chosen}
     if heads_first:
         q_nope, q_rope, k_rope = (transpose(each, 1, 2) for each in (q_nope, q_rope, k_rope))
         latent = squeeze(latent, 1)
-    return ops.mla_attention(q_nope, q_rope, latent, k_rope, weight, *state, scale=scale)
+    return ops.mla_attention(q_nope, q_rope, latent, k_rope, weight, *state, scale=scale, **some)
 
 
-def _example(heads_first: bool, stateful: bool) -> Example:
+def _example(heads_first: bool, stateful: bool, sparse: bool) -> Example:
     made: Example = (
         {
             "q_nope": tensor_example(2, 7, 5, 20),
@@ -87,10 +94,12 @@ def _example(heads_first: bool, stateful: bool) -> Example:
         }
     )
     handle = tensor_example(0, 3, 33, dtype=OneOf(torch.bfloat16, *FP8))
+    chosen = torch.zeros((2, 5, 9) if heads_first else (5, 9), dtype=torch.int32)
     return {
         **made,
         "weight": tensor_example(259, 22),
         "kv": handle if stateful else None,
+        "chosen": chosen if sparse else None,
         "scale": 0.25,
         "heads_first": heads_first,
     }
@@ -111,9 +120,11 @@ MLA_ATTENTION = Rewrite(
     needs={"aten::cat": {}, "aten::expand": {}},
     cases=[
         Case(
-            f"{'heads before tokens' if first else 'tokens before heads'}{', with state' * state}",
-            {"heads_first": first, "stateful": state},
+            f"{'heads before tokens' if first else 'tokens before heads'}{', with state' * state}"
+            f"{', of chosen keys' * sparse}",
+            {"heads_first": first, "stateful": state, "sparse": sparse},
+            {"chosen_mask": {}} if sparse else {},
         )
-        for first, state in product((False, True), repeat=2)
+        for sparse, first, state in product((False, True), repeat=3)
     ],
 )

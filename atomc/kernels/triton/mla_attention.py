@@ -18,7 +18,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
-from atomc.kernels.checks import no_bf16_products, too_wide, unlike
+from atomc.kernels.checks import no_bf16_products, too_wide, unlike, unsupported
 from atomc.kernels.triton.attention import (
     COMBINED_COLUMNS,
     LOG2_E,
@@ -413,6 +413,7 @@ def refuse_mla_absorbed_attention(
     *,
     latent: int,
     scale: float,
+    chosen: Tensor | None = None,
 ) -> Refusal | None:
     if reason := unfit(platform, q=q) or uncachable(
         platform, {"kv_scale": kv_scale}, kv_cache=kv_cache
@@ -426,6 +427,7 @@ def refuse_mla_absorbed_attention(
         or odd_sequences(query_start, seq_lens, block_tables, scale)
         or too_wide(latent, MAX_LATENT, "latents")
         or too_wide(q.shape[-1] - latent, MAX_ROTATED, "rotated keys")
+        or unsupported("a kernel for all keys", chosen=chosen)
     )
 
 
@@ -446,6 +448,7 @@ def mla_absorbed_attention(
     *,
     latent: int,
     scale: float,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     rows = q.reshape(-1, *q.shape[-2:])
     out = rows.new_empty((0,))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
-from atomc.kernels.checks import too_wide, unlike
+from atomc.kernels.checks import too_wide, unlike, unsupported
 from atomc.kernels.triton import attention as dense
 from atomc.kernels.triton import mla_attention as absorbed
 from atomc.kernels.triton.attention import MAX_WIDTH, sequence_of
@@ -112,11 +112,13 @@ def refuse_mla_paged_attention(
     kv_scale: Tensor | None = None,
     *,
     scale: float,
+    chosen: Tensor | None = None,
 ) -> Refusal | None:
     latent = weight.shape[-1]
     in_latent_space = q.new_empty((*q.shape[:-1], kv_cache.shape[-1]))
     return (
         unfit(platform, q=q, weight=weight)
+        or unsupported("a kernel that computes keys and values", chosen=chosen)
         or absorbed.refuse_mla_absorbed_attention(
             platform,
             in_latent_space,
@@ -157,6 +159,7 @@ def mla_paged_attention(
     kv_scale: Tensor | None = None,
     *,
     scale: float,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     rows = q.reshape(-1, *q.shape[-2:])
     tokens, heads, width = rows.shape
