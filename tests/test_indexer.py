@@ -20,6 +20,7 @@ from torch.testing import assert_close
 
 from atomc import models, ops
 from atomc.models.loader import load
+from atomc.platform import Platform
 from atomc.program import compile_model
 
 transformers = pytest.importorskip("transformers")
@@ -202,3 +203,14 @@ def test_an_unsupported_config_is_refused_in_one_sentence(
     with pytest.raises(ValueError) as raised:
         models.build(config | {"architectures": ["DeepseekV32ForCausalLM"]}, device="meta")
     assert str(raised.value) == sentence
+
+
+def test_on_a_gpu_each_step_runs_in_kernels_that_a_graph_can_capture(tmp_path: Path) -> None:
+    theirs("deepseek_v32").save_pretrained(tmp_path)
+    hf = json.loads((tmp_path / "config.json").read_text())
+    model = models.build(hf, torch.bfloat16, "meta")
+    program = compile_model(model, UNCACHED, platform=Platform.named("h200"))
+    chosen = {(choice.op, choice.chosen) for choice in program.report.kernels}
+    ours = {"index_write", "paged_index_topk", "mla_absorbed_attention", "mla_rope_kv_write"}
+    assert {found for found in chosen if found[0] in ours} == {(op, "triton") for op in ours}
+    assert "mla_paged_attention" not in {op for op, _ in chosen}
