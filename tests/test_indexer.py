@@ -22,6 +22,7 @@ from atomc import models, ops
 from atomc.models.loader import load
 from atomc.platform import Platform
 from atomc.program import compile_model
+from atomc.runtime.self_check import own_attention
 
 transformers = pytest.importorskip("transformers")
 
@@ -91,13 +92,18 @@ def test_our_indexer_chooses_the_keys_that_that_of_transformers_does(
     assert (found[0][-1] >= 0).sum() == few
 
 
-@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize(("whose", "layers"), [("ours", 1), ("ours", 2), ("stock", 2)])
 def test_in_the_runtime_each_layer_caches_its_latent_and_the_key_of_its_indexer(
-    layers: int, tmp_path: Path
+    whose: str, layers: int, tmp_path: Path
 ) -> None:
     kind, config = KINDS["deepseek_v32"]
-    theirs_of(kind, **config | {"num_hidden_layers": layers}).save_pretrained(tmp_path)
-    report = (program := compile_model(load(tmp_path), UNCACHED)).report
+    model = theirs_of(kind, **config | {"num_hidden_layers": layers})
+    if whose == "ours":
+        model.save_pretrained(tmp_path)
+        model = load(tmp_path)
+    else:
+        model = models.wrap_stock(model)
+    report = (program := compile_model(model, UNCACHED)).report
     assert report.matches["mla_attention"] == layers
     for op in ("mla_rope_kv_write", "mla_paged_attention", "index_write", "paged_index_topk"):
         assert report.num_ops[op] == layers, op
@@ -115,15 +121,30 @@ def test_in_the_runtime_each_layer_caches_its_latent_and_the_key_of_its_indexer(
 CHUNKS = {"max_num_batched_tokens": 7}
 
 
-@pytest.mark.parametrize("settings", [CHUNKS, {"enable_prefix_caching": False}], ids=str)
-@pytest.mark.parametrize("name", ["deepseek_v32", "deepseek_v32, short"])
+SERVED = [
+    (whose, name, settings)
+    for whose in ("ours", "stock")
+    for name in ("deepseek_v32", "deepseek_v32, short")
+    for settings in (CHUNKS, {"enable_prefix_caching": False})
+]
+FAST = [("ours", "deepseek_v32", CHUNKS), ("stock", "deepseek_v32", CHUNKS)]
+
+
+@pytest.mark.parametrize(
+    ("whose", "name", "settings"),
+    [pytest.param(*each, marks=() if each in FAST else pytest.mark.slow) for each in SERVED],
+    ids=str,
+)
 def test_chunks_ragged_batches_and_a_shared_prefix_give_the_text_that_transformers_generates(
-    name: str, settings: dict[str, object], tmp_path: Path
+    whose: str, name: str, settings: dict[str, object], tmp_path: Path
 ) -> None:
     model, prompts = theirs(name), prompts_of(6, 24, common=35)
-    model.save_pretrained(tmp_path)
-    made, num_cached = served(load(tmp_path), prompts, 12, **settings)
-    assert made == generated(model, prompts, 12)
+    expected = generated(model, prompts, 12)
+    if whose == "ours":
+        model.save_pretrained(tmp_path)
+        model = load(tmp_path)
+    made, num_cached = served(model, prompts, 12, **settings)
+    assert made == expected
     assert num_cached == (5 * 32 if settings == CHUNKS else 0)
 
 
@@ -214,3 +235,33 @@ def test_on_a_gpu_each_step_runs_in_kernels_that_a_graph_can_capture(tmp_path: P
     ours = {"index_write", "paged_index_topk", "mla_absorbed_attention", "mla_rope_kv_write"}
     assert {found for found in chosen if found[0] in ours} == {(op, "triton") for op in ours}
     assert "mla_paged_attention" not in {op for op, _ in chosen}
+
+
+def test_an_indexer_that_chooses_other_keys_is_refused() -> None:
+    model = theirs("deepseek_v32")
+    indexer = model.model.layers[1].self_attn.indexer
+
+    def of_other_queries(self: nn.Module, x: Tensor, latent: Tensor, *rest: object) -> Tensor:
+        return type(indexer).__base__.forward(self, x, latent.flip(-1), *rest)
+
+    indexer.__class__ = type("Other", (type(indexer),), {"forward": of_other_queries})
+    with pytest.raises(ValueError) as raised:
+        models.wrap_stock(model)
+    assert str(raised.value) == (
+        "DeepseekV32ForCausalLM: Other chooses other keys than ops.index_topk"
+    )
+
+
+def test_a_wrapped_model_still_runs_its_own_indexers_with_its_own_attention() -> None:
+    model = theirs("deepseek_v32")
+    expected = stock_choices(model, IDS)
+    wrapped = models.wrap_stock(model)
+    found: list[Tensor] = []
+    for layer in model.model.layers:
+        layer.self_attn.indexer.register_forward_hook(lambda *given: found.append(given[-1][0]))
+    with own_attention(model):
+        hf_logits(model, IDS, POSITIONS)
+    assert all(map(torch.equal, found, expected))
+    wrapped(IDS, POSITIONS)
+    # Keys that are hidden are none.
+    assert found[2][0].tolist() == [0] + [-1] * (TOPK - 1) and (expected[0][0] >= 0).all()
