@@ -70,8 +70,8 @@ def enter_indexers(hf_model: "PreTrainedModel") -> bool:
         if reason := _why_unlike(cls, hf_model.config.get_text_config()):
             raise ValueError(f"{type(hf_model).__name__}: {cls.__name__} {reason}")
     for module in found:
-        handle = ops.indexer_state(int(module.head_dim))
-        module.keys = handle.to(hf_model.device, hf_model.dtype)
+        module.keys = ops.indexer_state(int(module.head_dim))
+        module.keys = module.keys.to(hf_model.device, hf_model.dtype)
         module.__dict__["forward"] = MethodType(_forward, module)
     return bool(found)
 

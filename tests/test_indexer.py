@@ -11,7 +11,8 @@ import torch
 from kernel_cases import CASES
 from kernel_cases.draw import Draw
 from test_mla_attention import paged_logits
-from test_mla_models import generated, prompts_of, served
+from test_mla_models import WIDE as WIDE_LATENT
+from test_mla_models import generated, hub_checkpoint, prompts_of, served
 from test_models import IDS, TINY, hf_logits
 from test_moe_models import EAGER, KINDS, POSITIONS, theirs, theirs_of
 from tiny_experts import sqnr
@@ -22,6 +23,7 @@ from atomc import models, ops
 from atomc.models.loader import load
 from atomc.platform import Platform
 from atomc.program import compile_model
+from atomc.quantization.linear import QuantizedLinear
 from atomc.runtime.self_check import own_attention
 
 transformers = pytest.importorskip("transformers")
@@ -192,6 +194,23 @@ def test_keys_in_fp8_choose_nearly_the_same() -> None:
     )
     assert torch.equal(found[:10], exact[:10])
     assert 0.9 < same / (40 * 10) < 1
+
+
+@pytest.mark.parametrize("stock", [False, True], ids=["ours", "stock"])
+def test_the_weights_of_heads_are_not_quantized_in_a_checkpoint_in_blocks_of_fp8(
+    stock: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub_checkpoint(tmp_path, "deepseek_v32, short")
+    if stock:
+        monkeypatch.setattr(models, "REGISTRY", {})
+    model = load(tmp_path, progress=False)
+    inner = model.hf_model if stock else model
+    indexer = inner.model.layers[1].self_attn.indexer
+    assert type(indexer.weights_proj) is nn.Linear
+    assert isinstance(indexer.wq_b, QuantizedLinear) and isinstance(indexer.wk, QuantizedLinear)
+    plain = theirs_of("deepseek_v32", **KINDS["deepseek_v32, short"][1] | WIDE_LATENT)
+    with torch.no_grad():
+        assert sqnr(hf_logits(plain, IDS, POSITIONS), model(IDS, POSITIONS)) > 8
 
 
 @pytest.mark.parametrize(
