@@ -3,13 +3,19 @@ they are served.
 """
 
 import json
+import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from kernel_cases import CASES
 from kernel_cases.draw import Draw
+from latent_blockers import EXPANDED, H, P, R, T, V
+from rewriting import explained
 from test_mla_attention import paged_logits
 from test_mla_models import WIDE as WIDE_LATENT
 from test_mla_models import generated, hub_checkpoint, prompts_of, served
@@ -284,3 +290,54 @@ def test_a_wrapped_model_still_runs_its_own_indexers_with_its_own_attention() ->
     wrapped(IDS, POSITIONS)
     # Keys that are hidden are none.
     assert found[2][0].tolist() == [0] + [-1] * (TOPK - 1) and (expected[0][0] >= 0).all()
+
+
+CHOSEN = torch.tensor([[t // 2, t] if t > 1 else [0, t or -1] for t in range(T)]).int()
+
+
+def of_chosen_keys(
+    change: Callable[[Tensor], Tensor] = lambda mask: mask, read: bool = False, **more: object
+) -> Callable[..., Any]:
+    """Latent attention over chosen keys as the models write it."""
+
+    def function(
+        q: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, weight: Tensor, chosen: Tensor
+    ) -> Any:
+        both = F.linear(kv_c, weight).view(T, H, P + V)
+        k = torch.cat((both[..., :P], k_pe.expand(T, H, R)), -1)
+        mask = change(ops.chosen_mask(chosen))
+        queries = torch.cat((q, q_pe), -1)
+        found = ops.attention(queries, k, both[..., P:], None, mask, scale=0.1, **more)
+        return found, *([mask.float()] if read else [])
+
+    return function
+
+
+NEAR_MISSES = {
+    "another mask as well": (
+        of_chosen_keys(lambda mask: mask & torch.ones(T, T).tril(-2).bool()),
+        "attention.* reading chosen_mask.* found bitwise_and",
+    ),
+    "a mask of numbers": (
+        of_chosen_keys(lambda mask: mask.to(torch.bfloat16)),
+        "attention.* reading chosen_mask.* found cast",
+    ),
+    "another reader of the mask": (
+        of_chosen_keys(read=True),
+        "no other reader of chosen_mask",
+    ),
+    "a window": (of_chosen_keys(window=3), "attention with window=0; found window=3"),
+}
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_attention_with_more_than_chosen_keys_keeps_its_mask_with_a_reason(name: str) -> None:
+    function, reason = NEAR_MISSES[name]
+    report = explained(function, *EXPANDED, CHOSEN, tolerance=0.02)
+    assert not report.matches["mla_attention"]
+    assert re.search(reason, report.why("mla_attention")), report.why("mla_attention")
+
+
+def test_a_mask_of_chosen_keys_becomes_an_operand_of_latent_attention() -> None:
+    report = explained(of_chosen_keys(), *EXPANDED, CHOSEN, tolerance=0.02)
+    assert report.matches["mla_attention"] == 1 and "chosen_mask" not in report.num_ops
