@@ -180,7 +180,26 @@ def compare_drafts(one, reference, most):
     return stats
 
 
-def test_the_draft_layer_of_a_model_with_latent_attention_caches_latents_too(tmp_path):
+@pytest.mark.parametrize(
+    ("indexer", "kinds"),
+    [
+        ({}, {"latent"}),
+        (
+            {
+                "architectures": ["DeepseekV32ForCausalLM"],
+                "model_type": "deepseek_v32",
+                "index_topk": 6,
+                "index_n_heads": 12,
+                "index_head_dim": 20,
+            },
+            {"latent", "indexer"},
+        ),
+    ],
+    ids=["all keys", "chosen keys"],
+)
+def test_the_draft_layer_of_a_model_with_latent_attention_has_its_state_too(
+    indexer, kinds, tmp_path
+):
     latent = {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
@@ -192,7 +211,7 @@ def test_the_draft_layer_of_a_model_with_latent_attention_caches_latents_too(tmp
         "v_head_dim": 12,
         "n_group": 2,
         "topk_group": 1,
-    }
+    } | indexer
     model = write(tmp_path / "model", tensors_of(tiny_model(**latent)), **latent)
     one = engine(
         model,
@@ -202,7 +221,7 @@ def test_the_draft_layer_of_a_model_with_latent_attention_caches_latents_too(tmp
         max_model_len=160,
         enable_prefix_caching=False,
     )
-    assert {spec.kind for spec in one.executor.draft.specs} == {"latent"}
+    assert {spec.kind for spec in one.executor.draft.specs} == kinds
     compare_drafts(one, Reference(**latent), 20)
 
 
