@@ -367,5 +367,13 @@ MLA_PAGED_ATTENTION: Cases = {
         draw, [(200, 200), (90, 300), (1, 290)], latent=16, nope=8, values=8
     ),
     "fp8": lambda draw: latent_projected(draw, MIXED, cache=E4M3),
-    "chosen": lambda draw: latent_projected(draw, MIXED) | {"chosen": chosen_rows(draw, MIXED, 7)},
+    "chosen": lambda draw: (
+        latent_projected(draw, MIXED, padding=3) | {"chosen": chosen_rows(draw, MIXED, 7, 3)}
+    ),
+    "chosen, no more keys": lambda draw: (
+        latent_projected(draw, MIXED) | {"chosen": chosen_rows(draw, MIXED, 48)}
+    ),
+    "chosen, fp8": lambda draw: (
+        latent_projected(draw, CHUNKS, cache=E4M3) | {"chosen": chosen_rows(draw, CHUNKS, 9)}
+    ),
 }

@@ -40,8 +40,8 @@ BUGS = [
     ),
     Bug(
         "passes/recognize/mla.py",
-        "*state, scale=scale)\n\n\ndef _example",
-        "*state, scale=0.2)\n\n\ndef _example",
+        "*state, scale=scale, **some)",
+        "*state, scale=0.2, **some)",
         "tests/test_mla_recognition.py -k without_anything",
     ),
     Bug(
@@ -55,6 +55,30 @@ BUGS = [
         "return scale * mscale * mscale",
         "return scale * mscale",
         "tests/test_moe_models.py -k 'logits_and and deepseek_v3'",
+    ),
+    Bug(
+        "models/deepseek_v32.py",
+        "self.k_norm(self.wk(x_TD))",
+        "self.wk(x_TD)",
+        "tests/test_moe_models.py -k 'logits_and and deepseek_v32'",
+    ),
+    Bug(
+        "models/stock_indexer.py",
+        'indexer.config._attn_implementation != "atom"',
+        "not hidden_states.numel()",
+        "tests/test_indexer.py -k own_indexers",
+    ),
+    Bug(
+        "atomc/ops/indexer.py",
+        "dim=-1, descending=True",
+        "dim=-1, descending=False",
+        "tests/test_indexer.py -k largest_scores",
+    ),
+    Bug(
+        "atomc/kernels/torch/mla_attention.py",
+        "chosen[:, None] < 0,",
+        "chosen[:, None] < -1,",
+        "tests/test_kernels.py -k 'mla_absorbed_attention-torch and chosen'",
     ),
     Bug(
         "passes/absorb.py",
@@ -74,6 +98,23 @@ BUGS = [
         "(key < last)[None, :]",
         "mla_absorbed_attention",
     ),
+    triton(
+        "mla_chosen",
+        "last = tl.minimum(position + 1, K)",
+        "last = K",
+        "mla_absorbed_attention",
+    ),
+    triton(
+        "mla_chosen",
+        "lengths - (ends - row) + 1, 0",
+        "lengths - (ends - row), 0",
+        "mla_absorbed_attention",
+    ),
+    triton("indexer", "(rank <= left)", "(rank < left)", "paged_index_topk"),
+    triton("indexer", "tl.where(score == 0.0, 0.0, score)", "score", "paged_index_topk"),
+    triton("indexer", "written += tl.sum(taken)", "written += 0", "paged_index_topk"),
+    triton("indexer", "tl.maximum(products, 0.0)", "products", "paged_index_topk"),
+    triton("indexer", "key * tl.div_rn(1.0, scale)", "key", "index_write"),
     triton("mla_prompts", "before=True,", "before=False,", "mla_paged_attention"),
     triton("mla_prompts", "of_old * old)", "old)", "mla_paged_attention"),
     Bug(

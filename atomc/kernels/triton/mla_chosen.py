@@ -197,6 +197,12 @@ def attend_chosen(
     return into if lse is None else combined(into, lse, q.dtype)
 
 
+def refuse_chosen(chosen: Tensor) -> Refusal | None:
+    if not known_equal(chosen.stride(-1), 1):
+        return Refusal("layout", "the positions of chosen keys are not contiguous")
+    return unlike((torch.int32,), chosen=chosen)
+
+
 def refuse_mla_absorbed_attention(
     platform: Platform,
     q: Tensor,
@@ -213,9 +219,7 @@ def refuse_mla_absorbed_attention(
 ) -> Refusal | None:
     if chosen is None:
         return Refusal("argument", "a kernel for chosen keys")
-    if not known_equal(chosen.stride(-1), 1):
-        return Refusal("layout", "the positions of chosen keys are not contiguous")
-    return unlike((torch.int32,), chosen=chosen) or dense.refuse_mla_absorbed_attention(
+    return refuse_chosen(chosen) or dense.refuse_mla_absorbed_attention(
         platform,
         q,
         kv_cache,
