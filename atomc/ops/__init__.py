@@ -8,6 +8,7 @@ from atomc.ops.attention import attention, kv_write, paged_attention
 from atomc.ops.collective import all_reduce, allreduce_add_rms_norm, allreduce_rms_norm
 from atomc.ops.expert_load import count_experts
 from atomc.ops.experts import moe_experts
+from atomc.ops.kv_b_weight import kv_b_keys, kv_b_weight
 from atomc.ops.linear import embedding, linear
 from atomc.ops.mla import (
     bmm_mxfp4,
@@ -77,6 +78,8 @@ __all__ = [
     "count_experts",
     "embedding",
     "gelu_and_mul",
+    "kv_b_keys",
+    "kv_b_weight",
     "kv_state",
     "kv_write",
     "latent_state",
