@@ -220,6 +220,16 @@ def test_a_latent_cache_in_fp8_has_an_sqnr_of_30_decibels_and_its_logits_of_20(
     assert 30 < sqnr(*rows) < 40 and 20 < sqnr(*logits) < 60
 
 
+def test_the_cache_keeps_how_the_weights_are_prepared(tmp_path: Path) -> None:
+    options = UNCACHED | {"cache": True, "cache_dir": str(tmp_path)}
+    found = []
+    for _ in range(2):
+        program = compile_model(model_of("fp8_block", ignore=REST), options, owned=True)
+        found.append((program.report.cache, paged_logits(program, IDS, (25, 14, 1))))
+    assert [cache == "hit" for cache, _ in found] == [False, True]
+    assert torch.equal(found[0][1], found[1][1])
+
+
 # Where a kernel multiplies and writes at once
 
 
