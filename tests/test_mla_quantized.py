@@ -318,17 +318,21 @@ def test_the_runtime_holds_kv_b_proj_in_the_forms_that_attention_reads_and_frees
 
 
 def test_a_plan_counts_these_forms(tmp_path: Path) -> None:
-    config = stock("deepseek_v3", 2, **SIZES, hidden_size=256).config
+    heads, wide = 16, {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    sizes = SIZES | wide | {"num_attention_heads": heads, "num_key_value_heads": heads}
+    config = stock("deepseek_v3", 2, **sizes).config
     config.architectures, config.dtype = ["DeepseekV3ForCausalLM"], "bfloat16"
     config.save_pretrained(tmp_path)
     platform = Platform.named("h200")
     model = build_model(tmp_path, quantization="fp8_block", platform=platform)
     program = compile_for(model, platform)
+    assert {spec.kind for spec in program.specs} == {"latent"}
+    prepared = [choice for choice in program.report.kernels if choice.op.startswith("kv_b_")]
+    assert prepared and all((each.chosen, each.refused) == ("torch", []) for each in prepared)
     memory = plan(model, platform, Workload(1, 1, 16), program=program).memory
-    rows = H * (P + V)
-    forms = 2 * rows * L + H * L * P + 4  # in 16 bits, and the keys' half in 8
-    assert memory.copies == 2 * (forms - rows * L)
-    assert "latent" in {spec.kind for spec in program.specs}
+    stored = heads * (128 + 128) * 512
+    forms = 2 * stored + heads * 512 * 128 + 4  # in 16 bits, and the half for keys in 8
+    assert memory.copies == 2 * (forms - stored)
 
 
 # Served
