@@ -25,6 +25,8 @@ from atomc.cache.fingerprint import digest, file_digest, sources_in
 from atomc.cache.store import DamagedEntry, Entry
 from atomc.errors import first_line
 from atomc.models.stock import StockModel
+from atomc.ops import REGISTRY
+from atomc.ops.op_traits import Kind
 from atomc.ops.state import StateSpec, block_size_of, groups_of
 from atomc.options import Options
 from atomc.program import Program, state_dtype
@@ -261,7 +263,7 @@ def verdict_of(
             errors.setdefault(kind, []).append(_difference(out, own.logits[number][first + row]))
     found = tuple((kind, _agreed(each)) for kind, each in errors.items())
     noise = _noise(program.specs, program.device)
-    in_8_bits = program.dtype not in ROUNDING or program.report.matches["bmm_rope_kv_write"]
+    in_8_bits = program.dtype not in ROUNDING or _multiplies_codes_by_head(program.report)
     limit = max(ROOM * noise, IN_8_BITS) if in_8_bits else ROOM * noise
     verdict = Verdict(found, limit)
     if verdict.right:
@@ -274,6 +276,12 @@ def verdict_of(
             why_not=f"a rounding changes the logits of the class's own forward by {change:.1e}"
         )
     return Verdict(found, max(limit, ABOVE_OWN * change))
+
+
+def _multiplies_codes_by_head(report: Report) -> bool:
+    """Whether products by head have quantized operands, which those of a class do not have."""
+    ops = [REGISTRY[choice.op] for choice in report.kernels]
+    return any(Kind.BMM in op.kind and "weight_scale" in op.signature.parameters for op in ops)
 
 
 def _agreed(errors: Sequence[float]) -> float:
@@ -396,11 +404,11 @@ def _ragged(
 def _rows_of_latents(model: StockModel, report: Report) -> Iterator[None]:
     """Do not quantize what a quantized kv_b_proj multiplies where the program does not."""
     layers = dict(model.named_modules())
+    paths = {each.module_path for each in report.kernels if Kind.WEIGHT in REGISTRY[each.op].kind}
     found = [
         layer
-        for site in report.sites
-        if site.rewrite == "mla_attention" and "scheme" in site.attrs
-        if isinstance(layer := layers.get(f"{site.module_path}.kv_b_proj"), QuantizedLinear)
+        for path in paths
+        if isinstance(layer := layers.get(f"{path}.kv_b_proj"), QuantizedLinear)
     ]
 
     def plain(layer: QuantizedLinear, x: Tensor) -> Tensor:
