@@ -62,11 +62,7 @@ def run(kernel: ops.Kernel, arguments: dict[str, Any]) -> Any:
         workspace["workspace"] = torch.empty(
             kernel.workspace(**arguments), dtype=torch.uint8, device=device
         )
-    prepared = {
-        names[0]: prepare(*map(arguments.get, names)).tensors
-        for names, prepare in kernel.prepare.items()
-        if arguments.get(names[0]) is not None
-    }
+    prepared = kernel.prepared(arguments)
     with PoisonedMemory():
         return kernel.function(**arguments | prepared | workspace)
 

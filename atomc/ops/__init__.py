@@ -15,6 +15,7 @@ from atomc.ops.indexer import (
     indexer_state,
     paged_index_topk,
 )
+from atomc.ops.kv_b_weight import kv_b_keys, kv_b_weight
 from atomc.ops.linear import embedding, linear
 from atomc.ops.mla import (
     bmm_mxfp4,
@@ -88,6 +89,8 @@ __all__ = [
     "index_topk",
     "index_write",
     "indexer_state",
+    "kv_b_keys",
+    "kv_b_weight",
     "kv_state",
     "kv_write",
     "latent_state",

@@ -280,6 +280,22 @@ def _by_head(scheme: str, n: RandomInputs) -> Arguments:
     }
 
 
+def _stored(scheme: str, n: RandomInputs) -> Arguments:
+    """kv_b_proj of N heads, P columns of each for keys and P for values."""
+    quantizer = ops.quant_mxfp4 if scheme == "mxfp4" else ops.quant_fp8_per_token
+    codes, scale = n.quantized(quantizer, N * 2 * P, L)
+    return {"weight": codes, "weight_scale": scale, "scheme": scheme}
+
+
+def _stored_weight(scheme: str, n: RandomInputs) -> Arguments:
+    return _stored(scheme, n) | {"dtype": n.dtype}
+
+
+def _stored_keys(scheme: str, n: RandomInputs) -> Arguments:
+    shape: Arguments = {"group": 128, "heads": N, "nope": P}
+    return _stored(scheme, n) | shape | {"product": scheme, "codes": torch.float8_e4m3fn}
+
+
 def _by_head_and_written(scheme: str, n: RandomInputs) -> Arguments:
     weights = _by_head(scheme, n)
     return (
@@ -380,6 +396,8 @@ EXAMPLES: dict[Op, dict[str, Callable[[RandomInputs], Arguments]]] = {
     ops.paged_index_topk: {"": _indexed_in_cache},
     ops.chosen_mask: {"": lambda n: {"chosen": n.below(n.T, n.T, CHOSEN, dtype=torch.int32)}},
     ops.mla_paged_attention: {"": _latent_projected},
+    ops.kv_b_weight: {scheme: partial(_stored_weight, scheme) for scheme in ("fp8", "mxfp4")},
+    ops.kv_b_keys: {scheme: partial(_stored_keys, scheme) for scheme in ("fp8", "mxfp4")},
     ops.linear_by_head: {"": lambda n: {"x": n(n.T, N, P), "weight": n(N, L, P)}},
     ops.mla_kv_write: {"": _latent},
     ops.mla_rope_kv_write: {"": _latent_queries},

@@ -41,11 +41,26 @@ def _pattern(
     scale: float,
     heads_first: bool,
 ) -> Tensor:
+    both = ops.linear(latent, weight)
+    return attended(q_nope, q_rope, both, k_rope, kv, chosen, scale, heads_first)
+
+
+def attended(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    both: Tensor,
+    k_rope: Tensor,
+    kv: Tensor | None,
+    chosen: Tensor | None,
+    scale: float,
+    heads_first: bool,
+) -> Tensor:
+    """The end of the pattern: attention over `both`, the product that makes keys and values."""
     nope = q_nope.shape[-1]
     state: list[Tensor | None] = [] if kv is None else [kv]
     if chosen is not None:
         state = [kv, ops.chosen_mask(chosen)]
-    both, q = ops.linear(latent, weight), torch.cat((q_nope, q_rope), -1)
+    q = torch.cat((q_nope, q_rope), -1)
     if heads_first:
         batch, heads, tokens, _ = q_rope.shape
         both = both.view(batch, tokens, heads, -1).transpose(1, 2)
@@ -58,7 +73,7 @@ def _pattern(
     return ops.attention(q, k, v, *state, scale=scale)
 
 
-def _replacement(
+def replacement(
     q_nope: Tensor,
     q_rope: Tensor,
     latent: Tensor,
@@ -77,35 +92,39 @@ def _replacement(
     return ops.mla_attention(q_nope, q_rope, latent, k_rope, weight, *state, scale=scale, **some)
 
 
-def _example(heads_first: bool, stateful: bool, sparse: bool) -> Example:
+def rows_example(heads_first: bool, width: int, sparse: bool) -> Example:
+    """Queries of 7 heads, a latent of this width, and the arguments that are no tensors."""
     made: Example = (
         {
             "q_nope": tensor_example(2, 7, 5, 20),
             "q_rope": tensor_example(2, 7, 5, 12),
-            "latent": tensor_example(2, 1, 5, 22),
+            "latent": tensor_example(2, 1, 5, width),
             "k_rope": tensor_example(2, 1, 5, 12),
         }
         if heads_first
         else {
             "q_nope": tensor_example(5, 7, 20),
             "q_rope": tensor_example(5, 7, 12),
-            "latent": tensor_example(5, 22),
+            "latent": tensor_example(5, width),
             "k_rope": tensor_example(5, 1, 12),
         }
     )
-    handle = tensor_example(0, 3, 33, dtype=OneOf(torch.bfloat16, *FP8))
     chosen = torch.zeros((2, 5, 9) if heads_first else (5, 9), dtype=torch.int32)
     return {
         **made,
-        "weight": tensor_example(259, 22),
-        "kv": handle if stateful else None,
+        "kv": tensor_example(0, 13, 33, dtype=OneOf(torch.bfloat16, *FP8)),
         "chosen": chosen if sparse else None,
         "scale": 0.25,
         "heads_first": heads_first,
     }
 
 
-def _guard(q_rope: Tensor, heads_first: bool, **_: object) -> str | None:
+def _example(heads_first: bool, stateful: bool, sparse: bool) -> Example:
+    made = {**rows_example(heads_first, 22, sparse), "weight": tensor_example(259, 22)}
+    return made if stateful else {**made, "kv": None}
+
+
+def guard(q_rope: Tensor, heads_first: bool, **_: object) -> str | None:
     if heads_first and q_rope.dim() != 4:
         return f"q_rope {spell_shape(q_rope.shape)} has {q_rope.dim()} dimensions, expected 4"
     return None
@@ -114,9 +133,9 @@ def _guard(q_rope: Tensor, heads_first: bool, **_: object) -> str | None:
 MLA_ATTENTION = Rewrite(
     "mla_attention",
     _pattern,
-    _replacement,
+    replacement,
     _example,
-    guard=_guard,
+    guard=guard,
     needs={"aten::cat": {}, "aten::expand": {}},
     cases=[
         Case(

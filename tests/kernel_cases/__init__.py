@@ -23,6 +23,8 @@ from kernel_cases.linear import EMBEDDING, LINEAR
 from kernel_cases.mla import (
     BMM_MXFP4,
     BMM_ROPE_KV_WRITE,
+    KV_B_KEYS,
+    KV_B_WEIGHT,
     LINEAR_BY_HEAD,
     LINEAR_SPLIT_CAT,
     MLA_ABSORBED_ATTENTION,
@@ -106,6 +108,8 @@ CASES: dict[str, Cases] = {
     "qk_norm_rope_kv_write": QK_NORM_ROPE_KV_WRITE,
     "paged_attention": PAGED_ATTENTION,
     "mla_absorbed_attention": MLA_ABSORBED_ATTENTION,
+    "kv_b_weight": KV_B_WEIGHT,
+    "kv_b_keys": KV_B_KEYS,
     "linear_by_head": LINEAR_BY_HEAD,
     "mla_attention": MLA_ATTENTION,
     "chosen_mask": CHOSEN_MASK,

@@ -13,7 +13,14 @@ from kernel_cases.attention import CHUNKS, DECODE, MIXED, PREFILL, paged
 from kernel_cases.draw import E4M3, E4M3FNUZ, Cases, Draw, cache_scales, slots_of
 from kernel_cases.indexer import chosen_rows
 from kernel_cases.rope import rotary
-from kernel_cases.scaled_linear import mxfp4_operands, scale_of, scaled_blocks, scaled_fp8
+from kernel_cases.scaled_linear import (
+    int4_operands,
+    int8_operands,
+    mxfp4_operands,
+    scale_of,
+    scaled_blocks,
+    scaled_fp8,
+)
 
 
 def side_by_side(draw: Draw, *lead: int, widths: list[int]) -> tuple[Tensor, ...]:
@@ -377,3 +384,51 @@ MLA_PAGED_ATTENTION: Cases = {
         latent_projected(draw, CHUNKS, cache=E4M3) | {"chosen": chosen_rows(draw, CHUNKS, 9)}
     ),
 }
+
+
+# kv_b_proj of 3 heads, 32 columns of each for keys and 20 for values.
+HEADS, NOPE, ROWS = 3, 32, 156
+STORED = {
+    "fp8": partial(scaled_fp8, per="tensor"),
+    "fp8 per output": scaled_fp8,
+    "fp8_block": scaled_blocks,
+    "int8": int8_operands,
+    "int4": int4_operands,
+    "int4 with zeros": partial(int4_operands, zeros=True),
+    "mxfp4": mxfp4_operands,
+}
+
+
+def stored(draw: Draw, name: str) -> dict[str, Any]:
+    """kv_b_proj as a scheme stores it, for a latent of 192."""
+    made = STORED[name](draw, 1, 192, out=ROWS)
+    parameters = {key: made[key] for key in ("weight", "weight_scale")}
+    if name == "int4 with zeros":
+        parameters["zeros"] = made["zeros"]
+    return parameters | {
+        "scheme": name.split()[0],
+        "group": 128 if name == "fp8_block" else 32,
+    }
+
+
+def kv_b_weight(draw: Draw, name: str) -> dict[str, Any]:
+    made = stored(draw, name)
+    return made if name.startswith("int4") else made | {"dtype": draw.dtype}
+
+
+def kv_b_keys(draw: Draw, name: str, product: str, codes: torch.dtype = E4M3) -> dict[str, Any]:
+    shape = {"heads": HEADS, "nope": NOPE, "product": product, "codes": codes}
+    return stored(draw, name) | shape
+
+
+KV_B_WEIGHT: Cases = {name: partial(kv_b_weight, name=name) for name in STORED}
+KV_B_KEYS: Cases = {
+    f"{name} as {product}": partial(kv_b_keys, name=name, product=product)
+    for name, product in (
+        ("fp8", "fp8"),
+        ("fp8_block", "fp8"),
+        ("fp8_block", "mxfp4"),
+        ("mxfp4", "mxfp4"),
+        ("mxfp4", "fp8"),
+    )
+} | {"fp8 as fnuz": partial(kv_b_keys, name="fp8", product="fp8", codes=E4M3FNUZ)}
