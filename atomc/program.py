@@ -212,7 +212,7 @@ def compile_model(
     keep_texts: bool = False,
     *,
     owned: bool = False,
-    before_free: Callable[[str | None, Sequence[StateSpec]], None] | None = None,
+    before_free: Callable[[str | None, Sequence[StateSpec], Report], None] | None = None,
     hidden: tuple[int, torch.dtype] | None = None,
 ) -> Program:
     """Compile a model for the runtime, or load it from the cache. Its parameters may become views
@@ -226,7 +226,8 @@ def compile_model(
                 FILE}
     owned       no other code reads, writes or moves the weights: the program does not check them,
                 and those that its kernels read only as prepared weights are freed
-    before_free called with the program's key and specs before weights are freed, if any are
+    before_free called with the program's key, specs and report before weights are freed, if any
+                are
     hidden      width and dtype of the hidden states that the model takes after the positions
                 (atomc.models.mtp.DraftModel); None: it takes none
     Raises OptionsError for wrong options, and ValueError with the reason and the line for a model
@@ -253,7 +254,7 @@ def compile_model(
         weights = weight_inputs(compiled, report.notes)
         freed = bytes_of(weights.replaced_groups(inputs), inputs) if frees else 0
         if freed and before_free is not None and device.type != "meta":
-            before_free(key, compiled.state)
+            before_free(key, compiled.state, report)
         made = _made(weights, inputs, device, frees=frees)
         if weights.prepared_inputs and device.type != "meta":
             report.notes.append(weights.note(freed))

@@ -232,11 +232,7 @@ def serving(case: Case, arguments: Arguments, tokens: int, provider: str) -> Ker
 
 def prepared(kernel: Kernel, arguments: Arguments) -> Arguments:
     """The arguments as the kernel takes them: weights in a layout of its own."""
-    return arguments | {
-        names[0]: prepare(*map(arguments.get, names)).tensors
-        for names, prepare in kernel.prepare.items()
-        if arguments.get(names[0]) is not None
-    }
+    return arguments | kernel.prepared(arguments)
 
 
 def measure(case: Case, tokens: int, provider: str, bandwidth: float) -> dict[str, Any]:

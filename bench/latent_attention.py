@@ -1,5 +1,6 @@
 """Time attention over a paged latent cache in Triton (DeepSeek's widths, 512 + 64), on the GPU that
-is here: microseconds, the share of the bandwidth of a copy, and TFLOP/s.
+is here: microseconds, the share of the bandwidth of a copy, and TFLOP/s. For DeepSeek-V3.2, also the
+parts of sparse attention, and their sum as a share of attention over all keys.
 """
 
 import argparse
@@ -9,13 +10,16 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from atomc.kernels.triton.indexer import choose, index_scores
 from atomc.kernels.triton.mla_attention import LatentTiling, attend, tiling
+from atomc.kernels.triton.mla_chosen import attend_chosen
 
 EXAMPLES = """examples:
   all cases:           python bench/latent_attention.py
   one of them:         python bench/latent_attention.py --only "16 heads, decode 64 x 8192"
   an fp8 cache:        python bench/latent_attention.py --fp8
   other tilings:       python bench/latent_attention.py --sweep --only decode
+  sparse attention:    python bench/latent_attention.py --only V3.2
 """
 LATENT, WIDTH, BLOCK = 512, 576, 16
 CASES = {
@@ -31,6 +35,19 @@ CASES = {
             "prompts 16 x 1024": ((1024, 1024),) * 16,
         }.items(),
     )
+}
+# Of DeepSeek-V3.2: heads of attention and of its indexer, width of the indexer's keys, chosen keys.
+HEADS, INDEX_HEADS, INDEX_WIDTH, CHOSEN = 128, 64, 128, 2048
+SPARSE = {
+    f"V3.2, {name}": sequences
+    for name, sequences in {
+        "decode 1 x 32000": ((1, 32000),),
+        "decode 8 x 32000": ((1, 32000),) * 8,
+        "decode 64 x 4096": ((1, 4096),) * 64,
+        "decode 64 x 8192": ((1, 8192),) * 64,
+        "decode 64 x 32000": ((1, 32000),) * 64,
+        "chunk 2048 of 32000": ((2048, 32000),),
+    }.items()
 }
 
 
@@ -73,6 +90,66 @@ class Inputs:
                 cut,
                 self.scale,
             )
+
+
+class SparseInputs:
+    """The parts of sparse attention of one step, over a cache of `dense`."""
+
+    def __init__(self, dense: Inputs):
+        self.dense = dense
+        rows, blocks = dense.q.shape[0], dense.caches[0].shape[0]
+        like = {"device": "cuda", "dtype": torch.bfloat16}
+        self.q = torch.randn(rows, INDEX_HEADS, INDEX_WIDTH, **like)
+        self.weights = torch.randn(rows, INDEX_HEADS, **like)
+        self.keys = torch.randn(blocks, BLOCK, INDEX_WIDTH, **like)
+        if dense.scale is not None:  # each key with a scale of its own
+            codes = self.keys.to(torch.float8_e4m3fn).view(torch.uint8)
+            ones = torch.ones(blocks, BLOCK, 1, device="cuda").view(torch.uint8)
+            self.keys = torch.cat((codes, ones), -1).view(torch.float8_e4m3fn)
+        capacity = dense.tables.shape[1] * BLOCK
+        self.scores = torch.empty(rows, capacity, device="cuda")
+        self.chosen = torch.empty(rows, CHOSEN, dtype=torch.int32, device="cuda")
+        self.cut = tiling(rows, rows, HEADS, 2, CHOSEN, self.q.device)
+
+    def score(self) -> Tensor:
+        given = self.dense.starts, self.dense.lengths, self.dense.tables
+        index_scores(self.q, self.weights, self.keys, self.scores, *given, 0, CHOSEN)
+        return self.scores
+
+    def choose(self) -> Tensor:
+        choose(self.scores, self.chosen, self.dense.starts, self.dense.lengths, 0)
+        return self.chosen
+
+    def attend(self) -> Tensor:
+        dense = self.dense
+        return attend_chosen(
+            dense.q,
+            dense.caches[0],
+            self.chosen,
+            dense.starts,
+            dense.lengths,
+            dense.tables,
+            LATENT,
+            0.1,
+            self.cut,
+            dense.scale,
+        )
+
+    def step(self) -> Tensor:
+        self.score()
+        self.choose()
+        return self.attend()
+
+
+def time_sparse(name: str, sequences: tuple[tuple[int, int], ...], fp8: bool) -> None:
+    """Print the time of each part, of a step, and of attention over all keys."""
+    dense = Inputs(HEADS, sequences, fp8)
+    sparse = SparseInputs(dense)
+    parts = {part: getattr(sparse, part) for part in ("score", "choose", "attend", "step")}
+    taken = {part: seconds([call] * 8) for part, call in parts.items()}
+    of_all = seconds(list(dense.calls(dense.cut())))
+    each = ", ".join(f"{part} {time * 1e6:.1f} us" for part, time in taken.items())
+    print(f"{name}: {each}; all keys {of_all * 1e6:.1f} us: {taken['step'] / of_all:.0%} of that")
 
 
 def _ints(values: object) -> Tensor:
@@ -136,6 +213,9 @@ def main() -> None:
                 f"{name}: {taken * 1e6:.1f} us, {inputs.bytes / taken / copied:.0%} of copy "
                 f"bandwidth, {inputs.flops / taken / 1e12:.0f} TFLOP/s, {tuple(cut)}"
             )
+    for name, sequences in SPARSE.items():
+        if args.only in name:
+            time_sparse(name, sequences, args.fp8)
 
 
 if __name__ == "__main__":

@@ -228,10 +228,7 @@ def fragment_tiles(per_expert: int) -> "Iterator[FragmentTile]":
 def prepared(op: str, function: Callable[..., Any], sets: list[Arguments]) -> list[Arguments]:
     """Arguments with the weights as this kernel reads them; they are the same in all sets."""
     kernel = next(k for k in ops.REGISTRY[op].kernels if k.function is function)
-    made = {
-        names[0]: prepare(*map(sets[0].get, names)).tensors
-        for names, prepare in kernel.prepare.items()
-    }
+    made = kernel.prepared(sets[0])
     return [given | made for given in sets]
 
 

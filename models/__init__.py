@@ -23,6 +23,7 @@ __all__ = ["REGISTRY", "architectures_of", "build", "model_class", "wrap_stock"]
 # Name in config.json's `architectures` -> module:class, imported on use.
 REGISTRY = {
     "DeepseekV2ForCausalLM": "atomc.models.deepseek_v3:DeepseekV2ForCausalLM",
+    "DeepseekV32ForCausalLM": "atomc.models.deepseek_v32:DeepseekV32ForCausalLM",
     "DeepseekV3ForCausalLM": "atomc.models.deepseek_v3:DeepseekV3ForCausalLM",
     "Glm4MoeForCausalLM": "atomc.models.glm4_moe:Glm4MoeForCausalLM",
     "Glm4MoeLiteForCausalLM": "atomc.models.deepseek_v3:Glm4MoeLiteForCausalLM",

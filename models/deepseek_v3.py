@@ -184,7 +184,16 @@ class Attention(nn.Module):
         self.kv = ops.kv_state(heads, self.head_dim)
 
     def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q_TNH = torch.unflatten(self._queries(x_TD), -1, (-1, self.head_dim))
+        q_TNH, k_TNH, v_TNV = self.expanded(self._queries(x_TD), x_TD, cos, sin)
+        out_TNV = ops.attention(q_TNH, k_TNH, v_TNV, self.kv, scale=self.scale)
+        out_TD: Tensor = self.o_proj(out_TNV.flatten(-2))
+        return out_TD
+
+    def expanded(
+        self, q: Tensor, x_TD: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, N, H] of q [T, N * H], and keys [T, N, H] and values [T, N, V] of x."""
+        q_TNH = torch.unflatten(q, -1, (-1, self.head_dim))
         q_nope, q_rope = torch.split(q_TNH, [self.nope, self.rotated], -1)
         latent_TL, k_rope = self.kv_a_proj_with_mqa(x_TD).split([self.latent, self.rotated], -1)
         kv = self.kv_b_proj(self.kv_a_layernorm(latent_TL))
@@ -195,9 +204,7 @@ class Attention(nn.Module):
         k_rope = k_rope.expand(*k_nope.shape[:-1], -1)
         q_TNH = torch.cat((q_nope, q_rope), -1)
         k_TNH = torch.cat((k_nope, k_rope), -1)
-        out_TNV = ops.attention(q_TNH, k_TNH, v_TNV, self.kv, scale=self.scale)
-        out_TD: Tensor = self.o_proj(out_TNV.flatten(-2))
-        return out_TD
+        return q_TNH, k_TNH, v_TNV
 
     def _queries(self, x_TD: Tensor) -> Tensor:
         if self.q_lora_rank is None:
@@ -259,10 +266,9 @@ class MoE(nn.Module):
         return routed.view_as(x) + shared
 
 
-def _layer(config: Config, kind: str) -> Layer:
-    width = config.hidden_size
-    mlp = MoE(config) if kind == "sparse" else MLP(width, config.intermediate_size)
-    return Layer(config, Attention(config), mlp)
+def mlp_of(config: Config, kind: str) -> nn.Module:
+    """The MLP of a layer; kind: of mlp_layer_types."""
+    return MoE(config) if kind == "sparse" else MLP(config.hidden_size, config.intermediate_size)
 
 
 class DeepseekV3ForCausalLM(WithDraftLayer):
@@ -289,7 +295,10 @@ class DeepseekV3ForCausalLM(WithDraftLayer):
     }
 
     def __init__(self, config: Config, *, draft_layer: bool = False):
-        layers = (_layer(config, kind) for kind in config.mlp_layer_types)
+        layers = (
+            Layer(config, Attention(config), mlp_of(config, kind))
+            for kind in config.mlp_layer_types
+        )
         rotary_emb = Rotary(config.rope_parameters, config.qk_rope_head_dim)
         draft = DraftLayer(config, Attention(config), MoE(config)) if draft_layer else None
         super().__init__(config, layers, rotary_emb, draft=draft)

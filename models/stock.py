@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from atomc import ops
 from atomc.json_types import JSONLike
 from atomc.models.stock_experts import experts_of, read_settings, register_experts
+from atomc.models.stock_indexer import enter_indexers, is_indexer
 from atomc.torch_compat.exceptions import out_of_memory
 from atomc.weights.registry import parameter_of
 
@@ -25,6 +26,7 @@ log = logging.getLogger("atomc")
 
 # Values of config.layer_types that ops.attention supports without a mask.
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+INDEXED = "indexed_attention"  # with indexers that ops.index_topk can express
 # The prefix of parameter names that names in a checkpoint do not have.
 PREFIX = "hf_model."
 
@@ -199,6 +201,9 @@ def wrap_stock(hf_model: "PreTrainedModel") -> "StockModel":
 
     name = type(hf_model).__name__
     kinds = set(getattr(hf_model.config.get_text_config(), "layer_types", None) or ()) - LAYER_TYPES
+    indexed = enter_indexers(hf_model)
+    if indexed:
+        kinds -= {INDEXED}
     if kinds or getattr(hf_model, "_is_stateful", False):
         raise ValueError(
             f"{name} has layers of kind {', '.join(sorted(kinds)) or 'recurrent'}, "
@@ -207,7 +212,7 @@ def wrap_stock(hf_model: "PreTrainedModel") -> "StockModel":
     layers = [
         module
         for module in hf_model.modules()
-        if hasattr(module, "layer_idx") and _head_dim(module)
+        if hasattr(module, "layer_idx") and _head_dim(module) and not is_indexer(module)
     ]
     if not layers:
         raise ValueError(
@@ -230,7 +235,7 @@ def wrap_stock(hf_model: "PreTrainedModel") -> "StockModel":
             )
         module.kv = ops.kv_state(_num_kv_heads(module), _head_dim(module))
         module.kv = module.kv.to(hf_model.device, hf_model.dtype)
-    return StockModel(hf_model)
+    return StockModel(hf_model, indexed=indexed)
 
 
 def _set_experts(hf_model: "PreTrainedModel") -> None:
@@ -276,11 +281,16 @@ def _attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
+    indices: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The attention function of transformers: query [B, N, T, H], key [B, K, T, H] and value
     [B, K, T, V] -> [B, T, N, V].
+
+    indices   positions of the keys that an indexer chose, [B, T, K] i32; no mask is read then
     """
+    if indices is not None:
+        attention_mask = ops.chosen_mask(indices)
     kv = getattr(module, "kv", None)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     expected = None if kv is None else tuple(kv.shape[1:])
@@ -307,10 +317,14 @@ def _attention(
 
 
 class StockModel(nn.Module):
-    """hf_model with the forward of our models. Parameter names have the prefix `hf_model.`."""
+    """hf_model with the forward of our models. Parameter names have the prefix `hf_model.`.
 
-    def __init__(self, hf_model: "PreTrainedModel"):
+    indexed  it has indexers, whose layers read a mask of four dimensions, but no number of it
+    """
+
+    def __init__(self, hf_model: "PreTrainedModel", *, indexed: bool = False):
         super().__init__()
+        self.indexed = indexed
         self.hf_model = hf_model
         self.config = hf_model.config
 
@@ -321,11 +335,13 @@ class StockModel(nn.Module):
         i64.
         """
         flat = input_ids.dim() == 1
+        unread = {"attention_mask": positions.new_zeros(1, 1, 1, 1)} if self.indexed else {}
         out = self.hf_model(
             input_ids=input_ids[None] if flat else input_ids,
             position_ids=positions[None] if flat else positions,
             use_cache=False,
             logits_to_keep=0 if logits_rows is None else logits_rows,
+            **unread,
         )
         logits: Tensor = out.logits[0] if flat else out.logits
         return logits

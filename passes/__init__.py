@@ -37,6 +37,7 @@ from atomc.passes.recognize.experts import MOE_EXPERTS, ids_as_chosen
 from atomc.passes.recognize.gated import GELU_AND_MUL, OTHER_GATES, SILU_AND_MUL
 from atomc.passes.recognize.layer_norm import LAYER_NORM
 from atomc.passes.recognize.mla import MASKED_MLA, MLA_ATTENTION
+from atomc.passes.recognize.mla_quantized import MLA_QUANTIZED
 from atomc.passes.recognize.repeat_kv import REPEAT_KV
 from atomc.passes.recognize.rms_norm import OTHER_NORMS, RMS_NORM
 from atomc.passes.recognize.rope import ROPE, ROPE_CAST, ROPE_COMPLEX, ROPE_OTHER_SIGN, ROPE_PARTIAL
@@ -50,6 +51,8 @@ from atomc.rewriting.graph_pass import Pass, rewriting
 
 # Dynamo's graph, in which composite calls are still one node.
 LIFT = Pass("lift", lift, by_site=True, lifts=LIFTED)
+
+BMM_AND_WRITE = rewriting(BMM_ROPE_KV_WRITE, after=["mla_rope_kv_write"])
 
 # The functional ATen graph.
 PIPELINE: tuple[Pass, ...] = (
@@ -77,6 +80,7 @@ PIPELINE: tuple[Pass, ...] = (
     rewriting(
         MLA_ATTENTION,
         *MASKED_MLA,
+        MLA_QUANTIZED,
         after=["cat_of_slices", "proven_masks", "rope_before_transpose"],
     ),
     rewriting(TRANSPOSE_BEFORE_ROPE, after=["mla_attention"], cleanup=True),
@@ -116,7 +120,7 @@ PIPELINE: tuple[Pass, ...] = (
     rewriting(QK_NORM_ROPE_KV_WRITE, after=["bind_state"], paged=True),
     rewriting(ROPE_KV_WRITE, after=["bind_state"], paged=True),
     rewriting(MLA_ROPE_KV_WRITE, after=["rope", "tidy_transposes"]),
-    rewriting(BMM_ROPE_KV_WRITE, after=["mla_rope_kv_write"]),
+    BMM_AND_WRITE,
     Pass("expert_load", expert_load, after=["moe_experts", "bind_state"], paged=True),
     Pass("reinplace", reinplace),
 )
@@ -124,4 +128,5 @@ PIPELINE: tuple[Pass, ...] = (
 # Once per range of token counts: latent attention gets the form that kernels serve there, and ops
 # become calls of kernels.
 ABSORB = Pass("absorb", absorb, cleanup=True)
+AFTER_ABSORB = (BMM_AND_WRITE,)
 LOWER = Pass("lower", lower)

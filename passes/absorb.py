@@ -8,10 +8,16 @@ where no kernel computes keys and values from the cache.
                                                       +-> token -+           > linear_by_head
 
 With W_UK and W_UV, the rows of kv_b_proj of a head, q (W_UK c) = (q W_UK) c, and sum_t p_t W_UV c_t
-= W_UV sum_t p_t c_t (DeepSeek-V2, section 2.1.2). Both are views of the parameter. Per token the
+= W_UV sum_t p_t c_t (DeepSeek-V2, section 2.1.2). Both are views of the weight. Per token the
 products cost what keys and values of one token cost; attention then reads a row of the cache once
 for all heads, with 2 L + R multiplications a pair of a query and a key, not P + R + V. It runs once
 per range of token counts, because kernels for many tokens may serve mla_paged_attention.
+
+Where the model multiplies rows in fp8 or MXFP4 by kv_b_proj, the first product is such a one, if a
+kernel of bmm_rope_kv_write (passes/fuse/bmm_kv_write.py) serves it:
+
+    q_nope > quantizer > bmm -+- mla_rope_kv_write
+    kv_b_keys ----------------+
 """
 
 import operator
@@ -24,25 +30,28 @@ from torch.fx.node import Argument
 from atomc import ops
 from atomc.graph.canonical import value
 from atomc.graph.edit import infer, insert, replace
+from atomc.ops.mla import BMM_SCHEMES
+from atomc.passes.bind_state import fp8_of
 from atomc.rewriting.graph_pass import Context
 from atomc.rewriting.rewrite import Fired
 
 aten = torch.ops.aten
+MXFP4_GROUP = 32
 
 
 def absorb(gm: GraphModule, context: Context) -> list[Fired]:
     """Replace each mla_paged_attention that no kernel serves in this range."""
-    assert context.serves is not None
+    assert context.first is not None
     sites = [
         node
         for node in gm.graph.nodes
-        if node.target is ops.mla_paged_attention.overload and not context.serves(node)
+        if node.target is ops.mla_paged_attention.overload and context.first(node) is None
     ]
-    return [_absorbed(node) for node in sites]
+    return [_absorbed(node, context) for node in sites]
 
 
 class _Halves(NamedTuple):
-    """The projections of a head: w_uk [H, L, P], w_uv [H, V, L], views of kv_b_proj."""
+    """The projections of a head: w_uk [H, L, P], w_uv [H, V, L], views of the weight."""
 
     w_uk: Node
     w_uv: Node
@@ -56,7 +65,7 @@ def _halves(before: Node, weight: Node, heads: int, nope: int) -> _Halves:
     return _Halves(insert(before, aten.transpose.int, w_uk, 1, 2), w_uv)
 
 
-def _absorbed(node: Node) -> Fired:
+def _absorbed(node: Node, context: Context) -> Fired:
     given = ops.mla_paged_attention.signature.bind(*node.args, **node.kwargs).arguments
     q, weight, cache = (_node(given.pop(name)) for name in ("q", "weight", "kv_cache"))
     latent = value(weight).shape[-1]
@@ -67,7 +76,11 @@ def _absorbed(node: Node) -> Fired:
     at = node if written is None else written
     halves = _halves(at, weight, heads, nope)
     if written is not None:
-        _project(written, halves.w_uk)
+        latents = _quantized_product(written, weight, heads, nope, context)
+        if latents is None:
+            latents = insert(written, ops.linear_by_head.overload, _q_nope(written), halves.w_uk)
+        written.args = (latents, *written.args[1:])
+        infer(written)
         infer(q)
     else:
         parts = [
@@ -90,12 +103,75 @@ def _only_writer(q: Node) -> Node | None:
     return writer if writer.target is ops.mla_rope_kv_write.overload else None
 
 
-def _project(writer: Node, w_uk: Node) -> None:
-    """Let the queries of a write be projected to the latent space first."""
-    q_nope = _node(ops.mla_rope_kv_write.signature.bind(*writer.args, **writer.kwargs).args[0])
-    latent = insert(writer, ops.linear_by_head.overload, q_nope, w_uk)
-    writer.args = (latent, *writer.args[1:])
-    infer(writer)
+def _q_nope(writer: Node) -> Node:
+    return _node(writer.args[0])
+
+
+def _quantized_product(
+    writer: Node, weight: Node, heads: int, nope: int, context: Context
+) -> Node | None:
+    """The queries of a write times W_UK, both in the format in which the model multiplies by
+    kv_b_proj; None if no kernel multiplies and writes at once.
+    """
+    if weight.target is not ops.kv_b_weight.overload:
+        return None
+    stored = ops.kv_b_weight.bind(*weight.args, **weight.kwargs)
+    scheme, codes = stored["activations"], fp8_of(context.platform)
+    assert isinstance(scheme, str)
+    if scheme not in BMM_SCHEMES or (scheme == "mxfp4" and nope % MXFP4_GROUP):
+        return None
+    if _is_off("bmm_rope_kv_write", writer, context):
+        return None
+    keys = insert(
+        writer,
+        ops.kv_b_keys.overload,
+        *(stored[name] for name in ("weight", "weight_scale", "zeros")),
+        **{name: stored[name] for name in ("scheme", "group")},
+        heads=heads,
+        nope=nope,
+        product=scheme,
+        codes=codes,
+    )
+    w_uk, scale = (insert(writer, operator.getitem, keys, i) for i in (0, 1))
+    if not _is_served(writer, w_uk, scale, scheme, codes, context):
+        for node in (scale, w_uk, keys):
+            node.graph.erase_node(node)
+        return None
+    q_nope = _q_nope(writer)
+    if scheme == "fp8":
+        quantized = insert(writer, ops.quant_fp8_group.overload, q_nope, dtype=codes)
+        bmm = ops.scaled_bmm_fp8.overload
+    else:
+        quantized = insert(writer, ops.quant_mxfp4.overload, q_nope)
+        bmm = ops.bmm_mxfp4.overload
+    q, q_scale = (insert(writer, operator.getitem, quantized, i) for i in (0, 1))
+    return insert(writer, bmm, q, w_uk, q_scale, scale, out_dtype=value(q_nope).dtype)
+
+
+def _is_off(name: str, node: Node, context: Context) -> bool:
+    return context.options.passes.get(name) is False or context.off_here(name, node) is not None
+
+
+def _is_served(
+    writer: Node, w_uk: Node, scale: Node, scheme: str, codes: torch.dtype, context: Context
+) -> bool:
+    """Whether a kernel multiplies in this scheme and writes at once. One that waits for the device
+    is for correctness alone.
+    """
+    assert context.first is not None
+    q_nope, *rest = writer.args
+    given = (q_nope, w_uk, scale, *rest)
+    fused = insert(
+        writer,
+        ops.bmm_rope_kv_write.overload,
+        *given,
+        **writer.kwargs,
+        scheme=scheme,
+        dtype=codes,
+    )
+    kernel = context.first(fused)
+    writer.graph.erase_node(fused)
+    return kernel is not None and not kernel.syncs
 
 
 def _node(given: Argument) -> Node:

@@ -55,15 +55,19 @@ def bind_state(gm: GraphModule, context: Context) -> Outcome:
 
 
 class _Site(NamedTuple):
-    """A call with a state handle. given: its arguments by name; values: the same with fake tensors
-    instead of nodes.
+    """A call with a state handle. values: its arguments by name, with fake tensors instead of
+    nodes.
     """
 
     node: Node
+    op: Op
     binding: StateBinding
-    given: dict[str, Argument]
     values: dict[str, Any]
     spec: StateSpec
+
+    def given(self) -> dict[str, Argument]:
+        """Its arguments by name; they may be results of calls that were replaced before it."""
+        return _given(self.op, self.node)
 
 
 def _sites(graph: Graph, context: Context) -> list[_Site]:
@@ -85,8 +89,7 @@ def _sites(graph: Graph, context: Context) -> list[_Site]:
 
 def _site(node: Node, op: Op, context: Context) -> _Site:
     assert op.state is not None
-    given = dict(op.signature.bind(*node.args, **node.kwargs).arguments)
-    values = _mapped(value, given)
+    values = _mapped(value, _given(op, node))
     codes = context.options.kv_cache_dtype == "fp8" or values[op.state.handle].dtype in FP8
     try:
         spec = op.state.spec(module_path(node), values, fp8_of(context.platform) if codes else None)
@@ -94,7 +97,11 @@ def _site(node: Node, op: Op, context: Context) -> _Site:
         raise ValueError(
             f"{op.name} in {module_path(node)} ({source_line(node)}): {error}"
         ) from None
-    return _Site(node, op.state, given, values, spec)
+    return _Site(node, op, op.state, values, spec)
+
+
+def _given(op: Op, node: Node) -> dict[str, Argument]:
+    return dict(op.signature.bind(*node.args, **node.kwargs).arguments)
 
 
 def _mapped(function: Callable[[Node], Any], given: Mapping[str, Argument]) -> dict[str, Any]:
@@ -114,7 +121,7 @@ def _bound(site: _Site, number: int, inputs: "RuntimeInputs") -> Fired:
     step: Any = _Fields(inputs, site.binding.tokens(site.values), spec.group, proxy)
     before = node.prev
     with graph.inserting_before(node):
-        result: Any = site.binding.form(_mapped(proxy, site.given), state, step)
+        result: Any = site.binding.form(_mapped(proxy, site.given()), state, step)
     made = [each for each in nodes_between(before, node) if each.op != "placeholder"]
     _describe(made, result.node, node)
     node.replace_all_uses_with(result.node)

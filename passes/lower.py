@@ -9,10 +9,12 @@ from collections.abc import Hashable
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import Argument
 
 from atomc import ops
 from atomc.graph.canonical import arguments_of, value
-from atomc.ops.op import Extra
+from atomc.ops.op import Attribute, Extra
+from atomc.ops.op_traits import Kind
 from atomc.rewriting.graph_pass import Context, Outcome
 from atomc.rewriting.rewrite import Fired
 
@@ -48,17 +50,25 @@ def _call_kernel(
     shared: dict[Hashable, Node],
 ) -> None:
     arguments = op.signature.bind(*node.args, **node.kwargs).arguments
+    every = op.bind(*node.args, **node.kwargs)
+    attributes = tuple((name, _plain(every[name])) for name in kernel.attributes)
     added: dict[str, Node] = {}
     for names, prepare in kernel.prepare.items():
         weights = [arguments.get(name) for name in names]
         if weights[0] is None:
             continue
-        key: Hashable = (*weights, prepare)
+        key: Hashable = (*weights, prepare, attributes)
         if key not in extras:
             extras[key] = _placeholder(graph, f"prepared_{len(extras)}")
             inputs = tuple(weight.name if weight is not None else None for weight in weights)
             extras[key].meta["extra"] = Extra(
-                "prepared", extras[key].name, prepare, inputs, kernel.keeps_original
+                "prepared",
+                extras[key].name,
+                prepare,
+                inputs,
+                attributes,
+                _bytes_of_results(node) if Kind.WEIGHT in op.kind else None,
+                kernel.keeps_original,
             )
         added[names[0]] = extras[key]
     if kernel.plan is not None:
@@ -87,6 +97,17 @@ def _call_kernel(
     node.meta["kernel"] = kernel.provider
     if added:
         node.args, node.kwargs = (), {**arguments, **added}
+
+
+def _plain(given: Argument) -> Attribute:
+    assert given is None or isinstance(given, int | str | torch.dtype)
+    return given
+
+
+def _bytes_of_results(node: Node) -> int:
+    made = value(node)
+    results = [made] if isinstance(made, torch.Tensor) else made
+    return sum(int(each.nbytes) for each in results)
 
 
 def _placeholder(graph: Graph, name: str) -> Node:

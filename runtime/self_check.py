@@ -4,7 +4,8 @@ The runtime passes position_ids and calls a class once for the new tokens of man
 that ignores positions, or mixes tokens other than by attention, compiles but computes wrong logits.
 This cannot be seen from its code (ALiBi needs no positions either), so the check compares numbers:
 two short sequences run through the compiled program, in chunks, batched and token by token, and at
-once through the class's own forward, with its own attention and the same weights.
+once through the class's own forward, with its own attention and the same weights. Where latent
+attention multiplies rows by a quantized kv_b_proj without quantizing them, so does the class.
 """
 
 import inspect
@@ -13,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -23,9 +25,13 @@ from atomc.cache.fingerprint import digest, file_digest, sources_in
 from atomc.cache.store import DamagedEntry, Entry
 from atomc.errors import first_line
 from atomc.models.stock import StockModel
+from atomc.ops import REGISTRY
+from atomc.ops.op_traits import Kind
 from atomc.ops.state import StateSpec, block_size_of, groups_of
 from atomc.options import Options
 from atomc.program import Program, state_dtype
+from atomc.quantization.linear import QuantizedLinear
+from atomc.report.report import Report
 from atomc.runtime.runner import Runner
 from atomc.runtime.step import Chunk, ScheduledStep
 
@@ -65,8 +71,9 @@ AGREEING = 0.25
 # resulting difference; above MOST, the check is inconclusive.
 ABOVE_OWN = 3.0
 MOST = 0.7
-# Minimum limit if the program's KV cache has 8 bits, unlike that of the class.
-CACHE_IN_8_BITS = 0.25
+# Minimum limit if the program's KV cache or its products per head have 8 bits or less, unlike those
+# of the class.
+IN_8_BITS = 0.25
 
 
 @dataclass(frozen=True)
@@ -106,21 +113,25 @@ class OwnForward:
 
 
 def before_free(
-    model: StockModel, options: Options, key: str | None, specs: Sequence[StateSpec]
+    model: StockModel,
+    options: Options,
+    key: str | None,
+    specs: Sequence[StateSpec],
+    report: Report,
 ) -> OwnForward | None:
     """All that self_check will need of the class's own forward, which cannot run after weights are
     freed; None if the cache has the verdict.
 
-    key, specs  of the program
+    key, specs, report  of the program
     """
     entry = _entry(model, key, options)
     if entry is not None and _read(entry) is not None:
         return None
-    own = own_forward(model)
+    own = own_forward(model, report)
     if own.why_not:
         return own
     noise = _noise(specs, model.hf_model.device)
-    return replace(own, change=_own_noise(model.hf_model, own.sequences, own.logits, noise))
+    return replace(own, change=_own_noise(model, report, own, noise))
 
 
 def self_check(
@@ -214,8 +225,8 @@ def _reason(hf_model: Any) -> str:
     return f" (its forward takes no {' and no '.join(missing)})" if missing else ""
 
 
-def own_forward(model: StockModel) -> OwnForward:
-    """Run the class's own forward."""
+def own_forward(model: StockModel, report: Report) -> OwnForward:
+    """Run the class's own forward. report: of the program that it is compared with."""
     hf_model = model.hf_model
     longest = getattr(hf_model.config.get_text_config(), "max_position_embeddings", None)
     if isinstance(longest, int) and longest < max(LENGTHS):
@@ -230,7 +241,7 @@ def own_forward(model: StockModel) -> OwnForward:
         _tokens(hf_model.config, vocab_size, length, seed) for seed, length in enumerate(LENGTHS)
     ]
     try:
-        logits = _own_logits(hf_model, sequences)
+        logits = _own_logits(model, report, sequences)
     except Exception as error:  # code of others, such as layers that only run compiled
         why = f"the class's own forward fails: {type(error).__name__}: {first_line(error)}"
         return OwnForward([], [], why_not=why)
@@ -243,7 +254,7 @@ def verdict_of(
     model: StockModel, program: Program, *, columns: int = 1, own: OwnForward | None = None
 ) -> Verdict:
     """Run both computations and compare their logits. own: computed before."""
-    own = own or own_forward(model)
+    own = own or own_forward(model, program.report)
     if own.why_not:
         return Verdict(why_not=own.why_not)
     errors: dict[str, list[float]] = {}
@@ -252,18 +263,25 @@ def verdict_of(
             errors.setdefault(kind, []).append(_difference(out, own.logits[number][first + row]))
     found = tuple((kind, _agreed(each)) for kind, each in errors.items())
     noise = _noise(program.specs, program.device)
-    limit = ROOM * noise if program.dtype in ROUNDING else max(ROOM * noise, CACHE_IN_8_BITS)
+    in_8_bits = program.dtype not in ROUNDING or _multiplies_codes_by_head(program.report)
+    limit = max(ROOM * noise, IN_8_BITS) if in_8_bits else ROOM * noise
     verdict = Verdict(found, limit)
     if verdict.right:
         return verdict
     change = own.change
     if change is None:
-        change = _own_noise(model.hf_model, own.sequences, own.logits, noise)
+        change = _own_noise(model, program.report, own, noise)
     if ABOVE_OWN * change > MOST:
         return Verdict(
             why_not=f"a rounding changes the logits of the class's own forward by {change:.1e}"
         )
     return Verdict(found, max(limit, ABOVE_OWN * change))
+
+
+def _multiplies_codes_by_head(report: Report) -> bool:
+    """Whether products by head have quantized operands, which those of a class do not have."""
+    ops = [REGISTRY[choice.op] for choice in report.kernels]
+    return any(Kind.BMM in op.kind and "weight_scale" in op.signature.parameters for op in ops)
 
 
 def _agreed(errors: Sequence[float]) -> float:
@@ -282,9 +300,7 @@ def _noise(specs: Sequence[StateSpec], device: torch.device) -> float:
     return rounding * math.sqrt(len(specs))
 
 
-def _own_noise(
-    hf_model: Any, sequences: Sequence[Sequence[int]], expected: Sequence[Tensor], noise: float
-) -> float:
+def _own_noise(model: StockModel, report: Report, own: OwnForward, noise: float) -> float:
     """How much the logits of the class's own forward change with this noise in its embeddings."""
 
     def disturb(_: nn.Module, __: Any, out: Tensor) -> Tensor:
@@ -295,23 +311,26 @@ def _own_noise(
         )
         return (out.double() * (1 + noise * signs)).to(out.dtype)
 
-    hook = hf_model.get_input_embeddings().register_forward_hook(disturb)
+    hook = model.hf_model.get_input_embeddings().register_forward_hook(disturb)
     try:
-        found = _own_logits(hf_model, sequences)
+        found = _own_logits(model, report, own.sequences)
     finally:
         hook.remove()
     return _agreed(
         [
             _difference(row, other)
-            for out, own in zip(found, expected, strict=True)
-            for row, other in zip(out, own, strict=True)
+            for out, expected in zip(found, own.logits, strict=True)
+            for row, other in zip(out, expected, strict=True)
         ]
     )
 
 
-def _own_logits(hf_model: Any, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+def _own_logits(
+    model: StockModel, report: Report, sequences: Sequence[Sequence[int]]
+) -> list[Tensor]:
     """Logits [T, V] of each sequence, by the class's own forward."""
-    with torch.no_grad(), own_attention(hf_model):
+    hf_model = model.hf_model
+    with torch.no_grad(), own_attention(hf_model), _rows_of_latents(model, report):
         return [
             hf_model(input_ids=torch.tensor([tokens], device=hf_model.device), use_cache=False)
             .logits[0]
@@ -379,6 +398,29 @@ def _ragged(
         for i, (kind, count) in enumerate(step):
             done[i] += count
             yield kind, i, done[i] - wanted[i], logits[i]
+
+
+@contextmanager
+def _rows_of_latents(model: StockModel, report: Report) -> Iterator[None]:
+    """Do not quantize what a quantized kv_b_proj multiplies where the program does not."""
+    layers = dict(model.named_modules())
+    paths = {each.module_path for each in report.kernels if Kind.WEIGHT in REGISTRY[each.op].kind}
+    found = [
+        layer
+        for path in paths
+        if isinstance(layer := layers.get(f"{path}.kv_b_proj"), QuantizedLinear)
+    ]
+
+    def plain(layer: QuantizedLinear, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, layer.dequantized().to(x.dtype))
+
+    for layer in found:
+        layer.__dict__["forward"] = partial(plain, layer)
+    try:
+        yield
+    finally:
+        for layer in found:
+            del layer.__dict__["forward"]
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from atomc.models.stock import StockModel
 from atomc.ops.state import StateSpec, block_size_of, groups_of
 from atomc.options import Options
 from atomc.program import Program, compile_model
+from atomc.report.report import Report
 from atomc.runtime import self_check
 from atomc.runtime.capacity import GRAPH_SHARE, Capacity, capacity, free_memory
 from atomc.runtime.config import EngineConfig
@@ -112,11 +113,11 @@ class Worker:
         """The state of the model and of its draft model."""
         return (*self.program.specs, *(self.draft.specs if self.draft is not None else ()))
 
-    def _before_free(self, key: str | None, specs: Sequence[StateSpec]) -> None:
+    def _before_free(self, key: str | None, specs: Sequence[StateSpec], report: Report) -> None:
         """Compute what the self check needs of weights that are going to be freed."""
         if self.config.self_check and isinstance(self.module, StockModel):
             options = Options.of(self.config.options)
-            self._own_forward = self_check.before_free(self.module, options, key, specs)
+            self._own_forward = self_check.before_free(self.module, options, key, specs, report)
 
     def _set_threads(self, spare_cores: int) -> None:
         if next(self.module.parameters()).device.type != "cpu":

@@ -79,7 +79,9 @@ def parts(cells: list[Cell]) -> set[str]:
 def off(result: Tensor) -> None:
     """Make the first element another number."""
     first = (0,) * result.dim()
-    if result.dtype.itemsize == 1:
+    if result.dtype == torch.bool:
+        result[first] = not result[first]
+    elif result.dtype.itemsize == 1:
         result.view(torch.uint8)[first] ^= 0b0101_0101
     else:
         result[first] += 100

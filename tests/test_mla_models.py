@@ -112,14 +112,15 @@ FP8_BLOCK = {
     "activation_scheme": "dynamic",
     "weight_block_size": [128, 128],
 }
-KEPT = ("embed_tokens", "lm_head", "norm", "mlp.gate.")
+KEPT = ("embed_tokens", "lm_head", "norm", "mlp.gate.", "weights_proj")
 
 
-def hub_checkpoint(path: Path) -> dict[str, Tensor]:
+def hub_checkpoint(path: Path, name: str = "deepseek_v3") -> dict[str, Tensor]:
     """A checkpoint as DeepSeek publishes it: experts one by one, fp8 in blocks of 128, and a draft
     layer behind the last one. Returns the weights of the model.
     """
-    model = theirs_of("deepseek_v3", **KINDS["deepseek_v3"][1] | WIDE)
+    model_type, differs = KINDS[name]
+    model = theirs_of(model_type, **differs | WIDE)
     weights = {name: tensor.data for name, tensor in model.state_dict().items()}
     draft = {
         name.replace(".layers.1.", ".layers.2."): tensor.clone()
@@ -138,7 +139,7 @@ def hub_checkpoint(path: Path) -> dict[str, Tensor]:
         owner, _, leaf = name.rpartition(".")
         stored |= {f"{owner}.{leaf if kept else key}": part for key, part in parts.items()}
     config = model.config.to_dict() | {
-        "architectures": ["DeepseekV3ForCausalLM"],
+        "architectures": [type(model).__name__],
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
         "moe_layer_freq": 1,

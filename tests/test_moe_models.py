@@ -34,6 +34,8 @@ LATENT = {
     "moe_intermediate_size": 32,
     "eos_token_id": None,
 }
+# Enough heads that no score is 0, where all keys would be equal.
+INDEXER = {"index_topk": 6, "index_n_heads": 12, "index_head_dim": 20}
 MSCALE = YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}
 HUNYUAN = {"num_experts": 8, "moe_topk": 2, "head_dim": 16, "eos_token_id": None}
 DYNAMIC = {"rope_type": "dynamic", "factor": 1.0, "alpha": 1000.0}
@@ -152,6 +154,24 @@ KINDS = {
             "rms_norm_eps": 1e-3,
         },
     ),
+    "deepseek_v32": (
+        "deepseek_v32",
+        LATENT
+        | INDEXER
+        | {
+            "first_k_dense_replace": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": MSCALE,
+        },
+    ),
+    "deepseek_v32, short": (
+        "deepseek_v32",
+        LATENT
+        | INDEXER
+        | {"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}
+        | {"index_topk": 500, "attention_bias": True},
+    ),
     "glm4_moe_lite": (
         "glm4_moe_lite",
         LATENT | {"tie_word_embeddings": True, "v_head_dim": 28},
@@ -178,6 +198,7 @@ ARCHITECTURES = (
     "deepseek_v2",
     "deepseek_v3",
     "deepseek_v3, no q_lora",
+    "deepseek_v32",
     "glm4_moe_lite",
     "hunyuan_v1_moe",
 )
@@ -295,6 +316,7 @@ FAST = {
     Cell("glm4_moe", "stock", torch.bfloat16),
     Cell("deepseek_v2", "stock", torch.float32),
     Cell("deepseek_v3", "ours", torch.float32),
+    Cell("deepseek_v32", "ours", torch.float32),
     Cell("glm4_moe_lite", "ours", torch.bfloat16),
     Cell("hunyuan_v1_moe", "ours", torch.float32),
 }

@@ -209,7 +209,26 @@ def test_a_draft_model_may_read_hidden_states_of_several_layers():
     compare_drafts(llm.engine, Reference(of_two_layers), 20)
 
 
-def test_the_draft_layer_of_a_model_with_latent_attention_caches_latents_too(tmp_path):
+@pytest.mark.parametrize(
+    ("indexer", "kinds"),
+    [
+        ({}, {"latent"}),
+        (
+            {
+                "architectures": ["DeepseekV32ForCausalLM"],
+                "model_type": "deepseek_v32",
+                "index_topk": 6,
+                "index_n_heads": 12,
+                "index_head_dim": 20,
+            },
+            {"latent", "indexer"},
+        ),
+    ],
+    ids=["all keys", "chosen keys"],
+)
+def test_the_draft_layer_of_a_model_with_latent_attention_has_its_state_too(
+    indexer, kinds, tmp_path
+):
     latent = {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
@@ -221,7 +240,7 @@ def test_the_draft_layer_of_a_model_with_latent_attention_caches_latents_too(tmp
         "v_head_dim": 12,
         "n_group": 2,
         "topk_group": 1,
-    }
+    } | indexer
     model = write(tmp_path / "model", tensors_of(tiny_model(**latent)), **latent)
     one = engine(
         model,
@@ -231,7 +250,7 @@ def test_the_draft_layer_of_a_model_with_latent_attention_caches_latents_too(tmp
         max_model_len=160,
         enable_prefix_caching=False,
     )
-    assert {spec.kind for spec in one.executor.draft.specs} == {"latent"}
+    assert {spec.kind for spec in one.executor.draft.specs} == kinds
     compare_drafts(one, Reference(**latent), 20)
 
 

@@ -353,6 +353,8 @@ def test_kind_and_rows_have_no_default():
 NAMED = ("ops", "kernels", "passes")
 # A name that is also another's.
 ALSO = {
+    ("models/deepseek_v32.py", "index_topk"): "a field of a config.json",
+    ("models/stock_indexer.py", "index_topk"): "the same field",
     ("models/rotary.py", "linear"): "a scaling of rotary positions in a config.json",
     ("runtime/server/embeddings.py", "embedding"): "a field of OpenAI's API",
 }

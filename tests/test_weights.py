@@ -277,8 +277,8 @@ def test_an_owner_is_told_which_weights_only_prepared_ones_stand_for(read, keeps
         parameter(5, 4),
     ]  # the first two are packed, as the fourth
     wanted = [
-        PreparedInput((3,), (0, 1), halved, keeps[0]),
-        PreparedInput((2,), (2,), halved, keeps[1]),
+        PreparedInput((3,), (0, 1), halved, keeps_original=keeps[0]),
+        PreparedInput((2,), (2,), halved, keeps_original=keeps[1]),
     ]
     inputs = WeightInputs({3: [0, 1]}, wanted, set(read), [])
     pack, (half,), (other,) = inputs.materialize(args)

@@ -224,7 +224,11 @@ def weight_inputs(compiled: Compiled, notes: list[str]) -> WeightInputs:
         given = tuple(None if name is None else number[name] for name in extra.weights)
         names = [name for name in extra.weights if name is not None]
         parts = tuple(number[part] for name in names for part in compiled.packed.get(name, (name,)))
-        wanted.append(PreparedInput(given, parts, extra.function, extra.keeps_original))
+        wanted.append(
+            PreparedInput(
+                given, parts, extra.function, extra.attributes, extra.bytes, extra.keeps_original
+            )
+        )
     groups = {
         number[name]: [number[part] for part in parts] for name, parts in compiled.packed.items()
     }

@@ -15,7 +15,7 @@ from atomc.compiler.select import Selection
 from atomc.compiler.weight_forms import WeightForms
 from atomc.ops.op import Extra
 from atomc.report.report import Report
-from atomc.rewriting.graph_pass import Context
+from atomc.rewriting.graph_pass import Context, Pass
 from atomc.token_range import Tokens
 from atomc.weights.prepared import unpreparable
 from atomc.weights.registry import is_freed, is_read, location_of
@@ -90,7 +90,7 @@ def _selected(
     )
     spans = ranges.ranges_of(gm, select().could_serve)
     selected: list[tuple[GraphModule, Selection]] = []
-    layout = None
+    layout, shown = None, report
     for span in spans:
         graph = copy_graph(gm) if len(spans) > 1 else gm
         graph.meta["tokens"] = span
@@ -98,6 +98,9 @@ def _selected(
         lowering = _lowering(context, selection)
         if pipeline.run(graph, [passes.ABSORB], lowering, report, observers).fired:
             selection.unfit = {}  # this graph differs from those of other ranges
+            # In each of these ranges the same fires, and the report has it once.
+            pipeline.run(graph, _after_absorb(context), lowering, shown, observers)
+            shown = Report(report.model)
         layout = layout or selection.fix_layout(list(graph.graph.nodes))
         selected.append((graph, selection))
     forms.settle(selected)
@@ -105,7 +108,12 @@ def _selected(
 
 
 def _lowering(context: Context, selection: Selection) -> Context:
-    return replace(context, choose=selection.choose, serves=selection.serves)
+    return replace(context, choose=selection.choose, first=selection.first)
+
+
+def _after_absorb(context: Context) -> list[Pass]:
+    """The passes that absorb makes work for, without those that options turn off."""
+    return [p for p in passes.AFTER_ABSORB if context.options.passes.get(p.name) is not False]
 
 
 def _forms(gm: GraphModule, context: Context) -> WeightForms:

@@ -196,10 +196,6 @@ class Selection:
         """The kernel that `choose` would return now; nothing is recorded."""
         return next((k for k in self._ranked(_op(node)) if not self._refuses(k, node)), None)
 
-    def serves(self, node: Node) -> bool:
-        """Whether there is a kernel for this node in this range."""
-        return self.first(node) is not None
-
     def could_serve(self, node: Node) -> list[Kernel]:
         """The kernels that refuse this node at most for its number of tokens, up to the first for
         any number.

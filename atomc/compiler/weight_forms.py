@@ -4,7 +4,8 @@ it.
 The owner of a module (torch.compile) keeps the originals. Where the runtime owns the weights, it
 holds what its kernels read, and frees originals that none of them reads. Each further form of a
 weight is a copy. There is none of experts and, in the runtime on a GPU, none of a weight of SMALL
-bytes or more; all other copies together take at most MOST_COPIED of the memory.
+bytes or more; all other copies together take at most MOST_COPIED of the memory. What an op of
+Kind.WEIGHT computes is no copy, but another weight: a graph has it where it reads it.
 """
 
 import math
@@ -164,6 +165,8 @@ class WeightForms:
         """Whether no copy of this weight may be held."""
         if any(_is_expert(reading.name, node) for _, node in reading.readers):
             return True
+        if all(Kind.WEIGHT in _op(node).kind for _, node in reading.readers):
+            return False
         return self.owned and not self.platform.is_cpu and _nbytes(reading.weight) >= SMALL
 
     def _once(self, reading: Reading, form: Form) -> str:

@@ -278,9 +278,10 @@ class _Inputs:
             return f"Packed({node.meta['packed']})"
         if "extra" in node.meta and node.meta["extra"].kind == "prepared":
             extra = node.meta["extra"]
+            attributes = f", attributes={extra.attributes}" if extra.attributes else ""
             return (
                 f"Prepared({extra.function.__module__!r}, {extra.function.__qualname__!r}, "
-                f"{extra.weights})"
+                f"{extra.weights}{attributes})"
             )
         if isinstance(value, torch.SymInt):
             return str(_concrete(value))

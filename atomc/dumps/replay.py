@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.fx.node import Argument
 
 from atomc.weights.packed import concatenated
+from atomc.weights.prepared import Attributes
 
 # In the folder of a graph: inputs by name, and outputs, of one call.
 RECORDED = "recorded.pt"
@@ -79,18 +80,19 @@ class Packed:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A prepared weight: the tensors that module.function returns for the weights of these
-    names.
+    """A prepared weight: the tensors that module.function returns for the weights of these names
+    and these attributes.
     """
 
     module: str
     function: str
     names: tuple[str | None, ...]
+    attributes: Attributes = ()
 
     def make(self, made: Mapping[str, Argument]) -> tuple[Tensor, ...]:
         function = operator.attrgetter(self.function)(importlib.import_module(self.module))
         tensors: tuple[Tensor, ...] = function(
-            *[None if name is None else made[name] for name in self.names]
+            *[None if name is None else made[name] for name in self.names], **dict(self.attributes)
         ).tensors
         return tensors
 

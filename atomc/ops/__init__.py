@@ -8,6 +8,14 @@ from atomc.ops.attention import attention, kv_write, paged_attention
 from atomc.ops.collective import all_reduce, allreduce_add_rms_norm, allreduce_rms_norm
 from atomc.ops.expert_load import count_experts
 from atomc.ops.experts import moe_experts
+from atomc.ops.indexer import (
+    chosen_mask,
+    index_topk,
+    index_write,
+    indexer_state,
+    paged_index_topk,
+)
+from atomc.ops.kv_b_weight import kv_b_keys, kv_b_weight
 from atomc.ops.linear import embedding, linear
 from atomc.ops.mla import (
     bmm_mxfp4,
@@ -77,9 +85,15 @@ __all__ = [
     "attention",
     "bmm_mxfp4",
     "bmm_rope_kv_write",
+    "chosen_mask",
     "count_experts",
     "embedding",
     "gelu_and_mul",
+    "index_topk",
+    "index_write",
+    "indexer_state",
+    "kv_b_keys",
+    "kv_b_weight",
     "kv_state",
     "kv_write",
     "latent_state",
@@ -102,6 +116,7 @@ __all__ = [
     "moe_experts_w4a16",
     "op_of",
     "paged_attention",
+    "paged_index_topk",
     "qk_norm_rope",
     "qk_norm_rope_kv_write",
     "quant_fp8_group",

@@ -6,16 +6,17 @@ width, R rotated width.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atomc.ops.attention import attention, from_cache, paged_attention
+from atomc.ops.attention import attention, from_cache
+from atomc.ops.indexer import among_chosen, chosen_mask
 from atomc.ops.mla import mla_kv_write
 from atomc.ops.op import op
-from atomc.ops.op_cost import OpCall, Work, bytes_of
+from atomc.ops.op_cost import Formula, OpCall, Work, bytes_of, least
 from atomc.ops.op_traits import Arguments, Kind, StateBinding, StepFields
 from atomc.ops.state import StateSpec, state_handle
 
@@ -53,18 +54,29 @@ def _shape(
     kv: Tensor | None = None,
     *,
     scale: float,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     *lead, heads, nope = q_nope.shape
     return q_nope.new_empty((*lead, heads, weight.shape[0] // heads - nope))
 
 
+def _read_and_seen(call: OpCall) -> tuple[Formula, Formula]:
+    """The rows of the cache that are read, and the keys that a token sees. Each sequence reads its
+    rows once, for all heads; of chosen keys, those of each token.
+    """
+    q, chosen = call["q"], call.arguments["chosen"]
+    tokens, sequences = math.prod(q.shape[:-2]), call["seq_lens"].shape[0]
+    read, seen = sequences * call.context, call.context - (tokens / sequences - 1) / 2
+    if chosen is not None:
+        read, seen = least(read, tokens * chosen.shape[-1]), least(seen, chosen.shape[-1])
+    return read, seen
+
+
 def _absorbed_cost(call: OpCall) -> Work:
-    """Each sequence reads its rows of the cache once, for all heads."""
     q, cache, latent = call["q"], call["kv_cache"], call.arguments["latent"]
     tokens, heads = math.prod(q.shape[:-2]), q.shape[-2]
-    sequences = call["seq_lens"].shape[0]
-    seen = call.context - (tokens / sequences - 1) / 2
-    read = sequences * call.context * cache.shape[-1] * cache.dtype.itemsize
+    rows, seen = _read_and_seen(call)
+    read = rows * cache.shape[-1] * cache.dtype.itemsize
     return bytes_of([q, *call.results]) + read, 2 * tokens * seen * heads * (q.shape[-1] + latent)
 
 
@@ -84,39 +96,57 @@ def mla_absorbed_attention(
     *,
     latent: int,
     scale: float,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     """paged_attention over a latent cache [blocks, block_size, L + R]: one key head, whose keys are
     the rows, and whose values are their first `latent` columns (DeepSeek-V2, section 2.1.2, with
     the projections of keys and values absorbed). q [..., H, L + R] -> [..., H, L].
 
     query_start, seq_lens, block_tables and token as in paged_attention; kv_scale [1] fp32 of an fp8
-    cache.
+    cache; chosen as in mla_attention.
     """
-    keys = kv_cache.unsqueeze(2)
-    return paged_attention.reference(
-        q,
-        keys,
-        keys[..., :latent],
-        query_start,
-        seq_lens,
-        block_tables,
-        token,
-        None,
-        kv_scale,
-        kv_scale,
-        scale=scale,
-    )
+    rows = q.reshape(-1, *q.shape[-2:])
+    out = q.new_zeros((*rows.shape[:-1], latent))
+    sequences = _sequences(kv_cache, query_start, seq_lens, block_tables, chosen)
+    for new, found, seen in sequences:
+        keys = from_cache(found, kv_scale, torch.float32).unsqueeze(1)
+        out[new] = attention.reference(
+            rows[new], keys, keys[..., :latent], None, seen, scale=scale, causal=False
+        )
+    return out.view(*q.shape[:-1], latent)
+
+
+def _sequences(
+    kv_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    chosen: Tensor | None,
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """(rows of q, rows of the cache, which of these each row sees) of each sequence with new
+    tokens.
+    """
+    bounds = query_start.tolist()
+    by_row = None if chosen is None else chosen.flatten(0, -2)
+    for s, length in enumerate(seq_lens.tolist()):
+        new = slice(bounds[s], bounds[s + 1])
+        count = new.stop - new.start
+        if not count:
+            continue
+        blocks = block_tables[s, : -(-length // kv_cache.shape[1])].long()
+        if by_row is None:
+            position = torch.arange(length - count, length, device=kv_cache.device)[:, None]
+            seen = torch.arange(length, device=kv_cache.device) <= position
+        else:
+            seen = among_chosen(by_row[new], length)
+        yield new, kv_cache[blocks].flatten(0, 1)[:length], seen
 
 
 def _paged_cost(call: OpCall) -> Work:
-    """Each sequence reads its rows of the cache once, and computes keys and values of all heads
-    from them.
-    """
+    """Computes keys and values of all heads from each row of the cache that is read."""
     q, weight, cache = call["q"], call["weight"], call["kv_cache"]
     tokens, heads = math.prod(q.shape[:-2]), q.shape[-2]
-    sequences = call["seq_lens"].shape[0]
-    rows = sequences * call.context
-    seen = call.context - (tokens / sequences - 1) / 2
+    rows, seen = _read_and_seen(call)
     rotated = cache.shape[-1] - weight.shape[-1]
     return (
         bytes_of([q, weight, *call.results]) + rows * cache.shape[-1] * cache.dtype.itemsize,
@@ -141,35 +171,29 @@ def mla_paged_attention(
     kv_scale: Tensor | None = None,
     *,
     scale: float,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     """mla_attention of ragged sequences over their rows of a latent cache [blocks, block_size, L +
     R]: keys and values are computed from the cached latents. q [..., H, P + R] (its last R columns
     rotated) and weight [H * (P + V), L] -> [..., H, V] in q.dtype.
 
     query_start, seq_lens, block_tables and token as in paged_attention; kv_scale [1] fp32 of an fp8
-    cache.
+    cache; chosen as in mla_attention.
     """
     rows = q.reshape(-1, *q.shape[-2:])
     heads, latent = q.shape[-2], weight.shape[-1]
     width = weight.shape[0] // heads
     nope = q.shape[-1] - (kv_cache.shape[-1] - latent)
     out = q.new_zeros((*rows.shape[:-1], width - nope))
-    bounds = query_start.tolist()
-    for s, length in enumerate(seq_lens.tolist()):
-        start, end = bounds[s], bounds[s + 1]
-        if start == end:
-            continue
-        blocks = block_tables[s, : -(-length // kv_cache.shape[1])].long()
-        cached = from_cache(kv_cache[blocks].flatten(0, 1)[:length], kv_scale, q.dtype)
-        both = F.linear(cached[:, :latent], weight).view(length, heads, width)
-        k_rope = cached[:, None, latent:].expand(length, heads, -1)
-        # The queries of the last tokens; attention over all gives the rows of the others away.
-        whole = rows[start:end].new_zeros((length, *rows.shape[1:]))
-        whole[length - (end - start) :] = rows[start:end]
-        attended = attention.reference(
-            whole, torch.cat((both[..., :nope], k_rope), -1), both[..., nope:], scale=scale
+    sequences = _sequences(kv_cache, query_start, seq_lens, block_tables, chosen)
+    for new, found, seen in sequences:
+        cached = from_cache(found, kv_scale, q.dtype)
+        both = F.linear(cached[:, :latent], weight).view(-1, heads, width)
+        k_rope = cached[:, None, latent:].expand(-1, heads, -1)
+        k = torch.cat((both[..., :nope], k_rope), -1)
+        out[new] = attention.reference(
+            rows[new], k, both[..., nope:], None, seen, scale=scale, causal=False
         )
-        out[start:end] = attended[length - (end - start) :]
     return out.view(*q.shape[:-1], width - nope)
 
 
@@ -197,6 +221,7 @@ def _paged(arguments: Arguments, state: Mapping[str, Tensor], step: StepFields) 
         token,
         *scales,
         scale=arguments["scale"],
+        **{name: arguments[name] for name in ("chosen",) if name in arguments},
     )
 
 
@@ -216,6 +241,7 @@ def mla_attention(
     kv: Tensor | None = None,
     *,
     scale: float,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of H heads over keys and values that `weight` computes from the latent
     (DeepSeek-V2, section 2.1, eq. 10 to 19) -> [..., T, H, V] in q_nope.dtype.
@@ -228,9 +254,12 @@ def mla_attention(
             columns, then those of its V value columns
     kv      the layer's state handle (latent_state), which only the runtime uses
     scale   of the scores, for example (P + R) ** -0.5
+    chosen  [..., T, K] i32, the positions of the keys that each token reads, as index_topk returns
+            them: all up to its own if these are at most K, then -1. None: all up to its own
     """
     heads, nope = q_nope.shape[-2:]
     both = F.linear(latent, weight).view(*latent.shape[:-1], heads, weight.shape[0] // heads)
     k = torch.cat((both[..., :nope], k_rope.expand(*both.shape[:-1], k_rope.shape[-1])), -1)
     q = torch.cat((q_nope, q_rope), -1)
-    return attention.reference(q, k, both[..., nope:], scale=scale)
+    mask = None if chosen is None else chosen_mask.reference(chosen)
+    return attention.reference(q, k, both[..., nope:], None, mask, scale=scale)

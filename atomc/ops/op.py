@@ -26,6 +26,8 @@ Results = Tensor | tuple[Tensor, ...]
 R = TypeVar("R", bound=Results, covariant=True)
 Function = TypeVar("Function", bound=Callable[..., Results])
 T = TypeVar("T")
+# A number, a name or a dtype that an op is called with.
+Attribute = int | str | torch.dtype | None
 
 _library = torch.library.Library("atom", "FRAGMENT")  # type: ignore[no-untyped-call]
 
@@ -114,6 +116,7 @@ class Kernel:
     prepare:   names of parameters -> function(*weights) -> Prepared. The kernel then receives the
                prepared tensors as a tuple for the first name. Runs once, after selection, and not
                if the first parameter is None.
+    attributes: the parameters, no tensors, that the functions of `prepare` take as well, by name.
     keeps_original: the prepared tensors share memory with the weights, of which the kernel's
                library keeps a form of its own. False: the weights may be freed if nothing else
                reads them.
@@ -137,6 +140,7 @@ class Kernel:
     tokens: Tokens = ALL_TOKENS
     layout: str | None = None
     prepare: dict[tuple[str, ...], Callable[..., Prepared]] = field(default_factory=dict)
+    attributes: tuple[str, ...] = ()
     keeps_original: bool = False
     plan: Callable[..., tuple[Tensor, ...]] | None = None
     workspace: Callable[..., int] | None = None
@@ -146,14 +150,25 @@ class Kernel:
     prefer_inductor: PreferInductor = PreferInductor.NEVER
     tuned_for: tuple[str, ...] | None = None
 
+    def prepared(self, arguments: Arguments) -> dict[str, tuple[Tensor, ...]]:
+        """The prepared weights that the kernel receives in the place of some of these arguments."""
+        attributes = {name: arguments[name] for name in self.attributes if name in arguments}
+        return {
+            names[0]: prepare(*map(arguments.get, names), **attributes).tensors
+            for names, prepare in self.prepare.items()
+            if arguments.get(names[0]) is not None
+        }
+
 
 @dataclass(frozen=True)
 class Extra:
     """A graph input that the traced program does not have; the caller of the graph passes it.
 
-    kind      "prepared": function(*weights) -> Prepared, once; "plan": function(step, spec), once
-              per step
+    kind      "prepared": function(*weights, **attributes) -> Prepared, once; "plan": function(step,
+              spec), once per step
     weights   the names of the placeholders of the weights to prepare; None for an absent one
+    attributes      (name, value) of those that the function takes
+    bytes     of the prepared tensors; None: about those of the weights
     keeps_original  as in Kernel
     """
 
@@ -161,6 +176,8 @@ class Extra:
     name: str
     function: Callable[..., Any]
     weights: tuple[str | None, ...] = ()
+    attributes: tuple[tuple[str, Attribute], ...] = ()
+    bytes: int | None = None
     keeps_original: bool = False
 
 
@@ -274,6 +291,7 @@ class Op:
         tokens: Tokens = ALL_TOKENS,
         layout: str | None = None,
         prepare: Mapping[str | tuple[str, ...], Callable[..., Prepared]] | None = None,
+        attributes: tuple[str, ...] = (),
         keeps_original: bool = False,
         plan: Callable[..., tuple[Tensor, ...]] | None = None,
         workspace: Callable[..., int] | None = None,
@@ -285,8 +303,8 @@ class Op:
     ) -> Callable[[Function], Function]:
         """Register the decorated function as a kernel of this op (see Kernel for the arguments).
 
-        Raises ValueError if `prepare` names no parameter of the op or the same function is
-        registered twice for one layout, TypeError if `tokens` are no Tokens.
+        Raises ValueError if `prepare` or `attributes` name no parameter of the op, or the same
+        function is registered twice for one layout, TypeError if `tokens` are no Tokens.
         """
         if not isinstance(tokens, Tokens):
             raise TypeError(
@@ -297,7 +315,8 @@ class Op:
             (names,) if isinstance(names, str) else names: made
             for names, made in (prepare or {}).items()
         }
-        unknown = {name for names in preparing for name in names} - set(self.signature.parameters)
+        named = {*attributes, *(name for names in preparing for name in names)}
+        unknown = named - set(self.signature.parameters)
         if unknown:
             raise ValueError(
                 f"kernel of {self.name}: prepare names {sorted(unknown)}, "
@@ -319,6 +338,7 @@ class Op:
                     tokens,
                     layout,
                     preparing,
+                    attributes,
                     keeps_original,
                     plan,
                     workspace,

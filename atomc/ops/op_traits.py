@@ -30,6 +30,7 @@ class Kind(Flag):
     COLLECTIVE = auto()  # all processes of a group take part
     ROUTE = auto()  # chooses experts
     EXPERTS = auto()  # products of rows with the weights of their experts
+    WEIGHT = auto()  # another form of a weight, which kernels prepare once
     OTHER = auto()
 
 

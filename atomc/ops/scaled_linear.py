@@ -108,6 +108,14 @@ def scaled_linear_fp8(
     return _finish(total * x_scale * weight_scale.flatten(), bias, out_dtype)
 
 
+def fp8_block_values(weight: Tensor, weight_scale: Tensor, block: int) -> Tensor:
+    """fp32 [N, K] of the parameters of scaled_linear_fp8_block."""
+    rows, columns = weight.shape
+    squares = weight_scale.to(torch.float32).repeat_interleave(block, 0)[:rows]
+    values: Tensor = weight.to(torch.float32) * squares.repeat_interleave(block, 1)[:, :columns]
+    return values
+
+
 def _scaled_linear_fp8_block_shape(
     x: Tensor,
     weight: Tensor,
@@ -154,13 +162,9 @@ def scaled_linear_fp8_block(
     x_scale       fp32 [..., ceil(K / block)], from quant_fp8_group
     weight_scale  fp32 [ceil(N / block), ceil(K / block)]: one per square
     """
-    rows, columns = weight.shape
-    by_row = x_scale.to(torch.float32).repeat_interleave(block, -1)[..., :columns]
-    squares = weight_scale.to(torch.float32).repeat_interleave(block, 0)[:rows]
-    squares = squares.repeat_interleave(block, 1)[:, :columns]
-    return _finish(
-        F.linear(x.to(torch.float32) * by_row, weight.to(torch.float32) * squares), bias, out_dtype
-    )
+    by_row = x_scale.to(torch.float32).repeat_interleave(block, -1)[..., : weight.shape[1]]
+    values = fp8_block_values(weight, weight_scale, block)
+    return _finish(F.linear(x.to(torch.float32) * by_row, values), bias, out_dtype)
 
 
 def _stacked_int8(calls: Sequence[Arguments]) -> tuple[str, ...]:

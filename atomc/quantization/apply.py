@@ -45,7 +45,7 @@ def methods_of(model: nn.Module, config: QuantizationConfig, strip: str = "") ->
     owners: dict[int, int] = {}
     for _, weight in model.named_parameters(remove_duplicate=False):
         owners[id(weight)] = owners.get(id(weight), 0) + 1
-    kept = routers(model) if config.online else ()
+    kept = indexer_weights(model) | (routers(model) if config.online else set())
     linears: dict[str, LinearMethod] = {}
     experts: dict[str, ExpertsMethod] = {}
     for name, layer in model.named_modules():
@@ -64,6 +64,17 @@ def methods_of(model: nn.Module, config: QuantizationConfig, strip: str = "") ->
 
 def _is_alone(layer: nn.Module, owners: Mapping[int, int]) -> bool:
     return all(owners[id(x)] == 1 for x in layer._parameters.values() if x is not None)
+
+
+def indexer_weights(model: nn.Module) -> set[str]:
+    """The names of the layers that weight the heads of an indexer (DeepSeek-V3.2): checkpoints in
+    fp8 store them in floating point, and do not say so.
+    """
+    return {
+        f"{name}.weights_proj"
+        for name, block in model.named_modules()
+        if {"wq_b", "wk", "weights_proj"} <= block._modules.keys()
+    }
 
 
 def routers(model: nn.Module) -> set[str]:

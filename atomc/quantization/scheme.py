@@ -20,7 +20,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.ops.formats import AMAX_FLOOR, in_groups, pack_int4
 from atomc.ops.quant import to_fp8
-from atomc.ops.scaled_linear import int4_weight, mxfp4_values
+from atomc.ops.scaled_linear import fp8_block_values, int4_weight, mxfp4_values
 from atomc.quantization.layer_weights import ExpertsWeights, LinearWeights, QuantizedWeight
 
 Tensors = dict[str, Tensor]
@@ -186,11 +186,7 @@ class Fp8Block:
         return {"weight": codes, "weight_scale": scale[:, 0, :, 0].contiguous()}
 
     def dequantize(self, layer: QuantizedWeight) -> Tensor:
-        scale = layer.weight_scale.repeat_interleave(self.block, 0).repeat_interleave(self.block, 1)
-        values: Tensor = (
-            layer.weight.to(torch.float32) * scale[: layer.weight.shape[0], : layer.weight.shape[1]]
-        )
-        return values
+        return fp8_block_values(layer.weight, layer.weight_scale, self.block)
 
     def apply(self, layer: LinearWeights, x: Tensor) -> Tensor:
         q, scale = ops.quant_fp8_group(x, self.block, dtype=layer.weight.dtype)

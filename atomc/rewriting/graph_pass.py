@@ -34,7 +34,8 @@ class Context:
     owned       the runtime owns the weights: originals that no kernel reads are freed
     build       False: kernels are selected, but nothing is compiled
     choose      returns the kernel for an op's node, None for its reference; only for lowering
-    serves      whether a kernel serves an op's node in the range of token counts; only for lowering
+    first       returns the kernel that would serve an op's node in the range of token counts, or
+                None; only for lowering
     inputs      the values of the graph's first placeholders; parameters among them may be packed
     keep_texts  the report gets the graph after each pass that changed it, not only the final one
     observers   called with a name and the graph: as captured, and after each pass that changed it
@@ -46,7 +47,7 @@ class Context:
     owned: bool = False
     build: bool = True
     choose: Callable[[Node], Kernel | None] | None = None
-    serves: Callable[[Node], bool] | None = None
+    first: Callable[[Node], Kernel | None] | None = None
     inputs: Sequence[Input] = ()
     keep_texts: bool = False
     observers: Sequence[Callable[[str, GraphModule], None]] = ()

@@ -244,6 +244,23 @@ def _latent_projected(n: RandomInputs) -> Arguments:
     return given
 
 
+def _indexed(n: RandomInputs) -> Arguments:
+    return {"q": n(n.T, N, P), "k": n(n.T, P), "weights": n(n.T, N), "topk": CHOSEN}
+
+
+def _indexed_in_cache(n: RandomInputs) -> Arguments:
+    """The last T tokens of a sequence of CONTEXT."""
+    given = _latent_paged(n) | _indexed(n) | {"index_cache": n(-(-CONTEXT // 16), 16, P)}
+    for name in ("k", "kv_cache", "latent", "scale"):
+        del given[name]
+    return given
+
+
+def _latent_of_chosen(n: RandomInputs) -> Arguments:
+    positions = torch.arange(CHOSEN, dtype=torch.int32, device=n.device)
+    return _latent_paged(n) | {"chosen": positions.expand(n.T, -1).contiguous()}
+
+
 def _latent(n: RandomInputs) -> Arguments:
     cache = n(-(-CONTEXT // 16), 16, L + R)
     return {"kv_c": n(n.T, L), "k_pe": n(n.T, 1, R), "kv_cache": cache, "slots": n.slots()}
@@ -271,6 +288,22 @@ def _by_head(scheme: str, n: RandomInputs) -> Arguments:
         "weight_scale": scale,
         "out_dtype": n.dtype,
     }
+
+
+def _stored(scheme: str, n: RandomInputs) -> Arguments:
+    """kv_b_proj of N heads, P columns of each for keys and P for values."""
+    quantizer = ops.quant_mxfp4 if scheme == "mxfp4" else ops.quant_fp8_per_token
+    codes, scale = n.quantized(quantizer, N * 2 * P, L)
+    return {"weight": codes, "weight_scale": scale, "scheme": scheme}
+
+
+def _stored_weight(scheme: str, n: RandomInputs) -> Arguments:
+    return _stored(scheme, n) | {"dtype": n.dtype}
+
+
+def _stored_keys(scheme: str, n: RandomInputs) -> Arguments:
+    shape: Arguments = {"group": 128, "heads": N, "nope": P}
+    return _stored(scheme, n) | shape | {"product": scheme, "codes": torch.float8_e4m3fn}
 
 
 def _by_head_and_written(scheme: str, n: RandomInputs) -> Arguments:
@@ -366,8 +399,20 @@ EXAMPLES: dict[Op, dict[str, Callable[[RandomInputs], Arguments]]] = {
     ops.qk_norm_rope_kv_write: {"": _norm_rope_written},
     ops.paged_attention: {"": _paged, "window": lambda n: _paged(n) | {"window": 8}},
     ops.mla_attention: {"": _latent_attended},
-    ops.mla_absorbed_attention: {"": _latent_paged},
+    ops.mla_absorbed_attention: {"": _latent_paged, "chosen": _latent_of_chosen},
+    ops.index_topk: {"": _indexed},
+    ops.index_write: {
+        "": lambda n: {
+            "k": n(n.T, P),
+            "index_cache": n(-(-CONTEXT // 16), 16, P),
+            "slots": n.slots(),
+        }
+    },
+    ops.paged_index_topk: {"": _indexed_in_cache},
+    ops.chosen_mask: {"": lambda n: {"chosen": n.below(n.T, n.T, CHOSEN, dtype=torch.int32)}},
     ops.mla_paged_attention: {"": _latent_projected},
+    ops.kv_b_weight: {scheme: partial(_stored_weight, scheme) for scheme in ("fp8", "mxfp4")},
+    ops.kv_b_keys: {scheme: partial(_stored_keys, scheme) for scheme in ("fp8", "mxfp4")},
     ops.linear_by_head: {"": lambda n: {"x": n(n.T, N, P), "weight": n(N, L, P)}},
     ops.mla_kv_write: {"": _latent},
     ops.mla_rope_kv_write: {"": _latent_queries},

@@ -133,11 +133,7 @@ def _written(op: Op, arguments: Arguments) -> list[Tensor]:
 
 def _run(kernel: Kernel, given: Arguments) -> Results:
     """The result of the kernel, called as lowered code calls it."""
-    arguments: dict[str, Argument | tuple[Tensor, ...]] = {**given}
-    for names, prepare in kernel.prepare.items():
-        weights = [given.get(name) for name in names]
-        if weights[0] is not None:
-            arguments[names[0]] = prepare(*weights).tensors
+    arguments: dict[str, Argument | tuple[Tensor, ...]] = {**given, **kernel.prepared(given)}
     if kernel.workspace is not None:
         device = next(x.device for x in given.values() if isinstance(x, Tensor))
         arguments["workspace"] = torch.empty(

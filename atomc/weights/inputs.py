@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from atomc.torch_compat.core import Input, WeakTensor
 from atomc.weights import registry as weights
 from atomc.weights.packed import concatenated, pack, packed_with_others
-from atomc.weights.prepared import Prepare, prepared_weight
+from atomc.weights.prepared import Attributes, Prepare, prepared_weight
 from atomc.weights.registry import PreparedWeight
 from atomc.weights.snapshot import Snapshot
 
@@ -24,12 +24,14 @@ class PreparedInput(NamedTuple):
 
     weights  the input numbers of the tensors that `prepare` takes; None for an absent one
     parts    the input numbers of the parameters that these are, or are packed from
-    keeps_original  as in Kernel
+    attributes, bytes, keeps_original  as in Extra
     """
 
     weights: tuple[int | None, ...]
     parts: tuple[int, ...]
     prepare: Prepare
+    attributes: Attributes = ()
+    bytes: int | None = None
     keeps_original: bool = False
 
 
@@ -145,7 +147,7 @@ class WeightInputs:
     def _prepared_of(self, one: PreparedInput, inputs: Sequence[Any]) -> PreparedWeight:
         tensors = [None if i is None else inputs[i] for i in one.weights]
         parameters = [inputs[i] for i in one.parts]
-        entry, renewed = prepared_weight(parameters, tensors, one.prepare)
+        entry, renewed = prepared_weight(parameters, tensors, one.prepare, one.attributes)
         if renewed:
             self._note("weights changed after compiling, so kernels prepared them again")
         return entry
@@ -176,8 +178,12 @@ class WeightInputs:
 
     def prepared_bytes(self, args: Sequence[Input]) -> int:
         """Bytes of the weights that kernels prepare, prepared already or not."""
-        distinct = {(one.prepare, one.parts) for one in self.prepared_inputs}
-        return bytes_of([parts for _, parts in distinct], args)
+        distinct = {
+            (one.prepare, one.attributes, one.parts): one for one in self.prepared_inputs
+        }.values()
+        return sum(
+            bytes_of([one.parts], args) if one.bytes is None else one.bytes for one in distinct
+        )
 
     def note(self, freed: int = 0) -> str:
         """For the report: the number and size of the prepared tensors, and the bytes of originals

@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-from atomc.ops.op import Prepared
+from atomc.ops.op import Attribute, Prepared
 from atomc.torch_compat.core import Input, outside_of_tracing
 from atomc.weights import registry as weights
 from atomc.weights.registry import PreparedWeight, location_of
 from atomc.weights.snapshot import Snapshot
 
 Prepare = Callable[..., Prepared]
+Attributes = tuple[tuple[str, Attribute], ...]
 
 
 def unpreparable(weight: Input) -> str | None:
@@ -29,20 +30,24 @@ def unpreparable(weight: Input) -> str | None:
 
 
 def prepared_weight(
-    parameters: Sequence[nn.Parameter], given: Sequence[Tensor | None], prepare: Prepare
+    parameters: Sequence[nn.Parameter],
+    given: Sequence[Tensor | None],
+    prepare: Prepare,
+    attributes: Attributes = (),
 ) -> tuple[PreparedWeight, bool]:
     """(the result of `prepare` on the given tensors, whether it replaces an outdated one).
 
     parameters  the parameters that the tensors are, or are packed from
+    attributes  (name, value) of those that it takes as well
     """
     with weights.lock, outside_of_tracing():
-        key = (prepare, *map(id, parameters))
+        key = (prepare, attributes, *map(id, parameters))
         known = location_of(parameters[0]).prepared.get(key)
         if known is not None and known.is_current_for(parameters):
             return known, False
         weights.check_not_freed(parameters)
         snapshot = Snapshot(parameters)
-        made = prepare(*given)
+        made = prepare(*given, **dict(attributes))
         entry = PreparedWeight(prepare, list(map(weakref.ref, parameters)), snapshot, made.tensors)
         weights.register_prepared(key, entry)
         return entry, known is not None

@@ -76,7 +76,9 @@ class Quantizer:
         return found if len(found) > 1 else found[0]
 
 
-_FP8 = {"dtype": OneOf(*FP8)}
+# The dtype of fp8 codes of all quantizers.
+FP8_CODES = OneOf(*FP8)
+_FP8 = {"dtype": FP8_CODES}
 QUANTIZERS = (
     Quantizer(ops.quant_fp8_static, "fp8_static", _FP8),
     Quantizer(ops.quant_fp8_per_token, "fp8_per_token", _FP8),

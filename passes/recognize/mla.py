@@ -10,7 +10,8 @@ latent attention).
     mla_attention(q_nope, q_rope, latent, k_rope, weight)
 
 The dimension of heads may be before that of tokens, as in the classes of transformers. A state
-handle is passed on: the runtime then caches the latent instead of keys and values.
+handle is passed on: the runtime then caches the latent instead of keys and values. A mask that
+shows chosen keys (chosen_mask) becomes the operand `chosen`.
 """
 
 from collections.abc import Callable
@@ -37,11 +38,30 @@ def _pattern(
     k_rope: Tensor,
     weight: Tensor,
     kv: Tensor | None,
+    chosen: Tensor | None,
     scale: float,
     heads_first: bool,
 ) -> Tensor:
-    q, k, v = _expanded(q_nope, q_rope, latent, k_rope, weight, heads_first)
-    return ops.attention(q, k, v, *(() if kv is None else (kv,)), scale=scale)
+    both = ops.linear(latent, weight)
+    return attended(q_nope, q_rope, both, k_rope, kv, chosen, scale, heads_first)
+
+
+def attended(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    both: Tensor,
+    k_rope: Tensor,
+    kv: Tensor | None,
+    chosen: Tensor | None,
+    scale: float,
+    heads_first: bool,
+) -> Tensor:
+    """The end of the pattern: attention over `both`, the product that makes keys and values."""
+    state: list[Tensor | None] = [] if kv is None else [kv]
+    if chosen is not None:
+        state = [kv, ops.chosen_mask(chosen)]
+    q, k, v = _expanded(q_nope, q_rope, both, k_rope, heads_first)
+    return ops.attention(q, k, v, *state, scale=scale)
 
 
 def _masked(
@@ -54,21 +74,17 @@ def _masked(
     scale: float,
     heads_first: bool,
 ) -> Tensor:
-    q, k, v = _expanded(q_nope, q_rope, latent, k_rope, weight, heads_first)
+    both = ops.linear(latent, weight)
+    q, k, v = _expanded(q_nope, q_rope, both, k_rope, heads_first)
     return ops.attention(q, k, v, None, mask, scale=scale, causal=False)
 
 
 def _expanded(
-    q_nope: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    weight: Tensor,
-    heads_first: bool,
+    q_nope: Tensor, q_rope: Tensor, both: Tensor, k_rope: Tensor, heads_first: bool
 ) -> tuple[Tensor, ...]:
     """Queries, keys and values of all heads, tokens before heads."""
     nope = q_nope.shape[-1]
-    both, q = ops.linear(latent, weight), torch.cat((q_nope, q_rope), -1)
+    q = torch.cat((q_nope, q_rope), -1)
     if heads_first:
         batch, heads, tokens, _ = q_rope.shape
         both = both.view(batch, tokens, heads, -1).transpose(1, 2)
@@ -79,54 +95,67 @@ def _expanded(
     return tuple(each.transpose(1, 2) for each in found) if heads_first else found
 
 
-def _replacement(
+def replacement(
     q_nope: Tensor,
     q_rope: Tensor,
     latent: Tensor,
     k_rope: Tensor,
     weight: Tensor,
     kv: Tensor | None,
+    chosen: Tensor | None,
     scale: float,
     heads_first: bool,
 ) -> Tensor:
     state = () if kv is None else (kv,)
+    some = {} if chosen is None else {"chosen": chosen}
     if heads_first:
         q_nope, q_rope, k_rope = (transpose(each, 1, 2) for each in (q_nope, q_rope, k_rope))
         latent = squeeze(latent, 1)
-    return ops.mla_attention(q_nope, q_rope, latent, k_rope, weight, *state, scale=scale)
+    return ops.mla_attention(q_nope, q_rope, latent, k_rope, weight, *state, scale=scale, **some)
 
 
-def _example(heads_first: bool, stateful: bool) -> Example:
-    handle = tensor_example(0, 3, 33, dtype=OneOf(torch.bfloat16, *FP8))
-    return _operands(heads_first) | {"kv": handle if stateful else None}
-
-
-def _masked_example(heads_first: bool) -> Example:
-    mask = tensor_example(6, 9, dtype=OneOf(torch.bool, *FLOATS))
-    return _operands(heads_first) | {"mask": mask}
-
-
-def _operands(heads_first: bool) -> Example:
+def rows_example(heads_first: bool, width: int, sparse: bool) -> Example:
+    """Queries of 7 heads, a latent of this width, and the arguments that are no tensors."""
     made: Example = (
         {
             "q_nope": tensor_example(2, 7, 5, 20),
             "q_rope": tensor_example(2, 7, 5, 12),
-            "latent": tensor_example(2, 1, 5, 22),
+            "latent": tensor_example(2, 1, 5, width),
             "k_rope": tensor_example(2, 1, 5, 12),
         }
         if heads_first
         else {
             "q_nope": tensor_example(5, 7, 20),
             "q_rope": tensor_example(5, 7, 12),
-            "latent": tensor_example(5, 22),
+            "latent": tensor_example(5, width),
             "k_rope": tensor_example(5, 1, 12),
         }
     )
-    more = {"weight": tensor_example(259, 22), "scale": 0.25, "heads_first": heads_first}
-    return {**made, **more}
+    chosen = torch.zeros((2, 5, 9) if heads_first else (5, 9), dtype=torch.int32)
+    return {
+        **made,
+        "kv": tensor_example(0, 13, 33, dtype=OneOf(torch.bfloat16, *FP8)),
+        "chosen": chosen if sparse else None,
+        "scale": 0.25,
+        "heads_first": heads_first,
+    }
 
 
-def _guard(q_rope: Tensor, heads_first: bool, **_: object) -> str | None:
+def _example(heads_first: bool, stateful: bool, sparse: bool) -> Example:
+    made = {**rows_example(heads_first, 22, sparse), "weight": tensor_example(259, 22)}
+    return made if stateful else {**made, "kv": None}
+
+
+def _masked_example(heads_first: bool) -> Example:
+    made = {
+        **rows_example(heads_first, 22, sparse=False),
+        "weight": tensor_example(259, 22),
+        "mask": tensor_example(6, 9, dtype=OneOf(torch.bool, *FLOATS)),
+    }
+    return {name: given for name, given in made.items() if name not in ("kv", "chosen")}
+
+
+def guard(q_rope: Tensor, heads_first: bool, **_: object) -> str | None:
     if heads_first and q_rope.dim() != 4:
         return f"q_rope {spell_shape(q_rope.shape)} has {q_rope.dim()} dimensions, expected 4"
     return None
@@ -135,16 +164,18 @@ def _guard(q_rope: Tensor, heads_first: bool, **_: object) -> str | None:
 MLA_ATTENTION = Rewrite(
     "mla_attention",
     _pattern,
-    _replacement,
+    replacement,
     _example,
-    guard=_guard,
+    guard=guard,
     needs={"aten::cat": {}, "aten::expand": {}},
     cases=[
         Case(
-            f"{'heads before tokens' if first else 'tokens before heads'}{', with state' * state}",
-            {"heads_first": first, "stateful": state},
+            f"{'heads before tokens' if first else 'tokens before heads'}{', with state' * state}"
+            f"{', of chosen keys' * sparse}",
+            {"heads_first": first, "stateful": state, "sparse": sparse},
+            {"chosen_mask": {}} if sparse else {},
         )
-        for first, state in product((False, True), repeat=2)
+        for sparse, first, state in product((False, True), repeat=3)
     ],
 )
 MASKED_MLA = tuple(

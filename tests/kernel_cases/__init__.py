@@ -18,10 +18,13 @@ from kernel_cases.experts import (
     MOE_EXPERTS_W4A16,
     TOPK_ROUTE,
 )
+from kernel_cases.indexer import CHOSEN_MASK, INDEX_TOPK, INDEX_WRITE, PAGED_INDEX_TOPK
 from kernel_cases.linear import EMBEDDING, LINEAR
 from kernel_cases.mla import (
     BMM_MXFP4,
     BMM_ROPE_KV_WRITE,
+    KV_B_KEYS,
+    KV_B_WEIGHT,
     LINEAR_BY_HEAD,
     LINEAR_SPLIT_CAT,
     MLA_ABSORBED_ATTENTION,
@@ -109,8 +112,14 @@ CASES: dict[str, Cases] = {
     "qk_norm_rope_kv_write": QK_NORM_ROPE_KV_WRITE,
     "paged_attention": PAGED_ATTENTION,
     "mla_absorbed_attention": MLA_ABSORBED_ATTENTION,
+    "kv_b_weight": KV_B_WEIGHT,
+    "kv_b_keys": KV_B_KEYS,
     "linear_by_head": LINEAR_BY_HEAD,
     "mla_attention": MLA_ATTENTION,
+    "chosen_mask": CHOSEN_MASK,
+    "index_topk": INDEX_TOPK,
+    "index_write": INDEX_WRITE,
+    "paged_index_topk": PAGED_INDEX_TOPK,
     "mla_paged_attention": MLA_PAGED_ATTENTION,
     "mla_kv_write": MLA_KV_WRITE,
     "mla_rope_kv_write": MLA_ROPE_KV_WRITE,

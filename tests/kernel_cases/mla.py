@@ -11,8 +11,16 @@ from torch import Tensor
 from atomc.ops.rope import ROPE_STYLES
 from kernel_cases.attention import CHUNKS, DECODE, MIXED, PREFILL, paged
 from kernel_cases.draw import E4M3, E4M3FNUZ, Cases, Draw, cache_scales, slots_of
+from kernel_cases.indexer import chosen_rows
 from kernel_cases.rope import rotary
-from kernel_cases.scaled_linear import mxfp4_operands, scale_of, scaled_blocks, scaled_fp8
+from kernel_cases.scaled_linear import (
+    int4_operands,
+    int8_operands,
+    mxfp4_operands,
+    scale_of,
+    scaled_blocks,
+    scaled_fp8,
+)
 
 
 def side_by_side(draw: Draw, *lead: int, widths: list[int]) -> tuple[Tensor, ...]:
@@ -270,6 +278,9 @@ MLA_ATTENTION: Cases = {
     "wide values": partial(latent_attended, values=40),
     "batch": partial(latent_attended, batch=(2,)),
     "from a stock layer": partial(latent_attended, batch=(2,), stock=True),
+    "of chosen keys": lambda draw: (
+        latent_attended(draw) | {"chosen": chosen_rows(draw, [(7, 7)], 3)}
+    ),
 }
 
 
@@ -287,6 +298,13 @@ def latent_paged(
     scaled = cache.dtype != draw.dtype and cache.dtype.itemsize == 1
     scale = {"kv_scale": cache_scales(draw)["k_scale"]} if scaled else {}
     return arguments | {"kv_cache": cache, "latent": latent} | scale
+
+
+def latent_of_chosen(
+    draw: Draw, sequences: list[tuple[int, int]], topk: int, padding: int = 0, **rest: Any
+) -> dict[str, Any]:
+    arguments = latent_paged(draw, sequences, padding=padding, **rest)
+    return arguments | {"chosen": chosen_rows(draw, sequences, topk, padding)}
 
 
 MLA_ABSORBED_ATTENTION: Cases = {
@@ -309,6 +327,26 @@ MLA_ABSORBED_ATTENTION: Cases = {
     "fp8, decode": lambda draw: latent_paged(draw, DECODE, cache=E4M3),
     "e4m3fnuz": lambda draw: latent_paged(draw, CHUNKS, cache=E4M3FNUZ),
     "batch of one": lambda draw: latent_paged(draw, CHUNKS) | {"q": draw.normal(1, 26, 3, 48)},
+    "chosen, decode": lambda draw: latent_of_chosen(draw, DECODE, 6),
+    "chosen, no more keys": lambda draw: latent_of_chosen(draw, DECODE, 48),
+    "chosen, one key": lambda draw: latent_of_chosen(draw, DECODE, 1),
+    "chosen, one sequence": lambda draw: latent_of_chosen(draw, [(1, 300)], 130),
+    "chosen, mixed": lambda draw: latent_of_chosen(draw, MIXED, 7, padding=3),
+    "chosen, prefill": lambda draw: latent_of_chosen(draw, PREFILL, 17),
+    "chosen, padding rows only": lambda draw: latent_of_chosen(draw, [(0, 9)], 5, padding=3),
+    "chosen, more heads than a tile": lambda draw: latent_of_chosen(
+        draw, [(1, 40), (3, 21)], 19, heads=72
+    ),
+    "chosen, odd widths": lambda draw: latent_of_chosen(draw, MIXED, 9, latent=40, rotated=12),
+    "chosen, DeepSeek-V3.2": lambda draw: latent_of_chosen(
+        draw, [(1, 90), (2, 7)], 70, heads=20, latent=512, rotated=64
+    ),
+    "chosen, fp8": lambda draw: latent_of_chosen(draw, MIXED, 7, cache=E4M3),
+    "chosen, e4m3fnuz": lambda draw: latent_of_chosen(draw, CHUNKS, 7, cache=E4M3FNUZ),
+    "chosen, batch of one": lambda draw: {
+        name: value[None] if name in ("q", "chosen") else value
+        for name, value in latent_of_chosen(draw, CHUNKS, 7).items()
+    },
 }
 
 
@@ -336,4 +374,61 @@ MLA_PAGED_ATTENTION: Cases = {
         draw, [(200, 200), (90, 300), (1, 290)], latent=16, nope=8, values=8
     ),
     "fp8": lambda draw: latent_projected(draw, MIXED, cache=E4M3),
+    "chosen": lambda draw: (
+        latent_projected(draw, MIXED, padding=3) | {"chosen": chosen_rows(draw, MIXED, 7, 3)}
+    ),
+    "chosen, no more keys": lambda draw: (
+        latent_projected(draw, MIXED) | {"chosen": chosen_rows(draw, MIXED, 48)}
+    ),
+    "chosen, fp8": lambda draw: (
+        latent_projected(draw, CHUNKS, cache=E4M3) | {"chosen": chosen_rows(draw, CHUNKS, 9)}
+    ),
 }
+
+
+# kv_b_proj of 3 heads, 32 columns of each for keys and 20 for values.
+HEADS, NOPE, ROWS = 3, 32, 156
+STORED = {
+    "fp8": partial(scaled_fp8, per="tensor"),
+    "fp8 per output": scaled_fp8,
+    "fp8_block": scaled_blocks,
+    "int8": int8_operands,
+    "int4": int4_operands,
+    "int4 with zeros": partial(int4_operands, zeros=True),
+    "mxfp4": mxfp4_operands,
+}
+
+
+def stored(draw: Draw, name: str) -> dict[str, Any]:
+    """kv_b_proj as a scheme stores it, for a latent of 192."""
+    made = STORED[name](draw, 1, 192, out=ROWS)
+    parameters = {key: made[key] for key in ("weight", "weight_scale")}
+    if name == "int4 with zeros":
+        parameters["zeros"] = made["zeros"]
+    return parameters | {
+        "scheme": name.split()[0],
+        "group": 128 if name == "fp8_block" else 32,
+    }
+
+
+def kv_b_weight(draw: Draw, name: str) -> dict[str, Any]:
+    made = stored(draw, name)
+    return made if name.startswith("int4") else made | {"dtype": draw.dtype}
+
+
+def kv_b_keys(draw: Draw, name: str, product: str, codes: torch.dtype = E4M3) -> dict[str, Any]:
+    shape = {"heads": HEADS, "nope": NOPE, "product": product, "codes": codes}
+    return stored(draw, name) | shape
+
+
+KV_B_WEIGHT: Cases = {name: partial(kv_b_weight, name=name) for name in STORED}
+KV_B_KEYS: Cases = {
+    f"{name} as {product}": partial(kv_b_keys, name=name, product=product)
+    for name, product in (
+        ("fp8", "fp8"),
+        ("fp8_block", "fp8"),
+        ("fp8_block", "mxfp4"),
+        ("mxfp4", "mxfp4"),
+        ("mxfp4", "fp8"),
+    )
+} | {"fp8 as fnuz": partial(kv_b_keys, name="fp8", product="fp8", codes=E4M3FNUZ)}

@@ -42,7 +42,7 @@ BUGS = [
         "pass",
         "refuses_to_save",
     ),
-    bug("atomc/program", "before_free(key, compiled.state)", "pass", "stock_class"),
+    bug("atomc/program", "before_free(key, compiled.state, report)", "pass", "stock_class"),
     bug(
         "models/loader",
         "stored_bytes(model, methods) + unquantized_bytes",

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.checks import not_a_cpu
+from atomc.kernels.checks import not_a_cpu, unsupported
 from atomc.kernels.torch.attention import attention
 from atomc.kernels.torch.mla import linear_by_head
 from atomc.kernels.torch.sequence import attend, sequences
@@ -20,6 +20,7 @@ from atomc.platform import Platform
 # From this number of tokens on, a step has prompts, whose keys and values are worth computing: a
 # decode step of that many sequences is rare. Not measured.
 PROMPTS = ops.Tokens(257)
+GATHERED = 16  # tokens whose chosen rows are copied at a time
 
 
 @ops.mla_attention.kernel("torch")
@@ -32,11 +33,14 @@ def mla_attention(
     kv: Tensor | None = None,
     *,
     scale: float,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     heads, nope = q_nope.shape[-2:]
     both = F.linear(latent, weight).view(*latent.shape[:-1], heads, weight.shape[0] // heads)
     k = torch.cat((both[..., :nope], k_rope.expand(*both.shape[:-1], k_rope.shape[-1])), -1)
-    out: Tensor = attention(torch.cat((q_nope, q_rope), -1), k, both[..., nope:], scale=scale)
+    mask = None if chosen is None else ops.chosen_mask.reference(chosen)
+    q = torch.cat((q_nope, q_rope), -1)
+    out: Tensor = attention(q, k, both[..., nope:], None, mask, scale=scale)
     return out
 
 
@@ -52,19 +56,29 @@ def mla_absorbed_attention(
     *,
     latent: int,
     scale: float,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     rows = q.reshape(-1, *q.shape[-2:])
     out = q.new_zeros((*rows.shape[:-1], latent))
     # In 16 bits, values times a scale would be rounded.
     wide = q.dtype if kv_scale is None else torch.float32
+    by_row = None if chosen is None else chosen.flatten(0, -2)
     for new, found in _gathered(kv_cache, query_start, seq_lens, block_tables):
-        cached = from_cache(found, kv_scale, wide)
-        out[new] = _over_latents(rows[new].to(wide), cached, latent, scale)
+        cached, queries = from_cache(found, kv_scale, wide), rows[new].to(wide)
+        # Fewer tokens than are chosen read all of them.
+        if by_row is None or len(found) <= by_row.shape[-1]:
+            out[new] = _over_latents(queries, cached, latent, scale)
+        else:
+            out[new] = _over_chosen(queries, cached, by_row[new], latent, scale)
     return out.view(*q.shape[:-1], latent)
 
 
-def refuse_mla_paged_attention(platform: Platform, **_: object) -> Refusal | None:
-    return not_a_cpu(platform)
+def refuse_mla_paged_attention(
+    platform: Platform, chosen: Tensor | None = None, **_: object
+) -> Refusal | None:
+    return not_a_cpu(platform) or unsupported(
+        "a kernel that computes keys and values", chosen=chosen
+    )
 
 
 @ops.mla_paged_attention.kernel(
@@ -85,6 +99,7 @@ def mla_paged_attention(
     kv_scale: Tensor | None = None,
     *,
     scale: float,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     rows = q.reshape(-1, *q.shape[-2:])
     heads, latent = q.shape[-2], weight.shape[-1]
@@ -146,3 +161,18 @@ def _over_latents(q: Tensor, cached: Tensor, latent: int, scale: float) -> Tenso
     # fused kernel for that alone.
     keys = cached.unsqueeze(1)
     return attend(q, keys, keys, None, scale, 0, 0.0)[..., :latent]
+
+
+def _over_chosen(q: Tensor, cached: Tensor, chosen: Tensor, latent: int, scale: float) -> Tensor:
+    """The same over the chosen rows of each query, [T, K]; -1: none."""
+    parts = zip(torch.split(q, GATHERED), torch.split(chosen, GATHERED), strict=True)
+    return torch.cat([_gathered_by_token(*part, cached, latent, scale) for part in parts])
+
+
+def _gathered_by_token(
+    q: Tensor, chosen: Tensor, cached: Tensor, latent: int, scale: float
+) -> Tensor:
+    keys = cached[chosen.clamp(min=0)].to(torch.float32)
+    scores = q.to(torch.float32) @ keys.transpose(-1, -2) * scale
+    weights = scores.masked_fill(chosen[:, None] < 0, float("-inf")).softmax(-1)
+    return (weights @ keys[..., :latent]).to(q.dtype)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.graph.sizes import known_equal
-from atomc.kernels.checks import no_bf16_products, too_wide, unlike
+from atomc.kernels.checks import no_bf16_products, too_wide, unlike, unsupported
 from atomc.kernels.triton.attention import (
     COMBINED_COLUMNS,
     LOG2_E,
@@ -47,6 +47,36 @@ MAX_LATENT, MAX_ROTATED = 512, 128
 
 
 @triton.jit
+def add_keys(
+    acc,
+    total,
+    peak,
+    q_latent,
+    q_rope,
+    latent,
+    k_rope,
+    seen,
+    unit,
+    MASKED: tl.constexpr,
+):
+    """Update the running softmax (weighted latents, sum of weights, maximum in base 2) with some
+    rows of the cache; MASKED: with those that are `seen`.
+    """
+    scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
+    scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision="ieee")
+    if MASKED:
+        scores = tl.where(seen, scores, -float("inf"))
+    highest = tl.maximum(peak, tl.max(scores, 1) * unit)
+    # For a row that has not seen a key, -inf - -inf would be NaN.
+    shift = tl.where(highest == -float("inf"), 0.0, highest)
+    weights = tl.exp2(scores * unit - shift[:, None])
+    decay = tl.exp2(peak - shift)
+    total = total * decay + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(latent.dtype), latent, acc * decay[:, None], input_precision="ieee")
+    return acc, total, highest
+
+
+@triton.jit
 def _walk(
     acc,
     total,
@@ -69,8 +99,7 @@ def _walk(
     MASKED: tl.constexpr,
     CODES: tl.constexpr,
 ):
-    """Update the running softmax (weighted latents, sum of weights, maximum in base 2) with the
-    rows of the cache from `first` to `last`.
+    """add_keys for the rows of the cache from `first` to `last`.
 
     Without MASKED, each query sees all of them, and their number is a multiple of BLOCK_N.
     """
@@ -93,19 +122,10 @@ def _walk(
         latent = as_numbers(latent, q_latent.dtype, CODES)
         k_rope = as_numbers(k_rope, q_latent.dtype, CODES)
 
-        scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
-        scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision="ieee")
-        if MASKED:
-            seen = (key[None, :] <= position[:, None]) & (key < last)[None, :]
-            scores = tl.where(seen, scores, -float("inf"))
-        highest = tl.maximum(peak, tl.max(scores, 1) * unit)
-        # For a row that has not seen a key, -inf - -inf would be NaN.
-        shift = tl.where(highest == -float("inf"), 0.0, highest)
-        weights = tl.exp2(scores * unit - shift[:, None])
-        decay = tl.exp2(peak - shift)
-        total = total * decay + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(latent.dtype), latent, acc * decay[:, None], input_precision="ieee")
-        peak = highest
+        seen = (key[None, :] <= position[:, None]) & (key < last)[None, :]
+        acc, total, peak = add_keys(
+            acc, total, peak, q_latent, q_rope, latent, k_rope, seen, unit, MASKED
+        )
     return acc, total, peak
 
 
@@ -318,28 +338,39 @@ def attend(
     kv_scale: Tensor | None = None,
 ) -> Tensor:
     """mla_absorbed_attention of q [T, H, L + R] with the given tiling."""
-    num_rows, num_heads, _ = q.shape
-    out = q.new_empty((num_rows, num_heads, latent))
-    into, lse = out, None
-    if cut.splits > 1:
-        into = q.new_empty((num_rows, num_heads, cut.splits, latent), dtype=torch.float32)
-        lse = q.new_empty((num_rows, num_heads, cut.splits), dtype=torch.float32)
+    into, lse = empty_splits(q, latent, cut.splits)
     launch(
         q, kv_cache, into, lse, query_start, seq_lens, block_tables, latent, scale, cut, kv_scale
     )
-    if lse is not None:
-        block_splits = triton.next_power_of_2(cut.splits)
-        combine_splits[(num_rows * num_heads, triton.cdiv(latent, COMBINED_COLUMNS))](
-            into,
-            lse,
-            out,
-            cut.splits,
-            DV=latent,
-            BLOCK_DV=COMBINED_COLUMNS,
-            BLOCK_SPLITS=block_splits,
-            num_warps=4 if block_splits <= 32 else 8,
-            **overlap(q.device),
-        )
+    return into if lse is None else combined(into, lse, q.dtype)
+
+
+def empty_splits(q: Tensor, latent: int, splits: int) -> tuple[Tensor, Tensor | None]:
+    """Where a kernel writes: for one split, the result [T, H, L]; for more, their results [T, H,
+    splits, L] in fp32, and the logarithms of their softmax masses [T, H, splits].
+    """
+    if splits == 1:
+        return q.new_empty((*q.shape[:2], latent)), None
+    lse = q.new_empty((*q.shape[:2], splits), dtype=torch.float32)
+    return lse.new_empty((*lse.shape, latent)), lse
+
+
+def combined(parts: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
+    """The result [T, H, L] of the splits of empty_splits."""
+    num_rows, num_heads, splits, latent = parts.shape
+    out = parts.new_empty((num_rows, num_heads, latent), dtype=dtype)
+    block_splits = triton.next_power_of_2(splits)
+    combine_splits[(num_rows * num_heads, triton.cdiv(latent, COMBINED_COLUMNS))](
+        parts,
+        lse,
+        out,
+        splits,
+        DV=latent,
+        BLOCK_DV=COMBINED_COLUMNS,
+        BLOCK_SPLITS=block_splits,
+        num_warps=4 if block_splits <= 32 else 8,
+        **overlap(parts.device),
+    )
     return out
 
 
@@ -413,6 +444,7 @@ def refuse_mla_absorbed_attention(
     *,
     latent: int,
     scale: float,
+    chosen: Tensor | None = None,
 ) -> Refusal | None:
     if reason := unfit(platform, q=q) or uncachable(
         platform, {"kv_scale": kv_scale}, kv_cache=kv_cache
@@ -426,6 +458,7 @@ def refuse_mla_absorbed_attention(
         or odd_sequences(query_start, seq_lens, block_tables, scale)
         or too_wide(latent, MAX_LATENT, "latents")
         or too_wide(q.shape[-1] - latent, MAX_ROTATED, "rotated keys")
+        or unsupported("a kernel for all keys", chosen=chosen)
     )
 
 
@@ -446,6 +479,7 @@ def mla_absorbed_attention(
     *,
     latent: int,
     scale: float,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     rows = q.reshape(-1, *q.shape[-2:])
     out = rows.new_empty((0,))

@@ -5,6 +5,9 @@ Both parts and their sum have shapes that do not depend on lengths, so the host 
 Per pair of a query and a key, the first takes P + R + V multiplications, the second 2 L + R; to
 compute keys and values of cached tokens again, and where to keep them, is saved. The tokens of the
 step are read back from the cache: the result is that of the cached values, as in later steps.
+
+Attention over chosen keys is absorbed for all tokens, unless no sequence can be longer than the
+number of them.
 """
 
 import torch
@@ -21,6 +24,7 @@ from atomc.kernels.triton import mla_attention as absorbed
 from atomc.kernels.triton.attention import MAX_WIDTH, sequence_of
 from atomc.kernels.triton.kv_write import as_numbers, codes_of, in_bytes, scale_of_numbers
 from atomc.kernels.triton.launch import begin, overlap, unfit
+from atomc.kernels.triton.mla_chosen import attend_chosen, refuse_chosen
 from atomc.kernels.triton.tiles import LATENT_ATTENTION
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -112,11 +116,13 @@ def refuse_mla_paged_attention(
     kv_scale: Tensor | None = None,
     *,
     scale: float,
+    chosen: Tensor | None = None,
 ) -> Refusal | None:
     latent = weight.shape[-1]
     in_latent_space = q.new_empty((*q.shape[:-1], kv_cache.shape[-1]))
     return (
         unfit(platform, q=q, weight=weight)
+        or (None if chosen is None else refuse_chosen(chosen))
         or absorbed.refuse_mla_absorbed_attention(
             platform,
             in_latent_space,
@@ -157,6 +163,7 @@ def mla_paged_attention(
     kv_scale: Tensor | None = None,
     *,
     scale: float,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     rows = q.reshape(-1, *q.shape[-2:])
     tokens, heads, width = rows.shape
@@ -165,7 +172,22 @@ def mla_paged_attention(
     nope = width - (kv_cache.shape[-1] - latent)
     values = of_head.shape[1] - nope
     out = q.new_empty((tokens, heads, values))
-    if tokens:
+    longest = block_tables.shape[1] * kv_cache.shape[1]
+    if tokens and chosen is not None and longest > chosen.shape[-1]:
+        attended = attend_chosen(
+            _projected(rows, of_head, kv_cache, nope),
+            kv_cache,
+            chosen.reshape(tokens, -1),
+            query_start,
+            seq_lens,
+            block_tables,
+            latent,
+            scale,
+            absorbed.tiling(tokens, tokens, heads, q.element_size(), chosen.shape[-1], q.device),
+            kv_scale,
+        )
+        out = ops.linear_by_head.reference(attended, of_head[:, nope:])
+    elif tokens:
         sequences = query_start, seq_lens, block_tables
         new, new_lse = _over_new(rows, of_head, kv_cache, *sequences, kv_scale, nope, scale)
         old, old_lse = _over_old(rows, of_head, kv_cache, *sequences, kv_scale, nope, scale)
@@ -181,6 +203,19 @@ def mla_paged_attention(
             **overlap(q.device),
         )
     return out.view(*q.shape[:-1], values)
+
+
+def _projected(q: Tensor, of_head: Tensor, kv_cache: Tensor, nope: int) -> Tensor:
+    """The queries [T, H, P + R] in the latent space: [T, H, L + R]."""
+    latent = of_head.shape[-1]
+    projected = q.new_empty((*q.shape[:2], kv_cache.shape[-1]))
+    torch.bmm(
+        q[..., :nope].transpose(0, 1),
+        of_head[:, :nope],
+        out=projected[..., :latent].transpose(0, 1),
+    )
+    projected[..., latent:] = q[..., nope:]
+    return projected
 
 
 def _over_new(
@@ -263,13 +298,6 @@ def _over_old(
     """
     tokens, heads, _ = q.shape
     latent = of_head.shape[-1]
-    projected = q.new_empty((tokens, heads, kv_cache.shape[-1]))
-    torch.bmm(
-        q[..., :nope].transpose(0, 1),
-        of_head[:, :nope],
-        out=projected[..., :latent].transpose(0, 1),
-    )
-    projected[..., latent:] = q[..., nope:]
     longest = block_tables.shape[1] * kv_cache.shape[1]
     cut = absorbed.tiling(
         tokens, seq_lens.shape[0], heads, q.element_size(), longest, q.device
@@ -277,7 +305,7 @@ def _over_old(
     attended = q.new_empty((tokens, heads, latent))
     lse = q.new_empty((tokens, heads), dtype=torch.float32)
     absorbed.launch(
-        projected,
+        _projected(q, of_head, kv_cache, nope),
         kv_cache,
         attended,
         lse,

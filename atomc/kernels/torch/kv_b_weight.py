@@ -1,0 +1,59 @@
+"""Forms of a quantized kv_b_proj, computed once instead of in each step, on any device."""
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.ops.op import Attribute, Prepared
+
+STORED = ("weight", "weight_scale", "zeros")
+
+
+def dequantized(
+    weight: Tensor, weight_scale: Tensor, zeros: Tensor | None, **attributes: Attribute
+) -> Prepared:
+    made: Tensor = ops.kv_b_weight.overload(weight, weight_scale, zeros, **attributes)
+    return Prepared((made,))
+
+
+def keys(
+    weight: Tensor, weight_scale: Tensor, zeros: Tensor | None, **attributes: Attribute
+) -> Prepared:
+    made: tuple[Tensor, Tensor] = ops.kv_b_keys.overload(weight, weight_scale, zeros, **attributes)
+    return Prepared(tuple(made))
+
+
+@ops.kv_b_weight.kernel(
+    "torch", prepare={STORED: dequantized}, attributes=("scheme", "group", "dtype")
+)
+def kv_b_weight(
+    weight: tuple[Tensor],
+    weight_scale: Tensor,
+    zeros: Tensor | None = None,
+    *,
+    scheme: str,
+    activations: str = "",
+    group: int = 128,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    return weight[0]
+
+
+@ops.kv_b_keys.kernel(
+    "torch",
+    prepare={STORED: keys},
+    attributes=("scheme", "group", "heads", "nope", "product", "codes"),
+)
+def kv_b_keys(
+    weight: tuple[Tensor, Tensor],
+    weight_scale: Tensor,
+    zeros: Tensor | None = None,
+    *,
+    scheme: str,
+    group: int,
+    heads: int,
+    nope: int,
+    product: str,
+    codes: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    return weight

@@ -1,0 +1,135 @@
+"""Forms of a quantized kv_b_proj, the weight that computes keys and values of latent attention
+(atomc.ops.mla_attention). They depend on parameters alone: kernels prepare them once.
+
+H heads, P and V what is not rotated of a key and a value, L width of the latent. The parameters are
+those of the linear op of a scheme (atomc.ops.scaled_linear), N = H * (P + V) rows of L columns.
+"""
+
+import torch
+from torch import Tensor
+
+from atomc.ops.formats import AMAX_FLOOR
+from atomc.ops.mla import BMM_SCHEMES
+from atomc.ops.op import op
+from atomc.ops.op_cost import OpCall, Work
+from atomc.ops.op_traits import Kind
+from atomc.ops.quant import quant_mxfp4, to_fp8
+from atomc.ops.scaled_linear import fp8_block_values, int4_weight, mxfp4_values
+
+# Scheme -> columns per element of the stored weight.
+STORED = {"fp8": 1, "fp8_block": 1, "int8": 1, "int4": 8, "mxfp4": 2}
+
+
+def _once(call: OpCall) -> Work:
+    """No work of a step."""
+    return 0.0, 0.0
+
+
+def _values(
+    weight: Tensor, weight_scale: Tensor, zeros: Tensor | None, scheme: str, group: int
+) -> Tensor:
+    """The dequantized weight, fp32 [N, L]. Raises ValueError for another scheme."""
+    if scheme in ("fp8", "int8"):
+        values: Tensor = weight.to(torch.float32) * weight_scale
+        return values
+    if scheme == "fp8_block":
+        return fp8_block_values(weight, weight_scale, group)
+    if scheme == "int4":
+        return int4_weight(weight, weight_scale, zeros, group)
+    if scheme == "mxfp4":
+        return mxfp4_values(weight, weight_scale)
+    raise ValueError(f"kv_b_proj: scheme {scheme!r} is not one of {tuple(STORED)}")
+
+
+def _weight_shape(
+    weight: Tensor,
+    weight_scale: Tensor,
+    zeros: Tensor | None = None,
+    *,
+    scheme: str,
+    activations: str = "",
+    group: int = 128,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    shape = weight.shape[0], weight.shape[1] * STORED[scheme]
+    return weight.new_empty(shape, dtype=dtype or weight_scale.dtype)
+
+
+@op(kind=Kind.WEIGHT, rows=None, cost=_once, shape=_weight_shape)
+def kv_b_weight(
+    weight: Tensor,
+    weight_scale: Tensor,
+    zeros: Tensor | None = None,
+    *,
+    scheme: str,
+    activations: str = "",
+    group: int = 128,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The dequantized kv_b_proj [H * (P + V), L].
+
+    scheme       "fp8" or "int8" (weight_scale [1] or [N, 1]), "fp8_block", "int4" or "mxfp4"
+    activations  what the model multiplies by it: "fp8", "int8", "mxfp4", "" for rows that are not
+                 quantized. The result does not depend on it
+    group        inputs with one scale, of "fp8_block" and "int4"
+    dtype        of the result; None: that of the scales
+    Raises ValueError for another scheme.
+    """
+    return _values(weight, weight_scale, zeros, scheme, group).to(dtype or weight_scale.dtype)
+
+
+def _keys_shape(
+    weight: Tensor,
+    weight_scale: Tensor,
+    zeros: Tensor | None = None,
+    *,
+    scheme: str,
+    group: int,
+    heads: int,
+    nope: int,
+    product: str,
+    codes: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    lead = heads, weight.shape[1] * STORED[scheme]
+    if product == "mxfp4":
+        return (
+            weight.new_empty((*lead, nope // 2), dtype=torch.uint8),
+            weight.new_empty((*lead, nope // 32), dtype=torch.uint8),
+        )
+    return (
+        weight.new_empty((*lead, nope), dtype=codes),
+        weight.new_empty(1, dtype=torch.float32),
+    )
+
+
+@op(kind=Kind.WEIGHT, rows=None, cost=_once, shape=_keys_shape)
+def kv_b_keys(
+    weight: Tensor,
+    weight_scale: Tensor,
+    zeros: Tensor | None = None,
+    *,
+    scheme: str,
+    group: int,
+    heads: int,
+    nope: int,
+    product: str,
+    codes: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """The rows of kv_b_proj that compute keys, quantized again along P columns, as weights of the
+    product per head that maps queries to the latent space (atomc.ops.mla).
+
+    product  "fp8": [H, L, P] of dtype `codes`, and one scale, [1] fp32, as scaled_bmm_fp8 takes it;
+             "mxfp4": uint8 [H, L, P / 2] and [H, L, P / 32], as bmm_mxfp4 does
+    scheme, group  as in kv_b_weight
+    nope           P, for "mxfp4" a multiple of 32
+    Raises ValueError for another scheme or product.
+    """
+    if product not in BMM_SCHEMES:
+        raise ValueError(f"kv_b_keys: product {product!r} is not one of {BMM_SCHEMES}")
+    values = _values(weight, weight_scale, zeros, scheme, group)
+    of_head = values.view(heads, weight.shape[0] // heads, values.shape[1])
+    keys = of_head[:, :nope].mT.contiguous()
+    if product == "mxfp4":
+        return quant_mxfp4.reference(keys)
+    scale = (keys.abs().max().clamp(min=AMAX_FLOOR) / torch.finfo(codes).max).reshape(1)
+    return to_fp8(keys * (1.0 / scale), codes), scale

@@ -1,0 +1,123 @@
+"""DeepSeek-V3.2: DeepSeek-V3 whose attention reads the keys that an indexer chooses.
+
+T tokens, D model width, N heads, J heads of the indexer, C width of its queries and keys, of which
+the first R columns are rotated; K chosen keys.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+from torch import Tensor, nn
+
+from atomc import ops
+from atomc.json_types import JSONLike
+from atomc.models import deepseek_v3
+from atomc.models.config import integer, model_type, only
+from atomc.models.decoder import Layer
+from atomc.models.deepseek_v3 import Config, MoE, mlp_of
+from atomc.models.mtp import DraftLayer, WithDraftLayer
+from atomc.models.rotary import Rotary, apply_partial_rope
+
+# The indexer is on every device.
+SHARD = deepseek_v3.SHARD
+INDEX_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class IndexerConfig:
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, JSONLike]) -> "IndexerConfig":
+        """Raises ValueError for a missing field or an unsupported value."""
+        only(hf, "rope_interleave", True)
+        if hf.get("q_lora_rank") is None:
+            raise ValueError(
+                f"{model_type(hf)}: q_lora_rank is null, and the indexer reads the latent of the "
+                "queries"
+            )
+        layers = hf.get("layer_types")
+        if layers is not None and layers != ["indexed_attention"] * integer(
+            hf, "num_hidden_layers"
+        ):
+            raise ValueError(
+                f"{model_type(hf)}: layer_types {layers!r:.60} is not supported, only "
+                "'indexed_attention' in each layer"
+            )
+        width, rotated = integer(hf, "index_head_dim"), integer(hf, "qk_rope_head_dim")
+        if width < rotated:
+            raise ValueError(
+                f"{model_type(hf)}: index_head_dim {width} is less than qk_rope_head_dim {rotated}"
+            )
+        return cls(integer(hf, "index_n_heads"), width, integer(hf, "index_topk"))
+
+
+class Indexer(nn.Module):
+    """Chooses the keys that attention of each token reads (DeepSeek-V3.2, section 2.1). The factors
+    of its scores, 1 / sqrt(C) and 1 / sqrt(J), change no choice.
+    """
+
+    def __init__(self, config: Config, indexer: IndexerConfig):
+        super().__init__()
+        assert config.q_lora_rank is not None
+        heads, self.head_dim = indexer.index_n_heads, indexer.index_head_dim
+        self.topk = indexer.index_topk
+        self.wq_b = nn.Linear(config.q_lora_rank, heads * self.head_dim, bias=False)
+        self.wk = nn.Linear(config.hidden_size, self.head_dim, bias=False)
+        self.k_norm = nn.LayerNorm(self.head_dim, eps=INDEX_EPS)
+        self.weights_proj = nn.Linear(config.hidden_size, heads, bias=False)
+        self.keys = ops.indexer_state(self.head_dim)
+
+    def forward(self, x_TD: Tensor, q_latent: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [T, D] and the latent of its queries -> positions [T, K] i32."""
+        q_TJC = self.wq_b(q_latent).unflatten(-1, (-1, self.head_dim))
+        k_T1C = self.k_norm(self.wk(x_TD)).unsqueeze(-2)
+        q_TJC, k_T1C = apply_partial_rope(q_TJC, k_T1C, cos, sin)
+        weights_TJ = self.weights_proj(x_TD)
+        return ops.index_topk(q_TJC, k_T1C.squeeze(-2), weights_TJ, self.keys, topk=self.topk)
+
+
+class Attention(deepseek_v3.Attention):
+    def __init__(self, config: Config, indexer: IndexerConfig):
+        super().__init__(config)
+        self.indexer = Indexer(config, indexer)
+
+    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q_latent = self.q_a_layernorm(self.q_a_proj(x_TD))
+        chosen_TK = self.indexer(x_TD, q_latent, cos, sin)
+        q_TNH, k_TNH, v_TNV = self.expanded(self.q_b_proj(q_latent), x_TD, cos, sin)
+        mask = ops.chosen_mask(chosen_TK)
+        out_TNV = ops.attention(q_TNH, k_TNH, v_TNV, self.kv, mask, scale=self.scale)
+        out_TD: Tensor = self.o_proj(out_TNV.flatten(-2))
+        return out_TD
+
+
+class DeepseekV32ForCausalLM(WithDraftLayer):
+    """draft_layer: with the checkpoint's first draft layer."""
+
+    # Of the config class of transformers.
+    DEFAULTS: ClassVar[dict[str, JSONLike]] = {
+        **deepseek_v3.DeepseekV3ForCausalLM.DEFAULTS,
+        "max_position_embeddings": 163840,
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+        "index_topk": 2048,
+    }
+
+    def __init__(self, config: Config, indexer: IndexerConfig, *, draft_layer: bool = False):
+        layers = (
+            Layer(config, Attention(config, indexer), mlp_of(config, kind))
+            for kind in config.mlp_layer_types
+        )
+        draft = DraftLayer(config, Attention(config, indexer), MoE(config)) if draft_layer else None
+        rotary_emb = Rotary(config.rope_parameters, config.qk_rope_head_dim)
+        super().__init__(config, layers, rotary_emb, draft=draft)
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, JSONLike], *, draft_layer: bool = False) -> Self:
+        given = {name: x for name, x in hf.items() if x is not None or name == "q_lora_rank"}
+        hf = {**cls.DEFAULTS, **given}
+        return cls(Config.from_hf(hf), IndexerConfig.from_hf(hf), draft_layer=draft_layer)
