@@ -171,7 +171,6 @@ BUGS = [
         "mla_absorbed_attention",
     ),
     triton("indexer", "(rank <= left)", "(rank < left)", "paged_index_topk"),
-    triton("indexer", "tl.where(score == 0.0, 0.0, score)", "score", "paged_index_topk"),
     triton("indexer", "written += tl.sum(taken)", "written += 0", "paged_index_topk"),
     triton("indexer", "tl.maximum(products, 0.0)", "products", "paged_index_topk"),
     triton("indexer", "key * tl.div_rn(1.0, scale)", "key", "index_write"),

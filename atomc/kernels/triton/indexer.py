@@ -125,13 +125,14 @@ def _index_scores(
             score = tl.sum(tl.maximum(products, 0.0) * weights[None, :], 1)
             if CODES != "":
                 score *= tl.load(scales_ptr + block * s_block + key % BLOCK_SIZE * s_slot, there, 0)
-            # -0.0, which is less than 0.0 by its bits, becomes 0.0.
-            tl.store(into + key, tl.where(score == 0.0, 0.0, score), there)
+            tl.store(into + key, score, there)
 
 
 @triton.jit
 def _ordered(score):
-    """The bits of scores as unsigned integers in the same order."""
+    """The bits of scores as unsigned integers in the same order. -0.0 is before 0.0; all zeros of
+    a row have one sign, that of weights that are all negative or not.
+    """
     bits = score.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) | -0x80000000)).to(tl.uint32, bitcast=True)
 
