@@ -215,9 +215,9 @@ def formula(scheme: str | None, layers: int, q_lora: bool) -> dict[str, int]:
     if scheme is None:
         return found
     activations = ACTIVATIONS[scheme]
-    of_latents = 2 * layers if q_lora else layers
+    of_queries = layers if q_lora else 0  # the latent that kv_b_proj multiplies is not quantized
     return found | {
-        f"rms_norm_quant[{activations}]": 1 + of_latents,
+        f"rms_norm_quant[{activations}]": 1 + of_queries,
         f"add_rms_norm_quant[{activations}]": 2 * layers - 1,
         f"rms_norm_pair[{activations}]": found["rms_norm_pair"],
     }

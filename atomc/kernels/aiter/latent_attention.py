@@ -19,7 +19,7 @@ from atomc.kernels.aiter.latent_walk import attended_latents, unattended_latents
 from atomc.kernels.aiter.library import FP8_OF, Function, unfit
 from atomc.kernels.aiter.paged_attention import slots_of_keys
 from atomc.kernels.aiter.unified_attention import blank_padding
-from atomc.kernels.checks import scattered_blocks, strided, unlike
+from atomc.kernels.checks import scattered_blocks, strided, unlike, unsupported
 from atomc.ops.op import Refusal
 from atomc.ops.state import LAYOUTS
 from atomc.platform import Platform
@@ -138,9 +138,11 @@ def _refuse(
     *,
     latent: int,
     scale: float,
+    chosen: Tensor | None = None,
 ) -> Refusal | None:
     return (
-        unfit(
+        unsupported("AITER's attention over all keys", chosen=chosen)
+        or unfit(
             platform,
             mla_decode_fwd,
             mla_prefill_fwd,
@@ -219,6 +221,7 @@ def mla_absorbed_attention(
     *,
     latent: int,
     scale: float,
+    chosen: Tensor | None = None,
     shared: tuple[Tensor, ...],
 ) -> Tensor:
     rows = q.reshape(-1, *q.shape[-2:])

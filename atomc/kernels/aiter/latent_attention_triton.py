@@ -6,6 +6,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.aiter.latent_walk import attended_latents, unattended_latents
+from atomc.kernels.checks import unsupported
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -22,8 +23,11 @@ def _refuse(
     *,
     latent: int,
     scale: float,
+    chosen: Tensor | None = None,
 ) -> Refusal | None:
-    return unattended_latents(platform, q, kv_cache, kv_scale, latent)
+    return unsupported("AITER's attention over all keys", chosen=chosen) or unattended_latents(
+        platform, q, kv_cache, kv_scale, latent
+    )
 
 
 @ops.mla_absorbed_attention.kernel("aiter", layout="paged", refuses=_refuse)
@@ -38,6 +42,7 @@ def mla_absorbed_attention(
     *,
     latent: int,
     scale: float,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     out = attended_latents(
         q.reshape(-1, *q.shape[-2:]),

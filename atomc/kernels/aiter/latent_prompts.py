@@ -19,14 +19,14 @@ from atomc.kernels.aiter.paged_attention import (
     flash_attn_varlen_func,
     slots_of_keys,
 )
-from atomc.kernels.checks import scattered_blocks, strided, unlike, wrong_rank
+from atomc.kernels.checks import scattered_blocks, strided, unlike, unsupported, wrong_rank
 from atomc.ops.attention import from_cache
 from atomc.ops.formats import HALVES
-from atomc.ops.op import Refusal, Tokens
+from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 # As for NVIDIA GPUs: from here on a step has prompts. Not measured on an AMD GPU.
-PROMPTS = Tokens(257)
+PROMPTS = ops.Tokens(257)
 
 
 def _odd_widths(key: int, value: int) -> Refusal | None:
@@ -58,10 +58,12 @@ def _refuse_mla_attention(
     kv: Tensor | None = None,
     *,
     scale: float,
+    chosen: Tensor | None = None,
 ) -> Refusal | None:
     *_, heads, nope = q_nope.shape
     return (
-        unfit(platform, flash_attn_func)
+        unsupported("AITER's attention over all keys", chosen=chosen)
+        or unfit(platform, flash_attn_func)
         or unlike(HALVES, q_nope=q_nope, q_rope=q_rope, latent=latent, k_rope=k_rope, weight=weight)
         or wrong_rank((3, 4), q_nope=q_nope)
         or _odd_widths(nope + q_rope.shape[-1], weight.shape[0] // heads - nope)
@@ -78,6 +80,7 @@ def mla_attention(
     kv: Tensor | None = None,
     *,
     scale: float,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     heads, nope = q_nope.shape[-2:]
     value = weight.shape[0] // heads - nope
@@ -109,11 +112,13 @@ def _refuse_mla_paged_attention(
     kv_scale: Tensor | None = None,
     *,
     scale: float,
+    chosen: Tensor | None = None,
 ) -> Refusal | None:
     heads, width = q.shape[-2:]
     nope = width - (kv_cache.shape[-1] - weight.shape[-1])
     return (
-        unfit(platform, flash_attn_varlen_func)
+        unsupported("AITER's attention over all keys", chosen=chosen)
+        or unfit(platform, flash_attn_varlen_func)
         or unlike(HALVES, q=q, weight=weight)
         or _odd_widths(width, weight.shape[0] // heads - nope)
         or scattered_blocks(kv_cache)
@@ -136,6 +141,7 @@ def mla_paged_attention(
     kv_scale: Tensor | None = None,
     *,
     scale: float,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     rows = q.reshape(-1, *q.shape[-2:])
     room = block_tables.numel() * kv_cache.shape[1]
