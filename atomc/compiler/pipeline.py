@@ -6,6 +6,7 @@ import logging
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from torch.fx import GraphModule, Node
 
@@ -47,8 +48,14 @@ def selected(pipeline: Sequence[Pass], context: Context) -> tuple[list[Pass], li
     off = {name for name, on in switches.items() if on is False}
     _check_switches(pipeline, switches, off, context.paged)
     off |= {p.name for p in pipeline if p.off_by_default and p.name not in switches}
-    on = [p for p in pipeline if p.name not in off and (context.paged or not p.paged)]
-    return on, sorted(off)
+    on = [p for p in pipeline if p.name not in off]
+    return on if context.paged else [_outside_the_runtime(p) for p in on if not p.paged], sorted(
+        off
+    )
+
+
+def _outside_the_runtime(p: Pass) -> Pass:
+    return replace(p, rewrites=tuple(r for r in p.rewrites if not r.paged))
 
 
 def _check_switches(

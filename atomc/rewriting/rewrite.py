@@ -74,6 +74,8 @@ class Rewrite:
                    one of these values); without such a node in the graph nothing is traced, and
                    without one at a place it is no near miss
     explained      whether places where it nearly matches are near misses
+    paged          applies only for the runtime: its results differ by more than roundings, and a
+                   user's program computes what it is
     """
 
     name: str
@@ -87,6 +89,7 @@ class Rewrite:
     read_together: bool = False
     needs: Needs = field(default_factory=dict)
     explained: bool = True
+    paged: bool = False
     cases: Sequence[Case] = (Case(),)
     cases_in: Callable[[Index], Sequence[Case]] = lambda index: ()
     _traced: dict[Case, Pattern] = field(default_factory=dict, repr=False)

@@ -1,11 +1,11 @@
-"""Recognize latent attention whose kv_b_proj is quantized, in layers that keep state.
+"""Recognize latent attention whose kv_b_proj is quantized, in the runtime.
 
     latent > quantizer > quantized linear > ...  =>  codes, scales > kv_b_weight -+
                                                      latent, ... -----------------+- mla_attention
 
 The rest is as in passes/recognize/mla.py. The runtime then caches the latent, and multiplies by the
 dequantized weight what it reads from there, which it does not quantize. So the result is not that
-of the quantized product, but lacks the error of its activations. Layers without state keep the
+of the quantized product, but lacks the error of its activations. A user's program keeps the
 quantized product.
 """
 
@@ -188,6 +188,7 @@ MLA_QUANTIZED = Rewrite(
     guard=mla.guard,
     attrs=_attrs,
     variant="quantized",
+    paged=True,
     needs={"aten::cat": {}, "aten::expand": {}},
     cases=[
         Case(
