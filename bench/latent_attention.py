@@ -4,10 +4,12 @@ parts of sparse attention, and their sum as a share of attention over all keys.
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from itertools import product
 
 import torch
+from fusions import compile_first, mine
 from torch import Tensor
 
 from atomc.kernels.triton.indexer import choose, index_scores
@@ -18,7 +20,7 @@ EXAMPLES = """examples:
   all cases:           python bench/latent_attention.py
   one of them:         python bench/latent_attention.py --only "16 heads, decode 64 x 8192"
   an fp8 cache:        python bench/latent_attention.py --fp8
-  other tilings:       python bench/latent_attention.py --sweep --only decode
+  other tilings:       python bench/latent_attention.py --sweep --jobs 14 --only "decode 64"
   sparse attention:    python bench/latent_attention.py --only V3.2
 """
 LATENT, WIDTH, BLOCK = 512, 576, 16
@@ -190,6 +192,24 @@ def cuts(chosen: LatentTiling, sweep: bool) -> Iterator[LatentTiling]:
             yield other
 
 
+def time_dense(name: str, inputs: Inputs, tilings: Iterable[LatentTiling], copied: float) -> None:
+    """Print the time of each tiling, the fastest last."""
+    lines = []
+    for cut in tilings:
+        try:
+            taken = seconds(list(inputs.calls(cut)))
+        except Exception as error:  # a tiling that does not fit
+            print(f"{name}: {cut}: {type(error).__name__}")
+            continue
+        text = (
+            f"{name}: {taken * 1e6:.1f} us, {inputs.bytes / taken / copied:.0%} of copy "
+            f"bandwidth, {inputs.flops / taken / 1e12:.0f} TFLOP/s, {tuple(cut)}"
+        )
+        lines.append((taken, text))
+    for _, text in sorted(lines, reverse=True):
+        print(text, flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -197,24 +217,26 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--fp8", action="store_true", help="over an fp8 cache")
     parser.add_argument("--sweep", action="store_true", help="time other tilings as well")
+    parser.add_argument("--jobs", type=int, default=0, help="compile in so many processes first")
+    parser.add_argument("--compile-only", metavar="I/N", help="compile every Nth tiling")
     args = parser.parse_args()
-    copied = copy_bandwidth()
+    if args.jobs:
+        compile_first(args.jobs)
+    copied = 0.0 if args.compile_only else copy_bandwidth()
     for name, (heads, sequences) in CASES.items():
         if args.only not in name:
             continue
         inputs = Inputs(heads, sequences, args.fp8)
-        for cut in cuts(inputs.cut(), args.sweep):
-            try:
-                taken = seconds(list(inputs.calls(cut)))
-            except Exception as error:  # a tiling that does not fit
-                print(f"{name}: {cut}: {type(error).__name__}")
-                continue
-            print(
-                f"{name}: {taken * 1e6:.1f} us, {inputs.bytes / taken / copied:.0%} of copy "
-                f"bandwidth, {inputs.flops / taken / 1e12:.0f} TFLOP/s, {tuple(cut)}"
-            )
+        tilings = list(cuts(inputs.cut(), args.sweep))
+        if not args.compile_only:
+            time_dense(name, inputs, tilings, copied)
+            continue
+        for number, cut in enumerate(tilings):
+            if mine(number, args.compile_only):
+                with suppress(Exception):  # a tiling that does not fit
+                    next(inputs.calls(cut))()
     for name, sequences in SPARSE.items():
-        if args.only in name:
+        if args.only in name and not args.compile_only:
             time_sparse(name, sequences, args.fp8)
 
 
