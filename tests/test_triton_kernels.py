@@ -29,6 +29,21 @@ def kernel_of(op: str) -> ops.Kernel:
     return next(kernel for kernel in TRITON if kernel.op == op)
 
 
+def example_of(kernel: ops.Kernel, *, rows: bool = False) -> dict[str, Any]:
+    """The first of its op, of those with chosen keys if the kernel is for them. rows: the first of
+    several rows.
+    """
+    named = CASES[kernel.op].items()
+    made = (
+        make(Draw(torch.bfloat16))
+        for name, make in named
+        if not rows or name not in ("one row", "one token")
+    )
+    if not kernel.function.__module__.endswith("_chosen"):
+        return next(made)
+    return next(given for given in made if given.get("chosen") is not None)
+
+
 def an_example(op: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
     return next(iter(CASES[op].values()))(Draw(dtype))
 
@@ -42,14 +57,14 @@ def test_no_triton_kernel_runs_on_a_cpu_also_where_its_interpreter_could(
     kernel: ops.Kernel,
 ) -> None:
     assert (
-        refusal_text(kernel, Platform.named("cpu"), an_example(kernel.op))
+        refusal_text(kernel, Platform.named("cpu"), example_of(kernel))
         == "Triton kernels run on a GPU"
     )
 
 
 @pytest.mark.parametrize("kernel", TRITON, ids=lambda kernel: kernel.op)
 def test_a_gpu_takes_the_first_example_of_each_op(kernel: ops.Kernel) -> None:
-    assert refusal_text(kernel, H200, an_example(kernel.op)) is None
+    assert refusal_text(kernel, H200, example_of(kernel)) is None
 
 
 ALIKE = "written for torch.bfloat16 or torch.float16 or torch.float32, all of one dtype"
@@ -147,7 +162,7 @@ def test_a_kernel_takes_any_number_of_tokens_without_a_guard(kernel: ops.Kernel)
     mode = FakeTensorMode(shape_env=shapes)
     fixed = {"weight", "bias", "q_weight", "k_weight", "sinks", "token", "weight_scale", "zeros"}
     fixed |= {f"{name}{part}" for name in ("w13", "w2") for part in ("", "_scale", "_zeros")}
-    fixed |= {"b13", "b2"}
+    fixed |= {"b13", "b2", "x_weight", "y_weight"}
 
     def fake(name: str, value: Any) -> Any:
         if not isinstance(value, Tensor) or name in fixed:
@@ -160,10 +175,8 @@ def test_a_kernel_takes_any_number_of_tokens_without_a_guard(kernel: ops.Kernel)
             value, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes)
         )
 
-    made = next(
-        make for name, make in CASES[kernel.op].items() if name not in ("one row", "one token")
-    )
-    arguments = {name: fake(name, value) for name, value in made(Draw(torch.bfloat16)).items()}
+    given = example_of(kernel, rows=True)
+    arguments = {name: fake(name, value) for name, value in given.items()}
     assert refusal_text(kernel, H200, arguments) is None
     assert not shapes.guards
 
