@@ -239,7 +239,7 @@ BUGS = [
     triton(
         "experts_4_bits",
         "pair = tl.where(m == 0, block, P)",
-        "pair = block + m",
+        "pair = tl.where(m == 0, block + 1, P)",
         "moe_experts_mxfp4",
     ),
     triton(
