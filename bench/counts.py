@@ -12,7 +12,7 @@ adds        sums of two tensors of one shape that norms read, each once, without
             found: add_rms_norm, add_layer_norm
 rotations   tensors that functions named apply_rotary... return; found: rope
 gates       modules with a gate and an up projection; elsewhere products of a SiLU or GELU with
-            another tensor; found: silu_and_mul, gelu_and_mul
+            another tensor; found: silu_and_mul, gelu_and_mul, moe_experts
 attentions  softmaxes in the innermost modules with Attention in the name of their class, at least
             one; found: attention
 
@@ -44,7 +44,7 @@ FAMILIES = {
     "norms": ("rms_norm", "layer_norm"),
     "adds": ("add_rms_norm", "add_layer_norm"),
     "rotations": ("rope",),
-    "gates": ("silu_and_mul", "gelu_and_mul"),
+    "gates": ("silu_and_mul", "gelu_and_mul", "moe_experts"),
     "attentions": ("attention",),
 }
 # The projections of a gated MLP, as modules or parameters.
