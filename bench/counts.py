@@ -251,7 +251,7 @@ def row(model_type: str, tokens: int) -> dict[str, Any]:
     try:
         wanted, softmaxes = expected(model, ids)
         fired, reports = found(model, ids)
-    except Exception as error:
+    except Exception as error:  # a row of the table, not the end of it
         return name | {"failed": f"{type(error).__name__}: {error}"[:200].replace("\n", " ")}
     classes = {path: type(module).__name__ for path, module in model.named_modules()}
     missing = wanted["norms"].total() > fired["norms"].total()

@@ -77,6 +77,11 @@ class Format(NamedTuple):
     block: int = 0
     group: int = 1
 
+    @property
+    def one_kernel(self) -> bool:
+        """Whether one kernel serves any number of tokens."""
+        return self.few == self.many
+
 
 def shapes(of: Model) -> dict[str, tuple[int, int, int]]:
     return {
@@ -326,7 +331,7 @@ def apart(
     """The launches for many tokens, each by itself, with each of the tiles."""
     shared = between(of, model, len(sets[0]["x"]))
     for tile in tiles:
-        numbers = tile if of.few == of.many else (tile.block, *tile.up.values())
+        numbers = tile if of.one_kernel else (tile.block, *tile.up.values())
         label = ",".join(map(str, numbers))
         each = [launches(model, given | shared, tile) for given in sets]
         for part in PARTS:
@@ -357,7 +362,7 @@ def calls(
             return function(**arguments)
 
     per_expert = -(-tokens * model.k // model.experts)
-    if args.tiles and of.few == of.many:
+    if args.tiles and of.one_kernel:
         every = apart(of, model, sets, fragment_tiles(per_expert))
         yield from (call for call in every if call.part in ("up", "down"))
     elif args.tiles and tokens <= MAX_TOKENS:
@@ -368,7 +373,7 @@ def calls(
         yield from (call for call in every if call.part in ("up", "down"))
     else:
         yield Call("experts", kernel, function, sets)
-        if args.parts and (tokens > MAX_TOKENS or of.few == of.many):
+        if args.parts and (tokens > MAX_TOKENS or of.one_kernel):
             tile = getattr(tiles, of.many).choose(sets[0]["x"].device, per_expert)
             yield from apart(of, model, sets, [tile])
 

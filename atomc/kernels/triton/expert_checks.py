@@ -46,3 +46,15 @@ def unreadable(**weights: Tensor) -> Refusal | None:
         if not any(known_equal(stride, 1) for stride in weight.stride()[1:]):
             return Refusal("layout", f"neither rows nor columns of {name} are contiguous")
     return None
+
+
+def scattered(**tensors: Tensor | None) -> Refusal | None:
+    """Refuse tensors [E, N, K] that are not contiguous."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not (
+            known_equal(tensor.stride(2), 1)
+            and known_equal(tensor.stride(1), tensor.shape[2])
+            and known_equal(tensor.stride(0), tensor.shape[1] * tensor.shape[2])
+        ):
+            return Refusal("layout", f"{name} is not contiguous")
+    return None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import strided, unlike, unsupported, wrong_result
-from atomc.kernels.triton.expert_checks import unfit
+from atomc.kernels.triton.expert_checks import scattered, unfit, unreadable
 from atomc.kernels.triton.expert_sort import sort_by_expert
 from atomc.kernels.triton.fragments import (
     E2M1_UNIT,
@@ -22,7 +22,7 @@ from atomc.kernels.triton.fragments import (
     raised_exponents,
     words_of_group,
 )
-from atomc.kernels.triton.grouped import store_pairs, tile_of
+from atomc.kernels.triton.grouped import store_pairs, tile_of, weight_rows
 from atomc.kernels.triton.launch import TRITON_DTYPE, let_next_start, overlap, wait_for_last
 from atomc.kernels.triton.tiles import EXPERTS_FRAGMENTS, FragmentTile
 from atomc.kernels.triton.unpacking import other_group
@@ -30,22 +30,6 @@ from atomc.kernels.triton.weighted_sum import weighted_sum
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
-
-
-@triton.jit
-def _weight_row(
-    index,
-    tile,
-    N: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    GATED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
-    """The row of the weight at this index of a tile; of gate and up in turn if GATED."""
-    if INTERLEAVED or not GATED:
-        return tile * BLOCK_N + index
-    else:
-        return index % 2 * N + tile * (BLOCK_N // 2) + index // 2
 
 
 @triton.jit
@@ -162,8 +146,8 @@ def _product(
         else:
             pair = tl.load(order_ptr + block * BLOCK_M + m)
         n = tl.arange(0, BLOCK_N)
-        row = _weight_row(n, tile, N, BLOCK_N, GATED, INTERLEAVED)
-        read = _weight_row(fragment_row(n, num_warps), tile, N, BLOCK_N, GATED, INTERLEAVED)
+        row = weight_rows(n, tile, N, BLOCK_N, GATED, INTERLEAVED, True)
+        read = weight_rows(fragment_row(n, num_warps), tile, N, BLOCK_N, GATED, INTERLEAVED, True)
         inside, in_rows, in_x = (read < ROWS)[:, None], (row < ROWS)[:, None], (pair < P)[:, None]
         first = expert.to(tl.int64) * ROWS
         x_at = x_ptr + (pair // per_row).to(tl.int64)[:, None] * x_row
@@ -295,15 +279,6 @@ class PairsOfExperts:
         return out
 
 
-def _whole(**tensors: Tensor | None) -> Refusal | None:
-    for name, tensor in tensors.items():
-        if tensor is not None and not (
-            tensor.is_contiguous() and all(isinstance(size, int) for size in tensor.shape)
-        ):
-            return Refusal("layout", f"{name} is not contiguous, or its size is dynamic")
-    return None
-
-
 def refuse_moe_experts_w4a16(
     platform: Platform,
     x: Tensor,
@@ -330,8 +305,9 @@ def refuse_moe_experts_w4a16(
         or unlike((x.dtype,), w13_scale=w13_scale, w2_scale=w2_scale)
         or other_group(group)
         or strided(x=x)
-        or _whole(w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale)
-        or _whole(w13_zeros=w13_zeros, w2_zeros=w2_zeros)
+        or unreadable(w13=w13, w2=w2)
+        or scattered(w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale)
+        or scattered(w13_zeros=w13_zeros, w2_zeros=w2_zeros)
     )
 
 
@@ -408,7 +384,8 @@ def refuse_moe_experts_mxfp4(
         or unlike(taken, x=x)
         or wrong_result(taken, out_dtype)
         or strided(x=x)
-        or _whole(w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale)
+        or unreadable(w13=w13, w2=w2)
+        or scattered(w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale)
     )
 
 

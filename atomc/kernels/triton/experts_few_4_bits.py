@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import unlike, unsupported, wrong_result
+from atomc.kernels.triton.expert_checks import scattered
 from atomc.kernels.triton.experts_few import FEW, Form, Gate, Stored, compute, unfit_call
 from atomc.kernels.triton.tiles import EXPERTS_FEW_4_BITS
 from atomc.kernels.triton.unpacking import as_words, other_group
@@ -16,18 +16,6 @@ from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 ARCHS = EXPERTS_FEW_4_BITS.archs
-
-
-def _scattered(**tensors: Tensor | None) -> Refusal | None:
-    """Refuse tensors that are not contiguous."""
-    for name, tensor in tensors.items():
-        if tensor is not None and not (
-            known_equal(tensor.stride(2), 1)
-            and known_equal(tensor.stride(1), tensor.shape[2])
-            and known_equal(tensor.stride(0), tensor.shape[1] * tensor.shape[2])
-        ):
-            return Refusal("layout", f"{name} is not contiguous")
-    return None
 
 
 def refuse_moe_experts_w4a16_few(
@@ -56,7 +44,7 @@ def refuse_moe_experts_w4a16_few(
         or unlike(FLOATS, w13_scale=w13_scale, w2_scale=w2_scale)
         or unlike(FLOATS, b13=b13, b2=b2)
         or other_group(group)
-        or _scattered(
+        or scattered(
             w13=w13,
             w2=w2,
             w13_scale=w13_scale,
@@ -128,7 +116,7 @@ def refuse_moe_experts_mxfp4_few(
         or unlike(FLOATS, x=x)
         or unlike(FLOATS, b13=b13, b2=b2)
         or wrong_result(FLOATS, out_dtype)
-        or _scattered(w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale)
+        or scattered(w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale)
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import strided, unlike, wrong_result
-from atomc.kernels.triton.expert_checks import unfit, unreadable
+from atomc.kernels.triton.expert_checks import scattered, unfit, unreadable
 from atomc.kernels.triton.expert_sort import Routing, sort_by_expert
 from atomc.kernels.triton.experts_many import tile_for
 from atomc.kernels.triton.grouped import store_pairs, tile_of, weight_rows
@@ -64,7 +64,8 @@ def _product(
     expert = tl.load(expert_ptr + block)
     if expert >= 0:
         pair = tl.load(order_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
-        row = weight_rows(tile, N, BLOCK_N, GATED, INTERLEAVED, True)
+        n = tl.arange(0, BLOCK_N)
+        row = weight_rows(n, tile, N, BLOCK_N, GATED, INTERLEAVED, True)
         inside = (row < ROWS)[:, None]
         of_expert = (expert.to(tl.int64) * ROWS + row)[:, None]
         k = tl.arange(0, BLOCK_K)
@@ -169,13 +170,6 @@ def multiply(
     return out
 
 
-def _scattered(**tensors: Tensor | None) -> Refusal | None:
-    for name, tensor in tensors.items():
-        if tensor is not None and not tensor.is_contiguous():
-            return Refusal("layout", f"{name} is not contiguous")
-    return None
-
-
 def refuse_moe_experts_w4a16(
     platform: Platform,
     x: Tensor,
@@ -204,8 +198,8 @@ def refuse_moe_experts_w4a16(
         or other_group(group)
         or strided(x=x)
         or unreadable(w13=w13, w2=w2)
-        or _scattered(w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale)
-        or _scattered(w13_zeros=w13_zeros, w2_zeros=w2_zeros)
+        or scattered(w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale)
+        or scattered(w13_zeros=w13_zeros, w2_zeros=w2_zeros)
     )
 
 
@@ -292,7 +286,7 @@ def refuse_moe_experts_mxfp4(
         or wrong_result(taken, out_dtype)
         or strided(x=x)
         or unreadable(w13=w13, w2=w2)
-        or _scattered(w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale)
+        or scattered(w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale)
     )
 
 

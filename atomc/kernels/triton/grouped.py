@@ -33,6 +33,7 @@ def tile_of(blocks, across, TALL: tl.constexpr):
 
 @triton.jit
 def weight_rows(
+    index,
     tile,
     N: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -40,12 +41,11 @@ def weight_rows(
     INTERLEAVED: tl.constexpr,
     PAIRED: tl.constexpr,
 ):
-    """The rows of the weight in a tile [BLOCK_N]; some may be behind the last.
+    """The rows of the weight at these indices of a tile of BLOCK_N; some may be behind the last.
 
     GATED   columns j of gate and up are in one tile: side by side if PAIRED, else in its halves
     N       columns of the result: half the rows of the weight if GATED
     """
-    index = tl.arange(0, BLOCK_N)
     if INTERLEAVED or not GATED:
         return tile * BLOCK_N + index
     else:
@@ -172,7 +172,8 @@ def _product(
     expert = tl.load(expert_ptr + block)
     if expert >= 0:
         pair = tl.load(order_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
-        row = weight_rows(tile, N, BLOCK_N, GATED, INTERLEAVED, PAIRED)
+        n = tl.arange(0, BLOCK_N)
+        row = weight_rows(n, tile, N, BLOCK_N, GATED, INTERLEAVED, PAIRED)
         x_of = pair // per_row
         k = tl.arange(0, BLOCK_K)
         x_at = x_ptr + x_of.to(tl.int64)[:, None] * x_row + k[None, :]
