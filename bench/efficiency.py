@@ -27,7 +27,8 @@ import torch
 from model_shapes import MODELS
 
 from atomc.cost.efficiency import Table, Timing, fit, name_in_table, predict, shipped, work
-from atomc.planning.plan import Model, TimedProgram, build_model, compile_for
+from atomc.planning.device_model import Model, build_model
+from atomc.planning.plan import TimedProgram, compile_for
 from atomc.planning.plan_report import Workload
 from atomc.platform import Platform
 

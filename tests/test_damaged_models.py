@@ -16,7 +16,7 @@ pytest.importorskip("msgspec")  # of the server
 from atomc import demo, models
 from atomc.cli import main
 from atomc.models import limits, loader, stock
-from atomc.planning.plan import build_model
+from atomc.planning.device_model import build_model
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.detokenizer import load_tokenizer
 from atomc.runtime.loading import load

@@ -7,8 +7,9 @@ import torch
 from test_plan import KV_HEADS, SMALL
 
 from atomc.graph.inputs import is_cache
+from atomc.planning.device_model import build_model
 from atomc.planning.measure import KernelTimer, Sizes, time_call, with_peaks
-from atomc.planning.plan import TimedProgram, build_model, measure_plan
+from atomc.planning.plan import TimedProgram, measure_plan
 from atomc.planning.plan_report import Workload
 from atomc.platform import Platform
 

@@ -21,7 +21,8 @@ from atomc import ops
 from atomc import program as programs
 from atomc.models import build, loader
 from atomc.ops import GroupStep, Prepared, Step, Tokens
-from atomc.planning.plan import build_model, compile_for, plan
+from atomc.planning.device_model import build_model
+from atomc.planning.plan import compile_for, plan
 from atomc.planning.plan_report import Workload
 from atomc.platform import Platform
 from atomc.program import Program, compile_model

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 import atomc
 from atomc import models, ops
 from atomc.models.loader import load
-from atomc.planning.plan import build_model, compile_for, plan
+from atomc.planning.device_model import build_model
+from atomc.planning.plan import compile_for, plan
 from atomc.planning.plan_report import Workload
 from atomc.platform import Platform
 from atomc.program import Program, compile_model

@@ -15,7 +15,8 @@ from atomc.cost import cost
 from atomc.cost.moe_layers import moe_layers
 from atomc.cost.quantized_weights import quantized_weights
 from atomc.models import build
-from atomc.planning.plan import build_model, compile_for, plan
+from atomc.planning.device_model import build_model
+from atomc.planning.plan import compile_for, plan
 from atomc.planning.plan_report import ExpertsRead, Workload
 from atomc.platform import Platform
 from atomc.program import compile_model

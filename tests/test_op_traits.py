@@ -24,7 +24,8 @@ from atomc.ops import REGISTRY, Tokens
 from atomc.ops.op import PreferInductor, op
 from atomc.ops.op_cost import product
 from atomc.ops.op_traits import Kind, QuantizedWeight
-from atomc.planning.plan import Model, compile_for, plan
+from atomc.planning.device_model import Model
+from atomc.planning.plan import compile_for, plan
 from atomc.planning.plan_report import Workload
 from atomc.platform import Platform
 from atomc.rewriting.graph_pass import Pass

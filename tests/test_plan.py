@@ -13,7 +13,8 @@ from atomc.cli import arguments, main
 from atomc.cost.efficiency import SHIPPED, Table, Timing, evaluated, fit, predict, shipped
 from atomc.models import build
 from atomc.ops import Tokens
-from atomc.planning.plan import build_model, compile_for, plan, shard_config, sharding
+from atomc.planning.device_model import build_model, shard_config, sharding
+from atomc.planning.plan import compile_for, plan
 from atomc.planning.plan_report import Workload
 from atomc.platform import GIB, Platform
 from atomc.quantization import ONLINE, quantize

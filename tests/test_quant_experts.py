@@ -17,7 +17,7 @@ from atomc.models.experts import Experts
 from atomc.models.experts_spec import spec_of
 from atomc.models.gpt_oss import GptOssExperts
 from atomc.models.loader import load
-from atomc.planning.plan import build_model
+from atomc.planning.device_model import build_model
 from atomc.quantization import ONLINE, QuantizedExperts, QuantizedLinear, apply, quantize
 from atomc.quantization.config import online, parse
 from atomc.quantization.experts import STACKED, ExpertsMethod

@@ -19,7 +19,8 @@ from atomc.ops.inputs import StateInput, StepInput
 from atomc.ops.op import op
 from atomc.ops.op_traits import Kind, StateBinding
 from atomc.ops.state import StateGroup, StateSpec, groups_of, state_before
-from atomc.planning.plan import Model, TimedProgram, plan
+from atomc.planning.device_model import Model
+from atomc.planning.plan import TimedProgram, plan
 from atomc.planning.plan_report import Workload
 from atomc.platform import Platform
 from atomc.program import compile_model

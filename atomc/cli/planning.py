@@ -14,7 +14,7 @@ from atomc.json_types import JSONLike
 
 if TYPE_CHECKING:
     from atomc.cost.efficiency import Table
-    from atomc.planning.plan import Model
+    from atomc.planning.device_model import Model
     from atomc.planning.plan_report import Plan, Workload
 
 # Each of PLAN_FLAGS requests a plan; INCOMPATIBLE_FLAGS cannot be combined with one.
@@ -127,7 +127,7 @@ def model_of(folder: Path, arguments: argparse.Namespace) -> "Model":
     """The model of a config.json on the meta device, with --dtype, --quantization, --layers and
     --tp applied.
     """
-    from atomc.planning.plan import build_model
+    from atomc.planning.device_model import build_model
     from atomc.platform import Platform
 
     scheme = arguments.dtype if arguments.dtype in SCHEMES else arguments.quantization

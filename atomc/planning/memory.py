@@ -1,0 +1,102 @@
+"""The memory of a plan: weights, caches, and the sequences that fit."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import replace
+
+from atomc.ops.state import StateSpec, block_size_of, groups_of
+from atomc.planning.device_model import Model
+from atomc.planning.plan_report import (
+    Memory,
+)
+from atomc.platform import Platform
+from atomc.program import Program
+from atomc.runtime.capacity import (
+    CPU_SHARE,
+    GRAPH_SHARE,
+    SPARE_SLOTS,
+    capacity,
+    max_blocks_per_sequence,
+)
+from atomc.runtime.draft import DraftProgram
+
+MAX_NUM_BATCHED_TOKENS = 2048
+UTILIZATION = 0.9
+MANY_SEQUENCES = 10**6  # more than any memory can hold
+
+
+def memory_of(
+    model: Model,
+    program: Program,
+    draft: DraftProgram | None,
+    platform: Platform,
+    longest: int | None,
+) -> Memory:
+    """What the model holds, and how many sequences of `longest` tokens (None: the length that the
+    model is made for) fit beside it.
+    """
+    held = {id(tensor): tensor for tensor in (*model.module.parameters(), *model.module.buffers())}
+    weights = sum(tensor.nbytes for tensor in held.values())
+    of_draft = sum(x.nbytes for x in model.draft.layer.parameters()) if model.draft else 0
+    programs = [program, *([draft.program] if draft else [])]
+    copies = sum(each.prepared_bytes - each.replaced_bytes for each in programs)
+    specs = [*program.specs, *(draft.specs if draft else ())]
+    made_for = model.config.get("max_position_embeddings")
+    length = longest or (made_for if isinstance(made_for, int) else 4096)
+    room = int(platform.memory * (CPU_SHARE if platform.is_cpu else UTILIZATION - GRAPH_SHARE))
+    cache = max(room - (0 if platform.is_cpu else weights + copies), 0)
+    per_token = sum(spec.bytes_per_token() for spec in specs)
+    per_sequence = sum(spec.bytes_per_sequence() for spec in specs)
+    found = Memory(
+        platform.memory, weights, copies, 0, per_token, length, None, None, per_sequence, of_draft
+    )
+    if not platform.memory or not specs:
+        return found
+    fits, that_fits = _sequences(specs, cache, length)
+    return replace(found, cache=cache, fits=fits, longest_that_fits=that_fits)
+
+
+def _sequences(specs: Sequence[StateSpec], room: int, length: int) -> tuple[int, int]:
+    """(number of sequences of this length that fit, length of the longest sequence that fits)."""
+    per_sequence = sum(spec.bytes_per_sequence() for spec in specs)
+    if not per_sequence:
+        return _in_blocks(specs, room, length)
+    # Each sequence also takes its state per sequence, which leaves less room for blocks.
+    left = room - SPARE_SLOTS * per_sequence
+    most = left // per_sequence
+    if most < 1:
+        return 0, 0
+    fits = bisect_left(
+        range(1, most + 1),
+        True,
+        key=lambda n: _in_blocks(specs, left - n * per_sequence, length)[0] < n,
+    )
+    return fits, length if fits else _in_blocks(specs, left - per_sequence, length)[1]
+
+
+def _in_blocks(specs: Sequence[StateSpec], room: int, length: int) -> tuple[int, int]:
+    """As `_sequences`, for the state that is kept per token."""
+    groups, block_size = groups_of(specs), block_size_of(specs) or length
+    if not groups:
+        return MANY_SEQUENCES, length
+    sizes = {
+        "groups": groups,
+        "block_size": block_size,
+        "available": room,
+        "longest": length,
+        "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
+    }
+    try:
+        found = capacity(**sizes, max_num_seqs=MANY_SEQUENCES, max_model_len=length)  # type: ignore[arg-type]
+    except ValueError:
+        try:
+            return 0, capacity(**sizes, max_num_seqs=MANY_SEQUENCES).max_model_len  # type: ignore[arg-type]
+        except ValueError:
+            return 0, 0
+    each = [
+        max_blocks_per_sequence(length, window, block_size, MAX_NUM_BATCHED_TOKENS)
+        for _, window in groups
+    ]
+    return min(
+        count // of_one for count, of_one in zip(found.num_blocks, each, strict=True)
+    ), length
