@@ -24,6 +24,7 @@ from atomc.passes.fuse.norm_pair import norm_pair
 from atomc.passes.fuse.norm_quant import ADD_RMS_NORM_QUANT, RMS_NORM_QUANT
 from atomc.passes.fuse.qk_norm_rope import QK_NORM_ROPE
 from atomc.passes.fuse.quantizers_before_views import quantizers_before_views
+from atomc.passes.index_queries import index_queries
 from atomc.passes.lift import LIFTED, lift
 from atomc.passes.lower import lower
 from atomc.passes.merge.linears import merging
@@ -52,7 +53,9 @@ from atomc.rewriting.graph_pass import Pass, rewriting
 # Dynamo's graph, in which composite calls are still one node.
 LIFT = Pass("lift", lift, by_site=True, lifts=LIFTED)
 
+# These run once more per range of token counts.
 BMM_AND_WRITE = rewriting(BMM_ROPE_KV_WRITE, after=["mla_rope_kv_write"])
+INDEX_QUERIES = Pass("index_queries", index_queries, after=["bind_state"], paged=True, by_site=True)
 
 # The functional ATen graph.
 PIPELINE: tuple[Pass, ...] = (
@@ -121,12 +124,13 @@ PIPELINE: tuple[Pass, ...] = (
     rewriting(ROPE_KV_WRITE, after=["bind_state"], paged=True),
     rewriting(MLA_ROPE_KV_WRITE, after=["rope", "tidy_transposes"]),
     BMM_AND_WRITE,
+    INDEX_QUERIES,
     Pass("expert_load", expert_load, after=["moe_experts", "bind_state"], paged=True),
     Pass("reinplace", reinplace),
 )
 
-# Once per range of token counts: latent attention gets the form that kernels serve there, and ops
-# become calls of kernels.
+# Once per range of token counts: latent attention and the indexer get the form that kernels serve
+# there, and ops become calls of kernels.
 ABSORB = Pass("absorb", absorb, cleanup=True)
 AFTER_ABSORB = (BMM_AND_WRITE,)
 LOWER = Pass("lower", lower)

@@ -269,6 +269,32 @@ def test_on_a_gpu_each_step_runs_in_kernels_that_a_graph_can_capture(tmp_path: P
     assert {found for found in chosen if found[0] in ours} == {(op, "triton") for op in ours}
 
 
+WIDE_INDEXER = {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
+
+
+@pytest.mark.parametrize(
+    ("machine", "options", "quantized", "provider"),
+    [
+        ("gfx950", {"kv_cache_dtype": "fp8"}, 2, "aiter"),
+        ("gfx942", {"kv_cache_dtype": "fp8"}, 2, "aiter"),
+        ("gfx950", {}, 0, "triton"),
+        ("gfx950", {"kv_cache_dtype": "fp8", "passes": {"index_queries": False}}, 0, "triton"),
+        ("h200", {"kv_cache_dtype": "fp8"}, 0, "triton"),
+    ],
+)
+def test_queries_are_quantized_for_a_kernel_that_multiplies_codes(
+    machine: str, options: dict[str, object], quantized: int, provider: str
+) -> None:
+    config = theirs_of("deepseek_v32", **KINDS["deepseek_v32"][1] | WIDE_INDEXER).config.to_dict()
+    model = models.build(
+        config | {"architectures": ["DeepseekV32ForCausalLM"]}, torch.bfloat16, "meta"
+    )
+    program = compile_model(model, UNCACHED | options, platform=Platform.named(machine))
+    assert program.report.matches["index_queries"] == quantized
+    chosen = {c.chosen for c in program.report.kernels if c.op == "paged_index_topk"}
+    assert chosen == {provider}
+
+
 def test_an_indexer_that_chooses_other_keys_is_refused() -> None:
     model = theirs("deepseek_v32")
     indexer = model.model.layers[1].self_attn.indexer

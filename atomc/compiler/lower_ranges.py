@@ -96,10 +96,16 @@ def _selected(
         graph.meta["tokens"] = span
         selection = select(layout=layout, tokens=span)
         lowering = _lowering(context, selection)
-        if pipeline.run(graph, [passes.ABSORB], lowering, report, observers).fired:
+        # In each of these ranges the same fires, and the report has it once.
+        switched_on = _switched_on(context, (passes.INDEX_QUERIES,))
+        quantized = pipeline.run(graph, switched_on, lowering, shown, observers).fired
+        absorbed = pipeline.run(graph, [passes.ABSORB], lowering, report, observers).fired
+        if quantized or absorbed:
             selection.unfit = {}  # this graph differs from those of other ranges
-            # In each of these ranges the same fires, and the report has it once.
-            pipeline.run(graph, _after_absorb(context), lowering, shown, observers)
+        if absorbed:
+            made_possible = _switched_on(context, passes.AFTER_ABSORB)
+            pipeline.run(graph, made_possible, lowering, shown, observers)
+        if quantized or absorbed:
             shown = Report(report.model)
         layout = layout or selection.fix_layout(list(graph.graph.nodes))
         selected.append((graph, selection))
@@ -111,9 +117,9 @@ def _lowering(context: Context, selection: Selection) -> Context:
     return replace(context, choose=selection.choose, first=selection.first)
 
 
-def _after_absorb(context: Context) -> list[Pass]:
-    """The passes that absorb makes work for, without those that options turn off."""
-    return [p for p in passes.AFTER_ABSORB if context.options.passes.get(p.name) is not False]
+def _switched_on(context: Context, among: Sequence[Pass]) -> list[Pass]:
+    """The passes without those that options turn off."""
+    return [p for p in among if context.options.passes.get(p.name) is not False]
 
 
 def _forms(gm: GraphModule, context: Context) -> WeightForms:

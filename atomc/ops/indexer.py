@@ -77,6 +77,8 @@ def index_write(k: Tensor, index_cache: Tensor, slots: Tensor) -> Tensor:
     rows = slots >= 0
     block, offset = slots[rows] // index_cache.shape[1], slots[rows] % index_cache.shape[1]
     written = k.reshape(-1, k.shape[-1])[rows]
+    if not len(written):
+        return k.new_empty((0,))
     if index_cache.dtype in FP8:
         codes, scales = quant_fp8_per_token.reference(written, index_cache.dtype)
         parts = (codes.view(torch.uint8), scales.view(torch.uint8))
@@ -124,8 +126,8 @@ def paged_index_topk(
     """index_topk of ragged sequences over their keys in the indexer's cache. q [..., J, C] and
     weights [..., J] (T rows) -> [..., topk] i32.
 
-    query_start, seq_lens, block_tables and token as in paged_attention; a row of no sequence
-    (padding) chooses no key.
+    q may be codes in fp8; their scales are then factors of the weights. query_start, seq_lens,
+    block_tables and token as in paged_attention; a row of no sequence (padding) chooses no key.
     """
     rows, by_row = q.reshape(-1, *q.shape[-2:]), weights.reshape(-1, weights.shape[-1])
     chosen = q.new_full((len(rows), topk), -1, dtype=torch.int32)

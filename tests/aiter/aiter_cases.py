@@ -16,6 +16,7 @@ from expert_cases import of_experts
 from kernel_cases import CASES
 from kernel_cases.attention import CHUNKS, DECODE, attended, paged
 from kernel_cases.draw import Cases, Draw
+from kernel_cases.indexer import index_written, ranked_codes
 from kernel_cases.linear import linear
 from kernel_cases.mla import (
     latent_attended,
@@ -260,6 +261,28 @@ def of_whole_tiles(arch: str) -> dict[str, Cases]:
             for dtype in ("as q", "native fp8")
         }
         | {"native fp8, drafts": partial(latent_paged, sequences=DRAFTS, cache=fp8)},
+        "index_write": {
+            "native fp8": partial(index_written, cache=fp8, width=128, skip=(2,)),
+            "native fp8, batch of one": partial(index_written, cache=fp8, width=128, batch=True),
+            "native fp8, no tokens": partial(index_written, cache=fp8, width=128, tokens=0),
+        },
+        "paged_index_topk": {
+            f"{heads} heads, {kind}": partial(
+                ranked_codes,
+                sequences=sequences,
+                dtype=fp8,
+                heads=heads,
+                width=128,
+                topk=2048,
+                padding=padding,
+            )
+            for heads, kind, sequences, padding in (
+                (64, "decode", [(1, 2100), (1, 2048), (1, 2049), (1, 7)], 0),
+                (64, "mixed", [(3, 2500), (0, 4), (5, 5), (1, 2300)], 2),
+                (32, "drafts", [(3, 2200), (3, 40)], 0),
+                (128, "one sequence", [(1, 2300)], 0),
+            )
+        },
         "mla_paged_attention": {
             "another scale": lambda draw: (
                 latent_projected(draw, [(60, 70), (63, 63)], values=16) | {"scale": 0.3}

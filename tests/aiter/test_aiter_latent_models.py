@@ -14,7 +14,7 @@ from tiny_experts import sqnr
 from torch import Tensor, nn
 
 from atomc import models
-from atomc.kernels.aiter import latent_attention
+from atomc.kernels.aiter import indexer, latent_attention
 from atomc.ops.state import GroupStep, Step
 from atomc.platform import Platform
 from atomc.program import Program, compile_model
@@ -129,3 +129,20 @@ def test_a_cached_program_divides_the_work_once_a_step_as_well(
     assert counted == [2, 2, 2, 2]
     for got, wanted in zip(found, expected, strict=True):
         assert torch.equal(got, wanted)
+
+
+def test_keys_chosen_by_aiter_lead_to_nearly_the_same_logits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(indexer, "TOPK", 64)
+    more = {"index_n_heads": 32, "index_head_dim": 128, "index_topk": 64, "rope_interleave": True}
+    stock = theirs_of("deepseek_v32", **KINDS["deepseek_v32"][1] | more).to(torch.bfloat16)
+    model = models.wrap_stock(stock).eval()
+    fp8 = {"kv_cache_dtype": "fp8"}
+    with stand_ins.installed("gfx950") as called:
+        program, found = logits(model, ("aiter", "torch"), **fp8)
+        assert {"aiter.indexer_k_quant_and_cache", "aiter.top_k_per_row_decode"} <= called
+    assert program.report.matches["index_queries"] == stock.config.num_hidden_layers
+    _, expected = logits(model, ("torch",), **fp8)
+    for got, wanted in zip(found, expected, strict=True):
+        assert sqnr(got, wanted) > 15

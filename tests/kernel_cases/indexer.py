@@ -81,6 +81,14 @@ def ranked_in_cache(
     }
 
 
+def ranked_codes(
+    draw: Draw, sequences: list[tuple[int, int]], dtype: torch.dtype = E4M3, **rest: Any
+) -> dict[str, Any]:
+    """With queries in codes, over keys in codes."""
+    given = ranked_in_cache(draw, sequences, cache=dtype, **rest)
+    return given | {"q": given["q"].to(dtype), "weights": given["weights"].float() / 4}
+
+
 PAGED_INDEX_TOPK: Cases = {
     "decode": lambda draw: ranked_in_cache(draw, DECODE),
     "decode, no more keys than chosen": lambda draw: ranked_in_cache(draw, DECODE, topk=48),
@@ -98,6 +106,7 @@ PAGED_INDEX_TOPK: Cases = {
     "fp8": lambda draw: ranked_in_cache(draw, MIXED, cache=E4M3),
     "fp8, decode": lambda draw: ranked_in_cache(draw, DECODE, cache=E4M3),
     "e4m3fnuz": lambda draw: ranked_in_cache(draw, CHUNKS, cache=E4M3FNUZ),
+    "queries in fp8": lambda draw: ranked_codes(draw, MIXED, padding=1),
     "batch of one": lambda draw: {
         name: value[None] if name in ("q", "weights") else value
         for name, value in ranked_in_cache(draw, CHUNKS).items()
@@ -131,6 +140,7 @@ INDEX_WRITE: Cases = {
     "some are not written": partial(index_written, skip=(0, 4)),
     "many tokens": partial(index_written, tokens=300, width=128),
     "fp8": partial(index_written, cache=E4M3, skip=(2,)),
+    "fp8, none is written": partial(index_written, tokens=2, cache=E4M3, skip=(0, 1)),
     "fp8, DeepSeek-V3.2": partial(index_written, cache=E4M3, width=128),
     "e4m3fnuz": partial(index_written, cache=E4M3FNUZ),
     "batch of one": partial(index_written, batch=True),

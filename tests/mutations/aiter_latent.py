@@ -12,6 +12,8 @@ TRITON = values("latent_attention_triton.mla_absorbed_attention")
 PROMPTS = values("latent_prompts.mla_paged_attention")
 SPLIT = values("linear_shuffled_split_cat.linear_split_cat")
 SPLIT_MXFP4 = values("linear_shuffled_split_cat_mxfp4.linear_split_cat")
+INDEX_WRITE = values("indexer.index_write")
+INDEX_TOPK = values("indexer.paged_index_topk")
 STATELESS = values("latent_prompts.mla_attention")
 GUARDS = "tests/aiter/test_aiter_latent_guards.py"
 MODELS = "tests/aiter/test_aiter_latent_models.py -k ours"
@@ -211,5 +213,23 @@ BUGS: list[Bug] = [
         "        scales,\n        scale_tiles,\n",
         "        scale_tiles,\n        scales,\n",
         SPLIT_MXFP4,
+    ),
+    # the indexer
+    bug("indexer", "slots, WIDTH, ", "slots, WIDTH // 2, ", INDEX_WRITE),
+    bug("indexer", "index_cache.view(-1, 1, WIDTH", "index_cache.view(-1, 16, WIDTH", INDEX_WRITE),
+    bug("indexer", "k=topk, stable=True", "k=topk", INDEX_TOPK),
+    bug(
+        "indexer",
+        "seen = (seq_lens - query_start[1:])",
+        "seen = (seq_lens - query_start[:-1])",
+        INDEX_TOPK,
+    ),
+    bug("indexer", "chosen.masked_fill_(number >= lengths[:, None], -1)", "", INDEX_TOPK),
+    bug("indexer", "* block_size + offset", "+ offset", INDEX_TOPK),
+    bug(
+        "indexer",
+        "torch.where(row < query_start[-1], seen, 0)",
+        "seen",
+        INDEX_TOPK,
     ),
 ]
