@@ -102,10 +102,8 @@ def _selected(
         absorbed = pipeline.run(graph, [passes.ABSORB], lowering, report, observers).fired
         if quantized or absorbed:
             selection.unfit = {}  # this graph differs from those of other ranges
-        if absorbed:
-            made_possible = _switched_on(context, passes.AFTER_ABSORB)
+            made_possible = _switched_on(context, passes.AFTER_ABSORB if absorbed else ())
             pipeline.run(graph, made_possible, lowering, shown, observers)
-        if quantized or absorbed:
             shown = Report(report.model)
         layout = layout or selection.fix_layout(list(graph.graph.nodes))
         selected.append((graph, selection))
