@@ -196,6 +196,28 @@ def test_merged_heads_of_dynamic_length_become_one_op():
     assert len(sites(merged, Q, K, V, dynamic=True)) == 1
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_mask_on_a_view_with_heads_apart_leaves_merged_heads_to_one_op(dynamic):
+    def masked(q, k, v):
+        scores = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT)
+        apart = scores.view(*q.shape[:3], k.shape[2]) + MASKS["compared positions"]()
+        return torch.bmm(apart.flatten(0, 1).softmax(-1), v.flatten(0, 1))
+
+    found = sites(masked, Q, K, V, dynamic=dynamic)
+    assert found == [{"causal": True, "mask": False}]
+
+
+def test_a_mask_of_each_head_is_one_of_merged_heads_as_well():
+    bias = rand(1, N, T, T)
+
+    def masked(q, k, v):
+        scores = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT)
+        apart = scores.view(B, N, T, T) + bias
+        return torch.bmm((apart.flatten(0, 1) * 0.5).softmax(-1), v.flatten(0, 1))
+
+    assert sites(masked, Q, K, V) == [{"causal": False, "mask": True}]
+
+
 def test_a_row_whose_keys_are_all_hidden_is_eagers_mean_of_the_values():
     mask = torch.zeros(B, 1, T, T)
     mask[1, :, :3] = LOWEST

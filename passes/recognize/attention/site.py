@@ -29,7 +29,7 @@ class Site(NamedTuple):
 
 def checked_site(walk: Walk, scores: Node, result: Node, context: Context) -> Site:
     """The site. Raises Unlike for sizes, readers, writes and options that do not allow the op."""
-    site = Site(walk, scores, result, _scores_shape(walk.softmax, scores))
+    site = Site(walk, scores, result, _scores_shape(walk, scores))
     _check_sizes(site)
     _check_masks(site)
     _check_readers(site)
@@ -42,13 +42,30 @@ def checked_site(walk: Walk, scores: Node, result: Node, context: Context) -> Si
     return site
 
 
-def _scores_shape(softmax: Node, scores: Node) -> list[Size]:
-    """As many dimensions as the softmax has; its last size may include the sink."""
-    *leading, _ = value(softmax).shape
+def _scores_shape(walk: Walk, scores: Node) -> list[Size]:
+    """As many dimensions as the softmax has, or four if a mask has them; the last size of the
+    softmax may include the sink.
+    """
+    *leading, _ = value(walk.softmax).shape
     if len(leading) not in (2, 3):
         found = f"rank {len(leading) + 1}"
-        raise Unlike("size", "scores [N, T, S] or [B, N, T, S]", found, softmax)
+        raise Unlike("size", "scores [N, T, S] or [B, N, T, S]", found, walk.softmax)
+    if len(leading) == 2:
+        leading = _of_masks(walk, leading)
     return [*leading, value(scores).shape[-1]]
+
+
+def _of_masks(walk: Walk, leading: list[Size]) -> list[Size]:
+    """[B, N, T] if a mask is added to a view [B, N, T, S] of the scores; else [B * N, T]."""
+    for added in walk.added:
+        *heads, rows, _ = value(added.at).shape
+        if (
+            len(heads) == 2
+            and known_equal(math.prod(heads), leading[0])
+            and known_equal(rows, leading[1])
+        ):
+            return [*heads, rows]
+    return leading
 
 
 def _check_sizes(site: Site) -> None:
