@@ -11,6 +11,7 @@ from itertools import product
 import torch
 from fusions import compile_first, mine
 from torch import Tensor
+from triton import next_power_of_2
 
 from atomc.kernels.triton.indexer import choose, index_scores
 from atomc.kernels.triton.mla_attention import LatentTiling, attend, tiling
@@ -184,11 +185,15 @@ def copy_bandwidth() -> float:
     return 2 * source.numel() / seconds([lambda: target.copy_(source)])
 
 
-def cuts(chosen: LatentTiling, sweep: bool) -> Iterator[LatentTiling]:
+def cuts(chosen: LatentTiling, heads: int, sweep: bool) -> Iterator[LatentTiling]:
     yield chosen
-    for keys, warps, stages, splits in product((16, 32, 64), (4, 8), (1, 2, 3), (1, 2, 4, 8)):
-        other = chosen._replace(keys=keys, warps=warps, stages=stages, splits=splits)
-        if sweep and other != chosen:
+    most = max(16, next_power_of_2(heads))
+    for rows, keys, warps, stages, splits in product(
+        (16, 32, 64, 128), (16, 32, 64), (4, 8), (1, 2, 3), (1, 2, 4, 8)
+    ):
+        of_tile = -(-heads // -(-heads // rows))
+        other = LatentTiling(rows, keys, of_tile, splits, warps, stages, chosen.by_sequence)
+        if sweep and rows <= most and other != chosen:
             yield other
 
 
@@ -227,7 +232,7 @@ def main() -> None:
         if args.only not in name:
             continue
         inputs = Inputs(heads, sequences, args.fp8)
-        tilings = list(cuts(inputs.cut(), args.sweep))
+        tilings = list(cuts(inputs.cut(), heads, args.sweep))
         if not args.compile_only:
             time_dense(name, inputs, tilings, copied)
             continue
