@@ -496,9 +496,9 @@ LATENT_ATTENTION = TileTable(
     sizes=("query rows per sequence",),
     by_arch={
         "sm90": [
-            ((16,), AttentionTile(16, 32, 8, 3, None, 2)),
-            ((32,), AttentionTile(32, 32, 8, 3, None, 1)),
-            ((ANY,), AttentionTile(64, 32, 8, 2, None, 1)),
+            ((16,), AttentionTile(16, 64, 4, 2, None, 2)),
+            ((32,), AttentionTile(32, 64, 4, 3, None, 1)),
+            ((ANY,), AttentionTile(64, 64, 8, 3, None, 1)),
         ]
     },
     measured=False,
