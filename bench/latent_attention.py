@@ -78,7 +78,7 @@ class Inputs:
     def cut(self) -> LatentTiling:
         rows, heads = self.q.shape[:2]
         longest = self.tables.shape[1] * BLOCK
-        return tiling(rows, len(self.lengths), heads, 2, longest, self.q.device)
+        return tiling(rows, len(self.lengths), heads, 2, longest, self.caches[0])
 
     def calls(self, cut: LatentTiling) -> Iterator[Callable[[], Tensor]]:
         for cache in self.caches:
@@ -112,7 +112,7 @@ class SparseInputs:
         capacity = dense.tables.shape[1] * BLOCK
         self.scores = torch.empty(rows, capacity, device="cuda")
         self.chosen = torch.empty(rows, CHOSEN, dtype=torch.int32, device="cuda")
-        self.cut = tiling(rows, rows, HEADS, 2, CHOSEN, self.q.device)
+        self.cut = tiling(rows, rows, HEADS, 2, CHOSEN, dense.caches[0])
 
     def score(self) -> Tensor:
         given = self.dense.starts, self.dense.lengths, self.dense.tables

@@ -38,7 +38,7 @@ from atomc.kernels.triton.kv_write import (
     uncachable,
 )
 from atomc.kernels.triton.launch import overlap, unfit
-from atomc.kernels.triton.tiles import LATENT_ATTENTION
+from atomc.kernels.triton.tiles import LATENT_ATTENTION, LATENT_ATTENTION_CODES
 from atomc.ops.formats import FP8
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -304,12 +304,14 @@ def tiling(
     num_heads: int,
     itemsize: int,
     longest: int,
-    device: torch.device,
+    kv_cache: Tensor,
 ) -> LatentTiling:
     """The tiling for these shapes. `longest` is the capacity of a row of the block tables."""
+    device = kv_cache.device
+    table = LATENT_ATTENTION_CODES if kv_cache.dtype in FP8 else LATENT_ATTENTION
     by_sequence = num_rows == num_sequences
     per_sequence = triton.cdiv(num_rows, max(num_sequences, 1)) * num_heads
-    tile = LATENT_ATTENTION.choose(device, per_sequence)
+    tile = table.choose(device, per_sequence)
     rows, keys, stages = tile.rows, tile.keys, tile.stages
     if itemsize == 4 or (device.type == "cuda" and not has_room(device)):
         rows, keys, stages = 16, 16, 1
@@ -486,7 +488,7 @@ def mla_absorbed_attention(
     if rows.shape[0]:
         longest = block_tables.shape[1] * kv_cache.shape[1]
         cut = tiling(
-            rows.shape[0], seq_lens.shape[0], rows.shape[1], q.element_size(), longest, q.device
+            rows.shape[0], seq_lens.shape[0], rows.shape[1], q.element_size(), longest, kv_cache
         )
         out = attend(
             rows, kv_cache, query_start, seq_lens, block_tables, latent, scale, cut, kv_scale

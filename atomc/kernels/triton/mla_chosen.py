@@ -270,7 +270,7 @@ def mla_absorbed_attention(
     out = rows.new_empty((0,))
     if num_rows := rows.shape[0]:
         by_row = chosen.reshape(-1, chosen.shape[-1])
-        cut = tiling(num_rows, num_rows, rows.shape[1], q.element_size(), by_row.shape[1], q.device)
+        cut = tiling(num_rows, num_rows, rows.shape[1], q.element_size(), by_row.shape[1], kv_cache)
         out = attend_chosen(
             rows,
             kv_cache,

@@ -183,7 +183,7 @@ def mla_paged_attention(
             block_tables,
             latent,
             scale,
-            absorbed.tiling(tokens, tokens, heads, q.element_size(), chosen.shape[-1], q.device),
+            absorbed.tiling(tokens, tokens, heads, q.element_size(), chosen.shape[-1], kv_cache),
             kv_scale,
         )
         out = ops.linear_by_head.reference(attended, of_head[:, nope:])
@@ -300,7 +300,7 @@ def _over_old(
     latent = of_head.shape[-1]
     longest = block_tables.shape[1] * kv_cache.shape[1]
     cut = absorbed.tiling(
-        tokens, seq_lens.shape[0], heads, q.element_size(), longest, q.device
+        tokens, seq_lens.shape[0], heads, q.element_size(), longest, kv_cache
     )._replace(splits=1)
     attended = q.new_empty((tokens, heads, latent))
     lse = q.new_empty((tokens, heads), dtype=torch.float32)

@@ -501,5 +501,18 @@ LATENT_ATTENTION = TileTable(
             ((ANY,), AttentionTile(64, 64, 8, 3, None, 1)),
         ]
     },
+)
+# Over codes, which are unpacked in registers: 32 rows and 64 keys with 4 warps take 40 times as
+# long. The last two are first values.
+LATENT_ATTENTION_CODES = TileTable(
+    command="python bench/latent_attention.py --fp8 --sweep",
+    sizes=("query rows per sequence",),
+    by_arch={
+        "sm90": [
+            ((16,), AttentionTile(16, 32, 4, 2, None, 4)),
+            ((32,), AttentionTile(32, 32, 8, 3, None, 1)),
+            ((ANY,), AttentionTile(64, 32, 8, 2, None, 1)),
+        ]
+    },
     measured=False,
 )
