@@ -36,6 +36,9 @@ CALLS = (
     "linear_split_cat/mxfp4, several tokens",
     "topk_route/groups of two",
     "topk_route/square root",
+    "causal_conv1d_update/chunks",
+    "gated_delta_rule_update/packed, decode",
+    "gated_delta_rule_update/Qwen3.5",
 )
 EXPERTS = (
     "moe_experts/GPT-OSS",
