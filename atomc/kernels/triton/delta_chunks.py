@@ -21,7 +21,7 @@ from torch import Tensor
 
 from atomc.kernels.triton.attention import sequence_of
 from atomc.kernels.triton.launch import begin, overlap
-from atomc.kernels.triton.tiles import DELTA_CHUNKS
+from atomc.kernels.triton.tiles import Launch
 from atomc.ops.delta_rule import L2_EPS
 
 CHUNK, MAX_WIDTH = 64, 256
@@ -292,9 +292,9 @@ def _walk(
             tl.store(state_at, state, inside)
 
 
-def chunks(rows: Rows, out: Tensor, most: int) -> None:
+def launch_chunks(rows: Rows, out: Tensor, most: int, tile: Launch) -> None:
     """Fill `out` and replace the states of sequences with more than `most` new tokens; zeros for
-    rows of no sequence.
+    rows of no sequence. rows: flat
     """
     num_rows, heads, width = rows.v.shape
     num_sequences = rows.seq_lens.shape[0]
@@ -331,7 +331,6 @@ def chunks(rows: Rows, out: Tensor, most: int) -> None:
         num_warps=4,
         **overlap(out.device),
     )
-    tile = DELTA_CHUNKS.choose(out.device, heads * num_sequences)
     block = max(16, min(tile["BLOCK_V"], triton.next_power_of_2(width)))
     _walk[(triton.cdiv(width, block), heads, num_sequences)](
         rows.q,

@@ -17,9 +17,9 @@ from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import strided, too_wide
 from atomc.kernels.triton.conv import equal_sequences, odd_step
-from atomc.kernels.triton.delta_chunks import MAX_WIDTH, Rows, chunks
+from atomc.kernels.triton.delta_chunks import MAX_WIDTH, Rows, launch_chunks
 from atomc.kernels.triton.launch import begin, overlap, unfit
-from atomc.kernels.triton.tiles import DELTA_CHUNKS, DELTA_STEP
+from atomc.kernels.triton.tiles import DELTA_CHUNKS, DELTA_STEP, Launch
 from atomc.ops.delta_rule import L2_EPS
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -198,17 +198,20 @@ def _all_rows(given: Rows, by_steps: bool, by_chunks: bool) -> Tensor:
     rows = given.flat()
     out = rows.v.new_empty(rows.v.shape)
     most = STEPS if by_steps and by_chunks else 0
+    heads = rows.v.shape[1] * rows.seq_lens.shape[0]
     if by_chunks:
-        chunks(rows, out, most)
+        launch_chunks(rows, out, most, DELTA_CHUNKS.choose(out.device, heads))
     if by_steps:
-        _launch_steps(rows, out, most)
+        launch_steps(rows, out, most, DELTA_STEP.choose(out.device, heads))
     return out.view(given.v.shape)
 
 
-def _launch_steps(rows: Rows, out: Tensor, most: int) -> None:
+def launch_steps(rows: Rows, out: Tensor, most: int, tile: Launch) -> None:
+    """Fill `out` and replace the states of sequences with at most `most` new tokens; 0: of all, and
+    zeros for rows of no sequence. rows: flat
+    """
     num_rows, heads, width = rows.v.shape
     num_sequences = rows.seq_lens.shape[0]
-    tile = DELTA_STEP.choose(out.device, heads * num_sequences)
     block = min(tile["BLOCK_V"], triton.next_power_of_2(width))
     _steps[(triton.cdiv(width, block), heads, num_sequences + (0 if most else 1))](
         rows.q,
