@@ -36,6 +36,7 @@ CALLS = (
     "linear_split_cat/mxfp4, several tokens",
     "topk_route/groups of two",
     "topk_route/square root",
+    "rms_norm_gated/packed",
     "causal_conv1d_update/chunks",
     "gated_delta_rule_update/packed, decode",
 )

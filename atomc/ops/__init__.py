@@ -35,6 +35,7 @@ from atomc.ops.mla_attention import (
     mla_paged_attention,
 )
 from atomc.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from atomc.ops.norm_gated import rms_norm_gated
 from atomc.ops.norm_pad import add_rms_norm_pad
 from atomc.ops.norm_pair import rms_norm_pair, rms_norm_pair_quant
 from atomc.ops.norm_quant import add_rms_norm_quant, rms_norm_quant
@@ -133,6 +134,7 @@ __all__ = [
     "quant_int8_per_token",
     "quant_mxfp4",
     "rms_norm",
+    "rms_norm_gated",
     "rms_norm_pair",
     "rms_norm_pair_quant",
     "rms_norm_quant",

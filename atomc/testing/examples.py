@@ -373,6 +373,7 @@ EXAMPLES: dict[Op, dict[str, Callable[[RandomInputs], Arguments]]] = {
     ops.add_rms_norm_quant: {
         scheme: partial(_quantizing, partial(_normed, residual=True), scheme) for scheme in SCHEMES
     },
+    ops.rms_norm_gated: {"": lambda n: _normed(n) | {"gate": n(n.T, D)}},
     ops.rms_norm_pair: {"": _normed_pair},
     ops.rms_norm_pair_quant: {
         **{scheme: partial(_quantized_pair, scheme) for scheme in SCHEMES},

@@ -50,6 +50,7 @@ from kernel_cases.rope import QK_NORM_ROPE, rope_cases
 from kernel_cases.rows import (
     ROWS,
     gated,
+    gated_norm_cases,
     layer_norm_cases,
     padding_cases,
     reducing,
@@ -83,6 +84,7 @@ CASES: dict[str, Cases] = {
     "allreduce_add_rms_norm": reducing_norm_cases(residual=True),
     "rms_norm_quant": norm_quant_cases(residual=False),
     "add_rms_norm_quant": norm_quant_cases(residual=True),
+    "rms_norm_gated": gated_norm_cases(),
     "rms_norm_pair": norm_pair_cases(),
     "rms_norm_pair_quant": norm_pair_quant_cases(),
     "silu_and_mul_quant": quantizing_cases(gated),

@@ -3,8 +3,8 @@
 
 `_systems` computes for each chunk what does not depend on the state: the inverse of the triangular
 system that says what its tokens store, and the weights with which its queries read it. `_walk`
-carries some columns of the state of a head over the chunks of a sequence. Sequence s has the tiles
-from query_start[s] // 64 + s on, so that the host knows a bound of their number by shapes.
+carries some columns of the state of a head over the chunks of a sequence. The host knows a bound of
+the number of programs by shapes (`sequence_of`).
 
 Of 16-bit numbers, products with the state and with what tokens store are in tf32: their second
 factor has no 16 bits. The inverse is exact but for rounding in fp32.
@@ -156,8 +156,8 @@ def _systems(
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """For one chunk of one head, if its sequence has more than MOST new tokens: inverse and weights
-    [C, C] fp32. Zeros in the rows of the result that belong to no sequence.
+    """For one chunk of one head, if its sequence has more than MOST new tokens: the rows of inverse
+    and weights [T, N, C] fp32. Zeros in the rows of the result that belong to no sequence.
     """
     begin(PDL)
     C: tl.constexpr = 64
@@ -190,9 +190,9 @@ def _systems(
         inverse = _inverse(tl.where(earlier, products * between, 0.0), EXACT)
         weights = tl.dot(q, turned, input_precision="ieee") * between
         weights *= (q_norm * scale)[:, None] * k_norm[None, :]
-        into = (tile.to(tl.int64) * N + head) * (C * C) + each[:, None] * C + each[None, :]
-        tl.store(inverse_ptr + into, inverse)
-        tl.store(weights_ptr + into, weights)
+        into = (row.to(tl.int64)[:, None] * N + head) * C + each[None, :]
+        tl.store(inverse_ptr + into, inverse, valid[:, None])
+        tl.store(weights_ptr + into, weights, valid[:, None])
 
 
 @triton.jit(do_not_specialize=["num_sequences"])
@@ -249,8 +249,6 @@ def _walk(
             state_at = state_ptr + slot * state_slot + head * (K * V) + state_at
             state = tl.load(state_at, inside & (length > end - start), 0.0)
         each = tl.arange(0, C)
-        tile = ((start // C + s).to(tl.int64) * N + head) * (C * C)
-        square = each[:, None] * C + each[None, :]
         k_ptr += head // GROUP * k_head
         q_ptr += head // GROUP * q_head
         for first in range(start, end, C):
@@ -263,8 +261,9 @@ def _walk(
             there = valid[:, None] & (column < V)[None, :]
             v = tl.load(v_at, there, 0.0).to(tl.float32)
             beta = tl.load(beta_ptr + at * beta_row + head, valid, 0.0).to(tl.float32)
-            inverse = tl.load(inverse_ptr + tile + square)
-            weights = tl.load(weights_ptr + tile + square)
+            square = (at[:, None] * N + head) * C + each[None, :]
+            inverse = tl.load(inverse_ptr + square, valid[:, None], 0.0)
+            weights = tl.load(weights_ptr + square, valid[:, None], 0.0)
             coarse, fine = _decays(g_ptr + head, row, valid, g_row)
             decay = tl.exp(coarse + fine)
             is_last = each == C - 1
@@ -287,7 +286,6 @@ def _walk(
             )
             out_at = out_ptr + (at[:, None] * N + head) * V + column[None, :]
             tl.store(out_at, out.to(out_ptr.dtype.element_ty), there)
-            tile += N * (C * C)
         if state_ptr is not None:
             tl.store(state_at, state, inside)
 
@@ -299,7 +297,8 @@ def launch_chunks(rows: Rows, out: Tensor, most: int, tile: Launch) -> None:
     num_rows, heads, width = rows.v.shape
     num_sequences = rows.seq_lens.shape[0]
     tiles = num_rows // CHUNK + num_sequences + 1
-    shape = (tiles, heads, CHUNK, CHUNK)
+    # Row t of the matrices of its chunk.
+    shape = (num_rows, heads, CHUNK)
     inverse, weights = (out.new_empty(shape, dtype=torch.float32) for _ in range(2))
     # AMD has no tf32; the interpreter computes all products in fp32.
     tensor_cores = rows.k.dtype != torch.float32 and torch.version.hip is None
