@@ -11,6 +11,7 @@ from kernel_cases.draw import Draw
 from torch import nn
 from torch.testing import assert_close
 
+import atomc
 from atomc import ops
 from atomc.ops.state import StateSpec, rows_of
 from atomc.runtime.engine import Engine, EngineConfig
@@ -216,7 +217,7 @@ def test_a_model_is_served_in_chunks_as_the_whole_sequence_is_computed(model, ch
         assert len(tokens) == 6 and logits.argmax(-1).tolist() == tokens
 
 
-def test_a_compiled_model_has_one_graph_for_all_lengths(model):
+def test_a_compiled_model_has_one_graph_for_all_lengths_and_reports_both_ops(model):
     options = {"strict": True, "glue": "eager"}
     compiled = torch.compile(model, backend="atom", dynamic=True, fullgraph=True, options=options)
     torch.compiler.reset()
@@ -229,3 +230,5 @@ def test_a_compiled_model_has_one_graph_for_all_lengths(model):
                 atol=1e-4,
                 rtol=1e-4,
             )
+    matches = atomc.reports()[-1].matches
+    assert matches["causal_conv1d"] == matches["gated_delta_rule"] == 2
