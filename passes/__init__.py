@@ -19,6 +19,7 @@ from atomc.passes.fuse.kv_write import QK_NORM_ROPE_KV_WRITE, ROPE_KV_WRITE
 from atomc.passes.fuse.linear_route import LINEAR_TOPK_ROUTE
 from atomc.passes.fuse.linear_split_cat import LINEAR_SPLIT_CAT
 from atomc.passes.fuse.mla_kv_write import MLA_ROPE_KV_WRITE
+from atomc.passes.fuse.norm_gated import RMS_NORM_GATED
 from atomc.passes.fuse.norm_pad import ADD_RMS_NORM_PAD
 from atomc.passes.fuse.norm_pair import norm_pair
 from atomc.passes.fuse.norm_quant import ADD_RMS_NORM_QUANT, RMS_NORM_QUANT
@@ -69,7 +70,8 @@ PIPELINE: tuple[Pass, ...] = (
     rewriting(MOE_EXPERTS, after=["canonicalize", "columns_of_pairs"]),
     rewriting(TOPK_ROUTE, after=["canonicalize"]),
     Pass("ids_as_chosen", ids_as_chosen, after=["topk_route", "moe_experts"], cleanup=True),
-    rewriting(SILU_AND_MUL, *OTHER_GATES, after=["moe_experts"]),
+    rewriting(RMS_NORM_GATED, after=["rms_norm"]),
+    rewriting(SILU_AND_MUL, *OTHER_GATES, after=["moe_experts", "rms_norm_gated"]),
     rewriting(GELU_AND_MUL, after=["canonicalize"]),
     rewriting(ROPE, ROPE_CAST, ROPE_OTHER_SIGN, ROPE_COMPLEX, after=["columns_of_pairs"]),
     rewriting(ROPE_PARTIAL, after=["rope"]),

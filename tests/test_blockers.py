@@ -47,6 +47,7 @@ NORM = X, W
 ADD_NORM = X, R, W
 ADD_LAYER_NORM = X, R, W, B
 GATED = GATE, UP
+GATED_NORM = X, R, W
 ROPE = Q, COS, SIN
 HALF = Q, COS[..., :H], SIN[..., :H]
 REPEAT = rand(1, T, N, D), rand(1, K, T, D), rand(1, K, T, D)
@@ -108,6 +109,10 @@ def written_layer_norm(
 def layer_norm_with_a_reader(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     kept = []
     return written_layer_norm(x, w, before_weight=lambda y: kept.append(y) or y), kept[0].abs()
+
+
+def gated_norm(y: Tensor, gate: Tensor) -> Tensor:
+    return (y * F.silu(gate.float())).to(gate.dtype)
 
 
 def sum_normed(x: Tensor, r: Tensor, w: Tensor) -> Tensor:
@@ -358,6 +363,7 @@ KEPT, ONE_OPERAND = (
     "n/a: a norm that others read is written too",
     "n/a: a quantizer reads one tensor",
 )
+MUL_OF_NORM = "mul.* reading rms_norm"
 PAD_OF_ADD, NORM_OF_SUM = (
     "constant_pad_nd.* reading .*add_rms_norm",
     "rms_norm.* reading all_reduce",
@@ -396,6 +402,26 @@ TABLE: dict[str, dict[str, Cell | str]] = {
         "dtype promotion": Cell(normed, (X.float(), W), "dtype", "`weight` in float32", "bfloat16"),
         "operand order": COMMUTES,
         "missing cast": Cell(lambda x, w: normed(x, w, cast=False), NORM, *NO_CAST),
+    },
+    "rms_norm_gated": {
+        "extra user": Cell(
+            lambda g, x, w: (gated_norm(y := normed(x, w), g), y.abs()), GATED_NORM, "extra user",
+            "no other reader of rms_norm", READ_TOO),
+        "mutation": Cell(
+            lambda g, x, w: gated_norm(doubled_in_place(normed(x, w)), g), GATED_NORM, "extra op", MUL_OF_NORM, DOUBLED),
+        "view that changes meaning": Cell(
+            lambda g, x, w: gated_norm(normed(x, w).view(T * 2, -1), g.view(T * 2, -1)), GATED_NORM, "extra op",
+            MUL_OF_NORM, "^view"),
+        "device": Cell(
+            lambda g, x, w: gated_norm(normed(x, w).to("meta"), g.to("meta")), GATED_NORM, "extra op", MUL_OF_NORM, MOVED),
+        "eps differs": ONE_EPS,
+        "not the last dim": Cell(
+            lambda g, x, w: gated_norm(normed(x, w, dim=0), g), GATED_NORM, *OTHER_DIM, of="rms_norm"),
+        "dtype promotion": Cell(
+            lambda g, x, w: normed(x, w) * F.silu(g.float()), GATED_NORM, "missing cast", "^a cast to bfloat16", "float32"),
+        "operand order": COMMUTES,
+        "missing cast": Cell(
+            lambda g, x, w: gated_norm(normed(x, w, cast=False), g), GATED_NORM, *NO_CAST, of="rms_norm"),
     },
     "silu_and_mul": {
         "extra user": Cell(silu_with_a_reader, GATED, "extra user", "no other reader of silu", READ_TOO),

@@ -6,6 +6,8 @@ from atomc.ops.activation import gelu_and_mul, silu_and_mul
 from atomc.ops.activation_quant import silu_and_mul_quant
 from atomc.ops.attention import attention, kv_write, paged_attention
 from atomc.ops.collective import all_reduce, allreduce_add_rms_norm, allreduce_rms_norm
+from atomc.ops.conv import causal_conv1d, causal_conv1d_update, conv_state
+from atomc.ops.delta_rule import delta_state, gated_delta_rule, gated_delta_rule_update
 from atomc.ops.expert_load import count_experts
 from atomc.ops.experts import moe_experts
 from atomc.ops.indexer import (
@@ -33,6 +35,7 @@ from atomc.ops.mla_attention import (
     mla_paged_attention,
 )
 from atomc.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from atomc.ops.norm_gated import rms_norm_gated
 from atomc.ops.norm_pad import add_rms_norm_pad
 from atomc.ops.norm_pair import rms_norm_pair, rms_norm_pair_quant
 from atomc.ops.norm_quant import add_rms_norm_quant, rms_norm_quant
@@ -85,9 +88,15 @@ __all__ = [
     "attention",
     "bmm_mxfp4",
     "bmm_rope_kv_write",
+    "causal_conv1d",
+    "causal_conv1d_update",
     "chosen_mask",
+    "conv_state",
     "count_experts",
+    "delta_state",
     "embedding",
+    "gated_delta_rule",
+    "gated_delta_rule_update",
     "gelu_and_mul",
     "index_topk",
     "index_write",
@@ -125,6 +134,7 @@ __all__ = [
     "quant_int8_per_token",
     "quant_mxfp4",
     "rms_norm",
+    "rms_norm_gated",
     "rms_norm_pair",
     "rms_norm_pair_quant",
     "rms_norm_quant",

@@ -75,6 +75,24 @@ def normed(
     return arguments | {"residual": other * scale} if residual else arguments
 
 
+def gated_norm(
+    draw: Draw, kind: str, weight: torch.dtype | None = None, style: str = "after"
+) -> dict[str, Any]:
+    x, gate = row_inputs(draw, kind)
+    scale = draw.normal(x.shape[-1], dtype=weight)
+    return {"x": x, "gate": gate, "weight": scale, "eps": EPS, "style": style}
+
+
+def gated_norm_cases() -> Cases:
+    cases: Cases = {kind: partial(gated_norm, kind=kind) for kind in ROWS}
+    for style in RMS_NORM_STYLES:
+        cases[style] = partial(gated_norm, kind="packed", style=style)
+        cases[f"{style}, fp32 weight"] = partial(
+            gated_norm, kind="odd sizes", style=style, weight=torch.float32
+        )
+    return cases
+
+
 def rms_norm_cases(residual: bool) -> Cases:
     cases: Cases = {kind: partial(normed, kind=kind, residual=residual) for kind in (*ROWS, "many")}
     for style in RMS_NORM_STYLES:

@@ -1,0 +1,35 @@
+"""Multiply the result of a norm by its gate in the same op (Qwen3.5, Qwen3-Next).
+
+x > rms_norm ----------+
+gate > to fp32 > silu -+- * > to x.dtype    =>    rms_norm_gated(x, gate)
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from atomc import ops
+from atomc.rewriting.example import Example, norm_weight_example, tensor_example
+from atomc.rewriting.rewrite import Rewrite
+
+
+def _pattern(x: Tensor, gate: Tensor, weight: Tensor, eps: float, style: str) -> Tensor:
+    y = ops.rms_norm(x, weight, eps, style)
+    return (y * F.silu(gate.to(torch.float32))).to(x.dtype)
+
+
+def _replacement(x: Tensor, gate: Tensor, weight: Tensor, eps: float, style: str) -> Tensor:
+    return ops.rms_norm_gated(x, gate, weight, eps, style)
+
+
+def _example() -> Example:
+    return {
+        "x": tensor_example(3, 10),
+        "gate": tensor_example(3, 10),
+        "weight": norm_weight_example(10),
+        "eps": 1e-6,
+        "style": "after",
+    }
+
+
+RMS_NORM_GATED = Rewrite("rms_norm_gated", _pattern, _replacement, _example)
