@@ -90,12 +90,13 @@ class Projected(NamedTuple):
 
     qkv   [..., T, C], the channels of the convolution
     z     [..., T, N, V], the gate of the result
-    b, a  [..., T, N], of the correction and of the decay
+    beta  [..., T, N], the rate at which a token replaces what its key has stored
+    a     [..., T, N], from which the decay is computed
     """
 
     qkv: Tensor
     z: Tensor
-    b: Tensor
+    beta: Tensor
     a: Tensor
 
 
@@ -117,7 +118,7 @@ def recur(
     """The gated delta rule over convolved queries, keys and values -> [..., T, N, V]."""
     conv = layer.conv1d
     qkv = ops.causal_conv1d(x.qkv, conv.weight.squeeze(1), conv.bias, conv_state, activation="silu")
-    q, k, v = qkv.split([layer.key_dim, layer.key_dim, layer.value_dim], -1)
+    q, k, v = torch.split(qkv, [layer.key_dim, layer.key_dim, layer.value_dim], -1)
     # In fp32: in fp16 exp(A_log) may be infinite.
     decay = -layer.A_log.float().exp() * F.softplus(x.a.float() + layer.dt_bias)
     return ops.gated_delta_rule(
@@ -125,7 +126,7 @@ def recur(
         k.unflatten(-1, (-1, layer.head_k_dim)),
         v.unflatten(-1, (-1, layer.head_v_dim)),
         decay,
-        x.b.sigmoid(),
+        x.beta,
         delta_state,
         scale=layer.head_k_dim**-0.5,
     )

@@ -97,7 +97,9 @@ class SplitDeltaNet(DeltaNet):
 
     def project(self, x_TD: Tensor) -> Projected:
         z_TNV = self.in_proj_z(x_TD).unflatten(-1, (-1, self.head_v_dim))
-        return Projected(self.in_proj_qkv(x_TD), z_TNV, self.in_proj_b(x_TD), self.in_proj_a(x_TD))
+        return Projected(
+            self.in_proj_qkv(x_TD), z_TNV, self.in_proj_b(x_TD).sigmoid(), self.in_proj_a(x_TD)
+        )
 
 
 def _layer(config: Config, kind: str) -> nn.Module:

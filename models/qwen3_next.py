@@ -156,7 +156,7 @@ class PackedDeltaNet(DeltaNet):
         b_TKG, a_TKG = ba_TKC.split([self.groups, self.groups], -1)
         qkv = torch.cat([q.flatten(-2), k.flatten(-2), v.flatten(-2)], -1)
         z_TNV = z.flatten(-2).unflatten(-1, (-1, self.head_v_dim))
-        return Projected(qkv, z_TNV, b_TKG.flatten(-2), a_TKG.flatten(-2))
+        return Projected(qkv, z_TNV, b_TKG.flatten(-2).sigmoid(), a_TKG.flatten(-2))
 
 
 class MoEConfig(RouterConfig, Protocol):
