@@ -23,6 +23,8 @@ log = logging.getLogger("atomc")
 T = TypeVar("T")
 # Parts of a mixture of experts that choose experts, or weight the shared one.
 ROUTERS = ("gate", "router", "shared_expert_gate")
+# Projections of a gated delta net to the numbers of each head that its state decays and learns by.
+DELTA_GATES = ("in_proj_ba", "in_proj_b", "in_proj_a", "b_proj", "a_proj")
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,9 @@ def methods_of(model: nn.Module, config: QuantizationConfig, strip: str = "") ->
     owners: dict[int, int] = {}
     for _, weight in model.named_parameters(remove_duplicate=False):
         owners[id(weight)] = owners.get(id(weight), 0) + 1
-    kept = indexer_weights(model) | (routers(model) if config.online else set())
+    kept = indexer_weights(model)
+    if config.online:
+        kept |= routers(model) | delta_gates(model)
     linears: dict[str, LinearMethod] = {}
     experts: dict[str, ExpertsMethod] = {}
     for name, layer in model.named_modules():
@@ -90,6 +94,16 @@ def routers(model: nn.Module) -> set[str]:
         for top in tops
         if (router := _child(model, top)) is not None
         for name, _ in router.named_modules()
+    }
+
+
+def delta_gates(model: nn.Module) -> set[str]:
+    """The names of DELTA_GATES. The convolution of a gated delta net is no linear layer."""
+    return {
+        f"{name}.{part}"
+        for name, block in model.named_modules()
+        if "A_log" in block._parameters
+        for part in DELTA_GATES
     }
 
 
@@ -310,7 +324,8 @@ def quantize(model: nn.Module, scheme: str, ignore: Sequence[str] = ()) -> nn.Mo
     ignore  patterns of layers to skip, as in checkpoints: "down_proj", "model.layers.0",
             "re:.*self_attn.*"
 
-    Embeddings, weights tied to them, lm_head and the routers of experts are not quantized. Layers
+    Embeddings, weights tied to them, lm_head, the routers of experts and the gates of gated delta
+    nets are not quantized. Layers
     that are already quantized (by transformers or atomc) are unchanged, with a line in the log.
     Raises ValueError for an unknown scheme, a layer that the scheme does not support, experts that
     no op of atomc computes, and a model without a layer to quantize.
