@@ -14,6 +14,7 @@ from atomc.models.experts_spec import is_experts, spec_of
 from atomc.platform import Platform
 from atomc.quantization.config import QuantizationConfig, online
 from atomc.quantization.experts import STACKED, ExpertsMethod, QuantizedExperts
+from atomc.quantization.kept_layers import kept_layers
 from atomc.quantization.linear import LinearMethod, QuantizedLinear, share_scales, siblings_of
 from atomc.quantization.scheme import Fp8, Fp8Block, as_fnuz
 from atomc.quantization.stored_experts import create_stored, expect_scales, stack_stored
@@ -21,10 +22,6 @@ from atomc.weights.registry import parameter_of
 
 log = logging.getLogger("atomc")
 T = TypeVar("T")
-# Parts of a mixture of experts that choose experts, or weight the shared one.
-ROUTERS = ("gate", "router", "shared_expert_gate")
-# Projections of a gated delta net to the numbers of each head that its state decays and learns by.
-DELTA_GATES = ("in_proj_ba", "in_proj_b", "in_proj_a", "b_proj", "a_proj")
 
 
 @dataclass(frozen=True)
@@ -47,9 +44,7 @@ def methods_of(model: nn.Module, config: QuantizationConfig, strip: str = "") ->
     owners: dict[int, int] = {}
     for _, weight in model.named_parameters(remove_duplicate=False):
         owners[id(weight)] = owners.get(id(weight), 0) + 1
-    kept = indexer_weights(model)
-    if config.online:
-        kept |= routers(model) | delta_gates(model)
+    kept = kept_layers(model, online=config.online)
     linears: dict[str, LinearMethod] = {}
     experts: dict[str, ExpertsMethod] = {}
     for name, layer in model.named_modules():
@@ -68,48 +63,6 @@ def methods_of(model: nn.Module, config: QuantizationConfig, strip: str = "") ->
 
 def _is_alone(layer: nn.Module, owners: Mapping[int, int]) -> bool:
     return all(owners[id(x)] == 1 for x in layer._parameters.values() if x is not None)
-
-
-def indexer_weights(model: nn.Module) -> set[str]:
-    """The names of the layers that weight the heads of an indexer (DeepSeek-V3.2): checkpoints in
-    fp8 store them in floating point, and do not say so.
-    """
-    return {
-        f"{name}.weights_proj"
-        for name, block in model.named_modules()
-        if {"wq_b", "wk", "weights_proj"} <= block._modules.keys()
-    }
-
-
-def routers(model: nn.Module) -> set[str]:
-    """The names of the modules that choose experts, and of all that they contain."""
-    tops = [
-        f"{name}.{part}".removeprefix(".")
-        for name, block in model.named_modules()
-        if "experts" in block._modules
-        for part in ROUTERS
-    ]
-    return {
-        f"{top}.{name}".removesuffix(".")
-        for top in tops
-        if (router := _child(model, top)) is not None
-        for name, _ in router.named_modules()
-    }
-
-
-def delta_gates(model: nn.Module) -> set[str]:
-    """The names of DELTA_GATES. The convolution of a gated delta net is no linear layer."""
-    return {
-        f"{name}.{part}"
-        for name, block in model.named_modules()
-        if "A_log" in block._parameters
-        for part in DELTA_GATES
-    }
-
-
-def _child(model: nn.Module, name: str) -> nn.Module | None:
-    owner, _, leaf = name.rpartition(".")
-    return model.get_submodule(owner)._modules.get(leaf)
 
 
 def linear(model: nn.Module, name: str) -> nn.Linear:
