@@ -7,10 +7,10 @@ import random
 import pytest
 import torch
 from state_toy import (
-    LASTING,
     VOCAB,
     WIDTH,
     Failed,
+    Summed,
     alone,
     made,
     prompts_of,
@@ -19,6 +19,8 @@ from state_toy import (
     started,
     toy,
 )
+from tiny_mtp import tiny_model
+from torch import nn
 
 from atomc.ops.state import StateSpec
 from atomc.planning.device_model import Model
@@ -44,27 +46,39 @@ pytestmark = pytest.mark.xdist_group("runtime")
 BLOCK, COUNT = 16, 8
 
 
-def sharing(kind, **config):
+def sharing(kind, module=None, **config):
     """An engine that takes snapshots at each opportunity: those of few tokens, too."""
     given = {"state_snapshots": 4, "max_num_batched_tokens": 65}
-    engine = started(kind, **{**given, **config})
+    engine = started(kind, module, **{**given, **config})
     if engine.scheduler.snapshots is not None:
         engine.scheduler.snapshots.least = engine.scheduler.snapshots.interval = BLOCK
     return engine
 
 
-@pytest.fixture(scope="module", params=LASTING)
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture(
+    scope="module",
+    params=["lasting", "lasting mixed", pytest.param("lasting windowed", marks=SLOW)],
+)
 def served(request):
     """Few blocks and rows: requests are preempted, and snapshots evicted."""
     return request.param, sharing(request.param, scheduling_policy="priority", num_blocks=11)
 
 
-@pytest.fixture(scope="module", params=LASTING)
+@pytest.fixture(
+    scope="module",
+    params=[
+        "lasting mixed",
+        *(pytest.param(x, marks=SLOW) for x in ("lasting", "lasting windowed")),
+    ],
+)
 def drafting(request):
     return request.param, sharing(
         request.param,
         scheduling_policy="priority",
-        num_blocks=11,
+        num_blocks=8,
         speculative_tokens=3,
         ngram_min=1,
     )
@@ -109,7 +123,7 @@ def mix(engine, kind, seed, *, repetitive=False):
         assert len(tokens) == COUNT or name in aborted, (seed, name)
 
 
-MIXES = [range(6), pytest.param(range(6, 50), marks=pytest.mark.slow)]
+MIXES = [range(5), pytest.param(range(5, 50), marks=SLOW)]
 
 
 @pytest.mark.parametrize("seeds", MIXES, ids=["some", "many"])
@@ -160,6 +174,34 @@ def test_sampled_tokens_do_not_depend_on_drafts_and_snapshots(drafting):
     assert engine.stats().drafted > before.drafted and engine.stats().accepted > before.accepted
     without = started(kind, state_snapshots=0)
     assert [tokens(without, [i])[0] for i in range(5)] == together
+
+
+class Remembering(nn.Module):
+    """Attention of a layer, and a sum over what came before."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.attention, self.sums = attention, Summed(decay=0.95)
+
+    def forward(self, x, *angles):
+        return self.attention(x, *angles) + self.sums(x)
+
+
+def test_drafts_of_a_draft_layer_are_taken_out_of_states():
+    def engine(**config):
+        model = tiny_model()
+        model.model.layers[0].self_attn = Remembering(model.model.layers[0].self_attn)
+        return sharing("draft layer", model, max_model_len=200, **config)
+
+    document, *tails = prompts_of(40, 3, 12, 7, seed=8)
+    prompts = [[*document, *tail] for tail in tails]
+    drafting = engine(speculative="mtp", speculative_tokens=2)
+    without = engine(state_snapshots=0)
+    assert run(drafting, requests_of(drafting, prompts, 40)) == [
+        run(without, requests_of(without, [prompt], 40))[0] for prompt in prompts
+    ]
+    stats = drafting.stats()
+    assert stats.drafted > stats.accepted > 0 and stats.snapshot_hits
 
 
 # ---- what is shared
@@ -267,20 +309,17 @@ def test_a_request_whose_logits_are_nan_leaves_no_snapshot(monkeypatch):
 
 
 def test_embeddings_start_from_snapshots_too():
-    engine = sharing("lasting mixed")
+    engine = sharing("lasting")
     prefix, *tails = prompts_of(40, 3, 5, seed=5)
     prompts = [[*prefix, *tail] for tail in tails]
-    without = started("lasting mixed", state_snapshots=0)
-    run(engine, requests_of(engine, [prefix]))
-    hits = engine.stats().snapshot_hits
-    for pooling in ("last", "mean"):
-        torch.testing.assert_close(
-            torch.tensor(engine.embed(prompts, pooling)),
-            torch.tensor(without.embed(prompts, pooling)),
-            atol=1e-6,
-            rtol=0,
-        )
-    assert engine.stats().snapshot_hits == hits + 2  # the mean needs every row
+    found = engine.embed(prompts, "last")
+    assert engine.stats().snapshot_hits == 1
+    engine.embed(prompts, "mean")  # which needs every row
+    assert engine.stats().snapshot_hits == 1
+    engine.scheduler.forget_counts()  # each request is now the other one
+    other = engine.embed(prompts[::-1], "last")[::-1]
+    assert engine.stats().snapshot_hits == 1
+    torch.testing.assert_close(torch.tensor(other), torch.tensor(found), atol=1e-6, rtol=0)
 
 
 # ---- steps that fail
@@ -517,15 +556,12 @@ def test_rows_beside_the_slots_are_charged_before_blocks():
 
 
 def test_a_plan_counts_snapshots():
-    """Of 100 GB, sequences of this length take nearly all; those that are kept beside them do
-    too.
-    """
-    model = Model(
-        toy("lasting mixed", "meta"), {"max_position_embeddings": 64}, None, torch.float64, 1, 0
+    model, longest = Model(toy("lasting mixed", "meta"), {}, None, torch.float64, 1, 0), 4096
+    found = plan(
+        model, Platform.named("h200"), Workload(), longest=longest, options={"layout": "paged"}
     )
-    found = plan(model, Platform.named("h200"), Workload(), options={"layout": "paged"})
     memory = found.memory
-    of_one = 64 * memory.per_token + memory.per_sequence
+    of_one = longest * memory.per_token + memory.per_sequence
     assert memory.per_sequence == 2 * WIDTH * 8 and 0 < memory.snapshots <= memory.fits
     used = memory.fits * of_one + memory.snapshots * memory.per_sequence
     assert 0.99 < used / memory.cache <= 1
@@ -538,13 +574,13 @@ def test_snapshots_that_cannot_be_are_refused_with_the_reason():
     with pytest.raises(ValueError, match="state_snapshots is 2, but enable_prefix_caching is off"):
         EngineConfig(state_snapshots=2, enable_prefix_caching=False)
     with pytest.raises(ValueError, match="state_snapshots is 2, but the model keeps no state per"):
-        started("latent", state_snapshots=2)
+        started("recalling", state_snapshots=2)
     reason = (
         r"enable_prefix_caching: layers\.0 keeps one state per sequence \(kind 'recurrent'\), not "
         r"one per token, so that requests with a common prefix share only snapshots of it, and "
     )
     with pytest.raises(ValueError, match=reason + "state_snapshots is 0"):
-        started("lasting mixed", enable_prefix_caching=True, state_snapshots=0)
+        started("lasting", enable_prefix_caching=True, state_snapshots=0)
     with pytest.raises(ValueError, match=reason + "there is no memory for one: lower max_num_seqs"):
         started("lasting", enable_prefix_caching=True, num_blocks=None, kv_bytes=5 * 2 * WIDTH * 8)
 
