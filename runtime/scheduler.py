@@ -249,8 +249,11 @@ class Scheduler:
                     new,
                 )
                 outputs += [output] if output is not None else []
-            if chunk.snapshot is not None:
-                self._cache_snapshot(chunk.snapshot, chunk.end, request, admission)
+            if chunk.snapshot is not None and self.snapshots is not None:
+                failed = request.id in self.request_errors.failed
+                self.counters.snapshots += self.snapshots.finish(
+                    chunk.snapshot, None if failed else request, chunk.end, admission
+                )
         assert next(sampled, None) is None, (
             f"{len(tokens)} token lists, but fewer chunks that sample"
         )
@@ -386,8 +389,9 @@ class Scheduler:
         """
         if request.num_in_flight and request.draft:
             return 0
-        if request.draft and self._takes_snapshot(request, request.computed + request.pending):
-            request.draft = ()  # after a draft, the state would be that of rejected tokens, too
+        due = self.snapshots is not None and self.snapshots.due(request, request.length)
+        if request.draft and due:
+            request.draft = ()  # the state after it would be that of rejected tokens, too
         if request.pending + len(request.draft) == 1:
             # Decode. Nothing to compute if the token in flight is the last one.
             return 0 if request.num_in_flight and not request.room(self.max_len) else 1
@@ -423,51 +427,15 @@ class Scheduler:
         request.computed = computed
         request.num_cached_blocks = found
         if self.snapshots is not None:
-            self._start_from_snapshot(request, self.snapshots, found)
+            self.snapshots.start(request, found)
+            self.counters.snapshot_hits += found > 0
+            for point in request.snapshot_points:
+                key = request.keys[point // self.pool.block_size - 1]
+                self._blocks_in_progress.setdefault(key, request)
         else:
             for key in request.keys[found:]:
                 self._blocks_in_progress.setdefault(key, request)
         return True
-
-    def _start_from_snapshot(self, request: Request, snapshots: Snapshots, found: int) -> None:
-        """Let an admitted request start from the state after `found` blocks, and choose where it
-        takes snapshots.
-        """
-        keys, block_size = request.keys, self.pool.block_size
-        request.last_snapshot = found * block_size
-        if found:
-            request.state_from = snapshots.use(keys[found - 1])
-            self.counters.snapshot_hits += 1
-        request.snapshot_points = snapshots.points(
-            keys[: (len(request.tokens) - 1) // block_size], found
-        )
-        for point in request.snapshot_points:
-            self._blocks_in_progress.setdefault(keys[point // block_size - 1], request)
-
-    def _takes_snapshot(self, request: Request, end: int) -> bool:
-        """Whether the state after `end` tokens of a running request becomes a snapshot."""
-        return (
-            self.snapshots is not None
-            and not end % self.pool.block_size
-            and (
-                end in request.snapshot_points
-                or end - request.last_snapshot >= self.snapshots.interval
-            )
-        )
-
-    def _cache_snapshot(self, row: int, end: int, request: Request, admission: int) -> None:
-        """Index the snapshot that a finished step took after `end` tokens of the request."""
-        assert self.snapshots is not None
-        number = end // self.pool.block_size
-        failed = request.finish_reason in ("abort", "error")
-        if failed or request.id in self.request_errors.failed or number > len(request.keys):
-            self.snapshots.drop(row)
-        elif self.snapshots.cache(row, key := request.keys[number - 1]):
-            self.counters.snapshots += 1
-            if end not in request.snapshot_points or request.num_admissions != admission:
-                if request.moving_snapshot is not None:
-                    self.snapshots.evict(request.moving_snapshot, unused=True)
-                request.moving_snapshot = key
 
     def _num_cached_blocks(self, request: Request) -> int:
         """Number of leading blocks in the prefix cache. At least one token is left to compute; 0 if
@@ -602,7 +570,7 @@ class Scheduler:
             self._forced(request) if num_samples > 1 else None,
             request.state_from,
             self._row_before_draft(request) if num_samples > 1 else None,
-            self._snapshot_row(request, end) if num_samples <= 1 else None,
+            self.snapshots.take(request, end) if self.snapshots and num_samples <= 1 else None,
         )
         request.state_from = None
         request.admission_sent = True
@@ -619,15 +587,6 @@ class Scheduler:
             return None
         row = self.state_rows.before_draft(request.slot)
         return None if row == request.state_from else row
-
-    def _snapshot_row(self, request: Request, end: int) -> int | None:
-        """The row for a snapshot after `end` tokens; None if none is taken."""
-        if self.snapshots is None or not self._takes_snapshot(request, end):
-            return None
-        row = self.snapshots.reserve()
-        if row is not None:
-            request.last_snapshot = end
-        return row
 
     def _forced(self, request: Request) -> int | None:
         """How many tokens of its draft to accept; None: those that are equal."""

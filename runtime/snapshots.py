@@ -14,6 +14,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
+from atomc.runtime.request import Request
+
 # A snapshot of fewer new tokens saves less time than the step that ends at it costs.
 LEAST_TOKENS = 64
 # Between two snapshots of a request that computes: after a preemption it repeats at most this many
@@ -73,13 +75,67 @@ class Snapshots:
             count = cached
         return count
 
-    def use(self, key: bytes) -> int:
-        """The row of the snapshot with this key, which is now the most recently used one."""
-        self._by_key.move_to_end(key)
-        self._by_key[key].used = True
-        return self._by_key[key].row
+    def start(self, request: Request, found: int) -> None:
+        """Let an admitted request start from the state after `found` blocks, and choose where it
+        takes snapshots.
+        """
+        request.last_snapshot = found * self.block_size
+        if found:
+            snapshot = self._by_key[key := request.keys[found - 1]]
+            snapshot.used, request.state_from = True, snapshot.row
+            self._by_key.move_to_end(key)
+        request.snapshot_points = self._points(
+            request.keys[: (len(request.tokens) - 1) // self.block_size], found
+        )
 
-    def points(self, keys: Sequence[bytes], found: int) -> tuple[int, ...]:
+    def due(self, request: Request, end: int) -> bool:
+        """Whether the state of a running request after `end` tokens becomes a snapshot."""
+        return not end % self.block_size and (
+            end in request.snapshot_points or end - request.last_snapshot >= self.interval
+        )
+
+    def take(self, request: Request, end: int) -> int | None:
+        """The row for a snapshot after `end` tokens, if one is due and a row is not reserved.
+        `finish` or `drop` follows.
+        """
+        if not self.due(request, end):
+            return None
+        if not self._free and self._by_key:
+            self.evict(next(iter(self._by_key)))
+        if not self._free:
+            return None
+        row = self._free.pop()
+        self._reserved.add(row)
+        request.last_snapshot = end
+        return row
+
+    def finish(self, row: int, request: Request | None, end: int, admission: int) -> bool:
+        """Index a row that a finished step has written: the state after `end` tokens of the
+        request. False if it is freed instead: there is one already, or the request has failed
+        (None).
+
+        admission   num_admissions of the request when the step was scheduled
+        """
+        key = self._key(request, end)
+        if request is None or key is None or key in self._by_key:
+            self.drop(row)
+            return False
+        self._reserved.remove(row)
+        self._by_key[key] = _Snapshot(row)
+        if end not in request.snapshot_points or request.num_admissions != admission:
+            if request.moving_snapshot is not None:
+                self.evict(request.moving_snapshot, unused=True)
+            request.moving_snapshot = key
+        return True
+
+    def _key(self, request: Request | None, end: int) -> bytes | None:
+        """The key of the first `end` tokens; None if the request has failed, or ended before."""
+        number = end // self.block_size
+        if request is None or request.finish_reason in ("abort", "error"):
+            return None
+        return request.keys[number - 1] if number <= len(request.keys) else None
+
+    def _points(self, keys: Sequence[bytes], found: int) -> tuple[int, ...]:
         """Positions at which a request takes snapshots; its prompt is remembered.
 
         keys    of its full blocks before the last token
@@ -97,30 +153,6 @@ class Snapshots:
                 found_points.append(end)
                 last = end
         return tuple(found_points)
-
-    def reserve(self) -> int | None:
-        """A row for a snapshot that a step takes; None if all are reserved. `cache` or `drop`
-        follows.
-        """
-        if not self._free and self._by_key:
-            _, evicted = self._by_key.popitem(last=False)
-            self._free.append(evicted.row)
-        if not self._free:
-            return None
-        row = self._free.pop()
-        self._reserved.add(row)
-        return row
-
-    def cache(self, row: int, key: bytes) -> bool:
-        """Index a reserved row, which has been written; False if there is a snapshot with this
-        key, and the row is free.
-        """
-        if key in self._by_key:
-            self.drop(row)
-            return False
-        self._reserved.remove(row)
-        self._by_key[key] = _Snapshot(row)
-        return True
 
     def drop(self, row: int) -> None:
         """Free a reserved row."""

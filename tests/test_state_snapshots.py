@@ -204,6 +204,27 @@ def test_drafts_of_a_draft_layer_are_taken_out_of_states():
     assert stats.drafted > stats.accepted > 0 and stats.snapshot_hits
 
 
+def test_tokens_that_are_computed_again_are_bounded(drafting, monkeypatch):
+    """Each draft is rejected after one token: without a bound, each would add two tokens."""
+    kind, engine = drafting
+    (prompt,) = prompts_of(10, seed=300)
+    expected, count = alone(kind, prompt, 40), engine.config.speculative_tokens
+
+    def propose(request):
+        known = len(request.tokens) - len(prompt)
+        return (expected[known], *[(x + 1) % VOCAB for x in expected[known + 1 : known + count]])
+
+    monkeypatch.setattr(engine, "_propose_draft", propose)
+    (request,) = requests_of(engine, [prompt], 30)
+    engine.add(request)
+    sizes = set()
+    while engine.has_work:
+        engine.step()
+        sizes |= {chunk.num_tokens for x in engine.scheduler._in_flight for chunk in x.step.chunks}
+    assert request.new_tokens == expected[:30]
+    assert max(sizes - {len(prompt)}) == 1 + 2 * count - 1  # 3 pending tokens and the draft
+
+
 # ---- what is shared
 
 
@@ -476,6 +497,59 @@ def test_a_rejected_draft_goes_back_to_the_state_before_it_and_its_tokens_are_co
     request.draft = (7, 7)
     assert advance(s, [7, 7, 1]) == [("a", 7, 3, None, 3, None)]
     assert request.computed == 10 and request.pending == 1
+
+
+def test_a_preempted_request_forgets_the_state_before_its_draft():
+    s = scheduled(snapshots=0, drafts=True)
+    s.add(Request("a", [1, 2, 3], SamplingParams(max_tokens=20)))
+    advance(s, [5])
+    (request,) = s.running
+    request.draft = (6, 7)
+    advance(s, [4])
+    assert request.state_from == 3
+    s._preempt(request)
+    s.check()
+    assert advance(s, [8]) == [("a", 0, 5, None, None, None)]
+
+
+def test_a_snapshot_that_is_due_takes_the_place_of_a_draft():
+    s = scheduled(snapshots=2, drafts=True)
+    s.add(Request("a", [1, 2, 3, 4, 5, 6], SamplingParams(max_tokens=20)))
+    assert advance(s) == [("a", 0, 4, None, None, 5)]
+    advance(s)
+    (request,) = s.running
+    for draft, chunk in (
+        ((7, 7), ("a", 6, 3, None, 3, None)),
+        ((7, 7), ("a", 9, 3, None, 3, None)),  # at 12, of which the last two are a draft
+    ):
+        request.draft = draft
+        assert advance(s, [7, 7, 7]) == [chunk]
+    for start in range(12, 15):
+        assert advance(s) == [("a", start, 1, None, None, None)]
+    request.draft = (7, 7)
+    assert advance(s) == [("a", 15, 1, None, None, 6)]
+    request.draft = (7, 7)
+    assert advance(s, [7, 7, 7]) == [("a", 16, 3, None, 3, None)]
+
+
+def test_a_request_that_fails_in_a_step_leaves_no_snapshot():
+    s = scheduled()
+    s.add(Request("a", list(range(10))))
+    step = s.next_step()
+    s.request_errors.fail("a", "testing it", RuntimeError("broken"))
+    s.finish_step(step, [])
+    s.check()
+    assert step.chunks[0].snapshot == 3 and s.snapshots.num_cached == 0
+
+
+def test_a_step_that_is_undone_leaves_its_rows_and_takes_its_snapshots_again():
+    s = scheduled(snapshots=1)
+    s.add(Request("a", [1, 2], SamplingParams(max_tokens=40)))
+    s.add(Request("b", list(range(10)), SamplingParams(max_tokens=40)))
+    step = s.next_step()
+    s.undo_step(step)
+    s.check()
+    assert s.next_step() == step and step.chunks[1].snapshot == 3
 
 
 def test_what_a_step_copies():
