@@ -145,6 +145,25 @@ def test_a_wrapped_class_gives_the_same_logits(name: str) -> None:
     assert {"conv_state", "delta_state", "kv"} <= handles
 
 
+def test_a_class_without_attention_is_wrapped_too() -> None:
+    model = theirs("qwen3_next", layer_types=[LINEAR, LINEAR])
+    expected = hf_logits(model, IDS, POSITIONS)
+    wrapped = models.wrap_stock(model)
+    assert error(wrapped(IDS, POSITIONS), expected) < 1e-4
+    assert not any(path.endswith(".kv") for path, _ in wrapped.named_buffers())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whose", ["ours", "stock"])
+def test_a_model_without_attention_is_served(whose: str) -> None:
+    differs, prompts = {"layer_types": [LINEAR, LINEAR]}, prompts_of(5, 30)
+    model = theirs("qwen3_next", **differs)  # whose `generate` needs a layer with attention
+    text, _ = served(made(whose, "qwen3_next", **differs), prompts, 5, max_num_batched_tokens=23)
+    for prompt, tokens in zip(prompts, text, strict=True):
+        logits = hf_logits(model, ids := torch.tensor([*prompt, *tokens]), torch.arange(len(ids)))
+        assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_bf16_is_as_close_to_fp32_as_hugging_face_is(name: str, tmp_path: Path) -> None:
     model = theirs(name)
