@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import atomc
 from atomc import models
+from atomc.models.gated_delta_net import hybrid_layer_types
 from atomc.models.loader import load
 from atomc.models.stock_delta_net import LAYER_TYPE as LINEAR
 from atomc.program import Program, compile_model
@@ -530,6 +531,15 @@ def test_an_unsupported_config_is_refused_in_one_sentence(
     with pytest.raises(ValueError) as raised:
         models.build(CONFIG | differs, device="meta")
     assert str(raised.value) == f"qwen3_5_text: {sentence}"
+
+
+@pytest.mark.parametrize("interval", [3, None])
+def test_without_layer_types_every_fourth_layer_or_as_the_config_says_has_attention(
+    interval: int | None,
+) -> None:
+    given = {"num_hidden_layers": 9} | ({"full_attention_interval": interval} if interval else {})
+    expected = transformers.AutoConfig.for_model("qwen3_next", **given).layer_types
+    assert list(hybrid_layer_types(given)) == expected
 
 
 def test_draft_layers_are_refused(tmp_path: Path) -> None:
