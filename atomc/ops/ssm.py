@@ -99,8 +99,8 @@ def ssm_scan_update(
     seq_lens: Tensor,
     state_slots: Tensor,
     *,
-    dt_min: float = 0.0,
-    dt_max: float | None = None,
+    dt_min: float,
+    dt_max: float | None,
 ) -> Tensor:
     """ssm_scan of ragged sequences. x [..., N, P], dt [..., N], b and c [..., G, S] (T rows) ->
     [..., N, P]; rows of no sequence are zero.
@@ -155,8 +155,8 @@ def ssm_scan(
     dt_bias: Tensor,
     state: Tensor | None = None,
     *,
-    dt_min: float = 0.0,
-    dt_max: float | None = None,
+    dt_min: float,
+    dt_max: float | None,
 ) -> Tensor:
     """h[t] = exp(-exp(a_log) s[t]) h[t - 1] + s[t] x[t] B[t]^T, and h[t] C[t] + d x[t] -> [..., T,
     N, P], with the time steps s[t] = softplus(dt[t] + dt_bias), limited to dt_min..dt_max.

@@ -20,7 +20,8 @@ def scanned(
     groups: int = 2,
     state: int = 10,
     *batch: int,
-    **limits: float | None,
+    dt_min: float = 0.0,
+    dt_max: float | None = None,
 ) -> dict[str, Any]:
     """x, B and C as neighbours in the output of one convolution, dt beside it; heads forget slowly
     and fast.
@@ -36,7 +37,8 @@ def scanned(
         "c": c.unflatten(-1, (groups, state)),
         "d": draw.normal(heads),
         "dt_bias": draw.normal(heads),
-        **limits,
+        "dt_min": dt_min,
+        "dt_max": dt_max,
     }
 
 
@@ -56,7 +58,7 @@ def scanned_from_state(
     sequences: list[tuple[int, int]],
     *sizes: int,
     padding: int = 0,
-    **limits: float | None,
+    **limits: float,
 ) -> dict[str, Any]:
     """sequences: (new tokens, all tokens) of each. The slot of one that begins has the state of
     another, which must not be read.

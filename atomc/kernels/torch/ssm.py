@@ -29,9 +29,7 @@ def chunked_scan(
         return x, state
     chunks = [part.split(CHUNK, -3) for part in (x * steps.unsqueeze(-1), b, c)]
     outs = []
-    for inputs, keys, queries, decay in zip(
-        *chunks, (a * steps).split(CHUNK, -2), strict=True
-    ):
+    for inputs, keys, queries, decay in zip(*chunks, (a * steps).split(CHUNK, -2), strict=True):
         u, k, q = (part.transpose(-3, -2) for part in (inputs, keys, queries))  # [..., N, L, ...]
         # Logarithms of decays: since the chunk began [..., N, L], and between two tokens [..., N, L,
         # L]. The difference of two sums since the chunk began would lose the digits of a small one.
@@ -56,8 +54,8 @@ def ssm_scan(
     dt_bias: Tensor,
     state: Tensor | None = None,
     *,
-    dt_min: float = 0.0,
-    dt_max: float | None = None,
+    dt_min: float,
+    dt_max: float | None,
 ) -> Tensor:
     heads, rows = x.shape[-2], x.to(torch.float32)
     steps = time_steps(dt, dt_bias, dt_min, dt_max)
@@ -81,8 +79,8 @@ def ssm_scan_update(
     seq_lens: Tensor,
     state_slots: Tensor,
     *,
-    dt_min: float = 0.0,
-    dt_max: float | None = None,
+    dt_min: float,
+    dt_max: float | None,
 ) -> Tensor:
     heads = x.shape[-2]
     rows = x.reshape(-1, *x.shape[-2:]).to(torch.float32)

@@ -188,7 +188,9 @@ def _chunks(
             y_at = out_ptr + (row[:, None] * N + n) * P + p[None, :]
             tl.store(y_at, y.to(out_ptr.dtype.element_ty), real_x)
             left = u * tl.exp(tl.sum(later, 0))[:, None]
-            state = state * tl.exp(tl.sum(a * step)) + tl.dot(tl.trans(left), b, input_precision=PRECISION)
+            state = state * tl.exp(tl.sum(a * step)) + tl.dot(
+                tl.trans(left), b, input_precision=PRECISION
+            )
         tl.store(at, state, inside)
 
 
@@ -206,8 +208,8 @@ def refuse_ssm_scan_update(
     seq_lens: Tensor,
     state_slots: Tensor,
     *,
-    dt_min: float = 0.0,
-    dt_max: float | None = None,
+    dt_min: float,
+    dt_max: float | None,
 ) -> Refusal | None:
     return (
         unfit(platform, x=x, dt=dt, b=b, c=c, a_log=a_log, d=d, dt_bias=dt_bias)
@@ -250,8 +252,8 @@ def ssm_scan_update(
     seq_lens: Tensor,
     state_slots: Tensor,
     *,
-    dt_min: float = 0.0,
-    dt_max: float | None = None,
+    dt_min: float,
+    dt_max: float | None,
 ) -> Tensor:
     rows, by_head = x.reshape(-1, *x.shape[-2:]), dt.reshape(-1, dt.shape[-1])
     b, c = (part.reshape(-1, *part.shape[-2:]) for part in (b, c))
