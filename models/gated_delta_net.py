@@ -122,9 +122,9 @@ def recur(
     # In fp32: in fp16 exp(A_log) may be infinite.
     decay = -layer.A_log.float().exp() * F.softplus(x.a.float() + layer.dt_bias)
     return ops.gated_delta_rule(
-        q.unflatten(-1, (-1, layer.head_k_dim)),
-        k.unflatten(-1, (-1, layer.head_k_dim)),
-        v.unflatten(-1, (-1, layer.head_v_dim)),
+        torch.unflatten(q, -1, (-1, layer.head_k_dim)),
+        torch.unflatten(k, -1, (-1, layer.head_k_dim)),
+        torch.unflatten(v, -1, (-1, layer.head_v_dim)),
         decay,
         x.beta,
         delta_state,

@@ -2,7 +2,7 @@
 one (Qwen 2025).
 
 T tokens, D model width, N query heads, K key/value heads, H head width, E experts. In a DeltaNet: K
-key heads, each with G of the N value heads.
+key heads, N value heads of width V, C columns of what is projected.
 Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
 """
 
@@ -136,27 +136,43 @@ class Attention(nn.Module):
         return out_TD
 
 
+class PackedHeads(Protocol):
+    """The sizes of a DeltaNet with packed projections; names as in Hugging Face."""
+
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+
+
+def unpacked(layer: PackedHeads, qkvz_TC: Tensor, ba_TC: Tensor) -> Projected:
+    """The results of both projections, in which the columns of a key head and its value heads are
+    together.
+    """
+    groups = layer.num_v_heads // layer.num_k_heads
+    keys, values = layer.head_k_dim, groups * layer.head_v_dim
+    qkvz_TKC = torch.unflatten(qkvz_TC, -1, (layer.num_k_heads, 2 * (keys + values)))
+    q, k, v, z = torch.split(qkvz_TKC, [keys, keys, values, values], -1)
+    ba_TKC = torch.unflatten(ba_TC, -1, (layer.num_k_heads, 2 * groups))
+    b_TKG, a_TKG = torch.split(ba_TKC, [groups, groups], -1)
+    qkv = torch.cat([q.flatten(-2), k.flatten(-2), v.flatten(-2)], -1)
+    z_TNV = torch.unflatten(z.flatten(-2), -1, (layer.num_v_heads, layer.head_v_dim))
+    return Projected(qkv, z_TNV, b_TKG.flatten(-2).sigmoid(), a_TKG.flatten(-2))
+
+
 class PackedDeltaNet(DeltaNet):
-    """Two projections, in which the columns of a key head and its value heads are together."""
+    """Two projections: of queries, keys, values and gates, and of the numbers b and a of each value
+    head.
+    """
 
     def __init__(self, width: int, sizes: DeltaNetSizes, eps: float):
         super().__init__(width, sizes, eps)
-        self.key_heads, self.groups = (
-            sizes.num_key_heads,
-            sizes.num_value_heads // sizes.num_key_heads,
-        )
+        self.num_k_heads, self.num_v_heads = sizes.num_key_heads, sizes.num_value_heads
         self.in_proj_qkvz = nn.Linear(width, 2 * sizes.keys + 2 * sizes.values, bias=False)
         self.in_proj_ba = nn.Linear(width, 2 * sizes.num_value_heads, bias=False)
 
     def project(self, x_TD: Tensor) -> Projected:
-        values = self.groups * self.head_v_dim
-        qkvz_TKC = self.in_proj_qkvz(x_TD).unflatten(-1, (self.key_heads, -1))
-        q, k, v, z = qkvz_TKC.split([self.head_k_dim, self.head_k_dim, values, values], -1)
-        ba_TKC = self.in_proj_ba(x_TD).unflatten(-1, (self.key_heads, -1))
-        b_TKG, a_TKG = ba_TKC.split([self.groups, self.groups], -1)
-        qkv = torch.cat([q.flatten(-2), k.flatten(-2), v.flatten(-2)], -1)
-        z_TNV = z.flatten(-2).unflatten(-1, (-1, self.head_v_dim))
-        return Projected(qkv, z_TNV, b_TKG.flatten(-2).sigmoid(), a_TKG.flatten(-2))
+        return unpacked(self, self.in_proj_qkvz(x_TD), self.in_proj_ba(x_TD))
 
 
 class MoEConfig(RouterConfig, Protocol):

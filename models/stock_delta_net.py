@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from atomc import ops
 from atomc.models.gated_delta_net import Projected, recur
+from atomc.models.qwen3_next import unpacked
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -39,12 +40,8 @@ PACKED = ("cu_seq_lens_q", "seq_idx")
 
 
 def _packed(layer: Any, x: Tensor) -> Projected:
-    """Qwen3-Next: the columns of a key head and its value heads are together."""
-    q, k, v, z, b, a = layer.fix_query_key_value_ordering(
-        layer.in_proj_qkvz(x), layer.in_proj_ba(x)
-    )
-    qkv = torch.cat([q.flatten(-2), k.flatten(-2), v.flatten(-2)], -1)
-    return Projected(qkv, z, b.sigmoid(), a)
+    """Qwen3-Next."""
+    return unpacked(layer, layer.in_proj_qkvz(x), layer.in_proj_ba(x))
 
 
 def _split(layer: Any, x: Tensor) -> Projected:
