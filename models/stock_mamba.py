@@ -44,8 +44,11 @@ TOKENS = 20
 
 
 def is_mixer(module: nn.Module) -> bool:
-    has_modules = all(name in module._modules for name in MODULES)
-    return has_modules and all(name in module._parameters for name in PARAMETERS)
+    return (
+        hasattr(module, "layer_idx")
+        and all(name in module._modules for name in MODULES)
+        and all(name in module._parameters for name in PARAMETERS)
+    )
 
 
 def enter_mixers(hf_model: "PreTrainedModel") -> int:
@@ -75,7 +78,7 @@ def mix(mixer: Any, x: Tensor) -> Tensor:
     """What the mixer makes of x [B, T, D] -> [B, T, D]."""
     heads, groups = mixer.num_heads, mixer.n_groups
     inner, of_groups = mixer.intermediate_size, groups * mixer.ssm_state_size
-    z, xbc, dt = _projected(mixer, x).split([inner, inner + 2 * of_groups, heads], -1)
+    z, xbc, dt = torch.split(_projected(mixer, x), [inner, inner + 2 * of_groups, heads], -1)
     xbc = ops.causal_conv1d(
         xbc,
         mixer.conv1d.weight.squeeze(1),
@@ -83,19 +86,19 @@ def mix(mixer: Any, x: Tensor) -> Tensor:
         getattr(mixer, "conv_state", None),
         activation="silu",
     )
-    values, b, c = xbc.split([inner, of_groups, of_groups], -1)
+    values, b, c = torch.split(xbc, [inner, of_groups, of_groups], -1)
     least, most = mixer.time_step_limit
     out = ops.ssm_scan(
-        values.unflatten(-1, (heads, -1)),
+        torch.unflatten(values, -1, (heads, -1)),
         dt,
         mixer.A_log,
-        b.unflatten(-1, (groups, -1)),
-        c.unflatten(-1, (groups, -1)),
+        torch.unflatten(b, -1, (groups, -1)),
+        torch.unflatten(c, -1, (groups, -1)),
         mixer.D,
         mixer.dt_bias,
         getattr(mixer, "ssm_state", None),
-        dt_min=least,
-        dt_max=None if math.isinf(most) else most,
+        dt_min=float(least),
+        dt_max=None if math.isinf(most) else float(most),
     ).flatten(-2)
     ungated = isinstance(getattr(mixer, "norm", None), nn.Identity)
     gated = out * F.silu(z) if ungated else mixer.norm(out, z)

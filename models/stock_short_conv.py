@@ -24,9 +24,12 @@ WIDTH, TOKENS = 24, 12  # of the compared one
 
 
 def _is_short_conv(module: nn.Module) -> bool:
-    modules = module._modules
-    # A convolution over the tokens; is it causal, and one per channel? The comparison shows it.
-    return set(MODULES) == modules.keys() and isinstance(modules["conv"], nn.Conv1d)
+    parts = module._modules
+    return (
+        hasattr(module, "layer_idx")
+        and set(MODULES) == parts.keys()
+        and isinstance(parts["conv"], nn.Conv1d)
+    )
 
 
 def enter_short_convs(hf_model: "PreTrainedModel") -> int:

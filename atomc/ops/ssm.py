@@ -36,10 +36,10 @@ def by_head(x: Tensor, heads: int) -> Tensor:
 
 
 def _scan(
-    x: Tensor, steps: Tensor, b: Tensor, c: Tensor, a: Tensor, state: Tensor
+    a: Tensor, state: Tensor, x: Tensor, steps: Tensor, b: Tensor, c: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The results [..., T, N, P] of a scan from `state`, and the state after it. In fp32: x and
-    steps [..., T, N], b and c [..., T, N, S], a [N], state [..., N, P, S].
+    """The results [..., T, N, P] of a scan from `state`, and the state after it. In fp32: a
+    [N], state [..., N, P, S], x [..., T, N, P], steps [..., T, N], b and c [..., T, N, S].
     """
     rows = []
     for t in range(x.shape[-3]):
@@ -119,7 +119,7 @@ def ssm_scan_update(
         if start == end:
             continue
         new = [part[start:end] for part in (rows, steps, b, c)]
-        found, after = _scan(*new, a, before[s])
+        found, after = _scan(a, before[s], *new)
         out[start:end] = found + d.to(torch.float32)[:, None] * new[0]
         recurrent_state[state_slots[s]] = after
     return out.to(x.dtype).view(x.shape)
@@ -127,7 +127,13 @@ def ssm_scan_update(
 
 def _update(arguments: Arguments, state: Mapping[str, Tensor], step: StepFields) -> Tensor:
     return ssm_scan_update(
-        *(arguments[name] for name in ("x", "dt", "a_log", "b", "c", "d", "dt_bias")),
+        arguments["x"],
+        arguments["dt"],
+        arguments["a_log"],
+        arguments["b"],
+        arguments["c"],
+        arguments["d"],
+        arguments["dt_bias"],
         state["recurrent_state"],
         step.query_start,
         step.seq_lens,
@@ -174,5 +180,5 @@ def ssm_scan(
     steps = time_steps(dt, dt_bias, dt_min, dt_max)
     b, c = by_head(b, heads), by_head(c, heads)
     before = rows.new_zeros((*x.shape[:-3], *x.shape[-2:], b.shape[-1]))
-    out, _ = _scan(rows, steps, b, c, -torch.exp(a_log.to(torch.float32)), before)
+    out, _ = _scan(-torch.exp(a_log.to(torch.float32)), before, rows, steps, b, c)
     return (out + d.to(torch.float32)[:, None] * rows).to(x.dtype)

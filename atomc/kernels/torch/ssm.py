@@ -20,19 +20,21 @@ CHUNK = 64  # not measured
 
 
 def chunked_scan(
-    x: Tensor, steps: Tensor, b: Tensor, c: Tensor, a: Tensor, state: Tensor
+    a: Tensor, state: Tensor, x: Tensor, steps: Tensor, b: Tensor, c: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The results [..., T, N, P] of a scan from `state`, and the state after it. In fp32: x and
-    steps [..., T, N], b and c [..., T, N, S], a [N], state [..., N, P, S].
+    """The results [..., T, N, P] of a scan from `state`, and the state after it. In fp32: a
+    [N], state [..., N, P, S], x [..., T, N, P], steps [..., T, N], b and c [..., T, N, S].
     """
     if not x.shape[-3]:
         return x, state
-    chunks = [part.split(CHUNK, -3) for part in (x * steps.unsqueeze(-1), b, c)]
+    chunks = [torch.split(part, CHUNK, -3) for part in (x * steps.unsqueeze(-1), b, c)]
     outs = []
-    for inputs, keys, queries, decay in zip(*chunks, (a * steps).split(CHUNK, -2), strict=True):
+    for inputs, keys, queries, decay in zip(
+        *chunks, torch.split(a * steps, CHUNK, -2), strict=True
+    ):
         u, k, q = (part.transpose(-3, -2) for part in (inputs, keys, queries))  # [..., N, L, ...]
-        # Logarithms of decays: since the chunk began [..., N, L], and between two tokens [..., N, L,
-        # L]. The difference of two sums since the chunk began would lose the digits of a small one.
+        # Logarithms of decays since the chunk began, and between two tokens: as the difference of
+        # two of the first, a small one would lose its digits.
         logs = decay.transpose(-2, -1).unsqueeze(-1)
         total = logs.cumsum(-2)
         between = logs.expand(*logs.shape[:-1], logs.shape[-2]).tril(-1).cumsum(-2)
@@ -61,7 +63,7 @@ def ssm_scan(
     steps = time_steps(dt, dt_bias, dt_min, dt_max)
     b, c = by_head(b, heads), by_head(c, heads)
     before = rows.new_zeros((*x.shape[:-3], *x.shape[-2:], b.shape[-1]))
-    out, _ = chunked_scan(rows, steps, b, c, -torch.exp(a_log.to(torch.float32)), before)
+    out, _ = chunked_scan(-torch.exp(a_log.to(torch.float32)), before, rows, steps, b, c)
     return (out + d.to(torch.float32)[:, None] * rows).to(x.dtype)
 
 
@@ -95,13 +97,13 @@ def ssm_scan_update(
         at = torch.tensor([spans[s][0] for s in ones], device=x.device)
         which = torch.tensor(ones, device=x.device)
         new = [part[at].unsqueeze(1) for part in (rows, steps, b, c)]
-        found, after = chunked_scan(*new, a, before[which])
+        found, after = chunked_scan(a, before[which], *new)
         out[at] = (found + skip * new[0]).squeeze(1)
         recurrent_state[state_slots[which]] = after
     for s, (start, end) in enumerate(spans):
         if end - start > 1:
             new = [part[start:end] for part in (rows, steps, b, c)]
-            found, after = chunked_scan(*new, a, before[s])
+            found, after = chunked_scan(a, before[s], *new)
             out[start:end] = found + skip * new[0]
             recurrent_state[state_slots[s]] = after
     return out.to(x.dtype).view(x.shape)

@@ -175,8 +175,8 @@ def _chunks(
             b = tl.load(b_ptr + row[:, None] * b_row + g * b_group + j[None, :], real_s, 0.0)
             c = tl.load(c_ptr + row[:, None] * c_row + g * c_group + j[None, :], real_s, 0.0)
             u = x * step[:, None]
-            # Logarithms of decays: since the chunk began, and between two tokens. The difference of
-            # two sums since the chunk began would lose the digits of a small one.
+            # Logarithms of decays since the chunk began, and between two tokens: as the difference
+            # of two of the first, a small one would lose its digits.
             total = tl.cumsum(a * step, 0)
             later = tl.where(token[:, None] > token[None, :], (a * step)[:, None], 0.0)
             between = tl.where(token[:, None] >= token[None, :], tl.cumsum(later, 0), -1e30)
