@@ -7,7 +7,7 @@ small one of it is compared with the ops on random numbers.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +68,7 @@ SPELLINGS: dict[tuple[str, ...], Callable[[Any, Tensor], Projected]] = {
 }
 
 
-def spelling_of(module: nn.Module) -> tuple[str, ...] | None:
+def _spelling(module: nn.Module) -> tuple[str, ...] | None:
     """The names of its parts in SPELLINGS; None for a module that is no gated delta net."""
     children = module._modules
     if "conv1d" not in children or not {"A_log", "dt_bias"} <= module._parameters.keys():
@@ -82,19 +82,65 @@ def enter_delta_nets(hf_model: "PreTrainedModel") -> int:
 
     Raises ValueError for one that computes something else than the ops.
     """
-    found = [module for module in hf_model.modules() if spelling_of(module)]
-    config = hf_model.config.get_text_config()
-    for cls in {type(module) for module in found}:
-        if reason := _why_unlike(cls, config):
-            raise ValueError(f"{type(hf_model).__name__}: {cls.__name__} {reason}")
+    found = _delta_nets(hf_model)
+    if reasons := _refusals(hf_model, found):
+        raise ValueError(min(reasons.values()))
     for module in found:
         channels, _, taps = module.conv1d.weight.shape
         heads, where = len(module.A_log), (hf_model.device, hf_model.dtype)
         module.conv_state = ops.conv_state(channels, taps).to(*where)
         module.delta_state = ops.delta_state(heads, module.head_k_dim, module.head_v_dim).to(*where)
-        module.__dict__["entered_while"] = config
-        module.__dict__["forward"] = MethodType(_forward, module)
+        _enter(module, hf_model.config.get_text_config())
     return len(found)
+
+
+def enter_while_compiled(model: nn.Module) -> list[str]:
+    """Have its gated delta nets call ops while torch.compile traces them, in place. Returns why
+    some of them do not.
+    """
+    found = [module for module in _delta_nets(model) if "forward" not in vars(module)]
+    if not found or not hasattr(model, "config"):
+        return []
+    reasons = _refusals(model, found)
+    for module in found:
+        if type(module) not in reasons:
+            _enter(module, None)
+    return sorted(reasons.values())
+
+
+def leave(model: nn.Module) -> None:
+    """Undo enter_while_compiled."""
+    for module in _delta_nets(model):
+        if vars(module).get("entered_while", module) is None:
+            del module.__dict__["forward"], module.__dict__["entered_while"]
+
+
+def _delta_nets(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if _spelling(module)]
+
+
+def _refusals(model: Any, found: Iterable[nn.Module]) -> dict[type, str]:
+    """Why the layers of a class are not the ops."""
+    config, name = model.config.get_text_config(), type(model).__name__
+    return {
+        cls: f"{name}: {cls.__name__} {reason}"
+        for cls in {type(module) for module in found}
+        if (reason := _why_unlike(cls, config))
+    }
+
+
+def _enter(module: nn.Module, config: "PretrainedConfig | None") -> None:
+    """config: of the attention implementation while which it calls ops; None: while it is
+    compiled.
+    """
+    module.__dict__["entered_while"] = config
+    module.__dict__["forward"] = MethodType(_forward, module)
+
+
+def _calls_ops(layer: Any) -> bool:
+    if layer.entered_while is None:
+        return torch.compiler.is_compiling()
+    return bool(layer.entered_while._attn_implementation == "atom")
 
 
 def _forward(
@@ -104,11 +150,11 @@ def _forward(
     attention_mask: Tensor | None = None,
     **named: Any,
 ) -> Tensor:
-    """That of the class, with its arguments. It runs itself with another attention, with a cache of
-    transformers, and for packed sequences.
+    """That of the class, with its arguments. It runs itself where the layer does not call ops, with
+    a cache of transformers, and for packed sequences.
     """
     packed = any(named.get(name) is not None for name in PACKED)
-    if layer.entered_while._attn_implementation != "atom" or cache_params is not None or packed:
+    if not _calls_ops(layer) or cache_params is not None or packed:
         own: Callable[..., Tensor] = type(layer).forward
         return own(
             layer,
@@ -119,14 +165,15 @@ def _forward(
         )
     if attention_mask is not None:  # [B, T], 0 for padding
         hidden_states = (hidden_states * attention_mask[..., None]).to(hidden_states.dtype)
-    return mix(layer, hidden_states, layer.conv_state, layer.delta_state)
+    states = (getattr(layer, name, None) for name in ("conv_state", "delta_state"))
+    return mix(layer, hidden_states, *states)
 
 
 def mix(
     layer: Any, x: Tensor, conv_state: Tensor | None = None, delta_state: Tensor | None = None
 ) -> Tensor:
     """What the layer makes of x [B, T, D] -> [B, T, D]."""
-    spelling = spelling_of(layer)
+    spelling = _spelling(layer)
     assert spelling is not None
     projected = SPELLINGS[spelling](layer, x)
     out = recur(layer, projected, conv_state, delta_state)
@@ -150,7 +197,7 @@ def _why_unlike(cls: type[Any], config: "PretrainedConfig") -> str:
     try:
         with torch.device("cpu"), torch.no_grad():
             layer = cls(small, small.layer_types.index(LAYER_TYPE)).float().eval()
-            spelling = spelling_of(layer)
+            spelling = _spelling(layer)
             assert spelling is not None
             known = RECURRENCE | {f"{name}.weight" for name in spelling} | {"conv1d.bias"}
             parameters = dict(layer.named_parameters())
