@@ -12,7 +12,7 @@ from test_mla_models import generated, prompts_of, served
 from test_models import error, hf_logits, hf_model
 from test_moe_models import EAGER, median_error
 from test_state_kinds import requests_of, run
-from torch import nn
+from torch import Tensor, nn
 
 import atomc
 from atomc import models
@@ -135,6 +135,15 @@ def theirs(name: str) -> nn.Module:
     return model.requires_grad_(False)
 
 
+def text_of(name: str, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """What transformers generates greedily. With limits of time steps, without its cache: its one-step
+    form does not apply them.
+    """
+    model = theirs(name)
+    model.generation_config.use_cache = "limits" not in name
+    return generated(model, prompts, count)
+
+
 def wrapped(name: str) -> StockModel:
     return models.wrap_stock(theirs(name))
 
@@ -225,11 +234,10 @@ def test_chunks_give_the_logits_and_the_state_of_the_cache_of_transformers(name:
 
 @pytest.mark.parametrize("name", some())
 def test_a_served_model_gives_the_text_that_transformers_generates(name: str) -> None:
-    model, prompts = theirs(name), prompts_of(20, 40)
-    expected = generated(model, prompts, 10)
+    prompts = prompts_of(20, 40)
     # Ragged batches of chunks: more requests than slots, and prompts longer than a step.
     text, _ = served(wrapped(name), prompts, 10, max_num_batched_tokens=23, max_num_seqs=7)
-    assert text == expected
+    assert text == text_of(name, prompts, 10)
 
 
 @pytest.mark.parametrize("name", some(("granite",)))
@@ -241,7 +249,7 @@ def test_preempted_and_aborted_requests_leave_others_their_tokens(name: str) -> 
     aborts = {4: "1", 9: "5", 30: "8"}
     found = run(engine, requests_of(engine, prompts, 24), aborts=aborts)
     assert engine.stats().preemptions > 1
-    whole = generated(theirs(name), prompts, 24)
+    whole = text_of(name, prompts, 24)
     for i, (tokens, all_of_it) in enumerate(zip(found, whole, strict=True)):
         aborted = str(i) in aborts.values()
         assert tokens == (all_of_it[: len(tokens)] if aborted else all_of_it), i
@@ -268,18 +276,35 @@ def test_a_program_has_one_op_and_one_state_for_each_layer(name: str) -> None:
 
 
 def test_a_layer_runs_as_its_class_has_it_with_a_cache_a_mask_or_another_attention() -> None:
-    model = theirs("granite")
+    model = wrapped("granite").hf_model
+    layer, x = model.model.layers[0].mamba, torch.randn(2, 9, 64)
     mask = torch.ones(2, 9, dtype=torch.int64)
     mask[0, :4] = 0  # padding in front of the first
-    given = {"input_ids": IDS[:18].view(2, 9), "attention_mask": mask}
-    expected = model(**given, use_cache=False).logits[0, 4:]
-    own = generated(model, [IDS[:9].tolist()], 4)
-    models.wrap_stock(model)
-    attention = model.config._attn_implementation
-    assert attention == "atom"
+
+    def of_class(**given: object) -> Tensor:
+        found: Tensor = type(layer).forward(layer, x, **given)
+        return found
+
+    assert error(layer(x), of_class()) < 1e-4
+    layer.__dict__["entered_by"] = lambda *_: x / 0
+    assert layer(x).isinf().any()
+    assert torch.equal(layer(x, attention_mask=mask), of_class(attention_mask=mask))
+    caches = [transformers.DynamicCache(config=model.config) for _ in range(2)]
+    found, expected = layer(x, cache_params=caches[0]), of_class(cache_params=caches[1])
+    assert torch.equal(found, expected)
+    states = [cache.layers[0].recurrent_states[0] for cache in caches]
+    assert torch.equal(*states) and states[0].any()
     model.set_attn_implementation("eager")
-    assert error(model(**given, use_cache=False).logits[0, 4:], expected) < 1e-6
-    assert generated(model, [IDS[:9].tolist()], 4) == own
+    assert torch.equal(layer(x), of_class())
+
+
+@pytest.mark.slow
+def test_a_class_that_is_compiled_as_it_is_computes_what_it_does_eagerly() -> None:
+    model = theirs("granite")
+    expected = hf_logits(model, IDS, POSITIONS)
+    compiled = torch.compile(model, backend="atom", options=EAGER)
+    assert error(hf_logits(compiled, IDS, POSITIONS), expected) < 1e-4
+    assert "ssm_scan" not in atomc.reports()[-1].num_ops
 
 
 # ---- what is refused
