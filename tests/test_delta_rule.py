@@ -1,16 +1,20 @@
 """The gated delta rule and its convolution: the ops as transformers computes them, in one piece and
-in steps.
+in steps; and in a model, through compiler and runtime.
 """
 
 import pytest
 import torch
+import torch.nn.functional as F
 from kernel_cases.conv import of_sequences
 from kernel_cases.delta_rule import ruled
 from kernel_cases.draw import Draw
+from torch import nn
 from torch.testing import assert_close
 
 from atomc import ops
 from atomc.ops.state import StateSpec, rows_of
+from atomc.runtime.engine import Engine, EngineConfig
+from atomc.runtime.sampling.sampling_params import SamplingParams
 
 qwen = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
 
@@ -46,7 +50,7 @@ def test_the_rule_is_that_of_transformers(rule, heads):
 def test_the_state_after_a_step_is_that_of_transformers(rule):
     draw = Draw(torch.float32)
     given = ruled(draw, tokens=67)
-    state = draw.normal(4, 4, 16, 32)
+    state = draw.normal(4, 2, 16, 32)
     before = state.clone()
     step = of_sequences(draw, [(65, 70), (2, 2)])
     out = ops.gated_delta_rule_update(
@@ -89,7 +93,7 @@ def test_steps_of_any_size_have_the_result_of_the_whole_sequence(sizes):
     draw = Draw(torch.float32)
     given = ruled(draw, tokens=40)
     x, weight = draw.normal(40, 6), draw.normal(6, 3)
-    states = torch.randn(2, 4, 16, 32), torch.randn(2, 2, 6)
+    states = torch.randn(2, 2, 16, 32), torch.randn(2, 2, 6)
     found, length = [], 0
     for size in sizes:
         own, length = slice(length, length + size), length + size
@@ -109,9 +113,9 @@ def test_steps_of_any_size_have_the_result_of_the_whole_sequence(sizes):
 
 
 def test_a_state_is_described_by_the_call():
-    given = ruled(Draw(torch.bfloat16)) | {"state": ops.delta_state(4, 16, 32)}
+    given = ruled(Draw(torch.bfloat16)) | {"state": ops.delta_state(2, 16, 32)}
     assert ops.gated_delta_rule.state.spec("net", given, torch.float8_e4m3fn) == StateSpec.of(
-        "net", "recurrent", [(4, 16, 32)], torch.float32
+        "net", "recurrent", [(2, 16, 32)], torch.float32
     )
     given = {"x": torch.zeros(9, 6, dtype=torch.bfloat16), "weight": torch.zeros(6, 4)}
     spec = ops.causal_conv1d.state.spec("net", given, torch.float8_e4m3fn)
@@ -132,3 +136,96 @@ def test_rows_of_padding_have_no_sequence():
     row, owner, real = rows_of(torch.tensor([0, 2, 2, 3], dtype=torch.int32), 5)
     assert row.tolist() == [0, 1, 2, 3, 4] and owner.tolist() == [0, 0, 2, 2, 2]
     assert real.tolist() == [True, True, True, False, False]
+
+
+# ---- through compiler and runtime
+
+
+class DeltaNet(nn.Module):
+    """Two key heads of 8, four value heads of 16, and a convolution over three tokens before
+    them.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.ba = nn.Linear(16, 96, bias=False), nn.Linear(16, 8, bias=False)
+        self.taps, self.out = nn.Parameter(torch.empty(96, 3)), nn.Linear(64, 16, bias=False)
+        self.conv_state, self.delta_state = ops.conv_state(96, 3), ops.delta_state(4, 8, 16)
+
+    def forward(self, x):
+        mixed = ops.causal_conv1d(self.qkv(x), self.taps, None, self.conv_state, activation="silu")
+        q, k, v = (
+            part.unflatten(-1, (-1, w))
+            for part, w in zip(mixed.split([16, 16, 64], -1), (8, 8, 16), strict=True)
+        )
+        b, a = self.ba(x).chunk(2, -1)
+        g = -F.softplus(a.float())
+        out = ops.gated_delta_rule(q, k, v, g, b.sigmoid(), self.delta_state, scale=8**-0.5)
+        return self.out(out.flatten(-2))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.lm_head = nn.Embedding(61, 16), nn.Linear(16, 61, bias=False)
+        self.layers = nn.ModuleList(DeltaNet() for _ in range(2))
+
+    def forward(self, input_ids, positions, logits_rows=None):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.lm_head(x if logits_rows is None else x.index_select(0, logits_rows))
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    made = Model().eval().requires_grad_(False)
+    for parameter in made.parameters():
+        parameter.data.normal_(0, 0.4)
+    return made
+
+
+@pytest.mark.parametrize("chunk", [4, 70])
+def test_a_model_is_served_in_chunks_as_the_whole_sequence_is_computed(model, chunk):
+    config = EngineConfig(
+        max_model_len=160,
+        max_num_seqs=3,
+        max_num_batched_tokens=chunk,
+        seed=0,
+        options={"strict": True, "glue": "eager"},
+    )
+    engine = Engine(config, module=model, progress=False)
+    assert [(spec.kind, spec.bytes_per_sequence()) for spec in engine.program.specs] == [
+        ("conv", 2 * 96 * 4),
+        ("recurrent", 4 * 8 * 16 * 4),
+    ] * 2
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(61, (n,), generator=generator).tolist() for n in (1, 130, 5, 66)]
+    for i, prompt in enumerate(prompts):
+        engine.add(engine.request(str(i), prompt, SamplingParams(max_tokens=6, ignore_eos=True)))
+    found = {str(i): [] for i in range(len(prompts))}
+    while engine.has_work:
+        for output in engine.step():
+            found[output.request_id] += output.token_ids
+        engine.check()
+    for i, prompt in enumerate(prompts):
+        tokens = found[str(i)]
+        ids = torch.tensor([*prompt, *tokens])
+        logits = model(ids, torch.arange(len(ids)))[len(prompt) - 1 : -1]
+        assert len(tokens) == 6 and logits.argmax(-1).tolist() == tokens
+
+
+def test_a_compiled_model_has_one_graph_for_all_lengths(model):
+    options = {"strict": True, "glue": "eager"}
+    compiled = torch.compile(model, backend="atom", dynamic=True, fullgraph=True, options=options)
+    torch.compiler.reset()
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        for length in (12, 70, 200):
+            ids = torch.arange(length) % 61
+            assert_close(
+                compiled(ids, torch.arange(length)),
+                model(ids, torch.arange(length)),
+                atol=1e-4,
+                rtol=1e-4,
+            )
