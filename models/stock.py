@@ -215,7 +215,8 @@ def wrap_stock(hf_model: "PreTrainedModel") -> "StockModel":
     num_linear = enter_delta_nets(hf_model) + enter_mixers(hf_model)
     if num_linear == layer_types.count(LINEAR) + layer_types.count(HYBRID):
         kinds -= {LINEAR, HYBRID}
-    if enter_short_convs(hf_model) == layer_types.count(SHORT_CONV):
+    num_convs = enter_short_convs(hf_model)
+    if num_convs == layer_types.count(SHORT_CONV):
         kinds -= {SHORT_CONV}
     if kinds or (getattr(hf_model, "_is_stateful", False) and not num_linear):
         raise ValueError(
@@ -230,7 +231,7 @@ def wrap_stock(hf_model: "PreTrainedModel") -> "StockModel":
         and _head_dim(module)
         and not (is_indexer(module) or is_mixer(module))
     ]
-    if not layers:
+    if not (layers or num_linear or num_convs):
         raise ValueError(
             f"{name} has no attention layer with a layer_idx and a head_dim, "
             "so there are no keys and values to cache"

@@ -1,5 +1,5 @@
-"""The Mamba-2 mixers of transformers' classes (Granite 4, Bamba, Falcon H1, Nemotron H) through
-ops.causal_conv1d and ops.ssm_scan.
+"""The Mamba-2 mixers of transformers' classes (Mamba2, Granite 4, Bamba, Falcon H1, Nemotron H,
+Zamba2) through ops.causal_conv1d and ops.ssm_scan.
 
 A class is recognized by what it computes: a small one of it is compared with the ops on random
 numbers.
