@@ -25,7 +25,8 @@ def check_draft_layers(
     architectures = architectures_of(hf)
     architecture, cls = architectures[0], model_class(architectures)
     layers = count(hf, "num_nextn_predict_layers", 0)
-    if not layers:
+    unnumbered = any(name.startswith("mtp.") for name in stored or ())  # Qwen3-Next, Qwen3.5
+    if not layers and not unnumbered:
         raise ValueError(
             f"{architecture} has no draft layers for multi-token prediction: config.json has no "
             "num_nextn_predict_layers above 0"

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from state_toy import requests_of, run
 from test_mla_attention import paged_logits
 from test_mla_models import generated, prompts_of, served
 from test_models import TINY, error, hf_logits, hf_model
 from test_moe_models import EAGER, median_error
-from test_state_kinds import requests_of, run
 from torch import Tensor, nn
 
 import atomc
@@ -26,7 +26,6 @@ from atomc.program import Program, compile_model
 from atomc.quantization.linear import QuantizedLinear
 from atomc.runtime.engine import Engine, EngineConfig
 from atomc.runtime.llm import LLM
-from atomc.runtime.sampling.sampling_params import SamplingParams
 from atomc.runtime.self_check import own_attention
 
 transformers = pytest.importorskip("transformers")
@@ -86,6 +85,7 @@ OURS = {
 }
 STOCK = {"olmo_hybrid": ("olmo_hybrid", HYBRID)}
 NAMES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+LONG = {"max_position_embeddings": 256}
 KINDS = [("ours", name) for name in NAMES] + [("stock", name) for name in (*NAMES, *STOCK)]
 
 
@@ -143,6 +143,25 @@ def test_a_wrapped_class_gives_the_same_logits(name: str) -> None:
     assert error(wrapped(IDS, POSITIONS), expected) < 1e-4
     handles = {path.rpartition(".")[2] for path, _ in wrapped.named_buffers()}
     assert {"conv_state", "delta_state", "kv"} <= handles
+
+
+def test_a_class_without_attention_is_wrapped_too() -> None:
+    model = theirs("qwen3_next", layer_types=[LINEAR, LINEAR])
+    expected = hf_logits(model, IDS, POSITIONS)
+    wrapped = models.wrap_stock(model)
+    assert error(wrapped(IDS, POSITIONS), expected) < 1e-4
+    assert not any(path.endswith(".kv") for path, _ in wrapped.named_buffers())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whose", ["ours", "stock"])
+def test_a_model_without_attention_is_served(whose: str) -> None:
+    differs, prompts = {"layer_types": [LINEAR, LINEAR]}, prompts_of(5, 30)
+    model = theirs("qwen3_next", **differs)  # whose `generate` needs a layer with attention
+    text, _ = served(made(whose, "qwen3_next", **differs), prompts, 5, max_num_batched_tokens=23)
+    for prompt, tokens in zip(prompts, text, strict=True):
+        logits = hf_logits(model, ids := torch.tensor([*prompt, *tokens]), torch.arange(len(ids)))
+        assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -228,10 +247,8 @@ def test_a_served_model_gives_the_text_that_transformers_generates(whose: str, n
     model, prompts = theirs(name), prompts_of(20, 40)
     expected = generated(model, prompts, 10)
     # Ragged batches of chunks: more requests than slots, and prompts longer than a step.
-    text, num_cached = served(
-        made(whose, name), prompts, 10, max_num_batched_tokens=23, max_num_seqs=7
-    )
-    assert text == expected and not num_cached
+    text, _ = served(made(whose, name), prompts, 10, max_num_batched_tokens=23, max_num_seqs=7)
+    assert text == expected
 
 
 @pytest.mark.parametrize(("whose", "name"), some({("ours", "qwen3_5_moe")}, KINDS))
@@ -250,15 +267,24 @@ def test_preempted_and_aborted_requests_leave_others_their_tokens(whose: str, na
     assert all(len(found[int(i)]) < 24 for i in aborts.values())
 
 
-def test_a_prefix_cache_is_off_and_the_report_says_why() -> None:
-    llm = LLM(made("ours", "qwen3_5"), max_model_len=64, progress=False, options=EAGER)
+def test_shared_prefixes_and_drafts_give_the_same_text() -> None:
+    prompts = prompts_of(4, 12, common=90)
+    expected = generated(theirs("qwen3_5", **LONG), prompts, 8)
+    settings = {"max_model_len": 128, "max_num_seqs": 4, "options": EAGER}
+    drafts = {"speculative": "ngram", "speculative_tokens": 2}
+    for more in ({}, drafts):
+        text, num_cached = served(
+            made("ours", "qwen3_5", **LONG), prompts * 2, 8, **settings, **more
+        )
+        assert text == expected * 2
+        assert num_cached >= 4 * 64  # from snapshots of the state
+
+
+def test_without_snapshots_there_is_no_prefix_cache_and_the_report_says_why() -> None:
+    LLM(made("ours", "qwen3_5"), state_snapshots=0, progress=False, options=EAGER)
     notes = [note for note in atomc.reports()[-1].notes if note.startswith("no prefix cache")]
     assert len(notes) == 1
     assert "model.layers.0.linear_attn keeps one state per sequence" in notes[0]
-    prompt = list(range(3, 43))
-    for _ in range(2):
-        [completion] = llm.generate([prompt], SamplingParams(max_tokens=2))
-        assert not completion.num_cached
 
 
 def formula(linear: int, full: int, experts: bool) -> dict[str, int]:
@@ -285,7 +311,7 @@ def formula(linear: int, full: int, experts: bool) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("whose", "name", "layers"),
     some(
-        {("ours", "qwen3_next", 3), ("stock", "qwen3_5", 3)},
+        {("stock", "qwen3_next", 3)},
         [(*kind, layers) for kind in KINDS if kind[1] in NAMES for layers in (3, 8)],
     ),
 )
@@ -506,10 +532,11 @@ def test_an_unsupported_config_is_refused_in_one_sentence(
     assert str(raised.value) == f"qwen3_5_text: {sentence}"
 
 
-def test_drafts_are_refused_with_the_layer(tmp_path: Path) -> None:
-    model = made("ours", "qwen3_5")
-    with pytest.raises(ValueError, match=r"model\.layers\.0\.linear_attn keeps one state per seq"):
-        LLM(model, speculative="ngram", speculative_tokens=2, progress=False, options=EAGER)
+def test_draft_layers_are_refused(tmp_path: Path) -> None:
     theirs("qwen3_5").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="Qwen3_5ForCausalLM has no draft layers for multi-token"):
+        load(tmp_path, draft_layer=True)
+    weights = load_file(tmp_path / "model.safetensors") | {"mtp.fc.weight": torch.ones(3)}
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"atomc\.models\.qwen3_5 does not implement draft layers"):
         load(tmp_path, draft_layer=True)

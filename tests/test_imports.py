@@ -25,7 +25,7 @@ LAYERS = [
     {"refusal", "backend"},
     {"program"},
     {"quantization", "models"},
-    {"runtime"},
+    {"runtime", "prepare_model"},
     {"planning"},
     {"cli"},
 ]

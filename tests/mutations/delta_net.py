@@ -1,0 +1,29 @@
+"""Bugs in models with gated delta nets, and in how classes of transformers are entered."""
+
+from mutations import Bug
+
+
+def bug(file: str, old: str, new: str, tests: str) -> Bug:
+    return Bug(file, old, new, f"tests/test_delta_net_models.py -k '{tests}'")
+
+
+NAMES = "logits_and_names"
+REFUSED = "no_gated_delta_net"
+BUGS = [
+    bug("models/gated_delta_net.py", "F.softplus(x.a.float() + layer.dt_bias)", "F.softplus(x.a.float())", NAMES),
+    bug("models/gated_delta_net.py", "weighted * F.silu(gate.float())", "weighted * gate.float().sigmoid()", NAMES),
+    bug("models/gated_delta_net.py", "(i + 1) % interval == 0", "i % interval == 0", NAMES),
+    bug("models/qwen3_next.py", "[keys, keys, values, values]", "[values, values, keys, keys]", NAMES),
+    bug("models/qwen3_next.py", "(out_TNH * gate_TNH.sigmoid())", "(out_TNH * gate_TNH)", NAMES),
+    bug("models/qwen3_5.py", "self.in_proj_b(x_TD).sigmoid()", "self.in_proj_b(x_TD)", NAMES),
+    bug("models/layers.py", "normed * (1.0 + self.weight.float())", "normed * self.weight.float()", NAMES),
+    bug("models/stock_delta_net.py", "hidden_states * attention_mask[..., None]", "hidden_states * 1", "padding"),
+    bug("models/stock_delta_net.py", "or cache_params is not None", "", "padding"),
+    bug("models/stock_delta_net.py", "beta = beta * 2.0", "pass", "wrapped_class and olmo"),
+    bug("models/stock_delta_net.py", "TOLERANCE = 1e-4", "TOLERANCE = 1e-1", REFUSED),
+    bug("models/stock_delta_net.py", "parameters.keys() - known", "()", REFUSED),
+    bug("models/stock.py", "if num_delta_nets == layer_types.count(LINEAR):", "if num_delta_nets:", "without_the_parts"),
+    bug("models/load_plan.py", 'visual[0].removesuffix(".") not in modules', "False", "with_images"),
+    bug("models/loader.py", 'name.replace("model.language_model.", "model.")', "name", "with_images"),
+    bug("atomc/quantization/kept_layers.py", ' | _delta_gates(model) if online', " if online", "stay_in_16"),
+]  # fmt: skip
