@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from state_toy import requests_of, run
 from test_mla_attention import paged_logits
 from test_mla_models import generated, prompts_of, served
 from test_models import error, hf_logits, hf_model
 from test_moe_models import EAGER, median_error
-from test_state_kinds import requests_of, run
 from torch import Tensor, nn
 
 import atomc
@@ -268,6 +268,17 @@ def test_preempted_and_aborted_requests_leave_others_their_tokens(name: str) -> 
         aborted = str(i) in aborts.values()
         assert tokens == (all_of_it[: len(tokens)] if aborted else all_of_it), i
     assert any(len(found[int(i)]) < 24 for i in aborts.values())
+
+
+@pytest.mark.parametrize("name", some(("lfm2",)))
+def test_requests_share_prefixes_by_snapshots_and_rejected_drafts_change_nothing(name: str) -> None:
+    prompts = prompts_of(4, 12, common=90) * 2
+    expected = text_of(name, prompts, 8)
+    settings = {"max_model_len": 128, "max_num_seqs": 4}
+    for more in ({}, {"speculative": "ngram", "speculative_tokens": 2}):
+        text, num_cached = served(wrapped(name), prompts, 8, **settings, **more)
+        assert text == expected
+        assert num_cached >= 4 * 64
 
 
 @pytest.mark.parametrize("name", some())
