@@ -62,7 +62,7 @@ def test_a_scan_in_steps_of_any_size_has_the_results_and_the_state_of_transforme
     given["a_log"] -= 2  # so that states last
     expected, last = by_transformers(given)
     assert_close(ops.ssm_scan(**given), expected[0], atol=1e-4, rtol=1e-4)
-    for update in (ops.ssm_scan_update, UPDATES[0].function):
+    for update in (ops.ssm_scan_update, *(kernel.function for kernel in UPDATES)):
         state, found, length = torch.randn(3, 4, 12, 10), [], 0
         before = state.clone()
         for size in sizes:
@@ -101,6 +101,7 @@ def test_padding_of_any_value_and_sequences_without_tokens_change_nothing(
     out = run(kernel, given)
     assert_close(out[:tokens], expected, atol=1e-4, rtol=1e-4)
     assert torch.equal(out[tokens:], torch.zeros_like(out[tokens:]))
+    assert_close(given["recurrent_state"], bare["recurrent_state"], atol=1e-4, rtol=1e-4)
     idle = [s for s, (new, _) in enumerate(sequences) if not new]
     others = set(range(len(before))) - set(given["state_slots"].tolist())
     kept = [*given["state_slots"][idle].tolist(), *others]
