@@ -18,6 +18,9 @@ from atomc.models.stock_delta_net import LAYER_TYPE as LINEAR
 from atomc.models.stock_delta_net import enter_delta_nets
 from atomc.models.stock_experts import experts_of, read_settings, register_experts
 from atomc.models.stock_indexer import enter_indexers, is_indexer
+from atomc.models.stock_mamba import enter_mixers, is_mixer
+from atomc.models.stock_short_conv import LAYER_TYPE as SHORT_CONV
+from atomc.models.stock_short_conv import enter_short_convs
 from atomc.torch_compat.exceptions import out_of_memory
 from atomc.weights.registry import parameter_of
 
@@ -29,6 +32,8 @@ log = logging.getLogger("atomc")
 # Values of config.layer_types that ops.attention supports without a mask.
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 INDEXED = "indexed_attention"  # with indexers that ops.index_topk can express
+STATELESS = frozenset({"mlp", "moe"})
+HYBRID = "hybrid"  # attention beside or before a layer of kind linear_attention
 # The prefix of parameter names that names in a checkpoint do not have.
 PREFIX = "hf_model."
 
@@ -203,25 +208,30 @@ def wrap_stock(hf_model: "PreTrainedModel") -> "StockModel":
 
     name = type(hf_model).__name__
     layer_types = list(getattr(hf_model.config.get_text_config(), "layer_types", None) or ())
-    kinds = set(layer_types) - LAYER_TYPES
+    kinds = set(layer_types) - LAYER_TYPES - STATELESS
     indexed = enter_indexers(hf_model)
     if indexed:
         kinds -= {INDEXED}
-    num_delta_nets = enter_delta_nets(hf_model)
-    if num_delta_nets == layer_types.count(LINEAR):
-        kinds -= {LINEAR}
-    if kinds or (getattr(hf_model, "_is_stateful", False) and not num_delta_nets):
+    num_linear = enter_delta_nets(hf_model) + enter_mixers(hf_model)
+    if num_linear == layer_types.count(LINEAR) + layer_types.count(HYBRID):
+        kinds -= {LINEAR, HYBRID}
+    num_convs = enter_short_convs(hf_model)
+    if num_convs == layer_types.count(SHORT_CONV):
+        kinds -= {SHORT_CONV}
+    if kinds or (getattr(hf_model, "_is_stateful", False) and not num_linear):
         raise ValueError(
             f"{name} has layers of kind {', '.join(sorted(kinds)) or 'recurrent'}, "
-            f"only {' and '.join(sorted(LAYER_TYPES))} are supported, and {LINEAR} by a gated "
-            "delta net"
+            f"only {' and '.join(sorted(LAYER_TYPES))} are supported, {LINEAR} by a gated "
+            f"delta net or a Mamba-2 mixer, and {SHORT_CONV} by a short convolution"
         )
     layers = [
         module
         for module in hf_model.modules()
-        if hasattr(module, "layer_idx") and _head_dim(module) and not is_indexer(module)
+        if hasattr(module, "layer_idx")
+        and _head_dim(module)
+        and not (is_indexer(module) or is_mixer(module))
     ]
-    if not layers and not num_delta_nets:
+    if not (layers or num_linear or num_convs):
         raise ValueError(
             f"{name} has no attention layer with a layer_idx and a head_dim, "
             "so there are no keys and values to cache"

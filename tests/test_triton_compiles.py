@@ -27,6 +27,7 @@ CALLS = (
     "paged_index_topk/DeepSeek-V3.2",
     "paged_index_topk/fp8",
     "index_write/fp8",
+    "ssm_scan_update/Granite 4",
     "mla_kv_write/fp8",
     "mla_paged_attention/fp8",
     "mla_rope_kv_write/several tokens",

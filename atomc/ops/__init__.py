@@ -62,6 +62,7 @@ from atomc.ops.scaled_linear import (
     scaled_linear_fp8_block,
     scaled_linear_int8,
 )
+from atomc.ops.ssm import ssm_scan, ssm_scan_update, ssm_state
 from atomc.ops.state import LAYOUTS, GroupStep, Layout, StateSpec, Step, kv_state, state_handle
 from atomc.token_range import Tokens
 
@@ -146,6 +147,9 @@ __all__ = [
     "scaled_linear_int8",
     "silu_and_mul",
     "silu_and_mul_quant",
+    "ssm_scan",
+    "ssm_scan_update",
+    "ssm_state",
     "state_handle",
     "topk_route",
 ]

@@ -65,6 +65,7 @@ from kernel_cases.scaled_linear import (
     SCALED_LINEAR_FP8_BLOCK,
     SCALED_LINEAR_INT8,
 )
+from kernel_cases.ssm import SSM_SCAN, SSM_SCAN_UPDATE
 from kernel_cases.state import KV_WRITE, QK_NORM_ROPE_KV_WRITE, ROPE_KV_WRITE
 
 CASES: dict[str, Cases] = {
@@ -124,6 +125,8 @@ CASES: dict[str, Cases] = {
     "index_topk": INDEX_TOPK,
     "index_write": INDEX_WRITE,
     "paged_index_topk": PAGED_INDEX_TOPK,
+    "ssm_scan": SSM_SCAN,
+    "ssm_scan_update": SSM_SCAN_UPDATE,
     "mla_paged_attention": MLA_PAGED_ATTENTION,
     "mla_kv_write": MLA_KV_WRITE,
     "mla_rope_kv_write": MLA_ROPE_KV_WRITE,

@@ -29,6 +29,7 @@ from atomc.kernels.torch import (
     rope,
     route,
     scaled_linear_fp8,
+    ssm,
 )
 
 # isort: split
@@ -55,4 +56,5 @@ __all__ = [
     "rope",
     "route",
     "scaled_linear_fp8",
+    "ssm",
 ]

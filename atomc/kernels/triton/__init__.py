@@ -35,6 +35,7 @@ from atomc.kernels.triton import (
     scaled_linear,
     scaled_linear_by_row,
     scaled_linear_tiles,
+    ssm,
     w4a16,
 )
 
@@ -73,5 +74,6 @@ __all__ = [
     "scaled_linear",
     "scaled_linear_by_row",
     "scaled_linear_tiles",
+    "ssm",
     "w4a16",
 ]

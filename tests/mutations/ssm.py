@@ -1,0 +1,61 @@
+"""Bugs in the scan of Mamba-2, and in how layers of transformers' classes are entered."""
+
+from mutations import Bug
+
+SCAN = "tests/test_ssm_scan.py"
+MODELS = "tests/test_mamba_models.py"
+
+
+def triton(old: str, new: str, tests: str = f"{SCAN} -k padding_of_any_value") -> Bug:
+    return Bug("atomc/kernels/triton/ssm.py", old, new, tests)
+
+
+def in_torch(old: str, new: str, tests: str = f"{SCAN} -k steps_of_any_size") -> Bug:
+    return Bug("atomc/kernels/torch/ssm.py", old, new, tests)
+
+
+BUGS = [
+    triton("inside & (begins == 0), 0.0", "inside, 0.0"),
+    triton("elif ALL_ROWS & (start == end):", "elif False:"),
+    triton("if end - start > few:", "if end - start > few + 16:"),
+    triton(
+        "tl.where(there, _step_sizes(dt, bias, DT_MIN, DT_MAX), 0.0)",
+        "_step_sizes(dt, bias, DT_MIN, DT_MAX)",
+    ),
+    triton(
+        "state * tl.exp(tl.sum(a * step))",
+        "state",
+        "tests/test_kernels.py -k 'ssm_scan_update-triton-long'",
+    ),
+    triton(
+        "tl.minimum(step, DT_MAX)",
+        "step",
+        "tests/test_kernels.py -k 'ssm_scan_update-triton-limits'",
+    ),
+    in_torch("* total.exp()", "* 1.0"),
+    in_torch("state * total[..., -1:, :].exp()", "state"),
+    in_torch("if end - start > 1:", "if end - start > 3:"),
+    in_torch(".tril(-1).cumsum(-2)", ".tril().cumsum(-2)"),
+    Bug("atomc/ops/ssm.py", "steps.clamp(dt_min, dt_max)", "steps", f"{SCAN} -k steps_of_any_size"),
+    Bug("models/stock_mamba.py", "F.silu(z)", "z", f"{MODELS} -k same_logits"),
+    Bug("models/stock_mamba.py", "x * mixer.ssm_in_multiplier", "x", f"{MODELS} -k same_logits"),
+    Bug("models/stock_short_conv.py", "before * inputs", "before", f"{MODELS} -k same_logits"),
+    Bug(
+        "models/entered_layers.py",
+        "if not apart <= TOLERANCE:",
+        "if apart > 1e9:",
+        f"{MODELS} -k refused_with_the_difference",
+    ),
+    Bug(
+        "models/entered_layers.py",
+        "own = bool(rest) or any(named.get(name) is not None for name in OWN)",
+        "own = False",
+        f"{MODELS} -k runs_as_its_class",
+    ),
+    Bug(
+        "models/stock.py",
+        "== layer_types.count(SHORT_CONV)",
+        ">= 0",
+        f"{MODELS} -k nothing_was_entered_for",
+    ),
+]
