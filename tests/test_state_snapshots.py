@@ -677,3 +677,22 @@ def test_the_number_of_snapshots_follows_the_memory():
     assert started("lasting").stats().snapshots_total == 1  # an eighth of it, without a size
     engine = started("lasting", enable_prefix_caching=False)
     assert engine.stats().snapshots_total == 0
+
+
+# ---- CUDA graphs
+
+
+@pytest.mark.gpu
+def test_full_graph_steps_start_from_snapshots_and_go_back_to_the_state_before_drafts():
+    model = toy("lasting mixed", "cuda", torch.float32)
+    engine = sharing("lasting mixed", model, num_blocks=11, speculative_tokens=3, ngram_min=1)
+    document, *tails = prompts_of(40, 3, 12, 7, seed=8)
+    prompts = [[*document, *tail] for tail in tails] + [[1, 2, 3] * 10, [7, 8] * 12]
+    for prompt, tokens in zip(prompts, run(engine, requests_of(engine, prompts, 20)), strict=True):
+        ids = torch.tensor([*prompt, *tokens], device="cuda")
+        logits = model(ids, torch.arange(len(ids), device="cuda"))[len(prompt) - 1 : -1]
+        chosen = logits.gather(1, ids[len(prompt) :, None])[:, 0]
+        assert len(tokens) == 20 and (logits.amax(-1) - chosen < 0.02 * logits.std(-1)).all()
+    stats = engine.stats()
+    assert stats.snapshot_hits and stats.drafted > stats.accepted > 0
+    assert engine.executor.runner.steps["full graph"] > 20, engine.executor.runner.steps
