@@ -481,6 +481,18 @@ def test_the_least_recently_used_snapshot_is_evicted():
     assert [first(name) for name in "acb"] == [4, 4, 0]
 
 
+def test_a_snapshot_is_used_only_with_all_blocks_before_it():
+    held = Snapshots(0, 2, 4, least=4, interval=4)
+    request = Request("a", list(range(12)), keys=[b"4", b"8", b"12"])
+    request.snapshot_points = (4, 12)
+    for end in (4, 12):
+        row = held.take(request, end)
+        assert row is not None and held.finish(row, request, end, request.num_admissions)
+    assert held.match(request.keys, len) == 3 and held.match(request.keys[:2], len) == 1
+    assert held.match(request.keys, lambda keys: min(len(keys), 2)) == 1
+    assert held.match(request.keys, lambda keys: 0) == 0
+
+
 def test_a_rejected_draft_goes_back_to_the_state_before_it_and_its_tokens_are_computed_again():
     s = scheduled(snapshots=0, drafts=True)
     s.add(Request("a", [1, 2, 3], SamplingParams(max_tokens=20)))
