@@ -481,6 +481,18 @@ def test_the_least_recently_used_snapshot_is_evicted():
     assert [first(name) for name in "acb"] == [4, 4, 0]
 
 
+def test_a_snapshot_is_used_only_with_all_blocks_before_it():
+    held = Snapshots(0, 2, 4, least=4, interval=4)
+    request = Request("a", list(range(12)), keys=[b"4", b"8", b"12"])
+    request.snapshot_points = (4, 12)
+    for end in (4, 12):
+        row = held.take(request, end)
+        assert row is not None and held.finish(row, request, end, request.num_admissions)
+    assert held.match(request.keys, len) == 3 and held.match(request.keys[:2], len) == 1
+    assert held.match(request.keys, lambda keys: min(len(keys), 2)) == 1
+    assert held.match(request.keys, lambda keys: 0) == 0
+
+
 def test_a_rejected_draft_goes_back_to_the_state_before_it_and_its_tokens_are_computed_again():
     s = scheduled(snapshots=0, drafts=True)
     s.add(Request("a", [1, 2, 3], SamplingParams(max_tokens=20)))
@@ -677,3 +689,22 @@ def test_the_number_of_snapshots_follows_the_memory():
     assert started("lasting").stats().snapshots_total == 1  # an eighth of it, without a size
     engine = started("lasting", enable_prefix_caching=False)
     assert engine.stats().snapshots_total == 0
+
+
+# ---- CUDA graphs
+
+
+@pytest.mark.gpu
+def test_full_graph_steps_start_from_snapshots_and_go_back_to_the_state_before_drafts():
+    model = toy("lasting mixed", "cuda", torch.float32)
+    engine = sharing("lasting mixed", model, num_blocks=11, speculative_tokens=3, ngram_min=1)
+    document, *tails = prompts_of(40, 3, 12, 7, seed=8)
+    prompts = [[*document, *tail] for tail in tails] + [[1, 2, 3] * 10, [7, 8] * 12]
+    for prompt, tokens in zip(prompts, run(engine, requests_of(engine, prompts, 20)), strict=True):
+        ids = torch.tensor([*prompt, *tokens], device="cuda")
+        logits = model(ids, torch.arange(len(ids), device="cuda"))[len(prompt) - 1 : -1]
+        chosen = logits.gather(1, ids[len(prompt) :, None])[:, 0]
+        assert len(tokens) == 20 and (logits.amax(-1) - chosen < 0.02 * logits.std(-1)).all()
+    stats = engine.stats()
+    assert stats.snapshot_hits and stats.drafted > stats.accepted > 0
+    assert engine.executor.runner.steps["full graph"] > 20, engine.executor.runner.steps

@@ -20,7 +20,7 @@ BUGS = [
     bug("runtime/scheduler.py", "request.slot = request.state_from = None", "request.slot = None", "preempted_request_forgets"),
     bug("runtime/scheduler.py", "            request.draft = ()  # the state after it", "            pass  # the state after it", "place_of_a_draft"),
     bug("runtime/scheduler.py", "None if failed else request, chunk.end", "request, chunk.end", "fails_in_a_step"),
-    bug("runtime/snapshots.py", "if cached == count:", "if cached:", ALONE),
+    bug("runtime/snapshots.py", "if cached == count:", "if cached:", "all_blocks_before"),
     bug("runtime/snapshots.py", "snapshot.used, request.state_from = True, snapshot.row", "request.state_from = snapshot.row", "another_request_used"),
     bug("runtime/snapshots.py", "            self._by_key.move_to_end(key)\n        request", "        request", "least_recently"),
     bug("runtime/snapshots.py", "request.last_snapshot = end", "pass", "moves_along"),
