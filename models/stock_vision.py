@@ -89,23 +89,30 @@ class StockVisionModel(StockModel):
         """The embeddings [I, E] of the tokens of images with these grids, in order: first those
         that replace the tokens', then what each level adds. pixels [P, W].
         """
-        return self.encode_patches(pixels, self.patch_inputs(grids, pixels.device))
+        return self.encode_patches(pixels, *self.patch_inputs(grids, pixels.device))
 
     def patch_inputs(self, grids: Sequence[Grid], device: torch.device) -> PatchInputs:
         """What `encode_patches` reads besides pixels."""
         side: int = self.hf_model.model.visual.num_grid_per_side
         return patch_inputs(grids, self.merge_size, side, device)
 
-    def encode_patches(self, pixels: Tensor, patches: PatchInputs) -> Tensor:
-        """As encode_images, of prepared inputs."""
+    def encode_patches(
+        self,
+        pixels: Tensor,
+        query_start: Tensor,
+        coordinates: Tensor,
+        corners: Tensor,
+        weights: Tensor,
+    ) -> Tensor:
+        """As encode_images, of patches with these inputs (PatchInputs)."""
         encoder = self.hf_model.model.visual
         out = encoder(
             pixels.to(encoder.dtype),
             grid_thw=None,
-            interp_indices=patches.corners,
-            interp_weights=patches.weights,
-            position_ids=patches.coordinates,
-            cu_seqlens=patches.query_start,
+            interp_indices=corners,
+            interp_weights=weights,
+            position_ids=coordinates,
+            cu_seqlens=query_start,
             max_seqlen=0,  # which would wait for the device, and nothing reads
         )
         added: Sequence[Tensor] = getattr(out, "deepstack_features", ())
@@ -132,7 +139,7 @@ class StockVisionModel(StockModel):
         if embeddings is not None and is_image is not None:
             if flat:
                 embeddings, is_image = embeddings[None], is_image[None]
-            image_BTD, *added = embeddings.to(x_BTD.dtype).split(x_BTD.shape[-1], -1)
+            image_BTD, *added = torch.split(embeddings.to(x_BTD.dtype), x_BTD.shape[-1], -1)
             x_BTD = torch.where(is_image.unsqueeze(-1), image_BTD, x_BTD)
             if self.num_levels:
                 levels = {"visual_pos_masks": is_image, "deepstack_visual_embeds": added}
@@ -157,8 +164,8 @@ def _packed_attention(
     **_: object,
 ) -> tuple[Tensor, None]:
     """The attention function of transformers: [1, N, P, H] each -> [1, P, N, H]."""
-    rows = (x[0].transpose(0, 1) for x in (query, key, value))
-    return ops.varlen_attention(*rows, cu_seq_lens_q, scale=scaling)[None], None
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return ops.varlen_attention(q, k, v, cu_seq_lens_q, scale=scaling)[None], None
 
 
 def _deepstack_process(

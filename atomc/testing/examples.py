@@ -226,7 +226,8 @@ def _latent_attended(n: RandomInputs) -> Arguments:
 def _packed(n: RandomInputs) -> Arguments:
     """Two sequences, the first of one row."""
     starts = torch.tensor([0, min(n.T, 1), n.T], dtype=torch.int32, device=n.device)
-    return {name: n(n.T, N, H) for name in "qkv"} | {"query_start": starts, "scale": H**-0.5}
+    heads = {name: n(n.T, N, H) for name in "qkv"}
+    return {**heads, "query_start": starts, "scale": H**-0.5}
 
 
 def _latent_paged(n: RandomInputs) -> Arguments:
