@@ -34,6 +34,7 @@ REGISTRY = {
     "MixtralForCausalLM": "atomc.models.mixtral:MixtralForCausalLM",
     "Qwen3ForCausalLM": "atomc.models.qwen3:Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM": "atomc.models.qwen3_moe:Qwen3MoeForCausalLM",
+    "Qwen3VLForConditionalGeneration": "atomc.models.qwen3_vl:Qwen3VLForConditionalGeneration",
 }
 
 

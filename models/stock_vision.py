@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from atomc import ops
-from atomc.models.mrope import Grid
 from atomc.models.stock_model import StockModel
-from atomc.models.vision_patches import PatchInputs, patch_inputs
+from atomc.models.vision_patches import EncodesImages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,14 +64,8 @@ def num_levels(hf_model: "PreTrainedModel") -> int:
     return len(getattr(hf_model.model.visual, "deepstack_visual_indexes", ()))
 
 
-class StockVisionModel(StockModel):
-    """A model that also takes embeddings of images, and computes them.
-
-    image_token_ids  tokens that stand for a part of an image or of a video
-    merge_size       a token stands for merge_size x merge_size patches
-    patch_width      W
-    embedding_width  E
-    """
+class StockVisionModel(StockModel, EncodesImages):
+    """A model that also takes embeddings of images, and computes them."""
 
     def __init__(self, hf_model: "PreTrainedModel", *, indexed: bool = False):
         super().__init__(hf_model, indexed=indexed)
@@ -84,17 +77,7 @@ class StockVisionModel(StockModel):
         )
         self.num_levels = num_levels(hf_model)
         self.embedding_width = int(config.text_config.hidden_size) * (1 + self.num_levels)
-
-    def encode_images(self, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """The embeddings [I, E] of the tokens of images with these grids, in order: first those
-        that replace the tokens', then what each level adds. pixels [P, W].
-        """
-        return self.encode_patches(pixels, *self.patch_inputs(grids, pixels.device))
-
-    def patch_inputs(self, grids: Sequence[Grid], device: torch.device) -> PatchInputs:
-        """What `encode_patches` reads besides pixels."""
-        side: int = self.hf_model.model.visual.num_grid_per_side
-        return patch_inputs(grids, self.merge_size, side, device)
+        self.table_side = int(hf_model.model.visual.num_grid_per_side)
 
     def encode_patches(
         self,
@@ -104,7 +87,6 @@ class StockVisionModel(StockModel):
         corners: Tensor,
         weights: Tensor,
     ) -> Tensor:
-        """As encode_images, of patches with these inputs (PatchInputs)."""
         encoder = self.hf_model.model.visual
         out = encoder(
             pixels.to(encoder.dtype),
