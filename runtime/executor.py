@@ -13,6 +13,7 @@ from torch import Tensor
 from atomc.runtime.capacity import Capacity
 from atomc.runtime.request_errors import RequestError
 from atomc.runtime.sampling.logprobs import TokenLogprobs
+from atomc.runtime.state_rows import StateRows
 from atomc.runtime.step import ScheduledStep
 
 
@@ -25,8 +26,10 @@ class Limits:
     max_num_seqs     number of slots
     max_num_batched_tokens   maximum tokens of a step
     no_prefix_cache  why blocks cannot be shared; empty if they can
-    can_roll_back    whether a failed step may be launched again. False: its sequences start over,
-                     because the step may have advanced their state
+    can_roll_back    whether computed tokens can be computed again. False: after a failed step, its
+                     sequences start over, because it may have advanced their state; after a
+                     rejected draft, they continue from the state before it
+    state_rows       the rows of state per sequence; None: there is none
     """
 
     capacity: Capacity
@@ -35,6 +38,7 @@ class Limits:
     max_num_batched_tokens: int
     no_prefix_cache: str = ""
     can_roll_back: bool = True
+    state_rows: StateRows | None = None
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,9 @@ from atomc.runtime.blocks import BlockPool
 from atomc.runtime.prefix_cache import extend_keys
 from atomc.runtime.request import FinishReason, Output, Request
 from atomc.runtime.request_errors import RequestErrors
+from atomc.runtime.snapshots import Snapshots
 from atomc.runtime.speculative import ForcedAcceptance
+from atomc.runtime.state_rows import StateRows
 from atomc.runtime.step import Admission, Chunk, ScheduledStep
 
 # Each prompt token with log-probabilities takes a row of V fp32 logits.
@@ -37,6 +39,8 @@ class Counters:
     generated_tokens: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    snapshots: int = 0
+    snapshot_hits: int = 0
     drafts: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -79,6 +83,10 @@ class Scheduler:
     by arrival. `running` requests own blocks, `waiting` ones do not; both lists are sorted. A
     preempted request waits again and recomputes the tokens that left the prefix cache.
 
+    State per sequence cannot go back to an earlier token. A request starts from a snapshot of it,
+    and after a rejected draft from the state before the draft: the accepted tokens are computed
+    again, in the step of the next draft.
+
     Several steps may be in flight; they finish in the order in which they were scheduled. The next
     step may reuse released blocks and slots at once, because the device runs steps in order.
 
@@ -86,6 +94,8 @@ class Scheduler:
     aborted.
 
     can_roll_back   as in Limits
+    state_rows      the rows of state per sequence; None: there is none. Without snapshots of it, no
+                    prefix is shared
     lookahead       blocks are reserved for this many tokens after those of a step, because a draft
                     model writes there
     forced          accepts drafts, instead of their comparison with the sampled tokens
@@ -104,6 +114,8 @@ class Scheduler:
         policy: str = "fcfs",
         request_errors: RequestErrors | None = None,
         can_roll_back: bool = True,
+        state_rows: StateRows | None = None,
+        snapshots: Snapshots | None = None,
         lookahead: int = 0,
         forced: ForcedAcceptance | None = None,
     ) -> None:
@@ -120,7 +132,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_queue = max_queue
         self.by_priority = policy == "priority"
-        self.can_roll_back = can_roll_back
+        self.can_roll_back, self.state_rows, self.snapshots = can_roll_back, state_rows, snapshots
         self.lookahead, self.forced = lookahead, forced
         # Maximum sequence length: such a request must fit if it has the whole pool.
         self.max_len = min(max_model_len, pool.longest(2 * max_num_batched_tokens))
@@ -132,7 +144,8 @@ class Scheduler:
         self._free_slots = list(reversed(range(max_num_seqs)))
         # Slots released since the last step.
         self._released: set[int] = set()
-        # Keys of blocks that running requests will fill, with the request.
+        # Keys of blocks that running requests will fill, with the request. If prefixes need a
+        # snapshot: only of the blocks after which one will be taken.
         self._blocks_in_progress: dict[bytes, Request] = {}
         self._num_added = 0
         self._num_pooled = 0
@@ -151,7 +164,16 @@ class Scheduler:
     def forget_counts(self) -> None:
         """Reset the counters and the prefix cache. There must be no requests."""
         assert not self.requests and self.pool.reset_prefix_cache(), "requests are running"
+        if self.snapshots is not None:
+            self.snapshots.clear()
         self.counters = Counters()
+
+    def evict(self, request_id: str) -> None:
+        """Remove what the request computed from the prefix cache, and what it shares."""
+        self.pool.evict(request_id)
+        if self.snapshots is not None and request_id in self.requests:
+            for key in self.requests[request_id].keys:
+                self.snapshots.evict(key)
 
     def refuse(self, request: Request) -> None:
         """Raise ValueError if the request's prompt can never fit, or its id is in use."""
@@ -227,6 +249,11 @@ class Scheduler:
                     new,
                 )
                 outputs += [output] if output is not None else []
+            if chunk.snapshot is not None and self.snapshots is not None:
+                failed = request.id in self.request_errors.failed
+                self.counters.snapshots += self.snapshots.finish(
+                    chunk.snapshot, None if failed else request, chunk.end, admission
+                )
         assert next(sampled, None) is None, (
             f"{len(tokens)} token lists, but fewer chunks that sample"
         )
@@ -241,9 +268,12 @@ class Scheduler:
             step.chunks, in_flight.requests, in_flight.admissions, strict=True
         ):
             request.num_in_flight -= bool(chunk.num_samples)
+            if chunk.snapshot is not None and self.snapshots is not None:
+                self.snapshots.drop(chunk.snapshot)
             if request.slot is not None and request.num_admissions == admission:
                 request.admission_sent = chunk.admission is None
                 request.computed = chunk.start
+                request.last_snapshot = min(request.last_snapshot, chunk.start)
                 request.scored = min(request.scored, chunk.start)
                 self.pool.resend_blocks(request.id)
                 if chunk.start and not self.can_roll_back:
@@ -263,6 +293,9 @@ class Scheduler:
     def check(self) -> None:
         """Assert the invariants between two calls."""
         self.pool.check()
+        if self.snapshots is not None:
+            chunks = [chunk for in_flight in self._in_flight for chunk in in_flight.step.chunks]
+            self.snapshots.check({x.snapshot for x in chunks if x.snapshot is not None})
         self._check_queues()
         for request in (*self.running, *self.waiting):
             self._check_request(request)
@@ -356,12 +389,17 @@ class Scheduler:
         """
         if request.num_in_flight and request.draft:
             return 0
+        due = self.snapshots is not None and self.snapshots.due(request, request.length)
+        if request.draft and due:
+            request.draft = ()  # the state after it would be that of rejected tokens, too
         if request.pending + len(request.draft) == 1:
             # Decode. Nothing to compute if the token in flight is the last one.
             return 0 if request.num_in_flight and not request.room(self.max_len) else 1
         count = min(request.pending + len(request.draft), budget)
         if request.params.prompt_logprobs is not None and request.scored < request.num_prompt - 1:
             count = min(count, MOST_SCORED_ROWS)
+        ahead = [at - request.computed for at in request.snapshot_points if at > request.computed]
+        count = min([count, *ahead])
         if count < request.pending + len(request.draft):
             request.draft = request.draft[: max(count - request.pending, 0)]
         return count
@@ -388,8 +426,15 @@ class Scheduler:
         request.admission_sent = False
         request.computed = computed
         request.num_cached_blocks = found
-        for key in request.keys[found:]:
-            self._blocks_in_progress.setdefault(key, request)
+        if self.snapshots is not None:
+            self.snapshots.start(request, found)
+            self.counters.snapshot_hits += found > 0
+            for point in request.snapshot_points:
+                key = request.keys[point // self.pool.block_size - 1]
+                self._blocks_in_progress.setdefault(key, request)
+        else:
+            for key in request.keys[found:]:
+                self._blocks_in_progress.setdefault(key, request)
         return True
 
     def _num_cached_blocks(self, request: Request) -> int:
@@ -407,18 +452,22 @@ class Scheduler:
 
     def _match(self, request: Request) -> int:
         extend_keys(request.keys, request.tokens, self.pool.block_size, request.salt)
-        return self.pool.match(request.keys[: (len(request.tokens) - 1) // self.pool.block_size])
+        keys = request.keys[: (len(request.tokens) - 1) // self.pool.block_size]
+        if self.snapshots is not None:
+            return self.snapshots.match(keys, self.pool.match)
+        return self.pool.match(keys)
 
     def _awaits_cached_blocks(self, request: Request) -> bool:
-        """Whether a running request will compute the next block that this one needs."""
+        """Whether a running request will compute the next block that this one needs, or take a
+        snapshot from which this one could start.
+        """
         if not self._blocks_in_progress:
             return False
         found = self._num_cached_blocks(request)
-        return (
-            found < (len(request.tokens) - 1) // self.pool.block_size
-            and bool(request.keys)
-            and (request.keys[found] in self._blocks_in_progress)
-        )
+        missing = request.keys[found : (len(request.tokens) - 1) // self.pool.block_size]
+        if self.snapshots is None:
+            missing = missing[:1]  # blocks are filled in order
+        return any(key in self._blocks_in_progress for key in missing)
 
     def _preempt_for_waiting(self, pooled: bool) -> None:
         """Preempt running requests for waiting ones of higher priority."""
@@ -483,7 +532,7 @@ class Scheduler:
         self.pool.release(request.id)
         self._free_slots.append(request.slot)
         self._released.add(request.slot)
-        request.slot = None
+        request.slot = request.state_from = None
         for key in request.keys[request.num_cached_blocks :]:
             if self._blocks_in_progress.get(key) is request:
                 del self._blocks_in_progress[key]
@@ -519,11 +568,25 @@ class Scheduler:
             None if request.admission_sent else _admission(request),
             request.tokens[end] if end < known else 0,
             self._forced(request) if num_samples > 1 else None,
+            request.state_from,
+            self._row_before_draft(request) if num_samples > 1 else None,
+            self.snapshots.take(request, end) if self.snapshots and num_samples <= 1 else None,
         )
+        request.state_from = None
         request.admission_sent = True
         request.computed = end
         request.num_in_flight += num_samples > 0
         return chunk
+
+    def _row_before_draft(self, request: Request) -> int | None:
+        """The row that is to keep the state before a draft; None if it is there, or can be rolled
+        back.
+        """
+        assert request.slot is not None
+        if self.can_roll_back or self.state_rows is None:
+            return None
+        row = self.state_rows.before_draft(request.slot)
+        return None if row == request.state_from else row
 
     def _forced(self, request: Request) -> int | None:
         """How many tokens of its draft to accept; None: those that are equal."""
@@ -539,7 +602,7 @@ class Scheduler:
         if chunk.num_samples:
             self._accept(request, chunk, new)
         if request.slot is not None and request.num_admissions == admission:  # not preempted since
-            request.computed -= chunk.num_samples - len(new)  # rejected draft tokens
+            self._reject(request, chunk, chunk.num_samples - len(new))
             computed = min(chunk.end, request.computed)  # larger if another step is in flight
             self._cache_full_blocks(request, computed)
             self.pool.trim(request.id, computed)
@@ -550,6 +613,15 @@ class Scheduler:
         if ended:
             self._remove(request)
         return output
+
+    def _reject(self, request: Request, chunk: Chunk, count: int) -> None:
+        """Go back to the state before the last `count` tokens of the chunk, which were rejected."""
+        if count and self.state_rows is not None and not self.can_roll_back:
+            assert request.slot is not None
+            request.computed = chunk.start
+            request.state_from = self.state_rows.before_draft(request.slot)
+        else:
+            request.computed -= count
 
     def _accept(self, request: Request, chunk: Chunk, tokens: Sequence[int]) -> None:
         """Append sampled tokens up to one that finishes the request."""
