@@ -163,6 +163,10 @@ def test_one_graph_encodes_images_of_any_number_and_size(encoders, whose, kind):
 def test_every_part_of_the_encoder_is_recognized(encoders, whose, kind):
     _, program = encoder(encoders, whose, kind)
     depth, levels = VISION["depth"], len(KINDS[kind][1].get("deepstack_visual_indexes", ()))
+    assert_recognized(program, depth, levels)
+
+
+def assert_recognized(program: EncoderProgram, depth: int, levels: int) -> None:
     report = program.report
     assert [miss.text() for miss in report.near] == []
     expected = {
@@ -199,6 +203,7 @@ def test_an_owned_encoder_in_bf16_is_as_close_as_the_eager_one(whose):
         weight.data = weight.data.bfloat16()
     eager = model.encode_images(THREE.pixels, list(THREE.grids))
     program = compile_encoder(model, EAGER, owned=True)
+    assert_recognized(program, VISION["depth"], levels=2)
     found = program(THREE.pixels, list(THREE.grids))
     assert found.dtype == torch.bfloat16
     assert error(found, expected) < 1.5 * error(eager, expected)
