@@ -8,7 +8,7 @@ import pytest
 import torch
 from rewriting import since
 from test_models import error
-from tiny_vision import DEEPSTACK, KINDS, ONE, OURS, THREE, VISION, made, prompt, theirs
+from tiny_vl import DEEPSTACK, KINDS, ONE, OURS, THREE, VISION, made, prompt, theirs
 
 import atomc
 from atomc import models
