@@ -22,6 +22,7 @@ from atomc.torch_compat.automatic_dynamic import isolated_dynamo_state
 from atomc.torch_compat.core import GraphFunction, Input, Outputs
 from atomc.torch_compat.tracing import (
     ShortenTraceback,
+    argument_of,
     mark_unbacked,
     raised_unwrapped,
     source_name,
@@ -33,13 +34,16 @@ class TracedModel(NamedTuple):
     """A compiled model.
 
     sources  the source expression of each input of Dynamo's graph
-    inputs   for each input of Dynamo's graph the tensor of the model; None for an input of the step
+    arguments  for each input of Dynamo's graph (name, None) if it is an argument of the call,
+             (name, dim) if it is the size of one; None for a tensor of the model
+    inputs   for each input of Dynamo's graph the tensor of the model; None for an argument
     entry    the content of the cache entry of its graph, None if there is none
     key      the cache key of its graph, None if the cache was not used
     """
 
     compiled: Compiled
     sources: list[str | None]
+    arguments: list[tuple[str, int | None] | None]
     inputs: Sequence[Input]
     report: Report
     entry: ProgramData | None
@@ -77,6 +81,31 @@ def trace_model(
         observers=observers,
         keep_texts=keep_texts or options.report is not None,
     )
+    example = _example_step(device, hidden)
+
+    # The names of the arguments are those of atomc.ops.inputs.MODEL_INPUTS.
+    def step(input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Outputs:
+        outputs: Outputs = model(input_ids, positions, logits_rows)
+        return outputs
+
+    def draft(input_ids: Tensor, positions: Tensor, hidden: Tensor, logits_rows: Tensor) -> Outputs:
+        outputs: Outputs = model(input_ids, positions, hidden, logits_rows)
+        return outputs
+
+    return trace(model, step if hidden is None else draft, example, context)
+
+
+def trace(
+    model: nn.Module,
+    call: Callable[..., Outputs],
+    example: Sequence[Tensor],
+    context: Context,
+) -> TracedModel:
+    """Trace and compile `call`, a function of tensors that calls the model. The first size of each
+    is traced as unbacked.
+    """
+    for tensor in example:
+        mark_unbacked(tensor, 0)
     reports: list[Report] = []  # of this trace, and of an earlier one that failed
     notes: list[str] = []
 
@@ -92,9 +121,8 @@ def trace_model(
             forget(reports.pop())
 
     with torch.no_grad():
-        example = _example_step(device, hidden)
         start = time.perf_counter()
-        made = trace_once(model, lambda: _run_dynamo(model, example, backend), undo)
+        made = trace_once(model, lambda: _run_dynamo(call, example, backend), undo)
         total = time.perf_counter() - start
     made.report.notes += notes
     made.report.phases["dynamo"] = max(0.0, total - sum(made.report.phases.values()))
@@ -105,52 +133,39 @@ def _compiled(gm: GraphModule, context: Context, report: Report) -> TracedModel:
     """The model of a graph of Dynamo, whose inputs are those of the context."""
     built = build(gm, context.inputs, context, report, {})
     compiled = built.compiled
-    sources = [source_name(node) for node in gm.graph.find_nodes(op="placeholder")]
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    sources = [source_name(node) for node in placeholders]
+    arguments = [argument_of(node) for node in placeholders]
     owned = [
-        None if name in compiled.step_inputs else given
-        for name, given in zip(compiled.inputs, context.inputs, strict=False)
+        given if argument is None else None
+        for argument, given in zip(arguments, context.inputs, strict=True)
     ]
-    return TracedModel(compiled, sources, owned, report, built.entry, built.key)
+    return TracedModel(compiled, sources, arguments, owned, report, built.entry, built.key)
 
 
 def _example_step(
     device: torch.device, hidden: tuple[int, torch.dtype] | None
 ) -> tuple[Tensor, ...]:
-    """Token ids, positions, hidden states if the model reads any, and logits rows; their sizes are
-    traced as unbacked.
-    """
+    """Token ids, positions, hidden states if the model reads any, and logits rows."""
     states = [] if hidden is None else [torch.zeros(6, hidden[0], dtype=hidden[1], device=device)]
-    example = (
+    return (
         torch.zeros(6, dtype=torch.int64, device=device),
         torch.arange(6, device=device),
         *states,
         torch.arange(3, device=device),
     )
-    for tensor in example:
-        mark_unbacked(tensor, 0)
-    return example
 
 
 def _run_dynamo(
-    model: nn.Module,
-    example: tuple[Tensor, ...],
+    call: Callable[..., Outputs],
+    example: Sequence[Tensor],
     backend: Callable[[GraphModule, Sequence[Input]], GraphFunction],
 ) -> TracedModel:
-    """GraphFunction the model under Dynamo until the backend raises _TraceFinished."""
-
-    # The names of the arguments are those of atomc.ops.inputs.MODEL_INPUTS.
-    def step(input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Outputs:
-        outputs: Outputs = model(input_ids, positions, logits_rows)
-        return outputs
-
-    def draft(input_ids: Tensor, positions: Tensor, hidden: Tensor, logits_rows: Tensor) -> Outputs:
-        outputs: Outputs = model(input_ids, positions, hidden, logits_rows)
-        return outputs
-
-    call = with_fresh_code(step if len(example) == 3 else draft)
+    """Run the call under Dynamo until the backend raises _TraceFinished."""
+    fresh = with_fresh_code(call)
     try:
         with isolated_dynamo_state():
-            torch.compile(call, backend=backend, fullgraph=True, dynamic=False)(*example)
+            torch.compile(fresh, backend=backend, fullgraph=True, dynamic=False)(*example)
     except _TraceFinished as done:
         return done.traced
     raise AssertionError("Dynamo found no graph in the model's forward")

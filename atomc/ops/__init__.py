@@ -64,6 +64,7 @@ from atomc.ops.scaled_linear import (
 )
 from atomc.ops.ssm import ssm_scan, ssm_scan_update, ssm_state
 from atomc.ops.state import LAYOUTS, GroupStep, Layout, StateSpec, Step, kv_state, state_handle
+from atomc.ops.varlen_attention import varlen_attention
 from atomc.token_range import Tokens
 
 __all__ = [
@@ -152,4 +153,5 @@ __all__ = [
     "ssm_state",
     "state_handle",
     "topk_route",
+    "varlen_attention",
 ]

@@ -30,6 +30,7 @@ from atomc.kernels.torch import (
     route,
     scaled_linear_fp8,
     ssm,
+    varlen_attention,
 )
 
 # isort: split
@@ -57,4 +58,5 @@ __all__ = [
     "route",
     "scaled_linear_fp8",
     "ssm",
+    "varlen_attention",
 ]

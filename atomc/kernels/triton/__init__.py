@@ -36,6 +36,7 @@ from atomc.kernels.triton import (
     scaled_linear_by_row,
     scaled_linear_tiles,
     ssm,
+    varlen_attention,
     w4a16,
 )
 
@@ -75,5 +76,6 @@ __all__ = [
     "scaled_linear_by_row",
     "scaled_linear_tiles",
     "ssm",
+    "varlen_attention",
     "w4a16",
 ]
