@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from atomc.encoder import compile_encoder
 from atomc.models.stock import StockModel
 from atomc.ops.inputs import TEXT
 from atomc.ops.state import StateSpec, block_size_of, groups_of
@@ -21,7 +22,7 @@ from atomc.runtime.executor import Limits, Result, StepCounts
 from atomc.runtime.graphs import step_shapes
 from atomc.runtime.headless_model import headless_model
 from atomc.runtime.hidden_states import WithHiddenStates
-from atomc.runtime.image_encoder import ImageEncoder
+from atomc.runtime.image_encoder import Encode, ImageEncoder
 from atomc.runtime.image_limits import ImageLimits
 from atomc.runtime.image_model import ImageModel
 from atomc.runtime.loading import LoadedModel, load
@@ -110,6 +111,7 @@ class Worker:
             self.program.report.notes.append(
                 "steps with tokens of images run a second program, without CUDA graphs"
             )
+            self._encode = self._compile_encoder()
         self.draft = None
         if draft is not None:
             self.program.report.model = type(self.module).__name__
@@ -127,6 +129,14 @@ class Worker:
             )
             self.program.report.notes.append(note)
             log.warning("%s", note)
+
+    def _compile_encoder(self) -> Encode:
+        """The vision encoder; as it is, if it has no form that can be compiled."""
+        if hasattr(self.module, "encode_patches"):
+            options = replace(Options.of(self.config.options), expect={})
+            return compile_encoder(self.module, options, owned=self._owns_weights)
+        encode: Encode = self.module.encode_images  # type: ignore[assignment]
+        return encode
 
     @property
     def _specs(self) -> Sequence[StateSpec]:
@@ -163,7 +173,7 @@ class Worker:
         self.outputs = OutputProcessor(device, max_num_seqs)
         self.encoder = None
         if self.images is not None:
-            self.encoder = ImageEncoder(self.module, self.images, device)
+            self.encoder = ImageEncoder(self._encode, self.images, device)
         self.slots = Slots(self.outputs.sampler.counts)
         sized = config.kv_bytes is not None or config.num_blocks is not None
         size = self._capacity(max_num_seqs, max_num_batched_tokens, loaded.max_len, sized=sized)
