@@ -16,8 +16,11 @@ from atomc.runtime.prompt_image import overlapping
 from atomc.runtime.request import Request
 from atomc.runtime.sampling.sampling_params import SamplingParams
 from atomc.runtime.scheduler import Scheduler
-from atomc.runtime.step import ImageRows
+from atomc.runtime.server.messages import Submit
+from atomc.runtime.step import ImageRows, ScheduledStep
 
+msgspec = pytest.importorskip("msgspec")
+encode, decode = msgspec.msgpack.encode, msgspec.msgpack.Decoder(ScheduledStep).decode
 GRIDS = [(1, 2, 2), (1, 4, 4), (1, 4, 8), (1, 8, 8)]  # of 1, 4, 8 and 16 tokens
 
 
@@ -165,6 +168,12 @@ def test_pixels_are_counted_once_for_equal_images():
     assert not store.num_bytes and PixelStore(1).has_room([image])
 
 
+def test_limits_and_a_submitted_image_are_the_same_after_a_journey():
+    submit = Submit("a", [IMAGE] * 4, SamplingParams(), images=(image_at(0, 1),))
+    assert msgspec.msgpack.decode(encode(submit), type=Submit) == submit
+    assert msgspec.msgpack.decode(encode(limits()), type=ImageLimits) == limits()
+
+
 def keys_of(images, tokens=(IMAGE,) * 12, block_size=4):
     keys = []
     extend_keys(keys, list(tokens), block_size, None, images)
@@ -196,6 +205,7 @@ class FollowingWorker:
         self.held = {}
 
     def launch(self, step):
+        assert decode(encode(step)) == step, "a step is no plain data"
         for digest in step.dropped:
             self.held.pop(digest, None)
         for image in step.images:

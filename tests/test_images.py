@@ -511,6 +511,21 @@ def test_an_encoder_that_returns_another_shape_is_an_error_with_both():
         encoder.embeddings([pixels])
 
 
+def test_rows_that_are_no_tokens_of_images_are_zero():
+    model = tiny_vision()
+    encoder = ImageEncoder(model.encode_images, ImageModel.of(model), torch.device("cpu"))
+    image = image_at(0)
+    rows = ImageRows(image.digest, 1, 1, 3)
+    chunk = Chunk("a", 0, (7, IMAGE, IMAGE, IMAGE, 8), 0, (), images=(rows,))
+    pixels = ImagePixels(image.digest, image.length, image.grid, image.pixels)
+    step = ScheduledStep((chunk,), images=(pixels,))
+    encoder.update(step)
+    into = torch.full((6, 2 * D), torch.nan, dtype=torch.float64)
+    encoder.place(step, [None], into)
+    assert torch.equal(into[1:4], encoder.embeddings([pixels])[1:])
+    assert not into[0].any() and not into[4].any() and into[5].isnan().all()
+
+
 def test_the_largest_image_that_is_measured_has_as_many_patches_as_a_step():
     grids = []
 
