@@ -406,6 +406,8 @@ class Scheduler:
         """How many of the next `count` tokens can be computed: those before the first image whose
         embeddings this step cannot have. The images of the others are in the step.
         """
+        if not request.images:
+            return count
         start = request.computed
         for image in overlapping(request.images, start, start + count):
             assert self.images is not None

@@ -361,7 +361,10 @@ GOOD = image_at(1)
     [
         ({"start": 3}, "it has the tokens 3 to 6, expected some of 0 to 5: images are in order"),
         ({"start": -1}, "it has the tokens -1 to 2, expected some of 0 to 5"),
-        ({"start": 0}, "token 0 of the prompt is 7, expected the model's image token (59, 60)"),
+        (
+            {"start": 0},
+            "token 7 is among its tokens in the prompt, expected the model's image token (59, 60)",
+        ),
         ({"length": 3}, "it has 3 tokens, expected 4 for 1 x 4 x 4 patches in squares of 2 x 2"),
         ({"pixels": b"123"}, "it has 3 bytes of pixels, expected 384: 16 patches of 6 values"),
         ({"grid": (1, 3, 4)}, "its grid is 1 x 3 x 4 patches, expected positive numbers"),
