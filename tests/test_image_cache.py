@@ -97,8 +97,23 @@ def test_a_chunk_ends_before_an_image_that_the_step_cannot_encode():
     assert steps == [
         [("a", 0, 6), ("c", 0, 2)],
         [("a", 6, 5), ("c", 2, 1)],
-        [("a", 11, 1), ("b", 0, 5), ("c", 3, 1)],
+        [("a", 11, 1), ("c", 3, 1), ("b", 0, 5)],
     ]
+
+
+def test_a_request_whose_first_image_waits_is_passed_by_text_and_by_no_other_image():
+    s = scheduler(max_num_batched_tokens=64, max_patches=16)
+    s.add(request("a", 7, (1, GRIDS[1])))
+    s.add(request("b", (2, GRIDS[1]), 5))
+    s.add(request("c", 5, 6, (3, GRIDS[1])))
+    s.add(request("d", 5, 6))
+    admitted = []
+    for _ in range(3):
+        step = s.next_step()
+        admitted.append([chunk.request_id for chunk in step.chunks if chunk.admission])
+        assert all(request.computed for request in s.running)
+        finish(s, step)
+    assert admitted == [["a", "d"], ["b", "c"], []]
 
 
 def test_an_image_that_is_computed_in_part_stays_until_its_last_token():
@@ -259,7 +274,7 @@ def run_mix(rng):
         if s.requests and rng.random() < 0.03:
             name = rng.choice(list(s.requests))
             if rng.random() < 0.5:
-                s.forget_images(s.requests[name])
+                s.evict(name)
             s.abort(name)
             s.check()
         if in_flight and (len(in_flight) > 1 or rng.random() < 0.5 or step is None):

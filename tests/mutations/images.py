@@ -32,6 +32,6 @@ BUGS = [
     served("runtime/batch.py", "self.rope is None else at[\"indices\"])[last]", "self.rope is None else step.positions[0])[last]", "draft_steps"),
     # One request hurts another.
     served("runtime/image_encoder.py", "            self._encode_alone(step.images, error)", "            raise", "encoder_that_fails"),
-    served("runtime/engine.py", "                self.scheduler.forget_images(request)", "                pass", "nan or encoder_that_fails"),
+    served("runtime/scheduler.py", "                self.images.forget(image.digest)", "                pass", "nan or encoder_that_fails"),
     Bug("atomc/cache/model_fingerprint.py", "        \"inputs\": str(takes),\n", "", "tests/test_model_cache.py -k other_inputs"),
 ]  # fmt: skip
