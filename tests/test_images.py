@@ -13,6 +13,7 @@ from tiny_vision import (
     OPTIONS,
     VOCAB,
     D,
+    HybridVision,
     TinyVision,
     W,
     compiled_once,
@@ -186,6 +187,18 @@ def test_a_mix_of_requests_gives_the_tokens_of_each_request_alone(alone, number,
     assert stats.images_encoded > mixes and stats.image_cache_hits
     if mixes == 10 and number != 3:
         assert stats.prefix_hits and stats.preemptions
+
+
+@pytest.mark.slow
+def test_state_per_sequence_its_snapshots_and_drafts_are_those_of_the_images():
+    alone = Alone(tiny_vision(model=HybridVision))
+    counts = {"max_num_batched_tokens": 16, "num_blocks": 12, "state_snapshots": 4}
+    engine = started(HybridVision, speculative_tokens=2, max_image_patches=64, **counts)
+    engine.scheduler.snapshots.least = engine.scheduler.snapshots.interval = 16
+    for seed in range(20):
+        check_mix(engine, alone, 100 + seed)
+    stats = engine.stats()
+    assert stats.images_encoded and stats.snapshot_hits and stats.preemptions
 
 
 def test_equal_tokens_with_other_images_share_no_block_and_equal_images_do(model):

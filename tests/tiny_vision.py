@@ -37,14 +37,31 @@ class Attention(nn.Module):
         return ops.attention(q, k, v, self.kv, scale=0.3).flatten(-2)
 
 
+class DeltaNet(nn.Module):
+    """A gated delta rule of one head, whose state is one matrix per sequence."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(D, D, bias=False) for _ in range(3))
+        self.gates = nn.Linear(D, 2)
+        self.state = ops.delta_state(1, D, D)
+
+    def forward(self, x, turn):
+        q, k, v = (each(x).unflatten(-1, (1, D)) for each in (self.q, self.k, self.v))
+        g, beta = self.gates(x).float().unsqueeze(-1).unbind(-2)
+        g, beta = -nn.functional.softplus(g), beta.sigmoid()
+        return ops.gated_delta_rule(q, k, v, g, beta, self.state, scale=0.3).flatten(-2)
+
+
 class TinyVision(nn.Module):
+    layer_classes = (Attention, Attention)
     image_token_ids = frozenset({IMAGE, IMAGE - 1})
     merge_size, patch_width, embedding_width = MERGE, W, 2 * D
 
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(VOCAB, D)
-        self.layers = nn.ModuleList(Attention() for _ in range(2))
+        self.layers = nn.ModuleList(layer() for layer in self.layer_classes)
         self.lm_head = nn.Linear(D, VOCAB, bias=False)
         self.vision = nn.Linear(W, 2 * D)
 
@@ -66,6 +83,12 @@ class TinyVision(nn.Module):
         return self.lm_head(x if logits_rows is None else x.index_select(0, logits_rows))
 
 
+class HybridVision(TinyVision):
+    """With state per sequence, as Qwen3.5."""
+
+    layer_classes = (DeltaNet, Attention)
+
+
 def tiny_vision(dtype=torch.float64, model=TinyVision):
     """In fp64, so that rounding decides about no token."""
     torch.manual_seed(3)
@@ -77,28 +100,27 @@ def tiny_vision(dtype=torch.float64, model=TinyVision):
 
 
 @functools.cache
-def _compiled():
-    """The model and its programs, which all engines of it use, one after the other: its class is in
+def _compiled(model):
+    """A model and its programs, which all engines of it use, one after the other: its class is in
     a test, so that the cache of compiled models has no key for it.
     """
-    return tiny_vision(), functools.cache(
-        lambda takes: compile_model(_compiled()[0], OPTIONS, takes=takes)
-    )
+    module = tiny_vision(model=model)
+    return module, functools.cache(lambda takes: compile_model(module, OPTIONS, takes=takes))
 
 
 @contextmanager
-def compiled_once():
-    """A context in which engines of the tiny model, which it gives, use programs compiled before.
+def compiled_once(model=TinyVision):
+    """A context in which engines of this model, which it gives, use programs compiled before.
     Each can be used until the next one is started.
     """
-    module, program = _compiled()
+    module, program = _compiled(model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker, "compile_model", lambda *_, takes, **__: program(takes))
         yield module
 
 
-def started(**config):
-    """An engine of the tiny model; see compiled_once."""
+def started(model=TinyVision, **config):
+    """An engine of this model; see compiled_once."""
     given = {
         "max_model_len": MAX_LEN,
         "max_num_seqs": 4,
@@ -107,7 +129,7 @@ def started(**config):
         "seed": 0,
         "options": OPTIONS,
     }
-    with compiled_once() as module:
+    with compiled_once(model) as module:
         return Engine(EngineConfig(**{**given, **config}), module=module, progress=False)
 
 
