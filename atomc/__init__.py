@@ -19,13 +19,13 @@ _PUBLIC = {
     "adopt": "atomc.quantization",
     "explain": "atomc.compiler.explain",
     "ops": "",
-    "prepare": "atomc.models.prepare",
+    "prepare": "atomc.prepare_model",
     "quantize": "atomc.quantization",
     "register_experts": "atomc.models.stock_experts",
     "register_kernel": "atomc.ops.op",
     "register_pass": "atomc.compiler.pipeline",
     "reports": "atomc.report.report",
-    "unprepare": "atomc.models.prepare",
+    "unprepare": "atomc.prepare_model",
 }
 
 __all__ = ["__version__", *_PUBLIC]

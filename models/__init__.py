@@ -33,7 +33,11 @@ REGISTRY = {
     "MistralForCausalLM": "atomc.models.llama:LlamaForCausalLM",
     "MixtralForCausalLM": "atomc.models.mixtral:MixtralForCausalLM",
     "Qwen3_5ForCausalLM": "atomc.models.qwen3_5:Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration": "atomc.models.qwen3_5_vl:Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForCausalLM": "atomc.models.qwen3_5_moe:Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": (
+        "atomc.models.qwen3_5_vl:Qwen3_5MoeForConditionalGeneration"
+    ),
     "Qwen3ForCausalLM": "atomc.models.qwen3:Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM": "atomc.models.qwen3_moe:Qwen3MoeForCausalLM",
     "Qwen3NextForCausalLM": "atomc.models.qwen3_next:Qwen3NextForCausalLM",

@@ -102,7 +102,7 @@ class SplitDeltaNet(DeltaNet):
         )
 
 
-def _layer(config: Config, kind: str) -> nn.Module:
+def layer_of(config: Config, kind: str) -> nn.Module:
     width = config.hidden_size
     mlp = MLP(width, config.intermediate_size)
     if kind == "full_attention":
@@ -113,7 +113,7 @@ def _layer(config: Config, kind: str) -> nn.Module:
 
 class Qwen3_5ForCausalLM(CausalLM):
     def __init__(self, config: Config):
-        layers = (_layer(config, kind) for kind in config.layer_types)
+        layers = (layer_of(config, kind) for kind in config.layer_types)
         rotary = Rotary(config.rope_parameters, config.rotated_columns)
         super().__init__(config, layers, rotary, norm=OnePlusRMSNorm)
 

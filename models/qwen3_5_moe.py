@@ -72,7 +72,7 @@ class Config:
         )
 
 
-def _layer(config: Config, kind: str) -> nn.Module:
+def layer_of(config: Config, kind: str) -> nn.Module:
     width = config.hidden_size
     mlp = MoE(config)
     if kind == "full_attention":
@@ -83,7 +83,7 @@ def _layer(config: Config, kind: str) -> nn.Module:
 
 class Qwen3_5MoeForCausalLM(CausalLM):
     def __init__(self, config: Config):
-        layers = (_layer(config, kind) for kind in config.layer_types)
+        layers = (layer_of(config, kind) for kind in config.layer_types)
         rotary = Rotary(config.rope_parameters, config.rotated_columns)
         super().__init__(config, layers, rotary, norm=OnePlusRMSNorm)
 

@@ -35,8 +35,11 @@ class VisionConfig:
     deepstack_visual_indexes: tuple[int, ...]
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike], deepstack: tuple[int, ...]) -> "VisionConfig":
-        """deepstack: deepstack_visual_indexes of a config without the field.
+    def from_hf(
+        cls, hf: Mapping[str, JSONLike], deepstack: tuple[int, ...] | None
+    ) -> "VisionConfig":
+        """deepstack: deepstack_visual_indexes of a config without the field; None: the model has
+        none.
 
         Raises ValueError for an unsupported value.
         """
@@ -56,7 +59,7 @@ class VisionConfig:
             out_hidden_size=integer(hf, "out_hidden_size", 3584),
             table_side=int(integer(hf, "num_position_embeddings", 2304) ** 0.5),
             rope_theta=number(rope, "rope_theta", 10000.0),
-            deepstack_visual_indexes=_levels(hf, deepstack),
+            deepstack_visual_indexes=() if deepstack is None else _levels(hf, deepstack),
         )
         if config.hidden_size % config.num_heads or config.head_dim % 4:
             raise ValueError(

@@ -232,7 +232,7 @@ def wrap_stock(hf_model: "PreTrainedModel") -> "StockModel":
         for module in hf_model.modules()
         if hasattr(module, "layer_idx") and _head_dim(module) and not is_indexer(module)
     ]
-    if not layers:
+    if not layers and not num_delta_nets:
         raise ValueError(
             f"{name} has no attention layer with a layer_idx and a head_dim, "
             "so there are no keys and values to cache"

@@ -25,7 +25,7 @@ LAYERS = [
     {"refusal", "backend"},
     {"program", "encoder"},
     {"quantization", "models"},
-    {"runtime"},
+    {"runtime", "prepare_model"},
     {"planning"},
     {"cli"},
 ]

@@ -277,9 +277,9 @@ def quantize(model: nn.Module, scheme: str, ignore: Sequence[str] = ()) -> nn.Mo
     ignore  patterns of layers to skip, as in checkpoints: "down_proj", "model.layers.0",
             "re:.*self_attn.*"
 
-    Embeddings, weights tied to them, lm_head, the routers of experts and the gates of gated delta
-    nets are not quantized. Layers
-    that are already quantized (by transformers or atomc) are unchanged, with a line in the log.
+    Embeddings, weights tied to them, lm_head, the routers of experts, the gates of gated delta nets
+    and vision encoders are not quantized. Layers that are already quantized (by transformers or
+    atomc) are unchanged, with a line in the log.
     Raises ValueError for an unknown scheme, a layer that the scheme does not support, experts that
     no op of atomc computes, and a model without a layer to quantize.
     """

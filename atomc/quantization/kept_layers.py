@@ -6,6 +6,8 @@ from torch import nn
 ROUTERS = ("gate", "router", "shared_expert_gate")
 # Projections of a gated delta net to the numbers of each head that its state decays and learns by.
 DELTA_GATES = ("in_proj_ba", "in_proj_b", "in_proj_a", "b_proj", "a_proj")
+# Vision encoders in models of transformers.
+ENCODERS = ("visual", "vision_model", "vision_tower")
 
 
 def kept_layers(model: nn.Module, *, online: bool) -> set[str]:
@@ -13,7 +15,9 @@ def kept_layers(model: nn.Module, *, online: bool) -> set[str]:
     which of its layers are quantized, except for those of indexers.
     """
     kept = _indexer_weights(model)
-    return kept | _routers(model) | _delta_gates(model) if online else kept
+    if not online:
+        return kept
+    return kept | _routers(model) | _delta_gates(model) | _vision_encoders(model)
 
 
 def _indexer_weights(model: nn.Module) -> set[str]:
@@ -50,6 +54,13 @@ def _delta_gates(model: nn.Module) -> set[str]:
         for name, block in model.named_modules()
         if "A_log" in block._parameters
         for part in DELTA_GATES
+    }
+
+
+def _vision_encoders(model: nn.Module) -> set[str]:
+    """The names of all modules in vision encoders."""
+    return {
+        name for name, _ in model.named_modules() if not set(ENCODERS).isdisjoint(name.split("."))
     }
 
 

@@ -70,6 +70,10 @@ def gated(x: Tensor, z: Tensor, w: Tensor) -> Tensor:
     return weighted(x, y * torch.rsqrt(mean(y)), w)
 
 
+def gated_after(x: Tensor, z: Tensor, w: Tensor) -> Tensor:
+    return (stock(x, w) * F.silu(z.float())).to(x.dtype)
+
+
 def grouped(x: Tensor, z: Tensor, w: Tensor) -> Tensor:
     y = (x.float() * F.silu(z.float())).view(T, GROUPS, D // GROUPS)
     return weighted(x, (y * torch.rsqrt(mean(y))).view(T, D), w)
@@ -188,6 +192,13 @@ SPELLINGS = (
         "rms_norm",
         lambda x: F.rms_norm(x, (D,)),
         alone,
+    ),
+    Spelling(
+        "rms_norm(x) * silu(gate.float())",
+        "Qwen3-Next, Qwen3.5",
+        "rms_norm",
+        gated_after,
+        gate,
     ),
     Spelling(
         "rms_norm(x * silu(gate))",

@@ -503,3 +503,39 @@ LATENT_ATTENTION = TileTable(
     },
     measured=False,
 )
+
+# State per sequence. A program of a convolution has tokens and channels; one of the delta rule has
+# columns of the values of a head.
+CONV = TileTable[Launch](
+    command="python bench/delta_rule.py",
+    sizes=("tokens per sequence",),
+    by_arch={
+        "sm90": [
+            ((1,), {"BLOCK_T": 1, "BLOCK_C": 256, "num_warps": 2}),
+            ((ANY,), {"BLOCK_T": 32, "BLOCK_C": 128, "num_warps": 4}),
+        ]
+    },
+    measured=False,
+)
+DELTA_STEP = TileTable[Launch](
+    command="python bench/delta_rule.py",
+    sizes=("heads of all sequences",),
+    by_arch={
+        "sm90": [
+            ((128,), {"BLOCK_V": 8, "num_warps": 1}),
+            ((ANY,), {"BLOCK_V": 32, "num_warps": 4}),
+        ]
+    },
+    measured=False,
+)
+DELTA_CHUNKS = TileTable[Launch](
+    command="python bench/delta_rule.py",
+    sizes=("heads of all sequences",),
+    by_arch={
+        "sm90": [
+            ((64,), {"BLOCK_V": 32, "num_warps": 4, "num_stages": 2}),
+            ((ANY,), {"BLOCK_V": 64, "num_warps": 4, "num_stages": 2}),
+        ]
+    },
+    measured=False,
+)

@@ -1,0 +1,71 @@
+"""Qwen3.5 with its vision encoder, which is that of Qwen3-VL without DeepStack. The language model
+is dense, or has experts.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from atomc.json_types import JSONLike
+from atomc.models import qwen3_5, qwen3_5_moe
+from atomc.models.config import flag
+from atomc.models.decoder import DECODER_SHARD
+from atomc.models.layers import OnePlusRMSNorm
+from atomc.models.mrope import MRotary, mrope_section
+from atomc.models.qwen3_vl_vision import VisionConfig
+from atomc.models.vision_language import ImageTokens, VisionLanguageModel, part, vision_config
+
+# The vision encoder is on every device.
+SHARD = DECODER_SHARD
+# Of transformers' config classes.
+MROPE_SECTION = (11, 11, 10)
+
+Text = qwen3_5.Config | qwen3_5_moe.Config
+
+
+@dataclass(frozen=True)
+class Images:
+    """The part of a config that is not the language model's."""
+
+    vision_config: VisionConfig
+    tokens: ImageTokens
+    mrope_section: tuple[int, int, int]
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, JSONLike], text: Text) -> "Images":
+        """Raises ValueError for a missing field or an unsupported value."""
+        return cls(
+            vision_config=vision_config(hf, text.hidden_size, None),
+            tokens=ImageTokens.from_hf(hf, image=248056, video=248057),
+            mrope_section=mrope_section(hf, text.rope_parameters, MROPE_SECTION),
+        )
+
+    def rotary(self, text: Text) -> MRotary:
+        return MRotary(text.rope_parameters, text.rotated_columns, self.mrope_section)
+
+
+def _text(hf: Mapping[str, JSONLike]) -> dict[str, JSONLike]:
+    return {**part(hf, "text_config"), "tie_word_embeddings": flag(hf, "tie_word_embeddings")}
+
+
+class Qwen3_5ForConditionalGeneration(VisionLanguageModel):
+    def __init__(self, text: qwen3_5.Config, images: Images):
+        layers = (qwen3_5.layer_of(text, kind) for kind in text.layer_types)
+        parts = images.vision_config, images.tokens
+        super().__init__(text, *parts, layers, images.rotary(text), norm=OnePlusRMSNorm)
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, JSONLike]) -> "Qwen3_5ForConditionalGeneration":
+        text = qwen3_5.Config.from_hf(_text(hf))
+        return cls(text, Images.from_hf(hf, text))
+
+
+class Qwen3_5MoeForConditionalGeneration(VisionLanguageModel):
+    def __init__(self, text: qwen3_5_moe.Config, images: Images):
+        layers = (qwen3_5_moe.layer_of(text, kind) for kind in text.layer_types)
+        parts = images.vision_config, images.tokens
+        super().__init__(text, *parts, layers, images.rotary(text), norm=OnePlusRMSNorm)
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, JSONLike]) -> "Qwen3_5MoeForConditionalGeneration":
+        text = qwen3_5_moe.Config.from_hf(_text(hf))
+        return cls(text, Images.from_hf(hf, text))

@@ -1,0 +1,146 @@
+"""The frame of a language model that reads images: a vision encoder, a decoder that takes
+embeddings, and its head. Names are those of Hugging Face.
+
+P patches, I tokens of images, T tokens, D model width, L layers that add embeddings, E = D * (1 +
+L), V vocabulary, R rows with logits.
+Tokens are flat, [T]; [B, T] works as well, every tensor of tokens then has B before T.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from atomc.json_types import JSONLike
+from atomc.models.config import integer, model_type
+from atomc.models.decoder import Decoder, DecoderConfig, Norm
+from atomc.models.layers import RMSNorm
+from atomc.models.mrope import MRotary
+from atomc.models.qwen3_vl_vision import VisionConfig, VisionModel
+from atomc.models.vision_patches import EncodesImages
+
+
+class ImageTokens(NamedTuple):
+    """The tokens that stand for parts of images and of videos."""
+
+    image_token_id: int
+    video_token_id: int
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, JSONLike], image: int, video: int) -> "ImageTokens":
+        """image, video: the ids of a config without the fields."""
+        return cls(integer(hf, "image_token_id", image), integer(hf, "video_token_id", video))
+
+
+def part(hf: Mapping[str, JSONLike], name: str) -> dict[str, JSONLike]:
+    """A nested config. Raises ValueError if it is no object."""
+    found = hf.get(name)
+    if not isinstance(found, dict):
+        raise ValueError(f"{model_type(hf)}: {name} {found!r:.40} is not an object")
+    return found
+
+
+def vision_config(
+    hf: Mapping[str, JSONLike], width: int, deepstack: tuple[int, ...] | None
+) -> VisionConfig:
+    """The encoder's config, for a language model of this width. deepstack: as in
+    VisionConfig.from_hf.
+    """
+    found = VisionConfig.from_hf(part(hf, "vision_config"), deepstack)
+    if found.out_hidden_size != width:
+        raise ValueError(
+            f"{model_type(hf)}: out_hidden_size {found.out_hidden_size} of vision_config is not "
+            f"the hidden_size {width} of text_config"
+        )
+    return found
+
+
+class TextModel(Decoder):
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        embeddings: Tensor | None = None,
+        is_image: Tensor | None = None,
+    ) -> Tensor:
+        """input_ids [T] i64, positions [T] or [3, T] i64 -> [T, D]. Tokens is_image [T] have the
+        embeddings [T, E]: first that of the token, then what each of the first layers adds.
+        """
+        x_TD: Tensor = self.embed_tokens(input_ids)
+        added: tuple[Tensor, ...] = ()
+        if embeddings is not None and is_image is not None:
+            rows = is_image.unsqueeze(-1)
+            image_TD, *levels = torch.split(embeddings.to(x_TD.dtype), x_TD.shape[-1], -1)
+            x_TD = torch.where(rows, image_TD, x_TD)
+            added = tuple(level.where(rows, 0) for level in levels)
+        cos, sin = self.rotary_emb(x_TD, positions)
+        for i, layer in enumerate(self.layers):
+            x_TD = layer(x_TD, cos, sin)
+            if i < len(added):
+                x_TD = x_TD + added[i]
+        x_TD = self.norm(x_TD)
+        return x_TD
+
+
+class Model(nn.Module):
+    def __init__(self, visual: VisionModel, language_model: TextModel):
+        super().__init__()
+        self.visual = visual
+        self.language_model = language_model
+
+
+class VisionLanguageModel(nn.Module, EncodesImages):
+    """config: that of the language model, whose fields the runtime reads."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        vision: VisionConfig,
+        tokens: ImageTokens,
+        layers: Iterable[nn.Module],
+        rotary_emb: MRotary,
+        *,
+        norm: Norm = RMSNorm,
+    ):
+        super().__init__()
+        self.config = config
+        self.image_token_ids = frozenset(tokens)
+        self.merge_size = vision.spatial_merge_size
+        self.patch_width = vision.patch_width
+        self.table_side = vision.table_side
+        self.embedding_width = config.hidden_size * (1 + len(vision.deepstack_visual_indexes))
+        text = TextModel(config, layers, rotary_emb, None, norm)
+        self.model = Model(VisionModel(vision), text)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = text.embed_tokens.weight
+
+    def encode_patches(
+        self,
+        pixels: Tensor,
+        query_start: Tensor,
+        coordinates: Tensor,
+        corners: Tensor,
+        weights: Tensor,
+    ) -> Tensor:
+        found: Tensor = self.model.visual(pixels, query_start, coordinates, corners, weights)
+        return found
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        logits_rows: Tensor | None = None,
+        embeddings: Tensor | None = None,
+        is_image: Tensor | None = None,
+    ) -> Tensor:
+        """input_ids [T] i64 and positions [T] or [3, T] i64 -> logits [T, V], or [R, V] of the
+        tokens logits_rows [R] i64. Tokens is_image [T] have the embeddings [T, E]; other rows of
+        these are not read.
+        """
+        x_TD = self.model.language_model(input_ids, positions, embeddings, is_image)
+        if logits_rows is not None:
+            x_TD = x_TD.index_select(-2, logits_rows)
+        logits: Tensor = self.lm_head(x_TD)
+        return logits

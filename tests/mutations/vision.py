@@ -1,0 +1,48 @@
+"""Bugs in models that read images, in their encoders, and in attention within packed sequences."""
+
+from mutations import Bug
+
+
+def bug(file: str, old: str, new: str, tests: str) -> Bug:
+    return Bug(file, old, new, f"tests/test_vision_models.py -k '{tests}'")
+
+
+def mrope(old: str, new: str) -> Bug:
+    return Bug("models/mrope.py", old, new, "tests/test_mrope.py")
+
+
+def patches(old: str, new: str) -> Bug:
+    return bug("models/vision_patches.py", old, new, "bit_for_bit")
+
+
+def packed(file: str, old: str, new: str) -> Bug:
+    return Bug(file, old, new, "tests/test_kernels.py -k '[varlen_attention-triton-'")
+
+
+def lifted(old: str, new: str) -> Bug:
+    return Bug("passes/lift.py", old, new, "tests/test_patch_embedding.py -k another_convolution")
+
+
+OURS = "embeddings_and_logits and ours and qwen3_vl"
+STOCK = "embeddings_and_logits and stock and qwen3_vl"
+BUGS = [
+    mrope("position += max(h, w)", "position += t * h * w"),
+    mrope("int(positions.max()) + 1 - num_tokens", "position - num_tokens"),
+    patches("blocks.transpose(1, 2).flatten()", "blocks.flatten()"),
+    patches("for frame in range(1, t + 1)", "for frame in (t,)"),
+    patches("torch.stack((share, 1 - share), -1)", "torch.stack((1 - share, share), -1)"),
+    patches("max(size - 1, 1)", "size"),
+    packed("atomc/kernels/triton/varlen_attention.py", "causal=False", "causal=True"),
+    packed("atomc/kernels/triton/attention.py", "lowest_position = length - 1", "lowest_position = length"),
+    packed("atomc/kernels/triton/attention.py", "            last = length\n", "            last = last\n"),
+    lifted('given["groups"] != 1 or ', ""),
+    lifted('_any_but(0, given["padding"])', "False"),
+    bug("models/mrope.py", "3 * section[axis] : 3", "section[axis] : 3", OURS),
+    bug("models/qwen3_vl_vision.py", "self.levels.index(i)", "len(added)", OURS),
+    bug("models/vision_language.py", "level.where(rows, 0)", "level", OURS),
+    bug("models/stock_vision.py", "visual_embeds.where(visual_pos_masks.unsqueeze(-1), 0)", "visual_embeds", STOCK),
+    bug("models/stock_vision.py", "if reason := _why_unlike(type(text)):", "if reason := '':", "otherwise"),
+    bug("atomc/encoder.py", "if self._refresh is not None:", "if not self._made:", "user_writes"),
+    bug("atomc/quantization/kept_layers.py", " | _vision_encoders(model)", "", "stays_in_16_bits"),
+    bug("runtime/self_check.py", "set_attn_implementation(ours)", 'set_attn_implementation("atom")', "self_check"),
+]  # fmt: skip
