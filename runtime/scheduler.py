@@ -442,7 +442,8 @@ class Scheduler:
         if request.params.prompt_logprobs is not None and request.scored < request.num_prompt - 1:
             count = min(count, MOST_SCORED_ROWS)
         ahead = [at - request.computed for at in request.snapshot_points if at > request.computed]
-        count = self._take_images(request, min([count, *ahead]))
+        count = min([count, *ahead])
+        count = self._take_images(request, count)
         if count < request.pending + len(request.draft):
             request.draft = request.draft[: max(count - request.pending, 0)]
         return count
