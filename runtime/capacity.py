@@ -42,6 +42,7 @@ def capacity(
     num_blocks: int | None = None,
     kv_bytes: int | None = None,
     bytes_per_sequence: int = 0,
+    image_bytes: int = 0,
     rewinds: bool = False,
     snapshots: int | None = 0,
 ) -> Capacity:
@@ -53,6 +54,7 @@ def capacity(
     available        bytes to use if neither num_blocks nor kv_bytes is given
     longest          maximum sequence length of the model
     max_model_len    maximum sequence length that must fit; None: as memory allows, up to longest
+    image_bytes      for embeddings of images: not available if the size is not configured
     bytes_per_sequence   per-sequence state, for each of its rows (StateRows); reserved first
     rewinds          whether each slot has a second row, for the state before a draft
     snapshots        number of snapshots of per-sequence state; None: at most max_num_seqs, in
@@ -62,7 +64,11 @@ def capacity(
     """
     rows = StateRows(max_num_seqs, rewinds)
     room, snapshots = _after_sequences(
-        kv_bytes or available, rows, bytes_per_sequence, snapshots, sized=num_blocks is not None
+        kv_bytes or max(available - image_bytes, 0),
+        rows,
+        bytes_per_sequence,
+        snapshots,
+        sized=num_blocks is not None,
     )
     length = max_model_len or longest
     if not groups:
@@ -89,7 +95,8 @@ def capacity(
         raise ValueError(
             f"a sequence of {length} tokens does not fit into the cache, which holds "
             f"{holds or tokens} (a token takes {bytes_per_token} bytes): lower max_model_len, "
-            f"max_num_batched_tokens{', state_snapshots' if snapshots else ''} or max_num_seqs, or "
+            f"max_num_batched_tokens{', state_snapshots' if snapshots else ''}"
+            f"{', image_cache_bytes' if image_bytes else ''} or max_num_seqs, or "
             "raise gpu_memory_utilization, kv_bytes or num_blocks"
         )
     return Capacity(tuple(counts), block_size, length, snapshots)

@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from atomc.runtime.capacity import Capacity
+from atomc.runtime.image_limits import ImageLimits
 from atomc.runtime.request_errors import RequestError
 from atomc.runtime.sampling.logprobs import TokenLogprobs
 from atomc.runtime.state_rows import StateRows
@@ -26,6 +27,7 @@ class Limits:
     max_num_seqs     number of slots
     max_num_batched_tokens   maximum tokens of a step
     no_prefix_cache  why blocks cannot be shared; empty if they can
+    images           None: the model takes no images
     can_roll_back    whether computed tokens can be computed again. False: after a failed step, its
                      sequences start over, because it may have advanced their state; after a
                      rejected draft, they continue from the state before it
@@ -38,6 +40,7 @@ class Limits:
     max_num_batched_tokens: int
     no_prefix_cache: str = ""
     can_roll_back: bool = True
+    images: ImageLimits | None = None
     state_rows: StateRows | None = None
 
 

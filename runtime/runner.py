@@ -29,6 +29,8 @@ class Runner:
     state_rows       rows of per-sequence state; None: max_num_seqs slots. Padding steps need none
     draft            proposes tokens after each step; the program then also returns the hidden
                      states that it reads
+    image_program    the program of steps with images, over the same caches; merge_size: patches of
+                     an image in a row and a column for one token
 
     caches   tensors by role, for each layer with state
     steps    number of steps by kind: "full graph", or "eager: " with the reason
@@ -46,8 +48,10 @@ class Runner:
         max_columns: int,
         state_rows: StateRows | None = None,
         draft: DraftProgram | None = None,
+        image_program: Program | None = None,
+        merge_size: int = 1,
     ) -> None:
-        self.program = program
+        self.program, self.image_program = program, image_program
         num_groups, rows = len(groups_of(program.specs)), state_rows or StateRows(max_num_seqs)
         slots = rows.slots
         counts = [num_blocks] * num_groups if isinstance(num_blocks, int) else list(num_blocks)
@@ -58,7 +62,7 @@ class Runner:
             else spec.allocate(counts[spec.group], block_size, program.device)
             for index, spec in enumerate(program.specs)
         ]
-        program.bind(self.caches)
+        self.bind()
         self.input_batch = InputBatch(
             rows=max_num_rows,
             sequences=max_num_seqs + SPARE_SEQUENCES,
@@ -67,6 +71,9 @@ class Runner:
             num_groups=num_groups,
             slots=slots,
             drafts=draft.count if draft is not None else 0,
+            mrope=program.takes.mrope,
+            merge_size=merge_size,
+            embeddings=None if image_program is None else image_program.takes.embeddings,
             device=program.device,
         )
         self.draft = None if draft is None else DraftRunner(draft, self.input_batch, counts, slots)
@@ -76,6 +83,12 @@ class Runner:
         self.why_eager = "on a CPU" if program.device.type != "cuda" else "not captured"
         self.steps: Counter[str] = Counter()
         self.rows = self.padding = 0
+
+    def bind(self) -> None:
+        """Let the programs use the caches of this runner."""
+        self.program.bind(self.caches)
+        if self.image_program is not None:
+            self.image_program.bind(self.caches)
 
     def capture(
         self,
@@ -130,8 +143,13 @@ class Runner:
         )
 
     def empty_step(self, shape: StepShape) -> Tensor:
-        """Logits of a padding step of this shape, after which the draft model ran too."""
-        logits = self._run(self.program, self.input_batch.write(None, shape))
+        """Logits of a padding step of this shape, after which the draft model ran too, and before
+        that, unless it is a decode step, the program of steps with images.
+        """
+        padded = self.input_batch.write(None, shape)
+        if self.image_program is not None and shape.rows > shape.sequences:
+            self._run(self.image_program, padded)
+        logits = self._run(self.program, padded)
         if self.draft is not None:
             self.draft.propose(shape)
         return logits
@@ -148,6 +166,9 @@ class Runner:
         return logits
 
     def _logits(self, step: ScheduledStep, num_rows: int) -> Tensor:
+        if self.image_program is not None and step.has_images:
+            self.steps["eager: images"] += 1
+            return self._eager(self.image_program, step, num_rows)
         rows, sequences = step.num_tokens, len(step.chunks)
         wanted = sum(chunk.num_output_rows for chunk in step.chunks)
         if self.graphs is not None:

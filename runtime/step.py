@@ -5,11 +5,39 @@ The worker keeps state for each slot (atomc.runtime.slots). A step has what this
 request's parameters when it gets a slot, later only new tokens and blocks.
 """
 
+from math import prod
 from typing import NamedTuple
 
 from atomc.runtime.blocks import NewBlocks
 from atomc.runtime.request import Pooling
 from atomc.runtime.sampling.sampling_params import SamplingParams
+
+Grid = tuple[int, int, int]
+
+
+class ImagePixels(NamedTuple):
+    """An image to encode. length: number of its tokens; the others as in PromptImage."""
+
+    digest: bytes
+    length: int
+    grid: Grid
+    pixels: bytes
+
+    @property
+    def num_patches(self) -> int:
+        return prod(self.grid)
+
+
+class ImageRows(NamedTuple):
+    """The tokens of an image in a chunk: `length` rows from `row` on, whose embeddings are those of
+    the image from `first` on.
+    """
+
+    digest: bytes
+    row: int
+    first: int
+    length: int
+
 
 Copy = tuple[int, int]  # of a row of state per sequence: from, to
 
@@ -20,6 +48,7 @@ class Admission(NamedTuple):
     seed      64 bits
     eos_ids   tokens that end generation, unless params.ignore_eos
     tokens    the cached prefix before the first chunk, for requests with penalties; else ()
+    images    first position and grid of each image of the prompt
     """
 
     params: SamplingParams
@@ -28,6 +57,7 @@ class Admission(NamedTuple):
     eos_ids: frozenset[int]
     pooling: Pooling | None = None
     tokens: tuple[int, ...] = ()
+    images: tuple[tuple[int, Grid], ...] = ()
 
 
 class Chunk(NamedTuple):
@@ -47,6 +77,7 @@ class Chunk(NamedTuple):
     admission        set in the first chunk after the request got its slot
     next_token       the token after the chunk, if it is known: not after a sampled row
     accept           accept this many draft tokens, whatever is sampled; None: those that are equal
+    images           which rows are tokens of images
     state_from       the row that has the state per sequence before the chunk; None: it is in the
                      slot, or the sequence begins
     state_kept       the row that keeps the state before the chunk, until its draft is verified
@@ -65,6 +96,7 @@ class Chunk(NamedTuple):
     admission: Admission | None = None
     next_token: int = 0
     accept: int | None = None
+    images: tuple[ImageRows, ...] = ()
     state_from: int | None = None
     state_kept: int | None = None
     snapshot: int | None = None
@@ -94,11 +126,20 @@ class ScheduledStep(NamedTuple):
 
     pooled     a pooling step: computes hidden states instead of logits
     released   slots released since the previous step; this step may reuse them
+    images     encoded before the step, and held until a later step drops them
+    dropped    digests of images whose embeddings are dropped before that
     """
 
     chunks: tuple[Chunk, ...]
     pooled: bool = False
     released: tuple[int, ...] = ()
+    images: tuple[ImagePixels, ...] = ()
+    dropped: tuple[bytes, ...] = ()
+
+    @property
+    def has_images(self) -> bool:
+        """Whether any row is a token of an image."""
+        return any([chunk.images for chunk in self.chunks])
 
     @property
     def num_tokens(self) -> int:

@@ -14,6 +14,7 @@ from atomc.cache.store import ProgramData
 from atomc.capture.regions import region_failure_note, trace_once
 from atomc.compiler.driver import build
 from atomc.compiler.entry import new_report
+from atomc.ops.inputs import ModelInputs
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.report.report import Report, forget, keep
@@ -66,7 +67,7 @@ def trace_model(
     platform: Platform,
     observers: Sequence[Callable[[str, GraphModule], None]],
     keep_texts: bool,
-    hidden: tuple[int, torch.dtype] | None,
+    takes: ModelInputs,
     *,
     owned: bool,
 ) -> TracedModel:
@@ -81,7 +82,7 @@ def trace_model(
         observers=observers,
         keep_texts=keep_texts or options.report is not None,
     )
-    example = _example_step(device, hidden)
+    assert takes.hidden is None or takes.embeddings is None, "no draft model reads images"
 
     # The names of the arguments are those of atomc.ops.inputs.MODEL_INPUTS.
     def step(input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Outputs:
@@ -92,7 +93,21 @@ def trace_model(
         outputs: Outputs = model(input_ids, positions, hidden, logits_rows)
         return outputs
 
-    return trace(model, step if hidden is None else draft, example, context)
+    def images(
+        input_ids: Tensor,
+        positions: Tensor,
+        logits_rows: Tensor,
+        embeddings: Tensor,
+        is_image: Tensor,
+    ) -> Outputs:
+        outputs: Outputs = model(input_ids, positions, logits_rows, embeddings, is_image)
+        return outputs
+
+    call = draft if takes.hidden else images if takes.embeddings else step
+    example = _example_step(device, takes)
+    # Of positions [3, T], the number of axes is the same in each step.
+    dims = [int(i == 1 and takes.mrope) for i in range(len(example))]
+    return trace(model, call, example, context, dims=dims)
 
 
 def trace(
@@ -100,12 +115,15 @@ def trace(
     call: Callable[..., Outputs],
     example: Sequence[Tensor],
     context: Context,
+    *,
+    dims: Sequence[int] | None = None,
 ) -> TracedModel:
-    """Trace and compile `call`, a function of tensors that calls the model. The first size of each
-    is traced as unbacked.
+    """Trace and compile `call`, a function of tensors that calls the model.
+
+    dims   for each tensor, the dimension whose size is traced as unbacked; None: the first
     """
-    for tensor in example:
-        mark_unbacked(tensor, 0)
+    for tensor, dim in zip(example, dims or [0] * len(example), strict=True):
+        mark_unbacked(tensor, dim)
     reports: list[Report] = []  # of this trace, and of an earlier one that failed
     notes: list[str] = []
 
@@ -143,17 +161,22 @@ def _compiled(gm: GraphModule, context: Context, report: Report) -> TracedModel:
     return TracedModel(compiled, sources, arguments, owned, report, built.entry, built.key)
 
 
-def _example_step(
-    device: torch.device, hidden: tuple[int, torch.dtype] | None
-) -> tuple[Tensor, ...]:
-    """Token ids, positions, hidden states if the model reads any, and logits rows."""
-    states = [] if hidden is None else [torch.zeros(6, hidden[0], dtype=hidden[1], device=device)]
-    return (
-        torch.zeros(6, dtype=torch.int64, device=device),
-        torch.arange(6, device=device),
-        *states,
-        torch.arange(3, device=device),
-    )
+def _example_step(device: torch.device, takes: ModelInputs) -> Sequence[Tensor]:
+    """The arguments of the model in a step of 6 tokens."""
+
+    def rows(*size: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(size, dtype=dtype, device=device)
+
+    positions = torch.arange(6, device=device)
+    example = [rows(6, dtype=torch.int64), positions.repeat(3, 1) if takes.mrope else positions]
+    if takes.hidden is not None:
+        width, dtype = takes.hidden
+        example.append(rows(6, width, dtype=dtype))
+    example.append(torch.arange(3, device=device))
+    if takes.embeddings is not None:
+        width, dtype = takes.embeddings
+        example += [rows(6, width, dtype=dtype), rows(6, dtype=torch.bool)]
+    return example
 
 
 def _run_dynamo(

@@ -133,6 +133,12 @@ class EngineCollector:
                 stats.prefix_queries,
             ),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits),
+            ("images_encoded", "Images that the vision encoder has encoded.", stats.images_encoded),
+            (
+                "image_cache_hits",
+                "Images of prompts whose embeddings were in the cache.",
+                stats.image_cache_hits,
+            ),
             (
                 "state_snapshot_hits",
                 "Requests that started from the kept state of a prefix.",

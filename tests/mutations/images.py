@@ -1,0 +1,37 @@
+"""Bugs in the scheduling of images, their embeddings, positions and prefix keys."""
+
+from mutations import Bug
+
+DECISIONS = "tests/test_image_cache.py"
+
+
+def served(file: str, old: str, new: str, tests: str) -> Bug:
+    return Bug(file, old, new, f"tests/test_images.py -k '{tests}'")
+
+
+BUGS = [
+    # Equal tokens with other images share blocks; the same image elsewhere does.
+    served("runtime/prefix_cache.py", "overlapping(images, start, end):", "():", "share_no_block"),
+    Bug("runtime/prefix_cache.py", "[image.start, len(image.digest)]", "[0, len(image.digest)]", f"{DECISIONS} -k keys"),
+    Bug("runtime/prompt_image.py", "bisect_right(images, start,", "bisect_left(images, start,", DECISIONS),
+    # Embeddings that a chunk reads are dropped, or never made.
+    Bug("runtime/image_cache.py", "        self._kept.add(digest)\n", "", DECISIONS),
+    Bug("runtime/image_cache.py", "set(kept), self.max_patches", "set(), self.max_patches", DECISIONS),
+    Bug("runtime/image_cache.py", "        self._dropped.update(dropped)\n", "", DECISIONS),
+    Bug("runtime/image_cache.py", "            self._patches -= image.num_patches\n", "", DECISIONS),
+    Bug("runtime/image_cache.py", "        self.held.move_to_end(digest)\n", "", "tests/test_images.py -k least_recently"),
+    Bug("runtime/scheduler.py", "self.images.undo(step.images, step.dropped)", "pass", DECISIONS),
+    Bug("runtime/scheduler.py", "first - start, first - image.start,", "first - start, 0,", DECISIONS),
+    Bug("runtime/scheduler.py", "return max(image.start - start, 0)", "return image.start - start or 1", DECISIONS),
+    served("runtime/scheduler.py", "        self.pixels.remove(request.images)\n", "", "size_is_limited"),
+    # Rows and positions.
+    served("runtime/image_encoder.py", "        into[: step.num_tokens].zero_()\n", "", "zero"),
+    served("runtime/rope_positions.py", "        self.deltas[slot] = 0\n", "", "three_axes"),
+    served("runtime/rope_positions.py", "positions.numpy(), delta", "positions.numpy(), 0", "any_size and 16"),
+    served("runtime/batch.py", "(indices + at[\"draft_deltas\"][:sequences])", "indices", "draft_steps"),
+    served("runtime/batch.py", "self.rope is None else at[\"indices\"])[last]", "self.rope is None else step.positions[0])[last]", "draft_steps"),
+    # One request hurts another.
+    served("runtime/image_encoder.py", "            self._encode_alone(step.images, error)", "            raise", "encoder_that_fails"),
+    served("runtime/scheduler.py", "                self.images.forget(image.digest)", "                pass", "nan or encoder_that_fails"),
+    Bug("atomc/cache/model_fingerprint.py", "        \"inputs\": str(takes),\n", "", "tests/test_model_cache.py -k other_inputs"),
+]  # fmt: skip
