@@ -1,0 +1,137 @@
+"""A model folder that reads images: configs, a tokenizer, a chat template, and the image processor of
+transformers; and image files as bytes and URLs.
+"""
+
+import base64
+import io
+import json
+import struct
+import zlib
+
+import numpy as np
+from PIL import Image
+
+SPECIAL = (
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+IMAGE_TOKEN_ID, VIDEO_TOKEN_ID = SPECIAL.index("<|image_pad|>"), SPECIAL.index("<|video_pad|>")
+# As Qwen3-VL's, without tools.
+TEMPLATE = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.content is string %}
+        {{- message.content }}
+    {%- else %}
+        {%- for content in message.content %}
+            {%- if content.type == 'image' or 'image' in content or 'image_url' in content %}
+                {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+            {%- elif 'text' in content %}
+                {{- content.text }}
+            {%- endif %}
+        {%- endfor %}
+    {%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+# A text model, whose config.json has the vision part that the front process looks for.
+TEXT_MODEL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+    "dtype": "float32",
+}
+PATCH, MERGE = 8, 2
+
+
+def tokenizer():
+    """Bytes as tokens, after the special ones."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {text: i for i, text in enumerate([*SPECIAL, *alphabet])}
+    found = tokenizers.Tokenizer(models.BPE(vocabulary, []))
+    found.add_special_tokens([tokenizers.AddedToken(text, special=True) for text in SPECIAL])
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    found.decoder = decoders.ByteLevel()
+    return found
+
+
+def image_processor():
+    """transformers' own: patches of 8 x 8, images of 16 x 16 up to 64 x 64 pixels."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    return Qwen2VLImageProcessorPil(
+        patch_size=PATCH,
+        merge_size=MERGE,
+        temporal_patch_size=2,
+        size={"shortest_edge": 16 * 16, "longest_edge": 64 * 64},
+        image_mean=[0.5, 0.4, 0.3],
+        image_std=[0.5, 0.6, 0.7],
+    )
+
+
+def write_model(folder, model=TEXT_MODEL):
+    """A model folder without weights; serve it with --load-format dummy."""
+    folder.mkdir(parents=True, exist_ok=True)
+    vision = {
+        "vision_config": {"patch_size": PATCH},
+        "image_token_id": IMAGE_TOKEN_ID,
+        "video_token_id": VIDEO_TOKEN_ID,
+    }
+    (folder / "config.json").write_text(json.dumps({**vision, **model}))
+    tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    image_processor().save_pretrained(folder)
+    return folder
+
+
+def picture(width, height, seed=0, mode="RGB"):
+    """An image of random colors."""
+    values = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(values).convert(mode)
+
+
+def encoded(image, kind="PNG", **more):
+    """The bytes of an image file."""
+    file = io.BytesIO()
+    image.save(file, kind, **more)
+    return file.getvalue()
+
+
+def data_url(data, kind="image/png"):
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def png_of_zeros(width, height):
+    """A gray PNG, written without an image in memory."""
+
+    def chunk(kind, data):
+        body = kind + data
+        return struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body))
+
+    pack, row = zlib.compressobj(9), bytes(1 + width)
+    data = b"".join(pack.compress(row) for _ in range(height)) + pack.flush()
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+    )
