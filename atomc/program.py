@@ -17,7 +17,7 @@ from atomc.cache.compiled import Compiled, weight_inputs
 from atomc.cache.model_cache import ModelCache
 from atomc.errors import OURS, RunError
 from atomc.json_types import JSONLike
-from atomc.ops.inputs import StateInput
+from atomc.ops.inputs import TEXT, ModelInputs, StateInput
 from atomc.ops.state import StateSpec, Step
 from atomc.options import Options
 from atomc.platform import Platform
@@ -50,12 +50,14 @@ class Program:
     specs   one StateSpec per layer with state, in graph order
     report  the report of the compiler
     syncing kernels that cannot be captured in a CUDA graph
+    takes   the inputs of the model
     key     the cache key of the graph of a traced model; None if the cache was not used
     prepared_bytes  size of the weights that kernels prepare
     replaced_bytes  size of those of them whose original is freed: the runtime owns it, and no
                     kernel reads it
     """
 
+    takes = TEXT
     key: str | None = None
     prepared_bytes: int = 0
     replaced_bytes: int = 0
@@ -213,7 +215,7 @@ def compile_model(
     *,
     owned: bool = False,
     before_free: Callable[[str | None, Sequence[StateSpec], Report], None] | None = None,
-    hidden: tuple[int, torch.dtype] | None = None,
+    takes: ModelInputs = TEXT,
 ) -> Program:
     """Compile a model for the runtime, or load it from the cache. Its parameters may become views
     of packed weights.
@@ -228,8 +230,8 @@ def compile_model(
                 and those that its kernels read only as prepared weights are freed
     before_free called with the program's key, specs and report before weights are freed, if any
                 are
-    hidden      width and dtype of the hidden states that the model takes after the positions
-                (atomc.models.mtp.DraftModel); None: it takes none
+    takes       what the model takes besides the arguments above: hidden states
+                (atomc.models.mtp.DraftModel), embeddings of images, positions [3, T]
     Raises OptionsError for wrong options, and ValueError with the reason and the line for a model
     that cannot be served. ATOMC_STRICT adds the traceback, else it is logged at level debug.
     """
@@ -238,14 +240,16 @@ def compile_model(
     frees = owned and not (chosen.audit or chosen.record)
     device = next(model.parameters()).device
     where = platform or Platform.detect("cpu" if device.type == "meta" else device.type)
-    cache = ModelCache(model, chosen, where, owned=owned, observed=bool(observers) or keep_texts)
+    cache = ModelCache(
+        model, chosen, where, takes, owned=owned, observed=bool(observers) or keep_texts
+    )
     found = cache.load()
     if found is not None:
         report = keep(found.report)
         compiled, inputs, key = found.compiled, found.inputs, None
     else:
         compiled, sources, inputs, report, entry, key = _traced(
-            model, chosen, where, observers, keep_texts, hidden, owned=owned
+            model, chosen, where, observers, keep_texts, takes, owned=owned
         )
         cache.store(report, entry, sources, inputs)
     report.treated = True
@@ -262,7 +266,7 @@ def compile_model(
             compiled, inputs, made, None if owned else weights.refresh, report, device, model
         )
     program.key, program.prepared_bytes = key, weights.prepared_bytes(inputs)
-    program.replaced_bytes = freed
+    program.replaced_bytes, program.takes = freed, takes
     report.notes += _notes_of(model)
     publish(report, chosen)
     return program
@@ -274,7 +278,7 @@ def _traced(
     platform: Platform,
     observers: "Sequence[Callable[[str, GraphModule], None]]",
     keep_texts: bool,
-    hidden: tuple[int, torch.dtype] | None,
+    takes: ModelInputs,
     *,
     owned: bool,
 ) -> "TracedModel":
@@ -283,7 +287,7 @@ def _traced(
     from atomc.torch_compat.tracing import TracingError
 
     try:
-        return trace_model(model, options, platform, observers, keep_texts, hidden, owned=owned)
+        return trace_model(model, options, platform, observers, keep_texts, takes, owned=owned)
     except OURS:
         raise
     except TracingError as error:

@@ -16,19 +16,30 @@ from atomc import ops
 from atomc.json_types import JSONLike
 from atomc.models.stock_experts import experts_of, read_settings, register_experts
 from atomc.models.stock_indexer import enter_indexers, is_indexer
+from atomc.models.stock_model import PREFIX, StockModel
+from atomc.models.stock_vision import StockVisionModel, enter_encoder, has_encoder
 from atomc.torch_compat.exceptions import out_of_memory
 from atomc.weights.registry import parameter_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+__all__ = [
+    "PREFIX",
+    "StockModel",
+    "build",
+    "build_on_meta",
+    "empty_model",
+    "hf_class",
+    "load",
+    "wrap_stock",
+]
+
 log = logging.getLogger("atomc")
 
 # Values of config.layer_types that ops.attention supports without a mask.
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 INDEXED = "indexed_attention"  # with indexers that ops.index_topk can express
-# The prefix of parameter names that names in a checkpoint do not have.
-PREFIX = "hf_model."
 
 
 def hf_class(architectures: Sequence[str], ours: Sequence[str]) -> "type[PreTrainedModel]":
@@ -235,6 +246,9 @@ def wrap_stock(hf_model: "PreTrainedModel") -> "StockModel":
             )
         module.kv = ops.kv_state(_num_kv_heads(module), _head_dim(module))
         module.kv = module.kv.to(hf_model.device, hf_model.dtype)
+    if has_encoder(hf_model):
+        enter_encoder(hf_model)
+        return StockVisionModel(hf_model, indexed=indexed)
     return StockModel(hf_model, indexed=indexed)
 
 
@@ -314,34 +328,3 @@ def _attention(
         softcap=softcap or 0.0,
     )
     return out, None
-
-
-class StockModel(nn.Module):
-    """hf_model with the forward of our models. Parameter names have the prefix `hf_model.`.
-
-    indexed  it has indexers, whose layers read a mask of four dimensions, but no number of it
-    """
-
-    def __init__(self, hf_model: "PreTrainedModel", *, indexed: bool = False):
-        super().__init__()
-        self.indexed = indexed
-        self.hf_model = hf_model
-        self.config = hf_model.config
-
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor | None = None
-    ) -> Tensor:
-        """input_ids and positions [T] i64 -> logits [T, V], or [R, V] of the tokens logits_rows [R]
-        i64.
-        """
-        flat = input_ids.dim() == 1
-        unread = {"attention_mask": positions.new_zeros(1, 1, 1, 1)} if self.indexed else {}
-        out = self.hf_model(
-            input_ids=input_ids[None] if flat else input_ids,
-            position_ids=positions[None] if flat else positions,
-            use_cache=False,
-            logits_to_keep=0 if logits_rows is None else logits_rows,
-            **unread,
-        )
-        logits: Tensor = out.logits[0] if flat else out.logits
-        return logits

@@ -6,7 +6,7 @@ tables.
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from atomc.ops import GroupStep, Step
+from atomc.runtime.rope_positions import RopePositions
 from atomc.runtime.step import Chunk, ScheduledStep
 
 Array = npt.NDArray[Any]
+Rows = TypeVar("Rows", Array, Tensor)
 
 
 class StepShape(NamedTuple):
@@ -45,6 +47,11 @@ class InputBatch:
     slots   number of slots; None: as many as sequences. One more, the last, is used by padding
             sequences
     drafts  draft tokens that a draft model proposes after each step; 0: there is none
+    mrope   positions are [3, T]: those of the grid for tokens of images
+    merge_size   patches of an image in a row and a column for one token
+    embeddings   width and dtype of the embeddings of images; None: the model reads none
+
+    `embeddings` is written by the caller (ImageEncoder.place), None without images.
     """
 
     def __init__(
@@ -57,17 +64,21 @@ class InputBatch:
         num_groups: int = 1,
         slots: int | None = None,
         drafts: int = 0,
+        mrope: bool = False,
+        merge_size: int = 1,
+        embeddings: tuple[int, torch.dtype] | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         self.drafts = drafts
         self.rows, self.sequences, self.columns = rows, sequences, columns
         self.slots = sequences if slots is None else slots
+        self.rope = RopePositions(self.slots, merge_size) if mrope else None
         self.block_size, self.num_groups = block_size, num_groups
         self.device = torch.device(device)
         self.num_updates = 2 * sequences + rows // block_size + 16
         i32 = {"query_start": sequences + 1, "seq_lens": sequences}
         i64 = {
-            "positions": rows,
+            "positions": 3 * rows if mrope else rows,
             "logits_rows": rows,
             "sources": rows,
             "sequence_slots": sequences,
@@ -85,8 +96,11 @@ class InputBatch:
                 "draft_slots": sequences,
                 "draft_ends": sequences,
             }
+        if drafts and mrope:
+            i64 |= {"indices": rows, "draft_deltas": sequences}
         i64["tokens"] = rows  # last field: `last_tokens` follows it on the device
-        self._fields = _field_layout(i32, i64)
+        flags = {"is_image": rows} if embeddings is not None else {}
+        self._fields = _field_layout(flags, i32, i64)
         size = max(end for _, _, end in self._fields.values())
         pinned = self.device.type == "cuda"
         self._hosts = [torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
@@ -97,6 +111,10 @@ class InputBatch:
             name: memory[start:end].view(dtype)
             for name, (dtype, start, end) in self._fields.items()
         }
+        self.embeddings: Tensor | None = None
+        if embeddings is not None:
+            width, dtype = embeddings
+            self.embeddings = torch.zeros(rows, width, dtype=dtype, device=self.device)
         self.last_tokens = memory[size:].view(torch.int64)
         self._ids = memory[self._fields["tokens"][1] :].view(torch.int64)
         # End of each slot's blocks in tokens.
@@ -142,8 +160,10 @@ class InputBatch:
         _fill(to["seq_lens"], lens, sequences, 0)
         _fill(to["sequence_slots"], slots, sequences, self.slots)
         _fill(to["logits_rows"], wanted, shape.wanted, 0)
-        positions = np.arange(T) + np.repeat(starts - bounds[:-1], counts)
-        _fill(to["positions"], positions, rows, 0)
+        indices = np.arange(T) + np.repeat(starts - bounds[:-1], counts)
+        self._write_positions(chunks, to, rows, indices, bounds)
+        if self.embeddings is not None:
+            _fill(to["is_image"], _image_mask(chunks, bounds), rows, False)
         _fill(to["tokens"], self._known_tokens(chunks, T), rows, 0)
         to["sources"][:rows] = np.arange(rows)
         placeholder = np.array([chunk.has_placeholder for chunk in chunks], bool)
@@ -155,7 +175,7 @@ class InputBatch:
         if self.drafts:
             self._write_drafts(chunks, to, shape, bounds)
         sequence = np.repeat(slots, counts)
-        block, offset = np.divmod(positions, self.block_size)
+        block, offset = np.divmod(indices, self.block_size)
         for g, table in enumerate(self._tables):
             _fill(
                 to[f"slots_{g}"],
@@ -178,12 +198,16 @@ class InputBatch:
             )
         return Step(
             input_ids=self._ids.index_select(0, at["sources"][:rows]),
-            positions=at["positions"][:rows],
+            positions=at["positions"][:rows]
+            if self.rope is None
+            else _in_rows(at["positions"], rows),
             query_start=at["query_start"][: sequences + 1],
             seq_lens=at["seq_lens"][:sequences],
             logits_rows=at["logits_rows"][:wanted],
             groups=tuple(groups),
             state_slots=slots,
+            embeddings=None if self.embeddings is None else self.embeddings[:rows],
+            is_image=None if self.embeddings is None else at["is_image"][:rows],
         )
 
     def keep_tokens(self, tokens: Tensor) -> None:
@@ -199,7 +223,7 @@ class InputBatch:
 
         hidden  [rows, D], the hidden states of the step
 
-        Returns the step and the positions [S] of the rows with logits.
+        Returns the step and the indices [S] of the tokens with logits in their sequences.
         """
         at, rows, step = self.on_device, shape.rows, self.step(shape)
         tokens, first = at["next_tokens"][:rows], at["draft_rows"][: shape.sequences]
@@ -209,21 +233,21 @@ class InputBatch:
         equal &= depth < at["most_accepted"][: shape.sequences, None]
         last = first + equal.long().cumprod(-1).sum(-1)
         step = step._replace(input_ids=tokens, logits_rows=last, hidden=hidden)
-        return step, step.positions[last]
+        return step, (step.positions if self.rope is None else at["indices"])[last]
 
     def next_draft_step(
-        self, shape: StepShape, tokens: Tensor, positions: Tensor, hidden: Tensor
+        self, shape: StepShape, tokens: Tensor, indices: Tensor, hidden: Tensor
     ) -> Step:
         """A further draft step: one row for each sequence that samples.
 
-        tokens, positions   [S] i64; a row beyond the sequence's blocks writes nothing
-        hidden              [S, D]
+        tokens, indices   [S] i64; a row beyond the sequence's blocks writes nothing
+        hidden            [S, D]
         """
         at, (_, sequences, _, columns) = self.on_device, shape
         slots, ends = at["draft_slots"][:sequences], at["draft_ends"][:sequences]
         drafting = slots < self.slots
-        written = drafting & (positions < ends)
-        block, offset = positions // self.block_size, positions % self.block_size
+        written = drafting & (indices < ends)
+        block, offset = indices // self.block_size, indices % self.block_size
         groups = []
         for table in self.tables:
             blocks = table[:, :columns].index_select(0, slots)
@@ -232,11 +256,14 @@ class InputBatch:
                 GroupStep(torch.where(written, place * self.block_size + offset, -1), blocks)
             )
         count = torch.arange(sequences + 1, dtype=torch.int32, device=self.device)
+        positions = indices
+        if self.rope is not None:
+            positions = (indices + at["draft_deltas"][:sequences]).repeat(3, 1)
         return Step(
             input_ids=tokens,
             positions=positions,
             query_start=torch.minimum(count, drafting.sum().int()),
-            seq_lens=torch.where(drafting, torch.minimum(positions + 1, ends), 0).int(),
+            seq_lens=torch.where(drafting, torch.minimum(indices + 1, ends), 0).int(),
             logits_rows=count[:-1].long(),
             groups=tuple(groups),
             state_slots=slots,
@@ -269,7 +296,27 @@ class InputBatch:
         _fill(to["draft_rows"], first, shape.sequences, 0)
         _fill(to["most_accepted"], most, shape.sequences, 0)
         _fill(to["draft_slots"], slots, shape.sequences, self.slots)
+        if self.rope is not None:
+            _fill(to["draft_deltas"], self.rope.deltas[slots], shape.sequences, 0)
         _fill(to["draft_ends"], self._ends[:, slots].min(0, initial=2**31), shape.sequences, 0)
+
+    def _write_positions(
+        self,
+        chunks: Sequence[Chunk],
+        to: dict[str, Array],
+        rows: int,
+        indices: Array,
+        bounds: Array,
+    ) -> None:
+        """Write the positions of the tokens with these indices in their sequences."""
+        if self.rope is None:
+            _fill(to["positions"], indices, rows, 0)
+            return
+        positions = _in_rows(to["positions"], rows)
+        positions[:, : len(indices)] = self.rope.positions(chunks, indices, bounds)
+        positions[:, len(indices) :] = 0
+        if self.drafts:
+            _fill(to["indices"], indices, rows, 0)
 
     def _update_tables(self, chunks: Sequence[Chunk], to: dict[str, Array]) -> None:
         """Write new blocks to the host tables, and their positions to the step."""
@@ -323,12 +370,27 @@ def _fill(to: Array, values: Array, size: int, padding: int) -> None:
     to[len(values) : size] = padding
 
 
+def _in_rows(positions: Rows, rows: int) -> Rows:
+    """[3, rows], contiguous, at the beginning of an array with room for more."""
+    return positions[: 3 * rows].reshape(3, rows)
+
+
+def _image_mask(chunks: Sequence[Chunk], bounds: Array) -> Array:
+    """[T] bool: which rows are tokens of images."""
+    mask = np.zeros(int(bounds[-1]), bool)
+    for chunk, start in zip(chunks, bounds.tolist(), strict=False):
+        for image in chunk.images:
+            mask[start + image.row : start + image.row + image.length] = True
+    return mask
+
+
 def _field_layout(
-    i32: dict[str, int], i64: dict[str, int]
+    flags: dict[str, int], i32: dict[str, int], i64: dict[str, int]
 ) -> dict[str, tuple[torch.dtype, int, int]]:
     """Dtype, start and end byte of each field, packed with 16-byte alignment."""
     fields, at = {}, 0
-    for dtype, width, sizes in ((torch.int32, 4, i32), (torch.int64, 8, i64)):
+    for dtype, sizes in ((torch.bool, flags), (torch.int32, i32), (torch.int64, i64)):
+        width = dtype.itemsize
         for name, size in sizes.items():
             at = -(-at // 16) * 16
             fields[name] = dtype, at, at + width * size

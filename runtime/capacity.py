@@ -36,6 +36,7 @@ def capacity(
     num_blocks: int | None = None,
     kv_bytes: int | None = None,
     bytes_per_sequence: int = 0,
+    image_bytes: int = 0,
 ) -> Capacity:
     """The size of the caches: as configured, else as large as memory allows, but not more than
     max_num_seqs sequences can use.
@@ -46,11 +47,15 @@ def capacity(
     longest          maximum sequence length of the model
     max_model_len    maximum sequence length that must fit; None: as memory allows, up to longest
     bytes_per_sequence   per-sequence state, for each slot and a spare one; reserved first
+    image_bytes      for embeddings of images: not available if the size is not configured
 
     Raises ValueError if a sequence of max_model_len tokens does not fit.
     """
     room = _bytes_for_blocks(
-        kv_bytes or available, max_num_seqs, bytes_per_sequence, sized=num_blocks is not None
+        kv_bytes or max(available - image_bytes, 0),
+        max_num_seqs,
+        bytes_per_sequence,
+        sized=num_blocks is not None,
     )
     length = max_model_len or longest
     if not groups:
@@ -77,8 +82,8 @@ def capacity(
         raise ValueError(
             f"a sequence of {length} tokens does not fit into the cache, which holds "
             f"{holds or tokens} (a token takes {bytes_per_token} bytes): lower max_model_len, "
-            "max_num_batched_tokens or max_num_seqs, or raise gpu_memory_utilization, kv_bytes or "
-            "num_blocks"
+            f"max_num_batched_tokens{' or image_cache_bytes' if image_bytes else ''} or "
+            "max_num_seqs, or raise gpu_memory_utilization, kv_bytes or num_blocks"
         )
     return Capacity(tuple(counts), block_size, length)
 

@@ -85,6 +85,18 @@ class EngineConfig:
         5.0, "maximum CPU time for compiling one grammar of structured output, in seconds"
     )
     grammar_cache_bytes: int = _option(2**29, "size of the cache of compiled grammars in bytes")
+    image_cache_bytes: int = _option(
+        2**30, "size of the cache of image embeddings on the device in bytes"
+    )
+    image_queue_bytes: int = _option(
+        2**33,
+        "maximum size of the pixels of all requests in bytes; further requests with images are "
+        "rejected",
+    )
+    max_image_patches: int = _option(
+        16384,
+        "maximum number of image patches that a step encodes; images with more are rejected",
+    )
     self_check: bool = _option(
         True,
         "compare a few steps of a transformers model with its own forward, and reject it if "
@@ -133,6 +145,9 @@ class EngineConfig:
             "kv_bytes",
             "max_queue",
             "grammar_cache_bytes",
+            "image_cache_bytes",
+            "image_queue_bytes",
+            "max_image_patches",
             "ngram_min",
             "threads",
         ):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from atomc.ops.inputs import ModelInputs
 from atomc.ops.state import StateSpec, Step
 from atomc.options import Options
 from atomc.platform import Platform
@@ -76,7 +77,7 @@ def compile_draft(
         replace(options, layout=layout, expert_load=False, expect={}),
         platform,
         owned=owned,
-        hidden=(width, dtype),
+        takes=ModelInputs(hidden=(width, dtype), mrope=target.takes.mrope),
     )
     return DraftProgram(program, count, width, dtype, _in_groups_of(program.specs, target.specs))
 
@@ -139,7 +140,7 @@ class DraftRunner:
         that sample, in order; the others are meaningless. `keep` and, if tokens were sampled,
         InputBatch.keep_samples were called for the step.
         """
-        step, positions = self.batch.draft_step(shape, self.hidden[: shape.rows])
+        step, indices = self.batch.draft_step(shape, self.hidden[: shape.rows])
         drafts: list[Tensor] = []
         with torch.no_grad():
             while True:
@@ -147,8 +148,8 @@ class DraftRunner:
                 drafts.append(logits.argmax(-1))
                 if len(drafts) == self.count:
                     return torch.stack(drafts, 1)
-                positions = positions + 1
-                step = self.batch.next_draft_step(shape, drafts[-1], positions, hidden)
+                indices = indices + 1
+                step = self.batch.next_draft_step(shape, drafts[-1], indices, hidden)
 
     def _in_own_groups(self, step: Step) -> Step:
         return step._replace(groups=tuple(step.groups[group] for group in self._groups))

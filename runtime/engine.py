@@ -13,6 +13,7 @@ from atomc.runtime.config import EngineConfig
 from atomc.runtime.executor import Executor, Launched, Result
 from atomc.runtime.grammar_compiler import GrammarCompiler, GrammarMatcher
 from atomc.runtime.phases import Phases, gc_disabled
+from atomc.runtime.prompt_image import PromptImage
 from atomc.runtime.request import Output, Pooling, Request
 from atomc.runtime.request_errors import RequestError, RequestErrors, RequestFailed, is_recoverable
 from atomc.runtime.sampling.logprobs import TokenLogprobs
@@ -70,7 +71,8 @@ class Engine:
 
     module     used instead of config.model: one of ours, a stock transformers model (its attention
                is replaced in place, see wrap_stock), or any module called as
-               `model(input_ids [T], positions [T], logits_rows [R]) -> logits [R, V]`
+               `model(input_ids [T], positions [T], logits_rows [R]) -> logits [R, V]`; one with
+               a vision encoder as in atomc.runtime.image_model
     progress   show progress bars during the start
     spare_cores   CPU cores left to other processes, if there are more than two
 
@@ -153,6 +155,8 @@ class Engine:
             forced=None
             if config.speculative_accept is None
             else ForcedAcceptance(config.speculative_accept),
+            images=limits.images,
+            image_queue_bytes=config.image_queue_bytes,
         )
         self.max_len = self.scheduler.max_len
         log.info(
@@ -190,6 +194,7 @@ class Engine:
         priority: int = 0,
         salt: str | None = None,
         pooling: Pooling | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> Request:
         """A request with the model's end-of-sequence tokens, and a random seed if params has none.
 
@@ -209,11 +214,13 @@ class Engine:
             priority=priority,
             salt=salt,
             pooling=pooling,
+            images=tuple(images),
         )
 
     def refuse(self, request: Request) -> None:
         """Raise ValueError for a request that cannot run: prompt too long, id in use, token ids
-        outside the vocabulary, no token allowed by min_tokens."""
+        outside the vocabulary, images that do not fit the prompt or the model, no token allowed by
+        min_tokens."""
         for token in request.tokens:
             if token < 0 or (self.vocab_size is not None and token >= self.vocab_size):
                 raise ValueError(
@@ -227,7 +234,17 @@ class Engine:
                     f"min_tokens is {least}, but stop_token_ids and end-of-sequence tokens "
                     "are the whole vocabulary: no token may be sampled; lower min_tokens"
                 )
+        self._refuse_images(request)
         self.scheduler.refuse(request)
+
+    def _refuse_images(self, request: Request) -> None:
+        limits = self.executor.limits.images
+        if not request.images:
+            return
+        if limits is None:
+            name = self.program.report.model
+            raise ValueError(f"the prompt has images, and {name} has no vision encoder: text only")
+        limits.refuse(request.images, request.tokens[: request.num_prompt])
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises what `refuse` raises, QueueFull if the queue is full,
@@ -460,8 +477,11 @@ class Engine:
     def _end(self, request_id: str, error: RequestError) -> Output:
         """Drop a failed request, which the scheduler may have dropped already."""
         if not error.by_client:
-            # Its blocks may hold NaN: do not share them.
+            # Its blocks and embeddings may hold NaN: do not share them.
             self.scheduler.pool.evict(request_id)
+            request = self.scheduler.requests.get(request_id)
+            if request is not None:
+                self.scheduler.forget_images(request)
         self.scheduler.abort(request_id, "error")
         self._forget(request_id)
         return Output(request_id, (), finish_reason="error", error=error)
@@ -518,8 +538,16 @@ class Engine:
 
     def _warm_up(self) -> None:
         """Generate two tokens, so that lazy compilation is done, and reset the counters."""
-        prompt = [0] * min(WARM_UP_TOKENS, self.max_len - 1)
-        self.add(self.request("warm up", prompt, SamplingParams(max_tokens=2, ignore_eos=True)))
+        prompt, params = (
+            [0] * min(WARM_UP_TOKENS, self.max_len - 1),
+            SamplingParams(max_tokens=2, ignore_eos=True),
+        )
+        self.add(self.request("warm up", prompt, params))
+        limits = self.executor.limits.images
+        image = None if limits is None else limits.example()
+        if image is not None and limits is not None and image.length < self.max_len:
+            tokens = [min(limits.token_ids)] * image.length
+            self.add(self.request("warm up of images", tokens, params, images=[image]))
         while self.has_work:
             self.step()
         self.scheduler.forget_counts()

@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from atomc.runtime.capacity import Capacity
+from atomc.runtime.image_limits import ImageLimits
 from atomc.runtime.request_errors import RequestError
 from atomc.runtime.sampling.logprobs import TokenLogprobs
 from atomc.runtime.step import ScheduledStep
@@ -27,6 +28,7 @@ class Limits:
     no_prefix_cache  why blocks cannot be shared; empty if they can
     can_roll_back    whether a failed step may be launched again. False: its sequences start over,
                      because the step may have advanced their state
+    images           None: the model takes no images
     """
 
     capacity: Capacity
@@ -35,6 +37,7 @@ class Limits:
     max_num_batched_tokens: int
     no_prefix_cache: str = ""
     can_roll_back: bool = True
+    images: ImageLimits | None = None
 
 
 @dataclass(frozen=True)

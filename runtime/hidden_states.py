@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 
 class WithHiddenStates(nn.Module):
-    """module(input_ids, positions, logits_rows) -> logits [R, V], and the results [T, D] of the
-    submodules with these names, in the order in which they run.
+    """module(input_ids, positions, logits_rows, *images) -> logits [R, V], and the results [T, D]
+    of the submodules with these names, in the order in which they run.
 
     Shares the parameters of `module`, which is not changed. Raises AttributeError for a name that
     is no submodule.
@@ -22,9 +22,9 @@ class WithHiddenStates(nn.Module):
             self.module = _recorded(self.module, name, self.found)
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor
+        self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor, *images: Tensor
     ) -> tuple[Tensor, ...]:
-        logits: Tensor = self.module(input_ids, positions, logits_rows)
+        logits: Tensor = self.module(input_ids, positions, logits_rows, *images)
         states = tuple(self.found)
         self.found.clear()
         return logits, *states

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from tqdm import tqdm
 from atomc.options import Options
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.engine import Engine
+from atomc.runtime.prompt_image import PromptImage
 from atomc.runtime.request import Completion, FinishReason, Output, Request, siblings
 from atomc.runtime.request_errors import RequestError, RequestErrors, RequestFailed
 from atomc.runtime.sampling.logprobs import TokenLogprobs
@@ -22,7 +23,15 @@ from atomc.runtime.text_stream import TextStream
 if TYPE_CHECKING:  # optional
     from tokenizers import Tokenizer
 
-Prompt = str | Sequence[int]
+
+class ImagePrompt(TypedDict):
+    """The token ids of a prompt, and the images that its image tokens stand for."""
+
+    prompt_token_ids: Sequence[int]
+    images: Sequence[PromptImage]
+
+
+Prompt = str | Sequence[int] | ImagePrompt
 
 
 class LLM:
@@ -31,7 +40,8 @@ class LLM:
     model      a checkpoint directory, a module (see Engine), or None: atomc's demo model
     dtype, device, options   also as torch.dtype, torch.device and atomc.Options
     progress   show progress bars during the start
-    settings   further fields of EngineConfig; max_queue is unlimited by default
+    settings   further fields of EngineConfig; max_queue and image_queue_bytes are unlimited by
+               default
 
     Attributes: `program.report` has the compiler's report, `phases` the seconds of each phase of
     the start, and `tokens_per_second` the throughput of the last `generate` or `stream`, over all
@@ -57,7 +67,7 @@ class LLM:
             dtype=str(dtype).removeprefix("torch.") if dtype else None,
             device=str(device) if device else None,
             options=Options.of(options),
-            **{"max_queue": 2**62, **settings},
+            **{"max_queue": 2**62, "image_queue_bytes": 2**62, **settings},
         )
         self.engine = Engine(config, module=module, progress=progress)
         self.program, self.phases = self.engine.program, self.engine.phases
@@ -69,14 +79,14 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Sequence[Prompt],
+        prompts: str | ImagePrompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = False,
     ) -> list[Completion]:
         """params.n completions for each prompt, in the order of the prompts.
 
-        prompts           a text, or a list of texts and lists of token ids
+        prompts           a text, or a list of texts, lists of token ids and ImagePrompts
         sampling_params   for all prompts, or one for each; None: greedy
         progress          show a progress bar of finished requests
 
@@ -85,7 +95,7 @@ class LLM:
         or has unknown token ids, for structured output that cannot be compiled, and for a text
         without a tokenizer.
         """
-        if isinstance(prompts, str):
+        if isinstance(prompts, str | dict):
             prompts = [prompts]
         if any(isinstance(prompt, int) for prompt in prompts):
             raise ValueError(
@@ -194,11 +204,13 @@ class LLM:
         """A new request. Raises ValueError if it does not fit."""
         if params.stop and self.tokenizer is None:
             raise ValueError("no tokenizer, so stop strings cannot be found: use stop_token_ids")
-        request = self.engine.request(next(self._ids), self._tokens(prompt), params)
+        images = prompt["images"] if isinstance(prompt, dict) else ()
+        tokens = self._tokens(prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt)
+        request = self.engine.request(next(self._ids), tokens, params, images=images)
         self.engine.refuse(request)
         return request
 
-    def _tokens(self, prompt: Prompt) -> list[int]:
+    def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
         if not isinstance(prompt, str):
             return list(prompt)
         if self.tokenizer is None:

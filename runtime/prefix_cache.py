@@ -1,25 +1,35 @@
 """Prefix cache: keys of full blocks, and the longest cached prefix.
 
-The key of a block is a hash of its tokens and the previous block's key; for the first block, of the
-salt instead. Equal keys mean equal tokens from the start of the sequence, and equal salts.
+The key of a block is a hash of its tokens, of the images that they belong to, and of the previous
+block's key; for the first block, of the salt instead. Equal keys mean equal tokens and images from
+the start of the sequence, and equal salts.
 """
 
 import hashlib
 from array import array
 from collections.abc import Callable, Sequence
 
+from atomc.runtime.prompt_image import PromptImage, overlapping
+
 DIGEST = 16  # bytes: collisions are neither likely nor feasible to construct
 
 
 def extend_keys(
-    keys: list[bytes], tokens: Sequence[int], block_size: int, salt: str | None
+    keys: list[bytes],
+    tokens: Sequence[int],
+    block_size: int,
+    salt: str | None,
+    images: Sequence[PromptImage] = (),
 ) -> None:
     """Append the missing keys of full blocks of `tokens`."""
     for i in range(len(keys), len(tokens) // block_size):
         parent = keys[-1] if keys else _digest(b"" if salt is None else b"salt " + salt.encode())
-        keys.append(
-            _digest(parent + array("q", tokens[i * block_size : (i + 1) * block_size]).tobytes())
-        )
+        start, end = i * block_size, (i + 1) * block_size
+        content = array("q", tokens[start:end]).tobytes()
+        # All tokens of images are equal: what they are is in the digest, and where in the start.
+        for image in overlapping(images, start, end):
+            content += array("q", [image.start, len(image.digest)]).tobytes() + image.digest
+        keys.append(_digest(parent + content))
 
 
 def first_read(position: int, window: int) -> int:

@@ -1,6 +1,9 @@
 """An image in a prompt, prepared for a model's vision encoder."""
 
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 
 @dataclass(frozen=True)
@@ -23,3 +26,14 @@ class PromptImage:
     @property
     def end(self) -> int:
         return self.start + self.length
+
+    @property
+    def num_patches(self) -> int:
+        return prod(self.grid)
+
+
+def overlapping(images: Sequence[PromptImage], start: int, end: int) -> Sequence[PromptImage]:
+    """The images of a prompt with tokens at positions start to end - 1."""
+    first = bisect_right(images, start, key=lambda image: image.end)
+    last = bisect_left(images, end, key=lambda image: image.start)
+    return images[first:last]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from atomc.runtime.prompt_image import PromptImage
 from atomc.runtime.request_errors import RequestError
 from atomc.runtime.sampling.logprobs import TokenLogprobs
 from atomc.runtime.sampling.sample_spec import SampleSpec
@@ -23,6 +24,7 @@ class Request:
     salt          requests share cached prefixes only with requests of the same salt
     pooling       return the mean of the prompt's hidden states, or the last of them, instead of new
                   tokens
+    images        of the prompt, in order; () once the request has ended
     draft         speculative tokens after `tokens`: computed in the next step, and kept up to the
                   first wrong one
     num_in_flight number of tokens that steps in flight sample: counted as computed or pending, not
@@ -48,6 +50,7 @@ class Request:
     priority: int = 0
     salt: str | None = None
     pooling: Pooling | None = None
+    images: tuple[PromptImage, ...] = ()
     draft: tuple[int, ...] = ()
     computed: int = 0
     num_in_flight: int = 0

@@ -28,6 +28,8 @@ class Runner:
     num_slots        slots of per-sequence state; None: max_num_seqs. Padding steps need fewer
     draft            proposes tokens after each step; the program then also returns the hidden
                      states that it reads
+    image_program    the program of steps with images, over the same caches; merge_size: patches of
+                     an image in a row and a column for one token
 
     caches   tensors by role, for each layer with state
     steps    number of steps by kind: "full graph", or "eager: " with the reason
@@ -45,8 +47,10 @@ class Runner:
         max_columns: int,
         num_slots: int | None = None,
         draft: DraftProgram | None = None,
+        image_program: Program | None = None,
+        merge_size: int = 1,
     ) -> None:
-        self.program = program
+        self.program, self.image_program = program, image_program
         num_groups, slots = (
             len(groups_of(program.specs)),
             max_num_seqs if num_slots is None else num_slots,
@@ -61,7 +65,7 @@ class Runner:
             )
             for spec in program.specs
         ]
-        program.bind(self.caches)
+        self.bind()
         self.input_batch = InputBatch(
             rows=max_num_rows,
             sequences=max_num_seqs + SPARE_SEQUENCES,
@@ -70,6 +74,9 @@ class Runner:
             num_groups=num_groups,
             slots=slots,
             drafts=draft.count if draft is not None else 0,
+            mrope=program.takes.mrope,
+            merge_size=merge_size,
+            embeddings=None if image_program is None else image_program.takes.embeddings,
             device=program.device,
         )
         self.draft = None if draft is None else DraftRunner(draft, self.input_batch, counts, slots)
@@ -79,6 +86,12 @@ class Runner:
         self.why_eager = "on a CPU" if program.device.type != "cuda" else "not captured"
         self.steps: Counter[str] = Counter()
         self.rows = self.padding = 0
+
+    def bind(self) -> None:
+        """Let the programs use the caches of this runner."""
+        self.program.bind(self.caches)
+        if self.image_program is not None:
+            self.image_program.bind(self.caches)
 
     def capture(
         self,
@@ -133,8 +146,13 @@ class Runner:
         )
 
     def empty_step(self, shape: StepShape) -> Tensor:
-        """Logits of a padding step of this shape, after which the draft model ran too."""
-        logits = self._run(self.program, self.input_batch.write(None, shape))
+        """Logits of a padding step of this shape, after which the draft model ran too, and before
+        that, unless it is a decode step, the program of steps with images.
+        """
+        padded = self.input_batch.write(None, shape)
+        if self.image_program is not None and shape.rows > shape.sequences:
+            self._run(self.image_program, padded)
+        logits = self._run(self.program, padded)
         if self.draft is not None:
             self.draft.propose(shape)
         return logits
@@ -145,6 +163,9 @@ class Runner:
 
         num_rows   pad to this many rows, which does not change the results
         """
+        if self.image_program is not None and step.has_images:
+            self.steps["eager: images"] += 1
+            return self._eager(self.image_program, step, num_rows)
         rows, sequences = step.num_tokens, len(step.chunks)
         wanted = sum(chunk.num_output_rows for chunk in step.chunks)
         if self.graphs is not None:

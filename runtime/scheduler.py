@@ -6,11 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from atomc.runtime.blocks import BlockPool
+from atomc.runtime.image_cache import ImageCache
+from atomc.runtime.image_limits import ImageLimits
+from atomc.runtime.pixel_store import PixelStore
 from atomc.runtime.prefix_cache import extend_keys
+from atomc.runtime.prompt_image import overlapping
 from atomc.runtime.request import FinishReason, Output, Request
 from atomc.runtime.request_errors import RequestErrors
 from atomc.runtime.speculative import ForcedAcceptance
-from atomc.runtime.step import Admission, Chunk, ScheduledStep
+from atomc.runtime.step import Admission, Chunk, ImageRows, ScheduledStep
 
 # Each prompt token with log-probabilities takes a row of V fp32 logits.
 MOST_SCORED_ROWS = 128
@@ -18,13 +22,10 @@ SEED_BITS = 2**64 - 1
 
 
 class QueueFull(Exception):
-    """The queue is full. retry_after: seconds."""
+    """The queue is full. what: of what there is too much; retry_after: seconds."""
 
-    def __init__(self, waiting: int, retry_after: float) -> None:
-        super().__init__(
-            f"{waiting} requests wait already, the queue takes no more: try again in "
-            f"{retry_after:.0f} s"
-        )
+    def __init__(self, what: str, retry_after: float) -> None:
+        super().__init__(f"{what}, the queue takes no more: try again in {retry_after:.0f} s")
         self.retry_after = retry_after
 
 
@@ -40,6 +41,8 @@ class Counters:
     drafts: int = 0
     drafted: int = 0
     accepted: int = 0
+    images_encoded: int = 0
+    image_cache_hits: int = 0
 
 
 @dataclass
@@ -89,6 +92,8 @@ class Scheduler:
     lookahead       blocks are reserved for this many tokens after those of a step, because a draft
                     model writes there
     forced          accepts drafts, instead of their comparison with the sampled tokens
+    images          None: the model takes no images
+    image_queue_bytes   limit of the pixels of all requests
 
     Raises ValueError for limits below 1.
     """
@@ -106,6 +111,8 @@ class Scheduler:
         can_roll_back: bool = True,
         lookahead: int = 0,
         forced: ForcedAcceptance | None = None,
+        images: ImageLimits | None = None,
+        image_queue_bytes: int = 2**62,
     ) -> None:
         for name, value in (
             ("max_num_seqs", max_num_seqs),
@@ -128,6 +135,8 @@ class Scheduler:
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.counters = Counters()
+        self.images = None if images is None else ImageCache(images)
+        self.pixels = PixelStore(image_queue_bytes)
         self._in_flight: deque[_StepInFlight] = deque()
         self._free_slots = list(reversed(range(max_num_seqs)))
         # Slots released since the last step.
@@ -151,6 +160,8 @@ class Scheduler:
     def forget_counts(self) -> None:
         """Reset the counters and the prefix cache. There must be no requests."""
         assert not self.requests and self.pool.reset_prefix_cache(), "requests are running"
+        if self.images is not None:
+            self.images.clear()
         self.counters = Counters()
 
     def refuse(self, request: Request) -> None:
@@ -174,7 +185,11 @@ class Scheduler:
         """Queue a request. Raises what `refuse` raises, and QueueFull if too many wait."""
         self.refuse(request)
         if len(self.waiting) >= self.max_queue:
-            raise QueueFull(len(self.waiting), retry_after=1.0)
+            raise QueueFull(f"{len(self.waiting)} requests wait already", retry_after=1.0)
+        if not self.pixels.has_room(request.images):
+            held = f"images of {len(self.requests)} requests take {self.pixels.num_bytes} bytes"
+            raise QueueFull(held, retry_after=1.0)
+        request.images = self.pixels.add(request.images)
         request.number = self._num_added
         self._num_added += 1
         self._num_pooled += request.pooling is not None
@@ -237,6 +252,8 @@ class Scheduler:
         in_flight = self._in_flight.pop()
         assert in_flight.step is step, "only the last step can be undone"
         self._released.update(step.released)
+        if self.images is not None:
+            self.images.undo(step.images, step.dropped)
         for chunk, request, admission in zip(
             step.chunks, in_flight.requests, in_flight.admissions, strict=True
         ):
@@ -260,9 +277,18 @@ class Scheduler:
         self._remove(request)
         return True
 
+    def forget_images(self, request: Request) -> None:
+        """Do not use the embeddings of the request's images again."""
+        if self.images is not None:
+            for image in request.images:
+                self.images.forget(image.digest)
+
     def check(self) -> None:
         """Assert the invariants between two calls."""
         self.pool.check()
+        self.pixels.check([image for request in self.requests.values() for image in request.images])
+        if self.images is not None:
+            self.images.check()
         self._check_queues()
         for request in (*self.running, *self.waiting):
             self._check_request(request)
@@ -310,13 +336,18 @@ class Scheduler:
         builder = _StepBuilder(pooled, self.max_num_batched_tokens)
         if self.by_priority:
             self._preempt_for_waiting(pooled)
+        if self.images is not None:
+            self.images.begin(self._images_computed_in_part())
         preempted = self.counters.preemptions
         self._schedule_running(builder)
         if preempted == self.counters.preemptions:
             self._schedule_waiting(builder)
         if not builder.chunks:
             return None
-        step = ScheduledStep(tuple(builder.chunks), pooled, tuple(sorted(self._released)))
+        images, dropped = self.images.end() if self.images is not None else ((), ())
+        self.counters.images_encoded += len(images)
+        released = tuple(sorted(self._released))
+        step = ScheduledStep(tuple(builder.chunks), pooled, released, images, dropped)
         return _StepInFlight(step, builder.requests)
 
     def _schedule_running(self, builder: _StepBuilder) -> None:
@@ -341,7 +372,9 @@ class Scheduler:
                 continue
             if not self._admit(request, builder.budget):
                 return
-            self._add_chunk(builder, request, self._num_new_tokens(request, builder.budget))
+            count = self._num_new_tokens(request, builder.budget)
+            if count:
+                self._add_chunk(builder, request, count)
 
     def _add_chunk(self, builder: _StepBuilder, request: Request, count: int) -> None:
         chunk = self.request_errors.run(request.id, "scheduling it", self._chunk, request, count)
@@ -351,20 +384,46 @@ class Scheduler:
             builder.budget -= count
 
     def _num_new_tokens(self, request: Request, budget: int) -> int:
-        """Number of tokens of the request to schedule; 0 while a draft of it is verified. May
-        shorten the draft.
+        """Number of tokens of the request to schedule; 0 while a draft of it is verified, and if
+        the next one belongs to an image that this step cannot encode. May shorten the draft.
         """
         if request.num_in_flight and request.draft:
             return 0
         if request.pending + len(request.draft) == 1:
             # Decode. Nothing to compute if the token in flight is the last one.
-            return 0 if request.num_in_flight and not request.room(self.max_len) else 1
+            if request.num_in_flight and not request.room(self.max_len):
+                return 0
+            return self._take_images(request, 1)
         count = min(request.pending + len(request.draft), budget)
         if request.params.prompt_logprobs is not None and request.scored < request.num_prompt - 1:
             count = min(count, MOST_SCORED_ROWS)
+        count = self._take_images(request, count)
         if count < request.pending + len(request.draft):
             request.draft = request.draft[: max(count - request.pending, 0)]
         return count
+
+    def _take_images(self, request: Request, count: int) -> int:
+        """How many of the next `count` tokens can be computed: those before the first image whose
+        embeddings this step cannot have. The images of the others are in the step.
+        """
+        start = request.computed
+        for image in overlapping(request.images, start, start + count):
+            assert self.images is not None
+            held = image.digest in self.images.held
+            if not self.images.take(image):
+                return max(image.start - start, 0)
+            self.counters.image_cache_hits += held and start <= image.start
+        return count
+
+    def _images_computed_in_part(self) -> list[bytes]:
+        """Images of running requests, of whose tokens some are computed and some not."""
+        return [
+            image.digest
+            for request in self.running
+            if request.images
+            for image in overlapping(request.images, request.computed, request.computed + 1)
+            if image.start < request.computed
+        ]
 
     def _admit(self, request: Request, budget: int) -> bool:
         """Give a waiting request a slot, its cached prefix, and blocks for all its tokens, even if
@@ -406,7 +465,7 @@ class Scheduler:
         )
 
     def _match(self, request: Request) -> int:
-        extend_keys(request.keys, request.tokens, self.pool.block_size, request.salt)
+        self._extend_keys(request)
         return self.pool.match(request.keys[: (len(request.tokens) - 1) // self.pool.block_size])
 
     def _awaits_cached_blocks(self, request: Request) -> bool:
@@ -475,6 +534,8 @@ class Scheduler:
         else:
             self._stop_running(request)
         self._num_pooled -= request.pooling is not None
+        self.pixels.remove(request.images)
+        request.images = ()
         del self.requests[request.id]
 
     def _stop_running(self, request: Request) -> None:
@@ -519,6 +580,7 @@ class Scheduler:
             None if request.admission_sent else _admission(request),
             request.tokens[end] if end < known else 0,
             self._forced(request) if num_samples > 1 else None,
+            _image_rows(request, start, end),
         )
         request.admission_sent = True
         request.computed = end
@@ -573,18 +635,33 @@ class Scheduler:
         full = min(computed, len(request.tokens)) // self.pool.block_size
         if request.num_cached_blocks >= full or not self.pool.shares:
             return
-        extend_keys(request.keys, request.tokens, self.pool.block_size, request.salt)
+        self._extend_keys(request)
         for place in range(request.num_cached_blocks, full):
             self.pool.cache(request.id, place, request.keys[place])
             if self._blocks_in_progress.get(request.keys[place]) is request:
                 del self._blocks_in_progress[request.keys[place]]
         request.num_cached_blocks = full
 
+    def _extend_keys(self, request: Request) -> None:
+        extend_keys(
+            request.keys, request.tokens, self.pool.block_size, request.salt, request.images
+        )
+
     def _scores(self, request: Request) -> bool:
         return request.params.prompt_logprobs is not None
 
     def _rank(self, request: Request) -> tuple[int, int]:
         return (request.priority if self.by_priority else 0, request.number)
+
+
+def _image_rows(request: Request, start: int, end: int) -> tuple[ImageRows, ...]:
+    """The images with tokens in a chunk of the tokens start to end - 1."""
+    found = []
+    for image in overlapping(request.images, start, end) if request.images else ():
+        first = max(start, image.start)
+        count = min(end, image.end) - first
+        found.append(ImageRows(image.digest, first - start, first - image.start, count))
+    return tuple(found)
 
 
 def _admission(request: Request) -> Admission:
@@ -597,4 +674,5 @@ def _admission(request: Request) -> Admission:
         request.eos_ids,
         request.pooling,
         tuple(cached),
+        tuple([(image.start, image.grid) for image in request.images]),
     )

@@ -426,8 +426,12 @@ def _rows_of_latents(model: StockModel, report: Report) -> Iterator[None]:
 @contextmanager
 def own_attention(hf_model: Any) -> Iterator[None]:
     """Use the class's own attention instead of ours."""
+    config = hf_model.config
+    parts = {name: getattr(config, name) for name in config.sub_configs}
+    ours = {name: part._attn_implementation for name, part in parts.items() if part is not None}
+    ours[""] = config._attn_implementation
     hf_model.set_attn_implementation("eager")
     try:
         yield
     finally:
-        hf_model.set_attn_implementation("atom")
+        hf_model.set_attn_implementation(ours)

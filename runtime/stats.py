@@ -24,6 +24,8 @@ class Stats:
                       they are counted
     drafts            number of drafts that were verified; drafted: their tokens; accepted: those
                       that were kept
+    images_encoded    images that the vision encoder has encoded; image_cache_hits: those of prompts
+                      whose embeddings were in the cache
     no_prefix_cache   why there is no prefix cache; empty if there is one
     """
 
@@ -46,6 +48,8 @@ class Stats:
     drafts: int = 0
     drafted: int = 0
     accepted: int = 0
+    images_encoded: int = 0
+    image_cache_hits: int = 0
     no_prefix_cache: str = ""
     expert_load: Mapping[str, Sequence[int]] = field(default_factory=dict)
 

@@ -5,11 +5,38 @@ The worker keeps state for each slot (atomc.runtime.slots). A step has what this
 request's parameters when it gets a slot, later only new tokens and blocks.
 """
 
+from math import prod
 from typing import NamedTuple
 
 from atomc.runtime.blocks import NewBlocks
 from atomc.runtime.request import Pooling
 from atomc.runtime.sampling.sampling_params import SamplingParams
+
+Grid = tuple[int, int, int]
+
+
+class ImagePixels(NamedTuple):
+    """An image to encode. length: number of its tokens; the others as in PromptImage."""
+
+    digest: bytes
+    length: int
+    grid: Grid
+    pixels: bytes
+
+    @property
+    def num_patches(self) -> int:
+        return prod(self.grid)
+
+
+class ImageRows(NamedTuple):
+    """The tokens of an image in a chunk: `length` rows from `row` on, whose embeddings are those of
+    the image from `first` on.
+    """
+
+    digest: bytes
+    row: int
+    first: int
+    length: int
 
 
 class Admission(NamedTuple):
@@ -18,6 +45,7 @@ class Admission(NamedTuple):
     seed      64 bits
     eos_ids   tokens that end generation, unless params.ignore_eos
     tokens    the cached prefix before the first chunk, for requests with penalties; else ()
+    images    first position and grid of each image of the prompt
     """
 
     params: SamplingParams
@@ -26,6 +54,7 @@ class Admission(NamedTuple):
     eos_ids: frozenset[int]
     pooling: Pooling | None = None
     tokens: tuple[int, ...] = ()
+    images: tuple[tuple[int, Grid], ...] = ()
 
 
 class Chunk(NamedTuple):
@@ -45,6 +74,7 @@ class Chunk(NamedTuple):
     admission        set in the first chunk after the request got its slot
     next_token       the token after the chunk, if it is known: not after a sampled row
     accept           accept this many draft tokens, whatever is sampled; None: those that are equal
+    images           which rows are tokens of images
     """
 
     request_id: str
@@ -59,6 +89,7 @@ class Chunk(NamedTuple):
     admission: Admission | None = None
     next_token: int = 0
     accept: int | None = None
+    images: tuple[ImageRows, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -85,11 +116,20 @@ class ScheduledStep(NamedTuple):
 
     pooled     a pooling step: computes hidden states instead of logits
     released   slots released since the previous step; this step may reuse them
+    images     encoded before the step, and held until a later step drops them
+    dropped    digests of images whose embeddings are dropped before that
     """
 
     chunks: tuple[Chunk, ...]
     pooled: bool = False
     released: tuple[int, ...] = ()
+    images: tuple[ImagePixels, ...] = ()
+    dropped: tuple[bytes, ...] = ()
+
+    @property
+    def has_images(self) -> bool:
+        """Whether any row is a token of an image."""
+        return any([chunk.images for chunk in self.chunks])
 
     @property
     def num_tokens(self) -> int:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from atomc.models.stock import StockModel
+from atomc.ops.inputs import TEXT
 from atomc.ops.state import StateSpec, block_size_of, groups_of
 from atomc.options import Options
 from atomc.program import Program, compile_model
@@ -20,6 +21,9 @@ from atomc.runtime.executor import Limits, Result, StepCounts
 from atomc.runtime.graphs import step_shapes
 from atomc.runtime.headless_model import headless_model
 from atomc.runtime.hidden_states import WithHiddenStates
+from atomc.runtime.image_encoder import ImageEncoder
+from atomc.runtime.image_limits import ImageLimits
+from atomc.runtime.image_model import ImageModel
 from atomc.runtime.loading import LoadedModel, load
 from atomc.runtime.phases import Phases, gc_disabled
 from atomc.runtime.runner import Runner
@@ -84,12 +88,28 @@ class Worker:
         """Compile the model, and its draft model if there is one."""
         config, options = self.config, Options.of(self.config.options)
         draft = draft_model_of(self.module) if config.speculative == "mtp" else None
+        module = self.module if draft is None else WithHiddenStates(self.module, draft.reads)
+        options = replace(options, expert_load=options.expert_load or config.expert_load)
+        self.images = ImageModel.of(self.module)
         self.program = compile_model(
-            self.module if draft is None else WithHiddenStates(self.module, draft.reads),
-            replace(options, expert_load=options.expert_load or config.expert_load),
+            module,
+            options,
             owned=self._owns_weights,
             before_free=self._before_free,
+            takes=TEXT if self.images is None else self.images.takes(images=False),
         )
+        self.image_program = None
+        if self.images is not None:
+            # A program of its own: decode steps, which are most of all steps, read no embeddings.
+            self.image_program = compile_model(
+                module,
+                replace(options, expect={}),
+                owned=self._owns_weights,
+                takes=self.images.takes(images=True),
+            )
+            self.program.report.notes.append(
+                "steps with tokens of images run a second program, without CUDA graphs"
+            )
         self.draft = None
         if draft is not None:
             self.program.report.model = type(self.module).__name__
@@ -141,6 +161,9 @@ class Worker:
             MAX_NUM_BATCHED_TOKENS.get(device.type, 2048), max_num_seqs
         )
         self.outputs = OutputProcessor(device, max_num_seqs)
+        self.encoder = None
+        if self.images is not None:
+            self.encoder = ImageEncoder(self.module, self.images, device)
         self.slots = Slots(self.outputs.sampler.counts)
         sized = config.kv_bytes is not None or config.num_blocks is not None
         size = self._capacity(max_num_seqs, max_num_batched_tokens, loaded.max_len, sized=sized)
@@ -157,6 +180,8 @@ class Worker:
             max_num_rows=max_num_batched_tokens,
             max_columns=-(-size.max_model_len // size.block_size),
             draft=self.draft,
+            image_program=self.image_program,
+            merge_size=1 if self.images is None else self.images.merge_size,
         )
         # Load kernels for this cache if none was measured, or only a small one: kernels use 64-bit
         # offsets in a large cache.
@@ -172,6 +197,19 @@ class Worker:
             max_num_batched_tokens,
             no_prefix_cache,
             can_roll_back=all(spec.can_roll_back for spec in specs),
+            images=self._image_limits(),
+        )
+
+    def _image_limits(self) -> ImageLimits | None:
+        if self.images is None:
+            return None
+        return ImageLimits(
+            self.images.token_ids,
+            self.images.merge_size,
+            self.images.patch_width,
+            self.images.bytes_per_token,
+            self.config.image_cache_bytes,
+            self.config.max_image_patches,
         )
 
     def _capacity(
@@ -189,6 +227,7 @@ class Worker:
                 config.gpu_memory_utilization,
                 self._activations(max_num_seqs, max_num_batched_tokens, longest),
             ),
+            image_bytes=self._image_bytes(max_num_batched_tokens),
             max_num_seqs=max_num_seqs,
             longest=longest,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -197,6 +236,12 @@ class Worker:
             kv_bytes=config.kv_bytes,
             bytes_per_sequence=sum(spec.bytes_per_sequence() for spec in specs),
         )
+
+    def _image_bytes(self, rows: int) -> int:
+        """Bytes of the cache of embeddings, and of those of a step."""
+        if self.images is None:
+            return 0
+        return self.config.image_cache_bytes + rows * self.images.bytes_per_token
 
     def _activations(self, max_num_seqs: int, rows: int, longest: int) -> int:
         """Bytes of activations of a step of `rows` rows on a GPU, measured with a cache of one
@@ -214,6 +259,7 @@ class Worker:
             max_columns=-(-longest // block_size),
             num_slots=0,
             draft=self.draft,
+            image_program=self.image_program,
         )
         self._kernels.load(runner, self.outputs.sampler, max_num_seqs)
         torch.cuda.synchronize(device)
@@ -223,6 +269,8 @@ class Worker:
         self.outputs.sampler(
             logits, [SampleSpec(SamplingParams(temperature=1.0, top_p=0.9))] * len(logits)
         )
+        if self.encoder is not None:
+            self.encoder.encode_largest(self.config.max_image_patches)
         torch.cuda.synchronize(device)
         return int(torch.cuda.max_memory_allocated(device)) - before
 
@@ -238,7 +286,7 @@ class Worker:
                     own=self._own_forward,
                 )
                 self._own_forward = None
-                self.program.bind(self.runner.caches)
+                self.runner.bind()
             if not self.config.enforce_eager:
                 self._capture()
 
@@ -262,7 +310,13 @@ class Worker:
         )
 
     def launch(self, step: ScheduledStep) -> "LaunchedStep":
-        outputs = StepOutputs(step, self.slots.update(step))
+        states = self.slots.update(step)
+        if self.encoder is not None:
+            self.encoder.update(step)
+            embeddings = self.runner.input_batch.embeddings
+            if embeddings is not None and step.has_images:
+                self.encoder.place(step, states, embeddings)
+        outputs = StepOutputs(step, states)
         if not step.pooled:
             return LaunchedStep(self, outputs, self.runner.logits(step))
         assert self._hidden is not None, "prepare_pooling was not called"
@@ -276,26 +330,38 @@ class Worker:
     def prepare_pooling(self) -> None:
         if self._hidden is None:
             program = compile_model(
-                headless_model(self.module), options=self.config.options, owned=self._owns_weights
+                headless_model(self.module),
+                options=self.config.options,
+                owned=self._owns_weights,
+                takes=TEXT if self.images is None else self.images.takes(images=True),
             )
             program.bind(self.runner.caches)
             self._hidden = program
 
     def check(self) -> None:
-        self.program.check()
+        for program in self._programs:
+            program.check()
 
     def counts(self) -> StepCounts:
         runner = self.runner
         # With hidden states, the model is a submodule of the program's module.
-        load = {
-            name.removeprefix("module."): counts
-            for name, counts in self.program.expert_load().items()
-        }
+        load: dict[str, list[int]] = {}
+        for program in self._programs:
+            for path, counts in program.expert_load().items():
+                name = path.removeprefix("module.")
+                before = load.get(name, [0] * len(counts))
+                load[name] = [a + b for a, b in zip(before, counts, strict=True)]
         return StepCounts(dict(runner.steps), runner.rows, runner.padding, load)
 
     def forget_counts(self) -> None:
         self.runner.forget_counts()
-        self.program.forget_expert_load()
+        for program in self._programs:
+            program.forget_expert_load()
+
+    @property
+    def _programs(self) -> list[Program]:
+        """Of steps without images, and of those with them if the model takes any."""
+        return [self.program, *([] if self.image_program is None else [self.image_program])]
 
 
 class LaunchedStep:

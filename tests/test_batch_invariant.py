@@ -121,6 +121,23 @@ def test_a_token_of_attention_does_not_know_who_shares_its_step(kind, more):
     assert torch.equal(run(slice(10, 40), [30], [50], [0]), whole[10:40])
 
 
+@pytest.mark.parametrize("kind", DEVICES)
+def test_an_image_does_not_know_which_others_are_encoded_with_it(kind):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 60, 4, 32, device=DEVICES[kind]).unbind(0)
+    attention = invariant(ops.varlen_attention, kind)
+
+    def run(rows, lengths):
+        starts = torch.tensor([0, *lengths], device=q.device).cumsum(0).int()
+        return attention(q[rows], k[rows], v[rows], starts, scale=0.2)
+
+    whole = run(slice(0, 60), [40, 1, 19])
+    expected = ops.varlen_attention.reference(q, k, v, torch.tensor([0, 40, 41, 60]), scale=0.2)
+    torch.testing.assert_close(whole, expected, atol=1e-4, rtol=1e-4)
+    assert torch.equal(run(slice(0, 40), [40]), whole[:40])
+    assert torch.equal(run(slice(40, 60), [1, 19]), whole[40:])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", DEVICES)
 def test_a_row_of_a_product_per_head_does_not_know_the_others(kind, dtype):

@@ -102,6 +102,16 @@ def test_causal_attention_counts_the_pairs_that_see_each_other():
     assert found.cost.bytes == 4 * (2 * 7 * 4 * 16 + 2 * 7 * 2 * 16)
 
 
+def test_attention_within_packed_sequences_counts_pairs_of_equal_sequences():
+    q, k, v = torch.randn(12, 4, 16), torch.randn(12, 2, 16), torch.randn(12, 2, 16)
+    starts = torch.tensor([0, 2, 8, 12], dtype=torch.int32)
+    found = only(
+        costs(lambda q, k, v, at: ops.varlen_attention(q, k, v, at, scale=0.25), q, k, v, starts)
+    )
+    assert found.cost.flops == 2 * (12 * 12 // 3) * 4 * (16 + 16)
+    assert found.cost.bytes == 4 * (2 * 12 * 4 * 16 + 2 * 12 * 2 * 16)
+
+
 def test_views_cost_nothing_and_an_expanded_operand_is_read_as_it_lies():
     x, w = torch.randn(1, 8), torch.randn(4, 8)
     found = only(costs(lambda x, w: x.expand(4, 8).transpose(0, 1) * w.transpose(0, 1), x, w))

@@ -23,6 +23,7 @@ from atomc.cache.model_fingerprint import model_parts
 from atomc.cache.store import differences
 from atomc.errors import RunError
 from atomc.models import layers, llama, loader, wrap_stock
+from atomc.ops.inputs import TEXT
 from atomc.ops.state import GroupStep, Step, groups_of
 from atomc.options import Options
 from atomc.platform import Platform
@@ -217,7 +218,11 @@ def transpose_a_weight(model):
 
 def described_now(model, **options):
     return model_parts(
-        model, Options.of({"glue": "eager", **options}), Platform.detect("cpu"), owned=False
+        model,
+        Options.of({"glue": "eager", **options}),
+        Platform.detect("cpu"),
+        TEXT,
+        owned=False,
     )
 
 

@@ -426,6 +426,17 @@ def test_the_joined_writes_are_their_parts(norm: bool) -> None:
         assert torch.equal(a["v_cache"], parts["v_cache"])
 
 
+@pytest.mark.parametrize("case", CASES["varlen_attention"])
+def test_varlen_attention_is_attention_of_each_sequence_to_itself(case: str) -> None:
+    a = CASES["varlen_attention"][case](Draw(torch.float32))
+    bounds, q = a["query_start"].tolist(), a["q"]
+    sequence = torch.bucketize(torch.arange(len(q)), torch.tensor(bounds), right=True)
+    seen = (sequence[:, None] == sequence) & (sequence <= len(bounds) - 1)
+    out = ops.varlen_attention(**a)
+    assert out.dtype == q.dtype
+    assert_close(out, sdpa(q, a["k"], a["v"], a["scale"], seen[None]).nan_to_num(0.0))
+
+
 @pytest.mark.parametrize("layout", ops.LAYOUTS)
 @pytest.mark.parametrize(
     "case",

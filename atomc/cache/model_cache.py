@@ -18,6 +18,7 @@ from atomc.cache.compiled import Compiled
 from atomc.cache.lookup import CacheLookup
 from atomc.cache.model_fingerprint import model_parts, named_tensors
 from atomc.cache.store import ProgramData, record_start
+from atomc.ops.inputs import ModelInputs
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.report.report import Report
@@ -39,7 +40,7 @@ class CachedModel:
 class ModelCache:
     """Loads or stores one model.
 
-    owned     as in atomc.program.compile_model
+    takes, owned   as in atomc.program.compile_model
     observed  graphs were requested, so that the model is traced even if the cache has it
     """
 
@@ -48,6 +49,7 @@ class ModelCache:
         model: nn.Module,
         options: Options,
         platform: Platform,
+        takes: ModelInputs,
         *,
         owned: bool,
         observed: bool,
@@ -55,7 +57,9 @@ class ModelCache:
         self.model, self.options = model, options
         self.observed = observed or options.report is not None or options.record
         start = time.perf_counter()
-        self.lookup = CacheLookup(options, lambda: model_parts(model, options, platform, owned))
+        self.lookup = CacheLookup(
+            options, lambda: model_parts(model, options, platform, takes, owned)
+        )
         self.seconds = time.perf_counter() - start
 
     def load(self) -> CachedModel | None:

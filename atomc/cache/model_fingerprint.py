@@ -27,6 +27,7 @@ from atomc.cache.fingerprint import (
     sources_in,
     tensor_layout,
 )
+from atomc.ops.inputs import ModelInputs
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.torch_compat.core import (
@@ -79,7 +80,9 @@ _KNOWN_BY_NAME = ("atomc.", "torch.", "typing.", "types.", "collections.abc.", "
 _MAX_CONSTANT_BYTES = 2**20
 
 
-def model_parts(model: nn.Module, options: Options, platform: Platform, owned: bool) -> Parts:
+def model_parts(
+    model: nn.Module, options: Options, platform: Platform, takes: ModelInputs, owned: bool
+) -> Parts:
     """The parts of a model's cache key. Raises Uncacheable for a model that must be traced, with
     the reason.
     """
@@ -90,6 +93,7 @@ def model_parts(model: nn.Module, options: Options, platform: Platform, owned: b
     tree = _ModelDescriber(model)
     parts = {
         "kind of program": f"runtime, by its modules{', weights owned' * owned}",
+        "inputs": str(takes),
         **environment_parts(options, platform),
         **sources_in("models"),
     }

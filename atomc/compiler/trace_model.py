@@ -14,6 +14,7 @@ from atomc.cache.store import ProgramData
 from atomc.capture.regions import region_failure_note, trace_once
 from atomc.compiler.driver import build
 from atomc.compiler.entry import new_report
+from atomc.ops.inputs import ModelInputs
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.report.report import Report, forget, keep
@@ -62,7 +63,7 @@ def trace_model(
     platform: Platform,
     observers: Sequence[Callable[[str, GraphModule], None]],
     keep_texts: bool,
-    hidden: tuple[int, torch.dtype] | None,
+    takes: ModelInputs,
     *,
     owned: bool,
 ) -> TracedModel:
@@ -92,9 +93,9 @@ def trace_model(
             forget(reports.pop())
 
     with torch.no_grad():
-        example = _example_step(device, hidden)
+        example = _example_step(device, takes)
         start = time.perf_counter()
-        made = trace_once(model, lambda: _run_dynamo(model, example, backend), undo)
+        made = trace_once(model, lambda: _run_dynamo(model, takes, example, backend), undo)
         total = time.perf_counter() - start
     made.report.notes += notes
     made.report.phases["dynamo"] = max(0.0, total - sum(made.report.phases.values()))
@@ -113,26 +114,32 @@ def _compiled(gm: GraphModule, context: Context, report: Report) -> TracedModel:
     return TracedModel(compiled, sources, owned, report, built.entry, built.key)
 
 
-def _example_step(
-    device: torch.device, hidden: tuple[int, torch.dtype] | None
-) -> tuple[Tensor, ...]:
-    """Token ids, positions, hidden states if the model reads any, and logits rows; their sizes are
-    traced as unbacked.
-    """
-    states = [] if hidden is None else [torch.zeros(6, hidden[0], dtype=hidden[1], device=device)]
-    example = (
-        torch.zeros(6, dtype=torch.int64, device=device),
-        torch.arange(6, device=device),
-        *states,
-        torch.arange(3, device=device),
-    )
+def _example_step(device: torch.device, takes: ModelInputs) -> tuple[Tensor, ...]:
+    """The arguments of the model in a step of 6 tokens; their sizes are traced as unbacked."""
+
+    def rows(*size: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(size, dtype=dtype, device=device)
+
+    tokens = rows(6, dtype=torch.int64)
+    positions = torch.arange(6, device=device)
+    if takes.mrope:
+        positions = positions.expand(3, 6).contiguous()
+    logits_rows = torch.arange(3, device=device)
+    example = [tokens, positions]
+    if takes.hidden is not None:
+        example.append(rows(6, takes.hidden[0], dtype=takes.hidden[1]))
+    example.append(logits_rows)
+    if takes.embeddings is not None:
+        width, dtype = takes.embeddings
+        example += [rows(6, width, dtype=dtype), rows(6, dtype=torch.bool)]
     for tensor in example:
-        mark_unbacked(tensor, 0)
-    return example
+        mark_unbacked(tensor, int(tensor is positions and takes.mrope))
+    return tuple(example)
 
 
 def _run_dynamo(
     model: nn.Module,
+    takes: ModelInputs,
     example: tuple[Tensor, ...],
     backend: Callable[[GraphModule, Sequence[Input]], GraphFunction],
 ) -> TracedModel:
@@ -147,7 +154,18 @@ def _run_dynamo(
         outputs: Outputs = model(input_ids, positions, hidden, logits_rows)
         return outputs
 
-    call = with_fresh_code(step if len(example) == 3 else draft)
+    def images(
+        input_ids: Tensor,
+        positions: Tensor,
+        logits_rows: Tensor,
+        embeddings: Tensor,
+        is_image: Tensor,
+    ) -> Outputs:
+        outputs: Outputs = model(input_ids, positions, logits_rows, embeddings, is_image)
+        return outputs
+
+    assert takes.hidden is None or takes.embeddings is None, "no draft model reads images"
+    call = with_fresh_code(draft if takes.hidden else images if takes.embeddings else step)
     try:
         with isolated_dynamo_state():
             torch.compile(call, backend=backend, fullgraph=True, dynamic=False)(*example)

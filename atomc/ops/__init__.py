@@ -60,6 +60,7 @@ from atomc.ops.scaled_linear import (
     scaled_linear_int8,
 )
 from atomc.ops.state import LAYOUTS, GroupStep, Layout, StateSpec, Step, kv_state, state_handle
+from atomc.ops.varlen_attention import varlen_attention
 from atomc.token_range import Tokens
 
 __all__ = [
@@ -138,4 +139,5 @@ __all__ = [
     "silu_and_mul_quant",
     "state_handle",
     "topk_route",
+    "varlen_attention",
 ]

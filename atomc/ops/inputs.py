@@ -7,14 +7,33 @@ only used in dumps.
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from atomc.ops.state import KINDS, Step
 
 # The fields of a Step that are arguments of the model, with these names.
-MODEL_INPUTS = ("input_ids", "positions", "hidden", "logits_rows")
+MODEL_INPUTS = ("input_ids", "positions", "hidden", "logits_rows", "embeddings", "is_image")
 # Roles of scales: [1] fp32, the factors of the codes of a cache.
 SCALES = frozenset(scale for kind in KINDS.values() for scale in kind.scales)
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """What a model takes besides token ids, positions and the rows of its logits.
+
+    hidden      width and dtype of the hidden states after the positions (a draft model); None: none
+    embeddings  width and dtype of the embeddings of images, the last arguments with the mask of
+                their rows; None: none
+    mrope       positions are [3, T] instead of [T]
+    """
+
+    hidden: tuple[int, torch.dtype] | None = None
+    embeddings: tuple[int, torch.dtype] | None = None
+    mrope: bool = False
+
+
+TEXT = ModelInputs()
 
 
 @dataclass(frozen=True)

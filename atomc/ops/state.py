@@ -359,3 +359,7 @@ class Step(NamedTuple):
     groups: tuple[GroupStep, ...]
     state_slots: Tensor  # [S] i64: the row of each sequence in state per sequence
     hidden: Tensor | None = None  # [T, D]: the hidden states that a draft model reads
+    # [T, E]: what the encoder gives for the tokens of images, D columns for each place in the model
+    # that reads it; zero in other rows
+    embeddings: Tensor | None = None
+    is_image: Tensor | None = None  # [T] bool: which rows are tokens of images

@@ -223,6 +223,12 @@ def _latent_attended(n: RandomInputs) -> Arguments:
     }
 
 
+def _packed(n: RandomInputs) -> Arguments:
+    """Two sequences, the first of one row."""
+    starts = torch.tensor([0, min(n.T, 1), n.T], dtype=torch.int32, device=n.device)
+    return {name: n(n.T, N, H) for name in "qkv"} | {"query_start": starts, "scale": H**-0.5}
+
+
 def _latent_paged(n: RandomInputs) -> Arguments:
     """The last T tokens of a sequence of CONTEXT."""
     cache = n(-(-CONTEXT // 16), 16, L + R)
@@ -398,6 +404,7 @@ EXAMPLES: dict[Op, dict[str, Callable[[RandomInputs], Arguments]]] = {
     ops.rope_kv_write: {"": _rope_written},
     ops.qk_norm_rope_kv_write: {"": _norm_rope_written},
     ops.paged_attention: {"": _paged, "window": lambda n: _paged(n) | {"window": 8}},
+    ops.varlen_attention: {"": _packed},
     ops.mla_attention: {"": _latent_attended},
     ops.mla_absorbed_attention: {"": _latent_paged, "chosen": _latent_of_chosen},
     ops.index_topk: {"": _indexed},

@@ -214,6 +214,7 @@ class EngineLoop:
                     priority=command.priority,
                     salt=command.salt,
                     pooling=command.pooling,
+                    images=command.images,
                 )
             )
         except (ValueError, ImportError) as error:

@@ -4,6 +4,7 @@ from typing import Literal
 
 import msgspec
 
+from atomc.runtime.prompt_image import PromptImage
 from atomc.runtime.request import Output, Pooling
 from atomc.runtime.sampling.sampling_params import SamplingParams
 from atomc.runtime.stats import Stats
@@ -12,7 +13,7 @@ from atomc.runtime.stats import Stats
 
 
 class Submit(msgspec.Struct, tag=True):
-    """Generate from these tokens, or pool their hidden states.
+    """Generate from these tokens and images, or pool their hidden states.
 
     The engine replies with Progress.accepted or Progress.refused, then with outputs.
     """
@@ -23,6 +24,7 @@ class Submit(msgspec.Struct, tag=True):
     priority: int = 0
     salt: str | None = None
     pooling: Pooling | None = None
+    images: tuple[PromptImage, ...] = ()
 
 
 class Abort(msgspec.Struct, tag=True):

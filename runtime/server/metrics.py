@@ -130,6 +130,12 @@ class EngineCollector:
                 stats.prefix_queries,
             ),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits),
+            ("images_encoded", "Images that the vision encoder has encoded.", stats.images_encoded),
+            (
+                "image_cache_hits",
+                "Images of prompts whose embeddings were in the cache.",
+                stats.image_cache_hits,
+            ),
             ("num_preemptions", "Preempted requests, which are recomputed.", stats.preemptions),
             ("prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens),
             (

@@ -6,7 +6,7 @@ called.
 
 from functools import partial
 
-from kernel_cases.attention import ATTENTION, PAGED_ATTENTION
+from kernel_cases.attention import ATTENTION, PAGED_ATTENTION, VARLEN_ATTENTION
 from kernel_cases.draw import FNUZ, Cases
 from kernel_cases.experts import (
     COUNT_EXPERTS,
@@ -111,6 +111,7 @@ CASES: dict[str, Cases] = {
     "rope_kv_write": ROPE_KV_WRITE,
     "qk_norm_rope_kv_write": QK_NORM_ROPE_KV_WRITE,
     "paged_attention": PAGED_ATTENTION,
+    "varlen_attention": VARLEN_ATTENTION,
     "mla_absorbed_attention": MLA_ABSORBED_ATTENTION,
     "kv_b_weight": KV_B_WEIGHT,
     "kv_b_keys": KV_B_KEYS,

@@ -1,5 +1,6 @@
 """Attention, over what is given and over a paged or contiguous cache."""
 
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -187,4 +188,45 @@ PAGED_ATTENTION: Cases = {
     "e4m3fnuz with scales": lambda draw: paged(draw, CHUNKS, cache=E4M3FNUZ) | cache_scales(draw),
     "packed": lambda draw: paged(draw, CHUNKS) | {"q": draw.heads(26, 8, 2, 2, width=64)[0]},
     "batch of one": lambda draw: paged(draw, CHUNKS) | {"q": draw.normal(1, 26, 8, 64)},
+}
+
+
+def varlen(
+    draw: Draw,
+    lengths: list[int],
+    heads: tuple[int, int] = (4, 4),
+    width: int = 64,
+    padding: int = 0,
+) -> dict[str, Any]:
+    """Packed sequences of these lengths, and rows of no sequence behind them."""
+    rows = sum(lengths) + padding
+    return {
+        "q": draw.normal(rows, heads[0], width),
+        "k": draw.normal(rows, heads[1], width),
+        "v": draw.normal(rows, heads[1], width),
+        "query_start": draw.ints([0, *accumulate(lengths)], torch.int32),
+        "scale": width**-0.5,
+    }
+
+
+def varlen_of_one_projection(draw: Draw) -> dict[str, Any]:
+    """q, k and v as parts of one product, as in the attention of Qwen3-VL's vision encoder."""
+    q, k, v = draw.normal(22, 3, 4, 16).unbind(1)
+    return varlen(draw, [6, 16], width=16) | {"q": q, "k": k, "v": v}
+
+
+VARLEN_ATTENTION: Cases = {
+    "three sequences": lambda draw: varlen(draw, [7, 33, 16]),
+    "one sequence": lambda draw: varlen(draw, [65]),
+    "several tiles": lambda draw: varlen(draw, [150, 1, 70], heads=(2, 2)),
+    "single rows": lambda draw: varlen(draw, [1, 1, 1]),
+    "as many sequences as rows": lambda draw: varlen(draw, [0, 3, 0]),
+    "an empty sequence": lambda draw: varlen(draw, [5, 0, 9]),
+    "padding rows": lambda draw: varlen(draw, [7, 20], padding=3),
+    "no rows": lambda draw: varlen(draw, [0]),
+    "odd width": lambda draw: varlen(draw, [7, 33], width=72),
+    "widest heads": lambda draw: varlen(draw, [33, 18], heads=(2, 1), width=256),
+    "grouped heads": lambda draw: varlen(draw, [33, 18], heads=(6, 2)),
+    "values narrower than keys": lambda draw: varlen(draw, [7, 33]) | {"v": draw.normal(40, 4, 32)},
+    "parts of one projection": varlen_of_one_projection,
 }

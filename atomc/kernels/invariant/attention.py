@@ -1,5 +1,5 @@
-"""Attention over a paged cache without splits, with one tile for all steps: the keys of a row are
-always summed from the first one.
+"""Attention without splits, with one tile for all steps: the keys of a row are always summed from
+the first one.
 """
 
 import triton
@@ -7,8 +7,17 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.triton import attention as varying
+from atomc.kernels.triton import varlen_attention as packed
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
+
+
+def _tiling(group: int, width: int, itemsize: int) -> varying.Tiling:
+    """The tiling of all steps."""
+    least = max(16, triton.next_power_of_2(group))
+    if itemsize == 4:
+        return varying.Tiling(max(least, 32), 16 if width > 128 else 32, 1, 8, 2)
+    return varying.Tiling(max(least, 64), 32 if width > 128 else 64, 1, 4, 2)
 
 
 def refuse_paged_attention(
@@ -66,12 +75,7 @@ def paged_attention(
     if rows.shape[0] == 0:
         return q.new_empty((*q.shape[:-1], v_cache.shape[-1]))
     group = rows.shape[1] // k_cache.shape[2]
-    width = max(rows.shape[2], v_cache.shape[-1])
-    least = max(16, triton.next_power_of_2(group))
-    if q.element_size() == 4:
-        cut = varying.Tiling(max(least, 32), 16 if width > 128 else 32, 1, 8, 2)
-    else:
-        cut = varying.Tiling(max(least, 64), 32 if width > 128 else 64, 1, 4, 2)
+    cut = _tiling(group, max(rows.shape[2], v_cache.shape[-1]), q.element_size())
     out = varying.attend(
         rows,
         k_cache,
@@ -88,3 +92,13 @@ def paged_attention(
         v_scale,
     )
     return out.view(*q.shape[:-1], v_cache.shape[-1])
+
+
+@ops.varlen_attention.kernel("invariant", refuses=packed.refuse_varlen_attention)
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, *, scale: float
+) -> Tensor:
+    if q.shape[0] == 0:
+        return q.new_empty((*q.shape[:-1], v.shape[-1]))
+    cut = _tiling(q.shape[1] // k.shape[1], max(q.shape[2], v.shape[2]), q.element_size())
+    return packed.attend(q, k, v, query_start, scale, cut)

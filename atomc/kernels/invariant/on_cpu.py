@@ -11,6 +11,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.checks import not_a_cpu
 from atomc.kernels.torch.sequence import attend, gathered, no_scales, sequences
+from atomc.kernels.torch.varlen_attention import varlen_attention as by_sequence
 from atomc.ops.attention import from_cache
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -126,3 +127,14 @@ def paged_attention(
                 rows[row : row + 1], keys[seen], values[seen], sinks, scale, window, softcap
             )[0]
     return out.view(*q.shape[:-1], v_cache.shape[-1])
+
+
+def refuse_varlen_attention(platform: Platform, **_: object) -> Refusal | None:
+    return not_a_cpu(platform)
+
+
+@ops.varlen_attention.kernel("invariant", refuses=refuse_varlen_attention, syncs=True)
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, *, scale: float
+) -> Tensor:
+    return by_sequence(q, k, v, query_start, scale=scale)

@@ -27,6 +27,7 @@ from atomc.kernels.torch import (
     rope,
     route,
     scaled_linear_fp8,
+    varlen_attention,
 )
 
 # isort: split
@@ -51,4 +52,5 @@ __all__ = [
     "rope",
     "route",
     "scaled_linear_fp8",
+    "varlen_attention",
 ]

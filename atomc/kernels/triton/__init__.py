@@ -30,6 +30,7 @@ from atomc.kernels.triton import (
     scaled_linear,
     scaled_linear_by_row,
     scaled_linear_tiles,
+    varlen_attention,
     w4a16,
 )
 
@@ -63,5 +64,6 @@ __all__ = [
     "scaled_linear",
     "scaled_linear_by_row",
     "scaled_linear_tiles",
+    "varlen_attention",
     "w4a16",
 ]

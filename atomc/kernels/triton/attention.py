@@ -188,6 +188,7 @@ def _attend(
     SINKS: tl.constexpr,
     BY_SEQUENCE: tl.constexpr,
     SPLIT: tl.constexpr,
+    CAUSAL: tl.constexpr,
     LOG2_E: tl.constexpr,
     CODES: tl.constexpr,
     PDL: tl.constexpr,
@@ -248,6 +249,10 @@ def _attend(
         if WINDOW:
             first = tl.maximum(lowest_position - WINDOW + 1, 0)
         last = length - num_new + tl.minimum(first_token + BLOCK_Q, num_new)
+        if not CAUSAL:  # each row sees the keys that the last one sees
+            lowest_position = length - 1
+            position = tl.full([BLOCK_M], 0, tl.int32) + lowest_position
+            last = length
         if not BY_SEQUENCE:
             last = tl.where(first_token < num_new, last, 0)
         if SPLIT:
@@ -508,6 +513,7 @@ def launch(
     v_scale: Tensor | None,
     *,
     block_size: int,
+    causal: bool = True,
 ) -> None:
     """Launch the kernel. With `lse` [T, N, splits], fp32, it gets the logarithms in base 2 of the
     softmax masses, -inf for a split without keys, and `into` [T, N, splits, D] the results of the
@@ -555,6 +561,7 @@ def launch(
         SINKS=sinks is not None,
         BY_SEQUENCE=cut.by_sequence,
         SPLIT=lse is not None,
+        CAUSAL=causal,
         LOG2_E=LOG2_E,
         CODES=codes_of(k_cache)["CODES"],
         num_warps=cut.warps,
@@ -601,16 +608,24 @@ def odd_sequences(
     query_start: Tensor, seq_lens: Tensor, block_tables: Tensor, scale: float
 ) -> Refusal | None:
     """Refuse descriptions of sequences, or a scale, that the kernels cannot read."""
-    for name, numbers in (
-        ("query_start", query_start),
-        ("seq_lens", seq_lens),
-        ("block_tables", block_tables),
-    ):
+    return odd_numbers(scale, query_start=query_start, seq_lens=seq_lens, block_tables=block_tables)
+
+
+def odd_numbers(scale: float, **described: Tensor) -> Refusal | None:
+    """Refuse tensors that are not contiguous int32, or a scale that the kernels cannot use."""
+    for name, numbers in described.items():
         if numbers.dtype != torch.int32 or not known_equal(numbers.stride(-1), 1):
             return Refusal("dtype", f"{name} is not a contiguous int32 tensor")
     if scale <= 0:
         return Refusal("argument", f"the scale {scale} is not positive")
     return None
+
+
+def crowded_group(group: int) -> Refusal | None:
+    """Refuse more query heads for a key/value head than a tile has rows."""
+    if group <= MAX_GROUP:
+        return None
+    return Refusal("shape", f"{group} query heads share a key/value head, the limit is {MAX_GROUP}")
 
 
 def refuse_paged_attention(
@@ -639,12 +654,7 @@ def refuse_paged_attention(
     width, group = max(k_cache.shape[-1], v_cache.shape[-1]), q.shape[-2] // k_cache.shape[-2]
     if reason := too_wide(width, MAX_WIDTH, "heads"):
         return reason
-    if group > MAX_GROUP:
-        return Refusal(
-            "shape",
-            f"{group} query heads share a key/value head, the limit is {MAX_GROUP}",
-        )
-    return None
+    return crowded_group(group)
 
 
 @ops.paged_attention.kernel(

@@ -1,0 +1,77 @@
+"""Where the patches of images are, for the vision encoders of Qwen3-VL and Qwen3.5: computed on the
+host from the grids of the images, so that the encoder itself is one graph for images of any size.
+
+An encoder takes P patches of W values, of one image after another. A processor orders the patches
+of an image by the blocks of merge_size x merge_size patches that become one token.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from atomc.models.mrope import Grid
+
+
+class PatchInputs(NamedTuple):
+    """What the encoder reads besides pixels.
+
+    query_start  [S + 1] i32: rows query_start[s]:query_start[s + 1] are a frame, whose patches see
+                 each other
+    coordinates  [P, 2] i64: row and column of each patch in its image
+    corners      [P, 4] i64: entries of the table of position embeddings around each patch
+    weights      [P, 4] fp32: their shares in the embedding of the patch
+    """
+
+    query_start: Tensor
+    coordinates: Tensor
+    corners: Tensor
+    weights: Tensor
+
+
+def patch_inputs(
+    grids: Sequence[Grid], merge_size: int, table_side: int, device: torch.device
+) -> PatchInputs:
+    """The inputs for images of these grids, at least one.
+
+    table_side  the table of position embeddings has table_side x table_side entries
+
+    Raises ValueError for a grid that is not divisible into tokens.
+    """
+    starts, parts = [0], []
+    for t, h, w in grids:
+        if min(t, h, w) < 1 or h % merge_size or w % merge_size:
+            raise ValueError(
+                f"an image has a grid of {t} x {h} x {w} patches, expected positive numbers, and "
+                f"multiples of {merge_size} for the last two"
+            )
+        starts += [starts[-1] + h * w * frame for frame in range(1, t + 1)]
+        of_frame = _frame(h, w, merge_size, table_side)
+        parts.append([x.repeat(t, 1) for x in of_frame])
+    query_start = torch.tensor(starts, dtype=torch.int32)
+    whole = (torch.cat(columns) for columns in zip(*parts, strict=True))
+    return PatchInputs(*(x.to(device) for x in (query_start, *whole)))
+
+
+def _frame(h: int, w: int, merge_size: int, side: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Coordinates, corners and weights of the patches of one frame."""
+    blocks = torch.arange(h * w).view(h // merge_size, merge_size, w // merge_size, merge_size)
+    order = blocks.transpose(1, 2).flatten()
+    row, column = order // w, order % w
+    (above, above_weights), (left, left_weights) = _neighbours(h, side), _neighbours(w, side)
+    corners = above[row][:, :, None] * side + left[column][:, None, :]
+    weights = above_weights[row][:, :, None] * left_weights[column][:, None, :]
+    return torch.stack((row, column), -1), corners.flatten(1), weights.flatten(1)
+
+
+def _neighbours(size: int, side: int) -> tuple[Tensor, Tensor]:
+    """The two entries of a table of `side` entries around each of `size` positions that are spread
+    evenly over it, and their shares: [size, 2] each. With transformers' operations, so that results
+    are equal bit for bit.
+    """
+    place = torch.arange(size, dtype=torch.float32) * (side - 1) / max(size - 1, 1)
+    first = place.floor()
+    entries = first.long()[:, None] + torch.arange(2)
+    share = 1 - (place - first)
+    return entries.clamp(max=side - 1), torch.stack((share, 1 - share), -1)

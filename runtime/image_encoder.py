@@ -1,0 +1,118 @@
+"""The vision encoder in a worker: embeddings of images on the device, as steps request them.
+
+P patches of W values, I tokens of images, T rows of a step, E width of an embedding.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from math import isqrt
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from atomc.models.mrope import num_image_tokens
+from atomc.runtime.image_limits import FLOAT_BYTES
+from atomc.runtime.image_model import ImageModel
+from atomc.runtime.request_errors import is_recoverable
+from atomc.runtime.slots import SlotState
+from atomc.runtime.step import ImagePixels, ScheduledStep
+
+
+class ImageEncoder:
+    """Encodes images with a model's encoder, and holds their embeddings by digest.
+
+    errors   why images that steps read could not be encoded
+    """
+
+    def __init__(self, module: nn.Module, images: ImageModel, device: torch.device) -> None:
+        self.module, self.images, self.device = module, images, device
+        self._encode_images: Callable[..., Tensor] = module.encode_images  # type: ignore[assignment]
+        self.errors: dict[bytes, BaseException] = {}
+        self._embeddings: dict[bytes, Tensor] = {}
+
+    def update(self, step: ScheduledStep) -> None:
+        """Drop and encode what the step requests. Idempotent. An image that cannot be encoded is in
+        `errors`; raises what is no error of an image.
+        """
+        for digest in (*step.dropped, *(image.digest for image in step.images)):
+            self._embeddings.pop(digest, None)
+            self.errors.pop(digest, None)
+        if not step.images:
+            return
+        try:
+            self._encode(step.images)
+        except Exception as error:  # any code of the model
+            if not is_recoverable(error):
+                raise
+            self._encode_alone(step.images, error)
+
+    def place(self, step: ScheduledStep, states: Sequence[SlotState], into: Tensor) -> None:
+        """Copy the embeddings of the step's rows to `into` [T, E]; other rows are zero. Requests
+        whose images could not be encoded fail.
+        """
+        into[: step.num_tokens].zero_()
+        starts = accumulate([chunk.num_tokens for chunk in step.chunks], initial=0)
+        for chunk, state, start in zip(step.chunks, states, starts, strict=False):
+            for rows in chunk.images:
+                if rows.digest in self.errors:
+                    state.fail("encoding an image of its prompt", self.errors[rows.digest])
+                    continue
+                found = self._embeddings[rows.digest][rows.first : rows.first + rows.length]
+                into[start + rows.row : start + rows.row + rows.length].copy_(found)
+
+    def embeddings(self, images: Sequence[ImagePixels]) -> Tensor:
+        """The embeddings [I, E] of these images, in one call of the encoder. Raises ValueError if
+        it returns another shape.
+        """
+        with torch.no_grad():
+            found: Tensor = self._encode_images(
+                self._pixels(images), [image.grid for image in images]
+            )
+        expected = sum(image.length for image in images), self.images.width
+        if tuple(found.shape) != expected:
+            raise ValueError(
+                f"encode_images of {type(self.module).__name__} returned {list(found.shape)}, "
+                f"expected {list(expected)}"
+            )
+        return found.to(self.images.dtype)
+
+    def encode_largest(self, max_patches: int) -> None:
+        """Encode an image of as many patches, to measure the memory that it takes."""
+        merge = self.images.merge_size
+        height = max(isqrt(max_patches) // merge, 1) * merge
+        grid = (1, height, max(max_patches // height // merge, 1) * merge)
+        length = num_image_tokens(grid, merge)
+        pixels = bytes(FLOAT_BYTES * height * grid[2] * self.images.patch_width)
+        self.embeddings([ImagePixels(b"", length, grid, pixels)])
+
+    def _encode(self, images: Sequence[ImagePixels]) -> None:
+        found = self.embeddings(images)
+        parts = torch.split(found, [image.length for image in images])
+        for image, part in zip(images, parts, strict=True):
+            # A copy: the memory of one image is freed without that of the others.
+            self._embeddings[image.digest] = part.clone() if len(images) > 1 else part
+
+    def _encode_alone(self, images: Sequence[ImagePixels], error: BaseException) -> None:
+        """Encode each image in a call of its own, after the call for all has failed."""
+        if len(images) == 1:
+            self.errors[images[0].digest] = error
+            return
+        for image in images:
+            try:
+                self._encode([image])
+            except Exception as alone:  # any code of the model
+                if not is_recoverable(alone):
+                    raise
+                self.errors[image.digest] = alone
+
+    def _pixels(self, images: Sequence[ImagePixels]) -> Tensor:
+        """The patches [P, W] of all images, fp32 on the device."""
+        size = sum(image.num_patches for image in images), self.images.patch_width
+        pixels = torch.empty(size, pin_memory=self.device.type == "cuda")
+        start, to = 0, pixels.numpy()
+        for image in images:
+            end = start + image.num_patches
+            to[start:end] = np.frombuffer(image.pixels, np.float32).reshape(end - start, -1)
+            start = end
+        return pixels.to(self.device, non_blocking=True)
