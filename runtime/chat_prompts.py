@@ -46,17 +46,17 @@ class ChatPrompts:
         """
         if isinstance(self._images, ImageProcessor):
             processor: ImageProcessor | None = self._images
-            messages, sources = split_images(messages, MAX_IMAGES)
-            hidden = Placeholders(processor.placeholders)
+            hidden = Placeholders(self._images.placeholders)
         elif has_images(messages):
             raise ValueError(f"this model reads no images: {self._images}")
         else:
-            processor, sources, hidden = None, [], Placeholders(())
+            processor, hidden = None, Placeholders(())
+        messages, sources = split_images(messages, MAX_IMAGES)
         text = self._template.render(
             hidden.hide(messages),
             hidden.hide(tools),
             add_generation_prompt=add_generation_prompt,
-            **hidden.hide(kwargs),
+            **{k: v for k, v in hidden.hide(kwargs).items() if k != "add_generation_prompt"},
         )
         tokens = self._encode(hidden.pieces(text))
         if processor is None:

@@ -135,3 +135,58 @@ def png_of_zeros(width, height):
     return (
         b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
     )
+
+
+def write_vision_model(folder):
+    """A small Qwen3-VL with random weights in a model folder; returns transformers' model."""
+    import torch
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    text = {
+        "vocab_size": 320,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "mrope_section": [4, 2, 2],
+            "mrope_interleaved": True,
+        },
+        "eos_token_id": SPECIAL.index("<|im_end|>"),
+        "dtype": "float32",
+    }
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "patch_size": PATCH,
+        "spatial_merge_size": MERGE,
+        "out_hidden_size": 32,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0],
+    }
+    tokens = {
+        "image_token_id": IMAGE_TOKEN_ID,
+        "video_token_id": VIDEO_TOKEN_ID,
+        "vision_start_token_id": SPECIAL.index("<|vision_start|>"),
+        "vision_end_token_id": SPECIAL.index("<|vision_end|>"),
+    }
+    config = Qwen3VLConfig(text_config=text, vision_config=vision, **tokens)
+    torch.manual_seed(0)
+    model = Qwen3VLForConditionalGeneration(config).float().eval()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, 0, 0.2)
+        elif "norm" not in name:
+            torch.nn.init.normal_(parameter, 0, 0.05)
+    model.generation_config.eos_token_id = text["eos_token_id"]
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    write_model(folder, json.loads((folder / "config.json").read_text()))
+    return model

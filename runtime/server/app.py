@@ -23,7 +23,7 @@ from atomc.runtime.server.completions import completions
 from atomc.runtime.server.embeddings import embeddings
 from atomc.runtime.server.errors import APIError, to_api_error
 from atomc.runtime.server.http import AuthMiddleware, error_response
-from atomc.runtime.server.image_budget import ImageBudget, ImageBudgetMiddleware
+from atomc.runtime.server.image_budget import ImageBudgetMiddleware
 from atomc.runtime.server.json_body import checked_json_route
 from atomc.runtime.server.service import Service
 
@@ -63,7 +63,7 @@ def create_app(service: Service) -> Any:
     app.add_exception_handler(UnicodeError, _on_unicode_error)
     authenticated = AuthMiddleware(
         BodyBudgetMiddleware(
-            ImageBudgetMiddleware(app, ImageBudget(service.config.max_images_bytes)),
+            ImageBudgetMiddleware(app, service.image_budget),
             service.config.max_bodies_bytes,
         ),
         keys=ApiKeys(service.config.api_key),

@@ -21,6 +21,7 @@ from atomc.runtime.server.http import (
     request_id,
     sse_event,
 )
+from atomc.runtime.server.image_budget import image_reservation
 from atomc.runtime.server.limits import TOOLS, check_length, check_total_size
 from atomc.runtime.server.logprobs import chat_logprobs, encoded
 from atomc.runtime.server.message_deltas import (
@@ -119,6 +120,9 @@ async def chat_completions(service: Service, body: ChatRequest, request: Request
     )
     generation = service.generation(request_id(request), [prompt], params, body, chat.images)
     await service.start(generation, request)
+    # The engine has the images now.
+    del chat
+    image_reservation(request).release()
     response = _ResponseBuilder(
         service, body, request_id(request), generation, tool_mode, prompt_text
     )

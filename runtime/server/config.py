@@ -100,12 +100,6 @@ class ServerConfig:
         "images",
     )
     limit_images: int = _option(32, "maximum number of images of a request", "images")
-    max_images_bytes: int = _option(
-        2 * 2**30,
-        "maximum total size of the prepared images of running requests; an image of 1024 x 1024 "
-        "pixels has 25 MB",
-        "images",
-    )
     ssl_certfile: str | None = _option(None, "serve HTTPS with this certificate", "security")
     ssl_keyfile: str | None = _option(None, "the private key of the certificate", "security")
 
@@ -116,7 +110,6 @@ class ServerConfig:
             ("max_logprobs", 0),
             ("max_body_bytes", 1),
             ("limit_images", 0),
-            ("max_images_bytes", 1),
             ("drain_seconds", 0),
             ("engine_patience", 1),
             ("engine_timeout", 0),

@@ -1,6 +1,7 @@
-"""Limits the memory of prepared images of running requests.
+"""Limits the memory of images that are being prepared.
 
-Images grow when they are prepared: a file of a few bytes can have millions of pixels.
+Images grow when they are prepared: a file of a few bytes can have millions of pixels. When the
+engine has accepted them, its own limit applies (image_queue_bytes).
 """
 
 import threading
@@ -33,15 +34,15 @@ class ImageReservation:
                 raise ImageError("the request has ended")
             if self._held + num_bytes > limit:
                 raise invalid(
-                    f"the prepared images of this request exceed the limit of {limit} bytes: send "
+                    f"the images of this request exceed the limit of {limit} bytes of pixels: send "
                     "fewer or smaller images",
                     "messages",
                 )
             if self._budget.bytes_held + num_bytes > limit:
                 raise APIError(
                     429,
-                    f"the prepared images of all running requests have {self._budget.bytes_held} "
-                    f"bytes, the limit is {limit}: try again later",
+                    f"the images of all new requests have {self._budget.bytes_held} bytes of "
+                    f"pixels, the limit is {limit}: try again later",
                     "overloaded",
                     code="too_many_bytes",
                     headers={"Retry-After": str(RETRY_SECONDS)},
@@ -67,7 +68,9 @@ class ImageBudget:
 
 
 class ImageBudgetMiddleware:
-    """ASGI middleware: gives each request an ImageReservation, which ends with the response."""
+    """ASGI middleware: gives each request an ImageReservation, which ends with the response at
+    the latest.
+    """
 
     def __init__(self, app: ASGIApp, budget: ImageBudget) -> None:
         self.app = app

@@ -151,6 +151,7 @@ async def _run(
 ) -> int:
     """Serve until shutdown; returns the exit status of the process."""
     from atomc.runtime.server.app import create_app
+    from atomc.runtime.server.image_budget import ImageBudget
     from atomc.runtime.server.image_reader import image_reader
     from atomc.runtime.server.metrics import Metrics
     from atomc.runtime.server.model_info import load_model_info
@@ -179,6 +180,7 @@ async def _run(
             config,
             Metrics(client, model.names[0]),
             max_requests=process.config.max_queue,
+            image_budget=ImageBudget(process.config.image_queue_bytes),
             images=None if model.images is None else image_reader(model.images, config),
         )
         app = ShutdownMiddleware(create_app(service))

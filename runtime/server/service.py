@@ -15,6 +15,7 @@ from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.errors import APIError, to_api_error
 from atomc.runtime.server.generation import Generation
 from atomc.runtime.server.http import cancel_on_disconnect
+from atomc.runtime.server.image_budget import ImageBudget
 from atomc.runtime.server.image_reader import ImageReader
 from atomc.runtime.server.messages import Submit
 from atomc.runtime.server.metrics import Metrics
@@ -32,6 +33,7 @@ class Service:
     """The objects that all endpoints share.
 
     max_requests   the maximum number of choices of one HTTP request
+    image_budget   for images that are being prepared
     images         reads the images of messages, if the model reads images
     """
 
@@ -40,6 +42,7 @@ class Service:
     config: ServerConfig
     metrics: Metrics
     max_requests: int
+    image_budget: ImageBudget
     images: ImageReader | None = None
     started: float = field(default_factory=time.monotonic, init=False)
     _ready_task: "asyncio.Task[None] | None" = field(default=None, init=False)
