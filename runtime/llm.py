@@ -13,6 +13,7 @@ from tqdm import tqdm
 from atomc.options import Options
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.engine import Engine
+from atomc.runtime.loading import config_folder
 from atomc.runtime.prompt_image import PromptImage
 from atomc.runtime.request import Completion, FinishReason, Output, Request, siblings
 from atomc.runtime.request_errors import RequestError, RequestErrors, RequestFailed
@@ -23,6 +24,8 @@ from atomc.runtime.text_stream import TextStream
 if TYPE_CHECKING:  # optional
     from tokenizers import Tokenizer
 
+    from atomc.runtime.chat_prompts import ChatPrompts
+
 
 class ImagePrompt(TypedDict):
     """The token ids of a prompt, and the images that its image tokens stand for."""
@@ -31,6 +34,8 @@ class ImagePrompt(TypedDict):
     images: Sequence[PromptImage]
 
 
+# A message of a chat, in OpenAI's format.
+Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | ImagePrompt
 
 
@@ -76,6 +81,8 @@ class LLM:
         self._ids = map(str, count())
         self._builders: dict[str, CompletionBuilder] = {}
         self._request_errors = RequestErrors()
+        self._folder = None if module is not None else config_folder(config)
+        self._chat_prompts: ChatPrompts | None = None
 
     def generate(
         self,
@@ -119,6 +126,46 @@ class LLM:
         seconds = time.perf_counter() - started
         self.tokens_per_second = sum(len(builder.token_ids) for builder in builders) / seconds
         return [builder.completion() for builder in builders]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: bool = False,
+    ) -> list[Completion]:
+        """params.n completions for each chat, in the order of the chats.
+
+        messages   of one chat, or a list of chats, in OpenAI's format. Images are parts such as
+                   {"type": "image", "image": X}: a PIL image, a path, or a data: URL; or image_url
+        tools      in OpenAI's format, for all chats
+        chat_template_kwargs   further variables of the chat template, such as enable_thinking=False
+
+        The rest, and errors, as in `generate`. Raises ValueError also for messages that the chat
+        template rejects, for an image that cannot be read, and for a model without a chat template;
+        ImportError without jinja2.
+        """
+        is_single = all(isinstance(each, Mapping) for each in messages)
+        chats: Sequence[Any] = [messages] if is_single else messages
+        if self._chat_prompts is None:
+            self._chat_prompts = self._load_chat_prompts()
+        prompts: list[Prompt] = []
+        for chat in chats:
+            tokens, images = self._chat_prompts.prompt(
+                chat, tools, add_generation_prompt, chat_template_kwargs or {}
+            )
+            prompts.append({"prompt_token_ids": tokens, "images": images})
+        return self.generate(prompts, sampling_params, progress=progress)
+
+    def _load_chat_prompts(self) -> "ChatPrompts":
+        from atomc.runtime.chat_prompts import ChatPrompts
+
+        if self._folder is None:
+            raise ValueError("this model is a module, which has no chat template: use generate")
+        return ChatPrompts(self._folder, self.tokenizer)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None

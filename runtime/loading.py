@@ -56,7 +56,7 @@ def load(
         # Stock transformers models have a method that replaces their attention.
         model = wrap_stock(module) if hasattr(module, "set_attn_implementation") else module
         return _loaded_model(model, None, _eos_ids_of_module(model), config)
-    folder = _demo() if config.model is None else model_folder(config.model)
+    folder = config_folder(config)
     model = loader.load(
         folder,
         dtype=dtype_of(config.dtype),
@@ -109,7 +109,10 @@ def _max_len(module: nn.Module, max_model_len: int | None) -> int:
     return max_len
 
 
-def _demo() -> Path:
+def config_folder(config: EngineConfig) -> Path:
+    """The folder of config.model; of the demo model if it is None."""
+    if config.model is not None:
+        return model_folder(config.model)
     from atomc import demo
 
     return Path(demo.PATH)

@@ -27,6 +27,7 @@ FOREIGN_FLAGS = {
         "--guided-decoding-backend": _LEAVE_OUT,
         "--kv-cache-dtype": "use --options kv_cache_dtype=fp8",
         "--kv-cache-memory-bytes": "use --kv-bytes",
+        "--limit-mm-per-prompt": "use --limit-images",
         "--mem-fraction-static": "use --gpu-memory-utilization",
         "--model": "the model is a positional argument: atomc serve MODEL",
         "--model-path": "the model is a positional argument: atomc serve MODEL",

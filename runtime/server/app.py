@@ -23,6 +23,7 @@ from atomc.runtime.server.completions import completions
 from atomc.runtime.server.embeddings import embeddings
 from atomc.runtime.server.errors import APIError, to_api_error
 from atomc.runtime.server.http import AuthMiddleware, error_response
+from atomc.runtime.server.image_budget import ImageBudgetMiddleware
 from atomc.runtime.server.json_body import checked_json_route
 from atomc.runtime.server.service import Service
 
@@ -61,7 +62,10 @@ def create_app(service: Service) -> Any:
     # Lone surrogates in a text; which code raises the error depends on the field.
     app.add_exception_handler(UnicodeError, _on_unicode_error)
     authenticated = AuthMiddleware(
-        BodyBudgetMiddleware(app, service.config.max_bodies_bytes),
+        BodyBudgetMiddleware(
+            ImageBudgetMiddleware(app, service.image_budget),
+            service.config.max_bodies_bytes,
+        ),
         keys=ApiKeys(service.config.api_key),
         open_paths=OPEN_PATHS,
         max_body_bytes=service.config.max_body_bytes,
@@ -101,8 +105,8 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         return await embeddings(service, body, request)
 
     @app.post("/tokenize")
-    async def tokenize(body: protocol.TokenizeRequest) -> Response:
-        return await operations.tokenize(service, body)
+    async def tokenize(body: protocol.TokenizeRequest, request: Request) -> Response:
+        return await operations.tokenize(service, body, request)
 
     @app.post("/detokenize")
     async def detokenize(body: protocol.DetokenizeRequest) -> Response:

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from atomc.runtime.sampling.logprobs import TokenLogprobs
 from atomc.runtime.sampling.sampling_params import Structured
+from atomc.runtime.server.chat_prompt import chat_prompt
 from atomc.runtime.server.errors import invalid
 from atomc.runtime.server.generation import Generation
 from atomc.runtime.server.http import (
@@ -20,6 +21,7 @@ from atomc.runtime.server.http import (
     request_id,
     sse_event,
 )
+from atomc.runtime.server.image_budget import image_reservation
 from atomc.runtime.server.limits import TOOLS, check_length, check_total_size
 from atomc.runtime.server.logprobs import chat_logprobs, encoded
 from atomc.runtime.server.message_deltas import (
@@ -77,11 +79,16 @@ async def chat_completions(service: Service, body: ChatRequest, request: Request
     kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
-    text = await model.render_chat(
-        body.messages, tool_mode.template_tools, body.add_generation_prompt, kwargs
+    chat = await chat_prompt(
+        service,
+        request,
+        body.messages,
+        tool_mode.template_tools,
+        body.add_generation_prompt,
+        kwargs,
     )
-    assert model.tokenizer is not None, "render_chat raises an error without a tokenizer"
-    prompt = await model.encode_chat(text)
+    assert model.tokenizer is not None, "chat_prompt raises an error without a tokenizer"
+    prompt = chat.tokens
     if not prompt:
         raise invalid("the chat template rendered an empty prompt", "messages")
     check_total_size(body.n, body.top_logprobs, body.n * len(prompt), model.max_len, "messages")
@@ -98,7 +105,7 @@ async def chat_completions(service: Service, body: ChatRequest, request: Request
     structured = structured or tool_mode.structured
     # A grammar applies from the first token on, even if the prompt ends with an opening reasoning
     # tag.
-    prompt_text = text if structured is None else ""
+    prompt_text = chat.text if structured is None else ""
     parsers = [tool_mode.parser(), _reasoning_parser(model.reasoning, prompt_text)]
     keep_special_tokens = not body.skip_special_tokens or uses_special_tokens(
         model.tokenizer, *parsers
@@ -111,8 +118,11 @@ async def chat_completions(service: Service, body: ChatRequest, request: Request
         structured=structured,
         skip_special_tokens=not keep_special_tokens,
     )
-    generation = service.generation(request_id(request), [prompt], params, body)
+    generation = service.generation(request_id(request), [prompt], params, body, chat.images)
     await service.start(generation, request)
+    # The engine has the images now.
+    del chat
+    image_reservation(request).release()
     response = _ResponseBuilder(
         service, body, request_id(request), generation, tool_mode, prompt_text
     )

@@ -6,13 +6,14 @@ and the rendered text is the same.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atomc.json_file import read_json
 from atomc.json_types import JSON, JSONLike, JSONObject
+from atomc.runtime.image_input.content_parts import IMAGE_PART
 
 if TYPE_CHECKING:  # optional
     from jinja2 import Environment, Template
@@ -41,15 +42,21 @@ class ChatTemplate:
     tools.
 
     special_tokens   name -> text, such as bos_token; templates write them themselves
+    keeps_parts      templates get the parts of a content, with {"type": "image"} for images, as
+                     those of models with images expect; else the joined text
 
     Raises ValueError for a syntax error, and ImportError without jinja2.
     """
 
     def __init__(
-        self, templates: str | Mapping[str, str], special_tokens: Mapping[str, str] | None = None
+        self,
+        templates: str | Mapping[str, str],
+        special_tokens: Mapping[str, str] | None = None,
+        keeps_parts: bool = False,
     ) -> None:
         self.sources = {DEFAULT: templates} if isinstance(templates, str) else dict(templates)
         self.special_tokens = dict(special_tokens or {})
+        self._content = _checked_parts if keeps_parts else _joined_text
         environment = _environment()
         self._compiled = {
             name: _compile_template(environment, name, text) for name, text in self.sources.items()
@@ -87,7 +94,7 @@ class ChatTemplate:
         # "developer" is OpenAI's newer name of the system role, which most templates do not
         # support.
         roles = {} if "developer" in self.sources[name] else {"developer": "system"}
-        normalized = [_message(message, roles) for message in messages]
+        normalized = [_message(message, roles, self._content) for message in messages]
         variables: JSONObject = {
             **self.special_tokens,
             "documents": None,
@@ -129,9 +136,11 @@ class ChatTemplate:
         )
 
 
-def load_chat_template(folder: Path, file: Path | None = None) -> ChatTemplate | None:
+def load_chat_template(
+    folder: Path, file: Path | None = None, *, keeps_parts: bool = False
+) -> ChatTemplate | None:
     """The template of a model folder, or of `file` with the folder's special tokens; None if there
-    is none.
+    is none. keeps_parts: as in ChatTemplate.
 
     Reads chat_template.jinja and additional_chat_templates/*.jinja, else tokenizer_config.json.
     Raises ValueError and FileNotFoundError for invalid or missing files.
@@ -144,7 +153,7 @@ def load_chat_template(folder: Path, file: Path | None = None) -> ChatTemplate |
             raise FileNotFoundError(
                 f"--chat-template {file}: no such file; expected a Jinja template"
             )
-        return ChatTemplate(_text(file), special)
+        return ChatTemplate(_text(file), special, keeps_parts)
     found = {
         path.stem: _text(path)
         for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))
@@ -152,7 +161,7 @@ def load_chat_template(folder: Path, file: Path | None = None) -> ChatTemplate |
     if (folder / "chat_template.jinja").is_file():
         found[DEFAULT] = _text(folder / "chat_template.jinja")
     found = found or _templates_in(config, config_file)
-    return ChatTemplate(found, special) if found else None
+    return ChatTemplate(found, special, keeps_parts) if found else None
 
 
 def _text(file: Path) -> str:
@@ -210,9 +219,11 @@ def _token_text(name: str, value: JSON) -> str:
 # Inputs of templates
 
 
-def _message(message: Message, roles: Mapping[str, str]) -> JSONObject:
-    """A message as templates expect it: without nulls, content as a string, reasoning under the
-    keys they read.
+def _message(
+    message: Message, roles: Mapping[str, str], content: Callable[[JSON], JSON]
+) -> JSONObject:
+    """A message as templates expect it: without nulls, with the content that `content` returns,
+    reasoning under the keys they read.
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ValueError(f"a message is {message!r:.80}, expected an object with a role")
@@ -222,7 +233,7 @@ def _message(message: Message, roles: Mapping[str, str]) -> JSONObject:
     role = str(normalized["role"])
     normalized["role"] = roles.get(role, role)
     if "content" in normalized:
-        normalized["content"] = _content(normalized["content"])
+        normalized["content"] = content(normalized["content"])
     reasoning = next((normalized[key] for key in REASONING_KEYS if key in normalized), None)
     return (
         normalized
@@ -231,16 +242,28 @@ def _message(message: Message, roles: Mapping[str, str]) -> JSONObject:
     )
 
 
-def _content(content: JSON) -> str:
+def _joined_text(content: JSON) -> str:
     """The content as one string; parts of type text are joined by newlines."""
+    return content if isinstance(content, str) else "\n".join(map(_text_of_part, _parts(content)))
+
+
+def _checked_parts(content: JSON) -> JSON:
+    """The content as a string, or as parts of type text and image."""
     if isinstance(content, str):
         return content
+    return [
+        part if part == IMAGE_PART else {"type": "text", "text": _text_of_part(part)}
+        for part in _parts(content)
+    ]
+
+
+def _parts(content: JSON) -> list[JSON]:
     if not isinstance(content, list):
         raise ValueError(
             f"the content of a message is a {type(content).__name__}, expected a string or a "
             "list of parts"
         )
-    return "\n".join(map(_text_of_part, content))
+    return content
 
 
 def _text_of_part(part: JSON) -> str:

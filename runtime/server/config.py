@@ -87,6 +87,19 @@ class ServerConfig:
     max_bodies_bytes: int = _option(
         256 * 2**20, "maximum total size of the bodies of running requests", "security"
     )
+    allowed_local_media_path: tuple[str, ...] = _option(
+        (),
+        "a folder that file: URLs of images may name files in; may be given several times; "
+        "default: none",
+        "images",
+    )
+    allowed_media_domains: tuple[str, ...] = _option(
+        (),
+        "a host that http and https URLs of images may name; may be given several times; *: any; "
+        "only public addresses; default: none",
+        "images",
+    )
+    limit_images: int = _option(32, "maximum number of images of a request", "images")
     ssl_certfile: str | None = _option(None, "serve HTTPS with this certificate", "security")
     ssl_keyfile: str | None = _option(None, "the private key of the certificate", "security")
 
@@ -96,6 +109,7 @@ class ServerConfig:
         for name, least in (
             ("max_logprobs", 0),
             ("max_body_bytes", 1),
+            ("limit_images", 0),
             ("drain_seconds", 0),
             ("engine_patience", 1),
             ("engine_timeout", 0),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
+from atomc.runtime.prompt_image import PromptImage
 from atomc.runtime.request_errors import RequestError, is_recoverable
 from atomc.runtime.sampling.logprobs import TokenLogprobs
 from atomc.runtime.sampling.sampling_params import SamplingParams
@@ -17,7 +18,7 @@ from atomc.runtime.server.errors import APIError, from_request_error, to_api_err
 from atomc.runtime.server.messages import Submit
 from atomc.runtime.server.metrics import Metrics
 from atomc.runtime.server.model_info import ModelInfo
-from atomc.runtime.server.response_types import Usage
+from atomc.runtime.server.response_types import PromptTokensDetails, Usage
 from atomc.runtime.text_stream import TextDelta, TextStream
 
 log = logging.getLogger("atomc.requests")
@@ -43,7 +44,7 @@ class Choice:
 class Generation:
     """`await start()`, then iterate in a `with` block, which closes it.
 
-    Choice i * n + j is number j of prompt i.
+    Choice i * n + j is number j of prompt i. images: of the only prompt.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Generation:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         *,
+        images: Sequence[PromptImage] = (),
         n: int = 1,
         priority: int = 0,
         salt: str | None = None,
@@ -63,6 +65,7 @@ class Generation:
         self._client, self._metrics = client, metrics
         self._request_id, self._log_requests = request_id, log_requests
         self.n, self.prompts = n, prompts
+        self._image_tokens = sum(image.length for image in images)
         self.choices: dict[str, Choice] = {}
         self._submits: list[Submit] = []
         for number, prompt in enumerate(prompts):
@@ -74,6 +77,7 @@ class Generation:
                     _choice_params(params, offset),
                     priority,
                     salt,
+                    images=tuple(images),
                 )
                 self._submits.append(submit)
                 stream = self._run_isolated(TextStream, model.tokenizer, prompt, params)
@@ -87,6 +91,7 @@ class Generation:
         failed, or EngineDead.
         """
         self._request_stream = self._client.submit(self._submits)
+        self._submits = []  # they hold the images
         try:
             await self._request_stream.wait_accepted()
         except RequestRefused as refused:
@@ -131,11 +136,14 @@ class Generation:
         """Token counts in OpenAI's format; a prompt with several choices counts once."""
         prompt = sum(len(prompt) for prompt in self.prompts)
         new = sum(choice.num_new for choice in self.choices.values())
+        details: PromptTokensDetails = {"cached_tokens": self._num_cached()}
+        if self._image_tokens:
+            details["image_tokens"] = self._image_tokens
         return {
             "prompt_tokens": prompt,
             "completion_tokens": new,
             "total_tokens": prompt + new,
-            "prompt_tokens_details": {"cached_tokens": self._num_cached()},
+            "prompt_tokens_details": details,
         }
 
     def __enter__(self) -> Self:

@@ -6,16 +6,18 @@ import asyncio
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atomc.json_types import JSONLike
 from atomc.runtime.detokenizer import TokenTexts, load_tokenizer
 from atomc.runtime.generation_config import sampling_defaults
+from atomc.runtime.image_input.processor import ImageProcessor, load_image_processor
 from atomc.runtime.server.chat_template import ChatTemplate, Message, load_chat_template
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.errors import APIError, invalid
-from atomc.runtime.server.limits import MESSAGES, TOOLS, check_length
+from atomc.runtime.server.limits import TOOLS, check_length
 from atomc.runtime.server.reasoning_parsers import REASONING_PARSERS, detect_reasoning_parser
 from atomc.runtime.server.timeout import run_with_timeout
 from atomc.runtime.server.tool_parsers import TOOL_PARSERS, detect_tool_parser
@@ -38,6 +40,7 @@ class ModelInfo:
     names              names for clients; responses have the first
     defaults           sampling parameters of requests that do not set them
     tools, reasoning   names of the parsers; None: the model's format is unknown
+    images             prepares images; None: the model reads none, for the reason no_images
     max_len            maximum sequence length in tokens; with vocab_size, set when the engine is
                        ready
     """
@@ -48,6 +51,8 @@ class ModelInfo:
     defaults: Mapping[str, Any]
     tools: str | None
     reasoning: str | None
+    images: ImageProcessor | None = None
+    no_images: str = ""
     max_len: int = 0
     vocab_size: int | None = None
     created: int = field(default_factory=lambda: int(time.time()))
@@ -128,7 +133,6 @@ class ModelInfo:
                 "--chat-template"
             )
         template = self.template
-        check_length(MESSAGES, messages, "messages", "messages")
         check_length(TOOLS, tools, "tools", "tools")
 
         def render() -> str:
@@ -147,10 +151,12 @@ class ModelInfo:
         except ValueError as error:
             raise invalid(str(error), "messages") from error
 
-    async def encode_chat(self, text: str) -> list[int]:
-        """The tokens of a rendered chat; adds no BOS, which the template writes itself."""
-        (tokens,) = await self.encode([text], add_special_tokens=False, param="messages")
-        return tokens
+    async def encode_chat(self, pieces: Sequence[str]) -> list[int]:
+        """The tokens of the pieces of a rendered chat; adds no BOS, which the template writes
+        itself.
+        """
+        encoded = await self.encode(pieces, add_special_tokens=False, param="messages")
+        return list(chain.from_iterable(encoded))
 
     async def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         tokenizer = self.tokenizer
@@ -188,18 +194,24 @@ def load_model_info(folder: Path, name: str, config: ServerConfig) -> ModelInfo:
     from atomc.json_file import read_json
 
     model_config = read_json(folder / "config.json")
+    tokenizer = load_tokenizer(folder)
+    images = load_image_processor(folder, model_config, tokenizer)
     template = load_chat_template(
-        folder, Path(config.chat_template) if config.chat_template else None
+        folder,
+        Path(config.chat_template) if config.chat_template else None,
+        keeps_parts=isinstance(images, ImageProcessor),
     )
     source, model_type = template.source if template else "", model_config.get("model_type")
     return ModelInfo(
         names=config.served_model_name or (name,),
-        tokenizer=load_tokenizer(folder),
+        tokenizer=tokenizer,
         template=template,
         defaults=sampling_defaults(folder) if config.generation_config == "model" else {},
         tools=_parser(config.tool_call_parser, TOOL_PARSERS, "tool_call_parser")
         or detect_tool_parser(source, model_type),
         reasoning=_reasoning(config.reasoning_parser, source, model_type),
+        images=images if isinstance(images, ImageProcessor) else None,
+        no_images=images if isinstance(images, str) else "",
     )
 
 

@@ -8,8 +8,10 @@ from asyncio.subprocess import PIPE
 from collections.abc import Sequence
 from contextlib import suppress
 
+from starlette.requests import Request
 from starlette.responses import Response
 
+from atomc.runtime.server.chat_prompt import chat_prompt
 from atomc.runtime.server.client import EngineDead, EngineRestarting
 from atomc.runtime.server.errors import APIError, invalid
 from atomc.runtime.server.http import JSONResponse
@@ -36,6 +38,7 @@ async def models(service: Service, name: str | None = None) -> Response:
             "root": model.names[0],
             "parent": None,
             "max_model_len": model.max_len,
+            "input_modalities": ["text", "image"] if service.images else ["text"],
         }
         for name in model.names
     ]
@@ -44,7 +47,7 @@ async def models(service: Service, name: str | None = None) -> Response:
     )
 
 
-async def tokenize(service: Service, body: TokenizeRequest) -> Response:
+async def tokenize(service: Service, body: TokenizeRequest, request: Request) -> Response:
     model = service.model
     model.check_name(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -58,10 +61,10 @@ async def tokenize(service: Service, body: TokenizeRequest) -> Response:
     else:
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
         kwargs = body.chat_template_kwargs or {}
-        text = await model.render_chat(
-            body.messages or [], tools, body.add_generation_prompt, kwargs
+        chat = await chat_prompt(
+            service, request, body.messages or [], tools, body.add_generation_prompt, kwargs
         )
-        tokens = await model.encode_chat(text)
+        tokens = chat.tokens
     spelled = (
         await asyncio.to_thread(_token_texts, model, tokens) if body.return_token_strs else None
     )

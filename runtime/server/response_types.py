@@ -20,7 +20,10 @@ class ErrorResponse(TypedDict):
 
 
 class PromptTokensDetails(TypedDict):
+    """image_tokens: only if the prompt has images."""
+
     cached_tokens: int
+    image_tokens: NotRequired[int]
 
 
 class Usage(TypedDict):

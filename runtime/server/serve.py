@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.hub import model_folder
+from atomc.runtime.image_input.media_access import real_folders
 from atomc.runtime.server.api_keys import read_keys
 from atomc.runtime.server.client import EngineClient, EngineFailed, EngineProcess
 from atomc.runtime.server.config import ServerConfig
@@ -47,6 +48,7 @@ def serve(server: ServerConfig, engine: EngineConfig) -> None:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     logging.getLogger("atomc").setLevel(logging.INFO)
     _check_certificate(server)
+    real_folders(server.allowed_local_media_path)
     if server.api_key_file is not None:
         server = replace(
             server, api_key=(*server.api_key, *read_keys(server.api_key_file)), api_key_file=None
@@ -149,6 +151,8 @@ async def _run(
 ) -> int:
     """Serve until shutdown; returns the exit status of the process."""
     from atomc.runtime.server.app import create_app
+    from atomc.runtime.server.image_budget import ImageBudget
+    from atomc.runtime.server.image_reader import image_reader
     from atomc.runtime.server.metrics import Metrics
     from atomc.runtime.server.model_info import load_model_info
     from atomc.runtime.server.service import Service
@@ -176,6 +180,8 @@ async def _run(
             config,
             Metrics(client, model.names[0]),
             max_requests=process.config.max_queue,
+            image_budget=ImageBudget(process.config.image_queue_bytes),
+            images=None if model.images is None else image_reader(model.images, config),
         )
         app = ShutdownMiddleware(create_app(service))
         deadline.before_exit = lambda: client.engine.kill()
@@ -235,6 +241,7 @@ def _log_summary(service: "Service", listener: socket.socket) -> None:
         info.num_sequences,
         info.max_len,
     )
+    log.info("images: %s", "yes" if service.images else f"none, {model.no_images}")
     if info.threads:
         log.info("%s", info.threads)
     stats = service.client.stats

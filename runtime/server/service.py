@@ -8,12 +8,15 @@ from dataclasses import dataclass, field
 
 from starlette.requests import ClientDisconnect, Request
 
+from atomc.runtime.prompt_image import PromptImage
 from atomc.runtime.sampling.sampling_params import SamplingParams
 from atomc.runtime.server.client import EngineClient
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.errors import APIError, to_api_error
 from atomc.runtime.server.generation import Generation
 from atomc.runtime.server.http import cancel_on_disconnect
+from atomc.runtime.server.image_budget import ImageBudget
+from atomc.runtime.server.image_reader import ImageReader
 from atomc.runtime.server.messages import Submit
 from atomc.runtime.server.metrics import Metrics
 from atomc.runtime.server.model_info import ModelInfo
@@ -27,13 +30,20 @@ PROBE_SECONDS = 1.0
 
 @dataclass
 class Service:
-    """max_requests: the maximum number of choices of one HTTP request."""
+    """The objects that all endpoints share.
+
+    max_requests   the maximum number of choices of one HTTP request
+    image_budget   for images that are being prepared
+    images         reads the images of messages, if the model reads images
+    """
 
     client: EngineClient
     model: ModelInfo
     config: ServerConfig
     metrics: Metrics
     max_requests: int
+    image_budget: ImageBudget
+    images: ImageReader | None = None
     started: float = field(default_factory=time.monotonic, init=False)
     _ready_task: "asyncio.Task[None] | None" = field(default=None, init=False)
     _ready_started: float = field(default=-PROBE_SECONDS, init=False)
@@ -44,6 +54,7 @@ class Service:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         body: GenerationRequest,
+        images: Sequence[PromptImage] = (),
     ) -> Generation:
         return Generation(
             self.client,
@@ -52,6 +63,7 @@ class Service:
             name,
             prompts,
             params,
+            images=images,
             n=body.n,
             priority=body.priority,
             salt=body.cache_salt,

@@ -1,0 +1,133 @@
+"""Decodes image files. Sizes are checked in the header, before memory for pixels is allocated."""
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from atomc.runtime.image_input.image_error import ImageError
+
+if TYPE_CHECKING:  # optional
+    from PIL.Image import Image
+
+# 7680 x 4320 (8K) fits.
+MAX_PIXELS = 2**25
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+# Each scan of a progressive JPEG updates all pixels; encoders write about ten.
+MAX_SCANS = 100
+START_OF_SCAN = b"\xff\xda"
+ORIENTATION = 0x0112
+# EXIF orientation -> the member of Image.Transpose that undoes it.
+TRANSPOSES = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+
+
+def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> "Image":
+    """The image as RGB, turned upright; transparent parts are white, of an animation the first
+    frame. Raises ImageError.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    if not data:
+        raise ImageError("the image is empty")
+    if (size := _webp_size(data)) is not None:
+        # Pillow allocates the canvas of a WebP file when it opens it.
+        _check_size(*size, max_pixels)
+    with _damaged():
+        try:
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
+        except UnidentifiedImageError as error:
+            raise ImageError(
+                "the image is damaged, or its format is none of PNG, JPEG, WebP, GIF and BMP"
+            ) from error
+        except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+            raise ImageError(f"the image has more than {max_pixels} pixels: resize it") from error
+    _check_size(*image.size, max_pixels)
+    if image.format in ("JPEG", "MPO") and data.count(START_OF_SCAN) > MAX_SCANS:
+        raise ImageError(f"the JPEG image has more than {MAX_SCANS} scans: save it again")
+    with _damaged():
+        image.load()
+    return to_rgb(image)
+
+
+def to_rgb(image: "Image") -> "Image":
+    """The image as RGB, turned upright, on white. Raises ImageError for a mode without a range of
+    values.
+    """
+    with _damaged():
+        return _eight_bits(_upright(image))
+
+
+def _webp_size(data: bytes) -> tuple[int, int] | None:
+    """Width and height in the header of a WebP file; None for another file."""
+    if data[:4] != b"RIFF" or data[8:12] != b"WEBP" or len(data) < 30:
+        return None
+    match data[12:16]:
+        case b"VP8X":
+            return 1 + int.from_bytes(data[24:27], "little"), 1 + int.from_bytes(
+                data[27:30], "little"
+            )
+        case b"VP8L":
+            bits = int.from_bytes(data[21:25], "little")
+            return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
+        case b"VP8 ":
+            width = int.from_bytes(data[26:28], "little") & 0x3FFF
+            return width, int.from_bytes(data[28:30], "little") & 0x3FFF
+    return None
+
+
+def _check_size(width: int, height: int, max_pixels: int) -> None:
+    if width < 1 or height < 1:
+        raise ImageError(f"the image has {width} x {height} pixels, expected at least 1 x 1")
+    if width * height > max_pixels:
+        raise ImageError(
+            f"the image has {width} x {height} pixels, at most {max_pixels} are allowed: resize it"
+        )
+
+
+@contextmanager
+def _damaged() -> Iterator[None]:
+    try:
+        yield
+    except (ImageError, MemoryError):
+        raise
+    # Pillow's decoders raise OSError, SyntaxError, EOFError, struct.error, zlib.error and others.
+    except Exception as error:
+        raise ImageError("the image is truncated or damaged") from error
+
+
+def _upright(image: "Image") -> "Image":
+    from PIL.Image import Transpose
+
+    try:
+        orientation = image.getexif().get(ORIENTATION)
+    except Exception:  # damaged metadata; the pixels are fine
+        orientation = None
+    name = TRANSPOSES.get(orientation) if isinstance(orientation, int) else None
+    return image if name is None else image.transpose(Transpose[name])
+
+
+def _eight_bits(image: "Image") -> "Image":
+    """As RGB. Of 16 bits per pixel the upper 8, which Pillow takes of color images, too."""
+    from PIL import Image
+
+    if image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ImageError(
+            f"an image of mode {image.mode!r} has no range of values, expected 'RGB' or 'L'"
+        )
+    if "A" in image.getbands() or "transparency" in image.info:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        return Image.alpha_composite(white, image).convert("RGB")
+    return image.convert("RGB")

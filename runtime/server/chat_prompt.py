@@ -1,0 +1,87 @@
+"""The prompt of a chat: rendered by the chat template, tokenized, with its images."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from starlette.requests import Request
+
+from atomc.json_types import JSONLike
+from atomc.runtime.image_input.content_parts import has_images, split_images
+from atomc.runtime.image_input.image_error import ImageError
+from atomc.runtime.image_input.placeholders import Placeholders, check_image_tokens, place_images
+from atomc.runtime.prompt_image import PromptImage
+from atomc.runtime.server.chat_template import Message
+from atomc.runtime.server.errors import invalid
+from atomc.runtime.server.http import cancel_on_disconnect
+from atomc.runtime.server.image_budget import image_reservation
+from atomc.runtime.server.image_reader import ImageReader, RequestLimits
+from atomc.runtime.server.limits import MESSAGES, check_length
+from atomc.runtime.server.service import Service
+
+Tools = Sequence[Mapping[str, JSONLike]] | None
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """text: as rendered, with one image token per image."""
+
+    text: str
+    tokens: list[int]
+    images: tuple[PromptImage, ...] = ()
+
+
+async def chat_prompt(
+    service: Service,
+    request: Request,
+    messages: Sequence[Message],
+    tools: Tools,
+    add_generation_prompt: bool,
+    kwargs: Mapping[str, JSONLike],
+) -> ChatPrompt:
+    """Raises a 400 for messages that the template or the model does not support, and for an image
+    that cannot be used.
+    """
+    model = service.model
+    check_length(MESSAGES, messages, "messages", "messages")
+    if service.images is not None:
+        try:
+            return await _with_images(
+                service, service.images, request, messages, tools, add_generation_prompt, kwargs
+            )
+        except ImageError as error:
+            raise invalid(str(error), "messages", error.code) from error
+    if has_images(messages):
+        raise invalid(f"this model reads no images: {model.no_images}", "messages")
+    text = await model.render_chat(messages, tools, add_generation_prompt, kwargs)
+    return ChatPrompt(text, await model.encode_chat([text]))
+
+
+async def _with_images(
+    service: Service,
+    reader: ImageReader,
+    request: Request,
+    messages: Sequence[Message],
+    tools: Tools,
+    add_generation_prompt: bool,
+    kwargs: Mapping[str, JSONLike],
+) -> ChatPrompt:
+    model, image_token_id = service.model, reader.processor.image_token_id
+    messages, sources = split_images(messages, service.config.limit_images)
+    hidden = Placeholders(reader.processor.placeholders)
+    text = await model.render_chat(
+        hidden.hide(messages), hidden.hide(tools), add_generation_prompt, hidden.hide(kwargs)
+    )
+    tokens = await model.encode_chat(hidden.pieces(text))
+    check_image_tokens(tokens, image_token_id, len(sources))
+    text = hidden.restore(text)
+    if not sources:
+        return ChatPrompt(text, tokens)
+    limits = RequestLimits(
+        model.max_len,
+        model.max_len - len(tokens),
+        service.config.max_body_bytes,
+        image_reservation(request),
+    )
+    images = await cancel_on_disconnect(request, reader.prepare(sources, limits))
+    prompt, placed = place_images(tokens, image_token_id, images)
+    return ChatPrompt(text, prompt, placed)
