@@ -22,7 +22,7 @@ BUGS = [
     bug("models/stock_delta_net.py", "beta = beta * 2.0", "pass", "wrapped_class and olmo"),
     bug("models/stock_delta_net.py", "TOLERANCE = 1e-4", "TOLERANCE = 1e-1", REFUSED),
     bug("models/stock_delta_net.py", "parameters.keys() - known", "()", REFUSED),
-    bug("models/stock.py", "if num_delta_nets == layer_types.count(LINEAR):", "if num_delta_nets:", "without_the_parts"),
+    bug("models/stock.py", "if num_linear == layer_types.count(LINEAR) + layer_types.count(HYBRID):", "if num_linear:", "without_the_parts"),
     bug("models/load_plan.py", 'visual[0].removesuffix(".") not in modules', "False", "with_images"),
     bug("models/loader.py", 'name.replace("model.language_model.", "model.")', "name", "with_images"),
     bug("atomc/quantization/kept_layers.py", ' | _delta_gates(model) if online', " if online", "stay_in_16"),
