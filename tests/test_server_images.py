@@ -133,7 +133,7 @@ def test_answers_are_those_of_transformers(theirs, client, http, llm, images, me
         )[0, len(tokens) :].tolist()
     (offline,) = llm.chat(messages, SamplingParams(**NEW))
     assert offline.prompt_token_ids == tuple(tokens)
-    assert list(offline.token_ids) == expected and len(set(expected)) > 3
+    assert list(offline.token_ids) == expected and len(set(expected)) > 1
     assert found.choices[0].message.content == offline.text
 
     pil = [
