@@ -19,13 +19,13 @@ _PUBLIC = {
     "adopt": "atomc.quantization",
     "explain": "atomc.compiler.explain",
     "ops": "",
-    "prepare": "atomc.capture.regions",
+    "prepare": "atomc.models.prepare",
     "quantize": "atomc.quantization",
     "register_experts": "atomc.models.stock_experts",
     "register_kernel": "atomc.ops.op",
     "register_pass": "atomc.compiler.pipeline",
     "reports": "atomc.report.report",
-    "unprepare": "atomc.capture.regions",
+    "unprepare": "atomc.models.prepare",
 }
 
 __all__ = ["__version__", *_PUBLIC]

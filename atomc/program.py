@@ -248,10 +248,9 @@ def compile_model(
         report = keep(found.report)
         compiled, inputs, key = found.compiled, found.inputs, None
     else:
-        compiled, sources, inputs, report, entry, key = _traced(
-            model, chosen, where, observers, keep_texts, takes, owned=owned
-        )
-        cache.store(report, entry, sources, inputs)
+        traced = _traced(model, chosen, where, observers, keep_texts, takes, owned=owned)
+        compiled, inputs, report, key = traced.compiled, traced.inputs, traced.report, traced.key
+        cache.store(report, traced.entry, traced.sources, inputs)
     report.treated = True
     contract.check(report, chosen)
     with torch.no_grad():

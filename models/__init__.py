@@ -32,8 +32,12 @@ REGISTRY = {
     "LlamaForCausalLM": "atomc.models.llama:LlamaForCausalLM",
     "MistralForCausalLM": "atomc.models.llama:LlamaForCausalLM",
     "MixtralForCausalLM": "atomc.models.mixtral:MixtralForCausalLM",
+    "Qwen3_5ForCausalLM": "atomc.models.qwen3_5:Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM": "atomc.models.qwen3_5_moe:Qwen3_5MoeForCausalLM",
     "Qwen3ForCausalLM": "atomc.models.qwen3:Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM": "atomc.models.qwen3_moe:Qwen3MoeForCausalLM",
+    "Qwen3NextForCausalLM": "atomc.models.qwen3_next:Qwen3NextForCausalLM",
+    "Qwen3VLForConditionalGeneration": "atomc.models.qwen3_vl:Qwen3VLForConditionalGeneration",
 }
 
 

@@ -35,12 +35,14 @@ def load_config(path: str | Path) -> Mapping[str, JSONLike]:
 
 
 def config_dtype(config: Mapping[str, JSONLike]) -> torch.dtype | None:
-    """The dtype in config.json (transformers 5: `dtype`, older: `torch_dtype`); None if it has
-    none. Raises ValueError for a name that is not a floating-point dtype.
+    """The dtype in config.json (transformers 5: `dtype`, older: `torch_dtype`), of a model with
+    images maybe in its text_config; None if it has none. Raises ValueError for a name that is not a
+    floating-point dtype.
     """
     name = config["dtype"] if config.get("dtype") is not None else config.get("torch_dtype")
+    text = config.get("text_config")
     if name is None:
-        return None
+        return config_dtype(text) if isinstance(text, dict) else None
     dtype = getattr(torch, str(name).removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Shared by the models: RMSNorm and the gated MLP, with the operations of Hugging Face's, and
+"""Shared by the models: norms and the gated MLP, with the operations of Hugging Face's, and
 parameters that keep their dtype.
 """
 
@@ -22,6 +22,22 @@ class RMSNorm(nn.Module):
         variance = x_f32.pow(2).mean(-1, keepdim=True)
         normed = x_f32 * torch.rsqrt(variance + self.eps)
         return self.weight * normed.to(x.dtype)
+
+
+class OnePlusRMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) times 1 + weight, in fp32, rounded to x.dtype. x [..., D] -> [...,
+    D].
+    """
+
+    def __init__(self, hidden_size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(hidden_size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_f32 = x.float()
+        normed = x_f32 * torch.rsqrt(x_f32.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (normed * (1.0 + self.weight.float())).to(x.dtype)
 
 
 class MLP(nn.Module):

@@ -42,6 +42,8 @@ IGNORED = re.compile(
     r"rotary_emb\.inv_freq$|^(hf_model\.)?(model\.)?mtp\.|\.(q|k|v|kv)_scale$|"
     r"\blayers\.\d+\.(embed_tokens|shared_head\.head)\.weight$"
 )
+# The encoder of images in a checkpoint whose text model is loaded alone.
+VISUAL = re.compile(r"^(hf_model\.)?model\.visual\.")
 
 
 class Fill(NamedTuple):
@@ -188,13 +190,18 @@ def _skipped_names(
     model: nn.Module, stored: Collection[str], sources: Mapping[tuple[str, ...], str]
 ) -> tuple[str, ...]:
     """The stored names that are not part of the model, and that are expected in a checkpoint: of
-    layers beyond the model's, and those that match IGNORED.
+    layers beyond the model's, of an encoder of images that it does not have, and those that match
+    IGNORED.
     """
     modules = {name for name, _ in model.named_modules()}
 
     def skip(name: str) -> bool:
-        layer = re.match(r"(.*\blayers\.\d+)\.", name)
-        return (layer is not None and layer[1] not in modules) or IGNORED.search(name) is not None
+        layer, visual = re.match(r"(.*\blayers\.\d+)\.", name), VISUAL.match(name)
+        return (
+            (layer is not None and layer[1] not in modules)
+            or (visual is not None and visual[0].removesuffix(".") not in modules)
+            or IGNORED.search(name) is not None
+        )
 
     return tuple(filter(skip, sorted(set(stored).difference(*sources))))
 

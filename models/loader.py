@@ -218,6 +218,8 @@ def _model_names(
     def model_name(name: str) -> str:
         if "block_sparse_moe" not in blocks:  # Mixtral's name of it in transformers 4
             name = name.replace(".block_sparse_moe.", ".mlp.")
+        if "language_model" not in blocks:  # the text model of a checkpoint with images
+            name = name.replace("model.language_model.", "model.")
         owner, dot, leaf = name.rpartition(".")
         return prefix + owner + dot + rename.get(leaf, leaf)
 

@@ -5,13 +5,17 @@ Text counts all three up together. The tokens of an image take the coordinates o
 from the position after the text before it; text after it goes on behind the longer side of the
 grid. Frames of a video are images.
 
-T tokens.
+T tokens, D model width, H head width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from atomc.json_types import JSONLike
+from atomc.models.config import model_type
+from atomc.models.rotary import Rope, Rotary
 
 # Number of patches: temporal, vertical, horizontal.
 Grid = tuple[int, int, int]
@@ -56,3 +60,51 @@ def mrope_positions(
 
 def _text(position: int, length: int) -> Tensor:
     return torch.arange(position, position + length).expand(3, -1)
+
+
+def mrope_section(
+    hf: Mapping[str, JSONLike], rope: Rope, default: tuple[int, int, int]
+) -> tuple[int, int, int]:
+    """How many columns turn by the temporal, vertical and horizontal position.
+
+    Raises ValueError if rope_parameters has something else than three numbers.
+    """
+    given = rope.get("mrope_section") or list(default)
+    numbers = [n for n in given if isinstance(n, int) and n >= 0] if isinstance(given, list) else []
+    if not isinstance(given, list) or not len(given) == len(numbers) == 3:
+        raise ValueError(
+            f"{model_type(hf)}: mrope_section {given!r:.40} is not a list of three numbers such as "
+            f"{list(default)}"
+        )
+    temporal, vertical, horizontal = numbers
+    return temporal, vertical, horizontal
+
+
+class MRotary(Rotary):
+    """The cos and sin tables of positions of which columns read different ones, interleaved: column
+    1 of each three reads the vertical position, column 2 the horizontal one, as long as their
+    sections have columns, and all others the temporal one.
+    """
+
+    axes: Tensor
+
+    def __init__(self, rope: Rope, head_dim: int, section: tuple[int, int, int]):
+        super().__init__(rope, head_dim)
+        self.axis_of_column = torch.zeros(head_dim // 2, dtype=torch.int64, device="cpu")
+        for axis in (1, 2):
+            self.axis_of_column[axis : 3 * section[axis] : 3] = axis
+        self.axes = nn.Buffer(self.axis_of_column.to(torch.get_default_device()), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "MRotary":
+        super()._apply(fn, recurse)
+        self.axes = self.axis_of_column.to(self.inv_freq.device)
+        return self
+
+    def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """x [..., T, D] and positions [3, ..., T], or [..., T] of text -> cos and sin
+        [..., T, 1, H] in x.dtype.
+        """
+        if positions.dim() < x.dim():
+            return super().forward(x, positions)
+        of_columns = positions.index_select(0, self.axes).movedim(0, -1)
+        return self.tables(of_columns.float() * self.inv_freq, x.dtype)

@@ -7,6 +7,7 @@ Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -119,10 +120,23 @@ class Attention(nn.Module):
         return out_TD
 
 
+class RouterConfig(Protocol):
+    """The fields that the router reads."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def num_experts_per_tok(self) -> int: ...
+    @property
+    def norm_topk_prob(self) -> bool: ...
+
+
 class Router(nn.Module):
     """The experts of each token, and their weights: softmax over all experts, in fp32."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: RouterConfig):
         super().__init__()
         self.num_experts_per_tok = config.num_experts_per_tok
         self.norm_topk_prob = config.norm_topk_prob

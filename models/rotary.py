@@ -227,11 +227,14 @@ class Rotary(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [..., T] -> cos and sin [..., T, 1, H] in x.dtype."""
-        freqs = positions[..., None].float() * self.inv_freq
+        return self.tables(positions[..., None].float() * self.inv_freq, x.dtype)
+
+    def tables(self, freqs: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """freqs [..., T, H/2] -> cos and sin [..., T, 1, H]."""
         angles = torch.cat((freqs, freqs), dim=-1)
         cos = angles.cos() * self.scaling
         sin = angles.sin() * self.scaling
-        return cos.to(x.dtype).unsqueeze(-2), sin.to(x.dtype).unsqueeze(-2)
+        return cos.to(dtype).unsqueeze(-2), sin.to(dtype).unsqueeze(-2)
 
 
 def rotate_half(x: Tensor) -> Tensor:

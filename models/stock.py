@@ -14,6 +14,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from atomc import ops
 from atomc.json_types import JSONLike
+from atomc.models.stock_delta_net import LAYER_TYPE as LINEAR
+from atomc.models.stock_delta_net import enter_delta_nets
 from atomc.models.stock_experts import experts_of, read_settings, register_experts
 from atomc.models.stock_indexer import enter_indexers, is_indexer
 from atomc.models.stock_model import PREFIX, StockModel
@@ -211,14 +213,19 @@ def wrap_stock(hf_model: "PreTrainedModel") -> "StockModel":
     from transformers import AttentionInterface
 
     name = type(hf_model).__name__
-    kinds = set(getattr(hf_model.config.get_text_config(), "layer_types", None) or ()) - LAYER_TYPES
+    layer_types = list(getattr(hf_model.config.get_text_config(), "layer_types", None) or ())
+    kinds = set(layer_types) - LAYER_TYPES
     indexed = enter_indexers(hf_model)
     if indexed:
         kinds -= {INDEXED}
-    if kinds or getattr(hf_model, "_is_stateful", False):
+    num_delta_nets = enter_delta_nets(hf_model)
+    if num_delta_nets == layer_types.count(LINEAR):
+        kinds -= {LINEAR}
+    if kinds or (getattr(hf_model, "_is_stateful", False) and not num_delta_nets):
         raise ValueError(
             f"{name} has layers of kind {', '.join(sorted(kinds)) or 'recurrent'}, "
-            f"only {' and '.join(sorted(LAYER_TYPES))} are supported"
+            f"only {' and '.join(sorted(LAYER_TYPES))} are supported, and {LINEAR} by a gated "
+            "delta net"
         )
     layers = [
         module

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from atomc import ops
-from atomc.models.mrope import Grid
 from atomc.models.stock_model import StockModel
-from atomc.models.vision_patches import PatchInputs, patch_inputs
+from atomc.models.vision_patches import EncodesImages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,14 +64,8 @@ def num_levels(hf_model: "PreTrainedModel") -> int:
     return len(getattr(hf_model.model.visual, "deepstack_visual_indexes", ()))
 
 
-class StockVisionModel(StockModel):
-    """A model that also takes embeddings of images, and computes them.
-
-    image_token_ids  tokens that stand for a part of an image or of a video
-    merge_size       a token stands for merge_size x merge_size patches
-    patch_width      W
-    embedding_width  E
-    """
+class StockVisionModel(StockModel, EncodesImages):
+    """A model that also takes embeddings of images, and computes them."""
 
     def __init__(self, hf_model: "PreTrainedModel", *, indexed: bool = False):
         super().__init__(hf_model, indexed=indexed)
@@ -84,28 +77,24 @@ class StockVisionModel(StockModel):
         )
         self.num_levels = num_levels(hf_model)
         self.embedding_width = int(config.text_config.hidden_size) * (1 + self.num_levels)
+        self.table_side = int(hf_model.model.visual.num_grid_per_side)
 
-    def encode_images(self, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """The embeddings [I, E] of the tokens of images with these grids, in order: first those
-        that replace the tokens', then what each level adds. pixels [P, W].
-        """
-        return self.encode_patches(pixels, self.patch_inputs(grids, pixels.device))
-
-    def patch_inputs(self, grids: Sequence[Grid], device: torch.device) -> PatchInputs:
-        """What `encode_patches` reads besides pixels."""
-        side: int = self.hf_model.model.visual.num_grid_per_side
-        return patch_inputs(grids, self.merge_size, side, device)
-
-    def encode_patches(self, pixels: Tensor, patches: PatchInputs) -> Tensor:
-        """As encode_images, of prepared inputs."""
+    def encode_patches(
+        self,
+        pixels: Tensor,
+        query_start: Tensor,
+        coordinates: Tensor,
+        corners: Tensor,
+        weights: Tensor,
+    ) -> Tensor:
         encoder = self.hf_model.model.visual
         out = encoder(
             pixels.to(encoder.dtype),
             grid_thw=None,
-            interp_indices=patches.corners,
-            interp_weights=patches.weights,
-            position_ids=patches.coordinates,
-            cu_seqlens=patches.query_start,
+            interp_indices=corners,
+            interp_weights=weights,
+            position_ids=coordinates,
+            cu_seqlens=query_start,
             max_seqlen=0,  # which would wait for the device, and nothing reads
         )
         added: Sequence[Tensor] = getattr(out, "deepstack_features", ())
@@ -132,7 +121,7 @@ class StockVisionModel(StockModel):
         if embeddings is not None and is_image is not None:
             if flat:
                 embeddings, is_image = embeddings[None], is_image[None]
-            image_BTD, *added = embeddings.to(x_BTD.dtype).split(x_BTD.shape[-1], -1)
+            image_BTD, *added = torch.split(embeddings.to(x_BTD.dtype), x_BTD.shape[-1], -1)
             x_BTD = torch.where(is_image.unsqueeze(-1), image_BTD, x_BTD)
             if self.num_levels:
                 levels = {"visual_pos_masks": is_image, "deepstack_visual_embeds": added}
@@ -157,8 +146,8 @@ def _packed_attention(
     **_: object,
 ) -> tuple[Tensor, None]:
     """The attention function of transformers: [1, N, P, H] each -> [1, P, N, H]."""
-    rows = (x[0].transpose(0, 1) for x in (query, key, value))
-    return ops.varlen_attention(*rows, cu_seq_lens_q, scale=scaling)[None], None
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return ops.varlen_attention(q, k, v, cu_seq_lens_q, scale=scaling)[None], None
 
 
 def _deepstack_process(

@@ -30,6 +30,45 @@ class PatchInputs(NamedTuple):
     weights: Tensor
 
 
+class EncodesImages:
+    """What models with such an encoder have in common.
+
+    image_token_ids  tokens that stand for a part of an image or of a video
+    merge_size       a token stands for merge_size x merge_size patches
+    patch_width      W
+    embedding_width  E, the width of an image token's embedding: that of the model for the token
+                     itself, and again for each level that adds to it
+    table_side       the encoder's table of position embeddings has table_side x table_side entries
+    """
+
+    image_token_ids: frozenset[int]
+    merge_size: int
+    patch_width: int
+    embedding_width: int
+    table_side: int
+
+    def encode_images(self, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """The embeddings [I, E] of the tokens of images with these grids, in order. pixels
+        [P, W].
+        """
+        return self.encode_patches(pixels, *self.patch_inputs(grids, pixels.device))
+
+    def patch_inputs(self, grids: Sequence[Grid], device: torch.device) -> PatchInputs:
+        """What `encode_patches` reads besides pixels."""
+        return patch_inputs(grids, self.merge_size, self.table_side, device)
+
+    def encode_patches(
+        self,
+        pixels: Tensor,
+        query_start: Tensor,
+        coordinates: Tensor,
+        corners: Tensor,
+        weights: Tensor,
+    ) -> Tensor:
+        """As encode_images, of patches with these inputs."""
+        raise NotImplementedError
+
+
 def patch_inputs(
     grids: Sequence[Grid], merge_size: int, table_side: int, device: torch.device
 ) -> PatchInputs:

@@ -33,6 +33,7 @@ from atomc.passes.recognize.attention import attention
 from atomc.passes.recognize.attention.proven_mask import proven_masks
 from atomc.passes.recognize.cat_of_slices import cat_of_slices
 from atomc.passes.recognize.columns_of_pairs import columns_of_pairs
+from atomc.passes.recognize.delta_rule import delta_rule
 from atomc.passes.recognize.experts import MOE_EXPERTS, ids_as_chosen
 from atomc.passes.recognize.gated import GELU_AND_MUL, OTHER_GATES, SILU_AND_MUL
 from atomc.passes.recognize.layer_norm import LAYER_NORM
@@ -71,6 +72,7 @@ PIPELINE: tuple[Pass, ...] = (
     rewriting(ROPE, ROPE_CAST, ROPE_OTHER_SIGN, ROPE_COMPLEX, after=["columns_of_pairs"]),
     rewriting(ROPE_PARTIAL, after=["rope"]),
     rewriting(REPEAT_KV),
+    Pass("gated_delta_rule", delta_rule, after=["canonicalize"]),
     Pass("attention", attention, after=["tidy"], by_site=True),
     Pass("proven_masks", proven_masks, after=["attention"], cleanup=True),
     rewriting(ALL_REDUCE),

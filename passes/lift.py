@@ -2,8 +2,10 @@
 
 F.linear, F.embedding, F.rms_norm, F.layer_norm    =>    the op of the same name
 F.scaled_dot_product_attention                     =>    attention, with tokens before heads
+F.conv2d, F.conv3d of a patch                      =>    linear: the kernel is as large as its input
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +28,7 @@ from atomc.rewriting.rewrite import Fired
 LINEAR = (F.linear, torch._C._nn.linear)
 RMS_NORM = (F.rms_norm, torch.rms_norm)
 LAYER_NORM = (F.layer_norm, torch.layer_norm)
+CONVOLUTIONS = (F.conv2d, F.conv3d, torch.conv2d, torch.conv3d)
 SDPA = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
 
 
@@ -42,6 +45,8 @@ def lift(gm: GraphModule, context: Context) -> Outcome:
             done.off.add(off.pattern)
             continue
         outcome = lifter(gm.graph, node)
+        if outcome is None:
+            continue
         if isinstance(outcome, str):
             done.notes.append(f"{node.name} ({node.target.__name__}) is not lifted: {outcome}")
             if op is not ops.rms_norm:  # which may be recognized later
@@ -72,8 +77,9 @@ def _replace(node: Node, op: ops.Op, *args: Argument) -> Node:
     return node
 
 
-# The attributes of the site, or why the call is not lifted.
-Lifted = dict[str, Argument] | str
+# The attributes of the site, or why the call is not lifted; None for a call that computes something
+# else.
+Lifted = dict[str, Argument] | str | None
 
 
 def _linear(graph: Graph, node: Node) -> Lifted:
@@ -167,6 +173,44 @@ def _sdpa(graph: Graph, node: Node) -> Lifted:
     return {"causal": bool(given["is_causal"]), "mask": given["attn_mask"] is not None}
 
 
+def _patch(graph: Graph, node: Node) -> Lifted:
+    """A convolution [P, C, *size] by a kernel of this size, as in the patch embedding of a vision
+    encoder: a product of rows.
+    """
+    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+    given = _arguments(node, names, bias=None, padding=0, dilation=1, groups=1)
+    x, weight = _fake(given["input"]), _fake(given["weight"])
+    if x.dim() != weight.dim() or not all(map(known_equal, x.shape[2:], weight.shape[2:])):
+        return None
+    if given["groups"] != 1 or _any_but(0, given["padding"]) or _any_but(1, given["dilation"]):
+        return None
+    meta = {key: item for key, item in node.meta.items() if key != "example_value"}
+    with graph.inserting_before(node):
+        rows, matrix = (_flat(graph, given[name], node) for name in ("input", "weight"))
+        out = graph.call_function(ops.linear.overload, (rows, matrix, given["bias"]))
+        out.meta = dict(meta)
+        for _ in x.shape[2:]:
+            out = graph.call_method("unsqueeze", (out, -1))
+            out.meta = dict(meta)
+    out.meta["example_value"] = _fake(node)
+    node.replace_all_uses_with(out)
+    graph.erase_node(node)
+    return {}
+
+
+def _any_but(value: int, given: Argument) -> bool:
+    return any(each != value for each in (given if isinstance(given, list | tuple) else (given,)))
+
+
+def _flat(graph: Graph, x: Argument, like: Node) -> Node:
+    made = graph.call_method("flatten", (x, 1))
+    made.meta = {key: item for key, item in like.meta.items() if key != "example_value"}
+    first, *rest = _fake(x).shape
+    # Not flatten, which adds a guard for a dynamic size.
+    made.meta["example_value"] = _fake(x).new_empty((first, math.prod(rest)))
+    return made
+
+
 def _transposed(graph: Graph, x: Argument, like: Node) -> Node:
     made = graph.call_function(torch.transpose, (x, -3, -2))
     made.meta = {key: item for key, item in like.meta.items() if key != "example_value"}
@@ -186,6 +230,7 @@ _LIFTERS: dict[Target, tuple[ops.Op, Callable[[Graph, Node], Lifted]]] = {
     **dict.fromkeys(RMS_NORM, (ops.rms_norm, _rms_norm)),
     **dict.fromkeys(LAYER_NORM, (ops.layer_norm, _layer_norm)),
     **dict.fromkeys(SDPA, (ops.attention, _sdpa)),
+    **dict.fromkeys(CONVOLUTIONS, (ops.linear, _patch)),
     **{op.overload: (op, _already) for op in ops.REGISTRY.values()},
 }
 # The ops that calls of PyTorch become.

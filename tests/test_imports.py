@@ -23,7 +23,7 @@ LAYERS = [
     {"audit"},
     {"compiler"},
     {"refusal", "backend"},
-    {"program"},
+    {"program", "encoder"},
     {"quantization", "models"},
     {"runtime"},
     {"planning"},

@@ -187,10 +187,17 @@ def test_an_fp8_cache_keeps_codes_of_the_latent_and_the_key_with_one_scale(asked
     assert 1e-6 < error < 1e-2  # SQNR of at least 20 dB, and not the plain cache
 
 
-def paged_logits(program: Program, ids: Tensor, chunks: tuple[int, ...]) -> Tensor:
-    """The logits of all tokens of one sequence, computed in chunks."""
+def paged_logits(
+    program: Program,
+    ids: Tensor,
+    chunks: tuple[int, ...],
+    states: list[dict[str, Tensor]] | None = None,
+) -> Tensor:
+    """The logits of all tokens of one sequence, computed in chunks. states: of its layers, where
+    they are to be read afterwards.
+    """
     blocks = -(-len(ids) // 16)
-    program.bind([spec.allocate(blocks, 16, "cpu") for spec in program.specs])
+    program.bind(states or [spec.allocate(blocks, 16, "cpu") for spec in program.specs])
     table = torch.arange(blocks, dtype=torch.int32).flip(0)
     found, start = [], 0
     for new in chunks:

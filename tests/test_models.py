@@ -254,7 +254,7 @@ def test_a_state_handle_that_does_not_fit_the_keys_is_refused() -> None:
     ("model_type", "differs", "kind"),
     [
         ("llama4_text", {"intermediate_size_mlp": 96, "num_local_experts": 2}, "chunked_attention"),
-        ("qwen3_next", {"num_experts": 2, "moe_intermediate_size": 32}, "linear_attention"),
+        ("minimax", {"num_local_experts": 2, "head_dim": 16}, "linear_attention"),
         ("rwkv", {}, "recurrent"),
     ],
 )

@@ -4,15 +4,20 @@ T tokens, D width, I tokens of images, P patches of W values, E = 2 D: the embed
 those of image tokens, and what is added to them after the first layer.
 """
 
+import functools
 import hashlib
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
 from atomc import ops
 from atomc.models.mrope import mrope_positions, num_image_tokens
+from atomc.program import compile_model
+from atomc.runtime import worker
 from atomc.runtime.engine import Engine, EngineConfig
 from atomc.runtime.prompt_image import PromptImage
 
@@ -71,7 +76,29 @@ def tiny_vision(dtype=torch.float64, model=TinyVision):
     return made.eval().requires_grad_(False)
 
 
-def started(module=None, **config):
+@functools.cache
+def _compiled():
+    """The model and its programs, which all engines of it use, one after the other: its class is in
+    a test, so that the cache of compiled models has no key for it.
+    """
+    return tiny_vision(), functools.cache(
+        lambda takes: compile_model(_compiled()[0], OPTIONS, takes=takes)
+    )
+
+
+@contextmanager
+def compiled_once():
+    """A context in which engines of the tiny model, which it gives, use programs compiled before.
+    Each can be used until the next one is started.
+    """
+    module, program = _compiled()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "compile_model", lambda *_, takes, **__: program(takes))
+        yield module
+
+
+def started(**config):
+    """An engine of the tiny model; see compiled_once."""
     given = {
         "max_model_len": MAX_LEN,
         "max_num_seqs": 4,
@@ -80,8 +107,8 @@ def started(module=None, **config):
         "seed": 0,
         "options": OPTIONS,
     }
-    module = module or tiny_vision()
-    return Engine(EngineConfig(**{**given, **config}), module=module, progress=False)
+    with compiled_once() as module:
+        return Engine(EngineConfig(**{**given, **config}), module=module, progress=False)
 
 
 def image_at(start, seed=0, grid=(1, 4, 4), **changes):
@@ -108,16 +135,19 @@ def prompt_of(*parts):
     return tokens, tuple(images)
 
 
-def whole_logits(model, tokens, images):
-    """Logits [T, V] of the plain model on a whole sequence."""
+def whole_logits(model, tokens, images, num_prompt=None):
+    """Logits [T, V] of the plain model on a whole sequence; tokens after num_prompt are new."""
     grids = [(image.start, image.grid) for image in images]
-    positions, _ = mrope_positions(grids, len(tokens), MERGE)
+    num_prompt = num_prompt or len(tokens)
+    positions, delta = mrope_positions(grids, num_prompt, MERGE)
+    new = torch.arange(num_prompt, len(tokens)).expand(3, -1) + delta
     embeddings = torch.zeros(len(tokens), 2 * D, dtype=model.embed.weight.dtype)
     is_image = torch.zeros(len(tokens), dtype=torch.bool)
     for image in images:
         pixels = torch.tensor(np.frombuffer(image.pixels, np.float32).reshape(-1, W))
         embeddings[image.start : image.end] = model.encode_images(pixels, [image.grid])
         is_image[image.start : image.end] = True
+    positions = torch.cat([positions, new], 1)
     return model(torch.tensor(tokens), positions, None, embeddings, is_image)
 
 
@@ -125,5 +155,5 @@ def greedy(model, tokens, images, count):
     """Greedy tokens of the plain model, which computes the whole sequence for each."""
     found = list(tokens)
     for _ in range(count):
-        found.append(int(whole_logits(model, found, images)[-1].argmax()))
+        found.append(int(whole_logits(model, found, images, len(tokens))[-1].argmax()))
     return found[len(tokens) :]

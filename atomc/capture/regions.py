@@ -39,12 +39,8 @@ _lock = threading.Lock()
 
 
 def prepare(model: nn.Module) -> nn.Module:
-    """Prepare the model to be compiled for inference, in place: eval mode, no gradients, repeated
-    layers marked.
-
-    torch.compile then traces one layer of each kind, with any backend, until
-    `atomc.unprepare(model)`. A layer must be traceable as a whole: torch.compile raises
-    UncapturedHigherOrderOpError for a graph break inside a layer.
+    """Set eval mode and no gradients, and mark the model's repeated layers, in place (see
+    atomc.prepare).
     """
     mark(repeated_layers(model))
     return model.eval().requires_grad_(False)

@@ -23,6 +23,7 @@ from atomc.torch_compat.automatic_dynamic import isolated_dynamo_state
 from atomc.torch_compat.core import GraphFunction, Input, Outputs
 from atomc.torch_compat.tracing import (
     ShortenTraceback,
+    argument_of,
     mark_unbacked,
     raised_unwrapped,
     source_name,
@@ -34,13 +35,16 @@ class TracedModel(NamedTuple):
     """A compiled model.
 
     sources  the source expression of each input of Dynamo's graph
-    inputs   for each input of Dynamo's graph the tensor of the model; None for an input of the step
+    arguments  for each input of Dynamo's graph (name, None) if it is an argument of the call,
+             (name, dim) if it is the size of one; None for a tensor of the model
+    inputs   for each input of Dynamo's graph the tensor of the model; None for an argument
     entry    the content of the cache entry of its graph, None if there is none
     key      the cache key of its graph, None if the cache was not used
     """
 
     compiled: Compiled
     sources: list[str | None]
+    arguments: list[tuple[str, int | None] | None]
     inputs: Sequence[Input]
     report: Report
     entry: ProgramData | None
@@ -78,72 +82,7 @@ def trace_model(
         observers=observers,
         keep_texts=keep_texts or options.report is not None,
     )
-    reports: list[Report] = []  # of this trace, and of an earlier one that failed
-    notes: list[str] = []
-
-    def backend(gm: GraphModule, inputs: Sequence[Input]) -> GraphFunction:
-        reports.append(keep(new_report(gm)))
-        with raised_unwrapped():
-            traced = _compiled(gm, replace(context, inputs=inputs), reports[-1])
-        raise _TraceFinished(traced)
-
-    def undo(why: Exception) -> None:
-        notes.append(region_failure_note(why))
-        while reports:
-            forget(reports.pop())
-
-    with torch.no_grad():
-        example = _example_step(device, takes)
-        start = time.perf_counter()
-        made = trace_once(model, lambda: _run_dynamo(model, takes, example, backend), undo)
-        total = time.perf_counter() - start
-    made.report.notes += notes
-    made.report.phases["dynamo"] = max(0.0, total - sum(made.report.phases.values()))
-    return made
-
-
-def _compiled(gm: GraphModule, context: Context, report: Report) -> TracedModel:
-    """The model of a graph of Dynamo, whose inputs are those of the context."""
-    built = build(gm, context.inputs, context, report, {})
-    compiled = built.compiled
-    sources = [source_name(node) for node in gm.graph.find_nodes(op="placeholder")]
-    owned = [
-        None if name in compiled.step_inputs else given
-        for name, given in zip(compiled.inputs, context.inputs, strict=False)
-    ]
-    return TracedModel(compiled, sources, owned, report, built.entry, built.key)
-
-
-def _example_step(device: torch.device, takes: ModelInputs) -> tuple[Tensor, ...]:
-    """The arguments of the model in a step of 6 tokens; their sizes are traced as unbacked."""
-
-    def rows(*size: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(size, dtype=dtype, device=device)
-
-    tokens = rows(6, dtype=torch.int64)
-    positions = torch.arange(6, device=device)
-    if takes.mrope:
-        positions = positions.expand(3, 6).contiguous()
-    logits_rows = torch.arange(3, device=device)
-    example = [tokens, positions]
-    if takes.hidden is not None:
-        example.append(rows(6, takes.hidden[0], dtype=takes.hidden[1]))
-    example.append(logits_rows)
-    if takes.embeddings is not None:
-        width, dtype = takes.embeddings
-        example += [rows(6, width, dtype=dtype), rows(6, dtype=torch.bool)]
-    for tensor in example:
-        mark_unbacked(tensor, int(tensor is positions and takes.mrope))
-    return tuple(example)
-
-
-def _run_dynamo(
-    model: nn.Module,
-    takes: ModelInputs,
-    example: tuple[Tensor, ...],
-    backend: Callable[[GraphModule, Sequence[Input]], GraphFunction],
-) -> TracedModel:
-    """GraphFunction the model under Dynamo until the backend raises _TraceFinished."""
+    assert takes.hidden is None or takes.embeddings is None, "no draft model reads images"
 
     # The names of the arguments are those of atomc.ops.inputs.MODEL_INPUTS.
     def step(input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Outputs:
@@ -164,11 +103,92 @@ def _run_dynamo(
         outputs: Outputs = model(input_ids, positions, logits_rows, embeddings, is_image)
         return outputs
 
-    assert takes.hidden is None or takes.embeddings is None, "no draft model reads images"
-    call = with_fresh_code(draft if takes.hidden else images if takes.embeddings else step)
+    call = draft if takes.hidden else images if takes.embeddings else step
+    example = _example_step(device, takes)
+    # Of positions [3, T], the number of axes is the same in each step.
+    dims = [int(i == 1 and takes.mrope) for i in range(len(example))]
+    return trace(model, call, example, context, dims=dims)
+
+
+def trace(
+    model: nn.Module,
+    call: Callable[..., Outputs],
+    example: Sequence[Tensor],
+    context: Context,
+    *,
+    dims: Sequence[int] | None = None,
+) -> TracedModel:
+    """Trace and compile `call`, a function of tensors that calls the model.
+
+    dims   for each tensor, the dimension whose size is traced as unbacked; None: the first
+    """
+    for tensor, dim in zip(example, dims or [0] * len(example), strict=True):
+        mark_unbacked(tensor, dim)
+    reports: list[Report] = []  # of this trace, and of an earlier one that failed
+    notes: list[str] = []
+
+    def backend(gm: GraphModule, inputs: Sequence[Input]) -> GraphFunction:
+        reports.append(keep(new_report(gm)))
+        with raised_unwrapped():
+            traced = _compiled(gm, replace(context, inputs=inputs), reports[-1])
+        raise _TraceFinished(traced)
+
+    def undo(why: Exception) -> None:
+        notes.append(region_failure_note(why))
+        while reports:
+            forget(reports.pop())
+
+    with torch.no_grad():
+        start = time.perf_counter()
+        made = trace_once(model, lambda: _run_dynamo(call, example, backend), undo)
+        total = time.perf_counter() - start
+    made.report.notes += notes
+    made.report.phases["dynamo"] = max(0.0, total - sum(made.report.phases.values()))
+    return made
+
+
+def _compiled(gm: GraphModule, context: Context, report: Report) -> TracedModel:
+    """The model of a graph of Dynamo, whose inputs are those of the context."""
+    built = build(gm, context.inputs, context, report, {})
+    compiled = built.compiled
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    sources = [source_name(node) for node in placeholders]
+    arguments = [argument_of(node) for node in placeholders]
+    owned = [
+        given if argument is None else None
+        for argument, given in zip(arguments, context.inputs, strict=True)
+    ]
+    return TracedModel(compiled, sources, arguments, owned, report, built.entry, built.key)
+
+
+def _example_step(device: torch.device, takes: ModelInputs) -> Sequence[Tensor]:
+    """The arguments of the model in a step of 6 tokens."""
+
+    def rows(*size: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(size, dtype=dtype, device=device)
+
+    positions = torch.arange(6, device=device)
+    example = [rows(6, dtype=torch.int64), positions.repeat(3, 1) if takes.mrope else positions]
+    if takes.hidden is not None:
+        width, dtype = takes.hidden
+        example.append(rows(6, width, dtype=dtype))
+    example.append(torch.arange(3, device=device))
+    if takes.embeddings is not None:
+        width, dtype = takes.embeddings
+        example += [rows(6, width, dtype=dtype), rows(6, dtype=torch.bool)]
+    return example
+
+
+def _run_dynamo(
+    call: Callable[..., Outputs],
+    example: Sequence[Tensor],
+    backend: Callable[[GraphModule, Sequence[Input]], GraphFunction],
+) -> TracedModel:
+    """Run the call under Dynamo until the backend raises _TraceFinished."""
+    fresh = with_fresh_code(call)
     try:
         with isolated_dynamo_state():
-            torch.compile(call, backend=backend, fullgraph=True, dynamic=False)(*example)
+            torch.compile(fresh, backend=backend, fullgraph=True, dynamic=False)(*example)
     except _TraceFinished as done:
         return done.traced
     raise AssertionError("Dynamo found no graph in the model's forward")

@@ -6,6 +6,8 @@ from atomc.ops.activation import gelu_and_mul, silu_and_mul
 from atomc.ops.activation_quant import silu_and_mul_quant
 from atomc.ops.attention import attention, kv_write, paged_attention
 from atomc.ops.collective import all_reduce, allreduce_add_rms_norm, allreduce_rms_norm
+from atomc.ops.conv import causal_conv1d, causal_conv1d_update, conv_state
+from atomc.ops.delta_rule import delta_state, gated_delta_rule, gated_delta_rule_update
 from atomc.ops.expert_load import count_experts
 from atomc.ops.experts import moe_experts
 from atomc.ops.indexer import (
@@ -86,9 +88,15 @@ __all__ = [
     "attention",
     "bmm_mxfp4",
     "bmm_rope_kv_write",
+    "causal_conv1d",
+    "causal_conv1d_update",
     "chosen_mask",
+    "conv_state",
     "count_experts",
+    "delta_state",
     "embedding",
+    "gated_delta_rule",
+    "gated_delta_rule_update",
     "gelu_and_mul",
     "index_topk",
     "index_write",

@@ -339,6 +339,16 @@ def state_before(
     return state[state_slots].masked_fill(begins.view(-1, *[1] * (state.dim() - 1)), 0)
 
 
+def rows_of(query_start: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """[T] each: the number of each row of a step, its sequence, and whether it has one. Rows after
+    the last sequence are padding, with the number of the last sequence.
+    """
+    row = torch.arange(num_rows, device=query_start.device)
+    owner = torch.searchsorted(query_start[1:].long(), row, right=True)
+    last = query_start.shape[0] - 2
+    return row, owner.clamp(max=last), owner <= last
+
+
 class GroupStep(NamedTuple):
     """The inputs of a step for one group of caches."""
 

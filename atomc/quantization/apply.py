@@ -14,6 +14,7 @@ from atomc.models.experts_spec import is_experts, spec_of
 from atomc.platform import Platform
 from atomc.quantization.config import QuantizationConfig, online
 from atomc.quantization.experts import STACKED, ExpertsMethod, QuantizedExperts
+from atomc.quantization.kept_layers import kept_layers
 from atomc.quantization.linear import LinearMethod, QuantizedLinear, share_scales, siblings_of
 from atomc.quantization.scheme import Fp8, Fp8Block, as_fnuz
 from atomc.quantization.stored_experts import create_stored, expect_scales, stack_stored
@@ -21,8 +22,6 @@ from atomc.weights.registry import parameter_of
 
 log = logging.getLogger("atomc")
 T = TypeVar("T")
-# Parts of a mixture of experts that choose experts, or weight the shared one.
-ROUTERS = ("gate", "router", "shared_expert_gate")
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ def methods_of(model: nn.Module, config: QuantizationConfig, strip: str = "") ->
     owners: dict[int, int] = {}
     for _, weight in model.named_parameters(remove_duplicate=False):
         owners[id(weight)] = owners.get(id(weight), 0) + 1
-    kept = indexer_weights(model) | (routers(model) if config.online else set())
+    kept = kept_layers(model, online=config.online)
     linears: dict[str, LinearMethod] = {}
     experts: dict[str, ExpertsMethod] = {}
     for name, layer in model.named_modules():
@@ -64,38 +63,6 @@ def methods_of(model: nn.Module, config: QuantizationConfig, strip: str = "") ->
 
 def _is_alone(layer: nn.Module, owners: Mapping[int, int]) -> bool:
     return all(owners[id(x)] == 1 for x in layer._parameters.values() if x is not None)
-
-
-def indexer_weights(model: nn.Module) -> set[str]:
-    """The names of the layers that weight the heads of an indexer (DeepSeek-V3.2): checkpoints in
-    fp8 store them in floating point, and do not say so.
-    """
-    return {
-        f"{name}.weights_proj"
-        for name, block in model.named_modules()
-        if {"wq_b", "wk", "weights_proj"} <= block._modules.keys()
-    }
-
-
-def routers(model: nn.Module) -> set[str]:
-    """The names of the modules that choose experts, and of all that they contain."""
-    tops = [
-        f"{name}.{part}".removeprefix(".")
-        for name, block in model.named_modules()
-        if "experts" in block._modules
-        for part in ROUTERS
-    ]
-    return {
-        f"{top}.{name}".removesuffix(".")
-        for top in tops
-        if (router := _child(model, top)) is not None
-        for name, _ in router.named_modules()
-    }
-
-
-def _child(model: nn.Module, name: str) -> nn.Module | None:
-    owner, _, leaf = name.rpartition(".")
-    return model.get_submodule(owner)._modules.get(leaf)
 
 
 def linear(model: nn.Module, name: str) -> nn.Linear:
@@ -310,7 +277,8 @@ def quantize(model: nn.Module, scheme: str, ignore: Sequence[str] = ()) -> nn.Mo
     ignore  patterns of layers to skip, as in checkpoints: "down_proj", "model.layers.0",
             "re:.*self_attn.*"
 
-    Embeddings, weights tied to them, lm_head and the routers of experts are not quantized. Layers
+    Embeddings, weights tied to them, lm_head, the routers of experts and the gates of gated delta
+    nets are not quantized. Layers
     that are already quantized (by transformers or atomc) are unchanged, with a line in the log.
     Raises ValueError for an unknown scheme, a layer that the scheme does not support, experts that
     no op of atomc computes, and a model without a layer to quantize.

@@ -226,7 +226,8 @@ def _latent_attended(n: RandomInputs) -> Arguments:
 def _packed(n: RandomInputs) -> Arguments:
     """Two sequences, the first of one row."""
     starts = torch.tensor([0, min(n.T, 1), n.T], dtype=torch.int32, device=n.device)
-    return {name: n(n.T, N, H) for name in "qkv"} | {"query_start": starts, "scale": H**-0.5}
+    heads = {name: n(n.T, N, H) for name in "qkv"}
+    return {**heads, "query_start": starts, "scale": H**-0.5}
 
 
 def _latent_paged(n: RandomInputs) -> Arguments:
@@ -336,6 +337,34 @@ def _keys_and_values(n: RandomInputs) -> Arguments:
     }
 
 
+def _convolved(n: RandomInputs) -> Arguments:
+    return {"x": n(n.T, D), "weight": n(D, 4), "bias": n(D), "activation": "silu"}
+
+
+def _ruled(n: RandomInputs) -> Arguments:
+    """K key heads and N value heads."""
+    q, k, v = n.heads(K, K, N)
+    decay, beta = -n(n.T, N, dtype=torch.float32).abs(), n(n.T, N).sigmoid()
+    return {"q": q, "k": k, "v": v, "g": decay, "beta": beta, "scale": H**-0.5}
+
+
+def _with_slot(given: Arguments, name: str, state: Tensor, n: RandomInputs) -> Arguments:
+    """The last T tokens of a sequence of CONTEXT, whose state is in the second of these slots."""
+    starts, length = (
+        torch.tensor(given, dtype=torch.int32, device=n.device) for given in ([0, n.T], [CONTEXT])
+    )
+    slot = torch.tensor([1], device=n.device)
+    return given | {name: state, "query_start": starts, "seq_lens": length, "state_slots": slot}
+
+
+def _convolved_in_steps(n: RandomInputs) -> Arguments:
+    return _with_slot(_convolved(n), "conv_state", n(3, 3, D), n)
+
+
+def _ruled_in_steps(n: RandomInputs) -> Arguments:
+    return _with_slot(_ruled(n), "recurrent_state", n(3, N, H, H, dtype=torch.float32), n)
+
+
 EXAMPLES: dict[Op, dict[str, Callable[[RandomInputs], Arguments]]] = {
     ops.silu_and_mul: {"": _gated},
     ops.gelu_and_mul: {"": _gated, "tanh": partial(_gated, approximate="tanh")},
@@ -425,6 +454,10 @@ EXAMPLES: dict[Op, dict[str, Callable[[RandomInputs], Arguments]]] = {
     ops.mla_rope_kv_write: {"": _latent_queries},
     ops.scaled_bmm_fp8: {"": partial(_by_head, "fp8")},
     ops.bmm_mxfp4: {"": partial(_by_head, "mxfp4")},
+    ops.causal_conv1d: {"": _convolved},
+    ops.causal_conv1d_update: {"": _convolved_in_steps},
+    ops.gated_delta_rule: {"": _ruled},
+    ops.gated_delta_rule_update: {"": _ruled_in_steps},
     ops.bmm_rope_kv_write: {
         scheme: partial(_by_head_and_written, scheme) for scheme in ("fp8", "mxfp4")
     },

@@ -7,6 +7,8 @@ called.
 from functools import partial
 
 from kernel_cases.attention import ATTENTION, PAGED_ATTENTION, VARLEN_ATTENTION
+from kernel_cases.conv import CAUSAL_CONV1D, CAUSAL_CONV1D_UPDATE
+from kernel_cases.delta_rule import GATED_DELTA_RULE, GATED_DELTA_RULE_UPDATE
 from kernel_cases.draw import FNUZ, Cases
 from kernel_cases.experts import (
     COUNT_EXPERTS,
@@ -128,4 +130,8 @@ CASES: dict[str, Cases] = {
     "bmm_mxfp4": BMM_MXFP4,
     "bmm_rope_kv_write": BMM_ROPE_KV_WRITE,
     "linear_split_cat": LINEAR_SPLIT_CAT,
+    "causal_conv1d": CAUSAL_CONV1D,
+    "causal_conv1d_update": CAUSAL_CONV1D_UPDATE,
+    "gated_delta_rule": GATED_DELTA_RULE,
+    "gated_delta_rule_update": GATED_DELTA_RULE_UPDATE,
 }

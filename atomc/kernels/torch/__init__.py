@@ -15,6 +15,8 @@ from atomc.kernels.torch import experts_grouped_mm  # isort: split
 from atomc.kernels.torch import (
     activation,
     contiguous,
+    conv,
+    delta_rule,
     expert_load,
     experts,
     experts_quantized,
@@ -37,6 +39,8 @@ __all__ = [
     "activation",
     "attention",
     "contiguous",
+    "conv",
+    "delta_rule",
     "expert_load",
     "experts",
     "experts_by_reference",

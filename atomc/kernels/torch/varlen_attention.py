@@ -15,10 +15,12 @@ def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, *, scale: float
 ) -> Tensor:
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
-    heads_first = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     for start, end in pairwise(query_start.tolist()):
         if start < end:
-            rows = [x[:, :, start:end] for x in heads_first]
-            attended = F.scaled_dot_product_attention(*rows, scale=scale, enable_gqa=True)
-            out[start:end] = attended[0].transpose(0, 1)
+            rows = slice(start, end)
+            attended = F.scaled_dot_product_attention(
+                q[:, :, rows], k[:, :, rows], v[:, :, rows], scale=scale, enable_gqa=True
+            )
+            out[rows] = attended[0].transpose(0, 1)
     return out

@@ -1,0 +1,156 @@
+"""A model's vision encoder, compiled for the runtime: one graph for any number and size of images,
+called without Dynamo's guards.
+
+P patches of W values, I tokens of images, E width of an image token's embedding.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from atomc.cache.compiled import weight_inputs
+from atomc.errors import OURS
+from atomc.json_types import JSONLike
+from atomc.options import Options
+from atomc.platform import Platform
+from atomc.report import contract
+from atomc.report.render.page import publish
+from atomc.torch_compat.core import Input
+from atomc.weights.freed import with_freed_parameters
+
+if TYPE_CHECKING:
+    from atomc.compiler.trace_model import TracedModel
+
+# Number of patches of an image: temporal, vertical, horizontal.
+Grid = tuple[int, int, int]
+# The images that are traced. Their numbers of frames and patches differ from all other sizes.
+EXAMPLE: Sequence[Grid] = [(2, 4, 6), (3, 2, 10)]
+
+
+class VisionModel(Protocol):
+    """What a module has for `compile_encoder`."""
+
+    patch_width: int
+
+    def patch_inputs(self, grids: Sequence[Grid], device: torch.device) -> Sequence[Tensor]:
+        """What `encode_patches` reads besides pixels, in its order."""
+        ...
+
+    def encode_patches(
+        self,
+        pixels: Tensor,
+        query_start: Tensor,
+        coordinates: Tensor,
+        corners: Tensor,
+        weights: Tensor,
+    ) -> Tensor:
+        """The embeddings [I, E] of patches: pixels [P, W], and where they are
+        (atomc.models.vision_patches.PatchInputs).
+        """
+        ...
+
+
+class EncoderProgram:
+    """model.encode_images as one callable: pixels [P, W] and grids -> embeddings [I, E].
+
+    report  the report of the compiler
+    """
+
+    def __init__(self, model: VisionModel, traced: "TracedModel", *, owned: bool):
+        self.report = traced.report
+        self._model, self._call = model, traced.compiled.call
+        self._inputs: list[Input] = list(traced.inputs)
+        self._arguments = [
+            (i, *argument) for i, argument in enumerate(traced.arguments) if argument is not None
+        ]
+        weights = weight_inputs(traced.compiled, self.report.notes)
+        make = weights.materialize_and_free if owned else weights.materialize
+        self._made = make(self._inputs)
+        self._refresh = None if owned else weights.refresh
+
+    def __call__(self, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """The embeddings of the tokens of images with these grids, in order."""
+        patches = self._model.patch_inputs(grids, pixels.device)
+        given = dict(zip(NAMES, (pixels, *patches), strict=True))
+        inputs = list(self._inputs)
+        for i, name, dim in self._arguments:
+            inputs[i] = given[name] if dim is None else given[name].shape[dim]
+        if self._refresh is not None:  # a user may have written weights
+            self._made = self._refresh(inputs)
+        found = self._call(*inputs, *self._made)
+        embeddings = found[0] if isinstance(found, list | tuple) else found
+        assert isinstance(embeddings, Tensor)
+        return embeddings
+
+
+# The arguments of the function that is traced.
+NAMES = ("pixels", "query_start", "coordinates", "corners", "weights")
+
+
+@with_freed_parameters
+def compile_encoder(
+    model: nn.Module,
+    options: Mapping[str, JSONLike] | Options | None = None,
+    platform: Platform | None = None,
+    *,
+    owned: bool = False,
+) -> EncoderProgram:
+    """Compile the vision encoder of a model (VisionModel) for the runtime.
+
+    owned   no other code reads, writes or moves the weights: they are not checked in each call, and
+            those that kernels read only as prepared weights are freed
+
+    Raises OptionsError for wrong options, and ValueError with the reason and the line for an
+    encoder that cannot be compiled. ATOMC_STRICT adds the traceback, else it is logged at level
+    debug.
+    """
+    chosen = Options.of(options)
+    traced = _traced(model, chosen, platform, owned=owned)
+    traced.report.treated = True
+    contract.check(traced.report, chosen)
+    with torch.no_grad():
+        program = EncoderProgram(model, traced, owned=owned)  # type: ignore[arg-type]
+    publish(traced.report, chosen)
+    return program
+
+
+def _traced(
+    model: nn.Module, options: Options, platform: Platform | None, *, owned: bool
+) -> "TracedModel":
+    from atomc.compiler.trace_model import trace  # and with it Dynamo
+    from atomc.refusal import refusal
+    from atomc.rewriting.graph_pass import Context
+    from atomc.torch_compat.tracing import TracingError
+
+    encoder: VisionModel = model  # type: ignore[assignment]
+
+    def encode(
+        pixels: Tensor,
+        query_start: Tensor,
+        coordinates: Tensor,
+        corners: Tensor,
+        weights: Tensor,
+    ) -> Tensor:
+        return encoder.encode_patches(pixels, query_start, coordinates, corners, weights)
+
+    device = next(model.parameters()).device
+    patches = sum(t * h * w for t, h, w in EXAMPLE)
+    example = (
+        torch.zeros(patches, encoder.patch_width, device=device),
+        *encoder.patch_inputs(EXAMPLE, device),
+    )
+    context = Context(
+        options,
+        platform or Platform.detect(device.type),
+        paged=True,
+        owned=owned,
+        keep_texts=options.report is not None,
+    )
+    try:
+        return trace(model, encode, example, context)
+    except OURS:
+        raise
+    except TracingError as error:
+        raise refusal(model, error) from (error if options.strict else None)

@@ -1,0 +1,30 @@
+"""Prepares a model of the user's own program for torch.compile, and undoes it."""
+
+import logging
+
+from torch import nn
+
+from atomc.capture import regions
+from atomc.models.stock_delta_net import enter_while_compiled, leave
+
+log = logging.getLogger("atomc")
+
+
+def prepare(model: nn.Module) -> nn.Module:
+    """Prepare the model to be compiled for inference, in place: eval mode, no gradients, repeated
+    layers marked, gated delta nets of transformers entered.
+
+    torch.compile then traces one layer of each kind, with any backend, until
+    `atomc.unprepare(model)`. A layer must be traceable as a whole: torch.compile raises
+    UncapturedHigherOrderOpError for a graph break inside a layer. A gated delta net that is called
+    without a cache calls ops.gated_delta_rule while it is compiled; other calls run as before.
+    """
+    for reason in enter_while_compiled(model):
+        log.warning("prepare: %s", reason)
+    return regions.prepare(model)
+
+
+def unprepare(model: nn.Module) -> nn.Module:
+    """Remove the marks from the model's layers, and leave its gated delta nets."""
+    leave(model)
+    return regions.unprepare(model)

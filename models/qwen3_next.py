@@ -1,0 +1,222 @@
+"""Qwen3-Next: three layers of Gated DeltaNet to one of gated attention, and experts beside a shared
+one (Qwen 2025).
+
+T tokens, D model width, N query heads, K key/value heads, H head width, E experts. In a DeltaNet: K
+key heads, N value heads of width V, C columns of what is projected.
+Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from atomc import ops
+from atomc.json_types import JSONLike
+from atomc.models.config import expert_counts, flag, head_counts, head_width, integer, number, only
+from atomc.models.decoder import DECODER_SHARD, CausalLM, Layer
+from atomc.models.experts import Experts
+from atomc.models.gated_delta_net import (
+    DeltaNet,
+    DeltaNetLayer,
+    DeltaNetSizes,
+    Projected,
+    hybrid_layer_types,
+)
+from atomc.models.layers import MLP, OnePlusRMSNorm
+from atomc.models.qwen3_moe import Router, RouterConfig, moe_layers
+from atomc.models.rotary import Rotary, apply_partial_rope, rope_parameters, rotated_columns
+
+# The delta nets are on every device.
+SHARD = DECODER_SHARD
+# Of the columns of a head, if config.json does not say how many are rotated.
+PARTIAL_ROTARY = 0.25
+
+
+@dataclass(frozen=True)
+class Config:
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    shared_expert_intermediate_size: int
+    num_experts: int
+    num_experts_per_tok: int
+    norm_topk_prob: bool
+    moe_layers: frozenset[int]
+    num_hidden_layers: int
+    layer_types: tuple[str, ...]
+    delta_net: DeltaNetSizes
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rotated_columns: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_parameters: Mapping[str, JSONLike]
+    attention_bias: bool
+    tie_word_embeddings: bool
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, JSONLike]) -> "Config":
+        """Raises ValueError for a missing field or an unsupported value."""
+        only(hf, "hidden_act", "silu")
+        heads, kv_heads = head_counts(hf)
+        experts, chosen = expert_counts(hf)
+        head_dim = head_width(hf, 256)
+        rope = rope_parameters(hf, PARTIAL_ROTARY)
+        return cls(
+            vocab_size=integer(hf, "vocab_size"),
+            hidden_size=integer(hf, "hidden_size"),
+            intermediate_size=integer(hf, "intermediate_size"),
+            moe_intermediate_size=integer(hf, "moe_intermediate_size"),
+            shared_expert_intermediate_size=integer(hf, "shared_expert_intermediate_size"),
+            num_experts=experts,
+            num_experts_per_tok=chosen,
+            norm_topk_prob=flag(hf, "norm_topk_prob", True),
+            moe_layers=moe_layers(hf),
+            num_hidden_layers=integer(hf, "num_hidden_layers"),
+            layer_types=hybrid_layer_types(hf),
+            delta_net=DeltaNetSizes.from_hf(hf),
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            rotated_columns=rotated_columns(hf, rope, head_dim),
+            max_position_embeddings=integer(hf, "max_position_embeddings", 32768),
+            rms_norm_eps=number(hf, "rms_norm_eps", 1e-6),
+            rope_parameters=rope,
+            attention_bias=flag(hf, "attention_bias"),
+            tie_word_embeddings=flag(hf, "tie_word_embeddings"),
+        )
+
+
+class AttentionConfig(Protocol):
+    """The fields that gated attention reads."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def num_key_value_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def rms_norm_eps(self) -> float: ...
+    @property
+    def attention_bias(self) -> bool: ...
+
+
+class Attention(nn.Module):
+    """Attention whose result is multiplied by the sigmoid of a gate, a second half of each query
+    head (Qiu et al. 2025).
+    """
+
+    def __init__(self, config: AttentionConfig):
+        super().__init__()
+        width, bias, self.head_dim = config.hidden_size, config.attention_bias, config.head_dim
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.q_proj = nn.Linear(width, heads * self.head_dim * 2, bias=bias)
+        self.k_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(heads * self.head_dim, width, bias=bias)
+        self.q_norm = OnePlusRMSNorm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = OnePlusRMSNorm(self.head_dim, config.rms_norm_eps)
+        self.kv = ops.kv_state(kv_heads, self.head_dim)
+
+    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q_TNH, gate_TNH = self.q_proj(x_TD).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1)
+        k_TKH = self.k_norm(self.k_proj(x_TD).unflatten(-1, (-1, self.head_dim)))
+        v_TKH = self.v_proj(x_TD).unflatten(-1, (-1, self.head_dim))
+        q_TNH, k_TKH = apply_partial_rope(self.q_norm(q_TNH), k_TKH, cos, sin)
+        out_TNH = ops.attention(q_TNH, k_TKH, v_TKH, self.kv, scale=self.head_dim**-0.5)
+        out_TD: Tensor = self.o_proj((out_TNH * gate_TNH.sigmoid()).flatten(-2))
+        return out_TD
+
+
+class PackedHeads(Protocol):
+    """The sizes of a DeltaNet with packed projections; names as in Hugging Face."""
+
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+
+
+def unpacked(layer: PackedHeads, qkvz_TC: Tensor, ba_TC: Tensor) -> Projected:
+    """The results of both projections, in which the columns of a key head and its value heads are
+    together.
+    """
+    groups = layer.num_v_heads // layer.num_k_heads
+    keys, values = layer.head_k_dim, groups * layer.head_v_dim
+    qkvz_TKC = torch.unflatten(qkvz_TC, -1, (layer.num_k_heads, 2 * (keys + values)))
+    q, k, v, z = torch.split(qkvz_TKC, [keys, keys, values, values], -1)
+    ba_TKC = torch.unflatten(ba_TC, -1, (layer.num_k_heads, 2 * groups))
+    b_TKG, a_TKG = torch.split(ba_TKC, [groups, groups], -1)
+    qkv = torch.cat([q.flatten(-2), k.flatten(-2), v.flatten(-2)], -1)
+    z_TNV = torch.unflatten(z.flatten(-2), -1, (layer.num_v_heads, layer.head_v_dim))
+    return Projected(qkv, z_TNV, b_TKG.flatten(-2).sigmoid(), a_TKG.flatten(-2))
+
+
+class PackedDeltaNet(DeltaNet):
+    """Two projections: of queries, keys, values and gates, and of the numbers b and a of each value
+    head.
+    """
+
+    def __init__(self, width: int, sizes: DeltaNetSizes, eps: float):
+        super().__init__(width, sizes, eps)
+        self.num_k_heads, self.num_v_heads = sizes.num_key_heads, sizes.num_value_heads
+        self.in_proj_qkvz = nn.Linear(width, 2 * sizes.keys + 2 * sizes.values, bias=False)
+        self.in_proj_ba = nn.Linear(width, 2 * sizes.num_value_heads, bias=False)
+
+    def project(self, x_TD: Tensor) -> Projected:
+        return unpacked(self, self.in_proj_qkvz(x_TD), self.in_proj_ba(x_TD))
+
+
+class MoEConfig(RouterConfig, Protocol):
+    """The fields that experts beside a shared one read."""
+
+    @property
+    def moe_intermediate_size(self) -> int: ...
+    @property
+    def shared_expert_intermediate_size(self) -> int: ...
+
+
+class MoE(nn.Module):
+    """Experts, and a shared one whose result has a gate."""
+
+    def __init__(self, config: MoEConfig):
+        super().__init__()
+        width = config.hidden_size
+        self.gate = Router(config)
+        self.experts = Experts(config.num_experts, width, config.moe_intermediate_size)
+        self.shared_expert = MLP(width, config.shared_expert_intermediate_size)
+        self.shared_expert_gate = nn.Linear(width, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_TD = x.flatten(0, -2)
+        ids, weights = self.gate(x_TD)
+        routed: Tensor = self.experts(x_TD, ids, weights)
+        shared: Tensor = self.shared_expert_gate(x_TD).sigmoid() * self.shared_expert(x_TD)
+        return (routed + shared).view_as(x)
+
+
+def _layer(config: Config, index: int) -> nn.Module:
+    width, eps = config.hidden_size, config.rms_norm_eps
+    mlp = MoE(config) if index in config.moe_layers else MLP(width, config.intermediate_size)
+    if config.layer_types[index] == "full_attention":
+        return Layer(config, Attention(config), mlp, OnePlusRMSNorm)
+    return DeltaNetLayer(config, PackedDeltaNet(width, config.delta_net, eps), mlp)
+
+
+class Qwen3NextForCausalLM(CausalLM):
+    def __init__(self, config: Config):
+        layers = (_layer(config, i) for i in range(config.num_hidden_layers))
+        rotary = Rotary(config.rope_parameters, config.rotated_columns)
+        super().__init__(config, layers, rotary, norm=OnePlusRMSNorm)
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, JSONLike]) -> "Qwen3NextForCausalLM":
+        return cls(Config.from_hf(hf))
