@@ -214,3 +214,33 @@ def test_a_seed_gives_the_same_tokens_alone_and_among_others(llm):
     together = llm.generate([PROMPTS[0]] * len(params), params)
     for of, answer in zip(params, together, strict=True):
         assert llm.generate(PROMPTS[0], of)[0].token_ids == answer.token_ids
+
+
+# Chats
+
+
+def test_a_chat_is_the_completion_of_its_rendered_prompt(llm):
+    pytest.importorskip("jinja2")
+    parts = [{"type": "text", "text": "She looked"}, {"type": "text", "text": "at him"}]
+    chat, params = [{"role": "user", "content": parts}], SamplingParams(max_tokens=12)
+    (found,) = llm.chat(chat, params, chat_template_kwargs={"unused": 1})
+    prompt = llm.tokenizer.decode(list(found.prompt_token_ids), skip_special_tokens=False)
+    assert "She looked\nat him" in prompt
+    assert llm.generate([found.prompt_token_ids], params)[0].token_ids == found.token_ids
+    together = llm.chat([chat, chat], [params, replace(params, max_tokens=3)])
+    assert [one.token_ids for one in together] == [found.token_ids, found.token_ids[:3]]
+
+
+def test_a_chat_that_cannot_be_answered_is_refused(llm):
+    pytest.importorskip("jinja2")
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    with pytest.raises(ValueError, match="this model reads no images: Qwen3ForCausalLM has no"):
+        llm.chat([{"role": "user", "content": [image]}])
+    with pytest.raises(ValueError, match="messages is empty"):
+        llm.chat([])
+    with pytest.raises(ValueError, match="expected an object with a role"):
+        llm.chat([{"content": "x"}])
+    module = LLM.__new__(LLM)
+    module._folder = module._chat_prompts = None
+    with pytest.raises(ValueError, match="a module, which has no chat template: use generate"):
+        module.chat([{"role": "user", "content": "x"}])

@@ -139,6 +139,13 @@ def test_the_size_of_real_webp_files_is_read_from_their_header():
     assert _webp_size(PNG) is None
 
 
+def test_the_black_png_of_these_tests_is_one():
+    data = png_of_zeros(3000, 1000)
+    image = Image.open(io.BytesIO(data))
+    image.load()
+    assert image.size == (3000, 1000) and image.getextrema() == (0, 0)
+
+
 def test_the_largest_allowed_image_is_decoded():
     assert decode_image(png_of_zeros(2**14, 2**11)).size == (2**14, 2**11)
     assert MAX_PIXELS == 2**14 * 2**11

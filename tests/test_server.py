@@ -108,8 +108,16 @@ def test_models_names_the_model_and_its_length(client):
     (model,) = client.models.list().data
     assert model.id == "atomc-demo" and model.max_model_len == 2048
     assert client.models.retrieve("atomc-demo") == model
+    assert model.input_modalities == ["text"]
     with pytest.raises(openai.NotFoundError, match="'gpt/4' does not exist"):
         client.models.retrieve("gpt/4")
+
+
+def test_an_image_is_refused_with_the_reason_by_a_text_model(client):
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    reason = "this model reads no images: Qwen3ForCausalLM has no vision encoder"
+    with pytest.raises(openai.BadRequestError, match=reason):
+        client.chat.completions.create(messages=[{"role": "user", "content": [image]}], **greedy())
 
 
 def test_a_completion_is_the_text_that_llm_gives(client):

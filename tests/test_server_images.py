@@ -399,15 +399,3 @@ def test_chats_offline_are_answered_in_order(llm):
     alone = [llm.chat(each, params)[0] for each in (ONE, hello, THREE)]
     assert [each.token_ids for each in together] == [each.token_ids for each in alone]
     assert len(llm.chat(ONE, SamplingParams(n=2, **NEW))) == 2
-
-
-def test_a_text_model_chats_offline_and_says_that_it_reads_no_images():
-    llm = LLM(options={"glue": "eager"}, progress=False)
-    hello = [{"role": "user", "content": [text("She looked"), text("at him")]}]
-    (found,) = llm.chat(hello, SamplingParams(**NEW), chat_template_kwargs={"unused": 1})
-    prompt = llm.tokenizer.decode(list(found.prompt_token_ids), skip_special_tokens=False)
-    assert "She looked\nat him" in prompt and len(found.token_ids) == 12
-    with pytest.raises(ValueError, match="this model reads no images: Qwen3ForCausalLM has no"):
-        llm.chat(ONE)
-    with pytest.raises(ValueError, match="messages is empty"):
-        llm.chat([[]])
