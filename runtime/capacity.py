@@ -1,15 +1,17 @@
 """Sizes the caches: number of blocks and block size."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from atomc.models.limits import free_on_host
+from atomc.runtime.state_rows import StateRows
 
 CPU_SHARE = 0.25  # of the free memory; the rest is for other processes
 GRAPH_SHARE = 0.03  # of a GPU's memory, for CUDA graphs
-SPARE_SLOTS = 1  # of per-sequence state, for padding
+SNAPSHOT_SHARE = 0.125  # of the memory of the caches, for snapshots of per-sequence state
 # With one block per sequence, memory is reserved for the maximum length. If memory is short, prefer
 # fewer sequences of this length to more shorter ones.
 MIN_LENGTH = 2048
@@ -17,11 +19,15 @@ MIN_LENGTH = 2048
 
 @dataclass(frozen=True)
 class Capacity:
-    """num_blocks[i] blocks of block_size tokens in group i, and the maximum sequence length."""
+    """num_blocks[i] blocks of block_size tokens in group i, and the maximum sequence length.
+
+    snapshots   number of snapshots of per-sequence state
+    """
 
     num_blocks: tuple[int, ...]
     block_size: int
     max_model_len: int
+    snapshots: int = 0
 
 
 def capacity(
@@ -37,6 +43,8 @@ def capacity(
     kv_bytes: int | None = None,
     bytes_per_sequence: int = 0,
     image_bytes: int = 0,
+    rewinds: bool = False,
+    snapshots: int | None = 0,
 ) -> Capacity:
     """The size of the caches: as configured, else as large as memory allows, but not more than
     max_num_seqs sequences can use.
@@ -46,20 +54,25 @@ def capacity(
     available        bytes to use if neither num_blocks nor kv_bytes is given
     longest          maximum sequence length of the model
     max_model_len    maximum sequence length that must fit; None: as memory allows, up to longest
-    bytes_per_sequence   per-sequence state, for each slot and a spare one; reserved first
     image_bytes      for embeddings of images: not available if the size is not configured
+    bytes_per_sequence   per-sequence state, for each of its rows (StateRows); reserved first
+    rewinds          whether each slot has a second row, for the state before a draft
+    snapshots        number of snapshots of per-sequence state; None: at most max_num_seqs, in
+                     SNAPSHOT_SHARE of the memory that the other rows leave
 
     Raises ValueError if a sequence of max_model_len tokens does not fit.
     """
-    room = _bytes_for_blocks(
+    rows = StateRows(max_num_seqs, rewinds)
+    room, snapshots = _after_sequences(
         kv_bytes or max(available - image_bytes, 0),
-        max_num_seqs,
+        rows,
         bytes_per_sequence,
+        snapshots,
         sized=num_blocks is not None,
     )
     length = max_model_len or longest
     if not groups:
-        return Capacity((), block_size or length, length)
+        return Capacity((), block_size or length, length, snapshots)
     bytes_per_token = sum(size for size, _ in groups)
     tokens = room // bytes_per_token  # if each group had a block for all of them
     if block_size is None:
@@ -82,23 +95,47 @@ def capacity(
         raise ValueError(
             f"a sequence of {length} tokens does not fit into the cache, which holds "
             f"{holds or tokens} (a token takes {bytes_per_token} bytes): lower max_model_len, "
-            f"max_num_batched_tokens{' or image_cache_bytes' if image_bytes else ''} or "
-            "max_num_seqs, or raise gpu_memory_utilization, kv_bytes or num_blocks"
+            f"max_num_batched_tokens{', state_snapshots' if snapshots else ''}"
+            f"{', image_cache_bytes' if image_bytes else ''} or max_num_seqs, or "
+            "raise gpu_memory_utilization, kv_bytes or num_blocks"
         )
-    return Capacity(tuple(counts), block_size, length)
+    return Capacity(tuple(counts), block_size, length, snapshots)
 
 
-def _bytes_for_blocks(room: int, max_num_seqs: int, bytes_per_sequence: int, *, sized: bool) -> int:
-    """Bytes left for blocks after per-sequence state. sized: the number of blocks is configured."""
-    of_slots = (max_num_seqs + SPARE_SLOTS) * bytes_per_sequence
-    if of_slots > room and bytes_per_sequence and not sized:
+def _after_sequences(
+    room: int, rows: StateRows, bytes_per_sequence: int, snapshots: int | None, *, sized: bool
+) -> tuple[int, int]:
+    """Bytes left for blocks after per-sequence state, and the number of snapshots.
+
+    rows    without snapshots
+    sized   the number of blocks is configured, and the memory is unknown
+    """
+    if not bytes_per_sequence:
+        return room, 0
+    left = room - rows.total * bytes_per_sequence
+    if snapshots is None:
+        snapshots = default_snapshots(rows.slots, bytes_per_sequence, None if sized else left)
+    left -= snapshots * bytes_per_sequence
+    if left < 0 and not sized:
+        twice = ", twice because of drafts," if rows.rewinds else ""
+        kept = f" and {snapshots} snapshots" if snapshots else ""
         raise ValueError(
-            f"the state of {max_num_seqs} sequences takes {of_slots} bytes "
+            f"the state of {rows.slots} sequences{twice}{kept} takes {room - left} bytes "
             f"({bytes_per_sequence} each), and "
-            f"there is room for {room}: lower max_num_seqs, or raise gpu_memory_utilization or "
+            f"there is room for {room}: lower max_num_seqs"
+            f"{' or state_snapshots' if snapshots else ''}, or raise gpu_memory_utilization or "
             "kv_bytes"
         )
-    return room - of_slots
+    return left, snapshots
+
+
+def default_snapshots(max_num_seqs: int, bytes_per_sequence: int, room: int | None) -> int:
+    """Number of snapshots unless it is configured. room: bytes that the other rows leave; None:
+    unknown.
+    """
+    if room is None:
+        return math.ceil(max_num_seqs * SNAPSHOT_SHARE)
+    return min(max_num_seqs, max(int(room * SNAPSHOT_SHARE), 0) // bytes_per_sequence)
 
 
 def _length_of_whole_blocks(tokens: int, num_sequences: int) -> int:

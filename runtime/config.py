@@ -77,6 +77,13 @@ class EngineConfig:
         "layout=contiguous, which does "
         "not support it)",
     )
+    state_snapshots: int | None = _option(
+        None,
+        "number of states to keep at the ends of prefixes, for models with a state per sequence "
+        "(linear attention, state space models), whose prefix cache and preemption need them; 0: "
+        "no prefix cache; default: up to --max-num-seqs in an eighth of the memory that is left "
+        "for the cache",
+    )
     scheduling_policy: Literal["fcfs", "priority"] = _option(
         "fcfs", "fcfs: order of arrival; priority: lowest value first"
     )
@@ -166,6 +173,15 @@ class EngineConfig:
             raise ValueError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}, it must be above 0 "
                 "and at most 1"
+            )
+        if self.state_snapshots is not None and self.state_snapshots < 0:
+            raise ValueError(
+                f"state_snapshots is {self.state_snapshots}, it must be 0 (none) or positive"
+            )
+        if self.state_snapshots and self.enable_prefix_caching is False:
+            raise ValueError(
+                f"state_snapshots is {self.state_snapshots}, but enable_prefix_caching is off, "
+                "which snapshots are for: leave one of them out"
             )
         if self.scheduling_policy not in POLICIES:
             raise ValueError(

@@ -22,7 +22,7 @@ from atomc.options import Options
 from atomc.platform import Platform
 from atomc.program import Program, compile_model
 from atomc.runtime.batch import InputBatch, StepShape
-from atomc.runtime.capacity import SPARE_SLOTS
+from atomc.runtime.state_rows import SPARE_SLOTS
 
 if TYPE_CHECKING:
     from atomc.models.mtp import DraftModel

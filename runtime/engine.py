@@ -19,6 +19,7 @@ from atomc.runtime.request_errors import RequestError, RequestErrors, RequestFai
 from atomc.runtime.sampling.logprobs import TokenLogprobs
 from atomc.runtime.sampling.sampling_params import SamplingParams
 from atomc.runtime.scheduler import QueueFull, Scheduler
+from atomc.runtime.snapshots import Snapshots
 from atomc.runtime.speculative import ForcedAcceptance, NGramProposer
 from atomc.runtime.stats import Stats
 from atomc.runtime.step import ScheduledStep
@@ -139,7 +140,7 @@ class Engine:
             loaded.vocab_size,
         )
         limits = worker.limits
-        size = limits.capacity
+        size, rows = limits.capacity, limits.state_rows
         self.scheduler = Scheduler(
             BlockPool(
                 size.num_blocks, size.block_size, limits.windows, shares=not limits.no_prefix_cache
@@ -151,6 +152,10 @@ class Engine:
             policy=config.scheduling_policy,
             request_errors=self.request_errors,
             can_roll_back=limits.can_roll_back,
+            state_rows=rows,
+            snapshots=Snapshots(rows.first_snapshot, rows.snapshots, size.block_size)
+            if rows is not None and rows.snapshots
+            else None,
             lookahead=config.speculative_tokens - 1 if config.speculative == "mtp" else 0,
             forced=None
             if config.speculative_accept is None
@@ -368,9 +373,13 @@ class Engine:
         self.executor.prepare_pooling()
 
     def _draft(self) -> None:
-        """Propose drafts for decoding requests."""
+        """Propose drafts for decoding requests: all tokens of these are computed, except the last
+        one, and those up to a rejected draft if the state cannot be rolled back. The latter are
+        bounded: otherwise each rejection would add to them.
+        """
+        redone = 0 if self.scheduler.can_roll_back else self.config.speculative_tokens
         for request in self.scheduler.running:
-            if request.pending == 1 and request.num_new and not request.pooling:
+            if request.pending <= 1 + redone and request.num_new and not request.pooling:
                 request.draft = (
                     self.request_errors.run(
                         request.id, "proposing its draft", self._propose_draft, request
@@ -478,10 +487,7 @@ class Engine:
         """Drop a failed request, which the scheduler may have dropped already."""
         if not error.by_client:
             # Its blocks and embeddings may hold NaN: do not share them.
-            self.scheduler.pool.evict(request_id)
-            request = self.scheduler.requests.get(request_id)
-            if request is not None:
-                self.scheduler.forget_images(request)
+            self.scheduler.evict(request_id)
         self.scheduler.abort(request_id, "error")
         self._forget(request_id)
         return Output(request_id, (), finish_reason="error", error=error)
@@ -526,6 +532,8 @@ class Engine:
             host_ms=self.host_ms,
             expert_load=ran.expert_load,
             no_prefix_cache=self.executor.limits.no_prefix_cache,
+            snapshots_total=self.executor.limits.capacity.snapshots,
+            snapshots_held=held.num_cached if (held := self.scheduler.snapshots) else 0,
             **vars(done),
         )
 

@@ -14,6 +14,7 @@ from atomc.runtime.capacity import Capacity
 from atomc.runtime.image_limits import ImageLimits
 from atomc.runtime.request_errors import RequestError
 from atomc.runtime.sampling.logprobs import TokenLogprobs
+from atomc.runtime.state_rows import StateRows
 from atomc.runtime.step import ScheduledStep
 
 
@@ -26,9 +27,11 @@ class Limits:
     max_num_seqs     number of slots
     max_num_batched_tokens   maximum tokens of a step
     no_prefix_cache  why blocks cannot be shared; empty if they can
-    can_roll_back    whether a failed step may be launched again. False: its sequences start over,
-                     because the step may have advanced their state
     images           None: the model takes no images
+    can_roll_back    whether computed tokens can be computed again. False: after a failed step, its
+                     sequences start over, because it may have advanced their state; after a
+                     rejected draft, they continue from the state before it
+    state_rows       the rows of state per sequence; None: there is none
     """
 
     capacity: Capacity
@@ -38,6 +41,7 @@ class Limits:
     no_prefix_cache: str = ""
     can_roll_back: bool = True
     images: ImageLimits | None = None
+    state_rows: StateRows | None = None
 
 
 @dataclass(frozen=True)

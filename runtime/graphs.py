@@ -26,10 +26,13 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 
 
 def step_shapes(
-    max_num_seqs: int, max_num_rows: int, columns: int, drafts: int = 0
+    max_num_seqs: int, max_num_rows: int, columns: int, drafts: int = 0, *, rewinds: bool = False
 ) -> list[StepShape]:
     """Shapes to capture: decode steps, decode steps with drafts, then mixed steps up to the token
     budget.
+
+    rewinds   the tokens after a rejected draft are computed again: up to `drafts` of a sequence,
+              besides its next draft
     """
     most = min(max_num_rows, MOST_PREFILL_ROWS)
     mixed = [rows for rows in (64, 128, *range(256, MOST_PREFILL_ROWS + 1, 256)) if rows < most] + [
@@ -38,9 +41,10 @@ def step_shapes(
     sizes = [size for size in decode_sizes(max_num_seqs) if size <= max_num_rows]
     decode = [StepShape(size, size, size, columns) for size in sizes]
     drafted = [
-        StepShape(rows, size, rows, columns)
+        StepShape(size * (again + 1 + drafts), size, size * (1 + drafts), columns)
+        for again in ((0, drafts) if rewinds else (0,))
         for size in sizes
-        if drafts and (rows := size * (1 + drafts)) <= max_num_rows
+        if drafts and size * (again + 1 + drafts) <= max_num_rows
     ]
     wanted = max_num_seqs * (1 + drafts)
     others = [
@@ -51,7 +55,7 @@ def step_shapes(
 
 
 def launched_shapes(
-    max_num_seqs: int, max_num_rows: int, columns: int, drafts: int = 0
+    max_num_seqs: int, max_num_rows: int, columns: int, drafts: int = 0, *, rewinds: bool = False
 ) -> list[StepShape]:
     """Shapes that together launch every kernel variant a step may need, the largest first.
 
@@ -66,7 +70,7 @@ def launched_shapes(
         StepShape(max_num_rows, 1, 1, columns),
         *[
             shape
-            for shape in step_shapes(max_num_seqs, max_num_rows, columns, drafts)
+            for shape in step_shapes(max_num_seqs, max_num_rows, columns, drafts, rewinds=rewinds)
             if _power_of_two(shape.rows)
             or _power_of_two(shape.sequences)
             or shape.sequences == max_num_seqs

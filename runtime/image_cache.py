@@ -37,9 +37,10 @@ class ImageCache:
         it encodes enough already, or all embeddings that are held are needed.
         """
         digest = image.digest
+        if not self.can_take(image):
+            return False
         if digest not in self.held:
-            if image.num_patches > self._patches or not self._make_room(image.length):
-                return False
+            self._make_room(image.length)
             self.held[digest] = image.length
             self._free -= image.length
             self._patches -= image.num_patches
@@ -47,6 +48,13 @@ class ImageCache:
         self.held.move_to_end(digest)
         self._kept.add(digest)
         return True
+
+    def can_take(self, image: PromptImage) -> bool:
+        """Whether `take` returns True; without changes."""
+        if image.digest in self.held:
+            return True
+        unused = sum(size for digest, size in self.held.items() if digest not in self._kept)
+        return image.num_patches <= self._patches and image.length <= self._free + unused
 
     def end(self) -> tuple[tuple[ImagePixels, ...], tuple[bytes, ...]]:
         """The images that the step encodes, and the embeddings that are dropped before. Not called
@@ -81,15 +89,9 @@ class ImageCache:
         assert self._free >= 0, "more embeddings than the cache has room for"
         assert self._encoded.keys() <= self.held.keys(), "an image is encoded and not held"
 
-    def _make_room(self, length: int) -> bool:
-        """Drop embeddings that are not needed until `length` tokens fit. False, without changes, if
-        they cannot.
-        """
-        unused = [digest for digest in self.held if digest not in self._kept]
-        if length > self._free + sum(self.held[digest] for digest in unused):
-            return False
-        for digest in unused:
+    def _make_room(self, length: int) -> None:
+        """Drop embeddings that are not needed until `length` tokens fit."""
+        for digest in [digest for digest in self.held if digest not in self._kept]:
             if length <= self._free:
-                break
+                return
             self.forget(digest)
-        return True

@@ -9,25 +9,27 @@ from math import isqrt
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from atomc.models.mrope import num_image_tokens
 from atomc.runtime.image_limits import FLOAT_BYTES
 from atomc.runtime.image_model import ImageModel
 from atomc.runtime.request_errors import is_recoverable
 from atomc.runtime.slots import SlotState
-from atomc.runtime.step import ImagePixels, ScheduledStep
+from atomc.runtime.step import Grid, ImagePixels, ScheduledStep
+
+# (pixels [P, W], grids of the images) -> embeddings [I, E]
+Encode = Callable[[Tensor, Sequence[Grid]], Tensor]
 
 
 class ImageEncoder:
-    """Encodes images with a model's encoder, and holds their embeddings by digest.
+    """Encodes images, and holds their embeddings by digest.
 
     errors   why images that steps read could not be encoded
     """
 
-    def __init__(self, module: nn.Module, images: ImageModel, device: torch.device) -> None:
-        self.module, self.images, self.device = module, images, device
-        self._encode_images: Callable[..., Tensor] = module.encode_images  # type: ignore[assignment]
+    def __init__(self, encode: Encode, images: ImageModel, device: torch.device) -> None:
+        self.encode, self.images, self.device = encode, images, device
         self.errors: dict[bytes, BaseException] = {}
         self._embeddings: dict[bytes, Tensor] = {}
 
@@ -66,14 +68,11 @@ class ImageEncoder:
         it returns another shape.
         """
         with torch.no_grad():
-            found: Tensor = self._encode_images(
-                self._pixels(images), [image.grid for image in images]
-            )
+            found: Tensor = self.encode(self._pixels(images), [image.grid for image in images])
         expected = sum(image.length for image in images), self.images.width
         if tuple(found.shape) != expected:
             raise ValueError(
-                f"encode_images of {type(self.module).__name__} returned {list(found.shape)}, "
-                f"expected {list(expected)}"
+                f"the vision encoder returned {list(found.shape)}, expected {list(expected)}"
             )
         return found.to(self.images.dtype)
 

@@ -72,12 +72,12 @@ class ImageLimits:
                 f"it has the tokens {image.start} to {image.end - 1}, expected some of {first} to "
                 f"{len(prompt) - 1}: images are in order, do not overlap, and end inside the prompt"
             )
-        for position in range(image.start, image.end):
-            if prompt[position] not in self.token_ids:
-                return (
-                    f"token {position} of the prompt is {prompt[position]}, expected the model's "
-                    f"image token ({', '.join(map(str, sorted(self.token_ids)))})"
-                )
+        others = set(prompt[image.start : image.end]) - self.token_ids
+        if others:
+            return (
+                f"token {min(others)} is among its tokens in the prompt, expected the model's "
+                f"image token ({', '.join(map(str, sorted(self.token_ids)))})"
+            )
         return self._why_too_large(image)
 
     def _why_too_large(self, image: PromptImage) -> str:

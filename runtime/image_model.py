@@ -13,10 +13,12 @@ from atomc.ops.inputs import ModelInputs
 
 @dataclass(frozen=True)
 class ImageModel:
-    """A module with these attributes, and two methods:
+    """A module with these attributes, and the methods:
 
         encode_images(pixels [P, W], grids) -> [I, E], the embeddings of the tokens of these images
         forward(input_ids, positions, logits_rows, embeddings [T, E], is_image [T])
+
+    With `encode_patches` (atomc.encoder), the encoder is compiled.
 
     token_ids     of images: module.image_token_ids
     merge_size    a token stands for merge_size x merge_size patches

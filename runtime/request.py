@@ -34,6 +34,11 @@ class Request:
     keys          keys of the full blocks of `tokens` (atomc.runtime.prefix_cache); the first
                   num_cached_blocks are in its index
     slot          row of the request while it runs, else None
+    state_from    the row that has its state per sequence before the next token; None: its slot, or
+                  there is none
+    snapshot_points   positions at which it takes snapshots of this state; last_snapshot: the
+                  position of the last one that it took or started from
+    moving_snapshot   key of the snapshot between these points, which the next one replaces
     admission_sent     a step has sent the worker the request's parameters for this slot
     number        position in the order of arrival, set by the scheduler
     num_admissions  how often the request was admitted, set by the scheduler
@@ -59,6 +64,10 @@ class Request:
     keys: list[bytes] = field(default_factory=list)
     num_cached_blocks: int = 0
     slot: int | None = None
+    state_from: int | None = None
+    snapshot_points: tuple[int, ...] = ()
+    last_snapshot: int = 0
+    moving_snapshot: bytes | None = None
     admission_sent: bool = False
     number: int = 0
     num_admissions: int = 0

@@ -20,7 +20,7 @@ class RopePositions:
     def __init__(self, slots: int, merge_size: int) -> None:
         self.merge_size = merge_size
         self.deltas = np.zeros(slots + 1, np.int64)
-        # For slots with images: the positions [3, n] of the prompt.
+        # For slots with images: the positions [3, n] of the prompt, until it is computed.
         self._of_prompts: dict[int, Array] = {}
 
     def positions(self, chunks: Sequence[Chunk], indices: Array, bounds: Array) -> Array:
@@ -35,9 +35,12 @@ class RopePositions:
         if self._of_prompts:
             for chunk, row in zip(chunks, bounds.tolist(), strict=False):
                 known = self._of_prompts.get(chunk.slot)
-                if known is not None and chunk.start < known.shape[1]:
-                    part = known[:, chunk.start : chunk.end]
-                    found[:, row : row + part.shape[1]] = part
+                if known is None:
+                    continue
+                part = known[:, chunk.start : chunk.end]
+                found[:, row : row + part.shape[1]] = part
+                if not part.size:  # generated tokens: an earlier step had the whole prompt
+                    del self._of_prompts[chunk.slot]
         return found
 
     def _admit(self, slot: int, request: Admission) -> None:

@@ -10,9 +10,10 @@ from torch import Tensor
 from atomc.ops.state import groups_of
 from atomc.program import Program
 from atomc.runtime.batch import InputBatch, StepShape
-from atomc.runtime.capacity import SPARE_SLOTS
 from atomc.runtime.draft import DraftProgram, DraftRunner
 from atomc.runtime.graphs import StepGraphs
+from atomc.runtime.sequence_states import SequenceStates
+from atomc.runtime.state_rows import StateRows
 from atomc.runtime.step import ScheduledStep
 
 SPARE_SEQUENCES = 8  # used by the shapes of mixed steps, see graphs.step_shapes
@@ -25,7 +26,7 @@ class Runner:
     num_blocks       per group of the program's state, or one number for all groups
     max_num_seqs, max_num_rows, max_columns   maximum sequences and tokens of a step, and blocks of
                                               a sequence
-    num_slots        slots of per-sequence state; None: max_num_seqs. Padding steps need fewer
+    state_rows       rows of per-sequence state; None: max_num_seqs slots. Padding steps need none
     draft            proposes tokens after each step; the program then also returns the hidden
                      states that it reads
     image_program    the program of steps with images, over the same caches; merge_size: patches of
@@ -45,25 +46,21 @@ class Runner:
         max_num_seqs: int,
         max_num_rows: int,
         max_columns: int,
-        num_slots: int | None = None,
+        state_rows: StateRows | None = None,
         draft: DraftProgram | None = None,
         image_program: Program | None = None,
         merge_size: int = 1,
     ) -> None:
         self.program, self.image_program = program, image_program
-        num_groups, slots = (
-            len(groups_of(program.specs)),
-            max_num_seqs if num_slots is None else num_slots,
-        )
+        num_groups, rows = len(groups_of(program.specs)), state_rows or StateRows(max_num_seqs)
+        slots = rows.slots
         counts = [num_blocks] * num_groups if isinstance(num_blocks, int) else list(num_blocks)
+        self._states = SequenceStates(program.specs, rows, program.device)
         self.caches = [
-            spec.allocate(
-                0 if spec.group is None else counts[spec.group],
-                block_size,
-                program.device,
-                slots=slots + SPARE_SLOTS,
-            )
-            for spec in program.specs
+            self._states.of(index)
+            if spec.group is None
+            else spec.allocate(counts[spec.group], block_size, program.device)
+            for index, spec in enumerate(program.specs)
         ]
         self.bind()
         self.input_batch = InputBatch(
@@ -163,6 +160,12 @@ class Runner:
 
         num_rows   pad to this many rows, which does not change the results
         """
+        self._states.copy(step.copies_before)
+        logits = self._logits(step, num_rows)
+        self._states.copy(step.copies_after)
+        return logits
+
+    def _logits(self, step: ScheduledStep, num_rows: int) -> Tensor:
         if self.image_program is not None and step.has_images:
             self.steps["eager: images"] += 1
             return self._eager(self.image_program, step, num_rows)
@@ -211,9 +214,12 @@ class Runner:
         states instead of logits.
         """
         self.steps["eager: hidden states"] += 1
-        return self._eager(program, step)
+        self._states.copy(step.copies_before)
+        hidden = self._eager(program, step, num_rows=0)
+        self._states.copy(step.copies_after)
+        return hidden
 
-    def _eager(self, program: Program, step: ScheduledStep, num_rows: int = 0) -> Tensor:
+    def _eager(self, program: Program, step: ScheduledStep, num_rows: int) -> Tensor:
         self._shape = self.input_batch.write(step, num_rows=num_rows)
         return self._run(program, self._shape)
 

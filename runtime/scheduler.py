@@ -13,7 +13,9 @@ from atomc.runtime.prefix_cache import extend_keys
 from atomc.runtime.prompt_image import overlapping
 from atomc.runtime.request import FinishReason, Output, Request
 from atomc.runtime.request_errors import RequestErrors
+from atomc.runtime.snapshots import Snapshots
 from atomc.runtime.speculative import ForcedAcceptance
+from atomc.runtime.state_rows import StateRows
 from atomc.runtime.step import Admission, Chunk, ImageRows, ScheduledStep
 
 # Each prompt token with log-probabilities takes a row of V fp32 logits.
@@ -38,6 +40,8 @@ class Counters:
     generated_tokens: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    snapshots: int = 0
+    snapshot_hits: int = 0
     drafts: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -82,6 +86,10 @@ class Scheduler:
     by arrival. `running` requests own blocks, `waiting` ones do not; both lists are sorted. A
     preempted request waits again and recomputes the tokens that left the prefix cache.
 
+    State per sequence cannot go back to an earlier token. A request starts from a snapshot of it,
+    and after a rejected draft from the state before the draft: the accepted tokens are computed
+    again, in the step of the next draft.
+
     Several steps may be in flight; they finish in the order in which they were scheduled. The next
     step may reuse released blocks and slots at once, because the device runs steps in order.
 
@@ -89,6 +97,8 @@ class Scheduler:
     aborted.
 
     can_roll_back   as in Limits
+    state_rows      the rows of state per sequence; None: there is none. Without snapshots of it, no
+                    prefix is shared
     lookahead       blocks are reserved for this many tokens after those of a step, because a draft
                     model writes there
     forced          accepts drafts, instead of their comparison with the sampled tokens
@@ -109,6 +119,8 @@ class Scheduler:
         policy: str = "fcfs",
         request_errors: RequestErrors | None = None,
         can_roll_back: bool = True,
+        state_rows: StateRows | None = None,
+        snapshots: Snapshots | None = None,
         lookahead: int = 0,
         forced: ForcedAcceptance | None = None,
         images: ImageLimits | None = None,
@@ -127,7 +139,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_queue = max_queue
         self.by_priority = policy == "priority"
-        self.can_roll_back = can_roll_back
+        self.can_roll_back, self.state_rows, self.snapshots = can_roll_back, state_rows, snapshots
         self.lookahead, self.forced = lookahead, forced
         # Maximum sequence length: such a request must fit if it has the whole pool.
         self.max_len = min(max_model_len, pool.longest(2 * max_num_batched_tokens))
@@ -141,7 +153,8 @@ class Scheduler:
         self._free_slots = list(reversed(range(max_num_seqs)))
         # Slots released since the last step.
         self._released: set[int] = set()
-        # Keys of blocks that running requests will fill, with the request.
+        # Keys of blocks that running requests will fill, with the request. If prefixes need a
+        # snapshot: only of the blocks after which one will be taken.
         self._blocks_in_progress: dict[bytes, Request] = {}
         self._num_added = 0
         self._num_pooled = 0
@@ -162,7 +175,24 @@ class Scheduler:
         assert not self.requests and self.pool.reset_prefix_cache(), "requests are running"
         if self.images is not None:
             self.images.clear()
+        if self.snapshots is not None:
+            self.snapshots.clear()
         self.counters = Counters()
+
+    def evict(self, request_id: str) -> None:
+        """Remove what the request computed from the prefix cache, and what it shares. The
+        embeddings of its images are not used again.
+        """
+        self.pool.evict(request_id)
+        request = self.requests.get(request_id)
+        if request is None:
+            return
+        if self.snapshots is not None:
+            for key in request.keys:
+                self.snapshots.evict(key)
+        if self.images is not None:
+            for image in request.images:
+                self.images.forget(image.digest)
 
     def refuse(self, request: Request) -> None:
         """Raise ValueError if the request's prompt can never fit, or its id is in use."""
@@ -242,6 +272,11 @@ class Scheduler:
                     new,
                 )
                 outputs += [output] if output is not None else []
+            if chunk.snapshot is not None and self.snapshots is not None:
+                failed = request.id in self.request_errors.failed
+                self.counters.snapshots += self.snapshots.finish(
+                    chunk.snapshot, None if failed else request, chunk.end, admission
+                )
         assert next(sampled, None) is None, (
             f"{len(tokens)} token lists, but fewer chunks that sample"
         )
@@ -258,9 +293,12 @@ class Scheduler:
             step.chunks, in_flight.requests, in_flight.admissions, strict=True
         ):
             request.num_in_flight -= bool(chunk.num_samples)
+            if chunk.snapshot is not None and self.snapshots is not None:
+                self.snapshots.drop(chunk.snapshot)
             if request.slot is not None and request.num_admissions == admission:
                 request.admission_sent = chunk.admission is None
                 request.computed = chunk.start
+                request.last_snapshot = min(request.last_snapshot, chunk.start)
                 request.scored = min(request.scored, chunk.start)
                 self.pool.resend_blocks(request.id)
                 if chunk.start and not self.can_roll_back:
@@ -277,18 +315,15 @@ class Scheduler:
         self._remove(request)
         return True
 
-    def forget_images(self, request: Request) -> None:
-        """Do not use the embeddings of the request's images again."""
-        if self.images is not None:
-            for image in request.images:
-                self.images.forget(image.digest)
-
     def check(self) -> None:
         """Assert the invariants between two calls."""
         self.pool.check()
         self.pixels.check([image for request in self.requests.values() for image in request.images])
         if self.images is not None:
             self.images.check()
+        if self.snapshots is not None:
+            chunks = [chunk for in_flight in self._in_flight for chunk in in_flight.step.chunks]
+            self.snapshots.check({x.snapshot for x in chunks if x.snapshot is not None})
         self._check_queues()
         for request in (*self.running, *self.waiting):
             self._check_request(request)
@@ -360,7 +395,10 @@ class Scheduler:
                 self._add_chunk(builder, request, count)
 
     def _schedule_waiting(self, builder: _StepBuilder) -> None:
-        """Admit waiting requests in order, up to the first one that does not fit."""
+        """Admit waiting requests in order, up to the first one that does not fit. Those whose first
+        image must wait are passed by others, but not by others with images.
+        """
+        image_waits = False
         for request in self.waiting.copy():
             if not builder.budget or not self._free_slots:
                 return
@@ -368,13 +406,16 @@ class Scheduler:
                 request.num_in_flight
                 or not builder.accepts(request)
                 or self._awaits_cached_blocks(request)
+                or (image_waits and request.images)
             ):
+                continue
+            # Admitted only for a chunk: the state from which it starts is not kept for a later one.
+            if self._awaits_image(request):
+                image_waits = True
                 continue
             if not self._admit(request, builder.budget):
                 return
-            count = self._num_new_tokens(request, builder.budget)
-            if count:
-                self._add_chunk(builder, request, count)
+            self._add_chunk(builder, request, self._num_new_tokens(request, builder.budget))
 
     def _add_chunk(self, builder: _StepBuilder, request: Request, count: int) -> None:
         chunk = self.request_errors.run(request.id, "scheduling it", self._chunk, request, count)
@@ -389,6 +430,9 @@ class Scheduler:
         """
         if request.num_in_flight and request.draft:
             return 0
+        due = self.snapshots is not None and self.snapshots.due(request, request.length)
+        if request.draft and due:
+            request.draft = ()  # the state after it would be that of rejected tokens, too
         if request.pending + len(request.draft) == 1:
             # Decode. Nothing to compute if the token in flight is the last one.
             if request.num_in_flight and not request.room(self.max_len):
@@ -397,7 +441,8 @@ class Scheduler:
         count = min(request.pending + len(request.draft), budget)
         if request.params.prompt_logprobs is not None and request.scored < request.num_prompt - 1:
             count = min(count, MOST_SCORED_ROWS)
-        count = self._take_images(request, count)
+        ahead = [at - request.computed for at in request.snapshot_points if at > request.computed]
+        count = self._take_images(request, min([count, *ahead]))
         if count < request.pending + len(request.draft):
             request.draft = request.draft[: max(count - request.pending, 0)]
         return count
@@ -406,6 +451,8 @@ class Scheduler:
         """How many of the next `count` tokens can be computed: those before the first image whose
         embeddings this step cannot have. The images of the others are in the step.
         """
+        if not request.images:
+            return count
         start = request.computed
         for image in overlapping(request.images, start, start + count):
             assert self.images is not None
@@ -414,6 +461,18 @@ class Scheduler:
                 return max(image.start - start, 0)
             self.counters.image_cache_hits += held and start <= image.start
         return count
+
+    def _awaits_image(self, request: Request) -> bool:
+        """Whether the first token that this waiting request would compute belongs to an image that
+        the step cannot encode.
+        """
+        if not request.images or self.images is None:
+            return False
+        start = self._num_cached_blocks(request) * self.pool.block_size
+        return any(
+            not self.images.can_take(image)
+            for image in overlapping(request.images, start, start + 1)
+        )
 
     def _images_computed_in_part(self) -> list[bytes]:
         """Images of running requests, of whose tokens some are computed and some not."""
@@ -447,8 +506,15 @@ class Scheduler:
         request.admission_sent = False
         request.computed = computed
         request.num_cached_blocks = found
-        for key in request.keys[found:]:
-            self._blocks_in_progress.setdefault(key, request)
+        if self.snapshots is not None:
+            self.snapshots.start(request, found)
+            self.counters.snapshot_hits += found > 0
+            for point in request.snapshot_points:
+                key = request.keys[point // self.pool.block_size - 1]
+                self._blocks_in_progress.setdefault(key, request)
+        else:
+            for key in request.keys[found:]:
+                self._blocks_in_progress.setdefault(key, request)
         return True
 
     def _num_cached_blocks(self, request: Request) -> int:
@@ -466,18 +532,22 @@ class Scheduler:
 
     def _match(self, request: Request) -> int:
         self._extend_keys(request)
-        return self.pool.match(request.keys[: (len(request.tokens) - 1) // self.pool.block_size])
+        keys = request.keys[: (len(request.tokens) - 1) // self.pool.block_size]
+        if self.snapshots is not None:
+            return self.snapshots.match(keys, self.pool.match)
+        return self.pool.match(keys)
 
     def _awaits_cached_blocks(self, request: Request) -> bool:
-        """Whether a running request will compute the next block that this one needs."""
+        """Whether a running request will compute the next block that this one needs, or take a
+        snapshot from which this one could start.
+        """
         if not self._blocks_in_progress:
             return False
         found = self._num_cached_blocks(request)
-        return (
-            found < (len(request.tokens) - 1) // self.pool.block_size
-            and bool(request.keys)
-            and (request.keys[found] in self._blocks_in_progress)
-        )
+        missing = request.keys[found : (len(request.tokens) - 1) // self.pool.block_size]
+        if self.snapshots is None:
+            missing = missing[:1]  # blocks are filled in order
+        return any(key in self._blocks_in_progress for key in missing)
 
     def _preempt_for_waiting(self, pooled: bool) -> None:
         """Preempt running requests for waiting ones of higher priority."""
@@ -544,7 +614,7 @@ class Scheduler:
         self.pool.release(request.id)
         self._free_slots.append(request.slot)
         self._released.add(request.slot)
-        request.slot = None
+        request.slot = request.state_from = None
         for key in request.keys[request.num_cached_blocks :]:
             if self._blocks_in_progress.get(key) is request:
                 del self._blocks_in_progress[key]
@@ -581,11 +651,25 @@ class Scheduler:
             request.tokens[end] if end < known else 0,
             self._forced(request) if num_samples > 1 else None,
             _image_rows(request, start, end),
+            request.state_from,
+            self._row_before_draft(request) if num_samples > 1 else None,
+            self.snapshots.take(request, end) if self.snapshots and num_samples <= 1 else None,
         )
+        request.state_from = None
         request.admission_sent = True
         request.computed = end
         request.num_in_flight += num_samples > 0
         return chunk
+
+    def _row_before_draft(self, request: Request) -> int | None:
+        """The row that is to keep the state before a draft; None if it is there, or can be rolled
+        back.
+        """
+        assert request.slot is not None
+        if self.can_roll_back or self.state_rows is None:
+            return None
+        row = self.state_rows.before_draft(request.slot)
+        return None if row == request.state_from else row
 
     def _forced(self, request: Request) -> int | None:
         """How many tokens of its draft to accept; None: those that are equal."""
@@ -601,7 +685,7 @@ class Scheduler:
         if chunk.num_samples:
             self._accept(request, chunk, new)
         if request.slot is not None and request.num_admissions == admission:  # not preempted since
-            request.computed -= chunk.num_samples - len(new)  # rejected draft tokens
+            self._reject(request, chunk, chunk.num_samples - len(new))
             computed = min(chunk.end, request.computed)  # larger if another step is in flight
             self._cache_full_blocks(request, computed)
             self.pool.trim(request.id, computed)
@@ -612,6 +696,15 @@ class Scheduler:
         if ended:
             self._remove(request)
         return output
+
+    def _reject(self, request: Request, chunk: Chunk, count: int) -> None:
+        """Go back to the state before the last `count` tokens of the chunk, which were rejected."""
+        if count and self.state_rows is not None and not self.can_roll_back:
+            assert request.slot is not None
+            request.computed = chunk.start
+            request.state_from = self.state_rows.before_draft(request.slot)
+        else:
+            request.computed -= count
 
     def _accept(self, request: Request, chunk: Chunk, tokens: Sequence[int]) -> None:
         """Append sampled tokens up to one that finishes the request."""

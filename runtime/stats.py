@@ -14,6 +14,9 @@ class Stats:
                       tokens
     max_len           maximum sequence length in tokens
     prefix_queries    prompt tokens looked up in the prefix cache; prefix_hits: tokens found
+    snapshots         states of prefixes that were kept, for models with state per sequence;
+                      snapshot_hits: requests that started from one, snapshots_held: of them now,
+                      snapshots_total: their maximum
     steps             number of steps by kind: "full graph", "piecewise", or "eager: " with the
                       reason
     graph_rows        rows of steps that ran as a CUDA graph, without graph_padding, the padding
@@ -38,6 +41,10 @@ class Stats:
     kv_tokens_used: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    snapshots: int = 0
+    snapshot_hits: int = 0
+    snapshots_held: int = 0
+    snapshots_total: int = 0
     preemptions: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0

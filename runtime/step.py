@@ -39,6 +39,9 @@ class ImageRows(NamedTuple):
     length: int
 
 
+Copy = tuple[int, int]  # of a row of state per sequence: from, to
+
+
 class Admission(NamedTuple):
     """Parameters of a request, sent when it gets a slot.
 
@@ -75,6 +78,10 @@ class Chunk(NamedTuple):
     next_token       the token after the chunk, if it is known: not after a sampled row
     accept           accept this many draft tokens, whatever is sampled; None: those that are equal
     images           which rows are tokens of images
+    state_from       the row that has the state per sequence before the chunk; None: it is in the
+                     slot, or the sequence begins
+    state_kept       the row that keeps the state before the chunk, until its draft is verified
+    snapshot         the row that gets a copy of the state after the chunk
     """
 
     request_id: str
@@ -90,6 +97,9 @@ class Chunk(NamedTuple):
     next_token: int = 0
     accept: int | None = None
     images: tuple[ImageRows, ...] = ()
+    state_from: int | None = None
+    state_kept: int | None = None
+    snapshot: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -139,3 +149,19 @@ class ScheduledStep(NamedTuple):
     def num_samples(self) -> int:
         """Number of tokens that the step samples."""
         return sum([chunk.num_samples for chunk in self.chunks])
+
+    @property
+    def copies_before(self) -> list[Copy]:
+        """Copies of state per sequence before the step; no row is both source and destination."""
+        copies = []
+        for chunk in self.chunks:
+            source = chunk.slot if chunk.state_from is None else chunk.state_from
+            if chunk.state_from is not None:
+                copies.append((source, chunk.slot))
+            if chunk.state_kept is not None:
+                copies.append((source, chunk.state_kept))
+        return copies
+
+    @property
+    def copies_after(self) -> list[Copy]:
+        return [(chunk.slot, chunk.snapshot) for chunk in self.chunks if chunk.snapshot is not None]

@@ -68,7 +68,11 @@ class StepKernels:
     def _launch_all(self, runner: Runner, sampler: Sampler, max_num_seqs: int) -> None:
         at = runner.input_batch
         for shape in launched_shapes(
-            max_num_seqs, at.rows, at.columns, self.config.speculative_tokens
+            max_num_seqs,
+            at.rows,
+            at.columns,
+            self.config.speculative_tokens,
+            rewinds=not all(spec.can_roll_back for spec in runner.program.specs),
         ):
             logits = runner.empty_step(shape)
             if shape.rows == at.rows:

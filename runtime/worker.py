@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from atomc.encoder import compile_encoder
 from atomc.models.stock import StockModel
 from atomc.ops.inputs import TEXT
 from atomc.ops.state import StateSpec, block_size_of, groups_of
@@ -21,7 +22,7 @@ from atomc.runtime.executor import Limits, Result, StepCounts
 from atomc.runtime.graphs import step_shapes
 from atomc.runtime.headless_model import headless_model
 from atomc.runtime.hidden_states import WithHiddenStates
-from atomc.runtime.image_encoder import ImageEncoder
+from atomc.runtime.image_encoder import Encode, ImageEncoder
 from atomc.runtime.image_limits import ImageLimits
 from atomc.runtime.image_model import ImageModel
 from atomc.runtime.loading import LoadedModel, load
@@ -31,6 +32,7 @@ from atomc.runtime.sampling.output_processor import OutputProcessor, StepOutputs
 from atomc.runtime.sampling.sample_spec import SampleSpec
 from atomc.runtime.sampling.sampling_params import SamplingParams
 from atomc.runtime.slots import Slots
+from atomc.runtime.state_rows import StateRows
 from atomc.runtime.step import ScheduledStep
 from atomc.runtime.step_kernels import StepKernels
 from atomc.runtime.threads import Threads, choose, use
@@ -110,6 +112,7 @@ class Worker:
             self.program.report.notes.append(
                 "steps with tokens of images run a second program, without CUDA graphs"
             )
+            self._encode = self._compile_encoder()
         self.draft = None
         if draft is not None:
             self.program.report.model = type(self.module).__name__
@@ -127,6 +130,14 @@ class Worker:
             )
             self.program.report.notes.append(note)
             log.warning("%s", note)
+
+    def _compile_encoder(self) -> Encode:
+        """The vision encoder; as it is, if it has no form that can be compiled."""
+        if hasattr(self.module, "encode_patches"):
+            options = replace(Options.of(self.config.options), expect={})
+            return compile_encoder(self.module, options, owned=self._owns_weights)
+        encode: Encode = self.module.encode_images  # type: ignore[assignment]
+        return encode
 
     @property
     def _specs(self) -> Sequence[StateSpec]:
@@ -154,7 +165,6 @@ class Worker:
                 f"{type(loaded.module).__name__} has no state: each attention layer must create a "
                 "handle (ops.kv_state) and pass it to ops.attention"
             )
-        _check_drafts(config, specs)
         no_prefix_cache = _no_prefix_cache(config, specs)
         max_num_seqs = config.max_num_seqs or MAX_NUM_SEQS.get(device.type, 256)
         max_num_batched_tokens = config.max_num_batched_tokens or max(
@@ -163,10 +173,27 @@ class Worker:
         self.outputs = OutputProcessor(device, max_num_seqs)
         self.encoder = None
         if self.images is not None:
-            self.encoder = ImageEncoder(self.module, self.images, device)
+            self.encoder = ImageEncoder(self._encode, self.images, device)
         self.slots = Slots(self.outputs.sampler.counts)
         sized = config.kv_bytes is not None or config.num_blocks is not None
-        size = self._capacity(max_num_seqs, max_num_batched_tokens, loaded.max_len, sized=sized)
+        fixed = next((spec for spec in specs if not spec.can_roll_back), None)
+        rewinds = fixed is not None and config.speculative_tokens > 0
+        size = self._capacity(
+            max_num_seqs,
+            max_num_batched_tokens,
+            loaded.max_len,
+            sized=sized,
+            rewinds=rewinds,
+            shares=not no_prefix_cache,
+        )
+        rows = None if fixed is None else StateRows(max_num_seqs, rewinds, size.snapshots)
+        if fixed is not None and not (no_prefix_cache or size.snapshots):
+            no_prefix_cache = (
+                f"{fixed.why_snapshots}, and there is no memory for one: lower max_num_seqs, or "
+                "set state_snapshots"
+            )
+            if config.enable_prefix_caching:
+                raise ValueError(f"enable_prefix_caching: {no_prefix_cache}")
         if no_prefix_cache and config.enable_prefix_caching is None:
             self.program.report.notes.append(f"no prefix cache: {no_prefix_cache}")
             log.info("no prefix cache: %s", no_prefix_cache)
@@ -179,6 +206,7 @@ class Worker:
             max_num_seqs=max_num_seqs,
             max_num_rows=max_num_batched_tokens,
             max_columns=-(-size.max_model_len // size.block_size),
+            state_rows=rows,
             draft=self.draft,
             image_program=self.image_program,
             merge_size=1 if self.images is None else self.images.merge_size,
@@ -196,8 +224,9 @@ class Worker:
             max_num_seqs,
             max_num_batched_tokens,
             no_prefix_cache,
-            can_roll_back=all(spec.can_roll_back for spec in specs),
+            can_roll_back=fixed is None,
             images=self._image_limits(),
+            state_rows=rows,
         )
 
     def _image_limits(self) -> ImageLimits | None:
@@ -213,9 +242,18 @@ class Worker:
         )
 
     def _capacity(
-        self, max_num_seqs: int, max_num_batched_tokens: int, longest: int, *, sized: bool
+        self,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        longest: int,
+        *,
+        sized: bool,
+        rewinds: bool,
+        shares: bool,
     ) -> Capacity:
-        """sized: the config sets the size of the cache; otherwise it depends on free memory."""
+        """sized: the config sets the size of the cache; otherwise it depends on free memory.
+        shares: there is a prefix cache.
+        """
         config, specs, device = self.config, self._specs, self.program.device
         return capacity(
             groups=groups_of(specs),
@@ -235,6 +273,8 @@ class Worker:
             num_blocks=config.num_blocks,
             kv_bytes=config.kv_bytes,
             bytes_per_sequence=sum(spec.bytes_per_sequence() for spec in specs),
+            rewinds=rewinds,
+            snapshots=config.state_snapshots if shares else 0,
         )
 
     def _image_bytes(self, rows: int) -> int:
@@ -257,7 +297,7 @@ class Worker:
             max_num_seqs=max_num_seqs,
             max_num_rows=rows,
             max_columns=-(-longest // block_size),
-            num_slots=0,
+            state_rows=StateRows(0),
             draft=self.draft,
             image_program=self.image_program,
         )
@@ -298,6 +338,7 @@ class Worker:
             input_batch.rows,
             input_batch.columns,
             self.config.speculative_tokens,
+            rewinds=not self.limits.can_roll_back,
         )
         budget = (
             int(GRAPH_SHARE * torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else None
@@ -387,22 +428,19 @@ class LaunchedStep:
 
 def _no_prefix_cache(config: EngineConfig, specs: Sequence[StateSpec]) -> str:
     """Why there is no prefix cache; empty if there is one. Raises ValueError if the config requires
-    one and the model does not support it.
+    one and the model does not support it, or snapshots of state that the model does not have.
     """
+    fixed = next((spec for spec in specs if spec.per_sequence), None)
+    if config.state_snapshots and fixed is None:
+        raise ValueError(
+            f"state_snapshots is {config.state_snapshots}, but the model keeps no state per "
+            "sequence: leave it out"
+        )
     if config.enable_prefix_caching is False:
         return "enable_prefix_caching is off"
     why = next((spec.why_unshared for spec in specs if spec.why_unshared), "")
+    if fixed is not None and not why and config.state_snapshots == 0:
+        why = f"{fixed.why_snapshots}, and state_snapshots is 0"
     if why and config.enable_prefix_caching:
         raise ValueError(f"enable_prefix_caching: {why}")
     return why
-
-
-def _check_drafts(config: EngineConfig, specs: Sequence[StateSpec]) -> None:
-    """Raises ValueError if the config requests drafts and the state cannot be rolled back."""
-    fixed = next((spec for spec in specs if not spec.can_roll_back), None)
-    if config.speculative_tokens and fixed is not None:
-        raise ValueError(
-            f"speculative_tokens is {config.speculative_tokens}: {fixed.name} keeps one state "
-            f"per sequence (kind {fixed.kind!r}), from which a rejected draft cannot be removed; "
-            "set it to 0"
-        )

@@ -16,8 +16,11 @@ from atomc.runtime.prompt_image import overlapping
 from atomc.runtime.request import Request
 from atomc.runtime.sampling.sampling_params import SamplingParams
 from atomc.runtime.scheduler import Scheduler
-from atomc.runtime.step import ImageRows
+from atomc.runtime.server.messages import Submit
+from atomc.runtime.step import ImageRows, ScheduledStep
 
+msgspec = pytest.importorskip("msgspec")
+encode, decode = msgspec.msgpack.encode, msgspec.msgpack.Decoder(ScheduledStep).decode
 GRIDS = [(1, 2, 2), (1, 4, 4), (1, 4, 8), (1, 8, 8)]  # of 1, 4, 8 and 16 tokens
 
 
@@ -94,8 +97,23 @@ def test_a_chunk_ends_before_an_image_that_the_step_cannot_encode():
     assert steps == [
         [("a", 0, 6), ("c", 0, 2)],
         [("a", 6, 5), ("c", 2, 1)],
-        [("a", 11, 1), ("b", 0, 5), ("c", 3, 1)],
+        [("a", 11, 1), ("c", 3, 1), ("b", 0, 5)],
     ]
+
+
+def test_a_request_whose_first_image_waits_is_passed_by_text_and_by_no_other_image():
+    s = scheduler(max_num_batched_tokens=64, max_patches=16)
+    s.add(request("a", 7, (1, GRIDS[1])))
+    s.add(request("b", (2, GRIDS[1]), 5))
+    s.add(request("c", 5, 6, (3, GRIDS[1])))
+    s.add(request("d", 5, 6))
+    admitted = []
+    for _ in range(3):
+        step = s.next_step()
+        admitted.append([chunk.request_id for chunk in step.chunks if chunk.admission])
+        assert all(request.computed for request in s.running)
+        finish(s, step)
+    assert admitted == [["a", "d"], ["b", "c"], []]
 
 
 def test_an_image_that_is_computed_in_part_stays_until_its_last_token():
@@ -165,6 +183,12 @@ def test_pixels_are_counted_once_for_equal_images():
     assert not store.num_bytes and PixelStore(1).has_room([image])
 
 
+def test_limits_and_a_submitted_image_are_the_same_after_a_journey():
+    submit = Submit("a", [IMAGE] * 4, SamplingParams(), images=(image_at(0, 1),))
+    assert msgspec.msgpack.decode(encode(submit), type=Submit) == submit
+    assert msgspec.msgpack.decode(encode(limits()), type=ImageLimits) == limits()
+
+
 def keys_of(images, tokens=(IMAGE,) * 12, block_size=4):
     keys = []
     extend_keys(keys, list(tokens), block_size, None, images)
@@ -196,6 +220,7 @@ class FollowingWorker:
         self.held = {}
 
     def launch(self, step):
+        assert decode(encode(step)) == step, "a step is no plain data"
         for digest in step.dropped:
             self.held.pop(digest, None)
         for image in step.images:
@@ -249,7 +274,7 @@ def run_mix(rng):
         if s.requests and rng.random() < 0.03:
             name = rng.choice(list(s.requests))
             if rng.random() < 0.5:
-                s.forget_images(s.requests[name])
+                s.evict(name)
             s.abort(name)
             s.check()
         if in_flight and (len(in_flight) > 1 or rng.random() < 0.5 or step is None):

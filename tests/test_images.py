@@ -256,14 +256,14 @@ def test_an_encoder_that_fails_ends_only_the_requests_of_its_image(model, monkey
     engine = started(max_num_batched_tokens=64)
     encoder = engine.executor.encoder
     broken = prompt_of((1, SMALL))[1][0].pixels
-    encode = encoder._encode_images
+    encode = encoder.encode
 
     def fails(pixels, grids):
         if broken in pixels.numpy().tobytes():
             raise ArithmeticError("no such image")
         return encode(pixels, grids)
 
-    monkeypatch.setattr(encoder, "_encode_images", fails)
+    monkeypatch.setattr(encoder, "encode", fails)
     prompts = {"bad": (5, (1, SMALL), 7), "good": (5, (2, SMALL), 7), "text": (5, 6)}
     requests = [request_of(engine, name, parts) for name, parts in prompts.items()]
     found = run(engine, *requests)
@@ -272,7 +272,7 @@ def test_an_encoder_that_fails_ends_only_the_requests_of_its_image(model, monkey
     )
     assert found == {name: expected(model, prompts[name]) for name in found}
     # The image is encoded again when it is requested again.
-    monkeypatch.setattr(encoder, "_encode_images", encode)
+    monkeypatch.setattr(encoder, "encode", encode)
     parts = prompts["bad"]
     assert run(engine, request_of(engine, "again", parts))["again"] == expected(model, parts)
 
@@ -280,10 +280,10 @@ def test_an_encoder_that_fails_ends_only_the_requests_of_its_image(model, monkey
 def test_embeddings_that_are_nan_end_their_request_and_reach_no_other(model, monkeypatch):
     engine = started(max_num_batched_tokens=64)
     encoder = engine.executor.encoder
-    encode = encoder._encode_images
-    monkeypatch.setattr(encoder, "_encode_images", lambda *given: encode(*given) * torch.nan)
+    encode = encoder.encode
+    monkeypatch.setattr(encoder, "encode", lambda *given: encode(*given) * torch.nan)
     assert "NaN" in run(engine, request_of(engine, "a", (5, (1, SMALL), 7)))["a"]
-    monkeypatch.setattr(encoder, "_encode_images", encode)
+    monkeypatch.setattr(encoder, "encode", encode)
     parts = (5, (1, SMALL), 7)
     assert run(engine, request_of(engine, "b", parts))["b"] == expected(model, parts)
     parts = (5, 6, 7, 8, 9, (2, SMALL), 7)
@@ -361,7 +361,10 @@ GOOD = image_at(1)
     [
         ({"start": 3}, "it has the tokens 3 to 6, expected some of 0 to 5: images are in order"),
         ({"start": -1}, "it has the tokens -1 to 2, expected some of 0 to 5"),
-        ({"start": 0}, "token 0 of the prompt is 7, expected the model's image token (59, 60)"),
+        (
+            {"start": 0},
+            "token 7 is among its tokens in the prompt, expected the model's image token (59, 60)",
+        ),
         ({"length": 3}, "it has 3 tokens, expected 4 for 1 x 4 x 4 patches in squares of 2 x 2"),
         ({"pixels": b"123"}, "it has 3 bytes of pixels, expected 384: 16 patches of 6 values"),
         ({"grid": (1, 3, 4)}, "its grid is 1 x 3 x 4 patches, expected positive numbers"),
@@ -502,11 +505,28 @@ def test_draft_steps_have_positions_of_their_own_for_rope_and_for_blocks():
 
 def test_an_encoder_that_returns_another_shape_is_an_error_with_both():
     model = tiny_vision()
-    encoder = ImageEncoder(model, ImageModel.of(model), torch.device("cpu"))
+    encoder = ImageEncoder(model.encode_images, ImageModel.of(model), torch.device("cpu"))
     image = image_at(0)
     pixels = ImagePixels(b"a", image.length + 1, image.grid, image.pixels)
-    with pytest.raises(ValueError, match=r"TinyVision returned \[4, 32\], expected \[5, 32\]"):
+    with pytest.raises(
+        ValueError, match=r"the vision encoder returned \[4, 32\], expected \[5, 32\]"
+    ):
         encoder.embeddings([pixels])
+
+
+def test_rows_that_are_no_tokens_of_images_are_zero():
+    model = tiny_vision()
+    encoder = ImageEncoder(model.encode_images, ImageModel.of(model), torch.device("cpu"))
+    image = image_at(0)
+    rows = ImageRows(image.digest, 1, 1, 3)
+    chunk = Chunk("a", 0, (7, IMAGE, IMAGE, IMAGE, 8), 0, (), images=(rows,))
+    pixels = ImagePixels(image.digest, image.length, image.grid, image.pixels)
+    step = ScheduledStep((chunk,), images=(pixels,))
+    encoder.update(step)
+    into = torch.full((6, 2 * D), torch.nan, dtype=torch.float64)
+    encoder.place(step, [None], into)
+    assert torch.equal(into[1:4], encoder.embeddings([pixels])[1:])
+    assert not into[0].any() and not into[4].any() and into[5].isnan().all()
 
 
 def test_the_largest_image_that_is_measured_has_as_many_patches_as_a_step():
@@ -518,7 +538,9 @@ def test_the_largest_image_that_is_measured_has_as_many_patches_as_a_step():
             return super().encode_images(pixels, grids_)
 
     model = tiny_vision(model=Measured)
-    ImageEncoder(model, ImageModel.of(model), torch.device("cpu")).encode_largest(1000)
+    ImageEncoder(model.encode_images, ImageModel.of(model), torch.device("cpu")).encode_largest(
+        1000
+    )
     ((t, h, w),) = grids
     assert t == 1 and 900 < h * w <= 1000 and not h % 2 and not w % 2
 

@@ -23,7 +23,7 @@ from atomc.cache.model_fingerprint import model_parts
 from atomc.cache.store import differences
 from atomc.errors import RunError
 from atomc.models import layers, llama, loader, wrap_stock
-from atomc.ops.inputs import TEXT
+from atomc.ops.inputs import TEXT, ModelInputs
 from atomc.ops.state import GroupStep, Step, groups_of
 from atomc.options import Options
 from atomc.platform import Platform
@@ -216,14 +216,24 @@ def transpose_a_weight(model):
     linear.weight = nn.Parameter(linear.weight.t().contiguous().t(), requires_grad=False)
 
 
-def described_now(model, **options):
+def described_now(model, takes=TEXT, **options):
     return model_parts(
         model,
         Options.of({"glue": "eager", **options}),
         Platform.detect("cpu"),
-        TEXT,
+        takes,
         owned=False,
     )
+
+
+def test_programs_of_a_model_with_other_inputs_are_other_programs():
+    model = model_of()
+    keys = [
+        described_now(model, takes)
+        for takes in (TEXT, ModelInputs(mrope=True), ModelInputs(embeddings=(8, torch.float32)))
+    ]
+    for i, parts in enumerate(keys):
+        assert all(differences(parts, other) for other in keys[:i])
 
 
 @pytest.mark.parametrize(

@@ -455,6 +455,8 @@ def test_health_ready_and_metrics_need_no_key(server, http):
         "num_requests_waiting",
         "kv_cache_usage_perc",
         "prefix_cache_hits_total",
+        "state_snapshot_hits_total",
+        "state_snapshots",
         "num_preemptions_total",
         "generation_tokens_total",
         "time_to_first_token_seconds_count",

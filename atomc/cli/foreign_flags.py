@@ -31,6 +31,7 @@ FOREIGN_FLAGS = {
         "--mem-fraction-static": "use --gpu-memory-utilization",
         "--model": "the model is a positional argument: atomc serve MODEL",
         "--model-path": "the model is a positional argument: atomc serve MODEL",
+        "--max-mamba-cache-size": "use --max-num-seqs and --state-snapshots",
         "--max-running-requests": "use --max-num-seqs",
         "--num-gpu-blocks-override": "use --num-blocks",
         "--pipeline-parallel-size": _ONE_DEVICE,

@@ -26,6 +26,7 @@ GROUPS = {
     "max_num_batched_tokens": "memory and batching",
     "max_queue": "memory and batching",
     "enable_prefix_caching": "memory and batching",
+    "state_snapshots": "memory and batching",
     "scheduling_policy": "memory and batching",
     "enforce_eager": "memory and batching",
     "threads": "memory and batching",

@@ -219,18 +219,23 @@ class StateSpec:
 
     @property
     def why_unshared(self) -> str:
-        """Why requests with a common prefix cannot share it; "": they can."""
-        if self.paging is None:
-            return (
-                f"{self.name} keeps one state per sequence (kind {self.kind!r}), not one per "
-                "token, so that requests cannot share a part of it"
-            )
-        if self.block_size is None:
+        """Why requests with a common prefix cannot share it; "": they can, state per sequence by
+        snapshots.
+        """
+        if self.paging is not None and self.block_size is None:
             return (
                 f"in layout {self.paging.layout!r} a block holds a whole sequence, so none can "
                 "be shared; use layout 'paged'"
             )
         return ""
+
+    @property
+    def why_snapshots(self) -> str:
+        """Why a prefix of state per sequence is shared by a snapshot only."""
+        return (
+            f"{self.name} keeps one state per sequence (kind {self.kind!r}), not one per token, so "
+            "that requests with a common prefix share only snapshots of it"
+        )
 
     @property
     def can_roll_back(self) -> bool:

@@ -6,19 +6,18 @@ from dataclasses import replace
 
 from atomc.ops.state import StateSpec, block_size_of, groups_of
 from atomc.planning.device_model import Model
-from atomc.planning.plan_report import (
-    Memory,
-)
+from atomc.planning.plan_report import Memory
 from atomc.platform import Platform
 from atomc.program import Program
 from atomc.runtime.capacity import (
     CPU_SHARE,
     GRAPH_SHARE,
-    SPARE_SLOTS,
     capacity,
+    default_snapshots,
     max_blocks_per_sequence,
 )
 from atomc.runtime.draft import DraftProgram
+from atomc.runtime.state_rows import StateRows
 
 MAX_NUM_BATCHED_TOKENS = 2048
 UTILIZATION = 0.9
@@ -52,26 +51,36 @@ def memory_of(
     )
     if not platform.memory or not specs:
         return found
-    fits, that_fits = _sequences(specs, cache, length)
-    return replace(found, cache=cache, fits=fits, longest_that_fits=that_fits)
+    fits, that_fits, snapshots = _sequences(specs, cache, length, rewinds=draft is not None)
+    return replace(found, cache=cache, fits=fits, longest_that_fits=that_fits, snapshots=snapshots)
 
 
-def _sequences(specs: Sequence[StateSpec], room: int, length: int) -> tuple[int, int]:
-    """(number of sequences of this length that fit, length of the longest sequence that fits)."""
+def _sequences(
+    specs: Sequence[StateSpec], room: int, length: int, *, rewinds: bool
+) -> tuple[int, int, int]:
+    """(number of sequences of this length that fit, length of the longest sequence that fits,
+    number of snapshots beside them). rewinds: as in StateRows.
+    """
     per_sequence = sum(spec.bytes_per_sequence() for spec in specs)
     if not per_sequence:
-        return _in_blocks(specs, room, length)
-    # Each sequence also takes its state per sequence, which leaves less room for blocks.
-    left = room - SPARE_SLOTS * per_sequence
-    most = left // per_sequence
-    if most < 1:
-        return 0, 0
+        return *_in_blocks(specs, room, length), 0
+
+    # Each sequence also takes its state per sequence, and snapshots take a share of the rest.
+    def snapshots(sequences: int) -> int:
+        rows = StateRows(sequences, rewinds).total
+        return default_snapshots(sequences, per_sequence, room - rows * per_sequence)
+
+    def left(sequences: int) -> int:
+        return room - StateRows(sequences, rewinds, snapshots(sequences)).total * per_sequence
+
     fits = bisect_left(
-        range(1, most + 1),
+        range(1, max(room // per_sequence, 0) + 1),
         True,
-        key=lambda n: _in_blocks(specs, left - n * per_sequence, length)[0] < n,
+        key=lambda n: left(n) < 0 or _in_blocks(specs, left(n), length)[0] < n,
     )
-    return fits, length if fits else _in_blocks(specs, left - per_sequence, length)[1]
+    if fits:
+        return fits, length, snapshots(fits)
+    return 0, _in_blocks(specs, left(1), length)[1] if left(1) >= 0 else 0, 0
 
 
 def _in_blocks(specs: Sequence[StateSpec], room: int, length: int) -> tuple[int, int]:

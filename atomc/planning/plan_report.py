@@ -68,6 +68,8 @@ class Memory:
     per_token, per_sequence  bytes of state: for each token of a sequence, and for each sequence
                              whatever its length; of the draft layer, too
     draft                    bytes of the draft layer, a part of `weights`
+    snapshots                number of states per sequence that are kept for prefixes, beside those
+                             of `fits` sequences
     """
 
     total: int
@@ -80,6 +82,7 @@ class Memory:
     longest_that_fits: int | None
     per_sequence: int = 0
     draft: int = 0
+    snapshots: int = 0
 
 
 @dataclass(frozen=True)
@@ -206,6 +209,9 @@ def _memory(plan: Plan) -> str:
             ("room for the cache", f"{_bytes_text(memory.cache)} of {_bytes_text(memory.total)}"),
             (f"sequences of {memory.longest} tokens", str(memory.fits)),
         ]
+        if memory.snapshots:
+            held = _bytes_text(memory.snapshots * memory.per_sequence)
+            rows.append(("snapshots of states", f"{memory.snapshots}, {held}"))
         if not memory.fits:
             rows.append(("longest sequence that fits", str(memory.longest_that_fits)))
     return table(("memory of a device" if plan.devices > 1 else "memory", ""), rows)

@@ -110,6 +110,9 @@ class EngineCollector:
             "kv_cache_usage_perc", "Share of the KV cache blocks in use, 0 to 1.", used
         )
         yield self._gauge("kv_cache_tokens", "Tokens in the KV cache.", stats.kv_tokens_used)
+        yield self._gauge(
+            "state_snapshots", "States of prefixes that are kept.", stats.snapshots_held
+        )
         yield self._gauge("host_step_milliseconds", "Host time per step.", stats.host_ms)
         if stats.drafts:
             yield self._gauge(
@@ -135,6 +138,11 @@ class EngineCollector:
                 "image_cache_hits",
                 "Images of prompts whose embeddings were in the cache.",
                 stats.image_cache_hits,
+            ),
+            (
+                "state_snapshot_hits",
+                "Requests that started from the kept state of a prefix.",
+                stats.snapshot_hits,
             ),
             ("num_preemptions", "Preempted requests, which are recomputed.", stats.preemptions),
             ("prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens),

@@ -282,8 +282,8 @@ BUGS = [
     scheduler("self._free_slots.append(request.slot)", "self._free_slots.append(0)"),
     scheduler("builder.budget -= count", "builder.budget -= 1"),
     scheduler(
-        "self.pool.match(request.keys[: (len(request.tokens) - 1) // self.pool.block_size])",
-        "self.pool.match(request.keys[: len(request.tokens) // self.pool.block_size])",
+        "keys = request.keys[: (len(request.tokens) - 1) // self.pool.block_size]",
+        "keys = request.keys[: len(request.tokens) // self.pool.block_size]",
     ),
     scheduler(
         "start, end = request.computed, request.computed + count",

@@ -11,7 +11,7 @@ WHOLE = "over_the_whole_sequence and chunks"
 STEPS = "draft_steps_begin"
 BUGS = [
     bug("models/mtp.py", "return logits, x_RD", "return logits, self.layer.shared_head.norm(x_RD)", WHOLE),
-    bug("runtime/draft.py", "positions = positions + 1", "positions = positions + 0", WHOLE),
+    bug("runtime/draft.py", "indices = indices + 1", "indices = indices + 0", WHOLE),
     bug("models/mtp.py", 'reads = ("model.norm",)', 'reads = ("model.layers.1",)', WHOLE),
     bug("runtime/scheduler.py", "request.tokens[end] if end < known else 0", "0", WHOLE),
     bug(
@@ -21,7 +21,7 @@ BUGS = [
         "blocks_are_reserved",
     ),
     bug("runtime/batch.py", ".cumprod(-1).sum(-1)", ".sum(-1) * 0", STEPS),
-    bug("runtime/batch.py", "written = drafting & (positions < ends)", "written = drafting", STEPS),
+    bug("runtime/batch.py", "written = drafting & (indices < ends)", "written = drafting", STEPS),
     bug("runtime/batch.py", "following.append(chunk.next_token)", "following.append(0)", STEPS),
     bug(
         "runtime/sampling/output_processor.py",
