@@ -284,6 +284,18 @@ def test_private_addresses_are_never_asked(pages, host):
     assert len(pages.asked) == asked
 
 
+def test_a_name_with_one_private_address_is_refused(pages, monkeypatch):
+    resolved = [
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, pages.server_port))
+        for each in ("127.0.0.1", "10.0.0.1")
+    ]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *given, **more: resolved)
+    asked = len(pages.asked)
+    with pytest.raises(ImageError, match="has an address that is not public"):
+        here("two.example").get("http://two.example/ok", 100)
+    assert len(pages.asked) == asked
+
+
 def test_a_redirect_to_a_private_address_is_not_followed(pages):
     """Only ::1 counts as private here."""
     fetch = WebFetch(frozenset("*"), 5.0, lambda address: address.version == 4)

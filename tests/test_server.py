@@ -585,7 +585,7 @@ def test_embeddings_are_of_length_one_alike_for_alike_texts_and_the_same_in_base
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             400,
-            "image_url",
+            "this model reads no images",
         ),
         (
             "/v1/chat/completions",

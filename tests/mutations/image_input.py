@@ -35,7 +35,7 @@ BUGS = [
     access("os.O_DIRECTORY | os.O_NOFOLLOW", "os.O_DIRECTORY", "becomes"),
     access("if not stat.S_ISREG", "if stat.S_ISREG", "allowed_folder_are_read"),
     access("if len(data) > self.max_bytes", "if len(data) > 2 * self.max_bytes", "above_the_limit"),
-    fetch("if not all(map(", "if not any(map(", "private_addresses or redirect_to_a_private"),
+    fetch("if not all(map(", "if not any(map(", "one_private"),
     fetch("inner = address.ipv4_mapped or address.sixtofour", "inner = None", "not_public"),
     fetch("address.is_global and not address.is_multicast", "address.is_global", "not_public"),
     fetch("    timer.start()\n", "", "trickles"),
