@@ -365,6 +365,19 @@ def _ruled_in_steps(n: RandomInputs) -> Arguments:
     return _with_slot(_ruled(n), "recurrent_state", n(3, N, H, H, dtype=torch.float32), n)
 
 
+def _scanned(n: RandomInputs) -> Arguments:
+    """N heads of H columns and two groups of P numbers of state for each column."""
+    (x,) = n.heads(N)
+    small = [n(N, dtype=torch.float32) for _ in range(3)]
+    given = dict(zip(("a_log", "d", "dt_bias"), small, strict=True))
+    groups = {"b": n(n.T, 2, P), "c": n(n.T, 2, P)}
+    return {"x": x, "dt": n(n.T, N), **given, **groups, "dt_min": 0.0, "dt_max": None}
+
+
+def _scanned_in_steps(n: RandomInputs) -> Arguments:
+    return _with_slot(_scanned(n), "recurrent_state", n(3, N, H, P, dtype=torch.float32), n)
+
+
 EXAMPLES: dict[Op, dict[str, Callable[[RandomInputs], Arguments]]] = {
     ops.silu_and_mul: {"": _gated},
     ops.gelu_and_mul: {"": _gated, "tanh": partial(_gated, approximate="tanh")},
@@ -459,6 +472,8 @@ EXAMPLES: dict[Op, dict[str, Callable[[RandomInputs], Arguments]]] = {
     ops.causal_conv1d_update: {"": _convolved_in_steps},
     ops.gated_delta_rule: {"": _ruled},
     ops.gated_delta_rule_update: {"": _ruled_in_steps},
+    ops.ssm_scan: {"": _scanned},
+    ops.ssm_scan_update: {"": _scanned_in_steps},
     ops.bmm_rope_kv_write: {
         scheme: partial(_by_head_and_written, scheme) for scheme in ("fp8", "mxfp4")
     },
