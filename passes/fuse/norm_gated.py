@@ -32,4 +32,4 @@ def _example() -> Example:
     }
 
 
-RMS_NORM_GATED = Rewrite("rms_norm_gated", _pattern, _replacement, _example)
+RMS_NORM_GATED = Rewrite("rms_norm_gated", _pattern, _replacement, _example, needs={"rms_norm": {}})

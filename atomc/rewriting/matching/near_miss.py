@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from atomc.graph.canonical import GENERIC, call, spell
+from atomc.ops.op import op_of
+from atomc.ops.op_traits import Kind
 from atomc.rewriting.matching.conditions import problems
 from atomc.rewriting.matching.growth import Growth
 from atomc.rewriting.matching.pattern import Difference, Index, Pattern
@@ -54,7 +56,9 @@ class NearMiss:
 
     @property
     def near(self) -> bool:
-        """Whether to show it: all but one edit is matched, or most of a larger pattern."""
+        """Whether to show it: all but one edit is matched, or most of a larger pattern. A linear in
+        between is no small edit: behind it are other numbers, and nothing else may differ.
+        """
         if not self.differences or self.absent:
             return False
         if self.edits <= 1 and (
@@ -64,7 +68,7 @@ class NearMiss:
         most = (
             self.matched >= LEAST_SHARE * self.total and self.matched - self.edits >= LEAST_UNEDITED
         )
-        return most and self.edits <= MOST_EDITS
+        return most and self.edits <= (1 if any(map(_is_product, self.differences)) else MOST_EDITS)
 
     @property
     def complete(self) -> bool:
@@ -148,6 +152,12 @@ def explain(pattern: Pattern, p: Node, g: Node, rewrite: str = "", variant: str 
         absent,
         len(growth.missing),
     )
+
+
+def _is_product(difference: Difference) -> bool:
+    """Whether it is an extra op that multiplies by a weight."""
+    op = op_of(difference.node.target)
+    return difference.kind == "extra op" and op is not None and bool(op.kind & Kind.LINEAR)
 
 
 def _num_edits(structural: Sequence[Difference]) -> int:
