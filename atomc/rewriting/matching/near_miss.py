@@ -56,10 +56,10 @@ class NearMiss:
 
     @property
     def near(self) -> bool:
-        """Whether to show it: all but one edit is matched, or most of a larger pattern. A linear in
-        between is no small edit: behind it are other numbers, and nothing else may differ.
+        """Whether to show it: all but one edit is matched, or most of a larger pattern; and between
+        an op and its reader is no linear, which begins another layer.
         """
-        if not self.differences or self.absent:
+        if not self.differences or self.absent or any(map(_begins_layer, self.differences)):
             return False
         if self.edits <= 1 and (
             self.matched == self.total >= SMALLEST_WHOLE or self.differences[0].kind == "taken"
@@ -68,7 +68,7 @@ class NearMiss:
         most = (
             self.matched >= LEAST_SHARE * self.total and self.matched - self.edits >= LEAST_UNEDITED
         )
-        return most and self.edits <= (1 if any(map(_is_product, self.differences)) else MOST_EDITS)
+        return most and self.edits <= MOST_EDITS
 
     @property
     def complete(self) -> bool:
@@ -154,10 +154,13 @@ def explain(pattern: Pattern, p: Node, g: Node, rewrite: str = "", variant: str 
     )
 
 
-def _is_product(difference: Difference) -> bool:
-    """Whether it is an extra op that multiplies by a weight."""
-    op = op_of(difference.node.target)
-    return difference.kind == "extra op" and op is not None and bool(op.kind & Kind.LINEAR)
+def _begins_layer(difference: Difference) -> bool:
+    """Whether it is an extra op that multiplies the result of an op of atomc by a weight."""
+    node = difference.node
+    op = op_of(node.target)
+    if difference.kind != "extra op" or op is None or not op.kind & Kind.LINEAR:
+        return False
+    return op_of(node.all_input_nodes[0].target) is not None
 
 
 def _num_edits(structural: Sequence[Difference]) -> int:
