@@ -1,5 +1,5 @@
 """Triton's interpreter computes with bf16 and fp8 as a GPU does: every result rounds to nearest,
-ties to even.
+ties to even. The bits of a row of a product do not depend on its place.
 
 By itself it cuts fp32 off where bf16 rounds, rounds to fp8 without a carry, and adds and multiplies
 the bits of bf16 as integers. The fp8 of gfx942 it does not know at all.
@@ -123,7 +123,11 @@ def round_to_nearest() -> None:
         return through_fp32(ternary)(self, first, second, third, operation)
 
     def create_dot(self, a, b, d, *rest):
-        return dot(self, widened(a), widened(b), d, *rest)
+        # In fp64, rounded once: in fp32 the bits of a row depend on where a CPU's library finds it.
+        wide = TensorHandle(np.zeros_like(d.data, dtype=np.float64), tl.float64)
+        product = dot(self, widened(a), widened(b), wide, *rest)
+        total = product.data + d.data
+        return TensorHandle(total.astype(d.data.dtype), d.dtype.scalar)
 
     def create_atomic_rmw(self, operation, pointers, value, mask, *rest):
         if not is_bf16(value):

@@ -296,11 +296,10 @@ def formula(linear: int, full: int, experts: bool) -> dict[str, int]:
         "causal_conv1d_update": linear,
         "qk_norm_rope_kv_write": full,
         "paged_attention": full,
-        # The first norm of the model, and that of each gated delta net.
-        "rms_norm": 1 + linear,
+        "rms_norm": 1,
+        "rms_norm_gated": linear,
         "add_rms_norm": 2 * layers,
-        # MLPs, and the gates of gated norms.
-        "silu_and_mul": layers + linear,
+        "silu_and_mul": layers,
         "topk_route": layers * experts,
         "moe_experts": layers * experts,
         # All projections of one input are one: into attention or a gated delta net and out of it,
