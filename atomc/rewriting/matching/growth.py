@@ -13,6 +13,8 @@ from torch.fx import Node
 
 from atomc.graph.canonical import COMMUTATIVE, VIEWS, call, keeps_last_dim, readers, spell, value
 from atomc.graph.provenance import describe
+from atomc.ops.op import op_of
+from atomc.ops.op_traits import Kind
 from atomc.report.records import MissKind
 from atomc.rewriting.matching.attributes import attr_differences, bare
 from atomc.rewriting.matching.pattern import Difference, Pattern, Site
@@ -39,6 +41,7 @@ class Growth:
     replaced    pattern nodes in whose place the graph has another op
     missing     pattern nodes without a counterpart
     extra       graph nodes between placed ones
+    in_next_layer  a linear between an op of atomc and its reader begins another layer
     """
 
     def __init__(self, pattern: Pattern, p: Node, g: Node):
@@ -49,6 +52,7 @@ class Growth:
         self.replaced: set[Node] = set()
         self.missing: set[Node] = set()
         self.extra: set[Node] = set()
+        self.in_next_layer = False
         self.place(p, g)
 
     def run(self) -> None:
@@ -379,6 +383,8 @@ class Growth:
         found = " > ".join([*map(spell, between[:-1]), describe(between[-1])])
         self.note("extra op", expected, f"{found} in between", between[0], *ops)
         self.extra |= set(between)
+        after_op = op_of(between[0].all_input_nodes[0].target) is not None
+        self.in_next_layer |= after_op and any(map(_is_linear, between))
 
     def chain_down(self, p: Node, g: Node) -> list[Node]:
         """[g, .., counterpart of p]: a path from g to its operands, with at most one op that is not
@@ -431,6 +437,11 @@ def _swaps(operands: list[Node]) -> list[list[Node]]:
 def _wanted(p: Node) -> str:
     """A pattern's node in few words."""
     return spell(p, of_pattern=True)
+
+
+def _is_linear(node: Node) -> bool:
+    op = op_of(node.target)
+    return op is not None and bool(op.kind & Kind.LINEAR)
 
 
 def _num_real(nodes: Iterable[Node]) -> int:

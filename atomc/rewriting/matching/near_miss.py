@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from atomc.graph.canonical import GENERIC, call, spell
-from atomc.ops.op import op_of
-from atomc.ops.op_traits import Kind
 from atomc.rewriting.matching.conditions import problems
 from atomc.rewriting.matching.growth import Growth
 from atomc.rewriting.matching.pattern import Difference, Index, Pattern
@@ -35,6 +33,7 @@ class NearMiss:
     edits    structural differences stepped over
     absent   characteristic ops of the pattern without any match
     missing  number of nodes of the pattern without a counterpart; they count as matched
+    in_next_layer  as in Growth
     because  the near miss of a recognition that caused this one
     """
 
@@ -48,6 +47,7 @@ class NearMiss:
     nodes: set[Node] = field(default_factory=set)
     absent: tuple[str, ...] = ()
     missing: int = 0
+    in_next_layer: bool = False
     because: "NearMiss | None" = None
 
     @property
@@ -56,10 +56,8 @@ class NearMiss:
 
     @property
     def near(self) -> bool:
-        """Whether to show it: all but one edit is matched, or most of a larger pattern; and between
-        an op and its reader is no linear, which begins another layer.
-        """
-        if not self.differences or self.absent or any(map(_begins_layer, self.differences)):
+        """Whether to show it: all but one edit is matched, or most of a larger pattern."""
+        if not self.differences or self.absent or self.in_next_layer:
             return False
         if self.edits <= 1 and (
             self.matched == self.total >= SMALLEST_WHOLE or self.differences[0].kind == "taken"
@@ -151,16 +149,8 @@ def explain(pattern: Pattern, p: Node, g: Node, rewrite: str = "", variant: str 
         site.nodes(),
         absent,
         len(growth.missing),
+        growth.in_next_layer,
     )
-
-
-def _begins_layer(difference: Difference) -> bool:
-    """Whether it is an extra op that multiplies the result of an op of atomc by a weight."""
-    node = difference.node
-    op = op_of(node.target)
-    if difference.kind != "extra op" or op is None or not op.kind & Kind.LINEAR:
-        return False
-    return op_of(node.all_input_nodes[0].target) is not None
 
 
 def _num_edits(structural: Sequence[Difference]) -> int:
