@@ -1,0 +1,1 @@
+"""Models on several devices: which parameters are cut, and what their processes exchange."""
