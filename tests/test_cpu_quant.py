@@ -108,6 +108,10 @@ def test_copies_of_int4_weights_follow_codes_scales_and_zero_points() -> None:
     assert chosen() == {("linear_w4a16", "1 to 128", "onednn")}
 
 
+@pytest.mark.skipif(
+    not (HERE.has("avx512_vnni") or HERE.has("avx_vnni")),
+    reason="without VNNI, one kernel in fp32 serves every number of rows of int8",
+)
 @torch.no_grad()
 def test_one_row_of_int8_reads_the_weight_unpacked_and_more_read_a_copy_that_follows_it() -> None:
     model = quantized("int8", torch.bfloat16)
