@@ -10,7 +10,8 @@ from functools import partial
 from itertools import product
 
 import torch
-from latent_attention import copy_bandwidth, seconds
+from kernels import copy_bandwidth
+from latent_attention import seconds
 from torch import Tensor
 
 from atomc.kernels.triton import conv, delta_rule

@@ -10,6 +10,7 @@ from itertools import product
 
 import torch
 from fusions import compile_first, mine
+from kernels import copy_bandwidth
 from torch import Tensor
 from triton import next_power_of_2
 
@@ -176,13 +177,6 @@ def seconds(calls: list[Callable[[], Tensor]]) -> float:
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3 / len(calls))
     return sorted(times)[7]
-
-
-def copy_bandwidth() -> float:
-    """Bytes read per second by a copy of 1 GiB, which writes as many."""
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.numel() / seconds([lambda: target.copy_(source)])
 
 
 def cuts(chosen: LatentTiling, heads: int, sweep: bool) -> Iterator[LatentTiling]:
