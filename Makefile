@@ -40,7 +40,7 @@ test-gpu: ## the tests that need a GPU, from the tree, with the Python that is t
 	PYTHONPATH=. $(PYTHON) -m pytest tests -m gpu $(PYTEST_ARGS)
 
 test-libraries: $(VENV)/installed-test $(LIBRARIES)/installed ## the tests over AITER's Triton code and zentorch, from the package index
-	$(TEST_ENV) ATOMC_AITER_SOURCE=$(LIBRARIES)/aiter $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/aiter $(PYTEST_ARGS)
+	$(TEST_ENV) ATOMC_AITER_SOURCE=$(LIBRARIES)/aiter $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/aiter/test_aiter_proofs.py $(PYTEST_ARGS)
 	$(TEST_ENV) PYTHONPATH=$(LIBRARIES)/zentorch $(BIN)/python -m pytest -n $(WORKERS) tests/test_zentorch.py tests/test_cpu_quant.py tests/test_kernels.py -k zentorch $(PYTEST_ARGS)
 
 test-mutations: $(VENV)/installed-test ## apply one-line bugs, one after the other: each must turn a test red (BUGS=word selects)

@@ -1,8 +1,9 @@
 """Our kernels over AITER's real code, from a checkout: interpreted, compiled for its GPUs, run, and
 on fake tensors.
 
-    ATOMC_AITER_SOURCE=~/aiter pytest tests/aiter a checkout, or a folder into which pip put the
-    wheel amd-aiter
+    ATOMC_AITER_SOURCE=~/aiter pytest tests/aiter/test_aiter_proofs.py
+
+ATOMC_AITER_SOURCE is a checkout, or a folder into which pip put the wheel amd-aiter.
 """
 
 from collections.abc import Iterator
@@ -21,14 +22,17 @@ from aiter_cases import (
     staged,
 )
 
-pytestmark = [
-    pytest.mark.skipif(not source(), reason="ATOMC_AITER_SOURCE names no checkout of AITER"),
-    pytest.mark.xdist_group("aiter"),
-]
+pytestmark = pytest.mark.skipif(
+    not source(), reason="ATOMC_AITER_SOURCE names no checkout of AITER"
+)
 pytest.importorskip("triton")
 
 
-@pytest.fixture(scope="module", params=ARCHS)
+# A worker for each architecture: the processes that its fixtures start are slow to begin.
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(arch, marks=pytest.mark.xdist_group(f"AITER {arch}")) for arch in ARCHS],
+)
 def arch(request: pytest.FixtureRequest) -> str:
     return request.param
 
