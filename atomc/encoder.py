@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from atomc.cache.compiled import weight_inputs
 from atomc.errors import OURS
 from atomc.json_types import JSONLike
+from atomc.ops.inputs import PatchInputs
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.report import contract
@@ -34,21 +35,12 @@ class VisionModel(Protocol):
 
     patch_width: int
 
-    def patch_inputs(self, grids: Sequence[Grid], device: torch.device) -> Sequence[Tensor]:
-        """What `encode_patches` reads besides pixels, in its order."""
+    def patch_inputs(self, grids: Sequence[Grid], device: torch.device) -> PatchInputs:
+        """The inputs for images of these grids, at least one."""
         ...
 
-    def encode_patches(
-        self,
-        pixels: Tensor,
-        query_start: Tensor,
-        coordinates: Tensor,
-        corners: Tensor,
-        weights: Tensor,
-    ) -> Tensor:
-        """The embeddings [I, E] of patches: pixels [P, W], and where they are
-        (atomc.models.vision_patches.PatchInputs).
-        """
+    def encode_patches(self, pixels: Tensor, patches: PatchInputs) -> Tensor:
+        """The embeddings [I, E] of patches with these pixels [P, W]."""
         ...
 
 
@@ -86,7 +78,7 @@ class EncoderProgram:
 
 
 # The arguments of the function that is traced.
-NAMES = ("pixels", "query_start", "coordinates", "corners", "weights")
+NAMES = ("pixels", *PatchInputs._fields)
 
 
 @with_freed_parameters
@@ -133,7 +125,8 @@ def _traced(
         corners: Tensor,
         weights: Tensor,
     ) -> Tensor:
-        return encoder.encode_patches(pixels, query_start, coordinates, corners, weights)
+        patches = PatchInputs(query_start, coordinates, corners, weights)
+        return encoder.encode_patches(pixels, patches)
 
     device = next(model.parameters()).device
     patches = sum(t * h * w for t, h, w in EXAMPLE)

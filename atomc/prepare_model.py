@@ -5,7 +5,7 @@ import logging
 from torch import nn
 
 from atomc.capture import regions
-from atomc.models.stock_delta_net import enter_while_compiled, leave
+from atomc.models.stock_delta_net import DELTA_NETS
 
 log = logging.getLogger("atomc")
 
@@ -19,12 +19,12 @@ def prepare(model: nn.Module) -> nn.Module:
     UncapturedHigherOrderOpError for a graph break inside a layer. A gated delta net that is called
     without a cache calls ops.gated_delta_rule while it is compiled; other calls run as before.
     """
-    for reason in enter_while_compiled(model):
+    for reason in DELTA_NETS.enter_while_compiled(model):
         log.warning("prepare: %s", reason)
     return regions.prepare(model)
 
 
 def unprepare(model: nn.Module) -> nn.Module:
     """Remove the marks from the model's layers, and leave its gated delta nets."""
-    leave(model)
+    DELTA_NETS.leave(model)
     return regions.unprepare(model)

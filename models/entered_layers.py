@@ -1,8 +1,13 @@
-"""Layers with state of transformers' classes that are entered at their forward: while the model's
-attention implementation is "atom", a function that calls ops computes what the layer does.
+"""Layers with state of transformers' classes that are entered at their forward: a function that
+calls ops computes what the layer does.
+
+A class is recognized by what it computes: a small layer of it is compared with that function on
+random numbers.
 """
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -12,58 +17,154 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Arguments of a forward with which a layer runs as its class has it: a cache of transformers, a
-# mask of padding, several sequences in one row.
-OWN = ("cache_params", "past_key_values", "attention_mask", "cu_seq_lens_q", "seq_idx")
+# Arguments of a forward with which a layer runs as its class has it: a cache of transformers,
+# several sequences in one row.
+OWN = ("cache_params", "past_key_values", "cu_seq_lens_q", "seq_idx")
+MASK = "attention_mask"  # [B, T], 0 for padding
 # Of the largest number in fp32: sums in another order.
 TOLERANCE = 1e-4
-# Computes the layer for x [B, T, D].
-Compute = Callable[[Any, Tensor], Tensor]
 
 
-def enter(layer: nn.Module, config: "PretrainedConfig", compute: Compute) -> None:
-    """Have `compute` run in place of the layer's forward."""
-    layer.__dict__["entered_while"] = config
-    layer.__dict__["entered_by"] = compute
-    layer.__dict__["forward"] = MethodType(_forward, layer)
+def _as_built(layer: Any) -> None:
+    """Nothing is missing."""
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """A kind of layers.
+
+    has         whether a module is such a layer
+    compute     what the layer makes of x [B, T, D] -> [B, T, D]
+    ops         that `compute` calls, for sentences
+    handles     the state handles of a layer, by the names of its attributes
+    parameters  the names of those that `compute` reads
+    sizes       of the compared layer, by each name that a config has for it; with hidden_size
+    tokens      of the comparison: more than a chunk has
+    complete    gives the compared layer what its model would
+    masks       the class begins with zeros for padding; other kinds run as their class with a mask
+    """
+
+    has: Callable[[nn.Module], bool]
+    compute: Callable[[Any, Tensor], Tensor]
+    ops: str
+    handles: Callable[[Any], Mapping[str, nn.Buffer]]
+    parameters: Callable[[Any], Iterable[str]]
+    sizes: Mapping[str, int]
+    tokens: int
+    complete: Callable[[Any], None] = _as_built
+    masks: bool = False
+
+    def layers(self, model: nn.Module) -> list[Any]:
+        return [module for module in model.modules() if self.has(module)]
+
+    def enter(self, model: Any) -> int:
+        """Have the layers call ops while the model's attention implementation is "atom", in place.
+        Returns how many it has.
+
+        Raises ValueError for one that computes something else than `compute`.
+        """
+        found = self.layers(model)
+        if reasons := self._refusals(model, found):
+            raise ValueError(min(reasons.values()))
+        for layer in found:
+            for name, handle in self.handles(layer).items():
+                setattr(layer, name, handle.to(model.device, model.dtype))
+            self._enter(layer, model.config.get_text_config())
+        return len(found)
+
+    def enter_while_compiled(self, model: nn.Module) -> list[str]:
+        """Have the layers call ops while torch.compile traces them, in place. Returns why some of
+        them do not.
+        """
+        found = [layer for layer in self.layers(model) if "forward" not in vars(layer)]
+        if not found or not hasattr(model, "config"):
+            return []
+        reasons = self._refusals(model, found)
+        for layer in found:
+            if type(layer) not in reasons:
+                self._enter(layer, None)
+        return sorted(reasons.values())
+
+    def leave(self, model: nn.Module) -> None:
+        """Undo enter_while_compiled."""
+        for layer in self.layers(model):
+            if vars(layer).get("entered_while", layer) is None:
+                for name in ("forward", "entered_while", "entered_as"):
+                    del layer.__dict__[name]
+
+    def _enter(self, layer: nn.Module, config: "PretrainedConfig | None") -> None:
+        """config: of the attention implementation while which it calls ops; None: while it is
+        compiled.
+        """
+        layer.__dict__["entered_while"] = config
+        layer.__dict__["entered_as"] = self
+        layer.__dict__["forward"] = MethodType(_forward, layer)
+
+    def _refusals(self, model: Any, found: Iterable[Any]) -> dict[type, str]:
+        """Why the layers of a class are not entered."""
+        config, name = model.config.get_text_config(), type(model).__name__
+        first = {type(layer): layer.layer_idx for layer in reversed(list(found))}
+        return {
+            cls: f"{name}: {cls.__name__} {reason}"
+            for cls, layer_idx in first.items()
+            if (reason := self._why_unlike(cls, config, layer_idx))
+        }
+
+    def _why_unlike(self, cls: type[Any], config: "PretrainedConfig", layer_idx: int) -> str:
+        """Why a class does not compute what `compute` does; "" if it does."""
+        sizes = copy.deepcopy(config)
+        for name, value in self.sizes.items():
+            if hasattr(sizes, name):
+                setattr(sizes, name, value)
+        generator = torch.Generator().manual_seed(0)
+        try:
+            with torch.device("cpu"), torch.no_grad():
+                small = cls(sizes, layer_idx).float().eval()
+                self.complete(small)
+                if reason := self._why_not_compared(small):
+                    return reason
+                for tensor in (*small.parameters(), *small.buffers()):
+                    tensor.copy_(torch.randn(tensor.shape, generator=generator))
+                shape = (1, self.tokens, self.sizes["hidden_size"])
+                x = torch.randn(shape, generator=generator)
+                own, ours = cls.forward(small, x), self.compute(small, x)
+        except Exception as error:  # code of others
+            return f"cannot be compared with {self.ops}: {type(error).__name__}: {error}"
+        if own.shape != ours.shape:
+            return f"returns {list(own.shape)}, and the layer by {self.ops} {list(ours.shape)}"
+        apart = float((own - ours).abs().max() / own.abs().max())
+        if not apart <= TOLERANCE:
+            return (
+                f"computes something else than {self.ops}: results differ by {apart:.1e} of the "
+                f"largest number, and rounding explains {TOLERANCE:.0e}"
+            )
+        return ""
+
+    def _why_not_compared(self, small: Any) -> str:
+        """What a comparison would not name."""
+        known = set(self.parameters(small))
+        if others := sorted(dict(small.named_parameters()).keys() - known):
+            return f"has {', '.join(others)}, which {self.ops} has no operand for"
+        activation = getattr(small, "activation", "silu")
+        if activation not in ("silu", "swish"):
+            return f"has the activation {activation!r} behind its convolution, supported is 'silu'"
+        return ""
 
 
 def _forward(layer: Any, hidden_states: Tensor, *rest: object, **named: Any) -> Tensor:
+    """That of the class, with its arguments. It runs itself where the layer does not call ops."""
+    kind: LayerKind = layer.entered_as
+    mask = named.get(MASK)
     own = bool(rest) or any(named.get(name) is not None for name in OWN)
-    if own or layer.entered_while._attn_implementation != "atom":
+    if own or not _calls_ops(layer) or (mask is not None and not kind.masks):
         of_class: Callable[..., Tensor] = type(layer).forward
         return of_class(layer, hidden_states, *rest, **named)
-    computed: Tensor = layer.entered_by(layer, hidden_states)
-    return computed
+    if mask is not None:
+        hidden_states = (hidden_states * mask[..., None]).to(hidden_states.dtype)
+    return kind.compute(layer, hidden_states)
 
 
-def why_unlike(small: nn.Module, width: int, tokens: int, compute: Compute, ops: str) -> str:
-    """Why a class does not compute what `compute` does; "" if it does.
-
-    small  a layer of the class, with D = width, whose parameters are overwritten
-    ops    that `compute` calls, for the sentence
-    """
-    generator = torch.Generator().manual_seed(0)
-    try:
-        with torch.device("cpu"), torch.no_grad():
-            for tensor in (*small.parameters(), *small.buffers()):
-                tensor.copy_(torch.randn(tensor.shape, generator=generator))
-            x = torch.randn(1, tokens, width, generator=generator)
-            own, ours = type(small).forward(small, x), compute(small, x)
-    except Exception as error:  # code of others
-        return f"cannot be compared with {ops}: {type(error).__name__}: {error}"
-    if own.shape != ours.shape:
-        return f"returns {list(own.shape)}, and the layer by {ops} {list(ours.shape)}"
-    apart = float((own - ours).abs().max() / own.abs().max())
-    if not apart <= TOLERANCE:
-        return (
-            f"computes something else than {ops}: results differ by {apart:.1e} of the largest "
-            f"number, and rounding explains {TOLERANCE:.0e}"
-        )
-    return ""
-
-
-def unknown_parameters(layer: nn.Module, known: frozenset[str], ops: str) -> str:
-    """Why the layer has more parameters than these; "" if it has not."""
-    others = sorted(dict(layer.named_parameters()).keys() - known)
-    return f"has {', '.join(others)}, which {ops} has no operand for" if others else ""
+def _calls_ops(layer: Any) -> bool:
+    if layer.entered_while is None:
+        return torch.compiler.is_compiling()
+    return bool(layer.entered_while._attn_implementation == "atom")

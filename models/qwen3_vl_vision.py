@@ -15,6 +15,7 @@ from atomc import ops
 from atomc.json_types import JSONLike
 from atomc.models.config import integer, model_type, number, only
 from atomc.models.rotary import Rope, Rotary, apply_rope
+from atomc.ops.inputs import PatchInputs
 
 EPS = 1e-6
 
@@ -188,24 +189,17 @@ class VisionModel(nn.Module):
             mergers = (PatchMerger(config, norm_of_token=True) for _ in self.levels)
             self.deepstack_merger_list = nn.ModuleList(mergers)
 
-    def forward(
-        self,
-        pixels: Tensor,
-        query_start: Tensor,
-        coordinates: Tensor,
-        corners: Tensor,
-        weights: Tensor,
-    ) -> Tensor:
-        """pixels [P, W], and the fields of PatchInputs -> [I, E]."""
+    def forward(self, pixels: Tensor, patches: PatchInputs) -> Tensor:
+        """pixels [P, W] -> [I, E]."""
         x_PC = self.patch_embed(pixels.to(self.pos_embed.weight.dtype))
-        places_PC = (self.pos_embed(corners) * weights[..., None]).sum(1)
+        places_PC = (self.pos_embed(patches.corners) * patches.weights[..., None]).sum(1)
         x_PC = x_PC + places_PC.to(x_PC.dtype)
         # Half of the angles turn by the row, half by the column.
-        angles = coordinates[..., None].float() * self.rotary_pos_emb.inv_freq
+        angles = patches.coordinates[..., None].float() * self.rotary_pos_emb.inv_freq
         cos, sin = self.rotary_pos_emb.tables(angles.flatten(1), torch.float32)
         added = []
         for i, block in enumerate(self.blocks):
-            x_PC = block(x_PC, query_start, cos, sin)
+            x_PC = block(x_PC, patches.query_start, cos, sin)
             if i in self.levels:
                 added.append(self.deepstack_merger_list[self.levels.index(i)](x_PC))
         return torch.cat((self.merger(x_PC), *added), -1)

@@ -14,14 +14,14 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from atomc import ops
 from atomc.json_types import JSONLike
+from atomc.models.stock_delta_net import DELTA_NETS
 from atomc.models.stock_delta_net import LAYER_TYPE as LINEAR
-from atomc.models.stock_delta_net import enter_delta_nets
 from atomc.models.stock_experts import experts_of, read_settings, register_experts
 from atomc.models.stock_indexer import enter_indexers, is_indexer
-from atomc.models.stock_mamba import enter_mixers, is_mixer
+from atomc.models.stock_mamba import MIXERS, is_mixer
 from atomc.models.stock_model import PREFIX, StockModel
 from atomc.models.stock_short_conv import LAYER_TYPE as SHORT_CONV
-from atomc.models.stock_short_conv import enter_short_convs
+from atomc.models.stock_short_conv import SHORT_CONVS
 from atomc.models.stock_vision import StockVisionModel, enter_encoder, has_encoder
 from atomc.torch_compat.exceptions import out_of_memory
 from atomc.weights.registry import parameter_of
@@ -223,10 +223,10 @@ def wrap_stock(hf_model: "PreTrainedModel") -> "StockModel":
     indexed = enter_indexers(hf_model)
     if indexed:
         kinds -= {INDEXED}
-    num_linear = enter_delta_nets(hf_model) + enter_mixers(hf_model)
+    num_linear = DELTA_NETS.enter(hf_model) + MIXERS.enter(hf_model)
     if num_linear == layer_types.count(LINEAR) + layer_types.count(HYBRID):
         kinds -= {LINEAR, HYBRID}
-    num_convs = enter_short_convs(hf_model)
+    num_convs = SHORT_CONVS.enter(hf_model)
     if num_convs == layer_types.count(SHORT_CONV):
         kinds -= {SHORT_CONV}
     if kinds or (getattr(hf_model, "_is_stateful", False) and not num_linear):

@@ -1,25 +1,18 @@
 """The Mamba-2 mixers of transformers' classes (Mamba2, Granite 4, Bamba, Falcon H1, Nemotron H,
 Zamba2) through ops.causal_conv1d and ops.ssm_scan.
-
-A class is recognized by what it computes: a small one of it is compared with the ops on random
-numbers.
 """
 
-import copy
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atomc import ops
-from atomc.models.entered_layers import enter, unknown_parameters, why_unlike
+from atomc.models.entered_layers import LayerKind
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
-
-OPS = "ops.causal_conv1d and ops.ssm_scan"
 MODULES, PARAMETERS = ("in_proj", "conv1d", "out_proj"), ("A_log", "D", "dt_bias")
 KNOWN = frozenset(
     {
@@ -29,7 +22,7 @@ KNOWN = frozenset(
     }
 )
 # Sizes of the compared one, by each name that a config has for it: 4 heads of 12 columns in 2
-# groups, and more tokens than a chunk.
+# groups.
 SMALL = {
     **dict.fromkeys(("hidden_size",), 24),
     **dict.fromkeys(("mamba_expand", "expand"), 2),
@@ -40,7 +33,6 @@ SMALL = {
     **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size"), 6),
     **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 8),
 }
-TOKENS = 20
 
 
 def is_mixer(module: nn.Module) -> bool:
@@ -51,27 +43,12 @@ def is_mixer(module: nn.Module) -> bool:
     )
 
 
-def enter_mixers(hf_model: "PreTrainedModel") -> int:
-    """Have its Mamba-2 mixers call ops while its attention implementation is "atom", in place.
-    Returns how many it has.
-
-    Raises ValueError for one that computes something else than the ops.
-    """
-    found: list[Any] = [module for module in hf_model.modules() if is_mixer(module)]
-    config = hf_model.config.get_text_config()
-    for cls in {type(module) for module in found}:
-        layer_idx = next(module.layer_idx for module in found if type(module) is cls)
-        if reason := _why_unlike(cls, config, layer_idx):
-            raise ValueError(f"{type(hf_model).__name__}: {cls.__name__} {reason}")
-    for module in found:
-        channels, _, taps = module.conv1d.weight.shape
-        where = (hf_model.device, hf_model.dtype)
-        module.conv_state = ops.conv_state(channels, taps).to(*where)
-        module.ssm_state = ops.ssm_state(
-            module.num_heads, module.head_dim, module.ssm_state_size
-        ).to(*where)
-        enter(module, config, mix)
-    return len(found)
+def _handles(mixer: Any) -> Mapping[str, nn.Buffer]:
+    channels, _, taps = mixer.conv1d.weight.shape
+    return {
+        "conv_state": ops.conv_state(channels, taps),
+        "ssm_state": ops.ssm_state(mixer.num_heads, mixer.head_dim, mixer.ssm_state_size),
+    }
 
 
 def mix(mixer: Any, x: Tensor) -> Tensor:
@@ -115,22 +92,18 @@ def _projected(mixer: Any, x: Tensor) -> Tensor:
     return projected
 
 
-def _why_unlike(cls: type[Any], config: "PretrainedConfig", layer_idx: int) -> str:
-    """Why a class is not what the ops compute; "" if it is."""
-    small = copy.deepcopy(config)
-    for name, value in SMALL.items():
-        if hasattr(small, name):
-            setattr(small, name, value)
-    try:
-        with torch.device("cpu"):
-            mixer = cls(small, layer_idx).float().eval()
-            if hasattr(mixer, "ssm_in_multiplier"):  # which the model gives its layers
-                mixer.mup_vector = nn.Buffer(torch.ones(1, 1, mixer.in_proj.out_features))
-    except Exception as error:  # code of others
-        return f"cannot be compared with {OPS}: {type(error).__name__}: {error}"
-    if mixer.activation not in ("silu", "swish"):
-        return (
-            f"has the activation {mixer.activation!r} behind its convolution, supported is 'silu'"
-        )
-    unknown = unknown_parameters(mixer, KNOWN, OPS)
-    return unknown or why_unlike(mixer, SMALL["hidden_size"], TOKENS, mix, OPS)
+def _complete(mixer: Any) -> None:
+    if hasattr(mixer, "ssm_in_multiplier"):  # Falcon H1, whose model gives its layers the other one
+        mixer.mup_vector = nn.Buffer(torch.ones(1, 1, mixer.in_proj.out_features))
+
+
+MIXERS = LayerKind(
+    is_mixer,
+    mix,
+    "ops.causal_conv1d and ops.ssm_scan",
+    _handles,
+    parameters=lambda _: KNOWN,
+    sizes=SMALL,
+    tokens=20,
+    complete=_complete,
+)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from atomc import ops
 from atomc.models.stock_model import StockModel
 from atomc.models.vision_patches import EncodesImages
+from atomc.ops.inputs import PatchInputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -79,22 +80,15 @@ class StockVisionModel(StockModel, EncodesImages):
         self.embedding_width = int(config.text_config.hidden_size) * (1 + self.num_levels)
         self.table_side = int(hf_model.model.visual.num_grid_per_side)
 
-    def encode_patches(
-        self,
-        pixels: Tensor,
-        query_start: Tensor,
-        coordinates: Tensor,
-        corners: Tensor,
-        weights: Tensor,
-    ) -> Tensor:
+    def encode_patches(self, pixels: Tensor, patches: PatchInputs) -> Tensor:
         encoder = self.hf_model.model.visual
         out = encoder(
             pixels.to(encoder.dtype),
             grid_thw=None,
-            interp_indices=corners,
-            interp_weights=weights,
-            position_ids=coordinates,
-            cu_seqlens=query_start,
+            interp_indices=patches.corners,
+            interp_weights=patches.weights,
+            position_ids=patches.coordinates,
+            cu_seqlens=patches.query_start,
             max_seqlen=0,  # which would wait for the device, and nothing reads
         )
         added: Sequence[Tensor] = getattr(out, "deepstack_features", ())

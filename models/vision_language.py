@@ -19,6 +19,7 @@ from atomc.models.layers import RMSNorm
 from atomc.models.mrope import MRotary
 from atomc.models.qwen3_vl_vision import VisionConfig, VisionModel
 from atomc.models.vision_patches import EncodesImages
+from atomc.ops.inputs import PatchInputs
 
 
 class ImageTokens(NamedTuple):
@@ -116,15 +117,8 @@ class VisionLanguageModel(nn.Module, EncodesImages):
         if config.tie_word_embeddings:
             self.lm_head.weight = text.embed_tokens.weight
 
-    def encode_patches(
-        self,
-        pixels: Tensor,
-        query_start: Tensor,
-        coordinates: Tensor,
-        corners: Tensor,
-        weights: Tensor,
-    ) -> Tensor:
-        found: Tensor = self.model.visual(pixels, query_start, coordinates, corners, weights)
+    def encode_patches(self, pixels: Tensor, patches: PatchInputs) -> Tensor:
+        found: Tensor = self.model.visual(pixels, patches)
         return found
 
     def forward(

@@ -6,28 +6,12 @@ of an image by the blocks of merge_size x merge_size patches that become one tok
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from atomc.models.mrope import Grid
-
-
-class PatchInputs(NamedTuple):
-    """What the encoder reads besides pixels.
-
-    query_start  [S + 1] i32: rows query_start[s]:query_start[s + 1] are a frame, whose patches see
-                 each other
-    coordinates  [P, 2] i64: row and column of each patch in its image
-    corners      [P, 4] i64: entries of the table of position embeddings around each patch
-    weights      [P, 4] fp32: their shares in the embedding of the patch
-    """
-
-    query_start: Tensor
-    coordinates: Tensor
-    corners: Tensor
-    weights: Tensor
+from atomc.ops.inputs import PatchInputs
 
 
 class EncodesImages:
@@ -51,21 +35,14 @@ class EncodesImages:
         """The embeddings [I, E] of the tokens of images with these grids, in order. pixels
         [P, W].
         """
-        return self.encode_patches(pixels, *self.patch_inputs(grids, pixels.device))
+        return self.encode_patches(pixels, self.patch_inputs(grids, pixels.device))
 
     def patch_inputs(self, grids: Sequence[Grid], device: torch.device) -> PatchInputs:
         """What `encode_patches` reads besides pixels."""
         return patch_inputs(grids, self.merge_size, self.table_side, device)
 
-    def encode_patches(
-        self,
-        pixels: Tensor,
-        query_start: Tensor,
-        coordinates: Tensor,
-        corners: Tensor,
-        weights: Tensor,
-    ) -> Tensor:
-        """As encode_images, of patches with these inputs."""
+    def encode_patches(self, pixels: Tensor, patches: PatchInputs) -> Tensor:
+        """As encode_images, with the inputs for the grids."""
         raise NotImplementedError
 
 

@@ -3,24 +3,27 @@ encode and what to drop.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from atomc.runtime.image_limits import ImageLimits
-from atomc.runtime.prompt_image import PromptImage
+from atomc.runtime.prompt_image import PromptImage, overlapping
+from atomc.runtime.request import Request
 from atomc.runtime.step import ImagePixels
 
 
 class ImageCache:
     """The embeddings by image digest, least recently used first, with their number of tokens.
 
-    For each step: `begin`, `take` for each image with tokens in it, `end`.
+    For each step: `begin`, `take_rows` for each request with images, `end`.
+
+    limits   None: the model takes no images
     """
 
-    def __init__(self, limits: ImageLimits) -> None:
-        self.num_tokens = limits.cache_tokens
-        self.max_patches = limits.max_patches
+    def __init__(self, limits: ImageLimits | None) -> None:
+        self.num_tokens = 0 if limits is None else limits.cache_tokens
+        self.max_patches = 0 if limits is None else limits.max_patches
         self.held: OrderedDict[bytes, int] = OrderedDict()
-        self._free = limits.cache_tokens
+        self._free = self.num_tokens
         self._patches = 0  # that the step may still encode
         self._kept: set[bytes] = set()
         self._encoded: dict[bytes, ImagePixels] = {}
@@ -30,7 +33,20 @@ class ImageCache:
         """Begin a step. kept: images that running requests have computed in part, which stay."""
         for digest in list(self._encoded):  # of a step that was not scheduled
             self.forget(digest)
-        self._kept, self._patches = set(kept), self.max_patches
+        self._kept = set(kept) if self.held else set()
+        self._patches = self.max_patches
+
+    def take_rows(self, request: Request, count: int) -> tuple[int, int]:
+        """How many of the next `count` tokens of a running request can be computed: those before
+        the first image that `take` refuses. And how many of their images were held.
+        """
+        start, num_held = request.computed, 0
+        for image in overlapping(request.images, start, start + count):
+            held = image.digest in self.held
+            if not self.take(image):
+                return max(image.start - start, 0), num_held
+            num_held += held and start <= image.start
+        return count, num_held
 
     def take(self, image: PromptImage) -> bool:
         """Whether the step has the image's embeddings: they are held, or it encodes them. False if
@@ -48,6 +64,11 @@ class ImageCache:
         self.held.move_to_end(digest)
         self._kept.add(digest)
         return True
+
+    def can_compute(self, request: Request, position: int) -> bool:
+        """Whether the image to which the token at this position belongs, if any, can be taken."""
+        images = overlapping(request.images, position, position + 1)
+        return all(self.can_take(image) for image in images)
 
     def can_take(self, image: PromptImage) -> bool:
         """Whether `take` returns True; without changes."""
@@ -95,3 +116,12 @@ class ImageCache:
             if length <= self._free:
                 return
             self.forget(digest)
+
+
+def computed_in_part(running: Iterable[Request]) -> Iterator[bytes]:
+    """Images of whose tokens some are computed and some not."""
+    for request in running:
+        if request.images:
+            for image in overlapping(request.images, request.computed, request.computed + 1):
+                if image.start < request.computed:
+                    yield image.digest

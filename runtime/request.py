@@ -106,6 +106,11 @@ class Request:
         return self.tokens[self.num_prompt :]
 
     @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt's tokens are computed."""
+        return self.params.prompt_logprobs is not None
+
+    @property
     def banned(self) -> frozenset[int]:
         """Tokens that must not be sampled first."""
         return SampleSpec(self.params, eos_ids=self.eos_ids).banned

@@ -1,7 +1,29 @@
 """Statistics of an engine."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+
+
+@dataclass
+class Counters:
+    """What the scheduler counts, in total since the start; see Stats."""
+
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    snapshots: int = 0
+    snapshot_hits: int = 0
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    images_encoded: int = 0
+    image_cache_hits: int = 0
+
+    def clear(self) -> None:
+        for counter in fields(self):
+            setattr(self, counter.name, 0)
 
 
 @dataclass(frozen=True)

@@ -335,6 +335,9 @@ class OtherParameter:
         self.skip = nn.Parameter(torch.zeros(3))
 
 
+OPS = "ops.causal_conv1d and ops.gated_delta_rule"
+
+
 def failing_forward(layer: nn.Module, x: Tensor, scale: float) -> Tensor:
     raise AssertionError
 
@@ -345,15 +348,15 @@ def failing_forward(layer: nn.Module, x: Tensor, scale: float) -> Tensor:
         (
             {"forward": other_forward},
             (),
-            "computes something else than ops.causal_conv1d and ops.gated_delta_rule: results "
-            "differ by 9.9e-03 of the largest",
+            f"computes something else than {OPS}: results differ by 9.9e-03 of the largest number, "
+            "and rounding explains 1e-04",
         ),
-        ({}, (OtherParameter,), "has skip, which ops.gated_delta_rule has no operand for"),
+        ({}, (OtherParameter,), f"has skip, which {OPS} has no operand for"),
         (
             {"forward": failing_forward},
             (),
-            "cannot be compared with ops.gated_delta_rule: TypeError: failing_forward() missing 1 "
-            "required positional argument: 'scale'",
+            f"cannot be compared with {OPS}: TypeError: failing_forward() missing 1 required "
+            "positional argument: 'scale'",
         ),
     ],
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from atomc.runtime import scheduler
+from atomc.runtime import chunks, prefix_sharing
 from atomc.runtime.blocks import BlockPool
 from atomc.runtime.detokenizer import Detokenizer
 from atomc.runtime.engine import Engine, EngineConfig
@@ -226,9 +226,9 @@ HOOKS = [
     Hook(GRAMMARS, "compile", lambda engine, form: form.regex.endswith("{9}")),
     Hook(Scheduler, "add", lambda engine, self, request: request.id == "victim"),
     # Scheduled
-    Hook(scheduler, "extend_keys", lambda engine, keys, tokens, size, salt: salt == "victim", given=SALTED),
-    Hook(scheduler, "extend_keys", lambda engine, keys, tokens, size, salt: salt == "victim", at=2, given=SALTED),
-    Hook(scheduler, "_admission", lambda engine, request: request.id == "victim"),
+    Hook(prefix_sharing, "extend_keys", lambda engine, keys, tokens, size, salt, *_: salt == "victim", given=SALTED),
+    Hook(prefix_sharing, "extend_keys", lambda engine, keys, tokens, size, salt, *_: salt == "victim", at=2, given=SALTED),
+    Hook(chunks, "_admission", lambda engine, request: request.id == "victim"),
     Hook(BlockPool, "take_new_blocks", lambda engine, self, owner: owner == "victim", at=3),
     Hook(NGramProposer, "propose", lambda engine, self, *_: proposer_is_victims(engine, self), speculates=True),
     # Constrained

@@ -2,6 +2,7 @@
 themselves on the same random weights, eager, compiled and served.
 """
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 import atomc
 from atomc import models
 from atomc.models.stock import StockModel
+from atomc.models.stock_mamba import MIXERS
 from atomc.program import Program, compile_model
 from atomc.runtime.engine import Engine, EngineConfig
 
@@ -312,7 +314,7 @@ def test_a_layer_runs_as_its_class_has_it_with_a_cache_a_mask_or_another_attenti
         return found
 
     assert error(layer(x), of_class()) < 1e-4
-    layer.__dict__["entered_by"] = lambda *_: x / 0
+    layer.__dict__["entered_as"] = replace(MIXERS, compute=lambda *_: x / 0)
     assert layer(x).isinf().any()
     assert torch.equal(layer(x, attention_mask=mask), of_class(attention_mask=mask))
     caches = [transformers.DynamicCache(config=model.config) for _ in range(2)]
@@ -384,6 +386,6 @@ def test_a_mixer_with_another_activation_or_another_parameter_is_refused(monkeyp
 def test_a_layer_of_a_kind_that_nothing_was_entered_for_is_refused(monkeypatch) -> None:
     from atomc.models import stock
 
-    monkeypatch.setattr(stock, "enter_short_convs", lambda model: 0)
+    monkeypatch.setattr(stock, "SHORT_CONVS", replace(stock.SHORT_CONVS, has=lambda _: False))
     with pytest.raises(ValueError, match=r"Lfm2ForCausalLM has layers of kind conv, only"):
         wrapped("lfm2")

@@ -25,7 +25,8 @@ from atomc.report.records import KernelChoice
 from atomc.report.render import formula
 from atomc.report.report import Report
 from atomc.rewriting.graph_pass import Pass
-from atomc.testing.examples import EXAMPLES, RandomInputs
+from atomc.testing.examples import EXAMPLES
+from atomc.testing.random_inputs import RandomInputs
 
 E, K, H, INNER = 128, 8, 2048, 768  # Qwen3-30B-A3B
 QWEN3_MOE = {

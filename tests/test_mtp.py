@@ -391,9 +391,9 @@ def test_forced_acceptance_leaves_structured_output_alone(checkpoint):
     one = engine(checkpoint, speculative="mtp", speculative_tokens=3, speculative_accept=4.0)
     request = Request("a", [5], SamplingParams(structured=Structured(regex="a+")))
     request.tokens, request.draft = [5, 6], (1, 2, 3)
-    assert one.scheduler._forced(request) is None
+    assert one.scheduler.chunks.num_forced(request) is None
     request.params = SamplingParams()
-    assert one.scheduler._forced(request) == 3
+    assert one.scheduler.chunks.num_forced(request) == 3
 
 
 @pytest.mark.parametrize(

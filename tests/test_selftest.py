@@ -19,7 +19,8 @@ from atomc.options import Options
 from atomc.platform import Platform
 from atomc.report.records import CacheOutcome
 from atomc.report.report import Report
-from atomc.testing.examples import EXAMPLES, RandomInputs
+from atomc.testing.examples import EXAMPLES
+from atomc.testing.random_inputs import RandomInputs
 from atomc.testing.selftest import self_test, text
 
 CPU = Platform.detect("cpu")

@@ -6,6 +6,7 @@ only used in dumps.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +35,22 @@ class ModelInputs:
 
 
 TEXT = ModelInputs()
+
+
+class PatchInputs(NamedTuple):
+    """What a vision encoder takes besides the pixels of P patches.
+
+    query_start  [S + 1] i32: rows query_start[s]:query_start[s + 1] are a frame, whose patches see
+                 each other
+    coordinates  [P, 2] i64: row and column of each patch in its image
+    corners      [P, 4] i64: entries of the table of position embeddings around each patch
+    weights      [P, 4] fp32: their shares in the embedding of the patch
+    """
+
+    query_start: Tensor
+    coordinates: Tensor
+    corners: Tensor
+    weights: Tensor
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ from atomc.ops.op import REGISTRY, Kernel, Op, Refusal, Results, refusal
 from atomc.ops.op_traits import Kind
 from atomc.platform import Platform
 from atomc.report.render.table import table
-from atomc.testing.examples import EXAMPLES, Argument, Arguments, RandomInputs
+from atomc.testing.examples import EXAMPLES
 from atomc.testing.layouts import in_plain_order
+from atomc.testing.random_inputs import Argument, Arguments, RandomInputs
 
 # One token, and more than the kernels for few tokens accept.
 ROWS = (1, 33)

@@ -15,8 +15,8 @@ def blocks(old: str, new: str) -> Bug:
     return Bug("runtime/blocks.py", old, new, "tests/test_blocks.py tests/test_scheduler.py")
 
 
-def scheduler(old: str, new: str) -> Bug:
-    return Bug("runtime/scheduler.py", old, new, "tests/test_scheduler.py")
+def scheduling(file: str, old: str, new: str) -> Bug:
+    return Bug(f"runtime/{file}.py", old, new, "tests/test_scheduler.py")
 
 
 BUGS = [
@@ -305,14 +305,22 @@ BUGS = [
     blocks("return -(-num_tokens // self.block_size)", "return num_tokens // self.block_size"),
     blocks("self.ref_counts[block] += 1", "self.ref_counts[block] = 1"),
     blocks("for block in reversed(table.blocks):", "for block in reversed(table.blocks[1:]):"),
-    scheduler("request.computed = 0\n", "request.computed = 1\n"),
-    scheduler("self._free_slots.append(request.slot)", "self._free_slots.append(0)"),
-    scheduler("builder.budget -= count", "builder.budget -= 1"),
-    scheduler(
+    scheduling("scheduler", "request.computed = 0\n", "request.computed = 1\n"),
+    scheduling("request_queues", "_free_slots.append(request.slot)", "_free_slots.append(0)"),
+    scheduling("scheduler", "        self.prefixes.stop(request)\n", ""),
+    scheduling(
+        "prefix_sharing",
+        "if self._in_progress.get(key) is request:",
+        "if key in self._in_progress:",
+    ),
+    scheduling("step_builder", "self.budget -= chunk.num_tokens", "self.budget -= 1"),
+    scheduling(
+        "prefix_sharing",
         "keys = request.keys[: (len(request.tokens) - 1) // self.pool.block_size]",
         "keys = request.keys[: len(request.tokens) // self.pool.block_size]",
     ),
-    scheduler(
+    scheduling(
+        "chunks",
         "start, end = request.computed, request.computed + count",
         "start, end = request.computed, request.computed + count + 1",
     ),

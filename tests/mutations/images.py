@@ -16,13 +16,13 @@ BUGS = [
     Bug("runtime/prompt_image.py", "bisect_right(images, start,", "bisect_left(images, start,", DECISIONS),
     # Embeddings that a chunk reads are dropped, or never made.
     Bug("runtime/image_cache.py", "        self._kept.add(digest)\n", "", DECISIONS),
-    Bug("runtime/image_cache.py", "set(kept), self.max_patches", "set(), self.max_patches", DECISIONS),
+    Bug("runtime/image_cache.py", "set(kept) if self.held else set()", "set()", DECISIONS),
     Bug("runtime/image_cache.py", "        self._dropped.update(dropped)\n", "", DECISIONS),
     Bug("runtime/image_cache.py", "            self._patches -= image.num_patches\n", "", DECISIONS),
     Bug("runtime/image_cache.py", "        self.held.move_to_end(digest)\n", "", "tests/test_images.py -k least_recently"),
     Bug("runtime/scheduler.py", "self.images.undo(step.images, step.dropped)", "pass", DECISIONS),
-    Bug("runtime/scheduler.py", "first - start, first - image.start,", "first - start, 0,", DECISIONS),
-    Bug("runtime/scheduler.py", "return max(image.start - start, 0)", "return image.start - start or 1", DECISIONS),
+    Bug("runtime/chunks.py", "first - start, first - image.start,", "first - start, 0,", DECISIONS),
+    Bug("runtime/image_cache.py", "return max(image.start - start, 0)", "return image.start - start or 1", DECISIONS),
     served("runtime/scheduler.py", "        self.pixels.remove(request.images)\n", "", "size_is_limited"),
     # Rows and positions.
     served("runtime/image_encoder.py", "        into[: step.num_tokens].zero_()\n", "", "zero"),

@@ -13,7 +13,7 @@ BUGS = [
     bug("models/mtp.py", "return logits, x_RD", "return logits, self.layer.shared_head.norm(x_RD)", WHOLE),
     bug("runtime/draft.py", "indices = indices + 1", "indices = indices + 0", WHOLE),
     bug("models/mtp.py", 'reads = ("model.norm",)', 'reads = ("model.layers.1",)', WHOLE),
-    bug("runtime/scheduler.py", "request.tokens[end] if end < known else 0", "0", WHOLE),
+    bug("runtime/chunks.py", "request.tokens[end] if end < known else 0", "0", WHOLE),
     bug(
         "runtime/scheduler.py",
         "return min(num_tokens + self.lookahead, self.max_len)",
