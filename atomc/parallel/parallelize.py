@@ -4,7 +4,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from atomc.parallel.group import TensorParallel
-from atomc.parallel.sharding import Sharding, cut_parameters
+from atomc.parallel.sharding import Sharding, refuse_divided
 
 
 def parallelize(
@@ -28,24 +28,6 @@ def parallelize(
     if place.size == 1:
         return model
     sharding = Sharding.of(model, place, ep=ep)
-    cut_parameters(model, sharding.cuts())
-    sharding.resize()
+    sharding.cut()
     sharding.connect()
     return model
-
-
-def refuse_divided(model: nn.Module) -> None:
-    """Raise ValueError if the parameters of a model are parts of others already."""
-    from torch.distributed.tensor import DTensor
-
-    from atomc.parallel.collectives import SumOverRanks
-
-    name = next((name for name, x in model.named_parameters() if isinstance(x, DTensor)), None)
-    if name is not None:
-        raise ValueError(
-            f"{name} is a DTensor: the model is already divided (tp_plan of transformers or "
-            "parallelize_module). Compile it as it is, or load it whole for atomc.parallelize"
-        )
-    for name, module in model.named_modules():
-        if any(isinstance(hook, SumOverRanks) for hook in module._forward_hooks.values()):
-            raise ValueError(f"{name} is already divided: atomc.parallelize was called before")

@@ -3,15 +3,17 @@
 The three steps are apart, because a checkpoint is read between the first two and the last.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from atomc.json_types import JSONLike
 from atomc.models.experts import Experts
 from atomc.models.parameters import assign, parameter_names, tensor_of
-from atomc.parallel import heads, layers
+from atomc.parallel import heads, layers, sizes
 from atomc.parallel.collectives import (
     COLUMNS,
     EXPERT_MAP,
@@ -59,6 +61,7 @@ class Sharding:
         divide.
         """
         made = cls(model, place, plan_of(model, ep=ep))
+        sizes.check(_fields(model), place.size, ep=ep)
         modules = dict(model.named_modules())
         experts = tuple(f"{name}." for name, how in made.plan.items() if how in EXPERTS)
         for name, how in made.plan.items():
@@ -143,6 +146,13 @@ class Sharding:
             found |= {f"{name}.{leaf}": cut for leaf, cut in of_layer.items()}
         return {name: cut for name, cut in found.items() if cut.parts > 1}
 
+    def cut(self) -> dict[str, Cut]:
+        """Cut all parameters and give layers their sizes; how the parameters are cut."""
+        found = self.cuts()
+        cut_parameters(self.model, found)
+        self.resize()
+        return found
+
     def resize(self) -> None:
         """Give layers the sizes and state handles of their parts."""
         for name, (side, cut) in self.linears.items():
@@ -206,6 +216,14 @@ def _device(module: nn.Module) -> torch.device:
     return torch.device("cpu") if device.type == "meta" else device
 
 
+def _fields(model: nn.Module) -> Mapping[str, JSONLike]:
+    """The fields of a model's config by their names in config.json."""
+    config: Any = getattr(model, "config", None)
+    fields: Mapping[str, JSONLike]
+    fields = config.to_dict() if hasattr(config, "to_dict") else getattr(config, "__dict__", {})
+    return fields
+
+
 def cut_parameters(model: nn.Module, cuts: dict[str, Cut]) -> None:
     """Replace parameters by their parts, in memory of their own."""
     for names in parameter_names(model):
@@ -216,3 +234,18 @@ def cut_parameters(model: nn.Module, cuts: dict[str, Cut]) -> None:
 
 def _plain(parameter: Tensor) -> Tensor:
     return parameter.data if isinstance(parameter, nn.Parameter) else parameter
+
+
+def refuse_divided(model: nn.Module) -> None:
+    """Raise ValueError if the parameters of a model are parts of others already."""
+    from torch.distributed.tensor import DTensor
+
+    name = next((name for name, x in model.named_parameters() if isinstance(x, DTensor)), None)
+    if name is not None:
+        raise ValueError(
+            f"{name} is a DTensor: the model is already divided (tp_plan of transformers or "
+            "parallelize_module). Compile it as it is, or load it whole for atomc.parallelize"
+        )
+    for name, module in model.named_modules():
+        if any(isinstance(hook, SumOverRanks) for hook in module._forward_hooks.values()):
+            raise ValueError(f"{name} is already divided: atomc.parallelize was called before")
