@@ -30,10 +30,10 @@ from atomc.passes.lift import LIFTED, lift
 from atomc.passes.lower import lower
 from atomc.passes.merge.linears import merging
 from atomc.passes.merge.shared_expert import shared_expert
-from atomc.passes.recognize.all_reduce import ALL_REDUCE
 from atomc.passes.recognize.attention import attention
 from atomc.passes.recognize.attention.proven_mask import proven_masks
 from atomc.passes.recognize.cat_of_slices import cat_of_slices
+from atomc.passes.recognize.collectives import ALL_GATHER, ALL_REDUCE
 from atomc.passes.recognize.columns_of_pairs import columns_of_pairs
 from atomc.passes.recognize.delta_rule import delta_rule
 from atomc.passes.recognize.experts import MOE_EXPERTS, ids_as_chosen
@@ -81,6 +81,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("attention", attention, after=["tidy"], by_site=True),
     Pass("proven_masks", proven_masks, after=["attention"], cleanup=True),
     rewriting(ALL_REDUCE),
+    rewriting(ALL_GATHER, after=["tidy"]),
     rewriting(
         *ROPE_BEFORE_TRANSPOSE, after=["rms_norm", "rope_partial", "repeat_kv"], cleanup=True
     ),

@@ -1,18 +1,20 @@
-"""Sums over processes and padding join the norms that they stand beside."""
+"""What processes exchange becomes ops; sums and padding join the norms that they stand beside."""
 
 import pytest
 import torch
 import torch.distributed._functional_collectives as functional
+from fake_group import fake_group
 from kernel_cases.rows import one_process_group
 from rewriting import after_passes, explained
 from torch import distributed
 
 from atomc import ops, passes
 
+collective = torch.ops._c10d_functional
 NAMED = {p.name: p for p in passes.PIPELINE}
 X, R, W = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
 W = W[0]
-GROUP = one_process_group()
+GROUP, FAKE = one_process_group(), {ranks: fake_group(ranks) for ranks in (1, 2, 4)}
 
 
 def normed(x, w):
@@ -41,6 +43,15 @@ def test_a_sum_an_add_and_a_norm_are_one_op_whichever_way_they_are_added(reduce,
     assert report.matches["allreduce_add_rms_norm"] == report.num_ops["allreduce_add_rms_norm"] == 1
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+def test_nothing_reads_the_sum_before_the_last_norm(swapped):
+    def function(x, r, w):
+        return normed(r + summed(x) if swapped else summed(x) + r, w)
+
+    report = explained(function, X, R, W)
+    assert report.num_ops == {"allreduce_add_rms_norm": 1}
+
+
 @pytest.mark.parametrize("reduce", [summed, summed_in_place])
 def test_a_sum_and_a_norm_are_one_op(reduce):
     report = explained(lambda x, w: normed(reduce(x), w), X, W)
@@ -57,10 +68,74 @@ def test_every_style_and_weight_fuses(style, weight):
     assert report.num_ops == {"allreduce_add_rms_norm": 1}
 
 
-def test_a_sum_that_others_read_stays():
+def test_others_may_read_the_sum_as_the_first_layer_reads_the_sum_of_embeddings():
     report = explained(lambda x, w: (normed(y := summed(x), w), y.abs()), X, W)
-    assert report.num_ops == {"all_reduce": 1, "rms_norm": 1}
-    assert "no other reader of all_reduce" in report.why("allreduce_rms_norm")
+    assert report.num_ops == {"allreduce_rms_norm": 1}
+
+
+def test_a_sum_behind_an_add_that_others_read_stays():
+    def function(x, r, w):
+        total = (y := summed(x)) + r
+        return normed(total, w), total, y.abs()
+
+    report = explained(function, X, R, W)
+    assert report.num_ops == {"all_reduce": 1, "add_rms_norm": 1}
+    assert "no other reader of all_reduce" in report.why("allreduce_add_rms_norm")
+
+
+def gathered(x, ranks):
+    """As atomc.parallel.vocab gathers logits."""
+    found = collective.all_gather_into_tensor(x.contiguous(), ranks, FAKE[ranks])
+    return torch.cat(collective.wait_tensor(found).chunk(ranks), -1)
+
+
+def gathered_by_dtensor(x, ranks):
+    """As DTensor, and transformers with it, make a shard of columns whole: one row is viewed."""
+    found = collective.all_gather_into_tensor(x.contiguous(), ranks, FAKE[ranks])
+    return functional._maybe_view_chunk_cat(collective.wait_tensor(found), ranks, x.dim() - 1)
+
+
+def gathered_in_lists(x, ranks):
+    """As torch.distributed.all_gather."""
+    found = collective.all_gather_into_tensor(x.contiguous(), ranks, FAKE[ranks])
+    parts = [torch.empty_like(x) for _ in range(ranks)]
+    for part, own in zip(parts, collective.wait_tensor(found).split(x.shape[0]), strict=True):
+        part.copy_(own)
+    return torch.cat(parts, -1)
+
+
+@pytest.mark.parametrize(
+    ("gather", "ranks", "shape", "dynamic"),
+    [
+        (gathered, 1, (3, 10), False),
+        (gathered, 4, (3, 10), True),
+        (gathered_by_dtensor, 2, (1, 10), False),
+        (gathered_by_dtensor, 2, (1, 3, 10), True),
+        (gathered_by_dtensor, 4, (1, 1, 10), False),
+        (gathered_in_lists, 2, (2, 3, 10), False),
+    ],
+)
+def test_columns_of_all_processes_are_gathered_by_one_op(gather, ranks, shape, dynamic):
+    report = explained(lambda x: gather(x * 2, ranks) + 1, torch.randn(shape), dynamic=dynamic)
+    assert report.num_ops == {"all_gather": 1}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (lambda a, b: torch.cat((b, a), -1), "found the operands exchanged"),
+        (lambda a, b: torch.cat((a, b), 0), "cat with dim"),
+        (lambda a, b: torch.cat((a, b, a), -1), "cat"),
+    ],
+)
+def test_other_orders_and_dimensions_of_gathered_parts_stay(wrong, reason):
+    def function(x):
+        found = collective.all_gather_into_tensor(x, 2, FAKE[2])
+        return wrong(*collective.wait_tensor(found).chunk(2))
+
+    report = explained(function, torch.randn(3, 10))
+    assert not report.matches["all_gather"]
+    assert reason in report.why("all_gather")
 
 
 def test_the_largest_of_all_processes_is_no_sum():

@@ -81,6 +81,10 @@ CASES: dict[str, Cases] = {
     "all_reduce": {
         kind: reducing(lambda draw, kind=kind: {"x": row_inputs(draw, kind)[0]}) for kind in ROWS
     },
+    "all_gather": {
+        kind: reducing(lambda draw, kind=kind: {"x": row_inputs(draw, kind)[0], "ranks": 1})
+        for kind in ROWS
+    },
     "allreduce_rms_norm": reducing_norm_cases(residual=False),
     "allreduce_add_rms_norm": reducing_norm_cases(residual=True),
     "rms_norm_quant": norm_quant_cases(residual=False),

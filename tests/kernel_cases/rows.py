@@ -134,7 +134,7 @@ def one_process_group() -> str:
 
 
 def reducing(make: Make) -> Make:
-    return lambda draw: make(draw) | {"group": one_process_group()}
+    return lambda draw: make(draw) | {"process_group": one_process_group()}
 
 
 def reducing_norm_cases(residual: bool) -> Cases:
