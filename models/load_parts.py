@@ -43,7 +43,12 @@ def _part_to_quantize(entry: Quantize, cuts: Mapping[str, Cut]) -> Quantize:
 
 
 def _part(entry: Fill | Copy, model: nn.Module, cut: Cut | None) -> Fill | Copy | None:
-    """The part of an entry; None for an expert of another rank."""
+    """The part of an entry; None for an expert of another rank, and for a tensor that describes a
+    whole one.
+    """
+    owner, _, leaf = entry.names[0].rpartition(".")
+    if not hasattr(model.get_submodule(owner), leaf):
+        return None
     if cut is None:
         return entry
     local = tensor_of(model, entry.names[0])

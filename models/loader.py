@@ -109,7 +109,10 @@ def load(
         model = stock.build_on_meta(cls, config, dtype)
     methods = _quantized_layers(model, quant_config, path)
     if stored is None:
-        _load_dummy(model, methods, device, None if tp is None else Sharding.of(model, tp, ep=ep))
+        sharding = None
+        if tp is not None:
+            sharding = Sharding.of(model, tp, ep=ep, quantized=methods.linears)
+        _load_dummy(model, methods, device, sharding)
         return ready(model)
     if draft_layer:
         methods = methods_as_stored(methods, quant_config, stored, draft_prefix(config))
@@ -124,7 +127,7 @@ def load(
     if tp is None:
         execute(plan, model, methods, device, mmap, progress)
         return ready(model)
-    sharding = Sharding.of(model, tp, ep=ep)
+    sharding = Sharding.of(model, tp, ep=ep, quantized=methods.linears)
     plan = part_of_plan(plan, model, sharding.cut())
     _check_parts(model, methods)
     execute(plan, model, methods, device, mmap, progress)

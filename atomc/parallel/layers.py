@@ -17,6 +17,9 @@ from atomc.quantization.experts import QuantizedExperts, sizes, stacked
 from atomc.quantization.linear import Format, QuantizedLinear
 from atomc.quantization.scheme import Scheme, Shapes
 
+# A tensor of checkpoints of compressed-tensors: [N, K] of the whole weight, which is not that of a
+# part.
+WHOLE_SHAPE = "weight_shape"
 Side = Literal["out", "in"]
 Cuts = dict[str, Cut]  # by the name of a parameter in its module
 # Attributes of experts of transformers with their width.
@@ -55,6 +58,8 @@ def resize_linear(layer: nn.Module, side: Side, cut: Cut) -> None:
     """Give a layer the numbers of its outputs and inputs, when its parameters are cut."""
     name = "out_features" if side == "out" else "in_features"
     setattr(layer, name, cut.size_of(getattr(layer, name)))
+    if cut.parts > 1:
+        layer._parameters.pop(WHOLE_SHAPE, None)
 
 
 def _of_scheme(layer: QuantizedLinear, side: Side, cut: Cut) -> Cuts:
@@ -196,7 +201,8 @@ def cuts_by_expert(module: nn.Module, size: int, rank: int) -> Cuts:
     return {
         name: cut
         for name, weight in module.named_parameters()
-        if weight.dim() > 0 and weight.shape[0] == num_experts
+        # One scale for the inputs of all experts is the largest of theirs.
+        if weight.shape[:1] == (num_experts,) and not name.endswith("input_scale")
     }
 
 
@@ -216,6 +222,9 @@ def is_known_experts(module: nn.Module) -> bool:
 def resize_experts(module: nn.Module, size: int, *, by_expert: bool) -> None:
     """Give experts the numbers of their experts or their width, when their parameters are cut."""
     if isinstance(module, QuantizedExperts):
+        if not by_expert:
+            for child in module.children():
+                child._parameters.pop(WHOLE_SHAPE, None)
         field = "num_experts" if by_expert else "intermediate_size"
         number = getattr(module.spec, field) // size
         module.spec = replace(module.spec, **{field: number})

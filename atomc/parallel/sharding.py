@@ -25,14 +25,15 @@ from atomc.parallel.cut import Cut
 from atomc.parallel.group import TensorParallel
 from atomc.parallel.layers import Side
 from atomc.parallel.plan import EXPERTS, GATHERED, SPLIT_INPUT, Plan, plan_of
+from atomc.parallel.vocab import cut_embedding, cut_head
 from atomc.quantization.experts import QuantizedExperts
 from atomc.quantization.linear import QuantizedLinear
 
 # How the sides of linear layers are divided.
 SIDES: dict[str, Side] = {"colwise": "out", "packed_colwise": "out", "rowwise": "in"}
 SIDES |= dict.fromkeys(SPLIT_INPUT, "in")
-# Whole on each rank.
-WHOLE = (*GATHERED, "embedding_rowwise")
+# Layers of whose results each rank gets all.
+TABLES = ("embedding_rowwise", *GATHERED)
 
 
 @dataclass
@@ -42,6 +43,8 @@ class Sharding:
     linears   name -> how its weight [N, K] is cut, and its side
     experts   name -> whether they are divided by expert
     tensors   bare parameters
+    tables    embeddings and heads, divided by vocabulary, and other layers whose outputs are
+              gathered
     summed    names of modules whose results are summed
     keys      name of an attention layer -> how its keys and values are cut
     """
@@ -52,12 +55,22 @@ class Sharding:
     linears: dict[str, tuple[Side, Cut]] = field(default_factory=dict)
     experts: dict[str, bool] = field(default_factory=dict)
     tensors: dict[str, Cut] = field(default_factory=dict)
+    tables: list[str] = field(default_factory=list)
     summed: list[str] = field(default_factory=list)
     keys: dict[str, Cut] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: nn.Module, place: TensorParallel, *, ep: bool = False) -> "Sharding":
-        """Raises ValueError for a model without a plan, or one that this number of ranks does not
+    def of(
+        cls,
+        model: nn.Module,
+        place: TensorParallel,
+        *,
+        ep: bool = False,
+        quantized: Collection[str] = (),
+    ) -> "Sharding":
+        """quantized: names of layers that are quantized afterwards.
+
+        Raises ValueError for a model without a plan, or one that this number of ranks does not
         divide.
         """
         made = cls(model, place, plan_of(model, ep=ep))
@@ -65,10 +78,14 @@ class Sharding:
         modules = dict(model.named_modules())
         experts = tuple(f"{name}." for name, how in made.plan.items() if how in EXPERTS)
         for name, how in made.plan.items():
-            if how in WHOLE or name.startswith(experts):
-                continue
             module = modules.get(name)
-            if module is None:
+            if name.startswith(experts):
+                continue
+            if how in TABLES:
+                # A layer of another kind stays whole: its input is, and so is what it returns.
+                if isinstance(module, nn.Embedding | nn.Linear) and name not in quantized:
+                    made.tables.append(name)
+            elif module is None:
                 made._add_tensor(name, how)
             elif how in EXPERTS:
                 made._add_experts(name, module, how)
@@ -82,8 +99,17 @@ class Sharding:
                     "linear layers and stacked experts are supported"
                 )
         made._check_keys(modules)
+        made._keep_whole_if_shared()
         made.cuts()
         return made
+
+    def _keep_whole_if_shared(self) -> None:
+        """Keep an embedding and a head whole that share a weight, if one of them is not divided."""
+        divided = {f"{name}.weight" for name in self.tables}
+        for names in parameter_names(self.model):
+            if len(names) > 1 and not divided.issuperset(names):
+                kept = {name.rpartition(".")[0] for name in names}
+                self.tables = [name for name in self.tables if name not in kept]
 
     def _add_tensor(self, name: str, how: str) -> None:
         if how != "colwise":
@@ -130,6 +156,10 @@ class Sharding:
         """
         found: dict[str, Cut] = {} if only is not None else dict(self.tensors)
         size, rank = self.place.size, self.place.rank
+        for name in self.tables if only is None else ():
+            for leaf, weight in self.model.get_submodule(name).named_parameters(recurse=False):
+                found[f"{name}.{leaf}"] = cut = Cut(0, size, rank, padded=True)
+                cut.size_of(weight.shape[0])
         for name in (*self.linears, *self.experts):
             if only is not None and name not in only:
                 continue
@@ -169,6 +199,10 @@ class Sharding:
         """Have ranks exchange results. A bias of a sum is added by the first rank only: it is zero
         on others, so that the graphs of all ranks are equal.
         """
+        for name in self.tables:
+            table = self.model.get_submodule(name)
+            cut = cut_embedding if isinstance(table, nn.Embedding) else cut_head
+            cut(table, self.place)
         for name in self.summed:
             module = self.model.get_submodule(name)
             if self.place.rank:
