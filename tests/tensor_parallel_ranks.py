@@ -40,12 +40,11 @@ class Case(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Of one rank. held: elements of parameters, and text: of the graph, if the case compiles."""
+    """Of one rank. held: the elements of its parameters; num_ops: of the compiled graph."""
 
     eager: Tensor
     compiled: Tensor | None
     num_ops: Mapping[str, int]
-    text: str
     held: int
 
 
@@ -61,7 +60,7 @@ def whole(case: Case) -> nn.Module:
         return models.wrap_stock(hf_model)
     given = {**config.to_dict(), "architectures": [type(hf_model).__name__]}
     model = models.build(given).eval().requires_grad_(False)
-    model.load_state_dict(hf_model.state_dict())
+    fill(model)
     return model
 
 
@@ -76,7 +75,7 @@ def fill(model: nn.Module) -> None:
 def logits(model: nn.Module) -> Tensor:
     with torch.inference_mode():
         if isinstance(model, transformers.PreTrainedModel):
-            out: Tensor = model(IDS[None], position_ids=POSITIONS[None], use_cache=False).logits[0]
+            out: Tensor = model(IDS[None], use_cache=False).logits[0]
         else:
             out = model(IDS, POSITIONS)
         return out
@@ -85,13 +84,13 @@ def logits(model: nn.Module) -> Tensor:
 def result(case: Case, model: nn.Module) -> Result:
     eager, held = logits(model), sum(weight.numel() for weight in model.parameters())
     if not case.compiles:
-        return Result(eager, None, {}, "", held)
+        return Result(eager, None, {}, held)
     torch._dynamo.reset()
     atomc.prepare(model)
     compiled = logits(torch.compile(model, backend="atom", options=STRICT))
     report = atomc.reports()[-1]
     assert report.treated, report.why_not
-    return Result(eager, compiled, dict(report.num_ops), str(report), held)
+    return Result(eager, compiled, dict(report.num_ops), held)
 
 
 def run(rank: int, ranks: int, folder: Path, cases: list[Case]) -> None:

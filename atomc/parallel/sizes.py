@@ -22,8 +22,6 @@ def check(config: Mapping[str, JSONLike], size: int, *, ep: bool = False) -> Non
     """
     text = config.get("text_config")
     fields = {**config, **text} if isinstance(text, Mapping) else config
-    if ep and _count(fields, *NUM_EXPERTS) is None:
-        raise ValueError("ep divides experts over ranks, but the model has no experts")
     reason = next(_problems(fields, size, ep), None)
     if reason is not None:
         works = [str(n) for n in range(1, MOST + 1) if next(_problems(fields, n, ep), None) is None]
