@@ -26,6 +26,7 @@ STRICT = {"strict": True, "glue": "eager"}
 class Case(NamedTuple):
     """differs  from TINY
     kind     "ours", "stock": a class of transformers behind our forward, "transformers": as it is
+    scheme   of quantized weights
     """
 
     model_type: str
@@ -33,10 +34,11 @@ class Case(NamedTuple):
     differs: Mapping[str, Any] = {}
     ep: bool = False
     compiles: bool = False
+    scheme: str = ""
 
     def __str__(self) -> str:
         words = [self.kind, self.model_type, *(f"{k} {v}" for k, v in self.differs.items())]
-        return " ".join(words + ["ep"] * self.ep)
+        return " ".join([*words, *["ep"] * self.ep, self.scheme]).strip()
 
 
 class Result(NamedTuple):
@@ -57,11 +59,12 @@ def whole(case: Case) -> nn.Module:
     if case.kind == "transformers":
         return hf_model
     if case.kind == "stock":
-        return models.wrap_stock(hf_model)
-    given = {**config.to_dict(), "architectures": [type(hf_model).__name__]}
-    model = models.build(given).eval().requires_grad_(False)
-    fill(model)
-    return model
+        model: nn.Module = models.wrap_stock(hf_model)
+    else:
+        given = {**config.to_dict(), "architectures": [type(hf_model).__name__]}
+        model = models.build(given).eval().requires_grad_(False)
+        fill(model)
+    return atomc.quantize(model, case.scheme) if case.scheme else model
 
 
 def fill(model: nn.Module) -> None:

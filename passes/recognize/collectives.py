@@ -41,7 +41,8 @@ def _all_gather(x: Tensor, group: str, ranks: int, one_row: bool) -> Tensor:
         return found
     if one_row:
         return found.view(*x.shape[:-1], ranks * x.shape[-1])
-    return torch.cat(found.chunk(ranks), -1)
+    rows = x.shape[0]
+    return torch.cat([found[i * rows : (i + 1) * rows] for i in range(ranks)], -1)
 
 
 def _all_gather_example(ranks: int, dims: int, one_row: bool) -> Example:
