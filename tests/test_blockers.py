@@ -4,7 +4,7 @@ asserted in each cell.
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -743,6 +743,28 @@ TABLE |= {
         blocker: cell if isinstance(cell, str) else Cell(*cell) for blocker, cell in row.items()
     }
     for rewrite, row in (ROWS | MLA_ROWS | MOE_ROWS).items()
+}
+
+
+def behind_a_sum(cell: Cell | str, sum_is_read: bool) -> Cell | str:
+    """The cell of a norm and a quantizer, whose input is a sum over processes."""
+    if isinstance(cell, str):
+        return cell
+
+    def function(x: Tensor, *others: Tensor) -> Any:
+        y = summed(x)
+        found = cell.function(y, *others)
+        return (*found, y * 3) if sum_is_read else found
+
+    return replace(cell, function=function)
+
+
+TABLE |= {
+    f"allreduce_{name}": {
+        blocker: behind_a_sum(cell, sum_is_read=name == "rms_norm_quant")
+        for blocker, cell in TABLE[name].items()
+    }
+    for name in ("rms_norm_quant", "add_rms_norm_quant")
 }
 OPTIONAL = {p.name for p in passes.PIPELINE if p.off_by_default}
 REAL = [

@@ -9,6 +9,7 @@ from rewriting import after_passes, explained
 from torch import distributed
 
 from atomc import ops, passes
+from atomc.passes.fuse.quantizers import QUANTIZERS
 
 collective = torch.ops._c10d_functional
 NAMED = {p.name: p for p in passes.PIPELINE}
@@ -143,6 +144,42 @@ def test_the_largest_of_all_processes_is_no_sum():
         lambda x, w: normed(functional.all_reduce(x, "max", distributed.group.WORLD), w), X, W
     )
     assert not report.matches["all_reduce"]
+
+
+ONLY_SUMS = [
+    NAMED[name]
+    for name in (
+        "tidy",
+        "allreduce_add_rms_norm",
+        "allreduce_rms_norm",
+        "quantizers_before_views",
+        "allreduce_add_rms_norm_quant",
+        "allreduce_rms_norm_quant",
+    )
+]
+SCALE = torch.tensor([0.02])
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS, ids=lambda quantizer: quantizer.scheme)
+@pytest.mark.parametrize(("add", "keep"), [("", True), ("first", False), ("second", True)])
+def test_a_quantizer_joins_the_sum_and_the_norm(quantizer, keep, add):
+    decided = {name: given.values[-1] for name, given in quantizer.captured.items()}
+    if "dtype" in decided:
+        decided["dtype"] = torch.float8_e4m3fn
+
+    def function(x, r, w, scale):
+        total = ops.all_reduce(x, GROUP)
+        if add:
+            y, total = ops.add_rms_norm(*((total, r) if add == "first" else (r, total)), w, 1e-6)
+        else:
+            y = ops.rms_norm(total, w, 1e-6)
+        codes, *scales = quantizer(y.flatten(0, -2), scale, **decided)
+        return codes.float(), *scales, total * 2, *([y * 2] * keep)
+
+    traced = after_passes(ONLY_SUMS, function, X, R, W, SCALE)
+    name = f"allreduce_{'add_' * bool(add)}rms_norm_quant"
+    assert traced.error == 0 and traced.report.matches[f"{name}[{quantizer.scheme}]"] == 1
+    assert f"scheme='{quantizer.scheme}'" in traced.text and f"keep={keep}" in traced.text
 
 
 @pytest.mark.parametrize("columns", [1, 64, 192])

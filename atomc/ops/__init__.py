@@ -11,6 +11,7 @@ from atomc.ops.collective import (
     allreduce_add_rms_norm,
     allreduce_rms_norm,
 )
+from atomc.ops.collective_quant import allreduce_add_rms_norm_quant, allreduce_rms_norm_quant
 from atomc.ops.conv import causal_conv1d, causal_conv1d_update, conv_state
 from atomc.ops.delta_rule import delta_state, gated_delta_rule, gated_delta_rule_update
 from atomc.ops.expert_load import count_experts
@@ -92,7 +93,9 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "allreduce_add_rms_norm",
+    "allreduce_add_rms_norm_quant",
     "allreduce_rms_norm",
+    "allreduce_rms_norm_quant",
     "attention",
     "bmm_mxfp4",
     "bmm_rope_kv_write",
