@@ -19,6 +19,7 @@ _PUBLIC = {
     "adopt": "atomc.quantization",
     "explain": "atomc.compiler.explain",
     "ops": "",
+    "parallelize": "atomc.parallel.parallelize",
     "prepare": "atomc.prepare_model",
     "quantize": "atomc.quantization",
     "register_experts": "atomc.models.stock_experts",

@@ -13,20 +13,19 @@ from torch import Tensor, nn
 from atomc.models.layers import RMSNorm
 from atomc.models.rotary import Rotary
 
-# How parameters of these names are sharded over devices. column: by output features; row: by input
-# features, outputs are summed; vocab: by vocabulary entry, embeddings are summed and logits
-# gathered. Other parameters (norms, routers) are on every device.
+# How modules and parameters of these names are divided over devices, in the words of
+# atomc.parallel.plan. Others (norms, routers) are whole on every device.
 DECODER_SHARD = {
-    "embed_tokens": "vocab",
-    "q_proj": "column",
-    "k_proj": "column",
-    "v_proj": "column",
-    "o_proj": "row",
-    "gate_proj": "column",
-    "up_proj": "column",
-    "gate_up_proj": "column",
-    "down_proj": "row",
-    "lm_head": "vocab",
+    "embed_tokens": "embedding_rowwise",
+    "q_proj": "colwise",
+    "k_proj": "colwise",
+    "v_proj": "colwise",
+    "o_proj": "rowwise",
+    "gate_proj": "colwise",
+    "up_proj": "colwise",
+    "experts": "moe_tp_experts",
+    "down_proj": "rowwise",
+    "lm_head": "colwise_gather_output",
 }
 
 

@@ -41,7 +41,7 @@ from atomc.models.rotary import (
 )
 
 # The projections to the latents and their norms are on every device.
-SHARD = DECODER_SHARD | {"q_b_proj": "column", "kv_b_proj": "column"}
+SHARD = DECODER_SHARD | {"q_b_proj": "colwise", "kv_b_proj": "colwise"}
 # Of the norms of the latents, whatever rms_norm_eps is.
 LATENT_EPS = 1e-6
 # Values of topk_method -> scores of its router.

@@ -14,6 +14,7 @@ from atomc.models.cache_scales import set_cache_scale
 from atomc.models.limits import Stored
 from atomc.models.load_plan import Copy, Fill, LoadPlan, Quantize
 from atomc.models.parameters import allocate_buffers, assign, empty, tensor_of
+from atomc.parallel.cut import Cut
 from atomc.quantization import apply
 from atomc.quantization.apply import Methods
 from atomc.quantization.linear import LinearMethod
@@ -76,15 +77,19 @@ def _quantize(
     """Read and quantize the layers of one input; returns the bytes read. The unquantized weights
     are freed on return.
     """
-    weights = {layer: read_tensor(stored, dtype, device) for layer, stored, dtype in group}
+    weights = {
+        layer: read_tensor(stored, dtype, device, cut) for layer, stored, dtype, cut in group
+    }
     apply.quantize_layers(model, list(weights), methods, weights.get)
     return sum(weight.nbytes for weight in weights.values())
 
 
-def read_tensor(stored: Stored, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+def read_tensor(
+    stored: Stored, dtype: torch.dtype, device: torch.device | str, cut: Cut | None = None
+) -> Tensor:
     with safetensors.safe_open(stored.file, framework="pt") as opened:
         weight: Tensor = opened.get_tensor(stored.name)
-        return weight.to(device, dtype)
+        return (weight if cut is None else cut.of(weight)).to(device, dtype)
 
 
 def read(
@@ -98,6 +103,8 @@ def read(
         by_file.setdefault(entry.stored.file, []).append(entry)
 
     def placed(entry: Fill | Copy, weight: Tensor) -> tuple[Fill | Copy, Tensor]:
+        if entry.cut is not None:  # of a mapped file, only the part is read
+            weight = entry.cut.of(weight)
         if weight.dtype == torch.float8_e8m0fnu:
             weight = weight.view(torch.uint8)
         if isinstance(entry, Copy):

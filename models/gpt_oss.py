@@ -29,7 +29,7 @@ from atomc.models.decoder import DECODER_SHARD, CausalLM, Layer
 from atomc.models.experts import Experts
 from atomc.models.rotary import Rotary, apply_rope, rope_parameters
 
-SHARD = DECODER_SHARD | {"sinks": "column"}  # like query heads
+SHARD = DECODER_SHARD | {"sinks": "colwise"}  # like query heads
 
 # Of a config without rope_parameters.
 ROPE: Mapping[str, JSONLike] = {

@@ -23,6 +23,7 @@ from atomc.models.expert_names import (
 )
 from atomc.models.limits import Stored
 from atomc.models.parameters import tensor_names, tensor_of
+from atomc.parallel.cut import Cut
 from atomc.quantization import apply
 from atomc.quantization.apply import Methods
 
@@ -49,31 +50,40 @@ VISUAL = re.compile(r"^(hf_model\.)?model\.visual\.")
 class Fill(NamedTuple):
     """A stored tensor, converted to this dtype and shape, as the parameter of these names. A tied
     parameter has several names.
+
+    cut  the part of the stored tensor that is read; None: all
     """
 
     names: tuple[str, ...]
     stored: Stored
     dtype: torch.dtype
     shape: tuple[int, ...]
+    cut: Cut | None = None
 
 
 class Copy(NamedTuple):
     """A stored tensor, copied into the stacked parameter [E, rows, ...] of these names.
 
     part  (expert, first row, last row + 1); None: all, from a tensor [E, columns, rows]
+    cut   the part of the stored tensor that is read; None: all
     """
 
     names: tuple[str, ...]
     stored: Stored
     part: tuple[int, int, int] | None
+    cut: Cut | None = None
 
 
 class Quantize(NamedTuple):
-    """A stored weight, converted to this dtype, from which a linear layer is quantized."""
+    """A stored weight, converted to this dtype, from which a linear layer is quantized.
+
+    cut  the part of the stored tensor that is read; None: all
+    """
 
     layer: str
     stored: Stored
     dtype: torch.dtype
+    cut: Cut | None = None
 
 
 class QuantizeExperts(NamedTuple):
@@ -141,8 +151,8 @@ def plan_load(
         for group in apply.groups(online.linears)
     )
     for group in quantized:
-        for layer, _, _ in group:
-            sources.pop((f"{layer}.weight",), None)
+        for entry in group:
+            sources.pop((f"{entry.layer}.weight",), None)
     entries = [_fill_or_copy(model, names, weights[name]) for names, name in sources.items()]
     entries += [_copy_of_expert(model, part, stored[name]) for name, part in parts.items()]
     experts, others = _of_experts(entries, online.experts)

@@ -5,7 +5,7 @@ All checks use the headers of the files and run before the first weight is read.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,9 +23,15 @@ from atomc.models.checkpoint_files import (
 )
 from atomc.models.draft_checkpoint import check_draft_layers, draft_prefix, methods_as_stored
 from atomc.models.execute_plan import execute
+from atomc.models.experts_spec import is_experts, spec_of
 from atomc.models.limits import Stored, check_layers, check_memory, check_stored
+from atomc.models.load_parts import part_of_plan
 from atomc.models.load_plan import LoadPlan, first_names, plan_load
 from atomc.models.parameters import allocate_buffers, fill_randomly, parameter_names
+from atomc.parallel import sizes
+from atomc.parallel.group import TensorParallel
+from atomc.parallel.parallelize import parallelize
+from atomc.parallel.sharding import Sharding, cut_parameters
 from atomc.quantization import apply, checkpoints
 from atomc.quantization.apply import Methods
 from atomc.quantization.config import QuantizationConfig, Request, decide, stored_config
@@ -49,6 +55,8 @@ def load(
     draft_layer: bool = False,
     mmap: bool = True,
     progress: bool = True,
+    tp: TensorParallel | None = None,
+    ep: bool = False,
 ) -> nn.Module:
     """The model in directory `path`, ready for inference: eval mode, no gradients.
 
@@ -61,14 +69,21 @@ def load(
     draft_layer   load the first draft layer too (atomc.models.mtp)
     mmap          weights are views of the mapped files if dtype and device allow it; False: files
                   are read into memory, which is faster from a network disk
+    tp            divide the model over the processes of a group: this one reads its parts of the
+                  weights (atomc.parallelize)
+    ep            experts by expert, not each by its width
 
     Raises FileNotFoundError or ValueError for a missing, damaged or inconsistent file, and
-    ValueError for a model without draft layers if one is wanted.
+    ValueError for a model without draft layers if one is wanted, or one that does not divide.
     """
     path = Path(path)
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load_format {load_format!r} is not one of {LOAD_FORMATS}")
     config = load_config(path)
+    if tp is not None and tp.size > 1:
+        sizes.check(config, tp.size, ep=ep)
+    else:
+        tp = None
     architectures = architectures_of(config)
     stored = None if load_format == "dummy" else stored_tensors(path)
     if stored is not None:
@@ -85,40 +100,94 @@ def load(
         quant_config = _decide_for_stock(quantization, path, config)
         if stored is not None or quant_config is None:
             _check_stock_size(cls, path, config, dtype, stored, device)
-        if quant_config is None:
+        if quant_config is None and tp is None:
             return ready(_load_stock(cls, path, config, dtype, device, stored is None))
+        if quant_config is None and stored_config(path, config) is not None:
+            raise ValueError(
+                f"{path}: weights that transformers quantized do not divide over ranks"
+            )
         model = stock.build_on_meta(cls, config, dtype)
     methods = _quantized_layers(model, quant_config, path)
     if stored is None:
-        _load_dummy(model, methods, device)
+        sharding = None
+        if tp is not None:
+            sharding = Sharding.of(model, tp, ep=ep, quantized=methods.linears)
+        _load_dummy(model, methods, device, sharding)
         return ready(model)
     if draft_layer:
         methods = methods_as_stored(methods, quant_config, stored, draft_prefix(config))
-    plan = _plan(model, stored, quant_config, methods, path, dtype)
+    try:
+        plan = _plan(model, stored, quant_config, methods, path, dtype)
+    except ValueError as error:
+        if tp is None or quant_config is not None or not isinstance(model, stock.StockModel):
+            raise
+        log.warning("each rank reads all weights through transformers: %s", error)
+        whole = _load_stock(type(model.hf_model), path, config, dtype, "cpu", dummy=False)
+        return ready(parallelize(whole, tp, ep=ep).to(device))
+    if tp is None:
+        execute(plan, model, methods, device, mmap, progress)
+        return ready(model)
+    sharding = Sharding.of(model, tp, ep=ep, quantized=methods.linears)
+    plan = part_of_plan(plan, model, sharding.cut())
+    _check_parts(model, methods)
     execute(plan, model, methods, device, mmap, progress)
+    sharding.connect()
     return ready(model)
 
 
-def _load_dummy(model: nn.Module, methods: Methods, device: torch.device | str) -> None:
+def _check_parts(model: nn.Module, methods: Methods) -> None:
+    """Raise ValueError for a layer whose part cannot be quantized during loading."""
+    for name, method in methods.linears.items():
+        layer = model.get_submodule(name)
+        if isinstance(layer, nn.Linear):
+            reason = method.scheme.refuses(layer.out_features, layer.in_features)
+            if reason is not None:
+                raise ValueError(f"{name}, divided over ranks: {reason}")
+    for name, of_experts in methods.experts.items():
+        layer = model.get_submodule(name)
+        if is_experts(layer) and (reason := of_experts.refuses(spec_of(layer))):
+            raise ValueError(f"{name}, divided over ranks: {reason}")
+
+
+def _load_dummy(
+    model: nn.Module, methods: Methods, device: torch.device | str, sharding: Sharding | None
+) -> None:
     """Give a model on meta random weights, quantized by these methods: those of one input, or the
-    experts of a layer, before the next are made.
+    experts of a layer, before the next are made. A rank then keeps its parts of them.
     """
+
+    def fill(names: list[tuple[str, ...]]) -> None:
+        fill_randomly(model, device, names)
+
+    def keep(layers: Sequence[str]) -> None:
+        if sharding is not None:
+            cut_parameters(model, sharding.cuts(layers))
+
+    ranks = 1 if sharding is None else sharding.place.size
     wanted = stored_bytes(model, methods) + unquantized_bytes(model, methods)
-    check_memory(wanted, type(model).__name__, device)
+    check_memory(wanted // ranks, type(model).__name__, device)
     allocate_buffers(model, device)
     parameters = parameter_names(model)
     for name, method in methods.experts.items():
         of_experts = [names for names in parameters if names[0].startswith(f"{name}.")]
         parameters = [names for names in parameters if names not in of_experts]
-        fill_randomly(model, device, of_experts)
+        fill(of_experts)
         apply.quantize_experts(model, name, method)
+        keep([name])
     for group in apply.groups(methods.linears):
         layers = [name for name, _ in group]
-        weights = [(f"{name}.weight",) for name in layers]
-        parameters = [names for names in parameters if names not in weights]
-        fill_randomly(model, device, weights)
+        of_group = [names for names in parameters if names[0].rpartition(".")[0] in layers]
+        parameters = [names for names in parameters if names not in of_group]
+        fill(of_group)
         apply.quantize_layers(model, layers, methods.linears)
-    fill_randomly(model, device, parameters)
+        keep(layers)
+    cuts = {} if sharding is None else sharding.cuts()
+    for names in parameters:
+        fill([names])
+        cut_parameters(model, {name: cuts[name] for name in names if name in cuts})
+    if sharding is not None:
+        sharding.resize()
+        sharding.connect()
 
 
 def _check_stock_size(

@@ -50,6 +50,9 @@ def allocate_buffers(model: nn.Module, device: torch.device | str) -> None:
             module._apply(lambda tensor: empty(tensor, device), recurse=False)  # type: ignore[no-untyped-call]
         elif not module._parameters:
             module._apply(lambda tensor: tensor.to(device), recurse=False)  # type: ignore[no-untyped-call]
+        else:  # beside parameters, which are loaded later
+            own = module._buffers
+            own |= {name: x.to(device) for name, x in own.items() if x is not None}
 
 
 def empty(like: Tensor, device: torch.device | str) -> Tensor:

@@ -14,6 +14,10 @@ from atomc.passes.expert_load import expert_load
 from atomc.passes.fuse.activation_quant import SILU_AND_MUL_QUANT
 from atomc.passes.fuse.add_norm import ADD_LAYER_NORM, ADD_RMS_NORM
 from atomc.passes.fuse.allreduce_norm import ALLREDUCE_ADD_RMS_NORM, ALLREDUCE_RMS_NORM
+from atomc.passes.fuse.allreduce_norm_quant import (
+    ALLREDUCE_ADD_RMS_NORM_QUANT,
+    ALLREDUCE_RMS_NORM_QUANT,
+)
 from atomc.passes.fuse.bmm_kv_write import BMM_ROPE_KV_WRITE
 from atomc.passes.fuse.kv_write import QK_NORM_ROPE_KV_WRITE, ROPE_KV_WRITE
 from atomc.passes.fuse.linear_route import LINEAR_TOPK_ROUTE
@@ -30,10 +34,10 @@ from atomc.passes.lift import LIFTED, lift
 from atomc.passes.lower import lower
 from atomc.passes.merge.linears import merging
 from atomc.passes.merge.shared_expert import shared_expert
-from atomc.passes.recognize.all_reduce import ALL_REDUCE
 from atomc.passes.recognize.attention import attention
 from atomc.passes.recognize.attention.proven_mask import proven_masks
 from atomc.passes.recognize.cat_of_slices import cat_of_slices
+from atomc.passes.recognize.collectives import ALL_GATHER, ALL_REDUCE
 from atomc.passes.recognize.columns_of_pairs import columns_of_pairs
 from atomc.passes.recognize.delta_rule import delta_rule
 from atomc.passes.recognize.experts import MOE_EXPERTS, ids_as_chosen
@@ -81,6 +85,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("attention", attention, after=["tidy"], by_site=True),
     Pass("proven_masks", proven_masks, after=["attention"], cleanup=True),
     rewriting(ALL_REDUCE),
+    rewriting(ALL_GATHER, after=["tidy"]),
     rewriting(
         *ROPE_BEFORE_TRANSPOSE, after=["rms_norm", "rope_partial", "repeat_kv"], cleanup=True
     ),
@@ -111,6 +116,10 @@ PIPELINE: tuple[Pass, ...] = (
     rewriting(ALLREDUCE_ADD_RMS_NORM, after=["add_rms_norm", "all_reduce"]),
     rewriting(ALLREDUCE_RMS_NORM, after=["allreduce_add_rms_norm"]),
     Pass("quantizers_before_views", quantizers_before_views, after=["merge_linears"], cleanup=True),
+    rewriting(
+        ALLREDUCE_ADD_RMS_NORM_QUANT, after=["allreduce_add_rms_norm", "quantizers_before_views"]
+    ),
+    rewriting(ALLREDUCE_RMS_NORM_QUANT, after=["allreduce_rms_norm", "quantizers_before_views"]),
     rewriting(ADD_RMS_NORM_QUANT, after=["add_rms_norm", "quantizers_before_views"]),
     rewriting(RMS_NORM_QUANT, after=["add_rms_norm_quant"]),
     rewriting(SILU_AND_MUL_QUANT, after=["silu_and_mul", "merge_linears"]),

@@ -4,12 +4,13 @@ asserted in each cell.
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from fake_group import fake_group
 from kernel_cases.rows import one_process_group
 from latent import BIND_LATENT
 from latent_blockers import MLA_ROWS, ROWS
@@ -20,7 +21,7 @@ from torch import Tensor
 from atomc import ops, passes
 from atomc.compiler.pipeline import register_pass
 
-functional, GROUP = torch.ops._c10d_functional, one_process_group()
+functional, GROUP, PAIR = torch.ops._c10d_functional, one_process_group(), fake_group(2)
 # T tokens, N query heads, K key/value heads, D row width, I inner width, H rotated columns of a
 # partial rotation.
 T, N, K, D, I, H = 6, 4, 2, 16, 24, 8  # noqa: E741
@@ -140,6 +141,14 @@ def both_normed(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
 
 def summed(x: Tensor) -> Tensor:
     return functional.wait_tensor(functional.all_reduce(x, "sum", GROUP))
+
+
+def gathered(x: Tensor) -> Tensor:
+    return functional.wait_tensor(functional.all_gather_into_tensor(x, 2, PAIR))
+
+
+def joined(x: Tensor, dim: int = -1) -> Tensor:
+    return torch.cat(x.chunk(2), dim)
 
 
 def rotate_half(x: Tensor, dim: int = -1) -> Tensor:
@@ -371,6 +380,7 @@ PAD_OF_ADD, NORM_OF_SUM = (
 QUANT_OF_NORM, QUANT_OF_ADD, QUANT_OF_GATED = (
     f"quant_fp8_per_token.* reading .*{op}" for op in ("rms_norm", "add_rms_norm", "silu_and_mul")
 )
+GATHERED = "split.* reading .*wait_tensor"
 NO_EPS, ONE_EPS, NO_CASTS = "n/a: it has no eps", "n/a: it has one eps", "n/a: it has no cast"
 
 TABLE: dict[str, dict[str, Cell | str]] = {
@@ -557,6 +567,22 @@ TABLE: dict[str, dict[str, Cell | str]] = {
             lambda x: functional.wait_tensor(functional.all_reduce(x, "max", GROUP)), (X,), "attribute",
             "all_reduce with reduce_op=sum", "reduce_op=max"),
     },
+    "all_gather": {
+        "extra user": Cell(
+            lambda x: (joined(y := gathered(x)), y.abs()), (X,), "extra user", "no other reader of .*wait_tensor", READ_TOO),
+        "mutation": Cell(lambda x: joined(doubled_in_place(gathered(x))), (X,), "extra op", GATHERED, DOUBLED),
+        "view that changes meaning": Cell(
+            lambda x: joined(gathered(x).view(4 * T, -1)), (X,), "size", "`x` with size 1 in dim -2", "^6$"),
+        "device": Cell(lambda x: joined(gathered(x).to("meta")), (X,), "extra op", GATHERED, MOVED),
+        "eps differs": NO_EPS,
+        "not the last dim": Cell(
+            lambda x: joined(gathered(x), dim=0), (X,), "attribute", "cat with dim=-1", "dim=-2"),
+        "dtype promotion": Cell(lambda x: joined(gathered(x).float()), (X,), "extra op", GATHERED, "float32"),
+        "operand order": Cell(
+            lambda x: torch.cat(gathered(x).chunk(2)[::-1], -1), (X,), "operand order", "slice.* before slice",
+            "the operands exchanged"),
+        "missing cast": "n/a: a gather casts nothing",
+    },
     "add_rms_norm_pad": {
         "extra user": Cell(
             lambda x, r, w: (*padded(y := sum_normed(x, r, w), x + r), y.abs()), ADD_NORM, "extra user",
@@ -598,9 +624,7 @@ TABLE: dict[str, dict[str, Cell | str]] = {
         "missing cast": Cell(lambda x, r, w: normed(summed(x) + r, w, cast=False), ADD_NORM, *NO_CAST, of="rms_norm"),
     },
     "allreduce_rms_norm": {
-        "extra user": Cell(
-            lambda x, w: (normed(y := summed(x), w), y.abs()), NORM, "extra user", "no other reader of all_reduce",
-            READ_TOO),
+        "extra user": "n/a: the sum is a result, too",
         "mutation": Cell(
             lambda x, w: normed(doubled_in_place(summed(x)), w), NORM, "extra op", NORM_OF_SUM, DOUBLED),
         "view that changes meaning": Cell(
@@ -719,6 +743,28 @@ TABLE |= {
         blocker: cell if isinstance(cell, str) else Cell(*cell) for blocker, cell in row.items()
     }
     for rewrite, row in (ROWS | MLA_ROWS | MOE_ROWS).items()
+}
+
+
+def behind_a_sum(cell: Cell | str, sum_is_read: bool) -> Cell | str:
+    """The cell of a norm and a quantizer, whose input is a sum over processes."""
+    if isinstance(cell, str):
+        return cell
+
+    def function(x: Tensor, *others: Tensor) -> Any:
+        y = summed(x)
+        found = cell.function(y, *others)
+        return (*found, y * 3) if sum_is_read else found
+
+    return replace(cell, function=function)
+
+
+TABLE |= {
+    f"allreduce_{name}": {
+        blocker: behind_a_sum(cell, sum_is_read=name == "rms_norm_quant")
+        for blocker, cell in TABLE[name].items()
+    }
+    for name in ("rms_norm_quant", "add_rms_norm_quant")
 }
 OPTIONAL = {p.name for p in passes.PIPELINE if p.off_by_default}
 REAL = [

@@ -1,18 +1,21 @@
-"""Sums over processes and padding join the norms that they stand beside."""
+"""What processes exchange becomes ops; sums and padding join the norms that they stand beside."""
 
 import pytest
 import torch
 import torch.distributed._functional_collectives as functional
+from fake_group import fake_group
 from kernel_cases.rows import one_process_group
 from rewriting import after_passes, explained
 from torch import distributed
 
 from atomc import ops, passes
+from atomc.passes.fuse.quantizers import QUANTIZERS
 
+collective = torch.ops._c10d_functional
 NAMED = {p.name: p for p in passes.PIPELINE}
 X, R, W = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
 W = W[0]
-GROUP = one_process_group()
+GROUP, FAKE = one_process_group(), {ranks: fake_group(ranks) for ranks in (1, 2, 4)}
 
 
 def normed(x, w):
@@ -41,6 +44,15 @@ def test_a_sum_an_add_and_a_norm_are_one_op_whichever_way_they_are_added(reduce,
     assert report.matches["allreduce_add_rms_norm"] == report.num_ops["allreduce_add_rms_norm"] == 1
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+def test_nothing_reads_the_sum_before_the_last_norm(swapped):
+    def function(x, r, w):
+        return normed(r + summed(x) if swapped else summed(x) + r, w)
+
+    report = explained(function, X, R, W)
+    assert report.num_ops == {"allreduce_add_rms_norm": 1}
+
+
 @pytest.mark.parametrize("reduce", [summed, summed_in_place])
 def test_a_sum_and_a_norm_are_one_op(reduce):
     report = explained(lambda x, w: normed(reduce(x), w), X, W)
@@ -57,10 +69,74 @@ def test_every_style_and_weight_fuses(style, weight):
     assert report.num_ops == {"allreduce_add_rms_norm": 1}
 
 
-def test_a_sum_that_others_read_stays():
+def test_others_may_read_the_sum_as_the_first_layer_reads_the_sum_of_embeddings():
     report = explained(lambda x, w: (normed(y := summed(x), w), y.abs()), X, W)
-    assert report.num_ops == {"all_reduce": 1, "rms_norm": 1}
-    assert "no other reader of all_reduce" in report.why("allreduce_rms_norm")
+    assert report.num_ops == {"allreduce_rms_norm": 1}
+
+
+def test_a_sum_behind_an_add_that_others_read_stays():
+    def function(x, r, w):
+        total = (y := summed(x)) + r
+        return normed(total, w), total, y.abs()
+
+    report = explained(function, X, R, W)
+    assert report.num_ops == {"all_reduce": 1, "add_rms_norm": 1}
+    assert "no other reader of all_reduce" in report.why("allreduce_add_rms_norm")
+
+
+def gathered(x, ranks):
+    """As atomc.parallel.vocab gathers logits."""
+    found = collective.all_gather_into_tensor(x.contiguous(), ranks, FAKE[ranks])
+    return torch.cat(collective.wait_tensor(found).chunk(ranks), -1)
+
+
+def gathered_by_dtensor(x, ranks):
+    """As DTensor, and transformers with it, make a shard of columns whole: one row is viewed."""
+    found = collective.all_gather_into_tensor(x.contiguous(), ranks, FAKE[ranks])
+    return functional._maybe_view_chunk_cat(collective.wait_tensor(found), ranks, x.dim() - 1)
+
+
+def gathered_in_lists(x, ranks):
+    """As torch.distributed.all_gather."""
+    found = collective.all_gather_into_tensor(x.contiguous(), ranks, FAKE[ranks])
+    parts = [torch.empty_like(x) for _ in range(ranks)]
+    for part, own in zip(parts, collective.wait_tensor(found).split(x.shape[0]), strict=True):
+        part.copy_(own)
+    return torch.cat(parts, -1)
+
+
+@pytest.mark.parametrize(
+    ("gather", "ranks", "shape", "dynamic"),
+    [
+        (gathered, 1, (3, 10), False),
+        (gathered, 4, (3, 10), True),
+        (gathered_by_dtensor, 2, (1, 10), False),
+        (gathered_by_dtensor, 2, (1, 3, 10), True),
+        (gathered_by_dtensor, 4, (1, 1, 10), False),
+        (gathered_in_lists, 2, (2, 3, 10), False),
+    ],
+)
+def test_columns_of_all_processes_are_gathered_by_one_op(gather, ranks, shape, dynamic):
+    report = explained(lambda x: gather(x * 2, ranks) + 1, torch.randn(shape), dynamic=dynamic)
+    assert report.num_ops == {"all_gather": 1}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (lambda a, b: torch.cat((b, a), -1), "found the operands exchanged"),
+        (lambda a, b: torch.cat((a, b), 0), "cat with dim"),
+        (lambda a, b: torch.cat((a, b, a), -1), "cat"),
+    ],
+)
+def test_other_orders_and_dimensions_of_gathered_parts_stay(wrong, reason):
+    def function(x):
+        found = collective.all_gather_into_tensor(x, 2, FAKE[2])
+        return wrong(*collective.wait_tensor(found).chunk(2))
+
+    report = explained(function, torch.randn(3, 10))
+    assert not report.matches["all_gather"]
+    assert reason in report.why("all_gather")
 
 
 def test_the_largest_of_all_processes_is_no_sum():
@@ -68,6 +144,42 @@ def test_the_largest_of_all_processes_is_no_sum():
         lambda x, w: normed(functional.all_reduce(x, "max", distributed.group.WORLD), w), X, W
     )
     assert not report.matches["all_reduce"]
+
+
+ONLY_SUMS = [
+    NAMED[name]
+    for name in (
+        "tidy",
+        "allreduce_add_rms_norm",
+        "allreduce_rms_norm",
+        "quantizers_before_views",
+        "allreduce_add_rms_norm_quant",
+        "allreduce_rms_norm_quant",
+    )
+]
+SCALE = torch.tensor([0.02])
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS, ids=lambda quantizer: quantizer.scheme)
+@pytest.mark.parametrize(("add", "keep"), [("", True), ("first", False), ("second", True)])
+def test_a_quantizer_joins_the_sum_and_the_norm(quantizer, keep, add):
+    decided = {name: given.values[-1] for name, given in quantizer.captured.items()}
+    if "dtype" in decided:
+        decided["dtype"] = torch.float8_e4m3fn
+
+    def function(x, r, w, scale):
+        total = ops.all_reduce(x, GROUP)
+        if add:
+            y, total = ops.add_rms_norm(*((total, r) if add == "first" else (r, total)), w, 1e-6)
+        else:
+            y = ops.rms_norm(total, w, 1e-6)
+        codes, *scales = quantizer(y.flatten(0, -2), scale, **decided)
+        return codes.float(), *scales, total * 2, *([y * 2] * keep)
+
+    traced = after_passes(ONLY_SUMS, function, X, R, W, SCALE)
+    name = f"allreduce_{'add_' * bool(add)}rms_norm_quant"
+    assert traced.error == 0 and traced.report.matches[f"{name}[{quantizer.scheme}]"] == 1
+    assert f"scheme='{quantizer.scheme}'" in traced.text and f"keep={keep}" in traced.text
 
 
 @pytest.mark.parametrize("columns", [1, 64, 192])

@@ -24,7 +24,7 @@ LAYERS = [
     {"compiler"},
     {"refusal", "backend"},
     {"program", "encoder"},
-    {"quantization", "models"},
+    {"quantization", "models", "parallel"},
     {"runtime", "prepare_model"},
     {"planning"},
     {"cli"},
@@ -39,6 +39,7 @@ HIDDEN = {
     - {
         "models",
         "ops",
+        "parallel",
         "quantization",
         "weights",
         "json_file",

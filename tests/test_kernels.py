@@ -35,6 +35,8 @@ IN_TF32 = dict.fromkeys(
 COMPUTED = {
     "rms_norm_quant",
     "add_rms_norm_quant",
+    "allreduce_rms_norm_quant",
+    "allreduce_add_rms_norm_quant",
     "rms_norm_pair_quant",
     "silu_and_mul_quant",
     "qk_norm_rope_kv_write",

@@ -67,6 +67,19 @@ def sum_normed(quantizer: Callable[[Tensor], Any]) -> Callable[..., Any]:
     return function
 
 
+def reduced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of a sum over processes, which is a result, too."""
+
+    def behind_a_sum(x: Tensor, *others: Tensor) -> Any:
+        summed = ops.all_reduce(x, GROUP)
+        return *function(summed, *others), summed * 1.5
+
+    def behind_a_sum_and_an_add(x: Tensor, *others: Tensor) -> Any:
+        return function(ops.all_reduce(x, GROUP), *others)
+
+    return lambda *given: (behind_a_sum if len(given) == 2 else behind_a_sum_and_an_add)(*given)
+
+
 def gated(quantizer: Callable[[Tensor], Any]) -> Callable[..., Any]:
     return lambda gate, up: shown(quantizer(ops.silu_and_mul(gate, up)))
 
@@ -147,11 +160,7 @@ class Cell:
 
 BLOCKERS = ("scheme", "group", "layout", "range")
 ANY_ROWS, NO_SCALE = "n/a: its tiles take any size", "n/a: nothing is quantized"
-NO_RANGE, GROUP, SQUARE = (
-    "n/a: no Triton kernel sums over processes",
-    one_process_group(),
-    rand(64, 64),
-)
+GROUP, SQUARE = one_process_group(), rand(64, 64)
 SUM_TURNED = (
     r"expected (add_)?rms_norm.* reading all_reduce.* directly; found permute\(dims=\(-1, -2\)\)"
 )
@@ -188,7 +197,12 @@ TABLE: dict[str, dict[str, Cell | str]] = {
             (SQUARE, W),
             SUM_TURNED,
         ),
-        "range": NO_RANGE,
+        "range": Cell(
+            lambda x, w: ops.rms_norm(ops.all_reduce(x, GROUP), w, 1e-6),
+            (WIDE, WIDE[0]),
+            TOO_WIDE,
+            "h200",
+        ),
     },
     "allreduce_add_rms_norm": {
         "scheme": NO_SCALE,
@@ -198,7 +212,26 @@ TABLE: dict[str, dict[str, Cell | str]] = {
             (SQUARE, SQUARE, W),
             SUM_TURNED,
         ),
-        "range": NO_RANGE,
+        "range": Cell(
+            lambda x, r, w: ops.add_rms_norm(ops.all_reduce(x, GROUP), r, w, 1e-6),
+            (WIDE, WIDE, WIDE[0]),
+            TOO_WIDE,
+            "h200",
+        ),
+    },
+    "allreduce_rms_norm_quant": {
+        "scheme": Cell(reduced(normed(by_hand)), (X, W), BY_HAND),
+        "group": Cell(reduced(normed(of_32)), (X, W), OTHER_GROUP),
+        "layout": Cell(reduced(normed(turned)), (X, W), TURNED),
+        "range": Cell(reduced(normed(ops.quant_fp8_per_token)), (WIDE, WIDE[0]), TOO_WIDE, "h200"),
+    },
+    "allreduce_add_rms_norm_quant": {
+        "scheme": Cell(reduced(sum_normed(by_hand)), (X, RESIDUAL, W), BY_HAND),
+        "group": Cell(reduced(sum_normed(of_32)), (X, RESIDUAL, W), OTHER_GROUP),
+        "layout": Cell(reduced(sum_normed(turned)), (X, RESIDUAL, W), TURNED),
+        "range": Cell(
+            reduced(sum_normed(ops.quant_fp8_per_token)), (WIDE, WIDE, WIDE[0]), TOO_WIDE, "h200"
+        ),
     },
     "linear_split_cat": {
         "scheme": Cell(

@@ -20,6 +20,8 @@ from torch import Tensor, distributed, nn
 
 import atomc
 from atomc import models, program
+from atomc.parallel.group import TensorParallel
+from atomc.parallel.vocab import cut_embedding
 from atomc.platform import Platform
 from atomc.report.report import Report
 
@@ -49,6 +51,7 @@ class PaddedMLP(nn.Module):
 
 
 def in_parallel(model: nn.Module) -> nn.Module:
+    cut_embedding(model.model.embed_tokens, TensorParallel(0, 1, one_process_group()))
     for layer in model.model.layers:
         layer.self_attn.o_proj.__class__ = layer.mlp.down_proj.__class__ = ParallelRows
     return model
@@ -103,9 +106,8 @@ CHAINS = {
     1: Chain("Llama, fp8 with static scales", lambda n: compiled(llama(n, "static")), norms("fp8_static")),
     2: Chain("Llama, mxfp4", lambda n: compiled(llama(n, "mxfp4")), norms("mxfp4")),
     3: Chain("Llama, its MLPs with padded inputs", lambda n: compiled(padded(llama(n))), once("add_rms_norm_pad")),
-    4: Chain("Llama, `o_proj` and `down_proj` over processes", lambda n: compiled(in_parallel(llama(n))),
-             # Nothing reads the sum behind the last layer, which stays.
-             lambda n: {"allreduce_add_rms_norm": 2 * n - 1}),
+    4: Chain("Llama, `embed_tokens`, `o_proj` and `down_proj` over processes", lambda n: compiled(in_parallel(llama(n))),
+             lambda n: {"allreduce_rms_norm": 1, "allreduce_add_rms_norm": 2 * n}),
     5: Chain("Llama, fp8 with static scales", lambda n: compiled(llama(n, "static")), once("silu_and_mul_quant[fp8_static]")),
     6: Chain("Llama, mxfp4", lambda n: compiled(llama(n, "mxfp4")), once("silu_and_mul_quant[mxfp4]")),
     7: Chain("Qwen3, served, fp8 cache", lambda n: served(dense("qwen3", n, "cpu"), **FP8_CACHE),

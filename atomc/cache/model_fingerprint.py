@@ -41,7 +41,7 @@ _PACKAGE, _TORCH = str(PACKAGE), str(Path(torch.__file__).parent)
 _STDLIB = sysconfig.get_paths()["stdlib"]
 # Modules with the code of models; the globals of other modules of the package may change at run
 # time.
-_MODEL_CODE = ("atomc.models", "atomc.quantization", "atomc.ops")
+_MODEL_CODE = ("atomc.models", "atomc.parallel", "atomc.quantization", "atomc.ops")
 # Attributes of every nn.Module; all others are set by its class.
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 _SETTINGS = ("torch._dynamo.config", "torch._functorch.config", "torch.fx.experimental._config")
@@ -140,8 +140,10 @@ class _ModelDescriber:
     def module(self, path: str, module: nn.Module) -> str:
         """One module: its class, attributes, tensors, and the names of its children."""
         where, within = path or "the model", f"{path}." if path else ""
-        if hook := hooks_of(module):
-            raise Uncacheable(f"{where} has a hook ({hook})")
+        hooks = hooks_of(module)
+        for kind, hook in hooks:
+            if not _is_ours(type(hook)):
+                raise Uncacheable(f"{where} has a hook ({kind})")
         self.classes[type(module)] = None
         if not _is_ours(type(module)) and not type(module).__module__.startswith("torch.nn."):
             raise Uncacheable(
@@ -157,6 +159,7 @@ class _ModelDescriber:
             words.append(
                 f"{name}: {'none' if tensor is None else self.tensor(tensor, within + name)}"
             )
+        words += [f"{kind}: {self.value(hook, f'{where}.{kind}')}" for kind, hook in hooks]
         for name, child in module._modules.items():
             at = "" if child is None else self.paths[id(child)]
             words.append(f"child {name}" + ("" if at == within + name else f" is {at or 'none'}"))

@@ -5,7 +5,13 @@ registers an implementation.
 from atomc.ops.activation import gelu_and_mul, silu_and_mul
 from atomc.ops.activation_quant import silu_and_mul_quant
 from atomc.ops.attention import attention, kv_write, paged_attention
-from atomc.ops.collective import all_reduce, allreduce_add_rms_norm, allreduce_rms_norm
+from atomc.ops.collective import (
+    all_gather,
+    all_reduce,
+    allreduce_add_rms_norm,
+    allreduce_rms_norm,
+)
+from atomc.ops.collective_quant import allreduce_add_rms_norm_quant, allreduce_rms_norm_quant
 from atomc.ops.conv import causal_conv1d, causal_conv1d_update, conv_state
 from atomc.ops.delta_rule import delta_state, gated_delta_rule, gated_delta_rule_update
 from atomc.ops.expert_load import count_experts
@@ -84,9 +90,12 @@ __all__ = [
     "add_rms_norm",
     "add_rms_norm_pad",
     "add_rms_norm_quant",
+    "all_gather",
     "all_reduce",
     "allreduce_add_rms_norm",
+    "allreduce_add_rms_norm_quant",
     "allreduce_rms_norm",
+    "allreduce_rms_norm_quant",
     "attention",
     "bmm_mxfp4",
     "bmm_rope_kv_write",

@@ -1,35 +1,52 @@
-"""Sums over the processes of a group, alone and with the norm that follows.
+"""What the processes of a group exchange: sums, alone and with the norm that follows, and gathers.
 
-group: the name of a process group of torch.distributed. All its processes make the same calls, with
+process_group: the name of one of torch.distributed. All its processes make the same calls, with
 the same shapes, in the same order.
 """
 
 import torch
 from torch import Tensor
 
-from atomc.ops.norm import add_rms_norm, rms_norm, rounds_once
+from atomc.ops.norm import add_rms_norm, normed_shape, rms_norm, rounds_once
 from atomc.ops.op import op
 from atomc.ops.op_traits import Kind
 
 
-def _all_reduce_shape(x: Tensor, group: str) -> Tensor:
+def _all_reduce_shape(x: Tensor, process_group: str) -> Tensor:
     return x.new_empty(x.shape)
 
 
 @op(kind=Kind.COLLECTIVE, rows=None, shape=_all_reduce_shape)
-def all_reduce(x: Tensor, group: str) -> Tensor:
+def all_reduce(x: Tensor, process_group: str) -> Tensor:
     """The sum of x over all processes. x [...] -> [...] in x.dtype. Raises the error of
     torch.distributed for an unknown group.
     """
-    summed: Tensor = torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", group)
+    summed: Tensor = torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", process_group)
     waited: Tensor = torch.ops._c10d_functional.wait_tensor(summed)
     return waited
 
 
+def _all_gather_shape(x: Tensor, ranks: int, process_group: str) -> Tensor:
+    return x.new_empty((*x.shape[:-1], ranks * x.shape[-1]))
+
+
+@op(kind=Kind.COLLECTIVE, rows=None, shape=_all_gather_shape)
+def all_gather(x: Tensor, ranks: int, process_group: str) -> Tensor:
+    """The x of all processes side by side, in the order of their ranks. x [..., D] -> [...,
+    ranks * D]; `ranks` is the number of processes of the group.
+    """
+    gathered = torch.ops._c10d_functional.all_gather_into_tensor(
+        x.contiguous(), ranks, process_group
+    )
+    waited: Tensor = torch.ops._c10d_functional.wait_tensor(gathered)
+    return torch.cat(waited.chunk(ranks), -1)
+
+
 def _allreduce_rms_norm_shape(
-    x: Tensor, weight: Tensor, eps: float, group: str, style: str = "after"
-) -> Tensor:
-    return x.new_empty(x.shape, dtype=torch.result_type(x, weight) if style == "after" else x.dtype)
+    x: Tensor, weight: Tensor, eps: float, process_group: str, style: str = "after"
+) -> tuple[Tensor, Tensor]:
+    total = x.new_empty(x.shape)
+    return normed_shape(total, weight, style), total
 
 
 @op(
@@ -39,19 +56,25 @@ def _allreduce_rms_norm_shape(
     shape=_allreduce_rms_norm_shape,
 )
 def allreduce_rms_norm(
-    x: Tensor, weight: Tensor, eps: float, group: str, style: str = "after"
-) -> Tensor:
-    """rms_norm(all_reduce(x)). x [..., D], weight [D] -> [..., D]."""
-    return rms_norm.reference(all_reduce.reference(x, group), weight, eps, style)
+    x: Tensor, weight: Tensor, eps: float, process_group: str, style: str = "after"
+) -> tuple[Tensor, Tensor]:
+    """rms_norm(all_reduce(x)), and the sum, which is the next residual. x [..., D], weight [D] ->
+    both [..., D].
+    """
+    total = all_reduce.reference(x, process_group)
+    return rms_norm.reference(total, weight, eps, style), total
 
 
 def _allreduce_add_rms_norm_shape(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: str, style: str = "after"
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    process_group: str,
+    style: str = "after",
 ) -> tuple[Tensor, Tensor]:
     total = x.new_empty(x.shape) + residual
-    return torch.empty_like(
-        total, dtype=torch.result_type(x, weight) if style == "after" else x.dtype
-    ), total
+    return normed_shape(total, weight, style), total
 
 
 @op(
@@ -61,9 +84,16 @@ def _allreduce_add_rms_norm_shape(
     shape=_allreduce_add_rms_norm_shape,
 )
 def allreduce_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: str, style: str = "after"
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    process_group: str,
+    style: str = "after",
 ) -> tuple[Tensor, Tensor]:
     """add_rms_norm(all_reduce(x), residual): the norm and the sum. x [..., D], residual [..., D]
     (the same on all processes), weight [D] -> both [..., D].
     """
-    return add_rms_norm.reference(all_reduce.reference(x, group), residual, weight, eps, style)
+    return add_rms_norm.reference(
+        all_reduce.reference(x, process_group), residual, weight, eps, style
+    )

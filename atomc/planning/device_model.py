@@ -31,7 +31,7 @@ SHARDED_SIZES = (
     "moe_intermediate_size",
     "vocab_size",
 )
-ROW_SHARDED, VOCAB_SHARDED = ("row", "rowwise"), ("vocab",)
+ROW_SHARDED, VOCAB_SHARDED = ("rowwise",), ("embedding_rowwise", "colwise_gather_output")
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,9 @@ def sharding(module: nn.Module) -> dict[str, str]:
     if isinstance(module, stock.StockModel):
         plan = getattr(module.config, "base_model_tp_plan", None) or {}
         found = {path.rpartition(".")[2]: how for path, how in plan.items()}
-        found |= {"embed_tokens": "vocab", "lm_head": "vocab"}  # which the plan does not shard
+        found = {name: how for name, how in found.items() if how not in VOCAB_SHARDED}
+        # Which the plan does not shard.
+        found |= {"embed_tokens": "embedding_rowwise", "lm_head": "colwise_gather_output"}
     else:
         found = getattr(sys.modules[type(module).__module__], "SHARD", {})
     if not any(how in ROW_SHARDED for how in found.values()):

@@ -293,6 +293,12 @@ def quantize(model: nn.Module, scheme: str, ignore: Sequence[str] = ()) -> nn.Mo
             "quantize: layers of type %s are already quantized and are not changed",
             ", ".join(foreign),
         )
+    hooked = [name for name in methods.linears if linear(model, name)._forward_hooks]
+    if hooked:
+        raise ValueError(
+            f"{hooked[0]} has a hook, which its quantized layer would not have: quantize the model "
+            "first, then divide it over ranks or register hooks"
+        )
     if not methods:
         raise ValueError(
             f"{type(model).__name__} has no linear layer to quantize to {scheme!r}"

@@ -34,6 +34,10 @@ class Scheme(Protocol):
     @property
     def description(self) -> str: ...
 
+    @property
+    def block_sizes(self) -> tuple[int, int]:
+        """Outputs and inputs that share a scale or a word: a layer is divided only between them."""
+
     def refuses(self, out_features: int, in_features: int) -> str | None:
         """Why the scheme does not support a layer of this size, or None."""
 
@@ -71,6 +75,7 @@ class Fp8:
     weight: str = "tensor"
     activation: str = "token"
     dtype: torch.dtype = E4M3
+    block_sizes: ClassVar[tuple[int, int]] = (1, 1)
 
     @property
     def description(self) -> str:
@@ -157,6 +162,7 @@ class Fp8Block:
 
     dtype: torch.dtype = E4M3
     block: ClassVar[int] = 128
+    block_sizes: ClassVar[tuple[int, int]] = (128, 128)
     description: ClassVar[str] = "fp8 (weights per 128 x 128, activations per 1 x 128)"
 
     def refuses(self, out_features: int, in_features: int) -> str | None:
@@ -227,6 +233,7 @@ class Fp8Block:
 class Int8:
     """Symmetric int8 weights with a scale per output, activations with a scale per row."""
 
+    block_sizes: ClassVar[tuple[int, int]] = (1, 1)
     description: ClassVar[str] = "int8 (weights per channel, activations per token)"
 
     def refuses(self, out_features: int, in_features: int) -> str | None:
@@ -292,6 +299,10 @@ class Int4:
     group: int = 32
     zeros: bool = False
     GROUPS: ClassVar[tuple[int, ...]] = (32, 64, 128)
+
+    @property
+    def block_sizes(self) -> tuple[int, int]:
+        return 1, self.group
 
     @property
     def description(self) -> str:
@@ -366,6 +377,7 @@ class Mxfp4:
 
     activation: str = "mxfp4"
     rounding: str = "even"
+    block_sizes: ClassVar[tuple[int, int]] = (1, 32)
 
     @property
     def description(self) -> str:

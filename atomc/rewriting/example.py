@@ -40,7 +40,7 @@ Fixed = (
     | None
     | Callable[..., Tensor | tuple[Tensor, ...]]
 )
-ExampleValue = Fixed | OneOf[Tensor] | OneOf[torch.dtype] | OneOf[str] | OneOf[bool]
+ExampleValue = Fixed | OneOf[Tensor] | OneOf[torch.dtype] | OneOf[str] | OneOf[bool] | OneOf[int]
 Example = dict[str, ExampleValue]
 
 

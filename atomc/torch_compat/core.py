@@ -68,9 +68,9 @@ def torch_modes_active() -> bool:
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-def hooks_of(module: torch.nn.Module) -> str | None:
-    """The kind of hook that a call of this module runs, or None."""
-    return next((name.strip("_") for name in _HOOKS if getattr(module, name)), None)
+def hooks_of(module: torch.nn.Module) -> list[tuple[str, object]]:
+    """The hooks that a call of this module runs, each with its kind."""
+    return [(name.strip("_"), hook) for name in _HOOKS for hook in getattr(module, name).values()]
 
 
 def hooks_on_all_modules() -> bool:

@@ -5,7 +5,8 @@ x > all_reduce -+                        x -+
                 add_rms_norm -+-> y  =>     allreduce_add_rms_norm -+-> y
 r --------------+             +-> sum    r -+                       +-> sum
 
-x > all_reduce > rms_norm -> y       =>  x > allreduce_rms_norm -> y
+x > all_reduce -+- rms_norm -> y     =>  x > allreduce_rms_norm -+-> y
+                +-> sum                                         +-> sum
 """
 
 from torch import Tensor
@@ -15,11 +16,16 @@ from atomc.rewriting.example import Example, norm_weight_example, tensor_example
 from atomc.rewriting.rewrite import Case, Rewrite
 
 
-def _pattern(x: Tensor, weight: Tensor, eps: float, group: str, style: str) -> Tensor:
-    return ops.rms_norm(ops.all_reduce(x, group), weight, eps, style)
+def _pattern(
+    x: Tensor, weight: Tensor, eps: float, group: str, style: str
+) -> tuple[Tensor, Tensor]:
+    summed = ops.all_reduce(x, group)
+    return ops.rms_norm(summed, weight, eps, style), summed
 
 
-def _replacement(x: Tensor, weight: Tensor, eps: float, group: str, style: str) -> Tensor:
+def _replacement(
+    x: Tensor, weight: Tensor, eps: float, group: str, style: str
+) -> tuple[Tensor, Tensor]:
     return ops.allreduce_rms_norm(x, weight, eps, group, style)
 
 
@@ -34,21 +40,37 @@ def _example() -> Example:
 
 
 def _add_pattern(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: str, style: str, swapped: bool
-) -> tuple[Tensor, Tensor]:
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    group: str,
+    style: str,
+    swapped: bool,
+    last: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
     summed = ops.all_reduce(x, group)
     first, second = (residual, summed) if swapped else (summed, residual)
-    return ops.add_rms_norm(first, second, weight, eps, style)
+    y, total = ops.add_rms_norm(first, second, weight, eps, style)
+    return y if last else (y, total)
 
 
 def _add_replacement(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: str, style: str, swapped: bool
-) -> tuple[Tensor, Tensor]:
-    return ops.allreduce_add_rms_norm(x, residual, weight, eps, group, style)
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    group: str,
+    style: str,
+    swapped: bool,
+    last: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    y, total = ops.allreduce_add_rms_norm(x, residual, weight, eps, group, style)
+    return y if last else (y, total)
 
 
-def _add_example(swapped: bool) -> Example:
-    return {**_example(), "residual": tensor_example(3, 10), "swapped": swapped}
+def _add_example(swapped: bool, last: bool) -> Example:
+    return {**_example(), "residual": tensor_example(3, 10), "swapped": swapped, "last": last}
 
 
 _NEEDS: dict[str, Example] = {"all_reduce": {}}
@@ -59,5 +81,10 @@ ALLREDUCE_ADD_RMS_NORM = Rewrite(
     _add_replacement,
     _add_example,
     needs=_NEEDS,
-    cases=[Case("", {"swapped": False}), Case("operands exchanged", {"swapped": True})],
+    cases=[
+        Case(", ".join([*(["last norm"] * last), *(["operands exchanged"] * swapped)]), given)
+        for last in (False, True)  # nothing reads the sum before the last norm of a decoder
+        for swapped in (False, True)
+        for given in [{"swapped": swapped, "last": last}]
+    ],
 )

@@ -117,7 +117,7 @@ def test_the_sum_of_one_process_is_a_tensor_of_its_own() -> None:
 def two_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Both hold the same tensors."""
 
-    def doubled(x: Tensor, group: str) -> Tensor:
+    def doubled(x: Tensor, process_group: str) -> Tensor:
         return 2 * x.contiguous()
 
     monkeypatch.setattr(ops.all_reduce, "reference", doubled)

@@ -45,6 +45,7 @@ from kernel_cases.quant import (
     quant_fp8_group_cases,
     quant_mxfp4_cases,
     quantizing_cases,
+    reducing_norm_quant_cases,
 )
 from kernel_cases.rope import QK_NORM_ROPE, rope_cases
 from kernel_cases.rows import (
@@ -81,8 +82,14 @@ CASES: dict[str, Cases] = {
     "all_reduce": {
         kind: reducing(lambda draw, kind=kind: {"x": row_inputs(draw, kind)[0]}) for kind in ROWS
     },
+    "all_gather": {
+        kind: reducing(lambda draw, kind=kind: {"x": row_inputs(draw, kind)[0], "ranks": 1})
+        for kind in ROWS
+    },
     "allreduce_rms_norm": reducing_norm_cases(residual=False),
     "allreduce_add_rms_norm": reducing_norm_cases(residual=True),
+    "allreduce_rms_norm_quant": reducing_norm_quant_cases(residual=False),
+    "allreduce_add_rms_norm_quant": reducing_norm_quant_cases(residual=True),
     "rms_norm_quant": norm_quant_cases(residual=False),
     "add_rms_norm_quant": norm_quant_cases(residual=True),
     "rms_norm_gated": gated_norm_cases(),

@@ -11,7 +11,7 @@ from atomc.ops.formats import MX_ROUNDINGS
 from atomc.ops.norm import RMS_NORM_STYLES
 from atomc.ops.schemes import SCHEMES
 from kernel_cases.draw import EPS, FNUZ, Cases, Draw, Make
-from kernel_cases.rows import ROWS, normed, row_inputs
+from kernel_cases.rows import ROWS, normed, reducing, row_inputs
 
 
 def rows_to_quantize(draw: Draw, kind: str, **attributes: Any) -> dict[str, Any]:
@@ -146,6 +146,20 @@ def norm_quant_cases(residual: bool) -> Cases:
     return quantizing_cases(
         partial(normed, residual=residual), **NORM_STYLES, **kept, large={"scale": 200.0}
     )
+
+
+def reducing_norm_quant_cases(residual: bool) -> Cases:
+    """A few of each scheme: behind the sum stand the kernels that all cases of norm_quant run."""
+    make = partial(normed, residual=residual)
+    return {
+        f"{scheme}, {name}": reducing(quantizing(scheme, partial(make, **given)))
+        for scheme in SCHEMES
+        for name, given in {
+            "one row": {"kind": "one row"},
+            "packed": {"kind": "packed"},
+            "kept, one_plus": {"kind": "packed", "keep": True, "style": "one_plus"},
+        }.items()
+    }
 
 
 def normed_pair(

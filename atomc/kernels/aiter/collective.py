@@ -25,7 +25,7 @@ tensor_model_parallel_fused_allreduce_rmsnorm = Function(
 )
 
 
-def _foreign(platform: Platform, group: str) -> Refusal | None:
+def _foreign(platform: Platform, process_group: str) -> Refusal | None:
     """Why the group is none of AITER's."""
     if not platform.here:
         return None
@@ -35,21 +35,21 @@ def _foreign(platform: Platform, group: str) -> Refusal | None:
         return Refusal("library", "AITER's group is not set up (aiter.init_dist_env)")
     return (
         None
-        if own == group
-        else Refusal("argument", f"the sum is over group {group!r}, AITER's is {own!r}")
+        if own == process_group
+        else Refusal("argument", f"the sum is over group {process_group!r}, AITER's is {own!r}")
     )
 
 
-def _refuse_all_reduce(platform: Platform, x: Tensor, group: str) -> Refusal | None:
+def _refuse_all_reduce(platform: Platform, x: Tensor, process_group: str) -> Refusal | None:
     return (
         unfit(platform, get_tp_group, tensor_model_parallel_all_reduce)
         or unlike(HALVES, x=x)
-        or _foreign(platform, group)
+        or _foreign(platform, process_group)
     )
 
 
 @ops.all_reduce.kernel("aiter", refuses=_refuse_all_reduce)
-def all_reduce(x: Tensor, group: str) -> Tensor:
+def all_reduce(x: Tensor, process_group: str) -> Tensor:
     own = x.contiguous()
     out: Tensor = tensor_model_parallel_all_reduce(own)
     return out.clone() if out is own else out  # the sum of one process is what it was given
@@ -61,20 +61,25 @@ def _refuse_allreduce_add_rms_norm(
     residual: Tensor,
     weight: Tensor,
     eps: float,
-    group: str,
+    process_group: str,
     style: str = "after",
 ) -> Refusal | None:
     return (
         unfit(platform, get_tp_group, tensor_model_parallel_fused_allreduce_rmsnorm)
         or unlike(HALVES, x=x, residual=residual, weight=weight)
         or scattered(x=x, residual=residual)
-        or _foreign(platform, group)
+        or _foreign(platform, process_group)
     )
 
 
 @ops.allreduce_add_rms_norm.kernel("aiter", refuses=_refuse_allreduce_add_rms_norm, rounds="once")
 def allreduce_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: str, style: str = "after"
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    process_group: str,
+    style: str = "after",
 ) -> tuple[Tensor, Tensor]:
     out, total = tensor_model_parallel_fused_allreduce_rmsnorm(
         x.contiguous(), residual.contiguous(), weight, eps, gemma_norm=style == "one_plus"

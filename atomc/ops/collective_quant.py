@@ -1,0 +1,144 @@
+"""Sums over the processes of a group with the norm that follows and a quantized result.
+
+`keep` and the results of a scheme are those of atomc.ops.norm_quant; process_group is the name of a
+group, as in atomc.ops.collective, `group` the columns per scale.
+"""
+
+import torch
+from torch import Tensor
+
+from atomc.ops.collective import all_reduce
+from atomc.ops.norm import normed_shape, rounds_once
+from atomc.ops.norm_quant import add_rms_norm_quant, rms_norm_quant
+from atomc.ops.op import op
+from atomc.ops.op_traits import Kind
+from atomc.ops.schemes import quantized
+
+
+def _allreduce_rms_norm_quant_shape(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    process_group: str,
+    scale: Tensor | None = None,
+    style: str = "after",
+    *,
+    scheme: str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128,
+    column_major: bool = False,
+    rounding: str = "even",
+    keep: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    total = x.new_empty(x.shape)
+    y = normed_shape(total, weight, style)
+    codes, scales = quantized(
+        y, scale, scheme, dtype, group, column_major, rounding, shape_only=True
+    )
+    return codes, scales, total, y if keep else y.new_empty(0)
+
+
+@op(
+    kind=Kind.COLLECTIVE | Kind.NORM | Kind.QUANTIZE,
+    rows="x",
+    rounds_once=rounds_once,
+    shape=_allreduce_rms_norm_quant_shape,
+)
+def allreduce_rms_norm_quant(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    process_group: str,
+    scale: Tensor | None = None,
+    style: str = "after",
+    *,
+    scheme: str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128,
+    column_major: bool = False,
+    rounding: str = "even",
+    keep: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """rms_norm_quant of all_reduce(x) -> codes, scales, the sum [..., D], and the norm [..., D] if
+    `keep`. x [..., D], weight [D]; scale as in rms_norm_quant.
+    """
+    total = all_reduce.reference(x, process_group)
+    codes, scales, y = rms_norm_quant.reference(
+        total,
+        weight,
+        eps,
+        scale,
+        style,
+        scheme=scheme,
+        dtype=dtype,
+        group=group,
+        column_major=column_major,
+        rounding=rounding,
+        keep=keep,
+    )
+    return codes, scales, total, y
+
+
+def _allreduce_add_rms_norm_quant_shape(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    process_group: str,
+    scale: Tensor | None = None,
+    style: str = "after",
+    *,
+    scheme: str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128,
+    column_major: bool = False,
+    rounding: str = "even",
+    keep: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    total = x.new_empty(x.shape) + residual
+    y = normed_shape(total, weight, style)
+    codes, scales = quantized(
+        y, scale, scheme, dtype, group, column_major, rounding, shape_only=True
+    )
+    return codes, scales, total, y if keep else y.new_empty(0)
+
+
+@op(
+    kind=Kind.COLLECTIVE | Kind.NORM | Kind.QUANTIZE,
+    rows="x",
+    rounds_once=rounds_once,
+    shape=_allreduce_add_rms_norm_quant_shape,
+)
+def allreduce_add_rms_norm_quant(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    process_group: str,
+    scale: Tensor | None = None,
+    style: str = "after",
+    *,
+    scheme: str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128,
+    column_major: bool = False,
+    rounding: str = "even",
+    keep: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """add_rms_norm_quant of all_reduce(x) and residual, with its results. x and residual [..., D],
+    the residual the same on all processes, weight [D]; scale as in rms_norm_quant.
+    """
+    return add_rms_norm_quant.reference(
+        all_reduce.reference(x, process_group),
+        residual,
+        weight,
+        eps,
+        scale,
+        style,
+        scheme=scheme,
+        dtype=dtype,
+        group=group,
+        column_major=column_major,
+        rounding=rounding,
+        keep=keep,
+    )

@@ -1,0 +1,52 @@
+"""What ranks exchange before and after a layer whose parameters are cut: hooks of modules.
+
+They call functional collectives, which Dynamo captures. Nothing in a graph depends on the rank:
+what differs is in buffers.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+functional = torch.ops._c10d_functional
+# Buffers of modules: which columns of its input this rank reads; the row of each expert.
+COLUMNS, EXPERT_MAP = "columns_of_rank", "expert_map"
+
+
+@dataclass(frozen=True)
+class SumOverRanks:
+    """A hook that runs after a module: the sum of its results."""
+
+    group: str
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], partial: Tensor) -> Tensor:
+        summed: Tensor = functional.all_reduce(partial, "sum", self.group)
+        waited: Tensor = functional.wait_tensor(summed)
+        return waited
+
+
+@dataclass(frozen=True)
+class ColumnsOfRank:
+    """A hook that runs before a linear layer: of its whole input, the columns of this rank."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, *others = args
+        return x.index_select(-1, module.get_buffer(COLUMNS)), *others
+
+
+@dataclass(frozen=True)
+class ExpertsOfRank:
+    """A hook that runs before experts, called with x, ids [T, k] and weights [T, k]: ids are those
+    of this rank's experts, and choices of other experts have the weight 0.
+
+    nowhere  the id of an expert of another rank
+    """
+
+    nowhere: int
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, ids, weights, *others = args
+        local = module.get_buffer(EXPERT_MAP)[ids]
+        return x, local, weights.masked_fill(local == self.nowhere, 0.0), *others

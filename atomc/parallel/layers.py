@@ -1,0 +1,237 @@
+"""How the parameters of one layer are cut, quantized or not.
+
+A side is what is divided: "out", the outputs of a linear layer or of a projection of experts, or
+"in", its inputs. Tensors of a quantization scheme follow: codes, and the scales of what is kept.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import nn
+
+from atomc.models.experts_spec import is_experts, spec_of
+from atomc.parallel.cut import Cut
+from atomc.quantization.experts import QuantizedExperts, sizes, stacked
+from atomc.quantization.linear import Format, QuantizedLinear
+from atomc.quantization.scheme import Scheme, Shapes
+
+# A tensor of checkpoints of compressed-tensors: [N, K] of the whole weight, which is not that of a
+# part.
+WHOLE_SHAPE = "weight_shape"
+Side = Literal["out", "in"]
+Cuts = dict[str, Cut]  # by the name of a parameter in its module
+# Attributes of experts of transformers with their width.
+WIDTHS = ("intermediate_dim", "intermediate_size", "expert_dim")
+# The projections of an expert, stacked or as they are stored, and what is divided with its width.
+PROJECTIONS: dict[str, Side] = {
+    "gate_up_proj": "out",
+    "gate_proj": "out",
+    "up_proj": "out",
+    "down_proj": "in",
+}
+
+
+def is_linear(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Linear | QuantizedLinear)
+
+
+def cuts_of_linear(layer: nn.Module, side: Side, cut: Cut) -> Cuts:
+    """The parameters of a linear layer that are cut; the bias is, if the outputs are.
+
+    cut  of the weight [N, K], along its side
+
+    Raises ValueError if the layer cannot be divided so.
+    """
+    if isinstance(layer, QuantizedLinear):
+        found = _of_scheme(layer, side, cut)
+    else:
+        found = {"weight": Cut(0 if side == "out" else 1, cut.parts, cut.index, cut.segments)}
+        found["weight"].size_of(layer.get_parameter("weight").shape[found["weight"].dim])
+    if side == "out" and layer._parameters.get("bias") is not None:
+        found["bias"] = Cut(0, cut.parts, cut.index, cut.segments)
+    return found
+
+
+def resize_linear(layer: nn.Module, side: Side, cut: Cut) -> None:
+    """Give a layer the numbers of its outputs and inputs, when its parameters are cut."""
+    name = "out_features" if side == "out" else "in_features"
+    setattr(layer, name, cut.size_of(getattr(layer, name)))
+    if cut.parts > 1:
+        layer._parameters.pop(WHOLE_SHAPE, None)
+
+
+def _of_scheme(layer: QuantizedLinear, side: Side, cut: Cut) -> Cuts:
+    """The tensors of a scheme whose shape depends on the side, stored or converted."""
+    method, size = layer.method, (layer.out_features, layer.in_features)
+    dtype = torch.get_default_dtype()
+    have = {name for name in layer._parameters if name != "bias"}
+    for shapes in _kinds_of_shapes(method.scheme, method.format):
+        whole = shapes(*size, dtype)
+        if have <= whole.keys():
+            break
+    part = _part_of(size, side, cut, method.scheme)
+    return _changed(whole, shapes(*part, dtype), cut, have)
+
+
+def _kinds_of_shapes(
+    scheme: Scheme, form: Format | None
+) -> Iterator[Callable[[int, int, torch.dtype], Shapes]]:
+    """What gives the shapes of tensors: the format of a checkpoint, and the scheme."""
+    if form is not None:
+        yield lambda rows, columns, dtype: form.stored(scheme, rows, columns, dtype)
+    yield scheme.tensors
+
+
+def _part_of(size: tuple[int, int], side: Side, cut: Cut, scheme: Scheme) -> tuple[int, int]:
+    """(outputs, inputs) of a part. Raises ValueError if a part would end within a block of
+    scales.
+    """
+    which = 0 if side == "out" else 1
+    part = cut.size_of(size[which])
+    block = scheme.block_sizes[which]
+    segment = part // cut.segments
+    if segment % block:
+        kind = "outputs" if side == "out" else "inputs"
+        whole = size[which] // cut.segments
+        works = [n for n in range(1, whole // block + 1) if whole % (n * block) == 0]
+        raise ValueError(
+            f"a cut of {whole:,} {kind} in {cut.parts} gives {segment:,}, not a multiple of "
+            f"{block}, which share a scale of {scheme.description}; parts that work are "
+            f"{', '.join(map(str, works)) or 'none but the whole'}"
+        )
+    return (part, size[1]) if side == "out" else (size[0], part)
+
+
+def _changed(whole: Shapes, part: Shapes, cut: Cut, have: set[str], leading: int = 0) -> Cuts:
+    """A cut for each tensor whose shape differs, behind so many leading dimensions."""
+    found: Cuts = {}
+    for name, (shape, _) in whole.items():
+        smaller = part[name][0]
+        if name not in have or smaller == shape:
+            continue
+        [dim] = [i for i, (a, b) in enumerate(zip(shape, smaller, strict=True)) if a != b]
+        if smaller[dim] * cut.parts != shape[dim]:
+            raise ValueError(
+                f"{name} of {list(shape)} does not divide into {cut.parts} parts of {list(smaller)}"
+            )
+        found[name] = Cut(dim + leading, cut.parts, cut.index, cut.segments)
+    return found
+
+
+def cuts_of_experts(module: nn.Module, size: int, rank: int) -> Cuts:
+    """The parameters of experts, each divided by its width. Raises ValueError if they cannot be."""
+    if isinstance(module, QuantizedExperts):
+        return _of_quantized_experts(module, size, rank)
+    spec = spec_of(module)
+    rows, columns = (2, 1) if spec.transposed else (1, 2)
+    width = Cut(rows, size, rank, 1 if spec.gate["interleaved"] else 2)
+    found = {"gate_up_proj": width, "down_proj": Cut(columns, size, rank)}
+    if spec.has_bias:
+        found["gate_up_proj_bias"] = Cut(1, size, rank, width.segments)
+    for name, cut in found.items():
+        cut.size_of(module.get_parameter(name).shape[cut.dim])
+    return found
+
+
+def _of_quantized_experts(module: QuantizedExperts, size: int, rank: int) -> Cuts:
+    found: Cuts = {}
+    for projection, (rows, columns) in sizes(module.spec).items():
+        side = PROJECTIONS[projection]
+        stored = [name for name, _ in module.named_children() if PROJECTIONS[name] == side]
+        if stored:
+            one = (rows // len(stored), columns)
+            found |= _of_stored(module, stored, one, side, Cut(0, size, rank))
+            continue
+        segments = 2 if side == "out" and not module.spec.gate["interleaved"] else 1
+        cut = Cut(0, size, rank, segments)
+        found |= _of_stacked(module, projection, (rows, columns), side, cut)
+    return found
+
+
+def _of_stored(
+    module: QuantizedExperts, children: list[str], size: tuple[int, int], side: Side, cut: Cut
+) -> Cuts:
+    """Projections of experts as a checkpoint stores them: children whose parameters are [E, ...] of
+    the tensors of linear layers.
+    """
+    method, dtype = module.method, torch.get_default_dtype()
+    shapes = next(_kinds_of_shapes(method.scheme, method.format))
+    part = _part_of(size, side, cut, method.scheme)
+    found: Cuts = {}
+    for name in children:
+        child = module.get_submodule(name)
+        have = {leaf for leaf, weight in child._parameters.items() if weight is not None}
+        of_child = _changed(shapes(*size, dtype), shapes(*part, dtype), cut, have, 1)
+        if side == "out" and "bias" in have:
+            of_child["bias"] = Cut(1, cut.parts, cut.index)
+        found |= {f"{name}.{leaf}": each for leaf, each in of_child.items()}
+    return found
+
+
+def _of_stacked(
+    module: QuantizedExperts, projection: str, size: tuple[int, int], side: Side, cut: Cut
+) -> Cuts:
+    """The tensors of a scheme, stacked."""
+    scheme, dtype = module.method.scheme, torch.get_default_dtype()
+    part = _part_of(size, side, cut, scheme)
+    whole, smaller = (
+        stacked(projection, scheme.tensors(*each, dtype), module.spec.num_experts)
+        for each in (size, part)
+    )
+    # Scales of fp8 that a checkpoint has for gate and for up are those of all their rows.
+    held = {name: weight.shape for name, weight in module.named_parameters(recurse=False)}
+    have = {name for name, (shape, _) in whole.items() if held.get(name) == shape}
+    found = _changed(whole, smaller, cut, have)
+    bias = f"{projection}_bias"
+    if side == "out" and bias in held:
+        found[bias] = Cut(1, cut.parts, cut.index, cut.segments)
+    return found
+
+
+def cuts_by_expert(module: nn.Module, size: int, rank: int) -> Cuts:
+    """The parameters of stacked experts, which are divided by expert."""
+    num_experts = num_experts_of(module)
+    cut = Cut(0, size, rank)
+    try:
+        cut.size_of(num_experts)
+    except ValueError as error:
+        raise ValueError(f"{num_experts} experts: {error}") from error
+    return {
+        name: cut
+        for name, weight in module.named_parameters()
+        # One scale for the inputs of all experts is the largest of theirs.
+        if weight.shape[:1] == (num_experts,) and not name.endswith("input_scale")
+    }
+
+
+def num_experts_of(module: nn.Module) -> int:
+    if isinstance(module, QuantizedExperts):
+        return module.spec.num_experts
+    if not is_experts(module):
+        raise ValueError(f"{type(module).__name__} has no weights [E, N, K] of all its experts")
+    return len(module.get_parameter("down_proj"))
+
+
+def is_known_experts(module: nn.Module) -> bool:
+    """Whether the experts are ours, or those of a class of transformers with stacked weights."""
+    return isinstance(module, QuantizedExperts) or is_experts(module)
+
+
+def resize_experts(module: nn.Module, size: int, *, by_expert: bool) -> None:
+    """Give experts the numbers of their experts or their width, when their parameters are cut."""
+    if isinstance(module, QuantizedExperts):
+        if not by_expert:
+            for child in module.children():
+                child._parameters.pop(WHOLE_SHAPE, None)
+        field = "num_experts" if by_expert else "intermediate_size"
+        number = getattr(module.spec, field) // size
+        module.spec = replace(module.spec, **{field: number})
+        return
+    for name in ("num_experts",) if by_expert else WIDTHS:
+        if isinstance(number := vars(module).get(name), int):
+            setattr(module, name, number // size)
+    if by_expert and hasattr(module, "is_concatenated"):
+        # Its class in transformers then leaves out choices of the expert behind the last.
+        vars(module)["_is_expert_parallel"] = True

@@ -1,0 +1,33 @@
+"""Tensor parallelism of a model in one's own program."""
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from atomc.parallel.group import TensorParallel
+from atomc.parallel.sharding import Sharding, refuse_divided
+
+
+def parallelize(
+    model: nn.Module, tp: ProcessGroup | TensorParallel, *, ep: bool = False
+) -> nn.Module:
+    """Divide a model for inference over the processes of a group, in place, and return it.
+
+    tp  the group of torch.distributed. All its processes call this with the same model
+    ep  experts by expert, not each by its width
+
+    Each process keeps its part of the parameters, and sums results with the others where the
+    model's plan says so: base_model_tp_plan of transformers, or SHARD of a model of atomc. Heads of
+    keys and values that are fewer than processes are held by several. Afterwards all processes call
+    the model with the same inputs, and get the same outputs.
+
+    Raises ValueError for a model without a plan, for sizes that do not divide, and for a model that
+    is already divided.
+    """
+    place = tp if isinstance(tp, TensorParallel) else TensorParallel.of(tp)
+    refuse_divided(model)
+    if place.size == 1:
+        return model
+    sharding = Sharding.of(model, place, ep=ep)
+    sharding.cut()
+    sharding.connect()
+    return model

@@ -1,0 +1,109 @@
+"""The plan of a model: how each of its modules and parameters is divided over the ranks.
+
+The words are those of transformers' plans (base_model_tp_plan). A model of atomc has SHARD in its
+file: the last part of a name -> the word.
+
+    colwise                 a linear layer by its outputs; so is a bare parameter by its first
+                            dimension
+    rowwise                 a linear layer by its inputs; the outputs of the ranks are summed
+    packed_colwise          as colwise, each of two segments (gate and up) by itself
+    packed_rowwise          a weight [E, H, 2I]: its last dimension, each segment by itself
+    colwise_gather_output   as colwise, and each rank gets the outputs of all
+    rowwise_split_input     as rowwise, of an input that each rank has whole
+    embedding_rowwise       an embedding by its vocabulary; the rows of the ranks are summed
+    moe_tp_experts          experts, each by its width; the results of the ranks are summed
+    grouped_gemm            stacked experts by expert
+    ep_dispatch_experts     experts by expert; the results of the ranks are summed
+    all_reduce              the results of a module are summed
+"""
+
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+GATHERED = ("colwise_gather_output", "colwise_rep")
+SPLIT_INPUT = ("rowwise_split_input", "rowwise_rep")
+EXPERTS = ("moe_tp_experts", "ep_dispatch_experts")
+# Of a linear layer, an embedding or experts.
+LAYERS = frozenset({"colwise", "rowwise", "packed_colwise", "packed_rowwise", "embedding_rowwise"})
+LAYERS |= {*GATHERED, *SPLIT_INPUT, *EXPERTS, "grouped_gemm", "all_reduce"}
+# What these name is whole on each rank, as its input and its output are.
+WHOLE = frozenset({"embedding_colwise", "replicated_with_grad_allreduce", "replicate"})
+WHOLE |= {"mla_kv_a_proj", "local_params"}
+
+Plan = Mapping[str, str]
+
+
+def plan_of(model: nn.Module, *, ep: bool = False) -> Plan:
+    """Name of a module or parameter -> how it is divided.
+
+    ep  experts by expert, not each by its width
+
+    Raises ValueError for a model without a plan, and for one with a word that is not supported.
+    """
+    hf_model: Any = getattr(model, "hf_model", model)
+    if hasattr(hf_model, "tp_plan"):
+        prefix = "" if hf_model is model else "hf_model."
+        of_experts = {prefix + name: how for name, how in (hf_model.ep_plan or {}).items()}
+        given = {prefix + name: how for name, how in (hf_model.tp_plan or {}).items()}
+        found = _by_pattern(model, given | (of_experts if ep else {}))
+    else:
+        found = _by_last_part(model, _beside(model))
+    if ep:
+        found = _by_expert(model, found)
+    unknown = sorted({how for how in found.values() if how not in LAYERS | WHOLE})
+    if unknown:
+        raise ValueError(
+            f"{type(hf_model).__name__}: its plan for tensor parallelism has "
+            f"{', '.join(unknown)}, supported are {', '.join(sorted(LAYERS | WHOLE))}"
+        )
+    found = {name: how for name, how in found.items() if how not in WHOLE}
+    if not any(how in ("rowwise", *SPLIT_INPUT, *EXPERTS) for how in found.values()):
+        raise ValueError(
+            f"{type(hf_model).__name__} does not define how it is divided over devices: it has "
+            "neither a base_model_tp_plan nor SHARD in its file"
+        )
+    return found
+
+
+def _beside(model: nn.Module) -> Plan:
+    """SHARD in the file of the model's class, or of the closest one that it inherits from."""
+    for kind in type(model).__mro__:
+        plan: Plan | None = getattr(sys.modules[kind.__module__], "SHARD", None)
+        if plan is not None:
+            return plan
+    return {}
+
+
+def _names(model: nn.Module) -> list[str]:
+    """Of all modules and parameters; a tied parameter has several names."""
+    modules = [name for name, _ in model.named_modules() if name]
+    return modules + [name for name, _ in model.named_parameters(remove_duplicate=False)]
+
+
+def _by_last_part(model: nn.Module, plan: Plan) -> dict[str, str]:
+    leaves = {name: name.rpartition(".")[2] for name in _names(model)}
+    return {name: plan[leaf] for name, leaf in leaves.items() if leaf in plan}
+
+
+def _by_pattern(model: nn.Module, plan: Plan) -> dict[str, str]:
+    """For a plan whose names have * for numbers."""
+    patterns = {name: re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in _names(model)}
+    return {name: plan[pattern] for name, pattern in patterns.items() if pattern in plan}
+
+
+def _by_expert(model: nn.Module, plan: Plan) -> dict[str, str]:
+    """The plan with all experts divided by expert."""
+    experts = {name for name, how in plan.items() if how in EXPERTS}
+    if not experts:
+        raise ValueError(f"{type(model).__name__} has no experts to divide over ranks (ep)")
+
+    def is_part(name: str) -> bool:
+        return any(name.startswith(f"{owner}.") for owner in experts)
+
+    return {name: how for name, how in plan.items() if not is_part(name)} | dict.fromkeys(
+        experts, "ep_dispatch_experts"
+    )

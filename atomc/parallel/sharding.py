@@ -1,0 +1,285 @@
+"""Divides a model over ranks: cuts parameters, updates sizes, and has ranks exchange results.
+
+The three steps are apart, because a checkpoint is read between the first two and the last.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atomc.json_types import JSONLike
+from atomc.models.experts import Experts
+from atomc.models.parameters import assign, parameter_names, tensor_of
+from atomc.parallel import heads, layers, sizes
+from atomc.parallel.collectives import (
+    COLUMNS,
+    EXPERT_MAP,
+    ColumnsOfRank,
+    ExpertsOfRank,
+    SumOverRanks,
+)
+from atomc.parallel.cut import Cut
+from atomc.parallel.group import TensorParallel
+from atomc.parallel.layers import Side
+from atomc.parallel.plan import EXPERTS, GATHERED, SPLIT_INPUT, Plan, plan_of
+from atomc.parallel.vocab import cut_embedding, cut_head
+from atomc.quantization.experts import QuantizedExperts
+from atomc.quantization.linear import QuantizedLinear
+
+# How the sides of linear layers are divided.
+SIDES: dict[str, Side] = {"colwise": "out", "packed_colwise": "out", "rowwise": "in"}
+SIDES |= dict.fromkeys(SPLIT_INPUT, "in")
+# Layers of whose results each rank gets all.
+TABLES = ("embedding_rowwise", *GATHERED)
+
+
+@dataclass
+class Sharding:
+    """How the layers of a model are divided.
+
+    linears   name -> how its weight [N, K] is cut, and its side
+    experts   name -> whether they are divided by expert
+    tensors   bare parameters
+    tables    embeddings and heads, divided by vocabulary, and other layers whose outputs are
+              gathered
+    summed    names of modules whose results are summed
+    keys      name of an attention layer -> how its keys and values are cut
+    """
+
+    model: nn.Module
+    place: TensorParallel
+    plan: Plan
+    linears: dict[str, tuple[Side, Cut]] = field(default_factory=dict)
+    experts: dict[str, bool] = field(default_factory=dict)
+    tensors: dict[str, Cut] = field(default_factory=dict)
+    tables: list[str] = field(default_factory=list)
+    summed: list[str] = field(default_factory=list)
+    keys: dict[str, Cut] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        place: TensorParallel,
+        *,
+        ep: bool = False,
+        quantized: Collection[str] = (),
+    ) -> "Sharding":
+        """quantized: names of layers that are quantized afterwards.
+
+        Raises ValueError for a model without a plan, or one that this number of ranks does not
+        divide.
+        """
+        made = cls(model, place, plan_of(model, ep=ep))
+        sizes.check(_fields(model), place.size, ep=ep)
+        modules = dict(model.named_modules())
+        experts = tuple(f"{name}." for name, how in made.plan.items() if how in EXPERTS)
+        for name, how in made.plan.items():
+            module = modules.get(name)
+            if name.startswith(experts):
+                continue
+            if how in TABLES:
+                # A layer of another kind stays whole: its input is, and so is what it returns.
+                if isinstance(module, nn.Embedding | nn.Linear) and name not in quantized:
+                    made.tables.append(name)
+            elif module is None:
+                made._add_tensor(name, how)
+            elif how in EXPERTS:
+                made._add_experts(name, module, how)
+            elif how == "all_reduce":
+                made.summed.append(name)
+            elif how in SIDES and layers.is_linear(module):
+                made._add_linear(name, modules, how)
+            else:
+                raise ValueError(
+                    f"{name} is a {type(module).__name__}, which the plan divides {how}: only "
+                    "linear layers and stacked experts are supported"
+                )
+        made._check_keys(modules)
+        made._keep_whole_if_shared()
+        made.cuts()
+        return made
+
+    def _keep_whole_if_shared(self) -> None:
+        """Keep an embedding and a head whole that share a weight, if one of them is not divided."""
+        divided = {f"{name}.weight" for name in self.tables}
+        for names in parameter_names(self.model):
+            if len(names) > 1 and not divided.issuperset(names):
+                kept = {name.rpartition(".")[0] for name in names}
+                self.tables = [name for name in self.tables if name not in kept]
+
+    def _add_tensor(self, name: str, how: str) -> None:
+        if how != "colwise":
+            raise ValueError(f"{name}: a parameter that is divided {how} is not supported")
+        self.tensors[name] = Cut(0, self.place.size, self.place.rank)
+
+    def _add_experts(self, name: str, module: nn.Module, how: str) -> None:
+        if not layers.is_known_experts(module):
+            raise ValueError(
+                f"{name}: the experts of {type(module).__name__} have no weights [E, N, K], which "
+                "can be divided"
+            )
+        self.experts[name] = how == "ep_dispatch_experts"
+        self.summed.append(name)
+
+    def _add_linear(self, name: str, modules: dict[str, nn.Module], how: str) -> None:
+        side, place = SIDES[how], self.place
+        owner, _, leaf = name.rpartition(".")
+        cut = Cut(0, place.size, place.rank, 2 if how == "packed_colwise" else 1)
+        if side == "out" and leaf in heads.GROUPED:
+            cut = heads.kv_cut(modules[owner], place, owner) or cut
+        if side == "out" and leaf in heads.KEYS:
+            self.keys[owner] = cut
+        self.linears[name] = side, cut
+        if side == "in":
+            self.summed.append(name)
+
+    def _check_keys(self, modules: dict[str, nn.Module]) -> None:
+        """Raise ValueError for an attention layer whose output is cut, and its keys are not."""
+        for name, (side, _) in self.linears.items():
+            owner = name.rpartition(".")[0]
+            handle = modules[owner]._buffers.get("kv")
+            of_heads = handle is not None and handle.dim() == 3 and owner not in self.keys
+            if side == "in" and of_heads and self.plan[name] == "rowwise":
+                raise ValueError(
+                    f"{name} is divided by its inputs, but {owner} has none of "
+                    f"{', '.join(heads.KEYS)}, of whose outputs its heads would be known"
+                )
+
+    def cuts(self, only: Collection[str] | None = None) -> dict[str, Cut]:
+        """Name of a parameter -> its part, of a model whose layers have their whole sizes.
+
+        only  names of layers; None: of all, and bare parameters
+        """
+        found: dict[str, Cut] = {} if only is not None else dict(self.tensors)
+        size, rank = self.place.size, self.place.rank
+        for name in self.tables if only is None else ():
+            for leaf, weight in self.model.get_submodule(name).named_parameters(recurse=False):
+                found[f"{name}.{leaf}"] = cut = Cut(0, size, rank, padded=True)
+                cut.size_of(weight.shape[0])
+        for name in (*self.linears, *self.experts):
+            if only is not None and name not in only:
+                continue
+            module = self.model.get_submodule(name)
+            try:
+                if name in self.linears:
+                    of_layer = layers.cuts_of_linear(module, *self.linears[name])
+                elif self.experts[name]:
+                    of_layer = layers.cuts_by_expert(module, size, rank)
+                else:
+                    of_layer = layers.cuts_of_experts(module, size, rank)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+            found |= {f"{name}.{leaf}": cut for leaf, cut in of_layer.items()}
+        return {name: cut for name, cut in found.items() if cut.parts > 1}
+
+    def cut(self) -> dict[str, Cut]:
+        """Cut all parameters and give layers their sizes; how the parameters are cut."""
+        found = self.cuts()
+        cut_parameters(self.model, found)
+        self.resize()
+        return found
+
+    def resize(self) -> None:
+        """Give layers the sizes and state handles of their parts."""
+        for name, (side, cut) in self.linears.items():
+            layers.resize_linear(self.model.get_submodule(name), side, cut)
+        for name, by_expert in self.experts.items():
+            module = self.model.get_submodule(name)
+            layers.resize_experts(module, self.place.size, by_expert=by_expert)
+        for name, cut in self.keys.items():
+            attention = self.model.get_submodule(name)
+            heads.resize_heads(attention, cut)
+            heads.resize_groups(attention, cut.parts, self.place.size)
+
+    def connect(self) -> None:
+        """Have ranks exchange results. A bias of a sum is added by the first rank only: it is zero
+        on others, so that the graphs of all ranks are equal.
+        """
+        for name in self.tables:
+            table = self.model.get_submodule(name)
+            cut = cut_embedding if isinstance(table, nn.Embedding) else cut_head
+            cut(table, self.place)
+        for name in self.summed:
+            module = self.model.get_submodule(name)
+            if self.place.rank:
+                self._without_bias(name, module)
+            module.register_forward_hook(SumOverRanks(self.place.group))
+        for name, by_expert in self.experts.items():
+            if by_expert:
+                self._map_experts(self.model.get_submodule(name))
+        for name, how in self.plan.items():
+            if how in SPLIT_INPUT and name in self.linears:
+                self._split_input(self.model.get_submodule(name))
+
+    def _without_bias(self, name: str, module: nn.Module) -> None:
+        if name in self.experts:
+            leaves = [] if self.experts[name] else ["down_proj_bias"]
+        else:
+            leaves = ["bias"] if name in self.linears else []
+        for leaf in leaves:
+            bias = module._parameters.get(leaf)
+            if bias is not None:
+                assign(self.model, (f"{name}.{leaf}",), torch.zeros_like(bias.data))
+
+    def _map_experts(self, module: nn.Module) -> None:
+        """Register the row of each expert in the weights of this rank."""
+        held = layers.num_experts_of(module)
+        # For classes of transformers, the expert behind the last is none; for ours, that before
+        # the first.
+        nowhere = -1 if isinstance(module, Experts | QuantizedExperts) else held
+        rows = torch.full((held * self.place.size,), nowhere, dtype=torch.int64)
+        first = self.place.rank * held
+        rows[first : first + held] = torch.arange(held)
+        module.register_buffer(EXPERT_MAP, rows.to(_device(module)), persistent=False)
+        module.register_forward_pre_hook(ExpertsOfRank(nowhere))
+
+    def _split_input(self, module: nn.Module) -> None:
+        assert isinstance(module, nn.Linear | QuantizedLinear)
+        columns = torch.arange(module.in_features) + self.place.rank * module.in_features
+        module.register_buffer(COLUMNS, columns.to(_device(module)), persistent=False)
+        module.register_forward_pre_hook(ColumnsOfRank())
+
+
+def _device(module: nn.Module) -> torch.device:
+    """Where a buffer of the module belongs; the CPU for one on meta, whose values are not read."""
+    device = next(module.parameters()).device
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def _fields(model: nn.Module) -> Mapping[str, JSONLike]:
+    """The fields of a model's config by their names in config.json."""
+    config: Any = getattr(model, "config", None)
+    fields: Mapping[str, JSONLike]
+    fields = config.to_dict() if hasattr(config, "to_dict") else getattr(config, "__dict__", {})
+    return fields
+
+
+def cut_parameters(model: nn.Module, cuts: dict[str, Cut]) -> None:
+    """Replace parameters by their parts, in memory of their own."""
+    for names in parameter_names(model):
+        if names[0] in cuts:
+            whole = tensor_of(model, names[0])
+            assign(model, names, cuts[names[0]].of(_plain(whole)))
+
+
+def _plain(parameter: Tensor) -> Tensor:
+    return parameter.data if isinstance(parameter, nn.Parameter) else parameter
+
+
+def refuse_divided(model: nn.Module) -> None:
+    """Raise ValueError if the parameters of a model are parts of others already."""
+    from torch.distributed.tensor import DTensor
+
+    name = next((name for name, x in model.named_parameters() if isinstance(x, DTensor)), None)
+    if name is not None:
+        raise ValueError(
+            f"{name} is a DTensor: the model is already divided (tp_plan of transformers or "
+            "parallelize_module). Compile it as it is, or load it whole for atomc.parallelize"
+        )
+    for name, module in model.named_modules():
+        if any(isinstance(hook, SumOverRanks) for hook in module._forward_hooks.values()):
+            raise ValueError(f"{name} is already divided: atomc.parallelize was called before")

@@ -1,0 +1,87 @@
+"""Whether a number of ranks divides a model, from its config.json: a model that does not is refused
+before anything is loaded.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from atomc.json_types import JSONLike
+from atomc.models.limits import NUM_EXPERTS
+
+# Fields whose values are divided, and what they count.
+HEADS, KV_HEADS = "num_attention_heads", "num_key_value_heads"
+WIDTH, EXPERT_WIDTHS = "intermediate_size", ("moe_intermediate_size",)
+SHARED_WIDTHS = ("shared_expert_intermediate_size",)
+MOST = 1024  # ranks that are tried for the sentence of what works
+
+
+def check(config: Mapping[str, JSONLike], size: int, *, ep: bool = False) -> None:
+    """Raise ValueError if a model of this config.json does not divide over so many ranks, with the
+    numbers that would work.
+
+    ep  experts by expert, not each by its width
+    """
+    text = config.get("text_config")
+    fields = {**config, **text} if isinstance(text, Mapping) else config
+    reason = next(_problems(fields, size, ep), None)
+    if reason is not None:
+        works = [str(n) for n in range(1, MOST + 1) if next(_problems(fields, n, ep), None) is None]
+        listed = ", ".join(works[:-1]) + f" and {works[-1]} do" if works[1:] else "only 1 does"
+        raise ValueError(f"{reason}; {listed}")
+
+
+def _count(fields: Mapping[str, JSONLike], *names: str) -> int | None:
+    """The first of these fields that is a positive integer."""
+    given = (fields.get(name) for name in names)
+    return next((value for value in given if isinstance(value, int) and value > 0), None)
+
+
+def _problems(fields: Mapping[str, JSONLike], size: int, ep: bool) -> Iterator[str]:
+    """Why so many ranks do not divide the model."""
+    heads = _count(fields, HEADS)
+    if heads is not None and heads % size:
+        yield f"{heads:,} heads ({HEADS}) do not divide by {size}"
+    of_keys = _count(fields, KV_HEADS)
+    if of_keys is not None and of_keys % size and size % of_keys:
+        yield f"{of_keys:,} heads of keys and values ({KV_HEADS}) do not divide by {size}"
+    experts = _count(fields, *NUM_EXPERTS)
+    if ep and experts is not None and experts % size:
+        yield f"{experts:,} experts do not divide by {size}"
+    block = _block_of_scales(fields)
+    for name in _widths(fields, ep):
+        width = _count(fields, name)
+        if width is None:
+            continue
+        if width % size:
+            yield f"{width:,} columns ({name}) do not divide by {size}"
+        elif width // size % block:
+            yield (
+                f"a cut of {width:,} columns ({name}) in {size} gives {width // size:,}, not a "
+                f"multiple of {block}, which share a scale: they do not divide by {size}"
+            )
+
+
+def _widths(fields: Mapping[str, JSONLike], ep: bool) -> tuple[str, ...]:
+    """The fields with widths of MLPs that are divided."""
+    names = (WIDTH, *SHARED_WIDTHS)
+    if ep and _count(fields, *EXPERT_WIDTHS) is None:
+        return SHARED_WIDTHS  # Mixtral's experts have the width of other models' MLPs
+    return names if ep else (*names, *EXPERT_WIDTHS)
+
+
+def _block_of_scales(fields: Mapping[str, JSONLike]) -> int:
+    """How many inputs or outputs of a linear layer share a scale, at least one."""
+    stored = fields.get("quantization_config")
+    if not isinstance(stored, Mapping):
+        return 1
+    blocks = stored.get("weight_block_size")
+    if isinstance(blocks, list) and blocks and isinstance(blocks[-1], int):
+        return max(1, blocks[-1])
+    if stored.get("quant_method") == "mxfp4":
+        return 32
+    group = stored.get("group_size")
+    groups = stored.get("config_groups")
+    if group is None and isinstance(groups, Mapping):
+        of_weights = [g.get("weights") for g in groups.values() if isinstance(g, Mapping)]
+        given = [w.get("group_size") for w in of_weights if isinstance(w, Mapping)]
+        group = next(iter(given), None)
+    return group if isinstance(group, int) and group > 0 else 1

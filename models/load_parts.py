@@ -1,0 +1,68 @@
+"""The plan of a load whose model is divided over ranks: of each stored tensor, the part that this
+rank reads.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from torch import nn
+
+from atomc.models.load_plan import Copy, Fill, LoadPlan, Quantize, QuantizeExperts
+from atomc.models.parameters import tensor_of
+from atomc.parallel.cut import Cut
+
+
+def part_of_plan(plan: LoadPlan, model: nn.Module, cuts: Mapping[str, Cut]) -> LoadPlan:
+    """The plan for a rank.
+
+    plan   for the whole model
+    model  on meta, whose parameters are cut
+    cuts   name of a parameter -> how it is cut
+    """
+
+    def parts(entries: Iterable[Fill | Copy]) -> list[Fill | Copy]:
+        found = (_part(entry, model, cuts.get(entry.names[0])) for entry in entries)
+        return [entry for entry in found if entry is not None]
+
+    entries = parts((*plan.fills, *plan.copies))
+    return replace(
+        plan,
+        fills=tuple(entry for entry in entries if isinstance(entry, Fill)),
+        copies=tuple(entry for entry in entries if isinstance(entry, Copy)),
+        quantized=tuple(
+            tuple(_part_to_quantize(entry, cuts) for entry in group) for group in plan.quantized
+        ),
+        experts=tuple(
+            QuantizeExperts(layer, tuple(parts(of_layer))) for layer, of_layer in plan.experts
+        ),
+    )
+
+
+def _part_to_quantize(entry: Quantize, cuts: Mapping[str, Cut]) -> Quantize:
+    return entry._replace(cut=cuts.get(f"{entry.layer}.weight"))
+
+
+def _part(entry: Fill | Copy, model: nn.Module, cut: Cut | None) -> Fill | Copy | None:
+    """The part of an entry; None for an expert of another rank, and for a tensor that describes a
+    whole one.
+    """
+    owner, _, leaf = entry.names[0].rpartition(".")
+    if not hasattr(model.get_submodule(owner), leaf):
+        return None
+    if cut is None:
+        return entry
+    local = tensor_of(model, entry.names[0])
+    if isinstance(entry, Fill):
+        return entry._replace(shape=tuple(local.shape), cut=cut)
+    if entry.part is None:
+        other_way_round = {0: 0, 1: 2, 2: 1}
+        return entry._replace(cut=replace(cut, dim=other_way_round[cut.dim]))
+    expert, first, end = entry.part
+    if cut.dim == 0:
+        row = expert - cut.index * len(local)
+        return entry._replace(part=(row, first, end)) if 0 <= row < len(local) else None
+    if cut.dim > 1:
+        return entry._replace(cut=replace(cut, dim=cut.dim - 1))
+    # Each stored projection is a segment of the stacked rows.
+    part = (expert, first // cut.parts, end // cut.parts)
+    return entry._replace(part=part, cut=Cut(0, cut.parts, cut.index))

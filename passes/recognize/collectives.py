@@ -1,0 +1,89 @@
+"""Replace the calls of torch.distributed and the waits for them by one op.
+
+x > all_reduce(sum) > wait_tensor    =>    all_reduce(x)
+
+x > all_gather_into_tensor > wait_tensor -+- [:rows] -------+- cat(-1)    =>    all_gather(x)
+                                          +- [rows:2*rows] -+
+                                          +- ...
+
+Processes are gathered along the first dimension: `cat` moves them to the last one. With one row, a
+view does.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.graph.canonical import call
+from atomc.rewriting.example import Example, OneOf, tensor_example
+from atomc.rewriting.matching.pattern import Index
+from atomc.rewriting.rewrite import Case, Rewrite
+
+functional = torch.ops._c10d_functional
+_GATHER = "_c10d_functional::all_gather_into_tensor"
+
+
+def _all_reduce(x: Tensor, group: str) -> Tensor:
+    summed: Tensor = functional.wait_tensor(functional.all_reduce(x, "sum", group))
+    return summed
+
+
+def _all_reduce_example() -> Example:
+    return {"x": tensor_example(3, 10), "group": "a group"}
+
+
+def _all_gather(x: Tensor, group: str, ranks: int, one_row: bool) -> Tensor:
+    found: Tensor = functional.wait_tensor(functional.all_gather_into_tensor(x, ranks, group))
+    if ranks == 1:
+        return found
+    if one_row:
+        return found.view(*x.shape[:-1], ranks * x.shape[-1])
+    rows = x.shape[0]
+    return torch.cat([found[i * rows : (i + 1) * rows] for i in range(ranks)], -1)
+
+
+def _all_gather_example(ranks: int, dims: int, one_row: bool) -> Example:
+    shape = (*((1,) * (dims - 1) if one_row else (3, 5)[: dims - 1]), 10)
+    return {
+        "x": tensor_example(*shape),
+        "group": "a group",
+        "ranks": OneOf(ranks),  # of this case
+        "one_row": one_row,
+    }
+
+
+def _cases(index: Index) -> Sequence[Case]:
+    found = {call(node).attrs["group_size"]: None for node in index[_GATHER]}
+    return [case for ranks in found if isinstance(ranks, int) for case in _cases_of(ranks)]
+
+
+@functools.cache
+def _cases_of(ranks: int) -> tuple[Case, ...]:
+    return tuple(
+        Case(
+            f"{ranks} processes, [{'B, ' * (dims == 3)}{'1' if one_row else 'T'}, D]",
+            {"ranks": ranks, "dims": dims, "one_row": one_row},
+        )
+        for dims in (2, 3)
+        for one_row in ((False, True) if ranks > 1 else (False,))
+    )
+
+
+ALL_REDUCE = Rewrite(
+    "all_reduce",
+    _all_reduce,
+    lambda x, group: ops.all_reduce(x, group),
+    _all_reduce_example,
+)
+ALL_GATHER = Rewrite(
+    "all_gather",
+    _all_gather,
+    lambda x, group, ranks, one_row: ops.all_gather(x, ranks, group),
+    _all_gather_example,
+    needs={_GATHER: {}},
+    cases=(),
+    cases_in=_cases,
+)

@@ -1,0 +1,171 @@
+"""Processes that hold a part of each model compute what one process computes, eager and compiled."""
+
+import multiprocessing
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+import tensor_parallel_ranks as ranks
+from tensor_parallel_ranks import Case, Result
+
+pytestmark = pytest.mark.xdist_group("tensor_parallel")
+BIASES = {"attention_bias": True, "mlp_bias": True}
+TIED, ONE_KEY_HEAD = {"tie_word_embeddings": True}, {"num_key_value_heads": 1}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LATENT = {
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+}
+BLOCKS = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 128, "num_key_value_heads": 4}
+# Per change; an eager case takes less than a tenth of a second.
+CASES = [
+    Case("llama", differs=BIASES | TIED, compiles=True),
+    Case("qwen3", "stock", compiles=True),
+    Case("qwen3"),
+    Case("llama", "stock", BIASES),
+    Case("llama", "stock", TIED),
+    Case("llama", differs=ONE_KEY_HEAD),
+    Case("llama", "transformers", ONE_KEY_HEAD),
+    Case("qwen3_moe", differs=MOE),
+    Case("qwen3_moe", differs=MOE, ep=True),
+    Case("qwen3_moe", "stock", MOE),
+    Case("qwen3_moe", "stock", MOE, ep=True),
+    Case("qwen3_moe", "transformers", MOE, ep=True),
+    Case("gpt_oss", differs=LOCAL),
+    Case("gpt_oss", differs=LOCAL, ep=True),
+    Case("gpt_oss", "stock", LOCAL, ep=True),
+    Case("phi3", "stock"),
+    Case("gpt_neox", "stock", {"num_key_value_heads": 4}),
+    Case("llama", differs=BLOCKS, scheme="fp8_block"),
+]
+SLOW = [
+    Case("llama", compiles=True),
+    Case("qwen3", compiles=True),
+    Case("llama", "transformers", compiles=True),
+    Case("qwen3_moe", differs=MOE, compiles=True),
+    Case("qwen3_moe", differs=MOE, ep=True, compiles=True),
+    Case("mixtral", differs=LOCAL),
+    Case("gpt_oss", differs=LOCAL, compiles=True),
+    Case("deepseek_v3", differs=LATENT, compiles=True),
+    Case("deepseek_v3", "stock", LATENT),
+    Case("gemma3_text", "stock", {"num_hidden_layers": 2}),
+    Case("olmoe", "stock", LOCAL | {"num_experts": 4}),
+    Case("llama", differs=BLOCKS, scheme="fp8_block", compiles=True),
+]
+FOUR = [
+    Case("llama", differs=BIASES, compiles=True),  # 2 heads of keys
+    Case("llama", "stock"),
+    Case("qwen3", "transformers", ONE_KEY_HEAD),
+    Case("qwen3_moe", differs=MOE),
+    Case("qwen3_moe", differs=MOE, ep=True),
+    Case("gpt_oss", differs=LOCAL, ep=True),
+]
+
+
+class Runs:
+    """What processes wrote for groups of cases, which run when the first of them is read."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    @cache  # noqa: B019 - lives as long as the module's tests
+    def of(self, name: str) -> Path:
+        cases, size = GROUPS[name]
+        folder = self.folder / name
+        folder.mkdir()
+        context = multiprocessing.get_context("spawn")
+        processes = [
+            context.Process(target=ranks.run, args=(rank, size, folder, cases), daemon=True)
+            for rank in range(size)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(timeout=600)
+            process.kill()  # if it still waits for another one
+        return folder
+
+
+GROUPS = {"two": (CASES, 2), "two, slow": (SLOW, 2), "four": (FOUR, 4)}
+ALL = [
+    pytest.param(name, case, id=f"{name}: {case}", marks=[pytest.mark.slow] * (name != "two"))
+    for name, (cases, _) in GROUPS.items()
+    for case in cases
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("tensor_parallel"))
+
+
+def read(runs: Runs, group: str, case: Case) -> list[Result]:
+    """The results of each rank."""
+    cases, size = GROUPS[group]
+    found = []
+    for rank in range(size):
+        path = runs.of(group) / f"{cases.index(case)}-{rank}.pt"
+        assert path.exists(), "the process ended before this case, or still runs it"
+        result = torch.load(path)
+        assert not isinstance(result, str), result
+        found.append(Result(*result))
+    return found
+
+
+def error(given: Tensor, expected: Tensor) -> float:
+    return float((given - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize(("group", "case"), ALL)
+def test_ranks_compute_what_one_process_computes(group: str, case: Case, runs: Runs) -> None:
+    results = read(runs, group, case)
+    model = ranks.whole(case)
+    expected = ranks.logits(model)
+    # Activations are rounded to fp8 once more where sums differ in the last bit.
+    tolerance = 2e-2 if case.scheme else 1e-4
+    for result in results:
+        assert error(result.eager, expected) < tolerance
+        assert result.eager.equal(results[0].eager)
+        if result.compiled is not None:
+            assert error(result.compiled, expected) < tolerance
+            assert result.compiled.equal(results[0].compiled)
+        assert result.num_ops == results[0].num_ops
+
+
+@pytest.mark.parametrize(("group", "case"), [p for p in ALL if p.values[1].compiles])
+def test_each_sum_joins_the_norm_behind_it(group: str, case: Case, runs: Runs) -> None:
+    """2L + 1 sums: of attention and MLP of each layer, and of the embedding."""
+    [ops, *_] = (result.num_ops for result in read(runs, group, case))
+    if case.model_type == "deepseek_v3":  # a shared expert beside the others: two sums to one norm
+        return
+    # A class of transformers gives experts' results another shape before it adds them.
+    assert ops.get("all_reduce", 0) == 0 and ops.get("add_rms_norm", 0) == 0
+    assert ops["allreduce_add_rms_norm"] == 2 * ranks.TINY["num_hidden_layers"]
+    assert ops["allreduce_rms_norm"] == ops["all_gather"] == 1
+
+
+@pytest.mark.parametrize(("group", "case"), ALL)
+def test_a_rank_holds_its_share_of_what_is_divided(group: str, case: Case, runs: Runs) -> None:
+    """Weights of at least two dimensions, but for routers, latents, and heads of keys that several
+    ranks hold.
+    """
+    size = GROUPS[group][1]
+    whole = sum(weight.numel() for weight in ranks.whole(case).parameters())
+    shares = [result.held / whole for result in read(runs, group, case)]
+    assert len(set(shares)) == 1 and 1 / size < shares[0] < 1 / size + 0.2

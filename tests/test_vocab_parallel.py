@@ -1,0 +1,115 @@
+"""Embeddings and heads cut by vocabulary compute what the whole ones do, on each process."""
+
+import copy
+import multiprocessing
+from pathlib import Path
+
+import pytest
+import torch
+import vocab_ranks
+from fake_group import fake_group
+from torch import nn
+from vocab_model import IDS, Decoder
+from vocab_ranks import CASES, COMPILED, RANKS
+
+from atomc.parallel.group import TensorParallel
+from atomc.parallel.vocab import cut_embedding, cut_head, own_ids, own_rows, rows_of_rank
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What both processes wrote."""
+    made = tmp_path_factory.mktemp("ranks")
+    context = multiprocessing.get_context("spawn")
+    ranks = [
+        context.Process(target=vocab_ranks.run, args=(rank, made), daemon=True)
+        for rank in range(RANKS)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(timeout=240)
+        process.kill()  # if it still waits for the other one
+    return made
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_two_processes_compute_the_logits_of_one(case, folder):
+    size, tied = case
+    whole = Decoder(size, tied)(IDS % size)
+    found = [torch.load(folder / f"{CASES.index(case)}-{rank}.pt") for rank in range(RANKS)]
+    for out in found:
+        assert not isinstance(out, str), out
+        for logits in out["logits"]:
+            torch.testing.assert_close(logits, whole)
+    first, second = found
+    assert torch.equal(first["logits"][-1], second["logits"][-1]) and first["ops"] == second["ops"]
+    if case in COMPILED:
+        assert first["ops"].items() >= {"allreduce_rms_norm": 1, "all_gather": 1}.items()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("size", [12, 11, 10])
+def test_every_id_is_held_once_and_the_last_rows_are_zeros(size, ranks):
+    weight = torch.arange(1, size + 1.0)[:, None]
+    parts = [own_rows(weight, TensorParallel(rank, ranks, "")) for rank in range(ranks)]
+    assert {len(part) for part in parts} == {rows_of_rank(size, ranks)}
+    joined = torch.cat(parts)
+    assert torch.equal(joined[:size], weight) and not joined[size:].any()
+    ids = [i for rank in range(ranks) for i in own_ids(size, TensorParallel(rank, ranks, ""))]
+    assert ids == list(range(size))
+
+
+def test_a_process_without_an_id_is_refused():
+    with pytest.raises(ValueError, match="a vocabulary of 9 cannot be cut over 4 processes"):
+        rows_of_rank(9, 4)
+    with pytest.raises(ValueError, match="without max_norm"):
+        cut_embedding(nn.Embedding(8, 4, max_norm=1.0), TensorParallel(0, 2, ""))
+    with pytest.raises(ValueError, match=r"expected an nn\.Linear"):
+        cut_head(nn.Conv1d(4, 8, 1), TensorParallel(0, 2, ""))
+
+
+def cut(rank: int, model: nn.Module) -> nn.Module:
+    tp = TensorParallel(rank, 2, fake_group(2))
+    cut_embedding(model.embed, tp)
+    cut_head(model.head, tp)
+    return model
+
+
+def test_ranks_differ_in_parameters_and_buffers_only():
+    texts = []
+    for rank in (0, 1):
+        model = cut(rank, Decoder(67, False))
+        assert not {"rank", "tp"} & {name for m in model.modules() for name in vars(m)}
+        ignored = {id(p) for p in (*model.parameters(), *model.buffers())}
+        texts.append(
+            [
+                sorted(
+                    (k, repr(v)) for k, v in vars(m).items() if id(v) not in ignored and k[0] != "_"
+                )
+                for m in model.modules()
+            ]
+        )
+        assert model.embed.first_id.item() == 34 * rank
+    assert texts[0] == texts[1]
+
+
+def test_a_class_that_scales_its_lookup_scales_the_rows_of_its_process():
+    class Scaled(nn.Embedding):
+        def forward(self, input):
+            return super().forward(input) * 3
+
+    whole = Scaled(10, 4)
+    part = copy.deepcopy(whole)
+    cut_embedding(part, TensorParallel(1, 2, fake_group(2)))
+    ids = torch.tensor([0, 4, 5, 9], dtype=torch.int32)
+    expected = whole(ids) * torch.tensor([0, 0, 1, 1])[:, None]
+    assert torch.equal(part(ids), expected) and part.num_embeddings == 10
+    assert torch.equal(copy.deepcopy(part)(ids), expected)
+
+
+def test_a_model_on_meta_is_cut_and_keeps_its_first_id():
+    with torch.device("meta"):
+        model = cut(1, Decoder(67, True))
+    assert model.head.weight is model.embed.weight and model.embed.weight.shape[0] == 34
+    assert model.embed.first_id.item() == 34
