@@ -26,6 +26,7 @@ from atomc.models.execute_plan import execute
 from atomc.models.limits import Stored, check_layers, check_memory, check_stored
 from atomc.models.load_plan import LoadPlan, first_names, plan_load
 from atomc.models.parameters import allocate_buffers, fill_randomly, parameter_names
+from atomc.parallel.group import TensorParallel
 from atomc.quantization import apply, checkpoints
 from atomc.quantization.apply import Methods
 from atomc.quantization.config import QuantizationConfig, Request, decide, stored_config
@@ -49,6 +50,7 @@ def load(
     draft_layer: bool = False,
     mmap: bool = True,
     progress: bool = True,
+    tp: TensorParallel | None = None,
 ) -> nn.Module:
     """The model in directory `path`, ready for inference: eval mode, no gradients.
 
