@@ -100,6 +100,10 @@ class Executor(Protocol):
     limits: Limits
 
     @property
+    def pids(self) -> Mapping[int, int]:
+        """The process of each other rank."""
+
+    @property
     def pools(self) -> bool:
         """Whether pooling steps can be launched: their program is compiled."""
 

@@ -1,7 +1,7 @@
 """Worker: the Executor in this process. Owns the model, caches and state of running requests."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -381,6 +381,10 @@ class Worker:
         assert self._hidden is not None, "prepare_pooling was not called"
         self.outputs.pool(outputs, self.runner.hidden(self._hidden, step))
         return LaunchedStep(self, outputs)
+
+    @property
+    def pids(self) -> Mapping[int, int]:
+        return {}
 
     @property
     def pools(self) -> bool:

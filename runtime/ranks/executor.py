@@ -1,7 +1,7 @@
 """RankExecutor: the Executor of a model on several ranks."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -102,8 +102,7 @@ class RankExecutor:
         self.pools = False
 
     @property
-    def pids(self) -> dict[int, int]:
-        """The process of each other rank."""
+    def pids(self) -> Mapping[int, int]:
         return self._monitor.pids
 
     def warm_up(self) -> None:

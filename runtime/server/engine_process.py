@@ -171,6 +171,7 @@ class EngineLoop:
                 num_sequences=stats.kv_tokens // self.engine.max_len,
                 phases=self.engine.phases,
                 threads=str(self.engine.threads or ""),
+                ranks=dict(self.engine.executor.pids),
             )
         )
         while True:
