@@ -20,8 +20,8 @@ def _option(default: T, text: str) -> T:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Settings for one model on one device. Field metadata has the help text. Raises ValueError for
-    values out of range.
+    """Settings for one model on its devices. Field metadata has the help text. Raises
+    ValueError for values out of range.
     """
 
     model: str | None = _option(
@@ -62,6 +62,16 @@ class EngineConfig:
     )
     num_blocks: int | None = _option(
         None, "size of the KV cache in blocks, instead of a share of the memory"
+    )
+    tp: int = _option(
+        1,
+        "number of processes (ranks) among which the weights are split: tensor parallelism, over "
+        "as many GPUs",
+    )
+    step_timeout: float | None = _option(
+        None,
+        "with --tp: maximum duration of a step in seconds, after which its ranks are ended; "
+        "default: 8 on a GPU, 120 on a CPU",
     )
     threads: int | None = _option(
         None,
@@ -157,10 +167,13 @@ class EngineConfig:
             "max_image_patches",
             "ngram_min",
             "threads",
+            "tp",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}, it must be at least 1")
+        if self.step_timeout is not None and self.step_timeout <= 0:
+            raise ValueError(f"step_timeout is {self.step_timeout}, it must be positive")
         if self.grammar_seconds <= 0:
             raise ValueError(f"grammar_seconds is {self.grammar_seconds}, it must be positive")
         if self.quantization_ignore and self.quantization is None:

@@ -3,8 +3,9 @@
 import logging
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -14,6 +15,7 @@ from atomc.runtime.executor import Executor, Launched, Result
 from atomc.runtime.grammar_compiler import GrammarCompiler, GrammarMatcher
 from atomc.runtime.phases import Phases, gc_disabled
 from atomc.runtime.prompt_image import PromptImage
+from atomc.runtime.ranks.rank_failed import RankFailed
 from atomc.runtime.request import Output, Pooling, Request
 from atomc.runtime.request_errors import RequestError, RequestErrors, RequestFailed, is_recoverable
 from atomc.runtime.sampling.logprobs import TokenLogprobs
@@ -26,6 +28,9 @@ from atomc.runtime.step import ScheduledStep
 from atomc.runtime.structured_outputs import StructuredOutputs, accept_tokens
 from atomc.runtime.worker import Worker
 from atomc.torch_compat.exceptions import out_of_memory
+
+if TYPE_CHECKING:  # needs pyzmq
+    from atomc.runtime.ranks.executor import RankExecutor
 
 __all__ = [
     "PHASES",
@@ -68,7 +73,8 @@ class _StepInFlight:
 
 
 class Engine:
-    """One model on one device. Not thread-safe; the caller calls `step` in a loop.
+    """One model, on one device or on one of each rank. Not thread-safe; the caller calls `step` in
+    a loop.
 
     module     used instead of config.model: one of ours, a stock transformers model (its attention
                is replaced in place, see wrap_stock), or any module called as
@@ -76,6 +82,8 @@ class Engine:
                a vision encoder as in atomc.runtime.image_model
     progress   show progress bars during the start
     spare_cores   CPU cores left to other processes, if there are more than two
+    on_rank_failure   called in another thread if a rank fails and this thread does not return to
+                      `step` soon, with config.tp above 1
 
     On a CPU, sets torch's number of threads for the whole process to config.threads; `threads` says
     why this many.
@@ -85,7 +93,8 @@ class Engine:
 
     An error of a single request (admission, scheduling, sampling, reading, pooling) ends that
     request with an Output that has the error; the tokens of other requests do not change. An error
-    of a whole step or of the device is raised by `step`.
+    of a whole step or of the device is raised by `step`. So is RankFailed, after which the engine
+    can only be closed: see atomc.runtime.ranks.
 
     program.report   what the compiler did
     phases           seconds of each phase of the start
@@ -103,6 +112,7 @@ class Engine:
         module: nn.Module | None = None,
         progress: bool = True,
         spare_cores: int = 0,
+        on_rank_failure: Callable[[RankFailed], None] | None = None,
     ) -> None:
         self.config = config
         self.host_ms = 0.0
@@ -118,7 +128,7 @@ class Engine:
         phases = Phases(PHASES, progress=progress)
         self.phases = phases.seconds
         try:
-            self._start(phases, module, progress, spare_cores)
+            self._start(phases, module, progress, spare_cores, on_rank_failure)
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
@@ -127,11 +137,50 @@ class Engine:
             phases.close()
 
     def _start(
-        self, phases: Phases, module: nn.Module | None, progress: bool, spare_cores: int
+        self,
+        phases: Phases,
+        module: nn.Module | None,
+        progress: bool,
+        spare_cores: int,
+        on_rank_failure: Callable[[RankFailed], None] | None,
     ) -> None:
+        if self.config.tp == 1:
+            worker = Worker(
+                self.config, phases, module=module, progress=progress, spare_cores=spare_cores
+            )
+            self._serve_with(worker, worker, phases)
+            return
+        if module is not None:
+            raise ValueError(
+                f"tp is {self.config.tp}, but the model is a module of this process, which other "
+                "processes cannot build: pass a checkpoint, or run the program under torchrun and "
+                "cut the module with atomc.parallelize"
+            )
+        try:
+            from atomc.runtime.ranks.executor import RankExecutor
+        except ImportError as error:
+            raise ImportError(
+                f"tp={self.config.tp} needs {error.name}: pip install 'atomc[serve]'"
+            ) from error
+        executor = RankExecutor(
+            self.config,
+            phases,
+            progress=progress,
+            spare_cores=spare_cores,
+            on_failure=on_rank_failure,
+        )
+        try:
+            self._serve_with(executor, executor.worker, phases)
+        except BaseException:  # Ctrl-C too: no process may remain
+            executor.close()
+            raise
+
+    def _serve_with(
+        self, executor: "Worker | RankExecutor", worker: Worker, phases: Phases
+    ) -> None:
+        """Create the scheduler for this executor, and warm up. worker: of this process."""
         config = self.config
-        worker = Worker(config, phases, module=module, progress=progress, spare_cores=spare_cores)
-        self.executor: Executor = worker
+        self.executor: Executor = executor
         self.module, self.program, self.threads = worker.module, worker.program, worker.threads
         loaded = worker.loaded
         self.tokenizer, self.eos_ids, self.vocab_size = (
@@ -171,8 +220,9 @@ class Engine:
             self.max_len,
         )
         with phases.phase("warm up"), gc_disabled():
-            worker.warm_up()
+            executor.warm_up()
             self._warm_up()
+        executor.ready()
 
     def _out_of_memory_message(self) -> str:
         """What to change after running out of memory during the start."""
@@ -536,6 +586,14 @@ class Engine:
             snapshots_held=held.num_cached if (held := self.scheduler.snapshots) else 0,
             **vars(done),
         )
+
+    def raise_failure(self) -> None:
+        """Raise RankFailed if another rank has failed."""
+        self.executor.raise_failure()
+
+    def close(self) -> None:
+        """End the processes of other ranks, if there are any. The engine cannot be used then."""
+        self.executor.close()
 
     def check(self) -> None:
         """Assert the invariants between two calls."""

@@ -1,7 +1,7 @@
 """What the engine needs of whatever runs its steps.
 
-`atomc.runtime.worker.Worker` runs them in this process. Another executor may send them elsewhere: a
-step is plain data (atomc.runtime.step), and so is a Result.
+`atomc.runtime.worker.Worker` runs them in this process, `atomc.runtime.ranks.executor.RankExecutor`
+in several: a step is plain data (atomc.runtime.step), and so is a Result.
 """
 
 from collections.abc import Mapping, Sequence
@@ -100,6 +100,10 @@ class Executor(Protocol):
     limits: Limits
 
     @property
+    def pids(self) -> Mapping[int, int]:
+        """The process of each other rank."""
+
+    @property
     def pools(self) -> bool:
         """Whether pooling steps can be launched: their program is compiled."""
 
@@ -113,6 +117,12 @@ class Executor(Protocol):
         Raises ValueError for a model whose head is not known.
         """
 
+    def ready(self) -> None:
+        """The start is over: from now on, no step compiles anything."""
+
+    def raise_failure(self) -> None:
+        """Raise RankFailed if another process of the executor has failed."""
+
     def check(self) -> None:
         """Raise RunError if the weights of a user's module were replaced."""
 
@@ -120,3 +130,6 @@ class Executor(Protocol):
         """Since the start, or since `forget_counts`."""
 
     def forget_counts(self) -> None: ...
+
+    def close(self) -> None:
+        """End the other processes of the executor, if it has any."""

@@ -95,6 +95,7 @@ class StepGraphs:
     """One CUDA graph per shape; `call(shape)` runs the step in the static input tensors.
 
     budget           maximum bytes of all graphs; further shapes are not captured, with a note
+    agree            the memory left in the budget of all processes that capture the same graphs
     kernels_loaded   all kernels of these steps are compiled and loaded: only the first shape is run
                      before it is captured
     """
@@ -107,6 +108,7 @@ class StepGraphs:
         device: torch.device,
         *,
         budget: int | None = None,
+        agree: Callable[[int], int] = lambda left: left,
         kernels_loaded: bool = False,
         progress: bool = True,
     ):
@@ -117,7 +119,7 @@ class StepGraphs:
         for shape in tqdm(
             shapes, desc="capturing", unit="graph", disable=None if progress else True
         ):
-            if budget is not None and self.bytes >= budget:
+            if budget is not None and agree(budget - self.bytes) <= 0:
                 left_out.append(shape)
                 continue
             with torch.no_grad():

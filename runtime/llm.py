@@ -40,7 +40,7 @@ Prompt = str | Sequence[int] | ImagePrompt
 
 
 class LLM:
-    """One model in this process, on one device; not thread-safe.
+    """One model in this process, on one device, or with tp=N in N processes; not thread-safe.
 
     model      a checkpoint directory, a module (see Engine), or None: atomc's demo model
     dtype, device, options   also as torch.dtype, torch.device and atomc.Options
@@ -52,8 +52,11 @@ class LLM:
     the start, and `tokens_per_second` the throughput of the last `generate` or `stream`, over all
     its requests.
 
+    With tp=N this process is one of N ranks and starts the others. They end with it, with `close`,
+    and at the end of `with LLM(...) as llm`.
+
     Raises what Engine raises. Generating raises RunError if a module's weights were replaced after
-    construction.
+    construction, and RankFailed if a rank died or hung.
     """
 
     def __init__(
@@ -83,6 +86,16 @@ class LLM:
         self._request_errors = RequestErrors()
         self._folder = None if module is not None else config_folder(config)
         self._chat_prompts: ChatPrompts | None = None
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the processes of other ranks, if there are any. The LLM cannot be used then."""
+        self.engine.close()
 
     def generate(
         self,

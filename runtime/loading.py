@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from atomc.parallel.group import TensorParallel
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.detokenizer import load_tokenizer
 from atomc.runtime.generation_config import eos_token_ids
@@ -31,9 +32,14 @@ class LoadedModel:
 
 
 def load(
-    config: EngineConfig, module: nn.Module | None = None, *, progress: bool = True
+    config: EngineConfig,
+    module: nn.Module | None = None,
+    *,
+    progress: bool = True,
+    tp: TensorParallel | None = None,
 ) -> LoadedModel:
-    """Loads the config's checkpoint, or uses `module` instead.
+    """Loads the config's checkpoint, or the parts of it that belong to this rank, or uses `module`
+    instead.
 
     Raises ValueError for inconsistent settings, FileNotFoundError for an incomplete checkpoint,
     ImportError if the tokenizer needs a library that is not installed.
@@ -65,6 +71,7 @@ def load(
         quantization=_quantization(config),
         draft_layer=config.speculative == "mtp",
         progress=progress,
+        tp=tp,
     )
     return _loaded_model(
         model,

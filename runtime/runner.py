@@ -1,7 +1,7 @@
 """Model runner: owns the caches and input tensors, and runs steps on them."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -95,11 +95,12 @@ class Runner:
         shapes: Sequence[StepShape],
         *,
         budget: int | None = None,
+        agree: Callable[[int], int] = lambda left: left,
         kernels_loaded: bool = False,
         progress: bool = True,
     ) -> None:
         """Capture CUDA graphs of these shapes; on a CPU, and if an op synchronizes, do nothing.
-        budget, kernels_loaded: as in StepGraphs.
+        budget, agree, kernels_loaded: as in StepGraphs.
         """
         if self.program.device.type != "cuda":
             return
@@ -117,6 +118,7 @@ class Runner:
             self.program.report,
             self.program.device,
             budget=budget,
+            agree=agree,
             kernels_loaded=kernels_loaded,
             progress=progress,
         )
@@ -127,6 +129,7 @@ class Runner:
                 self.draft.program.report,
                 self.program.device,
                 budget=None if budget is None else budget - self.graphs.bytes,
+                agree=agree,
                 kernels_loaded=kernels_loaded,
                 progress=progress,
             )

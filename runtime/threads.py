@@ -19,21 +19,24 @@ class Threads:
         return f"{self.count} thread{'s' if self.count > 1 else ''}: {self.why}"
 
 
-def choose(asked: int | None, *, spare: int = 0) -> Threads:
+def choose(asked: int | None, *, spare: int = 0, ranks: int = 1) -> Threads:
     """The requested number, else OMP_NUM_THREADS, else one per physical core that the process may
     use.
 
     spare   number of cores to leave to other processes, if there are more than two
+    ranks   number of processes that each run with so many threads
     """
     if asked is not None:
         return Threads(asked, "as threads says")
     if (given := openmp_threads()) is not None:
         return Threads(given, "as OMP_NUM_THREADS says; threads changes it")
     cores = usable_cores()
-    count = max(cores - spare, 2) if cores > 2 else cores
+    used = max(cores - spare, 2) if cores > 2 else cores
+    count = max(used // ranks, 1)
     if torch.get_num_threads() < count:
         return Threads(torch.get_num_threads(), "as torch is set; threads changes it")
-    left = f", less {cores - count} for the front process" if count < cores else ""
+    left = f", less {cores - used} for the front process" if used < cores else ""
+    left += f", shared by {ranks} ranks" if ranks > 1 else ""
     shared = ", and 1 suits a machine that others use too" if count > 1 else ""
     return Threads(
         count, f"physical cores that this process may use{left}; threads changes it{shared}"

@@ -1,7 +1,7 @@
 """Worker: the Executor in this process. Owns the model, caches and state of running requests."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -12,6 +12,7 @@ from atomc.models.stock import StockModel
 from atomc.ops.inputs import TEXT
 from atomc.ops.state import StateSpec, block_size_of, groups_of
 from atomc.options import Options
+from atomc.parallel.group import TensorParallel
 from atomc.program import Program, compile_model
 from atomc.report.report import Report
 from atomc.runtime import self_check
@@ -27,6 +28,7 @@ from atomc.runtime.image_limits import ImageLimits
 from atomc.runtime.image_model import ImageModel
 from atomc.runtime.loading import LoadedModel, load
 from atomc.runtime.phases import Phases, gc_disabled
+from atomc.runtime.ranks.agreement import minimum, smallest
 from atomc.runtime.runner import Runner
 from atomc.runtime.sampling.output_processor import OutputProcessor, StepOutputs
 from atomc.runtime.sampling.sample_spec import SampleSpec
@@ -49,6 +51,7 @@ class Worker:
     """Executes steps of one model on one device. Call `warm_up` once, before the first step.
 
     module, spare_cores   as in Engine
+    tp                    this worker is one of the ranks of the model
     phases                receives "load", "compile" and "allocate"
 
     Raises what Engine raises, and RuntimeError if memory runs out.
@@ -62,8 +65,9 @@ class Worker:
         module: nn.Module | None = None,
         progress: bool = True,
         spare_cores: int = 0,
+        tp: TensorParallel | None = None,
     ) -> None:
-        self.config = config
+        self.config, self.tp = config, tp
         self.progress = progress
         self.threads: Threads | None = None
         self._owns_weights = module is None  # the owner of a given module may change its weights
@@ -72,7 +76,7 @@ class Worker:
         self._kernels = StepKernels(config)
         try:
             with phases.phase("load"):
-                self.loaded = load(config, module, progress=progress)
+                self.loaded = load(config, module, progress=progress, tp=tp)
                 self.module = self.loaded.module
                 # Before compilation: CPU code is specialized to the number of threads.
                 self._set_threads(spare_cores)
@@ -153,7 +157,9 @@ class Worker:
     def _set_threads(self, spare_cores: int) -> None:
         if next(self.module.parameters()).device.type != "cpu":
             return
-        self.threads = choose(self.config.threads, spare=spare_cores)
+        self.threads = choose(
+            self.config.threads, spare=spare_cores, ranks=self.tp.size if self.tp else 1
+        )
         use(self.threads)
         log.info("%s", self.threads)
 
@@ -178,13 +184,17 @@ class Worker:
         sized = config.kv_bytes is not None or config.num_blocks is not None
         fixed = next((spec for spec in specs if not spec.can_roll_back), None)
         rewinds = fixed is not None and config.speculative_tokens > 0
-        size = self._capacity(
-            max_num_seqs,
-            max_num_batched_tokens,
-            loaded.max_len,
-            sized=sized,
-            rewinds=rewinds,
-            shares=not no_prefix_cache,
+        size = smallest(
+            self._capacity(
+                max_num_seqs,
+                max_num_batched_tokens,
+                loaded.max_len,
+                sized=sized,
+                rewinds=rewinds,
+                shares=not no_prefix_cache,
+            ),
+            self.tp,
+            device,
         )
         rows = None if fixed is None else StateRows(max_num_seqs, rewinds, size.snapshots)
         if fixed is not None and not (no_prefix_cache or size.snapshots):
@@ -264,6 +274,7 @@ class Worker:
                 device,
                 config.gpu_memory_utilization,
                 self._activations(max_num_seqs, max_num_batched_tokens, longest),
+                ranks=self.tp.size if self.tp else 1,
             ),
             image_bytes=self._image_bytes(max_num_batched_tokens),
             max_num_seqs=max_num_seqs,
@@ -346,9 +357,16 @@ class Worker:
         self.runner.capture(
             shapes,
             budget=budget,
+            agree=lambda left: minimum([left], self.tp, device)[0],
             kernels_loaded=self._kernels.kernels_loaded,
             progress=self.progress,
         )
+
+    def ready(self) -> None:
+        """Nothing changes: no other process waits for this one."""
+
+    def raise_failure(self) -> None:
+        """There are no other processes."""
 
     def launch(self, step: ScheduledStep) -> "LaunchedStep":
         states = self.slots.update(step)
@@ -363,6 +381,10 @@ class Worker:
         assert self._hidden is not None, "prepare_pooling was not called"
         self.outputs.pool(outputs, self.runner.hidden(self._hidden, step))
         return LaunchedStep(self, outputs)
+
+    @property
+    def pids(self) -> Mapping[int, int]:
+        return {}
 
     @property
     def pools(self) -> bool:
@@ -398,6 +420,9 @@ class Worker:
         self.runner.forget_counts()
         for program in self._programs:
             program.forget_expert_load()
+
+    def close(self) -> None:
+        """There are no other processes."""
 
     @property
     def _programs(self) -> list[Program]:

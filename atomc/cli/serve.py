@@ -30,6 +30,8 @@ GROUPS = {
     "scheduling_policy": "memory and batching",
     "enforce_eager": "memory and batching",
     "threads": "memory and batching",
+    "tp": "several devices",
+    "step_timeout": "several devices",
     "image_cache_bytes": "memory and batching",
     "image_queue_bytes": "memory and batching",
     "max_image_patches": "memory and batching",

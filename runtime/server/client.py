@@ -84,9 +84,10 @@ class EngineProcess:
         # mkdtemp creates a directory that only this user can access.
         self.folder = Path(tempfile.mkdtemp(prefix="atomc-"))
         self.address = f"ipc://{self.folder / 'engine'}"
+        self._failure_file = self.folder / "failure"
         self.process: BaseProcess = get_context("spawn").Process(
             target=run_engine_process,
-            args=(config, self.address, progress),
+            args=(config, self.address, self._failure_file, progress),
             name="atomc engine",
             daemon=True,
         )
@@ -97,6 +98,13 @@ class EngineProcess:
         self.process.join(timeout)
         self.kill()
         self.process.join()
+
+    @property
+    def failure(self) -> str | None:
+        """Why the process has ended, if it could not send the reason."""
+        with contextlib.suppress(FileNotFoundError):
+            return self._failure_file.read_text()
+        return None
 
     def kill(self) -> None:
         """Kills the process if it still runs; does not wait."""
@@ -346,10 +354,9 @@ class EngineClient:
                 if exitcode == -signal.SIGKILL
                 else ""
             )
-            self._started.set_exception(
-                EngineFailed(f"the engine's process {how} while it started{why}", False)
-            )
-        self._mark_dead(EngineDead(f"the engine's process {how}"))
+            message = engine.failure or f"the engine's process {how} while it started{why}"
+            self._started.set_exception(EngineFailed(message, False))
+        self._mark_dead(EngineDead(engine.failure or f"the engine's process {how}"))
 
     def _mark_dead(self, why: EngineDead) -> None:
         if self.dead is None:

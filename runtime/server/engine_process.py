@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
@@ -16,8 +16,10 @@ import msgspec
 import zmq
 from tqdm import tqdm
 
+from atomc.atomic_file import write_atomically
 from atomc.options import let_openmp_sleep
 from atomc.runtime.config import EngineConfig
+from atomc.runtime.ranks.rank_failed import RankFailed
 from atomc.runtime.request_errors import is_panic
 from atomc.runtime.server import messages
 from atomc.runtime.server.compile_queue import CompileQueue, CompileUnavailable
@@ -29,14 +31,18 @@ if TYPE_CHECKING:
 log = logging.getLogger("atomc.engine")
 LINGER_MS = 2000
 COMMANDS_SECONDS = 0.005
-# How often an idle engine polls for finished compiles.
-POLL_COMPILE_MS = 5
+# How often an idle engine polls for finished compiles, and for failures of other ranks.
+POLL_COMPILE_MS, POLL_RANKS_MS = 5, 250
 FRONTEND_CORES = 1  # cores left to the frontend process
 
 
-def run_engine_process(config: EngineConfig, address: str, progress: bool) -> None:
+def run_engine_process(
+    config: EngineConfig, address: str, failure_file: Path, progress: bool
+) -> None:
     """The entry point of the process: starts an engine, serves the frontend at `address`, and exits
     with the frontend.
+
+    failure_file   gets the reason if a rank fails and the engine's thread cannot send it
     """
     # Ctrl-C reaches all processes of the terminal, and SIGTERM all processes of a service; the
     # frontend handles them.
@@ -54,7 +60,7 @@ def run_engine_process(config: EngineConfig, address: str, progress: bool) -> No
     socket.linger = LINGER_MS
     socket.connect(address)
     try:
-        failed = _serve(config, socket, progress)
+        failed = _serve(config, socket, failure_file, progress)
     finally:
         socket.close()
         socket.context.term()
@@ -63,22 +69,33 @@ def run_engine_process(config: EngineConfig, address: str, progress: bool) -> No
         os._exit(1)
 
 
-def _serve(config: EngineConfig, socket: "zmq.Socket[bytes]", progress: bool) -> bool:
+def _serve(
+    config: EngineConfig, socket: "zmq.Socket[bytes]", failure_file: Path, progress: bool
+) -> bool:
     """Run the engine loop. Returns False after Stop; True if it failed, after reporting the error
     to the frontend.
     """
+
+    def exit_with(failure: RankFailed) -> None:
+        write_atomically(failure_file, str(failure).encode())
+        os._exit(1)
+
     try:
-        loop = EngineLoop(create_engine(config, progress), socket)
-        loop.run()
+        engine = create_engine(config, progress, exit_with)
+        try:
+            EngineLoop(engine, socket).run()
+        finally:
+            engine.close()
     except BaseException as error:  # every error must be reported to the frontend
         if not isinstance(error, Exception) and not is_panic(error):
             raise
         message = _user_error_message(error)
+        by_user = message is not None
+        if isinstance(error, RankFailed):  # which is in the log
+            message, by_user = str(error), error.by_user
         if message is None:
             log.exception("the engine failed")
-        failed = Failed(
-            message or f"the engine failed: {type(error).__name__}", by_user=message is not None
-        )
+        failed = Failed(message or f"the engine failed: {type(error).__name__}", by_user)
         socket.send(msgspec.msgpack.encode(failed))
         return True
     return False
@@ -110,7 +127,9 @@ def _user_error_message(error: BaseException) -> str | None:
     return " ".join(str(error).split()) if known else None
 
 
-def create_engine(config: EngineConfig, progress: bool) -> "Engine":
+def create_engine(
+    config: EngineConfig, progress: bool, on_rank_failure: Callable[[RankFailed], None]
+) -> "Engine":
     """The engine. On a CPU, glue defaults to eager, which needs no C++ compiler."""
     from atomc.runtime.engine import Engine
 
@@ -119,7 +138,9 @@ def create_engine(config: EngineConfig, progress: bool) -> "Engine":
 
         gpu = config.device != "cpu" and torch.cuda.is_available()
         config = replace(config, options={**config.options, "glue": "auto" if gpu else "eager"})
-    return Engine(config, progress=progress, spare_cores=FRONTEND_CORES)
+    return Engine(
+        config, progress=progress, spare_cores=FRONTEND_CORES, on_rank_failure=on_rank_failure
+    )
 
 
 class EngineLoop:
@@ -135,6 +156,7 @@ class EngineLoop:
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(messages.Command).decode
         self._progress = Progress()
+        self._idle_ms = POLL_RANKS_MS if engine.config.tp > 1 else None
 
     def run(self) -> None:
         """Runs until a Stop command."""
@@ -149,6 +171,7 @@ class EngineLoop:
                 num_sequences=stats.kv_tokens // self.engine.max_len,
                 phases=self.engine.phases,
                 threads=str(self.engine.threads or ""),
+                ranks=dict(self.engine.executor.pids),
             )
         )
         while True:
@@ -161,6 +184,7 @@ class EngineLoop:
                 self._submit(submit, error)
                 if time.monotonic() > until:
                     break
+            self.engine.raise_failure()
             if self.engine.has_work:
                 self._progress.outputs += self.engine.step()
             if self._progress != Progress():
@@ -170,7 +194,7 @@ class EngineLoop:
     def _receive_commands(self) -> Iterator[messages.Command]:
         """The commands that have arrived; blocks for one if there is no work."""
         if not self.engine.has_work:
-            self.socket.poll(POLL_COMPILE_MS if self.compile_queue else None)
+            self.socket.poll(POLL_COMPILE_MS if self.compile_queue else self._idle_ms)
         # Limited in time, so that running requests progress while many new ones arrive.
         until = time.monotonic() + COMMANDS_SECONDS
         while time.monotonic() < until:

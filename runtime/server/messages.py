@@ -63,6 +63,7 @@ class Started(msgspec.Struct, tag=True):
     kv_tokens  capacity of the KV cache in tokens
     phases     seconds of each phase of the start
     threads    number of CPU threads and the reason, as text; empty on a GPU
+    ranks      the process of each rank other than the engine's
     """
 
     model: str
@@ -73,6 +74,7 @@ class Started(msgspec.Struct, tag=True):
     num_sequences: int
     phases: dict[str, float]
     threads: str = ""
+    ranks: dict[int, int] = {}
 
 
 class Failed(msgspec.Struct, tag=True):

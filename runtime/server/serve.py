@@ -242,6 +242,13 @@ def _log_summary(service: "Service", listener: socket.socket) -> None:
         info.max_len,
     )
     log.info("images: %s", "yes" if service.images else f"none, {model.no_images}")
+    if info.ranks:
+        pids = {0: service.client.engine.process.pid, **info.ranks}
+        log.info(
+            "%d ranks: %s",
+            len(pids),
+            ", ".join(f"{rank} is process {pid}" for rank, pid in pids.items()),
+        )
     if info.threads:
         log.info("%s", info.threads)
     stats = service.client.stats

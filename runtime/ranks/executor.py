@@ -1,0 +1,186 @@
+"""RankExecutor: the Executor of a model on several ranks."""
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from atomc.models.checkpoint_files import load_config
+from atomc.parallel import sizes
+from atomc.runtime.config import EngineConfig
+from atomc.runtime.executor import Launched, Result, StepCounts
+from atomc.runtime.loading import config_folder
+from atomc.runtime.phases import Phases
+from atomc.runtime.ranks.interrupts import interrupts_delayed
+from atomc.runtime.ranks.messages import (
+    IMPORTED,
+    LOADED,
+    Collect,
+    ForgetCounts,
+    Launch,
+    PreparePooling,
+    Sample,
+    WarmUp,
+)
+from atomc.runtime.ranks.monitor import Monitor
+from atomc.runtime.ranks.process_group import create_store, join
+from atomc.runtime.ranks.rank_failed import RankFailed
+from atomc.runtime.ranks.rank_settings import RankSettings, TorchSettings
+from atomc.runtime.step import ScheduledStep
+from atomc.runtime.threads import choose
+from atomc.runtime.worker import Worker
+
+STEP_SECONDS = {"cpu": 120.0, "cuda": 8.0}
+
+
+class RankExecutor:
+    """A Worker in this process, rank 0, and one in each of config.tp - 1 other processes.
+
+    Each step, mask and command goes to all ranks in the same order. They build the same batch and
+    sample the same tokens; results are those of rank 0. A rank that fails ends the group: every
+    call then raises RankFailed.
+
+    worker      of rank 0
+    on_failure  as in Monitor
+
+    Raises ValueError for a size that does not divide the model, or exceeds the number of devices.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        phases: Phases,
+        *,
+        progress: bool = True,
+        spare_cores: int = 0,
+        on_failure: Callable[[RankFailed], None] | None = None,
+    ) -> None:
+        size = config.tp
+        sizes.check(load_config(config_folder(config)), size)
+        kind = _device_kind(config)
+        if torch.distributed.is_initialized():
+            raise ValueError(
+                f"tp is {size}, but this process has a process group of torch.distributed already: "
+                "tp starts processes of its own; without it, use atomc.parallelize"
+            )
+        configs = [
+            replace(config, device=f"cuda:{rank}" if kind == "cuda" else kind)
+            for rank in range(size)
+        ]
+        step_seconds = config.step_timeout or STEP_SECONDS[kind]
+        self._monitor = Monitor(size, step_seconds, on_failure)
+        self._close = weakref.finalize(self, self._monitor.close)
+        try:
+            store = create_store(size)
+            threads = choose(config.threads, spare=spare_cores, ranks=size).count
+            self._monitor.start(
+                [
+                    RankSettings(
+                        rank,
+                        size,
+                        replace(configs[rank], threads=threads),
+                        store.port,
+                        self._monitor.folder,
+                        TorchSettings.current(),
+                    )
+                    for rank in range(1, size)
+                ]
+            )
+            self._monitor.wait_done(IMPORTED)
+            tp = join(store, 0, size, torch.device(configs[0].device or kind))
+            with self._monitor.executing(LOADED):
+                self.worker = Worker(
+                    configs[0], phases, progress=progress, spare_cores=spare_cores, tp=tp
+                )
+            self._monitor.wait_done(LOADED)
+        except BaseException:  # Ctrl-C too: no process may remain
+            self._close()
+            raise
+        self.limits = self.worker.limits
+        self.pools = False
+
+    @property
+    def pids(self) -> Mapping[int, int]:
+        return self._monitor.pids
+
+    def warm_up(self) -> None:
+        with self._monitor.sending(WarmUp) as number:
+            self.worker.warm_up()
+        self._monitor.wait_done(number)
+
+    def ready(self) -> None:
+        self._monitor.started = True
+
+    def launch(self, step: ScheduledStep) -> "LaunchedOnRanks":
+        with (
+            interrupts_delayed(),
+            self._monitor.sending(lambda number: Launch(number, step), of_step=True) as number,
+        ):
+            return LaunchedOnRanks(self._monitor, number, self.worker.launch(step))
+
+    def prepare_pooling(self) -> None:
+        if self.pools:
+            return
+        with self._monitor.sending(PreparePooling) as number:
+            self.worker.prepare_pooling()
+        self._monitor.wait_done(number)
+        self.pools = True
+
+    def raise_failure(self) -> None:
+        self._monitor.raise_failure()
+
+    def check(self) -> None:
+        """Of rank 0: no program can reach the modules of the others."""
+        self.raise_failure()
+        self.worker.check()
+
+    def counts(self) -> StepCounts:
+        return self.worker.counts()
+
+    def forget_counts(self) -> None:
+        with self._monitor.sending(ForgetCounts):
+            self.worker.forget_counts()
+
+    def close(self) -> None:
+        self._close()
+
+
+class LaunchedOnRanks:
+    """A step that all ranks have launched as command `number`. running: in rank 0."""
+
+    def __init__(self, monitor: Monitor, number: int, running: Launched) -> None:
+        self._monitor, self._number, self._running = monitor, number, running
+
+    def sample(self, mask: Tensor | None = None) -> None:
+        content = (None, 0) if mask is None else (mask.cpu().numpy().tobytes(), len(mask))
+        with (
+            interrupts_delayed(),
+            self._monitor.sending(
+                lambda number: Sample(number, self._number, *content), of_step=True
+            ),
+        ):
+            self._running.sample(mask)
+
+    def results(self) -> list[Result]:
+        with self._monitor.sending(lambda number: Collect(number, self._number), of_step=True):
+            results = self._running.results()
+        self._monitor.collected(results)
+        return results
+
+
+def _device_kind(config: EngineConfig) -> str:
+    """cpu or cuda. Raises ValueError for one device, or too few."""
+    device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.index is not None:
+        raise ValueError(
+            f"device is {device}, but tp is {config.tp}: set device to {device.type} (and "
+            "CUDA_VISIBLE_DEVICES to choose GPUs)"
+        )
+    if device.type == "cuda" and torch.cuda.device_count() < config.tp:
+        raise ValueError(
+            f"tp is {config.tp}, and there are {torch.cuda.device_count()} GPUs: each rank needs "
+            "one"
+        )
+    return device.type

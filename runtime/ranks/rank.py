@@ -1,0 +1,132 @@
+"""A rank other than 0: executes the commands of rank 0 with a Worker of its own."""
+
+import logging
+import threading
+
+import msgspec
+import torch
+import zmq
+from torch import Tensor
+
+from atomc.errors import first_line
+from atomc.runtime.executor import Launched
+from atomc.runtime.phases import Phases
+from atomc.runtime.ranks import messages
+from atomc.runtime.ranks.messages import IMPORTED, LOADED, Done, Failed, Pulse
+from atomc.runtime.ranks.process_group import connect_store, join
+from atomc.runtime.ranks.rank_settings import RankSettings, commands_address, reports_address
+from atomc.runtime.ranks.results_digest import results_digest
+from atomc.runtime.worker import Worker
+
+log = logging.getLogger("atomc")
+PULSE_SECONDS = 0.5
+# The engine has at most one step in flight besides the one that it launches.
+MAX_LAUNCHED = 2
+
+
+class Rank:
+    """Its progress, and its connection to rank 0."""
+
+    def __init__(self, settings: RankSettings) -> None:
+        self.settings = settings
+        self._context = zmq.Context()
+        self._commands = self._context.socket(zmq.PULL)
+        self._commands.set_hwm(0)
+        self._commands.connect(commands_address(settings.folder, settings.rank))
+        self._decode = msgspec.msgpack.Decoder(messages.Command).decode
+        self._began = IMPORTED
+        # Number of steps whose results were read, and their digest: one value, for two threads.
+        self._progress = 0, 0
+        self._launched: dict[int, Launched] = {}
+        threading.Thread(target=self._send_pulses, daemon=True).start()
+        self._reports = self._reports_socket()
+
+    def _reports_socket(self) -> "zmq.Socket[bytes]":
+        """A socket to rank 0, for one thread."""
+        socket = self._context.socket(zmq.PUSH)
+        socket.set_hwm(0)
+        socket.connect(reports_address(self.settings.folder))
+        return socket
+
+    def _send_pulses(self) -> None:
+        """The main loop of a thread."""
+        socket, never = self._reports_socket(), threading.Event()
+        while not never.wait(PULSE_SECONDS):
+            _send(socket, Pulse(self.settings.rank, self._began, *self._progress))
+
+    def run(self) -> None:
+        """Load the model together with the other ranks, and execute commands until Stop."""
+        try:
+            worker = self._load()
+        except Exception as error:
+            self._report(self._reports, self._began, error)
+            threading.Event().wait()  # rank 0 ends this process
+            raise
+        while True:
+            command = self._decode(self._commands.recv())
+            if isinstance(command, messages.Stop):
+                return
+            self._began = command.number
+            try:
+                self._execute(worker, command)
+            except Exception as error:  # whether the group can go on is decided by rank 0
+                self._report(self._reports, command.number, error)
+
+    def _load(self) -> Worker:
+        of = self.settings
+        of.torch.apply()
+        store = connect_store(of.port, of.size)
+        _send(self._reports, Done(of.rank, IMPORTED))
+        self._began = LOADED
+        tp = join(store, of.rank, of.size, torch.device(of.config.device or "cpu"))
+        worker = Worker(of.config, Phases((), progress=False), progress=False, tp=tp)
+        _send(self._reports, Done(of.rank, LOADED))
+        return worker
+
+    def _execute(self, worker: Worker, command: messages.Command) -> None:
+        match command:
+            case messages.Launch(number, step):
+                self._launched[number] = worker.launch(step)
+                while len(self._launched) > MAX_LAUNCHED:  # rank 0 has given up the oldest
+                    del self._launched[min(self._launched)]
+            case messages.Sample(_, step, mask, num_rows):
+                self._launched[step].sample(_tensor(mask, num_rows))
+            case messages.Collect(_, step):
+                results = self._launched.pop(step).results()
+                collected, digest = self._progress
+                self._progress = collected + 1, results_digest(digest, results)
+            case messages.WarmUp(number):
+                worker.warm_up()
+                _send(self._reports, Done(self.settings.rank, number))
+            case messages.PreparePooling(number):
+                threading.Thread(
+                    target=self._prepare_pooling, args=(worker, number), daemon=True
+                ).start()
+            case messages.ForgetCounts():
+                worker.forget_counts()
+
+    def _prepare_pooling(self, worker: Worker, number: int) -> None:
+        """The work of a thread."""
+        socket = self._reports_socket()
+        try:
+            worker.prepare_pooling()
+        except Exception as error:
+            self._report(socket, number, error)
+        else:
+            _send(socket, Done(self.settings.rank, number))
+
+    def _report(self, socket: "zmq.Socket[bytes]", number: int, error: Exception) -> None:
+        log.error("command %d failed", number, exc_info=error)
+        by_user = isinstance(error, ValueError | OSError | ImportError)
+        message = f"{type(error).__name__}: {first_line(error)}"
+        _send(socket, Failed(self.settings.rank, number, message, by_user))
+
+
+def _tensor(mask: bytes | None, num_rows: int) -> Tensor | None:
+    if mask is None:
+        return None
+    return torch.frombuffer(bytearray(mask), dtype=torch.int32).view(num_rows, -1)
+
+
+def _send(socket: "zmq.Socket[bytes]", report: messages.Report) -> None:
+    socket.send(msgspec.msgpack.encode(report))

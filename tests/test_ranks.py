@@ -1,0 +1,391 @@
+"""A model on several processes gives what it gives on one, and a rank that fails ends them all."""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("zmq")
+pytest.importorskip("msgspec")
+
+import torch
+from serving import serving
+from test_server_lifecycle import end_of_stream, health, until
+from torch import distributed, nn
+
+from atomc import demo
+from atomc.runtime import worker
+from atomc.runtime.llm import LLM, SamplingParams
+from atomc.runtime.ranks import monitor
+from atomc.runtime.ranks.messages import Sample
+from atomc.runtime.ranks.rank_failed import RankFailed
+from atomc.runtime.sampling.sampling_params import Structured
+from atomc.runtime.step import Chunk, ScheduledStep
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+CONFIG = {
+    "dtype": "float64",
+    "device": "cpu",
+    "max_model_len": 200,
+    "max_num_seqs": 6,
+    "seed": 0,
+    "options": {"strict": True, "glue": "eager", "layout": "paged"},
+    "progress": False,
+}
+# Chunks of prompts, and so few blocks that requests give way; with drafts, the host knows all
+# tokens before a step.
+ENGINES = {
+    "chunks": {"max_num_batched_tokens": 37, "num_blocks": 14},
+    "drafts": {"max_num_batched_tokens": 64, "num_blocks": 14, "speculative_tokens": 3},
+}
+KINDS = [
+    {},
+    {"temperature": 0.9, "top_p": 0.9},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.5},
+    {"temperature": 0.8, "frequency_penalty": 0.7, "logprobs": 2},
+    {"prompt_logprobs": 1},
+    {
+        "temperature": 0.8,
+        "structured": Structured(regex="(the king |a queen ){3}"),
+        "ignore_eos": False,
+    },
+    {
+        "temperature": 1.0,
+        "top_k": 5,
+        "logit_bias": {9: 2.0},
+        "min_tokens": 2,
+        "stop_token_ids": (4,),
+    },
+]
+PROMPT = [11, 12, 13, 14, 15]
+LONG = SamplingParams(max_tokens=100, ignore_eos=True)
+# Which request is aborted after so many calls.
+ABORTED = {9: "7", 14: "12"}
+# From the failure of a rank to the error, in seconds.
+SOON = 10.0
+
+
+def requests(engine):
+    """Some repeat themselves, so that drafts are made, and some begin as others do; one has hidden
+    states pooled.
+    """
+    rng = random.Random(0)
+    for i in range(21):
+        prompt = PROMPT * rng.choice([0, 4, 9]) + rng.choices(range(1, 40), k=rng.randint(1, 60))
+        params = {
+            "max_tokens": rng.randint(4, 30),
+            "seed": i,
+            "ignore_eos": True,
+            **KINDS[i % len(KINDS)],
+        }
+        yield engine.request(str(i), prompt, SamplingParams(**params))
+    yield engine.request("mean", [*range(1, 90)], pooling="mean")
+
+
+def run(engine):
+    """Each call's outputs; requests come one by one."""
+    assert engine.scheduler.pool.reset_prefix_cache()
+    waiting, found = list(requests(engine)), []
+    while waiting or engine.has_work:
+        if waiting:
+            engine.add(waiting.pop(0))
+        if len(found) in ABORTED:
+            assert engine.abort(ABORTED[len(found)])
+        found.append(engine.step())
+        engine.check()
+    return found
+
+
+def check_equal(kind, llm):
+    """The model on one process gives the same outputs, call by call."""
+    engine = LLM(**CONFIG, **ENGINES[kind]).engine
+    expected = run(engine)
+    done = engine.scheduler.counters
+    assert done.preemptions > 2 and done.prefix_hits
+    assert kind != "drafts" or done.drafted > done.accepted > 0
+    assert not any(output.error for outputs in expected for output in outputs)
+    assert llm.engine.executor.limits == engine.executor.limits
+    assert run(llm.engine) == expected
+
+
+@pytest.fixture(scope="module")
+def two():
+    with LLM(**CONFIG, **ENGINES["chunks"], tp=2) as llm:
+        yield llm
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A model of two layers on two ranks, with dummy weights. Rank 0 would have memory for more."""
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 64,
+    }
+    config = json.loads((Path(demo.PATH) / "config.json").read_text())
+    config.pop("layer_types", None)
+    (tmp_path / "config.json").write_text(json.dumps({**config, **sizes}))
+    capacity = worker.capacity
+
+    def more(**given):
+        found = capacity(**given)
+        return replace(found, num_blocks=tuple(count + 7 for count in found.num_blocks))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "capacity", more)
+        with LLM(
+            tmp_path, **CONFIG, load_format="dummy", num_blocks=20, tp=2, step_timeout=SOON / 2
+        ) as llm:
+            yield llm
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "XZ"
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def failing(llm, message):
+    """The calls in this context raise RankFailed with this message, within SOON; so do later ones,
+    and no process remains.
+    """
+    began, pids = time.monotonic(), llm.engine.executor.pids
+    with pytest.raises(RankFailed, match=message):
+        yield
+    assert time.monotonic() - began < SOON
+    with pytest.raises(RankFailed, match=message):
+        llm.generate([PROMPT])
+    llm.close()
+    assert not any(is_alive(pid) for pid in pids.values())
+    assert not distributed.is_initialized()
+
+
+def wait_in_collective(llm, monkeypatch, before):
+    """Let rank 0 wait for the others in its third step, as a model does that is cut. before: what
+    happens before that.
+    """
+    launch, steps = llm.engine.executor.worker.launch, []
+
+    def waiting(step):
+        steps.append(step)
+        if len(steps) == 3:
+            before()
+            distributed.all_reduce(torch.ones(1))
+        return launch(step)
+
+    monkeypatch.setattr(llm.engine.executor.worker, "launch", waiting)
+
+
+def test_two_ranks_give_the_outputs_of_one(two):
+    check_equal("chunks", two)
+    counts = two.engine.executor.counts()
+    assert sum(counts.steps.values()) > 30
+
+
+@pytest.mark.slow
+def test_two_ranks_give_the_outputs_of_one_with_drafts():
+    with LLM(**CONFIG, **ENGINES["drafts"], tp=2) as llm:
+        check_equal("drafts", llm)
+
+
+def test_a_step_that_fails_in_all_ranks_alike_leaves_them_as_they_were(two):
+    expected = two.generate([PROMPT])[0].token_ids
+    broken = ScheduledStep((Chunk("unknown", slot=5, tokens=(1,), start=0, blocks=()),))
+    with pytest.raises(KeyError):
+        two.engine.executor.launch(broken)
+    assert two.generate([PROMPT])[0].token_ids == expected
+
+
+def test_ctrl_c_waits_for_the_end_of_a_launch(two, monkeypatch):
+    expected = two.generate([PROMPT])[0].token_ids
+    executor = two.engine.executor
+    with monkeypatch.context() as patch:
+        launch, launched = executor.worker.launch, []
+
+        def interrupted(step):
+            signal.raise_signal(signal.SIGINT)
+            launched.append(launch(step))
+            return launched[-1]
+
+        patch.setattr(executor.worker, "launch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            two.generate([PROMPT])
+        assert len(launched) == 1
+    assert two.generate([PROMPT])[0].token_ids == expected
+
+
+def test_a_killed_rank_ends_the_others(two):
+    (pid,) = two.engine.executor.pids.values()
+    with failing(two, rf"^rank 1 \(process {pid}\) was killed by signal 9$"):
+        threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
+        while True:
+            two.generate([PROMPT], LONG)
+
+
+def test_ranks_agree_on_capacity_and_a_stopped_one_ends_them(small, monkeypatch):
+    assert small.engine.executor.limits.capacity.num_blocks == (20,)
+    (pid,) = small.engine.executor.pids.values()
+    wait_in_collective(small, monkeypatch, lambda: os.kill(pid, signal.SIGSTOP))
+    with failing(small, rf"^rank 1 \(process {pid}\) has been silent for \d s: it hangs$"):
+        small.generate([PROMPT], LONG)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_in_a_step_ends_the_others(small, monkeypatch):
+    (pid,) = small.engine.executor.pids.values()
+    wait_in_collective(small, monkeypatch, lambda: os.kill(pid, signal.SIGKILL))
+    with failing(small, "^rank 1 .* was killed by signal 9$"):
+        small.generate([PROMPT], LONG)
+
+
+@pytest.mark.slow
+def test_a_step_that_fails_in_rank_0_alone_ends_the_others(small, monkeypatch):
+    def fail():
+        raise RuntimeError("broken here")
+
+    wait_in_collective(small, monkeypatch, fail)
+    with failing(small, "^rank 0 failed, and others did not: RuntimeError: broken here$"):
+        small.generate([PROMPT], LONG)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("waits", [False, True])
+def test_an_error_in_one_rank_is_reported_with_its_rank(small, waits):
+    with failing(small, "^rank 1 .* failed: KeyError: 999$"):
+        with small.engine.executor._monitor.sending(lambda n: Sample(n, 999), of_step=True):
+            if waits:
+                distributed.all_reduce(torch.ones(1))
+        while True:
+            small.generate([PROMPT], LONG)
+
+
+@pytest.mark.slow
+def test_a_step_that_does_not_end_ends_the_ranks(small, monkeypatch):
+    wait_in_collective(small, monkeypatch, lambda: None)
+    with failing(small, r"^no rank has completed a step after 5 s \(--step-timeout\)$"):
+        small.generate([PROMPT], LONG)
+
+
+@pytest.mark.slow
+def test_tokens_that_differ_end_the_ranks(small, monkeypatch):
+    executor = small.engine.executor
+    sampler = executor.worker.outputs.sampler
+    monkeypatch.setattr(
+        type(sampler),
+        "__call__",
+        lambda *args, of=type(sampler).__call__, **given: replaced(of(*args, **given)),
+    )
+
+    def replaced(sampled):
+        return replace(sampled, tokens=(sampled.tokens + 1) % 64)
+
+    with failing(small, "^rank 1 .* sampled other tokens than rank 0$"):
+        while True:
+            small.generate([PROMPT], LONG)
+
+
+@pytest.mark.slow
+def test_a_group_that_was_stopped_as_a_whole_goes_on(small, monkeypatch):
+    (pid,) = small.engine.executor.pids.values()
+    expected = small.generate([PROMPT])[0].token_ids
+    # The thread that watches does not run, either.
+    receive = monitor.Monitor._receive
+
+    def stopped(watching):
+        monkeypatch.setattr(monitor.Monitor, "_receive", receive)
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(2 * monitor.SILENT_SECONDS)
+        os.kill(pid, signal.SIGCONT)
+
+    monkeypatch.setattr(monitor.Monitor, "_receive", stopped)
+    time.sleep(2 * monitor.SILENT_SECONDS + 1)
+    assert small.generate([PROMPT])[0].token_ids == expected
+
+
+def test_sizes_that_do_not_fit_are_refused_before_anything_starts(monkeypatch):
+    with pytest.raises(ValueError, match="heads.* do not divide by 3"):
+        LLM(**CONFIG, tp=3)
+    with pytest.raises(ValueError, match="tp is 0, it must be at least 1"):
+        LLM(**CONFIG, tp=0)
+    with pytest.raises(ValueError, match="module of this process.* atomc.parallelize"):
+        LLM(nn.Linear(1, 1), tp=2)
+    with pytest.raises(ValueError, match="device is cuda:1, but tp is 2: set device to cuda"):
+        LLM(**{**CONFIG, "device": "cuda:1"}, tp=2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match="tp is 2, and there are 1 GPUs: each rank needs one"):
+        LLM(**{**CONFIG, "device": "cuda"}, tp=2)
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    with pytest.raises(ValueError, match="this process has a process group"):
+        LLM(**CONFIG, tp=2)
+
+
+@pytest.mark.slow
+def test_a_program_that_is_killed_leaves_no_rank():
+    program = (
+        "from atomc.runtime.llm import LLM\n"
+        f"llm = LLM(**{CONFIG}, num_blocks=14, tp=2)\n"
+        "print(llm.engine.executor.pids[1], flush=True)\n"
+        "input()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        pid = int(process.stdout.readline())
+        assert is_alive(pid)
+        process.kill()
+    until(lambda: not is_alive(pid), SOON)
+
+
+def rank_1(server):
+    """The process of rank 1 that started last."""
+    found = [
+        int(path.parent.name)
+        for path in Path("/proc").glob("[0-9]*/stat")
+        if b"ranks.rank_process" in (path.parent / "cmdline").read_bytes()
+        and int(path.read_text().rpartition(")")[2].split()[1]) in engines(server)
+    ]
+    return max(found)
+
+
+def engines(server):
+    return {server.engine_pid, *map(int, server.all_of(r"serves again, as process (\d+)"))}
+
+
+@pytest.mark.slow
+def test_a_server_whose_rank_dies_or_hangs_tells_its_clients_and_restarts_it():
+    with serving("--tp", 2, "--restart-engine", 2) as server:
+        assert "2 ranks: 0 is process" in server.log
+        killed = rank_1(server)
+        error = end_of_stream(server, lambda: os.kill(killed, signal.SIGKILL))["error"]
+        assert error["code"] == "engine_restarting"
+        assert f"rank 1 (process {killed}) was killed by signal 9" in error["message"]
+        assert health(server).status_code == 503
+        until(lambda: health(server).status_code == 200)
+
+        stopped = rank_1(server)
+        began = time.monotonic()
+        os.kill(stopped, signal.SIGSTOP)
+        sick = until(lambda: (answer := health(server)).status_code == 503 and answer)
+        assert time.monotonic() - began < SOON
+        assert f"rank 1 (process {stopped}) has been silent" in sick.json()["error"]["message"]
+        until(lambda: health(server).status_code == 200)
+
+        last = rank_1(server)
+        server.process.kill()
+        until(lambda: not any(is_alive(pid) for pid in (killed, stopped, last)), SOON)
