@@ -676,7 +676,7 @@ class Scheduler:
         """How many tokens of its draft to accept; None: those that are equal."""
         if self.forced is None or request.params.structured is not None:
             return None
-        return min(self.forced.count(request.seed, request.num_new), len(request.draft))
+        return min(self.forced.count(request.seed, request.num_drafts), len(request.draft))
 
     def _finish(
         self, chunk: Chunk, request: Request, admission: int, new: Sequence[int]
@@ -716,6 +716,7 @@ class Scheduler:
             self.counters.drafted += drafted
             self.counters.accepted += len(tokens) - 1
             request.draft = ()
+            request.num_drafts += 1
         for token in tokens:
             request.accept(token, self.max_len)
             self.counters.generated_tokens += 1
