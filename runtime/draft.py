@@ -161,7 +161,8 @@ class DraftRunner:
                 drafts.append(logits.argmax(-1))
                 if len(drafts) == self.count:
                     return torch.stack(drafts, 1)
-                program, indices = self.program, indices + 1
+                program = self.program
+                indices = indices + 1
                 step = self.batch.next_draft_step(shape, drafts[-1], indices, hidden)
 
     def _in_own_groups(self, step: Step) -> Step:

@@ -212,15 +212,16 @@ def test_chunks_of_images_preemption_and_snapshots_change_no_token():
     one = started(model, max_num_batched_tokens=9, num_blocks=8, state_snapshots=4)
     one.scheduler.snapshots.least = one.scheduler.snapshots.interval = 16
     params = SamplingParams(max_tokens=30, ignore_eos=True)
-    for _ in range(2):
+    # Together, and then twice the one that has a block to share.
+    for prompts in (PROMPTS, PROMPTS[1:2], PROMPTS[1:2]):
         requests = []
-        for i, (tokens, images) in enumerate(PROMPTS):
+        for i, (tokens, images) in enumerate(prompts):
             requests.append(one.request(f"{i}", tokens, params, images=images))
             one.add(requests[-1])
         while one.has_work:
             assert all(output.error is None for output in one.step())
             one.check()
-        for request, (tokens, images) in zip(requests, PROMPTS, strict=True):
+        for request, (tokens, images) in zip(requests, prompts, strict=True):
             check_greedy(Eager(model, tokens, images), len(tokens), request.tokens)
     stats = one.stats()
     assert stats.accepted and stats.snapshot_hits and stats.preemptions

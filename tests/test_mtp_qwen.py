@@ -221,7 +221,7 @@ def test_greedy_tokens_are_the_models_through_preemption_and_snapshots_of_prefix
     )
     one.scheduler.snapshots.least = one.scheduler.snapshots.interval = 16
     document = prompt_of(1, 40)
-    for round in range(2):
+    for _ in range(2):
         prompts = [prompt_of(2, 7), *(document + prompt_of(i, 5 + 9 * i) for i in range(3))]
         params = SamplingParams(max_tokens=30, ignore_eos=True)
         requests = [
