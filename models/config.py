@@ -15,6 +15,16 @@ def model_type(hf: Mapping[str, JSONLike]) -> str:
     return str(hf.get("model_type") or "model")
 
 
+def text_config(hf: Mapping[str, JSONLike]) -> Mapping[str, JSONLike]:
+    """The fields of the text model, which a model with images has in `text_config`."""
+    nested = hf.get("text_config")
+    if nested is None:
+        return hf
+    if not isinstance(nested, dict):
+        raise ValueError(f"{model_type(hf)}: text_config {nested!r:.40} is not an object")
+    return {"tie_word_embeddings": hf.get("tie_word_embeddings"), **nested}
+
+
 def integer(hf: Mapping[str, JSONLike], name: str, default: int | None = None) -> int:
     """A positive integer; null counts as missing."""
     value = hf.get(name)

@@ -118,6 +118,10 @@ class CausalLM(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
+    @property
+    def decoder(self) -> Decoder:
+        return self.model
+
     def forward(
         self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor | None = None
     ) -> Tensor:

@@ -31,7 +31,7 @@ from atomc.models.decoder import DECODER_SHARD, Layer
 from atomc.models.experts import Experts
 from atomc.models.group_router import GroupRouter, outside_best_groups
 from atomc.models.layers import MLP, RMSNorm
-from atomc.models.mtp import DraftLayer, WithDraftLayer
+from atomc.models.mtp import DraftLayer, WithNumberedDraftLayer
 from atomc.models.rotary import (
     Rotary,
     apply_interleaved_rope,
@@ -271,7 +271,7 @@ def mlp_of(config: Config, kind: str) -> nn.Module:
     return MoE(config) if kind == "sparse" else MLP(config.hidden_size, config.intermediate_size)
 
 
-class DeepseekV3ForCausalLM(WithDraftLayer):
+class DeepseekV3ForCausalLM(WithNumberedDraftLayer):
     """draft_layer: with the checkpoint's first draft layer."""
 
     # Of the config class of transformers.

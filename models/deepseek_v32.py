@@ -16,7 +16,7 @@ from atomc.models import deepseek_v3
 from atomc.models.config import integer, model_type, only
 from atomc.models.decoder import Layer
 from atomc.models.deepseek_v3 import Config, MoE, mlp_of
-from atomc.models.mtp import DraftLayer, WithDraftLayer
+from atomc.models.mtp import DraftLayer, WithNumberedDraftLayer
 from atomc.models.rotary import Rotary, apply_partial_rope
 
 # The indexer is on every device.
@@ -95,7 +95,7 @@ class Attention(deepseek_v3.Attention):
         return out_TD
 
 
-class DeepseekV32ForCausalLM(WithDraftLayer):
+class DeepseekV32ForCausalLM(WithNumberedDraftLayer):
     """draft_layer: with the checkpoint's first draft layer."""
 
     # Of the config class of transformers.

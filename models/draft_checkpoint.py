@@ -5,7 +5,7 @@ from pathlib import Path
 
 from atomc.json_types import JSONLike
 from atomc.models import architectures_of, model_class
-from atomc.models.config import count, integer
+from atomc.models.config import count
 from atomc.models.limits import Stored
 from atomc.models.load_plan import FLOATS
 from atomc.models.mtp import WithDraftLayer
@@ -24,12 +24,15 @@ def check_draft_layers(
     """
     architectures = architectures_of(hf)
     architecture, cls = architectures[0], model_class(architectures)
-    layers = count(hf, "num_nextn_predict_layers", 0)
-    unnumbered = any(name.startswith("mtp.") for name in stored or ())  # Qwen3-Next, Qwen3.5
-    if not layers and not unnumbered:
+    if cls is not None and issubclass(cls, WithDraftLayer):
+        layers, field, prefix = cls.stored_draft(hf)
+    else:
+        field, prefix = "num_nextn_predict_layers", "mtp."
+        layers = max(count(hf, field, 0), any(name.startswith(prefix) for name in stored or ()))
+    if not layers:
         raise ValueError(
             f"{architecture} has no draft layers for multi-token prediction: config.json has no "
-            "num_nextn_predict_layers above 0"
+            f"{field} above 0"
         )
     if cls is None:
         raise ValueError(
@@ -40,21 +43,22 @@ def check_draft_layers(
         raise ValueError(f"{architecture}: {cls.__module__} does not implement draft layers")
     if layers > 1:
         raise ValueError(
-            f"{architecture} has {layers} draft layers (num_nextn_predict_layers), each for one "
-            "more token; only one is supported: set num_nextn_predict_layers to 1 in config.json, "
+            f"{architecture} has {layers} draft layers ({field}), each for one "
+            f"more token; only one is supported: set {field} to 1 in config.json, "
             "and the first proposes all draft tokens, or set speculative to 'ngram'"
         )
-    prefix = draft_prefix(hf)
     if stored is not None and not any(name.startswith(prefix) for name in stored):
         raise ValueError(
-            f"{path} has no draft layers: config.json promises {prefix}*, but no tensor has such a "
-            "name (transformers does not save them)"
+            f"{path} has no draft layers: expected tensors {prefix}*, but none has such a name "
+            "(transformers does not save them); set speculative to 'ngram', or leave it out"
         )
 
 
 def draft_prefix(hf: Mapping[str, JSONLike]) -> str:
-    """What the names of the first draft layer's tensors begin with."""
-    return f"model.layers.{integer(hf, 'num_hidden_layers')}."
+    """What the names of the first draft layer's tensors begin with; the checkpoint has one."""
+    cls = model_class(architectures_of(hf))
+    assert cls is not None and issubclass(cls, WithDraftLayer), "check_draft_layers passed"
+    return cls.stored_draft(hf).prefix
 
 
 def methods_as_stored(

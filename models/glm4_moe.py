@@ -28,7 +28,7 @@ from atomc.models.decoder import DECODER_SHARD, Layer
 from atomc.models.experts import Experts
 from atomc.models.group_router import GroupRouter
 from atomc.models.layers import MLP, RMSNorm
-from atomc.models.mtp import DraftLayer, WithDraftLayer
+from atomc.models.mtp import DraftLayer, WithNumberedDraftLayer
 from atomc.models.rotary import Rotary, apply_partial_rope, rope_parameters, rotated_columns
 
 SHARD = DECODER_SHARD
@@ -153,7 +153,7 @@ def _mlp(config: Config, index: int) -> nn.Module:
     return MLP(config.hidden_size, config.intermediate_size)
 
 
-class Glm4MoeForCausalLM(WithDraftLayer):
+class Glm4MoeForCausalLM(WithNumberedDraftLayer):
     """draft_layer: with the checkpoint's first draft layer."""
 
     def __init__(self, config: Config, *, draft_layer: bool = False):

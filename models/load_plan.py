@@ -36,15 +36,15 @@ CODES = {
     torch.int32: ("I32",),
     torch.int64: ("I64",),
 }
-# Rotary frequencies of old Llama checkpoints, heads for multi-token prediction, copies of the
-# embedding and the head for draft layers, scales of queries, and scales of a cache that the model
-# does not have.
+# Rotary frequencies of old Llama checkpoints, copies of the embedding and the head for draft
+# layers, scales of queries, and scales of a cache that the model does not have.
 IGNORED = re.compile(
-    r"rotary_emb\.inv_freq$|^(hf_model\.)?(model\.)?mtp\.|\.(q|k|v|kv)_scale$|"
+    r"rotary_emb\.inv_freq$|\.(q|k|v|kv)_scale$|"
     r"\blayers\.\d+\.(embed_tokens|shared_head\.head)\.weight$"
 )
-# The encoder of images in a checkpoint whose text model is loaded alone.
-VISUAL = re.compile(r"^(hf_model\.)?model\.visual\.")
+# Parts that a model may leave out: the encoder of images, for its text model alone, and a draft
+# layer.
+PARTS = re.compile(r"^(hf_model\.)?(model\.visual|(model\.)?mtp)(?=\.)")
 
 
 class Fill(NamedTuple):
@@ -200,16 +200,15 @@ def _skipped_names(
     model: nn.Module, stored: Collection[str], sources: Mapping[tuple[str, ...], str]
 ) -> tuple[str, ...]:
     """The stored names that are not part of the model, and that are expected in a checkpoint: of
-    layers beyond the model's, of an encoder of images that it does not have, and those that match
-    IGNORED.
+    layers beyond the model's, of PARTS that it does not have, and those that match IGNORED.
     """
     modules = {name for name, _ in model.named_modules()}
 
     def skip(name: str) -> bool:
-        layer, visual = re.match(r"(.*\blayers\.\d+)\.", name), VISUAL.match(name)
+        layer, part = re.match(r"(.*\blayers\.\d+)\.", name), PARTS.match(name)
         return (
             (layer is not None and layer[1] not in modules)
-            or (visual is not None and visual[0].removesuffix(".") not in modules)
+            or (part is not None and part[0] not in modules)
             or IGNORED.search(name) is not None
         )
 

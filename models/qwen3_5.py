@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from atomc.json_types import JSONLike
-from atomc.models.config import flag, head_counts, head_width, integer, model_type, number, only
+from atomc.models.config import (
+    flag,
+    head_counts,
+    head_width,
+    integer,
+    number,
+    only,
+    text_config,
+)
 from atomc.models.decoder import DECODER_SHARD, CausalLM, Layer
 from atomc.models.gated_delta_net import (
     DeltaNet,
@@ -21,6 +29,7 @@ from atomc.models.gated_delta_net import (
     hybrid_layer_types,
 )
 from atomc.models.layers import MLP, OnePlusRMSNorm
+from atomc.models.mtp import MTP, WithMTP
 from atomc.models.qwen3_next import PARTIAL_ROTARY, Attention
 from atomc.models.rotary import Rotary, rope_parameters, rotated_columns
 
@@ -73,16 +82,6 @@ class Config:
         )
 
 
-def text_config(hf: Mapping[str, JSONLike]) -> Mapping[str, JSONLike]:
-    """The fields of the text model, which a model with images has in `text_config`."""
-    nested = hf.get("text_config")
-    if nested is None:
-        return hf
-    if not isinstance(nested, dict):
-        raise ValueError(f"{model_type(hf)}: text_config {nested!r:.40} is not an object")
-    return {"tie_word_embeddings": hf.get("tie_word_embeddings"), **nested}
-
-
 class SplitDeltaNet(DeltaNet):
     """A projection each for queries, keys and values, for the gate of the result, and for the
     numbers b and a of each value head.
@@ -111,12 +110,21 @@ def layer_of(config: Config, kind: str) -> nn.Module:
     return DeltaNetLayer(config, delta_net, mlp)
 
 
-class Qwen3_5ForCausalLM(CausalLM):
-    def __init__(self, config: Config):
+def draft_layer_of(config: Config) -> MTP:
+    return MTP(config, layer_of(config, "full_attention"))
+
+
+class Qwen3_5ForCausalLM(CausalLM, WithMTP):
+    """draft_layer: with the checkpoint's draft layer."""
+
+    def __init__(self, config: Config, *, draft_layer: bool = False):
         layers = (layer_of(config, kind) for kind in config.layer_types)
         rotary = Rotary(config.rope_parameters, config.rotated_columns)
         super().__init__(config, layers, rotary, norm=OnePlusRMSNorm)
+        self.mtp = draft_layer_of(config) if draft_layer else None
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike]) -> "Qwen3_5ForCausalLM":
-        return cls(Config.from_hf(hf))
+    def from_hf(
+        cls, hf: Mapping[str, JSONLike], *, draft_layer: bool = False
+    ) -> "Qwen3_5ForCausalLM":
+        return cls(Config.from_hf(hf), draft_layer=draft_layer)

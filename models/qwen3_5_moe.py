@@ -6,11 +6,21 @@ from dataclasses import dataclass
 from torch import nn
 
 from atomc.json_types import JSONLike
-from atomc.models.config import expert_counts, flag, head_counts, head_width, integer, number, only
+from atomc.models.config import (
+    expert_counts,
+    flag,
+    head_counts,
+    head_width,
+    integer,
+    number,
+    only,
+    text_config,
+)
 from atomc.models.decoder import DECODER_SHARD, CausalLM, Layer
 from atomc.models.gated_delta_net import DeltaNetLayer, DeltaNetSizes, hybrid_layer_types
 from atomc.models.layers import OnePlusRMSNorm
-from atomc.models.qwen3_5 import SplitDeltaNet, text_config
+from atomc.models.mtp import MTP, WithMTP
+from atomc.models.qwen3_5 import SplitDeltaNet
 from atomc.models.qwen3_next import PARTIAL_ROTARY, Attention, MoE
 from atomc.models.rotary import Rotary, rope_parameters, rotated_columns
 
@@ -81,12 +91,21 @@ def layer_of(config: Config, kind: str) -> nn.Module:
     return DeltaNetLayer(config, delta_net, mlp)
 
 
-class Qwen3_5MoeForCausalLM(CausalLM):
-    def __init__(self, config: Config):
+def draft_layer_of(config: Config) -> MTP:
+    return MTP(config, layer_of(config, "full_attention"))
+
+
+class Qwen3_5MoeForCausalLM(CausalLM, WithMTP):
+    """draft_layer: with the checkpoint's draft layer."""
+
+    def __init__(self, config: Config, *, draft_layer: bool = False):
         layers = (layer_of(config, kind) for kind in config.layer_types)
         rotary = Rotary(config.rope_parameters, config.rotated_columns)
         super().__init__(config, layers, rotary, norm=OnePlusRMSNorm)
+        self.mtp = draft_layer_of(config) if draft_layer else None
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike]) -> "Qwen3_5MoeForCausalLM":
-        return cls(Config.from_hf(hf))
+    def from_hf(
+        cls, hf: Mapping[str, JSONLike], *, draft_layer: bool = False
+    ) -> "Qwen3_5MoeForCausalLM":
+        return cls(Config.from_hf(hf), draft_layer=draft_layer)

@@ -11,8 +11,15 @@ from atomc.models.config import flag
 from atomc.models.decoder import DECODER_SHARD
 from atomc.models.layers import OnePlusRMSNorm
 from atomc.models.mrope import MRotary, mrope_section
+from atomc.models.mtp import WithMTP
 from atomc.models.qwen3_vl_vision import VisionConfig
-from atomc.models.vision_language import ImageTokens, VisionLanguageModel, part, vision_config
+from atomc.models.vision_language import (
+    ImageDraftModel,
+    ImageTokens,
+    VisionLanguageModel,
+    part,
+    vision_config,
+)
 
 # The vision encoder is on every device.
 SHARD = DECODER_SHARD
@@ -47,25 +54,39 @@ def _text(hf: Mapping[str, JSONLike]) -> dict[str, JSONLike]:
     return {**part(hf, "text_config"), "tie_word_embeddings": flag(hf, "tie_word_embeddings")}
 
 
-class Qwen3_5ForConditionalGeneration(VisionLanguageModel):
-    def __init__(self, text: qwen3_5.Config, images: Images):
+class Qwen3_5ForConditionalGeneration(VisionLanguageModel, WithMTP):
+    """draft_layer: with the checkpoint's draft layer."""
+
+    draft_class = ImageDraftModel
+
+    def __init__(self, text: qwen3_5.Config, images: Images, *, draft_layer: bool = False):
         layers = (qwen3_5.layer_of(text, kind) for kind in text.layer_types)
         parts = images.vision_config, images.tokens
         super().__init__(text, *parts, layers, images.rotary(text), norm=OnePlusRMSNorm)
+        self.mtp = qwen3_5.draft_layer_of(text) if draft_layer else None
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike]) -> "Qwen3_5ForConditionalGeneration":
+    def from_hf(
+        cls, hf: Mapping[str, JSONLike], *, draft_layer: bool = False
+    ) -> "Qwen3_5ForConditionalGeneration":
         text = qwen3_5.Config.from_hf(_text(hf))
-        return cls(text, Images.from_hf(hf, text))
+        return cls(text, Images.from_hf(hf, text), draft_layer=draft_layer)
 
 
-class Qwen3_5MoeForConditionalGeneration(VisionLanguageModel):
-    def __init__(self, text: qwen3_5_moe.Config, images: Images):
+class Qwen3_5MoeForConditionalGeneration(VisionLanguageModel, WithMTP):
+    """draft_layer: with the checkpoint's draft layer."""
+
+    draft_class = ImageDraftModel
+
+    def __init__(self, text: qwen3_5_moe.Config, images: Images, *, draft_layer: bool = False):
         layers = (qwen3_5_moe.layer_of(text, kind) for kind in text.layer_types)
         parts = images.vision_config, images.tokens
         super().__init__(text, *parts, layers, images.rotary(text), norm=OnePlusRMSNorm)
+        self.mtp = qwen3_5_moe.draft_layer_of(text) if draft_layer else None
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike]) -> "Qwen3_5MoeForConditionalGeneration":
+    def from_hf(
+        cls, hf: Mapping[str, JSONLike], *, draft_layer: bool = False
+    ) -> "Qwen3_5MoeForConditionalGeneration":
         text = qwen3_5_moe.Config.from_hf(_text(hf))
-        return cls(text, Images.from_hf(hf, text))
+        return cls(text, Images.from_hf(hf, text), draft_layer=draft_layer)

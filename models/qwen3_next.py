@@ -26,6 +26,7 @@ from atomc.models.gated_delta_net import (
     hybrid_layer_types,
 )
 from atomc.models.layers import MLP, OnePlusRMSNorm
+from atomc.models.mtp import MTP, WithMTP
 from atomc.models.qwen3_moe import Router, RouterConfig, moe_layers
 from atomc.models.rotary import Rotary, apply_partial_rope, rope_parameters, rotated_columns
 
@@ -203,20 +204,33 @@ class MoE(nn.Module):
         return (routed + shared).view_as(x)
 
 
-def _layer(config: Config, index: int) -> nn.Module:
+def _layer(config: Config, kind: str, *, experts: bool) -> nn.Module:
     width, eps = config.hidden_size, config.rms_norm_eps
-    mlp = MoE(config) if index in config.moe_layers else MLP(width, config.intermediate_size)
-    if config.layer_types[index] == "full_attention":
+    mlp = MoE(config) if experts else MLP(width, config.intermediate_size)
+    if kind == "full_attention":
         return Layer(config, Attention(config), mlp, OnePlusRMSNorm)
     return DeltaNetLayer(config, PackedDeltaNet(width, config.delta_net, eps), mlp)
 
 
-class Qwen3NextForCausalLM(CausalLM):
-    def __init__(self, config: Config):
-        layers = (_layer(config, i) for i in range(config.num_hidden_layers))
+def _draft_layer(config: Config) -> MTP:
+    """It has experts if any layer of the model has."""
+    return MTP(config, _layer(config, "full_attention", experts=bool(config.moe_layers)))
+
+
+class Qwen3NextForCausalLM(CausalLM, WithMTP):
+    """draft_layer: with the checkpoint's draft layer."""
+
+    def __init__(self, config: Config, *, draft_layer: bool = False):
+        layers = (
+            _layer(config, kind, experts=i in config.moe_layers)
+            for i, kind in enumerate(config.layer_types)
+        )
         rotary = Rotary(config.rope_parameters, config.rotated_columns)
         super().__init__(config, layers, rotary, norm=OnePlusRMSNorm)
+        self.mtp = _draft_layer(config) if draft_layer else None
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike]) -> "Qwen3NextForCausalLM":
-        return cls(Config.from_hf(hf))
+    def from_hf(
+        cls, hf: Mapping[str, JSONLike], *, draft_layer: bool = False
+    ) -> "Qwen3NextForCausalLM":
+        return cls(Config.from_hf(hf), draft_layer=draft_layer)

@@ -17,6 +17,7 @@ from atomc.models.config import integer, model_type
 from atomc.models.decoder import Decoder, DecoderConfig, Norm
 from atomc.models.layers import RMSNorm
 from atomc.models.mrope import MRotary
+from atomc.models.mtp import DraftModel
 from atomc.models.qwen3_vl_vision import VisionConfig, VisionModel
 from atomc.models.vision_patches import EncodesImages
 from atomc.ops.inputs import PatchInputs
@@ -57,6 +58,14 @@ def vision_config(
     return found
 
 
+def placed(x_TD: Tensor, embeddings: Tensor, is_image: Tensor) -> tuple[Tensor, ...]:
+    """x with the embeddings [T, E] of images in the rows is_image [T], and all rows of the other
+    columns, of each layer [T, D].
+    """
+    image_TD, *levels = torch.split(embeddings.to(x_TD.dtype), x_TD.shape[-1], -1)
+    return torch.where(is_image.unsqueeze(-1), image_TD, x_TD), *levels
+
+
 class TextModel(Decoder):
     def forward(
         self,
@@ -71,10 +80,8 @@ class TextModel(Decoder):
         x_TD: Tensor = self.embed_tokens(input_ids)
         added: tuple[Tensor, ...] = ()
         if embeddings is not None and is_image is not None:
-            rows = is_image.unsqueeze(-1)
-            image_TD, *levels = torch.split(embeddings.to(x_TD.dtype), x_TD.shape[-1], -1)
-            x_TD = torch.where(rows, image_TD, x_TD)
-            added = tuple(level.where(rows, 0) for level in levels)
+            x_TD, *levels = placed(x_TD, embeddings, is_image)
+            added = tuple(level.where(is_image.unsqueeze(-1), 0) for level in levels)
         cos, sin = self.rotary_emb(x_TD, positions)
         for i, layer in enumerate(self.layers):
             x_TD = layer(x_TD, cos, sin)
@@ -117,6 +124,10 @@ class VisionLanguageModel(nn.Module, EncodesImages):
         if config.tie_word_embeddings:
             self.lm_head.weight = text.embed_tokens.weight
 
+    @property
+    def decoder(self) -> Decoder:
+        return self.model.language_model
+
     def encode_patches(self, pixels: Tensor, patches: PatchInputs) -> Tensor:
         found: Tensor = self.model.visual(pixels, patches)
         return found
@@ -138,3 +149,26 @@ class VisionLanguageModel(nn.Module, EncodesImages):
             x_TD = x_TD.index_select(-2, logits_rows)
         logits: Tensor = self.lm_head(x_TD)
         return logits
+
+
+class ImageDraftModel(DraftModel):
+    """A draft layer that reads the embeddings of images, as the model does."""
+
+    reads = ("model.language_model.norm",)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        hidden: Tensor,
+        logits_rows: Tensor,
+        embeddings: Tensor | None = None,
+        is_image: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """As DraftModel.forward; positions [T] or [3, T]. embeddings [T, E] and is_image [T] are
+        those of the token after each token.
+        """
+        x_TD: Tensor = self.embed_tokens(input_ids)
+        if embeddings is not None and is_image is not None:
+            x_TD, *_ = placed(x_TD, embeddings, is_image)
+        return self.after_embedding(x_TD, positions, hidden, logits_rows)

@@ -100,6 +100,8 @@ class InputBatch:
             i64 |= {"indices": rows, "draft_deltas": sequences}
         i64["tokens"] = rows  # last field: `last_tokens` follows it on the device
         flags = {"is_image": rows} if embeddings is not None else {}
+        if drafts and embeddings is not None:
+            flags["next_is_image"] = rows
         self._fields = _field_layout(flags, i32, i64)
         size = max(end for _, _, end in self._fields.values())
         pinned = self.device.type == "cuda"
@@ -163,7 +165,7 @@ class InputBatch:
         indices = np.arange(T) + np.repeat(starts - bounds[:-1], counts)
         self._write_positions(chunks, to, rows, indices, bounds)
         if self.embeddings is not None:
-            _fill(to["is_image"], _image_mask(chunks, bounds), rows, False)
+            self._write_image_masks(chunks, to, rows, bounds)
         _fill(to["tokens"], self._known_tokens(chunks, T), rows, 0)
         to["sources"][:rows] = np.arange(rows)
         placeholder = np.array([chunk.has_placeholder for chunk in chunks], bool)
@@ -216,12 +218,15 @@ class InputBatch:
         """
         self.last_tokens.index_copy_(0, self.on_device["sample_slots"][: len(tokens)], tokens)
 
-    def draft_step(self, shape: StepShape, hidden: Tensor) -> tuple[Step, Tensor]:
+    def draft_step(
+        self, shape: StepShape, hidden: Tensor, *, images: bool = False
+    ) -> tuple[Step, Tensor]:
         """The first draft step after the step written last: its rows, each with the next token.
         Logits are those of the row with the last accepted token of each sequence that samples.
         `keep_samples` was called for the step.
 
         hidden  [rows, D], the hidden states of the step
+        images  the step has tokens of images: with the embeddings of the next tokens
 
         Returns the step and the indices [S] of the tokens with logits in their sequences.
         """
@@ -233,6 +238,10 @@ class InputBatch:
         equal &= depth < at["most_accepted"][: shape.sequences, None]
         last = first + equal.long().cumprod(-1).sum(-1)
         step = step._replace(input_ids=tokens, logits_rows=last, hidden=hidden)
+        if images:
+            assert self.embeddings is not None, "the model reads no images"
+            following = self.embeddings[:rows].roll(-1, 0)
+            step = step._replace(embeddings=following, is_image=at["next_is_image"][:rows])
         return step, (step.positions if self.rope is None else at["indices"])[last]
 
     def next_draft_step(
@@ -317,6 +326,17 @@ class InputBatch:
         positions[:, len(indices) :] = 0
         if self.drafts:
             _fill(to["indices"], indices, rows, 0)
+
+    def _write_image_masks(
+        self, chunks: Sequence[Chunk], to: dict[str, Array], rows: int, bounds: Array
+    ) -> None:
+        """Write which rows are tokens of images, and which are before one in the same chunk."""
+        mask = _image_mask(chunks, bounds)
+        _fill(to["is_image"], mask, rows, False)
+        if self.drafts:
+            following = np.roll(mask, -1)
+            following[bounds[1:] - 1] = False
+            _fill(to["next_is_image"], following, rows, False)
 
     def _update_tables(self, chunks: Sequence[Chunk], to: dict[str, Array]) -> None:
         """Write new blocks to the host tables, and their positions to the step."""

@@ -132,6 +132,7 @@ class Chunks:
             self.counters.drafted += drafted
             self.counters.accepted += len(tokens) - 1
             request.draft = ()
+            request.num_drafts += 1
         for token in tokens:
             request.accept(token, self.max_len)
             self.counters.generated_tokens += 1
@@ -153,7 +154,7 @@ class Chunks:
         """How many tokens of its draft to accept; None: those that are equal."""
         if self.forced is None or request.params.structured is not None:
             return None
-        return min(self.forced.count(request.seed, request.num_new), len(request.draft))
+        return min(self.forced.count(request.seed, request.num_drafts), len(request.draft))
 
     def _row_before_draft(self, request: Request) -> int | None:
         """The row that is to keep the state before a draft; None if it is there, or can be rolled

@@ -4,7 +4,8 @@ It has state of its own in the blocks of the model's sequences: each step writes
 model has computed, prefill too, so that chunks, preemption and rejected drafts are the same case as
 for the model. The state of a row depends on the token after it. In a block that the prefix cache
 shares, the last row has seen the next token of the request that computed it, which may differ from
-that of another request: this may change drafts, but no result.
+that of another request: this may change drafts, but no result. The same is true of the last row of
+a chunk before a token of an image, which has the embedding of the token's id.
 
 S sequences, k draft tokens, D width of the hidden states.
 """
@@ -22,6 +23,7 @@ from atomc.options import Options
 from atomc.platform import Platform
 from atomc.program import Program, compile_model
 from atomc.runtime.batch import InputBatch, StepShape
+from atomc.runtime.image_model import ImageModel
 from atomc.runtime.state_rows import SPARE_SLOTS
 
 if TYPE_CHECKING:
@@ -32,12 +34,14 @@ if TYPE_CHECKING:
 class DraftProgram:
     """A compiled draft model.
 
+    image_program the program of steps with images; None: the model reads none
     count         draft tokens per step
     width, dtype  of the hidden states
     specs         its state, with the group numbers of the model
     """
 
     program: Program
+    image_program: Program | None
     count: int
     width: int
     dtype: torch.dtype
@@ -63,23 +67,25 @@ def compile_draft(
     count: int,
     *,
     owned: bool,
+    images: ImageModel | None = None,
     platform: Platform | None = None,
 ) -> DraftProgram:
     """Compile a draft model, with its state in the blocks of the target; for this platform, by
-    default that of its weights.
+    default that of its weights. images: of a target that reads them.
 
     Raises ValueError if its state needs another window than each layer of the target.
     """
     layout = next((spec.paging.layout for spec in target.specs if spec.paging), None)
     width, dtype = draft.hidden_size * len(draft.reads), draft.dtype
-    program = compile_model(
-        draft,
-        replace(options, layout=layout, expert_load=False, expect={}),
-        platform,
-        owned=owned,
-        takes=ModelInputs(hidden=(width, dtype), mrope=target.takes.mrope),
-    )
-    return DraftProgram(program, count, width, dtype, _in_groups_of(program.specs, target.specs))
+    options = replace(options, layout=layout, expert_load=False, expect={})
+    takes = ModelInputs(hidden=(width, dtype), mrope=target.takes.mrope)
+    program = compile_model(draft, options, platform, owned=owned, takes=takes)
+    of_images = None
+    if images is not None:
+        takes = replace(takes, embeddings=(images.width, images.dtype))
+        of_images = compile_model(draft, options, platform, owned=owned, takes=takes)
+    specs = _in_groups_of(program.specs, target.specs)
+    return DraftProgram(program, of_images, count, width, dtype, specs)
 
 
 def _in_groups_of(specs: Sequence[StateSpec], target: Sequence[StateSpec]) -> list[StateSpec]:
@@ -104,6 +110,7 @@ class DraftRunner:
         self, draft: DraftProgram, batch: InputBatch, num_blocks: Sequence[int], slots: int
     ) -> None:
         self.program, self.count, self.batch = draft.program, draft.count, batch
+        self.image_program = draft.image_program
         # The number in the target of each group of the draft.
         self._groups = [
             group
@@ -124,7 +131,9 @@ class DraftRunner:
             )
             for spec in draft.specs
         ]
-        draft.program.bind(self.caches)
+        self.program.bind(self.caches)
+        if self.image_program is not None:
+            self.image_program.bind(self.caches)
         self.hidden = torch.zeros(batch.rows, draft.width, dtype=draft.dtype, device=batch.device)
 
     def keep(self, hidden: Sequence[Tensor]) -> None:
@@ -135,19 +144,24 @@ class DraftRunner:
             self.hidden[: len(states), start : start + width].copy_(states)
             start += width
 
-    def propose(self, shape: StepShape) -> Tensor:
+    def propose(self, shape: StepShape, *, images: bool = False) -> Tensor:
         """Draft tokens [S, k] i64 after the step written last, greedily: first for the sequences
         that sample, in order; the others are meaningless. `keep` and, if tokens were sampled,
         InputBatch.keep_samples were called for the step.
+
+        images  the step has tokens of images
         """
-        step, indices = self.batch.draft_step(shape, self.hidden[: shape.rows])
+        step, indices = self.batch.draft_step(shape, self.hidden[: shape.rows], images=images)
+        program = self.image_program if images else self.program
+        assert program is not None, "the model reads no images"
         drafts: list[Tensor] = []
         with torch.no_grad():
             while True:
-                logits, hidden = self.program.outputs(self._in_own_groups(step))
+                logits, hidden = program.outputs(self._in_own_groups(step))
                 drafts.append(logits.argmax(-1))
                 if len(drafts) == self.count:
                     return torch.stack(drafts, 1)
+                program = self.program
                 indices = indices + 1
                 step = self.batch.next_draft_step(shape, drafts[-1], indices, hidden)
 

@@ -27,6 +27,7 @@ class Request:
     images        of the prompt, in order; () once the request has ended
     draft         speculative tokens after `tokens`: computed in the next step, and kept up to the
                   first wrong one
+    num_drafts    number of its drafts that are verified
     num_in_flight number of tokens that steps in flight sample: counted as computed or pending, not
                   in `tokens` yet
     scored        prompt rows whose log-probabilities are computed or in flight
@@ -58,6 +59,7 @@ class Request:
     images: tuple[PromptImage, ...] = ()
     draft: tuple[int, ...] = ()
     computed: int = 0
+    num_drafts: int = 0
     num_in_flight: int = 0
     scored: int = 0
     num_cached: int = 0

@@ -147,11 +147,13 @@ class Runner:
 
     def empty_step(self, shape: StepShape) -> Tensor:
         """Logits of a padding step of this shape, after which the draft model ran too, and before
-        that, unless it is a decode step, the program of steps with images.
+        that, unless it is a decode step, the programs of steps with images.
         """
         padded = self.input_batch.write(None, shape)
         if self.image_program is not None and shape.rows > shape.sequences:
             self._run(self.image_program, padded)
+            if self.draft is not None:
+                self.draft.propose(shape, images=True)
         logits = self._run(self.program, padded)
         if self.draft is not None:
             self.draft.propose(shape)
@@ -204,8 +206,11 @@ class Runner:
         if tokens is not None:
             self.input_batch.keep_samples(tokens)
         graphs = self.draft_graphs
-        captured = graphs is not None and self._shape in graphs.captured
-        found = graphs(self._shape) if graphs and captured else self.draft.propose(self._shape)
+        images = self.image_program is not None and step.has_images
+        if graphs is not None and not images and self._shape in graphs.captured:
+            found = graphs(self._shape)
+        else:
+            found = self.draft.propose(self._shape, images=images)
         return found[: sum(chunk.num_samples > 0 for chunk in step.chunks)].clone()
 
     def forget_counts(self) -> None:

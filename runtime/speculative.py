@@ -64,22 +64,22 @@ def _repeated(tokens: Sequence[int], start: int, count: int) -> list[int]:
 class ForcedAcceptance:
     """Accepts drafts such that steps yield `average` tokens, for benchmarks: n steps of a request
     with complete drafts yield n * average tokens, rounded up or down. Depends only on the request's
-    seed and the number of its new tokens.
+    seed and the number of its drafts.
     """
 
     def __init__(self, average: float) -> None:
         exact = Fraction(average).limit_denominator(MOST_PERIOD)
         self.tokens, self.steps = exact.numerator, exact.denominator
 
-    def count(self, seed: int, num_new: int) -> int:
-        """How many draft tokens are accepted after num_new new tokens, of which the first was
-        sampled without a draft.
-        """
-        # Requests begin at different places of the period. After step n, a request has
-        # 1 + (n * tokens + first) // steps new tokens.
+    def count(self, seed: int, num_drafts: int) -> int:
+        """How many tokens of a draft are accepted, after num_drafts drafts of the request."""
+        # Requests begin at different places of the period.
         first = (seed * MULTIPLIER % 2**64 >> 32) % self.steps
-        step = -((first - num_new * self.steps) // self.tokens)
-        return (step * self.tokens + first) // self.steps - num_new
+        # The tokens of all steps before this one, and up to it.
+        before, after = (
+            (number * self.tokens + first) // self.steps for number in (num_drafts, num_drafts + 1)
+        )
+        return after - before - 1
 
 
 def accepted(draft: Sequence[int], tokens: Sequence[int]) -> Sequence[int]:

@@ -126,6 +126,7 @@ class Worker:
                 options,
                 config.speculative_tokens,
                 owned=self._owns_weights,
+                images=self.images,
             )
         if config.speculative_accept is not None:
             note = (

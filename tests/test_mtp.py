@@ -383,7 +383,7 @@ def test_forced_acceptance_depends_on_the_request_and_not_on_the_batch(checkpoin
 
     together = run(one, *[request(i) for i in range(5)])
     assert all(run(one, request(i)) == {f"{i}": together[f"{i}"]} for i in range(5))
-    starts = {ForcedAcceptance(2.5).count(seed, 1) for seed in range(9)}
+    starts = {ForcedAcceptance(2.5).count(seed, 0) for seed in range(9)}
     assert starts == {1, 2}
 
 

@@ -1,7 +1,8 @@
-"""A small GLM-4.5 with a draft layer, as a checkpoint with the names of Hugging Face.
+"""Small models with a draft layer, as checkpoints with the names of Hugging Face: a GLM-4.5, whose
+draft layer is numbered, and Qwens, which have it as `mtp`.
 
-Its draft layer mostly repeats the embedding of the next token, as the model does: some of its
-drafts are right.
+A draft layer mostly repeats the embedding of the next token, as the model does: some of its drafts
+are right.
 """
 
 import json
@@ -30,26 +31,63 @@ CONFIG: dict[str, Any] = SIZES | {
 }
 DEPTH, WIDTH = CONFIG["num_hidden_layers"], CONFIG["hidden_size"]
 DRAFT = f"model.layers.{DEPTH}."
+_HYBRID = {
+    "num_nextn_predict_layers": None,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+_EXPERTS = {"num_experts": 4, "shared_expert_intermediate_size": 24}
+# model -> what differs from CONFIG
+QWENS: dict[str, dict[str, Any]] = {
+    "qwen3_next": _HYBRID
+    | _EXPERTS
+    | {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"},
+    "qwen3_5": _HYBRID
+    | {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "mtp_num_hidden_layers": 1,
+    },
+    "qwen3_5_moe": _HYBRID
+    | _EXPERTS
+    | {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "mtp_num_hidden_layers": 1,
+    },
+}
 
 
 def tiny_model(draft_layer: bool = True, **differs: Any) -> nn.Module:
     torch.manual_seed(0)
     model = models.build(CONFIG | differs, torch.float64, draft_layer=draft_layer)
+    return fill(model)
+
+
+def fill(model: nn.Module) -> nn.Module:
+    """Give the model weights with which it mostly repeats its input."""
     model.requires_grad_(False).eval()
     for name, weight in model.named_parameters():
         if name.endswith("embed_tokens.weight"):
             weight.normal_()
-        elif name.endswith("eh_proj.weight"):
+        elif name.endswith(("eh_proj.weight", "mtp.fc.weight")):
             weight.normal_(0, 0.05)
-            weight[:, :WIDTH] += torch.eye(WIDTH)
+            weight[:, : len(weight)] += torch.eye(len(weight))
+        elif name.endswith("A_log"):
+            weight.normal_(-3.0, 1.0)  # a state that lasts for some tens of tokens
+        elif name.endswith("conv1d.weight"):
+            weight.normal_(0, 0.5)
         elif weight.dim() > 1:
             weight.normal_(0, 0.5 if name == "lm_head.weight" else 0.05)
     return model
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Weights by their names in a checkpoint, with the draft layer's copies of embedding and
-    head.
+    """Weights by their names in a checkpoint, with the copies of embedding and head that a numbered
+    draft layer has.
     """
     found: dict[str, Tensor] = {}
     for name, weight in model.named_parameters():

@@ -82,7 +82,6 @@ def trace_model(
         observers=observers,
         keep_texts=keep_texts or options.report is not None,
     )
-    assert takes.hidden is None or takes.embeddings is None, "no draft model reads images"
 
     # The names of the arguments are those of atomc.ops.inputs.MODEL_INPUTS.
     def step(input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Outputs:
@@ -103,7 +102,22 @@ def trace_model(
         outputs: Outputs = model(input_ids, positions, logits_rows, embeddings, is_image)
         return outputs
 
-    call = draft if takes.hidden else images if takes.embeddings else step
+    def draft_images(
+        input_ids: Tensor,
+        positions: Tensor,
+        hidden: Tensor,
+        logits_rows: Tensor,
+        embeddings: Tensor,
+        is_image: Tensor,
+    ) -> Outputs:
+        outputs: Outputs = model(input_ids, positions, hidden, logits_rows, embeddings, is_image)
+        return outputs
+
+    call: Callable[..., Outputs]
+    if takes.hidden:
+        call = draft_images if takes.embeddings else draft
+    else:
+        call = images if takes.embeddings else step
     example = _example_step(device, takes)
     # Of positions [3, T], the number of axes is the same in each step.
     dims = [int(i == 1 and takes.mrope) for i in range(len(example))]

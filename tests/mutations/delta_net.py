@@ -23,7 +23,7 @@ BUGS = [
     bug("models/entered_layers.py", "TOLERANCE = 1e-4", "TOLERANCE = 1e-1", REFUSED),
     bug("models/entered_layers.py", "dict(small.named_parameters()).keys() - known", "()", REFUSED),
     bug("models/stock.py", "if num_linear == layer_types.count(LINEAR) + layer_types.count(HYBRID):", "if num_linear:", "without_the_parts"),
-    bug("models/load_plan.py", 'visual[0].removesuffix(".") not in modules', "False", "with_images"),
+    bug("models/load_plan.py", "part[0] not in modules", "False", "with_images"),
     bug("models/loader.py", 'name.replace("model.language_model.", "model.")', "name", "with_images"),
     bug("atomc/quantization/kept_layers.py", " | _delta_gates(model)", "", "stay_in_16"),
 ]  # fmt: skip

@@ -39,7 +39,7 @@ BUGS = [
     lifted('_any_but(0, given["padding"])', "False"),
     bug("models/mrope.py", "3 * section[axis] : 3", "section[axis] : 3", OURS),
     bug("models/qwen3_vl_vision.py", "self.levels.index(i)", "len(added)", OURS),
-    bug("models/vision_language.py", "level.where(rows, 0)", "level", OURS),
+    bug("models/vision_language.py", "level.where(is_image.unsqueeze(-1), 0)", "level", OURS),
     bug("models/stock_vision.py", "visual_embeds.where(visual_pos_masks.unsqueeze(-1), 0)", "visual_embeds", STOCK),
     bug("models/stock_vision.py", "if reason := _why_unlike(type(text)):", "if reason := '':", "otherwise"),
     bug("atomc/encoder.py", "if self._refresh is not None:", "if not self._made:", "user_writes"),
