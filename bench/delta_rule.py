@@ -1,6 +1,6 @@
-"""Time the gated delta rule and its convolution in Triton (Qwen3.5's widths: 16 key heads and 32
-value heads of 128, four taps), on the GPU that is here: microseconds; of steps of one token the
-share of the bandwidth of a copy, of prompts TFLOP/s.
+"""Time the gated delta rule, its convolution and the norm after it in Triton (Qwen3.5's widths: 16
+key heads and 32 value heads of 128, four taps), on the GPU that is here: microseconds; of norms and
+of steps of one token the share of the bandwidth of a copy, of prompts TFLOP/s.
 """
 
 import argparse
@@ -14,13 +14,15 @@ from kernels import copy_bandwidth
 from latent_attention import seconds
 from torch import Tensor
 
-from atomc.kernels.triton import conv, delta_rule
+from atomc.kernels.triton import conv, delta_rule, norm_gated
 from atomc.kernels.triton.delta_chunks import Rows, launch_chunks
+from atomc.kernels.triton.tiles import NORM_GATED, RowTile
 
 EXAMPLES = """examples:
   all cases:           python bench/delta_rule.py
   decode steps:        python bench/delta_rule.py --only decode
   other tiles:         python bench/delta_rule.py --sweep --only "prompt 1 x"
+  the norm's tiles:    python bench/delta_rule.py --sweep --only norm
 """
 KEY_HEADS, HEADS, WIDTH, TAPS, CHUNK = 16, 32, 128, 4, 64
 CHANNELS = (2 * KEY_HEADS + HEADS) * WIDTH
@@ -43,6 +45,8 @@ CHUNK_TILES = [
     {"BLOCK_V": block, "num_warps": warps, "num_stages": stages}
     for block, warps, stages in product((16, 32, 64, 128), (4, 8), (1, 2))
 ]
+NORMS = {f"norm of {tokens} tokens": tokens for tokens in (1, 8, 64, 1024, 8192)}
+NORM_TILES = [RowTile(rows, warps) for rows, warps in product((1, 4, 8, 16, 32), (1, 2, 4, 8, 16))]
 
 
 class Inputs:
@@ -94,6 +98,26 @@ def tried(decode: bool, sweep: bool) -> Iterator[dict[str, int] | None]:
         yield from STEP_TILES if decode else CHUNK_TILES
 
 
+def time_norm(name: str, tokens: int, tiles: list[RowTile], copied: float) -> None:
+    """The norm of the values, whose gate is cut from a merged projection."""
+    like = {"device": "cuda", "dtype": torch.bfloat16}
+    weight, columns = torch.randn(WIDTH, **like), CHANNELS + (HEADS + 2) * WIDTH
+    moved = 3 * 2 * tokens * HEADS * WIDTH
+    calls = []
+    for _ in range(max(1, min(16, 512 * 2**20 // moved))):
+        x, projected = (
+            torch.randn(tokens, HEADS, WIDTH, **like),
+            torch.randn(tokens, columns, **like),
+        )
+        gate = projected[:, CHANNELS:][:, : HEADS * WIDTH].unflatten(-1, (HEADS, WIDTH))
+        calls.append((x, gate, weight, torch.empty_like(x), 1e-6, "after"))
+    for tile in tiles:
+        taken = seconds([partial(norm_gated.launch, *call, tile) for call in calls])
+        print(
+            f"{name}: {taken * 1e6:.1f} us, {moved / taken / copied:.0%} of copy bandwidth, {tile}"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -121,6 +145,10 @@ def main() -> None:
             rate = FLOPS * tokens * HEADS / taken / 1e12
             per = f"{share:.0%} of copy bandwidth" if decode else f"{rate:.0f} TFLOP/s"
             print(f"{name}: rule {taken * 1e6:.1f} us, {per}, {tile or 'the tile of the table'}")
+    for name, tokens in NORMS.items():
+        if args.only in name:
+            chosen = NORM_GATED.choose(torch.device("cuda"), tokens * HEADS, WIDTH)
+            time_norm(name, tokens, [chosen, *(NORM_TILES if args.sweep else [])], copied)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from atomc.ops.op import Extra
 from atomc.ops.state import PlainSpec, StateSpec
 from atomc.torch_compat.core import GraphFunction, Input, Outputs
 from atomc.weights.inputs import PreparedInput, WeightInputs
+from atomc.weights.packed import PackedInput
 
 
 class CompiledData(TypedDict):
@@ -33,7 +34,7 @@ class CompiledData(TypedDict):
     """
 
     inputs: list[str]
-    packed: dict[str, tuple[str, ...]]
+    packed: dict[str, tuple[tuple[str, ...], int]]
     syncing: list[str]
     read: list[str]
     state: list[PlainSpec]
@@ -53,7 +54,7 @@ class Compiled:
     inputs, then `extras`.
 
     inputs   the names of all of these except the extras
-    packed   name -> the names of the parameters that the caller packs
+    packed   name -> the parameters that the caller packs
     step_inputs   name -> the part of a step that the runtime passes
     state_inputs  name -> the part of the state that the runtime passes
     expert_counts name -> the layer whose experts it counts
@@ -64,7 +65,7 @@ class Compiled:
 
     call: GraphFunction
     inputs: list[str]
-    packed: dict[str, tuple[str, ...]]
+    packed: dict[str, PackedInput]
     step_inputs: dict[str, StepInput] = field(default_factory=dict)
     state_inputs: dict[str, StateInput] = field(default_factory=dict)
     expert_counts: dict[str, ExpertCounts] = field(default_factory=dict)
@@ -115,7 +116,7 @@ def serialize_compiled(
     """Raises Uncacheable if a function of an extra cannot be found again by name."""
     return {
         "inputs": compiled.inputs,
-        "packed": compiled.packed,
+        "packed": {name: (each.parts, each.zero_rows) for name, each in compiled.packed.items()},
         "syncing": compiled.syncing,
         "read": compiled.read,
         "state": [spec.to_plain() for spec in compiled.state],
@@ -151,7 +152,7 @@ def deserialize_compiled(plain: CompiledData) -> Compiled:
     return Compiled(
         call,
         plain["inputs"],
-        plain["packed"],
+        {name: PackedInput(*packed) for name, packed in plain["packed"].items()},
         step_inputs,
         state_inputs,
         expert_counts,
@@ -223,13 +224,17 @@ def weight_inputs(compiled: Compiled, notes: list[str]) -> WeightInputs:
     for extra in (extra for extra in compiled.extras if extra.kind == "prepared"):
         given = tuple(None if name is None else number[name] for name in extra.weights)
         names = [name for name in extra.weights if name is not None]
-        parts = tuple(number[part] for name in names for part in compiled.packed.get(name, (name,)))
+        packed = [compiled.packed.get(name, PackedInput((name,))) for name in names]
+        parts = tuple(number[part] for one in packed for part in one.parts)
         wanted.append(
             PreparedInput(
                 given, parts, extra.function, extra.attributes, extra.bytes, extra.keeps_original
             )
         )
     groups = {
-        number[name]: [number[part] for part in parts] for name, parts in compiled.packed.items()
+        number[name]: [number[part] for part in packed.parts]
+        for name, packed in compiled.packed.items()
     }
-    return WeightInputs(groups, wanted, {number[name] for name in compiled.read}, notes)
+    zero_rows = {number[name]: packed.zero_rows for name, packed in compiled.packed.items()}
+    read = {number[name] for name in compiled.read}
+    return WeightInputs(groups, wanted, read, notes, zero_rows)

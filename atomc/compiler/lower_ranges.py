@@ -129,8 +129,8 @@ def _forms(gm: GraphModule, context: Context) -> WeightForms:
         if isinstance(given, nn.Parameter)
     }
     for node in inputs:
-        if "packed" in node.meta and node.meta["packed"][0] in parameters:
-            parameters[node.name] = parameters[node.meta["packed"][0]]
+        if "packed" in node.meta and node.meta["packed"].parts[0] in parameters:
+            parameters[node.name] = parameters[node.meta["packed"].parts[0]]
     return WeightForms(
         context.platform,
         owned=context.owned,

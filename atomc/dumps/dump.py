@@ -275,7 +275,8 @@ class _Inputs:
     def _recipe(self, node: Node) -> str:
         value = node.meta.get("val")
         if "packed" in node.meta:
-            return f"Packed({node.meta['packed']})"
+            parts, zero_rows = node.meta["packed"]
+            return f"Packed({parts}{f', zero_rows={zero_rows}' if zero_rows else ''})"
         if "extra" in node.meta and node.meta["extra"].kind == "prepared":
             extra = node.meta["extra"]
             attributes = f", attributes={extra.attributes}" if extra.attributes else ""

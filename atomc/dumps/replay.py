@@ -73,9 +73,10 @@ class Input:
 
 @dataclass(frozen=True)
 class Packed:
-    """The tensors of these names, concatenated by rows."""
+    """The tensors of these names, concatenated by rows, with so many rows of zeros after them."""
 
     names: tuple[str, ...]
+    zero_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -123,8 +124,8 @@ def make(
             case Input():
                 made[name] = given.make(name)
             case Packed():
-                parts = [made[part] for part in given.names]
-                made[name] = concatenated([part for part in parts if isinstance(part, Tensor)])
+                tensors = [part for each in given.names if isinstance(part := made[each], Tensor)]
+                made[name] = concatenated(tensors, given.zero_rows)
             case Prepared():
                 made[name] = given.make(made)
             case _:

@@ -42,6 +42,7 @@ class WeightInputs:
     prepared_inputs  may read packed weights, whose numbers follow those of the arguments
     read    the numbers of the arguments and packed weights that the callable reads directly
     notes   receives a line if parameters can no longer be packed, and when weights change
+    zero_rows  number of a packed weight -> how many rows of zeros it has after its parts
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class WeightInputs:
         prepared_inputs: Sequence[PreparedInput],
         read: Container[int],
         notes: list[str],
+        zero_rows: Mapping[int, int] | None = None,
     ):
         self.groups, self.prepared_inputs, self.read, self.notes = (
             groups,
@@ -57,6 +59,7 @@ class WeightInputs:
             read,
             notes,
         )
+        self._zero_rows = zero_rows or {}
         self._packed_parts = [i for group in self.groups.values() for i in group]
         self._prepared_parts = [i for one in self.prepared_inputs for i in one.parts]
         # Addresses of the parts, and the packed weights; None if a group could not be packed.
@@ -128,14 +131,14 @@ class WeightInputs:
         with (
             weights.lock
         ):  # no other thread packs these parameters while their addresses are recorded
-            for group in self.groups.values():
-                parts = _parameters(args, group)
-                whole = pack(parts)
+            for number, group in self.groups.items():
+                parts, zero_rows = _parameters(args, group), self._zero_rows.get(number, 0)
+                whole = pack(parts, zero_rows)
                 if isinstance(whole, str):
                     weights.check_not_freed(parts)
                     apart = True
                     self._note(f"weights are concatenated in each call, which is slow: {whole}")
-                    whole = concatenated(parts)
+                    whole = concatenated(parts, zero_rows)
                 found.append(whole)
                 addresses += [part.data_ptr() for part in parts]
         self._packed = None if apart else (addresses, [WeakTensor(whole) for whole in found])

@@ -11,10 +11,13 @@ The parts share the memory of the packed weight through DLPack: each part has it
 Dynamo and safetensors require, and an in-place write to a part writes the packed weight. The parts
 own the packed weight: it is freed with the last of them. An assignment of new memory (`.data =`,
 `.to()`) removes a parameter from its packed weight, so a reader must call `pack` before each use.
+
+Rows of zeros may follow the parts, which makes the number of rows one that kernels are fast for.
 """
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.utils.dlpack
@@ -25,7 +28,16 @@ from atomc.weights import registry as weights
 from atomc.weights.registry import PackedWeight, location_of
 
 
-def pack(parameters: Sequence[nn.Parameter]) -> Tensor | str:
+class PackedInput(NamedTuple):
+    """A packed weight that a graph reads: the names of its parameters, and the number of rows of
+    zeros after them.
+    """
+
+    parts: tuple[str, ...]
+    zero_rows: int = 0
+
+
+def pack(parameters: Sequence[nn.Parameter], zero_rows: int = 0) -> Tensor | str:
     """The packed weight of these parameters, created if needed; a string with the reason if they
     cannot be packed.
     """
@@ -35,8 +47,10 @@ def pack(parameters: Sequence[nn.Parameter]) -> Tensor | str:
         if existing is not None and list(map(id, parts)) == list(map(id, parameters)):
             whole = existing.whole()
             assert whole is not None
+            if whole.shape[0] != _num_rows(parameters) + zero_rows:
+                return "another graph reads them with another number of zeros behind them"
             return whole
-        return refusal(parameters) or _move_into_one_tensor(parameters)
+        return refusal(parameters) or _move_into_one_tensor(parameters, zero_rows)
 
 
 def packed_together(parameter: nn.Parameter) -> list[nn.Parameter]:
@@ -71,10 +85,16 @@ def mismatch(parameters: Sequence[Tensor]) -> str | None:
     return None
 
 
-def concatenated(parameters: Sequence[Tensor]) -> Tensor:
-    """A tensor with these parameters as rows of the first."""
-    flat = torch.cat([parameter.flatten() for parameter in parameters])
-    return flat.view(-1, *parameters[0].shape[1:])
+def concatenated(parameters: Sequence[Tensor], zero_rows: int = 0) -> Tensor:
+    """A tensor with these parameters as rows of the first, and so many rows of zeros after them."""
+    row = parameters[0].shape[1:]
+    zeros = parameters[0].new_zeros(zero_rows * math.prod(row))
+    return torch.cat([*(parameter.flatten() for parameter in parameters), zeros]).view(-1, *row)
+
+
+def _num_rows(parameters: Sequence[Tensor]) -> int:
+    """Together, as rows of the first."""
+    return sum(part.numel() for part in parameters) // math.prod(parameters[0].shape[1:])
 
 
 def packed_with_others(parameters: Sequence[nn.Parameter]) -> str | None:
@@ -120,17 +140,17 @@ def _describe(parameter: Tensor) -> str:
     )
 
 
-def _move_into_one_tensor(parameters: Sequence[nn.Parameter]) -> Tensor:
+def _move_into_one_tensor(parameters: Sequence[nn.Parameter], zero_rows: int) -> Tensor:
     """Copy the parameters into one tensor and move them there. Their old memory is freed before
     this returns.
     """
     first = parameters[0]
     with outside_of_tracing():
         if first.is_meta:
-            return concatenated(parameters).detach()
-        sizes = [parameter.numel() for parameter in parameters]
-        rows = sum(sizes) // math.prod(first.shape[1:])
-        whole = torch.empty((rows, *first.shape[1:]), dtype=first.dtype, device=first.device)
+            return concatenated(parameters, zero_rows).detach()
+        sizes, rows = [parameter.numel() for parameter in parameters], _num_rows(parameters)
+        shape = (rows + zero_rows, *first.shape[1:])
+        whole = torch.empty(shape, dtype=first.dtype, device=first.device)
         packed = PackedWeight(WeakTensor(whole), [])
         start = 0
         with torch.cuda.device_of(whole):  # type: ignore[no-untyped-call]
@@ -141,6 +161,7 @@ def _move_into_one_tensor(parameters: Sequence[nn.Parameter]) -> Tensor:
                 # weight.
                 packed.parts.append(weights.move(parameter, torch.utils.dlpack.from_dlpack(part)))
                 start += count
+            whole[rows:].zero_()
     for location in packed.parts:
         location.packed = packed
     return whole

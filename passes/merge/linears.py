@@ -4,9 +4,12 @@
     x -+- linear(k_proj) -> k    =>    x - linear(packed) - split_with_sizes --+-> k
        +- linear(v_proj) -> v                                                  +-> v
 
-The packed parameters are new inputs of the graph: node.meta["packed"] lists the packed inputs,
-see atomc.weights.packed. Any op whose `concat` allows it is merged, within a layer of the model.
+The packed parameters are new inputs of the graph: node.meta["packed"] is their PackedInput, see
+atomc.weights.packed. Any op whose `concat` allows it is merged, within a layer of the model.
 Results differ only by the order of additions in a wider matrix product.
+
+A packed weight of 16 bits has rows of zeros up to a multiple of ALIGNED_ROWS, so that the rows of
+the result start at multiples of 16 bytes: the split leaves their columns out.
 """
 
 import math
@@ -31,6 +34,7 @@ from atomc.rewriting.matching.pattern import Difference
 from atomc.rewriting.rewrite import Fired
 from atomc.torch_compat.core import Input
 from atomc.weights import packed as packed_weights
+from atomc.weights.packed import PackedInput
 
 aten = torch.ops.aten
 # Products of attention written in PyTorch.
@@ -49,6 +53,10 @@ ON_THE_WAY = VIEWS | {
     "neg",
     "getitem",
 }
+
+# cuBLAS has no fast kernel for results whose rows start at other addresses. H200, 1,024 rows to 257
+# outputs (a router and the gate of a shared expert): 66 us.
+ALIGNED_ROWS = 8
 
 _SHARED = "parameters that can share one memory"
 # Placeholder -> its value.
@@ -305,14 +313,16 @@ def _merge(
     nodes = [linear.node for linear in group]
     first = min(nodes)
     widths = [value(node).shape[-1] for node in nodes]
+    zero_rows = _zero_rows(group[0], sum(widths))
     packed = {
-        name: packed_input(graph, [linear.input(name) for linear in group], values)
+        name: packed_input(graph, [linear.input(name) for linear in group], values, zero_rows)
         for name in names
     }
+    split_at = [*widths, zero_rows] if zero_rows else widths
     with graph.inserting_before(first):
         bound = group[0].op.signature.bind(**{**group[0].arguments, **packed})
         whole = graph.call_function(group[0].op.overload, bound.args, bound.kwargs)
-        split = graph.call_function(aten.split_with_sizes.default, (whole, widths, -1))
+        split = graph.call_function(aten.split_with_sizes.default, (whole, split_at, -1))
         parts = [graph.call_function(operator.getitem, (split, i)) for i in range(len(nodes))]
     for made in (whole, split):
         made.meta.update(inherited(nodes, first, kind))
@@ -325,11 +335,21 @@ def _merge(
         node.replace_all_uses_with(part)
         graph.erase_node(node)
         spread_strides(graph, part, value(node), values)
-    return Fired(kind, nodes[0], {"widths": widths}, set(nodes), [whole, split, *parts])
+    attrs = {"widths": widths} | ({"zero_rows": zero_rows} if zero_rows else {})
+    return Fired(kind, nodes[0], attrs, set(nodes), [whole, split, *parts])
 
 
-def packed_input(graph: Graph, parts: list[Node], values: Values) -> Node:
-    """A new input: the parameters behind each other, as rows of the first."""
+def _zero_rows(linear: _Linear, rows: int) -> int:
+    """How many rows of zeros the packed weight of such linears has; 0 where each row has codes."""
+    if linear.op.weight_of(_values(linear)) is not None:
+        return 0
+    return -rows % ALIGNED_ROWS if value(linear.node).dtype.itemsize == 2 else 0
+
+
+def packed_input(graph: Graph, parts: list[Node], values: Values, zero_rows: int = 0) -> Node:
+    """A new input: the parameters behind each other, as rows of the first, and so many rows of
+    zeros.
+    """
     inputs = graph.find_nodes(op="placeholder")
     number = sum("packed" in node.meta for node in inputs)
     with graph.inserting_after(inputs[-1]):
@@ -337,6 +357,6 @@ def packed_input(graph: Graph, parts: list[Node], values: Values) -> Node:
     first = value(parts[0])
     with values.mode:  # a new fake tensor: inputs that share one count as one input
         rows = sum(value(part).numel() for part in parts) // math.prod(first.shape[1:])
-        made.meta["val"] = first.new_empty((rows, *first.shape[1:]))
-    made.meta["packed"] = tuple(part.name for part in parts)
+        made.meta["val"] = first.new_empty((rows + zero_rows, *first.shape[1:]))
+    made.meta["packed"] = PackedInput(tuple(part.name for part in parts), zero_rows)
     return made

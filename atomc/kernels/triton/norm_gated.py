@@ -16,8 +16,8 @@ from atomc.kernels.triton.launch import (
     row_strides,
     unfit,
 )
-from atomc.kernels.triton.norm import refuse_rms_norm, tile_for, weighted
-from atomc.kernels.triton.tiles import NORM
+from atomc.kernels.triton.norm import refuse_rms_norm, weighted
+from atomc.kernels.triton.tiles import NORM_GATED, RowTile
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -80,27 +80,35 @@ def refuse_rms_norm_gated(
     )
 
 
-@ops.rms_norm_gated.kernel("triton", refuses=refuse_rms_norm_gated, tuned_for=NORM.archs)
+@ops.rms_norm_gated.kernel("triton", refuses=refuse_rms_norm_gated, tuned_for=NORM_GATED.archs)
 def rms_norm_gated(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, style: str = "after"
 ) -> Tensor:
     out = torch.empty_like(x)
     if rows := num_rows(out):
-        cut = tile_for(x, x.shape[-1])
-        _rms_norm_gated[(triton.cdiv(rows, cut["ROWS"]),)](
-            x,
-            gate,
-            weight,
-            out,
-            rows,
-            *inner_sizes(x),
-            *row_strides(x),
-            *row_strides(gate),
-            *row_strides(out),
-            eps,
-            D=x.shape[-1],
-            STYLE=style,
-            **cut,
-            **overlap(x.device),
-        )
+        block = triton.next_power_of_2(x.shape[-1])
+        launch(x, gate, weight, out, eps, style, NORM_GATED.choose(x.device, rows, block))
     return out
+
+
+def launch(
+    x: Tensor, gate: Tensor, weight: Tensor, out: Tensor, eps: float, style: str, tile: RowTile
+) -> None:
+    """Fill `out`, which has rows, with this tile."""
+    rows = num_rows(out)
+    _rms_norm_gated[(triton.cdiv(rows, tile.rows),)](
+        x,
+        gate,
+        weight,
+        out,
+        rows,
+        *inner_sizes(x),
+        *row_strides(x),
+        *row_strides(gate),
+        *row_strides(out),
+        eps,
+        D=x.shape[-1],
+        STYLE=style,
+        **tile.launch(triton.next_power_of_2(x.shape[-1])),
+        **overlap(x.device),
+    )

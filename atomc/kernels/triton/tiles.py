@@ -408,6 +408,21 @@ NORM = TileTable(
     },
 )
 
+# First values. Rows are heads: of 128 columns a thread has 8 neighbours, 16 bytes, of x and as many
+# of the gate. The compiler's loads for sm90: with 4 rows and 4 warps, and with 16 and 16, 8 bytes.
+NORM_GATED = TileTable(
+    command="python bench/delta_rule.py --sweep --only norm",
+    sizes=("rows", "block"),
+    by_arch={
+        "sm90": [
+            ((4096, 256), RowTile(4, 2)),
+            ((ANY, 256), RowTile(16, 8)),
+            *NORM.by_arch["sm90"][2:],
+        ]
+    },
+    measured=False,
+)
+
 QUANT_BLOCK = 2048  # columns of a program, at most, unless a row has one scale
 QUANT = TileTable(
     command="python bench/fusions.py --jobs 15 --json bench/results/fusions-h200.json",
