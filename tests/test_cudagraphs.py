@@ -13,7 +13,7 @@ from atomc import ops
 from atomc.compiler.cudagraphs import Pool
 from atomc.compiler.static_buffer import StaticBuffer
 from atomc.kernels import load
-from atomc.kernels.triton.attention import tiling
+from atomc.kernels.triton.attention_tiles import tiling
 from atomc.kernels.triton.linear import MAX_ROWS
 from atomc.kernels.triton.tiles import HEAD_ROWS, LINEAR
 from atomc.models import build

@@ -18,6 +18,7 @@ from atomc.platform import Platform
 
 triton = pytest.importorskip("triton")
 from atomc.kernels.triton import attention as kernel  # noqa: E402
+from atomc.kernels.triton.attention_tiles import MAX_SPLITS, Tiling, tiling  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # there in Triton's interpreter
 CPU = torch.device("cpu")  # where tiles are those of an H200
@@ -30,7 +31,7 @@ def close(actual: Tensor, arguments: dict[str, Any]) -> None:
     )
 
 
-def cut_as(cut: kernel.Tiling, arguments: dict[str, Any]) -> Tensor:
+def cut_as(cut: Tiling, arguments: dict[str, Any]) -> Tensor:
     names = ("q", "k_cache", "v_cache", "query_start", "seq_lens", "block_tables")
     sinks, window, softcap = (
         arguments.get("sinks"),
@@ -43,19 +44,19 @@ def cut_as(cut: kernel.Tiling, arguments: dict[str, Any]) -> Tensor:
 
 
 CUTS = {
-    "a tile a program": kernel.Tiling(16, 32, 1, 4, 2),
-    "wide tiles": kernel.Tiling(64, 32, 1, 4, 2),
-    "split tiles": kernel.Tiling(16, 16, 3, 4, 2),
-    "a sequence a program": kernel.Tiling(16, 32, 1, 4, 2, by_sequence=True),
-    "split sequences": kernel.Tiling(32, 16, 3, 4, 2, by_sequence=True),
-    "more splits than keys": kernel.Tiling(16, 16, 7, 4, 2, by_sequence=True),
+    "a tile a program": Tiling(16, 32, 1, 4, 2),
+    "wide tiles": Tiling(64, 32, 1, 4, 2),
+    "split tiles": Tiling(16, 16, 3, 4, 2),
+    "a sequence a program": Tiling(16, 32, 1, 4, 2, by_sequence=True),
+    "split sequences": Tiling(32, 16, 3, 4, 2, by_sequence=True),
+    "more splits than keys": Tiling(16, 16, 7, 4, 2, by_sequence=True),
 }
 
 
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 @pytest.mark.parametrize("attributes", [{}, {"window": 6}], ids=["causal", "window"])
 def test_a_cut_changes_no_result_whatever_the_sequences(
-    cut: kernel.Tiling, attributes: dict[str, int]
+    cut: Tiling, attributes: dict[str, int]
 ) -> None:
     draw = Draw(torch.float32, DEVICE)
     arguments = paged(draw, MIXED, heads=(6, 2), padding=3, **attributes)
@@ -108,29 +109,27 @@ def test_a_tile_holds_a_group_and_a_split_some_keys() -> None:
     )
     for num_rows, num_sequences, group, kv_heads, width, itemsize in shapes:
         for longest in (16, 1024, 131072):
-            cut = kernel.tiling(
-                num_rows, num_sequences, group, kv_heads, width, itemsize, longest, CPU
-            )
+            cut = tiling(num_rows, num_sequences, group, kv_heads, width, itemsize, longest, CPU)
             assert group <= cut.rows <= 128
-            assert 1 <= cut.splits <= kernel.MAX_SPLITS
+            assert 1 <= cut.splits <= MAX_SPLITS
             assert (cut.splits - 1) * cut.keys < longest
 
 
 def test_only_steps_of_one_token_a_sequence_leave_a_sequence_to_one_program() -> None:
     shapes = ((64, 64, 2), (64, 1, 8), (256, 256, 4))
     assert all(
-        kernel.tiling(rows, rows, group, 8, 128, 2, longest, CPU).by_sequence
+        tiling(rows, rows, group, 8, 128, 2, longest, CPU).by_sequence
         for rows, longest, group in shapes
     )
     for rows in (512, 1024, 2048):  # a prompt, captured with room for 256 sequences
-        assert not kernel.tiling(rows, 256, 2, 8, 128, 2, 40960, CPU).by_sequence
+        assert not tiling(rows, 256, 2, 8, 128, 2, 40960, CPU).by_sequence
 
 
 @pytest.mark.parametrize("sequences", [[(90, 90)], [(40, 75)]], ids=["a prompt", "a chunk"])
 def test_one_sequence_alone_is_cut_by_heads_first(sequences: list[tuple[int, int]]) -> None:
     arguments = paged(Draw(torch.float32, DEVICE), sequences, heads=(6, 3), padding=5)
-    close(cut_as(kernel.Tiling(16, 32, 1, 4, 2), arguments), arguments)
-    close(cut_as(kernel.Tiling(16, 16, 2, 4, 2), arguments), arguments)
+    close(cut_as(Tiling(16, 32, 1, 4, 2), arguments), arguments)
+    close(cut_as(Tiling(16, 16, 2, 4, 2), arguments), arguments)
 
 
 def refusal(**changed: Any) -> str | None:

@@ -12,7 +12,7 @@ from atomc import ops
 from atomc.platform import Platform
 
 pytest.importorskip("triton")
-from atomc.kernels.triton import activation_quant, attention, norm, tiles, w4a16
+from atomc.kernels.triton import activation_quant, attention_tiles, norm, tiles, w4a16
 from atomc.kernels.triton.quant import Quantized
 
 CPU = torch.device("cpu")  # where Triton's interpreter uses the tiles of sm90
@@ -175,7 +175,7 @@ def test_paged_attention_takes_the_measured_tiling(
     longest: int,
     expected: tuple[object, ...],
 ) -> None:
-    found = attention.tiling(rows, sequences, group, kv_heads, width, itemsize, longest, CPU)
+    found = attention_tiles.tiling(rows, sequences, group, kv_heads, width, itemsize, longest, CPU)
     assert tuple(found) == expected
 
 

@@ -307,12 +307,6 @@ BUGS = [
     blocks("for block in reversed(table.blocks):", "for block in reversed(table.blocks[1:]):"),
     scheduling("scheduler", "request.computed = 0\n", "request.computed = 1\n"),
     scheduling("request_queues", "_free_slots.append(request.slot)", "_free_slots.append(0)"),
-    scheduling("scheduler", "        self.prefixes.stop(request)\n", ""),
-    scheduling(
-        "prefix_sharing",
-        "if self._in_progress.get(key) is request:",
-        "if key in self._in_progress:",
-    ),
     scheduling("step_builder", "self.budget -= chunk.num_tokens", "self.budget -= 1"),
     scheduling(
         "prefix_sharing",

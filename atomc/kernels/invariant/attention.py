@@ -8,16 +8,17 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.triton import attention as varying
 from atomc.kernels.triton import varlen_attention as packed
+from atomc.kernels.triton.attention_tiles import Tiling
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 
-def _tiling(group: int, width: int, itemsize: int) -> varying.Tiling:
+def _tiling(group: int, width: int, itemsize: int) -> Tiling:
     """The tiling of all steps."""
     least = max(16, triton.next_power_of_2(group))
     if itemsize == 4:
-        return varying.Tiling(max(least, 32), 16 if width > 128 else 32, 1, 8, 2)
-    return varying.Tiling(max(least, 64), 32 if width > 128 else 64, 1, 4, 2)
+        return Tiling(max(least, 32), 16 if width > 128 else 32, 1, 8, 2)
+    return Tiling(max(least, 64), 32 if width > 128 else 64, 1, 4, 2)
 
 
 def refuse_paged_attention(

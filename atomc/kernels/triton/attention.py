@@ -1,5 +1,4 @@
-"""Attention over a paged cache in Triton: one kernel for any mix of sequences, and one that
-combines its splits.
+"""Attention over a paged cache in Triton: one kernel for any mix of sequences.
 
 A program computes a tile of query rows against some keys of one key/value head. The rows of a tile
 are the G query heads that share this head, for consecutive new tokens of one sequence, so that each
@@ -11,9 +10,7 @@ of values to the result. T rows of q, S sequences, N query heads, K key/value he
 K, D head width.
 """
 
-import functools
 import math
-from typing import NamedTuple
 
 import torch
 import triton
@@ -23,6 +20,8 @@ from torch import Tensor
 from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import no_bf16_products, too_wide, unlike
+from atomc.kernels.triton.attention_tiles import Tiling, tiling, with_room
+from atomc.kernels.triton.combine_splits import combined, empty_splits
 from atomc.kernels.triton.kv_write import (
     as_numbers,
     codes_of,
@@ -30,16 +29,14 @@ from atomc.kernels.triton.kv_write import (
     scale_of_numbers,
     uncachable,
 )
-from atomc.kernels.triton.launch import begin, overlap, unfit
-from atomc.kernels.triton.tiles import PAGED_DECODE, PAGED_PREFILL
+from atomc.kernels.triton.launch import overlap, unfit
+from atomc.kernels.triton.sequences import rows_of, sequence_of
+from atomc.kernels.triton.tiles import PAGED_DECODE
 from atomc.ops.formats import FP8
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
-MAX_WIDTH, MAX_GROUP, MAX_SPLITS = 256, 128, 128
-# Columns of a program of combine_splits. H200, 32 query heads and 8 key/value heads of 128, one
-# sequence of 1,024 keys: 6.7 us, 6.9 with all 128 columns.
-COMBINED_COLUMNS = 64
+MAX_WIDTH, MAX_GROUP = 256, 128
 LOG2_E = math.log2(math.e)
 
 
@@ -123,30 +120,6 @@ def _walk(
     return acc, total, peak
 
 
-@triton.jit
-def sequence_of(tile, query_start, seq_lens, num_rows, num_sequences, BLOCK_Q: tl.constexpr):
-    """The number of the sequence that has this tile of BLOCK_Q tokens, its first row, its end, and
-    its length.
-
-    Sequence s has the tiles from query_start[s] // BLOCK_Q + s on, which is enough for its rows.
-    """
-    SEARCH: tl.constexpr = 128
-    s, start, end, length = 0, 0, 0, 0
-    for lowest in range(0, num_sequences + 1, SEARCH):
-        each = lowest + tl.arange(0, SEARCH)
-        starts = tl.load(query_start + each, mask=each <= num_sequences, other=num_rows)
-        ends = tl.load(query_start + each + 1, mask=each < num_sequences, other=num_rows)
-        lengths = tl.load(seq_lens + each, mask=each < num_sequences, other=0)
-        # True for exactly one sequence. The sums select its values without a second, dependent
-        # load.
-        owns = (starts // BLOCK_Q + each <= tile) & (tile <= ends // BLOCK_Q + each)
-        s += tl.sum(tl.where(owns, each, 0))
-        start += tl.sum(tl.where(owns, starts, 0))
-        end += tl.sum(tl.where(owns, ends, 0))
-        length += tl.sum(tl.where(owns, lengths, 0))
-    return s, start, end, length
-
-
 @triton.jit(do_not_specialize=["num_rows", "num_sequences", "table_row"])
 def _attend(
     q_ptr,
@@ -204,9 +177,7 @@ def _attend(
     # The rows after the last sequence form one more sequence, without keys.
     if BY_SEQUENCE:
         s = tl.program_id(0)
-        start = tl.load(query_start + s)
-        end = tl.load(query_start + s + 1, mask=s < num_sequences, other=num_rows)
-        length = tl.load(seq_lens + s, mask=s < num_sequences, other=0)
+        start, end, length = rows_of(s, query_start, seq_lens, num_rows, num_sequences)
         first_tile = 0
         end_tile = end - start
     else:
@@ -334,7 +305,7 @@ def _attend(
         )
 
         if PDL:
-            # Launched earlier, `combine_splits` takes room from running programs. H200, 8 x 1,024
+            # Launched earlier, `combined` takes room from running programs. H200, 8 x 1,024
             # keys, 8 splits: 18.3 us; here 14.4.
             tl.extra.cuda.gdc_launch_dependents()
         # A row that sees no key has the result 0, and the peak -inf.
@@ -347,94 +318,6 @@ def _attend(
             valid = valid & (first_key < last)
         out_at = out_ptr + out_row[:, None] * DV + dv[None, :]
         tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=valid[:, None] & (dv < DV)[None, :])
-
-
-@triton.jit(do_not_specialize=["num_splits"])
-def combine_splits(
-    partial_ptr,
-    lse_ptr,
-    out_ptr,
-    num_splits,
-    DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Some columns of one head of one row: the sum of the splits' results, weighted by the softmax
-    mass of their keys.
-    """
-    begin(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, BLOCK_SPLITS)
-    dv = tl.program_id(1) * BLOCK_DV + tl.arange(0, BLOCK_DV)
-    at = row * num_splits + split
-    lse = tl.load(lse_ptr + at, mask=split < num_splits, other=-float("inf"))
-    there = (split < num_splits)[:, None] & (dv < DV)[None, :]
-    partial = tl.load(partial_ptr + at[:, None] * DV + dv[None, :], mask=there, other=0.0)
-    peak = tl.max(lse, 0)
-    weights = tl.exp2(lse - tl.where(peak == -float("inf"), 0.0, peak))
-    total = tl.sum(weights, 0)
-    # A split without keys wrote no values; its memory is uninitialized.
-    partial = tl.where((lse == -float("inf"))[:, None], 0.0, partial)
-    out = tl.sum(weights[:, None] * partial, 0) / tl.where(total == 0.0, 1.0, total)
-    tl.store(out_ptr + row * DV + dv, out.to(out_ptr.dtype.element_ty), mask=dv < DV)
-
-
-class Tiling(NamedTuple):
-    """Tiles of `rows` x `keys`, and `splits` programs for the keys of one tile.
-
-    by_sequence  a program computes all tiles of one sequence, and does not search for its sequence
-    registers    the maximum per thread, so that more programs run at once
-    """
-
-    rows: int
-    keys: int
-    splits: int
-    warps: int
-    stages: int
-    by_sequence: bool = False
-    registers: int | None = None
-
-
-def tiling(
-    num_rows: int,
-    num_sequences: int,
-    group: int,
-    kv_heads: int,
-    width: int,
-    itemsize: int,
-    longest: int,
-    device: torch.device,
-) -> Tiling:
-    """The tiling for these shapes. `longest` is the capacity of a row of the block tables, not the
-    length of a sequence.
-    """
-    per_sequence = triton.cdiv(num_rows, max(num_sequences, 1)) * group
-    least = max(16, triton.next_power_of_2(group))
-    # More rows than sequences may be drafts for all of them, or, in a captured step, a prompt and
-    # padding sequences.
-    by_sequence = num_rows == num_sequences and group <= 64
-    num_sms = multiprocessors(device)
-    if by_sequence:
-        tile = PAGED_DECODE.choose(device, triton.cdiv(4 * num_sequences * kv_heads, num_sms))
-        rows = max(least, triton.next_power_of_2(per_sequence))
-    else:
-        tiles = num_rows // max(128 // group, 1) + min(num_sequences, num_rows)
-        per_sm = triton.cdiv(tiles * kv_heads, num_sms)
-        tile = PAGED_PREFILL.choose(device, per_sequence, per_sm)
-        rows = max(least, tile.rows)
-    keys, warps, stages, registers = tile.keys, tile.warps, tile.stages, tile.registers
-    if width * itemsize > 256:
-        keys, registers = keys // 2, None
-    if itemsize == 4:
-        rows, keys, warps, stages = max(least, min(rows, 32)), 16 if width > 128 else 32, 8, 2
-    tiles = (
-        num_sequences if by_sequence else num_rows // (rows // group) + min(num_sequences, num_rows)
-    )
-    splits = min(
-        tile.programs * num_sms // max(tiles * kv_heads, 1), triton.cdiv(longest, keys), MAX_SPLITS
-    )
-    return Tiling(rows, keys, max(splits, 1), warps, stages, by_sequence, registers)
 
 
 def attend(
@@ -453,13 +336,7 @@ def attend(
     v_scale: Tensor | None = None,
 ) -> Tensor:
     """paged_attention of q [T, N, D] with the given tiling."""
-    num_rows, num_heads, _ = q.shape
-    value_width = v_cache.shape[-1]
-    out = q.new_empty((num_rows, num_heads, value_width))
-    into, lse = out, None
-    if cut.splits > 1:
-        into = q.new_empty((num_rows, num_heads, cut.splits, value_width), dtype=torch.float32)
-        lse = q.new_empty((num_rows, num_heads, cut.splits), dtype=torch.float32)
+    into, lse = empty_splits(q, v_cache.shape[-1], cut.splits)
     launch(
         q,
         k_cache,
@@ -478,21 +355,7 @@ def attend(
         v_scale,
         block_size=v_cache.shape[1],
     )
-    if lse is not None:
-        block_splits = triton.next_power_of_2(cut.splits)
-        columns = min(max(16, triton.next_power_of_2(value_width)), COMBINED_COLUMNS)
-        combine_splits[(num_rows * num_heads, triton.cdiv(value_width, columns))](
-            into,
-            lse,
-            out,
-            cut.splits,
-            DV=value_width,
-            BLOCK_DV=columns,
-            BLOCK_SPLITS=block_splits,
-            num_warps=4 if block_splits <= 32 else 8,
-            **overlap(q.device),
-        )
-    return out
+    return into if lse is None else combined(into, lse, q.dtype)
 
 
 def launch(
@@ -576,32 +439,6 @@ def reach(cache: Tensor) -> int:
     return sum(
         (size - 1) * stride for size, stride in zip(cache.shape, cache.stride(), strict=True)
     )
-
-
-@functools.cache
-def has_room(device: torch.device) -> bool:
-    """Whether a program can have 141,824 bytes of shared memory, which the tables of tiles require.
-
-    Otherwise `paged_attention` uses smaller tiles and two stages; for sm89 and gfx942 these are
-    compiled in tests, but were not run.
-    """
-    properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", 0) >= 141_824  # absent on ROCm
-
-
-def with_room(cut: Tiling, width: int, device: torch.device) -> Tiling:
-    """The tiling, smaller where a program has less shared memory than the tables of tiles take."""
-    if device.type == "cuda" and not has_room(device):
-        keys = 4096 // triton.next_power_of_2(width)
-        return cut._replace(keys=max(16, min(cut.keys, keys)), stages=2, registers=None)
-    return cut
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    if device.type == "cpu":  # Triton's interpreter runs in place of an H200
-        return Platform.named("h200").num_sms
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def odd_sequences(

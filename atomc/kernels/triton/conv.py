@@ -16,8 +16,8 @@ from torch import Tensor
 from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import strided, unknown
-from atomc.kernels.triton.attention import sequence_of
 from atomc.kernels.triton.launch import begin, overlap, unfit
+from atomc.kernels.triton.sequences import rows_of, sequence_of
 from atomc.kernels.triton.tiles import CONV
 from atomc.ops.conv import ACTIVATIONS
 from atomc.ops.op import Refusal
@@ -55,9 +55,7 @@ def _convolve(
     # The rows after the last sequence form one more sequence, without a state.
     if BY_SEQUENCE:
         s = tl.program_id(0)
-        start = tl.load(query_start + s)
-        end = tl.load(query_start + s + 1, mask=s < num_sequences, other=num_rows)
-        length = tl.load(seq_lens + s, mask=s < num_sequences, other=0)
+        start, end, length = rows_of(s, query_start, seq_lens, num_rows, num_sequences)
         first_tile = 0
         end_tile = end - start
     else:

@@ -15,13 +15,9 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import no_bf16_products, unlike
-from atomc.kernels.triton.attention import (
-    LOG2_E,
-    MAX_SPLITS,
-    MAX_WIDTH,
-    combine_splits,
-    multiprocessors,
-)
+from atomc.kernels.triton.attention import LOG2_E, MAX_WIDTH
+from atomc.kernels.triton.attention_tiles import MAX_SPLITS, multiprocessors
+from atomc.kernels.triton.combine_splits import combined, empty_splits
 from atomc.kernels.triton.launch import begin, overlap, unfit
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
@@ -203,13 +199,13 @@ def attention(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Tensor:
-    out = q.new_empty(q.shape)
+    shape = q.shape
+    if not q.numel():
+        return q.new_empty(shape)
     if q.dim() == 3:
         q, k, v = q[None], k[None], v[None]
     batch, num_new, num_heads, width = q.shape
     num_keys, kv_heads = k.shape[1:3]
-    if not out.numel():
-        return out
     group = num_heads // kv_heads
     # Two programs per multiprocessor, each with at least two tiles of keys.
     splits = min(
@@ -218,10 +214,7 @@ def attention(
         MAX_SPLITS,
     )
     splits = max(splits, 1)
-    into, lse = out, None
-    if splits > 1:
-        into = q.new_empty((batch * num_new * num_heads, splits, width), dtype=torch.float32)
-        lse = q.new_empty((batch * num_new * num_heads, splits), dtype=torch.float32)
+    into, lse = empty_splits(q, width, splits)
     mask_strides: tuple[int, ...] = (0, 0, 0, 0)
     if mask is not None:
         mask_strides = mask.expand(batch, num_heads, num_new, num_keys).stride()
@@ -259,17 +252,5 @@ def attention(
         num_stages=2,
         **overlap(q.device),
     )
-    if lse is not None:
-        block_splits = triton.next_power_of_2(splits)
-        combine_splits[(batch * num_new * num_heads,)](
-            into,
-            lse,
-            out,
-            splits,
-            DV=width,
-            BLOCK_DV=block_d,
-            BLOCK_SPLITS=block_splits,
-            num_warps=4 if block_splits <= 32 else 8,
-            **overlap(q.device),
-        )
-    return out
+    out = into if lse is None else combined(into, lse, q.dtype)
+    return out.view(shape)

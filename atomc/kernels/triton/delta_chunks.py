@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from atomc.kernels.triton.attention import sequence_of
 from atomc.kernels.triton.launch import begin, overlap
+from atomc.kernels.triton.sequences import sequence_of
 from atomc.kernels.triton.tiles import Launch
 from atomc.ops.delta_rule import L2_EPS
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import no_bf16_products, scattered_slots, too_wide, unlike
-from atomc.kernels.triton.attention import multiprocessors, odd_sequences, reach
+from atomc.kernels.triton.attention import odd_sequences, reach
+from atomc.kernels.triton.attention_tiles import multiprocessors
 from atomc.kernels.triton.kv_write import as_numbers, codes_of, in_bytes, uncachable
 from atomc.kernels.triton.launch import begin, overlap, unfit
 from atomc.kernels.triton.mla_chosen import sequence_of_row

@@ -11,7 +11,6 @@ S sequences, H heads.
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,17 +18,9 @@ from torch import Tensor
 from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import no_bf16_products, too_wide, unlike, unsupported
-from atomc.kernels.triton.attention import (
-    COMBINED_COLUMNS,
-    LOG2_E,
-    MAX_SPLITS,
-    combine_splits,
-    has_room,
-    multiprocessors,
-    odd_sequences,
-    reach,
-    sequence_of,
-)
+from atomc.kernels.triton.attention import LOG2_E, odd_sequences, reach
+from atomc.kernels.triton.attention_tiles import MAX_SPLITS, has_room, multiprocessors
+from atomc.kernels.triton.combine_splits import combined, empty_splits
 from atomc.kernels.triton.kv_write import (
     as_numbers,
     codes_of,
@@ -38,6 +29,7 @@ from atomc.kernels.triton.kv_write import (
     uncachable,
 )
 from atomc.kernels.triton.launch import overlap, unfit
+from atomc.kernels.triton.sequences import rows_of, sequence_of
 from atomc.kernels.triton.tiles import LATENT_ATTENTION, LATENT_ATTENTION_CODES
 from atomc.ops.formats import FP8
 from atomc.ops.op import Refusal
@@ -174,9 +166,7 @@ def _attend_latent(
     # The rows after the last sequence form one more sequence, without keys.
     if BY_SEQUENCE:
         s = tl.program_id(0)
-        start = tl.load(query_start + s)
-        end = tl.load(query_start + s + 1, mask=s < num_sequences, other=num_rows)
-        length = tl.load(seq_lens + s, mask=s < num_sequences, other=0)
+        start, end, length = rows_of(s, query_start, seq_lens, num_rows, num_sequences)
         first_tile = 0
         end_tile = end - start
     else:
@@ -286,7 +276,7 @@ def _attend_latent(
 
 class LatentTiling(NamedTuple):
     """Tiles of `rows` x `keys`, `heads` of the rows for each token, and `splits` programs for the
-    keys of one tile; by_sequence as in attention.Tiling.
+    keys of one tile; by_sequence as in Tiling.
     """
 
     rows: int
@@ -345,35 +335,6 @@ def attend(
         q, kv_cache, into, lse, query_start, seq_lens, block_tables, latent, scale, cut, kv_scale
     )
     return into if lse is None else combined(into, lse, q.dtype)
-
-
-def empty_splits(q: Tensor, latent: int, splits: int) -> tuple[Tensor, Tensor | None]:
-    """Where a kernel writes: for one split, the result [T, H, L]; for more, their results [T, H,
-    splits, L] in fp32, and the logarithms of their softmax masses [T, H, splits].
-    """
-    if splits == 1:
-        return q.new_empty((*q.shape[:2], latent)), None
-    lse = q.new_empty((*q.shape[:2], splits), dtype=torch.float32)
-    return lse.new_empty((*lse.shape, latent)), lse
-
-
-def combined(parts: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
-    """The result [T, H, L] of the splits of empty_splits."""
-    num_rows, num_heads, splits, latent = parts.shape
-    out = parts.new_empty((num_rows, num_heads, latent), dtype=dtype)
-    block_splits = triton.next_power_of_2(splits)
-    combine_splits[(num_rows * num_heads, triton.cdiv(latent, COMBINED_COLUMNS))](
-        parts,
-        lse,
-        out,
-        splits,
-        DV=latent,
-        BLOCK_DV=COMBINED_COLUMNS,
-        BLOCK_SPLITS=block_splits,
-        num_warps=4 if block_splits <= 32 else 8,
-        **overlap(parts.device),
-    )
-    return out
 
 
 def launch(

@@ -16,13 +16,12 @@ from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import unlike
 from atomc.kernels.triton import mla_attention as dense
 from atomc.kernels.triton.attention import LOG2_E, reach
+from atomc.kernels.triton.combine_splits import combined, empty_splits
 from atomc.kernels.triton.kv_write import as_numbers, codes_of, in_bytes, scale_of_numbers
 from atomc.kernels.triton.launch import overlap
 from atomc.kernels.triton.mla_attention import (
     LatentTiling,
     add_keys,
-    combined,
-    empty_splits,
     tiling,
 )
 from atomc.kernels.triton.tiles import LATENT_ATTENTION

@@ -21,10 +21,12 @@ from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import too_wide, unlike
 from atomc.kernels.triton import attention as dense
 from atomc.kernels.triton import mla_attention as absorbed
-from atomc.kernels.triton.attention import MAX_WIDTH, sequence_of
+from atomc.kernels.triton.attention import MAX_WIDTH
+from atomc.kernels.triton.attention_tiles import tiling, with_room
 from atomc.kernels.triton.kv_write import as_numbers, codes_of, in_bytes, scale_of_numbers
 from atomc.kernels.triton.launch import begin, overlap, unfit
 from atomc.kernels.triton.mla_chosen import attend_chosen, refuse_chosen
+from atomc.kernels.triton.sequences import sequence_of
 from atomc.kernels.triton.tiles import LATENT_ATTENTION
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -258,7 +260,7 @@ def _over_new(
     k, v = (x.as_strided((tokens, 1, *x.shape[1:]), (x.stride(0), *x.stride())) for x in (k, v))
     out = q.new_empty((tokens, heads, v.shape[-1]), dtype=torch.float32)
     lse = q.new_empty((tokens, heads), dtype=torch.float32)
-    cut = dense.tiling(
+    cut = tiling(
         tokens, seq_lens.shape[0], 1, heads, width, q.element_size(), tokens, q.device
     )._replace(splits=1)
     dense.launch(
@@ -274,7 +276,7 @@ def _over_new(
         scale,
         0,
         0.0,
-        dense.with_room(cut, width, q.device),
+        with_room(cut, width, q.device),
         None,
         None,
         block_size=2**30,

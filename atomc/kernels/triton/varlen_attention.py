@@ -7,7 +7,8 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.checks import no_bf16_products, too_wide, unlike, wrong_rank
 from atomc.kernels.triton import attention as paged
-from atomc.kernels.triton.attention import MAX_WIDTH, Tiling
+from atomc.kernels.triton.attention import MAX_WIDTH
+from atomc.kernels.triton.attention_tiles import Tiling, tiling, with_room
 from atomc.kernels.triton.launch import unfit
 from atomc.kernels.triton.tiles import PAGED_PREFILL
 from atomc.ops.op import Refusal
@@ -69,7 +70,7 @@ def varlen_attention(
     if rows == 0:
         return q.new_empty((*q.shape[:-1], v.shape[-1]))
     kv_heads, widest = k.shape[1], max(width, v.shape[-1])
-    cut = paged.tiling(
+    cut = tiling(
         rows,
         query_start.shape[0] - 1,
         heads // kv_heads,
@@ -79,4 +80,4 @@ def varlen_attention(
         rows,
         q.device,
     )._replace(splits=1)
-    return attend(q, k, v, query_start, scale, paged.with_room(cut, widest, q.device))
+    return attend(q, k, v, query_start, scale, with_room(cut, widest, q.device))
