@@ -148,6 +148,16 @@ def test_an_embedding_is_cut_by_vocabulary() -> None:
     assert layer.weight.shape == (4, 4) and not layer.weight[3].any() and layer.weight[:3].all()
 
 
+def test_a_table_that_shares_a_weight_with_a_whole_layer_stays_whole() -> None:
+    table = nn.Embedding(8, 6)
+    model = Block(table).requires_grad_(False)
+    model.head = nn.Linear(6, 8, bias=False)
+    model.head.weight = table.weight
+    model.tp_plan = {"layer": "embedding_rowwise", "other": "rowwise"}
+    atomc.parallelize(model, rank())
+    assert model.head.weight is model.layer.weight and table.weight.shape == (8, 6)
+
+
 @pytest.mark.parametrize("ep", [False, True])
 def test_experts_are_cut_by_width_or_by_expert(ep: bool) -> None:
     whole = Experts(4, 8, 6)
@@ -267,6 +277,16 @@ def test_a_part_of_a_block_is_refused_with_the_parts_that_work() -> None:
         Sharding.of(model, rank(0, 4))
 
 
+def test_each_segment_of_experts_ends_with_a_block() -> None:
+    """384 rows of gate have three blocks, and two ranks one and a half."""
+    config = CONFIGS["qwen3_moe"] | {"moe_intermediate_size": 384}
+    model = atomc.quantize(models.build(config), "fp8_block", ["re:.*self_attn.*"])
+    with pytest.raises(
+        ValueError, match=r"384 outputs in 2 gives 192, .* parts that work are 1, 3"
+    ):
+        Sharding.of(model, rank())
+
+
 def test_quantizing_a_divided_model_is_refused() -> None:
     with pytest.raises(ValueError, match="quantize the model first"):
         atomc.quantize(atomc.parallelize(llama(), rank()), "fp8")
@@ -295,7 +315,7 @@ def test_dummy_weights_are_parts_of_those_of_one_process(
 # ---- all ranks compile the same
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_ranks_share_what_is_compiled(kind: str, tmp_path: Path) -> None:
     options = {"cache": True, "cache_dir": str(tmp_path), "glue": "eager"}
     config = LLAMA | {"attention_bias": True} if kind == "llama" else CONFIGS[kind]

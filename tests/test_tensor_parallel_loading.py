@@ -7,8 +7,17 @@ import pytest
 import torch
 from test_quant_checkpoints import AWQ, CONFIG, GPTQ, KEPT, awq, fp8_blocks, gptq, tensors, write
 from test_quant_checkpoints import checkpoint as linear_checkpoint
-from test_quant_experts_checkpoints import FORMATS, GPT_OSS, WIDE, blocks, weights_of
+from test_quant_experts_checkpoints import (
+    FORMATS,
+    GPT_OSS,
+    LLM_NAMES,
+    WIDE,
+    blocks,
+    per_expert,
+    weights_of,
+)
 from test_quant_experts_checkpoints import checkpoint as experts_checkpoint
+from tiny_experts import random_model, stored
 from tiny_experts import write as write_experts
 from torch import nn
 
@@ -19,6 +28,7 @@ from atomc.parallel.sharding import Sharding
 
 # Two groups of 64 and two blocks of 128 for each of two ranks.
 LARGE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128, "num_key_value_heads": 4}
+SLOW = pytest.mark.slow
 FP8 = {
     "quant_method": "fp8",
     "weight_block_size": [128, 128],
@@ -64,7 +74,7 @@ def assert_parts(path: Path, size: int = 2, *, ep: bool = False, **how: Any) -> 
 
 
 @pytest.mark.parametrize("stock", [False, True], ids=["ours", "stock"])
-@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=SLOW)], ids=["tied", ""])
 def test_a_rank_reads_its_part(
     stock: bool, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,7 +86,7 @@ def test_a_rank_reads_its_part(
     assert_parts(tmp_path)
 
 
-@pytest.mark.parametrize("size", [4, 3])
+@pytest.mark.parametrize("size", [4, pytest.param(3, marks=SLOW)])
 def test_a_vocabulary_is_padded_and_heads_of_keys_are_held_by_several(
     size: int, tmp_path: Path
 ) -> None:
@@ -95,8 +105,8 @@ def test_a_vocabulary_is_padded_and_heads_of_keys_are_held_by_several(
     ("quantization", "packed"),
     [
         pytest.param(FP8, lambda weight: fp8_blocks(weight), id="fp8 blocks"),
-        pytest.param(GPTQ, gptq, id="gptq", marks=pytest.mark.slow),
-        pytest.param(AWQ, awq, id="awq"),
+        pytest.param(GPTQ, gptq, id="gptq", marks=SLOW),
+        pytest.param(AWQ, awq, id="awq", marks=SLOW),
     ],
 )
 def test_scales_are_cut_with_their_blocks(
@@ -112,7 +122,10 @@ def test_scales_are_cut_with_their_blocks(
 
 
 @pytest.mark.parametrize("ep", [False, True], ids=["by width", "by expert"])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "int4 with zeros" else pytest.param(name, marks=SLOW) for name in FORMATS],
+)
 def test_stored_experts_are_read_in_parts(
     name: str, ep: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +134,17 @@ def test_stored_experts_are_read_in_parts(
 
     monkeypatch.setattr(test_quant_experts_checkpoints, "WIDE", wide)
     assert_parts(experts_checkpoint(tmp_path, name), ep=ep)
+
+
+@pytest.mark.parametrize("ep", [False, True], ids=["by width", "by expert"])
+@pytest.mark.parametrize("kind", ["transposed", "one by one"])
+def test_unquantized_experts_are_read_in_parts(kind: str, ep: bool, tmp_path: Path) -> None:
+    if kind == "transposed":
+        write_experts(tmp_path, "gpt_oss", stored(random_model("gpt_oss")))
+    else:
+        weights = per_expert(weights_of("qwen3_moe"), lambda weight: {"weight": weight}, LLM_NAMES)
+        write_experts(tmp_path, "qwen3_moe", weights, **WIDE)
+    assert_parts(tmp_path, ep=ep)
 
 
 @pytest.mark.parametrize("ep", [False, True], ids=["by width", "by expert"])

@@ -278,7 +278,7 @@ def refuse_divided(model: nn.Module) -> None:
     if name is not None:
         raise ValueError(
             f"{name} is a DTensor: the model is already divided (tp_plan of transformers or "
-            "parallelize_module). Compile it as it is, or load it whole for atomc.parallelize"
+            "parallelize_module). Use it as it is, or load it whole for atomc.parallelize"
         )
     for name, module in model.named_modules():
         if any(isinstance(hook, SumOverRanks) for hook in module._forward_hooks.values()):

@@ -1,0 +1,35 @@
+"""Bugs in models that are divided over ranks."""
+
+from mutations import Bug
+
+CUTS = "tests/test_parallelize.py -k"
+LOADS = "tests/test_tensor_parallel_loading.py -m '' -k"
+PART = f"{LOADS} 'stored_experts and zeros'"
+
+
+def bug(file: str, old: str, new: str, tests: str) -> Bug:
+    return Bug(f"atomc/parallel/{file}", old, new, tests)
+
+
+BUGS = [
+    bug("heads.py", "place.rank * heads // place.size", "place.rank % heads", f"{CUTS} heads_and_their_state"),
+    bug("heads.py", "max(1, groups * parts // size)", "groups", "tests/test_tensor_parallel.py -m '' -k 'four and qwen3 and transformers'"),
+    bug("cut.py", "unflatten(tensor, self.dim, (self.segments, self.parts, -1))", "unflatten(tensor, self.dim, (1, self.parts, -1))", f"{CUTS} each_segment"),
+    bug("cut.py", "part.clone(memory_format=torch.contiguous_format)", "part.contiguous()", f"{CUTS} memory_of_its_own"),
+    bug("cut.py", "if rest or not part:", "if rest:", f"{CUTS} what_does_not_divide"),
+    bug("sharding.py", "if self.place.rank:\n", "if False:\n", f"{CUTS} linear_layer_is_cut"),
+    bug("sharding.py", "first = self.place.rank * held", "first = 0", f"{CUTS} by_width_or_by_expert"),
+    bug("sharding.py", "            layers.resize_experts(module, self.place.size, by_expert=by_expert)\n", "            module\n", PART),
+    bug("layers.py", "if segment % block:", "if part % block:", f"{LOADS} 'stacked_experts and width'"),
+    bug("layers.py", ' and not name.endswith("input_scale")', "", f"{LOADS} 'stored_experts and static and expert'"),
+    bug("layers.py", "child._parameters.pop(WHOLE_SHAPE, None)", "pass", PART),
+    bug("plan.py", "if not is_part(name)}", "}", f"{CUTS} by_width_or_by_expert"),
+    bug("sizes.py", "of_keys % size and size % of_keys", "of_keys % size", f"{CUTS} heads_and_their_state"),
+    bug("sizes.py", "elif width // size % block:", "elif width % block:", f"{CUTS} sizes_that_do_not"),
+    bug("sharding.py", "len(names) > 1 and not divided.issuperset(names)", "False", f"{CUTS} shares_a_weight"),
+    bug("layers.py", "1 if spec.gate[\"interleaved\"] else 2", "2", "tests/test_tensor_parallel.py -k 'gpt_oss and not ep'"),
+    Bug("models/load_parts.py", "row = expert - cut.index * len(local)", "row = expert", f"{LOADS} 'stored_experts and zeros and expert'"),
+    Bug("models/load_parts.py", "(expert, first // cut.parts, end // cut.parts)", "(expert, first, first + (end - first) // cut.parts)", f"{LOADS} 'one and width'"),
+    Bug("models/load_parts.py", "{0: 0, 1: 2, 2: 1}", "{0: 0, 1: 1, 2: 2}", f"{LOADS} transposed"),
+    Bug("atomc/quantization/packing.py", "(given - given[0]).equal(ordered)", "given.equal(ordered)", f"{LOADS} gptq"),
+]  # fmt: skip
