@@ -150,7 +150,7 @@ def test_a_wrong_flag_is_one_line(wrong, argv, part):
         (["--max_model_length=9"], "--max_model_length=9 (did you mean --max-model-len?)"),
         (
             ["--tensor-parallel-size", "2"],
-            "--tensor-parallel-size (atomc runs a model on one device)",
+            "--tensor-parallel-size (use --tp)",
         ),
         (["--kv-cache-memory-bytes=1"], "--kv-cache-memory-bytes=1 (use --kv-bytes)"),
         (["--xyz"], "--xyz; see"),

@@ -1,6 +1,6 @@
 """Flags of other servers, with the equivalent in atomc: shown as a hint when one is given."""
 
-_ONE_DEVICE = "atomc runs a model on one device"
+_ONLY_TP = "a model is split over devices with --tp only"
 _LEAVE_OUT = "not needed, leave it out"
 
 # By command. None of these is a flag of atomc.
@@ -14,7 +14,7 @@ FOREIGN_FLAGS = {
         "--context-length": "use --max-model-len",
         "--cpu-offload-gb": "offloading is not supported; --quantization reduces the size of "
         "the weights",
-        "--data-parallel-size": _ONE_DEVICE,
+        "--data-parallel-size": _ONLY_TP,
         "--disable-cuda-graph": "use --enforce-eager",
         "--disable-log-requests": "use --no-log-requests",
         "--disable-log-stats": _LEAVE_OUT,
@@ -34,7 +34,7 @@ FOREIGN_FLAGS = {
         "--max-mamba-cache-size": "use --max-num-seqs and --state-snapshots",
         "--max-running-requests": "use --max-num-seqs",
         "--num-gpu-blocks-override": "use --num-blocks",
-        "--pipeline-parallel-size": _ONE_DEVICE,
+        "--pipeline-parallel-size": _ONLY_TP,
         "--random-seed": "use --seed",
         "--revision": "download that revision and pass its directory",
         "--schedule-policy": "use --scheduling-policy",
@@ -42,10 +42,9 @@ FOREIGN_FLAGS = {
         "--speculative-tokens N",
         "--swap-space": "preempted requests are recomputed, not swapped: leave it out",
         "--task": "the server offers both generation and embeddings: leave it out",
-        "--tensor-parallel-size": _ONE_DEVICE,
+        "--tensor-parallel-size": "use --tp",
         "--tokenizer": "the checkpoint's tokenizer is always used",
-        "--tp": _ONE_DEVICE,
         "--trust-remote-code": "code in a checkpoint is never run: leave it out",
-        "-tp": _ONE_DEVICE,
+        "-tp": "use --tp",
     },
 }

@@ -74,6 +74,13 @@ def add(commands: "Commands") -> None:
         "physical core available to the process; use 1 on a shared machine)",
     )
     parser.add_argument(
+        "--tp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of processes among which the weights are split, over as many GPUs",
+    )
+    parser.add_argument(
         "--no-self-check",
         action="store_true",
         help="do not compare a few steps of a transformers model with its own forward first",
@@ -97,6 +104,7 @@ def run(arguments: argparse.Namespace) -> None:
         quantization=arguments.quantization,
         max_model_len=arguments.max_model_len,
         threads=arguments.threads,
+        tp=arguments.tp,
         self_check=not arguments.no_self_check,
         options={"glue": arguments.glue or default_glue(arguments.device)},
         progress=not arguments.quiet,

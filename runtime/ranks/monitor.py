@@ -29,10 +29,10 @@ from atomc.runtime.ranks.results_digest import results_digest
 
 log = logging.getLogger("atomc")
 TICK_SECONDS = 0.2
-# A thread gets no pulse out while a call into C holds the GIL: during the start (reading weights,
-# compiling) for longer than between steps.
+# A thread gets no pulse out while a call into C holds the GIL, which takes longer while weights are
+# read or something is compiled.
 SILENT_SECONDS = 5.0
-SILENT_SECONDS_OF_START = 120.0
+SILENT_SECONDS_OF_COMPILING = 120.0
 # If this thread did not run for so long, the whole group was stopped.
 STOPPED_SECONDS = 2.0
 # After a step, or a command that compiles, failed in one rank, the others have this long to fail.
@@ -48,7 +48,7 @@ class Monitor:
     """Starts the other ranks of a group of `size`, sends them commands and watches them. Call
     `close` at the end.
 
-    step_seconds  maximum duration of a step, after the start
+    step_seconds  maximum duration of a step, unless something is compiled
     on_failure    called in a thread of its own if the failure is not raised within RAISE_SECONDS:
                   the engine compiles, or waits for a device
     started       whether the start is over: from then on no step compiles
@@ -253,6 +253,11 @@ class Monitor:
                         self._failed_at.setdefault(number, time.monotonic())
                 self._changed.notify_all()
 
+    @property
+    def _compiles(self) -> bool:
+        """Whether ranks may be compiling: they start, or execute another command than a step."""
+        return not (self.started and all(of_step for _, of_step in self._running.values()))
+
     def _ended(self) -> tuple[str] | None:
         """A rank whose process has ended."""
         for rank, process in self._processes.items():
@@ -280,7 +285,7 @@ class Monitor:
 
     def _silent(self, now: float) -> tuple[str] | None:
         """A rank that sends no pulse."""
-        limit = SILENT_SECONDS if self.started else SILENT_SECONDS_OF_START
+        limit = SILENT_SECONDS_OF_COMPILING if self._compiles else SILENT_SECONDS
         for rank, seen in self._seen.items():
             if now - seen > limit:
                 return (f"{self._name(rank)} has been silent for {now - seen:.0f} s: it hangs",)
@@ -289,12 +294,13 @@ class Monitor:
     def _overdue(self, now: float) -> tuple[str] | None:
         """A rank that does not begin a step, or all, if a step does not end."""
         for number, (began, of_step) in self._running.items():
-            if not (self.started and of_step and now - began > self._step_seconds):
+            if self._compiles or not of_step or now - began < self._step_seconds:
                 continue
             late = [rank for rank, pulse in self._pulses.items() if pulse.began < number]
-            who = self._name(late[0]) if late else "no rank"
-            what = "has not begun a step" if late else "has completed a step"
-            return (f"{who} {what} after {self._step_seconds:g} s (--step-timeout)",)
+            limit = f"{self._step_seconds:g} s (--step-timeout)"
+            if late:
+                return (f"{self._name(late[0])} has not begun a step after {limit}",)
+            return (f"no rank has completed a step after {limit}",)
         return None
 
     def _name(self, rank: int) -> str:
