@@ -60,8 +60,8 @@ def test_a_second_start_traces_no_encoder_and_reads_the_weights_of_its_own_model
     [
         (TAKES, False, 1e-6, None),
         (TAKES, False, 1e-2, "module model.visual.blocks.0.norm1 changed"),
-        (TAKES, True, 1e-6, "kind of program changed"),
-        ("others", False, 1e-6, "inputs changed"),
+        (TAKES, True, 1e-6, "kind of program changed from"),
+        ("others", False, 1e-6, "inputs changed from"),
     ],
 )
 def test_another_encoder_and_another_program_of_the_model_are_other_entries(
@@ -73,7 +73,7 @@ def test_another_encoder_and_another_program_of_the_model_are_other_entries(
     cache = ModelCache(model, options, Platform.detect("cpu"), takes, owned=owned, observed=False)
     found = cache.load()
     assert (found is None) == (why is not None)
-    assert cache.lookup.outcome.why == (why or "")
+    assert cache.lookup.outcome.why.startswith(why or "")
 
 
 @pytest.mark.slow
