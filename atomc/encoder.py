@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
-from atomc.cache.compiled import weight_inputs
+from atomc.cache.compiled import Compiled, weight_inputs
+from atomc.cache.model_cache import ModelCache
 from atomc.errors import OURS
 from atomc.json_types import JSONLike
 from atomc.ops.inputs import PatchInputs
@@ -18,6 +19,7 @@ from atomc.options import Options
 from atomc.platform import Platform
 from atomc.report import contract
 from atomc.report.render.page import publish
+from atomc.report.report import Report, keep
 from atomc.torch_compat.core import Input
 from atomc.weights.freed import with_freed_parameters
 
@@ -47,17 +49,27 @@ class VisionModel(Protocol):
 class EncoderProgram:
     """model.encode_images as one callable: pixels [P, W] and grids -> embeddings [I, E].
 
+    inputs, arguments  as in atomc.compiler.trace_model.TracedModel
     report  the report of the compiler
     """
 
-    def __init__(self, model: VisionModel, traced: "TracedModel", *, owned: bool):
-        self.report = traced.report
-        self._model, self._call = model, traced.compiled.call
-        self._inputs: list[Input] = list(traced.inputs)
+    def __init__(
+        self,
+        model: VisionModel,
+        compiled: Compiled,
+        inputs: Sequence[Input],
+        arguments: Sequence[tuple[str, int | None] | None],
+        report: Report,
+        *,
+        owned: bool,
+    ):
+        self.report = report
+        self._model, self._call = model, compiled.call
+        self._inputs: list[Input] = list(inputs)
         self._arguments = [
-            (i, *argument) for i, argument in enumerate(traced.arguments) if argument is not None
+            (i, *argument) for i, argument in enumerate(arguments) if argument is not None
         ]
-        weights = weight_inputs(traced.compiled, self.report.notes)
+        weights = weight_inputs(compiled, self.report.notes)
         make = weights.materialize_and_free if owned else weights.materialize
         self._made = make(self._inputs)
         self._refresh = None if owned else weights.refresh
@@ -77,6 +89,8 @@ class EncoderProgram:
         return embeddings
 
 
+# In the key of the cache.
+TAKES = "patches of images"
 # The arguments of the function that is traced.
 NAMES = ("pixels", *PatchInputs._fields)
 
@@ -89,7 +103,8 @@ def compile_encoder(
     *,
     owned: bool = False,
 ) -> EncoderProgram:
-    """Compile the vision encoder of a model (VisionModel) for the runtime.
+    """Compile the vision encoder of a model (VisionModel) for the runtime, or load it from the
+    cache.
 
     owned   no other code reads, writes or moves the weights: they are not checked in each call, and
             those that kernels read only as prepared weights are freed
@@ -99,17 +114,26 @@ def compile_encoder(
     debug.
     """
     chosen = Options.of(options)
-    traced = _traced(model, chosen, platform, owned=owned)
-    traced.report.treated = True
-    contract.check(traced.report, chosen)
+    where = platform or Platform.detect(next(model.parameters()).device.type)
+    cache = ModelCache(model, chosen, where, TAKES, owned=owned, observed=False)
+    found = cache.load()
+    if found is not None:
+        report = keep(found.report)
+        parts = found.compiled, found.inputs, found.arguments
+    else:
+        traced = _traced(model, chosen, where, owned=owned)
+        report, parts = traced.report, (traced.compiled, traced.inputs, traced.arguments)
+        cache.store(report, traced.entry, traced.sources, traced.arguments, traced.inputs)
+    report.treated = True
+    contract.check(report, chosen)
     with torch.no_grad():
-        program = EncoderProgram(model, traced, owned=owned)  # type: ignore[arg-type]
-    publish(traced.report, chosen)
+        program = EncoderProgram(model, *parts, report, owned=owned)  # type: ignore[arg-type]
+    publish(report, chosen)
     return program
 
 
 def _traced(
-    model: nn.Module, options: Options, platform: Platform | None, *, owned: bool
+    model: nn.Module, options: Options, platform: Platform, *, owned: bool
 ) -> "TracedModel":
     from atomc.compiler.trace_model import trace  # and with it Dynamo
     from atomc.refusal import refusal
@@ -136,7 +160,7 @@ def _traced(
     )
     context = Context(
         options,
-        platform or Platform.detect(device.type),
+        platform,
         paged=True,
         owned=owned,
         keep_texts=options.report is not None,

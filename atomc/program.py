@@ -250,7 +250,7 @@ def compile_model(
     else:
         traced = _traced(model, chosen, where, observers, keep_texts, takes, owned=owned)
         compiled, inputs, report, key = traced.compiled, traced.inputs, traced.report, traced.key
-        cache.store(report, traced.entry, traced.sources, inputs)
+        cache.store(report, traced.entry, traced.sources, traced.arguments, inputs)
     report.treated = True
     contract.check(report, chosen)
     with torch.no_grad():

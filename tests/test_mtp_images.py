@@ -36,7 +36,7 @@ def tiny_model(kind="qwen3_5"):
             "architectures": [architecture],
             "model_type": kind,
             "text_config": {**text, "mtp_num_hidden_layers": 1},
-            "vision_config": VISION,
+            "vision_config": {**VISION, "depth": 2},
             "image_token_id": IMAGE,
             "video_token_id": VIDEO,
         },
@@ -209,11 +209,11 @@ def check_greedy(eager, num_prompt, tokens):
 @pytest.mark.slow
 def test_chunks_of_images_preemption_and_snapshots_change_no_token():
     model = tiny_model()
-    one = started(model, max_num_batched_tokens=9, num_blocks=8, state_snapshots=4)
+    one = started(model, max_num_batched_tokens=20, num_blocks=8, state_snapshots=4)
     one.scheduler.snapshots.least = one.scheduler.snapshots.interval = 16
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     # Together, and then twice the one that has a block to share.
-    for prompts in (PROMPTS, PROMPTS[1:2], PROMPTS[1:2]):
+    for prompts in (PROMPTS + PROMPTS, PROMPTS[1:2], PROMPTS[1:2]):
         requests = []
         for i, (tokens, images) in enumerate(prompts):
             requests.append(one.request(f"{i}", tokens, params, images=images))

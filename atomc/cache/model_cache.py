@@ -29,18 +29,21 @@ from atomc.torch_compat.core import Input
 class CachedModel:
     """A model loaded from the cache.
 
-    inputs  for each input of Dynamo's graph the tensor of this model; None for an input of the step
+    inputs  for each input of Dynamo's graph the tensor of this model; None for an argument
+    arguments  as in atomc.compiler.trace_model.TracedModel
     """
 
     compiled: Compiled
     inputs: Sequence[Input]
+    arguments: Sequence[tuple[str, int | None] | None]
     report: Report
 
 
 class ModelCache:
-    """Loads or stores one model.
+    """Loads or stores one program of a model.
 
-    takes, owned   as in atomc.program.compile_model
+    takes     its inputs: as in atomc.program.compile_model, or words that no other program has
+    owned     as in atomc.program.compile_model
     observed  graphs were requested, so that the model is traced even if the cache has it
     """
 
@@ -49,7 +52,7 @@ class ModelCache:
         model: nn.Module,
         options: Options,
         platform: Platform,
-        takes: ModelInputs,
+        takes: ModelInputs | str,
         *,
         owned: bool,
         observed: bool,
@@ -81,19 +84,20 @@ class ModelCache:
         report.model, report.cached = data["model"], self.lookup.outcome
         report.phases["cache"] = self.seconds + self.lookup.seconds
         record_start(self.options, report)
-        return CachedModel(compiled, inputs, report)
+        return CachedModel(compiled, inputs, data["arguments"], report)
 
     def store(
         self,
         report: Report,
         entry: ProgramData | None,
         sources: Sequence[str | None],
+        arguments: Sequence[tuple[str, int | None] | None],
         inputs: Sequence[Argument],
     ) -> None:
         """Store the traced model under its description; the report says why it was traced.
 
         entry  the content of the cache entry of its graph, None if there is none
-        sources, inputs  as in atomc.compiler.trace_model.TracedModel
+        sources, arguments, inputs  as in atomc.compiler.trace_model.TracedModel
         """
         if self.observed or report.cached.kind == "off":
             return
@@ -111,6 +115,7 @@ class ModelCache:
                     **entry,
                     "model": report.model,
                     "places": self._places(entry, sources, inputs),
+                    "arguments": list(arguments),
                 }
             )
             unknown = self.lookup.outcome.not_kept
@@ -119,7 +124,7 @@ class ModelCache:
     def _places(
         self, entry: ProgramData, sources: Sequence[str | None], inputs: Sequence[Argument]
     ) -> list[str | None]:
-        """The path in the model of each input of the graph; None for an input of the step."""
+        """The path in the model of each input of the graph; None for an argument."""
         if entry["guards"] is not None:
             raise Uncacheable("it was compiled under size guards")
         paths = {id(tensor): path for tensor, path in reversed(named_tensors(self.model))}

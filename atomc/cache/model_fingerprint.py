@@ -81,10 +81,12 @@ _MAX_CONSTANT_BYTES = 2**20
 
 
 def model_parts(
-    model: nn.Module, options: Options, platform: Platform, takes: ModelInputs, owned: bool
+    model: nn.Module, options: Options, platform: Platform, takes: ModelInputs | str, owned: bool
 ) -> Parts:
     """The parts of a model's cache key. Raises Uncacheable for a model that must be traced, with
     the reason.
+
+    takes   as in atomc.cache.model_cache.ModelCache
     """
     if torch_modes_active():
         raise Uncacheable("a torch function or dispatch mode is active, such as a default device")

@@ -54,7 +54,7 @@ class ProgramData(TypedDict):
     written  the numbers of the inputs that the graph writes
     report   see `plain_report`
     guards   on sizes, see atomc.torch_compat.tracing.guards_of
-    model, places  if its key identifies a model: see atomc.cache.model_cache
+    model, places, arguments  if its key identifies a model: see atomc.cache.model_cache
     """
 
     written: list[int]
@@ -63,6 +63,7 @@ class ProgramData(TypedDict):
     compiled: CompiledData
     model: NotRequired[str]
     places: NotRequired[list[str | None]]
+    arguments: NotRequired[list[tuple[str, int | None] | None]]
 
 
 class DamagedEntry(Exception):

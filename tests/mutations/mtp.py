@@ -15,6 +15,10 @@ def of_images(file: str, old: str, new: str, tests: str) -> Bug:
     return Bug(file, old, new, f"tests/test_mtp_images.py -k '{tests}'")
 
 
+def of_cache(file: str, old: str, new: str, tests: str) -> Bug:
+    return Bug(file, old, new, f"tests/test_encoder_cache.py -k '{tests}'")
+
+
 WHOLE = "over_the_whole_sequence and chunks"
 STEPS = "draft_steps_begin"
 WRITTEN = "computes_as_written and next"
@@ -51,9 +55,11 @@ BUGS = [
     of_qwen("models/mtp.py", 'field, 1), field, "mtp."', 'field, 0), field, "mtp."', "need_no_field"),
     of_qwen("models/mtp.py", 'only(text, "mtp_use_dedicated_embeddings", False)', "pass", "other_draft_layers"),
     of_qwen("models/load_plan.py", "part[0] not in modules", "True", "without_the_draft_layer"),
-    of_qwen("models/qwen3_next.py", "experts=bool(config.moe_layers)", "experts=False", "computes_as_written"),
+    of_qwen("models/qwen3_next.py", "experts=bool(config.moe_layers)", "experts=False", "is_a_layer_of_the_model"),
     of_images("runtime/batch.py", "following = self.embeddings[:rows].roll(-1, 0)", "following = self.embeddings[:rows]", IMAGES),
     of_images("runtime/batch.py", "following = np.roll(mask, -1)", "following = mask.copy()", IMAGES),
     of_images("runtime/batch.py", "following[bounds[1:] - 1] = False", "pass", IMAGES),
+    of_cache("atomc/encoder.py", "        cache.store(report, traced.entry, traced.sources, traced.arguments, traced.inputs)", "        pass", "traces_no_encoder"),
+    of_cache("atomc/cache/model_cache.py", '"arguments": list(arguments)', '"arguments": [None] * len(arguments)', "traces_no_encoder"),
     of_images("models/vision_language.py", "            x_TD, *_ = placed(x_TD, embeddings, is_image)", "            pass", "reads_the_embeddings"),
 ]  # fmt: skip
