@@ -7,6 +7,8 @@ from atomc.ops.activation_quant import silu_and_mul_quant
 from atomc.ops.attention import attention, kv_write, paged_attention
 from atomc.ops.collective import all_reduce, allreduce_add_rms_norm, allreduce_rms_norm
 from atomc.ops.conv import causal_conv1d, causal_conv1d_update, conv_state
+from atomc.ops.conv_delta_rule import conv_gated_delta_rule_update
+from atomc.ops.delta_gates import delta_gates
 from atomc.ops.delta_rule import delta_state, gated_delta_rule, gated_delta_rule_update
 from atomc.ops.expert_load import count_experts
 from atomc.ops.experts import moe_experts
@@ -93,8 +95,10 @@ __all__ = [
     "causal_conv1d",
     "causal_conv1d_update",
     "chosen_mask",
+    "conv_gated_delta_rule_update",
     "conv_state",
     "count_experts",
+    "delta_gates",
     "delta_state",
     "embedding",
     "gated_delta_rule",

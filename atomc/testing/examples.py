@@ -365,6 +365,23 @@ def _ruled_in_steps(n: RandomInputs) -> Arguments:
     return _with_slot(_ruled(n), "recurrent_state", n(3, N, H, H, dtype=torch.float32), n)
 
 
+def _delta_gates(n: RandomInputs) -> Arguments:
+    return {name: n(n.T, N) for name in ("a", "b")} | {name: n(N) for name in ("A_log", "dt_bias")}
+
+
+def _convolved_and_ruled(n: RandomInputs) -> Arguments:
+    """Two key heads and N value heads of H columns."""
+    channels = (2 * 2 + N) * H
+    states = {
+        "conv_state": n(3, 3, channels),
+        "recurrent_state": n(3, N, H, H, dtype=torch.float32),
+    }
+    given = {"x": n(n.T, channels), "weight": n(channels, 4), "bias": None, **_delta_gates(n)}
+    attributes = {"activation": "silu", "scale": H**-0.5}
+    state = states.pop("conv_state")
+    return _with_slot({**given, **states, **attributes}, "conv_state", state, n)
+
+
 def _scanned(n: RandomInputs) -> Arguments:
     """N heads of H columns and two groups of P numbers of state for each column."""
     (x,) = n.heads(N)
@@ -472,6 +489,8 @@ EXAMPLES: dict[Op, dict[str, Callable[[RandomInputs], Arguments]]] = {
     ops.causal_conv1d_update: {"": _convolved_in_steps},
     ops.gated_delta_rule: {"": _ruled},
     ops.gated_delta_rule_update: {"": _ruled_in_steps},
+    ops.delta_gates: {"": _delta_gates},
+    ops.conv_gated_delta_rule_update: {"": _convolved_and_ruled},
     ops.ssm_scan: {"": _scanned},
     ops.ssm_scan_update: {"": _scanned_in_steps},
     ops.bmm_rope_kv_write: {
