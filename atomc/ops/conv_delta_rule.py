@@ -6,6 +6,7 @@ T rows, C channels, H key heads, N value heads, K key width, V value width, S se
 
 import math
 
+import torch
 from torch import Tensor
 
 from atomc.ops.conv import causal_conv1d_update
@@ -20,7 +21,7 @@ def split_channels(x: Tensor, recurrent_state: Tensor) -> tuple[Tensor, Tensor, 
     """q and k [..., H, K], and v [..., N, V], from channels [..., 2 H K + N V]."""
     heads, key_width, width = recurrent_state.shape[1:]
     keys = (x.shape[-1] - heads * width) // 2
-    q, k, v = x.split([keys, keys, heads * width], -1)
+    q, k, v = torch.split(x, [keys, keys, heads * width], -1)
     return (
         q.unflatten(-1, (-1, key_width)),
         k.unflatten(-1, (-1, key_width)),
@@ -34,9 +35,9 @@ def _cost(call: OpCall) -> Work:
     states = [call[name] for name in ("conv_state", "recurrent_state")]
     of_one = sum(math.prod(state.shape[1:]) * state.dtype.itemsize for state in states)
     (out,) = call.results
-    operations = 2 * call["x"].numel * call["weight"].shape[-1]
-    operations += 6 * out.numel * states[1].shape[-2]
-    return bytes_of([*read, out]) + 2 * call["state_slots"].shape[0] * of_one, operations
+    products = 2 * call["x"].numel * call["weight"].shape[-1]
+    products = products + 6 * out.numel * call["recurrent_state"].shape[-2]
+    return bytes_of([*read, out]) + 2 * call["state_slots"].shape[0] * of_one, products
 
 
 def _values(

@@ -366,20 +366,15 @@ def _ruled_in_steps(n: RandomInputs) -> Arguments:
 
 
 def _delta_gates(n: RandomInputs) -> Arguments:
-    return {name: n(n.T, N) for name in ("a", "b")} | {name: n(N) for name in ("A_log", "dt_bias")}
+    return {"a": n(n.T, N), "b": n(n.T, N), "A_log": n(N), "dt_bias": n(N)}
 
 
 def _convolved_and_ruled(n: RandomInputs) -> Arguments:
     """Two key heads and N value heads of H columns."""
     channels = (2 * 2 + N) * H
-    states = {
-        "conv_state": n(3, 3, channels),
-        "recurrent_state": n(3, N, H, H, dtype=torch.float32),
-    }
     given = {"x": n(n.T, channels), "weight": n(channels, 4), "bias": None, **_delta_gates(n)}
-    attributes = {"activation": "silu", "scale": H**-0.5}
-    state = states.pop("conv_state")
-    return _with_slot({**given, **states, **attributes}, "conv_state", state, n)
+    given |= {"conv_state": n(3, 3, channels), "activation": "silu", "scale": H**-0.5}
+    return _with_slot(given, "recurrent_state", n(3, N, H, H, dtype=torch.float32), n)
 
 
 def _scanned(n: RandomInputs) -> Arguments:

@@ -110,10 +110,10 @@ def _columns(heads: Node, start: int, name: str) -> _Part | Difference:
         path.append(call(path[-1]).operands[0])
     part = path[-1]
     if call(part).op != "slice":
-        return Difference("other op", expected, call(part).op, part)
+        return Difference("other op", expected, _name(part), part)
     convolution, attrs = call(part).operands[0], call(part).attrs
     if convolution.target is not ops.causal_conv1d_update.overload:
-        return Difference("other op", expected, call(convolution).op, convolution)
+        return Difference("other op", expected, _name(convolution), convolution)
     if (attrs["dim"], attrs["start"], attrs["step"]) != (-1, start, 1) or not known_equal(
         value(part).shape[-1], _width(heads)
     ):
@@ -136,7 +136,7 @@ def _gates(given: Mapping[str, Argument]) -> Node | Difference:
         assert isinstance(source, Node)
         if source.target is not ops.delta_gates.overload or node.args[1] != index:
             expected = f"{name} of delta_gates"
-            return Difference("other op", expected, call(source).op, source)
+            return Difference("other op", expected, _name(source), source)
         found.append(source)
     if found[0] is not found[1]:
         return Difference("same value", "g and beta of one delta_gates", "two of them", found[1])
@@ -149,8 +149,8 @@ def _unfit(site: _Site) -> Difference | None:
     for node in (site.convolution, site.gates, *site.between):
         outside = [reader for reader in readers(node) if reader not in inside]
         if outside:
-            alone = f"no other reader of {call(node).op}"
-            return Difference("extra user", alone, f"{call(outside[0]).op} reads it too", node)
+            alone = f"no other reader of {_name(node)}"
+            return Difference("extra user", alone, f"{_name(outside[0])} reads it too", node)
     rule, convolution = _arguments(site.rule), _arguments(site.convolution)
     for name in _STEP:
         if rule[name] is not convolution[name]:
@@ -192,6 +192,10 @@ def _arguments(node: Node) -> dict[str, Argument]:
     op = op_of(node.target)
     assert op is not None
     return op.bind(*node.args, **node.kwargs)
+
+
+def _name(node: Node) -> str:
+    return call(node).op.removeprefix("atom::")
 
 
 def _width(heads: Node) -> int:

@@ -262,13 +262,25 @@ def conv_gated_delta_rule_update(
     if len(rows) == len(seq_lens):
         heads, _, width = recurrent_state.shape[1:]
         out = x.new_empty((*x.shape[:-1], heads, width))
-        tile = DELTA_DECODE.choose(x.device, heads * len(rows))
-        gates = (each.reshape(-1, heads) for each in (a, b))
         if len(rows):
             launch_decode(
-                rows, weight, bias, conv_state, *gates, A_log, dt_bias, recurrent_state, out,
-                *step, shared[0], activation, scale, rate_scale, tile,
-            )  # fmt: skip
+                rows,
+                weight,
+                bias,
+                conv_state,
+                a.reshape(-1, heads),
+                b.reshape(-1, heads),
+                A_log,
+                dt_bias,
+                recurrent_state,
+                *step,
+                activation=activation,
+                scale=scale,
+                rate_scale=rate_scale,
+                out=out,
+                arrived=shared[0],
+                tile=DELTA_DECODE.choose(x.device, heads * len(rows)),
+            )
         return out
     convolved = causal_conv1d_update(x, weight, bias, conv_state, *step, activation=activation)
     g, beta = delta_gates(a, b, A_log, dt_bias, rate_scale)
@@ -286,17 +298,20 @@ def launch_decode(
     A_log: Tensor,
     dt_bias: Tensor,
     recurrent_state: Tensor,
-    out: Tensor,
     query_start: Tensor,
     seq_lens: Tensor,
     state_slots: Tensor,
-    arrived: Tensor,
+    *,
     activation: str,
     scale: float,
-    rate_scale: float,
+    rate_scale: float = 1.0,
+    out: Tensor,
+    arrived: Tensor,
     tile: Launch,
 ) -> None:
-    """Fill `out` and replace both states, of one row [.., C] a sequence."""
+    """Fill `out` and replace both states, of rows x [S, C], a and b [S, N], one of a sequence each.
+    arrived: as of `arrivals`
+    """
     heads, key_width, width = recurrent_state.shape[1:]
     block = min(tile["BLOCK_V"], triton.next_power_of_2(width))
     _decode[(triton.cdiv(width, block), heads, len(x))](
