@@ -14,9 +14,9 @@ from kernels import copy_bandwidth
 from latent_attention import seconds
 from torch import Tensor
 
-from atomc.kernels.triton import conv, delta_rule, norm_gated
+from atomc.kernels.triton import conv, conv_delta_rule, delta_rule, norm_gated
 from atomc.kernels.triton.delta_chunks import Rows, launch_chunks
-from atomc.kernels.triton.tiles import NORM_GATED, RowTile
+from atomc.kernels.triton.tiles import DELTA_DECODE, NORM_GATED, Launch, RowTile
 
 EXAMPLES = """examples:
   all cases:           python bench/delta_rule.py
@@ -68,6 +68,7 @@ class Inputs:
         q, k, v = (part.unflatten(-1, (-1, WIDTH)) for part in self.x.split(split, -1))
         g = -torch.rand(tokens, HEADS, device="cuda")
         self.rows = q, k, v, g, torch.rand(tokens, HEADS, **like)
+        self.of_heads = torch.randn(HEADS, **like), torch.randn(HEADS, **like)
         starts = torch.tensor([0] + [new for new, _ in sequences]).cumsum(0).to(torch.int32)
         lengths = torch.tensor([length for _, length in sequences], dtype=torch.int32)
         self.step = starts.cuda(), lengths.cuda(), torch.randperm(count).cuda()
@@ -84,6 +85,18 @@ class Inputs:
         rows = Rows(*self.rows, state, *self.step, scale)
         launch = delta_rule.launch_steps if decode else launch_chunks
         launch(rows, torch.empty_like(rows.v), 0, tile)
+
+    def fused(self, tile: Launch) -> list[Callable[[], object]]:
+        """Of a step of decoding, convolution, gates and rule at once: a call for each state."""
+        (arrived,) = conv_delta_rule.arrivals(self.step[1], KEY_HEADS)
+        _, _, v, g, beta = self.rows
+        given = self.x, self.weight, None, self.inputs, g, beta, *self.of_heads
+        more = {"activation": "silu", "scale": WIDTH**-0.5, "arrived": arrived, "tile": tile}
+        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        return [
+            partial(conv_delta_rule.launch_decode, *given, state, *self.step, out=out, **more)
+            for state in self.states
+        ]
 
     def convolve(self) -> Tensor:
         return conv.causal_conv1d_update(
@@ -145,6 +158,12 @@ def main() -> None:
             rate = FLOPS * tokens * HEADS / taken / 1e12
             per = f"{share:.0%} of copy bandwidth" if decode else f"{rate:.0f} TFLOP/s"
             print(f"{name}: rule {taken * 1e6:.1f} us, {per}, {tile or 'the tile of the table'}")
+        if decode:
+            table = DELTA_DECODE.choose(torch.device("cuda"), len(sequences) * HEADS)
+            for tile in [table, *(STEP_TILES if args.sweep else [])]:
+                taken = seconds(inputs.fused(tile))
+                share = 2 * inputs.state_bytes / taken / copied
+                print(f"{name}: fused {taken * 1e6:.1f} us, {share:.0%} of copy bandwidth, {tile}")
     for name, tokens in NORMS.items():
         if args.only in name:
             chosen = NORM_GATED.choose(torch.device("cuda"), tokens * HEADS, WIDTH)

@@ -19,6 +19,7 @@ from atomc.passes.fuse.allreduce_norm_quant import (
     ALLREDUCE_RMS_NORM_QUANT,
 )
 from atomc.passes.fuse.bmm_kv_write import BMM_ROPE_KV_WRITE
+from atomc.passes.fuse.conv_delta_rule import conv_gated_delta_rule
 from atomc.passes.fuse.kv_write import QK_NORM_ROPE_KV_WRITE, ROPE_KV_WRITE
 from atomc.passes.fuse.linear_route import LINEAR_TOPK_ROUTE
 from atomc.passes.fuse.linear_split_cat import LINEAR_SPLIT_CAT
@@ -39,6 +40,7 @@ from atomc.passes.recognize.attention.proven_mask import proven_masks
 from atomc.passes.recognize.cat_of_slices import cat_of_slices
 from atomc.passes.recognize.collectives import ALL_GATHER, ALL_REDUCE
 from atomc.passes.recognize.columns_of_pairs import columns_of_pairs
+from atomc.passes.recognize.delta_gates import DELTA_GATES
 from atomc.passes.recognize.delta_rule import delta_rule
 from atomc.passes.recognize.experts import MOE_EXPERTS, ids_as_chosen
 from atomc.passes.recognize.gated import GELU_AND_MUL, OTHER_GATES, SILU_AND_MUL
@@ -81,6 +83,7 @@ PIPELINE: tuple[Pass, ...] = (
     rewriting(ROPE, ROPE_CAST, ROPE_OTHER_SIGN, ROPE_COMPLEX, after=["columns_of_pairs"]),
     rewriting(ROPE_PARTIAL, after=["rope"]),
     rewriting(REPEAT_KV),
+    rewriting(DELTA_GATES, after=["canonicalize"]),
     Pass("gated_delta_rule", delta_rule, after=["canonicalize"]),
     Pass("attention", attention, after=["tidy"], by_site=True),
     Pass("proven_masks", proven_masks, after=["attention"], cleanup=True),
@@ -132,6 +135,13 @@ PIPELINE: tuple[Pass, ...] = (
     ),
     # Bind state: attention reads and writes the runtime's caches.
     Pass("bind_state", bind_state, after=["qk_norm_rope"], paged=True),
+    Pass(
+        "conv_gated_delta_rule",
+        conv_gated_delta_rule,
+        after=["delta_gates", "bind_state"],
+        paged=True,
+        by_site=True,
+    ),
     rewriting(LINEAR_SPLIT_CAT, after=["cat_of_slices", "merge_linears"]),
     rewriting(QK_NORM_ROPE_KV_WRITE, after=["bind_state"], paged=True),
     rewriting(ROPE_KV_WRITE, after=["bind_state"], paged=True),

@@ -81,4 +81,5 @@ if __name__ == "__main__":
         arguments = CASES[op][case](Draw(torch.bfloat16))
         for kernel in ops.REGISTRY[op].kernels:
             if kernel.provider == "triton" and not refusal(kernel, TAKING, arguments):
-                kernel.function(**with_prepared(kernel, arguments))
+                shared = {} if kernel.shared is None else {"shared": kernel.shared.of(arguments)}
+                kernel.function(**with_prepared(kernel, arguments) | shared)

@@ -108,7 +108,8 @@ def after_passes(
         pipeline.run(gm, chosen, context, traced.report)
         traced.text = text_of(gm.graph, names)
         added = gm.graph.find_nodes(op="placeholder")[inputs_before:]
-        return lambda *args: gm.forward(*args, *(_state_input(node, added) for node in added))
+        rows = inputs[0].shape[0]
+        return lambda *args: gm.forward(*args, *(_state_input(node, added, rows) for node in added))
 
     def lift(dynamo: GraphModule) -> None:
         pipeline.run(dynamo, [passes.LIFT], context, traced.report)
@@ -243,15 +244,18 @@ def _flat(result: Any) -> list[Any]:
     return list(result) if isinstance(result, list | tuple) else [result]
 
 
-def _state_input(node: Node, added: Sequence[Node]) -> Tensor:
+def _state_input(node: Node, added: Sequence[Node], rows: int) -> Tensor:
     """What a step of one sequence, from its first token on, gives an input that binding the state
-    has added.
+    has added. rows: the tokens of a graph whose state is all per sequence.
     """
     fake = node.meta["val"]
     tokens = next(
-        other.meta["val"].shape[0]
-        for other in added
-        if (of := step_input(other)) and of.field == "slots"
+        (
+            other.meta["val"].shape[0]
+            for other in added
+            if (of := step_input(other)) and of.field == "slots"
+        ),
+        rows,
     )
     tokens = tokens if isinstance(tokens, int) else tokens.node.hint
     match graph_input(node):
@@ -263,6 +267,10 @@ def _state_input(node: Node, added: Sequence[Node]) -> Tensor:
             return torch.tensor([0, tokens], dtype=torch.int32)
         case StepInput("seq_lens"):
             return torch.tensor([tokens], dtype=torch.int32)
+        case StepInput("state_slots"):
+            return torch.ones(1, dtype=torch.int64)
+        case StateInput(per_sequence=True):
+            return torch.zeros(2, *fake.shape[1:], dtype=fake.dtype)
         case StateInput(is_scale=True):
             return torch.ones(1)
     return torch.zeros(2, 16, *fake.shape[2:], dtype=fake.dtype)

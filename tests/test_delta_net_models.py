@@ -288,8 +288,7 @@ def formula(linear: int, full: int, experts: bool) -> dict[str, int]:
     """Of a model with so many layers of either kind, as served in fp32."""
     layers = linear + full
     return {
-        "gated_delta_rule_update": linear,
-        "causal_conv1d_update": linear,
+        "conv_gated_delta_rule_update": linear,
         "qk_norm_rope_kv_write": full,
         "paged_attention": full,
         "rms_norm": 1,

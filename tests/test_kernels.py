@@ -27,7 +27,14 @@ DEVICES = (
 ROUNDINGS = {torch.float32: 32, torch.bfloat16: 4, torch.float16: 4}
 # Ops whose kernels multiply fp32 by 16-bit numbers in tf32, on a GPU: how far that is off.
 IN_TF32 = dict.fromkeys(
-    ("gated_delta_rule", "gated_delta_rule_update", "ssm_scan", "ssm_scan_update"), 2**-10
+    (
+        "gated_delta_rule",
+        "gated_delta_rule_update",
+        "conv_gated_delta_rule_update",
+        "ssm_scan",
+        "ssm_scan_update",
+    ),
+    2**-10,
 )
 # Ops that quantize what they compute. There the order of a sum, or another exp, may move a value
 # over the border between two codes: so many of them may differ, each by one step. (A quantizer

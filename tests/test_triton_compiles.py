@@ -41,6 +41,8 @@ CALLS = (
     "rms_norm_gated/packed",
     "causal_conv1d_update/chunks",
     "gated_delta_rule_update/packed, decode",
+    "conv_gated_delta_rule_update/packed, decode",
+    "delta_gates/packed",
 )
 EXPERTS = (
     "moe_experts/GPT-OSS",

@@ -13,6 +13,8 @@ from atomc.ops.collective import (
 )
 from atomc.ops.collective_quant import allreduce_add_rms_norm_quant, allreduce_rms_norm_quant
 from atomc.ops.conv import causal_conv1d, causal_conv1d_update, conv_state
+from atomc.ops.conv_delta_rule import conv_gated_delta_rule_update
+from atomc.ops.delta_gates import delta_gates
 from atomc.ops.delta_rule import delta_state, gated_delta_rule, gated_delta_rule_update
 from atomc.ops.expert_load import count_experts
 from atomc.ops.experts import moe_experts
@@ -102,8 +104,10 @@ __all__ = [
     "causal_conv1d",
     "causal_conv1d_update",
     "chosen_mask",
+    "conv_gated_delta_rule_update",
     "conv_state",
     "count_experts",
+    "delta_gates",
     "delta_state",
     "embedding",
     "gated_delta_rule",

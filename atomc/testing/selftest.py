@@ -140,6 +140,8 @@ def _run(kernel: Kernel, given: Arguments) -> Results:
         arguments["workspace"] = torch.empty(
             kernel.workspace(**given), dtype=torch.uint8, device=device
         )
+    if kernel.shared is not None:
+        arguments["shared"] = kernel.shared.of(given)
     return in_plain_order(kernel).function(**arguments)
 
 

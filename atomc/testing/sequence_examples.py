@@ -209,6 +209,18 @@ def _ruled_in_steps(n: RandomInputs) -> Arguments:
     return _with_slot(_ruled(n), "recurrent_state", n(3, N, H, H, dtype=torch.float32), n)
 
 
+def _delta_gates(n: RandomInputs) -> Arguments:
+    return {"a": n(n.T, N), "b": n(n.T, N), "A_log": n(N), "dt_bias": n(N)}
+
+
+def _convolved_and_ruled(n: RandomInputs) -> Arguments:
+    """Two key heads and N value heads of H columns."""
+    channels = (2 * 2 + N) * H
+    given = {"x": n(n.T, channels), "weight": n(channels, 4), "bias": None, **_delta_gates(n)}
+    given |= {"conv_state": n(3, 3, channels), "activation": "silu", "scale": H**-0.5}
+    return _with_slot(given, "recurrent_state", n(3, N, H, H, dtype=torch.float32), n)
+
+
 def _scanned(n: RandomInputs) -> Arguments:
     """N heads of H columns and two groups of P numbers of state for each column."""
     (x,) = n.heads(N)
@@ -255,6 +267,8 @@ SEQUENCE_EXAMPLES: Examples = {
     ops.causal_conv1d_update: {"": _convolved_in_steps},
     ops.gated_delta_rule: {"": _ruled},
     ops.gated_delta_rule_update: {"": _ruled_in_steps},
+    ops.delta_gates: {"": _delta_gates},
+    ops.conv_gated_delta_rule_update: {"": _convolved_and_ruled},
     ops.ssm_scan: {"": _scanned},
     ops.ssm_scan_update: {"": _scanned_in_steps},
     ops.bmm_rope_kv_write: {

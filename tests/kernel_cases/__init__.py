@@ -8,6 +8,7 @@ from functools import partial
 
 from kernel_cases.attention import ATTENTION, PAGED_ATTENTION, VARLEN_ATTENTION
 from kernel_cases.conv import CAUSAL_CONV1D, CAUSAL_CONV1D_UPDATE
+from kernel_cases.conv_delta_rule import CONV_GATED_DELTA_RULE_UPDATE, DELTA_GATES
 from kernel_cases.delta_rule import GATED_DELTA_RULE, GATED_DELTA_RULE_UPDATE
 from kernel_cases.draw import FNUZ, Cases
 from kernel_cases.experts import (
@@ -144,6 +145,8 @@ CASES: dict[str, Cases] = {
     "linear_split_cat": LINEAR_SPLIT_CAT,
     "causal_conv1d": CAUSAL_CONV1D,
     "causal_conv1d_update": CAUSAL_CONV1D_UPDATE,
+    "delta_gates": DELTA_GATES,
+    "conv_gated_delta_rule_update": CONV_GATED_DELTA_RULE_UPDATE,
     "gated_delta_rule": GATED_DELTA_RULE,
     "gated_delta_rule_update": GATED_DELTA_RULE_UPDATE,
 }

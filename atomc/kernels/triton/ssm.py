@@ -29,14 +29,18 @@ FEW, WALKED, CHUNK, COLUMNS = 8, 4096, 64, 64
 
 
 @triton.jit
-def _step_sizes(dt, bias, DT_MIN: tl.constexpr, DT_MAX: tl.constexpr):
-    """softplus(dt + bias) within its limits; dt in fp32."""
-    raw = dt + bias
-    # log(1 + e), exact where 1 + e is rounded
-    e = tl.exp(tl.minimum(raw, 20.0))
+def softplus(x):
+    """log(1 + exp(x)), exact where 1 + exp(x) is rounded; x in fp32."""
+    e = tl.exp(tl.minimum(x, 20.0))
     wide = 1.0 + e
     log = tl.where(wide == 1.0, e, tl.log(wide) * tl.div_rn(e, tl.maximum(wide - 1.0, 1e-30)))
-    step = tl.maximum(tl.where(raw > 20.0, raw, log), DT_MIN)
+    return tl.where(x > 20.0, x, log)
+
+
+@triton.jit
+def _step_sizes(dt, bias, DT_MIN: tl.constexpr, DT_MAX: tl.constexpr):
+    """softplus(dt + bias) within its limits; dt in fp32."""
+    step = tl.maximum(softplus(dt + bias), DT_MIN)
     return step if DT_MAX is None else tl.minimum(step, DT_MAX)
 
 

@@ -1,0 +1,209 @@
+"""Fuse the convolution, the gates and the delta rule of a gated delta net, on the states of the
+runtime.
+
+x > causal_conv1d_update > split -+-> q -+
+                                  +-> k -+
+                                  +-> v -+- gated_delta_rule_update
+a, b > delta_gates -+-> g ---------------+
+                    +-> beta ------------+
+ =>
+x, a, b > conv_gated_delta_rule_update
+
+The channels are all queries, then all keys, then all values. A kernel can compute a step of
+decoding in one launch; other steps it computes one op after another, so that nothing is lost there.
+"""
+
+import operator
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch.fx import GraphModule, Node
+from torch.fx.node import Argument
+
+from atomc import ops
+from atomc.graph.canonical import VIEWS, call, readers, value
+from atomc.graph.edit import insert, replace
+from atomc.graph.provenance import inherited
+from atomc.graph.sizes import known_equal
+from atomc.ops.op import op_of
+from atomc.rewriting.graph_pass import Context, Outcome
+from atomc.rewriting.matching.near_miss import NearMiss
+from atomc.rewriting.matching.pattern import Difference
+from atomc.rewriting.rewrite import Fired
+
+NAME = "conv_gated_delta_rule"
+_STEP = ("query_start", "seq_lens", "state_slots")
+_RESULTS = {"g": 0, "beta": 1}  # of delta_gates
+
+
+class _Part(NamedTuple):
+    """Queries, keys or values, as columns of a convolution. path: from its result, exclusive, to
+    the heads.
+    """
+
+    convolution: Node
+    path: list[Node]
+
+
+class _Site(NamedTuple):
+    """A rule with what is fused into it."""
+
+    rule: Node
+    convolution: Node
+    gates: Node
+    between: list[Node]
+
+    def replaced(self) -> list[Node]:
+        return [self.convolution, self.gates, *self.between, self.rule]
+
+
+def conv_gated_delta_rule(gm: GraphModule, context: Context) -> Outcome:
+    """Fuse each gated_delta_rule_update with the convolution and the gates before it."""
+    done = Outcome()
+    for node in gm.graph.nodes:
+        if node.target is not ops.gated_delta_rule_update.overload:
+            continue
+        site, off = _site(node), context.off_here(NAME, node)
+        if isinstance(site, Difference):
+            done.near.append(_miss(node, site))
+        elif off is not None:
+            done.off.add(off.pattern)
+            done.near.append(_miss(node, Difference("off", f"{NAME} to be on", off.text, node)))
+        else:
+            done.fired.append(_fuse(site))
+    return done
+
+
+def _miss(node: Node, difference: Difference) -> NearMiss:
+    return NearMiss(NAME, "", node, 2, 3, 0, [difference], {node})
+
+
+def _site(rule: Node) -> _Site | Difference:
+    """What is fused, or the first reason why nothing is."""
+    given = _arguments(rule)
+    parts: list[_Part] = []
+    start = 0
+    for name in ("q", "k", "v"):
+        part = _columns(_node(given[name]), start, name)
+        if isinstance(part, Difference):
+            return part
+        parts.append(part)
+        start += _width(_node(given[name]))
+    convolution = parts[0].convolution
+    if any(part.convolution is not convolution for part in parts):
+        one = "q, k and v from one convolution"
+        return Difference("same value", one, "several convolutions", rule)
+    gates = _gates(given)
+    if isinstance(gates, Difference):
+        return gates
+    between = [node for part in parts for node in part.path]
+    between += [_node(given[name]) for name in _RESULTS]
+    site = _Site(rule, convolution, gates, between)
+    return _unfit(site) or site
+
+
+def _columns(heads: Node, start: int, name: str) -> _Part | Difference:
+    """The convolution whose columns from `start` on these heads are."""
+    expected = f"{name}: columns {start} to {start + _width(heads)} of causal_conv1d_update"
+    path = [heads]
+    while call(path[-1]).op in VIEWS:
+        path.append(call(path[-1]).operands[0])
+    part = path[-1]
+    if call(part).op != "slice":
+        return Difference("other op", expected, _name(part), part)
+    convolution, attrs = call(part).operands[0], call(part).attrs
+    if convolution.target is not ops.causal_conv1d_update.overload:
+        return Difference("other op", expected, _name(convolution), convolution)
+    if (attrs["dim"], attrs["start"], attrs["step"]) != (-1, start, 1) or not known_equal(
+        value(part).shape[-1], _width(heads)
+    ):
+        found = f"{value(part).shape[-1]} columns from {attrs['start']} on"
+        return Difference("operand order", expected, found, part)
+    rows = value(part).shape[:-1]
+    if len(rows) != value(heads).dim() - 2 or not all(
+        map(known_equal, rows, value(heads).shape[:-2])
+    ):
+        return Difference("view", f"{name}: heads of each row", "other rows", heads)
+    return _Part(convolution, path)
+
+
+def _gates(given: Mapping[str, Argument]) -> Node | Difference:
+    """The delta_gates whose results g and beta are."""
+    found = []
+    for name, index in _RESULTS.items():
+        node = _node(given[name])
+        source = node.args[0] if node.target is operator.getitem else node
+        assert isinstance(source, Node)
+        if source.target is not ops.delta_gates.overload or node.args[1] != index:
+            expected = f"{name} of delta_gates"
+            return Difference("other op", expected, _name(source), source)
+        found.append(source)
+    if found[0] is not found[1]:
+        return Difference("same value", "g and beta of one delta_gates", "two of them", found[1])
+    return found[0]
+
+
+def _unfit(site: _Site) -> Difference | None:
+    """Why these nodes cannot be one op, or None."""
+    inside = set(site.replaced())
+    for node in (site.convolution, site.gates, *site.between):
+        outside = [reader for reader in readers(node) if reader not in inside]
+        if outside:
+            alone = f"no other reader of {_name(node)}"
+            return Difference("extra user", alone, f"{_name(outside[0])} reads it too", node)
+    rule, convolution = _arguments(site.rule), _arguments(site.convolution)
+    for name in _STEP:
+        if rule[name] is not convolution[name]:
+            return Difference("same value", f"one {name}", "another one", site.convolution)
+    state = _node(convolution["conv_state"])
+    if len(state.users) > 1:
+        alone = "no other reader of the convolution's state"
+        return Difference("extra user", alone, "another op reads it too", state)
+    x, a = value(_node(convolution["x"])), value(_node(_arguments(site.gates)["a"]))
+    if x.dim() != a.dim() or not all(map(known_equal, x.shape[:-1], a.shape[:-1])):
+        return Difference("size", "gates of the rows of x", "those of other rows", site.gates)
+    return None
+
+
+def _fuse(site: _Site) -> Fired:
+    together = site.convolution, site.gates, site.rule
+    given = {name: x for node in together for name, x in _arguments(node).items()}
+    op = ops.conv_gated_delta_rule_update
+    bound = op.signature.bind(**{name: given[name] for name in op.signature.parameters})
+    made = insert(site.rule, op.overload, *bound.args, **bound.kwargs)
+    consumed = tuple(call(node).op for node in together)
+    nodes = site.replaced()
+    made.meta.update(inherited(nodes, site.rule, NAME), consumed=consumed)
+    replace(site.rule, made)
+    _erase({*nodes} - {site.rule})
+    attrs = {name: given[name] for name in ("activation", "scale", "rate_scale")}
+    return Fired(NAME, site.rule, attrs, {*nodes}, [made], consumed)
+
+
+def _erase(nodes: set[Node]) -> None:
+    """Erase these nodes, and the splits between them, readers first."""
+    splits = {node.args[0] for node in nodes if node.target is operator.getitem}
+    every = nodes | {node for node in splits if isinstance(node, Node)}
+    for node in sorted(every, reverse=True):
+        node.graph.erase_node(node)
+
+
+def _arguments(node: Node) -> dict[str, Argument]:
+    op = op_of(node.target)
+    assert op is not None
+    return op.bind(*node.args, **node.kwargs)
+
+
+def _name(node: Node) -> str:
+    return call(node).op.removeprefix("atom::")
+
+
+def _width(heads: Node) -> int:
+    """Columns of all heads."""
+    count, width = value(heads).shape[-2:]
+    return int(count) * int(width)
+
+
+def _node(given: Argument) -> Node:
+    assert isinstance(given, Node)
+    return given
