@@ -77,7 +77,7 @@ def fill(model: nn.Module) -> None:
 
 def logits(model: nn.Module) -> Tensor:
     with torch.inference_mode():
-        if isinstance(model, transformers.PreTrainedModel):
+        if isinstance(getattr(model, "_orig_mod", model), transformers.PreTrainedModel):
             out: Tensor = model(IDS[None], use_cache=False).logits[0]
         else:
             out = model(IDS, POSITIONS)
