@@ -81,7 +81,9 @@ def gathered(logits: Tensor, size: int, ranks: int, group: str) -> Tensor:
     [..., V].
     """
     found = collective.all_gather_into_tensor(logits.contiguous(), ranks, group)
-    found = torch.cat(collective.wait_tensor(found).chunk(ranks), -1)
+    # Not chunk, which branches on the number of rows.
+    parts = collective.wait_tensor(found).view(ranks, *logits.shape).unbind(0)
+    found = torch.cat(parts, -1)
     return found if found.shape[-1] == size else found[..., :size]
 
 
