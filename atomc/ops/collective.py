@@ -40,7 +40,7 @@ def all_gather(x: Tensor, ranks: int, process_group: str) -> Tensor:
         x.contiguous(), ranks, process_group
     )
     waited: Tensor = torch.ops._c10d_functional.wait_tensor(gathered)
-    return torch.cat(waited.chunk(ranks), -1)
+    return torch.cat(waited.view(ranks, *x.shape).unbind(0), -1)
 
 
 def _allreduce_rms_norm_shape(

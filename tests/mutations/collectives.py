@@ -26,7 +26,7 @@ BUGS = [
         f"{VOCAB}::test_a_model_on_meta_is_cut_and_keeps_its_first_id",
     ),
     Bug("passes/recognize/collectives.py", "dims in (2, 3)", "dims in (2,)", GATHERED),
-    Bug("passes/recognize/collectives.py", "(False, True) if ranks", "(False,) if ranks", GATHERED),
+    Bug("passes/recognize/collectives.py", '"unbind", "one row")', '"unbind")', GATHERED),
     Bug(
         "passes/fuse/allreduce_norm.py",
         "for last in (False, True)",
