@@ -130,7 +130,7 @@ class Engine:
         try:
             self._start(phases, module, progress, spare_cores, on_rank_failure)
         except RuntimeError as error:
-            if not out_of_memory(error):
+            if isinstance(error, RankFailed) or not out_of_memory(error):
                 raise
             raise ValueError(self._out_of_memory_message()) from error
         finally:

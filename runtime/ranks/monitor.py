@@ -137,10 +137,10 @@ class Monitor:
                 socket.send(message, zmq.NOBLOCK)
 
     @contextmanager
-    def executing(self, number: int, *, of_step: bool = False) -> Iterator[None]:
+    def executing(self, number: int) -> Iterator[None]:
         """Rank 0 executes this command in this context, as `sending` does."""
         with self._changed:
-            self._running.setdefault(number, (time.monotonic(), of_step))
+            self._running.setdefault(number, (time.monotonic(), False))
         try:
             yield
         except Exception as error:

@@ -1,5 +1,6 @@
 """The process group of torch.distributed that ranks on one host join."""
 
+import os
 import socket
 from datetime import timedelta
 
@@ -38,6 +39,8 @@ def join(store: Store, rank: int, size: int, device: torch.device) -> TensorPara
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
+        # By default, torch ends the process when a collective fails: the monitor decides that.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     distributed.init_process_group(
         "nccl" if on_gpu else "gloo",
         store=store,

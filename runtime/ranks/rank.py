@@ -107,8 +107,10 @@ class Rank:
 
     def _prepare_pooling(self, worker: Worker, number: int) -> None:
         """The work of a thread."""
-        socket = self._reports_socket()
+        socket, device = self._reports_socket(), worker.program.device
         try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # a thread begins with the first
             worker.prepare_pooling()
         except Exception as error:
             self._report(socket, number, error)
