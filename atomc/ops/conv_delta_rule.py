@@ -23,9 +23,9 @@ def split_channels(x: Tensor, recurrent_state: Tensor) -> tuple[Tensor, Tensor, 
     keys = (x.shape[-1] - heads * width) // 2
     q, k, v = torch.split(x, [keys, keys, heads * width], -1)
     return (
-        q.unflatten(-1, (-1, key_width)),
-        k.unflatten(-1, (-1, key_width)),
-        v.unflatten(-1, (heads, width)),
+        torch.unflatten(q, -1, (-1, key_width)),
+        torch.unflatten(k, -1, (-1, key_width)),
+        torch.unflatten(v, -1, (heads, width)),
     )
 
 
@@ -53,7 +53,7 @@ def _values(
     *_: object,
     **__: object,
 ) -> Tensor:
-    heads, _, width = recurrent_state.shape[1:]
+    heads, _key_width, width = recurrent_state.shape[1:]
     return x.new_empty((*x.shape[:-1], heads, width))
 
 

@@ -23,7 +23,6 @@ BUGS = [
     decode("+ channel, inside & remembers, 0.0)", "+ channel, inside, 0.0)"),
     decode("_replace_inputs(x_at, conv_at, k_channel", "_replace_inputs(x_at, conv_at, q_channel"),
     decode("inside & remembers & (row < TAPS - 2)", "inside & (row < TAPS - 2)"),
-    decode("key_head = head // GROUP", "key_head = head % (N // GROUP)"),
     fuse('(attrs["dim"], attrs["start"], attrs["step"]) != (-1, start, 1)', '(attrs["dim"], attrs["step"]) != (-1, 1)'),
     fuse("if outside:", "if False:"),
     padded("passes/merge/linears.py", "-rows % ALIGNED_ROWS", "rows % ALIGNED_ROWS"),
