@@ -44,6 +44,7 @@ class Platform:
     cpu_flags   those of CPU_FLAGS that the CPU has, with Linux' names
     bandwidth   of the memory, in bytes per second, and
     flops       dense bf16 operations per second: as published, None if unknown
+    link        bytes per second that it sends to the other devices of a host, all links together
     asked       the providers that the user named: some run on unsupported machines only on request
     """
 
@@ -59,6 +60,7 @@ class Platform:
     vendor: str = ""
     bandwidth: float | None = None
     flops: float | None = None
+    link: float | None = None
     asked: tuple[str, ...] = ()
 
     @staticmethod
@@ -121,6 +123,7 @@ def _nvidia(
     capability: tuple[int, int],
     bandwidth: float,
     flops: float,
+    link: float | None,
 ) -> Platform:
     return Platform(
         "cuda",
@@ -133,6 +136,7 @@ def _nvidia(
         vendor="NVIDIA",
         bandwidth=bandwidth,
         flops=flops,
+        link=link,
     )
 
 
@@ -172,15 +176,18 @@ def _cpu(
     )
 
 
-# From the vendors' data sheets, the largest common model of each architecture.
+# From the vendors' data sheets, the largest common model of each architecture. The last number is
+# half of NVLink's bandwidth, which they give for both directions.
 DESCRIBED = {
     "gfx942": _amd("gfx942", "AMD Instinct MI300X", 192 * GIB, 304, 5.3e12, 1.3074e15),
     "gfx950": _amd("gfx950", "AMD Instinct MI355X", 288 * GIB, 256, 8.0e12, 2.5e15),
-    "sm80": _nvidia("sm80", "NVIDIA A100-SXM4-80GB", 80 * GIB, 108, (8, 0), 2.039e12, 312e12),
-    "sm89": _nvidia("sm89", "NVIDIA L40S", 48 * GIB, 142, (8, 9), 864e9, 362e12),
-    "sm90": _nvidia("sm90", "NVIDIA H100 80GB HBM3", 80 * GIB, 132, (9, 0), 3.35e12, 989e12),
-    "h200": _nvidia("sm90", "NVIDIA H200", 141 * GB, 132, (9, 0), 4.8e12, 989e12),
-    "sm100": _nvidia("sm100", "NVIDIA B200", 180 * GB, 148, (10, 0), 7.7e12, 2.25e15),
+    "sm80": _nvidia(
+        "sm80", "NVIDIA A100-SXM4-80GB", 80 * GIB, 108, (8, 0), 2.039e12, 312e12, 300e9
+    ),
+    "sm89": _nvidia("sm89", "NVIDIA L40S", 48 * GIB, 142, (8, 9), 864e9, 362e12, None),
+    "sm90": _nvidia("sm90", "NVIDIA H100 80GB HBM3", 80 * GIB, 132, (9, 0), 3.35e12, 989e12, 450e9),
+    "h200": _nvidia("sm90", "NVIDIA H200", 141 * GB, 132, (9, 0), 4.8e12, 989e12, 450e9),
+    "sm100": _nvidia("sm100", "NVIDIA B200", 180 * GB, 148, (10, 0), 7.7e12, 2.25e15, 900e9),
     "cpu": _cpu("x86_64", "a CPU with AVX2", "", 8, frozenset({"avx2"})),
     "cpu-zen3": _cpu("x86_64", "AMD EPYC 7763", "AuthenticAMD", 64, frozenset({"avx2"}), 204.8e9),
     "cpu-zen4": _cpu("x86_64", "AMD EPYC 9654", "AuthenticAMD", 96, ZEN4, 460.8e9),
@@ -214,6 +221,7 @@ def _gpu_here(index: int) -> Platform:
         num_sms=found.multi_processor_count,
         bandwidth=sheet.bandwidth if sheet else None,
         flops=sheet.flops if sheet else None,
+        link=sheet.link if sheet else None,
     )
     if torch.version.hip:
         # "gfx942:sramecc+:xnack-": the parts after the first colon are compiler settings.

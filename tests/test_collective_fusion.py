@@ -87,6 +87,11 @@ def test_a_sum_behind_an_add_that_others_read_stays():
 def gathered(x, ranks):
     """As atomc.parallel.vocab gathers logits."""
     found = collective.all_gather_into_tensor(x.contiguous(), ranks, FAKE[ranks])
+    return torch.cat(collective.wait_tensor(found).view(ranks, *x.shape).unbind(0), -1)
+
+
+def gathered_in_chunks(x, ranks):
+    found = collective.all_gather_into_tensor(x.contiguous(), ranks, FAKE[ranks])
     return torch.cat(collective.wait_tensor(found).chunk(ranks), -1)
 
 
@@ -110,6 +115,8 @@ def gathered_in_lists(x, ranks):
     [
         (gathered, 1, (3, 10), False),
         (gathered, 4, (3, 10), True),
+        (gathered, 2, (1, 3, 10), False),
+        (gathered_in_chunks, 4, (3, 10), True),
         (gathered_by_dtensor, 2, (1, 10), False),
         (gathered_by_dtensor, 2, (1, 3, 10), True),
         (gathered_by_dtensor, 4, (1, 1, 10), False),

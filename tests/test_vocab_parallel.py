@@ -12,8 +12,14 @@ from torch import nn
 from vocab_model import IDS, Decoder
 from vocab_ranks import CASES, COMPILED, RANKS
 
+from atomc import models
+from atomc.cache.model_fingerprint import model_parts
+from atomc.ops.inputs import ModelInputs
+from atomc.options import Options
 from atomc.parallel.group import TensorParallel
 from atomc.parallel.vocab import cut_embedding, cut_head, own_ids, own_rows, rows_of_rank
+from atomc.platform import Platform
+from atomc.program import compile_model
 
 
 @pytest.fixture(scope="module")
@@ -94,18 +100,46 @@ def test_ranks_differ_in_parameters_and_buffers_only():
     assert texts[0] == texts[1]
 
 
-def test_a_class_that_scales_its_lookup_scales_the_rows_of_its_process():
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_class_that_scales_its_lookup_scales_the_rows_of_its_process(rank):
     class Scaled(nn.Embedding):
         def forward(self, input):
             return super().forward(input) * 3
 
     whole = Scaled(10, 4)
     part = copy.deepcopy(whole)
-    cut_embedding(part, TensorParallel(1, 2, fake_group(2)))
+    cut_embedding(part, TensorParallel(rank, 2, fake_group(2)))
     ids = torch.tensor([0, 4, 5, 9], dtype=torch.int32)
-    expected = whole(ids) * torch.tensor([0, 0, 1, 1])[:, None]
+    expected = whole(ids) * torch.tensor([1 - rank, 1 - rank, rank, rank])[:, None]
     assert torch.equal(part(ids), expected) and part.num_embeddings == 10
     assert torch.equal(copy.deepcopy(part)(ids), expected)
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 67,
+    "tie_word_embeddings": True,
+}
+
+
+def test_a_served_model_compiles_for_any_rows_of_logits_under_one_key_on_all_ranks():
+    parts = []
+    for rank in (0, 1):
+        model = models.build(LLAMA, dtype=torch.float32, device="cpu").eval().requires_grad_(False)
+        tp = TensorParallel(rank, 2, fake_group(2))
+        cut_embedding(model.model.embed_tokens, tp)
+        cut_head(model.lm_head, tp)
+        where = Platform.detect("cpu")
+        parts.append(model_parts(model, Options(), where, ModelInputs(), owned=False))
+    assert parts[0] == parts[1]
+    compiled = compile_model(model, {"strict": True, "glue": "eager", "cache": False})
+    assert compiled.report.num_ops["all_gather"] == 1
 
 
 def test_a_model_on_meta_is_cut_and_keeps_its_first_id():

@@ -50,4 +50,5 @@ def _op_cost(found: cost.NodeCost) -> OpCost:
         apart,
         str(found.nodes[-1].meta.get("made_by", "")),
         found.rate,
+        str(found.sent),
     )

@@ -6,7 +6,8 @@ nodes are one kernel (the glue compiler fuses them): only the inputs and outputs
 count.
 
 Symbols: T tokens of the step, R rows of logits, S sequences, C tokens of context of a sequence,
-including the new ones. Other sizes keep the names that they have in the graph.
+including the new ones, N processes of a group. Other sizes keep the names that they have in the
+graph.
 """
 
 import functools
@@ -21,7 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 from atomc.graph.canonical import Value, arguments_of, call, value
 from atomc.graph.expressions import expression
 from atomc.graph.provenance import layer_of, module_path, source_line
-from atomc.graph.step_symbols import C, symbols_of
+from atomc.graph.step_symbols import C, N, symbols_of
 from atomc.graph.views import ZERO_COST, name_of, schema_name, storage_node, view_base
 from atomc.ops.op import op_of
 from atomc.ops.op_cost import OpCall, Operand, Work, lookup, read_and_write
@@ -40,6 +41,7 @@ PRODUCTS = {
 }
 LOOKUPS = frozenset({"aten::embedding", "aten::index_select"})
 NEVER_FUSED = PRODUCTS.keys() | LOOKUPS
+COLLECTIVES = "_c10d_functional::"  # of PyTorch, not recognized as one of our ops
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ class Cost:
         return float(found[0]), float(found[1])
 
 
-NOTHING = Cost(sympy.Integer(0), sympy.Integer(0))
+NO_BYTES: sympy.Expr = sympy.Integer(0)
+NOTHING = Cost(NO_BYTES, NO_BYTES)
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class NodeCost:
     nodes  of the kernel, in the order of the graph
     apart  the bytes moved if each node were a kernel of its own
     rate   of its matrix products, relative to the bf16 peak
+    sent   the bytes that it sends to other processes
     """
 
     op: str
@@ -90,6 +94,7 @@ class NodeCost:
     nodes: tuple[Node, ...]
     apart: sympy.Expr
     rate: int = 1
+    sent: sympy.Expr = NO_BYTES
 
 
 def cost_of(node: Node, sizes: Mapping[sympy.Symbol, sympy.Expr] | None = None) -> Cost:
@@ -149,10 +154,19 @@ def graph_costs(gm: GraphModule) -> list[NodeCost]:
             )
         if cost != NOTHING:
             path, line, rate = module_path(first), source_line(first), _rate(first)
+            sent = sent_by(first, sizes)
             found.append(
-                NodeCost(name, path, layer_of(path), line, cost, tuple(group), apart, rate)
+                NodeCost(name, path, layer_of(path), line, cost, tuple(group), apart, rate, sent)
             )
     return found
+
+
+def sent_by(node: Node, sizes: Mapping[sympy.Symbol, sympy.Expr] | None = None) -> sympy.Expr:
+    """The bytes that one node sends to other processes; `sizes` as in cost_of."""
+    op = op_of(node.target)
+    if op is None or op.sent is None:
+        return NO_BYTES
+    return simplified(sympy.sympify(op.sent(call_of(node), N)).xreplace(sizes or {}))
 
 
 def _rate(node: Node) -> int:
@@ -224,7 +238,10 @@ def _product_flops(node: Node) -> sympy.Expr:
 
 def _pointwise(node: Node) -> bool:
     """Whether the glue compiler fuses it with its neighbours."""
-    return _is_kernel(node) and op_of(node.target) is None and schema_name(node) not in NEVER_FUSED
+    name = schema_name(node)
+    ours = op_of(node.target) is not None
+    fuses = name not in NEVER_FUSED and not name.startswith(COLLECTIVES)
+    return _is_kernel(node) and not ours and fuses
 
 
 def groups(graph: Graph) -> list[list[Node]]:

@@ -142,6 +142,7 @@ class Predicted:
     seconds   predicted; None for a machine with neither a bandwidth nor a table
     measured  whether the table has this kernel; else `seconds` is a lower bound
     rate      of its matrix products, relative to the bf16 peak
+    sent      bytes to other processes, whose time is a part of `least`
     """
 
     op: str
@@ -155,6 +156,7 @@ class Predicted:
     measured: bool
     nodes: tuple[str, ...] = ()
     rate: int = 1
+    sent: float = 0.0
 
 
 def predict(
@@ -165,7 +167,7 @@ def predict(
     table: Table | None = None,
 ) -> list[Predicted]:
     """The time of each kernel in a step of these sizes: T tokens, R rows of logits, S sequences, C
-    tokens of context.
+    tokens of context; N processes, of which there is one if it is not given.
 
     costs, choices  of a report: its costs and its kernels
 
@@ -182,11 +184,14 @@ def _predicted(
     sizes: Mapping[str, int],
     table: Table | None,
 ) -> Predicted:
-    moved, flops = (
-        evaluated(formula, tuple(sorted(sizes.items()))) for formula in (cost.bytes, cost.flops)
+    moved, flops, sent = (
+        evaluated(formula, tuple(sorted({"N": 1, **sizes}.items())))
+        for formula in (cost.bytes, cost.flops, cost.sent)
     )
     kernel = next((kernels[node] for node in cost.nodes if node in kernels), GLUE)
     least = work(platform, cost.rate, moved, flops, table)
+    if least is not None and platform.link:
+        least += sent / platform.link
     row = table.row(*name_in_table(cost.op, kernel), sizes["T"]) if table else None
     floor = LAUNCH if platform.device == "cuda" else 0.0
     seconds = None if least is None else row.seconds(least) if row else floor + least
@@ -202,6 +207,7 @@ def _predicted(
         row is not None,
         tuple(cost.nodes),
         cost.rate,
+        sent,
     )
 
 
@@ -234,7 +240,7 @@ def _kernels_for(choices: Iterable[KernelChoice], tokens: int) -> dict[str, str]
 @functools.lru_cache(maxsize=4096)
 def evaluated(formula: str, sizes: tuple[tuple[str, int], ...]) -> float:
     """The value of a formula of a report. Raises ValueError naming missing sizes."""
-    symbols = {name: sympy.Symbol(name) for name in "TRSC"}
+    symbols = {name: sympy.Symbol(name) for name in "TRSCN"}
     found = sympy.sympify(formula, locals=symbols).subs(
         {symbols[name]: size for name, size in sizes}
     )

@@ -1,7 +1,7 @@
 """Symbols for the sizes of a step, and which symbol of a graph is which.
 
 T tokens of the step, R rows of logits, S sequences, C tokens of context of a sequence, including
-the new ones.
+the new ones, N processes of a group.
 """
 
 import sympy
@@ -13,7 +13,7 @@ from atomc.graph.expressions import Size, expression
 from atomc.graph.inputs import step_input
 from atomc.ops.inputs import StepInput
 
-T, R, S, C = sympy.symbols("T R S C", positive=True, integer=True)
+T, R, S, C, N = sympy.symbols("T R S C N", positive=True, integer=True)
 
 
 def symbols_of(graph: Graph) -> dict[sympy.Symbol, sympy.Expr]:

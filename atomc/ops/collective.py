@@ -9,6 +9,7 @@ from torch import Tensor
 
 from atomc.ops.norm import add_rms_norm, normed_shape, rms_norm, rounds_once
 from atomc.ops.op import op
+from atomc.ops.op_cost import gather_of_x, sum_of_x
 from atomc.ops.op_traits import Kind
 
 
@@ -16,7 +17,7 @@ def _all_reduce_shape(x: Tensor, process_group: str) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@op(kind=Kind.COLLECTIVE, rows=None, shape=_all_reduce_shape)
+@op(kind=Kind.COLLECTIVE, rows=None, shape=_all_reduce_shape, sent=sum_of_x)
 def all_reduce(x: Tensor, process_group: str) -> Tensor:
     """The sum of x over all processes. x [...] -> [...] in x.dtype. Raises the error of
     torch.distributed for an unknown group.
@@ -30,7 +31,7 @@ def _all_gather_shape(x: Tensor, ranks: int, process_group: str) -> Tensor:
     return x.new_empty((*x.shape[:-1], ranks * x.shape[-1]))
 
 
-@op(kind=Kind.COLLECTIVE, rows=None, shape=_all_gather_shape)
+@op(kind=Kind.COLLECTIVE, rows=None, shape=_all_gather_shape, sent=gather_of_x)
 def all_gather(x: Tensor, ranks: int, process_group: str) -> Tensor:
     """The x of all processes side by side, in the order of their ranks. x [..., D] -> [...,
     ranks * D]; `ranks` is the number of processes of the group.
@@ -39,7 +40,7 @@ def all_gather(x: Tensor, ranks: int, process_group: str) -> Tensor:
         x.contiguous(), ranks, process_group
     )
     waited: Tensor = torch.ops._c10d_functional.wait_tensor(gathered)
-    return torch.cat(waited.chunk(ranks), -1)
+    return torch.cat(waited.view(ranks, *x.shape).unbind(0), -1)
 
 
 def _allreduce_rms_norm_shape(
@@ -54,6 +55,7 @@ def _allreduce_rms_norm_shape(
     rows="x",
     rounds_once=rounds_once,
     shape=_allreduce_rms_norm_shape,
+    sent=sum_of_x,
 )
 def allreduce_rms_norm(
     x: Tensor, weight: Tensor, eps: float, process_group: str, style: str = "after"
@@ -82,6 +84,7 @@ def _allreduce_add_rms_norm_shape(
     rows="x",
     rounds_once=rounds_once,
     shape=_allreduce_add_rms_norm_shape,
+    sent=sum_of_x,
 )
 def allreduce_add_rms_norm(
     x: Tensor,

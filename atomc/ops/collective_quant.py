@@ -11,6 +11,7 @@ from atomc.ops.collective import all_reduce
 from atomc.ops.norm import normed_shape, rounds_once
 from atomc.ops.norm_quant import add_rms_norm_quant, rms_norm_quant
 from atomc.ops.op import op
+from atomc.ops.op_cost import sum_of_x
 from atomc.ops.op_traits import Kind
 from atomc.ops.schemes import quantized
 
@@ -43,6 +44,7 @@ def _allreduce_rms_norm_quant_shape(
     rows="x",
     rounds_once=rounds_once,
     shape=_allreduce_rms_norm_quant_shape,
+    sent=sum_of_x,
 )
 def allreduce_rms_norm_quant(
     x: Tensor,
@@ -108,6 +110,7 @@ def _allreduce_add_rms_norm_quant_shape(
     rows="x",
     rounds_once=rounds_once,
     shape=_allreduce_add_rms_norm_quant_shape,
+    sent=sum_of_x,
 )
 def allreduce_add_rms_norm_quant(
     x: Tensor,

@@ -16,7 +16,7 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from atomc.ops.op_cost import CostRule, read_and_write
+from atomc.ops.op_cost import CostRule, SentRule, read_and_write
 from atomc.ops.op_traits import Arguments, Kind, QuantizedWeight, StateBinding
 from atomc.platform import Platform
 from atomc.token_range import ALL_TOKENS, Tokens
@@ -212,6 +212,7 @@ class Op:
         concat: Concat | None,
         state: StateBinding | None,
         linear: "Callable[[Arguments], Op] | None",
+        sent: SentRule | None,
     ):
         self.name = reference.__name__
         self.reference: Callable[..., Results] = reference
@@ -223,6 +224,7 @@ class Op:
         self.concat = concat
         self.state = state
         self.linear = linear
+        self.sent = sent
         self.signature = inspect.signature(reference)
         self.kernels: list[Kernel] = []
         self.__doc__ = reference.__doc__
@@ -256,6 +258,8 @@ class Op:
             )
         if self.linear is None and Kind.EXPERTS in self.kind:
             raise ValueError(f"op {self.name}: say which linear each expert is (linear=)")
+        if self.sent is None and Kind.COLLECTIVE in self.kind:
+            raise ValueError(f"op {self.name}: say how many bytes a process sends (sent=)")
         if not weights and Kind.LINEAR in self.kind and "weight_scale" in parameters:
             raise ValueError(f"op {self.name}: say how its weight is stored (quantized_weight=)")
 
@@ -383,6 +387,7 @@ def op(
     concat: Concat | None = None,
     state: StateBinding | None = None,
     linear: Callable[[Arguments], Op] | None = None,
+    sent: SentRule | None = None,
 ) -> Callable[[Callable[P, R]], OpFunction[P, R]]:
     """Define an op by its reference, the decorated function.
 
@@ -399,6 +404,7 @@ def op(
     concat    how several calls with one input become one (see Concat)
     state     how it is bound for the runtime, if it takes a state handle (see StateBinding)
     linear    of experts: (arguments by name) -> the op that multiplies as each of them does
+    sent      of collectives: the bytes that each process sends
 
     Raises ValueError if a trait that this kind requires is missing, or a trait names a parameter
     that the op does not have.
@@ -417,6 +423,7 @@ def op(
             concat,
             state,
             linear,
+            sent,
         )
         REGISTRY[made.name] = made
         return made

@@ -59,6 +59,8 @@ class OpCall:
 
 
 CostRule = Callable[[OpCall], Work]
+# (call, the number of processes) -> the bytes that each of them sends to others.
+SentRule = Callable[[OpCall, Formula], Formula]
 
 
 def bytes_of(operands: Iterable[Operand]) -> Formula:
@@ -79,6 +81,26 @@ def read_and_write(call: OpCall) -> Work:
     return bytes_of(call.reads) + bytes_of(call.results), sum(
         result.numel for result in call.results
     )
+
+
+def sent_to_sum(size: Formula, processes: Formula) -> Formula:
+    """The bytes that each process sends so that all have the sum of what each has: parts are summed
+    by one process each, and gathered.
+    """
+    return 2 * (processes - 1) * size / processes
+
+
+def sent_to_gather(own: Formula, processes: Formula) -> Formula:
+    """The bytes that each process sends so that all have what each has."""
+    return (processes - 1) * own
+
+
+def sum_of_x(call: OpCall, processes: Formula) -> Formula:
+    return sent_to_sum(call["x"].bytes, processes)
+
+
+def gather_of_x(call: OpCall, processes: Formula) -> Formula:
+    return sent_to_gather(call["x"].bytes, processes)
 
 
 def product(call: OpCall) -> Work:

@@ -81,8 +81,8 @@ def gathered(logits: Tensor, size: int, ranks: int, group: str) -> Tensor:
     [..., V].
     """
     found = collective.all_gather_into_tensor(logits.contiguous(), ranks, group)
-    # Not chunk(ranks), which compares the number of rows with 0: it may be known at run time only.
-    parts = collective.wait_tensor(found).split([logits.shape[0]] * ranks)
+    # Not chunk, which branches on the number of rows.
+    parts = collective.wait_tensor(found).view(ranks, *logits.shape).unbind(0)
     found = torch.cat(parts, -1)
     return found if found.shape[-1] == size else found[..., :size]
 

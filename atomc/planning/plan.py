@@ -12,18 +12,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import nn
 from torch.fx import GraphModule
 
 from atomc.cost.efficiency import Predicted, Table, predict, table_for
 from atomc.json_types import JSONLike
 from atomc.models.config import integer
-from atomc.ops.op_cost import distinct_experts
+from atomc.ops.op_cost import distinct_experts, sent_to_gather, sent_to_sum
 from atomc.options import Options
 from atomc.planning.device_model import ROW_SHARDED, VOCAB_SHARDED, Model, sharding
 from atomc.planning.measure import KernelTimer, Sizes, with_peaks
 from atomc.planning.memory import memory_of
 from atomc.planning.plan_report import (
+    CollectiveRow,
     Communication,
+    CutRow,
     ExpertsRead,
     Mixture,
     Plan,
@@ -82,7 +85,7 @@ def plan(
         ],
         memory_of(model, program, draft, platform, longest),
         _mixture(model, mixtures, load) if mixtures else None,
-        _communication(model, load) if model.devices > 1 else None,
+        _communication(model, load, platform) if model.devices > 1 else None,
         _lower_bound(platform, table, [*predicted, *drafted]),
         table.source if table else "",
         _notes(program.report, model),
@@ -276,7 +279,7 @@ def _mixture(model: Model, layers: Sequence[MoeLayer], load: Workload) -> Mixtur
     )
 
 
-def _communication(model: Model, load: Workload) -> Communication:
+def _communication(model: Model, load: Workload, platform: Platform) -> Communication:
     """All-reduces after row-sharded layers and the embedding, and a gather of the logits, of the
     step and of the draft steps after it.
     """
@@ -290,20 +293,52 @@ def _communication(model: Model, load: Workload) -> Communication:
     if draft is not None:
         drafted = _collectives([name for name, _ in draft.named_modules()], how)
         rows = [load.tokens, *[load.sequences] * (model.drafts - 1)]
-        steps += [(drafted, tokens) for tokens in rows]
-    sent = sum(
-        reduces * 2 * (n - 1) * tokens * width * size // n + gathers * (n - 1) * logits
-        for (reduces, gathers), tokens in steps
+        steps += [([(kind, f"draft.{path}") for kind, path in drafted], tokens) for tokens in rows]
+    calls: Counter[tuple[str, str, int]] = Counter()
+    for found, tokens in steps:
+        for kind, path in found:
+            sent = (
+                sent_to_sum(tokens * width * size, n)
+                if kind == "all-reduce"
+                else sent_to_gather(logits, n)
+            )
+            calls[kind, collapsed(path), int(sent)] += 1
+    link = platform.link
+    made = [
+        CollectiveRow(kind, path, count, sent, sent / link if link else None)
+        for (kind, path, sent), count in calls.items()
+    ]
+    reduces, gathers = (
+        sum(row.calls for row in made if row.kind == kind) for kind in ("all-reduce", "gather")
     )
-    reduces, gathers = (sum(counts[i] for counts, _ in steps) for i in (0, 1))
-    return Communication(reduces, gathers, load.tokens * width * size, sent)
+    total = sum(row.calls * row.sent for row in made)
+    message = load.tokens * width * size
+    return Communication(reduces, gathers, message, total, link, made, _cuts(model.module, how))
 
 
-def _collectives(names: Sequence[str], how: Mapping[str, str]) -> tuple[int, int]:
-    """The numbers of all-reduces and gathers of a step through modules with these names."""
-    paths = {re.sub(r"\.experts\.\d+(?=\.)", ".experts", name) for name in names}
-    leaves = [path.rpartition(".")[2] for path in paths]
-    rows = sum(how.get(leaf) in ROW_SHARDED for leaf in leaves)
-    tables = [leaf for leaf in leaves if how.get(leaf) in VOCAB_SHARDED]
-    embeddings = sum("embed" in leaf for leaf in tables)
-    return rows + embeddings, len(tables) - embeddings
+def _collectives(names: Sequence[str], how: Mapping[str, str]) -> list[tuple[str, str]]:
+    """(kind, path of the module in front of it) of each collective of a step through modules with
+    these names.
+    """
+    paths = dict.fromkeys(re.sub(r"\.experts\.\d+(?=\.)", ".experts", name) for name in names)
+    found = []
+    for path in paths:
+        leaf = path.rpartition(".")[2]
+        cut = how.get(leaf)
+        if cut in VOCAB_SHARDED and "embed" not in leaf:
+            found.append(("gather", path))
+        elif cut in ROW_SHARDED or cut in VOCAB_SHARDED:
+            found.append(("all-reduce", path))
+    return found
+
+
+def _cuts(module: nn.Module, how: Mapping[str, str]) -> list[CutRow]:
+    """A row for parameters that are equal in all layers, cut ones first."""
+    counts: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
+    for name, parameter in module.named_parameters():
+        path = re.sub(r"\.experts\.\d+(?=\.)", ".experts", name)
+        leaves = path.split(".")[-2:]  # a module's parameter, or one of stacked experts
+        cut = next((how[leaf] for leaf in reversed(leaves) if leaf in how), "")
+        counts[collapsed(path), cut, tuple(parameter.shape)] += 1
+    rows = [CutRow(path, cut, shape, count) for (path, cut, shape), count in counts.items()]
+    return sorted(rows, key=lambda row: not row.how)

@@ -113,15 +113,52 @@ class Mixture:
 
 
 @dataclass(frozen=True)
+class CollectiveRow:
+    """One collective and the number of its calls in a step. module_path: * stands for all layers.
+
+    sent     bytes that each device sends in one call
+    seconds  of one call, if the links were used as published; None if they are unknown
+    """
+
+    kind: str  # "all-reduce" or "gather"
+    module_path: str
+    calls: int
+    sent: int
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class CutRow:
+    """Parameters of one name. shape: of a device's part; how: as in the plan of the model, ""
+    for those that are on every device.
+    """
+
+    parameter: str
+    how: str
+    shape: tuple[int, ...]
+    count: int
+
+
+@dataclass(frozen=True)
 class Communication:
     """Collectives of one step: their number, and the bytes that each device sends for ring
     algorithms.
+
+    link  bytes per second that a device sends, as published; None if unknown
     """
 
     all_reduces: int
     gathers: int
     message: int
     sent: int
+    link: float | None
+    collectives: list[CollectiveRow]
+    cuts: list[CutRow]
+
+    @property
+    def seconds(self) -> float | None:
+        """Of all collectives of a step, by the data sheet of the links; None if that is unknown."""
+        return None if self.link is None else self.sent / self.link
 
 
 @dataclass
@@ -241,10 +278,33 @@ def _communication(plan: Plan) -> str:
     found = plan.communication
     if found is None:
         return ""
-    return (
-        f"a step has {found.all_reduces} all-reduces of {_bytes_text(found.message)} and "
-        f"{found.gathers} gather of the "
-        f"logits: each device sends {_bytes_text(found.sent)} (not in the time)"
+    cuts = [
+        (row.parameter, row.how or "on every device", str(list(row.shape)), str(row.count))
+        for row in found.cuts
+    ]
+    rows = [
+        (
+            row.kind,
+            str(row.calls),
+            f"{row.sent / 1e6:.3f}",
+            _scaled(row.seconds, 1e6, 2),
+            row.module_path,
+        )
+        for row in found.collectives
+    ]
+    links = "whose links are unknown"
+    if found.link is not None:
+        links = f"{_scaled(found.seconds, 1e3, 3)} ms at {_bytes_text(found.link)}/s"
+    return "\n\n".join(
+        [
+            table(("parameter", "cut", "of a device", "number"), cuts, numbers=range(3, 4)),
+            table(
+                ("collective", "calls", "MB sent", "least us", "behind"), rows, numbers=range(1, 4)
+            ),
+            f"a step has {found.all_reduces} all-reduces of {_bytes_text(found.message)} and "
+            f"{found.gathers} gather of the logits: each device sends {_bytes_text(found.sent)}, "
+            f"{links} (not in the time)",
+        ]
     )
 
 

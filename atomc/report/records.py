@@ -115,6 +115,7 @@ class OpCost:
     apart    bytes if each node were a kernel of its own; "" if equal to `bytes`
     made_by  the last rewrite that produced it; "" for nodes of the program
     rate     of its matrix products, relative to the bf16 peak
+    sent     bytes that each of N processes sends to others
     """
 
     op: str
@@ -128,6 +129,7 @@ class OpCost:
     apart: str = ""
     made_by: str = ""
     rate: int = 1
+    sent: str = "0"
 
 
 @dataclass(frozen=True)

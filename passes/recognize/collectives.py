@@ -6,8 +6,8 @@ x > all_gather_into_tensor > wait_tensor -+- [:rows] -------+- cat(-1)    =>    
                                           +- [rows:2*rows] -+
                                           +- ...
 
-Processes are gathered along the first dimension: `cat` moves them to the last one. With one row, a
-view does.
+Processes are gathered along the first dimension: `cat` moves them to the last one. The parts are
+slices, or x.view(ranks, ...).unbind(0); with one row, a view joins them.
 """
 
 import functools
@@ -35,23 +35,24 @@ def _all_reduce_example() -> Example:
     return {"x": tensor_example(3, 10), "group": "a group"}
 
 
-def _all_gather(x: Tensor, group: str, ranks: int, one_row: bool) -> Tensor:
+def _all_gather(x: Tensor, group: str, ranks: int, parts: str) -> Tensor:
     found: Tensor = functional.wait_tensor(functional.all_gather_into_tensor(x, ranks, group))
     if ranks == 1:
         return found
-    if one_row:
+    if parts == "one row":
         return found.view(*x.shape[:-1], ranks * x.shape[-1])
-    rows = x.shape[0]
-    return torch.cat([found[i * rows : (i + 1) * rows] for i in range(ranks)], -1)
+    if parts == "slices":
+        return torch.cat(found.chunk(ranks), -1)
+    return torch.cat(found.view(ranks, *x.shape).unbind(0), -1)
 
 
-def _all_gather_example(ranks: int, dims: int, one_row: bool) -> Example:
-    shape = (*((1,) * (dims - 1) if one_row else (3, 5)[: dims - 1]), 10)
+def _all_gather_example(ranks: int, dims: int, parts: str) -> Example:
+    shape = (*((1,) * (dims - 1) if parts == "one row" else (3, 5)[: dims - 1]), 10)
     return {
         "x": tensor_example(*shape),
         "group": "a group",
         "ranks": OneOf(ranks),  # of this case
-        "one_row": one_row,
+        "parts": OneOf(parts),
     }
 
 
@@ -64,11 +65,11 @@ def _cases(index: Index) -> Sequence[Case]:
 def _cases_of(ranks: int) -> tuple[Case, ...]:
     return tuple(
         Case(
-            f"{ranks} processes, [{'B, ' * (dims == 3)}{'1' if one_row else 'T'}, D]",
-            {"ranks": ranks, "dims": dims, "one_row": one_row},
+            f"{ranks} processes, {parts} [{'B, ' * (dims == 3)}T, D]",
+            {"ranks": ranks, "dims": dims, "parts": parts},
         )
         for dims in (2, 3)
-        for one_row in ((False, True) if ranks > 1 else (False,))
+        for parts in (("slices", "unbind", "one row") if ranks > 1 else ("whole",))
     )
 
 
@@ -81,7 +82,7 @@ ALL_REDUCE = Rewrite(
 ALL_GATHER = Rewrite(
     "all_gather",
     _all_gather,
-    lambda x, group, ranks, one_row: ops.all_gather(x, ranks, group),
+    lambda x, group, ranks, parts: ops.all_gather(x, ranks, group),
     _all_gather_example,
     needs={_GATHER: {}},
     cases=(),

@@ -55,7 +55,7 @@ def all_reduce(x: Tensor, process_group: str) -> Tensor:
     return out.clone() if out is own else out  # the sum of one process is what it was given
 
 
-def _refuse_allreduce_add_rms_norm(
+def refuse_allreduce_add_rms_norm(
     platform: Platform,
     x: Tensor,
     residual: Tensor,
@@ -72,7 +72,7 @@ def _refuse_allreduce_add_rms_norm(
     )
 
 
-@ops.allreduce_add_rms_norm.kernel("aiter", refuses=_refuse_allreduce_add_rms_norm, rounds="once")
+@ops.allreduce_add_rms_norm.kernel("aiter", refuses=refuse_allreduce_add_rms_norm, rounds="once")
 def allreduce_add_rms_norm(
     x: Tensor,
     residual: Tensor,

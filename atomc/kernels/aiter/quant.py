@@ -33,7 +33,7 @@ def _rows_of_halves(x: Tensor) -> Refusal | None:
     return unlike(HALVES, x=x) or uneven(x.shape[-1], STORED_CODES)
 
 
-def _refuse_static(
+def refuse_static(
     platform: Platform, x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> Refusal | None:
     return (
@@ -43,7 +43,7 @@ def _refuse_static(
     )
 
 
-@ops.quant_fp8_static.kernel("aiter", refuses=_refuse_static)
+@ops.quant_fp8_static.kernel("aiter", refuses=refuse_static)
 def quant_fp8_static(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
     flat = dense_rows(x)
     codes = torch.empty_like(flat, dtype=dtype)
@@ -52,7 +52,7 @@ def quant_fp8_static(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8
     return codes.view(x.shape)
 
 
-def _refuse_per_token(
+def refuse_per_token(
     platform: Platform, x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> Refusal | None:
     return (
@@ -62,7 +62,7 @@ def _refuse_per_token(
     )
 
 
-@ops.quant_fp8_per_token.kernel("aiter", refuses=_refuse_per_token)
+@ops.quant_fp8_per_token.kernel("aiter", refuses=refuse_per_token)
 def quant_fp8_per_token(
     x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> tuple[Tensor, Tensor]:
@@ -74,7 +74,7 @@ def quant_fp8_per_token(
     return codes.view(x.shape), scales.view(*x.shape[:-1], 1)
 
 
-def _refuse_group(
+def refuse_group(
     platform: Platform,
     x: Tensor,
     group: int = 128,
@@ -96,7 +96,7 @@ def _refuse_group(
     return None
 
 
-@ops.quant_fp8_group.kernel("aiter", refuses=_refuse_group)
+@ops.quant_fp8_group.kernel("aiter", refuses=refuse_group)
 def quant_fp8_group(
     x: Tensor,
     group: int = 128,
@@ -115,7 +115,7 @@ def quant_fp8_group(
     return codes.view(x.shape), rows.view(*x.shape[:-1], groups)
 
 
-def _refuse_mxfp4(platform: Platform, x: Tensor, rounding: str = "even") -> Refusal | None:
+def refuse_mxfp4(platform: Platform, x: Tensor, rounding: str = "even") -> Refusal | None:
     if (
         reason := unfit(platform, dynamic_per_group_scaled_quant_fp4)
         or _rows_of_halves(x)
@@ -129,7 +129,7 @@ def _refuse_mxfp4(platform: Platform, x: Tensor, rounding: str = "even") -> Refu
     return None
 
 
-@ops.quant_mxfp4.kernel("aiter", refuses=_refuse_mxfp4)
+@ops.quant_mxfp4.kernel("aiter", refuses=refuse_mxfp4)
 def quant_mxfp4(x: Tensor, rounding: str = "even") -> tuple[Tensor, Tensor]:
     flat = dense_rows(x)
     codes = flat.new_empty((flat.shape[0], flat.shape[1] // 2), dtype=torch.uint8)

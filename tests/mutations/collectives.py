@@ -1,0 +1,54 @@
+"""Bugs in sums over processes, gathers, vocabularies that are cut, and bytes on the wire."""
+
+from mutations import Bug
+
+FUSION, VOCAB, PLAN = (
+    f"tests/test_{name}.py" for name in ("collective_fusion", "vocab_parallel", "plan_collectives")
+)
+HELD = f"{VOCAB}::test_every_id_is_held_once_and_the_last_rows_are_zeros"
+SCALED = f"{VOCAB}::test_a_class_that_scales_its_lookup_scales_the_rows_of_its_process"
+GATHERED = f"{FUSION}::test_columns_of_all_processes_are_gathered_by_one_op"
+BUGS = [
+    Bug("atomc/parallel/vocab.py", "rows = -(-size // ranks)", "rows = size // ranks", HELD),
+    Bug("atomc/parallel/vocab.py", "own = weight.new_zeros(", "own = weight.new_ones(", HELD),
+    Bug("atomc/parallel/vocab.py", "(row < 0) | (row >=", "(row < 0) | (row >", SCALED),
+    Bug("atomc/parallel/vocab.py", "(row < 0) | (row >=", "(row <= 0) | (row >=", SCALED),
+    Bug(
+        "atomc/parallel/vocab.py",
+        "        found = found.masked_fill(elsewhere.unsqueeze(-1), 0)\n",
+        "",
+        SCALED,
+    ),
+    Bug(
+        "atomc/parallel/vocab.py",
+        'torch.device("cpu") if module.weight.is_meta else module.weight.device',
+        "module.weight.device",
+        f"{VOCAB}::test_a_model_on_meta_is_cut_and_keeps_its_first_id",
+    ),
+    Bug("passes/recognize/collectives.py", "dims in (2, 3)", "dims in (2,)", GATHERED),
+    Bug("passes/recognize/collectives.py", '"unbind", "one row")', '"unbind")', GATHERED),
+    Bug(
+        "passes/fuse/allreduce_norm.py",
+        "for last in (False, True)",
+        "for last in (False,)",
+        f"{FUSION}::test_nothing_reads_the_sum_before_the_last_norm",
+    ),
+    Bug(
+        "passes/fuse/allreduce_norm_quant.py",
+        'needs={"allreduce_add_rms_norm": {}},',
+        'needs={"add_rms_norm": {}},',
+        f"{FUSION}::test_a_quantizer_joins_the_sum_and_the_norm",
+    ),
+    Bug(
+        "atomc/ops/op_cost.py",
+        "2 * (processes - 1) * size / processes",
+        "(processes - 1) * size / processes",
+        f"{PLAN}::test_a_collective_sends_what_a_ring_sends",
+    ),
+    Bug(
+        "atomc/ops/op_cost.py",
+        "return (processes - 1) * own",
+        "return processes * own",
+        f"{PLAN}::test_a_collective_sends_what_a_ring_sends",
+    ),
+]
