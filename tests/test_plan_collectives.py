@@ -87,9 +87,9 @@ def test_a_plan_says_where_collectives_stand_and_what_their_links_need(found):
 
 def test_a_plan_says_which_parameter_is_cut_how(found):
     cuts = {row.parameter: (row.how, row.shape, row.count) for row in found.communication.cuts}
-    assert cuts["model.layers.*.self_attn.o_proj.weight"] == ("row", (64, 32), 3)
-    assert cuts["model.layers.*.mlp.up_proj.weight"] == ("column", (64, 64), 3)
-    assert cuts["lm_head.weight"] == ("vocab", (48, 64), 1)
+    assert cuts["model.layers.*.self_attn.o_proj.weight"] == ("rowwise", (64, 32), 3)
+    assert cuts["model.layers.*.mlp.up_proj.weight"] == ("colwise", (64, 64), 3)
+    assert cuts["lm_head.weight"] == ("colwise_gather_output", (48, 64), 1)
     assert cuts["model.norm.weight"] == ("", (64,), 1)
     assert "on every device" in found.to_text()
 
