@@ -21,7 +21,7 @@ BUGS = [
     decode("tl.store(arrived_ptr + s * (N // GROUP) + key_head, 0)", "pass"),
     decode("state = tl.load(state_at, inside & remembers, 0.0)", "state = tl.load(state_at, inside, 0.0)"),
     decode("+ channel, inside & remembers, 0.0)", "+ channel, inside, 0.0)"),
-    decode("_replace_inputs(x_at, conv_at, k_channel", "_replace_inputs(x_at, conv_at, q_channel"),
+    decode("x_at, conv_at, k_channel, key < K", "x_at, conv_at, q_channel, key < K"),
     decode("inside & remembers & (row < TAPS - 2)", "inside & (row < TAPS - 2)"),
     fuse('(attrs["dim"], attrs["start"], attrs["step"]) != (-1, start, 1)', '(attrs["dim"], attrs["step"]) != (-1, 1)'),
     fuse("if outside:", "if False:"),
