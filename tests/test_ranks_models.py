@@ -7,9 +7,10 @@ import pytest
 
 pytest.importorskip("zmq")
 pytest.importorskip("msgspec")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 import torch
+import transformers
 from tensor_parallel_ranks import fill
 from tiny_models import SIZES
 
