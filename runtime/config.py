@@ -68,6 +68,10 @@ class EngineConfig:
         "number of processes (ranks) among which the weights are split: tensor parallelism, over "
         "as many GPUs",
     )
+    ep: bool = _option(
+        False,
+        "with --tp: each rank holds some of the experts, instead of a part of every expert",
+    )
     step_timeout: float | None = _option(
         None,
         "with --tp: maximum duration of a step in seconds, after which its ranks are ended; "
@@ -172,6 +176,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}, it must be at least 1")
+        if self.ep and self.tp == 1:
+            raise ValueError("ep divides the experts among ranks: set tp to their number")
         if self.step_timeout is not None and self.step_timeout <= 0:
             raise ValueError(f"step_timeout is {self.step_timeout}, it must be positive")
         if self.grammar_seconds <= 0:

@@ -72,6 +72,7 @@ def load(
         draft_layer=config.speculative == "mtp",
         progress=progress,
         tp=tp,
+        ep=config.ep,
     )
     return _loaded_model(
         model,

@@ -58,7 +58,7 @@ class RankExecutor:
         on_failure: Callable[[RankFailed], None] | None = None,
     ) -> None:
         size = config.tp
-        sizes.check(load_config(config_folder(config)), size)
+        sizes.check(load_config(config_folder(config)), size, ep=config.ep)
         kind = _device_kind(config)
         if torch.distributed.is_initialized():
             raise ValueError(

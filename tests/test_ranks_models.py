@@ -1,0 +1,107 @@
+"""Checkpoints of each kind of model, served by several ranks: the text is that of one."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("zmq")
+pytest.importorskip("msgspec")
+pytest.importorskip("transformers")
+
+import torch
+import transformers
+from tensor_parallel_ranks import fill
+from tiny_models import SIZES
+
+from atomc.runtime.llm import LLM, SamplingParams
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "device": "cpu",
+    "max_model_len": 64,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "num_blocks": 40,
+    "options": {"strict": True, "glue": "eager"},
+    "progress": False,
+}
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+PROMPTS = [[1 + (7 * i + 3 * j) % 90 for j in range(1 + 5 * i)] for i in range(6)]
+EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+LATENT = {
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+DELTA_NET = {
+    **EXPERTS,
+    "shared_expert_intermediate_size": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+
+
+class Row(NamedTuple):
+    """differs: from the sizes of all models; settings: of the LLM."""
+
+    model_type: str
+    differs: Mapping[str, Any] = {}
+    settings: Mapping[str, Any] = {}
+    tp: int = 2
+
+
+ROWS = {
+    "experts by expert": Row("mixtral", {"num_local_experts": 4}, {"ep": True}),
+    "dense": Row("llama"),
+    "norms of heads, four ranks": Row("qwen3", tp=4),
+    "a class of transformers": Row("olmo2"),
+    "experts by width": Row("qwen3_moe", EXPERTS),
+    "experts by expert, four ranks": Row("qwen3_moe", EXPERTS, {"ep": True}, tp=4),
+    "sinks and windows": Row("gpt_oss", {"num_local_experts": 4, "sliding_window": 8}),
+    "latent attention": Row("deepseek_v3", LATENT),
+    "recurrent state": Row("qwen3_next", DELTA_NET),
+    "4 bits": Row("llama", {"intermediate_size": 128}, {"quantization": "mxfp4_a16"}),
+    "drafts": Row("qwen3", {}, {"speculative": "ngram"}),
+}
+PER_CHANGE = {"experts by expert"}
+
+
+def text(folder: Any, row: Row, **settings: Any) -> list[tuple[int, ...]]:
+    """The tokens of each prompt."""
+    with LLM(folder, **(SETTINGS | dict(row.settings) | settings)) as llm:
+        return [completion.token_ids for completion in llm.generate(PROMPTS, GREEDY)]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=name, marks=() if name in PER_CHANGE else pytest.mark.slow)
+        for name, row in ROWS.items()
+    ],
+)
+def test_several_ranks_give_the_text_of_one(row: Row, tmp_path: Any) -> None:
+    sizes = SIZES | {"num_hidden_layers": 2, "pad_token_id": 0, "eos_token_id": 0}
+    config = transformers.AutoConfig.for_model(row.model_type, **(sizes | dict(row.differs)))
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    fill(model)
+    model.save_pretrained(tmp_path)
+    expected = text(tmp_path, row, ep=False)
+    assert len({tokens for tokens in expected}) == len(PROMPTS)
+    assert text(tmp_path, row, tp=row.tp) == expected
