@@ -52,6 +52,10 @@ COUNTS = {
 COUNTED_NOW = ("gpt2", "opt", "cohere", "olmo")
 
 
+# Each is made by one worker.
+OF_ROWS, OF_COUNTS = map(pytest.mark.xdist_group, ("rows of architectures", "counts"))
+
+
 @pytest.fixture(scope="module")
 def rows(request, tmp_path_factory):
     return written(BENCH / "architectures.py", request, tmp_path_factory)
@@ -80,6 +84,7 @@ def written(script, request, tmp_path_factory):
     return {row["name"]: row for row in map(json.loads, file.read_text().splitlines())}
 
 
+@OF_ROWS
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.slow if name in ELSEWHERE else ()) for name in SERVED],
@@ -88,12 +93,14 @@ def test_it_is_compiled_as_eager_and_served_as_transformers_generates(rows, name
     assert (rows[name]["compiled"], rows[name]["served"]) == ("equal", "equal")
 
 
+@OF_ROWS
 @pytest.mark.parametrize("name", REFUSED)
 def test_it_is_compiled_as_eager_and_refused_with_a_reason(rows, name):
     assert rows[name]["compiled"] == "equal"
     assert rows[name]["served"].startswith(REFUSED[name])
 
 
+@OF_COUNTS
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name in COUNTED_NOW else pytest.mark.slow) for name in COUNTS],
@@ -103,6 +110,7 @@ def test_as_much_is_recognized_as_modules_run(counts, name):
     assert counts[name]["found"] == counts[name]["expected"], counts[name]["differences"]
 
 
+@OF_COUNTS
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "reason"), [("gpt_oss", "clamped operands and up + 1"), ("rwkv", "runs no softmax")]

@@ -15,6 +15,7 @@ from atomc.demo import PATH
 
 pytest.importorskip("tokenizers")
 
+pytestmark = pytest.mark.xdist_group("perplexity")
 BENCH = Path(__file__).parents[1] / "bench/perplexity.py"
 DENSE = json.loads((PATH / "config.json").read_text())
 CONFIG = DENSE | {

@@ -21,6 +21,8 @@ from atomc.parallel.vocab import cut_embedding, cut_head, own_ids, own_rows, row
 from atomc.platform import Platform
 from atomc.program import compile_model
 
+pytestmark = pytest.mark.xdist_group("vocabulary")  # one worker starts the processes
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
