@@ -16,6 +16,9 @@ from atomc.platform import Platform
 CPU = torch.device("cpu")
 
 
+pytestmark = pytest.mark.xdist_group("measure")
+
+
 @pytest.fixture(scope="module")
 def lowered(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")

@@ -261,7 +261,7 @@ def served(folder: Path, **settings: Any) -> LLM:
     )
 
 
-@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("cached", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_program_for_embeddings_reads_the_weights_that_the_first_one_prepared(
     cached: bool, tmp_path: Path
 ) -> None:
