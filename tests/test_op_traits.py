@@ -357,6 +357,7 @@ ALSO = {
     ("models/deepseek_v32.py", "index_topk"): "a field of a config.json",
     ("models/stock_indexer.py", "index_topk"): "the same field",
     ("models/rotary.py", "linear"): "a scaling of rotary positions in a config.json",
+    ("parallel/plan.py", "all_reduce"): "a word of transformers' plans",
     ("runtime/server/embeddings.py", "embedding"): "a field of OpenAI's API",
 }
 

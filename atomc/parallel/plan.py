@@ -27,9 +27,10 @@ from torch import nn
 GATHERED = ("colwise_gather_output", "colwise_rep")
 SPLIT_INPUT = ("rowwise_split_input", "rowwise_rep")
 EXPERTS = ("moe_tp_experts", "ep_dispatch_experts")
+SUMMED = "all_reduce"
 # Of a linear layer, an embedding or experts.
 LAYERS = frozenset({"colwise", "rowwise", "packed_colwise", "packed_rowwise", "embedding_rowwise"})
-LAYERS |= {*GATHERED, *SPLIT_INPUT, *EXPERTS, "grouped_gemm", "all_reduce"}
+LAYERS |= {*GATHERED, *SPLIT_INPUT, *EXPERTS, "grouped_gemm", SUMMED}
 # What these name is whole on each rank, as its input and its output are.
 WHOLE = frozenset({"embedding_colwise", "replicated_with_grad_allreduce", "replicate"})
 WHOLE |= {"mla_kv_a_proj", "local_params"}

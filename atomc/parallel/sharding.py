@@ -24,7 +24,7 @@ from atomc.parallel.collectives import (
 from atomc.parallel.cut import Cut
 from atomc.parallel.group import TensorParallel
 from atomc.parallel.layers import Side
-from atomc.parallel.plan import EXPERTS, GATHERED, SPLIT_INPUT, Plan, plan_of
+from atomc.parallel.plan import EXPERTS, GATHERED, SPLIT_INPUT, SUMMED, Plan, plan_of
 from atomc.parallel.vocab import cut_embedding, cut_head
 from atomc.quantization.experts import QuantizedExperts
 from atomc.quantization.linear import QuantizedLinear
@@ -89,7 +89,7 @@ class Sharding:
                 made._add_tensor(name, how)
             elif how in EXPERTS:
                 made._add_experts(name, module, how)
-            elif how == "all_reduce":
+            elif how == SUMMED:
                 made.summed.append(name)
             elif how in SIDES and layers.is_linear(module):
                 made._add_linear(name, modules, how)
