@@ -1,6 +1,7 @@
 """Process groups without processes: graphs for several ranks, traced and run by one."""
 
-import functools
+import contextlib
+from collections.abc import Iterator
 
 import torch
 from kernel_cases.rows import one_process_group
@@ -8,9 +9,12 @@ from torch import distributed
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import ProcessGroup
 
+REGISTERED: dict[int, ProcessGroup] = {}
 
-@functools.cache
+
 def _registered(ranks: int) -> ProcessGroup:
+    if ranks in REGISTERED:
+        return REGISTERED[ranks]
     one_process_group()
     custom = ProcessGroup.BackendType.CUSTOM
     group = ProcessGroup(distributed.HashStore(), 0, ranks)
@@ -19,6 +23,7 @@ def _registered(ranks: int) -> ProcessGroup:
     group._register_backend(torch.device("cpu"), custom, backend)
     group._set_group_name(f"{ranks} fake ranks")
     c10d._register_process_group(group.group_name, group)
+    REGISTERED[ranks] = group
     return group
 
 
@@ -27,3 +32,22 @@ def fake_group(ranks: int) -> str:
     what this process gives, and what it gathers is that of this process, repeated.
     """
     return _registered(ranks).group_name
+
+
+@contextlib.contextmanager
+def without_groups() -> Iterator[None]:
+    """Meanwhile this process has no groups, as a program has none when it starts. Later they have
+    the names that they had.
+    """
+    if not distributed.is_initialized():
+        yield
+        return
+    fakes = list(REGISTERED)
+    distributed.destroy_process_group()
+    REGISTERED.clear()
+    try:
+        yield
+    finally:
+        one_process_group()
+        for ranks in fakes:
+            fake_group(ranks)

@@ -18,6 +18,7 @@ pytest.importorskip("zmq")
 pytest.importorskip("msgspec")
 
 import torch
+from fake_group import without_groups
 from serving import serving
 from test_server_lifecycle import end_of_stream, health, until
 from torch import distributed, nn
@@ -32,6 +33,13 @@ from atomc.runtime.sampling.sampling_params import Structured
 from atomc.runtime.step import Chunk, ScheduledStep
 
 pytestmark = pytest.mark.xdist_group("ranks")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_groups_of_other_tests():
+    with without_groups():
+        yield
+
 
 CONFIG = {
     "dtype": "float64",

@@ -1,6 +1,6 @@
 """Checkpoints of each kind of model, served by several ranks: the text is that of one."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,12 +11,20 @@ pytest.importorskip("transformers")
 
 import torch
 import transformers
+from fake_group import without_groups
 from tensor_parallel_ranks import fill
 from tiny_models import SIZES
 
 from atomc.runtime.llm import LLM, SamplingParams
 
 pytestmark = pytest.mark.xdist_group("ranks")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_groups_of_other_tests() -> Iterator[None]:
+    with without_groups():
+        yield
+
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
