@@ -1,0 +1,155 @@
+"""A chat from its request to the deltas of its messages. Each endpoint that serves chats writes
+them in its own format.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from starlette.requests import Request
+
+from atomc.runtime.sampling.logprobs import TokenLogprobs
+from atomc.runtime.server.chat_prompt import chat_prompt
+from atomc.runtime.server.errors import invalid
+from atomc.runtime.server.generation import Generation
+from atomc.runtime.server.http import request_id
+from atomc.runtime.server.image_budget import image_reservation
+from atomc.runtime.server.limits import TOOLS, check_length, check_total_size
+from atomc.runtime.server.message_deltas import MessageDelta, Parser, ToolCallStart
+from atomc.runtime.server.output_parser import OutputParser, uses_special_tokens
+from atomc.runtime.server.prompts import check_num_choices
+from atomc.runtime.server.protocol import ChatRequest
+from atomc.runtime.server.reasoning_parsers import reasoning_parser
+from atomc.runtime.server.sampling import (
+    check_context_length,
+    check_logprobs,
+    sampling_params,
+    structured_output,
+)
+from atomc.runtime.server.service import Service
+from atomc.runtime.server.tool_mode import ToolMode, tool_mode
+from atomc.runtime.text_stream import TextDelta
+
+
+@dataclass(frozen=True)
+class ChoiceDelta:
+    """What is new in one choice.
+
+    num_tokens     of the generated tokens, those that are new
+    logprobs       of these tokens, if the request asks for them
+    finish_reason  set in the last delta of a choice: stop, length or tool_calls
+    stop_reason    the stop string or token id that ended the choice
+    """
+
+    index: int
+    deltas: list[MessageDelta]
+    num_tokens: int = 0
+    logprobs: Sequence[TokenLogprobs] = ()
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class Chat:
+    """A chat that the engine has accepted: iterate once, in a `with` block of its generation."""
+
+    def __init__(self, generation: Generation, parsers: Sequence[OutputParser], mode: ToolMode):
+        self.generation = generation
+        self._parsers = parsers
+        self._mode = mode
+        self._calls_tools = [False] * len(parsers)
+
+    async def __aiter__(self) -> AsyncIterator[ChoiceDelta]:
+        """The deltas until all choices have finished. Raises as Generation does."""
+        async for choice, delta in self.generation:
+            yield self._parse(choice.index, delta)
+
+    def _parse(self, index: int, delta: TextDelta) -> ChoiceDelta:
+        deltas = self._parsers[index].feed(delta.text)
+        if delta.finish_reason is not None:
+            deltas += self._parsers[index].finish()
+        self._calls_tools[index] |= any(isinstance(each, ToolCallStart) for each in deltas)
+        finish_reason: str | None = delta.finish_reason
+        # OpenAI: "stop" if tool_choice names the function.
+        if self._calls_tools[index] and self._mode.function_name is None:
+            finish_reason = "tool_calls" if finish_reason == "stop" else finish_reason
+        return ChoiceDelta(
+            index,
+            deltas,
+            len(delta.token_ids),
+            delta.logprobs or (),
+            finish_reason,
+            delta.stop_reason,
+        )
+
+
+async def start_chat(service: Service, body: ChatRequest, request: Request) -> Chat:
+    """Returns when the engine has accepted the chat. Raises a 400 for a request that cannot be
+    served, and as Service.start does.
+    """
+    model = service.model
+    model.check_name(body.model)
+    check_num_choices(service, body.n, "n")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs needs logprobs=true", "top_logprobs")
+    check_logprobs(body.top_logprobs, "top_logprobs", service.config)
+    check_total_size(body.n, body.top_logprobs, 0, model.max_len, "messages")
+    check_length(TOOLS, body.tools, "tools", "tools")
+    mode = tool_mode(service, body)
+    kwargs = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+    chat = await chat_prompt(
+        service,
+        request,
+        body.messages,
+        mode.template_tools,
+        body.add_generation_prompt,
+        kwargs,
+    )
+    assert model.tokenizer is not None, "chat_prompt raises an error without a tokenizer"
+    prompt = chat.tokens
+    if not prompt:
+        raise invalid("the chat template rendered an empty prompt", "messages")
+    check_total_size(body.n, body.top_logprobs, body.n * len(prompt), model.max_len, "messages")
+    max_tokens = (
+        body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    )
+    check_context_length(len(prompt), max_tokens, model)
+    structured = structured_output(body, body.response_format)
+    if structured is not None and mode.structured is not None:
+        raise invalid(
+            "tool_choice requires a tool call, which cannot be combined with response_format",
+            "tool_choice",
+        )
+    structured = structured or mode.structured
+    # A grammar applies from the first token on, even if the prompt ends with an opening reasoning
+    # tag.
+    prompt_text = chat.text if structured is None else ""
+    parsers = [mode.parser(), _reasoning_parser(model.reasoning, prompt_text)]
+    keep_special_tokens = not body.skip_special_tokens or uses_special_tokens(
+        model.tokenizer, *parsers
+    )
+    params = sampling_params(
+        body,
+        model,
+        max_tokens=max_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        structured=structured,
+        skip_special_tokens=not keep_special_tokens,
+    )
+    generation = service.generation(request_id(request), [prompt], params, body, chat.images)
+    await service.start(generation, request)
+    # The engine has the images now.
+    del chat
+    image_reservation(request).release()
+    return Chat(
+        generation,
+        [
+            OutputParser(_reasoning_parser(model.reasoning, prompt_text), mode.parser())
+            for _ in range(body.n)
+        ],
+        mode,
+    )
+
+
+def _reasoning_parser(name: str | None, prompt: str) -> Parser | None:
+    return None if name is None else reasoning_parser(name, prompt)

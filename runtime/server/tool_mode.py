@@ -1,0 +1,90 @@
+"""How the choices of a chat may call tools: its tools and tool_choice."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from atomc.runtime.sampling.sampling_params import Structured
+from atomc.runtime.server.errors import invalid
+from atomc.runtime.server.message_deltas import Parser
+from atomc.runtime.server.protocol import ChatRequest, Function, JSONObject, NamedTool
+from atomc.runtime.server.sampling import check_structured
+from atomc.runtime.server.service import Service
+from atomc.runtime.server.tool_choice import (
+    NamedToolParser,
+    RequiredToolParser,
+    arguments_schema,
+    calls_schema,
+)
+from atomc.runtime.server.tool_parsers import TOOL_PARSERS, tool_parser
+
+
+@dataclass(frozen=True)
+class ToolMode:
+    """How the choices of a request may call tools.
+
+    template_tools   the tools passed to the chat template
+    parser_name      the tool parser, for tool_choice "auto"
+    function_name    the function that tool_choice names
+    required         tool_choice is "required"
+    structured       the structured output that forces the calls, for a named function and for
+                     "required"
+    """
+
+    template_tools: list[JSONObject] | None = None
+    parser_name: str | None = None
+    function_name: str | None = None
+    required: bool = False
+    structured: Structured | None = None
+
+    def parser(self) -> Parser | None:
+        """A new parser for one choice."""
+        if self.function_name is not None:
+            return NamedToolParser(self.function_name)
+        if self.required:
+            return RequiredToolParser()
+        return tool_parser(self.parser_name) if self.parser_name is not None else None
+
+
+def tool_mode(service: Service, body: ChatRequest) -> ToolMode:
+    """Raises a 400 for a tool_choice that is not possible."""
+    tools = body.tools or []
+    choice = body.tool_choice or ("auto" if tools else "none")
+    if not tools and choice in ("none", "auto"):
+        return ToolMode()
+    if not tools:
+        raise invalid("tool_choice requires a tool call, but tools is empty", "tool_choice")
+    template_tools = [tool.model_dump(exclude_none=True) for tool in tools]
+    if choice == "none":
+        return ToolMode()
+    if choice == "auto":
+        parser_name = service.model.tools
+        if parser_name is None:
+            raise invalid(
+                "the tool call format of this model is unknown: use tool_choice 'required' or "
+                "a named function, "
+                f"or start the server with --tool-call-parser, one of {', '.join(TOOL_PARSERS)}",
+                "tools",
+            )
+        return ToolMode(template_tools, parser_name)
+    functions = [tool.function for tool in tools]
+    try:
+        if isinstance(choice, NamedTool):
+            function = _function_named(functions, choice.function.name)
+            structured = check_structured(Structured(json_schema=arguments_schema(function)))
+            return ToolMode(template_tools, function_name=function.name, structured=structured)
+        schema = calls_schema(functions, body.parallel_tool_calls is not False)
+    except ValueError as error:
+        raise invalid(str(error), "tools") from error
+    return ToolMode(
+        template_tools, required=True, structured=check_structured(Structured(json_schema=schema))
+    )
+
+
+def _function_named(functions: Sequence[Function], name: str) -> Function:
+    found = next((function for function in functions if function.name == name), None)
+    if found is None:
+        names = ", ".join(function.name for function in functions)
+        raise invalid(
+            f"tool_choice names {name!r}, expected one of the tools: {names}", "tool_choice"
+        )
+    return found
