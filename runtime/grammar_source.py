@@ -4,6 +4,7 @@ import json
 from typing import TYPE_CHECKING
 
 from atomc.json_types import JSONObject
+from atomc.runtime.closed_schema import close_objects
 from atomc.runtime.sampling.sampling_params import Structured
 
 if TYPE_CHECKING:  # optional
@@ -40,6 +41,8 @@ def source(structured: Structured) -> tuple[str, str]:
         raise ValueError(f"json_schema is not JSON: {error}") from error
     if not isinstance(schema, dict):
         raise ValueError(f"json_schema is {schema!r:.100}, expected an object")
+    if not structured.additional_properties:
+        close_objects(schema)
     try:
         return "json_schema", _json_grammar(schema)
     except ValueError as error:  # such as a lone surrogate

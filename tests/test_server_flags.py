@@ -102,7 +102,7 @@ def test_a_file_sets_what_no_flag_says(tmp_path):
 @pytest.mark.parametrize(
     "text, part",
     [
-        ("prot = 1", "has unknown keys 'prot', expected allow_origin"),
+        ("prot = 1", "has unknown keys 'prot', expected additional_properties"),
         ("port = '1'", "port is '1' in the config file, expected int"),
         ("port = true", "port is True in the config file, expected int"),
         ("api_key = 3", "api_key is 3 in the config file, expected a list of strings"),

@@ -14,13 +14,15 @@ PENALTIES = (1e-6, 1e6)
 
 @dataclass(frozen=True)
 class Structured:
-    """A constraint on the output; exactly one of these fields.
+    """A constraint on the output; exactly one of the first five fields.
 
-    json_schema   JSON that is valid under this schema, a mapping or text; stored as text
-    json_object   any JSON object
-    regex         text that the regular expression fully matches
-    choice        one of these texts
-    grammar       text that matches this Lark grammar
+    json_schema            JSON that is valid under this schema, a mapping or text; stored as text
+    json_object            any JSON object
+    regex                  text that the regular expression fully matches
+    choice                 one of these texts
+    grammar                text that matches this Lark grammar
+    additional_properties  objects of json_schema may have properties that it does not name, as
+                           JSON Schema defines; False: only where it says so
 
     Raises ValueError for no field or several. Whether it compiles is checked in
     atomc.runtime.grammar_compiler.
@@ -31,6 +33,7 @@ class Structured:
     regex: str | None = None
     choice: tuple[str, ...] | None = None
     grammar: str | None = None
+    additional_properties: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.json_schema, Mapping):

@@ -114,7 +114,7 @@ async def start_chat(service: Service, body: ChatRequest, request: Request) -> C
         body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     )
     check_context_length(len(prompt), max_tokens, model)
-    structured = structured_output(body, body.response_format)
+    structured = structured_output(body, body.response_format, service.config)
     if structured is not None and mode.structured is not None:
         raise invalid(
             "tool_choice requires a tool call, which cannot be combined with response_format",

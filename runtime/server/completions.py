@@ -83,7 +83,7 @@ async def completions(service: Service, body: CompletionRequest, request: Reques
         prompt_logprobs=body.logprobs
         if body.echo and body.prompt_logprobs is None
         else body.prompt_logprobs,
-        structured=structured_output(body, body.response_format),
+        structured=structured_output(body, body.response_format, service.config),
         skip_special_tokens=body.skip_special_tokens,
     )
     generation = service.generation(request_id(request), prompts, params, body)

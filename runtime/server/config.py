@@ -71,6 +71,12 @@ class ServerConfig:
         "none: part of the content; default: detected from the chat template",
         "chat",
     )
+    additional_properties: bool = _option(
+        False,
+        "objects of JSON schemas (response_format, tools) may have properties that the schema does "
+        "not name, unless a request says otherwise",
+        "chat",
+    )
     api_key: tuple[str, ...] = _option(
         (), "a key that clients must send; may be given several times", "security"
     )

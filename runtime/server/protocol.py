@@ -50,13 +50,18 @@ class StreamOptions(StrictModel):
 
 
 class StructuredOutputs(StrictModel):
-    """Exactly one of these, as in vLLM."""
+    """Exactly one of the first five, as in vLLM.
+
+    disable_additional_properties  of all JSON schemas of the request: whether objects have no other
+                                   properties than those that the schema names
+    """
 
     json_: JSONObject | str | None = Field(None, alias="json")
     regex: str | None = None
     choice: FailFastList[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    disable_additional_properties: bool | None = None
 
 
 class JsonSchema(StrictModel):

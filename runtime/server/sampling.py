@@ -96,8 +96,16 @@ def check_context_length(num_prompt: int, max_tokens: int | None, model: ModelIn
         )
 
 
+def additional_properties(body: GenerationRequest, config: ServerConfig) -> bool:
+    """Whether objects of the request's JSON schemas may have properties that these do not name."""
+    outputs = body.structured_outputs
+    if outputs is None or outputs.disable_additional_properties is None:
+        return config.additional_properties
+    return not outputs.disable_additional_properties
+
+
 def structured_output(
-    body: GenerationRequest, response_format: ResponseFormat | None
+    body: GenerationRequest, response_format: ResponseFormat | None, config: ServerConfig
 ) -> Structured | None:
     """The requested structured output, from any of the fields that can request it; None if there is
     none.
@@ -112,7 +120,8 @@ def structured_output(
                 f"{', '.join(sorted({key for one in requested for key in one}))}"
             )
         check_length(CHOICES, requested[0].get("choice"), "choice", "strings")
-        return check_structured(Structured(**requested[0]))
+        is_open = additional_properties(body, config)
+        return check_structured(Structured(**requested[0], additional_properties=is_open))
     except (ValueError, TypeError) as error:
         raise invalid(
             str(error), "response_format" if response_format else "structured_outputs"
@@ -153,7 +162,9 @@ def _structured_outputs(
             "grammar": outputs.grammar,
             "json_object": outputs.json_object or None,
         }
-        requested.append({name: value for name, value in named.items() if value is not None})
+        given = {name: value for name, value in named.items() if value is not None}
+        if given or outputs.disable_additional_properties is None:
+            requested.append(given)
     for name, value in (
         ("json_schema", body.guided_json),
         ("regex", body.guided_regex),

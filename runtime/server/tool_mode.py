@@ -7,7 +7,7 @@ from atomc.runtime.sampling.sampling_params import Structured
 from atomc.runtime.server.errors import invalid
 from atomc.runtime.server.message_deltas import Parser
 from atomc.runtime.server.protocol import ChatRequest, Function, JSONObject, NamedTool
-from atomc.runtime.server.sampling import check_structured
+from atomc.runtime.server.sampling import additional_properties, check_structured
 from atomc.runtime.server.service import Service
 from atomc.runtime.server.tool_choice import (
     NamedToolParser,
@@ -67,17 +67,24 @@ def tool_mode(service: Service, body: ChatRequest) -> ToolMode:
             )
         return ToolMode(template_tools, parser_name)
     functions = [tool.function for tool in tools]
+    function = (
+        _function_named(functions, choice.function.name) if isinstance(choice, NamedTool) else None
+    )
     try:
-        if isinstance(choice, NamedTool):
-            function = _function_named(functions, choice.function.name)
-            structured = check_structured(Structured(json_schema=arguments_schema(function)))
-            return ToolMode(template_tools, function_name=function.name, structured=structured)
-        schema = calls_schema(functions, body.parallel_tool_calls is not False)
+        schema = (
+            calls_schema(functions, body.parallel_tool_calls is not False)
+            if function is None
+            else arguments_schema(function)
+        )
+        structured = Structured(
+            json_schema=schema, additional_properties=additional_properties(body, service.config)
+        )
     except ValueError as error:
         raise invalid(str(error), "tools") from error
-    return ToolMode(
-        template_tools, required=True, structured=check_structured(Structured(json_schema=schema))
-    )
+    check_structured(structured)
+    if function is None:
+        return ToolMode(template_tools, required=True, structured=structured)
+    return ToolMode(template_tools, function_name=function.name, structured=structured)
 
 
 def _function_named(functions: Sequence[Function], name: str) -> Function:
