@@ -8,8 +8,11 @@ import operator
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import quote
 
 import pytest
+
+import atomc
 
 pytest.importorskip("fastapi")
 pytest.importorskip("tokenizers")
@@ -19,6 +22,7 @@ from serving import serving  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("server")
 KEY = "first-key"
+EMPTY = '""'
 HELLO = [{"role": "user", "content": "She looked at him and said"}]
 WEATHER = {
     "type": "function",
@@ -331,6 +335,52 @@ def test_a_json_schema_makes_json_of_that_schema(client):
         assert person["name"] in ("Ann", "Bob") and person["age"] in (1, 2)
 
 
+def test_objects_are_closed_unless_a_request_opens_them(http):
+    # After {"a":1 nothing but } may follow, or also another property, which the bias prefers.
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    tokens = http.post("/tokenize", json={"prompt": '{"a":1,"'}).json()["tokens"]
+    bias = {"logit_bias": {tokens[-1]: 100}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    opened = {"structured_outputs": {"disable_additional_properties": False}}
+    for more in ({"response_format": form}, {"tools": [tool], "tool_choice": "required"}):
+        body = greedy(messages=HELLO, max_tokens=40, **bias, **more)
+        closed, other = (
+            http.post("/v1/chat/completions", json=each).text for each in (body, body | opened)
+        )
+        assert r"{\"a\":1}" in closed and r"{\"a\":1,\"" in other
+
+
+@pytest.mark.parametrize("name", ["reasoning_split", "a\r\nSet-Cookie: x", "ü" * 200, ""])
+def test_unknown_fields_are_ignored_and_named(http, server, name):
+    tools = [{"type": "function", "function": {"name": "f", "x_kind": 1}}]
+    known = greedy(messages=HELLO, max_tokens=2)
+    answer = http.post(
+        "/v1/chat/completions",
+        json=known | {"tools": tools, name: 1},
+        headers={"X-Request-Id": "odd"},
+    )
+    expected = http.post(
+        "/v1/chat/completions",
+        json=known | {"tools": [{"type": "function", "function": {"name": "f"}}]},
+    )
+    assert answer.json()["choices"] == expected.json()["choices"]
+    names = f"{quote(name[:64]) or EMPTY}, tools.0.function.x_kind"
+    assert answer.headers["X-Ignored-Fields"] == names
+    assert "X-Ignored-Fields" not in expected.headers
+    server.wait_for(re.escape(f"request odd: ignored unknown fields {names}"), 5)
+
+
+def test_version_load_and_ping(http):
+    assert http.get("/version").json() == {"version": atomc.__version__}
+    assert http.get("/load").json() == {"server_load": 0}
+    with http.stream(
+        "POST", "/v1/completions", json=greedy(prompt="x", max_tokens=500, n=2, stream=True)
+    ):
+        assert http.get("/load").json() == {"server_load": 2}
+    assert http.get("/ping").json() == http.post("/ping").json() == {"status": "ok"}
+
+
 @pytest.mark.parametrize(
     "extra, pattern",
     [
@@ -541,9 +591,9 @@ def test_embeddings_are_of_length_one_alike_for_alike_texts_and_the_same_in_base
         ),
         (
             "/v1/completions",
-            {"prompt": "x", "temprature": 1},
+            {"prompt": "x", "temperature": 2.1},
             400,
-            "temprature is not a field of this request",
+            "temperature: .* less than or equal to 2",
         ),
         ("/v1/completions", {"prompt": "x", "best_of": 3}, 400, "best_of=3 is not supported"),
         ("/v1/completions", {"prompt": "x", "suffix": "y"}, 400, "suffix is not supported"),

@@ -13,6 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from atomc import __version__
 from atomc.runtime.server import operations, protocol, status
 from atomc.runtime.server.api_keys import ApiKeys
 from atomc.runtime.server.body_budget import BodyBudgetMiddleware
@@ -22,13 +23,14 @@ from atomc.runtime.server.client import EngineDead, RequestRefused
 from atomc.runtime.server.completions import completions
 from atomc.runtime.server.embeddings import embeddings
 from atomc.runtime.server.errors import APIError, to_api_error
-from atomc.runtime.server.http import AuthMiddleware, error_response
+from atomc.runtime.server.http import AuthMiddleware, JSONResponse, error_response
 from atomc.runtime.server.image_budget import ImageBudgetMiddleware
 from atomc.runtime.server.json_body import checked_json_route
 from atomc.runtime.server.service import Service
+from atomc.runtime.server.unknown_fields import IGNORED_FIELDS, check_unknown_fields
 
 # The page at / is static; it loads its data from /status, which needs a key.
-OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics"})
+OPEN_PATHS = frozenset({"/", "/health", "/ping", "/ready", "/metrics", "/version"})
 
 
 class ErrorBody(BaseModel):
@@ -79,7 +81,7 @@ def create_app(service: Service) -> Any:
         allow_origins=service.config.allow_origin,
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
-        expose_headers=["X-Request-Id"],
+        expose_headers=["X-Request-Id", IGNORED_FIELDS],
     )
 
 
@@ -94,24 +96,38 @@ def _add_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/completions")
     async def complete(body: protocol.CompletionRequest, request: Request) -> Response:
+        check_unknown_fields(body, request, service.config)
         return await completions(service, body, request)
 
     @app.post("/v1/chat/completions")
     async def chat(body: protocol.ChatRequest, request: Request) -> Response:
+        check_unknown_fields(body, request, service.config)
         return await chat_completions(service, body, request)
 
     @app.post("/v1/embeddings")
     async def embed(body: protocol.EmbeddingRequest, request: Request) -> Response:
+        check_unknown_fields(body, request, service.config)
         return await embeddings(service, body, request)
 
     @app.post("/tokenize")
     async def tokenize(body: protocol.TokenizeRequest, request: Request) -> Response:
+        check_unknown_fields(body, request, service.config)
         return await operations.tokenize(service, body, request)
 
     @app.post("/detokenize")
-    async def detokenize(body: protocol.DetokenizeRequest) -> Response:
+    async def detokenize(body: protocol.DetokenizeRequest, request: Request) -> Response:
+        check_unknown_fields(body, request, service.config)
         return await operations.detokenize(service, body)
 
+    @app.get("/version")
+    async def version() -> Response:
+        return JSONResponse({"version": __version__})
+
+    @app.get("/load")
+    async def load() -> Response:
+        return JSONResponse({"server_load": service.client.num_unfinished})
+
+    @app.api_route("/ping", methods=["GET", "POST"])  # Amazon SageMaker's name
     @app.get("/health")
     async def health() -> Response:
         return await operations.health(service)
@@ -159,7 +175,7 @@ async def _on_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     # For a union, the parts after the field are names of types.
-    location = [str(part) for part in first["loc"] if part != "body"]
+    location = [_encodable(str(part)) for part in first["loc"] if part != "body"]
     name = location[0] if location else None
     content_type = request.headers.get("content-type", "")
     if not location and "json" not in content_type:
@@ -173,14 +189,15 @@ async def _on_validation_error(request: Request, error: Exception) -> Response:
         )
     if first["type"] == "json_invalid":
         return error_response(APIError(400, f"the body is not JSON: {first['ctx']['error']}"))
-    if first["type"] == "extra_forbidden":
-        return error_response(
-            APIError(400, f"{'.'.join(location)} is not a field of this request", param=name)
-        )
     message = first["msg"].removeprefix("Value error, ")
     return error_response(
         APIError(400, f"{'.'.join(location) or 'the body'}: {message}", param=name)
     )
+
+
+def _encodable(name: str) -> str:
+    """With ? for lone surrogates, which no response can contain."""
+    return name.encode(errors="replace").decode()
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

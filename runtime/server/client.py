@@ -213,6 +213,11 @@ class EngineClient:
         return time.monotonic() - self._ping_sent if self._ping_sent is not None else 0.0
 
     @property
+    def num_unfinished(self) -> int:
+        """Requests that the engine has, or is about to get."""
+        return len(self._streams)
+
+    @property
     def unhealthy_reason(self) -> str | None:
         """Why the engine cannot serve requests; None if it can."""
         if self.dead is not None:

@@ -77,6 +77,9 @@ class ServerConfig:
         "not name, unless a request says otherwise",
         "chat",
     )
+    strict_requests: bool = _option(
+        False, "refuse requests with unknown fields, instead of ignoring these fields"
+    )
     api_key: tuple[str, ...] = _option(
         (), "a key that clients must send; may be given several times", "security"
     )

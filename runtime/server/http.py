@@ -88,6 +88,12 @@ def request_id(request: Request) -> str:
     return str(request.scope["state"]["request_id"])
 
 
+def response_headers(request: Request) -> dict[str, str]:
+    """Headers that the response gets; more can be set until it starts."""
+    headers: dict[str, str] = request.scope["state"]["headers"]
+    return headers
+
+
 class AuthMiddleware:
     """ASGI middleware: assigns request ids, checks API keys and body sizes, and turns exceptions
     into error responses.
@@ -118,14 +124,15 @@ class AuthMiddleware:
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         name = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = name
+        headers_of_response = {"X-Request-Id": name}
+        scope.setdefault("state", {}).update(request_id=name, headers=headers_of_response)
         response_started = False
 
         async def send_with_id(message: Message) -> None:
             nonlocal response_started
             if message["type"] == "http.response.start":
                 response_started = True
-                MutableHeaders(scope=message)["X-Request-Id"] = name
+                MutableHeaders(scope=message).update(headers_of_response)
                 if message["status"] >= 400:
                     self.count_error(message["status"])
             await send(message)

@@ -1,7 +1,7 @@
 """Request bodies: OpenAI's fields and vLLM's extensions.
 
-Unknown fields are rejected by name. Fields about the client or about OpenAI's own service are
-accepted and ignored.
+Fields about the client or about OpenAI's own service are accepted and ignored. What becomes of
+unknown fields is in unknown_fields.py.
 """
 
 from typing import Annotated, Literal, TypeVar
@@ -35,21 +35,21 @@ def _check_logit_bias(value: JsonValue) -> JsonValue:
     return value
 
 
-class StrictModel(BaseModel):
-    """A JSON object; unknown fields are an error."""
+class RequestModel(BaseModel):
+    """A JSON object; unknown fields are kept, for `unknown_fields`."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     _fields = model_validator(mode="before")(check_fields)
 
 
-class StreamOptions(StrictModel):
+class StreamOptions(RequestModel):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: bool | None = None  # OpenAI's padding against traffic analysis: ignored
 
 
-class StructuredOutputs(StrictModel):
+class StructuredOutputs(RequestModel):
     """Exactly one of the first five, as in vLLM.
 
     disable_additional_properties  of all JSON schemas of the request: whether objects have no other
@@ -64,7 +64,7 @@ class StructuredOutputs(StrictModel):
     disable_additional_properties: bool | None = None
 
 
-class JsonSchema(StrictModel):
+class JsonSchema(RequestModel):
     name: str
     description: str | None = None
     # OpenAI's client sends `schema`. Without it, any JSON object is accepted.
@@ -72,38 +72,38 @@ class JsonSchema(StrictModel):
     strict: bool | None = None
 
 
-class ResponseFormat(StrictModel):
+class ResponseFormat(RequestModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class Function(StrictModel):
+class Function(RequestModel):
     name: str = Field(min_length=1, max_length=256)
     description: str | None = None
     parameters: JSONObject | None = None
     strict: bool | None = None
 
 
-class Tool(StrictModel):
+class Tool(RequestModel):
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(StrictModel):
+class NamedFunction(RequestModel):
     name: str
 
 
-class NamedTool(StrictModel):
+class NamedTool(RequestModel):
     type: Literal["function"] = "function"
     function: NamedFunction
 
 
-class GenerationRequest(StrictModel):
+class GenerationRequest(RequestModel):
     """Fields shared by completions and chat completions."""
 
     model: str | None = None
     max_tokens: Int64 | None = None
-    temperature: FiniteFloat | None = None
+    temperature: Annotated[FiniteFloat, Field(le=2)] | None = None
     top_p: FiniteFloat | None = None
     n: Annotated[int, Field(ge=1, le=128)] = 1
     seed: int | None = None
@@ -168,7 +168,7 @@ class ChatRequest(GenerationRequest):
     verbosity: str | None = None
 
 
-class EmbeddingRequest(StrictModel):
+class EmbeddingRequest(RequestModel):
     input: str | FailFastList[TokenId] | FailFastList[str] | FailFastList[FailFastList[TokenId]]
     model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
@@ -178,7 +178,7 @@ class EmbeddingRequest(StrictModel):
     user: str | None = None
 
 
-class TokenizeRequest(StrictModel):
+class TokenizeRequest(RequestModel):
     """Either prompt or messages."""
 
     model: str | None = None
@@ -191,6 +191,6 @@ class TokenizeRequest(StrictModel):
     return_token_strs: bool = False
 
 
-class DetokenizeRequest(StrictModel):
+class DetokenizeRequest(RequestModel):
     model: str | None = None
     tokens: FailFastList[TokenId]

@@ -1,0 +1,46 @@
+"""Fields of a request that the server does not know: ignored, or refused with --strict-requests."""
+
+import logging
+from collections.abc import Iterator
+from urllib.parse import quote
+
+from pydantic import BaseModel
+from starlette.requests import Request
+
+from atomc.runtime.server.config import ServerConfig
+from atomc.runtime.server.errors import invalid
+from atomc.runtime.server.http import request_id, response_headers
+
+log = logging.getLogger("atomc.requests")
+IGNORED_FIELDS = "X-Ignored-Fields"
+# In the header and the log.
+MAX_NAMES, MAX_CHARACTERS = 16, 64
+
+
+def check_unknown_fields(body: BaseModel, request: Request, config: ServerConfig) -> None:
+    """Name the unknown fields in a response header and a log line. Raises a 400 for the first one
+    under --strict-requests.
+    """
+    names = list(_take_unknown_fields(body))
+    if not names:
+        return
+    if config.strict_requests:
+        raise invalid(f"{names[0]} is not a field of this request", names[0].split(".")[0])
+    # Percent-encoded: names can have line breaks and any other character.
+    shown = [quote(name[:MAX_CHARACTERS], safe="") or '""' for name in names[:MAX_NAMES]]
+    text = ", ".join(shown + ["..."] * (len(names) > MAX_NAMES))
+    response_headers(request)[IGNORED_FIELDS] = text
+    log.info("request %s: ignored unknown fields %s", request_id(request), text)
+
+
+def _take_unknown_fields(body: BaseModel, prefix: str = "") -> Iterator[str]:
+    """Removes the fields and yields their names, such as tools.0.function.name."""
+    unknown = body.model_extra or {}
+    yield from (prefix + name for name in unknown)
+    unknown.clear()
+    for name, value in body:
+        if name in type(body).model_fields:
+            for index, each in enumerate(value) if isinstance(value, list) else [(None, value)]:
+                if isinstance(each, BaseModel):
+                    part = name if index is None else f"{name}.{index}"
+                    yield from _take_unknown_fields(each, f"{prefix}{part}.")
