@@ -278,6 +278,30 @@ def test_a_template_renders_as_in_transformers(theirs, family, conversation):
         assert template.render(messages, tools, **kwargs) == expected
 
 
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_a_final_message_is_continued_as_in_transformers(theirs, family):
+    # The text also stands in what the template writes, and ends with white space.
+    messages = [USER, {"role": "assistant", "content": "user "}]
+    kwargs = {"add_generation_prompt": False, "continue_final_message": True}
+    found = ChatTemplate(TEMPLATES[family], SPECIAL).render(
+        messages, add_generation_prompt=True, continue_final_message=True
+    )
+    assert found == theirs(TEMPLATES[family], messages, None, kwargs)
+    assert found.endswith(("user", "user "))
+
+
+def test_a_message_that_cannot_be_continued_is_refused():
+    def continued(message, template=CHATML):
+        ChatTemplate(template, keeps_parts=True).render([message], continue_final_message=True)
+
+    with pytest.raises(ValueError, match="does not end with text"):
+        continued(CALL | {"content": None})
+    with pytest.raises(ValueError, match="does not end with text"):
+        continued({"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image"}]})
+    with pytest.raises(ValueError, match="does not keep the text"):
+        continued(USER, "{{ messages[0].role }}")
+
+
 def test_most_of_these_conversations_are_rendered_and_not_refused(theirs):
     texts = [
         theirs(template, [with_objects(message) for message in messages], tools, kwargs)

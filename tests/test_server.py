@@ -371,6 +371,40 @@ def test_unknown_fields_are_ignored_and_named(http, server, name):
     server.wait_for(re.escape(f"request odd: ignored unknown fields {names}"), 5)
 
 
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_tokens_are_returned_on_request(http, path):
+    text = {"prompt": "She said"} if path == "completions" else {"messages": HELLO}
+    body = greedy(**text, n=2, seed=1, temperature=1, return_token_ids=True)
+    expected = http.post("/tokenize", json=text).json()["tokens"]
+    whole = http.post(f"/v1/{path}", json=body).json()
+    streamed, _ = events(http.post(f"/v1/{path}", json=body | {"stream": True}))
+    prompts = [whole, *streamed] + [each for one in (whole, *streamed) for each in one["choices"]]
+    prompts = [each["prompt_token_ids"] for each in prompts if "prompt_token_ids" in each]
+    assert prompts == [expected] * (2 if path == "chat/completions" else 4)
+    for choice in whole["choices"]:
+        parts = [
+            c.get("token_ids", [])
+            for e in streamed
+            for c in e["choices"]
+            if c["index"] == choice["index"]
+        ]
+        assert [token for part in parts for token in part] == choice["token_ids"] and len(
+            choice["token_ids"]
+        ) == 8
+        found = http.post("/detokenize", json={"tokens": choice["token_ids"]}).json()["prompt"]
+        assert found.strip() == (choice.get("text") or choice["message"]["content"]).strip()
+
+
+def test_an_answer_continues_the_final_message(http):
+    begun = [*HELLO, {"role": "assistant", "content": "I am"}]
+    body = greedy(messages=begun, continue_final_message=True, return_token_ids=True)
+    found = http.post("/v1/chat/completions", json=body).json()
+    prompt = http.post("/detokenize", json={"tokens": found["prompt_token_ids"]}).json()["prompt"]
+    assert prompt.endswith("I am")
+    asked = {"messages": begun, "continue_final_message": True}
+    assert http.post("/tokenize", json=asked).json()["tokens"] == found["prompt_token_ids"]
+
+
 def test_version_load_and_ping(http):
     assert http.get("/version").json() == {"version": atomc.__version__}
     assert http.get("/load").json() == {"server_load": 0}

@@ -34,15 +34,15 @@ from atomc.runtime.text_stream import TextDelta
 class ChoiceDelta:
     """What is new in one choice.
 
-    num_tokens     of the generated tokens, those that are new
-    logprobs       of these tokens, if the request asks for them
+    tokens         the generated tokens; the text may lag behind them
+    logprobs       one per token, if the request asks for them
     finish_reason  set in the last delta of a choice: stop, length or tool_calls
     stop_reason    the stop string or token id that ended the choice
     """
 
     index: int
     deltas: list[MessageDelta]
-    num_tokens: int = 0
+    tokens: tuple[int, ...] = ()
     logprobs: Sequence[TokenLogprobs] = ()
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -74,7 +74,7 @@ class Chat:
         return ChoiceDelta(
             index,
             deltas,
-            len(delta.token_ids),
+            delta.token_ids,
             delta.logprobs or (),
             finish_reason,
             delta.stop_reason,
@@ -104,6 +104,7 @@ async def start_chat(service: Service, body: ChatRequest, request: Request) -> C
         mode.template_tools,
         body.add_generation_prompt,
         kwargs,
+        body.continue_final_message,
     )
     assert model.tokenizer is not None, "chat_prompt raises an error without a tokenizer"
     prompt = chat.tokens

@@ -55,6 +55,7 @@ class _ChoiceState:
     """One choice of a response without stream: its deltas and log-probabilities so far."""
 
     deltas: list[MessageDelta] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     logprobs: list[ChatTokenLogprob | msgspec.Raw] = field(
         default_factory=list
     )  # encoded per delta, to keep the event loop free
@@ -75,6 +76,7 @@ class _ResponseBuilder:
             async for delta in self.chat:
                 state = states[delta.index]
                 state.deltas += delta.deltas
+                state.tokens += delta.tokens
                 state.finish_reason, state.stop_reason = delta.finish_reason, delta.stop_reason
                 if self.body.logprobs:
                     state.logprobs += encoded(self._logprobs(delta.logprobs)["content"])
@@ -88,7 +90,7 @@ class _ResponseBuilder:
             }
             for index, state in enumerate(states)
         ]
-        return {
+        response: ChatCompletion = {
             "id": self.id,
             "created": self.created,
             "model": self.service.model.names[0],
@@ -96,6 +98,11 @@ class _ResponseBuilder:
             "choices": choices,
             "usage": self.chat.generation.usage(),
         }
+        if self.body.return_token_ids:
+            response["prompt_token_ids"] = self.chat.generation.prompts[0]
+            for choice, state in zip(choices, states, strict=True):
+                choice["token_ids"] = state.tokens
+        return response
 
     async def stream(self) -> AsyncIterator[bytes]:
         options = self.body.stream_options
@@ -103,8 +110,12 @@ class _ResponseBuilder:
         try:
             with self.chat.generation as generation:
                 async for delta in self.chat:
+                    is_first = not started
                     for chunk in self._chunks(delta, started):
                         event = self._event([chunk])
+                        if self.body.return_token_ids and is_first:
+                            event["prompt_token_ids"] = generation.prompts[0]
+                            is_first = False
                         if options is not None and options.continuous_usage_stats:
                             event["usage"] = generation.usage()
                         yield sse_event(event)
@@ -124,11 +135,12 @@ class _ResponseBuilder:
         }
 
     def _chunks(self, delta: ChoiceDelta, started: set[int]) -> list[ChatChunkChoice]:
-        """One chunk per message delta; the first has the log-probabilities. A separate last one has
-        the finish reason. started: the choices that had a chunk, to which this one is added.
+        """One chunk per message delta; the first has the log-probabilities and tokens. A separate
+        last one has the finish reason. started: the choices that had a chunk, to which this one is
+        added.
         """
         deltas = [_delta(each) for each in delta.deltas]
-        if delta.index not in started and (deltas or delta.num_tokens or delta.finish_reason):
+        if delta.index not in started and (deltas or delta.tokens or delta.finish_reason):
             started.add(delta.index)
             deltas = deltas or [{"content": ""}]
             deltas[0] = {"role": "assistant", **deltas[0]}
@@ -142,6 +154,9 @@ class _ResponseBuilder:
         if self.body.logprobs and delta.logprobs:
             chunks = chunks or [empty.copy()]
             chunks[0]["logprobs"] = self._logprobs(delta.logprobs)
+        if self.body.return_token_ids and delta.tokens:
+            chunks = chunks or [empty.copy()]
+            chunks[0]["token_ids"] = delta.tokens
         if delta.finish_reason is not None:
             chunks.append(
                 {**empty, "finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}

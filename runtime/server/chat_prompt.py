@@ -37,6 +37,7 @@ async def chat_prompt(
     tools: Tools,
     add_generation_prompt: bool,
     kwargs: Mapping[str, JSONLike],
+    continue_final_message: bool = False,
 ) -> ChatPrompt:
     """Raises a 400 for messages that the template or the model does not support, and for an image
     that cannot be used.
@@ -46,13 +47,22 @@ async def chat_prompt(
     if service.images is not None:
         try:
             return await _with_images(
-                service, service.images, request, messages, tools, add_generation_prompt, kwargs
+                service,
+                service.images,
+                request,
+                messages,
+                tools,
+                add_generation_prompt,
+                kwargs,
+                continue_final_message,
             )
         except ImageError as error:
             raise invalid(str(error), "messages", error.code) from error
     if has_images(messages):
         raise invalid(f"this model reads no images: {model.no_images}", "messages")
-    text = await model.render_chat(messages, tools, add_generation_prompt, kwargs)
+    text = await model.render_chat(
+        messages, tools, add_generation_prompt, kwargs, continue_final_message
+    )
     return ChatPrompt(text, await model.encode_chat([text]))
 
 
@@ -64,12 +74,17 @@ async def _with_images(
     tools: Tools,
     add_generation_prompt: bool,
     kwargs: Mapping[str, JSONLike],
+    continue_final_message: bool,
 ) -> ChatPrompt:
     model, image_token_id = service.model, reader.processor.image_token_id
     messages, sources = split_images(messages, service.config.limit_images)
     hidden = Placeholders(reader.processor.placeholders)
     text = await model.render_chat(
-        hidden.hide(messages), hidden.hide(tools), add_generation_prompt, hidden.hide(kwargs)
+        hidden.hide(messages),
+        hidden.hide(tools),
+        add_generation_prompt,
+        hidden.hide(kwargs),
+        continue_final_message,
     )
     tokens = await model.encode_chat(hidden.pieces(text))
     check_image_tokens(tokens, image_token_id, len(sources))

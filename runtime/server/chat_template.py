@@ -6,6 +6,7 @@ and the rendered text is the same.
 """
 
 import json
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -73,6 +74,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, JSONLike]] | None = None,
         /,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **kwargs: JSONLike,
     ) -> str:
         """The prompt. It includes the special tokens: tokenize it without adding any.
@@ -81,6 +83,7 @@ class ChatTemplate:
                    tool_call_id, ...
         tools      in OpenAI's format: {"type": "function", "function": {...}}
         kwargs     further template variables, such as enable_thinking=False; may come from a client
+        continue_final_message  end with the text of the last message, as if the model had begun it
 
         Raises ValueError for messages of another format, and with the template's message if it
         raises an error.
@@ -100,9 +103,20 @@ class ChatTemplate:
             "documents": None,
             **{name: _to_json_types(value) for name, value in kwargs.items()},
             "tools": _to_json_types(tools) if tools else None,
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
-        return self._render(name, normalized, variables)
+        if not continue_final_message:
+            return self._render(name, normalized, variables)
+        end = secrets.token_hex(16)  # a text that no message has
+        normalized[-1] = _with_suffix(normalized[-1], f"{end} ")
+        text, found, rest = self._render(name, normalized, variables).rpartition(end)
+        if not found:
+            raise ValueError(
+                "continue_final_message: the chat template does not keep the text of the last "
+                "message"
+            )
+        # A template that strips the text strips it here too.
+        return text if rest.startswith(" ") else text.rstrip()
 
     def _render(self, name: str, messages: list[JSONObject], variables: JSONObject) -> str:
         from jinja2 import TemplateError
@@ -134,6 +148,18 @@ class ChatTemplate:
             f"{DEFAULT!r}: "
             "set one with --chat-template"
         )
+
+
+def _with_suffix(message: JSONObject, suffix: str) -> JSONObject:
+    """With this at the end of the text. Raises ValueError for a message that does not end with
+    text."""
+    content = message.get("content")
+    if isinstance(content, str) and content:
+        return message | {"content": content + suffix}
+    last = content[-1] if isinstance(content, list) and content else None
+    if isinstance(content, list) and isinstance(last, dict) and isinstance(last.get("text"), str):
+        return message | {"content": [*content[:-1], last | {"text": f"{last['text']}{suffix}"}]}
+    raise ValueError("continue_final_message: the last message does not end with text")
 
 
 def load_chat_template(

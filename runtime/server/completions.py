@@ -40,12 +40,15 @@ THREAD_TOKENS = 128
 
 @dataclass
 class ChoiceDelta:
-    """What is new of one choice. openai_logprobs: the log-probabilities so far, as the API returns
-    them.
+    """What is new of one choice.
+
+    new_tokens       the tokens without those of an echoed prompt
+    openai_logprobs  the log-probabilities so far, as the API returns them
     """
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
+    new_tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -130,6 +133,7 @@ class _ResponseBuilder:
                 part, new = parts[choice.index], await self._part(choice, delta)
                 part.text += new.text
                 part.tokens += new.tokens
+                part.new_tokens += new.new_tokens
                 if self.body.logprobs is not None:
                     # Encoded per delta: encoding all of them at the end would block the event loop.
                     logprobs = await self._logprobs(choice.index, new)
@@ -140,6 +144,10 @@ class _ResponseBuilder:
         choices = [
             _choice(index, part, part.openai_logprobs) for index, part in sorted(parts.items())
         ]
+        if self.body.return_token_ids:
+            for choice in self.generation.choices.values():
+                choices[choice.index]["prompt_token_ids"] = choice.prompt
+                choices[choice.index]["token_ids"] = parts[choice.index].new_tokens
         if self.body.prompt_logprobs is not None:
             for choice in self.generation.choices.values():
                 choices[choice.index]["prompt_logprobs"] = await asyncio.to_thread(
@@ -159,7 +167,12 @@ class _ResponseBuilder:
                             if self.body.logprobs is None
                             else await self._logprobs(choice.index, part)
                         )
-                        chunk = self._response([_choice(choice.index, part, logprobs)])
+                        found = _choice(choice.index, part, logprobs)
+                        if self.body.return_token_ids:
+                            found["token_ids"] = part.new_tokens
+                            if choice.num_new == len(part.new_tokens):
+                                found["prompt_token_ids"] = choice.prompt
+                        chunk = self._response([found])
                         if options is not None and options.continuous_usage_stats:
                             chunk["usage"] = self.generation.usage()
                         yield sse_event(chunk)
@@ -173,6 +186,7 @@ class _ResponseBuilder:
         """The new part of a choice; the first one includes the prompt if `echo` is set."""
         new = ChoiceDelta(
             delta.text,
+            list(delta.token_ids),
             list(delta.token_ids),
             list(delta.logprobs or ()),
             delta.finish_reason,

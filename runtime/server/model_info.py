@@ -123,6 +123,7 @@ class ModelInfo:
         tools: Sequence[Mapping[str, JSONLike]] | None,
         add_generation_prompt: bool,
         kwargs: Mapping[str, JSONLike],
+        continue_final_message: bool = False,
     ) -> str:
         """The prompt that the chat template renders. Raises a 400 with the template's error message
         if it fails.
@@ -136,9 +137,14 @@ class ModelInfo:
         check_length(TOOLS, tools, "tools", "tools")
 
         def render() -> str:
-            variables = {k: v for k, v in kwargs.items() if k != "add_generation_prompt"}
+            set_here = ("add_generation_prompt", "continue_final_message")
+            variables = {k: v for k, v in kwargs.items() if k not in set_here}
             return template.render(
-                messages, tools, add_generation_prompt=add_generation_prompt, **variables
+                messages,
+                tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **variables,
             )
 
         try:

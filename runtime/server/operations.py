@@ -62,7 +62,13 @@ async def tokenize(service: Service, body: TokenizeRequest, request: Request) ->
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
         kwargs = body.chat_template_kwargs or {}
         chat = await chat_prompt(
-            service, request, body.messages or [], tools, body.add_generation_prompt, kwargs
+            service,
+            request,
+            body.messages or [],
+            tools,
+            body.add_generation_prompt,
+            kwargs,
+            body.continue_final_message,
         )
         tokens = chat.tokens
     spelled = (

@@ -129,6 +129,7 @@ class GenerationRequest(RequestModel):
     guided_regex: str | None = None
     guided_choice: FailFastList[str] | None = None
     guided_grammar: str | None = None
+    return_token_ids: bool = False
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     cache_salt: str | None = None
     # accepted and ignored
@@ -157,6 +158,7 @@ class ChatRequest(GenerationRequest):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: JSONObject | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     reasoning_effort: str | None = None
     # accepted and ignored
     metadata: JSONObject | None = None
@@ -188,6 +190,7 @@ class TokenizeRequest(RequestModel):
     tools: FailFastList[Tool] | None = None
     chat_template_kwargs: JSONObject | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     return_token_strs: bool = False
 
 

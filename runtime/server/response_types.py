@@ -3,6 +3,7 @@
 A msgspec.Raw is a value that is encoded already.
 """
 
+from collections.abc import Sequence
 from typing import Literal, NotRequired, TypeAlias, TypedDict
 
 import msgspec
@@ -57,6 +58,8 @@ class CompletionChoice(TypedDict):
     finish_reason: str | None
     stop_reason: int | str | None
     prompt_logprobs: NotRequired[list[msgspec.Raw]]
+    token_ids: NotRequired[Sequence[int]]
+    prompt_token_ids: NotRequired[Sequence[int]]
 
 
 class Completion(TypedDict):
@@ -123,6 +126,7 @@ class ChatChoice(TypedDict):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
+    token_ids: NotRequired[Sequence[int]]
 
 
 class ChatChunkChoice(TypedDict):
@@ -131,6 +135,7 @@ class ChatChunkChoice(TypedDict):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: NotRequired[int | str | None]
+    token_ids: NotRequired[Sequence[int]]
 
 
 class ChatCompletion(TypedDict):
@@ -140,6 +145,7 @@ class ChatCompletion(TypedDict):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: NotRequired[Sequence[int]]
 
 
 class ChatChunk(TypedDict):
@@ -149,6 +155,7 @@ class ChatChunk(TypedDict):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
     usage: NotRequired[Usage]
+    prompt_token_ids: NotRequired[Sequence[int]]
 
 
 ResponseBody: TypeAlias = ErrorResponse | Completion | ChatCompletion | ChatChunk
