@@ -21,7 +21,7 @@ from torch import Tensor
 
 from atomc.kernels.triton.launch import begin, overlap
 from atomc.kernels.triton.sequences import tokens_of
-from atomc.kernels.triton.tiles import Launch
+from atomc.kernels.triton.tile_table import Launch
 from atomc.ops.delta_rule import L2_EPS
 
 CHUNK, MAX_WIDTH = 64, 256
