@@ -16,7 +16,8 @@ from torch import Tensor
 
 from atomc.kernels.triton import conv, conv_delta_rule, delta_rule, norm_gated
 from atomc.kernels.triton.delta_chunks import Rows, launch_chunks
-from atomc.kernels.triton.tiles import DELTA_DECODE, NORM_GATED, Launch, RowTile
+from atomc.kernels.triton.tile_table import Launch, RowTile
+from atomc.kernels.triton.tiles import DELTA_DECODE, NORM_GATED
 
 EXAMPLES = """examples:
   all cases:           python bench/delta_rule.py

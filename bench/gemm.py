@@ -135,7 +135,7 @@ def chosen(op: str, rows: int, arguments: Arguments) -> tuple[str, Callable[...,
 def tiles(layer: str, rows: int, k: int) -> Iterator[tuple[str, Callable[..., Any]]]:
     """The kernels for few rows under every tile worth a try."""
     from atomc.kernels.triton import scaled_linear, unpacking, w4a16
-    from atomc.kernels.triton.tiles import Tile
+    from atomc.kernels.triton.tile_table import Tile
 
     op = LAYERS[layer].op
     if op.startswith("scaled"):

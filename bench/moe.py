@@ -30,7 +30,7 @@ from torch import Tensor
 from atomc import kernels, ops
 
 if TYPE_CHECKING:
-    from atomc.kernels.triton.tiles import ExpertsFewTile, FragmentTile, GroupedTile
+    from atomc.kernels.triton.tile_table import ExpertsFewTile, FragmentTile, GroupedTile
 
 TOKENS = (1, 2, 4, 8, 16, 17, 64, 256, 1024, 4096, 16384)
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
@@ -186,7 +186,7 @@ def quantized(of: Format, x: Tensor, name: str = "x") -> Arguments:
 
 def few_tiles(apart: bool) -> "Iterator[ExpertsFewTile]":
     """The tiles worth a try of the kernels for few tokens."""
-    from atomc.kernels.triton.tiles import ExpertsFewTile
+    from atomc.kernels.triton.tile_table import ExpertsFewTile
 
     for up in (4096, 8192, 16384):
         for down in (2048, 4096, 8192, 16384):
@@ -197,7 +197,7 @@ def few_tiles(apart: bool) -> "Iterator[ExpertsFewTile]":
 
 def grouped_tiles() -> "Iterator[GroupedTile]":
     """The tiles worth a try of the kernels for many tokens."""
-    from atomc.kernels.triton.tiles import GroupedTile
+    from atomc.kernels.triton.tile_table import GroupedTile
 
     for block in (16, 32, 64, 128):
         for weight_rows in (64, 128, 256):
@@ -218,7 +218,7 @@ def grouped_tiles() -> "Iterator[GroupedTile]":
 
 def fragment_tiles(per_expert: int) -> "Iterator[FragmentTile]":
     """The tiles worth a try of the kernels for 4-bit weights."""
-    from atomc.kernels.triton.tiles import FragmentTile
+    from atomc.kernels.triton.tile_table import FragmentTile
 
     for block in (8, 16, 32, 64, 128, 256):
         if not per_expert / 2 <= block <= max(16, 4 * per_expert):

@@ -13,6 +13,7 @@ from delta_blockers import GIVEN, ruled
 from kernel_cases.attention import DECODE
 from kernel_cases.conv_delta_rule import in_steps
 from kernel_cases.draw import Draw
+from refusals import refusal_text
 from rewriting import explained, rewritten
 from torch import Tensor
 from torch.testing import assert_close
@@ -20,6 +21,7 @@ from torch.testing import assert_close
 from atomc import kernels, ops
 from atomc.kernels.triton import conv_delta_rule
 from atomc.passes.recognize.delta_gates import DELTA_GATES
+from atomc.platform import Platform
 
 # H key heads, N value heads, K their width, C channels.
 H, N, K = 2, 4, 8
@@ -156,3 +158,23 @@ def test_only_the_last_program_that_reads_the_inputs_of_a_key_head_replaces_them
     assert torch.equal(keys, before[..., : 2 * 16] if missing else replaced[0])
     # As the next layer needs it.
     assert torch.equal(arrived, torch.full_like(arrived, 5 if missing else 0))
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        ({"A_log": (1,), "dt_bias": (1,)}, "A_log is [1] and a [5, 4]: expected a number of each head"),
+        ({"dt_bias": (1,)}, "dt_bias is [1] and a [5, 4]: expected a number of each head"),
+        ({"a": (4,), "b": (4,)}, "A_log is [4] and a [4]: expected a number of each head, and rows"),
+        ({"b": (5, 1)}, "b is [5, 1], expected [5, 4]"),
+    ],
+)  # fmt: skip
+def test_the_kernel_of_gates_refuses_what_the_reference_would_broadcast(
+    other: dict[str, tuple[int, ...]], sentence: str
+) -> None:
+    assert kernels.load("triton") is None
+    shapes = {"a": (5, 4), "b": (5, 4), "A_log": (4,), "dt_bias": (4,)} | other
+    given = {name: torch.randn(shape) for name, shape in shapes.items()}
+    kernel = next(kernel for kernel in ops.delta_gates.kernels if kernel.provider == "triton")
+    refused = refusal_text(kernel, Platform.named("h200"), given | {"rate_scale": 1.0})
+    assert refused is not None and sentence in refused

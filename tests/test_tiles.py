@@ -12,11 +12,13 @@ from atomc import ops
 from atomc.platform import Platform
 
 pytest.importorskip("triton")
-from atomc.kernels.triton import activation_quant, attention_tiles, norm, tiles, w4a16
+from atomc.kernels.triton import activation_quant, attention_tiles, norm, tile_table, tiles, w4a16
 from atomc.kernels.triton.quant import Quantized
 
 CPU = torch.device("cpu")  # where Triton's interpreter uses the tiles of sm90
-TABLES = {name: table for name, table in vars(tiles).items() if isinstance(table, tiles.TileTable)}
+TABLES = {
+    name: table for name, table in vars(tiles).items() if isinstance(table, tile_table.TileTable)
+}
 
 
 @pytest.mark.parametrize(
@@ -75,7 +77,9 @@ def test_a_scaled_linear_of_few_rows_takes_the_measured_tile(
     ],
 )
 def test_a_scaled_linear_of_many_rows_takes_the_measured_tile(
-    table: tiles.TileTable[tiles.Launch], sizes: tuple[int, ...], expected: tuple[int, ...]
+    table: tile_table.TileTable[tile_table.Launch],
+    sizes: tuple[int, ...],
+    expected: tuple[int, ...],
 ) -> None:
     names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages")
     tile = table.choose(CPU, *sizes)
@@ -123,7 +127,7 @@ def test_one_row_reads_no_more_words_of_four_bit_codes_than_there_are(
 def test_a_norm_takes_the_measured_tile(
     rows: int, columns: int, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiles, "MAX_WARPS", 32)
+    monkeypatch.setattr(tile_table, "MAX_WARPS", 32)
     tile = norm.tile_for(torch.empty(rows, columns, dtype=torch.bool), columns)
     assert (tile["BLOCK"], tile["ROWS"], tile["num_warps"]) == expected
 
@@ -185,17 +189,17 @@ def test_a_table_of_tiles_has_a_limit_per_size_and_an_entry_without_limits(name:
     assert table.command.startswith("python bench/")
     for entries in table.by_arch.values():
         assert all(len(limits) == len(table.sizes) for limits, _ in entries)
-        assert entries[-1][0] == (tiles.ANY,) * len(table.sizes)
+        assert entries[-1][0] == (tile_table.ANY,) * len(table.sizes)
 
 
 def test_another_architecture_uses_its_own_entries_and_the_first_if_it_has_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    table = tiles.TileTable(
+    table = tile_table.TileTable(
         "", ("rows",), {"sm90": [((4,), "a"), ((9,), "b")], "sm80": [((9,), "c")]}
     )
     for arch, expected in {"sm90": "ab", "sm80": "cc", "sm100": "ab"}.items():
-        monkeypatch.setattr(tiles, "_arch", lambda device, arch=arch: arch)
+        monkeypatch.setattr(tile_table, "_arch", lambda device, arch=arch: arch)
         assert table.choose(CPU, 4) + table.choose(CPU, 5) == expected
 
 
@@ -226,7 +230,7 @@ def test_a_kernel_without_tiles_to_choose_has_no_note() -> None:
 
 
 def test_tiles_that_no_gpu_has_timed_yet_have_a_note_everywhere() -> None:
-    table = tiles.TileTable("", ("rows",), {"sm90": [((9,), "a")]}, measured=False)
+    table = tile_table.TileTable("", ("rows",), {"sm90": [((9,), "a")]}, measured=False)
     assert (table.archs, table.choose(CPU, 4)) == ((), "a")
 
     def routed(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor) -> Tensor:

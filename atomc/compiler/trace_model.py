@@ -83,7 +83,17 @@ def trace_model(
         keep_texts=keep_texts or options.report is not None,
     )
 
-    # The names of the arguments are those of atomc.ops.inputs.MODEL_INPUTS.
+    example = _example_step(device, takes)
+    # Of positions [3, T], the number of axes is the same in each step.
+    dims = [int(i == 1 and takes.mrope) for i in range(len(example))]
+    return trace(model, _call_of(model, takes), example, context, dims=dims)
+
+
+def _call_of(model: nn.Module, takes: ModelInputs) -> Callable[..., Outputs]:
+    """The model as a function whose arguments have the names of atomc.ops.inputs.MODEL_INPUTS, by
+    which a traced graph refers to them.
+    """
+
     def step(input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Outputs:
         outputs: Outputs = model(input_ids, positions, logits_rows)
         return outputs
@@ -113,15 +123,9 @@ def trace_model(
         outputs: Outputs = model(input_ids, positions, hidden, logits_rows, embeddings, is_image)
         return outputs
 
-    call: Callable[..., Outputs]
     if takes.hidden:
-        call = draft_images if takes.embeddings else draft
-    else:
-        call = images if takes.embeddings else step
-    example = _example_step(device, takes)
-    # Of positions [3, T], the number of axes is the same in each step.
-    dims = [int(i == 1 and takes.mrope) for i in range(len(example))]
-    return trace(model, call, example, context, dims=dims)
+        return draft_images if takes.embeddings else draft
+    return images if takes.embeddings else step
 
 
 def trace(

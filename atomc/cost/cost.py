@@ -11,7 +11,7 @@ graph.
 """
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -25,7 +25,7 @@ from atomc.graph.provenance import layer_of, module_path, source_line
 from atomc.graph.step_symbols import C, N, symbols_of
 from atomc.graph.views import ZERO_COST, name_of, schema_name, storage_node, view_base
 from atomc.ops.op import op_of
-from atomc.ops.op_cost import OpCall, Operand, Work, lookup, read_and_write
+from atomc.ops.op_cost import Formula, OpCall, Operand, Work, lookup, read_and_write
 
 T = TypeVar("T")
 
@@ -51,28 +51,8 @@ class Cost:
     bytes: sympy.Expr
     flops: sympy.Expr
 
-    def __add__(self, other: "Cost") -> "Cost":
-        return Cost(self.bytes + other.bytes, self.flops + other.flops)
 
-    def at(self, **sizes: int) -> tuple[float, float]:
-        """(bytes, flops) for these sizes: `cost.at(T=64, S=64, C=1024, R=64)`.
-
-        Raises ValueError naming the sizes that are missing.
-        """
-        values = {
-            sympy.Symbol(name, positive=True, integer=True): size for name, size in sizes.items()
-        }
-        found = self.bytes.subs(values), self.flops.subs(values)
-        missing = found[0].free_symbols | found[1].free_symbols
-        if missing:
-            raise ValueError(
-                f"cost: sizes {sorted(map(str, missing))} are missing, given were {sorted(sizes)}"
-            )
-        return float(found[0]), float(found[1])
-
-
-NO_BYTES: sympy.Expr = sympy.Integer(0)
-NOTHING = Cost(NO_BYTES, NO_BYTES)
+NOTHING = Cost(sympy.Integer(0), sympy.Integer(0))
 
 
 @dataclass(frozen=True)
@@ -93,16 +73,8 @@ class NodeCost:
     cost: Cost
     nodes: tuple[Node, ...]
     apart: sympy.Expr
-    rate: int = 1
-    sent: sympy.Expr = NO_BYTES
-
-
-def cost_of(node: Node, sizes: Mapping[sympy.Symbol, sympy.Expr] | None = None) -> Cost:
-    """The cost of one node; `sizes` renames the graph's symbols (see `symbols_of`)."""
-    if node.op != "call_function" or name_of(node) in ZERO_COST:
-        return NOTHING
-    moved, flops = (sympy.sympify(formula).xreplace(sizes or {}) for formula in _work(node))
-    return Cost(simplified(moved), simplified(flops))
+    rate: int
+    sent: sympy.Expr
 
 
 def _work(node: Node) -> Work:
@@ -141,32 +113,39 @@ def graph_costs(gm: GraphModule) -> list[NodeCost]:
     "glue".
     """
     sizes = symbols_of(gm.graph)
+
+    def of_step(formula: Formula) -> sympy.Expr:
+        """The formula in the symbols of a step, simplified."""
+        return simplified(sympy.sympify(formula).xreplace(sizes))
+
     found: list[NodeCost] = []
     for group in groups(gm.graph):
-        first = group[0]
-        if len(group) == 1:
-            name, cost = name_of(first), cost_of(first, sizes)
-            apart = cost.bytes
-        else:
-            name, cost = "glue", _fused_cost(group, sizes)
-            apart = simplified(
-                sympy.Add(*[read_and_write(call_of(node))[0] for node in group]).xreplace(sizes)
+        first, fused = group[0], len(group) > 1
+        moved, flops = _fused_work(group) if fused else _work(first)
+        cost = Cost(of_step(moved), of_step(flops))
+        if cost == NOTHING:
+            continue
+        path = module_path(first)
+        found.append(
+            NodeCost(
+                op="glue" if fused else name_of(first),
+                module_path=path,
+                layer=layer_of(path),
+                source=source_line(first),
+                cost=cost,
+                nodes=tuple(group),
+                apart=of_step(_bytes_apart(group)) if fused else cost.bytes,
+                rate=_rate(first),
+                sent=of_step(_sent(first)),
             )
-        if cost != NOTHING:
-            path, line, rate = module_path(first), source_line(first), _rate(first)
-            sent = sent_by(first, sizes)
-            found.append(
-                NodeCost(name, path, layer_of(path), line, cost, tuple(group), apart, rate, sent)
-            )
+        )
     return found
 
 
-def sent_by(node: Node, sizes: Mapping[sympy.Symbol, sympy.Expr] | None = None) -> sympy.Expr:
-    """The bytes that one node sends to other processes; `sizes` as in cost_of."""
+def _sent(node: Node) -> Formula:
+    """The bytes that one node sends to other processes."""
     op = op_of(node.target)
-    if op is None or op.sent is None:
-        return NO_BYTES
-    return simplified(sympy.sympify(op.sent(call_of(node), N)).xreplace(sizes or {}))
+    return 0 if op is None or op.sent is None else op.sent(call_of(node), N)
 
 
 def _rate(node: Node) -> int:
@@ -178,15 +157,6 @@ def _rate(node: Node) -> int:
     weight = op.weight_of(given)
     assert weight is not None
     return weight.rate(given) if callable(weight.rate) else weight.rate
-
-
-def total(costs: Iterable[NodeCost]) -> Cost:
-    """The sum of the costs."""
-    found = list(costs)
-    moved, flops = (
-        sympy.Add(*[getattr(c.cost, what) for c in found]) for what in ("bytes", "flops")
-    )
-    return Cost(simplified(moved), simplified(flops))
 
 
 def is_product(node: Node) -> bool:
@@ -285,8 +255,8 @@ def _is_kernel(node: Node) -> bool:
     return node.op == "call_function" and name_of(node) not in ZERO_COST and bool(_results(node))
 
 
-def _fused_cost(group: list[Node], sizes: Mapping[sympy.Symbol, sympy.Expr]) -> Cost:
-    """The cost of a fused group: each input is read once, each output is written once."""
+def _fused_work(group: list[Node]) -> Work:
+    """(bytes, flops) of a fused group: each input is read once, each output is written once."""
     inside = set(group)
     entering = {
         view_base(given)
@@ -296,8 +266,11 @@ def _fused_cost(group: list[Node], sizes: Mapping[sympy.Symbol, sympy.Expr]) -> 
     }
     leaving = {node for node in group if any(user not in inside for user in _readers(node))}
     moved = bytes_of([value(node) for node in entering | leaving])
-    flops = sympy.Add(*[_numel(out) for node in group for out in _results(node)])
-    return Cost(simplified(moved.xreplace(dict(sizes))), simplified(flops.xreplace(dict(sizes))))
+    return moved, sympy.Add(*[_numel(out) for node in group for out in _results(node)])
+
+
+def _bytes_apart(group: list[Node]) -> Formula:
+    return sympy.Add(*[read_and_write(call_of(node))[0] for node in group])
 
 
 def _readers(node: Node) -> Iterable[Node]:

@@ -82,9 +82,10 @@ ALLREDUCE_ADD_RMS_NORM = Rewrite(
     _add_example,
     needs=_NEEDS,
     cases=[
-        Case(", ".join([*(["last norm"] * last), *(["operands exchanged"] * swapped)]), given)
-        for last in (False, True)  # nothing reads the sum before the last norm of a decoder
-        for swapped in (False, True)
-        for given in [{"swapped": swapped, "last": last}]
+        Case("", {"swapped": False, "last": False}),
+        Case("operands exchanged", {"swapped": True, "last": False}),
+        # Nothing reads the sum before the last norm of a decoder.
+        Case("last norm", {"swapped": False, "last": True}),
+        Case("last norm, operands exchanged", {"swapped": True, "last": True}),
     ],
 )

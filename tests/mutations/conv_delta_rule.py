@@ -16,6 +16,11 @@ def padded(file: str, old: str, new: str) -> Bug:
     return Bug(file, old, new, "tests/test_padded_weights.py -k 'odd_number or dump'")
 
 
+def gates(old: str, new: str) -> Bug:
+    tests = "tests/test_conv_delta_rule.py -k would_broadcast"
+    return Bug("atomc/kernels/triton/delta_gates.py", old, new, tests)
+
+
 BUGS = [
     decode("if arrived == GROUP * tl.num_programs(0) - 1:", "if arrived == 0:"),
     decode("tl.store(arrived_ptr + s * (N // GROUP) + key_head, 0)", "pass"),
@@ -23,6 +28,7 @@ BUGS = [
     decode("+ channel, inside & remembers, 0.0)", "+ channel, inside, 0.0)"),
     decode("x_at, conv_at, k_channel, key < K", "x_at, conv_at, q_channel, key < K"),
     decode("inside & remembers & (row < TAPS - 2)", "inside & (row < TAPS - 2)"),
+    gates("x.dim() != 1 or not known_equal(x.shape[0], a.shape[-1])", "x.shape != A_log.shape"),
     fuse('(attrs["dim"], attrs["start"], attrs["step"]) != (-1, start, 1)', '(attrs["dim"], attrs["step"]) != (-1, 1)'),
     fuse("if outside:", "if False:"),
     padded("passes/merge/linears.py", "-rows % ALIGNED_ROWS", "rows % ALIGNED_ROWS"),

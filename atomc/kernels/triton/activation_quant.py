@@ -27,7 +27,8 @@ from atomc.kernels.triton.quant import (
     store_quantized,
     unquantizable,
 )
-from atomc.kernels.triton.tiles import GATED_QUANT_WARPS, MAX_WARPS
+from atomc.kernels.triton.tile_table import MAX_WARPS
+from atomc.kernels.triton.tiles import GATED_QUANT_WARPS
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 

@@ -30,7 +30,7 @@ from atomc.kernels.triton.kv_write import (
     uncachable,
 )
 from atomc.kernels.triton.launch import overlap, unfit
-from atomc.kernels.triton.sequences import rows_of, sequence_of
+from atomc.kernels.triton.sequences import tokens_of
 from atomc.kernels.triton.tiles import PAGED_DECODE
 from atomc.ops.formats import FP8
 from atomc.ops.op import Refusal
@@ -174,15 +174,10 @@ def _attend(
         tl.extra.cuda.gdc_wait()
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    # The rows after the last sequence form one more sequence, without keys.
-    if BY_SEQUENCE:
-        s = tl.program_id(0)
-        start, end, length = rows_of(s, query_start, seq_lens, num_rows, num_sequences)
-        first_tile = 0
-        end_tile = end - start
-    else:
+    tile = tl.program_id(0)
+    if not BY_SEQUENCE:
         # The last rows of a sequence see the most keys, so they start first.
-        tile = tl.num_programs(0) - 1 - tl.program_id(0)
+        tile = tl.num_programs(0) - 1 - tile
         if num_sequences == 1:
             # Heads vary fastest, so that the longest tiles do not share a multiprocessor. H200,
             # heads of 128: 1 x 1,024 tokens, 32 heads 32 us (43 otherwise); 1 x 8,192, 16 heads
@@ -191,11 +186,9 @@ def _attend(
             program = tl.program_id(0) + tl.num_programs(0) * kv_head
             tile = tl.num_programs(0) - 1 - program // tl.num_programs(1)
             kv_head = program % tl.num_programs(1)
-        s, start, end, length = sequence_of(
-            tile, query_start, seq_lens, num_rows, num_sequences, BLOCK_Q
-        )
-        first_tile = (tile - start // BLOCK_Q - s) * BLOCK_Q
-        end_tile = first_tile + BLOCK_Q
+    s, start, end, length, first_tile, end_tile = tokens_of(
+        tile, query_start, seq_lens, num_rows, num_sequences, BLOCK_Q, BY_SEQUENCE
+    )
 
     if SOFTCAP:
         inner *= scale_of_numbers(k_scale, CODES)

@@ -17,7 +17,7 @@ from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import strided, unknown
 from atomc.kernels.triton.launch import begin, overlap, unfit
-from atomc.kernels.triton.sequences import rows_of, sequence_of
+from atomc.kernels.triton.sequences import tokens_of
 from atomc.kernels.triton.tiles import CONV
 from atomc.ops.conv import ACTIVATIONS
 from atomc.ops.op import Refusal
@@ -52,19 +52,9 @@ def _convolve(
 ):
     """One tile, or with BY_SEQUENCE all tiles of a sequence."""
     begin(PDL)
-    # The rows after the last sequence form one more sequence, without a state.
-    if BY_SEQUENCE:
-        s = tl.program_id(0)
-        start, end, length = rows_of(s, query_start, seq_lens, num_rows, num_sequences)
-        first_tile = 0
-        end_tile = end - start
-    else:
-        tile = tl.program_id(0)
-        s, start, end, length = sequence_of(
-            tile, query_start, seq_lens, num_rows, num_sequences, BLOCK_T
-        )
-        first_tile = (tile - start // BLOCK_T - s) * BLOCK_T
-        end_tile = first_tile + BLOCK_T
+    s, start, end, length, first_tile, end_tile = tokens_of(
+        tl.program_id(0), query_start, seq_lens, num_rows, num_sequences, BLOCK_T, BY_SEQUENCE
+    )
     num_new = end - start
     real = s < num_sequences
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)

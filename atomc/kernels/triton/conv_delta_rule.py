@@ -20,7 +20,8 @@ from atomc.kernels.triton.delta_chunks import MAX_WIDTH
 from atomc.kernels.triton.delta_gates import decay_of, delta_gates, rate_of, refuse_delta_gates
 from atomc.kernels.triton.delta_rule import gated_delta_rule_update
 from atomc.kernels.triton.launch import begin, overlap
-from atomc.kernels.triton.tiles import DELTA_DECODE, Launch
+from atomc.kernels.triton.tile_table import Launch
+from atomc.kernels.triton.tiles import DELTA_DECODE
 from atomc.ops.conv_delta_rule import split_channels
 from atomc.ops.delta_rule import L2_EPS
 from atomc.ops.op import Refusal, Shared

@@ -4,7 +4,7 @@
 `_systems` computes for each chunk what does not depend on the state: the inverse of the triangular
 system that says what its tokens store, and the weights with which its queries read it. `_walk`
 carries some columns of the state of a head over the chunks of a sequence. The host knows a bound of
-the number of programs by shapes (`sequence_of`).
+the number of programs by shapes (`tokens_of`).
 
 Of 16-bit numbers, products with the state and with what tokens store are in tf32: their second
 factor has no 16 bits. The inverse is exact but for rounding in fp32.
@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc.kernels.triton.launch import begin, overlap
-from atomc.kernels.triton.sequences import sequence_of
-from atomc.kernels.triton.tiles import Launch
+from atomc.kernels.triton.sequences import tokens_of
+from atomc.kernels.triton.tile_table import Launch
 from atomc.ops.delta_rule import L2_EPS
 
 CHUNK, MAX_WIDTH = 64, 256
@@ -163,8 +163,7 @@ def _systems(
     C: tl.constexpr = 64
     tile = tl.program_id(0)
     head = tl.program_id(1)
-    s, start, end, _ = sequence_of(tile, query_start, seq_lens, num_rows, num_sequences, C)
-    first = (tile - start // C - s) * C
+    s, start, end, _, first, _ = tokens_of(tile, query_start, seq_lens, num_rows, num_sequences, C)
     each = tl.arange(0, C)
     row = start + first + each
     valid = row < end

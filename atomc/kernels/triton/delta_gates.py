@@ -6,6 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
+from atomc.graph.sizes import known_equal, spell_shape
+from atomc.kernels.checks import unlike_shapes
 from atomc.kernels.triton.launch import begin, overlap, unfit
 from atomc.kernels.triton.ssm import softplus
 from atomc.ops.op import Refusal
@@ -66,13 +68,15 @@ def refuse_delta_gates(
     *_: object,
     **__: object,
 ) -> Refusal | None:
-    if reason := unfit(platform, a=a, b=b, A_log=A_log, dt_bias=dt_bias):
+    if reason := unfit(platform, a=a, b=b, A_log=A_log, dt_bias=dt_bias) or unlike_shapes(a, b=b):
         return reason
-    if a.shape != b.shape or a.dim() < 2 or A_log.shape != dt_bias.shape != a.shape[-1:]:
-        return Refusal(
-            "shape",
-            f"a is {list(a.shape)} and b {list(b.shape)}: expected rows of one number a head",
-        )
+    for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
+        if a.dim() < 2 or x.dim() != 1 or not known_equal(x.shape[0], a.shape[-1]):
+            return Refusal(
+                "shape",
+                f"{name} is {spell_shape(x.shape)} and a {spell_shape(a.shape)}: expected a number "
+                "of each head, and rows of them",
+            )
     return None
 
 

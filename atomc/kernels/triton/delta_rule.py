@@ -19,7 +19,8 @@ from atomc.kernels.checks import strided, too_wide
 from atomc.kernels.triton.conv import equal_sequences, odd_step
 from atomc.kernels.triton.delta_chunks import MAX_WIDTH, Rows, launch_chunks
 from atomc.kernels.triton.launch import begin, overlap, unfit
-from atomc.kernels.triton.tiles import DELTA_CHUNKS, DELTA_STEP, Launch
+from atomc.kernels.triton.tile_table import Launch
+from atomc.kernels.triton.tiles import DELTA_CHUNKS, DELTA_STEP
 from atomc.ops.delta_rule import L2_EPS
 from atomc.ops.op import Refusal
 from atomc.platform import Platform

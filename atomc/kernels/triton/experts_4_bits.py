@@ -24,7 +24,8 @@ from atomc.kernels.triton.fragments import (
 )
 from atomc.kernels.triton.grouped import store_pairs, tile_of, weight_rows
 from atomc.kernels.triton.launch import TRITON_DTYPE, let_next_start, overlap, wait_for_last
-from atomc.kernels.triton.tiles import EXPERTS_FRAGMENTS, FragmentTile
+from atomc.kernels.triton.tile_table import FragmentTile
+from atomc.kernels.triton.tiles import EXPERTS_FRAGMENTS
 from atomc.kernels.triton.unpacking import other_group
 from atomc.kernels.triton.weighted_sum import weighted_sum
 from atomc.ops.formats import HALVES

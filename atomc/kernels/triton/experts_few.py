@@ -29,7 +29,7 @@ from atomc.kernels.triton.launch import (
     overlap,
     wait_for_last,
 )
-from atomc.kernels.triton.tiles import ExpertsFewTile
+from atomc.kernels.triton.tile_table import ExpertsFewTile
 from atomc.kernels.triton.weighted_sum import weighted_sum
 from atomc.ops.experts import ACTIVATIONS
 from atomc.ops.formats import FLOATS, HALVES

@@ -11,7 +11,8 @@ from atomc.kernels.checks import strided, unlike
 from atomc.kernels.triton.expert_checks import unfit, unreadable
 from atomc.kernels.triton.expert_sort import sort_by_expert
 from atomc.kernels.triton.grouped import grouped_down, grouped_gate_up
-from atomc.kernels.triton.tiles import MOE_EXPERTS, GroupedTile, TileTable
+from atomc.kernels.triton.tile_table import GroupedTile, TileTable
+from atomc.kernels.triton.tiles import MOE_EXPERTS
 from atomc.kernels.triton.weighted_sum import weighted_sum
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal

@@ -16,7 +16,8 @@ from atomc.kernels.triton.expert_sort import Routing, sort_by_expert
 from atomc.kernels.triton.experts_many import tile_for
 from atomc.kernels.triton.grouped import store_pairs, tile_of, weight_rows
 from atomc.kernels.triton.launch import let_next_start, overlap, wait_for_last
-from atomc.kernels.triton.tiles import MOE_EXPERTS_4_BITS, Launch
+from atomc.kernels.triton.tile_table import Launch
+from atomc.kernels.triton.tiles import MOE_EXPERTS_4_BITS
 from atomc.kernels.triton.unpacking import as_words, other_group, scale_of, unpacked, zero_of
 from atomc.kernels.triton.weighted_sum import weighted_sum
 from atomc.ops.formats import FLOATS

@@ -16,7 +16,7 @@ from torch import Tensor
 from atomc.kernels.triton.expert_gate import activated
 from atomc.kernels.triton.expert_sort import Routing
 from atomc.kernels.triton.launch import let_next_start, overlap, wait_for_last
-from atomc.kernels.triton.tiles import Launch
+from atomc.kernels.triton.tile_table import Launch
 
 
 @triton.jit

@@ -25,7 +25,8 @@ from atomc.kernels.triton.launch import (
     unfit,
     wait_for_last,
 )
-from atomc.kernels.triton.tiles import LINEAR, Tile
+from atomc.kernels.triton.tile_table import Tile
+from atomc.kernels.triton.tiles import LINEAR
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform

@@ -29,7 +29,7 @@ from atomc.kernels.triton.kv_write import (
     uncachable,
 )
 from atomc.kernels.triton.launch import overlap, unfit
-from atomc.kernels.triton.sequences import rows_of, sequence_of
+from atomc.kernels.triton.sequences import tokens_of
 from atomc.kernels.triton.tiles import LATENT_ATTENTION, LATENT_ATTENTION_CODES
 from atomc.ops.formats import FP8
 from atomc.ops.op import Refusal
@@ -163,20 +163,13 @@ def _attend_latent(
     if PDL:
         tl.extra.cuda.gdc_wait()
     split = tl.program_id(2)
-    # The rows after the last sequence form one more sequence, without keys.
-    if BY_SEQUENCE:
-        s = tl.program_id(0)
-        start, end, length = rows_of(s, query_start, seq_lens, num_rows, num_sequences)
-        first_tile = 0
-        end_tile = end - start
-    else:
+    tile = tl.program_id(0)
+    if not BY_SEQUENCE:
         # The last rows of a sequence see the most keys, so they start first.
-        tile = tl.num_programs(0) - 1 - tl.program_id(0)
-        s, start, end, length = sequence_of(
-            tile, query_start, seq_lens, num_rows, num_sequences, BLOCK_Q
-        )
-        first_tile = (tile - start // BLOCK_Q - s) * BLOCK_Q
-        end_tile = first_tile + BLOCK_Q
+        tile = tl.num_programs(0) - 1 - tile
+    s, start, end, length, first_tile, end_tile = tokens_of(
+        tile, query_start, seq_lens, num_rows, num_sequences, BLOCK_Q, BY_SEQUENCE
+    )
 
     unit *= scale_of_numbers(kv_scale, CODES)
     num_new = end - start

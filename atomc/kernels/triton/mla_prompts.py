@@ -26,7 +26,7 @@ from atomc.kernels.triton.attention_tiles import tiling, with_room
 from atomc.kernels.triton.kv_write import as_numbers, codes_of, in_bytes, scale_of_numbers
 from atomc.kernels.triton.launch import begin, overlap, unfit
 from atomc.kernels.triton.mla_chosen import attend_chosen, refuse_chosen
-from atomc.kernels.triton.sequences import sequence_of
+from atomc.kernels.triton.sequences import tokens_of
 from atomc.kernels.triton.tiles import LATENT_ATTENTION
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -58,11 +58,10 @@ def _read_rows(
 ):
     """The rows of the cache of BLOCK_Q new tokens of a sequence; zeros for rows of no sequence."""
     begin(PDL)
-    tile = tl.program_id(0)
-    s, start, end, length = sequence_of(
-        tile, query_start, seq_lens, num_rows, num_sequences, BLOCK_Q
+    s, start, end, length, first, _ = tokens_of(
+        tl.program_id(0), query_start, seq_lens, num_rows, num_sequences, BLOCK_Q
     )
-    token = (tile - start // BLOCK_Q - s) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    token = first + tl.arange(0, BLOCK_Q)
     own = token < end - start
     cached = own & (s < num_sequences)
     key = length - (end - start) + token

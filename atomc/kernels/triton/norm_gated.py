@@ -17,7 +17,8 @@ from atomc.kernels.triton.launch import (
     unfit,
 )
 from atomc.kernels.triton.norm import refuse_rms_norm, weighted
-from atomc.kernels.triton.tiles import NORM_GATED, RowTile
+from atomc.kernels.triton.tile_table import RowTile
+from atomc.kernels.triton.tiles import NORM_GATED
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 

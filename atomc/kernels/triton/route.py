@@ -24,7 +24,8 @@ from atomc.kernels.triton.launch import (
     unfit,
 )
 from atomc.kernels.triton.linear import MAX_ROWS, multiply
-from atomc.kernels.triton.tiles import LINEAR, Tile
+from atomc.kernels.triton.tile_table import Tile
+from atomc.kernels.triton.tiles import LINEAR
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 from atomc.ops.route import GROUP_SCORES, SCORES

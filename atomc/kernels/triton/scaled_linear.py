@@ -23,7 +23,8 @@ from atomc.kernels.triton.launch import (
     scattered,
     wait_for_last,
 )
-from atomc.kernels.triton.tiles import SCALED_LINEAR, Tile
+from atomc.kernels.triton.tile_table import Tile
+from atomc.kernels.triton.tiles import SCALED_LINEAR
 from atomc.ops.formats import FLOATS, HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform

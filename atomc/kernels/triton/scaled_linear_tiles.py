@@ -13,7 +13,8 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.triton.launch import num_rows
 from atomc.kernels.triton.scaled_linear import BLOCK, finished, refuse_scaled_linear, steps
-from atomc.kernels.triton.tiles import SCALED_LINEAR_BLOCK_TILES, SCALED_LINEAR_TILES, Launch
+from atomc.kernels.triton.tile_table import Launch
+from atomc.kernels.triton.tiles import SCALED_LINEAR_BLOCK_TILES, SCALED_LINEAR_TILES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 

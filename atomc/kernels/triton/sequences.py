@@ -1,24 +1,42 @@
-"""Which rows of a step belong to a sequence: sequence s has query_start[s]:query_start[s + 1]."""
+"""Which rows of a step belong to a sequence: sequence s has query_start[s]:query_start[s + 1].
+
+The rows after the last sequence form one more sequence, whose length is 0.
+"""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def rows_of(s, query_start, seq_lens, num_rows, num_sequences):
-    """The first row of sequence s, its end, and its length; for s = num_sequences of the rows after
-    the last sequence, with the length 0.
+def tokens_of(
+    tile,
+    query_start,
+    seq_lens,
+    num_rows,
+    num_sequences,
+    BLOCK_Q: tl.constexpr,
+    BY_SEQUENCE: tl.constexpr = False,
+):
+    """The number of the sequence that has this tile of BLOCK_Q tokens, its first row, its end, its
+    length, and the first of its new tokens in this tile and their end, which may be beyond the last
+    one. With BY_SEQUENCE, `tile` is the number of a sequence, and has all of its new tokens.
     """
-    start = tl.load(query_start + s)
-    end = tl.load(query_start + s + 1, mask=s < num_sequences, other=num_rows)
-    length = tl.load(seq_lens + s, mask=s < num_sequences, other=0)
-    return start, end, length
+    if BY_SEQUENCE:
+        start = tl.load(query_start + tile)
+        end = tl.load(query_start + tile + 1, mask=tile < num_sequences, other=num_rows)
+        length = tl.load(seq_lens + tile, mask=tile < num_sequences, other=0)
+        return tile, start, end, length, 0, end - start
+    else:
+        s, start, end, length = _searched(
+            tile, query_start, seq_lens, num_rows, num_sequences, BLOCK_Q
+        )
+        first = (tile - start // BLOCK_Q - s) * BLOCK_Q
+        return s, start, end, length, first, first + BLOCK_Q
 
 
 @triton.jit
-def sequence_of(tile, query_start, seq_lens, num_rows, num_sequences, BLOCK_Q: tl.constexpr):
-    """The number of the sequence that has this tile of BLOCK_Q tokens, its first row, its end, and
-    its length.
+def _searched(tile, query_start, seq_lens, num_rows, num_sequences, BLOCK_Q: tl.constexpr):
+    """The number of the sequence of a tile, its first row, its end, and its length.
 
     Sequence s has the tiles from query_start[s] // BLOCK_Q + s on, which is enough for its rows.
     """

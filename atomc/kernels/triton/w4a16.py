@@ -20,7 +20,8 @@ from atomc.kernels.triton.launch import (
     wait_for_last,
 )
 from atomc.kernels.triton.mxfp4 import e8m0_values
-from atomc.kernels.triton.tiles import LINEAR_MXFP4, LINEAR_W4A16, Launch, TileTable
+from atomc.kernels.triton.tile_table import Launch, TileTable
+from atomc.kernels.triton.tiles import LINEAR_MXFP4, LINEAR_W4A16
 from atomc.kernels.triton.unpacking import (
     as_words,
     e2m1_on_top,
