@@ -129,13 +129,13 @@ def load(
         return ready(model)
     sharding = Sharding.of(model, tp, ep=ep, quantized=methods.linears)
     plan = part_of_plan(plan, model, sharding.cut())
-    _check_parts(model, methods)
+    check_parts(model, methods)
     execute(plan, model, methods, device, mmap, progress)
     sharding.connect()
     return ready(model)
 
 
-def _check_parts(model: nn.Module, methods: Methods) -> None:
+def check_parts(model: nn.Module, methods: Methods) -> None:
     """Raise ValueError for a layer whose part cannot be quantized during loading."""
     for name, method in methods.linears.items():
         layer = model.get_submodule(name)

@@ -127,7 +127,7 @@ def model(added):
     module = models.build(CONFIG, dtype=torch.bfloat16, device="meta")
     for layer in module.model.layers:
         layer.mlp.down_proj = Projected(added, INNER, WIDTH).to("meta")
-    return Model(ready(module), CONFIG, None, torch.bfloat16, 1, 0)
+    return Model(ready(module), CONFIG, None, torch.bfloat16, None, 0)
 
 
 @pytest.fixture(scope="module")

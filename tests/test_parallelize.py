@@ -180,6 +180,11 @@ def test_experts_are_cut_by_width_or_by_expert(ep: bool) -> None:
             "colwise",
             "layer is a LayerNorm, which the plan divides colwise",
         ),
+        (
+            lambda: nn.Embedding(8, 4, max_norm=1.0),
+            "embedding_rowwise",
+            "layer cannot be cut by vocabulary: its rows have a max_norm",
+        ),
         (lambda: nn.Linear(6, 7), "colwise", "layer: 7 do not divide into 2 equal parts"),
         (linear, "moe_tp_experts", "layer: the experts of Linear have no weights"),
         (lambda: nn.Parameter(torch.ones(4)), "rowwise", "layer: a parameter that is divided row"),

@@ -13,7 +13,7 @@ from atomc.cli import arguments, main
 from atomc.cost.efficiency import SHIPPED, Table, Timing, evaluated, fit, predict, shipped
 from atomc.models import build
 from atomc.ops import Tokens
-from atomc.planning.device_model import build_model, shard_config, sharding
+from atomc.planning.device_model import build_model
 from atomc.planning.plan import compile_for, plan
 from atomc.planning.plan_report import Workload
 from atomc.platform import GIB, Platform
@@ -303,37 +303,34 @@ def test_a_sequence_that_fits_nowhere_is_said_to_be_too_long(planned):
 # Cut over devices
 
 
-def test_a_device_gets_its_share_of_heads_hidden_units_and_vocabulary():
-    found = shard_config(SMALL, 4)
+def test_a_device_gets_its_share_of_heads_hidden_units_and_vocabulary(folder):
+    layer = build_model(folder(SMALL), devices=4).module
+    shapes = {name: tuple(weight.shape) for name, weight in layer.named_parameters()}
     assert [
-        found[name]
+        shapes[name]
         for name in (
-            "num_attention_heads",
-            "num_key_value_heads",
-            "intermediate_size",
-            "vocab_size",
+            "model.layers.0.self_attn.q_proj.weight",
+            "model.layers.0.self_attn.k_proj.weight",
+            "model.layers.0.mlp.down_proj.weight",
+            "lm_head.weight",
         )
-    ] == [2, 1, 256, 1024]
-    assert found["hidden_size"] == WIDTH and found["head_dim"] == HEAD
-    assert (
-        shard_config({key: value for key, value in SMALL.items() if key != "head_dim"}, 2)[
-            "head_dim"
-        ]
-        == WIDTH // HEADS
-    )
+    ] == [(2 * HEAD, WIDTH), (HEAD, WIDTH), (WIDTH, 256), (1024, WIDTH)]
+
+
+def test_a_head_of_keys_that_several_devices_hold_is_counted_on_each(planned):
+    assert planned("h200", devices=8).memory.per_token == LAYERS * 2 * HEAD * 2
 
 
 @pytest.mark.parametrize(
     "devices, why",
     [
-        (3, "num_attention_heads is 8, not a multiple of 3"),
-        (8, "num_key_value_heads is 4, not a multiple of 8"),
+        (3, r"8 heads \(num_attention_heads\) do not divide by 3; 1, 2, 4 and 8 do"),
         (0, "0 devices: expected at least 1"),
     ],
 )
-def test_what_does_not_divide_is_refused(devices, why):
+def test_what_does_not_divide_is_refused(folder, devices, why):
     with pytest.raises(ValueError, match=why):
-        shard_config(SMALL, devices)
+        build_model(folder(SMALL), devices=devices)
 
 
 def test_each_device_sends_the_bytes_of_a_ring(planned):
@@ -366,11 +363,6 @@ def test_a_model_of_transformers_is_cut_by_its_own_plan(folder):
     assert {tuple(shape) for name, shape in whole.items() if "down_proj" in name} == {
         (WIDTH, INNER // 2)
     }
-
-
-def test_a_model_that_does_not_say_how_it_is_cut_is_refused():
-    with pytest.raises(ValueError, match="Linear does not define how it is sharded over devices"):
-        sharding(torch.nn.Linear(2, 2))
 
 
 # Machines and numbers
@@ -499,7 +491,7 @@ def test_the_plan_is_in_the_json(folder, capsys):
 @pytest.mark.parametrize(
     "asked, why",
     [
-        (["--tp", "3"], "num_attention_heads is 8, not a multiple of 3"),
+        (["--tp", "3"], "8 heads (num_attention_heads) do not divide by 3; 1, 2, 4 and 8 do"),
         (["--plan", "--why", "rms_norm"], "cannot be combined with --why"),
         (["--measure", "--platform", "h200"], "leave one of them out"),
         (["--tokens", "5", "--sequences", "9"], "a step of 5 tokens"),

@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 from fake_group import fake_group
+from tiny_experts import CONFIGS
 
 import atomc
 from atomc import ops
@@ -20,6 +21,7 @@ from atomc.planning.plan_report import Workload
 from atomc.platform import Platform
 
 H200 = Platform.named("h200")
+WIDTHS = dict.fromkeys(CONFIGS, "intermediate_size") | {"qwen3_moe": "moe_intermediate_size"}
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -83,6 +85,18 @@ def test_a_plan_says_where_collectives_stand_and_what_their_links_need(found):
     assert sent.sent == sum(row.calls * row.sent for row in sent.collectives)
     text = found.to_text()
     assert "behind" in text and "ms at 450.0 GB/s (not in the time)" in text
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_the_experts_of_a_plan_are_summed_and_cut(kind, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[kind]))
+    sent = plan(build_model(tmp_path, devices=2), H200, Workload(4, 2, 32)).communication
+    layers = CONFIGS[kind]["num_hidden_layers"]
+    assert (sent.all_reduces, sent.gathers) == (2 * layers + 1, 1)
+    cuts = {row.parameter: row for row in sent.cuts}
+    down = cuts["model.layers.*.mlp.experts.down_proj"]
+    assert down.how == "moe_tp_experts" and down.count == layers
+    assert down.shape[-1] == CONFIGS[kind][WIDTHS[kind]] // 2
 
 
 def test_a_plan_says_which_parameter_is_cut_how(found):

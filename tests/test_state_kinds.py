@@ -433,7 +433,7 @@ def test_a_model_that_keeps_nothing_per_token_is_as_long_as_it_may_be():
     ],
 )
 def test_a_plan_counts_both_kinds_of_memory(kind, per_token, per_sequence):
-    model = Model(toy(kind, "meta"), {"max_position_embeddings": 64}, None, torch.float64, 1, 0)
+    model = Model(toy(kind, "meta"), {"max_position_embeddings": 64}, None, torch.float64, None, 0)
     found = plan(model, Platform.named("h200"), Workload(), options={"layout": "paged"})
     memory = found.memory
     assert (memory.per_token, memory.per_sequence) == (per_token, per_sequence)
@@ -446,7 +446,9 @@ def test_a_plan_counts_both_kinds_of_memory(kind, per_token, per_sequence):
 
 
 def test_kernels_over_both_kinds_of_state_are_timed_on_made_up_state():
-    model = Model(toy("mixed", "meta"), {"max_position_embeddings": 64}, None, torch.float64, 1, 0)
+    model = Model(
+        toy("mixed", "meta"), {"max_position_embeddings": 64}, None, torch.float64, None, 0
+    )
     predicted, timed = TimedProgram(model, {"layout": "paged"}).time(
         Workload(tokens=4, sequences=2, context=40)
     )

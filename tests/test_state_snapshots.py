@@ -642,7 +642,7 @@ def test_rows_beside_the_slots_are_charged_before_blocks():
 
 
 def test_a_plan_counts_snapshots():
-    model, longest = Model(toy("lasting mixed", "meta"), {}, None, torch.float64, 1, 0), 4096
+    model, longest = Model(toy("lasting mixed", "meta"), {}, None, torch.float64, None, 0), 4096
     found = plan(
         model, Platform.named("h200"), Workload(), longest=longest, options={"layout": "paged"}
     )

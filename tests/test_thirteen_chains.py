@@ -21,7 +21,7 @@ from torch import Tensor, distributed, nn
 import atomc
 from atomc import models, program
 from atomc.parallel.group import TensorParallel
-from atomc.parallel.vocab import cut_embedding
+from atomc.parallel.vocab import sum_lookups
 from atomc.platform import Platform
 from atomc.report.report import Report
 
@@ -51,7 +51,7 @@ class PaddedMLP(nn.Module):
 
 
 def in_parallel(model: nn.Module) -> nn.Module:
-    cut_embedding(model.model.embed_tokens, TensorParallel(0, 1, one_process_group()))
+    sum_lookups(model.model.embed_tokens, TensorParallel(0, 1, one_process_group()))
     for layer in model.model.layers:
         layer.self_attn.o_proj.__class__ = layer.mlp.down_proj.__class__ = ParallelRows
     return model

@@ -9,7 +9,7 @@ import torch
 import vocab_ranks
 from fake_group import fake_group
 from torch import nn
-from vocab_model import IDS, Decoder
+from vocab_model import IDS, Decoder, divided, rows
 from vocab_ranks import CASES, COMPILED, RANKS
 
 from atomc import models
@@ -17,7 +17,8 @@ from atomc.cache.model_fingerprint import model_parts
 from atomc.ops.inputs import ModelInputs
 from atomc.options import Options
 from atomc.parallel.group import TensorParallel
-from atomc.parallel.vocab import cut_embedding, cut_head, own_ids, own_rows, rows_of_rank
+from atomc.parallel.sharding import cut_parameters
+from atomc.parallel.vocab import gather_logits, rows_of_rank, sum_lookups
 from atomc.platform import Platform
 from atomc.program import compile_model
 
@@ -60,28 +61,19 @@ def test_two_processes_compute_the_logits_of_one(case, folder):
 @pytest.mark.parametrize("size", [12, 11, 10])
 def test_every_id_is_held_once_and_the_last_rows_are_zeros(size, ranks):
     weight = torch.arange(1, size + 1.0)[:, None]
-    parts = [own_rows(weight, TensorParallel(rank, ranks, "")) for rank in range(ranks)]
+    parts = [rows(TensorParallel(rank, ranks, "")).of(weight) for rank in range(ranks)]
     assert {len(part) for part in parts} == {rows_of_rank(size, ranks)}
     joined = torch.cat(parts)
     assert torch.equal(joined[:size], weight) and not joined[size:].any()
-    ids = [i for rank in range(ranks) for i in own_ids(size, TensorParallel(rank, ranks, ""))]
-    assert ids == list(range(size))
 
 
 def test_a_process_without_an_id_is_refused():
     with pytest.raises(ValueError, match="a vocabulary of 9 cannot be cut over 4 processes"):
         rows_of_rank(9, 4)
-    with pytest.raises(ValueError, match="without max_norm"):
-        cut_embedding(nn.Embedding(8, 4, max_norm=1.0), TensorParallel(0, 2, ""))
-    with pytest.raises(ValueError, match=r"expected an nn\.Linear"):
-        cut_head(nn.Conv1d(4, 8, 1), TensorParallel(0, 2, ""))
 
 
-def cut(rank: int, model: nn.Module) -> nn.Module:
-    tp = TensorParallel(rank, 2, fake_group(2))
-    cut_embedding(model.embed, tp)
-    cut_head(model.head, tp)
-    return model
+def cut(rank: int, model: Decoder) -> nn.Module:
+    return divided(model, TensorParallel(rank, 2, fake_group(2)))
 
 
 def test_ranks_differ_in_parameters_and_buffers_only():
@@ -110,7 +102,9 @@ def test_a_class_that_scales_its_lookup_scales_the_rows_of_its_process(rank):
 
     whole = Scaled(10, 4)
     part = copy.deepcopy(whole)
-    cut_embedding(part, TensorParallel(rank, 2, fake_group(2)))
+    tp = TensorParallel(rank, 2, fake_group(2))
+    cut_parameters(part, {"weight": rows(tp)})
+    sum_lookups(part, tp)
     ids = torch.tensor([0, 4, 5, 9], dtype=torch.int32)
     expected = whole(ids) * torch.tensor([1 - rank, 1 - rank, rank, rank])[:, None]
     assert torch.equal(part(ids), expected) and part.num_embeddings == 10
@@ -135,8 +129,9 @@ def test_a_served_model_compiles_for_any_rows_of_logits_under_one_key_on_all_ran
     for rank in (0, 1):
         model = models.build(LLAMA, dtype=torch.float32, device="cpu").eval().requires_grad_(False)
         tp = TensorParallel(rank, 2, fake_group(2))
-        cut_embedding(model.model.embed_tokens, tp)
-        cut_head(model.lm_head, tp)
+        cut_parameters(model, {"model.embed_tokens.weight": rows(tp)})
+        sum_lookups(model.model.embed_tokens, tp)
+        gather_logits(model.lm_head, tp)
         where = Platform.detect("cpu")
         parts.append(model_parts(model, Options(), where, ModelInputs(), owned=False))
     assert parts[0] == parts[1]

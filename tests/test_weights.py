@@ -153,8 +153,7 @@ def test_no_module_but_the_owner_makes_or_moves_a_parameter() -> None:
             name = path.relative_to(PACKAGE).as_posix()
             if lines := moving(ast.parse(path.read_text()), model=name.startswith("models/")):
                 found[name] = lines
-    # The second gives a model its parts before anything is compiled, so before weights are moved.
-    assert found.keys() == {"weights/registry.py", "parallel/vocab.py"}
+    assert found.keys() == {"weights/registry.py"}
 
 
 # Who makes what

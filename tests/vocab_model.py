@@ -1,8 +1,13 @@
-"""A small decoder whose embedding and head can be cut by vocabulary."""
+"""A small decoder whose embedding and head are cut by vocabulary."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from atomc.parallel.cut import Cut
+from atomc.parallel.group import TensorParallel
+from atomc.parallel.sharding import cut_parameters
+from atomc.parallel.vocab import gather_logits, sum_lookups
 
 IDS = torch.tensor([[0, 33, 34, 63, 66, 5, 31, 32]])
 WIDTH = 16
@@ -37,3 +42,15 @@ class Decoder(nn.Module):
         x = self.embed(ids)
         x = x + F.silu(self.mlp(self.norm(x)))
         return self.head(self.last_norm(x))
+
+
+def rows(tp: TensorParallel) -> Cut:
+    return Cut(0, tp.size, tp.rank, padded=True)
+
+
+def divided(model: Decoder, tp: TensorParallel) -> Decoder:
+    """The part of one process, in place."""
+    cut_parameters(model, {name: rows(tp) for name in ("embed.weight", "head.weight", "head.bias")})
+    sum_lookups(model.embed, tp)
+    gather_logits(model.head, tp)
+    return model

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
-from vocab_model import IDS, Decoder
+from vocab_model import IDS, Decoder, divided
 
 from atomc.parallel.group import TensorParallel
-from atomc.parallel.vocab import cut_embedding, cut_head
 from atomc.report.report import reports
 
 RANKS = 2
@@ -24,10 +23,7 @@ def decoder(size: int, tied: bool) -> nn.Module:
     """The part of this process."""
     model, group = Decoder(size, tied), distributed.group.WORLD
     assert group is not None
-    tp = TensorParallel.of(group)
-    cut_head(model.head, tp)
-    cut_embedding(model.embed, tp)
-    return model
+    return divided(model, TensorParallel.of(group))
 
 
 def result(size: int, tied: bool) -> dict[str, Any]:

@@ -7,10 +7,10 @@ what differs is in buffers.
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-functional = torch.ops._c10d_functional
+from atomc import ops
+
 # Buffers of modules: which columns of its input this rank reads; the row of each expert.
 COLUMNS, EXPERT_MAP = "columns_of_rank", "expert_map"
 
@@ -22,9 +22,7 @@ class SumOverRanks:
     group: str
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], partial: Tensor) -> Tensor:
-        summed: Tensor = functional.all_reduce(partial, "sum", self.group)
-        waited: Tensor = functional.wait_tensor(summed)
-        return waited
+        return ops.all_reduce.reference(partial, self.group)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from atomc.parallel.cut import Cut
 from atomc.parallel.group import TensorParallel
 from atomc.parallel.layers import Side
 from atomc.parallel.plan import EXPERTS, GATHERED, SPLIT_INPUT, SUMMED, Plan, plan_of
-from atomc.parallel.vocab import cut_embedding, cut_head
+from atomc.parallel.vocab import gather_logits, sum_lookups
 from atomc.quantization.experts import QuantizedExperts
 from atomc.quantization.linear import QuantizedLinear
 
@@ -84,7 +84,7 @@ class Sharding:
             if how in TABLES:
                 # A layer of another kind stays whole: its input is, and so is what it returns.
                 if isinstance(module, nn.Embedding | nn.Linear) and name not in quantized:
-                    made.tables.append(name)
+                    made._add_table(name, module)
             elif module is None:
                 made._add_tensor(name, how)
             elif how in EXPERTS:
@@ -110,6 +110,11 @@ class Sharding:
             if len(names) > 1 and not divided.issuperset(names):
                 kept = {name.rpartition(".")[0] for name in names}
                 self.tables = [name for name in self.tables if name not in kept]
+
+    def _add_table(self, name: str, module: nn.Module) -> None:
+        if isinstance(module, nn.Embedding) and module.max_norm is not None:
+            raise ValueError(f"{name} cannot be cut by vocabulary: its rows have a max_norm")
+        self.tables.append(name)
 
     def _add_tensor(self, name: str, how: str) -> None:
         if how != "colwise":
@@ -201,8 +206,11 @@ class Sharding:
         """
         for name in self.tables:
             table = self.model.get_submodule(name)
-            cut = cut_embedding if isinstance(table, nn.Embedding) else cut_head
-            cut(table, self.place)
+            if isinstance(table, nn.Embedding):
+                sum_lookups(table, self.place)
+            else:
+                assert isinstance(table, nn.Linear)
+                gather_logits(table, self.place)
         for name in self.summed:
             module = self.model.get_submodule(name)
             if self.place.rank:

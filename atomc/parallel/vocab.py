@@ -4,15 +4,15 @@ An embedding looks up the ids that the process holds, and zeros for all others; 
 processes is the whole lookup. A head computes its logits, which are gathered. All processes hold
 the same number of rows: the last ones are padded with zeros, of which no logits are returned.
 
-The first id is a buffer, and the rank is no attribute: the processes compile equal graphs.
+Parameters are cut before (atomc.parallel.sharding). The first id is a buffer, and the rank is no
+attribute: the processes compile equal graphs.
 """
 
 import torch
 from torch import Tensor, nn
 
+from atomc import ops
 from atomc.parallel.group import TensorParallel
-
-collective = torch.ops._c10d_functional
 
 
 def rows_of_rank(size: int, ranks: int) -> int:
@@ -29,23 +29,6 @@ def rows_of_rank(size: int, ranks: int) -> int:
     return rows
 
 
-def own_ids(size: int, tp: TensorParallel) -> range:
-    """The ids of which this process holds the rows."""
-    rows = rows_of_rank(size, tp.size)
-    return range(tp.rank * rows, min((tp.rank + 1) * rows, size))
-
-
-def own_rows(weight: Tensor, tp: TensorParallel) -> Tensor:
-    """The rows [rows_of_rank, ...] of this process, padded with zeros, in memory of their own.
-    weight [V, ...] of the whole vocabulary.
-    """
-    size = weight.shape[0]
-    ids, rows = own_ids(size, tp), rows_of_rank(size, tp.size)
-    own = weight.new_zeros(rows, *weight.shape[1:])
-    own[: len(ids)].copy_(weight[ids.start : ids.stop])
-    return own
-
-
 class VocabParallelEmbedding(nn.Embedding):
     """An embedding of which this process holds the rows from `first_id` on.
 
@@ -60,8 +43,7 @@ class VocabParallelEmbedding(nn.Embedding):
         elsewhere = (row < 0) | (row >= self.weight.shape[0])
         found = super().forward(row.masked_fill(elsewhere, 0))
         found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
-        summed: Tensor = collective.wait_tensor(collective.all_reduce(found, "sum", self.group))
-        return summed
+        return ops.all_reduce.reference(found, self.group)
 
 
 class VocabParallelHead(nn.Linear):
@@ -73,66 +55,27 @@ class VocabParallelHead(nn.Linear):
     group: str
 
     def forward(self, input: Tensor) -> Tensor:
-        return gathered(super().forward(input), self.out_features, self.ranks, self.group)
+        logits = ops.all_gather.reference(super().forward(input), self.ranks, self.group)
+        size = self.out_features
+        return logits if logits.shape[-1] == size else logits[..., :size]
 
 
-def gathered(logits: Tensor, size: int, ranks: int, group: str) -> Tensor:
-    """The logits of all processes side by side, without those of padding: [..., V / ranks] ->
-    [..., V].
-    """
-    found = collective.all_gather_into_tensor(logits.contiguous(), ranks, group)
-    # Not chunk, which branches on the number of rows.
-    parts = collective.wait_tensor(found).view(ranks, *logits.shape).unbind(0)
-    found = torch.cat(parts, -1)
-    return found if found.shape[-1] == size else found[..., :size]
-
-
-def cut_embedding(module: nn.Module, tp: TensorParallel) -> None:
-    """Cut an embedding in place. A head that shares its weight is cut as well: pass it to
-    `cut_head`, before or after.
-
-    Raises ValueError for a module that is no embedding or whose rows have a maximal norm, and as
-    `rows_of_rank`.
-    """
-    if not isinstance(module, nn.Embedding) or module.max_norm is not None:
-        raise ValueError(
-            f"{module} cannot be cut by vocabulary: expected an nn.Embedding without max_norm"
-        )
-    first = own_ids(module.num_embeddings, tp).start
-    _cut(module, module.num_embeddings, tp)
+def sum_lookups(module: nn.Embedding, tp: TensorParallel) -> None:
+    """Have an embedding whose weight is cut return the rows of all ids."""
+    first = tp.rank * len(module.weight)
+    # On the CPU also when the model is built on meta: the value must exist.
+    where = torch.device("cpu") if module.weight.is_meta else module.weight.device
     _become(module, VocabParallelEmbedding)
     assert isinstance(module, VocabParallelEmbedding)
     module.group = tp.group
-    # On the CPU also when the model is built on meta: the value must exist.
-    where = torch.device("cpu") if module.weight.is_meta else module.weight.device
     module.register_buffer("first_id", torch.tensor(first, device=where), persistent=False)
 
 
-def cut_head(module: nn.Module, tp: TensorParallel) -> None:
-    """Cut a head in place. An embedding that shares its weight is cut as well: pass it to
-    `cut_embedding`, before or after.
-
-    Raises ValueError for a module that is no linear layer, and as `rows_of_rank`.
-    """
-    if not isinstance(module, nn.Linear):
-        raise ValueError(f"{module} cannot be cut by vocabulary: expected an nn.Linear")
-    _cut(module, module.out_features, tp)
+def gather_logits(module: nn.Linear, tp: TensorParallel) -> None:
+    """Have a head whose parameters are cut return the logits of all ids."""
     _become(module, VocabParallelHead)
     assert isinstance(module, VocabParallelHead)
     module.ranks, module.group = tp.size, tp.group
-
-
-def _cut(module: nn.Module, size: int, tp: TensorParallel) -> None:
-    """Cut the parameters that still have a row for each id: a shared weight is cut once."""
-    rows = rows_of_rank(size, tp.size)
-    for parameter in module.parameters(recurse=False):
-        if parameter.shape[0] == size:
-            parameter.data = own_rows(parameter.data, tp)
-        elif parameter.shape[0] != rows:
-            raise ValueError(
-                f"a parameter of {module} has {parameter.shape[0]} rows, expected {size}, or "
-                f"{rows} if it was cut already"
-            )
 
 
 def _become(module: nn.Module, cut: type[nn.Module]) -> None:

@@ -6,7 +6,6 @@ that machine. Times are predictions (atomc.cost.efficiency); collectives are cou
 in time.
 """
 
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +19,8 @@ from atomc.json_types import JSONLike
 from atomc.models.config import integer
 from atomc.ops.op_cost import distinct_experts, sent_to_gather, sent_to_sum
 from atomc.options import Options
-from atomc.planning.device_model import ROW_SHARDED, VOCAB_SHARDED, Model, sharding
+from atomc.parallel.sharding import Sharding
+from atomc.planning.device_model import Model
 from atomc.planning.measure import KernelTimer, Sizes, with_peaks
 from atomc.planning.memory import memory_of
 from atomc.planning.plan_report import (
@@ -85,7 +85,7 @@ def plan(
         ],
         memory_of(model, program, draft, platform, longest),
         _mixture(model, mixtures, load) if mixtures else None,
-        _communication(model, load, platform) if model.devices > 1 else None,
+        _communication(model, model.sharding, load, platform) if model.sharding else None,
         _lower_bound(platform, table, [*predicted, *drafted]),
         table.source if table else "",
         _notes(program.report, model),
@@ -279,30 +279,31 @@ def _mixture(model: Model, layers: Sequence[MoeLayer], load: Workload) -> Mixtur
     )
 
 
-def _communication(model: Model, load: Workload, platform: Platform) -> Communication:
-    """All-reduces after row-sharded layers and the embedding, and a gather of the logits, of the
-    step and of the draft steps after it.
+def _communication(
+    model: Model, sharding: Sharding, load: Workload, platform: Platform
+) -> Communication:
+    """All-reduces after layers whose results are summed and after the embedding, and a gather of
+    the logits, of the step and of the draft steps after it.
     """
-    how, draft = sharding(model.module), model.draft
-    width, size = integer(model.config, "hidden_size"), model.dtype.itemsize
-    n = model.devices
-    logits = load.sequences * integer(model.config, "vocab_size") * size  # of one device
+    draft, devices, size = model.draft, model.devices, model.dtype.itemsize
+    width = integer(model.config, "hidden_size")
     inner = set(draft.layer.modules()) if draft else set()
-    own = [name for name, module in model.module.named_modules() if module not in inner]
-    steps = [(_collectives(own, how), load.tokens)]
+    own = {name: layer for name, layer in model.module.named_modules() if layer not in inner}
+    steps = [(own, load.tokens)]
     if draft is not None:
-        drafted = _collectives([name for name, _ in draft.named_modules()], how)
+        drafted = {f"draft.{name}": layer for name, layer in draft.named_modules()}
         rows = [load.tokens, *[load.sequences] * (model.drafts - 1)]
-        steps += [([(kind, f"draft.{path}") for kind, path in drafted], tokens) for tokens in rows]
+        steps += [(drafted, tokens) for tokens in rows]
+    summed, gathered = _collectives(model.module, sharding)
     calls: Counter[tuple[str, str, int]] = Counter()
-    for found, tokens in steps:
-        for kind, path in found:
-            sent = (
-                sent_to_sum(tokens * width * size, n)
-                if kind == "all-reduce"
-                else sent_to_gather(logits, n)
-            )
-            calls[kind, collapsed(path), int(sent)] += 1
+    for layers, tokens in steps:
+        for path, layer in layers.items():
+            if layer in summed:
+                sent = sent_to_sum(tokens * width * size, devices)
+                calls["all-reduce", collapsed(path), int(sent)] += 1
+            elif layer in gathered:
+                logits = load.sequences * len(layer.get_parameter("weight")) * size
+                calls["gather", collapsed(path), int(sent_to_gather(logits, devices))] += 1
     link = platform.link
     made = [
         CollectiveRow(kind, path, count, sent, sent / link if link else None)
@@ -313,32 +314,27 @@ def _communication(model: Model, load: Workload, platform: Platform) -> Communic
     )
     total = sum(row.calls * row.sent for row in made)
     message = load.tokens * width * size
-    return Communication(reduces, gathers, message, total, link, made, _cuts(model.module, how))
+    cuts = _cuts(model.module, sharding)
+    return Communication(reduces, gathers, message, total, link, made, cuts)
 
 
-def _collectives(names: Sequence[str], how: Mapping[str, str]) -> list[tuple[str, str]]:
-    """(kind, path of the module in front of it) of each collective of a step through modules with
-    these names.
-    """
-    paths = dict.fromkeys(re.sub(r"\.experts\.\d+(?=\.)", ".experts", name) for name in names)
-    found = []
-    for path in paths:
-        leaf = path.rpartition(".")[2]
-        cut = how.get(leaf)
-        if cut in VOCAB_SHARDED and "embed" not in leaf:
-            found.append(("gather", path))
-        elif cut in ROW_SHARDED or cut in VOCAB_SHARDED:
-            found.append(("all-reduce", path))
-    return found
+def _collectives(module: nn.Module, sharding: Sharding) -> tuple[set[nn.Module], set[nn.Module]]:
+    """The layers whose results are summed, and those whose outputs are gathered."""
+    tables = {module.get_submodule(name) for name in sharding.tables}
+    embeddings = {layer for layer in tables if isinstance(layer, nn.Embedding)}
+    summed = {module.get_submodule(name) for name in sharding.summed}
+    return summed | embeddings, tables - embeddings
 
 
-def _cuts(module: nn.Module, how: Mapping[str, str]) -> list[CutRow]:
+def _cuts(module: nn.Module, sharding: Sharding) -> list[CutRow]:
     """A row for parameters that are equal in all layers, cut ones first."""
+    divided = {*sharding.linears, *sharding.experts, *sharding.tensors, *sharding.tables}
+    how = {name: sharding.plan[name] for name in divided}
     counts: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
     for name, parameter in module.named_parameters():
-        path = re.sub(r"\.experts\.\d+(?=\.)", ".experts", name)
-        leaves = path.split(".")[-2:]  # a module's parameter, or one of stacked experts
-        cut = next((how[leaf] for leaf in reversed(leaves) if leaf in how), "")
-        counts[collapsed(path), cut, tuple(parameter.shape)] += 1
+        layer, _, _ = name.rpartition(".")
+        experts, _, _ = layer.rpartition(".")  # of which a quantized projection is a child
+        cut = next((how[each] for each in (name, layer, experts) if each in how), "")
+        counts[collapsed(name), cut, tuple(parameter.shape)] += 1
     rows = [CutRow(path, cut, shape, count) for (path, cut, shape), count in counts.items()]
     return sorted(rows, key=lambda row: not row.how)
