@@ -166,10 +166,9 @@ def _load_dummy(
     """Give a model on meta random weights, quantized by these methods: those of one input, or the
     experts of a layer, before the next are made. A rank then keeps its parts of them.
     """
-    in_whole = {name: whole for whole, name in own.renamed.items()}
 
     def fill(names: list[tuple[str, ...]]) -> None:
-        fill_randomly(model, device, names, in_whole)
+        fill_randomly(model, device, names, own.in_whole)
 
     def keep(layers: Sequence[str]) -> None:
         if sharding is not None:

@@ -70,7 +70,7 @@ def fill_randomly(
     shape, dtype and device type of a parameter.
 
     parameters  the names of each; None: all
-    in_whole    the names of parameters that have others in the whole model
+    in_whole    the names of parameters in the whole model, where they differ
     """
     named = in_whole or {}
     for names in parameter_names(model) if parameters is None else parameters:

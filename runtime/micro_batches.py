@@ -9,7 +9,7 @@ from atomc.runtime.step import Chunk, ScheduledStep
 # With m micro-batches, p stages are idle for (p - 1) / (m + p - 1) of a step.
 PER_STAGE = 4
 # A smaller one reads the weights for too few rows.
-LEAST_ROWS = {"cpu": 32, "cuda": 256}
+LEAST_ROWS = {"cpu": 16, "cuda": 256}
 
 
 def micro_batches(step: ScheduledStep, stages: int, least_rows: int) -> list[ScheduledStep]:

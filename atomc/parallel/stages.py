@@ -61,7 +61,7 @@ class Received(Border):
         [states] = self.states
         # Tokens [T] or [1, T], or their states
         batched = x.dim() - (x.dtype != torch.int64) == 2
-        return states[None] if batched else states
+        return states.view(1, *states.shape) if batched else states
 
 
 class Sent(Border):
@@ -107,11 +107,13 @@ class OwnNames:
     """The parameters of a stage, by their names in the whole model.
 
     elsewhere  names of modules of other stages
-    renamed    a tied parameter: its name in the whole model -> that in this stage
+    renamed    a tied parameter: a name that it has in the whole model only -> its first name here
+    in_whole   the first name of each parameter in this stage -> its first name in the whole model
     """
 
     elsewhere: tuple[str, ...]
     renamed: Mapping[str, str]
+    in_whole: Mapping[str, str]
 
     def select(self, stored: Mapping[str, T]) -> dict[str, T]:
         """Of the tensors of a checkpoint, those of this stage."""
@@ -121,7 +123,7 @@ class OwnNames:
         return moved | own
 
 
-ALL_NAMES = OwnNames((), {})
+ALL_NAMES = OwnNames((), {}, {})
 
 
 class Frame(NamedTuple):
@@ -183,31 +185,32 @@ def cut_stage(model: nn.Module, stage: Stage) -> OwnNames:
     assert isinstance(layers, nn.ModuleList)
     if len(layers) < len(stage.ranks):
         raise ValueError(f"{len(layers)} layers do not give {len(stage.ranks)} stages one each")
-    own, whole = stage.layers(len(layers)), parameter_names(model)
+    own_layers, whole = stage.layers(len(layers)), parameter_names(model)
     replaced: dict[str, nn.Module] = {
-        f"{frame.layers}.{i}": OtherStage(layer) for i, layer in enumerate(layers) if i not in own
+        f"{frame.layers}.{i}": OtherStage(layer)
+        for i, layer in enumerate(layers)
+        if i not in own_layers
     }
     if not stage.is_first:
         states: list[Tensor] = []
         embedding, *others = frame.before
         replaced |= _others(model, others)
-        for name in (embedding, f"{frame.layers}.{own.start - 1}"):
+        for name in (embedding, f"{frame.layers}.{own_layers.start - 1}"):
             replaced[name] = Received(model.get_submodule(name), frame, states)
     if not stage.is_last:
-        name = f"{frame.layers}.{own.stop}"
+        name = f"{frame.layers}.{own_layers.stop}"
         replaced |= _others(model, frame.behind)
         replaced[name] = Sent(model.get_submodule(name), frame, [])
     for name, module in replaced.items():
         model.set_submodule(name, module)
     kept = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    renamed = {
-        name: next(other for other in names if other in kept)
-        for names in whole
-        if not kept.isdisjoint(names)
-        for name in names
-        if name not in kept
-    }
-    return OwnNames(tuple(replaced), renamed)
+    own_names = [(next(filter(kept.__contains__, names), None), names) for names in whole]
+    first_names = {own: names for own, names in own_names if own is not None}
+    return OwnNames(
+        tuple(replaced),
+        {name: own for own, names in first_names.items() for name in names if name not in kept},
+        {own: names[0] for own, names in first_names.items()},
+    )
 
 
 def _others(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
