@@ -28,6 +28,9 @@ DECODER_SHARD = {
     "lm_head": "colwise_gather_output",
 }
 
+# Embedding, layers and norm of a decoder in their order, as in a base_model_pp_plan of transformers.
+DECODER_FRAME = ("embed_tokens", "layers", "norm")
+
 
 class DecoderConfig(Protocol):
     """The fields of a model's Config that the frame reads."""

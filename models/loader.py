@@ -29,9 +29,10 @@ from atomc.models.load_parts import part_of_plan
 from atomc.models.load_plan import LoadPlan, first_names, plan_load
 from atomc.models.parameters import allocate_buffers, fill_randomly, parameter_names
 from atomc.parallel import sizes
-from atomc.parallel.group import TensorParallel
+from atomc.parallel.group import Stage, TensorParallel
 from atomc.parallel.parallelize import parallelize
 from atomc.parallel.sharding import Sharding, cut_parameters
+from atomc.parallel.stages import ALL_NAMES, OwnNames, cut_stage
 from atomc.quantization import apply, checkpoints
 from atomc.quantization.apply import Methods
 from atomc.quantization.config import QuantizationConfig, Request, decide, stored_config
@@ -57,6 +58,7 @@ def load(
     progress: bool = True,
     tp: TensorParallel | None = None,
     ep: bool = False,
+    stage: Stage | None = None,
 ) -> nn.Module:
     """The model in directory `path`, ready for inference: eval mode, no gradients.
 
@@ -72,6 +74,7 @@ def load(
     tp            divide the model over the processes of a group: this one reads its parts of the
                   weights (atomc.parallelize)
     ep            experts by expert, not each by its width
+    stage         only the layers of this stage of a pipeline (atomc.parallel.stages)
 
     Raises FileNotFoundError or ValueError for a missing, damaged or inconsistent file, and
     ValueError for a model without draft layers if one is wanted, or one that does not divide.
@@ -100,30 +103,34 @@ def load(
         quant_config = _decide_for_stock(quantization, path, config)
         if stored is not None or quant_config is None:
             _check_stock_size(cls, path, config, dtype, stored, device)
-        if quant_config is None and tp is None:
+        if quant_config is None and tp is None and stage is None:
             return ready(_load_stock(cls, path, config, dtype, device, stored is None))
         if quant_config is None and stored_config(path, config) is not None:
             raise ValueError(
                 f"{path}: weights that transformers quantized do not divide over ranks"
             )
         model = stock.build_on_meta(cls, config, dtype)
+    own = ALL_NAMES if stage is None else cut_stage(model, stage)
     methods = _quantized_layers(model, quant_config, path)
     if stored is None:
         sharding = None
         if tp is not None:
             sharding = Sharding.of(model, tp, ep=ep, quantized=methods.linears)
-        _load_dummy(model, methods, device, sharding)
+        _load_dummy(model, methods, device, sharding, own)
         return ready(model)
     if draft_layer:
         methods = methods_as_stored(methods, quant_config, stored, draft_prefix(config))
     try:
-        plan = _plan(model, stored, quant_config, methods, path, dtype)
+        plan = _plan(model, stored, quant_config, methods, path, dtype, own)
     except ValueError as error:
-        if tp is None or quant_config is not None or not isinstance(model, stock.StockModel):
+        one = tp is None and stage is None
+        if one or quant_config is not None or not isinstance(model, stock.StockModel):
             raise
         log.warning("each rank reads all weights through transformers: %s", error)
         whole = _load_stock(type(model.hf_model), path, config, dtype, "cpu", dummy=False)
-        return ready(parallelize(whole, tp, ep=ep).to(device))
+        if stage is not None:
+            cut_stage(whole, stage)
+        return ready((whole if tp is None else parallelize(whole, tp, ep=ep)).to(device))
     if tp is None:
         execute(plan, model, methods, device, mmap, progress)
         return ready(model)
@@ -150,14 +157,18 @@ def check_parts(model: nn.Module, methods: Methods) -> None:
 
 
 def _load_dummy(
-    model: nn.Module, methods: Methods, device: torch.device | str, sharding: Sharding | None
+    model: nn.Module,
+    methods: Methods,
+    device: torch.device | str,
+    sharding: Sharding | None,
+    own: OwnNames,
 ) -> None:
     """Give a model on meta random weights, quantized by these methods: those of one input, or the
     experts of a layer, before the next are made. A rank then keeps its parts of them.
     """
 
     def fill(names: list[tuple[str, ...]]) -> None:
-        fill_randomly(model, device, names)
+        fill_randomly(model, device, names, own.in_whole)
 
     def keep(layers: Sequence[str]) -> None:
         if sharding is not None:
@@ -255,9 +266,12 @@ def _plan(
     methods: Methods,
     path: Path,
     dtype: torch.dtype,
+    own: OwnNames,
 ) -> LoadPlan:
-    """The plan for these tensors of a checkpoint. Logs the names that are not part of the model."""
-    stored = _model_names(model, stored, quant_config)
+    """The plan for these tensors of a checkpoint, whose names in the model are its own. Logs the
+    names that are not part of the model.
+    """
+    stored = own.select(_model_names(model, stored, quant_config))
     online = quant_config is not None and quant_config.online
     if not online:
         try:

@@ -1,7 +1,7 @@
 """The parameters and buffers of a model by name; gives a model on meta those of a device."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -64,14 +64,17 @@ def fill_randomly(
     model: nn.Module,
     device: torch.device | str,
     parameters: Sequence[tuple[str, ...]] | None = None,
+    in_whole: Mapping[str, str] | None = None,
 ) -> None:
     """Set parameters to random values: small, and around 1 for norms. They depend only on the name,
     shape, dtype and device type of a parameter.
 
     parameters  the names of each; None: all
+    in_whole    the names of parameters in the whole model, where they differ
     """
+    named = in_whole or {}
     for names in parameter_names(model) if parameters is None else parameters:
-        like = model.get_parameter(names[0])
-        generator = torch.Generator(device).manual_seed(zlib.crc32(names[0].encode()))
-        mean = 1.0 if "norm" in names[0] and names[0].endswith("weight") else 0.0
+        like, name = model.get_parameter(names[0]), named.get(names[0], names[0])
+        generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+        mean = 1.0 if "norm" in name and name.endswith("weight") else 0.0
         assign(model, names, empty(like, device).normal_(mean, 0.02, generator=generator))

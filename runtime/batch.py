@@ -38,7 +38,7 @@ class StepShape(NamedTuple):
 class InputBatch:
     """The input tensors of steps, at fixed addresses.
 
-    A step is written to pinned host memory and copied to the device at once. There are two host
+    A step is written to pinned host memory and copied to the device at once. There are several host
     buffers, because the copy of one step may be pending while the next one is written. The device
     keeps the block tables, which receive only new blocks, and the last sampled token of each slot,
     so that a step can start before the host knows that token.
@@ -50,6 +50,7 @@ class InputBatch:
     mrope   positions are [3, T]: those of the grid for tokens of images
     merge_size   patches of an image in a row and a column for one token
     embeddings   width and dtype of the embeddings of images; None: the model reads none
+    host_buffers   one for each step that may be pending, and for the next one
 
     `embeddings` is written by the caller (ImageEncoder.place), None without images.
     """
@@ -67,6 +68,7 @@ class InputBatch:
         mrope: bool = False,
         merge_size: int = 1,
         embeddings: tuple[int, torch.dtype] | None = None,
+        host_buffers: int = 2,
         device: torch.device | str = "cpu",
     ) -> None:
         self.drafts = drafts
@@ -105,7 +107,7 @@ class InputBatch:
         self._fields = _field_layout(flags, i32, i64)
         size = max(end for _, _, end in self._fields.values())
         pinned = self.device.type == "cuda"
-        self._hosts = [torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+        self._hosts = [torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(host_buffers)]
         self._views = [self._arrays(host) for host in self._hosts]
         memory = torch.zeros(size + 8 * (self.slots + 1), dtype=torch.uint8, device=self.device)
         self._copied = memory[:size]
@@ -137,7 +139,7 @@ class InputBatch:
         A padding row has token 0, position 0 and slot -1, and belongs to no sequence: it is after
         query_start[-1]. A padding sequence has no rows, length 0 and the padding slot.
         """
-        self._turn ^= 1
+        self._turn = (self._turn + 1) % len(self._hosts)
         to = self._views[self._turn]
         chunks = step.chunks if step is not None else ()
         S = len(chunks)
@@ -212,11 +214,13 @@ class InputBatch:
             is_image=None if self.embeddings is None else at["is_image"][:rows],
         )
 
-    def keep_tokens(self, tokens: Tensor) -> None:
-        """Keep the tokens sampled by the step written last, one per chunk that samples, as inputs
-        of the next step.
+    def keep_tokens(self, tokens: Tensor, slots: Tensor | None = None) -> None:
+        """Keep sampled tokens as inputs of the next step: one for each of these slots, by default
+        of the chunks that sample in the step written last.
         """
-        self.last_tokens.index_copy_(0, self.on_device["sample_slots"][: len(tokens)], tokens)
+        if slots is None:
+            slots = self.on_device["sample_slots"][: len(tokens)]
+        self.last_tokens.index_copy_(0, slots, tokens)
 
     def draft_step(
         self, shape: StepShape, hidden: Tensor, *, images: bool = False

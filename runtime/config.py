@@ -68,13 +68,19 @@ class EngineConfig:
         "number of processes (ranks) among which the weights are split: tensor parallelism, over "
         "as many GPUs",
     )
+    pp: int = _option(
+        1,
+        "number of stages into which the layers are divided: pipeline parallelism, over as many "
+        "GPUs; with --tp, each stage has this many ranks",
+    )
     ep: bool = _option(
         False,
         "with --tp: each rank holds some of the experts, instead of a part of every expert",
     )
     step_timeout: float | None = _option(
         None,
-        "with --tp: maximum duration of a step in seconds, after which its ranks are ended; "
+        "with --tp or --pp: maximum duration of a step in seconds, after which its ranks are "
+        "ended; "
         "default: 8 on a GPU, 120 on a CPU",
     )
     threads: int | None = _option(
@@ -172,12 +178,22 @@ class EngineConfig:
             "ngram_min",
             "threads",
             "tp",
+            "pp",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}, it must be at least 1")
         if self.ep and self.tp == 1:
             raise ValueError("ep divides the experts among ranks: set tp to their number")
+        if self.pp > 1 and self.speculative == "mtp":
+            raise ValueError(
+                "pp is not supported with speculative 'mtp', whose draft layer reads the embedding "
+                "of the first stage and the states of the last one: use 'ngram'"
+            )
+        if self.pp > 1 and self.expert_load:
+            raise ValueError(
+                "pp is not supported with expert_load, which counts the experts of one process"
+            )
         if self.step_timeout is not None and self.step_timeout <= 0:
             raise ValueError(f"step_timeout is {self.step_timeout}, it must be positive")
         if self.grammar_seconds <= 0:
@@ -211,6 +227,16 @@ class EngineConfig:
             raise ValueError(
                 f"ngram_max is {self.ngram_max}, expected at least ngram_min={self.ngram_min}"
             )
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of the model: tp of them in each of pp stages."""
+        return self.tp * self.pp
+
+    @property
+    def reporting_rank(self) -> int:
+        """The first rank of the last stage, which has the results of steps."""
+        return (self.pp - 1) * self.tp
 
     def _check_speculation(self) -> None:
         """Also sets the default of `speculative` by `speculative_tokens`, and the reverse."""

@@ -83,7 +83,7 @@ class Engine:
     progress   show progress bars during the start
     spare_cores   CPU cores left to other processes, if there are more than two
     on_rank_failure   called in another thread if a rank fails and this thread does not return to
-                      `step` soon, with config.tp above 1
+                      `step` soon, with several ranks
 
     On a CPU, sets torch's number of threads for the whole process to config.threads; `threads` says
     why this many.
@@ -144,7 +144,7 @@ class Engine:
         spare_cores: int,
         on_rank_failure: Callable[[RankFailed], None] | None,
     ) -> None:
-        if self.config.tp == 1:
+        if self.config.num_ranks == 1:
             worker = Worker(
                 self.config, phases, module=module, progress=progress, spare_cores=spare_cores
             )
@@ -152,15 +152,15 @@ class Engine:
             return
         if module is not None:
             raise ValueError(
-                f"tp is {self.config.tp}, but the model is a module of this process, which other "
-                "processes cannot build: pass a checkpoint, or run the program under torchrun and "
-                "cut the module with atomc.parallelize"
+                f"tp is {self.config.tp} and pp is {self.config.pp}, but the model is a module of "
+                "this process, which other processes cannot build: pass a checkpoint, or run the "
+                "program under torchrun and cut the module with atomc.parallelize"
             )
         try:
             from atomc.runtime.ranks.executor import RankExecutor
         except ImportError as error:
             raise ImportError(
-                f"tp={self.config.tp} needs {error.name}: pip install 'atomc[serve]'"
+                f"{self.config.num_ranks} ranks need {error.name}: pip install 'atomc[serve]'"
             ) from error
         executor = RankExecutor(
             self.config,

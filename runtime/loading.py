@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from atomc.parallel.group import TensorParallel
+from atomc.parallel.group import Place
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.detokenizer import load_tokenizer
 from atomc.runtime.generation_config import eos_token_ids
@@ -36,7 +36,7 @@ def load(
     module: nn.Module | None = None,
     *,
     progress: bool = True,
-    tp: TensorParallel | None = None,
+    place: Place | None = None,
 ) -> LoadedModel:
     """Loads the config's checkpoint, or the parts of it that belong to this rank, or uses `module`
     instead.
@@ -71,8 +71,9 @@ def load(
         quantization=_quantization(config),
         draft_layer=config.speculative == "mtp",
         progress=progress,
-        tp=tp,
+        tp=place.tp if place else None,
         ep=config.ep,
+        stage=place.stage if place else None,
     )
     return _loaded_model(
         model,

@@ -12,6 +12,7 @@ from atomc.program import Program
 from atomc.runtime.batch import InputBatch, StepShape
 from atomc.runtime.draft import DraftProgram, DraftRunner
 from atomc.runtime.graphs import StepGraphs
+from atomc.runtime.pipeline import Pipeline
 from atomc.runtime.sequence_states import SequenceStates
 from atomc.runtime.state_rows import StateRows
 from atomc.runtime.step import ScheduledStep
@@ -31,6 +32,8 @@ class Runner:
                      states that it reads
     image_program    the program of steps with images, over the same caches; merge_size: patches of
                      an image in a row and a column for one token
+    pipeline         the program is that of a stage: its steps run in micro-batches, from the states
+                     of the previous stage
 
     caches   tensors by role, for each layer with state
     steps    number of steps by kind: "full graph", or "eager: " with the reason
@@ -50,8 +53,9 @@ class Runner:
         draft: DraftProgram | None = None,
         image_program: Program | None = None,
         merge_size: int = 1,
+        pipeline: Pipeline | None = None,
     ) -> None:
-        self.program, self.image_program = program, image_program
+        self.program, self.image_program, self.pipeline = program, image_program, pipeline
         num_groups, rows = len(groups_of(program.specs)), state_rows or StateRows(max_num_seqs)
         slots = rows.slots
         counts = [num_blocks] * num_groups if isinstance(num_blocks, int) else list(num_blocks)
@@ -74,8 +78,13 @@ class Runner:
             mrope=program.takes.mrope,
             merge_size=merge_size,
             embeddings=None if image_program is None else image_program.takes.embeddings,
+            host_buffers=2 if pipeline is None else 2 * pipeline.most_micro_batches,
             device=program.device,
         )
+        self.received: Tensor | None = None
+        if program.takes.hidden is not None:
+            width, dtype = program.takes.hidden
+            self.received = torch.zeros(max_num_rows, width, dtype=dtype, device=program.device)
         self.draft = None if draft is None else DraftRunner(draft, self.input_batch, counts, slots)
         self.draft_graphs: StepGraphs | None = None
         self._shape = StepShape(0, 0, 0, 0)  # of the step that ran last
@@ -161,14 +170,41 @@ class Runner:
 
     def logits(self, step: ScheduledStep, *, num_rows: int = 0) -> Tensor:
         """Logits [R, V] of the output rows of the step's chunks, on the device; the next call may
-        overwrite them.
+        overwrite them. Before the last stage of a pipeline, which has them: its states [T, D].
 
         num_rows   pad to this many rows, which does not change the results
         """
+        return self._in_stage(step, partial(self._logits, num_rows=num_rows))
+
+    def _in_stage(self, step: ScheduledStep, run: Callable[[ScheduledStep], Tensor]) -> Tensor:
+        """The results of `run`, for the whole step or in micro-batches."""
         self._states.copy(step.copies_before)
-        logits = self._logits(step, num_rows)
+        if self.pipeline is None:
+            results = run(step)
+        else:
+            self._keep_expected_tokens(self.pipeline)
+            results = self._in_micro_batches(self.pipeline, step, run)
         self._states.copy(step.copies_after)
-        return logits
+        return results
+
+    def _in_micro_batches(
+        self, pipeline: Pipeline, step: ScheduledStep, run: Callable[[ScheduledStep], Tensor]
+    ) -> Tensor:
+        results = []
+        parts = pipeline.micro_batches(step)
+        for part in parts:
+            if self.received is not None:
+                pipeline.receive(self.received, part.num_tokens)
+            result = run(part)
+            if not pipeline.stage.is_last:
+                pipeline.send(result[: part.num_tokens])
+            results.append(result.clone() if part is not parts[-1] else result)
+        return results[0] if len(results) == 1 else torch.cat(results)
+
+    def _keep_expected_tokens(self, pipeline: Pipeline) -> None:
+        expected = pipeline.expected_tokens()
+        if expected is not None:
+            self.input_batch.keep_tokens(*expected)
 
     def _logits(self, step: ScheduledStep, num_rows: int) -> Tensor:
         if self.image_program is not None and step.has_images:
@@ -184,7 +220,9 @@ class Runner:
                 self.steps["full graph"] += 1
                 self.rows += rows
                 self.padding += shape.rows - rows
-                return self.graphs(shape)[:wanted]
+                results = self.graphs(shape)
+                is_stage = self.pipeline is not None and not self.pipeline.stage.is_last
+                return results[: rows if is_stage else wanted]
             reason = (
                 f"{rows} rows, {wanted} of them wanted"
                 if wanted > sequences
@@ -222,10 +260,7 @@ class Runner:
         states instead of logits.
         """
         self.steps["eager: hidden states"] += 1
-        self._states.copy(step.copies_before)
-        hidden = self._eager(program, step, num_rows=0)
-        self._states.copy(step.copies_after)
-        return hidden
+        return self._in_stage(step, lambda part: self._eager(program, part, num_rows=0))
 
     def _eager(self, program: Program, step: ScheduledStep, num_rows: int) -> Tensor:
         self._shape = self.input_batch.write(step, num_rows=num_rows)
@@ -234,7 +269,10 @@ class Runner:
     def _run(self, program: Program, shape: StepShape) -> Tensor:
         # A user's module may have parameters that require gradients.
         with torch.no_grad():
-            first, *hidden = program.outputs(self.input_batch.step(shape))
+            step = self.input_batch.step(shape)
+            if self.received is not None:
+                step = step._replace(hidden=self.received[: shape.rows])
+            first, *hidden = program.outputs(step)
         if self.draft is not None and hidden:
             self.draft.keep(hidden)
         return first

@@ -151,6 +151,11 @@ class ScheduledStep(NamedTuple):
         return sum([chunk.num_samples for chunk in self.chunks])
 
     @property
+    def sampled_slots(self) -> list[int]:
+        """The slot of each token that the step samples."""
+        return [chunk.slot for chunk in self.chunks for _ in range(chunk.num_samples)]
+
+    @property
     def copies_before(self) -> list[Copy]:
         """Copies of state per sequence before the step; no row is both source and destination."""
         copies = []

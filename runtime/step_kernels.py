@@ -47,8 +47,10 @@ class StepKernels:
                             Sampler(weight.device, 1), weight.new_zeros(1, vocab_size)
                         )
 
-    def load(self, runner: Runner, sampler: Sampler, max_num_seqs: int) -> None:
-        """Compile and load all kernels that steps of this runner may need."""
+    def load(self, runner: Runner, sampler: Sampler | None, max_num_seqs: int) -> None:
+        """Compile and load all kernels that steps of this runner may need. sampler: None if it
+        gives no logits.
+        """
         if runner.program.device.type != "cuda" or runner.program.syncing:
             return
         from atomc.kernels.triton.parallel_compile import compile_in_parallel
@@ -65,7 +67,7 @@ class StepKernels:
         if self._helper is not None:
             self._helper.end()
 
-    def _launch_all(self, runner: Runner, sampler: Sampler, max_num_seqs: int) -> None:
+    def _launch_all(self, runner: Runner, sampler: Sampler | None, max_num_seqs: int) -> None:
         at = runner.input_batch
         for shape in launched_shapes(
             max_num_seqs,
@@ -75,7 +77,7 @@ class StepKernels:
             rewinds=not all(spec.can_roll_back for spec in runner.program.specs),
         ):
             logits = runner.empty_step(shape)
-            if shape.rows == at.rows:
+            if sampler is not None and shape.rows == at.rows:
                 _sample_with_and_without_filters(sampler, logits)
 
 

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from atomc.encoder import compile_encoder
 from atomc.models.stock import StockModel
-from atomc.ops.inputs import TEXT
+from atomc.ops.inputs import TEXT, ModelInputs
 from atomc.ops.state import StateSpec, block_size_of, groups_of
 from atomc.options import Options
-from atomc.parallel.group import TensorParallel
+from atomc.parallel.group import Place
+from atomc.parallel.stages import StageModel
 from atomc.program import Program, compile_model
 from atomc.report.report import Report
 from atomc.runtime import self_check
@@ -28,7 +29,9 @@ from atomc.runtime.image_limits import ImageLimits
 from atomc.runtime.image_model import ImageModel
 from atomc.runtime.loading import LoadedModel, load
 from atomc.runtime.phases import Phases, gc_disabled
+from atomc.runtime.pipeline import Pipeline
 from atomc.runtime.ranks.agreement import minimum, smallest
+from atomc.runtime.ranks.block_groups import BlockGroups
 from atomc.runtime.runner import Runner
 from atomc.runtime.sampling.output_processor import OutputProcessor, StepOutputs
 from atomc.runtime.sampling.sample_spec import SampleSpec
@@ -51,7 +54,7 @@ class Worker:
     """Executes steps of one model on one device. Call `warm_up` once, before the first step.
 
     module, spare_cores   as in Engine
-    tp                    this worker is one of the ranks of the model
+    place                 of this worker among the ranks of the model, if it has several
     phases                receives "load", "compile" and "allocate"
 
     Raises what Engine raises, and RuntimeError if memory runs out.
@@ -65,9 +68,10 @@ class Worker:
         module: nn.Module | None = None,
         progress: bool = True,
         spare_cores: int = 0,
-        tp: TensorParallel | None = None,
+        place: Place | None = None,
     ) -> None:
-        self.config, self.tp = config, tp
+        self.config, self.place = config, place or Place()
+        self.num_ranks = 1 if place is None else config.num_ranks
         self.progress = progress
         self.threads: Threads | None = None
         self._owns_weights = module is None  # the owner of a given module may change its weights
@@ -76,7 +80,7 @@ class Worker:
         self._kernels = StepKernels(config)
         try:
             with phases.phase("load"):
-                self.loaded = load(config, module, progress=progress, tp=tp)
+                self.loaded = load(config, module, progress=progress, place=self.place)
                 self.module = self.loaded.module
                 # Before compilation: CPU code is specialized to the number of threads.
                 self._set_threads(spare_cores)
@@ -95,6 +99,14 @@ class Worker:
         config, options = self.config, Options.of(self.config.options)
         draft = draft_model_of(self.module) if config.speculative == "mtp" else None
         module = self.module if draft is None else WithHiddenStates(self.module, draft.reads)
+        self._takes = TEXT
+        self.pipeline: Pipeline | None = None
+        if self.place.stage is not None:
+            module = stage = StageModel(self.module)
+            device = next(stage.parameters()).device
+            self.pipeline = Pipeline(self.place.stage, stage.width, stage.dtype, device)
+            if not self.place.stage.is_first:
+                self._takes = ModelInputs(hidden=(stage.width, stage.dtype))
         options = replace(options, expert_load=options.expert_load or config.expert_load)
         self.images = ImageModel.of(self.module)
         self.program = compile_model(
@@ -102,8 +114,10 @@ class Worker:
             options,
             owned=self._owns_weights,
             before_free=self._before_free,
-            takes=TEXT if self.images is None else self.images.takes(images=False),
+            takes=self._takes if self.images is None else self.images.takes(images=False),
         )
+        if self.pipeline is not None:
+            self.program.report.model = type(self.module).__name__
         self.image_program = None
         if self.images is not None:
             # A program of its own: decode steps, which are most of all steps, read no embeddings.
@@ -151,7 +165,7 @@ class Worker:
 
     def _before_free(self, key: str | None, specs: Sequence[StateSpec], report: Report) -> None:
         """Compute what the self check needs of weights that are going to be freed."""
-        if self.config.self_check and isinstance(self.module, StockModel):
+        if self._checks_itself and isinstance(self.module, StockModel):
             options = Options.of(self.config.options)
             self._own_forward = self_check.before_free(self.module, options, key, specs, report)
 
@@ -159,7 +173,7 @@ class Worker:
         if next(self.module.parameters()).device.type != "cpu":
             return
         self.threads = choose(
-            self.config.threads, spare=spare_cores, ranks=self.tp.size if self.tp else 1
+            self.config.threads, spare=spare_cores, ranks=self.num_ranks
         )
         use(self.threads)
         log.info("%s", self.threads)
@@ -185,18 +199,16 @@ class Worker:
         sized = config.kv_bytes is not None or config.num_blocks is not None
         fixed = next((spec for spec in specs if not spec.can_roll_back), None)
         rewinds = fixed is not None and config.speculative_tokens > 0
-        size = smallest(
-            self._capacity(
-                max_num_seqs,
-                max_num_batched_tokens,
-                loaded.max_len,
-                sized=sized,
-                rewinds=rewinds,
-                shares=not no_prefix_cache,
-            ),
-            self.tp,
-            device,
+        self._groups = BlockGroups.of(specs, in_stages=self.pipeline is not None)
+        own_size = self._capacity(
+            max_num_seqs,
+            max_num_batched_tokens,
+            loaded.max_len,
+            sized=sized,
+            rewinds=rewinds,
+            shares=not no_prefix_cache,
         )
+        size = smallest(self._groups.whole(own_size), self.num_ranks, device)
         rows = None if fixed is None else StateRows(max_num_seqs, rewinds, size.snapshots)
         if fixed is not None and not (no_prefix_cache or size.snapshots):
             no_prefix_cache = (
@@ -212,7 +224,7 @@ class Worker:
         # built.
         self.runner = Runner(
             self.program,
-            num_blocks=size.num_blocks,
+            num_blocks=self._groups.own_blocks(size),
             block_size=size.block_size,
             max_num_seqs=max_num_seqs,
             max_num_rows=max_num_batched_tokens,
@@ -221,6 +233,7 @@ class Worker:
             draft=self.draft,
             image_program=self.image_program,
             merge_size=1 if self.images is None else self.images.merge_size,
+            pipeline=self.pipeline,
         )
         # Load kernels for this cache if none was measured, or only a small one: kernels use 64-bit
         # offsets in a large cache.
@@ -228,10 +241,10 @@ class Worker:
             tensor.numel() >= 2**31 for tensors in self.runner.caches for tensor in tensors.values()
         )
         if block_size_of(specs) is not None and (sized or large):
-            self._kernels.load(self.runner, self.outputs.sampler, max_num_seqs)
+            self._load_kernels(self.runner, max_num_seqs)
         self.limits = Limits(
             size,
-            tuple(group.window for group in groups_of(specs)),
+            self._groups.windows,
             max_num_seqs,
             max_num_batched_tokens,
             no_prefix_cache,
@@ -239,6 +252,10 @@ class Worker:
             images=self._image_limits(),
             state_rows=rows,
         )
+
+    def _load_kernels(self, runner: Runner, max_num_seqs: int) -> None:
+        """Load the kernels of this runner's steps, and those that sample."""
+        self._kernels.load(runner, self.outputs.sampler if self.samples else None, max_num_seqs)
 
     def _image_limits(self) -> ImageLimits | None:
         if self.images is None:
@@ -275,7 +292,7 @@ class Worker:
                 device,
                 config.gpu_memory_utilization,
                 self._activations(max_num_seqs, max_num_batched_tokens, longest),
-                ranks=self.tp.size if self.tp else 1,
+                ranks=self.num_ranks,
             ),
             image_bytes=self._image_bytes(max_num_batched_tokens),
             max_num_seqs=max_num_seqs,
@@ -313,14 +330,15 @@ class Worker:
             draft=self.draft,
             image_program=self.image_program,
         )
-        self._kernels.load(runner, self.outputs.sampler, max_num_seqs)
+        self._load_kernels(runner, max_num_seqs)
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         logits = runner.padding_only(min(rows, max_num_seqs))
-        self.outputs.sampler(
-            logits, [SampleSpec(SamplingParams(temperature=1.0, top_p=0.9))] * len(logits)
-        )
+        if self.samples:
+            self.outputs.sampler(
+                logits, [SampleSpec(SamplingParams(temperature=1.0, top_p=0.9))] * len(logits)
+            )
         if self.encoder is not None:
             self.encoder.encode_largest(self.config.max_image_patches)
         torch.cuda.synchronize(device)
@@ -329,7 +347,7 @@ class Worker:
     def warm_up(self) -> None:
         """Run the self check of a transformers class, and capture CUDA graphs."""
         with gc_disabled():
-            if self.config.self_check and isinstance(self.module, StockModel):
+            if self._checks_itself and isinstance(self.module, StockModel):
                 self_check.self_check(
                     self.module,
                     self.program,
@@ -358,10 +376,22 @@ class Worker:
         self.runner.capture(
             shapes,
             budget=budget,
-            agree=lambda left: minimum([left], self.tp, device)[0],
+            agree=lambda left: minimum([left], self.num_ranks, device)[0],
             kernels_loaded=self._kernels.kernels_loaded,
             progress=self.progress,
         )
+
+    @property
+    def samples(self) -> bool:
+        """Whether this worker samples tokens and pools hidden states, and has the results of
+        steps: not before the last stage of a pipeline.
+        """
+        return self.pipeline is None or self.pipeline.stage.is_last
+
+    @property
+    def _checks_itself(self) -> bool:
+        """Whether a stock class is compared with its own forward: not a stage of one."""
+        return self.config.self_check and self.pipeline is None
 
     def ready(self) -> None:
         """Nothing changes: no other process waits for this one."""
@@ -370,6 +400,7 @@ class Worker:
         """There are no other processes."""
 
     def launch(self, step: ScheduledStep) -> "LaunchedStep":
+        step = self._groups.own_part(step)
         states = self.slots.update(step)
         if self.encoder is not None:
             self.encoder.update(step)
@@ -380,7 +411,9 @@ class Worker:
         if not step.pooled:
             return LaunchedStep(self, outputs, self.runner.logits(step))
         assert self._hidden is not None, "prepare_pooling was not called"
-        self.outputs.pool(outputs, self.runner.hidden(self._hidden, step))
+        hidden = self.runner.hidden(self._hidden, step)
+        if self.samples:
+            self.outputs.pool(outputs, hidden)
         return LaunchedStep(self, outputs)
 
     @property
@@ -392,12 +425,16 @@ class Worker:
         return self._hidden is not None
 
     def prepare_pooling(self) -> None:
+        if not self.samples:
+            self._hidden = self.program
         if self._hidden is None:
             program = compile_model(
-                headless_model(self.module),
+                headless_model(
+                    self.module if self.pipeline is None else StageModel(self.module)
+                ),
                 options=self.config.options,
                 owned=self._owns_weights,
-                takes=TEXT if self.images is None else self.images.takes(images=True),
+                takes=self._takes if self.images is None else self.images.takes(images=True),
             )
             program.bind(self.runner.caches)
             self._hidden = program
@@ -442,14 +479,22 @@ class LaunchedStep:
         if logits is None:
             return
         worker, outputs = self._worker, self._outputs
-        tokens = worker.outputs.sample(outputs, logits, mask)
         # With speculation, the host knows all tokens before the next step.
-        if tokens is not None and not worker.config.speculative_tokens:
-            worker.runner.input_batch.keep_tokens(tokens)
+        keeps, pipeline = not worker.config.speculative_tokens, worker.pipeline
+        if pipeline is not None and not pipeline.stage.is_last:
+            if keeps and pipeline.stage.is_first and outputs.step.num_samples:
+                pipeline.expect_tokens(outputs.step.sampled_slots)
+            return
+        tokens = worker.outputs.sample(outputs, logits, mask)
+        if tokens is not None and keeps:
+            if pipeline is None:
+                worker.runner.input_batch.keep_tokens(tokens)
+            else:
+                pipeline.send_tokens(tokens)
         worker.outputs.keep_drafts(outputs, worker.runner.propose(outputs.step, tokens))
 
     def results(self) -> list[Result]:
-        return self._outputs.results()
+        return self._outputs.results() if self._worker.samples else []
 
 
 def _no_prefix_cache(config: EngineConfig, specs: Sequence[StateSpec]) -> str:

@@ -64,6 +64,16 @@ DELTA_NET = {
     "linear_conv_kernel_dim": 4,
     "layer_types": ["linear_attention", "full_attention"],
 }
+# The first stage has layers of one kind only.
+MIXED = {
+    "num_local_experts": 4,
+    "sliding_window": 8,
+    "layer_types": ["full_attention", "sliding_attention"],
+}
+ALTERNATING = DELTA_NET | {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
 
 
 class Row(NamedTuple):
@@ -73,6 +83,7 @@ class Row(NamedTuple):
     differs: Mapping[str, Any] = {}
     settings: Mapping[str, Any] = {}
     tp: int = 2
+    pp: int = 1
 
 
 ROWS = {
@@ -87,6 +98,17 @@ ROWS = {
     "recurrent state": Row("qwen3_next", DELTA_NET),
     "4 bits": Row("llama", {"intermediate_size": 128}, {"quantization": "mxfp4_a16"}),
     "drafts": Row("qwen3", {}, {"speculative": "ngram"}),
+    "stages": Row("llama", tp=1, pp=2),
+    "stages of a class of transformers": Row("olmo2", tp=1, pp=2),
+    "stages, scaled embeddings": Row("granite", {"embedding_multiplier": 3.0}, tp=1, pp=2),
+    "stages, experts by expert": Row("qwen3_moe", EXPERTS, {"ep": True}, pp=2),
+    "stages, windows in some": Row("gpt_oss", MIXED, tp=1, pp=2),
+    "stages, latent attention": Row("deepseek_v3", LATENT, pp=2),
+    "stages, recurrent state": Row("qwen3_next", ALTERNATING, tp=1, pp=2),
+    "stages, 4 bits": Row("llama", {"intermediate_size": 128}, {"quantization": "mxfp4_a16"}, pp=2),
+    "three stages, drafts": Row(
+        "qwen3", {"num_hidden_layers": 4}, {"speculative": "ngram"}, tp=1, pp=3
+    ),
 }
 PER_CHANGE = {"experts by expert"}
 
@@ -112,4 +134,4 @@ def test_several_ranks_give_the_text_of_one(row: Row, tmp_path: Any) -> None:
     model.save_pretrained(tmp_path)
     expected = text(tmp_path, row, ep=False)
     assert len({tokens for tokens in expected}) == len(PROMPTS)
-    assert text(tmp_path, row, tp=row.tp) == expected
+    assert text(tmp_path, row, tp=row.tp, pp=row.pp) == expected

@@ -1,6 +1,6 @@
 """Flags of other servers, with the equivalent in atomc: shown as a hint when one is given."""
 
-_ONLY_TP = "a model is split over devices with --tp only"
+_ONLY_TP = "a model is split over devices with --tp and --pp only"
 _LEAVE_OUT = "not needed, leave it out"
 
 # By command. None of these is a flag of atomc.
@@ -34,7 +34,7 @@ FOREIGN_FLAGS = {
         "--max-mamba-cache-size": "use --max-num-seqs and --state-snapshots",
         "--max-running-requests": "use --max-num-seqs",
         "--num-gpu-blocks-override": "use --num-blocks",
-        "--pipeline-parallel-size": _ONLY_TP,
+        "--pipeline-parallel-size": "use --pp",
         "--random-seed": "use --seed",
         "--revision": "download that revision and pass its directory",
         "--schedule-policy": "use --scheduling-policy",

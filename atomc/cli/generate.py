@@ -81,6 +81,14 @@ def add(commands: "Commands") -> None:
         help="number of processes among which the weights are split, over as many GPUs",
     )
     parser.add_argument(
+        "--pp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of stages into which the layers are divided, over as many GPUs; with --tp, "
+        "each stage has this many",
+    )
+    parser.add_argument(
         "--no-self-check",
         action="store_true",
         help="do not compare a few steps of a transformers model with its own forward first",
@@ -105,6 +113,7 @@ def run(arguments: argparse.Namespace) -> None:
         max_model_len=arguments.max_model_len,
         threads=arguments.threads,
         tp=arguments.tp,
+        pp=arguments.pp,
         self_check=not arguments.no_self_check,
         options={"glue": arguments.glue or default_glue(arguments.device)},
         progress=not arguments.quiet,

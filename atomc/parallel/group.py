@@ -1,6 +1,7 @@
 """The processes that run one model together."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch.distributed import ProcessGroup
 
@@ -19,3 +20,40 @@ class TensorParallel:
     @classmethod
     def of(cls, group: ProcessGroup) -> "TensorParallel":
         return cls(group.rank(), group.size(), group.group_name)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The place of this process in a pipeline, whose stages each hold some of the layers.
+
+    ranks  of each stage, the process that this one exchanges states with: its rank in the default
+           process group of torch.distributed
+    """
+
+    index: int
+    ranks: tuple[int, ...]
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == len(self.ranks) - 1
+
+    def layers(self, count: int) -> range:
+        """The layers of this stage, of so many: the first stages have one more if they do not
+        divide.
+        """
+        each, more = divmod(count, len(self.ranks))
+        first = self.index * each + min(self.index, more)
+        return range(first, first + each + (self.index < more))
+
+
+class Place(NamedTuple):
+    """The place of a process among those that divide its layers, and among the stages. None: there
+    are no others.
+    """
+
+    tp: TensorParallel | None = None
+    stage: Stage | None = None

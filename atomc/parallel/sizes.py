@@ -11,6 +11,7 @@ from atomc.models.limits import NUM_EXPERTS
 HEADS, KV_HEADS = "num_attention_heads", "num_key_value_heads"
 WIDTH, EXPERT_WIDTHS = "intermediate_size", ("moe_intermediate_size",)
 SHARED_WIDTHS = ("shared_expert_intermediate_size",)
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 MOST = 1024  # ranks that are tried for the sentence of what works
 
 
@@ -20,13 +21,27 @@ def check(config: Mapping[str, JSONLike], size: int, *, ep: bool = False) -> Non
 
     ep  experts by expert, not each by its width
     """
-    text = config.get("text_config")
-    fields = {**config, **text} if isinstance(text, Mapping) else config
+    fields = _fields(config)
     reason = next(_problems(fields, size, ep), None)
     if reason is not None:
         works = [str(n) for n in range(1, MOST + 1) if next(_problems(fields, n, ep), None) is None]
         listed = ", ".join(works[:-1]) + f" and {works[-1]} do" if works[1:] else "only 1 does"
         raise ValueError(f"{reason}; {listed}")
+
+
+def check_stages(config: Mapping[str, JSONLike], stages: int) -> None:
+    """Raise ValueError if a model of this config.json has fewer layers than stages."""
+    layers = _count(_fields(config), *LAYERS)
+    if layers is not None and layers < stages:
+        raise ValueError(
+            f"{layers:,} layers do not give {stages} stages one each; at most {layers} do"
+        )
+
+
+def _fields(config: Mapping[str, JSONLike]) -> Mapping[str, JSONLike]:
+    """The fields of a config.json, or of its language model."""
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, Mapping) else config
 
 
 def _count(fields: Mapping[str, JSONLike], *names: str) -> int | None:

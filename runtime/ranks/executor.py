@@ -36,11 +36,12 @@ STEP_SECONDS = {"cpu": 120.0, "cuda": 8.0}
 
 
 class RankExecutor:
-    """A Worker in this process, rank 0, and one in each of config.tp - 1 other processes.
+    """A Worker in this process, rank 0, and one in each other of config.num_ranks processes.
 
     Each step, mask and command goes to all ranks in the same order. They build the same batch and
-    sample the same tokens; results are those of rank 0. A rank that fails ends the group: every
-    call then raises RankFailed.
+    sample the same tokens; results are those of rank 0. With config.pp, ranks follow each other by
+    stage: those of the last one sample, and its first one reports the results to rank 0. A rank
+    that fails ends the group: every call then raises RankFailed.
 
     worker      of rank 0
     on_failure  as in Monitor
@@ -57,13 +58,15 @@ class RankExecutor:
         spare_cores: int = 0,
         on_failure: Callable[[RankFailed], None] | None = None,
     ) -> None:
-        size = config.tp
-        sizes.check(load_config(config_folder(config)), size, ep=config.ep)
+        size = config.num_ranks
+        fields = load_config(config_folder(config))
+        sizes.check(fields, config.tp, ep=config.ep)
+        sizes.check_stages(fields, config.pp)
         kind = _device_kind(config)
         if torch.distributed.is_initialized():
             raise ValueError(
-                f"tp is {size}, but this process has a process group of torch.distributed already: "
-                "tp starts processes of its own; without it, use atomc.parallelize"
+                f"{_flags(config)}, but this process has a process group of torch.distributed "
+                "already: each rank is a process of its own; without them, use atomc.parallelize"
             )
         configs = [
             replace(config, device=f"cuda:{rank}" if kind == "cuda" else kind)
@@ -79,7 +82,6 @@ class RankExecutor:
                 [
                     RankSettings(
                         rank,
-                        size,
                         replace(configs[rank], threads=threads),
                         store.port,
                         self._monitor.folder,
@@ -89,10 +91,11 @@ class RankExecutor:
                 ]
             )
             self._monitor.wait_done(IMPORTED)
-            tp = join(store, 0, size, torch.device(configs[0].device or kind))
+            device = torch.device(configs[0].device or kind)
+            place = join(store, 0, device, tp=config.tp, pp=config.pp)
             with self._monitor.executing(LOADED):
                 self.worker = Worker(
-                    configs[0], phases, progress=progress, spare_cores=spare_cores, tp=tp
+                    configs[0], phases, progress=progress, spare_cores=spare_cores, place=place
                 )
             self._monitor.wait_done(LOADED)
         except BaseException:  # Ctrl-C too: no process may remain
@@ -118,7 +121,10 @@ class RankExecutor:
             interrupts_delayed(),
             self._monitor.sending(lambda number: Launch(number, step), of_step=True) as number,
         ):
-            return LaunchedOnRanks(self._monitor, number, self.worker.launch(step))
+            running = self.worker.launch(step)
+            return LaunchedOnRanks(
+                self._monitor, number, running, in_stages=not self.worker.samples
+            )
 
     def prepare_pooling(self) -> None:
         if self.pools:
@@ -148,10 +154,17 @@ class RankExecutor:
 
 
 class LaunchedOnRanks:
-    """A step that all ranks have launched as command `number`. running: in rank 0."""
+    """A step that all ranks have launched as command `number`.
 
-    def __init__(self, monitor: Monitor, number: int, running: Launched) -> None:
+    running    in rank 0
+    in_stages  the last stage of a pipeline has the results
+    """
+
+    def __init__(
+        self, monitor: Monitor, number: int, running: Launched, *, in_stages: bool
+    ) -> None:
         self._monitor, self._number, self._running = monitor, number, running
+        self._in_stages = in_stages
 
     def sample(self, mask: Tensor | None = None) -> None:
         content = (None, 0) if mask is None else (mask.cpu().numpy().tobytes(), len(mask))
@@ -164,8 +177,12 @@ class LaunchedOnRanks:
             self._running.sample(mask)
 
     def results(self) -> list[Result]:
-        with self._monitor.sending(lambda number: Collect(number, self._number), of_step=True):
+        with self._monitor.sending(
+            lambda number: Collect(number, self._number), of_step=True
+        ) as number:
             results = self._running.results()
+            if self._in_stages:
+                results = self._monitor.results(number)
         self._monitor.collected(results)
         return results
 
@@ -175,12 +192,16 @@ def _device_kind(config: EngineConfig) -> str:
     device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.index is not None:
         raise ValueError(
-            f"device is {device}, but tp is {config.tp}: set device to {device.type} (and "
+            f"device is {device}, but {_flags(config)}: set device to {device.type} (and "
             "CUDA_VISIBLE_DEVICES to choose GPUs)"
         )
-    if device.type == "cuda" and torch.cuda.device_count() < config.tp:
+    if device.type == "cuda" and torch.cuda.device_count() < config.num_ranks:
         raise ValueError(
-            f"tp is {config.tp}, and there are {torch.cuda.device_count()} GPUs: each rank needs "
-            "one"
+            f"{_flags(config)}, and there are {torch.cuda.device_count()} GPUs: each rank needs one"
         )
     return device.type
+
+
+def _flags(config: EngineConfig) -> str:
+    """What of the config asks for several ranks."""
+    return f"tp is {config.tp}" + (f" and pp is {config.pp}" if config.pp > 1 else "")

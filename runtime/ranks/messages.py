@@ -5,6 +5,7 @@ Rank 0 numbers its commands; all ranks execute them in this order.
 
 import msgspec
 
+from atomc.runtime.executor import Result
 from atomc.runtime.step import ScheduledStep
 
 # Before the first command, a rank is done with these numbers when it has imported torch, and when
@@ -92,4 +93,12 @@ class Failed(msgspec.Struct, tag=True):
     by_user: bool = False
 
 
-Report = Pulse | Done | Failed
+class Results(msgspec.Struct, tag=True):
+    """Of the step that command `number` collects, by the last stage of a pipeline."""
+
+    rank: int
+    number: int
+    results: list[Result]
+
+
+Report = Pulse | Done | Failed | Results

@@ -21,7 +21,7 @@ import zmq
 from atomc.errors import first_line
 from atomc.runtime.executor import Result
 from atomc.runtime.ranks import messages
-from atomc.runtime.ranks.messages import Command, Done, Failed, Pulse
+from atomc.runtime.ranks.messages import Command, Done, Failed, Pulse, Results
 from atomc.runtime.ranks.process_group import abort_collectives, leave
 from atomc.runtime.ranks.rank_failed import RankFailed
 from atomc.runtime.ranks.rank_settings import RankSettings, commands_address, reports_address
@@ -81,6 +81,7 @@ class Monitor:
         self._running: dict[int, tuple[float, bool]] = {}
         self._collected = self._digest = 0
         self._digests: dict[int, int] = {}
+        self._results: dict[int, list[Result]] = {}
         self._encode = msgspec.msgpack.Encoder().encode
         self._context = zmq.Context()
         self._commands = {rank: self._socket(zmq.PUSH) for rank in self._others}
@@ -187,6 +188,15 @@ class Monitor:
             del self._done[number]
         self.raise_failure()
 
+    def results(self, number: int) -> list[Result]:
+        """Those that the last stage of a pipeline collects in this command; waits for them."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure or number in self._results)
+            found = self._results.pop(number, None)
+        self.raise_failure()
+        assert found is not None
+        return found
+
     def collected(self, results: Sequence[Result]) -> None:
         """Note the results of a step: those of the other ranks must be equal."""
         with self._changed:
@@ -251,6 +261,8 @@ class Monitor:
                     case Failed(rank, number):
                         self._failed[number][rank] = report
                         self._failed_at.setdefault(number, time.monotonic())
+                    case Results(_, number, results):
+                        self._results[number] = results
                 self._changed.notify_all()
 
     @property

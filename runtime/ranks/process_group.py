@@ -8,7 +8,7 @@ import torch
 from torch import distributed
 from torch._C._distributed_c10d import Store, TCPStore
 
-from atomc.parallel.group import TensorParallel
+from atomc.parallel.group import Place, Stage, TensorParallel
 
 LOCALHOST = "127.0.0.1"
 # A rank may compile for long while another waits for it. The monitor ends ranks that hang.
@@ -34,8 +34,10 @@ def connect_store(port: int, size: int) -> TCPStore:
     return TCPStore(LOCALHOST, port, size, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
 
 
-def join(store: Store, rank: int, size: int, device: torch.device) -> TensorParallel:
-    """Create the default process group; returns when all ranks have joined."""
+def join(store: Store, rank: int, device: torch.device, *, tp: int, pp: int) -> Place:
+    """Create the default process group, of pp stages with tp ranks each; returns when all ranks
+    have joined.
+    """
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
@@ -45,20 +47,31 @@ def join(store: Store, rank: int, size: int, device: torch.device) -> TensorPara
         "nccl" if on_gpu else "gloo",
         store=store,
         rank=rank,
-        world_size=size,
+        world_size=pp * tp,
         timeout=TIMEOUT,
         device_id=device if on_gpu else None,
     )
-    group = distributed.group.WORLD
+    index, part = divmod(rank, tp)
+    stage = None if pp == 1 else Stage(index, tuple(range(part, pp * tp, tp)))
+    if tp == 1:
+        return Place(stage=stage)
+    # All ranks create the group of each stage.
+    groups = [distributed.group.WORLD]
+    if pp > 1:
+        groups = [
+            distributed.new_group(list(range(first, first + tp)), timeout=TIMEOUT)
+            for first in range(0, pp * tp, tp)
+        ]
+    group = groups[index]
     assert group is not None
-    return TensorParallel.of(group)
+    return Place(TensorParallel.of(group), stage)
 
 
 def abort_collectives() -> None:
     """Let collectives that wait for a dead rank end. Those of gloo do without it."""
-    group = distributed.group.WORLD if distributed.is_initialized() else None
-    if group is not None and distributed.get_backend(group) == "nccl":
-        group.abort()
+    if distributed.is_initialized() and distributed.get_backend() == "nccl":
+        for group in list(distributed.distributed_c10d._world.pg_names):
+            group.abort()
 
 
 def leave() -> None:

@@ -12,7 +12,7 @@ from atomc.errors import first_line
 from atomc.runtime.executor import Launched
 from atomc.runtime.phases import Phases
 from atomc.runtime.ranks import messages
-from atomc.runtime.ranks.messages import IMPORTED, LOADED, Done, Failed, Pulse
+from atomc.runtime.ranks.messages import IMPORTED, LOADED, Done, Failed, Pulse, Results
 from atomc.runtime.ranks.process_group import connect_store, join
 from atomc.runtime.ranks.rank_settings import RankSettings, commands_address, reports_address
 from atomc.runtime.ranks.results_digest import results_digest
@@ -75,11 +75,12 @@ class Rank:
     def _load(self) -> Worker:
         of = self.settings
         of.torch.apply()
-        store = connect_store(of.port, of.size)
+        store = connect_store(of.port, of.config.num_ranks)
         _send(self._reports, Done(of.rank, IMPORTED))
         self._began = LOADED
-        tp = join(store, of.rank, of.size, torch.device(of.config.device or "cpu"))
-        worker = Worker(of.config, Phases((), progress=False), progress=False, tp=tp)
+        device = torch.device(of.config.device or "cpu")
+        place = join(store, of.rank, device, tp=of.config.tp, pp=of.config.pp)
+        worker = Worker(of.config, Phases((), progress=False), progress=False, place=place)
         _send(self._reports, Done(of.rank, LOADED))
         return worker
 
@@ -91,10 +92,13 @@ class Rank:
                     del self._launched[min(self._launched)]
             case messages.Sample(_, step, mask, num_rows):
                 self._launched[step].sample(_tensor(mask, num_rows))
-            case messages.Collect(_, step):
+            case messages.Collect(number, step):
                 results = self._launched.pop(step).results()
-                collected, digest = self._progress
-                self._progress = collected + 1, results_digest(digest, results)
+                if worker.samples:
+                    collected, digest = self._progress
+                    self._progress = collected + 1, results_digest(digest, results)
+                if self.settings.rank == self.settings.config.reporting_rank:
+                    _send(self._reports, Results(self.settings.rank, number, results))
             case messages.WarmUp(number):
                 worker.warm_up()
                 _send(self._reports, Done(self.settings.rank, number))

@@ -40,7 +40,6 @@ class RankSettings:
     """config: with the rank's device. port: of the store. folder: has the sockets of rank 0."""
 
     rank: int
-    size: int
     config: EngineConfig
     port: int
     folder: Path

@@ -156,7 +156,7 @@ class EngineLoop:
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(messages.Command).decode
         self._progress = Progress()
-        self._idle_ms = POLL_RANKS_MS if engine.config.tp > 1 else None
+        self._idle_ms = POLL_RANKS_MS if engine.config.num_ranks > 1 else None
 
     def run(self) -> None:
         """Runs until a Stop command."""

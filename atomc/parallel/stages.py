@@ -1,0 +1,217 @@
+"""Cuts a model into the stages of a pipeline: each process keeps some of the decoder layers.
+
+What other stages hold becomes modules without parameters, under the same names, so that the forward
+of any class still calls all of its layers. Of 5 layers in 3 stages, the second has two:
+
+    embed_tokens   0           1             2  3  4            norm        lm_head
+    Received       OtherStage  Received      2  3  Sent         OtherStage  OtherStage
+
+What a forward computes before the received states and behind the sent ones is not used, and no part
+of the compiled program: a class may scale its embeddings and logits.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from atomc.models.decoder import DECODER_FRAME, Decoder
+from atomc.models.parameters import parameter_names
+from atomc.parallel.group import Stage
+
+T = TypeVar("T")
+PLAIN = (str, int, float, bool)
+
+
+class OtherStage(nn.Module):
+    """In place of a module of another stage: returns its first argument.
+
+    Has the plain attributes of the module, such as the kind of its attention, which a forward may
+    read.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(module).items():
+            if type(value) in PLAIN and not name.startswith("_") and name != "training":
+                setattr(self, name, value)
+
+    def forward(self, x: Tensor, *others: Any, **named: Any) -> Tensor:
+        return x
+
+
+class Border(OtherStage):
+    """Where states [T, D] come from another stage, or go to one: a list has them while the model
+    runs.
+    """
+
+    def __init__(self, module: nn.Module, frame: "Frame", states: list[Tensor]) -> None:
+        super().__init__(module)
+        self.width, self.dtype, self.states = frame.width, frame.dtype, states
+
+
+class Received(Border):
+    """In place of the embedding, and of the layer before those of this stage: returns what the
+    previous stage sent.
+    """
+
+    def forward(self, x: Tensor, *others: Any, **named: Any) -> Tensor:
+        [states] = self.states
+        # Tokens [T] or [1, T], or their states
+        batched = x.dim() - (x.dtype != torch.int64) == 2
+        return states.view(1, *states.shape) if batched else states
+
+
+class Sent(Border):
+    """In place of the layer behind those of this stage: keeps its input, which is sent."""
+
+    def forward(self, x: Tensor, *others: Any, **named: Any) -> Tensor:
+        self.states.append(x)
+        return x
+
+
+class StageModel(nn.Module):
+    """module(input_ids, positions, hidden, logits_rows), without hidden in the first stage: the
+    states [T, D] for the next stage; logits [R, V] in the last one.
+
+    Shares the parameters of `module`, which `cut_stage` has cut.
+
+    width, dtype  of the states
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        borders = [part for part in module.modules() if isinstance(part, Border)]
+        self.width, self.dtype = borders[0].width, borders[0].dtype
+        self.received = next((part.states for part in borders if isinstance(part, Received)), None)
+        self.sent = next((part.states for part in borders if isinstance(part, Sent)), None)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, *others: Tensor) -> Tensor:
+        *hidden, logits_rows = others
+        if self.received is not None:
+            self.received.extend(hidden)
+        out: Tensor = self.module(input_ids, positions, logits_rows)
+        if self.received is not None:
+            self.received.clear()
+        if self.sent is not None:
+            out = self.sent[0].flatten(0, -2)
+            self.sent.clear()
+        return out
+
+
+@dataclass(frozen=True)
+class OwnNames:
+    """The parameters of a stage, by their names in the whole model.
+
+    elsewhere  names of modules of other stages
+    renamed    a tied parameter: a name that it has in the whole model only -> its first name here
+    in_whole   the first name of each parameter in this stage -> its first name in the whole model
+    """
+
+    elsewhere: tuple[str, ...]
+    renamed: Mapping[str, str]
+    in_whole: Mapping[str, str]
+
+    def select(self, stored: Mapping[str, T]) -> dict[str, T]:
+        """Of the tensors of a checkpoint, those of this stage."""
+        others = tuple(f"{name}." for name in self.elsewhere)
+        own = {name: tensor for name, tensor in stored.items() if not name.startswith(others)}
+        moved = {new: stored[name] for name, new in self.renamed.items() if name in stored}
+        return moved | own
+
+
+ALL_NAMES = OwnNames((), {}, {})
+
+
+class Frame(NamedTuple):
+    """The modules of a model: what is before its decoder layers, these, and what is behind them.
+
+    width, dtype  of the states between layers
+    """
+
+    before: tuple[str, ...]
+    layers: str
+    behind: tuple[str, ...]
+    width: int
+    dtype: torch.dtype
+
+
+def frame_of(model: nn.Module) -> Frame:
+    """Raises ValueError for a model whose layers cannot be stages."""
+    name = type(getattr(model, "hf_model", model)).__name__
+    if hasattr(model, "encode_images"):
+        raise ValueError(f"{name} has an image encoder: pp supports models of text only")
+    hf_model: Any = getattr(model, "hf_model", None)
+    owner = model if hf_model is None else hf_model
+    if hf_model is not None:
+        decoder: nn.Module = hf_model.base_model
+        config = hf_model.config.get_text_config()
+        parts = tuple(getattr(config, "base_model_pp_plan", None) or ())
+        if getattr(config, "num_kv_shared_layers", None):
+            raise ValueError(f"{name} has layers that read the keys of others: pp cannot cut it")
+    else:
+        decoder = getattr(model, "decoder", model)
+        parts = DECODER_FRAME if isinstance(decoder, Decoder) else ()
+    modules = {part: getattr(decoder, part, None) for part in parts}
+    layers = next((part for part, m in modules.items() if isinstance(m, nn.ModuleList)), None)
+    embedding = modules.get(parts[0]) if parts else None
+    if layers is None or not isinstance(embedding, nn.Embedding):
+        raise ValueError(
+            f"{name} does not say which of its modules are layers that follow each other "
+            "(base_model_pp_plan of transformers): pp cannot cut it"
+        )
+    paths = {id(module): path for path, module in model.named_modules()}
+    inner = paths[id(decoder)]
+    at = parts.index(layers)
+    heads = [paths[id(child)] for child in owner.children() if child is not decoder]
+    return Frame(
+        tuple(f"{inner}.{part}" for part in parts[:at]),
+        f"{inner}.{layers}",
+        (*(f"{inner}.{part}" for part in parts[at + 1 :]), *heads),
+        embedding.weight.shape[1],
+        embedding.weight.dtype,
+    )
+
+
+def cut_stage(model: nn.Module, stage: Stage) -> OwnNames:
+    """Keep the modules of this stage, in place. Raises ValueError for a model that has fewer layers
+    than there are stages, or that cannot be cut.
+    """
+    frame = frame_of(model)
+    layers = model.get_submodule(frame.layers)
+    assert isinstance(layers, nn.ModuleList)
+    if len(layers) < len(stage.ranks):
+        raise ValueError(f"{len(layers)} layers do not give {len(stage.ranks)} stages one each")
+    own_layers, whole = stage.layers(len(layers)), parameter_names(model)
+    replaced: dict[str, nn.Module] = {
+        f"{frame.layers}.{i}": OtherStage(layer)
+        for i, layer in enumerate(layers)
+        if i not in own_layers
+    }
+    if not stage.is_first:
+        states: list[Tensor] = []
+        embedding, *others = frame.before
+        replaced |= _others(model, others)
+        for name in (embedding, f"{frame.layers}.{own_layers.start - 1}"):
+            replaced[name] = Received(model.get_submodule(name), frame, states)
+    if not stage.is_last:
+        name = f"{frame.layers}.{own_layers.stop}"
+        replaced |= _others(model, frame.behind)
+        replaced[name] = Sent(model.get_submodule(name), frame, [])
+    for name, module in replaced.items():
+        model.set_submodule(name, module)
+    kept = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    own_names = [(next(filter(kept.__contains__, names), None), names) for names in whole]
+    first_names = {own: names for own, names in own_names if own is not None}
+    return OwnNames(
+        tuple(replaced),
+        {name: own for own, names in first_names.items() for name in names if name not in kept},
+        {own: names[0] for own, names in first_names.items()},
+    )
+
+
+def _others(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
+    return {name: OtherStage(model.get_submodule(name)) for name in names}
