@@ -9,7 +9,7 @@ import signal
 import tempfile
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from multiprocessing import get_context
@@ -22,11 +22,10 @@ import zmq
 import zmq.asyncio
 
 from atomc.runtime.config import EngineConfig
-from atomc.runtime.request import FinishReason, Output
-from atomc.runtime.sampling.logprobs import TokenLogprobs
 from atomc.runtime.server import messages
 from atomc.runtime.server.engine_process import run_engine_process
 from atomc.runtime.server.messages import Call, Failed, Progress, Refused, Reply, Started, Submit
+from atomc.runtime.server.request_stream import RequestStream
 from atomc.runtime.stats import Stats
 
 PING_SECONDS = 2.0
@@ -224,10 +223,10 @@ class EngineClient:
             else None
         )
 
-    def submit(self, requests: Sequence[Submit]) -> "RequestStream":
+    def submit(self, requests: Sequence[Submit]) -> RequestStream:
         """Send requests to the engine; returns the stream of their outputs. Raises EngineDead."""
         self._check()
-        stream = RequestStream(self, [request.id for request in requests])
+        stream = RequestStream([request.id for request in requests], self.abort)
         for request in requests:
             self._streams[request.id] = stream
             self._send(request)
@@ -368,108 +367,3 @@ class EngineClient:
             for future in self._calls.values():
                 if not future.done():
                     future.set_exception(why)
-
-
-class RequestStream:
-    """Outputs of a group of requests, for one reader.
-
-    Unread outputs of a request are merged, so a slow reader neither blocks the engine nor lets a
-    queue grow.
-    """
-
-    def __init__(self, client: EngineClient, ids: Sequence[str]) -> None:
-        self._client = client
-        self._unfinished = set(ids)
-        self._not_accepted = set(ids)
-        self._pending: dict[str, _MergedOutput] = {}
-        self._accepted, self._wake = asyncio.Event(), asyncio.Event()
-        self._error: Exception | None = None
-
-    async def wait_accepted(self) -> None:
-        """Returns when the engine has accepted all requests. Raises EngineDead, or RequestRefused
-        (all are aborted).
-        """
-        await self._accepted.wait()
-        if self._error is not None:
-            raise self._error
-
-    async def __aiter__(self) -> AsyncIterator[Output]:
-        """New outputs, merged per request, until all requests have finished. Raises EngineDead."""
-        while self._unfinished:
-            await self._wait()
-            pending, self._pending = self._pending, {}
-            for request_id, part in pending.items():
-                # The reader may have closed this request since.
-                if request_id in self._unfinished:
-                    if part.finish_reason is not None:
-                        self._unfinished.discard(request_id)
-                    yield part.output(request_id)
-
-    def close(self, request_id: str | None = None) -> None:
-        """Abort one request, or all unfinished ones."""
-        ids = list(self._unfinished) if request_id is None else [request_id]
-        self._unfinished.difference_update(ids)
-        self._client.abort(ids)
-
-    def accept(self, request_id: str) -> None:
-        self._not_accepted.discard(request_id)
-        if not self._not_accepted:
-            self._accepted.set()
-
-    def put(self, output: Output) -> None:
-        part = self._pending.get(output.request_id)
-        if part is None:
-            self._pending[output.request_id] = _MergedOutput(output)
-        else:
-            part.add(output)
-        self._wake.set()
-
-    def fail(self, error: Exception) -> None:
-        self._error = self._error or error
-        self._client.abort(self._unfinished)
-        self._accepted.set()
-        self._wake.set()
-
-    async def _wait(self) -> None:
-        if not self._pending and self._error is None:
-            self._wake.clear()
-            await self._wake.wait()
-        if self._error is not None and not self._pending:
-            raise self._error
-
-
-class _MergedOutput:
-    """Consecutive outputs of one request, merged into one."""
-
-    def __init__(self, first: Output) -> None:
-        self.first = first
-        self.token_ids: list[int] = list(first.token_ids)
-        self.logprobs: list[TokenLogprobs] | None = (
-            None if first.logprobs is None else list(first.logprobs)
-        )
-        self.finish_reason: FinishReason | None = first.finish_reason
-        self.stop_reason, self.error = first.stop_reason, first.error
-
-    def add(self, output: Output) -> None:
-        self.token_ids += output.token_ids
-        if output.logprobs is not None:
-            self.logprobs = [*(self.logprobs or ()), *output.logprobs]
-        self.finish_reason, self.stop_reason, self.error = (
-            output.finish_reason,
-            output.stop_reason,
-            output.error,
-        )
-
-    def output(self, request_id: str) -> Output:
-        logprobs = None if self.logprobs is None else tuple(self.logprobs)
-        return Output(
-            request_id,
-            tuple(self.token_ids),
-            logprobs,
-            self.first.prompt_logprobs,
-            self.finish_reason,
-            self.stop_reason,
-            self.first.num_cached,
-            self.first.embedding,
-            self.error,
-        )

@@ -11,12 +11,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from atomc.runtime.sampling.sampling_params import SamplingParams
-from atomc.runtime.server.client import RequestStream
 from atomc.runtime.server.errors import from_request_error, invalid
 from atomc.runtime.server.http import JSONResponse, cancel_on_disconnect, request_id
 from atomc.runtime.server.messages import Submit
 from atomc.runtime.server.prompts import tokenize_prompts
 from atomc.runtime.server.protocol import EmbeddingRequest
+from atomc.runtime.server.request_stream import RequestStream
 from atomc.runtime.server.service import Service
 
 

@@ -13,11 +13,12 @@ from atomc.runtime.prompt_image import PromptImage
 from atomc.runtime.request_errors import RequestError, is_recoverable
 from atomc.runtime.sampling.logprobs import TokenLogprobs
 from atomc.runtime.sampling.sampling_params import SamplingParams
-from atomc.runtime.server.client import EngineClient, RequestRefused, RequestStream
+from atomc.runtime.server.client import EngineClient, RequestRefused
 from atomc.runtime.server.errors import APIError, from_request_error, to_api_error
 from atomc.runtime.server.messages import Submit
 from atomc.runtime.server.metrics import Metrics
 from atomc.runtime.server.model_info import ModelInfo
+from atomc.runtime.server.request_stream import RequestStream
 from atomc.runtime.server.response_types import PromptTokensDetails, Usage
 from atomc.runtime.text_stream import TextDelta, TextStream
 
