@@ -72,6 +72,11 @@ class EngineConfig:
         False,
         "with --tp: each rank holds some of the experts, instead of a part of every expert",
     )
+    dp: int = _option(
+        1,
+        "number of engines that serve the model, each with its own KV cache and the GPUs or CPU "
+        "cores of --tp: data parallelism; requests go to the engine with the fewest",
+    )
     step_timeout: float | None = _option(
         None,
         "with --tp: maximum duration of a step in seconds, after which its ranks are ended; "
@@ -172,6 +177,7 @@ class EngineConfig:
             "ngram_min",
             "threads",
             "tp",
+            "dp",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -211,6 +217,16 @@ class EngineConfig:
             raise ValueError(
                 f"ngram_max is {self.ngram_max}, expected at least ngram_min={self.ngram_min}"
             )
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of processes of one engine."""
+        return self.tp
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes that share the cores and the memory of the host."""
+        return self.num_ranks * self.dp
 
     def _check_speculation(self) -> None:
         """Also sets the default of `speculative` by `speculative_tokens`, and the reverse."""

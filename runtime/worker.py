@@ -159,7 +159,7 @@ class Worker:
         if next(self.module.parameters()).device.type != "cpu":
             return
         self.threads = choose(
-            self.config.threads, spare=spare_cores, ranks=self.tp.size if self.tp else 1
+            self.config.threads, spare=spare_cores, processes=self.config.num_processes
         )
         use(self.threads)
         log.info("%s", self.threads)
@@ -275,7 +275,7 @@ class Worker:
                 device,
                 config.gpu_memory_utilization,
                 self._activations(max_num_seqs, max_num_batched_tokens, longest),
-                ranks=self.tp.size if self.tp else 1,
+                processes=config.num_processes,
             ),
             image_bytes=self._image_bytes(max_num_batched_tokens),
             max_num_seqs=max_num_seqs,

@@ -9,7 +9,7 @@ import signal
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from multiprocessing import get_context
@@ -55,6 +55,10 @@ class EngineRestarting(EngineDead):
         self.retry_after = retry_after
 
 
+class EngineLost(EngineDead):
+    """The engine of this request has ended, and another one serves."""
+
+
 class EngineFailed(Exception):
     """The engine did not start. by_user: the message describes an error that a user can fix."""
 
@@ -75,18 +79,24 @@ class RequestRefused(Exception):
 
 class EngineProcess:
     """A process that runs an engine. Starts at once, before the frontend's slow imports; `close`
-    ends it.
+    ends it. environment: variables that only this process has.
     """
 
-    def __init__(self, config: EngineConfig, *, progress: bool = True) -> None:
-        self.config = config
+    def __init__(
+        self,
+        config: EngineConfig,
+        environment: Mapping[str, str],
+        *,
+        progress: bool = True,
+    ) -> None:
+        self.config, self.environment = config, environment
         # mkdtemp creates a directory that only this user can access.
         self.folder = Path(tempfile.mkdtemp(prefix="atomc-"))
         self.address = f"ipc://{self.folder / 'engine'}"
         self._failure_file = self.folder / "failure"
         self.process: BaseProcess = get_context("spawn").Process(
             target=run_engine_process,
-            args=(config, self.address, self._failure_file, progress),
+            args=(config, self.address, self._failure_file, environment, progress),
             name="atomc engine",
             daemon=True,
         )
@@ -115,6 +125,7 @@ class EngineClient:
     """The connection to an engine process, for one event loop. `await connect()` first, `await
     close()` last.
 
+    name            in messages
     info            what the engine reported when it was ready, start_seconds after the start
     stats           the last stats, at most PING_SECONDS old while the engine responds; None before
                     the first
@@ -128,8 +139,10 @@ class EngineClient:
     info: Started
     start_seconds: float
 
-    def __init__(self, engine: EngineProcess, *, health_timeout: float = 60.0) -> None:
-        self.health_timeout = health_timeout
+    def __init__(
+        self, engine: EngineProcess, *, name: str = "the engine", health_timeout: float = 60.0
+    ) -> None:
+        self.name, self.health_timeout = name, health_timeout
         self.stats: Stats | None = None
         self.stats_time = time.monotonic()
         self.token_history: deque[tuple[float, int]] = deque()
@@ -140,7 +153,7 @@ class EngineClient:
         self.restarts = 0
         self._streams: dict[str, RequestStream] = {}
         self._calls: dict[int, asyncio.Future[str]] = {}
-        self._numbers, self._ids = count(), count()
+        self._numbers = count()
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(messages.Event).decode
         # Its own thread: chat templates that do not end may occupy the default executor.
@@ -177,7 +190,7 @@ class EngineClient:
         """Replace a dead process by a new one. Raises EngineFailed if it cannot start."""
         assert self.dead is not None, "the engine is running"
         await self._detach(0.0)
-        self._attach(EngineProcess(self.engine.config, progress=False))
+        self._attach(EngineProcess(self.engine.config, self.engine.environment, progress=False))
         await self.connect()
         self.restarts += 1
 
@@ -218,23 +231,22 @@ class EngineClient:
             return str(self.dead)
         seconds = self.unanswered_seconds
         return (
-            f"the engine has not answered for {seconds:.0f} s"
+            f"{self.name} has not answered for {seconds:.0f} s"
             if seconds > self.health_timeout
             else None
         )
 
-    def submit(self, requests: Sequence[Submit]) -> RequestStream:
-        """Send requests to the engine; returns the stream of their outputs. Raises EngineDead."""
+    @property
+    def num_unfinished(self) -> int:
+        """Number of requests that wait or run."""
+        return len(self._streams)
+
+    def submit(self, requests: Sequence[Submit], stream: RequestStream) -> None:
+        """Send requests to the engine; their outputs go to this stream. Raises EngineDead."""
         self._check()
-        stream = RequestStream([request.id for request in requests], self.abort)
         for request in requests:
             self._streams[request.id] = stream
             self._send(request)
-        return stream
-
-    def next_id(self) -> str:
-        """A unique request id."""
-        return str(next(self._ids))
 
     def abort(self, ids: Iterable[str]) -> None:
         """Abort these requests; finished ones are ignored."""
@@ -353,9 +365,9 @@ class EngineClient:
                 if exitcode == -signal.SIGKILL
                 else ""
             )
-            message = engine.failure or f"the engine's process {how} while it started{why}"
+            message = engine.failure or f"{self.name}'s process {how} while it started{why}"
             self._started.set_exception(EngineFailed(message, False))
-        self._mark_dead(EngineDead(engine.failure or f"the engine's process {how}"))
+        self._mark_dead(EngineDead(engine.failure or f"{self.name}'s process {how}"))
 
     def _mark_dead(self, why: EngineDead) -> None:
         if self.dead is None:

@@ -34,9 +34,10 @@ async def embeddings(service: Service, body: EmbeddingRequest, request: Request)
             )
     params = SamplingParams(max_tokens=1)
     submits = [
-        Submit(service.client.next_id(), prompt, params, pooling=body.pooling) for prompt in prompts
+        Submit(service.engines.next_id(), prompt, params, pooling=body.pooling)
+        for prompt in prompts
     ]
-    stream = service.client.submit(submits)
+    stream = service.engines.submit(submits)
     try:
         encoded = await cancel_on_disconnect(
             request, _collect_embeddings(stream, body, request_id(request))
