@@ -305,7 +305,8 @@ class EngineClient:
                     else:
                         future.set_exception(ValueError(error))
             case Started():
-                self._started.set_result(event)
+                if not self._started.done():  # cancelled, if another engine could not start
+                    self._started.set_result(event)
             case Failed(message, by_user):
                 if not self._started.done():
                     self._started.set_exception(EngineFailed(message, by_user))
