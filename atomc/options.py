@@ -250,6 +250,17 @@ def openmp_threads() -> int | None:
     return int(first) if first.isdecimal() and int(first) > 0 else None
 
 
+def visible_gpus() -> tuple[str, list[str] | None]:
+    """The environment variable that chooses the GPUs of a process, and those that it names; None:
+    all.
+    """
+    # On ROCm both work, and of both the first is the one that counts.
+    for variable in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
+        if (text := os.environ.get(variable)) is not None:
+            return variable, [name.strip() for name in text.split(",")]
+    return "CUDA_VISIBLE_DEVICES", None
+
+
 def let_openmp_sleep() -> None:
     """Let OpenMP threads sleep while they wait for work, unless the user set a policy. Call it
     before torch is imported.

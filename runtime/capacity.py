@@ -194,15 +194,15 @@ def _equal_shares(room: int, groups: Sequence[tuple[int, int]], most: Sequence[i
 
 
 def free_memory(
-    device: torch.device, utilization: float, activations: int, *, ranks: int = 1
+    device: torch.device, utilization: float, activations: int, *, processes: int = 1
 ) -> int:
     """Bytes available for the caches on the device.
 
-    On a GPU, `utilization` of its memory less memory in use, activations and CUDA graphs. ranks:
-    processes that share the memory of a host.
+    On a GPU, `utilization` of its memory less memory in use, activations and CUDA graphs.
+    processes: number of those that share the memory of a host.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         return max(int(free - total * (1 - utilization + GRAPH_SHARE)) - activations, 0)
-    return int(free_on_host() * CPU_SHARE) // ranks
+    return int(free_on_host() * CPU_SHARE) // processes

@@ -77,6 +77,11 @@ class EngineConfig:
         False,
         "with --tp: each rank holds some of the experts, instead of a part of every expert",
     )
+    dp: int = _option(
+        1,
+        "number of engines that serve the model, each with its own KV cache and the GPUs or CPU "
+        "cores of --tp: data parallelism; requests go to the engine with the fewest",
+    )
     step_timeout: float | None = _option(
         None,
         "with --tp or --pp: maximum duration of a step in seconds, after which its ranks are "
@@ -179,6 +184,7 @@ class EngineConfig:
             "threads",
             "tp",
             "pp",
+            "dp",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -230,8 +236,13 @@ class EngineConfig:
 
     @property
     def num_ranks(self) -> int:
-        """Processes of the model: tp of them in each of pp stages."""
+        """Processes of one engine: tp of them in each of pp stages."""
         return self.tp * self.pp
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes that share the cores and the memory of the host."""
+        return self.num_ranks * self.dp
 
     @property
     def reporting_rank(self) -> int:

@@ -77,6 +77,11 @@ class LLM:
             options=Options.of(options),
             **{"max_queue": 2**62, "image_queue_bytes": 2**62, **settings},
         )
+        if config.dp > 1:
+            raise ValueError(
+                f"dp is {config.dp}, but an LLM is one engine: use `atomc serve --dp "
+                f"{config.dp}`, or one process per LLM, each with its own CUDA_VISIBLE_DEVICES"
+            )
         self.engine = Engine(config, module=module, progress=progress)
         self.program, self.phases = self.engine.program, self.engine.phases
         self.tokenizer = self.engine.tokenizer

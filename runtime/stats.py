@@ -1,7 +1,10 @@
 """Statistics of an engine."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+
+import numpy as np
 
 
 @dataclass
@@ -91,3 +94,25 @@ class Stats:
     def acceptance_length(self) -> float:
         """Mean number of tokens of a step with a draft, with the one after the draft."""
         return 1 + self.accepted / self.drafts if self.drafts else 0.0
+
+
+def total(engines: Sequence[Stats]) -> Stats:
+    """The sums over engines of the same model. max_len is the smallest, host_ms the largest."""
+    first = engines[0]
+    steps: Counter[str] = Counter()
+    for stats in engines:
+        steps.update(stats.steps)
+    found = {
+        name: sum(getattr(stats, name) for stats in engines)
+        for name, value in vars(first).items()
+        if isinstance(value, int)
+    }
+    found["max_len"] = min(stats.max_len for stats in engines)
+    expert_load = {
+        layer: np.sum([stats.expert_load[layer] for stats in engines], 0).tolist()
+        for layer in first.expert_load
+    }
+    host_ms = max(stats.host_ms for stats in engines)
+    return replace(
+        first, **found | {"steps": dict(steps), "expert_load": expert_load, "host_ms": host_ms}
+    )

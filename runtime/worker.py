@@ -173,7 +173,7 @@ class Worker:
         if next(self.module.parameters()).device.type != "cpu":
             return
         self.threads = choose(
-            self.config.threads, spare=spare_cores, ranks=self.num_ranks
+            self.config.threads, spare=spare_cores, processes=self.config.num_processes
         )
         use(self.threads)
         log.info("%s", self.threads)
@@ -292,7 +292,7 @@ class Worker:
                 device,
                 config.gpu_memory_utilization,
                 self._activations(max_num_seqs, max_num_batched_tokens, longest),
-                ranks=self.num_ranks,
+                processes=config.num_processes,
             ),
             image_bytes=self._image_bytes(max_num_batched_tokens),
             max_num_seqs=max_num_seqs,
@@ -429,9 +429,7 @@ class Worker:
             self._hidden = self.program
         if self._hidden is None:
             program = compile_model(
-                headless_model(
-                    self.module if self.pipeline is None else StageModel(self.module)
-                ),
+                headless_model(self.module if self.pipeline is None else StageModel(self.module)),
                 options=self.config.options,
                 owned=self._owns_weights,
                 takes=self._takes if self.images is None else self.images.takes(images=True),

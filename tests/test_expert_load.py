@@ -12,6 +12,7 @@ from atomc import models, ops
 from atomc.program import compile_model
 from atomc.runtime.llm import LLM
 from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.runtime.server.engines import Engines
 from atomc.runtime.server.metrics import Metrics
 from atomc.runtime.stats import Stats
 
@@ -105,8 +106,8 @@ def test_counts_are_kept_by_a_program_from_the_cache(checkpoint, tmp_path):
     assert loads[0] == loads[1] and all(map(sum, loads[0].values()))
 
 
-class _Client:
-    """The part of the engine's client that metrics read."""
+class _Engine:
+    """The part of an engine's client that metrics read."""
 
     unhealthy_reason, restarts = "", 0
 
@@ -114,14 +115,18 @@ class _Client:
         self.stats = stats
 
 
+def metrics_of(stats):
+    return Metrics(Engines([_Engine(stats)]), "m").text().decode()
+
+
 def test_metrics_have_the_total_and_the_imbalance_of_each_layer():
     stats = Stats(0, 0, 0, 1, 16, 16, expert_load={"layers.0": [6, 1, 1, 0], "layers.1": [0] * 4})
-    text = Metrics(_Client(stats), "m").text().decode()
-    labels = 'layer="layers.0",model_name="m"'
+    text = metrics_of(stats)
+    labels = 'engine="0",layer="layers.0",model_name="m"'
     assert f"atomc:expert_tokens_total{{{labels}}} 8.0" in text
     assert f"atomc:expert_load_imbalance{{{labels}}} 3.0" in text
-    assert 'atomc:expert_load_imbalance{layer="layers.1",model_name="m"} 0.0' in text
-    assert "expert" not in Metrics(_Client(Stats(0, 0, 0, 1, 16, 16)), "m").text().decode()
+    assert 'atomc:expert_load_imbalance{engine="0",layer="layers.1",model_name="m"} 0.0' in text
+    assert "expert" not in metrics_of(Stats(0, 0, 0, 1, 16, 16))
 
 
 def test_a_server_returns_the_tokens_of_each_expert(checkpoint):

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -163,11 +164,16 @@ def small(tmp_path):
         yield llm
 
 
-def is_alive(pid):
+def state(pid):
+    """The state of a process in the letters of ps; X: there is none."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "XZ"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return "X"
+
+
+def is_alive(pid):
+    return state(pid) not in "XZ"
 
 
 @contextlib.contextmanager
@@ -186,20 +192,31 @@ def failing(llm, message):
     assert not distributed.is_initialized()
 
 
-def wait_in_collective(llm, monkeypatch, before):
-    """Let rank 0 wait for the others in its third step, as a model does that is cut. before: what
-    happens before that.
-    """
-    launch, steps = llm.engine.executor.worker.launch, []
+def in_third_launch(monkeypatch, of, happens):
+    """`happens` before the third launch of this executor or worker."""
+    launch, steps = of.launch, []
 
-    def waiting(step):
+    def launched(step):
         steps.append(step)
         if len(steps) == 3:
-            before()
-            distributed.all_reduce(torch.ones(1))
+            happens()
         return launch(step)
 
-    monkeypatch.setattr(llm.engine.executor.worker, "launch", waiting)
+    monkeypatch.setattr(of, "launch", launched)
+
+
+def wait_without(llm, monkeypatch, number):
+    """Rank 0 waits in a collective of its third step for rank 1, which this signal has ended or
+    stopped before it took part: ranks in different collectives would end the process in gloo.
+    """
+    executor = llm.engine.executor
+    (pid,) = executor.pids.values()
+
+    def happens():
+        os.kill(pid, number)
+        until(lambda: state(pid) in "TXZ", SOON)
+
+    in_third_launch(monkeypatch, executor, happens)
 
 
 def test_two_ranks_give_the_outputs_of_one(two):
@@ -242,10 +259,9 @@ def test_ctrl_c_waits_for_the_end_of_a_launch(two, monkeypatch):
     assert two.generate([PROMPT])[0].token_ids == expected
 
 
-@pytest.mark.slow  # with other ranks on the same two cores the process of the test once ended with them
 def test_a_stopped_rank_ends_the_others(two, monkeypatch):
     (pid,) = two.engine.executor.pids.values()
-    wait_in_collective(two, monkeypatch, lambda: os.kill(pid, signal.SIGSTOP))
+    wait_without(two, monkeypatch, signal.SIGSTOP)
     with failing(two, rf"^rank 1 \(process {pid}\) has been silent for \d s: it hangs$"):
         two.generate([PROMPT], LONG)
 
@@ -261,8 +277,7 @@ def test_a_killed_rank_ends_the_others(small):
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_in_a_step_ends_the_others(small, monkeypatch):
-    (pid,) = small.engine.executor.pids.values()
-    wait_in_collective(small, monkeypatch, lambda: os.kill(pid, signal.SIGKILL))
+    wait_without(small, monkeypatch, signal.SIGKILL)
     with failing(small, "^rank 1 .* was killed by signal 9$"):
         small.generate([PROMPT], LONG)
 
@@ -272,7 +287,7 @@ def test_a_step_that_fails_in_rank_0_alone_ends_the_others(small, monkeypatch):
     def fail():
         raise RuntimeError("broken here")
 
-    wait_in_collective(small, monkeypatch, fail)
+    in_third_launch(monkeypatch, small.engine.executor.worker, fail)
     with failing(small, "^rank 0 failed, and others did not: RuntimeError: broken here$"):
         small.generate([PROMPT], LONG)
 
@@ -290,7 +305,9 @@ def test_an_error_in_one_rank_is_reported_with_its_rank(small, waits):
 
 @pytest.mark.slow
 def test_a_step_that_does_not_end_ends_the_ranks(small, monkeypatch):
-    wait_in_collective(small, monkeypatch, lambda: None)
+    # Rank 1 waits in the first collective of the step.
+    wait = partial(distributed.recv, torch.ones(1), 1)
+    in_third_launch(monkeypatch, small.engine.executor.worker, wait)
     with failing(small, r"^no rank has completed a step after 5 s \(--step-timeout\)$"):
         small.generate([PROMPT], LONG)
 

@@ -532,25 +532,28 @@ def test_health_ready_and_metrics_need_no_key(server, http):
     for path in ("/health", "/ready", "/metrics"):
         assert httpx.get(server.url + path, timeout=60).status_code == 200
     text = http.get("/metrics").text
-    label = r'\{model_name="atomc-demo"\}'
-    for name in (
-        "up",
-        "num_requests_running",
-        "num_requests_waiting",
-        "kv_cache_usage_perc",
-        "prefix_cache_hits_total",
-        "state_snapshot_hits_total",
-        "state_snapshots",
-        "num_preemptions_total",
-        "generation_tokens_total",
-        "time_to_first_token_seconds_count",
-        "e2e_request_latency_seconds_count",
-        "request_time_per_output_token_seconds_count",
-    ):
-        assert re.search(rf"^atomc:{name}{label} \d", text, re.MULTILINE), name
-    assert re.search(
-        r'^atomc:steps_total\{kind="eager[^"]*",model_name="atomc-demo"\} \d', text, re.MULTILINE
-    )
+    model = r'model_name="atomc-demo"\}'
+    for label, name in [
+        *(
+            (r'\{engine="0",', name)
+            for name in (
+                "up",
+                "num_requests_running",
+                "num_requests_waiting",
+                "kv_cache_usage_perc",
+                "prefix_cache_hits_total",
+                "state_snapshot_hits_total",
+                "state_snapshots",
+                "num_preemptions_total",
+                "generation_tokens_total",
+            )
+        ),
+        (r'\{engine="0",kind="eager[^"]*",', "steps_total"),
+        (r"\{", "time_to_first_token_seconds_count"),
+        (r"\{", "e2e_request_latency_seconds_count"),
+        (r"\{", "request_time_per_output_token_seconds_count"),
+    ]:
+        assert re.search(rf"^atomc:{name}{label}{model} \d", text, re.MULTILINE), name
     finished = (
         r'^atomc:request_success_total\{finished_reason="length",model_name="atomc-demo"\} \d'
     )

@@ -94,7 +94,7 @@ def test_a_dead_engine_is_restarted_a_few_times_and_then_the_server_ends():
         answer = httpx.post(f"{server.url}/v1/completions", json=SHORT, timeout=60)
         assert answer.json()["usage"]["completion_tokens"] == 4
         assert (
-            'engine_restarts_total{model_name="atomc-demo"} 1.0'
+            'engine_restarts_total{engine="0",model_name="atomc-demo"} 1.0'
             in httpx.get(f"{server.url}/metrics", timeout=60).text
         )
 

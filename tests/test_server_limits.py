@@ -150,7 +150,9 @@ def test_killing_the_engine_ends_50_streams_with_an_error_and_turns_health_red(s
         assert httpx.get(small.url + path).status_code == 503
     answer = httpx.post(f"{small.url}/v1/completions", json=SHORT)
     assert answer.status_code == 503 and answer.json()["error"]["code"] == "engine_restarting"
-    assert 'atomc:up{model_name="atomc-demo"} 0.0' in httpx.get(f"{small.url}/metrics").text
+    assert (
+        'atomc:up{engine="0",model_name="atomc-demo"} 0.0' in httpx.get(f"{small.url}/metrics").text
+    )
     assert "Traceback" not in small.log
 
 
@@ -238,7 +240,7 @@ def test_a_slow_reader_does_not_delay_others_and_gets_all_its_output(server):
 
         def idle():
             text = httpx.get(f"{server.url}/metrics", timeout=60).text
-            return 'atomc:num_requests_running{model_name="atomc-demo"} 0.0' in text
+            return 'atomc:num_requests_running{engine="0",model_name="atomc-demo"} 0.0' in text
 
         wait_until(idle, 120)  # the engine has finished it, and no byte has been read
         assert server.memory(server.process.pid) - before < 100 * 2**20

@@ -1,6 +1,6 @@
 """Flags of other servers, with the equivalent in atomc: shown as a hint when one is given."""
 
-_ONLY_TP = "a model is split over devices with --tp and --pp only"
+_ONLY_TP = "the layers of a model are split over devices with --tp and --pp only"
 _LEAVE_OUT = "not needed, leave it out"
 
 # By command. None of these is a flag of atomc.
@@ -14,7 +14,7 @@ FOREIGN_FLAGS = {
         "--context-length": "use --max-model-len",
         "--cpu-offload-gb": "offloading is not supported; --quantization reduces the size of "
         "the weights",
-        "--data-parallel-size": _ONLY_TP,
+        "--data-parallel-size": "use --dp",
         "--disable-cuda-graph": "use --enforce-eager",
         "--disable-log-requests": "use --no-log-requests",
         "--disable-log-stats": _LEAVE_OUT,
@@ -45,6 +45,7 @@ FOREIGN_FLAGS = {
         "--tensor-parallel-size": "use --tp",
         "--tokenizer": "the checkpoint's tokenizer is always used",
         "--trust-remote-code": "code in a checkpoint is never run: leave it out",
+        "-dp": "use --dp",
         "-tp": "use --tp",
     },
 }

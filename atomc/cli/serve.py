@@ -32,6 +32,7 @@ GROUPS = {
     "threads": "memory and batching",
     "tp": "several devices",
     "ep": "several devices",
+    "dp": "several devices",
     "step_timeout": "several devices",
     "image_cache_bytes": "memory and batching",
     "image_queue_bytes": "memory and batching",

@@ -77,7 +77,9 @@ class RankExecutor:
         self._close = weakref.finalize(self, self._monitor.close)
         try:
             store = create_store(size)
-            threads = choose(config.threads, spare=spare_cores, ranks=size).count
+            threads = choose(
+                config.threads, spare=spare_cores, processes=config.num_processes
+            ).count
             self._monitor.start(
                 [
                     RankSettings(

@@ -125,7 +125,9 @@ def _add_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/load")
     async def load() -> Response:
-        return JSONResponse({"server_load": service.client.num_unfinished})
+        return JSONResponse(
+            {"server_load": sum(each.num_unfinished for each in service.engines.clients)}
+        )
 
     @app.api_route("/ping", methods=["GET", "POST"])  # Amazon SageMaker's name
     @app.get("/health")

@@ -9,7 +9,7 @@ import signal
 import tempfile
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from multiprocessing import get_context
@@ -22,11 +22,10 @@ import zmq
 import zmq.asyncio
 
 from atomc.runtime.config import EngineConfig
-from atomc.runtime.request import FinishReason, Output
-from atomc.runtime.sampling.logprobs import TokenLogprobs
 from atomc.runtime.server import messages
 from atomc.runtime.server.engine_process import run_engine_process
 from atomc.runtime.server.messages import Call, Failed, Progress, Refused, Reply, Started, Submit
+from atomc.runtime.server.request_stream import RequestStream
 from atomc.runtime.stats import Stats
 
 PING_SECONDS = 2.0
@@ -56,6 +55,10 @@ class EngineRestarting(EngineDead):
         self.retry_after = retry_after
 
 
+class EngineLost(EngineDead):
+    """The engine of this request has ended, and another one serves."""
+
+
 class EngineFailed(Exception):
     """The engine did not start. by_user: the message describes an error that a user can fix."""
 
@@ -76,18 +79,24 @@ class RequestRefused(Exception):
 
 class EngineProcess:
     """A process that runs an engine. Starts at once, before the frontend's slow imports; `close`
-    ends it.
+    ends it. environment: variables that only this process has.
     """
 
-    def __init__(self, config: EngineConfig, *, progress: bool = True) -> None:
-        self.config = config
+    def __init__(
+        self,
+        config: EngineConfig,
+        environment: Mapping[str, str],
+        *,
+        progress: bool = True,
+    ) -> None:
+        self.config, self.environment = config, environment
         # mkdtemp creates a directory that only this user can access.
         self.folder = Path(tempfile.mkdtemp(prefix="atomc-"))
         self.address = f"ipc://{self.folder / 'engine'}"
         self._failure_file = self.folder / "failure"
         self.process: BaseProcess = get_context("spawn").Process(
             target=run_engine_process,
-            args=(config, self.address, self._failure_file, progress),
+            args=(config, self.address, self._failure_file, environment, progress),
             name="atomc engine",
             daemon=True,
         )
@@ -116,6 +125,7 @@ class EngineClient:
     """The connection to an engine process, for one event loop. `await connect()` first, `await
     close()` last.
 
+    name            in messages
     info            what the engine reported when it was ready, start_seconds after the start
     stats           the last stats, at most PING_SECONDS old while the engine responds; None before
                     the first
@@ -129,8 +139,10 @@ class EngineClient:
     info: Started
     start_seconds: float
 
-    def __init__(self, engine: EngineProcess, *, health_timeout: float = 60.0) -> None:
-        self.health_timeout = health_timeout
+    def __init__(
+        self, engine: EngineProcess, *, name: str = "the engine", health_timeout: float = 60.0
+    ) -> None:
+        self.name, self.health_timeout = name, health_timeout
         self.stats: Stats | None = None
         self.stats_time = time.monotonic()
         self.token_history: deque[tuple[float, int]] = deque()
@@ -141,7 +153,7 @@ class EngineClient:
         self.restarts = 0
         self._streams: dict[str, RequestStream] = {}
         self._calls: dict[int, asyncio.Future[str]] = {}
-        self._numbers, self._ids = count(), count()
+        self._numbers = count()
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(messages.Event).decode
         # Its own thread: chat templates that do not end may occupy the default executor.
@@ -178,7 +190,7 @@ class EngineClient:
         """Replace a dead process by a new one. Raises EngineFailed if it cannot start."""
         assert self.dead is not None, "the engine is running"
         await self._detach(0.0)
-        self._attach(EngineProcess(self.engine.config, progress=False))
+        self._attach(EngineProcess(self.engine.config, self.engine.environment, progress=False))
         await self.connect()
         self.restarts += 1
 
@@ -213,34 +225,28 @@ class EngineClient:
         return time.monotonic() - self._ping_sent if self._ping_sent is not None else 0.0
 
     @property
-    def num_unfinished(self) -> int:
-        """Requests that the engine has, or is about to get."""
-        return len(self._streams)
-
-    @property
     def unhealthy_reason(self) -> str | None:
         """Why the engine cannot serve requests; None if it can."""
         if self.dead is not None:
             return str(self.dead)
         seconds = self.unanswered_seconds
         return (
-            f"the engine has not answered for {seconds:.0f} s"
+            f"{self.name} has not answered for {seconds:.0f} s"
             if seconds > self.health_timeout
             else None
         )
 
-    def submit(self, requests: Sequence[Submit]) -> "RequestStream":
-        """Send requests to the engine; returns the stream of their outputs. Raises EngineDead."""
+    @property
+    def num_unfinished(self) -> int:
+        """Number of requests that wait or run."""
+        return len(self._streams)
+
+    def submit(self, requests: Sequence[Submit], stream: RequestStream) -> None:
+        """Send requests to the engine; their outputs go to this stream. Raises EngineDead."""
         self._check()
-        stream = RequestStream(self, [request.id for request in requests])
         for request in requests:
             self._streams[request.id] = stream
             self._send(request)
-        return stream
-
-    def next_id(self) -> str:
-        """A unique request id."""
-        return str(next(self._ids))
 
     def abort(self, ids: Iterable[str]) -> None:
         """Abort these requests; finished ones are ignored."""
@@ -299,7 +305,8 @@ class EngineClient:
                     else:
                         future.set_exception(ValueError(error))
             case Started():
-                self._started.set_result(event)
+                if not self._started.done():  # cancelled, if another engine could not start
+                    self._started.set_result(event)
             case Failed(message, by_user):
                 if not self._started.done():
                     self._started.set_exception(EngineFailed(message, by_user))
@@ -359,9 +366,9 @@ class EngineClient:
                 if exitcode == -signal.SIGKILL
                 else ""
             )
-            message = engine.failure or f"the engine's process {how} while it started{why}"
+            message = engine.failure or f"{self.name}'s process {how} while it started{why}"
             self._started.set_exception(EngineFailed(message, False))
-        self._mark_dead(EngineDead(engine.failure or f"the engine's process {how}"))
+        self._mark_dead(EngineDead(engine.failure or f"{self.name}'s process {how}"))
 
     def _mark_dead(self, why: EngineDead) -> None:
         if self.dead is None:
@@ -373,108 +380,3 @@ class EngineClient:
             for future in self._calls.values():
                 if not future.done():
                     future.set_exception(why)
-
-
-class RequestStream:
-    """Outputs of a group of requests, for one reader.
-
-    Unread outputs of a request are merged, so a slow reader neither blocks the engine nor lets a
-    queue grow.
-    """
-
-    def __init__(self, client: EngineClient, ids: Sequence[str]) -> None:
-        self._client = client
-        self._unfinished = set(ids)
-        self._not_accepted = set(ids)
-        self._pending: dict[str, _MergedOutput] = {}
-        self._accepted, self._wake = asyncio.Event(), asyncio.Event()
-        self._error: Exception | None = None
-
-    async def wait_accepted(self) -> None:
-        """Returns when the engine has accepted all requests. Raises EngineDead, or RequestRefused
-        (all are aborted).
-        """
-        await self._accepted.wait()
-        if self._error is not None:
-            raise self._error
-
-    async def __aiter__(self) -> AsyncIterator[Output]:
-        """New outputs, merged per request, until all requests have finished. Raises EngineDead."""
-        while self._unfinished:
-            await self._wait()
-            pending, self._pending = self._pending, {}
-            for request_id, part in pending.items():
-                # The reader may have closed this request since.
-                if request_id in self._unfinished:
-                    if part.finish_reason is not None:
-                        self._unfinished.discard(request_id)
-                    yield part.output(request_id)
-
-    def close(self, request_id: str | None = None) -> None:
-        """Abort one request, or all unfinished ones."""
-        ids = list(self._unfinished) if request_id is None else [request_id]
-        self._unfinished.difference_update(ids)
-        self._client.abort(ids)
-
-    def accept(self, request_id: str) -> None:
-        self._not_accepted.discard(request_id)
-        if not self._not_accepted:
-            self._accepted.set()
-
-    def put(self, output: Output) -> None:
-        part = self._pending.get(output.request_id)
-        if part is None:
-            self._pending[output.request_id] = _MergedOutput(output)
-        else:
-            part.add(output)
-        self._wake.set()
-
-    def fail(self, error: Exception) -> None:
-        self._error = self._error or error
-        self._client.abort(self._unfinished)
-        self._accepted.set()
-        self._wake.set()
-
-    async def _wait(self) -> None:
-        if not self._pending and self._error is None:
-            self._wake.clear()
-            await self._wake.wait()
-        if self._error is not None and not self._pending:
-            raise self._error
-
-
-class _MergedOutput:
-    """Consecutive outputs of one request, merged into one."""
-
-    def __init__(self, first: Output) -> None:
-        self.first = first
-        self.token_ids: list[int] = list(first.token_ids)
-        self.logprobs: list[TokenLogprobs] | None = (
-            None if first.logprobs is None else list(first.logprobs)
-        )
-        self.finish_reason: FinishReason | None = first.finish_reason
-        self.stop_reason, self.error = first.stop_reason, first.error
-
-    def add(self, output: Output) -> None:
-        self.token_ids += output.token_ids
-        if output.logprobs is not None:
-            self.logprobs = [*(self.logprobs or ()), *output.logprobs]
-        self.finish_reason, self.stop_reason, self.error = (
-            output.finish_reason,
-            output.stop_reason,
-            output.error,
-        )
-
-    def output(self, request_id: str) -> Output:
-        logprobs = None if self.logprobs is None else tuple(self.logprobs)
-        return Output(
-            request_id,
-            tuple(self.token_ids),
-            logprobs,
-            self.first.prompt_logprobs,
-            self.finish_reason,
-            self.stop_reason,
-            self.first.num_cached,
-            self.first.embedding,
-            self.error,
-        )

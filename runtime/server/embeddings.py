@@ -11,12 +11,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from atomc.runtime.sampling.sampling_params import SamplingParams
-from atomc.runtime.server.client import RequestStream
 from atomc.runtime.server.errors import from_request_error, invalid
 from atomc.runtime.server.http import JSONResponse, cancel_on_disconnect, request_id
 from atomc.runtime.server.messages import Submit
 from atomc.runtime.server.prompts import tokenize_prompts
 from atomc.runtime.server.protocol import EmbeddingRequest
+from atomc.runtime.server.request_stream import RequestStream
 from atomc.runtime.server.service import Service
 
 
@@ -34,9 +34,10 @@ async def embeddings(service: Service, body: EmbeddingRequest, request: Request)
             )
     params = SamplingParams(max_tokens=1)
     submits = [
-        Submit(service.client.next_id(), prompt, params, pooling=body.pooling) for prompt in prompts
+        Submit(service.engines.next_id(), prompt, params, pooling=body.pooling)
+        for prompt in prompts
     ]
-    stream = service.client.submit(submits)
+    stream = service.engines.submit(submits)
     try:
         encoded = await cancel_on_disconnect(
             request, _collect_embeddings(stream, body, request_id(request))

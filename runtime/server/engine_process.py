@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
@@ -37,13 +37,19 @@ FRONTEND_CORES = 1  # cores left to the frontend process
 
 
 def run_engine_process(
-    config: EngineConfig, address: str, failure_file: Path, progress: bool
+    config: EngineConfig,
+    address: str,
+    failure_file: Path,
+    environment: Mapping[str, str],
+    progress: bool,
 ) -> None:
     """The entry point of the process: starts an engine, serves the frontend at `address`, and exits
     with the frontend.
 
     failure_file   gets the reason if a rank fails and the engine's thread cannot send it
+    environment    variables of this process only
     """
+    os.environ.update(environment)  # before torch is imported
     # Ctrl-C reaches all processes of the terminal, and SIGTERM all processes of a service; the
     # frontend handles them.
     for number in (signal.SIGINT, signal.SIGTERM):

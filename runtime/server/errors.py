@@ -5,7 +5,13 @@ trace.
 from collections.abc import Mapping
 
 from atomc.runtime.request_errors import RequestError
-from atomc.runtime.server.client import EngineDead, EngineRestarting, RequestRefused, ShuttingDown
+from atomc.runtime.server.client import (
+    EngineDead,
+    EngineLost,
+    EngineRestarting,
+    RequestRefused,
+    ShuttingDown,
+)
 from atomc.runtime.server.response_types import ErrorResponse
 
 MAX_MESSAGE_CHARACTERS = 1000
@@ -67,6 +73,14 @@ def to_api_error(error: Exception) -> APIError:
                 "service_unavailable",
                 code="engine_restarting",
                 headers=_retry_after(seconds),
+            )
+        case EngineLost():
+            return APIError(
+                503,
+                f"{error}; another engine serves: send the request again",
+                "service_unavailable",
+                code="engine_dead",
+                headers=_retry_after(0),
             )
         case EngineDead():
             return APIError(

@@ -13,11 +13,13 @@ from atomc.runtime.prompt_image import PromptImage
 from atomc.runtime.request_errors import RequestError, is_recoverable
 from atomc.runtime.sampling.logprobs import TokenLogprobs
 from atomc.runtime.sampling.sampling_params import SamplingParams
-from atomc.runtime.server.client import EngineClient, RequestRefused, RequestStream
+from atomc.runtime.server.client import RequestRefused
+from atomc.runtime.server.engines import Engines
 from atomc.runtime.server.errors import APIError, from_request_error, to_api_error
 from atomc.runtime.server.messages import Submit
 from atomc.runtime.server.metrics import Metrics
 from atomc.runtime.server.model_info import ModelInfo
+from atomc.runtime.server.request_stream import RequestStream
 from atomc.runtime.server.response_types import PromptTokensDetails, Usage
 from atomc.runtime.text_stream import TextDelta, TextStream
 
@@ -49,7 +51,7 @@ class Generation:
 
     def __init__(
         self,
-        client: EngineClient,
+        engines: Engines,
         model: ModelInfo,
         metrics: Metrics,
         request_id: str,
@@ -62,14 +64,14 @@ class Generation:
         salt: str | None = None,
         log_requests: bool = True,
     ) -> None:
-        self._client, self._metrics = client, metrics
+        self._engines, self._metrics = engines, metrics
         self._request_id, self._log_requests = request_id, log_requests
         self.n, self.prompts = n, prompts
         self._image_tokens = sum(image.length for image in images)
         self.choices: dict[str, Choice] = {}
         self._submits: list[Submit] = []
         for number, prompt in enumerate(prompts):
-            group = client.next_id()
+            group = engines.next_id()
             for offset in range(n):
                 submit = Submit(
                     f"{group}/{offset}",
@@ -90,7 +92,7 @@ class Generation:
         """Returns when the engine has accepted all. Raises RequestRefused, APIError if the engine
         failed, or EngineDead.
         """
-        self._request_stream = self._client.submit(self._submits)
+        self._request_stream = self._engines.submit(self._submits)
         self._submits = []  # they hold the images
         try:
             await self._request_stream.wait_accepted()

@@ -3,14 +3,18 @@ change.
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from atomc.runtime.server.client import EngineClient
+from atomc.runtime.server.engines import Engines
 
+Family = CounterMetricFamily | GaugeMetricFamily
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 TTFT_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
@@ -26,9 +30,9 @@ TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20
 
 
 class Metrics:
-    """Counters and histograms of requests, and the engine's stats."""
+    """Counters and histograms of requests, and the engines' stats."""
 
-    def __init__(self, client: EngineClient, model: str) -> None:
+    def __init__(self, engines: Engines, model: str) -> None:
         self.registry = CollectorRegistry()
 
         def histogram(name: str, text: str, buckets: Iterable[float]) -> Any:
@@ -70,7 +74,7 @@ class Metrics:
         )
         self.model = model
         self.recent_ttft: deque[float] = deque(maxlen=NUM_RECENT)
-        self.registry.register(EngineCollector(client, model))
+        self.registry.register(EngineCollector(engines, model))
 
     def observe_ttft(self, seconds: float) -> None:
         self.ttft.observe(seconds)
@@ -90,110 +94,109 @@ class Metrics:
 
 
 class EngineCollector:
-    """Prometheus collector of the engine's last stats."""
+    """Prometheus collector of the engines' last stats, with the number of each engine."""
 
-    def __init__(self, client: EngineClient, model: str) -> None:
-        self.client = client
-        self.model = model
+    def __init__(self, engines: Engines, model: str) -> None:
+        self._engines, self._model = engines, model
 
     def collect(self) -> Iterable[Metric]:
-        stats = self.client.stats
-        yield self._gauge(
-            "up", "1 while the engine can serve.", 0.0 if self.client.unhealthy_reason else 1.0
-        )
-        if stats is None:
-            return
-        used = stats.kv_blocks_used / max(stats.kv_blocks_total, 1)
-        yield self._gauge("num_requests_running", "Running requests.", stats.running)
-        yield self._gauge("num_requests_waiting", "Waiting requests.", stats.waiting)
-        yield self._gauge(
-            "kv_cache_usage_perc", "Share of the KV cache blocks in use, 0 to 1.", used
-        )
-        yield self._gauge("kv_cache_tokens", "Tokens in the KV cache.", stats.kv_tokens_used)
-        yield self._gauge(
-            "state_snapshots", "States of prefixes that are kept.", stats.snapshots_held
-        )
-        yield self._gauge("host_step_milliseconds", "Host time per step.", stats.host_ms)
-        if stats.drafts:
-            yield self._gauge(
-                "spec_decode_draft_acceptance_rate",
-                "Share of the draft tokens that were accepted, 0 to 1.",
-                stats.acceptance_rate,
-            )
-            yield self._gauge(
-                "spec_decode_mean_acceptance_length",
-                "Mean number of tokens of a step with a draft, with the one after the draft.",
-                stats.acceptance_length,
-            )
-        for name, text, value in (
-            ("engine_restarts", "Restarts of the engine after it died.", self.client.restarts),
-            (
-                "prefix_cache_queries",
-                "Prompt tokens looked up in the prefix cache.",
-                stats.prefix_queries,
-            ),
-            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits),
-            ("images_encoded", "Images that the vision encoder has encoded.", stats.images_encoded),
-            (
-                "image_cache_hits",
-                "Images of prompts whose embeddings were in the cache.",
-                stats.image_cache_hits,
-            ),
-            (
-                "state_snapshot_hits",
-                "Requests that started from the kept state of a prefix.",
-                stats.snapshot_hits,
-            ),
-            ("num_preemptions", "Preempted requests, which are recomputed.", stats.preemptions),
-            ("prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens),
-            (
-                "graph_rows",
-                "Rows of steps that ran as a CUDA graph, without padding.",
-                stats.graph_rows,
-            ),
-            (
-                "graph_padding_rows",
-                "Padding rows of steps that ran as a CUDA graph.",
-                stats.graph_padding,
-            ),
-            ("generation_tokens", "Tokens generated.", stats.generated_tokens),
-            ("spec_decode_num_drafts", "Drafts.", stats.drafts),
-            ("spec_decode_num_draft_tokens", "Draft tokens.", stats.drafted),
-            ("spec_decode_num_accepted_tokens", "Accepted draft tokens.", stats.accepted),
-        ):
-            family = CounterMetricFamily(f"atomc:{name}", text, labels=["model_name"])
-            family.add_metric([self.model], value)
-            yield family
-        steps = CounterMetricFamily(
-            "atomc:steps", "Steps by kind of execution.", labels=["model_name", "kind"]
-        )
-        for kind, number in stats.steps.items():
-            steps.add_metric([self.model, kind], number)
-        yield steps
-        yield from self._expert_load(stats.expert_load)
+        families: dict[str, Family] = {}
+        for number, client in enumerate(self._engines.clients):
+            labels = {"engine": str(number), "model_name": self._model}
+            for sample in samples(client):
+                if sample.name not in families:
+                    families[sample.name] = sample.family(
+                        f"atomc:{sample.name}", sample.text, labels=[*labels, *sample.labels]
+                    )
+                families[sample.name].add_metric(
+                    [*labels.values(), *sample.labels.values()], sample.value
+                )
+        return families.values()
 
-    def _expert_load(self, load: Mapping[str, Sequence[int]]) -> Iterable[Metric]:
-        """Two numbers per layer; GET /experts has all."""
-        if not load:
-            return
-        labels = ["model_name", "layer"]
-        total = CounterMetricFamily(
-            "atomc:expert_tokens", "Tokens of all experts of a layer.", labels=labels
+
+@dataclass(frozen=True)
+class Sample:
+    """A number of one engine, with labels besides the engine's."""
+
+    family: type[Family]
+    name: str
+    text: str
+    value: float
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+def samples(client: EngineClient) -> Iterator[Sample]:
+    """The numbers of one engine."""
+    gauge, counter = partial(Sample, GaugeMetricFamily), partial(Sample, CounterMetricFamily)
+    yield gauge("up", "1 while the engine can serve.", 0.0 if client.unhealthy_reason else 1.0)
+    stats = client.stats
+    if stats is None:
+        return
+    used = stats.kv_blocks_used / max(stats.kv_blocks_total, 1)
+    yield gauge("num_requests_running", "Running requests.", stats.running)
+    yield gauge("num_requests_waiting", "Waiting requests.", stats.waiting)
+    yield gauge("kv_cache_usage_perc", "Share of the KV cache blocks in use, 0 to 1.", used)
+    yield gauge("kv_cache_tokens", "Tokens in the KV cache.", stats.kv_tokens_used)
+    yield gauge("state_snapshots", "States of prefixes that are kept.", stats.snapshots_held)
+    yield gauge("host_step_milliseconds", "Host time per step.", stats.host_ms)
+    if stats.drafts:
+        yield gauge(
+            "spec_decode_draft_acceptance_rate",
+            "Share of the draft tokens that were accepted, 0 to 1.",
+            stats.acceptance_rate,
         )
-        imbalance = GaugeMetricFamily(
-            "atomc:expert_load_imbalance",
+        yield gauge(
+            "spec_decode_mean_acceptance_length",
+            "Mean number of tokens of a step with a draft, with the one after the draft.",
+            stats.acceptance_length,
+        )
+    for name, text, value in (
+        ("engine_restarts", "Restarts of the engine after it died.", client.restarts),
+        (
+            "prefix_cache_queries",
+            "Prompt tokens looked up in the prefix cache.",
+            stats.prefix_queries,
+        ),
+        ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits),
+        ("images_encoded", "Images that the vision encoder has encoded.", stats.images_encoded),
+        (
+            "image_cache_hits",
+            "Images of prompts whose embeddings were in the cache.",
+            stats.image_cache_hits,
+        ),
+        (
+            "state_snapshot_hits",
+            "Requests that started from the kept state of a prefix.",
+            stats.snapshot_hits,
+        ),
+        ("num_preemptions", "Preempted requests, which are recomputed.", stats.preemptions),
+        ("prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens),
+        (
+            "graph_rows",
+            "Rows of steps that ran as a CUDA graph, without padding.",
+            stats.graph_rows,
+        ),
+        (
+            "graph_padding_rows",
+            "Padding rows of steps that ran as a CUDA graph.",
+            stats.graph_padding,
+        ),
+        ("generation_tokens", "Tokens generated.", stats.generated_tokens),
+        ("spec_decode_num_drafts", "Drafts.", stats.drafts),
+        ("spec_decode_num_draft_tokens", "Draft tokens.", stats.drafted),
+        ("spec_decode_num_accepted_tokens", "Accepted draft tokens.", stats.accepted),
+    ):
+        yield counter(name, text, value)
+    for kind, steps in stats.steps.items():
+        yield counter("steps", "Steps by kind of execution.", steps, {"kind": kind})
+    # Two numbers per layer; GET /experts has all.
+    for layer, counts in stats.expert_load.items():
+        yield counter(
+            "expert_tokens", "Tokens of all experts of a layer.", sum(counts), {"layer": layer}
+        )
+        yield gauge(
+            "expert_load_imbalance",
             "Tokens of the busiest expert of a layer, divided by the mean of its experts.",
-            labels=labels,
+            max(counts) * len(counts) / max(sum(counts), 1),
+            {"layer": layer},
         )
-        for layer, counts in load.items():
-            total.add_metric([self.model, layer], sum(counts))
-            imbalance.add_metric(
-                [self.model, layer], max(counts) * len(counts) / max(sum(counts), 1)
-            )
-        yield total
-        yield imbalance
-
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(f"atomc:{name}", text, labels=["model_name"])
-        family.add_metric([self.model], value)
-        return family

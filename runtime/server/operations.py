@@ -96,12 +96,15 @@ def _token_texts(model: ModelInfo, tokens: Sequence[int]) -> list[str]:
 
 
 async def health(service: Service) -> Response:
-    """Whether the engine's process runs and responds."""
-    if isinstance(service.client.dead, EngineRestarting):
-        raise service.client.dead
-    reason = service.client.unhealthy_reason
+    """Whether an engine's process runs and responds; names those of several that do not."""
+    engines = service.engines
+    if isinstance(engines.dead, EngineRestarting):
+        raise engines.dead
+    reason = engines.unhealthy_reason
     if reason is not None:
         raise APIError(503, reason, "service_unavailable", code="engine_dead")
+    if missing := engines.unhealthy:
+        return JSONResponse({"status": "degraded", "engines": missing})
     return JSONResponse({"status": "ok"})
 
 
@@ -111,20 +114,19 @@ async def ready(service: Service) -> Response:
 
 
 async def metrics(service: Service) -> Response:
-    """Prometheus metrics; the engine's gauges are current if it responds within STATS_SECONDS, else
+    """Prometheus metrics; an engine's gauges are current if it responds within STATS_SECONDS, else
     its last ones.
     """
-    if service.client.dead is None:
-        # Without a response, return the last values; `atomc:up` says whether the engine is healthy.
-        with suppress(TimeoutError, EngineDead):
-            await asyncio.wait_for(service.client.call("stats"), STATS_SECONDS)
+    # Without a response, return the last values; `atomc:up` says whether an engine is healthy.
+    with suppress(TimeoutError, EngineDead):
+        await asyncio.wait_for(service.engines.update_stats(), STATS_SECONDS)
     return Response(service.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
 
 async def experts(service: Service) -> Response:
     """How many tokens each expert got since the start, by layer."""
-    await service.client.call("stats")
-    stats = service.client.stats
+    await service.engines.update_stats()
+    stats = service.engines.stats
     if stats is None or not stats.expert_load:
         raise invalid(
             "tokens of experts are not counted: start the server with --expert-load and a mixture "
@@ -134,12 +136,12 @@ async def experts(service: Service) -> Response:
 
 
 async def compiler(service: Service) -> Response:
-    return Response(await service.client.call("report"), media_type="application/json")
+    return Response(await service.engines.call("report"), media_type="application/json")
 
 
 async def compiler_page(service: Service) -> Response:
     """The report as a self-contained HTML page, rendered in a subprocess, one at a time."""
-    report = await service.client.call("report")
+    report = await service.engines.call("report")
     async with _rendering:
         renderer = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "atomc.report.render", stdin=PIPE, stdout=PIPE, stderr=PIPE
@@ -162,7 +164,7 @@ async def profile(service: Service, start: bool) -> Response:
     if folder is None:
         raise invalid("profiling is off: start the server with --profile-dir DIR")
     try:
-        value = await service.client.call("start_profile" if start else "stop_profile", folder)
+        value = await service.engines.call("start_profile" if start else "stop_profile", folder)
     except ValueError as error:
         raise invalid(str(error)) from error
     return JSONResponse({"status": "started"} if start else {"status": "stopped", "file": value})

@@ -1,4 +1,4 @@
-"""`atomc serve`: starts the engine process and the HTTP server, and shuts both down."""
+"""`atomc serve`: starts the engine processes and the HTTP server, and shuts all down."""
 
 import asyncio
 import logging
@@ -8,7 +8,9 @@ import signal
 import socket
 import ssl
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -20,6 +22,8 @@ from atomc.runtime.server.api_keys import read_keys
 from atomc.runtime.server.client import EngineClient, EngineFailed, EngineProcess
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.deadline import CLOSE_SECONDS, Deadline
+from atomc.runtime.server.engines import Engines
+from atomc.runtime.server.gpus import engine_environments
 from atomc.runtime.server.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -54,16 +58,21 @@ def serve(server: ServerConfig, engine: EngineConfig) -> None:
             server, api_key=(*server.api_key, *read_keys(server.api_key_file)), api_key_file=None
         )
     folder, name = _model_folder(engine)
+    environments = engine_environments(engine)
     listener = _bind(server)
     _raise_open_file_limit()
     # A SIGTERM before the server listens ends everything at once.
     signal.signal(signal.SIGTERM, _raise_keyboard_interrupt)
     # Before the imports of `_run`, which take as long as the first imports of the engine process.
-    process = EngineProcess(replace(engine, model=str(folder)))
-    deadline = Deadline(process.kill)
-    log.info("starting %s: server is process %d, engine %d", name, os.getpid(), process.process.pid)
+    processes = [
+        EngineProcess(replace(engine, model=str(folder)), environment, progress=number == 0)
+        for number, environment in enumerate(environments)
+    ]
+    deadline = Deadline(lambda: _kill(processes))
+    pids = ", ".join(str(process.process.pid) for process in processes)
+    log.info("starting %s: server is process %d, engine %s", name, os.getpid(), pids)
     try:
-        status = asyncio.run(_run(server, process, deadline, listener, folder, name))
+        status = asyncio.run(_run(server, processes, deadline, listener, folder, name))
     except EngineFailed as error:
         if error.by_user:
             raise ValueError(str(error)) from error
@@ -72,10 +81,16 @@ def serve(server: ServerConfig, engine: EngineConfig) -> None:
         raise SystemExit(1) from error
     finally:
         listener.close()
-        process.close()
+        for process in processes:
+            process.close()
         deadline.cancel()
     if status:
         raise SystemExit(status)
+
+
+def _kill(processes: Sequence[EngineProcess]) -> None:
+    for process in processes:
+        process.kill()
 
 
 def _raise_keyboard_interrupt(number: int, frame: FrameType | None) -> None:
@@ -143,7 +158,7 @@ def _bind(server: ServerConfig) -> socket.socket:
 
 async def _run(
     config: ServerConfig,
-    process: EngineProcess,
+    processes: Sequence[EngineProcess],
     deadline: Deadline,
     listener: socket.socket,
     folder: Path,
@@ -159,46 +174,60 @@ async def _run(
     from atomc.runtime.server.shutdown import ShutdownMiddleware
     from atomc.runtime.server.web_server import WebServer
 
-    client = EngineClient(process, health_timeout=config.engine_patience)
+    engines = Engines(
+        [
+            EngineClient(
+                process,
+                name="the engine" if len(processes) == 1 else f"engine {number}",
+                health_timeout=config.engine_patience,
+            )
+            for number, process in enumerate(processes)
+        ]
+    )
+    engine = processes[0].config
 
     def copy_sizes() -> None:
-        model.max_len, model.vocab_size = client.info.max_len, client.info.vocab_size
+        model.max_len, model.vocab_size = engines.max_len, engines.clients[0].info.vocab_size
 
     try:
         model = load_model_info(folder, name, config)
-        await client.connect()
+        await engines.connect()
         copy_sizes()
-        supervisor = Supervisor(
-            client,
-            restarts=config.restart_engine,
-            timeout=config.engine_timeout,
-            on_restarted=copy_sizes,
-        )
+        supervisors = [
+            Supervisor(
+                client,
+                restarts=config.restart_engine,
+                timeout=config.engine_timeout,
+                on_restarted=copy_sizes,
+                others_serve=partial(engines.others_serve, client),
+            )
+            for client in engines.clients
+        ]
         service = Service(
-            client,
+            engines,
             model,
             config,
-            Metrics(client, model.names[0]),
-            max_requests=process.config.max_queue,
-            image_budget=ImageBudget(process.config.image_queue_bytes),
+            Metrics(engines, model.names[0]),
+            max_requests=engine.max_queue,
+            image_budget=ImageBudget(engine.image_queue_bytes),
             images=None if model.images is None else image_reader(model.images, config),
         )
         app = ShutdownMiddleware(create_app(service))
-        deadline.before_exit = lambda: client.engine.kill()
+        deadline.before_exit = engines.kill
         server = WebServer(
             _uvicorn_config(app, config),
             drain_seconds=config.drain_seconds,
-            abort_engine_requests=client.abort_all,
+            abort_engine_requests=engines.abort_all,
             cancel_http_requests=app.cancel_requests,
             deadline=deadline,
             on_listening=lambda: _log_summary(service, listener),
         )
-        watching = asyncio.create_task(_exit_with_engine(server, supervisor))
+        watching = asyncio.create_task(_exit_with_engines(server, engines, supervisors))
         await server.serve(sockets=[listener])
         watching.cancel()
         return server.status
     finally:
-        await client.close()
+        await engines.close()
 
 
 def _uvicorn_config(app: "ASGIApp", config: ServerConfig) -> "uvicorn.Config":
@@ -221,11 +250,14 @@ def _uvicorn_config(app: "ASGIApp", config: ServerConfig) -> "uvicorn.Config":
     )
 
 
-async def _exit_with_engine(server: "WebServer", supervisor: Supervisor) -> None:
-    """Ends the server when the engine has died; requests get its error for ERROR_GRACE_SECONDS
+async def _exit_with_engines(
+    server: "WebServer", engines: Engines, supervisors: Sequence[Supervisor]
+) -> None:
+    """Ends the server when all engines have died; requests get their error for ERROR_GRACE_SECONDS
     before that.
     """
-    log.error("%s; the server ends", await supervisor.run())
+    await asyncio.gather(*(supervisor.run() for supervisor in supervisors))
+    log.error("%s; the server ends", engines.dead)
     server.exit_within(CLOSE_SECONDS, status=1)
     await asyncio.sleep(ERROR_GRACE_SECONDS)
     server.begin_shutdown(0.0)
@@ -233,25 +265,15 @@ async def _exit_with_engine(server: "WebServer", supervisor: Supervisor) -> None
 
 def _log_summary(service: "Service", listener: socket.socket) -> None:
     """Logs the model, the cache size, the settings and the address."""
-    model, info, config = service.model, service.client.info, service.config
+    model, clients, config = service.model, service.engines.clients, service.config
+    info = clients[0].info
     log.info("model %s: %s on %s", model.names[0], info.model, info.device)
-    log.info(
-        "cache: %d tokens, %d sequences of full length (%d)",
-        info.kv_tokens,
-        info.num_sequences,
-        info.max_len,
-    )
+    for client in clients:
+        _log_engine(client, "" if len(clients) == 1 else f"{client.name}: ")
     log.info("images: %s", "yes" if service.images else f"none, {model.no_images}")
-    if info.ranks:
-        pids = {0: service.client.engine.process.pid, **info.ranks}
-        log.info(
-            "%d ranks: %s",
-            len(pids),
-            ", ".join(f"{rank} is process {pid}" for rank, pid in pids.items()),
-        )
     if info.threads:
         log.info("%s", info.threads)
-    stats = service.client.stats
+    stats = clients[0].stats
     log.info(
         "prefix cache: %s",
         f"none, {stats.no_prefix_cache}" if stats and stats.no_prefix_cache else "yes",
@@ -272,3 +294,23 @@ def _log_summary(service: "Service", listener: socket.socket) -> None:
     scheme = "https" if config.ssl_certfile else "http"
     host, port = listener.getsockname()[:2]
     log.info("listening on %s://%s:%d", scheme, f"[{host}]" if ":" in host else host, port)
+
+
+def _log_engine(client: EngineClient, label: str) -> None:
+    """Logs the size of its cache, and its processes. label: before each line."""
+    info = client.info
+    log.info(
+        "%scache: %d tokens, %d sequences of full length (%d)",
+        label,
+        info.kv_tokens,
+        info.num_sequences,
+        info.max_len,
+    )
+    if info.ranks:
+        pids = {0: client.engine.process.pid, **info.ranks}
+        log.info(
+            "%s%d ranks: %s",
+            label,
+            len(pids),
+            ", ".join(f"{rank} is process {pid}" for rank, pid in pids.items()),
+        )

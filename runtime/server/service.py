@@ -1,4 +1,4 @@
-"""The objects that all endpoints share: engine client, model, config and metrics."""
+"""The objects that all endpoints share: engines, model, config and metrics."""
 
 import asyncio
 import logging
@@ -10,8 +10,8 @@ from starlette.requests import ClientDisconnect, Request
 
 from atomc.runtime.prompt_image import PromptImage
 from atomc.runtime.sampling.sampling_params import SamplingParams
-from atomc.runtime.server.client import EngineClient
 from atomc.runtime.server.config import ServerConfig
+from atomc.runtime.server.engines import Engines
 from atomc.runtime.server.errors import APIError, to_api_error
 from atomc.runtime.server.generation import Generation
 from atomc.runtime.server.http import cancel_on_disconnect
@@ -37,7 +37,7 @@ class Service:
     images         reads the images of messages, if the model reads images
     """
 
-    client: EngineClient
+    engines: Engines
     model: ModelInfo
     config: ServerConfig
     metrics: Metrics
@@ -57,7 +57,7 @@ class Service:
         images: Sequence[PromptImage] = (),
     ) -> Generation:
         return Generation(
-            self.client,
+            self.engines,
             self.model,
             self.metrics,
             name,
@@ -99,8 +99,8 @@ class Service:
         await asyncio.shield(self._ready_task)
 
     async def _generate_one(self) -> None:
-        stream = self.client.submit(
-            [Submit(self.client.next_id(), [0], SamplingParams(max_tokens=1, ignore_eos=True))]
+        stream = self.engines.submit(
+            [Submit(self.engines.next_id(), [0], SamplingParams(max_tokens=1, ignore_eos=True))]
         )
         try:
             async with asyncio.timeout(READY_SECONDS):

@@ -8,7 +8,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -56,47 +56,60 @@ class Status:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._client = service.client
+        self._engines = service.engines
         self._refreshed = -FRESH_SECONDS
         self._compile_summary: dict[str, Any] | None = None
 
     async def figures(self) -> dict[str, Any]:
-        """Model, engine stats and compiler summary. sick: the client's unhealthy_reason; age:
+        """Model, stats of all engines and compiler summary. sick: why no engine can serve; age:
         seconds since `stats`.
         """
-        client, metrics = self._client, self._service.metrics
+        engines, metrics = self._engines, self._service.metrics
         await self._refresh()
         now = time.monotonic()
+        clients, stats = engines.clients, engines.stats
+        infos = [client.info for client in clients]
         found = {
             "model": metrics.model,
-            "sick": client.unhealthy_reason,
-            "stats": asdict(client.stats) if client.stats else None,
-            "age": now - client.stats_time,
+            "sick": engines.unhealthy_reason,
+            "stats": asdict(stats) if stats else None,
+            "engines": [
+                {
+                    "sick": client.unhealthy_reason,
+                    "running": client.stats.running if client.stats else 0,
+                    "waiting": client.stats.waiting if client.stats else 0,
+                }
+                for client in clients
+            ],
+            "age": now - min(client.stats_time for client in engines.alive or clients),
             "uptime": now - self._service.started,
-            "restarts": client.restarts,
+            "restarts": sum(client.restarts for client in clients),
             "errors": metrics.errors(),
             "first_token": ttft_summary(metrics.recent_ttft),
         }
-        names = ("device", "max_len", "kv_tokens", "num_sequences", "phases")
-        found |= {
-            "class": client.info.model,
-            **{name: getattr(client.info, name) for name in names},
-        }
         return found | {
-            "speeds": tokens_per_second_history(client.token_history, now),
+            "class": infos[0].model,
+            "device": infos[0].device,
+            "max_len": engines.max_len,
+            "kv_tokens": sum(info.kv_tokens for info in infos),
+            "num_sequences": sum(info.num_sequences for info in infos),
+            "phases": infos[0].phases,
+            "speeds": sum_of_latest(
+                [tokens_per_second_history(client.token_history, now) for client in clients]
+            ),
             "compiler": self._compile_summary,
         }
 
     async def _refresh(self) -> None:
-        if time.monotonic() - self._refreshed < FRESH_SECONDS or self._client.unhealthy_reason:
+        if time.monotonic() - self._refreshed < FRESH_SECONDS or self._engines.unhealthy_reason:
             return
         self._refreshed = time.monotonic()
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                await self._client.call("stats")
+                await self._engines.update_stats()
                 if self._compile_summary is None:
                     self._compile_summary = compile_summary(
-                        json.loads(await self._client.call("report"))
+                        json.loads(await self._engines.call("report"))
                     )
         except (TimeoutError, EngineDead):
             pass
@@ -123,6 +136,13 @@ def tokens_per_second_history(
     times, counts = zip(*token_history, strict=True)
     borders = np.arange(-math.ceil(now - times[0]), 1) + now
     return [round(float(speed), 2) for speed in np.diff(np.interp(borders, times, counts))]
+
+
+def sum_of_latest(histories: Sequence[Sequence[float]]) -> list[float]:
+    """The sums of histories that end now."""
+    length = max(map(len, histories))
+    padded = [[0.0] * (length - len(history)) + [*history] for history in histories]
+    return [round(sum(speeds), 2) for speeds in zip(*padded, strict=True)]
 
 
 def compile_summary(report: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,13 @@ import logging
 import time
 from collections.abc import Callable
 
-from atomc.runtime.server.client import EngineClient, EngineDead, EngineFailed, EngineRestarting
+from atomc.runtime.server.client import (
+    EngineClient,
+    EngineDead,
+    EngineFailed,
+    EngineLost,
+    EngineRestarting,
+)
 
 log = logging.getLogger("atomc.server")
 # After this time without a failure, the number of attempts starts from 0 again.
@@ -20,6 +26,7 @@ class Supervisor:
     restarts       maximum number of restarts in a row; 0: none
     timeout        seconds without a response after which the engine is killed; 0: never
     on_restarted   called when a new engine is ready
+    others_serve   whether other engines are alive
     """
 
     def __init__(
@@ -28,25 +35,28 @@ class Supervisor:
         *,
         restarts: int,
         timeout: float,
-        on_restarted: Callable[[], None] = lambda: None,
+        on_restarted: Callable[[], None],
+        others_serve: Callable[[], bool],
     ) -> None:
         self._client = client
         self._restarts, self._timeout, self._on_restarted = restarts, timeout, on_restarted
+        self._others_serve = others_serve
         self._attempt = 0
         self._started_at = time.monotonic()
         client.on_death = self._on_death
 
-    async def run(self) -> EngineDead:
-        """Returns the reason when the engine has died and is not restarted."""
+    async def run(self) -> None:
+        """Returns when the engine has died and is not restarted."""
         watch = asyncio.create_task(self._kill_unresponsive())
         try:
             while True:
                 await self._client.died_event.wait()
                 dead = self._client.dead
                 assert dead is not None
+                if isinstance(dead, EngineRestarting | EngineLost):
+                    log.error("%s", dead)
                 if not isinstance(dead, EngineRestarting):
-                    return dead
-                log.error("%s", dead)
+                    return
                 await asyncio.sleep(backoff(self._attempt))
                 await self._restart()
         finally:
@@ -62,7 +72,8 @@ class Supervisor:
             return
         self._started_at = time.monotonic()
         self._on_restarted()
-        log.info("the engine serves again, as process %d", self._client.engine.process.pid)
+        pid = self._client.engine.process.pid
+        log.info("%s serves again, as process %d", self._client.name, pid)
 
     def _on_death(self, why: EngineDead) -> EngineDead:
         """The error that requests get: EngineRestarting, or EngineDead after the last attempt."""
@@ -70,11 +81,14 @@ class Supervisor:
             self._attempt = 0
         if self._attempt == self._restarts:
             attempts = f" (after {self._restarts} restarts)" if self._restarts else ""
+            if self._others_serve():
+                return EngineLost(f"{self._client.name} is gone: {why}{attempts}")
             return EngineDead(f"{why}{attempts}")
         self._attempt += 1
         seconds = backoff(self._attempt) + self._client.start_seconds
         return EngineRestarting(
-            f"the engine is being restarted (attempt {self._attempt} of {self._restarts}): {why}",
+            f"{self._client.name} is being restarted (attempt {self._attempt} of "
+            f"{self._restarts}): {why}",
             retry_after=seconds,
         )
 
@@ -88,7 +102,7 @@ class Supervisor:
             seconds = client.unanswered_seconds
             if client.dead is None and seconds > self._timeout and not client.writing_profile:
                 client.kill_engine(
-                    f"the engine did not answer for {seconds:.0f} s (--engine-timeout) and was "
+                    f"{client.name} did not answer for {seconds:.0f} s (--engine-timeout) and was "
                     "killed"
                 )
 

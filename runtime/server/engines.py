@@ -1,0 +1,141 @@
+"""The engines of a server as one client: chooses the engine of each prompt."""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from itertools import count, groupby
+from typing import Literal
+
+from atomc.runtime.server.client import (
+    EngineClient,
+    EngineDead,
+    EngineRestarting,
+    ShuttingDown,
+)
+from atomc.runtime.server.messages import Submit
+from atomc.runtime.server.request_stream import RequestStream
+from atomc.runtime.stats import Stats, total
+
+
+class Engines:
+    """Engines that serve the same model, each with its own scheduler and KV cache. `await
+    connect()` first, `await close()` last.
+
+    A prompt, with all its choices, goes to the engine with the fewest unfinished requests, of
+    several the first. Engines that are dead or do not answer get none while another one serves.
+    """
+
+    def __init__(self, clients: Sequence[EngineClient]) -> None:
+        assert clients
+        self.clients = clients
+        self._ids = count()
+
+    async def connect(self) -> None:
+        """Returns when all are ready. Raises EngineFailed if one cannot start."""
+        tasks = [asyncio.create_task(client.connect()) for client in self.clients]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def close(self) -> None:
+        """Ends the engine processes; running requests fail."""
+        await asyncio.gather(*(client.close() for client in self.clients))
+
+    def kill(self) -> None:
+        """Kills the processes that run now; does not wait."""
+        for client in self.clients:
+            client.engine.kill()
+
+    @property
+    def alive(self) -> list[EngineClient]:
+        """Those that are not dead."""
+        return [client for client in self.clients if client.dead is None]
+
+    def others_serve(self, client: EngineClient) -> bool:
+        return any(other is not client for other in self.alive)
+
+    @property
+    def dead(self) -> EngineDead | None:
+        """Why there is no engine: the soonest restart, if there is one. None while one is alive."""
+        if self.alive:
+            return None
+        found = [client.dead for client in self.clients if client.dead is not None]
+        for why in found:
+            if isinstance(why, ShuttingDown):
+                return why
+        restarting = [why for why in found if isinstance(why, EngineRestarting)]
+        if restarting:
+            return min(restarting, key=lambda why: why.retry_after)
+        return EngineDead("; ".join(map(str, found)))
+
+    @property
+    def unhealthy(self) -> dict[int, str]:
+        """Why engines cannot serve requests, by their numbers."""
+        reasons = enumerate(client.unhealthy_reason for client in self.clients)
+        return {number: reason for number, reason in reasons if reason is not None}
+
+    @property
+    def unhealthy_reason(self) -> str | None:
+        """Why no engine can serve requests; None if one can."""
+        reasons = self.unhealthy
+        return "; ".join(reasons.values()) if len(reasons) == len(self.clients) else None
+
+    @property
+    def max_len(self) -> int:
+        """Maximum sequence length in tokens that all accept."""
+        return min(client.info.max_len for client in self.clients)
+
+    @property
+    def stats(self) -> Stats | None:
+        """The sums of the last stats of the engines that are alive, or of all that are dead."""
+        found = [client.stats for client in self.alive or self.clients]
+        known = [stats for stats in found if stats is not None]
+        return total(known) if known else None
+
+    async def update_stats(self) -> None:
+        """Returns when `stats` are current. Raises EngineDead without an engine."""
+        self._check()
+        # One that dies meanwhile keeps its last stats.
+        await asyncio.gather(
+            *(client.call("stats") for client in self.alive), return_exceptions=True
+        )
+
+    async def call(
+        self, name: Literal["report", "start_profile", "stop_profile"], folder: str = ""
+    ) -> str:
+        """The reply of the first engine that is alive, as of EngineClient.call."""
+        self._check()
+        return await self.alive[0].call(name, folder)
+
+    def next_id(self) -> str:
+        """A unique request id. The choices of a prompt have it with /0, /1, ... behind it."""
+        return str(next(self._ids))
+
+    def submit(self, requests: Sequence[Submit]) -> RequestStream:
+        """Send requests to engines; returns the stream of their outputs. Raises EngineDead."""
+        self._check()
+        stream = RequestStream([request.id for request in requests], self._abort)
+        for _, choices in groupby(requests, lambda request: request.id.partition("/")[0]):
+            self._least_loaded().submit(list(choices), stream)
+        return stream
+
+    def abort_all(self) -> None:
+        """Abort all requests, for the shutdown; their streams raise ShuttingDown."""
+        for client in self.clients:
+            client.abort_all()
+
+    def _least_loaded(self) -> EngineClient:
+        return min(
+            self.alive,
+            key=lambda client: (client.unhealthy_reason is not None, client.num_unfinished),
+        )
+
+    def _abort(self, ids: Iterable[str]) -> None:
+        known = list(ids)
+        for client in self.clients:
+            client.abort(known)
+
+    def _check(self) -> None:
+        if (why := self.dead) is not None:
+            raise why

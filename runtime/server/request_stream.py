@@ -1,0 +1,114 @@
+"""The outputs of requests, from the engine's client to the endpoint that reads them."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+
+from atomc.runtime.request import FinishReason, Output
+from atomc.runtime.sampling.logprobs import TokenLogprobs
+
+
+class RequestStream:
+    """Outputs of a group of requests, for one reader.
+
+    Unread outputs of a request are merged, so a slow reader neither blocks the engine nor lets a
+    queue grow.
+
+    abort   aborts requests of these ids; finished ones are ignored
+    """
+
+    def __init__(self, ids: Sequence[str], abort: Callable[[Iterable[str]], None]) -> None:
+        self._abort = abort
+        self._unfinished = set(ids)
+        self._not_accepted = set(ids)
+        self._pending: dict[str, _MergedOutput] = {}
+        self._accepted, self._wake = asyncio.Event(), asyncio.Event()
+        self._error: Exception | None = None
+
+    async def wait_accepted(self) -> None:
+        """Returns when the engine has accepted all requests. Raises EngineDead, or RequestRefused
+        (all are aborted).
+        """
+        await self._accepted.wait()
+        if self._error is not None:
+            raise self._error
+
+    async def __aiter__(self) -> AsyncIterator[Output]:
+        """New outputs, merged per request, until all requests have finished. Raises EngineDead."""
+        while self._unfinished:
+            await self._wait()
+            pending, self._pending = self._pending, {}
+            for request_id, part in pending.items():
+                # The reader may have closed this request since.
+                if request_id in self._unfinished:
+                    if part.finish_reason is not None:
+                        self._unfinished.discard(request_id)
+                    yield part.output(request_id)
+
+    def close(self, request_id: str | None = None) -> None:
+        """Abort one request, or all unfinished ones."""
+        ids = list(self._unfinished) if request_id is None else [request_id]
+        self._unfinished.difference_update(ids)
+        self._abort(ids)
+
+    def accept(self, request_id: str) -> None:
+        self._not_accepted.discard(request_id)
+        if not self._not_accepted:
+            self._accepted.set()
+
+    def put(self, output: Output) -> None:
+        part = self._pending.get(output.request_id)
+        if part is None:
+            self._pending[output.request_id] = _MergedOutput(output)
+        else:
+            part.add(output)
+        self._wake.set()
+
+    def fail(self, error: Exception) -> None:
+        self._error = self._error or error
+        self._abort(self._unfinished)
+        self._accepted.set()
+        self._wake.set()
+
+    async def _wait(self) -> None:
+        if not self._pending and self._error is None:
+            self._wake.clear()
+            await self._wake.wait()
+        if self._error is not None and not self._pending:
+            raise self._error
+
+
+class _MergedOutput:
+    """Consecutive outputs of one request, merged into one."""
+
+    def __init__(self, first: Output) -> None:
+        self.first = first
+        self.token_ids: list[int] = list(first.token_ids)
+        self.logprobs: list[TokenLogprobs] | None = (
+            None if first.logprobs is None else list(first.logprobs)
+        )
+        self.finish_reason: FinishReason | None = first.finish_reason
+        self.stop_reason, self.error = first.stop_reason, first.error
+
+    def add(self, output: Output) -> None:
+        self.token_ids += output.token_ids
+        if output.logprobs is not None:
+            self.logprobs = [*(self.logprobs or ()), *output.logprobs]
+        self.finish_reason, self.stop_reason, self.error = (
+            output.finish_reason,
+            output.stop_reason,
+            output.error,
+        )
+
+    def output(self, request_id: str) -> Output:
+        logprobs = None if self.logprobs is None else tuple(self.logprobs)
+        return Output(
+            request_id,
+            tuple(self.token_ids),
+            logprobs,
+            self.first.prompt_logprobs,
+            self.finish_reason,
+            self.stop_reason,
+            self.first.num_cached,
+            self.first.embedding,
+            self.error,
+        )

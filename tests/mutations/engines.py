@@ -1,0 +1,19 @@
+"""Bugs in a server of several engines."""
+
+from mutations import Bug
+
+ENGINES, SERVER = "tests/test_server_dp.py", "runtime/server"
+
+
+def bug(file: str, old: str, new: str, tests: str) -> Bug:
+    return Bug(f"{file}.py", old, new, f"{ENGINES} -k {tests}")
+
+
+BUGS = [
+    bug(f"{SERVER}/engines", "None, client.num_unfinished)", "None, 0)", "fewest_requests"),
+    bug(f"{SERVER}/engines", 'request.id.partition("/")[0]', "request.id", "fewest_requests"),
+    bug(f"{SERVER}/engines", "(client.unhealthy_reason is not None, ", "(", "fewest_requests"),
+    bug(f"{SERVER}/engines", "return min(restarting", "return max(restarting", "soonest_restart"),
+    bug(f"{SERVER}/gpus", "names[engine * each :", "names[engine :", "gpus_are_divided"),
+    bug("runtime/stats", "min(stats.max_len", "max(stats.max_len", "stats_of_engines"),
+]
