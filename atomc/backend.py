@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 from torch.fx import GraphModule
 
+from atomc.capture.dtensors import localize
 from atomc.compiler.driver import inductor_patches
 from atomc.compiler.entry import new_report, skip_reason
 from atomc.compiler.phases import timed
@@ -62,9 +63,10 @@ def compile_graph(
             "atomc.explain(model, ...)"
         )
     try:
-        made = Specialized(gm, example_inputs, options, platform, report).first()
+        local = localize(gm, example_inputs)
+        made = Specialized(local.graph, local.inputs, options, platform, report).first()
         publish(report, options)
-        return made
+        return local.wrap(made)
     except RestartAnalysis:  # Dynamo traces again with floats it now knows to be constants
         forget(report)
         raise

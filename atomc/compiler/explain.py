@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import Argument
 
+from atomc.capture.dtensors import localize
 from atomc.capture.regions import region_failure_note, trace_once
 from atomc.compiler.driver import compile_graph
 from atomc.compiler.entry import new_report, skip_reason
@@ -136,14 +137,15 @@ def _inspect(
         return report
     device = next((x.device.type for x in inputs if isinstance(x, Tensor) and not x.is_meta), None)
     where = platform or Platform.detect(device)
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    lifted = [placeholders.index(node) for node in lifted_floats(gm.graph)]
-    floats = {i: float(value) for i in lifted if (value := inputs[i]) is not None}
     try:
+        local = localize(gm, inputs)
+        placeholders = local.graph.graph.find_nodes(op="placeholder")
+        lifted = [placeholders.index(node) for node in lifted_floats(local.graph.graph)]
+        floats = {i: float(value) for i in lifted if (value := local.inputs[i]) is not None}
         compile_graph(
-            gm,
-            inputs,
-            Context(options, where, build=False, inputs=inputs, keep_texts=True),
+            local.graph,
+            local.inputs,
+            Context(options, where, build=False, inputs=local.inputs, keep_texts=True),
             report,
             floats,
         )
