@@ -1,6 +1,8 @@
 """Errors in the format of Anthropic's Messages API, for the paths of that API."""
 
-from typing import Literal, TypedDict
+from typing import Literal
+
+from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
 from atomc.runtime.server.errors import APIError
 

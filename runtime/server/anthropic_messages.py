@@ -1,6 +1,6 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API."""
 
-from collections.abc import AsyncIterator, Hashable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from itertools import groupby
 from typing import Literal, TypedDict
 
@@ -208,7 +208,7 @@ class _BlockEvents:
         return _event("content_block_delta", index=self._index, delta=delta)
 
 
-def _block_key(delta: MessageDelta) -> Hashable:
+def _block_key(delta: MessageDelta) -> int | type[object]:
     """Consecutive deltas with the same key are one content block."""
     if isinstance(delta, ToolCallStart | ToolCallArguments):
         return delta.index

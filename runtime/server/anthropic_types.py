@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, JsonValue, SkipValidation
 
 from atomc.json_types import JSON
+from atomc.runtime.server.limits import CONTENT_BLOCKS, MESSAGES
 from atomc.runtime.server.protocol import (
     FailFastList,
     FiniteFloat,
@@ -21,10 +22,36 @@ from atomc.runtime.server.protocol import (
 Ignored = SkipValidation[JsonValue]
 
 
+def _check_num_blocks(messages: JSON) -> JSON:
+    """Raises ValueError for too many messages or blocks: to validate them would block the event
+    loop.
+    """
+    if not isinstance(messages, list):
+        return messages
+    if len(messages) > MESSAGES:
+        raise ValueError(f"it has {len(messages)} messages, at most {MESSAGES} are allowed")
+    num_blocks = sum(map(_num_blocks, messages))
+    if num_blocks > CONTENT_BLOCKS:
+        raise ValueError(_too_many_blocks(num_blocks))
+    return messages
+
+
+def _num_blocks(value: JSON) -> int:
+    """Those in the content of a message, or of a block."""
+    content = value.get("content") if isinstance(value, dict) else None
+    return len(content) + sum(map(_num_blocks, content)) if isinstance(content, list) else 0
+
+
+def _too_many_blocks(number: int) -> str:
+    return f"it has {number} content blocks, at most {CONTENT_BLOCKS} are allowed"
+
+
 def _as_blocks(content: JSON) -> JSON:
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if isinstance(content, list):
+        if len(content) > CONTENT_BLOCKS:
+            raise ValueError(_too_many_blocks(len(content)))
         return content
     raise ValueError(
         f"it is a {type(content).__name__}, expected a string or a list of content blocks"
@@ -175,7 +202,7 @@ class PromptRequest(StrictModel):
     """The fields that the prompt depends on: the body of /v1/messages/count_tokens."""
 
     model: str | None = None
-    messages: FailFastList[Message]
+    messages: Annotated[FailFastList[Message], BeforeValidator(_check_num_blocks)]
     system: TextBlocks | None = None
     tools: FailFastList[CustomTool] | None = None
     tool_choice: Annotated[ToolChoice | NamedToolChoice, Field(discriminator="type")] | None = None
