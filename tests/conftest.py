@@ -86,6 +86,36 @@ def own_heap():
     gc.unfreeze()
 
 
+@pytest.fixture(scope="session")
+def api_server(tmp_path_factory):
+    """The server of the tests in the group "server", which are about its API."""
+    from serving import KEY, serving
+
+    profiles = tmp_path_factory.mktemp("profiles")
+    with serving(
+        "--api-key",
+        KEY,
+        "--api-key",
+        "second-key",
+        "--max-body-bytes",
+        200_000,
+        "--max-logprobs",
+        5,
+        "--profile-dir",
+        profiles,
+        "--allow-origin",
+        "https://page.example",
+        "--tool-call-parser",
+        "hermes",
+        "--reasoning-parser",
+        "think",
+        "--options",
+        "layout=paged",
+    ) as found:
+        found.profiles = profiles
+        yield found
+
+
 @pytest.fixture(scope="module")
 def browser():
     """A headless Chromium."""

@@ -13,6 +13,8 @@ import time
 from dataclasses import dataclass, field
 
 START_SECONDS = 240
+# Of the fixture `api_server`.
+KEY = "first-key"
 STOP_SECONDS = 30
 # What the first server of this process compiled, the others load.
 COMPILED = tempfile.TemporaryDirectory(prefix="atomc-compiled-")

@@ -4,6 +4,10 @@ import hmac
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+AUTHORIZATION = b"authorization"
+# The second one is that of Anthropic's API. Clients that have two keys send both.
+KEY_HEADERS = (AUTHORIZATION, b"x-api-key")
+
 
 def check_key(key: str, where: str) -> None:
     """Raises ValueError for a key that cannot be sent in a header."""
@@ -42,10 +46,14 @@ class ApiKeys:
         """headers: ASGI headers, with names in lower case."""
         if not self._encoded_keys:
             return True
-        given = [value for name, value in headers if name == b"authorization"]
-        if len(given) != 1:  # of two headers, a proxy may have checked the other one
+        given = [(name, value.strip()) for name, value in headers if name in KEY_HEADERS]
+        # Of two equal headers, a proxy may have checked the other one.
+        if len({name for name, _ in given}) != len(given):
             return False
-        scheme, _, key = given[0].strip().partition(b" ")
+        return bool(given) and all([self._is_valid(name, value) for name, value in given])
+
+    def _is_valid(self, name: bytes, value: bytes) -> bool:
+        scheme, _, key = value.partition(b" ") if name == AUTHORIZATION else (b"bearer", b"", value)
         # Compare with every key, in constant time.
         found = [hmac.compare_digest(key.strip(), expected) for expected in self._encoded_keys]
         return scheme.lower() == b"bearer" and any(found)

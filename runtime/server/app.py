@@ -14,7 +14,9 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from atomc import __version__
-from atomc.runtime.server import operations, protocol, status
+from atomc.runtime.server import anthropic_errors, operations, protocol, status
+from atomc.runtime.server.anthropic_messages import count_tokens, messages
+from atomc.runtime.server.anthropic_types import MessagesRequest, PromptRequest
 from atomc.runtime.server.api_keys import ApiKeys
 from atomc.runtime.server.body_budget import BodyBudgetMiddleware
 from atomc.runtime.server.body_timeout import BodyTimeoutMiddleware
@@ -46,13 +48,18 @@ class ErrorAnswer(BaseModel):
     error: ErrorBody
 
 
-def create_app(service: Service) -> Any:
-    """The ASGI application."""
-    error_responses: dict[int | str, dict[str, Any]] = {
-        code: {"model": ErrorAnswer, "description": HTTPStatus(code).phrase}
+def error_responses(model: type[Any]) -> dict[int | str, dict[str, Any]]:
+    """The error responses of an endpoint, for the OpenAPI schema."""
+    return {
+        code: {"model": model, "description": HTTPStatus(code).phrase}
         for code in (400, 401, 404, 413, 429, 500, 503)
     }
-    app = FastAPI(title="atomc", docs_url=None, redoc_url=None, responses=error_responses)
+
+
+def create_app(service: Service) -> Any:
+    """The ASGI application."""
+    responses = error_responses(ErrorAnswer)
+    app = FastAPI(title="atomc", docs_url=None, redoc_url=None, responses=responses)
     app.router.route_class = checked_json_route(lambda: service.model.max_len)
     _add_routes(app, service)
     app.include_router(status.router(service))
@@ -86,6 +93,8 @@ def create_app(service: Service) -> Any:
 
 
 def _add_routes(app: FastAPI, service: Service) -> None:
+    anthropic_error_responses = error_responses(anthropic_errors.ErrorResponse)
+
     @app.get("/v1/models")
     async def models() -> Response:
         return await operations.models(service)
@@ -103,6 +112,16 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     async def chat(body: protocol.ChatRequest, request: Request) -> Response:
         check_unknown_fields(body, request, service.config)
         return await chat_completions(service, body, request)
+
+    @app.post(anthropic_errors.MESSAGES, responses=anthropic_error_responses)
+    async def create_message(body: MessagesRequest, request: Request) -> Response:
+        check_unknown_fields(body, request, service.config)
+        return await messages(service, body, request)
+
+    @app.post(anthropic_errors.COUNT_TOKENS, responses=anthropic_error_responses)
+    async def count_message_tokens(body: PromptRequest, request: Request) -> Response:
+        check_unknown_fields(body, request, service.config)
+        return await count_tokens(service, body, request)
 
     @app.post("/v1/embeddings")
     async def embed(body: protocol.EmbeddingRequest, request: Request) -> Response:

@@ -8,13 +8,18 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from atomc.runtime.sampling.logprobs import TokenLogprobs
-from atomc.runtime.server.chat_prompt import chat_prompt
+from atomc.runtime.server.chat_prompt import ChatPrompt, chat_prompt
 from atomc.runtime.server.errors import invalid
 from atomc.runtime.server.generation import Generation
 from atomc.runtime.server.http import request_id
 from atomc.runtime.server.image_budget import image_reservation
-from atomc.runtime.server.limits import TOOLS, check_length, check_total_size
-from atomc.runtime.server.message_deltas import MessageDelta, Parser, ToolCallStart
+from atomc.runtime.server.limits import check_total_size
+from atomc.runtime.server.message_deltas import (
+    MessageDelta,
+    Parser,
+    ToolCallArguments,
+    ToolCallStart,
+)
 from atomc.runtime.server.output_parser import OutputParser, uses_special_tokens
 from atomc.runtime.server.prompts import check_num_choices
 from atomc.runtime.server.protocol import ChatRequest
@@ -66,6 +71,8 @@ class Chat:
         deltas = self._parsers[index].feed(delta.text)
         if delta.finish_reason is not None:
             deltas += self._parsers[index].finish()
+        if self._mode.single_call:
+            deltas = [each for each in deltas if not _is_further_call(each)]
         self._calls_tools[index] |= any(isinstance(each, ToolCallStart) for each in deltas)
         finish_reason: str | None = delta.finish_reason
         # OpenAI: "stop" if tool_choice names the function.
@@ -81,9 +88,19 @@ class Chat:
         )
 
 
-async def start_chat(service: Service, body: ChatRequest, request: Request) -> Chat:
+async def rendered_prompt(service: Service, body: ChatRequest, request: Request) -> ChatPrompt:
+    """The prompt of the chat. Raises as tool_mode and chat_prompt do."""
+    service.model.check_name(body.model)
+    return await _prompt(service, body, request, tool_mode(service, body))
+
+
+async def start_chat(
+    service: Service, body: ChatRequest, request: Request, *, fit_max_tokens: bool = False
+) -> Chat:
     """Returns when the engine has accepted the chat. Raises a 400 for a request that cannot be
     served, and as Service.start does.
+
+    fit_max_tokens: a max_tokens above what the context has left is reduced to it
     """
     model = service.model
     model.check_name(body.model)
@@ -92,20 +109,8 @@ async def start_chat(service: Service, body: ChatRequest, request: Request) -> C
         raise invalid("top_logprobs needs logprobs=true", "top_logprobs")
     check_logprobs(body.top_logprobs, "top_logprobs", service.config)
     check_total_size(body.n, body.top_logprobs, 0, model.max_len, "messages")
-    check_length(TOOLS, body.tools, "tools", "tools")
     mode = tool_mode(service, body)
-    kwargs = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
-    chat = await chat_prompt(
-        service,
-        request,
-        body.messages,
-        mode.template_tools,
-        body.add_generation_prompt,
-        kwargs,
-        body.continue_final_message,
-    )
+    chat = await _prompt(service, body, request, mode)
     assert model.tokenizer is not None, "chat_prompt raises an error without a tokenizer"
     prompt = chat.tokens
     if not prompt:
@@ -114,6 +119,8 @@ async def start_chat(service: Service, body: ChatRequest, request: Request) -> C
     max_tokens = (
         body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     )
+    if fit_max_tokens and max_tokens is not None:
+        max_tokens = min(max_tokens, max(model.max_len - len(prompt), 1))
     check_context_length(len(prompt), max_tokens, model)
     structured = structured_output(body, body.response_format, service.config)
     if structured is not None and mode.structured is not None:
@@ -149,6 +156,27 @@ async def start_chat(service: Service, body: ChatRequest, request: Request) -> C
             for _ in range(body.n)
         ],
         mode,
+    )
+
+
+def _is_further_call(delta: MessageDelta) -> bool:
+    return isinstance(delta, ToolCallStart | ToolCallArguments) and delta.index > 0
+
+
+async def _prompt(
+    service: Service, body: ChatRequest, request: Request, mode: ToolMode
+) -> ChatPrompt:
+    kwargs = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+    return await chat_prompt(
+        service,
+        request,
+        body.messages,
+        mode.template_tools,
+        body.add_generation_prompt,
+        kwargs,
+        body.continue_final_message,
     )
 
 

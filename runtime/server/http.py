@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from atomc.runtime.server.anthropic_errors import anthropic_error, is_anthropic_path
 from atomc.runtime.server.api_keys import ApiKeys
 from atomc.runtime.server.errors import APIError, to_api_error
 from atomc.runtime.server.response_types import ResponseBody
@@ -35,8 +36,23 @@ class JSONResponse(Response):
         return msgspec.json.encode(content)
 
 
+class ErrorResponse(JSONResponse):
+    """In OpenAI's format, or in Anthropic's for a path of its API."""
+
+    def __init__(self, error: APIError) -> None:
+        super().__init__(error.body(), error.status, error.headers)
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not is_anthropic_path(scope["path"]):
+            return await super().__call__(scope, receive, send)
+        error = self._error
+        body = anthropic_error(error, scope["state"]["request_id"])
+        await JSONResponse(body, error.status, error.headers)(scope, receive, send)
+
+
 def error_response(error: APIError) -> JSONResponse:
-    return JSONResponse(error.body(), error.status, error.headers)
+    return ErrorResponse(error)
 
 
 def sse_event(data: ResponseBody) -> bytes:
@@ -125,6 +141,8 @@ class AuthMiddleware:
         given = headers.get("x-request-id", "")
         name = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         headers_of_response = {"X-Request-Id": name}
+        if is_anthropic_path(scope["path"]):
+            headers_of_response["Request-Id"] = name
         scope.setdefault("state", {}).update(request_id=name, headers=headers_of_response)
         response_started = False
 
@@ -152,7 +170,8 @@ class AuthMiddleware:
         if path not in self.open_paths and not self.keys.authorizes(headers.raw):
             raise APIError(
                 401,
-                "missing or invalid API key: send the header 'Authorization: Bearer KEY'",
+                "missing or invalid API key: send the header 'Authorization: Bearer KEY' or "
+                "'x-api-key: KEY'",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )

@@ -23,6 +23,7 @@ T = TypeVar("T")
 FailFastList = Annotated[list[T], Field(fail_fast=True)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
+Temperature = Annotated[FiniteFloat, Field(le=2)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 # Values of any JSON type: json.loads has made them, so they are not validated again.
 JSONObject = dict[str, SkipValidation[JsonValue]]
@@ -103,7 +104,7 @@ class GenerationRequest(RequestModel):
 
     model: str | None = None
     max_tokens: Int64 | None = None
-    temperature: Annotated[FiniteFloat, Field(le=2)] | None = None
+    temperature: Temperature | None = None
     top_p: FiniteFloat | None = None
     n: Annotated[int, Field(ge=1, le=128)] = 1
     seed: int | None = None

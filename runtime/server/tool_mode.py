@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from atomc.runtime.sampling.sampling_params import Structured
 from atomc.runtime.server.errors import invalid
+from atomc.runtime.server.limits import TOOLS, check_length
 from atomc.runtime.server.message_deltas import Parser
 from atomc.runtime.server.protocol import ChatRequest, Function, JSONObject, NamedTool
 from atomc.runtime.server.sampling import additional_properties, check_structured
@@ -26,6 +27,7 @@ class ToolMode:
     parser_name      the tool parser, for tool_choice "auto"
     function_name    the function that tool_choice names
     required         tool_choice is "required"
+    single_call      calls after the first one are left out, for tool_choice "auto"
     structured       the structured output that forces the calls, for a named function and for
                      "required"
     """
@@ -34,6 +36,7 @@ class ToolMode:
     parser_name: str | None = None
     function_name: str | None = None
     required: bool = False
+    single_call: bool = False
     structured: Structured | None = None
 
     def parser(self) -> Parser | None:
@@ -47,6 +50,7 @@ class ToolMode:
 
 def tool_mode(service: Service, body: ChatRequest) -> ToolMode:
     """Raises a 400 for a tool_choice that is not possible."""
+    check_length(TOOLS, body.tools, "tools", "tools")
     tools = body.tools or []
     choice = body.tool_choice or ("auto" if tools else "none")
     if not tools and choice in ("none", "auto"):
@@ -65,7 +69,7 @@ def tool_mode(service: Service, body: ChatRequest) -> ToolMode:
                 f"or start the server with --tool-call-parser, one of {', '.join(TOOL_PARSERS)}",
                 "tools",
             )
-        return ToolMode(template_tools, parser_name)
+        return ToolMode(template_tools, parser_name, single_call=body.parallel_tool_calls is False)
     functions = [tool.function for tool in tools]
     function = (
         _function_named(functions, choice.function.name) if isinstance(choice, NamedTool) else None
