@@ -12,6 +12,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+KEY = "first-key"
 START_SECONDS = 240
 STOP_SECONDS = 30
 # What the first server of this process compiled, the others load.

@@ -15,10 +15,9 @@ pytest.importorskip("fastapi")
 pytest.importorskip("tokenizers")
 httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")
-from serving import serving  # noqa: E402
+from serving import KEY  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("server")
-KEY = "first-key"
 HELLO = [{"role": "user", "content": "She looked at him and said"}]
 WEATHER = {
     "type": "function",
@@ -52,30 +51,8 @@ CLOCK = {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    profiles = tmp_path_factory.mktemp("profiles")
-    with serving(
-        "--api-key",
-        KEY,
-        "--api-key",
-        "second-key",
-        "--max-body-bytes",
-        200_000,
-        "--max-logprobs",
-        5,
-        "--profile-dir",
-        profiles,
-        "--allow-origin",
-        "https://page.example",
-        "--tool-call-parser",
-        "hermes",
-        "--reasoning-parser",
-        "think",
-        "--options",
-        "layout=paged",
-    ) as found:
-        found.profiles = profiles
-        yield found
+def server(api_server):
+    return api_server
 
 
 @pytest.fixture(scope="module")
