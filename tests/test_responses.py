@@ -5,6 +5,7 @@ import re
 import time
 from typing import Literal
 
+import msgspec
 import pytest
 
 pytest.importorskip("fastapi")
@@ -17,7 +18,15 @@ from openai.types.responses.response_item_list import ResponseItemList  # noqa: 
 from pydantic import BaseModel, TypeAdapter  # noqa: E402
 from serving import KEY  # noqa: E402
 
+from atomc.runtime.server.chat import ChoiceDelta  # noqa: E402
 from atomc.runtime.server.errors import APIError  # noqa: E402
+from atomc.runtime.server.message_deltas import (  # noqa: E402
+    ContentDelta,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from atomc.runtime.server.responses_api.events import OutputItems  # noqa: E402
 from atomc.runtime.server.responses_api.items import chat_messages, input_items  # noqa: E402
 from atomc.runtime.server.responses_api.store import ResponseStore, StoredResponse  # noqa: E402
 
@@ -57,8 +66,8 @@ def http(api_server):
         yield found
 
 
-def asked(text="She looked at him and said", **more):
-    return {"model": "atomc-demo", "input": text, "temperature": 0, "max_output_tokens": 8} | more
+def asked(given="She looked at him and said", **more):
+    return {"model": "atomc-demo", "input": given, "temperature": 0, "max_output_tokens": 8} | more
 
 
 def written(text, **more):
@@ -70,7 +79,7 @@ def written(text, **more):
 
 def checked(response):
     """The response, whose JSON fits the client's type."""
-    Response.model_validate_json(response.model_dump_json(warnings=False), strict=False)
+    Response.model_validate_json(response.model_dump_json(warnings=False, by_alias=True))
     return response
 
 
@@ -119,7 +128,8 @@ def test_a_response_is_the_text_that_a_chat_gives_with_its_usage(client):
         chat.usage.total_tokens,
     )
     assert found.metadata == {"a": "b"} and found.instructions == "Be short."
-    assert (found.temperature, found.top_p, found.store) == (0, 1, True)
+    # top_p is the default of the model's generation_config.json.
+    assert (found.temperature, found.top_p, found.store) == (0, 0.95, True)
 
 
 def test_a_response_that_reaches_max_output_tokens_is_incomplete(client, http):
@@ -494,6 +504,48 @@ def test_an_image_is_passed_with_its_detail_and_fields_that_are_unknown_are_drop
 def test_a_message_with_too_many_items_is_refused_before_they_are_read():
     with pytest.raises(APIError, match="4097 items"):
         input_items([{}] * 4097)
+
+
+# Output items
+
+
+def test_tokens_and_logprobs_count_for_the_item_that_is_open_after_them():
+    raw = [msgspec.Raw(str(number).encode()) for number in range(6)]
+    output, events = OutputItems(), []
+    steps = [
+        ([], 1, raw[:1]),  # the opening tag
+        ([ReasoningDelta("A")], 1, raw[1:2]),
+        ([], 1, raw[2:3]),  # the closing tag
+        ([ReasoningDelta("!"), ContentDelta("B")], 2, raw[3:5]),
+        ([], 1, raw[5:]),  # a part of a character
+        ([ToolCallStart(0, "c", "f"), ToolCallArguments(0, "{}")], 4, raw[:2]),
+    ]
+    for deltas, num_tokens, logprobs in steps:
+        events += output.add(ChoiceDelta(0, deltas, num_tokens), logprobs)
+    events += output.finish(complete=True)
+    assert output.num_reasoning_tokens == 3
+    reasoning, message, call = output.items()
+    assert reasoning["content"][0]["text"] == "A!" and message["content"][0]["text"] == "B"
+    assert message["content"][0]["logprobs"] == raw[3:]
+    deltas = [each for each in events if each["type"] == "response.output_text.delta"]
+    assert [(each["delta"], each["logprobs"]) for each in deltas] == [
+        ("B", raw[3:5]),
+        ("", raw[5:]),
+    ]
+    assert (call["call_id"], call["name"], call["arguments"]) == ("c", "f", "{}")
+    assert "logprobs" not in output.conversation_items()[1]["content"][0]
+
+
+def test_a_chat_without_text_is_an_empty_message_and_an_interrupted_item_is_incomplete():
+    output = OutputItems()
+    assert [each["type"] for each in output.finish(complete=True)][-1].endswith("item.done")
+    assert output.items()[0]["content"][0]["text"] == ""
+    output = OutputItems()
+    list(output.add(ChoiceDelta(0, [ContentDelta("Hal")], 1), []))
+    assert output.items()[0]["content"] == []
+    output.interrupt()
+    (item,) = output.items()
+    assert (item["status"], item["content"][0]["text"]) == ("incomplete", "Hal")
 
 
 # The store
