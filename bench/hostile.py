@@ -8,7 +8,9 @@ from typing import Any
 
 LETTERS = "She looked at him and said that nothing was wrong. "
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
+RESPONSES = "/v1/responses"
 USER = {"role": "user", "content": "Once"}
+PARTS = [{"type": "input_text", "text": "x"}] * 80_000
 
 
 def completion(**more: Any) -> bytes:
@@ -71,6 +73,7 @@ HOSTILE: dict[str, tuple[str, Callable[[], bytes]]] = {
     "message of 10 MB": (CHAT, lambda: chat(messages=[{"role": "user", "content": LETTERS * 200_000}])),
     "messages: 100,000": (CHAT, lambda: chat(messages=[USER] * 100_000)),
     "messages: 4,000": (CHAT, lambda: chat(messages=[USER] * 4_000)),
+    "input of 80,000 parts": (RESPONSES, lambda: json.dumps({"input": [{"role": "user", "content": PARTS}]}).encode()),
     "tokenize 10 MB": ("/tokenize", lambda: json.dumps({"prompt": LETTERS * 200_000, "return_token_strs": True}).encode()),
     "tokenize 300 kB": ("/tokenize", lambda: json.dumps({"prompt": LETTERS * 6_000, "return_token_strs": True}).encode()),
     "detokenize 130,000": ("/detokenize", lambda: json.dumps({"tokens": [300] * 130_000}).encode()),

@@ -16,6 +16,7 @@ os.environ.setdefault("ATOMC_CACHE", "0")  # every test compiles; those of the c
 
 import pytest
 import torch
+from serving import KEY, serving
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
@@ -86,36 +87,6 @@ def own_heap():
     gc.unfreeze()
 
 
-@pytest.fixture(scope="session")
-def api_server(tmp_path_factory):
-    """The server of the tests in the group "server", which are about its API."""
-    from serving import KEY, serving
-
-    profiles = tmp_path_factory.mktemp("profiles")
-    with serving(
-        "--api-key",
-        KEY,
-        "--api-key",
-        "second-key",
-        "--max-body-bytes",
-        200_000,
-        "--max-logprobs",
-        5,
-        "--profile-dir",
-        profiles,
-        "--allow-origin",
-        "https://page.example",
-        "--tool-call-parser",
-        "hermes",
-        "--reasoning-parser",
-        "think",
-        "--options",
-        "layout=paged",
-    ) as found:
-        found.profiles = profiles
-        yield found
-
-
 @pytest.fixture(scope="module")
 def browser():
     """A headless Chromium."""
@@ -127,3 +98,22 @@ def browser():
         browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="session")
+def api_server(tmp_path_factory):
+    """A server of the demo model for several files, whose tests are in the xdist group "server"."""
+    profiles = tmp_path_factory.mktemp("profiles")
+    flags = {
+        "--max-body-bytes": 200_000,
+        "--max-logprobs": 5,
+        "--profile-dir": profiles,
+        "--allow-origin": "https://page.example",
+        "--tool-call-parser": "hermes",
+        "--reasoning-parser": "think",
+        "--options": "layout=paged",
+    }
+    given = [part for flag in flags.items() for part in flag]
+    with serving("--api-key", KEY, "--api-key", "second-key", *given) as found:
+        found.profiles = profiles
+        yield found

@@ -214,6 +214,7 @@ FROZE = [
     "grammar of a chain of rules",
     "prompt of 10 MB",
     "message of 10 MB",
+    "input of 80,000 parts",
     "tokenize 10 MB",
     "prompt of 5,000,000 token ids",
     "stop: 900,000 texts",

@@ -3,7 +3,7 @@ format.
 """
 
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -28,6 +28,8 @@ from atomc.runtime.server.errors import APIError, to_api_error
 from atomc.runtime.server.http import AuthMiddleware, JSONResponse, error_response
 from atomc.runtime.server.image_budget import ImageBudgetMiddleware
 from atomc.runtime.server.json_body import checked_json_route
+from atomc.runtime.server.responses_api import endpoints as responses_api
+from atomc.runtime.server.responses_api.request import ResponsesRequest
 from atomc.runtime.server.service import Service
 from atomc.runtime.server.unknown_fields import IGNORED_FIELDS, check_unknown_fields
 
@@ -86,7 +88,7 @@ def create_app(service: Service) -> Any:
     return CORSMiddleware(
         timed,
         allow_origins=service.config.allow_origin,
-        allow_methods=["GET", "POST"],
+        allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
         expose_headers=["X-Request-Id", IGNORED_FIELDS],
     )
@@ -122,6 +124,28 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     async def count_message_tokens(body: PromptRequest, request: Request) -> Response:
         check_unknown_fields(body, request, service.config)
         return await count_tokens(service, body, request)
+
+    @app.post("/v1/responses")
+    async def create_response(body: ResponsesRequest, request: Request) -> Response:
+        check_unknown_fields(body, request, service.config)
+        return await responses_api.create_response(service, body, request)
+
+    @app.get("/v1/responses/{response_id}")
+    async def retrieve_response(response_id: str, stream: bool = False) -> Response:
+        return await responses_api.retrieve_response(service, response_id, stream)
+
+    @app.delete("/v1/responses/{response_id}")
+    async def delete_response(response_id: str) -> Response:
+        return await responses_api.delete_response(service, response_id)
+
+    @app.get("/v1/responses/{response_id}/input_items")
+    async def list_input_items(
+        response_id: str,
+        order: Literal["asc", "desc"] = "desc",
+        limit: int = 20,
+        after: str | None = None,
+    ) -> Response:
+        return await responses_api.list_input_items(service, response_id, order, limit, after)
 
     @app.post("/v1/embeddings")
     async def embed(body: protocol.EmbeddingRequest, request: Request) -> Response:
@@ -196,7 +220,7 @@ async def _on_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     # For a union, the parts after the field are names of types.
-    location = [_encodable(str(part)) for part in first["loc"] if part != "body"]
+    location = [_encodable(str(part)) for part in first["loc"][1:]]  # behind "body" or "query"
     name = location[0] if location else None
     content_type = request.headers.get("content-type", "")
     if not location and "json" not in content_type:

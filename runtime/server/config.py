@@ -34,6 +34,10 @@ class ServerConfig:
         "model", "the source of sampling defaults: the model's generation_config.json, or none"
     )
     max_logprobs: int = _option(20, "maximum number of logprobs of a request")
+    response_store_bytes: int = _option(
+        64 * 2**20,
+        "maximum size of the responses that /v1/responses keeps in memory; 0: none are kept",
+    )
     drain_seconds: float = _option(30.0, "seconds for running requests to finish at shutdown")
     engine_patience: float = _option(
         60.0, "seconds without a response of the engine after which /health fails"
@@ -119,6 +123,7 @@ class ServerConfig:
             ("max_logprobs", 0),
             ("max_body_bytes", 1),
             ("limit_images", 0),
+            ("response_store_bytes", 0),
             ("drain_seconds", 0),
             ("engine_patience", 1),
             ("engine_timeout", 0),

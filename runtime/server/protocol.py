@@ -99,14 +99,12 @@ class NamedTool(RequestModel):
     function: NamedFunction
 
 
-class GenerationRequest(RequestModel):
-    """Fields shared by completions and chat completions."""
+class SamplingRequest(RequestModel):
+    """Fields shared by all endpoints that generate text."""
 
     model: str | None = None
-    max_tokens: Int64 | None = None
     temperature: Temperature | None = None
     top_p: FiniteFloat | None = None
-    n: Annotated[int, Field(ge=1, le=128)] = 1
     seed: int | None = None
     stop: str | FailFastList[str] | None = None
     presence_penalty: FiniteFloat | None = None
@@ -115,7 +113,6 @@ class GenerationRequest(RequestModel):
         None
     )
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     # extensions of OpenAI's API
     top_k: Int64 | None = None
     min_p: FiniteFloat | None = None
@@ -135,6 +132,14 @@ class GenerationRequest(RequestModel):
     cache_salt: str | None = None
     # accepted and ignored
     user: str | None = None
+
+
+class GenerationRequest(SamplingRequest):
+    """Fields shared by completions and chat completions."""
+
+    max_tokens: Int64 | None = None
+    n: Annotated[int, Field(ge=1, le=128)] = 1
+    stream_options: StreamOptions | None = None
 
 
 class CompletionRequest(GenerationRequest):

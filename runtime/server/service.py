@@ -21,6 +21,7 @@ from atomc.runtime.server.messages import Submit
 from atomc.runtime.server.metrics import Metrics
 from atomc.runtime.server.model_info import ModelInfo
 from atomc.runtime.server.protocol import GenerationRequest
+from atomc.runtime.server.responses_api.store import ResponseStore
 
 log = logging.getLogger("atomc.server")
 READY_SECONDS = 30.0
@@ -35,6 +36,7 @@ class Service:
     max_requests   the maximum number of choices of one HTTP request
     image_budget   for images that are being prepared
     images         reads the images of messages, if the model reads images
+    responses      those that the Responses API can retrieve
     """
 
     engines: Engines
@@ -44,9 +46,13 @@ class Service:
     max_requests: int
     image_budget: ImageBudget
     images: ImageReader | None = None
+    responses: ResponseStore = field(init=False)
     started: float = field(default_factory=time.monotonic, init=False)
     _ready_task: "asyncio.Task[None] | None" = field(default=None, init=False)
     _ready_started: float = field(default=-PROBE_SECONDS, init=False)
+
+    def __post_init__(self) -> None:
+        self.responses = ResponseStore(self.config.response_store_bytes)
 
     def generation(
         self,

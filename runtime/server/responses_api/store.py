@@ -1,0 +1,75 @@
+"""Responses that clients can retrieve and continue. They are kept in memory only."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from atomc.json_types import JSONObject
+
+# Of a conversation's item, beyond its JSON.
+ITEM_BYTES = 512
+MAX_RESPONSES = 2**14
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    """One response.
+
+    body    the response object as JSON
+    input   the items of the conversation that it answers. Responses to one conversation share
+            them, so nobody may change them
+    output  its own items, without log-probabilities
+    """
+
+    id: str
+    body: bytes
+    input: Sequence[JSONObject]
+    output: Sequence[JSONObject]
+
+    def num_bytes(self) -> int:
+        """An estimate that counts shared items for each response."""
+        items = [*self.input, *self.output]
+        return len(self.body) + len(msgspec.json.encode(items)) + ITEM_BYTES * len(items)
+
+
+class ResponseStore:
+    """The responses that were used last, up to `max_bytes` and `max_responses` of them."""
+
+    def __init__(self, max_bytes: int, max_responses: int = MAX_RESPONSES) -> None:
+        self.max_bytes, self.max_responses = max_bytes, max_responses
+        self.num_bytes = 0
+        self._kept: OrderedDict[str, tuple[StoredResponse, int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def put(self, response: StoredResponse) -> None:
+        """Keeps it, unless it alone exceeds the limit. Drops those that were used least
+        recently.
+        """
+        num_bytes = response.num_bytes()
+        if num_bytes > self.max_bytes:
+            return
+        self._kept[response.id] = response, num_bytes
+        self.num_bytes += num_bytes
+        while self.num_bytes > self.max_bytes or len(self._kept) > self.max_responses:
+            self.delete(next(iter(self._kept)))
+
+    def get(self, name: str) -> StoredResponse | None:
+        if name not in self._kept:
+            return None
+        self._kept.move_to_end(name)
+        return self._kept[name][0]
+
+    def delete(self, name: str) -> bool:
+        """Whether there was one."""
+        if name not in self._kept:
+            return False
+        self.num_bytes -= self._kept.pop(name)[1]
+        return True
+
+    def check(self) -> None:
+        assert self.num_bytes == sum(size for _, size in self._kept.values())
+        assert self.num_bytes <= self.max_bytes and len(self._kept) <= self.max_responses
