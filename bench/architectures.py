@@ -74,6 +74,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },  # a cache of a window would not fit its forward, which attends to all
     "zaya": {"num_experts_per_tok": 1},
 }
+REWRITES = [rewrite for each in PIPELINE for rewrite in each.rewrites]
 MOST_PARAMETERS = 30_000_000
 PROMPTS = (
     [5, 9, 14, 22, 31, 7, 45, 60, 61, 18, 33, 90, 11],
@@ -217,19 +218,34 @@ def row(model_type: str) -> Row:
     return found | {"served": tried(lambda: served(model, generated(model)))}
 
 
+def traced() -> list[tuple[int, int]]:
+    """The patterns that are traced: the number of a rewrite, and of its case."""
+    return [
+        (i, j)
+        for i, rewrite in enumerate(REWRITES)
+        for j, case in enumerate(rewrite.cases)
+        if case in rewrite.patterns
+    ]
+
+
 def in_process(name: str, row: Callable[[str], Row], seconds: float) -> Row:
     """The row of one architecture, by a process of its own: a copy of this one, which has imported
     all and run nothing. Without an answer a row with the reason in "failed".
+
+    The patterns that it traced are traced here, too: later processes have them.
     """
     fork = multiprocessing.get_context("fork")
     here, there = fork.Pipe(duplex=False)
-    child = fork.Process(target=lambda: there.send(row(name)))
+    child = fork.Process(target=lambda: there.send((row(name), traced())))
     child.start()
     there.close()
     try:
         if not here.poll(seconds):
             return {"name": name, "failed": f"no answer in {seconds:.0f} s"}
-        found: Row = here.recv()
+        found: Row
+        found, used = here.recv()
+        for i, j in used:
+            REWRITES[i].traced(REWRITES[i].cases[j])
         return found
     except EOFError:
         child.join()
@@ -246,9 +262,6 @@ def survey(
     others are added to it.
     """
     torch.set_num_threads(1)  # threads do not survive a fork
-    for rewrite in [rewrite for each in PIPELINE for rewrite in each.rewrites]:
-        for case in rewrite.cases:
-            rewrite.traced(case)  # once for all
     os.environ["ATOMC_STRICT"] = "1"
     lines = file.read_text().splitlines() if file and file.exists() else []
     rows = {each["name"]: each for each in map(json.loads, lines)}

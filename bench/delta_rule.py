@@ -152,7 +152,7 @@ def main() -> None:
         for tile in tried(decode, args.sweep):
             try:
                 taken = seconds(inputs.rules(decode, tile))
-            except Exception as error:  # a tile that does not fit
+            except Exception as error:  # too much shared memory, most often: the sweep goes on
                 print(f"{name}: {tile}: {type(error).__name__}")
                 continue
             share = 2 * inputs.state_bytes / taken / copied

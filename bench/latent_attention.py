@@ -197,7 +197,7 @@ def time_dense(name: str, inputs: Inputs, tilings: Iterable[LatentTiling], copie
     for cut in tilings:
         try:
             taken = seconds(list(inputs.calls(cut)))
-        except Exception as error:  # a tiling that does not fit
+        except Exception as error:  # too much shared memory, most often: the sweep goes on
             print(f"{name}: {cut}: {type(error).__name__}")
             continue
         text = (

@@ -76,6 +76,7 @@ class Rewrite:
     explained      whether places where it nearly matches are near misses
     paged          applies only for the runtime: its results differ by more than roundings, and a
                    user's program computes what it is
+    patterns       of the cases that were traced
     """
 
     name: str
@@ -92,7 +93,7 @@ class Rewrite:
     paged: bool = False
     cases: Sequence[Case] = (Case(),)
     cases_in: Callable[[Index], Sequence[Case]] = lambda index: ()
-    _traced: dict[Case, Pattern] = field(default_factory=dict, repr=False)
+    patterns: dict[Case, Pattern] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if (
@@ -107,15 +108,15 @@ class Rewrite:
         """The pattern of a case, by default the first; traced on first use."""
         case = case or self.cases[0]
         with _tracing, outside_of_tracing():
-            if case not in self._traced:
-                self._traced[case] = Pattern(
+            if case not in self.patterns:
+                self.patterns[case] = Pattern(
                     self.pattern,
                     self.example(**case.given),
                     sees_through=self.sees_through,
                     read_together=self.read_together,
                     needed=self.needed(case),
                 )
-        return self._traced[case]
+        return self.patterns[case]
 
     def unmet(self, case: Case, index: Index) -> list[str]:
         """Canonical names of the ops that a case needs and that the graph lacks, or has only with

@@ -75,7 +75,8 @@ def conv_gated_delta_rule(gm: GraphModule, context: Context) -> Outcome:
 
 
 def _miss(node: Node, difference: Difference) -> NearMiss:
-    return NearMiss(NAME, "", node, 2, 3, 0, [difference], {node})
+    # Of three ops one is not there.
+    return NearMiss(NAME, "", node, 2, 3, edits=0, differences=[difference], nodes={node})
 
 
 def _site(rule: Node) -> _Site | Difference:

@@ -127,7 +127,7 @@ class OutputItems:
         return [item.item(with_logprobs=False) for item in self._items]
 
     def add(self, delta: ChoiceDelta, logprobs: Logprobs) -> Iterator[Event]:
-        self._num_tokens += delta.num_tokens
+        self._num_tokens += len(delta.tokens)
         self._logprobs += logprobs
         last = len(delta.deltas) - 1
         for number, each in enumerate(delta.deltas):
