@@ -77,8 +77,8 @@ class LayerKind:
         them do not.
         """
         found = [layer for layer in self.layers(model) if "forward" not in vars(layer)]
-        if not found or not hasattr(model, "config"):
-            return []
+        if not found or not hasattr(getattr(model, "config", None), "get_text_config"):
+            return []  # our own layers call ops by themselves
         reasons = self._refusals(model, found)
         for layer in found:
             if type(layer) not in reasons:

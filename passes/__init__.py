@@ -13,6 +13,7 @@ from atomc.passes.cleanup import tidy
 from atomc.passes.expert_load import expert_load
 from atomc.passes.fuse.activation_quant import SILU_AND_MUL_QUANT
 from atomc.passes.fuse.add_norm import ADD_LAYER_NORM, ADD_RMS_NORM
+from atomc.passes.fuse.allreduce_add import ALLREDUCE_ADD
 from atomc.passes.fuse.allreduce_norm import ALLREDUCE_ADD_RMS_NORM, ALLREDUCE_RMS_NORM
 from atomc.passes.fuse.allreduce_norm_quant import (
     ALLREDUCE_ADD_RMS_NORM_QUANT,
@@ -30,6 +31,7 @@ from atomc.passes.fuse.norm_pair import norm_pair
 from atomc.passes.fuse.norm_quant import ADD_RMS_NORM_QUANT, RMS_NORM_QUANT
 from atomc.passes.fuse.qk_norm_rope import QK_NORM_ROPE
 from atomc.passes.fuse.quantizers_before_views import quantizers_before_views
+from atomc.passes.fuse.sums_behind_views import sums_behind_views
 from atomc.passes.index_queries import index_queries
 from atomc.passes.lift import LIFTED, lift
 from atomc.passes.lower import lower
@@ -89,6 +91,9 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("proven_masks", proven_masks, after=["attention"], cleanup=True),
     rewriting(ALL_REDUCE),
     rewriting(ALL_GATHER, after=["tidy"]),
+    Pass("sums_behind_views", sums_behind_views, after=["all_reduce"], cleanup=True),
+    rewriting(ALLREDUCE_ADD, after=["sums_behind_views"]),
+    Pass("total_behind_views", sums_behind_views, after=["allreduce_add"], cleanup=True),
     rewriting(
         *ROPE_BEFORE_TRANSPOSE, after=["rms_norm", "rope_partial", "repeat_kv"], cleanup=True
     ),

@@ -374,6 +374,7 @@ KEPT, ONE_OPERAND = (
     "n/a: a quantizer reads one tensor",
 )
 MUL_OF_NORM = "mul.* reading rms_norm"
+TOTAL_OF_SUMS = "add reading all_reduce"
 PAD_OF_ADD, NORM_OF_SUM = (
     "constant_pad_nd.* reading .*add_rms_norm",
     "rms_norm.* reading all_reduce",
@@ -604,6 +605,23 @@ TABLE: dict[str, dict[str, Cell | str]] = {
         "operand order": COMMUTES,
         "missing cast": Cell(
             lambda x, r, w: padded(normed(x + r, w, cast=False), x + r), ADD_NORM, *NO_CAST, of="rms_norm"),
+    },
+    "allreduce_add": {
+        "extra user": Cell(
+            lambda x, r: (summed(x) + (y := summed(r)), y.abs()), (X, R), "extra user",
+            "no other reader of all_reduce", READ_TOO),
+        "mutation": Cell(
+            lambda x, r: summed(x) + doubled_in_place(summed(r)), (X, R), "extra op", TOTAL_OF_SUMS, DOUBLED),
+        "view that changes meaning": Cell(
+            lambda x, r: summed(x[:4, :4]) + summed(r[:4, :4]).t(), (X, R), "extra op", TOTAL_OF_SUMS, "^permute"),
+        "device": Cell(
+            lambda x, r: summed(x).to("meta") + summed(r).to("meta"), (X, R), "extra op", TOTAL_OF_SUMS, MOVED),
+        "eps differs": NO_EPS,
+        "not the last dim": "n/a: a sum over processes has no dimension",
+        "dtype promotion": Cell(
+            lambda x, r: summed(x) + summed(r).float(), (X, R), "extra op", TOTAL_OF_SUMS, "float32"),
+        "operand order": COMMUTES,
+        "missing cast": NO_CASTS,
     },
     "allreduce_add_rms_norm": {
         "extra user": Cell(

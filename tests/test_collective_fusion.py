@@ -84,6 +84,100 @@ def test_a_sum_behind_an_add_that_others_read_stays():
     assert "no other reader of all_reduce" in report.why("allreduce_add_rms_norm")
 
 
+JOINED = [
+    NAMED[name] for name in ("tidy", "sums_behind_views", "allreduce_add", "total_behind_views")
+]
+GATE = torch.rand(5, 1, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+@pytest.mark.parametrize(
+    "total",
+    [
+        lambda a, b, gate: a + b,
+        lambda a, b, gate: a + gate * b,
+        lambda a, b, gate: a * gate + b,
+        lambda a, b, gate: b * gate + a,
+    ],
+)
+@pytest.mark.parametrize("viewed", ["", "first", "both", "total"])
+def test_what_is_added_behind_two_sums_is_summed_once(total, viewed):
+    def function(x, r, gate):
+        def view(y, *of):
+            return y.view(1, *y.shape) if viewed in of else y
+
+        first, second = (ops.all_reduce(y, FAKE[2]) for y in (x, r))
+        factor = gate.view(1, 5, 1) if viewed == "both" else gate
+        first, second = view(first, "both"), view(second, "both")
+        if viewed == "first":
+            first = first.view(1, 5, 64).view(5, 64)
+        return view(total(first, second, factor), "total") * 2
+
+    traced = after_passes(JOINED, function, X, R, GATE)
+    assert traced.error == 0 and traced.report.matches["allreduce_add"] == 1
+    assert traced.text.count("all_reduce") == 1
+    *_, sum_of_all, doubled, _ = traced.text.splitlines()
+    assert "all_reduce" in sum_of_all and "mul" in doubled
+
+
+def test_experts_a_gated_shared_expert_and_the_residual_are_one_op_behind_a_view():
+    def function(x, r, w, gate):
+        experts = ops.all_reduce(x.relu(), FAKE[2]) + gate * ops.all_reduce(x * 3, FAKE[2])
+        total = r + experts.view(1, 5, 64)
+        return normed(total, w), total
+
+    report = explained(function, X, R[None], W, GATE)
+    assert report.num_ops == {"allreduce_add_rms_norm": 1}
+
+
+def test_three_sums_are_one():
+    def function(x, r):
+        return ops.all_reduce(x, FAKE[2]) + (
+            ops.all_reduce(r, FAKE[2]) + ops.all_reduce(x * 2, FAKE[2])
+        )
+
+    assert explained(function, X, R).num_ops == {"all_reduce": 1}
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda a, x: a + ops.all_reduce(x, FAKE[4]), "group"),
+        (lambda a, x: a + functional.all_reduce(x, "max", FAKE[2]), "all_reduce"),
+        (lambda a, x: a + (b := ops.all_reduce(x, FAKE[2])) + b.abs(), "no other reader of"),
+        (lambda a, x: a.float() + ops.all_reduce(x.float(), FAKE[2]), "all_reduce"),
+        (lambda a, x: a + ops.all_reduce(x.float(), FAKE[2]), "float32"),
+        (lambda a, x: a + ops.all_reduce(x[:1], FAKE[2]), "size"),
+        (lambda a, x: torch.add(a, ops.all_reduce(x, FAKE[2]), alpha=2), "alpha"),
+        (lambda a, x: a - ops.all_reduce(x, FAKE[2]), ""),
+        (lambda a, x: a * ops.all_reduce(x, FAKE[2]), ""),
+        (lambda a, x: a + x[0] * ops.all_reduce(x, FAKE[2]), "size 1"),
+        (lambda a, x: a + ops.all_reduce(x, FAKE[2]).relu(), "all_reduce"),
+    ],
+)  # fmt: skip
+def test_sums_that_are_not_one_stay(function, reason):
+    report = explained(lambda x, r: function(ops.all_reduce(r, FAKE[2]), x), X, R)
+    assert not report.matches["allreduce_add"]
+    assert reason in report.why("allreduce_add")
+
+
+def test_a_view_that_others_read_beside_or_of_columns_stays_behind_its_sum():
+    def read_twice(x):
+        total = ops.all_reduce(x, FAKE[2])
+        return total.view(1, 5, 64) * 2, total * 3
+
+    def transposed(x):  # whose memory no view of this size has
+        return ops.all_reduce(x.t(), FAKE[2]).view(320) * 2
+
+    for function in (read_twice, transposed):
+        traced = after_passes(JOINED, function, X)
+        assert traced.error == 0
+        lines = traced.text.splitlines()
+        summed, viewed = (
+            [i for i, line in enumerate(lines) if op in line] for op in ("all_reduce", "view")
+        )
+        assert max(summed) < max(viewed)
+
+
 def gathered(x, ranks):
     """As atomc.parallel.vocab gathers logits."""
     found = collective.all_gather_into_tensor(x.contiguous(), ranks, FAKE[ranks])

@@ -230,6 +230,7 @@ class _Run:
     def rewrite(self, p: Pass) -> Outcome:
         done = Outcome()
         refused: list[NearMiss] = []
+        nested: list[tuple[Rewrite, Case]] = []
 
         def off_here(name: str, node: Node) -> str | None:
             off = self.context.off_here(name, node)
@@ -242,14 +243,19 @@ class _Run:
         possible = [
             (rewrite, case) for rewrite, case in _cases(p, index) if not rewrite.unmet(case, index)
         ]
-        for rewrite, case in possible:
-            if rewrite.unmet(case, index):  # earlier ones replaced the ops
-                continue
-            fired, more_refused = apply(self.gm.graph, rewrite, index, off_here, case)
-            if fired:
-                index = Index(self.gm.graph)
-            done.fired += fired
-            refused += more_refused
+        rounds = possible
+        while rounds:
+            nested, refused = [], []
+            for rewrite, case in rounds:
+                if rewrite.unmet(case, index):  # earlier ones replaced the ops
+                    continue
+                fired, more_refused = apply(self.gm.graph, rewrite, index, off_here, case)
+                if fired:
+                    index = Index(self.gm.graph)
+                    nested = possible if rewrite.nests else nested
+                done.fired += fired
+                refused += more_refused
+            rounds = nested
         if not p.cleanup:
             self.explain_misses(p, index, possible, done, refused)
         return done

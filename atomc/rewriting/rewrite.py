@@ -73,6 +73,7 @@ class Rewrite:
     needs          op of atomc, or "aten::cat" -> attributes that one of its nodes must have (OneOf:
                    one of these values); without such a node in the graph nothing is traced, and
                    without one at a place it is no near miss
+    nests          its result may be part of another site: it is applied until no site is left
     explained      whether places where it nearly matches are near misses
     paged          applies only for the runtime: its results differ by more than roundings, and a
                    user's program computes what it is
@@ -89,6 +90,7 @@ class Rewrite:
     sees_through: bool = False
     read_together: bool = False
     needs: Needs = field(default_factory=dict)
+    nests: bool = False
     explained: bool = True
     paged: bool = False
     cases: Sequence[Case] = (Case(),)

@@ -25,6 +25,36 @@ BUGS = [
         "module.weight.device",
         f"{VOCAB}::test_a_model_on_meta_is_cut_and_keeps_its_first_id",
     ),
+    Bug(
+        "passes/fuse/sums_behind_views.py",
+        "only_reader(total) is view and ",
+        "",
+        f"{FUSION}::test_a_view_that_others_read_beside_or_of_columns_stays_behind_its_sum",
+    ),
+    Bug(
+        "passes/fuse/sums_behind_views.py",
+        " and same_strides(value(x), value(total))",
+        "",
+        f"{FUSION}::test_a_view_that_others_read_beside_or_of_columns_stays_behind_its_sum",
+    ),
+    Bug(
+        "passes/fuse/allreduce_add.py",
+        '"gate": tensor_example(3, 1) if',
+        '"gate": tensor_example(3, 10) if',
+        f"{FUSION}::test_sums_that_are_not_one_stay",
+    ),
+    Bug(
+        "passes/fuse/allreduce_add.py",
+        "nests=True",
+        "nests=False",
+        f"{FUSION}::test_three_sums_are_one",
+    ),
+    Bug(
+        "passes/fuse/allreduce_add.py",
+        "_total(x, other, gate)",
+        "_total(x, other, None)",
+        f"{FUSION}::test_what_is_added_behind_two_sums_is_summed_once",
+    ),
     Bug("passes/recognize/collectives.py", "dims in (2, 3)", "dims in (2,)", GATHERED),
     Bug("passes/recognize/collectives.py", '"unbind", "one row")', '"unbind")', GATHERED),
     Bug(
