@@ -72,6 +72,7 @@ class KernelTimer:
         self.block_size = block_size_of(specs) or sizes.C
         self.columns = -(-sizes.C // self.block_size)
         self.symbols = self._symbols()
+        self.numbers: dict[sympy.Expr, int] = {}  # a formula occurs in each copy of the inputs
         self.step = self._step()
         self.generator = torch.Generator(device).manual_seed(0)
 
@@ -155,13 +156,16 @@ class KernelTimer:
         return None
 
     def _number(self, size: Size) -> int:
-        found = expression(size).subs(self.symbols)
-        if found.free_symbols:
-            raise ValueError(
-                f"size {found} is unknown in a step: only models compiled for the runtime can "
-                "be timed"
-            )
-        return int(found)
+        formula = expression(size)
+        if formula not in self.numbers:
+            found = formula.subs(self.symbols)
+            if found.free_symbols:
+                raise ValueError(
+                    f"size {found} is unknown in a step: only models compiled for the runtime can "
+                    "be timed"
+                )
+            self.numbers[formula] = int(found)
+        return self.numbers[formula]
 
     def _step(self) -> Step:
         """A step at the end of the context of its sequences, whose blocks are in random order."""
