@@ -256,8 +256,8 @@ def visible_gpus() -> tuple[str, list[str] | None]:
     """
     # On ROCm both work, and of both the first is the one that counts.
     for variable in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
-        if (text := os.environ.get(variable)) is not None:
-            return variable, [name.strip() for name in text.split(",")]
+        if (gpus := os.environ.get(variable)) is not None:
+            return variable, [gpu.strip() for gpu in gpus.split(",")]
     return "CUDA_VISIBLE_DEVICES", None
 
 

