@@ -31,6 +31,7 @@ GROUPS = {
     "enforce_eager": "memory and batching",
     "threads": "memory and batching",
     "tp": "several devices",
+    "pp": "several devices",
     "ep": "several devices",
     "dp": "several devices",
     "step_timeout": "several devices",
