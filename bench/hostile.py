@@ -9,6 +9,7 @@ from typing import Any
 LETTERS = "She looked at him and said that nothing was wrong. "
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
 USER = {"role": "user", "content": "Once"}
 PARTS = [{"type": "input_text", "text": "x"}] * 80_000
 
@@ -71,6 +72,7 @@ HOSTILE: dict[str, tuple[str, Callable[[], bytes]]] = {
     "prompt of 250,000 wrong token ids": (COMPLETIONS, lambda: completion(prompt=[-1] * 250_000)),
     "embeddings of 1,000 texts": (EMBEDDINGS, lambda: json.dumps({"input": [LETTERS * 2] * 1000}).encode()),
     "message of 10 MB": (CHAT, lambda: chat(messages=[{"role": "user", "content": LETTERS * 200_000}])),
+    "message of 16,000 blocks": (MESSAGES, lambda: chat(messages=[{"role": "user", "content": [{"type": "text", "text": "e"}] * 16_000}])),
     "messages: 100,000": (CHAT, lambda: chat(messages=[USER] * 100_000)),
     "messages: 4,000": (CHAT, lambda: chat(messages=[USER] * 4_000)),
     "input of 80,000 parts": (RESPONSES, lambda: json.dumps({"input": [{"role": "user", "content": PARTS}]}).encode()),

@@ -166,6 +166,20 @@ def test_a_chat_fails_in_the_same_way(http, bystander):
     assert "NaN in step 2" in json.loads(last.removeprefix("data: "))["error"]["message"]
 
 
+def test_a_message_of_anthropics_api_fails_in_its_form(http, bystander):
+    poison = http.post("/detokenize", json={"tokens": [POISON]}).json()["prompt"]
+    body = {"messages": [{"role": "user", "content": f"He had a{poison}"}], "max_tokens": 5}
+    answer = http.post("/v1/messages", json=body, headers={"X-Request-Id": "hostile"})
+    found = answer.json()
+    assert answer.status_code == 500 and found["error"]["type"] == "api_error"
+    assert "NaN in step 1" in found["error"]["message"] and found["request_id"] == "hostile"
+    answer = http.post("/v1/messages", json=body | {"stream": True})
+    name, data = answer.text.strip().split("\n\n")[-1].split("\n")
+    found = json.loads(data.removeprefix("data: "))
+    assert name == "event: error" and found["type"] == "error"
+    assert "NaN in step 1" in found["error"]["message"]
+
+
 def test_an_embedding_that_is_nan_is_a_500_and_another_is_not(http, bystander):
     answer = http.post(
         "/v1/embeddings", json={"input": [[5, 6], [5, POISON]]}, headers={"X-Request-Id": "hostile"}
@@ -215,6 +229,7 @@ FROZE = [
     "prompt of 10 MB",
     "message of 10 MB",
     "input of 80,000 parts",
+    "message of 16,000 blocks",
     "tokenize 10 MB",
     "prompt of 5,000,000 token ids",
     "stop: 900,000 texts",

@@ -181,6 +181,28 @@ def test_a_stream_gives_the_text_and_usage_of_the_whole_answer(client):
     assert image_tokens == whole.usage.prompt_tokens_details.image_tokens == 4
 
 
+def test_anthropics_api_reads_the_same_images(http):
+    def block(part):
+        if part["type"] == "text":
+            return part
+        data = part["image_url"]["url"].partition(",")[2]
+        source = {"type": "base64", "media_type": "image/png", "data": data}
+        return {"type": "image", "source": source}
+
+    messages = user(*map(block, THREE[0]["content"]))
+    whole = http.post("/v1/chat/completions", json={"messages": THREE, **NEW}).json()
+    found = http.post("/v1/messages", json={"messages": messages, **NEW}).json()
+    assert found["content"][0]["text"] == whole["choices"][0]["message"]["content"]
+    count = http.post("/v1/messages/count_tokens", json={"messages": messages}).json()
+    assert count["input_tokens"] == whole["usage"]["prompt_tokens"]
+    damaged = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    messages = user(text("x"), {"type": "image", "source": damaged})
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        new = NEW if path == "/v1/messages" else {}
+        answer = http.post(path, json={"messages": messages, **new})
+        assert answer.status_code == 400 and "image is damaged" in answer.json()["error"]["message"]
+
+
 def test_choices_of_one_prompt_see_the_same_image(client):
     found = client.chat.completions.create(model="tiny", messages=ONE, n=3, **NEW)
     assert len({choice.message.content for choice in found.choices}) == 1

@@ -1,0 +1,22 @@
+"""Bugs in the translation of Anthropic's Messages API, and in its keys."""
+
+from mutations import Bug
+
+CHAT = "runtime/server/anthropic_chat.py"
+KEYS = "runtime/server/api_keys.py"
+
+
+def translated(old: str, new: str, tests: str) -> Bug:
+    return Bug(CHAT, old, new, f"tests/test_messages.py -k '{tests}'")
+
+
+BUGS = [
+    translated("                parts = []\n", "", "blocks_become"),
+    translated("    if parts or not blocks:\n", "    if parts:\n", "blocks_become"),
+    translated("_content(texts) if texts else None", "_content(texts)", "blocks_become"),
+    translated('    "cache_salt",\n', "", "sampling_fields"),
+    translated('body.thinking.type != "disabled"', 'body.thinking.type == "enabled"', "switch"),
+    Bug("runtime/server/anthropic_messages.py", "allow_partial=True, ", "", "tests/test_messages.py -k cut_are_read"),
+    Bug(KEYS, "and all([", "and any([", "tests/test_messages.py -k header_of"),
+    Bug(KEYS, "len({name for name, _ in given}) != len(given)", "False", "tests/test_messages.py -k header_of"),
+]  # fmt: skip
