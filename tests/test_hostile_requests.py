@@ -180,6 +180,20 @@ def test_a_message_of_anthropics_api_fails_in_its_form(http, bystander):
     assert "NaN in step 1" in found["error"]["message"]
 
 
+def test_a_response_fails_in_the_same_way_and_is_not_stored(http, bystander):
+    body = {"input": "She said", "max_output_tokens": 5, "logit_bias": {str(POISON): 100}}
+    answer = http.post("/v1/responses", json=body)
+    assert answer.status_code == 500 and "NaN in step 2" in answer.json()["error"]["message"]
+    answer = http.post("/v1/responses", json=body | {"stream": True})
+    *_, error, failed, done, _ = answer.text.split("\n\n")
+    error, failed = (json.loads(each.split("data: ")[1]) for each in (error, failed))
+    assert (error["type"], failed["type"], done) == ("error", "response.failed", "data: [DONE]")
+    assert error["sequence_number"] + 1 == failed["sequence_number"]
+    assert "NaN in step 2" in error["message"] == failed["response"]["error"]["message"]
+    assert failed["response"]["output"][0]["status"] == "incomplete"
+    assert http.get(f"/v1/responses/{failed['response']['id']}").status_code == 404
+
+
 def test_an_embedding_that_is_nan_is_a_500_and_another_is_not(http, bystander):
     answer = http.post(
         "/v1/embeddings", json={"input": [[5, 6], [5, POISON]]}, headers={"X-Request-Id": "hostile"}

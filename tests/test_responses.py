@@ -420,6 +420,27 @@ def test_a_request_that_cannot_be_served_is_refused_with_the_reason(http, body, 
     assert error["param"] == param and error["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("body", "part"),
+    [
+        ({"metadata": {"a": "\ud800"}}, "not valid Unicode"),
+        ({"input": [{"role": "user", "content": "x", "id": "\ud800"}]}, "not valid Unicode"),
+        (
+            {"tools": [{**WEATHER, "parameters": {"a": 10**30}}], "tool_choice": "none"},
+            "more than 64 bits",
+        ),
+    ],
+    ids=["metadata", "id", "integer"],
+)
+def test_what_a_response_could_not_repeat_is_refused_before_it_begins(http, stream, body, part):
+    content = json.dumps(asked(stream=stream) | body)
+    answer = http.post(
+        "/v1/responses", content=content, headers={"Content-Type": "application/json"}
+    )
+    assert answer.status_code == 400 and part in answer.json()["error"]["message"], answer.text
+
+
 def test_a_conversation_that_grows_beyond_the_context_is_refused(client):
     made = client.responses.create(**asked("word " * 1500))
     with pytest.raises(openai.BadRequestError, match="maximum context length") as raised:

@@ -58,7 +58,12 @@ async def create_response(service: Service, body: ResponsesRequest, request: Req
 def _translate(
     body: ResponsesRequest, before: Sequence[JSONObject]
 ) -> tuple[list[JSONObject], ChatRequest]:
-    items = [*before, *input_items(body.input)]
+    given = input_items(body.input)
+    try:  # The response repeats both; when it is built, it is too late for a 400.
+        msgspec.json.encode([given, body.model_dump(exclude={"input"})])
+    except OverflowError as error:
+        raise invalid("the body has an integer of more than 64 bits") from error
+    items = [*before, *given]
     return items, chat_request(body, items)
 
 
@@ -78,7 +83,7 @@ async def delete_response(service: Service, name: str) -> Response:
 async def list_input_items(
     service: Service, name: str, order: Literal["asc", "desc"], limit: int, after: str | None
 ) -> Response:
-    """The items of the whole conversation before the response."""
+    """A page of the whole conversation before the response."""
     found = _stored(service, name, "response_id")
     if not 1 <= limit <= MAX_LISTED:
         raise invalid(f"limit is {limit}, expected 1 to {MAX_LISTED}", "limit")
