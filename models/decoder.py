@@ -28,7 +28,7 @@ DECODER_SHARD = {
     "lm_head": "colwise_gather_output",
 }
 
-# Embedding, layers and norm of a decoder in their order, as in a base_model_pp_plan of transformers.
+# Embedding, layers and norm of a decoder in their order, as in base_model_pp_plan of transformers.
 DECODER_FRAME = ("embed_tokens", "layers", "norm")
 
 

@@ -107,7 +107,9 @@ class InputBatch:
         self._fields = _field_layout(flags, i32, i64)
         size = max(end for _, _, end in self._fields.values())
         pinned = self.device.type == "cuda"
-        self._hosts = [torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(host_buffers)]
+        self._hosts = [
+            torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(host_buffers)
+        ]
         self._views = [self._arrays(host) for host in self._hosts]
         memory = torch.zeros(size + 8 * (self.slots + 1), dtype=torch.uint8, device=self.device)
         self._copied = memory[:size]

@@ -172,9 +172,7 @@ class Worker:
     def _set_threads(self, spare_cores: int) -> None:
         if next(self.module.parameters()).device.type != "cpu":
             return
-        self.threads = choose(
-            self.config.threads, spare=spare_cores, ranks=self.num_ranks
-        )
+        self.threads = choose(self.config.threads, spare=spare_cores, ranks=self.num_ranks)
         use(self.threads)
         log.info("%s", self.threads)
 
@@ -429,9 +427,7 @@ class Worker:
             self._hidden = self.program
         if self._hidden is None:
             program = compile_model(
-                headless_model(
-                    self.module if self.pipeline is None else StageModel(self.module)
-                ),
+                headless_model(self.module if self.pipeline is None else StageModel(self.module)),
                 options=self.config.options,
                 owned=self._owns_weights,
                 takes=self._takes if self.images is None else self.images.takes(images=True),

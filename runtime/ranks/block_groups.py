@@ -1,4 +1,4 @@
-"""The block groups of a model whose layers are in several stages: the scheduler knows all of them."""
+"""The block groups of a model whose layers are in several stages: a scheduler knows all of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
