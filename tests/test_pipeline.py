@@ -104,10 +104,10 @@ def test_more_stages_than_layers_are_refused_before_anything_starts():
 
 @pytest.mark.slow
 def test_a_server_in_two_stages_answers():
-    with serving("--pp", 2) as server:
+    with serving("--pp", 2, "--options", "glue=eager") as server:
         assert "2 ranks: 0 is process" in server.log
-        asked = {"model": "", "prompt": "The king", "max_tokens": 8, "temperature": 0}
+        asked = {"model": "atomc-demo", "prompt": "The king", "max_tokens": 8, "temperature": 0}
         answer = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=60).json()
-    with LLM(device="cpu", progress=False) as llm:
+    with LLM(device="cpu", options={"glue": "eager"}, progress=False) as llm:
         expected = llm.generate("The king", SamplingParams(max_tokens=8, temperature=0.0))
     assert answer["choices"][0]["text"] == expected[0].text
