@@ -7,6 +7,9 @@ LOADS = "tests/test_tensor_parallel_loading.py -m '' -k"
 PART = f"{LOADS} 'stored_experts and zeros'"
 
 
+DTENSORS = "tests/test_dtensors.py -k"
+
+
 def bug(file: str, old: str, new: str, tests: str) -> Bug:
     return Bug(f"atomc/parallel/{file}", old, new, tests)
 
