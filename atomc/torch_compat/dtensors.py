@@ -50,7 +50,7 @@ def local_tensor(x: "DTensor") -> Tensor:
 
 def mark_as_parameter(local: Tensor) -> None:
     """Let a local tensor be an instance of nn.Parameter. Its type, which Dynamo guards, stays."""
-    local._is_param = True  # type: ignore[attr-defined]
+    local._is_param = True
 
 
 def with_local(x: "DTensor", local: Tensor) -> "DTensor":
