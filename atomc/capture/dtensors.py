@@ -23,18 +23,18 @@ from torch.utils._pytree import tree_map
 
 from atomc.capture.functional import check_sharing, has_no_autocast
 from atomc.capture.inline_regions import inline
+from atomc.graph.expressions import expression
 from atomc.torch_compat.core import FakeTensor, FakeTensorMode, GraphFunction, Input, Outputs
 from atomc.torch_compat.dtensors import (
     Tracer,
     holds_mask,
     is_dtensor,
     local_tensor,
+    mark_as_parameter,
     release_masks,
-    set_local_tensor,
     with_local,
 )
 from atomc.torch_compat.tracing import editable_copy
-from atomc.weights.registry import parameter_of
 
 # Of the metadata of a call, what the operations that replace it keep.
 _ORIGIN = ("nn_module_stack", "source_fn_stack", "stack_trace")
@@ -55,8 +55,7 @@ class Localized:
 def localize(gm: GraphModule, example_inputs: Sequence[Input]) -> Localized:
     """The graph of Dynamo over the tensors of this process; `gm` itself if it has no DTensor.
 
-    A parameter that is a DTensor gets one as its local tensor, in the same memory: it can be packed
-    with others then.
+    The local tensor of a parameter is one as well afterwards: it can be packed with others.
     Raises NotImplementedError with what to do instead for a graph that cannot be converted.
     """
     if not _has_dtensors(gm, example_inputs):
@@ -90,9 +89,8 @@ def _local_input(given: Input) -> Input:
     if not is_dtensor(given):
         return given
     local = local_tensor(given)
-    if isinstance(given, nn.Parameter) and type(local) is Tensor:
-        local = parameter_of(local.detach())
-        set_local_tensor(given, local)
+    if isinstance(given, nn.Parameter):
+        mark_as_parameter(local)
     return local
 
 
@@ -251,6 +249,8 @@ class _Conversion:
         over = [result, *(self.values.get(x) for x in node.all_input_nodes)]
         if not is_dtensor(result) or any(is_dtensor(x) and holds_mask(x) for x in over):
             return None
+        if node.op == "call_method" and not hasattr(Tensor, str(node.target)):  # redistribute
+            return None
         args, kwargs = map_arg(
             (node.args, node.kwargs),
             lambda x: self.values[x] if x in self.values else x.meta.get("example_value"),
@@ -325,5 +325,7 @@ def _expression(node: Node, known: dict[str, int]) -> int:
     """A number that is equal for nodes that compute the same from the same inputs."""
     if node.op == "placeholder":
         return known.setdefault(node.name, len(known))
+    if isinstance(size := node.meta.get("val"), torch.SymInt):
+        return known.setdefault(f"size {expression(size)}", len(known))
     args, kwargs = map_arg((node.args, node.kwargs), lambda x: f"%{_expression(x, known)}")
     return known.setdefault(f"{node.target} {args} {kwargs}", len(known))

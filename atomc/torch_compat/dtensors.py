@@ -26,8 +26,8 @@ __all__ = [
     "holds_mask",
     "is_dtensor",
     "local_tensor",
+    "mark_as_parameter",
     "release_masks",
-    "set_local_tensor",
     "with_local",
 ]
 
@@ -48,8 +48,9 @@ def local_tensor(x: "DTensor") -> Tensor:
     return awaited
 
 
-def set_local_tensor(x: "DTensor", local: Tensor) -> None:
-    x._local_tensor = local
+def mark_as_parameter(local: Tensor) -> None:
+    """Let a local tensor be an instance of nn.Parameter. Its type, which Dynamo guards, stays."""
+    local._is_param = True
 
 
 def with_local(x: "DTensor", local: Tensor) -> "DTensor":

@@ -110,7 +110,8 @@ def packed_with_others(parameters: Sequence[nn.Parameter]) -> str | None:
 
 def unpackable(parameter: Input) -> str | None:
     """Why this cannot be part of any packed weight, or None."""
-    if type(parameter) is not nn.Parameter:
+    # That of a DTensor is a Tensor, and an instance of nn.Parameter.
+    if type(parameter) not in (Tensor, nn.Parameter) or not isinstance(parameter, nn.Parameter):
         return f"it is a {type(parameter).__name__}, not a parameter"
     if parameter.layout != torch.strided or not parameter.is_contiguous() or parameter.dim() == 0:
         return "it is not contiguous, or has no rows"

@@ -7,6 +7,9 @@ LOADS = "tests/test_tensor_parallel_loading.py -m '' -k"
 PART = f"{LOADS} 'stored_experts and zeros'"
 
 
+DTENSORS = "tests/test_dtensors.py -k"
+
+
 def bug(file: str, old: str, new: str, tests: str) -> Bug:
     return Bug(f"atomc/parallel/{file}", old, new, tests)
 
@@ -32,4 +35,9 @@ BUGS = [
     Bug("models/load_parts.py", "(expert, first // cut.parts, end // cut.parts)", "(expert, first, first + (end - first) // cut.parts)", f"{LOADS} 'one and width'"),
     Bug("models/load_parts.py", "{0: 0, 1: 2, 2: 1}", "{0: 0, 1: 1, 2: 2}", f"{LOADS} transposed"),
     Bug("atomc/quantization/packing.py", "(given - given[0]).equal(ordered)", "given.equal(ordered)", f"{LOADS} gptq"),
+    Bug("atomc/capture/dtensors.py", "return result if same else None", "return result", f"{DTENSORS} 'layouts and biases'"),
+    Bug("atomc/capture/dtensors.py", "result = self._whole_call(node)\n", "result = None\n", f"{DTENSORS} 'layouts and sum'"),
+    Bug("atomc/capture/dtensors.py", " or any(is_dtensor(x) and holds_mask(x) for x in over)", "", f"{DTENSORS} 'computes and parallelize_module'"),
+    Bug("atomc/capture/dtensors.py", "        mark_as_parameter(local)\n", "        pass\n", f"{DTENSORS} alone_is_recognized"),
+    Bug("atomc/capture/dtensors.py", "local_tensor(x) if is_dtensor(x) else x for x in given]", "x for x in given]", f"{DTENSORS} takes_and_returns"),
 ]  # fmt: skip
