@@ -494,6 +494,8 @@ def test_items_of_one_turn_become_one_message_of_the_assistant():
             {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "B"}]},
             call,
             {"role": "assistant", "content": "Done"},
+            {"role": "user", "content": "More"},
+            call,
         ]
     )
     function = {"name": "weather", "arguments": "{}"}
@@ -507,6 +509,8 @@ def test_items_of_one_turn_become_one_message_of_the_assistant():
         {"role": "tool", "tool_call_id": "c2", "content": "2"},
         {"role": "assistant", "reasoning_content": "B", "tool_calls": called[:1], "content": ""},
         {"role": "assistant", "content": "Done"},
+        {"role": "user", "content": "More"},
+        {"role": "assistant", "tool_calls": called[:1], "content": ""},
     ]
     assert items[2]["id"] == "rs_1" and len({item["id"] for item in items}) == len(items)
 
