@@ -59,10 +59,8 @@ def _translate(
     body: ResponsesRequest, before: Sequence[JSONObject]
 ) -> tuple[list[JSONObject], ChatRequest]:
     given = input_items(body.input)
-    try:  # The response repeats both; when it is built, it is too late for a 400.
-        msgspec.json.encode([given, body.model_dump(exclude={"input"})])
-    except OverflowError as error:
-        raise invalid("the body has an integer of more than 64 bits") from error
+    # The response repeats both. When it is built, it is too late for a 400 for lone surrogates.
+    msgspec.json.encode([given, body.model_dump(exclude={"input"})])
     items = [*before, *given]
     return items, chat_request(body, items)
 
