@@ -11,10 +11,10 @@ httpx = pytest.importorskip("httpx")
 anthropic = pytest.importorskip("anthropic")
 from serving import KEY  # noqa: E402
 
-from atomc.runtime.server.anthropic_chat import generation_request  # noqa: E402
-from atomc.runtime.server.anthropic_messages import _parsed_arguments  # noqa: E402
-from atomc.runtime.server.anthropic_types import MessagesRequest  # noqa: E402
 from atomc.runtime.server.api_keys import ApiKeys  # noqa: E402
+from atomc.runtime.server.messages_api.chat_request import generation_request  # noqa: E402
+from atomc.runtime.server.messages_api.endpoints import _parsed_arguments  # noqa: E402
+from atomc.runtime.server.messages_api.request import MessagesRequest  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("server")
 HELLO = [{"role": "user", "content": "She looked at him and said"}]
@@ -245,6 +245,19 @@ def test_the_prompt_is_that_of_the_same_chat(client, http):
     assert found.usage.input_tokens + found.usage.cache_read_input_tokens == count
 
 
+def test_a_last_message_of_the_assistant_is_continued(client, http):
+    begun = [*HELLO, {"role": "assistant", "content": [{"type": "text", "text": "I am"}]}]
+    answer = client.messages.create(**greedy(messages=begun))
+    body = {"model": "atomc-demo", "messages": [*HELLO, {"role": "assistant", "content": "I am"}]}
+    more = {"temperature": 0, "max_tokens": 8, "continue_final_message": True}
+    chat = http.post("/v1/chat/completions", json=body | more).json()
+    assert (
+        answer.usage.input_tokens + answer.usage.cache_read_input_tokens
+        == chat["usage"]["prompt_tokens"]
+    )
+    assert answer.content[0].text == chat["choices"][0]["message"]["content"]
+
+
 def test_the_events_of_a_stream_form_the_whole_answer(client, http):
     whole = answer_of(client, **greedy(max_tokens=20))
     found = events(http, greedy(max_tokens=20))
@@ -410,13 +423,13 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"max_tokens": 10**30}, "max_tokens"),
         ({"temperature": -1}, "temperature is -1.0"),
-        ({"temprature": 1}, "temprature is not a field of this request"),
+        ({"temperature": 2.1}, "temperature: .* less than or equal to 2"),
         ({"messages": []}, "messages is empty"),
         ({"messages": "x"}, "messages: Input should be a valid list"),
         ({"messages": [{"role": "user", "content": 7}]}, "it is a int, expected a string or a"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0: .*'tool'.*'user'"),
         ({"messages": [{"content": "x"}]}, "messages.0: .*'role'"),
-        ({"messages": [*HELLO, {"role": "assistant", "content": "The"}]}, "cannot continue"),
+        ({"messages": [*HELLO, {"role": "assistant", "content": ""}]}, "does not end with text"),
         ({"messages": [{"role": "user", "content": ""}] * 4097}, "messages: it has 4097 messages, at most 4096"),
         ({"messages": [{"role": "user", "content": [{}] * 5000}] * 4}, "it has 20000 content blocks"),
         ({"system": [{}] * 20000}, "system: .*it has 20000 content blocks, at most 16384"),

@@ -14,9 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from atomc import __version__
-from atomc.runtime.server import anthropic_errors, operations, protocol, status
-from atomc.runtime.server.anthropic_messages import count_tokens, messages
-from atomc.runtime.server.anthropic_types import MessagesRequest, PromptRequest
+from atomc.runtime.server import operations, protocol, status
 from atomc.runtime.server.api_keys import ApiKeys
 from atomc.runtime.server.body_budget import BodyBudgetMiddleware
 from atomc.runtime.server.body_timeout import BodyTimeoutMiddleware
@@ -28,6 +26,10 @@ from atomc.runtime.server.errors import APIError, to_api_error
 from atomc.runtime.server.http import AuthMiddleware, JSONResponse, error_response
 from atomc.runtime.server.image_budget import ImageBudgetMiddleware
 from atomc.runtime.server.json_body import checked_json_route
+from atomc.runtime.server.messages_api.endpoints import count_tokens, messages
+from atomc.runtime.server.messages_api.errors import COUNT_TOKENS, MESSAGES
+from atomc.runtime.server.messages_api.errors import ErrorResponse as AnthropicError
+from atomc.runtime.server.messages_api.request import MessagesRequest, PromptRequest
 from atomc.runtime.server.responses_api import endpoints as responses_api
 from atomc.runtime.server.responses_api.request import ResponsesRequest
 from atomc.runtime.server.service import Service
@@ -95,7 +97,7 @@ def create_app(service: Service) -> Any:
 
 
 def _add_routes(app: FastAPI, service: Service) -> None:
-    anthropic_error_responses = error_responses(anthropic_errors.ErrorResponse)
+    anthropic_error_responses = error_responses(AnthropicError)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -115,12 +117,12 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         check_unknown_fields(body, request, service.config)
         return await chat_completions(service, body, request)
 
-    @app.post(anthropic_errors.MESSAGES, responses=anthropic_error_responses)
+    @app.post(MESSAGES, responses=anthropic_error_responses)
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         check_unknown_fields(body, request, service.config)
         return await messages(service, body, request)
 
-    @app.post(anthropic_errors.COUNT_TOKENS, responses=anthropic_error_responses)
+    @app.post(COUNT_TOKENS, responses=anthropic_error_responses)
     async def count_message_tokens(body: PromptRequest, request: Request) -> Response:
         check_unknown_fields(body, request, service.config)
         return await count_tokens(service, body, request)

@@ -2,7 +2,7 @@
 
 from mutations import Bug
 
-CHAT = "runtime/server/anthropic_chat.py"
+CHAT = "runtime/server/messages_api/chat_request.py"
 KEYS = "runtime/server/api_keys.py"
 
 
@@ -16,7 +16,7 @@ BUGS = [
     translated("_content(texts) if texts else None", "_content(texts)", "blocks_become"),
     translated('    "cache_salt",\n', "", "sampling_fields"),
     translated('body.thinking.type != "disabled"', 'body.thinking.type == "enabled"', "switch"),
-    Bug("runtime/server/anthropic_messages.py", "allow_partial=True, ", "", "tests/test_messages.py -k cut_are_read"),
+    Bug("runtime/server/messages_api/endpoints.py", "allow_partial=True, ", "", "tests/test_messages.py -k cut_are_read"),
     Bug(KEYS, "and all([", "and any([", "tests/test_messages.py -k header_of"),
     Bug(KEYS, "len({name for name, _ in given}) != len(given)", "False", "tests/test_messages.py -k header_of"),
 ]  # fmt: skip

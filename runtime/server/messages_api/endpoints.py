@@ -9,11 +9,7 @@ import pydantic_core
 from starlette.requests import Request
 from starlette.responses import Response
 
-from atomc.runtime.server.anthropic_chat import generation_request, prompt_request
-from atomc.runtime.server.anthropic_errors import anthropic_error
-from atomc.runtime.server.anthropic_types import MessagesRequest, PromptRequest
 from atomc.runtime.server.chat import Chat, ChoiceDelta, rendered_prompt, start_chat
-from atomc.runtime.server.errors import invalid
 from atomc.runtime.server.http import (
     EventStream,
     JSONResponse,
@@ -27,6 +23,9 @@ from atomc.runtime.server.message_deltas import (
     ToolCallArguments,
     ToolCallStart,
 )
+from atomc.runtime.server.messages_api.chat_request import generation_request, prompt_request
+from atomc.runtime.server.messages_api.errors import anthropic_error
+from atomc.runtime.server.messages_api.request import MessagesRequest, PromptRequest
 from atomc.runtime.server.protocol import JSONObject
 from atomc.runtime.server.service import Service
 
@@ -79,12 +78,6 @@ class AnthropicMessage(Stop):
 
 
 async def messages(service: Service, body: MessagesRequest, request: Request) -> Response:
-    if body.messages and body.messages[-1].role == "assistant":
-        raise invalid(
-            "the last message is the assistant's, which this server cannot continue (prefill): end "
-            "with a message of the user",
-            "messages",
-        )
     chat = await start_chat(service, generation_request(body), request, fit_max_tokens=True)
     response = _ResponseBuilder(service, body, request_id(request), chat)
     if body.stream:

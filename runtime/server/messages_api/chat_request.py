@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import Literal, TypeAlias
 
 from atomc.json_types import JSON
-from atomc.runtime.server.anthropic_types import (
+from atomc.runtime.server.messages_api.request import (
     AssistantBlock,
     Base64Source,
     CustomTool,
@@ -73,6 +73,7 @@ def prompt_request(body: PromptRequest) -> ChatRequest:
     return ChatRequest(
         model=body.model,
         messages=list(_messages(body)),
+        continue_final_message=bool(body.messages) and body.messages[-1].role == "assistant",
         tools=[_tool(tool) for tool in body.tools] if body.tools else None,
         tool_choice=_tool_choice(choice),
         parallel_tool_calls=False if choice and choice.disable_parallel_tool_use else None,
