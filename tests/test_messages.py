@@ -246,16 +246,12 @@ def test_the_prompt_is_that_of_the_same_chat(client, http):
 
 
 def test_a_last_message_of_the_assistant_is_continued(client, http):
-    begun = [*HELLO, {"role": "assistant", "content": [{"type": "text", "text": "I am"}]}]
-    answer = client.messages.create(**greedy(messages=begun))
-    body = {"model": "atomc-demo", "messages": [*HELLO, {"role": "assistant", "content": "I am"}]}
-    more = {"temperature": 0, "max_tokens": 8, "continue_final_message": True}
-    chat = http.post("/v1/chat/completions", json=body | more).json()
-    assert (
-        answer.usage.input_tokens + answer.usage.cache_read_input_tokens
-        == chat["usage"]["prompt_tokens"]
-    )
-    assert answer.content[0].text == chat["choices"][0]["message"]["content"]
+    begun = greedy(messages=[*HELLO, {"role": "assistant", "content": "I am"}])
+    found = answer_of(client, **begun)
+    chat = http.post("/v1/chat/completions", json=begun | {"continue_final_message": True}).json()
+    assert found.content[0].text == chat["choices"][0]["message"]["content"]
+    num_prompt = found.usage.input_tokens + found.usage.cache_read_input_tokens
+    assert num_prompt == chat["usage"]["prompt_tokens"]
 
 
 def test_the_events_of_a_stream_form_the_whole_answer(client, http):
