@@ -134,7 +134,11 @@ def schema(depth):
         # JSON itself.
         ("completions", deep(129), "more than 128 levels of nested lists and objects"),
         ("completions", "[" * 200_000, "more than 128 levels of nested lists and objects"),
-        ("completions", '{"prompt":"a","b":' + deep(100) + "}", "b is not a field of this request"),
+        (
+            "completions",
+            '{"prompt":"a","stop":' + deep(100) + "}",
+            "Input should be a valid string",
+        ),
         (
             "completions",
             '{"prompt":' + "1" * 5000 + "}",

@@ -405,8 +405,6 @@ def test_a_json_object_is_one(client):
         ({"include": ["other"]}, "include", "include"),
         ({"max_output_tokens": 0}, "max_output_tokens", "greater than or equal to 1"),
         ({"max_output_tokens": 5000}, "max_output_tokens", "maximum context length"),
-        ({"max_tokens": 5}, "max_tokens", "max_tokens is not a field"),
-        ({"n": 2}, "n", "n is not a field"),
         ({"metadata": {"a": 3}}, "metadata", "metadata"),
         ({"metadata": {str(key): "" for key in range(17)}}, "metadata", "at most 16"),
         ({"input": [{"role": "user", "content": ""}] * 4097}, "input", "at most 4096"),
@@ -534,6 +532,13 @@ def test_a_message_with_too_many_items_is_refused_before_they_are_read():
 # Output items
 
 
+def test_fields_of_other_apis_are_ignored_and_named(http):
+    body = {"input": "She said", "max_output_tokens": 2, "max_tokens": 5, "n": 2}
+    answer = http.post("/v1/responses", json=body)
+    assert answer.json()["usage"]["output_tokens"] == 2
+    assert answer.headers["X-Ignored-Fields"] == "max_tokens, n"
+
+
 def test_tokens_and_logprobs_count_for_the_item_that_is_open_after_them():
     raw = [msgspec.Raw(str(number).encode()) for number in range(6)]
     output, events = OutputItems(), []
@@ -546,7 +551,7 @@ def test_tokens_and_logprobs_count_for_the_item_that_is_open_after_them():
         ([ToolCallStart(0, "c", "f"), ToolCallArguments(0, "{}")], 4, raw[:2]),
     ]
     for deltas, num_tokens, logprobs in steps:
-        events += output.add(ChoiceDelta(0, deltas, num_tokens), logprobs)
+        events += output.add(ChoiceDelta(0, deltas, (5,) * num_tokens), logprobs)
     events += output.finish(complete=True)
     assert output.num_reasoning_tokens == 3
     reasoning, message, call = output.items()
@@ -566,7 +571,7 @@ def test_a_chat_without_text_is_an_empty_message_and_an_interrupted_item_is_inco
     assert [each["type"] for each in output.finish(complete=True)][-1].endswith("item.done")
     assert output.items()[0]["content"][0]["text"] == ""
     output = OutputItems()
-    list(output.add(ChoiceDelta(0, [ContentDelta("Hal")], 1), []))
+    list(output.add(ChoiceDelta(0, [ContentDelta("Hal")], (5,)), []))
     assert output.items()[0]["content"] == []
     output.interrupt()
     (item,) = output.items()
