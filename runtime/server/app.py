@@ -3,6 +3,7 @@ format.
 """
 
 from http import HTTPStatus
+from importlib import import_module
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request
@@ -13,7 +14,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from atomc import __version__
 from atomc.runtime.server import operations, protocol, status
 from atomc.runtime.server.api_keys import ApiKeys
 from atomc.runtime.server.body_budget import BodyBudgetMiddleware
@@ -166,7 +166,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/version")
     async def version() -> Response:
-        return JSONResponse({"version": __version__})
+        return JSONResponse({"version": import_module("atomc").__version__})
 
     @app.get("/load")
     async def load() -> Response:
