@@ -10,8 +10,8 @@ def bug(file: str, old: str, new: str, tests: str) -> Bug:
 ALONE = "start_from_snapshots_give and some"
 DRAFTS = "rejected_give and some"
 BUGS = [
-    bug("runtime/runner.py", "        self._states.copy(step.copies_before)\n        logits", "        logits", ALONE),
-    bug("runtime/runner.py", "self._states.copy(step.copies_before)\n        hidden", "hidden", "embeddings"),
+    bug("runtime/runner.py", "self._states.copy(step.copies_before)\n        if", "if", ALONE),
+    bug("runtime/runner.py", "self._states.copy(step.copies_before)\n        if", "if", "embeddings"),
     bug("runtime/sequence_states.py", "for stacked in self._stacked:", "for stacked in self._stacked[:1]:", "copy_moves"),
     bug("runtime/sequence_states.py", "(run[0] + run[2], run[1] + run[2])", "(source, run[1] + run[2])", "copy_moves"),
     bug("runtime/chunks.py", "request.computed = chunk.start\n            request.state_from", "request.computed -= count\n            request.state_from", DRAFTS),
