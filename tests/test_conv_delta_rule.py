@@ -160,6 +160,20 @@ def test_only_the_last_program_that_reads_the_inputs_of_a_key_head_replaces_them
     assert torch.equal(arrived, torch.full_like(arrived, 5 if missing else 0))
 
 
+def test_a_step_of_many_heads_runs_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    assert kernels.load("triton") is None
+    monkeypatch.setattr(conv_delta_rule, "MOST_HEADS", 3)
+    draw = partial(in_steps, sequences=DECODE, heads=(1, 2), width=(16, 48))
+    given, expected = (draw(Draw(torch.float32, device)) for _ in range(2))
+    truth = ops.conv_gated_delta_rule_update.reference(**expected)
+    arrived = torch.ones(1)  # is not read
+    found = conv_delta_rule.conv_gated_delta_rule_update(**given, shared=(arrived,))
+    assert_close(found, truth, atol=1e-5, rtol=1e-4)
+    for state in ("recurrent_state", "conv_state"):
+        assert_close(given[state], expected[state], atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("other", "sentence"),
     [

@@ -1,5 +1,6 @@
 """A step of decoding of a gated delta net in Triton: convolution, gates and the delta rule in one
-program per sequence, value head and block of its columns. Other steps run them one by one.
+program per sequence, value head and block of its columns. Steps of many heads, and those with
+prompts, run them one by one.
 
 The convolved queries and keys of a key head are computed by each program that reads them. Its
 inputs are replaced once, by the last of these programs to have read them: they count. Columns of
@@ -26,6 +27,10 @@ from atomc.ops.conv_delta_rule import split_channels
 from atomc.ops.delta_rule import L2_EPS
 from atomc.ops.op import Refusal, Shared
 from atomc.platform import Platform
+
+# Of all sequences. H200, us, in one / one by one without the gates, 32 heads of 128: 1 sequence 5.4
+# / 5.6, 8 sequences 15.4 / 13.7, 64 sequences 103.6 / 77.8. (`DELTA_DECODE.command`)
+MOST_HEADS = 256
 
 
 @triton.jit
@@ -259,9 +264,9 @@ def conv_gated_delta_rule_update(
 ) -> Tensor:
     step = query_start, seq_lens, state_slots
     rows = x.reshape(-1, x.shape[-1])
+    heads, _, width = recurrent_state.shape[1:]
     # As many rows as sequences: each has one token, or is padding.
-    if len(rows) == len(seq_lens):
-        heads, _, width = recurrent_state.shape[1:]
+    if len(rows) == len(seq_lens) and heads * len(rows) <= MOST_HEADS:
         out = x.new_empty((*x.shape[:-1], heads, width))
         if len(rows):
             launch_decode(

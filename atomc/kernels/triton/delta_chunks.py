@@ -2,12 +2,13 @@
 "Gated Delta Networks", section 3.3).
 
 `_systems` computes for each chunk what does not depend on the state: the inverse of the triangular
-system that says what its tokens store, and the weights with which its queries read it. `_walk`
-carries some columns of the state of a head over the chunks of a sequence. The host knows a bound of
-the number of programs by shapes (`tokens_of`).
+system that says what its tokens store, the weights with which its queries read it, and the factors
+of its tokens. `_walk` carries some columns of the state of a head over the chunks of a sequence.
+The host knows a bound of the number of programs by shapes (`tokens_of`).
 
-Of 16-bit numbers, products with the state and with what tokens store are in tf32: their second
-factor has no 16 bits. The inverse is exact but for rounding in fp32.
+Where q, k and v have 16 bits, a factor in fp32 is the sum of two in bf16 (the rest is below 2^-16
+of it), and a product is the sum of theirs on tensor cores, without that of both low parts. The
+inverse is exact but for rounding in fp32.
 
 T rows, H key heads, N value heads, K key width, V value width, S sequences, C = 64.
 """
@@ -95,34 +96,48 @@ def _decays(g_ptr, row, valid, g_row):
 def _inverse(lower, PRECISION: tl.constexpr):
     """The inverse of 1 + lower [64, 64], which is zero on its diagonal and above.
 
-    The four blocks of 16 on the diagonal are inverted row by row. With D, the matrix of these
-    inverses, and X = D (lower - its blocks), whose fourth power is zero, the inverse is (1 - X +
-    X^2 - X^3) D.
+    By blocks on the diagonal, each of two whose inverses A and B are known: with X below them, the
+    inverse is A and B, and -B X A below.
     """
-    C: tl.constexpr = 64
-    B: tl.constexpr = 16
-    row = tl.arange(0, C)
-    same_block = (row // B)[:, None] == (row // B)[None, :]
-    block = tl.arange(0, C // B)
-    on_diagonal = (block[:, None] == block[None, :])[:, None, :, None]
-    blocks = tl.reshape(lower, [C // B, B, C // B, B])
-    blocks = tl.sum(tl.where(on_diagonal, blocks, 0.0), 2)  # [4, 16, 16]
-    of_block = tl.arange(0, B)
-    inverse = tl.where((of_block[:, None] == of_block[None, :])[None], 1.0, 0.0) + tl.zeros_like(
-        blocks
-    )
-    for i in range(1, B):
-        this = (of_block == i)[None, :, None]
-        weights = tl.sum(tl.where(this, blocks, 0.0), 1)  # [4, 16]: row i of each block
-        found = tl.sum(weights[:, :, None] * inverse, 1)
-        inverse -= tl.where(this, found[:, None, :], 0.0)
-    wide = tl.where(on_diagonal, tl.expand_dims(inverse, 2), 0.0)
-    diagonal = tl.reshape(wide, [C, C])
-    beside = tl.where(same_block, 0.0, lower)
-    x = tl.dot(diagonal, beside, input_precision=PRECISION)
-    squared = tl.dot(x, x, input_precision=PRECISION)
-    series = squared - x - tl.dot(x, squared, input_precision=PRECISION)
-    return diagonal + tl.dot(series, diagonal, input_precision=PRECISION)
+    index = tl.arange(0, 64)
+    row, column = index[:, None], index[None, :]
+    pair = row // 2 == column // 2
+    inverse = tl.where(row == column, 1.0, tl.where(pair, -lower, 0.0))
+    for bits in tl.static_range(1, 6):  # of the index in a block
+        below = (row >> bits > column >> bits) & (row >> (bits + 1) == column >> (bits + 1))
+        x = tl.dot(tl.where(below, lower, 0.0), inverse, input_precision=PRECISION)
+        inverse -= tl.dot(inverse, x, input_precision=PRECISION)
+    return inverse
+
+
+@triton.jit
+def _in_two(x):
+    """x as the sum of two terms in bf16."""
+    high = x.to(tl.bfloat16)
+    return high, (x.to(tl.float32) - high.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def _product(x, low, y, sums, TERMS: tl.constexpr):
+    """sums + (x + low) @ y in fp32, y in fp32. TERMS 1: all in fp32, without low; 2: low is 0."""
+    if TERMS == 1:
+        return tl.dot(x.to(tl.float32), y, sums, input_precision="ieee")
+    else:
+        y, y_low = _in_two(y)
+        if TERMS == 3:
+            sums = tl.dot(low, y, sums)
+        return tl.dot(x, y, tl.dot(x, y_low, sums))
+
+
+@triton.jit
+def _store(at, x, valid, plane, TERMS: tl.constexpr):
+    """x in fp32, or as two terms in bf16 in two planes."""
+    if TERMS == 1:
+        tl.store(at, x, valid)
+    else:
+        high, low = _in_two(x)
+        tl.store(at, high, valid)
+        tl.store(at + plane, low, valid)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_sequences"])
@@ -134,10 +149,12 @@ def _systems(
     out_ptr,
     inverse_ptr,
     weights_ptr,
+    factors_ptr,
     query_start,
     seq_lens,
     num_rows,
     num_sequences,
+    plane,
     q_row,
     q_head,
     k_row,
@@ -154,10 +171,15 @@ def _systems(
     MOST: tl.constexpr,
     EPS: tl.constexpr,
     EXACT: tl.constexpr,
+    TERMS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """For one chunk of one head, if its sequence has more than MOST new tokens: the rows of inverse
-    and weights [T, N, C] fp32. Zeros in the rows of the result that belong to no sequence.
+    (times beta) and weights [planes, T, N, C] and of factors [T, N, 4]. Zeros in the rows of the
+    result that belong to no sequence.
+
+    factors  of a token: of what the state knows of its key, of what its query reads there, of its
+             key where it is stored, and of the state, from the chunk before
     """
     begin(PDL)
     C: tl.constexpr = 64
@@ -190,34 +212,41 @@ def _systems(
         weights = tl.dot(q, turned, input_precision="ieee") * between
         weights *= (q_norm * scale)[:, None] * k_norm[None, :]
         into = (row.to(tl.int64)[:, None] * N + head) * C + each[None, :]
-        tl.store(inverse_ptr + into, inverse, valid[:, None])
-        tl.store(weights_ptr + into, weights, valid[:, None])
+        _store(inverse_ptr + into, inverse * beta[None, :], valid[:, None], plane, TERMS)
+        _store(weights_ptr + into, weights, valid[:, None], plane, TERMS)
+        is_last = each == C - 1
+        last_coarse = tl.sum(tl.where(is_last, coarse, 0.0), 0)
+        last_fine = tl.sum(tl.where(is_last, fine, 0.0), 0)
+        decay = tl.exp(coarse + fine)
+        of_token = factors_ptr + (row.to(tl.int64) * N + head) * 4
+        tl.store(of_token, decay * k_norm, valid)
+        tl.store(of_token + 1, decay * q_norm * scale, valid)
+        to_last = tl.exp((last_coarse - coarse) + (last_fine - fine))
+        tl.store(of_token + 2, k_norm * to_last, valid)
+        tl.store(of_token + 3, tl.exp(last_coarse + last_fine) + tl.zeros_like(decay), valid)
 
 
-@triton.jit(do_not_specialize=["num_sequences"])
+@triton.jit
 def _walk(
     q_ptr,
     k_ptr,
     v_ptr,
-    g_ptr,
-    beta_ptr,
     state_ptr,
     out_ptr,
     inverse_ptr,
     weights_ptr,
+    factors_ptr,
     query_start,
     seq_lens,
     state_slots,
+    plane,
     q_row,
     q_head,
     k_row,
     k_head,
     v_row,
     v_head,
-    g_row,
-    beta_row,
     state_slot,
-    scale,
     N: tl.constexpr,
     GROUP: tl.constexpr,
     K: tl.constexpr,
@@ -225,13 +254,13 @@ def _walk(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     MOST: tl.constexpr,
-    EPS: tl.constexpr,
-    PRODUCTS: tl.constexpr,
+    TERMS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Some columns of the values of one head, over all chunks of a sequence."""
     begin(PDL)
     C: tl.constexpr = 64
+    MATRIX_TERMS: tl.constexpr = 1 if TERMS == 1 else 3
     head = tl.program_id(1)
     s = tl.program_id(2)
     start = tl.load(query_start + s)
@@ -248,41 +277,43 @@ def _walk(
             state_at = state_ptr + slot * state_slot + head * (K * V) + state_at
             state = tl.load(state_at, inside & (length > end - start), 0.0)
         each = tl.arange(0, C)
-        k_ptr += head // GROUP * k_head
-        q_ptr += head // GROUP * q_head
+        k_at = k_ptr + head // GROUP * k_head + key[None, :]
+        q_at = q_ptr + head // GROUP * q_head + key[None, :]
+        passes_at = factors_ptr + (start.to(tl.int64) * N + head) * 4 + 3
+        none = tl.zeros([C, BLOCK_V], tl.float32)
         for first in range(start, end, C):
             row = first + each
             valid = row < end
             at = row.to(tl.int64)
-            k, k_norm = _normed_rows(k_ptr, row, valid, k_row, K, BLOCK_K, EPS)
-            q, q_norm = _normed_rows(q_ptr, row, valid, q_row, K, BLOCK_K, EPS)
-            v_at = v_ptr + at[:, None] * v_row + head * v_head + column[None, :]
+            there = valid[:, None] & (key < K)[None, :]
+            k = tl.load(k_at + at[:, None] * k_row, there, 0.0)
+            q = tl.load(q_at + at[:, None] * q_row, there, 0.0)
             there = valid[:, None] & (column < V)[None, :]
-            v = tl.load(v_at, there, 0.0).to(tl.float32)
-            beta = tl.load(beta_ptr + at * beta_row + head, valid, 0.0).to(tl.float32)
+            v = tl.load(v_ptr + at[:, None] * v_row + head * v_head + column[None, :], there, 0.0)
             square = (at[:, None] * N + head) * C + each[None, :]
             inverse = tl.load(inverse_ptr + square, valid[:, None], 0.0)
             weights = tl.load(weights_ptr + square, valid[:, None], 0.0)
-            coarse, fine = _decays(g_ptr + head, row, valid, g_row)
-            decay = tl.exp(coarse + fine)
-            is_last = each == C - 1
-            last_coarse = tl.sum(tl.where(is_last, coarse, 0.0), 0)
-            last_fine = tl.sum(tl.where(is_last, fine, 0.0), 0)
-            to_last = tl.exp((last_coarse - coarse) + (last_fine - fine))
+            inverse_low, weights_low, k_low, q_low = inverse, weights, k, q
+            if TERMS > 1:
+                inverse_low = tl.load(inverse_ptr + plane + square, valid[:, None], 0.0)
+                weights_low = tl.load(weights_ptr + plane + square, valid[:, None], 0.0)
+            if TERMS == 3:
+                k, k_low = _in_two(k)
+                q, q_low = _in_two(q)
+            of_token = factors_ptr + (at * N + head) * 4
+            knows = tl.load(of_token, valid, 0.0)
+            reads = tl.load(of_token + 1, valid, 0.0)
+            stores = tl.load(of_token + 2, valid, 0.0)
+            passes = tl.load(passes_at)
+            passes_at += C * N * 4
 
-            known = tl.dot(k.to(tl.float32), state, input_precision=PRODUCTS)
-            wanted = beta[:, None] * (v - (decay * k_norm)[:, None] * known)
-            stored = tl.dot(inverse, wanted, input_precision=PRODUCTS)
-            read = tl.dot(q.to(tl.float32), state, input_precision=PRODUCTS)
-            out = (decay * q_norm * scale)[:, None] * read
-            out = tl.dot(weights, stored, out, input_precision=PRODUCTS)
-            stored *= (k_norm * to_last)[:, None]
-            state = tl.dot(
-                tl.trans(k.to(tl.float32)),
-                stored,
-                state * tl.exp(last_coarse + last_fine),
-                input_precision=PRODUCTS,
-            )
+            known = _product(k, k_low, state, none, TERMS)
+            wanted = v.to(tl.float32) - knows[:, None] * known
+            stored = _product(inverse, inverse_low, wanted, none, MATRIX_TERMS)
+            out = reads[:, None] * _product(q, q_low, state, none, TERMS)
+            out = _product(weights, weights_low, stored, out, MATRIX_TERMS)
+            stored *= stores[:, None]
+            state = _product(tl.trans(k), tl.trans(k_low), stored, state * passes, TERMS)
             out_at = out_ptr + (at[:, None] * N + head) * V + column[None, :]
             tl.store(out_at, out.to(out_ptr.dtype.element_ty), there)
         if state_ptr is not None:
@@ -296,11 +327,14 @@ def launch_chunks(rows: Rows, out: Tensor, most: int, tile: Launch) -> None:
     num_rows, heads, width = rows.v.shape
     num_sequences = rows.seq_lens.shape[0]
     tiles = num_rows // CHUNK + num_sequences + 1
+    terms = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}[rows.k.dtype]
     # Row t of the matrices of its chunk.
-    shape = (num_rows, heads, CHUNK)
-    inverse, weights = (out.new_empty(shape, dtype=torch.float32) for _ in range(2))
+    shape = (1, num_rows, heads, CHUNK) if terms == 1 else (2, num_rows, heads, CHUNK)
+    stored = torch.float32 if terms == 1 else torch.bfloat16
+    inverse, weights = (out.new_empty(shape, dtype=stored) for _ in range(2))
+    factors = out.new_empty((num_rows, heads, 4), dtype=torch.float32)
     # AMD has no tf32; the interpreter computes all products in fp32.
-    tensor_cores = rows.k.dtype != torch.float32 and torch.version.hip is None
+    tensor_cores = terms > 1 and torch.version.hip is None
     q_row, q_head, k_row, k_head, v_row, v_head, g_row, beta_row, slot = rows.strides()
     _systems[(tiles, heads)](
         rows.q,
@@ -310,10 +344,12 @@ def launch_chunks(rows: Rows, out: Tensor, most: int, tile: Launch) -> None:
         out,
         inverse,
         weights,
+        factors,
         rows.query_start,
         rows.seq_lens,
         num_rows,
         num_sequences,
+        inverse.stride(0),
         q_row,
         q_head,
         k_row,
@@ -326,6 +362,7 @@ def launch_chunks(rows: Rows, out: Tensor, most: int, tile: Launch) -> None:
         MOST=most,
         EPS=L2_EPS,
         EXACT="tf32x3" if tensor_cores else "ieee",
+        TERMS=terms,
         num_warps=4,
         **overlap(out.device),
     )
@@ -334,30 +371,26 @@ def launch_chunks(rows: Rows, out: Tensor, most: int, tile: Launch) -> None:
         rows.q,
         rows.k,
         rows.v,
-        rows.g,
-        rows.beta,
         rows.state,
         out,
         inverse,
         weights,
+        factors,
         rows.query_start,
         rows.seq_lens,
         rows.state_slots,
+        inverse.stride(0),
         q_row,
         q_head,
         k_row,
         k_head,
         v_row,
         v_head,
-        g_row,
-        beta_row,
         slot,
-        rows.scale,
         **rows.sizes(),
         BLOCK_V=block,
         MOST=most,
-        EPS=L2_EPS,
-        PRODUCTS="tf32" if tensor_cores else "ieee",
+        TERMS=terms,
         num_warps=tile["num_warps"],
         num_stages=tile["num_stages"],
         **overlap(out.device),

@@ -412,27 +412,27 @@ CONV = TileTable[Launch](
     },
 )
 DELTA_STEP = TileTable[Launch](
-    command="python bench/delta_rule.py",
+    command="python bench/delta_rule.py --sweep --only decode",
     sizes=("heads of all sequences",),
     by_arch={
         "sm90": [
-            ((128,), {"BLOCK_V": 8, "num_warps": 1}),
-            ((ANY,), {"BLOCK_V": 32, "num_warps": 4}),
+            ((32,), {"BLOCK_V": 16, "num_warps": 1}),
+            ((256,), {"BLOCK_V": 32, "num_warps": 1}),
+            ((ANY,), {"BLOCK_V": 64, "num_warps": 4}),
         ]
     },
 )
-# A program convolves the queries and keys of its head, 4 KB of inputs and weights in heads of 128,
-# which come from the L2: 16 columns of the state are 8 KB. First values.
+# Of up to 256 heads: a program convolves the queries and keys of its head, 4 KB of inputs and
+# weights in heads of 128, beside 8 to 32 KB of the state.
 DELTA_DECODE = TileTable[Launch](
     command="python bench/delta_rule.py --sweep --only decode",
     sizes=("heads of all sequences",),
     by_arch={
         "sm90": [
-            ((128,), {"BLOCK_V": 16, "num_warps": 2}),
-            ((ANY,), {"BLOCK_V": 32, "num_warps": 4}),
+            ((32,), {"BLOCK_V": 16, "num_warps": 1}),
+            ((ANY,), {"BLOCK_V": 64, "num_warps": 2}),
         ]
     },
-    measured=False,
 )
 # 1,024 tokens, 32 heads of 128, us with 16 / 32 / 64 / 128 columns, 4 warps up to 32 and 2 stages:
 # 298 / 273 / 317 / 429.
