@@ -147,6 +147,19 @@ QWEN3_6_35B_A3B: Config = {
     "tie_word_embeddings": False,
     "vocab_size": 248320,
 }
+# The same sizes as transformers' class for Qwen3.5 and 3.6 has them: projections that are not
+# interleaved by head.
+QWEN3_5_35B_A3B: Config = {
+    **QWEN3_6_35B_A3B,
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000000,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [11, 11, 10],
+    },
+}
 # One dense layer and three of experts; fp8 in blocks by its checkpoint's config.
 DEEPSEEK_V3_FOUR_LAYERS: Config = {
     **DEEPSEEK,
@@ -188,6 +201,7 @@ MODELS: dict[str, Config] = {
     "deepseek-v2-lite": DEEPSEEK_V2_LITE,
     "deepseek-v3-4": DEEPSEEK_V3_FOUR_LAYERS,
     "qwen3.6-35b-a3b": QWEN3_6_35B_A3B,
+    "qwen3.5-35b-a3b": QWEN3_5_35B_A3B,
     "tiny": {**QWEN3, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 2, "vocab_size": 1024, "tie_word_embeddings": True},
     "tiny-moe": {**QWEN3_30B_A3B, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,

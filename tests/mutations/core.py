@@ -181,7 +181,7 @@ BUGS = [
     triton("delta_rule", " + tl.sum(q * k, 0) * delta", "", "gated_delta_rule_update"),
     triton("delta_rule", "real & (length > num_new)", "real", "gated_delta_rule_update"),
     triton("delta_chunks", "if end - start > MOST:", "if True:", "gated_delta_rule_update"),
-    triton("delta_chunks", "inverse -= tl.dot", "inverse += tl.dot", "gated_delta_rule"),
+    triton("delta_chunks", "inverse -= _of", "inverse += _of", "gated_delta_rule"),
     triton("delta_chunks", "tl.dot(x, y_low, sums)", "sums", "gated_delta_rule"),
     triton("delta_chunks", "tl.dot(low, y, sums)", "sums", "gated_delta_rule"),
     triton("delta_chunks", "inverse * beta[None, :]", "inverse", "gated_delta_rule"),

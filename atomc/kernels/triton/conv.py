@@ -74,9 +74,10 @@ def _convolve(
         for tap in tl.static_range(TAPS):
             at = token - (TAPS - 1 - tap)
             x = tl.load(x_ptr + at.to(tl.int64) * x_row, there & (at >= 0), 0.0).to(tl.float32)
-            if state_ptr is not None:
-                kept = there & (at < 0) & remembers
-                x += tl.load(state_ptr + (TAPS - 1 + at) * state_row, kept, 0.0).to(tl.float32)
+            if state_ptr is not None:  # noqa: SIM102  only one of them is known to the compiler
+                if first < TAPS - 1:
+                    kept = there & (at < 0) & remembers
+                    x += tl.load(state_ptr + (TAPS - 1 + at) * state_row, kept, 0.0).to(tl.float32)
             weight = tl.load(weight_ptr + channel * w_channel + tap * w_tap, channel < C, 0.0)
             total += x * weight.to(tl.float32)[None, :]
         if bias_ptr is not None:

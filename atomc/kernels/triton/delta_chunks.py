@@ -7,8 +7,7 @@ of its tokens. `_walk` carries some columns of the state of a head over the chun
 The host knows a bound of the number of programs by shapes (`tokens_of`).
 
 Where q, k and v have 16 bits, a factor in fp32 is the sum of two in bf16 (the rest is below 2^-16
-of it), and a product is the sum of theirs on tensor cores, without that of both low parts. The
-inverse is exact but for rounding in fp32.
+of it), and a product is the sum of theirs on tensor cores, without that of both low parts.
 
 T rows, H key heads, N value heads, K key width, V value width, S sequences, C = 64.
 """
@@ -93,24 +92,6 @@ def _decays(g_ptr, row, valid, g_row):
 
 
 @triton.jit
-def _inverse(lower, PRECISION: tl.constexpr):
-    """The inverse of 1 + lower [64, 64], which is zero on its diagonal and above.
-
-    By blocks on the diagonal, each of two whose inverses A and B are known: with X below them, the
-    inverse is A and B, and -B X A below.
-    """
-    index = tl.arange(0, 64)
-    row, column = index[:, None], index[None, :]
-    pair = row // 2 == column // 2
-    inverse = tl.where(row == column, 1.0, tl.where(pair, -lower, 0.0))
-    for bits in tl.static_range(1, 6):  # of the index in a block
-        below = (row >> bits > column >> bits) & (row >> (bits + 1) == column >> (bits + 1))
-        x = tl.dot(tl.where(below, lower, 0.0), inverse, input_precision=PRECISION)
-        inverse -= tl.dot(inverse, x, input_precision=PRECISION)
-    return inverse
-
-
-@triton.jit
 def _in_two(x):
     """x as the sum of two terms in bf16."""
     high = x.to(tl.bfloat16)
@@ -127,6 +108,34 @@ def _product(x, low, y, sums, TERMS: tl.constexpr):
         if TERMS == 3:
             sums = tl.dot(low, y, sums)
         return tl.dot(x, y, tl.dot(x, y_low, sums))
+
+
+@triton.jit
+def _of_matrices(x, y, TERMS: tl.constexpr):
+    """x @ y, both in fp32 and square."""
+    if TERMS == 1:
+        return tl.dot(x, y, input_precision="ieee")
+    else:
+        high, low = _in_two(x)
+        return _product(high, low, y, tl.zeros(x.shape, tl.float32), 3)
+
+
+@triton.jit
+def _inverse(lower, TERMS: tl.constexpr):
+    """The inverse of 1 + lower [64, 64], which is zero on its diagonal and above.
+
+    By blocks on the diagonal, each of two whose inverses A and B are known: with X below them, the
+    inverse is A and B, and -B X A below.
+    """
+    index = tl.arange(0, 64)
+    row, column = index[:, None], index[None, :]
+    pair = row // 2 == column // 2
+    inverse = tl.where(row == column, 1.0, tl.where(pair, -lower, 0.0))
+    for bits in tl.static_range(1, 6):  # of the index in a block
+        below = (row >> bits > column >> bits) & (row >> (bits + 1) == column >> (bits + 1))
+        x = _of_matrices(tl.where(below, lower, 0.0), inverse, TERMS)
+        inverse -= _of_matrices(inverse, x, TERMS)
+    return inverse
 
 
 @triton.jit
@@ -170,7 +179,6 @@ def _systems(
     BLOCK_V: tl.constexpr,
     MOST: tl.constexpr,
     EPS: tl.constexpr,
-    EXACT: tl.constexpr,
     TERMS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -208,7 +216,7 @@ def _systems(
         turned = tl.trans(k)
         products = tl.dot(k, turned, input_precision="ieee")
         products *= k_norm[:, None] * k_norm[None, :] * beta[:, None]
-        inverse = _inverse(tl.where(earlier, products * between, 0.0), EXACT)
+        inverse = _inverse(tl.where(earlier, products * between, 0.0), TERMS)
         weights = tl.dot(q, turned, input_precision="ieee") * between
         weights *= (q_norm * scale)[:, None] * k_norm[None, :]
         into = (row.to(tl.int64)[:, None] * N + head) * C + each[None, :]
@@ -333,8 +341,6 @@ def launch_chunks(rows: Rows, out: Tensor, most: int, tile: Launch) -> None:
     stored = torch.float32 if terms == 1 else torch.bfloat16
     inverse, weights = (out.new_empty(shape, dtype=stored) for _ in range(2))
     factors = out.new_empty((num_rows, heads, 4), dtype=torch.float32)
-    # AMD has no tf32; the interpreter computes all products in fp32.
-    tensor_cores = terms > 1 and torch.version.hip is None
     q_row, q_head, k_row, k_head, v_row, v_head, g_row, beta_row, slot = rows.strides()
     _systems[(tiles, heads)](
         rows.q,
@@ -361,7 +367,6 @@ def launch_chunks(rows: Rows, out: Tensor, most: int, tile: Launch) -> None:
         BLOCK_V=triton.next_power_of_2(width),
         MOST=most,
         EPS=L2_EPS,
-        EXACT="tf32x3" if tensor_cores else "ieee",
         TERMS=terms,
         num_warps=4,
         **overlap(out.device),

@@ -15,8 +15,10 @@ from atomc.kernels.triton.launch import begin, overlap
 
 SUB = 64  # pairs that a program of the sort places at a time
 # A program counts the experts of this number of pairs by itself; of more a kernel before it does.
-MOST_COUNTED = 8192
-CHUNKS = 128  # of pairs, each counted by one program
+MOST_COUNTED = 1024
+# H200, us of 8,192 pairs of 256 experts in 32 / 64 / 128 chunks: 11.7 / 9.1 / 13.6; of 65,536 pairs
+# in 64 / 128: 57 / 35. (`bench/moe.py --parts`)
+CHUNKS = ((16384, 64), (2**63, 128))  # of up to so many pairs, each counted by one program
 MAPPED = 16  # blocks that a program of the sort describes
 MOST_EXPERTS = 1024
 
@@ -154,7 +156,8 @@ def sort_by_expert(ids: Tensor, num_experts: int, block: int) -> Routing:
     bins = max(32, triton.next_power_of_2(num_experts + 1))
     chunk, counts = SUB, None
     if pairs > MOST_COUNTED:
-        chunk = max(SUB, triton.next_power_of_2(triton.cdiv(pairs, CHUNKS)))
+        chunks = next(chunks for most, chunks in CHUNKS if pairs <= most)
+        chunk = max(SUB, triton.next_power_of_2(triton.cdiv(pairs, chunks)))
         counts = ids.new_empty((triton.cdiv(pairs, chunk), bins), dtype=torch.int32)
         _count[(len(counts),)](
             ids, counts, pairs, E=num_experts, BINS=bins, CHUNK=chunk, **overlap(ids.device)
