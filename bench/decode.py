@@ -236,7 +236,7 @@ def main() -> None:
     )
     parser.add_argument("--context", default=1024, type=int)
     parser.add_argument("--steps", default=50, type=int)
-    parser.add_argument("--glue", default="eager", choices=["eager", "inductor", "auto"])
+    parser.add_argument("--glue", default="auto", choices=["eager", "inductor", "auto"])
     parser.add_argument(
         "--quantization", choices=sorted(ONLINE), help="how linear layers are quantized (not)"
     )

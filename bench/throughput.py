@@ -185,7 +185,7 @@ def main() -> None:
     parser.add_argument("--max-num-batched-tokens", default=2048, type=int)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--glue", default="eager", choices=["eager", "inductor", "auto"])
+    parser.add_argument("--glue", default="auto", choices=["eager", "inductor", "auto"])
     parser.add_argument(
         "--quantization", choices=sorted(ONLINE), help="how linear layers are quantized (not)"
     )

@@ -1,8 +1,8 @@
 """CUDA graphs of whole steps, one per shape, in one memory pool.
 
 A decode step has one row per sequence, or 1 + k with drafts of k tokens. Other steps (prefill, and
-prefill mixed with decode) are padded to the next captured number of rows, with max_num_seqs
-sequences.
+prefill mixed with decode) are padded to the next captured number of rows, with few sequences or
+max_num_seqs of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +17,8 @@ from atomc.report.report import Report
 from atomc.runtime.batch import StepShape
 
 MOST_PREFILL_ROWS = 2048  # larger steps take longer on the device than their launch on the host
+# A prompt alone is not padded to max_num_seqs sequences, whose logits cost as much as a layer.
+FEW_SEQUENCES = 8
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
@@ -46,9 +48,10 @@ def step_shapes(
         for size in sizes
         if drafts and size * (again + 1 + drafts) <= max_num_rows
     ]
-    wanted = max_num_seqs * (1 + drafts)
     others = [
-        StepShape(rows, _uneven(rows, max_num_seqs), min(rows, wanted), columns) for rows in mixed
+        StepShape(rows, _uneven(rows, count), min(rows, count * (1 + drafts)), columns)
+        for rows in mixed
+        for count in sorted({min(FEW_SEQUENCES, max_num_seqs), max_num_seqs})
     ]
     # The largest of a kind first: smaller ones reuse its memory.
     return [*decode[::-1], *drafted[::-1], *others[::-1]]

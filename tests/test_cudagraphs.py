@@ -20,7 +20,7 @@ from atomc.models import build
 from atomc.models.loader import ready
 from atomc.models.parameters import fill_randomly
 from atomc.runtime.batch import StepShape
-from atomc.runtime.graphs import decode_sizes, launched_shapes, step_shapes
+from atomc.runtime.graphs import StepGraphs, decode_sizes, launched_shapes, step_shapes
 from atomc.runtime.llm import LLM
 from atomc.runtime.sampling.sampling_params import SamplingParams
 
@@ -63,6 +63,16 @@ def test_mixed_steps_are_captured_up_to_the_token_budget() -> None:
     ]
     assert step_shapes(1, 10_000, 9)[1] == (2048, 3, 1, 9)
     assert (8, 2, 8, 9) in step_shapes(4, 100, 9, drafts=3)
+
+
+def test_a_mixed_step_of_few_sequences_is_not_padded_to_all_of_them() -> None:
+    shapes = step_shapes(256, 512, 9)
+    assert [shape[:3] for shape in shapes if shape.rows == 512] == [(512, 257, 256), (512, 9, 8)]
+    graphs = StepGraphs.__new__(StepGraphs)
+    graphs._shapes = sorted(shapes)
+    assert graphs.shape_for(500, 8, 8, 490)[:3] == (512, 9, 8)
+    assert graphs.shape_for(500, 10, 10, 490)[:3] == (512, 257, 256)
+    assert graphs.shape_for(500, 1, 9, 500)[:3] == (512, 257, 256)  # nine rows are wanted
 
 
 def compiled_for(shape, group, kv_heads, width, block_size=16):
