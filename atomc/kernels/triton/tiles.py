@@ -223,8 +223,12 @@ EXPERTS_FRAGMENTS = TileTable(
 EXPERTS_FEW = TileTable(
     command="python bench/moe.py --tiles --formats bf16 --tokens 1 2 4 8 16",
     sizes=("tokens",),
-    by_arch={"sm90": [((ANY,), ExpertsFewTile(8192, 4096, 2048, 4))]},
-    measured=False,
+    by_arch={
+        "sm90": [
+            ((1,), ExpertsFewTile(4096, 2048, 2048, 8)),
+            ((ANY,), ExpertsFewTile(8192, 2048, 2048, 8)),
+        ]
+    },
 )
 # Rows are contiguous, not columns: 64 of them, 128 bytes, a program.
 EXPERTS_FEW_TRANSPOSED = TileTable(
@@ -281,12 +285,11 @@ NORM_GATED = TileTable(
     sizes=("rows", "block"),
     by_arch={
         "sm90": [
-            ((4096, 256), RowTile(4, 2)),
+            ((4096, 256), RowTile(4, 4)),
             ((ANY, 256), RowTile(16, 8)),
             *NORM.by_arch["sm90"][2:],
         ]
     },
-    measured=False,
 )
 
 QUANT_BLOCK = 2048  # columns of a program, at most, unless a row has one scale
@@ -434,8 +437,6 @@ DELTA_DECODE = TileTable[Launch](
         ]
     },
 )
-# 1,024 tokens, 32 heads of 128, us with 16 / 32 / 64 / 128 columns, 4 warps up to 32 and 2 stages:
-# 298 / 273 / 317 / 429.
 DELTA_CHUNKS = TileTable[Launch](
     command="python bench/delta_rule.py",
     sizes=("heads of all sequences",),
