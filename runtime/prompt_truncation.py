@@ -12,11 +12,11 @@ def truncated(
 
     max_len   maximum sequence length in tokens
 
-    Raises ParameterError for a size that no prompt can have.
+    Raises ParameterError for another size, and for one above max_len.
     """
     if size is None:
         return list(tokens)
-    if size > max_len:
+    if size not in range(1, max_len + 1) and size != -1:
         raise ParameterError(
             "truncate_prompt_tokens",
             f"truncate_prompt_tokens is {size}, it must be at least 1 and at most the maximum "

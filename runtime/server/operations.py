@@ -28,7 +28,8 @@ _rendering = asyncio.Lock()
 async def models(service: Service, name: str | None = None) -> Response:
     """The list of model names, or the entry of one name."""
     model = service.model
-    model.check_name(name)
+    if name is not None:
+        model.check_name(name)
     data = [
         {
             "id": name,
