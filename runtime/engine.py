@@ -579,6 +579,13 @@ class Engine:
             **vars(done),
         )
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes. Running requests go on, and share nothing of what they have
+        computed or will compute.
+        """
+        self._outputs += self._collect()
+        self.scheduler.reset_prefix_cache()
+
     def raise_failure(self) -> None:
         """Raise RankFailed if another rank has failed."""
         self.executor.raise_failure()

@@ -103,6 +103,10 @@ class LLM:
         """End the processes of other ranks, if there are any. The LLM cannot be used then."""
         self.engine.close()
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes: later prompts are computed from their first token on."""
+        self.engine.reset_prefix_cache()
+
     def generate(
         self,
         prompts: str | ImagePrompt | Sequence[Prompt],

@@ -162,3 +162,69 @@ def test_a_request_without_a_model_is_refused_by_a_strict_server_only(http):
     ) as found:
         strict.check_name(None)
     assert (found.value.status, found.value.param) == (400, "model")
+
+
+def metrics(http):
+    """Samples without labels of engines and models -> value."""
+    lines = [line for line in http.get("/metrics").text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+
+def test_metrics_of_vllm_are_ours(http):
+    long = {"prompt": "She looked at him and said " * 20, "max_tokens": 5, "ignore_eos": True}
+    before = metrics(http)
+    for _ in range(2):
+        assert http.post(TEXT, json=long).status_code == 200
+    after = metrics(http)
+    grew = {name: value - before.get(name, 0) for name, value in after.items()}
+    model, engine = '{model_name="atomc-demo"}', '{engine="0",model_name="atomc-demo"}'
+    ended = '{finished_reason="length",model_name="atomc-demo"}'
+    assert grew[f"vllm:request_success_total{ended}"] == 2
+    assert grew[f"vllm:generation_tokens_total{engine}"] == 10
+    assert grew[f"vllm:prefix_cache_hits_total{engine}"] > 0
+    for name in ("prompt_tokens", "prefix_cache_queries"):
+        assert grew[f"vllm:{name}_total{engine}"] == 2 * len(tokens(http, long["prompt"]))
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert after[f"vllm:{name}{engine}"] == 0
+    for name, count in (
+        ("time_to_first_token_seconds", 2),
+        ("request_queue_time_seconds", 2),
+        ("inter_token_latency_seconds", 8),
+        ("e2e_request_latency_seconds", 2),
+    ):
+        assert 0 < grew[f"vllm:{name}_count{model}"] <= count
+        assert 0 < grew[f"vllm:{name}_sum{model}"] < 60
+    # The gaps between a choice's outputs add up to its time after the first token.
+    between = grew[f"vllm:e2e_request_latency_seconds_sum{model}"]
+    between -= grew[f"vllm:time_to_first_token_seconds_sum{model}"]
+    assert grew[f"vllm:inter_token_latency_seconds_sum{model}"] == pytest.approx(between)
+    queue = grew[f"vllm:request_queue_time_seconds_sum{model}"]
+    assert queue < grew[f"vllm:time_to_first_token_seconds_sum{model}"]
+    theirs = {name: value for name, value in after.items() if name.startswith("vllm:")}
+    assert (
+        theirs.items()
+        <= {name.replace("atomc:", "vllm:"): value for name, value in after.items()}.items()
+    )
+
+
+def test_a_reset_forgets_cached_prompts_and_no_running_request(http):
+    body = {"prompt": "the sons of the king of " * 30, "max_tokens": 1, "temperature": 0}
+
+    def num_cached(**more):
+        found = http.post(TEXT, json={**body, **more}).json()
+        return found["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    num_cached()
+    assert num_cached() > 0
+    assert http.post("/reset_prefix_cache").json() == {"status": "ok"}
+    assert num_cached() == 0 and num_cached() > 0
+    whole = http.post(TEXT, json={**body, "max_tokens": 300, "ignore_eos": True}).json()
+    with http.stream(
+        "POST", TEXT, json={**body, "max_tokens": 300, "ignore_eos": True, "stream": True}
+    ) as stream:
+        lines = stream.iter_lines()
+        first = next(lines)
+        assert http.post("/reset_prefix_cache").status_code == 200
+        events = [json.loads(line[6:]) for line in [first, *lines] if line.startswith("data: {")]
+    assert "".join(event["choices"][0]["text"] for event in events) == whole["choices"][0]["text"]
+    assert http.get("/reset_prefix_cache").status_code == 405

@@ -199,6 +199,10 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     async def compiler_page() -> Response:
         return await operations.compiler_page(service)
 
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Response:
+        return await operations.reset_prefix_cache(service)
+
     @app.post("/start_profile")
     async def start_profile() -> Response:
         return await operations.profile(service, start=True)

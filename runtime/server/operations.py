@@ -114,6 +114,11 @@ async def ready(service: Service) -> Response:
     return JSONResponse({"status": "ready"})
 
 
+async def reset_prefix_cache(service: Service) -> Response:
+    await service.engines.reset_prefix_cache()
+    return JSONResponse({"status": "ok"})
+
+
 async def metrics(service: Service) -> Response:
     """Prometheus metrics; an engine's gauges are current if it responds within STATS_SECONDS, else
     its last ones.
