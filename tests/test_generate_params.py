@@ -333,3 +333,14 @@ def test_long_prompts_are_cut_at_their_start(llm):
     assert short.prompt_token_ids == tuple(tokens[:9])
     with pytest.raises(ValueError, match=r"truncate_prompt_tokens is 257, it must be .* of 256"):
         llm.generate([tokens], SamplingParams(truncate_prompt_tokens=257))
+
+
+def test_bad_words_follow_tokens_of_the_output_only(llm):
+    """A bad word that begins in the prompt and ends in the output is not found, as in vLLM."""
+    (prompt,) = [llm.tokenizer.encode(PROMPTS[0]).ids]
+    plain = llm.generate([prompt], SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids
+    across, inside = ((prompt[-1], plain[0]),), ((plain[0], plain[1]),)
+    params = [SamplingParams(max_tokens=4, ignore_eos=True, bad_words=w) for w in (across, inside)]
+    same, other = llm.generate([prompt] * 2, params)
+    assert same.token_ids == plain
+    assert other.token_ids[0] == plain[0] and other.token_ids[1] != plain[1]
