@@ -278,14 +278,11 @@ class BlockPool:
         for table in self._tables.get(owner, ()):
             table.sent_end = table.first
 
-    def reset_prefix_cache(self) -> bool:
-        """Remove all blocks from the prefix cache. False, without changes, if any are in use."""
-        if self._tables:
-            return False
+    def reset_prefix_cache(self) -> None:
+        """Remove all blocks from the prefix cache. Owners keep theirs."""
         for group in self.groups:
             group.key_of.clear()
             group.block_of.clear()
-        return True
 
     def check(self) -> None:
         """Assert that reference counts, free lists and indexes are consistent."""

@@ -152,7 +152,7 @@ class Chunks:
 
     def num_forced(self, request: Request) -> int | None:
         """How many tokens of its draft to accept; None: those that are equal."""
-        if self.forced is None or request.params.structured is not None:
+        if self.forced is None or request.params.constraints:
             return None
         return min(self.forced.count(request.seed, request.num_drafts), len(request.draft))
 

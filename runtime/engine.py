@@ -4,7 +4,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -12,13 +12,13 @@ from torch import nn
 from atomc.runtime.blocks import BlockPool
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.executor import Executor, Launched, Result
-from atomc.runtime.grammar_compiler import GrammarCompiler, GrammarMatcher
+from atomc.runtime.grammar_compiler import GrammarCompiler
 from atomc.runtime.phases import Phases, gc_disabled
 from atomc.runtime.prompt_image import PromptImage
 from atomc.runtime.ranks.rank_failed import RankFailed
 from atomc.runtime.request import Output, Pooling, Request
 from atomc.runtime.request_errors import RequestError, RequestErrors, RequestFailed, is_recoverable
-from atomc.runtime.sampling.logprobs import TokenLogprobs
+from atomc.runtime.request_state import RequestState
 from atomc.runtime.sampling.sampling_params import SamplingParams
 from atomc.runtime.scheduler import QueueFull, Scheduler
 from atomc.runtime.snapshots import Snapshots
@@ -26,6 +26,7 @@ from atomc.runtime.speculative import ForcedAcceptance, NGramProposer
 from atomc.runtime.stats import Stats
 from atomc.runtime.step import ScheduledStep
 from atomc.runtime.structured_outputs import StructuredOutputs, accept_tokens
+from atomc.runtime.token_masks import TokenMasks
 from atomc.runtime.worker import Worker
 from atomc.torch_compat.exceptions import out_of_memory
 
@@ -48,22 +49,6 @@ log = logging.getLogger("atomc")
 PHASES = ("load", "compile", "allocate", "warm up")
 WARM_UP_TOKENS = 8
 HOST_MS_WEIGHT = 0.02  # weight of the last step in the mean host time
-
-
-@dataclass
-class RequestState:
-    """State of a request in the engine, besides the scheduler's Request; dropped when it ends.
-
-    matcher    grammar state of its structured output
-    proposer   proposes its drafts, with n-gram speculation
-    draft      proposed by the draft model after its last token
-    scores     prompt log-probabilities, until its first token
-    """
-
-    matcher: GrammarMatcher | None = None
-    proposer: NGramProposer | None = None
-    draft: tuple[int, ...] = ()
-    scores: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -188,6 +173,9 @@ class Engine:
             loaded.eos_ids,
             loaded.vocab_size,
         )
+        self.token_masks = TokenMasks(
+            self.structured_outputs, self.tokenizer, self.vocab_size, self.request_errors
+        )
         limits = worker.limits
         size, rows = limits.capacity, limits.state_rows
         self.scheduler = Scheduler(
@@ -275,7 +263,7 @@ class Engine:
     def refuse(self, request: Request) -> None:
         """Raise ValueError for a request that cannot run: prompt too long, id in use, token ids
         outside the vocabulary, images that do not fit the prompt or the model, no token allowed by
-        min_tokens."""
+        min_tokens, allowed_token_ids and bad_words."""
         for token in request.tokens:
             if token < 0 or (self.vocab_size is not None and token >= self.vocab_size):
                 raise ValueError(
@@ -283,12 +271,15 @@ class Engine:
                 )
         if self.vocab_size is not None:
             request.params.check_vocabulary(self.vocab_size)
-            if request.params.min_tokens and request.banned.issuperset(range(self.vocab_size)):
-                least = request.params.min_tokens
+            allowed, least = request.params.allowed_token_ids, request.params.min_tokens
+            possible = range(self.vocab_size) if allowed is None else allowed
+            if least and request.banned.issuperset(possible):
+                whole = "the whole vocabulary" if allowed is None else "all of allowed_token_ids"
                 raise ValueError(
                     f"min_tokens is {least}, but stop_token_ids and end-of-sequence tokens "
-                    "are the whole vocabulary: no token may be sampled; lower min_tokens"
+                    f"are {whole}: no token may be sampled; lower min_tokens"
                 )
+        self.token_masks.allowed_tokens(request.params)
         self._refuse_images(request)
         self.scheduler.refuse(request)
 
@@ -324,6 +315,8 @@ class Engine:
             self._state(request.id).matcher = self.structured_outputs.matcher(
                 request.params.structured
             )
+        if (allowed := self.token_masks.allowed_tokens(request.params)) is not None:
+            self._state(request.id).allowed = allowed
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> bool:
@@ -357,10 +350,11 @@ class Engine:
             try:
                 launched = _StepInFlight(step, self.executor.launch(step))
                 mask = None
-                if self._matchers(step):
-                    # Masks depend on all previous tokens; requests may end here.
-                    self._outputs += self._collect()
-                    mask = self.structured_outputs.mask(step, self._matchers(step))
+                if masked := self._masked(step):
+                    if any(state.mask_depends_on_output for state in masked.values()):
+                        self._outputs += self._collect()
+                        masked = self._masked(step)  # requests may end in _collect
+                    mask = self.token_masks.mask(step, masked, self.scheduler.requests)
                 launched.running.sample(mask)
             except BaseException:  # raised again, Ctrl-C too: the scheduler is as before the step
                 self.scheduler.undo_step(step)
@@ -447,8 +441,10 @@ class Engine:
         state.proposer = state.proposer or NGramProposer(config.ngram_min, config.ngram_max)
         return tuple(state.proposer.propose(request.tokens, count))
 
-    def _matchers(self, step: ScheduledStep) -> dict[str, GrammarMatcher]:
-        """Grammar matchers of the requests that the step samples, by request id."""
+    def _masked(self, step: ScheduledStep) -> dict[str, RequestState]:
+        """States, by request id, of the requests that the step samples and that must not sample
+        some tokens.
+        """
         if not self._states:
             return {}
         states = [
@@ -456,11 +452,7 @@ class Engine:
             for chunk in step.chunks
             if chunk.num_samples
         ]
-        return {
-            name: state.matcher
-            for name, state in states
-            if state is not None and state.matcher is not None
-        }
+        return {name: state for name, state in states if state is not None and state.is_masked}
 
     def _collect(self) -> list[Output]:
         """Finish the step in flight, if there is one; returns its outputs."""
@@ -586,6 +578,13 @@ class Engine:
             snapshots_held=held.num_cached if (held := self.scheduler.snapshots) else 0,
             **vars(done),
         )
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes. Running requests go on, and share nothing of what they have
+        computed or will compute.
+        """
+        self._outputs += self._collect()
+        self.scheduler.reset_prefix_cache()
 
     def raise_failure(self) -> None:
         """Raise RankFailed if another rank has failed."""

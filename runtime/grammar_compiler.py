@@ -30,6 +30,16 @@ MAX_REFUSED = 64
 SLOW_SECONDS = 0.05
 
 
+def full_mask(num_rows: int, vocab_size: int) -> Tensor:
+    """A mask [num_rows, ceil(vocab_size / 32)] i32 that allows everything; pinned if there is a
+    GPU. Token t is bit t % 32 of word t // 32.
+    """
+    num_words = -(-vocab_size // 32)
+    return torch.full(
+        (num_rows, num_words), -1, dtype=torch.int32, pin_memory=torch.cuda.is_available()
+    )
+
+
 class GrammarCompiler:
     """Compiles and caches the grammars of requests. Thread-safe.
 
@@ -144,11 +154,8 @@ class GrammarCompiler:
         return CompiledGrammar(start, self.eos_ids, max(validated.num_bytes, MIN_GRAMMAR_BYTES))
 
     def mask(self, num_rows: int) -> Tensor:
-        """A mask [num_rows, W] i32 that allows everything; pinned if there is a GPU."""
-        num_words = -(-self.vocab_size // 32)
-        return torch.full(
-            (num_rows, num_words), -1, dtype=torch.int32, pin_memory=torch.cuda.is_available()
-        )
+        """A mask [num_rows, W] i32 that allows everything."""
+        return full_mask(num_rows, self.vocab_size)
 
     def fill(
         self, mask: Tensor, rows: "Sequence[tuple[GrammarMatcher, int, Sequence[int]]]"

@@ -15,6 +15,7 @@ from atomc.runtime.config import EngineConfig
 from atomc.runtime.engine import Engine
 from atomc.runtime.loading import config_folder
 from atomc.runtime.prompt_image import PromptImage
+from atomc.runtime.prompt_truncation import truncated
 from atomc.runtime.request import Completion, FinishReason, Output, Request, siblings
 from atomc.runtime.request_errors import RequestError, RequestErrors, RequestFailed
 from atomc.runtime.sampling.logprobs import TokenLogprobs
@@ -101,6 +102,10 @@ class LLM:
     def close(self) -> None:
         """End the processes of other ranks, if there are any. The LLM cannot be used then."""
         self.engine.close()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes: later prompts are computed from their first token on."""
+        self.engine.reset_prefix_cache()
 
     def generate(
         self,
@@ -271,6 +276,16 @@ class LLM:
             raise ValueError("no tokenizer, so stop strings cannot be found: use stop_token_ids")
         images = prompt["images"] if isinstance(prompt, dict) else ()
         tokens = self._tokens(prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt)
+        if params.truncate_prompt_tokens is not None and images:
+            raise ValueError(
+                "truncate_prompt_tokens would cut images of the prompt: leave it out, or send text"
+            )
+        tokens = truncated(
+            tokens,
+            params.truncate_prompt_tokens,
+            max_tokens=params.max_tokens,
+            max_len=self.engine.max_len,
+        )
         request = self.engine.request(next(self._ids), tokens, params, images=images)
         self.engine.refuse(request)
         return request

@@ -1,5 +1,7 @@
 """Which cached blocks a request starts from, and what a request adds to the prefix cache."""
 
+from collections.abc import Iterable
+
 from atomc.runtime.blocks import BlockPool
 from atomc.runtime.prefix_cache import extend_keys
 from atomc.runtime.request import Request
@@ -51,7 +53,7 @@ class PrefixSharing:
 
     def start(self, request: Request, found: int) -> None:
         """The request runs, from its first `found` blocks on."""
-        request.num_cached_blocks = found
+        request.num_cached_blocks, request.shares_prefix = found, True
         if self.snapshots is None:
             keys = request.keys[found:]
         else:
@@ -69,7 +71,8 @@ class PrefixSharing:
     def cache_full_blocks(self, request: Request, computed: int) -> None:
         """Add full blocks of computed tokens to the prefix cache."""
         full = min(computed, len(request.tokens)) // self.pool.block_size
-        if request.num_cached_blocks >= full or not self.pool.shares:
+        shares = self.pool.shares and request.shares_prefix
+        if request.num_cached_blocks >= full or not shares:
             return
         self._extend_keys(request)
         for place in range(request.num_cached_blocks, full):
@@ -85,12 +88,17 @@ class PrefixSharing:
             for key in request.keys:
                 self.snapshots.evict(key)
 
-    def clear(self) -> None:
-        """Forget all prefixes. No request may run."""
-        cleared = self.pool.reset_prefix_cache()
-        assert cleared, "requests are running"
+    def clear(self, running: Iterable[Request] = ()) -> None:
+        """Forget all prefixes; what the running requests compute is not shared either. No step may
+        be in flight.
+        """
+        self.pool.reset_prefix_cache()
+        self._in_progress.clear()
         if self.snapshots is not None:
             self.snapshots.clear()
+        for request in running:
+            request.shares_prefix = False
+            request.snapshot_points, request.moving_snapshot = (), None
 
     def check(self) -> None:
         """Assert that only running requests compute blocks."""

@@ -34,6 +34,8 @@ class Request:
     num_cached    prompt tokens from the prefix cache
     keys          keys of the full blocks of `tokens` (atomc.runtime.prefix_cache); the first
                   num_cached_blocks are in its index
+    shares_prefix   what it computes enters the prefix cache: not after a reset, until it is
+                    admitted again
     slot          row of the request while it runs, else None
     state_from    the row that has its state per sequence before the next token; None: its slot, or
                   there is none
@@ -43,6 +45,8 @@ class Request:
     admission_sent     a step has sent the worker the request's parameters for this slot
     number        position in the order of arrival, set by the scheduler
     num_admissions  how often the request was admitted, set by the scheduler
+    queued_since    time.monotonic when it was queued; queue_seconds: time from then to its first
+                    admission, both set by the scheduler
     finish_reason, stop_reason   as in Output, once finished
 
     Raises ValueError for an empty prompt.
@@ -65,6 +69,7 @@ class Request:
     num_cached: int = 0
     keys: list[bytes] = field(default_factory=list)
     num_cached_blocks: int = 0
+    shares_prefix: bool = True
     slot: int | None = None
     state_from: int | None = None
     snapshot_points: tuple[int, ...] = ()
@@ -73,6 +78,8 @@ class Request:
     admission_sent: bool = False
     number: int = 0
     num_admissions: int = 0
+    queued_since: float = 0.0
+    queue_seconds: float = 0.0
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     num_prompt: int = field(init=False)
@@ -147,6 +154,7 @@ class Request:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             num_cached=self.num_cached,
+            queue_seconds=self.queue_seconds,
         )
 
 
@@ -183,6 +191,7 @@ class Output:
     num_cached        prompt tokens from the prefix cache
     embedding         the pooled hidden state, for a request with `pooling`
     error             why the request failed
+    queue_seconds     time between the request's arrival at the engine and its first admission
     """
 
     request_id: str
@@ -194,6 +203,7 @@ class Output:
     num_cached: int = 0
     embedding: tuple[float, ...] | None = None
     error: RequestError | None = None
+    queue_seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True)

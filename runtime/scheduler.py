@@ -1,5 +1,6 @@
 """The scheduler: selects the requests of each step, and how many of their tokens it computes."""
 
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 
@@ -141,6 +142,11 @@ class Scheduler:
         self.images.clear()
         self.counters.clear()
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes. No step may be in flight."""
+        assert not self._in_flight, "a step is in flight"
+        self.prefixes.clear(self.running)
+
     def evict(self, request_id: str) -> None:
         """Remove what the request computed from the prefix cache, and what it shares. The
         embeddings of its images are not used again.
@@ -177,6 +183,7 @@ class Scheduler:
             held = f"images of {len(self.requests)} requests take {self.pixels.num_bytes} bytes"
             raise QueueFull(held, retry_after=1.0)
         request.images = self.pixels.add(request.images)
+        request.queued_since = time.monotonic()
         self.queues.add(request)
 
     def next_step(self) -> ScheduledStep | None:
@@ -392,6 +399,7 @@ class Scheduler:
         if not self.pool.admit(request.id, request.keys[:found], self._ahead(now), ahead):
             return False
         if not request.num_admissions:
+            request.queue_seconds = time.monotonic() - request.queued_since
             request.num_cached = computed
             self.counters.prefix_queries += len(request.tokens) if self.pool.shares else 0
             self.counters.prefix_hits += computed

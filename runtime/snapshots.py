@@ -90,7 +90,8 @@ class Snapshots:
 
     def due(self, request: Request, end: int) -> bool:
         """Whether the state of a running request after `end` tokens becomes a snapshot."""
-        return not end % self.block_size and (
+        aligned = request.shares_prefix and not end % self.block_size
+        return aligned and (
             end in request.snapshot_points or end - request.last_snapshot >= self.interval
         )
 

@@ -60,7 +60,7 @@ class StructuredOutputs:
             ) from error
 
     def mask(self, step: ScheduledStep, matchers: Mapping[str, GrammarMatcher]) -> Tensor | None:
-        """The mask of allowed tokens, [num_samples, W] i32 (see GrammarCompiler.mask); None: all.
+        """The mask of allowed tokens, [num_samples, W] i32 (see full_mask); None: all.
         matchers: by request id.
         """
         rows, row = {}, 0

@@ -244,3 +244,103 @@ def test_a_chat_that_cannot_be_answered_is_refused(llm):
     module._folder = module._chat_prompts = None
     with pytest.raises(ValueError, match="a module, which has no chat template: use generate"):
         module.chat([{"role": "user", "content": "x"}])
+
+
+def test_only_allowed_tokens_are_sampled(llm, guessing):
+    allowed = tuple(range(40, 70))
+    params = [
+        SamplingParams(max_tokens=12, allowed_token_ids=allowed, **more)
+        for more in (
+            {},
+            {"temperature": 1.0, "seed": 2},
+            {"logit_bias": {39: 100.0, 41: 5.0}, "min_tokens": 3},
+            {"stop_token_ids": allowed[1:], "min_tokens": 12},
+        )
+    ]
+    # Unconstrained requests of the same steps keep their tokens.
+    (alone,) = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=12))
+    for model in (llm, guessing):
+        *found, beside = model.generate([PROMPTS[0]] * 5, [*params, SamplingParams(max_tokens=12)])
+        assert all(set(each.token_ids) <= set(allowed) for each in found)
+        assert beside.token_ids == alone.token_ids
+        assert 41 in found[2].token_ids and set(found[3].token_ids[:11]) == {40}
+
+
+def test_bad_words_are_not_in_the_output(llm, guessing):
+    whole = one(llm, PROMPTS[1], ignore_eos=True)
+    words = tuple(sorted(set(re.findall("[A-Za-z]+", whole.text)), key=len)[-3:])
+    encoded = [llm.tokenizer.encode(word, add_special_tokens=False).ids for word in words]
+    assert max(map(len, encoded)) > 1, encoded
+    kinds = {
+        "greedy": {},
+        "random": {"temperature": 0.9, "seed": 3},
+        "token ids": {"bad_words": tuple(map(tuple, encoded))},
+        "penalties": {"presence_penalty": 0.6, "logit_bias": {300: 1.0}},
+        "grammar": {"structured": Structured(regex="( [a-z]{2,8}){4}")},
+    }
+    params = [
+        SamplingParams(
+            **{"max_tokens": 24, "bad_words": words, "ignore_eos": name != "grammar", **kind}
+        )
+        for name, kind in kinds.items()
+    ]
+    plain, guessed = (model.generate([PROMPTS[1]] * 5, params) for model in (llm, guessing))
+    assert [each.token_ids for each in plain] == [each.token_ids for each in guessed]
+    for name, found in zip(kinds, plain, strict=True):
+        assert found.error is None, found.error
+        if name != "token ids":
+            assert not set(words) & set(re.findall("[A-Za-z]+", found.text)), name
+        sequences = [list(found.token_ids[i : i + len(ids)]) for ids in encoded for i in range(24)]
+        assert not any(ids in sequences for ids in encoded), name
+    assert re.fullmatch("( [a-z]{2,8}){4}", plain[-1].text)
+    assert plain[0].token_ids != whole.token_ids
+
+
+def test_a_constraint_that_excludes_all_tokens_is_an_error_of_its_request(llm):
+    (token,) = one(llm, max_tokens=1, ignore_eos=True).token_ids
+    for params, message in [
+        ({"allowed_token_ids": (token,), "bad_words": ((token,),)}, "exclude all 3072 tokens"),
+        ({"allowed_token_ids": (9, 3072)}, "allowed_token_ids has token 3072, the vocabulary has"),
+        (
+            {"allowed_token_ids": (token,), "stop_token_ids": (token,), "min_tokens": 1},
+            "min_tokens is 1, but .* are all of allowed_token_ids",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            one(llm, **params)
+    # Bad words of two tokens, and a grammar, exclude all tokens of a later step only.
+    params = SamplingParams(allowed_token_ids=(token,), bad_words=((token, token),), max_tokens=4)
+    no_end = SamplingParams(
+        structured=Structured(regex="a"), allowed_token_ids=(token,), max_tokens=4
+    )
+    failed, ended, whole = llm.generate([PROMPTS[0]] * 3, [params, no_end, SamplingParams()])
+    assert failed.token_ids == (token,) and failed.error.by_client
+    assert "in step 2 of this request" in failed.error.message
+    assert "allowed_token_ids, bad_words exclude all tokens" in failed.error.message
+    assert "structured output, allowed_token_ids exclude all" in ended.error.message
+    assert whole.error is None
+    assert not llm.engine.scheduler.requests
+
+
+def test_long_prompts_are_cut_at_their_start(llm):
+    tokens = list(range(300, 600))
+    kept = llm.generate([tokens[-40:]], SamplingParams(max_tokens=4))[0]
+    cut = llm.generate([tokens], SamplingParams(max_tokens=4, truncate_prompt_tokens=40))[0]
+    assert cut.prompt_token_ids == tuple(tokens[-40:]) and cut.token_ids == kept.token_ids
+    fits = llm.generate([tokens], SamplingParams(max_tokens=6, truncate_prompt_tokens=-1))[0]
+    assert fits.prompt_token_ids == tuple(tokens[-250:]) and len(fits.token_ids) == 6
+    short = llm.generate([tokens[:9]], SamplingParams(max_tokens=1, truncate_prompt_tokens=40))[0]
+    assert short.prompt_token_ids == tuple(tokens[:9])
+    with pytest.raises(ValueError, match=r"truncate_prompt_tokens is 257, it must be .* of 256"):
+        llm.generate([tokens], SamplingParams(truncate_prompt_tokens=257))
+
+
+def test_bad_words_follow_tokens_of_the_output_only(llm):
+    """A bad word that begins in the prompt and ends in the output is not found, as in vLLM."""
+    (prompt,) = [llm.tokenizer.encode(PROMPTS[0]).ids]
+    plain = llm.generate([prompt], SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids
+    across, inside = ((prompt[-1], plain[0]),), ((plain[0], plain[1]),)
+    params = [SamplingParams(max_tokens=4, ignore_eos=True, bad_words=w) for w in (across, inside)]
+    same, other = llm.generate([prompt] * 2, params)
+    assert same.token_ids == plain
+    assert other.token_ids[0] == plain[0] and other.token_ids[1] != plain[1]

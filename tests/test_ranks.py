@@ -103,7 +103,7 @@ def requests(engine):
 
 def run(engine):
     """Each call's outputs; requests come one by one."""
-    assert engine.scheduler.pool.reset_prefix_cache()
+    engine.reset_prefix_cache()
     waiting, found = list(requests(engine)), []
     while waiting or engine.has_work:
         if waiting:

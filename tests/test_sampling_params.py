@@ -36,6 +36,17 @@ from atomc.runtime.sampling.sampling_params import SamplingParams, Structured
         ({"stop": ("a", "")}, "stop is .'a', ''., it must be texts that are not empty"),
         ({"stop_token_ids": (-1,)}, "stop_token_ids is"),
         ({"logprobs": -1}, "logprobs is -1"),
+        ({"allowed_token_ids": ()}, "allowed_token_ids is .., it must be at least one token id"),
+        ({"allowed_token_ids": (3, -1)}, "allowed_token_ids is .3, -1., .* none that is negative"),
+        ({"bad_words": ("a", " ")}, "bad_words is .'a', ' '., it must be a list of texts"),
+        ({"bad_words": ((),)}, "bad_words is"),
+        ({"bad_words": ((1, -1),)}, "bad_words is"),
+        ({"bad_words": "word"}, "bad_words is 'word', it must be a list"),
+        (
+            {"truncate_prompt_tokens": 0},
+            "truncate_prompt_tokens is 0, it must be at least 1, or -1",
+        ),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens is -2"),
         ({"prompt_logprobs": -1}, "prompt_logprobs is -1"),
         (
             {"structured": Structured(regex="a"), "min_tokens": 1},
@@ -56,6 +67,9 @@ def test_what_the_vocabulary_lacks_is_refused():
     SamplingParams(logit_bias={9: 1.0}, logprobs=10).check_vocabulary(10)
     with pytest.raises(ValueError, match="logit_bias has token 10, the vocabulary has 10 tokens"):
         SamplingParams(logit_bias={9: 1.0, 10: 1.0}).check_vocabulary(10)
+    SamplingParams(allowed_token_ids=[9, 0]).check_vocabulary(10)
+    with pytest.raises(ValueError, match="allowed_token_ids has token 10, the vocabulary has 10"):
+        SamplingParams(allowed_token_ids=[10, 9]).check_vocabulary(10)
     with pytest.raises(ValueError, match="logprobs is 11, the vocabulary has 10 tokens"):
         SamplingParams(logprobs=11).check_vocabulary(10)
 
@@ -96,6 +110,9 @@ def test_parameters_travel_between_processes():
         stop_token_ids=(4,),
         seed=2**63,
         logprobs=2,
+        allowed_token_ids=[7, 8],
+        bad_words=["word", [7, 8]],
+        truncate_prompt_tokens=-1,
         structured=Structured(json_schema={"type": "object"}),
     )
     assert not params.penalized and not params.filtered

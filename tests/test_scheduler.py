@@ -621,3 +621,23 @@ class Machine(RuleBasedStateMachine):
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_a_reset_forgets_cached_blocks_and_running_requests_share_no_more():
+    s = scheduler(shares=True)
+    s.add(request("a", 9, max_tokens=20))
+    advance(s)
+    s.add(request("b", 9, max_tokens=1))
+    assert advance(s)[0] == [("a", 9, 1, True), ("b", 8, 1, True)]
+    s.reset_prefix_cache()
+    assert advance(s)[0] == [("a", 10, 1, True)]
+    s.add(request("c", 9, max_tokens=1))
+    assert advance(s)[0] == [("a", 11, 1, True), ("c", 0, 9, True)]
+    # The blocks of "c" are cached; those that "a" fills behind them are not.
+    tokens = [*range(9), *[100] * 8]
+    s.add(Request("d", tokens, SamplingParams(max_tokens=1)))
+    for _ in range(8):
+        advance(s)
+    s.add(Request("e", tokens[:13], SamplingParams(max_tokens=1)))
+    assert advance(s)[0][1] == ("e", 12, 1, True)
+    assert s.counters.prefix_hits == 8 + 8 + 12

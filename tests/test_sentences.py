@@ -45,7 +45,7 @@ ALLOWED = {
     "it",
     "runtime/grammar_worker.py: message.partition": "a message of llguidance, without its state",
     "runtime/image_input/placeholders.py: text.replace(mark, token)": "a rendered prompt",
-    "runtime/server/app.py: first['msg'].": "a message of pydantic, without its prefix",
+    "runtime/server/errors.py: message.removeprefix('Value error, ')": "a message of pydantic",
     "runtime/server/messages_api/chat_request.py: text.startswith(BILLING)": "a client's prompt",
     "runtime/server/chat_template.py: 'tool_calls' in message": "a mapping: the message of a chat",
     "runtime/server/flags.py: text.partition('=')": "a flag",

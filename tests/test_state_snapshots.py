@@ -464,6 +464,19 @@ def test_a_snapshot_that_another_request_used_stays():
     assert s.snapshots.num_cached == 2
 
 
+def test_a_reset_forgets_snapshots_and_running_requests_take_no_more():
+    s = scheduled(snapshots=3)
+    s.add(Request("a", [1, 2], SamplingParams(max_tokens=40)))
+    for _ in range(10):
+        advance(s)
+    assert s.snapshots.num_cached == 1
+    s.reset_prefix_cache()
+    assert s.snapshots.num_cached == 0
+    assert [chunk[5] for _ in range(20) for chunk in advance(s)] == [None] * 20
+    s.add(Request("b", [1, 2, *[9] * 8], SamplingParams(max_tokens=1)))
+    assert ("b", 0, 8, None, None, 3) in advance(s)
+
+
 def test_the_least_recently_used_snapshot_is_evicted():
     s = scheduled(snapshots=2)
     prompts = {name: [i] * 6 for i, name in enumerate("abc")}

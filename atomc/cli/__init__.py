@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from atomc.cli import audit, bench, diff, doctor, explain, generate, serve
+from atomc.cli import audit, bench, diff, doctor, explain, generate, run_batch, serve
 from atomc.cli.parser import Parser
 from atomc.options import let_openmp_sleep
 
@@ -21,6 +21,7 @@ COMMANDS = {
     "audit": audit,
     "diff": diff,
     "serve": serve,
+    "run-batch": run_batch,
     "bench": bench,
     "doctor": doctor,
 }

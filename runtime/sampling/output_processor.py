@@ -118,9 +118,17 @@ def _sampling_error(spec: SampleSpec, max_logit: float) -> RequestError:
     """The error of a row that cannot be sampled because of its largest logit."""
     step = f"in step {spec.index + 1} of this request (position {spec.length})"
     if max_logit == float("-inf"):
-        if spec.params.structured is not None:
+        names = spec.params.constraints
+        if names == ("structured output",):
             return RequestError(
                 f"no token can continue the requested structured output, {step}",
+                by_client=True,
+            )
+        if names:
+            also = ("min_tokens",) if spec.banned else ()
+            return RequestError(
+                f"no token can be sampled {step}: {', '.join(names + also)} exclude all tokens; "
+                "allow more of them",
                 by_client=True,
             )
         if spec.banned:

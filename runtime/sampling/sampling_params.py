@@ -88,6 +88,9 @@ class SamplingParams:
     presence_penalty     subtracted from the logits of tokens in the output
     frequency_penalty    the same, times the number of occurrences
     logit_bias           added to the logits of these token ids
+    allowed_token_ids    sample no other tokens; None: all
+    bad_words            texts, or lists of token ids, that the output must not contain. A text
+                         stands for its tokens, with and without a space before it
     stop                 texts that end generation
     include_stop_str_in_output   keep the stop text in the output
     logprobs             number of most likely tokens whose log-probabilities to return, besides the
@@ -95,6 +98,8 @@ class SamplingParams:
     prompt_logprobs      the same for prompt tokens
     structured           a constraint on the output
     skip_special_tokens  leave special tokens out of the text
+    truncate_prompt_tokens   keep only this many tokens of the prompt, its last ones; -1: as many as
+                         leave room for max_tokens
 
     Penalties and bias apply first, then temperature, top_k, top_p and min_p. Log-probabilities are
     the model's, before all of these. Raises ParameterError, a ValueError, for values out of range.
@@ -120,6 +125,9 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     structured: Structured | None = None
     skip_special_tokens: bool = True
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str | tuple[int, ...], ...] = ()
+    truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
@@ -127,7 +135,10 @@ class SamplingParams:
         object.__setattr__(
             self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         )
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         self._check_length()
+        self._check_bad_words()
         self._check_distribution()
         self._check_tokens()
         self._check_structured()
@@ -146,6 +157,22 @@ class SamplingParams:
             0 <= self.min_tokens <= longest,
             f"at least 0 and at most max_tokens={self.max_tokens}",
         )
+        size = self.truncate_prompt_tokens
+        expect(
+            "truncate_prompt_tokens",
+            size is None or size == -1 or size >= 1,
+            "at least 1, or -1 (as many as fit)",
+        )
+
+    def _check_bad_words(self) -> None:
+        words = self.bad_words
+        expectation = "a list of texts that are not blank, or of lists of token ids"
+        self._expect("bad_words", not isinstance(words, str), expectation)
+        words = tuple(word if isinstance(word, str) else tuple(word) for word in words)
+        object.__setattr__(self, "bad_words", words)
+        for word in words:
+            good = word.strip() if isinstance(word, str) else word and min(word) >= 0
+            self._expect("bad_words", bool(good), expectation)
 
     def _check_distribution(self) -> None:
         expect = self._expect
@@ -180,6 +207,12 @@ class SamplingParams:
             all(token >= 0 for token in self.stop_token_ids),
             "token ids, which are not negative",
         )
+        allowed = self.allowed_token_ids
+        expect(
+            "allowed_token_ids",
+            allowed is None or (len(allowed) > 0 and min(allowed) >= 0),
+            "at least one token id, and none that is negative, or None (all tokens)",
+        )
         expect("logprobs", self.logprobs is None or self.logprobs >= 0, "at least 0, or None")
         expect(
             "prompt_logprobs",
@@ -198,10 +231,11 @@ class SamplingParams:
         """Raises ValueError if a token id, or a number of log-probabilities, exceeds the
         vocabulary.
         """
-        for token in self.logit_bias:
+        for name in ("logit_bias", "allowed_token_ids"):
+            token = max(getattr(self, name) or (), default=-1)
             if token >= vocab_size:
                 raise ValueError(
-                    f"logit_bias has token {token}, the vocabulary has {vocab_size} tokens"
+                    f"{name} has token {token}, the vocabulary has {vocab_size} tokens"
                 )
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(self, name) or 0) > vocab_size:
@@ -216,6 +250,16 @@ class SamplingParams:
             0.0,
             0.0,
         )
+
+    @cached_property
+    def constraints(self) -> tuple[str, ...]:
+        """The parameters because of which some tokens must not be sampled."""
+        given = {
+            "structured output": self.structured is not None,
+            "allowed_token_ids": self.allowed_token_ids is not None,
+            "bad_words": bool(self.bad_words),
+        }
+        return tuple(name for name, is_given in given.items() if is_given)
 
     @cached_property
     def filtered(self) -> bool:

@@ -22,7 +22,7 @@ from atomc.runtime.server.chat_completions import chat_completions
 from atomc.runtime.server.client import EngineDead, RequestRefused
 from atomc.runtime.server.completions import completions
 from atomc.runtime.server.embeddings import embeddings
-from atomc.runtime.server.errors import APIError, to_api_error
+from atomc.runtime.server.errors import APIError, invalid_field, to_api_error
 from atomc.runtime.server.http import AuthMiddleware, JSONResponse, error_response
 from atomc.runtime.server.image_budget import ImageBudgetMiddleware
 from atomc.runtime.server.json_body import checked_json_route
@@ -199,6 +199,10 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     async def compiler_page() -> Response:
         return await operations.compiler_page(service)
 
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Response:
+        return await operations.reset_prefix_cache(service)
+
     @app.post("/start_profile")
     async def start_profile() -> Response:
         return await operations.profile(service, start=True)
@@ -221,9 +225,7 @@ async def _on_validation_error(request: Request, error: Exception) -> Response:
     """The first validation error, with the field."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    # For a union, the parts after the field are names of types.
-    location = [_encodable(str(part)) for part in first["loc"][1:]]  # behind "body" or "query"
-    name = location[0] if location else None
+    location = [str(part) for part in first["loc"][1:]]  # behind "body" or "query"
     content_type = request.headers.get("content-type", "")
     if not location and "json" not in content_type:
         got = (
@@ -236,15 +238,7 @@ async def _on_validation_error(request: Request, error: Exception) -> Response:
         )
     if first["type"] == "json_invalid":
         return error_response(APIError(400, f"the body is not JSON: {first['ctx']['error']}"))
-    message = first["msg"].removeprefix("Value error, ")
-    return error_response(
-        APIError(400, f"{'.'.join(location) or 'the body'}: {message}", param=name)
-    )
-
-
-def _encodable(name: str) -> str:
-    """With ? for lone surrogates, which no response can contain."""
-    return name.encode(errors="replace").decode()
+    return error_response(invalid_field(location, first["msg"]))
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

@@ -20,6 +20,7 @@ from atomc.runtime.server.message_deltas import (
     ToolCallArguments,
     ToolCallStart,
 )
+from atomc.runtime.server.model_info import ModelInfo
 from atomc.runtime.server.output_parser import OutputParser, uses_special_tokens
 from atomc.runtime.server.prompts import check_num_choices
 from atomc.runtime.server.protocol import ChatRequest
@@ -27,8 +28,11 @@ from atomc.runtime.server.reasoning_parsers import reasoning_parser
 from atomc.runtime.server.sampling import (
     check_context_length,
     check_logprobs,
+    check_prompt_logprobs,
+    prompt_limit,
     sampling_params,
     structured_output,
+    truncated_prompt,
 )
 from atomc.runtime.server.service import Service
 from atomc.runtime.server.tool_mode import ToolMode, tool_mode
@@ -108,17 +112,19 @@ async def start_chat(
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs needs logprobs=true", "top_logprobs")
     check_logprobs(body.top_logprobs, "top_logprobs", service.config)
-    check_total_size(body.n, body.top_logprobs, 0, model.max_len, "messages")
+    check_prompt_logprobs(body, service.config)
+    num_logprobs = max(body.top_logprobs or 0, body.prompt_logprobs or 0)
+    check_total_size(body.n, num_logprobs, 0, model.max_len, "messages")
     mode = tool_mode(service, body)
     chat = await _prompt(service, body, request, mode)
     assert model.tokenizer is not None, "chat_prompt raises an error without a tokenizer"
-    prompt = chat.tokens
-    if not prompt:
-        raise invalid("the chat template rendered an empty prompt", "messages")
-    check_total_size(body.n, body.top_logprobs, body.n * len(prompt), model.max_len, "messages")
     max_tokens = (
         body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     )
+    prompt = _truncated(chat, body, max_tokens, model)
+    if not prompt:
+        raise invalid("the chat template rendered an empty prompt", "messages")
+    check_total_size(body.n, num_logprobs, body.n * len(prompt), model.max_len, "messages")
     if fit_max_tokens and max_tokens is not None:
         max_tokens = min(max_tokens, max(model.max_len - len(prompt), 1))
     check_context_length(len(prompt), max_tokens, model)
@@ -136,11 +142,13 @@ async def start_chat(
     keep_special_tokens = not body.skip_special_tokens or uses_special_tokens(
         model.tokenizer, *parsers
     )
-    params = sampling_params(
+    params = await sampling_params(
         body,
         model,
+        num_choices=body.n,
         max_tokens=max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
         structured=structured,
         skip_special_tokens=not keep_special_tokens,
     )
@@ -177,7 +185,18 @@ async def _prompt(
         body.add_generation_prompt,
         kwargs,
         body.continue_final_message,
+        prompt_limit(body, service.model),
     )
+
+
+def _truncated(
+    chat: ChatPrompt, body: ChatRequest, max_tokens: int | None, model: ModelInfo
+) -> list[int]:
+    """The tokens of the prompt that truncate_prompt_tokens keeps."""
+    name = "truncate_prompt_tokens"
+    if chat.images and body.truncate_prompt_tokens is not None:
+        raise invalid(f"{name} would cut images of the prompt: leave it out, or send text", name)
+    return truncated_prompt(chat.tokens, body, max_tokens, model)
 
 
 def _reasoning_parser(name: str | None, prompt: str) -> Parser | None:

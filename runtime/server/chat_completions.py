@@ -1,5 +1,6 @@
 """POST /v1/chat/completions."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from atomc.runtime.server.http import (
     request_id,
     sse_event,
 )
-from atomc.runtime.server.logprobs import chat_logprobs, encoded
+from atomc.runtime.server.logprobs import chat_logprobs, encoded, prompt_logprobs
 from atomc.runtime.server.message_deltas import (
     ContentDelta,
     MessageDelta,
@@ -98,6 +99,11 @@ class _ResponseBuilder:
             "choices": choices,
             "usage": self.chat.generation.usage(),
         }
+        if self.body.prompt_logprobs is not None:
+            scored = next(iter(self.chat.generation.choices.values())).prompt_logprobs or ()
+            response["prompt_logprobs"] = await asyncio.to_thread(
+                prompt_logprobs, self.service.model, scored
+            )
         if self.body.return_token_ids:
             response["prompt_token_ids"] = self.chat.generation.prompts[0]
             for choice, state in zip(choices, states, strict=True):

@@ -38,8 +38,11 @@ async def chat_prompt(
     add_generation_prompt: bool,
     kwargs: Mapping[str, JSONLike],
     continue_final_message: bool = False,
+    limit: int | None = None,
 ) -> ChatPrompt:
-    """Raises a 400 for messages that the template or the model does not support, and for an image
+    """limit: maximum number of tokens of the text; None: max_len.
+
+    Raises a 400 for messages that the template or the model does not support, and for an image
     that cannot be used.
     """
     model = service.model
@@ -55,6 +58,7 @@ async def chat_prompt(
                 add_generation_prompt,
                 kwargs,
                 continue_final_message,
+                limit,
             )
         except ImageError as error:
             raise invalid(str(error), "messages", error.code) from error
@@ -63,7 +67,7 @@ async def chat_prompt(
     text = await model.render_chat(
         messages, tools, add_generation_prompt, kwargs, continue_final_message
     )
-    return ChatPrompt(text, await model.encode_chat([text]))
+    return ChatPrompt(text, await model.encode_chat([text], limit))
 
 
 async def _with_images(
@@ -75,6 +79,7 @@ async def _with_images(
     add_generation_prompt: bool,
     kwargs: Mapping[str, JSONLike],
     continue_final_message: bool,
+    limit: int | None,
 ) -> ChatPrompt:
     model, image_token_id = service.model, reader.processor.image_token_id
     messages, sources = split_images(messages, service.config.limit_images)
@@ -86,7 +91,7 @@ async def _with_images(
         hidden.hide(kwargs),
         continue_final_message,
     )
-    tokens = await model.encode_chat(hidden.pieces(text))
+    tokens = await model.encode_chat(hidden.pieces(text), limit)
     check_image_tokens(tokens, image_token_id, len(sources))
     text = hidden.restore(text)
     if not sources:

@@ -15,7 +15,6 @@ from itertools import count
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import zmq
@@ -24,7 +23,16 @@ import zmq.asyncio
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.server import messages
 from atomc.runtime.server.engine_process import run_engine_process
-from atomc.runtime.server.messages import Call, Failed, Progress, Refused, Reply, Started, Submit
+from atomc.runtime.server.messages import (
+    Call,
+    CallName,
+    Failed,
+    Progress,
+    Refused,
+    Reply,
+    Started,
+    Submit,
+)
 from atomc.runtime.server.request_stream import RequestStream
 from atomc.runtime.stats import Stats
 
@@ -263,9 +271,7 @@ class EngineClient:
         for stream in streams:
             stream.fail(ShuttingDown())
 
-    async def call(
-        self, name: Literal["stats", "report", "start_profile", "stop_profile"], folder: str = ""
-    ) -> str:
+    async def call(self, name: CallName, folder: str = "") -> str:
         """The engine's reply. Raises ValueError with the engine's message if it fails, or
         EngineDead.
         """

@@ -4,8 +4,8 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from functools import partial
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -20,15 +20,18 @@ from atomc.runtime.server.http import (
     request_id,
     sse_event,
 )
-from atomc.runtime.server.logprobs import completion_logprobs, encoded
+from atomc.runtime.server.logprobs import completion_logprobs, encoded, prompt_logprobs
 from atomc.runtime.server.prompts import tokenize_prompts
 from atomc.runtime.server.protocol import CompletionRequest
 from atomc.runtime.server.response_types import Completion, CompletionChoice, CompletionLogprobs
 from atomc.runtime.server.sampling import (
     check_context_length,
     check_logprobs,
+    check_prompt_logprobs,
+    prompt_limit,
     sampling_params,
     structured_output,
+    truncated_prompt,
 )
 from atomc.runtime.server.service import Service
 from atomc.runtime.text_stream import TextDelta
@@ -63,7 +66,8 @@ async def completions(service: Service, body: CompletionRequest, request: Reques
     if body.best_of not in (None, 1) and body.best_of != body.n:
         raise invalid(f"best_of={body.best_of} is not supported: use n", "best_of")
     check_logprobs(body.logprobs, "logprobs", service.config)
-    check_logprobs(body.prompt_logprobs, "prompt_logprobs", service.config)
+    check_prompt_logprobs(body, service.config)
+    max_tokens = MAX_TOKENS if body.max_tokens is None else body.max_tokens
     prompts = await tokenize_prompts(
         service,
         body.prompt,
@@ -71,16 +75,18 @@ async def completions(service: Service, body: CompletionRequest, request: Reques
         body.add_special_tokens,
         n=body.n,
         logprobs=max(body.logprobs or 0, body.prompt_logprobs or 0),
+        limit=prompt_limit(body, model),
+        truncate=partial(truncated_prompt, body=body, max_tokens=max_tokens, model=model),
     )
-    max_tokens = MAX_TOKENS if body.max_tokens is None else body.max_tokens
     for prompt in prompts:
         check_context_length(len(prompt), max_tokens, model)
     # A request for the prompt log-probabilities only, as evaluations send, still computes one
     # token.
     prompt_only = max_tokens == 0 and body.echo
-    params = sampling_params(
+    params = await sampling_params(
         body,
         model,
+        num_choices=len(prompts) * body.n,
         max_tokens=1 if prompt_only else max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs
@@ -151,7 +157,7 @@ class _ResponseBuilder:
         if self.body.prompt_logprobs is not None:
             for choice in self.generation.choices.values():
                 choices[choice.index]["prompt_logprobs"] = await asyncio.to_thread(
-                    _prompt_logprobs, choice
+                    prompt_logprobs, self.service.model, choice.prompt_logprobs or ()
                 )
         return self._response(choices) | {"usage": self.generation.usage()}
 
@@ -206,7 +212,7 @@ class _ResponseBuilder:
         text = texts[choice.index // self.generation.n]
         return (
             text
-            if isinstance(text, str)
+            if isinstance(text, str) and self.body.truncate_prompt_tokens is None
             else await self.service.model.decode(choice.prompt, skip_special_tokens=True)
         )
 
@@ -241,19 +247,3 @@ def _extend(logprobs: CompletionLogprobs, new: CompletionLogprobs) -> None:
     logprobs["token_logprobs"] += new["token_logprobs"]
     logprobs["top_logprobs"] += encoded(new["top_logprobs"])
     logprobs["text_offset"] += new["text_offset"]
-
-
-def _prompt_logprobs(choice: Choice) -> list[msgspec.Raw]:
-    """In vLLM's format: for each prompt token, token id -> log-probability and rank."""
-    return encoded(
-        [
-            None
-            if each is None
-            else {
-                str(token): {"logprob": logprob, "rank": rank + 1}
-                for rank, (token, logprob) in enumerate(each.top)
-            }
-            | {str(each.token): {"logprob": each.logprob, "rank": each.rank}}
-            for each in choice.prompt_logprobs or ()
-        ]
-    )

@@ -82,7 +82,9 @@ class ServerConfig:
         "chat",
     )
     strict_requests: bool = _option(
-        False, "refuse requests with unknown fields, instead of ignoring these fields"
+        False,
+        "refuse requests with unknown fields, instead of ignoring these fields, and requests "
+        "without the model's name",
     )
     api_key: tuple[str, ...] = _option(
         (), "a key that clients must send; may be given several times", "security"

@@ -219,6 +219,10 @@ class EngineLoop:
                 self.compile_queue.drop(ids)
                 for request_id in ids:
                     self.engine.abort(request_id)
+            case Call(number, "reset_prefix_cache"):
+                # It finishes a step: an error of that ends the engine, as in `step`.
+                self.engine.reset_prefix_cache()
+                self._send(Reply(number))
             case Call(number):
                 try:
                     self._send(Reply(number, self._call(command)))
@@ -274,6 +278,8 @@ class EngineLoop:
                 return self._start_profile()
             case "stop_profile":
                 return self._stop_profile(Path(call.folder))
+            case "reset_prefix_cache":
+                raise AssertionError("_handle does it")
 
     def _start_profile(self) -> str:
         import torch

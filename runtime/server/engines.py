@@ -101,6 +101,13 @@ class Engines:
             *(client.call("stats") for client in self.alive), return_exceptions=True
         )
 
+    async def reset_prefix_cache(self) -> None:
+        """Returns when no engine has cached prefixes. Raises EngineDead without an engine, or if
+        one dies meanwhile.
+        """
+        self._check()
+        await asyncio.gather(*(client.call("reset_prefix_cache") for client in self.alive))
+
     async def call(
         self, name: Literal["report", "start_profile", "stop_profile"], folder: str = ""
     ) -> str:

@@ -2,7 +2,7 @@
 trace.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from atomc.runtime.request_errors import RequestError
 from atomc.runtime.server.client import (
@@ -50,6 +50,14 @@ class APIError(Exception):
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> APIError:
     return APIError(400, message, param=param, code=code)
+
+
+def invalid_field(location: Sequence[str], message: str) -> APIError:
+    """A 400 for a field that pydantic refused with this message. location: "" is the body."""
+    # For a union, the parts after the field are names of types. Lone surrogates become ?.
+    parts = [part.encode(errors="replace").decode() for part in location]
+    text = message.removeprefix("Value error, ")
+    return invalid(f"{'.'.join(parts) or 'the body'}: {text}", parts[0] if parts else None)
 
 
 def from_request_error(error: RequestError, request_id: str) -> APIError:

@@ -109,11 +109,14 @@ class Generation:
         assert self._request_stream is not None, "start() comes first"
         async for output in self._request_stream:
             choice = self.choices[output.request_id]
-            choice.last = time.monotonic()
-            if not choice.num_new:
+            before, choice.last = choice.last, time.monotonic()
+            if choice.num_new:
+                self._metrics.inter_token_latency.observe(choice.last - before)
+            else:
                 choice.first, choice.num_cached = choice.last, output.num_cached
                 choice.prompt_logprobs = output.prompt_logprobs
                 self._metrics.observe_ttft(choice.last - self.started)
+                self._metrics.queue_time.observe(output.queue_seconds)
             if output.error is not None:
                 if not output.error.by_client:
                     log.error(

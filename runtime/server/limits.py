@@ -17,6 +17,9 @@ STOP_STRINGS = 32
 STOP_CHARACTERS = 256
 STOP_TOKENS = 1024
 BIASED_TOKENS = 1024
+BAD_WORDS = 1024
+# allowed_token_ids, and characters of bad_words, times the choices of a request.
+CONSTRAINT_SIZE = 2**18
 CHOICES = 1024
 # Characters of a JSON schema, a regular expression, a grammar, or of all choices together.
 GRAMMAR_CHARACTERS = 2**18
@@ -41,6 +44,16 @@ def check_stop_strings(stop_strings: Iterable[str]) -> None:
                 "allowed",
                 "stop",
             )
+
+
+def check_constraint_size(param: str, size: int, items: str, num_choices: int) -> None:
+    """Raises a 400 for a list that is too long for this number of choices: each has a copy."""
+    if size * num_choices > CONSTRAINT_SIZE:
+        raise invalid(
+            f"{param} has {size} {items}, at most {CONSTRAINT_SIZE // num_choices} are allowed for "
+            f"{num_choices} choices: send fewer, or split the request",
+            param,
+        )
 
 
 def check_grammar_length(text: str | Iterable[str] | None, param: str) -> None:

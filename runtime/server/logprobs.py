@@ -63,6 +63,29 @@ def completion_logprobs(
     }
 
 
+def prompt_logprobs(
+    model: ModelInfo, logprobs: Sequence[TokenLogprobs | None]
+) -> list[msgspec.Raw]:
+    """In vLLM's format: for each prompt token, token id -> log-probability, rank and text."""
+
+    def entry(token: int, logprob: float, rank: int) -> dict[str, JSONLike]:
+        text, _ = model.token_text_and_bytes(token)
+        return {"logprob": logprob, "rank": rank, "decoded_token": text}
+
+    return encoded(
+        [
+            None
+            if each is None
+            else {
+                str(token): entry(token, logprob, rank)
+                for rank, (token, logprob) in enumerate(each.top, 1)
+            }
+            | {str(each.token): entry(each.token, each.logprob, each.rank)}
+            for each in logprobs
+        ]
+    )
+
+
 def _top(model: ModelInfo, each: TokenLogprobs) -> dict[str, float]:
     found = {model.token_text_and_bytes(token)[0]: _finite(logprob) for token, logprob in each.top}
     return found | {model.token_text_and_bytes(each.token)[0]: _finite(each.logprob)}

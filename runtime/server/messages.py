@@ -33,16 +33,20 @@ class Abort(msgspec.Struct, tag=True):
     ids: list[str]
 
 
+CallName = Literal["stats", "report", "reset_prefix_cache", "start_profile", "stop_profile"]
+
+
 class Call(msgspec.Struct, tag=True):
     """A call that the engine answers with a Reply of the same number.
 
     stats                         the Stats, in a Progress before the reply
     report                        the compiler's report, as JSON text
+    reset_prefix_cache            no text
     start_profile, stop_profile   torch.profiler; the trace is written to `folder`
     """
 
     number: int
-    name: Literal["stats", "report", "start_profile", "stop_profile"]
+    name: CallName
     folder: str = ""
 
 

@@ -1,5 +1,5 @@
-"""Prometheus metrics. The names are vLLM's with the prefix atomc, so that a dashboard needs one
-change.
+"""Prometheus metrics, with the prefix atomc; those that vLLM has too also with its prefix, so that
+dashboards for vLLM work.
 """
 
 from collections import deque
@@ -24,6 +24,30 @@ TPOT_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5,
 )  # fmt: skip
 LATENCY_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
+# Metrics that vLLM 0.28 has under these names and with these meanings, behind "vllm:".
+VLLM_NAMES = frozenset(
+    (
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "prefix_cache_queries",
+        "prefix_cache_hits",
+        "num_preemptions",
+        "prompt_tokens",
+        "generation_tokens",
+        "request_success",
+        "request_prompt_tokens",
+        "request_generation_tokens",
+        "time_to_first_token_seconds",
+        "inter_token_latency_seconds",
+        "request_time_per_output_token_seconds",
+        "e2e_request_latency_seconds",
+        "request_queue_time_seconds",
+        "spec_decode_num_drafts",
+        "spec_decode_num_draft_tokens",
+        "spec_decode_num_accepted_tokens",
+    )
+)
 # Requests whose time to the first token is kept for the status page.
 NUM_RECENT = 256
 TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
@@ -53,6 +77,16 @@ class Metrics:
             "Mean time per token after the first.",
             TPOT_BUCKETS,
         )
+        self.inter_token_latency = histogram(
+            "inter_token_latency_seconds",
+            "Time between two outputs of a choice, each of one token or of an accepted draft.",
+            TPOT_BUCKETS,
+        )
+        self.queue_time = histogram(
+            "request_queue_time_seconds",
+            "Time in the engine's queue before the first step.",
+            TTFT_BUCKETS,
+        )
         self.e2e_latency = histogram(
             "e2e_request_latency_seconds", "Time to the last token.", LATENCY_BUCKETS
         )
@@ -75,6 +109,8 @@ class Metrics:
         self.model = model
         self.recent_ttft: deque[float] = deque(maxlen=NUM_RECENT)
         self.registry.register(EngineCollector(engines, model))
+        self._exposed = CollectorRegistry()
+        self._exposed.register(AliasCollector(self.registry))
 
     def observe_ttft(self, seconds: float) -> None:
         self.ttft.observe(seconds)
@@ -90,7 +126,26 @@ class Metrics:
         }
 
     def text(self) -> bytes:
-        return generate_latest(self.registry)
+        return generate_latest(self._exposed)
+
+
+class AliasCollector:
+    """The metrics of a registry, and after each one that vLLM has a copy with vLLM's prefix."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            yield metric
+            _, _, name = metric.name.partition(":")
+            if name in VLLM_NAMES:
+                alias = Metric(f"vllm:{name}", metric.documentation, metric.type)
+                alias.samples = [
+                    sample._replace(name=f"vllm:{sample.name.removeprefix('atomc:')}")
+                    for sample in metric.samples
+                ]
+                yield alias
 
 
 class EngineCollector:

@@ -40,6 +40,7 @@ class ModelInfo:
     names              names for clients; responses have the first
     defaults           sampling parameters of requests that do not set them
     tools, reasoning   names of the parsers; None: the model's format is unknown
+    requires_name      requests must name the model
     images             prepares images; None: the model reads none, for the reason no_images
     max_len            maximum sequence length in tokens; with vocab_size, set when the engine is
                        ready
@@ -51,6 +52,7 @@ class ModelInfo:
     defaults: Mapping[str, Any]
     tools: str | None
     reasoning: str | None
+    requires_name: bool = False
     images: ImageProcessor | None = None
     no_images: str = ""
     max_len: int = 0
@@ -61,7 +63,13 @@ class ModelInfo:
         self._texts = None if self.tokenizer is None else TokenTexts(self.tokenizer)
 
     def check_name(self, name: str | None) -> None:
-        """Raises a 404 for another name than this model's. None is accepted."""
+        """Raises a 404 for another name than this model's, and a 400 for none if requires_name."""
+        if name is None and self.requires_name:
+            raise invalid(
+                f"the request has no model, expected {', '.join(self.names)}: the server runs with "
+                "--strict-requests",
+                "model",
+            )
         if name is not None and name not in self.names:
             raise APIError(
                 404,
@@ -157,11 +165,11 @@ class ModelInfo:
         except ValueError as error:
             raise invalid(str(error), "messages") from error
 
-    async def encode_chat(self, pieces: Sequence[str]) -> list[int]:
+    async def encode_chat(self, pieces: Sequence[str], limit: int | None = None) -> list[int]:
         """The tokens of the pieces of a rendered chat; adds no BOS, which the template writes
-        itself.
+        itself. limit: as in `encode`, of each piece.
         """
-        encoded = await self.encode(pieces, add_special_tokens=False, param="messages")
+        encoded = await self.encode(pieces, add_special_tokens=False, param="messages", limit=limit)
         return list(chain.from_iterable(encoded))
 
     async def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
@@ -216,6 +224,7 @@ def load_model_info(folder: Path, name: str, config: ServerConfig) -> ModelInfo:
         tools=_parser(config.tool_call_parser, TOOL_PARSERS, "tool_call_parser")
         or detect_tool_parser(source, model_type),
         reasoning=_reasoning(config.reasoning_parser, source, model_type),
+        requires_name=config.strict_requests,
         images=images if isinstance(images, ImageProcessor) else None,
         no_images=images if isinstance(images, str) else "",
     )

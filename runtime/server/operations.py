@@ -28,7 +28,8 @@ _rendering = asyncio.Lock()
 async def models(service: Service, name: str | None = None) -> Response:
     """The list of model names, or the entry of one name."""
     model = service.model
-    model.check_name(name)
+    if name is not None:
+        model.check_name(name)
     data = [
         {
             "id": name,
@@ -111,6 +112,11 @@ async def health(service: Service) -> Response:
 async def ready(service: Service) -> Response:
     await service.ready()
     return JSONResponse({"status": "ready"})
+
+
+async def reset_prefix_cache(service: Service) -> Response:
+    await service.engines.reset_prefix_cache()
+    return JSONResponse({"status": "ok"})
 
 
 async def metrics(service: Service) -> Response:

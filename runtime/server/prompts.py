@@ -1,6 +1,6 @@
 """Tokenizes the prompts of a request, in each form that OpenAI's API allows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from atomc.runtime.server.errors import invalid
@@ -18,10 +18,14 @@ async def tokenize_prompts(
     *,
     n: int = 1,
     logprobs: int | None = None,
+    limit: int | None = None,
+    truncate: Callable[[list[int]], list[int]] | None = None,
 ) -> list[list[int]]:
     """The tokens of each prompt.
 
     n, logprobs   choices per prompt and log-probabilities per token, for the limits
+    limit         maximum number of tokens of a text; None: max_len
+    truncate      what is left of each prompt
 
     Raises a 400 for an empty list, an empty prompt, a prompt longer than max_len, an unknown token
     id, and for too many choices, tokens or log-probabilities.
@@ -34,9 +38,11 @@ async def tokenize_prompts(
     check_total_size(len(separate) * n, logprobs, 0, model.max_len, param)
     tokens = list(separate)
     if tokens and isinstance(tokens[0], str):
-        tokens = await model.encode(tokens, add_special_tokens, param=param)
+        tokens = await model.encode(tokens, add_special_tokens, param=param, limit=limit)
     if not tokens or not all(tokens):
         raise invalid(f"{param} is empty, it needs at least one token", param)
+    if truncate is not None:
+        tokens = [truncate(one) for one in tokens]
     check_total_size(len(tokens) * n, logprobs, n * sum(map(len, tokens)), model.max_len, param)
     for one in tokens:
         model.check_tokens(one, param)

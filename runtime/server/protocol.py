@@ -120,6 +120,8 @@ class SamplingRequest(RequestModel):
     min_tokens: Int64 = 0
     ignore_eos: bool = False
     stop_token_ids: FailFastList[TokenId] | None = None
+    allowed_token_ids: FailFastList[TokenId] | None = None
+    bad_words: FailFastList[str] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
@@ -139,6 +141,8 @@ class GenerationRequest(SamplingRequest):
 
     max_tokens: Int64 | None = None
     n: Annotated[int, Field(ge=1, le=128)] = 1
+    prompt_logprobs: Int64 | None = None
+    truncate_prompt_tokens: Int64 | None = None
     stream_options: StreamOptions | None = None
 
 
@@ -148,7 +152,6 @@ class CompletionRequest(GenerationRequest):
     logprobs: Int64 | None = None
     best_of: int | None = None
     suffix: str | None = None
-    prompt_logprobs: Int64 | None = None
     add_special_tokens: bool = True
     response_format: ResponseFormat | None = None
 

@@ -111,4 +111,5 @@ class _MergedOutput:
             self.first.num_cached,
             self.first.embedding,
             self.error,
+            self.first.queue_seconds,
         )

@@ -46,11 +46,6 @@ class CompletionLogprobs(TypedDict):
     text_offset: list[int]
 
 
-class PromptLogprob(TypedDict):
-    logprob: float
-    rank: int
-
-
 class CompletionChoice(TypedDict):
     index: int
     text: str
@@ -146,6 +141,7 @@ class ChatCompletion(TypedDict):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: NotRequired[Sequence[int]]
+    prompt_logprobs: NotRequired[list[msgspec.Raw]]
 
 
 class ChatChunk(TypedDict):

@@ -1,15 +1,21 @@
 """Converts a request body to SamplingParams."""
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from atomc.runtime.allowed_tokens import bad_word_tokens
+from atomc.runtime.prompt_truncation import truncated
 from atomc.runtime.sampling.sampling_params import ParameterError, SamplingParams, Structured
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.errors import invalid
 from atomc.runtime.server.limits import (
+    BAD_WORDS,
     CHOICES,
     STOP_STRINGS,
     STOP_TOKENS,
+    TOKENS,
+    check_constraint_size,
     check_grammar_length,
     check_length,
     check_stop_strings,
@@ -29,10 +35,11 @@ SHARED_FIELDS = (
 )
 
 
-def sampling_params(
+async def sampling_params(
     body: GenerationRequest,
     model: ModelInfo,
     *,
+    num_choices: int,
     max_tokens: int | None,
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
@@ -41,6 +48,8 @@ def sampling_params(
 ) -> SamplingParams:
     """The request's values, else the model's defaults, else OpenAI's. Raises a 400 for values out
     of range.
+
+    num_choices   of all prompts
     """
     check_length(STOP_TOKENS, body.stop_token_ids, "stop_token_ids", "tokens")
     stop_token_ids = tuple(body.stop_token_ids or ())
@@ -60,6 +69,8 @@ def sampling_params(
             "this model has no tokenizer, so stop strings cannot be found: use stop_token_ids",
             "stop",
         )
+    allowed = _allowed_token_ids(body, model, num_choices)
+    bad_words = await _bad_words(body, model, num_choices)
     try:
         return SamplingParams(
             max_tokens=max_tokens,
@@ -74,10 +85,71 @@ def sampling_params(
             prompt_logprobs=prompt_logprobs,
             structured=structured,
             skip_special_tokens=skip_special_tokens,
+            allowed_token_ids=allowed,
+            bad_words=bad_words,
             **given,
         )
     except ParameterError as error:
         raise invalid(str(error), error.name) from error
+
+
+def _allowed_token_ids(
+    body: GenerationRequest, model: ModelInfo, num_choices: int
+) -> tuple[int, ...] | None:
+    name, ids = "allowed_token_ids", body.allowed_token_ids
+    if ids is None:
+        return None
+    check_constraint_size(name, len(ids), "tokens", num_choices)
+    model.check_tokens(ids, name)
+    return tuple(ids)
+
+
+async def _bad_words(
+    body: GenerationRequest, model: ModelInfo, num_choices: int
+) -> tuple[tuple[int, ...], ...]:
+    """As token ids: the engine does not tokenize."""
+    name, words = "bad_words", body.bad_words
+    if not words:
+        return ()
+    check_length(BAD_WORDS, words, name, "strings")
+    check_constraint_size(name, sum(map(len, words)), "characters", num_choices)
+    if not all(word.strip() for word in words):
+        raise invalid(f"{name} has an empty or blank string, expected words: remove it", name)
+    try:
+        return await asyncio.to_thread(bad_word_tokens, words, model.tokenizer)
+    except UnicodeError:
+        raise
+    except ValueError as error:
+        raise invalid(str(error), name) from error
+
+
+def truncated_prompt(
+    tokens: Sequence[int], body: GenerationRequest, max_tokens: int | None, model: ModelInfo
+) -> list[int]:
+    """The end of the prompt that truncate_prompt_tokens keeps. Raises a 400 for a value out of
+    range.
+    """
+    try:
+        return truncated(
+            tokens, body.truncate_prompt_tokens, max_tokens=max_tokens, max_len=model.max_len
+        )
+    except ParameterError as error:
+        raise invalid(str(error), error.name) from error
+
+
+def prompt_limit(body: GenerationRequest, model: ModelInfo) -> int:
+    """How many tokens a prompt may have before it is truncated."""
+    return model.max_len if body.truncate_prompt_tokens is None else max(TOKENS, model.max_len)
+
+
+def check_prompt_logprobs(body: GenerationRequest, config: ServerConfig) -> None:
+    """Raises a 400 for too many, and for a stream, which has no place for them."""
+    check_logprobs(body.prompt_logprobs, "prompt_logprobs", config)
+    if body.prompt_logprobs is not None and body.stream:
+        raise invalid(
+            "prompt_logprobs are not available in a stream: leave out stream, or prompt_logprobs",
+            "prompt_logprobs",
+        )
 
 
 def check_context_length(num_prompt: int, max_tokens: int | None, model: ModelInfo) -> None:

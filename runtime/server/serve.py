@@ -57,7 +57,7 @@ def serve(server: ServerConfig, engine: EngineConfig) -> None:
         server = replace(
             server, api_key=(*server.api_key, *read_keys(server.api_key_file)), api_key_file=None
         )
-    folder, name = _model_folder(engine)
+    folder, name = model_folder_and_name(engine)
     environments = engine_environments(engine)
     listener = _bind(server)
     _raise_open_file_limit()
@@ -97,7 +97,7 @@ def _raise_keyboard_interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _model_folder(engine: EngineConfig) -> tuple[Path, str]:
+def model_folder_and_name(engine: EngineConfig) -> tuple[Path, str]:
     """The model's folder, and its default name for clients."""
     if engine.model is None:
         from atomc.demo import PATH
@@ -166,52 +166,22 @@ async def _run(
 ) -> int:
     """Serve until shutdown; returns the exit status of the process."""
     from atomc.runtime.server.app import create_app
-    from atomc.runtime.server.image_budget import ImageBudget
-    from atomc.runtime.server.image_reader import image_reader
-    from atomc.runtime.server.metrics import Metrics
-    from atomc.runtime.server.model_info import load_model_info
-    from atomc.runtime.server.service import Service
+    from atomc.runtime.server.running_service import running_service
     from atomc.runtime.server.shutdown import ShutdownMiddleware
     from atomc.runtime.server.web_server import WebServer
 
-    engines = Engines(
-        [
-            EngineClient(
-                process,
-                name="the engine" if len(processes) == 1 else f"engine {number}",
-                health_timeout=config.engine_patience,
-            )
-            for number, process in enumerate(processes)
-        ]
-    )
-    engine = processes[0].config
-
-    def copy_sizes() -> None:
-        model.max_len, model.vocab_size = engines.max_len, engines.clients[0].info.vocab_size
-
-    try:
-        model = load_model_info(folder, name, config)
-        await engines.connect()
-        copy_sizes()
+    async with running_service(config, processes, folder, name) as service:
+        engines = service.engines
         supervisors = [
             Supervisor(
                 client,
                 restarts=config.restart_engine,
                 timeout=config.engine_timeout,
-                on_restarted=copy_sizes,
+                on_restarted=service.update_sizes,
                 others_serve=partial(engines.others_serve, client),
             )
             for client in engines.clients
         ]
-        service = Service(
-            engines,
-            model,
-            config,
-            Metrics(engines, model.names[0]),
-            max_requests=engine.max_queue,
-            image_budget=ImageBudget(engine.image_queue_bytes),
-            images=None if model.images is None else image_reader(model.images, config),
-        )
         app = ShutdownMiddleware(create_app(service))
         deadline.before_exit = engines.kill
         server = WebServer(
@@ -226,8 +196,6 @@ async def _run(
         await server.serve(sockets=[listener])
         watching.cancel()
         return server.status
-    finally:
-        await engines.close()
 
 
 def _uvicorn_config(app: "ASGIApp", config: ServerConfig) -> "uvicorn.Config":

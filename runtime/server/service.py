@@ -54,6 +54,11 @@ class Service:
     def __post_init__(self) -> None:
         self.responses = ResponseStore(self.config.response_store_bytes)
 
+    def update_sizes(self) -> None:
+        """Read the model's sizes from engines that have started."""
+        info = self.engines.clients[0].info
+        self.model.max_len, self.model.vocab_size = self.engines.max_len, info.vocab_size
+
     def generation(
         self,
         name: str,

@@ -53,6 +53,8 @@ SAME_FIELDS = (
     "min_tokens",
     "ignore_eos",
     "stop_token_ids",
+    "allowed_token_ids",
+    "bad_words",
     "structured_outputs",
     "priority",
     "cache_salt",

@@ -233,6 +233,8 @@ class MessagesRequest(PromptRequest):
     min_tokens: Int64 = 0
     ignore_eos: bool = False
     stop_token_ids: FailFastList[TokenId] | None = None
+    allowed_token_ids: FailFastList[TokenId] | None = None
+    bad_words: FailFastList[str] | None = None
     structured_outputs: StructuredOutputs | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     cache_salt: str | None = None

@@ -1,0 +1,118 @@
+"""`atomc run-batch`: answers the requests of an OpenAI batch file."""
+
+import argparse
+import asyncio
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from atomc.cli.arguments import command
+from atomc.cli.serve import GROUPS, POSITIONAL
+
+if TYPE_CHECKING:
+    from atomc.cli.arguments import Commands
+
+# Fields of ServerConfig about HTTP and about running for a long time.
+SERVER_ONLY = (
+    "host",
+    "port",
+    "response_store_bytes",
+    "drain_seconds",
+    "engine_patience",
+    "engine_timeout",
+    "restart_engine",
+    "header_timeout",
+    "body_timeout",
+    "log_requests",
+    "profile_dir",
+    "api_key",
+    "api_key_file",
+    "allow_origin",
+    "max_body_bytes",
+    "max_bodies_bytes",
+    "ssl_certfile",
+    "ssl_keyfile",
+)
+
+
+def add(commands: "Commands") -> None:
+    parser = command(
+        commands,
+        "run-batch",
+        run,
+        "Answer the requests of a file in OpenAI's batch format.",
+        "  atomc run-batch -i requests.jsonl -o responses.jsonl\n"
+        "  atomc run-batch -i requests.jsonl -o responses.jsonl Qwen/Qwen3-0.6B --max-num-seqs 64",
+    )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        default=argparse.SUPPRESS,
+        help="a checkpoint directory or a name on the Hugging Face hub; default: the demo model of "
+        "atomc",
+    )
+    for flag, text in (
+        ("input", "the requests, one JSON object per line"),
+        ("output", "gets the responses, one per line, in the order in which they are complete"),
+    ):
+        parser.add_argument(
+            f"-{flag[0]}", f"--{flag}-file", dest=flag, required=True, metavar="FILE", help=text
+        )
+    parser.usage = "atomc run-batch -i FILE -o FILE [MODEL] [flags]"
+    from atomc.runtime.config import EngineConfig
+    from atomc.runtime.server.config import ServerConfig
+    from atomc.runtime.server.flags import add_flags
+
+    add_flags(parser, ServerConfig, {}, leave_out=SERVER_ONLY)
+    add_flags(parser, EngineConfig, GROUPS, leave_out=POSITIONAL)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    from atomc.runtime.config import EngineConfig
+    from atomc.runtime.server.config import ServerConfig
+    from atomc.runtime.server.flags import values_of
+
+    server = ServerConfig(
+        **values_of(arguments, {}, ServerConfig, leave_out=SERVER_ONLY), log_requests=False
+    )
+    engine = EngineConfig(**values_of(arguments, {}, EngineConfig))
+    source, target = Path(arguments.input), Path(arguments.output)
+    _check_files(source, target)
+    try:
+        from atomc.runtime.server.batch import run_batch
+        from atomc.runtime.server.client import EngineFailed, EngineProcess
+        from atomc.runtime.server.gpus import engine_environments
+        from atomc.runtime.server.serve import model_folder_and_name
+    except ImportError as error:
+        raise ImportError(
+            f"`atomc run-batch` needs {error.name}: pip install 'atomc[serve]'"
+        ) from error
+    folder, name = model_folder_and_name(engine)
+    processes = [
+        EngineProcess(replace(engine, model=str(folder)), environment, progress=number == 0)
+        for number, environment in enumerate(engine_environments(engine))
+    ]
+    try:
+        total, failed = asyncio.run(run_batch(server, processes, folder, name, source, target))
+    except EngineFailed as error:
+        if error.by_user:
+            raise ValueError(str(error)) from error
+        print(f"atomc: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
+    finally:
+        for process in processes:
+            process.close()
+    print(f"{total - failed} of {total} requests answered, {failed} failed: {target}")
+
+
+def _check_files(source: Path, target: Path) -> None:
+    """Raises OSError or ValueError for files that cannot be read or written, before the start."""
+    with source.open("rb"):
+        pass
+    if target.exists() and os.path.samefile(source, target):
+        raise ValueError(f"-i and -o are the same file, {source}: choose another for the responses")
+    with target.open("ab"):
+        pass

@@ -1,0 +1,13 @@
+"""Bugs in resets of the prefix cache and in batch files."""
+
+from mutations import Bug
+
+SCHEDULER = "tests/test_scheduler.py tests/test_state_snapshots.py -k reset_forgets"
+BATCH = "runtime/server/batch.py"
+
+BUGS = [
+    Bug("runtime/prefix_sharing.py", "            request.shares_prefix = False\n", "", SCHEDULER),
+    Bug("runtime/snapshots.py", "request.shares_prefix and not end", "not end", SCHEDULER),
+    Bug(BATCH, "self.num_failed += status != 200", "pass", "tests/test_batch.py -k internal_error"),
+    Bug(BATCH, " and not isinstance(error, EngineLost)", "", "tests/test_batch.py -k waits_while"),
+]  # fmt: skip
