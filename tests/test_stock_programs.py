@@ -52,7 +52,7 @@ MODELS = {
     "FalconH1": DENSE
     | {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16},
 }
-# A window of a static cache is written in another way once it is full.
+# The cache of a window counts its tokens in a Python number, which Dynamo specializes at first.
 GRAPHS = {"Gemma2": 2, "GptOss": 2}
 NEW_TOKENS = 12
 
@@ -107,10 +107,10 @@ def close(compiled, eager) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-@each("Qwen3", "GptOss")
+@each("Qwen3")
 def test_generate_with_a_compile_config_runs_one_graph_for_all_tokens(name: str) -> None:
     model, before = built(name), atomc.reports()
-    config = compile_config(dynamic=False)
+    config = compile_config(**({} if name in GRAPHS else {"dynamic": False}))
     close(generated(model, ids(), config), generated(model, ids()))
     reports = since(before)
     assert [report.treated for report in reports] == [True] * GRAPHS.get(name, 1)
@@ -146,6 +146,7 @@ def test_a_compiled_generate_returns_the_static_cache_that_eager_fills(name: str
                 torch.testing.assert_close(getattr(ours, kind), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_sdpa_model_compiles_with_dynamic_shapes_once() -> None:
     model, before = built("Llama", attn_implementation="sdpa"), atomc.reports()
     compiled = torch.compile(model, backend="atom", dynamic=True, options={"glue": "eager"})
@@ -167,7 +168,9 @@ def test_a_bare_torch_compile_uses_the_default_backend() -> None:
     before = atomc.reports()
     torch.compiler.set_default_backend("atom")
     try:
-        compiled = torch.compile(lambda x: torch.nn.functional.silu(x) * 2)
+        compiled = torch.compile(
+            lambda x: torch.nn.functional.silu(x) * 2, options={"glue": "eager"}
+        )
         assert torch.compiler.get_default_backend() == "atom"
         x = torch.randn(3, 8)
         torch.testing.assert_close(compiled(x), torch.nn.functional.silu(x) * 2)
