@@ -21,6 +21,7 @@ _PUBLIC = {
     "ops": "",
     "parallelize": "atomc.parallel.parallelize",
     "prepare": "atomc.prepare_model",
+    "prepare_batching": "atomc.models.stock_batching",
     "quantize": "atomc.quantization",
     "register_experts": "atomc.models.stock_experts",
     "register_kernel": "atomc.ops.op",

@@ -109,16 +109,19 @@ def location_of(parameter: nn.Parameter) -> Location:
 
 
 def _on_parameter_death(key: int) -> Callable[["weakref.ref[nn.Parameter]"], None]:
+    table = _table  # when Python exits, a module may lose its names before its last parameter dies
+
     def forget(_: "weakref.ref[nn.Parameter]") -> None:
-        gone = _table.pop(key)
+        gone = table.pop(key)
         for (
             made,
             prepared,
         ) in gone.prepared.items():  # one of several parameters is removed with the first of them
             for other in prepared.parameters:
                 parameter = other()
-                if parameter is not None:
-                    location_of(parameter).prepared.pop(made, None)
+                known = None if parameter is None else table.get(id(parameter))
+                if known is not None:
+                    known.prepared.pop(made, None)
         gone.prepared, gone.packed = (
             {},
             None,

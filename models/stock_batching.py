@@ -1,0 +1,211 @@
+"""Attention for the continuous batching of transformers (`model.generate_batch`), written in ops,
+so that torch.compile traces a step as one graph.
+
+The attention functions of transformers update its paged cache in a function that Dynamo may not
+trace, which breaks the graph once a layer. This one reads the tensors of the cache and calls
+ops.kv_write and ops.paged_attention.
+
+T tokens of all sequences, S sequences, R cached tokens that the step reads, K key/value heads, D
+head width, B blocks of a sequence.
+"""
+
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from atomc import ops
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache
+
+# Names that contain "flash" are what continuous batching accepts besides its own attention, and it
+# then builds no masks. "2" or "3" in the name would select the calls of FlashAttention.
+ATTENTION = "atom_flash"
+ELSE_EAGER = "atom_flash_else_eager"
+
+
+def prepare_batching(model: "PreTrainedModel") -> "PreTrainedModel":
+    """Have the model's attention call ops where transformers batches continuously, in place, so
+    that `generate_batch` with a compile config runs one graph a step. Other calls of the model run
+    with the attention "eager" if the model has it now, else with "sdpa".
+    `model.set_attn_implementation` undoes it.
+
+    Raises ValueError for a model with an attention of its own.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask, sdpa_mask
+
+    if not model._can_set_attn_implementation():
+        raise ValueError(
+            f"{type(model).__name__} does not support a custom attention (AttentionInterface of "
+            "transformers)"
+        )
+    AttentionInterface.register(ATTENTION, _attention)
+    AttentionInterface.register(ELSE_EAGER, _attention_or_eager)
+    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+    AttentionMaskInterface.register(ELSE_EAGER, eager_mask)
+    eager = model.config._attn_implementation in ("eager", ELSE_EAGER)
+    # Not set_attn_implementation, which looks for a package of this name.
+    model.config._attn_implementation = ELSE_EAGER if eager else ATTENTION
+    return model
+
+
+class StockAttention(nn.Module):
+    """An attention layer of transformers, as seen by its attention function."""
+
+    layer_idx: int
+
+
+Result = tuple[Tensor, Tensor | None]
+
+
+def _attention_or_eager(
+    module: StockAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> Result:
+    """The attention function of a model that runs "eager" otherwise."""
+    if options.get("cache") is None:
+        eager = sys.modules[type(module).__module__].eager_attention_forward
+        result: Result = eager(module, query, key, value, attention_mask, **options)
+        return result
+    return _attention(module, query, key, value, attention_mask, **options)
+
+
+def _attention(
+    module: StockAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    cache: "PagedAttentionCache | None" = None,
+    **options: Any,
+) -> Result:
+    """The attention function of transformers: query [1, N, T, D], key and value [1, K, T, D] -> [1,
+    T, N, D].
+    """
+    if cache is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        result: Result = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, **options
+        )
+        return result
+    layer = _paged_layer(cache, module.layer_idx)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if (k.shape[1:], v.shape[1:]) != (layer.keys.shape[2:], layer.values.shape[2:]):
+        raise ValueError(
+            f"{type(module).__name__}: keys [..., {k.shape[-2]}, {k.shape[-1]}] and values "
+            f"[..., {v.shape[-2]}, {v.shape[-1]}] do not fit the paged cache of transformers "
+            f"[..., {layer.keys.shape[-2]}, {layer.keys.shape[-1]}]"
+        )
+    slots, read = (options[name][layer.group] for name in ("write_index", "read_index"))
+    key_start = options["cu_seq_lens_k"][layer.kind]
+    if layer.sentinel is None:
+        token = ops.kv_write(k, v, layer.keys, layer.values, slots)
+        keys, values = layer.keys, layer.values
+        # Without cached tokens there is nothing to read but what was written.
+        tables = _block_tables(read if read.shape[0] else slots, key_start, keys.shape[1])
+    else:
+        # New tokens take the places of old ones that the first of them still read.
+        keys, values = _with_new(layer, k, v, read, layer.sentinel) if read.shape[0] else (k, v)
+        token = ops.kv_write(k, v, layer.keys, layer.values, slots)
+        rows = torch.arange(keys.shape[0], device=keys.device)
+        keys, values = keys[:, None], values[:, None]
+        tables = _block_tables(rows, key_start, 1)
+    sequences = _sequences(options["cu_seq_lens_q"], key_start.diff(), tables, q.shape[0])
+    out = ops.paged_attention(
+        q,
+        keys,
+        values,
+        *sequences,
+        token,
+        options.get("s_aux"),
+        scale=q.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=options.get("sliding_window") or 0,
+        softcap=options.get("softcap") or 0.0,
+    )
+    return out[None], None
+
+
+class _PagedLayer(NamedTuple):
+    """The part of the cache that belongs to a layer: keys and values [pages, page size, K, D].
+
+    group     the number of its index tensors
+    kind      the name of its sequence lengths
+    sentinel  the index that marks a new token among those to read; None: all are in the cache
+    """
+
+    keys: Tensor
+    values: Tensor
+    group: int
+    kind: str
+    sentinel: int | None
+
+
+def _paged_layer(cache: "PagedAttentionCache", number: int) -> _PagedLayer:
+    """Views of one tensor for all layers: as views of several graph inputs in the same memory, each
+    write would copy the cache.
+    """
+    memory = next(iter(cache.cache_allocators.values())).cache_tensor.flatten()
+    allocator = cache.layer_to_allocator[number]
+    shape = (allocator.tokens_per_page, allocator.num_key_value_heads, allocator.head_dim)
+    page = shape[0] * shape[1] * shape[2]
+    layers = allocator.layer_indices
+    first = 2 * layers.index(number)  # pages of keys and of values alternate, layer after layer
+    num_pages = memory.shape[0] // page - (2 * len(layers) - 1)
+    keys, values = (
+        memory[start * page : (start + num_pages) * page].view(num_pages, *shape)
+        for start in (first, first + 1)
+    )
+    sliding = allocator.layer_type == "sliding_attention"
+    sentinel = allocator.sentinel_index if sliding else None
+    return _PagedLayer(keys, values, allocator.index, allocator.layer_type, sentinel)
+
+
+def _with_new(
+    layer: _PagedLayer, k: Tensor, v: Tensor, read: Tensor, sentinel: int
+) -> tuple[Tensor, Tensor]:
+    """The keys and values [R, K, D] that a step reads, in order: cached ones, and new ones in the
+    places of the sentinels.
+    """
+    is_new = read.eq(sentinel)[:, None, None]
+    keys, values = (
+        cached.flatten(0, 1)[read].masked_scatter(is_new, new)
+        for cached, new in ((layer.keys, k), (layer.values, v))
+    )
+    return keys, values
+
+
+def _block_tables(slots: Tensor, key_start: Tensor, block_size: int) -> Tensor:
+    """The blocks [S, B] i32 of each sequence, whose tokens are in slots[key_start[s]:key_start[s +
+    1]]; B is enough for all of them.
+    """
+    num_slots = slots.shape[0]
+    blocks = torch.arange((num_slots + block_size - 1) // block_size, device=slots.device)
+    first = key_start[:-1, None] + blocks * block_size
+    return (slots[first.clamp(max=num_slots - 1)] // block_size).to(torch.int32)
+
+
+def _sequences(
+    query_start: Tensor, seq_lens: Tensor, tables: Tensor, num_tokens: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The operands of ops.paged_attention, with further sequences without tokens.
+
+    The op reads a step of as many rows as sequences as a decode step, and a padded step of prompts
+    may have these numbers. Nothing on the host distinguishes the two.
+    """
+    more = num_tokens + 1 - seq_lens.shape[0]
+    return (
+        torch.cat((query_start, query_start[-1:].expand(more))),
+        torch.cat((seq_lens, seq_lens.new_zeros(more))),
+        torch.cat((tables, tables.new_zeros(more, tables.shape[1]))),
+    )

@@ -1,0 +1,29 @@
+"""Bugs in what other programs call: transformers' continuous batching, ops that write in place."""
+
+from mutations import Bug
+
+
+def batching(old: str, new: str) -> Bug:
+    return Bug("models/stock_batching.py", old, new, "tests/test_stock_batching.py -k as_one_graph")
+
+
+def in_place(old: str, new: str, tests: str) -> Bug:
+    return Bug("passes/calls_in_place.py", old, new, f"tests/test_calls_in_place.py -k {tests}")
+
+
+BUGS = [
+    batching("(2 * len(layers) - 1)", "2 * len(layers)"),
+    batching(
+        "first = 2 * layers.index(number)",
+        "first = 2 * max(layers.index(number) - 1, 0) + 1",
+    ),
+    batching("read if read.shape[0] else slots", "slots"),
+    batching("num_tokens + 1 - seq_lens.shape[0]", "0"),
+    in_place(
+        "storage(node) is not old for node in operands",
+        "node is not old for node in operands",
+        "copy",
+    ),
+    in_place("return max(len(_schema(call).returns), 1)", "return 1", "several_results"),
+    in_place("position[reader] <= position[call]", "True", "numbers_of_eager"),
+]
