@@ -33,11 +33,9 @@ class Pipeline:
         return micro_batches(step, len(self.stage.ranks), least)
 
     def receive(self, states: Tensor, rows: int) -> None:
-        """Fill so many rows of the static states of this stage, unless it is the first. Rows behind
+        """Fill so many rows of the static states of this stage, which is not the first. Rows behind
         them, which are padding, are zero.
         """
-        if self.stage.is_first:
-            return
         states[rows : self._filled].zero_()
         self._filled = rows
         _wait(distributed.irecv(states[:rows], self.stage.ranks[self.stage.index - 1]))

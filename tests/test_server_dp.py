@@ -95,7 +95,7 @@ def test_two_engines_share_the_prompts_and_one_goes_on_without_the_other():
         error = kill_under_streams(server, pids(server)[1])
         assert error["code"] == "engine_dead"
         assert "engine 1's process was killed by signal 9" in error["message"]
-        assert "another engine serves: send the request again" in error["message"]
+        assert "another engine takes over: send the request again" in error["message"]
         assert health(server).status_code == 200
         assert health(server).json()["status"] == "degraded"
         assert "killed by signal 9" in health(server).json()["engines"]["1"]
@@ -195,6 +195,14 @@ def test_without_any_engine_the_soonest_restart_is_the_reason():
     assert isinstance(Engines([_Client(late), _Client(ShuttingDown())]).dead, ShuttingDown)
     assert Engines([_Client(lost), _Client()]).dead is None
     assert to_api_error(lost).headers == {"Retry-After": "1"}
+
+
+def test_other_engines_remain_while_one_is_alive_or_being_restarted():
+    ended, gone = _Client(EngineDead("a")), _Client(EngineLost("b"))
+    assert not Engines([ended]).others_remain(ended)
+    assert not Engines([ended, gone]).others_remain(ended)
+    assert Engines([ended, _Client()]).others_remain(ended)
+    assert Engines([ended, gone, _Client(EngineRestarting("c", 2.0))]).others_remain(ended)
 
 
 def test_stats_of_engines_are_added():

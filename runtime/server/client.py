@@ -64,7 +64,7 @@ class EngineRestarting(EngineDead):
 
 
 class EngineLost(EngineDead):
-    """The engine of this request has ended, and another one serves."""
+    """The engine of this request has ended, and another one serves or is being restarted."""
 
 
 class EngineFailed(Exception):

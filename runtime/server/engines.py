@@ -52,8 +52,10 @@ class Engines:
         """Those that are not dead."""
         return [client for client in self.clients if client.dead is None]
 
-    def others_serve(self, client: EngineClient) -> bool:
-        return any(other is not client for other in self.alive)
+    def others_remain(self, client: EngineClient) -> bool:
+        """Whether another one is alive or being restarted."""
+        others = [other.dead for other in self.clients if other is not client]
+        return any(why is None or isinstance(why, EngineRestarting) for why in others)
 
     @property
     def dead(self) -> EngineDead | None:

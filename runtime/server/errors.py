@@ -85,7 +85,7 @@ def to_api_error(error: Exception) -> APIError:
         case EngineLost():
             return APIError(
                 503,
-                f"{error}; another engine serves: send the request again",
+                f"{error}; another engine takes over: send the request again",
                 "service_unavailable",
                 code="engine_dead",
                 headers=_retry_after(0),

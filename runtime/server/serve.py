@@ -178,7 +178,7 @@ async def _run(
                 restarts=config.restart_engine,
                 timeout=config.engine_timeout,
                 on_restarted=service.update_sizes,
-                others_serve=partial(engines.others_serve, client),
+                others_remain=partial(engines.others_remain, client),
             )
             for client in engines.clients
         ]

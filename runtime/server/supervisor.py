@@ -26,7 +26,7 @@ class Supervisor:
     restarts       maximum number of restarts in a row; 0: none
     timeout        seconds without a response after which the engine is killed; 0: never
     on_restarted   called when a new engine is ready
-    others_serve   whether other engines are alive
+    others_remain  whether another engine is alive or being restarted
     """
 
     def __init__(
@@ -36,11 +36,11 @@ class Supervisor:
         restarts: int,
         timeout: float,
         on_restarted: Callable[[], None],
-        others_serve: Callable[[], bool],
+        others_remain: Callable[[], bool],
     ) -> None:
         self._client = client
         self._restarts, self._timeout, self._on_restarted = restarts, timeout, on_restarted
-        self._others_serve = others_serve
+        self._others_remain = others_remain
         self._attempt = 0
         self._started_at = time.monotonic()
         client.on_death = self._on_death
@@ -81,7 +81,7 @@ class Supervisor:
             self._attempt = 0
         if self._attempt == self._restarts:
             attempts = f" (after {self._restarts} restarts)" if self._restarts else ""
-            if self._others_serve():
+            if self._others_remain():
                 return EngineLost(f"{self._client.name} is gone: {why}{attempts}")
             return EngineDead(f"{why}{attempts}")
         self._attempt += 1

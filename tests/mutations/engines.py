@@ -14,6 +14,7 @@ BUGS = [
     bug(f"{SERVER}/engines", 'request.id.partition("/")[0]', "request.id", "fewest_requests"),
     bug(f"{SERVER}/engines", "(client.unhealthy_reason is not None, ", "(", "fewest_requests"),
     bug(f"{SERVER}/engines", "return min(restarting", "return max(restarting", "soonest_restart"),
+    bug(f"{SERVER}/engines", " or isinstance(why, EngineRestarting) for", " for", "engines_remain"),
     bug(f"{SERVER}/gpus", "names[engine * each :", "names[engine :", "gpus_are_divided"),
     bug("runtime/stats", "min(stats.max_len", "max(stats.max_len", "stats_of_engines"),
 ]
