@@ -138,6 +138,8 @@ def test_sizes_are_refused_with_those_that_divide() -> None:
     sentence = r"16 key heads of delta nets \(linear_num_key_heads\) do not divide by 3; "
     with pytest.raises(ValueError, match=sentence + r"1, 2, 4, 8 and 16 do"):
         sizes.check({"text_config": fields}, 3)
+    with pytest.raises(ValueError, match="1, 2, 4, 8 and 16 do"):
+        sizes.check(fields | {"layer_types": ["linear_attention", "full_attention"]}, 3)
     sizes.check(fields | {"layer_types": ["full_attention"]}, 3)
 
 
