@@ -33,7 +33,7 @@ from atomc.models.mtp import MTP, WithMTP
 from atomc.models.qwen3_next import PARTIAL_ROTARY, Attention
 from atomc.models.rotary import Rotary, rope_parameters, rotated_columns
 
-# The delta nets are on every device.
+# Delta nets are divided by heads: see atomc.parallel.delta_nets.
 SHARD = DECODER_SHARD
 
 

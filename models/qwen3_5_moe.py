@@ -24,7 +24,7 @@ from atomc.models.qwen3_5 import SplitDeltaNet
 from atomc.models.qwen3_next import PARTIAL_ROTARY, Attention, MoE
 from atomc.models.rotary import Rotary, rope_parameters, rotated_columns
 
-# The delta nets are on every device.
+# Delta nets are divided by heads: see atomc.parallel.delta_nets.
 SHARD = DECODER_SHARD
 
 

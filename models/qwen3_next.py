@@ -30,7 +30,7 @@ from atomc.models.mtp import MTP, WithMTP
 from atomc.models.qwen3_moe import Router, RouterConfig, moe_layers
 from atomc.models.rotary import Rotary, apply_partial_rope, rope_parameters, rotated_columns
 
-# The delta nets are on every device.
+# Delta nets are divided by heads: see atomc.parallel.delta_nets.
 SHARD = DECODER_SHARD
 # Of the columns of a head, if config.json does not say how many are rotated.
 PARTIAL_ROTARY = 0.25

@@ -56,7 +56,7 @@ SPELLINGS: dict[tuple[str, ...], Callable[[Any, Tensor], Projected]] = {
 }
 
 
-def _spelling(module: nn.Module) -> tuple[str, ...] | None:
+def spelling_of(module: nn.Module) -> tuple[str, ...] | None:
     """The names of its parts in SPELLINGS; None for a module that is no gated delta net."""
     children = module._modules
     if "conv1d" not in children or not {"A_log", "dt_bias"} <= module._parameters.keys():
@@ -66,7 +66,7 @@ def _spelling(module: nn.Module) -> tuple[str, ...] | None:
 
 def mix(layer: Any, x: Tensor) -> Tensor:
     """What the layer makes of x [B, T, D] -> [B, T, D]."""
-    spelling = _spelling(layer)
+    spelling = spelling_of(layer)
     assert spelling is not None
     projected = SPELLINGS[spelling](layer, x)
     states = (getattr(layer, name, None) for name in ("conv_state", "delta_state"))
@@ -88,12 +88,12 @@ def _handles(layer: Any) -> Mapping[str, nn.Buffer]:
 
 
 def _parameters(layer: nn.Module) -> Iterable[str]:
-    parts = (f"{name}.weight" for name in _spelling(layer) or ())
+    parts = (f"{name}.weight" for name in spelling_of(layer) or ())
     return (*RECURRENCE, *parts)
 
 
 DELTA_NETS = LayerKind(
-    lambda module: _spelling(module) is not None,
+    lambda module: spelling_of(module) is not None,
     mix,
     "ops.causal_conv1d and ops.gated_delta_rule",
     _handles,

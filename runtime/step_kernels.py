@@ -11,6 +11,7 @@ from atomc import kernels
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.graphs import launched_shapes
 from atomc.runtime.runner import Runner
+from atomc.runtime.sampling.output_processor import OutputProcessor
 from atomc.runtime.sampling.sample_spec import SampleSpec
 from atomc.runtime.sampling.sampler import Sampler
 from atomc.runtime.sampling.sampling_params import SamplingParams
@@ -47,8 +48,8 @@ class StepKernels:
                             Sampler(weight.device, 1), weight.new_zeros(1, vocab_size)
                         )
 
-    def load(self, runner: Runner, sampler: Sampler | None, max_num_seqs: int) -> None:
-        """Compile and load all kernels that steps of this runner may need. sampler: None if it
+    def load(self, runner: Runner, outputs: OutputProcessor | None, max_num_seqs: int) -> None:
+        """Compile and load all kernels that steps of this runner may need. outputs: None if it
         gives no logits.
         """
         if runner.program.device.type != "cuda" or runner.program.syncing:
@@ -57,7 +58,7 @@ class StepKernels:
 
         helper, self._helper = self._helper, None
         kernels_loaded = compile_in_parallel(
-            partial(self._launch_all, runner, sampler, max_num_seqs), worker=helper
+            partial(self._launch_all, runner, outputs, max_num_seqs), worker=helper
         )
         self.kernels_loaded = (
             kernels_loaded and torch.version.hip is None
@@ -67,7 +68,9 @@ class StepKernels:
         if self._helper is not None:
             self._helper.end()
 
-    def _launch_all(self, runner: Runner, sampler: Sampler | None, max_num_seqs: int) -> None:
+    def _launch_all(
+        self, runner: Runner, outputs: OutputProcessor | None, max_num_seqs: int
+    ) -> None:
         at = runner.input_batch
         for shape in launched_shapes(
             max_num_seqs,
@@ -77,8 +80,8 @@ class StepKernels:
             rewinds=not all(spec.can_roll_back for spec in runner.program.specs),
         ):
             logits = runner.empty_step(shape)
-            if sampler is not None and shape.rows == at.rows:
-                _sample_with_and_without_filters(sampler, logits)
+            if outputs is not None and shape.rows == at.rows:
+                _sample_with_and_without_filters(outputs.sampler, outputs.whole(logits))
 
 
 def _sample_with_and_without_filters(sampler: Sampler, logits: Tensor) -> None:

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from atomc.encoder import compile_encoder
+from atomc.models.decoder import CausalLM
 from atomc.models.stock import StockModel
 from atomc.ops.inputs import TEXT, ModelInputs
 from atomc.ops.state import StateSpec, block_size_of, groups_of
 from atomc.options import Options
 from atomc.parallel.group import Place
 from atomc.parallel.stages import StageModel
+from atomc.parallel.vocab import LogitsOfRank, VocabParallelHead, leave_apart
 from atomc.program import Program, compile_model
 from atomc.report.report import Report
 from atomc.runtime import self_check
@@ -97,6 +99,7 @@ class Worker:
     def _compile(self) -> None:
         """Compile the model, and its draft model if there is one."""
         config, options = self.config, Options.of(self.config.options)
+        self._apart = self._leave_logits_apart()
         draft = draft_model_of(self.module) if config.speculative == "mtp" else None
         module = self.module if draft is None else WithHiddenStates(self.module, draft.reads)
         self._takes = TEXT
@@ -116,6 +119,11 @@ class Worker:
             before_free=self._before_free,
             takes=self._takes if self.images is None else self.images.takes(images=False),
         )
+        if self._apart is not None:
+            self.program.report.notes.append(
+                "logits are gathered after the program, and not for steps of greedy requests: "
+                "ranks exchange their largest ones"
+            )
         if self.pipeline is not None:
             self.program.report.model = type(self.module).__name__
         self.image_program = None
@@ -149,6 +157,18 @@ class Worker:
             )
             self.program.report.notes.append(note)
             log.warning("%s", note)
+
+    def _leave_logits_apart(self) -> LogitsOfRank | None:
+        """Have the model return the logits of this rank's part of the vocabulary. None if it
+        returns all: one rank, a model that may compute something of all logits, and one whose head
+        a draft layer shares.
+        """
+        tp, model = self.place.tp, self.module
+        own = isinstance(model, CausalLM) and type(model).forward is CausalLM.forward
+        if tp is None or not own or self.config.speculative == "mtp":
+            return None
+        head = model.lm_head
+        return leave_apart(head, tp.rank) if type(head) is VocabParallelHead else None
 
     def _compile_encoder(self) -> Encode:
         """The vision encoder; as it is, if it has no form that can be compiled."""
@@ -191,7 +211,7 @@ class Worker:
         max_num_batched_tokens = config.max_num_batched_tokens or max(
             MAX_NUM_BATCHED_TOKENS.get(device.type, 2048), max_num_seqs
         )
-        self.outputs = OutputProcessor(device, max_num_seqs)
+        self.outputs = OutputProcessor(device, max_num_seqs, self._apart)
         self.encoder = None
         if self.images is not None:
             self.encoder = ImageEncoder(self._encode, self.images, device)
@@ -255,7 +275,7 @@ class Worker:
 
     def _load_kernels(self, runner: Runner, max_num_seqs: int) -> None:
         """Load the kernels of this runner's steps, and those that sample."""
-        self._kernels.load(runner, self.outputs.sampler if self.samples else None, max_num_seqs)
+        self._kernels.load(runner, self.outputs if self.samples else None, max_num_seqs)
 
     def _image_limits(self) -> ImageLimits | None:
         if self.images is None:
@@ -337,7 +357,8 @@ class Worker:
         logits = runner.padding_only(min(rows, max_num_seqs))
         if self.samples:
             self.outputs.sampler(
-                logits, [SampleSpec(SamplingParams(temperature=1.0, top_p=0.9))] * len(logits)
+                self.outputs.whole(logits),
+                [SampleSpec(SamplingParams(temperature=1.0, top_p=0.9))] * len(logits),
             )
         if self.encoder is not None:
             self.encoder.encode_largest(self.config.max_image_patches)

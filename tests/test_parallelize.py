@@ -52,8 +52,9 @@ def test_parts_follow_one_another() -> None:
 
 
 def test_each_segment_is_cut() -> None:
-    assert Cut(0, 2, 1, segments=2).of(WHOLE).equal(WHOLE[[2, 3, 6, 7]])
-    assert Cut(1, 3, 0, segments=2).of(WHOLE).equal(WHOLE[:, [0, 3]])
+    assert Cut(0, 2, 1, segments=(1, 1)).of(WHOLE).equal(WHOLE[[2, 3, 6, 7]])
+    assert Cut(1, 3, 0, segments=(1, 1)).of(WHOLE).equal(WHOLE[:, [0, 3]])
+    assert Cut(0, 2, 1, segments=(16, 16, 32)).of(WHOLE).equal(WHOLE[[1, 3, 6, 7]])
 
 
 def test_the_last_part_is_padded() -> None:
@@ -72,7 +73,11 @@ def test_a_part_has_memory_of_its_own() -> None:
     ("cut", "sentence"),
     [
         (Cut(1, 4, 0), "6 do not divide into 4 equal parts"),
-        (Cut(0, 4, 0, segments=4), "4 segments of 2 do not divide into 4 equal parts"),
+        (
+            Cut(0, 4, 0, segments=(1, 1, 1, 1)),
+            "segments of 2, 2, 2, 2 do not divide into 4 equal parts",
+        ),
+        (Cut(0, 2, 0, segments=(1, 1, 4)), "8 do not divide into segments of 1 : 1 : 4"),
         (Cut(0, 16, 0), "8 do not divide into 16 equal parts"),
         (Cut(0, 7, 0, padded=True), "the last would hold nothing"),
     ],

@@ -25,6 +25,7 @@ from test_server_lifecycle import end_of_stream, health, until
 from torch import distributed, nn
 
 from atomc import demo
+from atomc.parallel.vocab import LogitsOfRank
 from atomc.runtime import worker
 from atomc.runtime.llm import LLM, SamplingParams
 from atomc.runtime.ranks import monitor
@@ -225,6 +226,36 @@ def test_two_ranks_give_the_outputs_of_one(two):
     assert sum(counts.steps.values()) > 30
     # Rank 1 has fewer blocks.
     assert two.engine.executor.limits.capacity.num_blocks == (ENGINES["chunks"]["num_blocks"],)
+
+
+READS_ALL = [
+    {"temperature": 0.8},
+    {"logprobs": 1},
+    {"prompt_logprobs": 1},
+    {"repetition_penalty": 1.2},
+    {"logit_bias": {9: -1.0}},
+    {"min_tokens": 2},
+    {"structured": Structured(regex="(the king |a queen )+"), "ignore_eos": False},
+]
+
+
+def test_steps_of_greedy_requests_gather_no_logits(two, monkeypatch):
+    gathered, gather = [], LogitsOfRank.gathered
+
+    def counted(self, logits):
+        gathered.append(len(logits))
+        return gather(self, logits)
+
+    monkeypatch.setattr(LogitsOfRank, "gathered", counted)
+    assert "all_gather" not in two.program.report.num_ops
+    assert any("after the program" in note for note in two.program.report.notes)
+    greedy = SamplingParams(max_tokens=3, ignore_eos=True)
+    two.generate([PROMPT, PROMPT * 9], greedy)
+    assert not gathered
+    for fields in READS_ALL:
+        two.generate([PROMPT], replace(greedy, **fields))
+        assert gathered, fields
+        gathered.clear()
 
 
 @pytest.mark.slow

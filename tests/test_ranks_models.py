@@ -64,6 +64,7 @@ DELTA_NET = {
     "linear_conv_kernel_dim": 4,
     "layer_types": ["linear_attention", "full_attention"],
 }
+FOUR_HEADS = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 # The first stage has layers of one kind only.
 MIXED = {
     "num_local_experts": 4,
@@ -96,6 +97,13 @@ ROWS = {
     "sinks and windows": Row("gpt_oss", {"num_local_experts": 4, "sliding_window": 8}),
     "latent attention": Row("deepseek_v3", LATENT),
     "recurrent state": Row("qwen3_next", DELTA_NET),
+    "recurrent state, dense": Row("qwen3_5_text", DELTA_NET),
+    "recurrent state, four ranks": Row("qwen3_5_moe_text", DELTA_NET | FOUR_HEADS, tp=4),
+    "recurrent state of a class of transformers": Row("olmo_hybrid", DELTA_NET),
+    "recurrent state, 4 bits": Row(
+        "qwen3_5_text", DELTA_NET | {"intermediate_size": 128}, {"quantization": "mxfp4_a16"}
+    ),
+    "recurrent state, drafts": Row("qwen3_next", DELTA_NET, {"speculative": "ngram"}),
     "4 bits": Row("llama", {"intermediate_size": 128}, {"quantization": "mxfp4_a16"}),
     "drafts": Row("qwen3", {}, {"speculative": "ngram"}),
     "stages": Row("llama", tp=1, pp=2),
@@ -105,12 +113,13 @@ ROWS = {
     "stages, windows in some": Row("gpt_oss", MIXED, tp=1, pp=2),
     "stages, latent attention": Row("deepseek_v3", LATENT, pp=2),
     "stages, recurrent state": Row("qwen3_next", ALTERNATING, tp=1, pp=2),
+    "stages of two ranks, recurrent state": Row("qwen3_next", ALTERNATING, pp=2),
     "stages, 4 bits": Row("llama", {"intermediate_size": 128}, {"quantization": "mxfp4_a16"}, pp=2),
     "three stages, drafts": Row(
         "qwen3", {"num_hidden_layers": 4}, {"speculative": "ngram"}, tp=1, pp=3
     ),
 }
-PER_CHANGE = {"experts by expert"}
+PER_CHANGE = {"experts by expert", "recurrent state, dense"}
 
 
 def text(folder: Any, row: Row, **settings: Any) -> list[tuple[int, ...]]:

@@ -10,7 +10,7 @@ import vocab_ranks
 from fake_group import fake_group
 from torch import nn
 from vocab_model import IDS, Decoder, divided, rows
-from vocab_ranks import CASES, COMPILED, RANKS
+from vocab_ranks import CASES, COMPILED, DTYPES, RANKS, some_logits
 
 from atomc import models
 from atomc.cache.model_fingerprint import model_parts
@@ -55,6 +55,20 @@ def test_two_processes_compute_the_logits_of_one(case, folder):
     assert torch.equal(first["logits"][-1], second["logits"][-1]) and first["ops"] == second["ops"]
     if case in COMPILED:
         assert first["ops"].items() >= {"allreduce_rms_norm": 1, "all_gather": 1}.items()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_processes_find_the_largest_logit_from_their_largest_ones(dtype, folder):
+    whole = some_logits(dtype)
+    for rank in range(RANKS):
+        ids, largest, gathered = torch.load(folder / f"apart-{rank}.pt")[dtype]
+        torch.testing.assert_close(gathered, whole, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(largest, whole.amax(-1), rtol=0, atol=0, equal_nan=True)
+        sampled = [0, 1, 2, 3, 4, 7]
+        assert ids[sampled].tolist() == [
+            whole[row].eq(whole[row].max()).nonzero()[0].item() for row in sampled
+        ]
+        assert ids.min() >= 0 and ids.max() < 67
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

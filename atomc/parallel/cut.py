@@ -12,30 +12,47 @@ from atomc.parallel.vocab import rows_of_rank
 class Cut:
     """Part `index` of `parts` equal ones, along dimension `dim`.
 
-    segments  the dimension has this many equal segments, such as the rows of gate and of up, each
-              of which is cut
+    segments  the relative sizes of segments of the dimension, each of which is cut: equal ones of
+              gate and of up, others of queries, keys and values
     padded    zeros follow the last part, if the dimension does not divide
     """
 
     dim: int
     parts: int
     index: int
-    segments: int = 1
+    segments: tuple[int, ...] = (1,)
     padded: bool = False
 
     def of(self, tensor: Tensor) -> Tensor:
         """The part, contiguous, in memory of its own. Raises ValueError if there is none."""
-        size = self.size_of(tensor.shape[self.dim])
+        whole = tensor.shape[self.dim]
+        size = self.size_of(whole)
+        shape = [*tensor.shape[: self.dim], size, *tensor.shape[self.dim + 1 :]]
         if self.padded:
             first = self.index * size
-            own = tensor.narrow(self.dim, first, min(size, tensor.shape[self.dim] - first))
-            shape = [*tensor.shape[: self.dim], size, *tensor.shape[self.dim + 1 :]]
+            own = tensor.narrow(self.dim, first, min(size, whole - first))
             padded = tensor.new_zeros(shape)
             padded.narrow(self.dim, 0, own.shape[self.dim]).copy_(own)
             return padded
-        pieces = torch.unflatten(tensor, self.dim, (self.segments, self.parts, -1))
-        part = pieces.select(self.dim + 1, self.index).flatten(self.dim, self.dim + 1)
-        return part.clone(memory_format=torch.contiguous_format)
+        lengths = self.lengths(whole)
+        own_lengths = [length // self.parts for length in lengths]
+        part = tensor.new_empty(shape)
+        for segment, target in zip(
+            torch.split(tensor, lengths, self.dim),
+            torch.split(part, own_lengths, self.dim),
+            strict=True,
+        ):
+            own_length = target.shape[self.dim]
+            target.copy_(segment.narrow(self.dim, self.index * own_length, own_length))
+        return part
+
+    def lengths(self, size: int) -> list[int]:
+        """Of each segment. Raises ValueError if the size is not in this proportion."""
+        total = sum(self.segments)
+        if any(size * segment % total for segment in self.segments):
+            of = " : ".join(map(str, self.segments))
+            raise ValueError(f"{size:,} do not divide into segments of {of}")
+        return [size * segment // total for segment in self.segments]
 
     def size_of(self, size: int) -> int:
         """The part's size along the dimension. Raises ValueError if the parts are not equal, or one
@@ -43,8 +60,8 @@ class Cut:
         """
         if self.padded:
             return rows_of_rank(size, self.parts)
-        part, rest = divmod(size, self.parts * self.segments)
-        if rest or not part:
-            what = f"{self.segments} segments of {size // self.segments:,}" * (self.segments > 1)
-            raise ValueError(f"{what or f'{size:,}'} do not divide into {self.parts} equal parts")
-        return part * self.segments
+        lengths = self.lengths(size)
+        if any(length % self.parts or not length for length in lengths):
+            what = "segments of " * (len(lengths) > 1) + ", ".join(f"{n:,}" for n in lengths)
+            raise ValueError(f"{what} do not divide into {self.parts} equal parts")
+        return size // self.parts

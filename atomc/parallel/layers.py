@@ -21,6 +21,7 @@ from atomc.quantization.scheme import Scheme, Shapes
 # part.
 WHOLE_SHAPE = "weight_shape"
 Side = Literal["out", "in"]
+GATE_AND_UP = (1, 1)  # segments of a cut
 Cuts = dict[str, Cut]  # by the name of a parameter in its module
 # Attributes of experts of transformers with their width.
 WIDTHS = ("intermediate_dim", "intermediate_size", "expert_dim")
@@ -91,15 +92,16 @@ def _part_of(size: tuple[int, int], side: Side, cut: Cut, scheme: Scheme) -> tup
     which = 0 if side == "out" else 1
     part = cut.size_of(size[which])
     block = scheme.block_sizes[which]
-    segment = part // cut.segments
-    if segment % block:
+    lengths = cut.lengths(size[which])
+    split = next((whole for whole in lengths if whole // cut.parts % block), None)
+    if split is not None:
         kind = "outputs" if side == "out" else "inputs"
-        whole = size[which] // cut.segments
-        works = [n for n in range(1, whole // block + 1) if whole % (n * block) == 0]
+        most = min(lengths) // block
+        works = [n for n in range(1, most + 1) if not any(whole % (n * block) for whole in lengths)]
         raise ValueError(
-            f"a cut of {whole:,} {kind} in {cut.parts} gives {segment:,}, not a multiple of "
-            f"{block}, which share a scale of {scheme.description}; parts that work are "
-            f"{', '.join(map(str, works)) or 'none but the whole'}"
+            f"a cut of {split:,} {kind} in {cut.parts} gives {split // cut.parts:,}, not a "
+            f"multiple of {block}, which share a scale of {scheme.description}; parts that work "
+            f"are {', '.join(map(str, works)) or 'none but the whole'}"
         )
     return (part, size[1]) if side == "out" else (size[0], part)
 
@@ -126,7 +128,7 @@ def cuts_of_experts(module: nn.Module, size: int, rank: int) -> Cuts:
         return _of_quantized_experts(module, size, rank)
     spec = spec_of(module)
     rows, columns = (2, 1) if spec.transposed else (1, 2)
-    width = Cut(rows, size, rank, 1 if spec.gate["interleaved"] else 2)
+    width = Cut(rows, size, rank, (1,) if spec.gate["interleaved"] else GATE_AND_UP)
     found = {"gate_up_proj": width, "down_proj": Cut(columns, size, rank)}
     if spec.has_bias:
         found["gate_up_proj_bias"] = Cut(1, size, rank, width.segments)
@@ -144,8 +146,8 @@ def _of_quantized_experts(module: QuantizedExperts, size: int, rank: int) -> Cut
             one = (rows // len(stored), columns)
             found |= _of_stored(module, stored, one, side, Cut(0, size, rank))
             continue
-        segments = 2 if side == "out" and not module.spec.gate["interleaved"] else 1
-        cut = Cut(0, size, rank, segments)
+        in_two = side == "out" and not module.spec.gate["interleaved"]
+        cut = Cut(0, size, rank, GATE_AND_UP if in_two else (1,))
         found |= _of_stacked(module, projection, (rows, columns), side, cut)
     return found
 

@@ -6,7 +6,8 @@ file: the last part of a name -> the word.
     colwise                 a linear layer by its outputs; so is a bare parameter by its first
                             dimension
     rowwise                 a linear layer by its inputs; the outputs of the ranks are summed
-    packed_colwise          as colwise, each of two segments (gate and up) by itself
+    packed_colwise          as colwise, each segment (gate and up; queries, keys and values) by
+                            itself
     packed_rowwise          a weight [E, H, 2I]: its last dimension, each segment by itself
     colwise_gather_output   as colwise, and each rank gets the outputs of all
     rowwise_split_input     as rowwise, of an input that each rank has whole

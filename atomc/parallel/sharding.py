@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from atomc.json_types import JSONLike
 from atomc.models.experts import Experts
 from atomc.models.parameters import assign, parameter_names, tensor_of
-from atomc.parallel import heads, layers, sizes
+from atomc.parallel import delta_nets, heads, layers, sizes
 from atomc.parallel.collectives import (
     COLUMNS,
     EXPERT_MAP,
@@ -23,7 +23,7 @@ from atomc.parallel.collectives import (
 )
 from atomc.parallel.cut import Cut
 from atomc.parallel.group import TensorParallel
-from atomc.parallel.layers import Side
+from atomc.parallel.layers import GATE_AND_UP, Side
 from atomc.parallel.plan import EXPERTS, GATHERED, SPLIT_INPUT, SUMMED, Plan, plan_of
 from atomc.parallel.vocab import gather_logits, sum_lookups
 from atomc.quantization.experts import QuantizedExperts
@@ -47,17 +47,19 @@ class Sharding:
               gathered
     summed    names of modules whose results are summed
     keys      name of an attention layer -> how its keys and values are cut
+    recurrent names of gated delta nets
     """
 
     model: nn.Module
     place: TensorParallel
-    plan: Plan
+    plan: dict[str, str]
     linears: dict[str, tuple[Side, Cut]] = field(default_factory=dict)
     experts: dict[str, bool] = field(default_factory=dict)
     tensors: dict[str, Cut] = field(default_factory=dict)
     tables: list[str] = field(default_factory=list)
     summed: list[str] = field(default_factory=list)
     keys: dict[str, Cut] = field(default_factory=dict)
+    recurrent: list[str] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -73,9 +75,11 @@ class Sharding:
         Raises ValueError for a model without a plan, or one that this number of ranks does not
         divide.
         """
-        made = cls(model, place, plan_of(model, ep=ep))
+        plan = plan_of(model, ep=ep)
         sizes.check(_fields(model), place.size, ep=ep)
         modules = dict(model.named_modules())
+        nets = [name for name, module in modules.items() if delta_nets.is_delta_net(module)]
+        made = cls(model, place, _without(plan, nets))
         experts = tuple(f"{name}." for name, how in made.plan.items() if how in EXPERTS)
         for name, how in made.plan.items():
             module = modules.get(name)
@@ -99,6 +103,8 @@ class Sharding:
                     "linear layers and stacked experts are supported"
                 )
         made._check_keys(modules)
+        for name in nets:
+            made._add_delta_net(name, modules[name])
         made._keep_whole_if_shared()
         made.cuts()
         return made
@@ -133,7 +139,7 @@ class Sharding:
     def _add_linear(self, name: str, modules: dict[str, nn.Module], how: str) -> None:
         side, place = SIDES[how], self.place
         owner, _, leaf = name.rpartition(".")
-        cut = Cut(0, place.size, place.rank, 2 if how == "packed_colwise" else 1)
+        cut = Cut(0, place.size, place.rank, GATE_AND_UP if how == "packed_colwise" else (1,))
         if side == "out" and leaf in heads.GROUPED:
             cut = heads.kv_cut(modules[owner], place, owner) or cut
         if side == "out" and leaf in heads.KEYS:
@@ -141,6 +147,19 @@ class Sharding:
         self.linears[name] = side, cut
         if side == "in":
             self.summed.append(name)
+
+    def _add_delta_net(self, name: str, net: nn.Module) -> None:
+        delta_nets.check(net, self.place, name)
+        self.recurrent.append(name)
+        for part, how in delta_nets.words_of(net).items():
+            path, cut = f"{name}.{part}", delta_nets.cut_of(net, part, self.place)
+            if part in dict(net.named_parameters()):
+                self.tensors[path] = cut
+            else:
+                self.linears[path] = SIDES[how], cut
+            if how == "rowwise":
+                self.summed.append(path)
+            self.plan[path] = how
 
     def _check_keys(self, modules: dict[str, nn.Module]) -> None:
         """Raise ValueError for an attention layer whose output is cut, and its keys are not."""
@@ -199,6 +218,8 @@ class Sharding:
             attention = self.model.get_submodule(name)
             heads.resize_heads(attention, cut)
             heads.resize_groups(attention, cut.parts, self.place.size)
+        for name in self.recurrent:
+            delta_nets.resize(self.model.get_submodule(name), self.place.size)
 
     def connect(self) -> None:
         """Have ranks exchange results. A bias of a sum is added by the first rank only: it is zero
@@ -250,6 +271,12 @@ class Sharding:
         columns = torch.arange(module.in_features) + self.place.rank * module.in_features
         module.register_buffer(COLUMNS, columns.to(_device(module)), persistent=False)
         module.register_forward_pre_hook(ColumnsOfRank())
+
+
+def _without(plan: Plan, owners: Collection[str]) -> dict[str, str]:
+    """The plan for all but these modules and their parts."""
+    parts = tuple(f"{owner}." for owner in owners)
+    return {name: how for name, how in plan.items() if not name.startswith(parts)}
 
 
 def _device(module: nn.Module) -> torch.device:

@@ -9,6 +9,7 @@ from atomc.models.limits import NUM_EXPERTS
 
 # Fields whose values are divided, and what they count.
 HEADS, KV_HEADS = "num_attention_heads", "num_key_value_heads"
+LINEAR_HEADS, LINEAR = "linear_num_key_heads", "linear_attention"
 WIDTH, EXPERT_WIDTHS = "intermediate_size", ("moe_intermediate_size",)
 SHARED_WIDTHS = ("shared_expert_intermediate_size",)
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
@@ -58,6 +59,11 @@ def _problems(fields: Mapping[str, JSONLike], size: int, ep: bool) -> Iterator[s
     of_keys = _count(fields, KV_HEADS)
     if of_keys is not None and of_keys % size and size % of_keys:
         yield f"{of_keys:,} heads of keys and values ({KV_HEADS}) do not divide by {size}"
+    recurrent = _count(fields, LINEAR_HEADS)
+    types = fields.get("layer_types")
+    has_recurrent = not isinstance(types, list) or LINEAR in types
+    if recurrent is not None and has_recurrent and recurrent % size:
+        yield f"{recurrent:,} key heads of delta nets ({LINEAR_HEADS}) do not divide by {size}"
     experts = _count(fields, *NUM_EXPERTS)
     if ep and experts is not None and experts % size:
         yield f"{experts:,} experts do not divide by {size}"

@@ -8,6 +8,8 @@ Parameters are cut before (atomc.parallel.sharding). The first id is a buffer, a
 attribute: the processes compile equal graphs.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
@@ -60,6 +62,37 @@ class VocabParallelHead(nn.Linear):
         return logits if logits.shape[-1] == size else logits[..., :size]
 
 
+@dataclass(frozen=True)
+class LogitsOfRank:
+    """What gives the results of all logits, of which each rank has some columns, [R, rows].
+
+    size    of the vocabulary
+    first   the id of this rank's first column
+    """
+
+    size: int
+    first: int
+    ranks: int
+    group: str
+
+    def gathered(self, logits: Tensor) -> Tensor:
+        """The logits [R, size] of all ids."""
+        return ops.all_gather.reference(logits, self.ranks, self.group)[..., : self.size]
+
+    def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The id of the largest logit of each row [R] i64, the smallest among equals, and that
+        logit [R]; NaN if any logit of the row is, and the id is then meaningless but in range.
+        """
+        value, column = logits[..., : self.size - self.first].max(-1)
+        # Exact for logits of any dtype.
+        pair = torch.stack([value.double().view(torch.int64), column + self.first], -1)
+        pairs = ops.all_gather.reference(pair, self.ranks, self.group).view(*value.shape, -1, 2)
+        values, ids = pairs[..., 0].contiguous().view(torch.float64), pairs[..., 1]
+        largest = values.amax(-1, keepdim=True)
+        found = ids.masked_fill(values != largest, self.size - 1).amin(-1)
+        return found, largest.squeeze(-1).to(value.dtype)
+
+
 def sum_lookups(module: nn.Embedding, tp: TensorParallel) -> None:
     """Have an embedding whose weight is cut return the rows of all ids."""
     first = tp.rank * len(module.weight)
@@ -76,6 +109,17 @@ def gather_logits(module: nn.Linear, tp: TensorParallel) -> None:
     _become(module, VocabParallelHead)
     assert isinstance(module, VocabParallelHead)
     module.ranks, module.group = tp.size, tp.group
+
+
+def leave_apart(module: VocabParallelHead, rank: int) -> LogitsOfRank:
+    """Have a head return this rank's logits only, those of padding included."""
+    rows = len(module.weight)
+    found = LogitsOfRank(module.out_features, rank * rows, module.ranks, module.group)
+    del module.ranks, module.group
+    module.out_features = rows
+    plain: nn.Module = module
+    plain.__class__ = nn.Linear
+    return found
 
 
 def _become(module: nn.Module, cut: type[nn.Module]) -> None:

@@ -8,6 +8,7 @@ from math import isfinite, isnan
 import torch
 from torch import Tensor
 
+from atomc.parallel.vocab import LogitsOfRank
 from atomc.runtime.executor import Result
 from atomc.runtime.request_errors import RequestError, RequestFailed, is_recoverable
 from atomc.runtime.sampling.copy_to_host import HostCopier, HostCopy
@@ -144,17 +145,26 @@ def _sampling_error(spec: SampleSpec, max_logit: float) -> RequestError:
 
 
 class OutputProcessor:
-    """Samples tokens and pools hidden states. Errors of a single request go to its SlotState."""
+    """Samples tokens and pools hidden states. Errors of a single request go to its SlotState.
 
-    def __init__(self, device: torch.device, max_num_seqs: int) -> None:
+    apart  the logits of the model are those of this rank only
+    """
+
+    def __init__(
+        self, device: torch.device, max_num_seqs: int, apart: LogitsOfRank | None = None
+    ) -> None:
         self.sampler = Sampler(device, max_num_seqs)
+        self._apart = apart
         self.host_copier = HostCopier(device)
 
     def sample(self, outputs: StepOutputs, logits: Tensor, mask: Tensor | None) -> Tensor | None:
-        """Sample from logits [R, V] and start the copy to the host; returns the tokens on the
-        device.
+        """Sample from the model's logits [R, V] and start the copy to the host; returns the tokens
+        on the device.
         """
         step, states = outputs.step, outputs.states
+        only_largest = self._apart is not None and mask is None and _only_largest(outputs)
+        if not only_largest:
+            logits = self.whole(logits)
         bounds = list(
             pairwise(accumulate([chunk.num_output_rows for chunk in step.chunks], initial=0))
         )
@@ -173,7 +183,10 @@ class OutputProcessor:
         if len(drawing) < len(logits):
             logits = logits[torch.tensor(drawing, device=logits.device)]
         outputs.specs = sample_specs(step, states)
-        outputs.sampled = self._sample(outputs, logits, mask)
+        if self._apart is not None and only_largest:
+            outputs.sampled = Sampled(*self._apart.largest(logits))
+        else:
+            outputs.sampled = self._sample(outputs, logits, mask)
         _force(step, outputs.sampled.tokens)
         if outputs.sampled.logprobs is not None:
             tables.insert(0, outputs.sampled.logprobs.table)
@@ -181,6 +194,10 @@ class OutputProcessor:
             outputs.sampled.tokens, outputs.sampled.max_logits, *tables
         )
         return outputs.sampled.tokens
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """The logits of all tokens, from those of the model."""
+        return logits if self._apart is None else self._apart.gathered(logits)
 
     def keep_drafts(self, outputs: StepOutputs, drafts: Tensor | None) -> None:
         """Start the copy of the step's draft tokens [chunks that sample, k] to the host."""
@@ -236,6 +253,16 @@ class OutputProcessor:
             outputs.pooled |= {i: pooled} if pooled is not None else {}
         if outputs.pooled:
             outputs.sent = self.host_copier.send(torch.stack([*outputs.pooled.values()]))
+
+
+def _only_largest(outputs: StepOutputs) -> bool:
+    """Whether only the largest logits of the step are read. Equal on all ranks: it does not depend
+    on what failed.
+    """
+    return not any(
+        chunk.scored or (chunk.num_samples and not state.request.params.only_largest)
+        for chunk, state in zip(outputs.step.chunks, outputs.states, strict=True)
+    )
 
 
 def _force(step: ScheduledStep, tokens: Tensor) -> None:

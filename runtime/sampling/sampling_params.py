@@ -262,6 +262,12 @@ class SamplingParams:
         return tuple(name for name, is_given in given.items() if is_given)
 
     @cached_property
+    def only_largest(self) -> bool:
+        """Whether only the largest logit is read, unless a mask excludes some."""
+        changed = self.penalized or self.logit_bias or self.min_tokens
+        return self.temperature == 0 and self.logprobs is None and not changed
+
+    @cached_property
     def filtered(self) -> bool:
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 

@@ -3,6 +3,7 @@
 from mutations import Bug
 
 CUTS = "tests/test_parallelize.py -k"
+NETS = "tests/test_delta_net_ranks.py -k"
 LOADS = "tests/test_tensor_parallel_loading.py -m '' -k"
 PART = f"{LOADS} 'stored_experts and zeros'"
 
@@ -17,20 +18,30 @@ def bug(file: str, old: str, new: str, tests: str) -> Bug:
 BUGS = [
     bug("heads.py", "place.rank * heads // place.size", "place.rank % heads", f"{CUTS} heads_and_their_state"),
     bug("heads.py", "max(1, groups * parts // size)", "groups", "tests/test_tensor_parallel.py -m '' -k 'four and qwen3 and transformers'"),
-    bug("cut.py", "unflatten(tensor, self.dim, (self.segments, self.parts, -1))", "unflatten(tensor, self.dim, (1, self.parts, -1))", f"{CUTS} each_segment"),
-    bug("cut.py", "part.clone(memory_format=torch.contiguous_format)", "part.contiguous()", f"{CUTS} memory_of_its_own"),
-    bug("cut.py", "if rest or not part:", "if rest:", f"{CUTS} what_does_not_divide"),
+    bug("cut.py", "self.index * own_length, own_length", "self.index, own_length", f"{CUTS} follow_one_another"),
+    bug("cut.py", "size * segment // total", "size // len(self.segments)", f"{CUTS} each_segment"),
+    bug("cut.py", "part = tensor.new_empty(shape)", "return tensor.narrow(self.dim, self.index * size, size)", f"{CUTS} 'each_segment or memory_of_its_own'"),
+    bug("cut.py", "        if any(size * segment % total for segment in self.segments):\n", "        if False:\n", f"{CUTS} what_does_not_divide"),
+    bug("delta_nets.py", "(net.key_dim, net.key_dim, net.value_dim) if _in_segments(name) else (1,)", "(1,)", f"{NETS} queries_keys_and_values"),
+    bug("delta_nets.py", 'frozenset({"in_proj_qkv", "conv1d"})', 'frozenset({"in_proj_qkv"})', f"{NETS} 'sum_up and packed'"),
+    bug("delta_nets.py", '("num_k_heads", "num_v_heads", "key_dim"', '("num_v_heads", "key_dim"', f"{NETS} 'sum_up and packed'"),
+    bug("delta_nets.py", "    if heads % place.size:\n", "    if False:\n", f"{NETS} heads_that_do_not_divide"),
+    bug("delta_nets.py", "recurrent.new_empty(0, heads // size, *head)", "recurrent.new_empty(0, heads, *head)", f"{NETS} state_of_its_heads"),
+    bug("sharding.py", "_without(plan, nets)", "dict(plan)", f"{NETS} gathers_no_projection"),
+    bug("sharding.py", '            if how == "rowwise":\n', "            if False:\n", "tests/test_tensor_parallel.py -k 'computes and qwen3_next'"),
+    bug("layers.py", "if whole // cut.parts % block), None)", "if part % block), None)", f"{NETS} part_of_a_block"),
+    bug("sizes.py", " or LINEAR in types", "", f"{NETS} sizes_are_refused"),
     bug("sharding.py", "if self.place.rank:\n", "if False:\n", f"{CUTS} linear_layer_is_cut"),
     bug("sharding.py", "first = self.place.rank * held", "first = 0", f"{CUTS} by_width_or_by_expert"),
     bug("sharding.py", "            layers.resize_experts(module, self.place.size, by_expert=by_expert)\n", "            module\n", PART),
-    bug("layers.py", "if segment % block:", "if part % block:", f"{LOADS} 'stacked_experts and width'"),
+    bug("layers.py", "if whole // cut.parts % block), None)", "if False), None)", f"{LOADS} 'stacked_experts and width'"),
     bug("layers.py", ' and not name.endswith("input_scale")', "", f"{LOADS} 'stored_experts and static and expert'"),
     bug("layers.py", "child._parameters.pop(WHOLE_SHAPE, None)", "pass", PART),
     bug("plan.py", "if not is_part(name)}", "}", f"{CUTS} by_width_or_by_expert"),
     bug("sizes.py", "of_keys % size and size % of_keys", "of_keys % size", f"{CUTS} heads_and_their_state"),
     bug("sizes.py", "elif width // size % block:", "elif width % block:", f"{CUTS} sizes_that_do_not"),
     bug("sharding.py", "len(names) > 1 and not divided.issuperset(names)", "False", f"{CUTS} shares_a_weight"),
-    bug("layers.py", "1 if spec.gate[\"interleaved\"] else 2", "2", "tests/test_tensor_parallel.py -k 'gpt_oss and not ep'"),
+    bug("layers.py", "(1,) if spec.gate[\"interleaved\"] else GATE_AND_UP", "GATE_AND_UP", "tests/test_tensor_parallel.py -k 'gpt_oss and not ep'"),
     Bug("models/load_parts.py", "row = expert - cut.index * len(local)", "row = expert", f"{LOADS} 'stored_experts and zeros and expert'"),
     Bug("models/load_parts.py", "(expert, first // cut.parts, end // cut.parts)", "(expert, first, first + (end - first) // cut.parts)", f"{LOADS} 'one and width'"),
     Bug("models/load_parts.py", "{0: 0, 1: 2, 2: 1}", "{0: 0, 1: 1, 2: 2}", f"{LOADS} transposed"),

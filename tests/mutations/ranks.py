@@ -9,9 +9,19 @@ def bug(file: str, old: str, new: str, tests: str) -> Bug:
     return Bug(f"runtime/ranks/{file}.py", old, new, f"{RANKS} -k {tests}")
 
 
+LARGEST = "tests/test_vocab_parallel.py -k largest"
+GREEDY = f"{RANKS} -k gather_no_logits"
 BUGS = [
+    Bug("atomc/parallel/vocab.py", "column + self.first]", "column]", LARGEST),
+    Bug("atomc/parallel/vocab.py", "logits[..., : self.size - self.first].max(-1)", "logits.max(-1)", LARGEST),
+    Bug("atomc/parallel/vocab.py", "value.double().view", "value.float().double().view", LARGEST),
+    Bug("atomc/parallel/vocab.py", "self.size - 1).amin(-1)", "0).amax(-1)", LARGEST),
+    Bug("runtime/sampling/sampling_params.py", " or self.min_tokens", "", GREEDY),
+    Bug("runtime/sampling/sampling_params.py", "self.logprobs is None and not changed", "not changed", GREEDY),
+    Bug("runtime/sampling/output_processor.py", "chunk.scored or (", "False or (", GREEDY),
+    Bug("runtime/sampling/output_processor.py", "mask is None and _only_largest", "_only_largest", GREEDY),
     bug("agreement", "distributed.ReduceOp.MIN", "distributed.ReduceOp.MAX", "outputs_of_one"),
     bug("rank", "sample(_tensor(mask, num_rows))", "sample(None)", "outputs_of_one"),
     bug("interrupts", "signal.signal(signal.SIGINT, receive)", "pass", "ctrl_c"),
     bug("monitor", "(alike or not self.started)", "not self.started", "alike"),
-]
+]  # fmt: skip
