@@ -25,6 +25,8 @@ from atomc.kernels.triton.tile_table import Launch
 from atomc.ops.delta_rule import L2_EPS
 
 CHUNK, MAX_WIDTH = 64, 256
+# Of 16 columns Triton 3.6 makes reads of shared memory outside of it, for sm90.
+LEAST_COLUMNS = 32
 
 
 class Rows(NamedTuple):
@@ -371,7 +373,7 @@ def launch_chunks(rows: Rows, out: Tensor, most: int, tile: Launch) -> None:
         num_warps=4,
         **overlap(out.device),
     )
-    block = max(16, min(tile["BLOCK_V"], triton.next_power_of_2(width)))
+    block = max(LEAST_COLUMNS, min(tile["BLOCK_V"], triton.next_power_of_2(width)))
     _walk[(triton.cdiv(width, block), heads, num_sequences)](
         rows.q,
         rows.k,

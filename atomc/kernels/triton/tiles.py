@@ -438,11 +438,11 @@ DELTA_DECODE = TileTable[Launch](
     },
 )
 DELTA_CHUNKS = TileTable[Launch](
-    command="python bench/delta_rule.py",
+    command="python bench/delta_rule.py --sweep --only prompt",
     sizes=("heads of all sequences",),
     by_arch={
         "sm90": [
-            ((64,), {"BLOCK_V": 32, "num_warps": 4, "num_stages": 2}),
+            ((64,), {"BLOCK_V": 32, "num_warps": 4, "num_stages": 3}),
             ((ANY,), {"BLOCK_V": 64, "num_warps": 4, "num_stages": 2}),
         ]
     },
