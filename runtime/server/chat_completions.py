@@ -47,7 +47,7 @@ async def chat_completions(service: Service, body: ChatRequest, request: Request
     chat = await start_chat(service, body, request)
     response = _ResponseBuilder(service, body, request_id(request), chat)
     if body.stream:
-        return EventStream(response.stream())
+        return EventStream(response.stream(), chat.generation.close)
     return JSONResponse(await cancel_on_disconnect(request, response.complete()))
 
 

@@ -99,7 +99,7 @@ async def completions(service: Service, body: CompletionRequest, request: Reques
     await service.start(generation, request)
     response = _ResponseBuilder(service, body, request_id(request), generation, prompt_only)
     if body.stream:
-        return EventStream(response.stream())
+        return EventStream(response.stream(), generation.close)
     return JSONResponse(await cancel_on_disconnect(request, response.complete()))
 
 

@@ -61,21 +61,24 @@ def sse_event(data: ResponseBody) -> bytes:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events; closes `events` when the client disconnects."""
+    """Server-sent events; closes `events` and calls `close` when they end or the client
+    disconnects, also if it does before the first event.
+    """
 
-    def __init__(self, events: AsyncIterator[bytes]) -> None:
+    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]) -> None:
         super().__init__(
             events,
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
-        self._events = events
+        self._events, self._close = events, close
 
-    async def stream_response(self, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().stream_response(send)
+            await super().__call__(scope, receive, send)
         finally:
             await self._events.aclose()  # type: ignore[attr-defined]
+            self._close()  # events that have not begun close nothing
 
 
 async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:

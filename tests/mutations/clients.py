@@ -1,4 +1,4 @@
-"""Bugs in resets of the prefix cache and in batch files."""
+"""Bugs in what clients of the server notice: streams, resets of the prefix cache, batch files."""
 
 from mutations import Bug
 
@@ -6,6 +6,7 @@ SCHEDULER = "tests/test_scheduler.py tests/test_state_snapshots.py -k reset_forg
 BATCH = "runtime/server/batch.py"
 
 BUGS = [
+    Bug("runtime/server/http.py", "            self._close()", "", "tests/test_event_stream.py"),
     Bug("runtime/prefix_sharing.py", "            request.shares_prefix = False\n", "", SCHEDULER),
     Bug("runtime/snapshots.py", "request.shares_prefix and not end", "not end", SCHEDULER),
     Bug(BATCH, "self.num_failed += status != 200", "pass", "tests/test_batch.py -k internal_error"),

@@ -81,7 +81,7 @@ async def messages(service: Service, body: MessagesRequest, request: Request) ->
     chat = await start_chat(service, generation_request(body), request, fit_max_tokens=True)
     response = _ResponseBuilder(service, body, request_id(request), chat)
     if body.stream:
-        return EventStream(response.stream())
+        return EventStream(response.stream(), chat.generation.close)
     return JSONResponse(await cancel_on_disconnect(request, response.complete()))
 
 

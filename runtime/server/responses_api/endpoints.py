@@ -51,7 +51,7 @@ async def create_response(service: Service, body: ResponsesRequest, request: Req
         raise
     response = _ResponseBuilder(service, body, items, chat)
     if body.stream:
-        return EventStream(response.stream())
+        return EventStream(response.stream(), chat.generation.close)
     return JSONResponse(await cancel_on_disconnect(request, response.complete()))
 
 
