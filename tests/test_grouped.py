@@ -86,7 +86,7 @@ def test_pairs_whose_experts_all_differ_or_are_one_fit_into_the_blocks() -> None
 
 def test_many_pairs_are_counted_by_a_kernel_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expert_sort, "MOST_COUNTED", 50)
-    monkeypatch.setattr(expert_sort, "CHUNKS", 3)  # of 256 pairs
+    monkeypatch.setattr(expert_sort, "CHUNKS", ((2**63, 3),))  # of 256 pairs
     assert_sorted(torch.randint(-1, 9, (150, 4), dtype=torch.int32), 8, 16)
 
 
