@@ -24,10 +24,12 @@ if not HAS_GPU:
 torch.set_num_threads(1)
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
     from interpreted_floats import round_to_nearest
+    from interpreted_launches import patch_once_a_launch
     from memory import check_bounds
 
     round_to_nearest()
     check_bounds()
+    patch_once_a_launch()
 
 
 def pytest_addoption(parser):

@@ -150,12 +150,14 @@ def interpret() -> None:
     import torch
     import triton.language as tl
     from interpreted_floats import round_to_nearest
+    from interpreted_launches import patch_once_a_launch
     from triton.runtime import interpreter
 
     # AITER assumes that strides are positive, and passes 0 for tensors that are absent.
     interpreter.InterpreterBuilder.create_assume = lambda self, condition: None
 
     round_to_nearest()
+    patch_once_a_launch()
 
     # A method of tensors that the interpreter does not know of.
     tl.tensor.floor = lambda self: tl.math.floor(self, _semantic=interpreter.interpreter_semantic)
