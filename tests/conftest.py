@@ -63,13 +63,28 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="torch sees no CUDA or ROCm device"))
 
 
+def pytest_collection_finish():
+    """What all tests share, more than a million objects, is nothing that gc looks at: each full
+    collection took a second, and there are some in every compilation.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def seed():
+    if HAS_GPU:
+        torch.manual_seed(0)
+    else:  # without the traceback that it formats for each kind of device that is not here
+        torch.default_generator.manual_seed(0)
+
+
 def pytest_collectstart(collector):
-    torch.manual_seed(0)  # for the tensors that a module makes when it is imported
+    seed()  # for the tensors that a module makes when it is imported
 
 
 @pytest.fixture(autouse=True)
 def same_random_numbers_in_any_order():
-    torch.manual_seed(0)
+    seed()
 
 
 @pytest.fixture(autouse=True)
@@ -77,16 +92,6 @@ def forget_what_dynamo_compiled():
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
-
-
-@pytest.fixture
-def own_heap():
-    """What was there before the test is none of what gc looks at, and after thousands of tests
-    looking takes seconds.
-    """
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

@@ -25,11 +25,6 @@ EVERY_CASE = [
 FIRST_CASES = [pytest.param(name, next(iter(cases)), id=name) for name, cases in CASES.items()]
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
 def bound(name: str, case: str, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
     call = ops.REGISTRY[name].signature.bind(**CASES[name][case](Draw(dtype)))
     return call.args, call.kwargs

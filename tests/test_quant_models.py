@@ -170,7 +170,6 @@ def live_bytes() -> int:
     return sum(storages.values())
 
 
-@pytest.mark.usefixtures("own_heap")
 @pytest.mark.parametrize("scheme", ["fp8", "int8", "mxfp4"])
 def test_never_more_than_the_weights_and_one_layer_are_in_memory(
     scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
