@@ -71,6 +71,11 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_runtest_teardown():
+    if gc.get_freeze_count() == 0:  # the test looked at all objects
+        pytest_collection_finish()
+
+
 def seed():
     if HAS_GPU:
         torch.manual_seed(0)

@@ -249,7 +249,7 @@ def test_explain_a_model_of_the_users_shows_each_graph_and_the_break(here):
         (
             ["fly"],
             "invalid choice: 'fly' (choose from 'generate', 'explain', 'audit', 'diff', "
-            "'serve', 'bench', 'doctor')",
+            "'serve', 'run-batch', 'bench', 'doctor')",
         ),
         ([], "the following arguments are required"),
     ],
