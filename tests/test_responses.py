@@ -317,6 +317,15 @@ def test_a_tool_choice_forces_the_call(client, http, choice):
     assert streamed(http, body)[-1]["response"]["output"][0]["arguments"] == call.arguments
 
 
+def test_a_forced_call_needs_no_text_of_the_requested_format(client):
+    form = {"type": "json_schema", "name": "n", "schema": {"type": "integer"}}
+    given = asked(tools=[WEATHER], tool_choice="required", max_output_tokens=60)
+    (call,) = client.responses.create(**given, text={"format": form}).output
+    assert json.loads(call.arguments)["city"] in ("Paris", "Rome")
+    with pytest.raises(openai.BadRequestError, match="excludes structured_outputs"):
+        client.responses.create(**given, extra_body={"structured_outputs": {"regex": "x"}})
+
+
 def test_the_client_parses_structured_output_whole_and_streamed(client):
     class Weather(BaseModel):
         city: Literal["Paris", "Rome"]

@@ -129,12 +129,14 @@ async def start_chat(
         max_tokens = min(max_tokens, max(model.max_len - len(prompt), 1))
     check_context_length(len(prompt), max_tokens, model)
     structured = structured_output(body, body.response_format, service.config)
-    if structured is not None and mode.structured is not None:
-        raise invalid(
-            "tool_choice requires a tool call, which cannot be combined with response_format",
-            "tool_choice",
-        )
-    structured = structured or mode.structured
+    if mode.structured is not None:
+        # As with OpenAI, response_format is of text; the answer is a tool call and has none.
+        if structured_output(body, None, service.config) is not None:
+            raise invalid(
+                "tool_choice requires a tool call: it excludes structured_outputs",
+                "tool_choice",
+            )
+        structured = mode.structured
     # A grammar applies from the first token on, even if the prompt ends with an opening reasoning
     # tag.
     prompt_text = chat.text if structured is None else ""
