@@ -312,6 +312,12 @@ def test_a_json_schema_makes_json_of_that_schema(client):
         assert person["name"] in ("Ann", "Bob") and person["age"] in (1, 2)
 
 
+def test_the_old_and_the_new_field_of_vllm_may_say_the_same(client):
+    fields = {"guided_regex": "[0-9]{3}", "structured_outputs": {"regex": "[0-9]{3}"}}
+    found = client.chat.completions.create(messages=HELLO, extra_body=fields, **greedy())
+    assert re.fullmatch("[0-9]{3}", found.choices[0].message.content)
+
+
 def test_objects_are_closed_unless_a_request_opens_them(http):
     # After {"a":1 nothing but } may follow, or also another property, which the bias prefers.
     schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}

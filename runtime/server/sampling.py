@@ -182,7 +182,10 @@ def structured_output(
     """The requested structured output, from any of the fields that can request it; None if there is
     none.
     """
-    requested = list(_structured_outputs(body, response_format))
+    requested: list[Mapping[str, Any]] = []
+    for one in _structured_outputs(body, response_format):
+        if one not in requested:  # clients for all versions of vLLM send old and new fields
+            requested.append(one)
     if not requested:
         return None
     try:
@@ -214,7 +217,7 @@ def check_structured(structured: Structured) -> Structured:
 
 def _structured_outputs(
     body: GenerationRequest, response_format: ResponseFormat | None
-) -> list[Mapping[str, Any]]:
+) -> Sequence[Mapping[str, Any]]:
     requested: list[dict[str, Any]] = []
     if response_format is not None and response_format.type == "json_object":
         requested.append({"json_object": True})
@@ -245,7 +248,7 @@ def _structured_outputs(
     ):
         if value is not None:
             requested.append({name: value})
-    return list(requested)
+    return requested
 
 
 def check_logprobs(number: int | None, param: str, config: ServerConfig) -> None:
