@@ -11,7 +11,7 @@ from rewriting import since
 from test_stock_programs import built, compile_config, ids
 
 import atomc
-from atomc.models.stock_batching import ATTENTION
+from atomc.models.stock_batching import ATTENTION, _sequences
 from atomc.weights import registry
 
 transformers = pytest.importorskip("transformers", reason="its generate_batch is tested")
@@ -61,6 +61,15 @@ def test_a_prepared_model_runs_each_step_of_a_batch_as_one_graph(name: str) -> N
         assert report.treated and report.graph_break is None
         assert report.matches["paged_attention"] == 2
         assert "functionalized" not in report.stages[-1].text, "the cache is copied"
+
+
+def test_a_padded_step_of_prompts_is_not_a_decode_step() -> None:
+    # Four rows of four sequences, two of them padding: AITER's kernels would give each one a row.
+    query_start, seq_lens, tables = _sequences(
+        torch.tensor([0, 3, 4, 4, 4]), torch.tensor([3, 1, 0, 0]), torch.tensor([[0], [1]] * 2), 4
+    )
+    assert query_start.tolist() == [0, 3, 4, 4, 4, 4] and seq_lens.tolist() == [3, 1, 0, 0, 0]
+    assert tables.tolist() == [[0], [1], [0], [1], [0]]
 
 
 @pytest.mark.slow

@@ -3,8 +3,8 @@
 from mutations import Bug
 
 
-def batching(old: str, new: str) -> Bug:
-    return Bug("models/stock_batching.py", old, new, "tests/test_stock_batching.py -k as_one_graph")
+def batching(old: str, new: str, tests: str = "as_one_graph") -> Bug:
+    return Bug("models/stock_batching.py", old, new, f"tests/test_stock_batching.py -k {tests}")
 
 
 def in_place(old: str, new: str, tests: str) -> Bug:
@@ -18,7 +18,7 @@ BUGS = [
         "first = 2 * max(layers.index(number) - 1, 0) + 1",
     ),
     batching("read if read.shape[0] else slots", "slots"),
-    batching("num_tokens + 1 - seq_lens.shape[0]", "0"),
+    batching("num_tokens + 1 - seq_lens.shape[0]", "0", "not_a_decode_step"),
     in_place(
         "storage(node) is not old for node in operands",
         "node is not old for node in operands",
