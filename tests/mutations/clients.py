@@ -6,6 +6,8 @@ SCHEDULER = "tests/test_scheduler.py tests/test_state_snapshots.py -k reset_forg
 BATCH = "runtime/server/batch.py"
 
 BUGS = [
+    Bug("runtime/server/sampling.py", "if one not in requested:", "if True:", "tests/test_server.py -k say_the_same"),
+    Bug("runtime/server/chat.py", "structured = mode.structured\n", "structured = structured or mode.structured\n", "tests/test_responses.py -k forced_call_needs"),
     Bug("runtime/server/http.py", "            self._close()", "", "tests/test_event_stream.py"),
     Bug("runtime/prefix_sharing.py", "            request.shares_prefix = False\n", "", SCHEDULER),
     Bug("runtime/snapshots.py", "request.shares_prefix and not end", "not end", SCHEDULER),
