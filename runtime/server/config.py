@@ -57,6 +57,11 @@ class ServerConfig:
         30.0, "seconds for a request to send its body, plus one for every 10 kB of it"
     )
     log_requests: bool = _option(True, "log one line per finished request")
+    otlp_traces_endpoint: str | None = _option(
+        None,
+        "send an OpenTelemetry span per request to this collector, such as "
+        "http://localhost:4318/v1/traces (OTLP over HTTP)",
+    )
     profile_dir: str | None = _option(
         None, "enables /start_profile and /stop_profile, which write to this directory"
     )
@@ -137,6 +142,12 @@ class ServerConfig:
             raise ValueError(
                 f"max_bodies_bytes is {self.max_bodies_bytes}, it must be at least "
                 f"max_body_bytes={self.max_body_bytes}"
+            )
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+            raise ValueError(
+                f"otlp_traces_endpoint is {endpoint!r}, expected a URL such as "
+                "http://localhost:4318/v1/traces"
             )
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ValueError("ssl_keyfile needs ssl_certfile: set both")

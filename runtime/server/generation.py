@@ -41,12 +41,37 @@ class Choice:
     finish_reason: str | None = None
     first: float = 0.0
     last: float = 0.0
+    queue_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class RequestSummary:
+    """What the log and the traces tell of a request that has ended.
+
+    num_prompt, num_cached, num_new   tokens of all choices; a prompt with several counts once
+    queue_seconds                     the longest time of a choice in the engine's queue
+    ttft_seconds                      until the first token of any choice; None: there was none
+    error                             the code of what ended the request early, or "disconnect"
+    """
+
+    request_id: str
+    params: SamplingParams
+    num_choices: int
+    num_prompt: int
+    num_cached: int
+    num_new: int
+    queue_seconds: float
+    ttft_seconds: float | None
+    seconds: float
+    finish_reasons: tuple[str, ...]
+    error: str | None
 
 
 class Generation:
     """`await start()`, then iterate in a `with` block, which closes it.
 
-    Choice i * n + j is number j of prompt i. images: of the only prompt.
+    Choice i * n + j is number j of prompt i. images: of the only prompt. on_close: called once,
+    with the summary.
     """
 
     def __init__(
@@ -66,6 +91,8 @@ class Generation:
     ) -> None:
         self._engines, self._metrics = engines, metrics
         self._request_id, self._log_requests = request_id, log_requests
+        self._params = params
+        self.on_close: Callable[[RequestSummary], None] | None = None
         self.n, self.prompts = n, prompts
         self._image_tokens = sum(image.length for image in images)
         self.choices: dict[str, Choice] = {}
@@ -116,7 +143,8 @@ class Generation:
                 choice.first, choice.num_cached = choice.last, output.num_cached
                 choice.prompt_logprobs = output.prompt_logprobs
                 self._metrics.observe_ttft(choice.last - self.started)
-                self._metrics.queue_time.observe(output.queue_seconds)
+                choice.queue_seconds = output.queue_seconds
+                self._metrics.queue_time.observe(choice.queue_seconds)
             if output.error is not None:
                 if not output.error.by_client:
                     log.error(
@@ -169,23 +197,39 @@ class Generation:
         self._closed = True
         if self._request_stream is not None:
             self._request_stream.close()
-        if not self._log_requests:
-            return
+        summary = self._summary(error)
+        if self._log_requests:
+            log.info(
+                "request %s: prompt %d, cached %d, new %d, ttft %s, seconds %.3f, finish %s",
+                summary.request_id,
+                summary.num_prompt,
+                summary.num_cached,
+                summary.num_new,
+                "-" if summary.ttft_seconds is None else f"{summary.ttft_seconds:.3f}",
+                summary.seconds,
+                "+".join(summary.finish_reasons),
+            )
+        if self.on_close is not None:
+            self.on_close(summary)
+
+    def _summary(self, error: BaseException | None) -> RequestSummary:
         choices = self.choices.values()
         first = min((choice.first for choice in choices if choice.first), default=None)
         ended = (
             (to_api_error(error).code or "error") if isinstance(error, Exception) else "disconnect"
         )
-        reasons = sorted({choice.finish_reason or ended for choice in choices})
-        log.info(
-            "request %s: prompt %d, cached %d, new %d, ttft %s, seconds %.3f, finish %s",
+        return RequestSummary(
             self._request_id,
-            sum(len(prompt) for prompt in self.prompts),
-            self._num_cached(),
-            sum(choice.num_new for choice in choices),
-            "-" if first is None else f"{first - self.started:.3f}",
-            time.monotonic() - self.started,
-            "+".join(reasons),
+            self._params,
+            num_choices=len(choices),
+            num_prompt=sum(len(prompt) for prompt in self.prompts),
+            num_cached=self._num_cached(),
+            num_new=sum(choice.num_new for choice in choices),
+            queue_seconds=max((choice.queue_seconds for choice in choices), default=0.0),
+            ttft_seconds=None if first is None else first - self.started,
+            seconds=time.monotonic() - self.started,
+            finish_reasons=tuple(sorted({choice.finish_reason or ended for choice in choices})),
+            error=None if all(choice.finish_reason for choice in choices) else ended,
         )
 
     def _num_cached(self) -> int:

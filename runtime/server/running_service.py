@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from atomc.runtime.server.client import EngineClient, EngineProcess
 from atomc.runtime.server.config import ServerConfig
@@ -13,10 +14,17 @@ from atomc.runtime.server.metrics import Metrics
 from atomc.runtime.server.model_info import load_model_info
 from atomc.runtime.server.service import Service
 
+if TYPE_CHECKING:
+    from atomc.runtime.server.traces import Traces
+
 
 @asynccontextmanager
 async def running_service(
-    config: ServerConfig, processes: Sequence[EngineProcess], folder: Path, name: str
+    config: ServerConfig,
+    processes: Sequence[EngineProcess],
+    folder: Path,
+    name: str,
+    traces: "Traces | None" = None,
 ) -> AsyncIterator[Service]:
     """The Service when all engines are ready; ends them after it.
 
@@ -46,6 +54,7 @@ async def running_service(
             max_requests=engine.max_queue,
             image_budget=ImageBudget(engine.image_queue_bytes),
             images=None if model.images is None else image_reader(model.images, config),
+            traces=traces,
         )
         service.update_sizes()
         yield service

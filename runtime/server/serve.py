@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from atomc.runtime.server.service import Service
+    from atomc.runtime.server.traces import Traces
     from atomc.runtime.server.web_server import WebServer
 
 log = logging.getLogger("atomc.server")
@@ -58,6 +59,7 @@ def serve(server: ServerConfig, engine: EngineConfig) -> None:
             server, api_key=(*server.api_key, *read_keys(server.api_key_file)), api_key_file=None
         )
     folder, name = model_folder_and_name(engine)
+    traces = _traces(server)
     environments = engine_environments(engine)
     listener = _bind(server)
     _raise_open_file_limit()
@@ -72,7 +74,7 @@ def serve(server: ServerConfig, engine: EngineConfig) -> None:
     pids = ", ".join(str(process.process.pid) for process in processes)
     log.info("starting %s: server is process %d, engine %s", name, os.getpid(), pids)
     try:
-        status = asyncio.run(_run(server, processes, deadline, listener, folder, name))
+        status = asyncio.run(_run(server, processes, deadline, listener, folder, name, traces))
     except EngineFailed as error:
         if error.by_user:
             raise ValueError(str(error)) from error
@@ -83,9 +85,20 @@ def serve(server: ServerConfig, engine: EngineConfig) -> None:
         listener.close()
         for process in processes:
             process.close()
+        if traces is not None:
+            traces.close()
         deadline.cancel()
     if status:
         raise SystemExit(status)
+
+
+def _traces(server: ServerConfig) -> "Traces | None":
+    """Raises ImportError without OpenTelemetry."""
+    if server.otlp_traces_endpoint is None:
+        return None
+    from atomc.runtime.server.traces import Traces
+
+    return Traces(server.otlp_traces_endpoint)
 
 
 def _kill(processes: Sequence[EngineProcess]) -> None:
@@ -163,6 +176,7 @@ async def _run(
     listener: socket.socket,
     folder: Path,
     name: str,
+    traces: "Traces | None",
 ) -> int:
     """Serve until shutdown; returns the exit status of the process."""
     from atomc.runtime.server.app import create_app
@@ -170,7 +184,7 @@ async def _run(
     from atomc.runtime.server.shutdown import ShutdownMiddleware
     from atomc.runtime.server.web_server import WebServer
 
-    async with running_service(config, processes, folder, name) as service:
+    async with running_service(config, processes, folder, name, traces) as service:
         engines = service.engines
         supervisors = [
             Supervisor(

@@ -5,6 +5,8 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -23,6 +25,9 @@ from atomc.runtime.server.model_info import ModelInfo
 from atomc.runtime.server.protocol import GenerationRequest
 from atomc.runtime.server.responses_api.store import ResponseStore
 
+if TYPE_CHECKING:
+    from atomc.runtime.server.traces import Traces
+
 log = logging.getLogger("atomc.server")
 READY_SECONDS = 30.0
 # Readiness probes within this time share one generated token.
@@ -37,6 +42,7 @@ class Service:
     image_budget   for images that are being prepared
     images         reads the images of messages, if the model reads images
     responses      those that the Responses API can retrieve
+    traces         gets the ended requests, if they are traced
     """
 
     engines: Engines
@@ -46,6 +52,7 @@ class Service:
     max_requests: int
     image_budget: ImageBudget
     images: ImageReader | None = None
+    traces: "Traces | None" = None
     responses: ResponseStore = field(init=False)
     started: float = field(default_factory=time.monotonic, init=False)
     _ready_task: "asyncio.Task[None] | None" = field(default=None, init=False)
@@ -84,6 +91,10 @@ class Service:
     async def start(self, generation: Generation, request: Request) -> None:
         """Returns when the engine has accepted the request. Raises APIError, RequestRefused or
         EngineDead if it does not, ClientDisconnect if the client disconnects."""
+        if self.traces is not None:
+            generation.on_close = partial(
+                self.traces.record, headers=request.headers, model=self.model.names[0]
+            )
         try:
             await cancel_on_disconnect(request, generation.start())
         except BaseException as error:  # cancelled too: the engine may have the request already

@@ -5,7 +5,12 @@ from mutations import Bug
 SCHEDULER = "tests/test_scheduler.py tests/test_state_snapshots.py -k reset_forgets"
 BATCH = "runtime/server/batch.py"
 
+TRACES = "tests/test_traces.py -k below_the_clients"
+
 BUGS = [
+    Bug("runtime/server/traces.py", "context=self._propagator.extract(dict(headers)),", "", TRACES),
+    Bug("runtime/server/traces.py", "self._provider.shutdown()", "pass", TRACES),
+    Bug("runtime/server/traces.py", "- round(request.seconds * 1e9)", "", TRACES),
     Bug("runtime/server/sampling.py", "if one not in requested:", "if True:", "tests/test_server.py -k say_the_same"),
     Bug("runtime/server/chat.py", "structured = mode.structured\n", "structured = structured or mode.structured\n", "tests/test_responses.py -k forced_call_needs"),
     Bug("runtime/server/http.py", "            self._close()", "", "tests/test_event_stream.py"),
