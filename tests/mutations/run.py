@@ -3,12 +3,14 @@
     python tests/mutations/run.py [WORD]    WORD selects bugs by their file, text or tests
 
 A process that has imported torch is forked for each run. Exits with 1 if a bug is not noticed, if
-its tests cannot be run, or if they fail without a bug.
+its tests cannot be run or do not end, or if they fail without a bug.
 """
 
+import contextlib
 import os
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -17,8 +19,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = (".git", ".venv", "__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache", "build")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "ATOMC_CACHE": "0", "PYTHONDONTWRITEBYTECODE": "1"}
-# pytest's exit codes.
-PASSED, FAILED = 0, 1
+# pytest's exit codes, and that of a process that an alarm ended.
+PASSED, FAILED, TIMED_OUT = 0, 1, -signal.SIGALRM
+SECONDS = 600
 WIDTH = 40
 
 
@@ -48,7 +51,8 @@ def main(word: str = "") -> int:
             file.write_text(text.replace(bug.old, bug.new))
             code, log = _tests(tree, bug.tests)
             file.write_text(text)
-            outcome = {PASSED: "NOT NOTICED", FAILED: "caught"}.get(code, f"BROKEN\n{log}")
+            outcomes = {PASSED: "NOT NOTICED", FAILED: "caught", TIMED_OUT: f"RUNS {SECONDS} s"}
+            outcome = outcomes.get(code, f"BROKEN\n{log}")
             rows.append((without[bug.tests] or outcome, time.perf_counter() - start, bug))
     print(file=sys.stderr)
     for outcome, seconds, bug in rows:
@@ -85,12 +89,16 @@ def _tests(tree: Path, tests: str) -> tuple[int, str]:
             os.chdir(tree)
             sys.path.insert(0, str(tree))
             os.environ["PYTHONPATH"] = str(tree)
+            os.setsid()
+            signal.alarm(SECONDS)
             import pytest
 
             code = pytest.main(["-q", "-x", "-p", "no:cacheprovider", *shlex.split(tests)])
             sys.stdout.flush()
             os._exit(int(code))
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # what a test that did not end has started
         log.seek(0)
         return code, log.read()[-2000:]
 
