@@ -235,11 +235,15 @@ def _uvicorn_config(app: "ASGIApp", config: ServerConfig) -> "uvicorn.Config":
 async def _exit_with_engines(
     server: "WebServer", engines: Engines, supervisors: Sequence[Supervisor]
 ) -> None:
-    """Ends the server when all engines have died; requests get their error for ERROR_GRACE_SECONDS
-    before that.
+    """Ends the server when all engines have died, or when nothing restarts them because a
+    supervisor failed; requests get their error for ERROR_GRACE_SECONDS before that.
     """
-    await asyncio.gather(*(supervisor.run() for supervisor in supervisors))
-    log.error("%s; the server ends", engines.dead)
+    try:
+        await asyncio.gather(*(supervisor.run() for supervisor in supervisors))
+    except Exception as error:
+        log.error("the supervision of the engines failed; the server ends", exc_info=error)
+    else:
+        log.error("%s; the server ends", engines.dead)
     server.exit_within(CLOSE_SECONDS, status=1)
     await asyncio.sleep(ERROR_GRACE_SECONDS)
     server.begin_shutdown(0.0)
