@@ -17,6 +17,7 @@ from atomc.json_types import JSONLike
 from atomc.models.stock_delta_net import DELTA_NETS
 from atomc.models.stock_delta_net import LAYER_TYPE as LINEAR
 from atomc.models.stock_experts import experts_of, read_settings, register_experts
+from atomc.models.stock_implementations import Implementations
 from atomc.models.stock_indexer import enter_indexers, is_indexer
 from atomc.models.stock_mamba import MIXERS, is_mixer
 from atomc.models.stock_model import PREFIX, StockModel
@@ -211,7 +212,7 @@ def _without_load_report() -> Iterator[None]:
 
 def wrap_stock(hf_model: "PreTrainedModel") -> "StockModel":
     """Wrap hf_model. Its attention implementation is set to "atom", in place, and that of its
-    experts as well if ops.moe_experts can express them.
+    experts as well if ops.moe_experts can express them; `own` of the result has those before.
 
     Raises ValueError if a layer has a state or a mask that ops.attention does not support.
     """
@@ -247,6 +248,7 @@ def wrap_stock(hf_model: "PreTrainedModel") -> "StockModel":
             f"{name} has no attention layer with a layer_idx and a head_dim, "
             "so there are no keys and values to cache"
         )
+    own = Implementations.of(hf_model)
     AttentionInterface.register("atom", _attention)
     hf_model.set_attn_implementation("atom")
     if hf_model.config._attn_implementation != "atom":
@@ -265,8 +267,8 @@ def wrap_stock(hf_model: "PreTrainedModel") -> "StockModel":
         module.kv = module.kv.to(hf_model.device, hf_model.dtype)
     if has_encoder(hf_model):
         enter_encoder(hf_model)
-        return StockVisionModel(hf_model, indexed=indexed)
-    return StockModel(hf_model, indexed=indexed)
+        return StockVisionModel(hf_model, own, indexed=indexed)
+    return StockModel(hf_model, own, indexed=indexed)
 
 
 def _set_experts(hf_model: "PreTrainedModel") -> None:

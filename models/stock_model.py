@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from atomc.models.stock_implementations import Implementations
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -14,12 +16,15 @@ PREFIX = "hf_model."
 class StockModel(nn.Module):
     """hf_model with the forward of our models. Parameter names have the prefix `hf_model.`.
 
-    indexed  it has indexers, whose layers read a mask of four dimensions, but no number of it
+    own, ours  the implementations of hf_model before it was wrapped, and those with which it calls
+               ops
+    indexed    it has indexers, whose layers read a mask of four dimensions, but no number of it
     """
 
-    def __init__(self, hf_model: "PreTrainedModel", *, indexed: bool = False):
+    def __init__(self, hf_model: "PreTrainedModel", own: Implementations, *, indexed: bool = False):
         super().__init__()
         self.indexed = indexed
+        self.own, self.ours = own, Implementations.of(hf_model)
         self.hf_model = hf_model
         self.config = hf_model.config
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from atomc import ops
+from atomc.models.stock_implementations import Implementations
 from atomc.models.stock_model import StockModel
 from atomc.models.vision_patches import EncodesImages
 from atomc.ops.inputs import PatchInputs
@@ -68,8 +69,8 @@ def num_levels(hf_model: "PreTrainedModel") -> int:
 class StockVisionModel(StockModel, EncodesImages):
     """A model that also takes embeddings of images, and computes them."""
 
-    def __init__(self, hf_model: "PreTrainedModel", *, indexed: bool = False):
-        super().__init__(hf_model, indexed=indexed)
+    def __init__(self, hf_model: "PreTrainedModel", own: Implementations, *, indexed: bool = False):
+        super().__init__(hf_model, own, indexed=indexed)
         config, vision = hf_model.config, hf_model.config.vision_config
         self.image_token_ids = frozenset({config.image_token_id, config.video_token_id})
         self.merge_size = int(vision.spatial_merge_size)

@@ -25,6 +25,7 @@ from atomc.cache.fingerprint import digest, file_digest, sources_in
 from atomc.cache.store import DamagedEntry, Entry
 from atomc.errors import first_line
 from atomc.models.stock import StockModel
+from atomc.models.stock_implementations import attention_of
 from atomc.ops import REGISTRY
 from atomc.ops.op_traits import Kind
 from atomc.ops.state import StateSpec, block_size_of, groups_of
@@ -426,10 +427,7 @@ def _rows_of_latents(model: StockModel, report: Report) -> Iterator[None]:
 @contextmanager
 def own_attention(hf_model: Any) -> Iterator[None]:
     """Use the class's own attention instead of ours."""
-    config = hf_model.config
-    parts = {name: getattr(config, name) for name in config.sub_configs}
-    ours = {name: part._attn_implementation for name, part in parts.items() if part is not None}
-    ours[""] = config._attn_implementation
+    ours = attention_of(hf_model.config)
     hf_model.set_attn_implementation("eager")
     try:
         yield

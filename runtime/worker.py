@@ -1,7 +1,8 @@
 """Worker: the Executor in this process. Owns the model, caches and state of running requests."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -77,6 +78,7 @@ class Worker:
         self.progress = progress
         self.threads: Threads | None = None
         self._owns_weights = module is None  # the owner of a given module may change its weights
+        self._borrowed: StockModel | None = None
         self._hidden: Program | None = None
         self._own_forward: self_check.OwnForward | None = None
         self._kernels = StepKernels(config)
@@ -84,9 +86,11 @@ class Worker:
             with phases.phase("load"):
                 self.loaded = load(config, module, progress=progress, place=self.place)
                 self.module = self.loaded.module
+                if module is not self.module and isinstance(self.module, StockModel):
+                    self._borrowed = None if self._owns_weights else self.module
                 # Before compilation: CPU code is specialized to the number of threads.
                 self._set_threads(spare_cores)
-            with phases.phase("compile"), gc_disabled():
+            with phases.phase("compile"), gc_disabled(), self._calling_ops():
                 self._kernels.begin(self.module, self.loaded.vocab_size)
                 self._compile()
                 if self.threads is not None:
@@ -95,6 +99,19 @@ class Worker:
                 self._allocate(self.loaded)
         finally:
             self._kernels.end()
+
+    @contextmanager
+    def _calling_ops(self) -> Iterator[None]:
+        """A module of transformers that was given calls ops in this context, where it is traced;
+        elsewhere it computes as its class does, for its owner.
+        """
+        if self._borrowed is not None:
+            self._borrowed.ours.set_in(self._borrowed.hf_model)
+        try:
+            yield
+        finally:
+            if self._borrowed is not None:
+                self._borrowed.own.set_in(self._borrowed.hf_model)
 
     def _compile(self) -> None:
         """Compile the model, and its draft model if there is one."""
@@ -449,18 +466,19 @@ class Worker:
         if not self.samples:
             self._hidden = self.program
         if self._hidden is None:
-            program = compile_model(
-                headless_model(self.module if self.pipeline is None else StageModel(self.module)),
-                options=self.config.options,
-                owned=self._owns_weights,
-                takes=self._takes if self.images is None else self.images.takes(images=True),
-            )
+            model = self.module if self.pipeline is None else StageModel(self.module)
+            with self._calling_ops():
+                program = compile_model(
+                    headless_model(model),
+                    options=self.config.options,
+                    owned=self._owns_weights,
+                    takes=self._takes if self.images is None else self.images.takes(images=True),
+                )
             program.bind(self.runner.caches)
             self._hidden = program
 
-    def check(self) -> None:
-        for program in self._programs:
-            program.check()
+    def check(self) -> bool:
+        return any([program.check() for program in self._programs])
 
     def counts(self) -> StepCounts:
         runner = self.runner

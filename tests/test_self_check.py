@@ -168,10 +168,14 @@ def test_a_model_with_few_positions_is_served_with_a_note():
     assert note == "no self-check: it needs sequences of 23 tokens, the model has 16 positions"
 
 
-def test_the_attention_of_the_runtime_is_back_after_the_check():
-    llm = llm_of(stock("gpt2"))
-    assert llm.engine.module.hf_model.config._attn_implementation == "atom"
-    assert compile_model(llm.engine.module, {"glue": "eager"}).specs == llm.program.specs
+def test_a_given_module_has_its_own_attention_after_the_check():
+    model = stock("gpt2")
+    own = model.config._attn_implementation
+    llm = llm_of(model)
+    assert model.config._attn_implementation == own != "atom"
+    from atomc.models import wrap_stock
+
+    assert compile_model(wrap_stock(model), {"glue": "eager"}).specs == llm.program.specs
 
 
 def test_the_verdict_is_kept_beside_the_program_and_belongs_to_its_configuration(tmp_path):
