@@ -297,8 +297,9 @@ class Engine:
         ValueError for a grammar that cannot be compiled (ImportError without llguidance), and
         RequestFailed for any other error of this request."""
         self.refuse(request)
-        if not self.has_work:
-            self.executor.check()  # raises RunError if a user's module has other weights now
+        # Raises RunError if a parameter of a user's module has other storage now.
+        if not self.has_work and self.executor.check():
+            self.reset_prefix_cache()  # it is of the weights before
         try:
             self._begin(request)
         except BaseException as error:  # a panic in Rust is no Exception

@@ -123,8 +123,10 @@ class Executor(Protocol):
     def raise_failure(self) -> None:
         """Raise RankFailed if another process of the executor has failed."""
 
-    def check(self) -> None:
-        """Raise RunError if the weights of a user's module were replaced."""
+    def check(self) -> bool:
+        """Whether parameters of a user's module were written since the last call. Raises RunError
+        if they were replaced.
+        """
 
     def counts(self) -> StepCounts:
         """Since the start, or since `forget_counts`."""

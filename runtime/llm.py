@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from atomc.options import Options
@@ -149,6 +149,30 @@ class LLM:
         seconds = time.perf_counter() - started
         self.tokens_per_second = sum(len(builder.token_ids) for builder in builders) / seconds
         return [builder.completion() for builder in builders]
+
+    def score(self, token_ids: Sequence[Sequence[int]], *, progress: bool = False) -> list[Tensor]:
+        """The log-probability of each token but the first, given those before it: for n tokens
+        [n - 1], fp32, on the CPU.
+
+        token_ids   one list per sequence, of at least 2 tokens and fewer than max_model_len
+
+        They are of the model's logits, before temperature and filters, as `logprobs` of `generate`
+        are; with options={"batch_invariant": True} they have the same bits as those. Raises
+        ValueError as `generate` does, and RequestFailed if a sequence fails.
+        """
+        for tokens in token_ids:
+            if len(tokens) < 2:
+                raise ValueError(f"to score needs at least 2 tokens, got {list(tokens)}")
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, ignore_eos=True)
+        scores = []
+        for completion in self.generate(token_ids, params, progress=progress):
+            if completion.error is not None:
+                raise RequestFailed(completion.error)
+            found = completion.prompt_logprobs
+            assert found is not None, "params ask for them"
+            logprobs = [each.logprob for each in found if each is not None]
+            scores.append(torch.tensor(logprobs, dtype=torch.float32))
+        return scores
 
     def chat(
         self,

@@ -139,10 +139,10 @@ class RankExecutor:
     def raise_failure(self) -> None:
         self._monitor.raise_failure()
 
-    def check(self) -> None:
+    def check(self) -> bool:
         """Of rank 0: no program can reach the modules of the others."""
         self.raise_failure()
-        self.worker.check()
+        return self.worker.check()
 
     def counts(self) -> StepCounts:
         return self.worker.counts()

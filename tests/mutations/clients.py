@@ -7,7 +7,12 @@ BATCH = "runtime/server/batch.py"
 
 TRACES = "tests/test_traces.py -k below_the_clients"
 
+ROLLOUTS = "tests/test_rollouts.py -k"
+
 BUGS = [
+    Bug("runtime/engine.py", "and self.executor.check()", "and self.executor.check() is None", f"{ROLLOUTS} optimizer"),
+    Bug("atomc/program.py", "return before != self._versions", "return False", f"{ROLLOUTS} optimizer"),
+    Bug("runtime/worker.py", "self._borrowed.own.set_in", "self._borrowed.ours.set_in", f"{ROLLOUTS} own_attention"),
     Bug("runtime/server/traces.py", "context=self._propagator.extract(dict(headers)),", "", TRACES),
     Bug("runtime/server/traces.py", "self._provider.shutdown()", "pass", TRACES),
     Bug("runtime/server/traces.py", "- round(request.seconds * 1e9)", "", TRACES),

@@ -1,0 +1,127 @@
+"""Generation from a module that a trainer owns and updates, as in reinforcement learning."""
+
+import pytest
+import torch
+
+from atomc.errors import RunError
+from atomc.runtime.llm import LLM
+from atomc.runtime.sampling.sampling_params import SamplingParams
+
+transformers = pytest.importorskip("transformers", reason="a stock class is trained")
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
+GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
+
+
+def built():
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+    )
+    model = transformers.Qwen3ForCausalLM(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, float(parameter.dim() == 1), 0.3)
+    return model
+
+
+def rollouts(model, **options):
+    return LLM(model, options={"glue": "eager", **options}, num_blocks=32, progress=False)
+
+
+def own_tokens(model):
+    ids = torch.tensor([PROMPT])
+    found = model.generate(ids, do_sample=False, max_new_tokens=8, eos_token_id=None)
+    return found[0, len(PROMPT) :].tolist()
+
+
+def train(model, optimizer):
+    """One step that makes other tokens likely."""
+    optimizer.zero_grad()
+    ids = torch.tensor([PROMPT[::-1]])
+    model(ids, labels=ids).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    optimizer.step()
+
+
+def test_a_step_of_the_optimizer_is_the_update_and_old_prefixes_are_forgotten():
+    model = built()
+    llm, optimizer = rollouts(model), torch.optim.AdamW(model.parameters(), lr=0.03)
+    tokens = []
+    for trains in (False, False, True, False, True):
+        if trains:
+            train(model, optimizer)
+        (found,) = llm.generate([PROMPT], GREEDY)
+        assert list(found.token_ids) == own_tokens(model)
+        assert (found.num_cached == 0) == (trains or not tokens)
+        tokens.append(found.token_ids)
+    assert tokens[0] == tokens[1] and tokens[1] != tokens[2] and tokens[3] != tokens[4]
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_the_owner_of_a_module_calls_its_own_attention():
+    model, expected = built(), own_tokens(built())
+    mask = torch.ones(2, len(PROMPT), dtype=torch.int64)
+    mask[0, :3] = 0  # padding
+    given = {"input_ids": torch.tensor([PROMPT, PROMPT[::-1]]), "attention_mask": mask}
+    before = model(**given).logits[mask == 1]
+    llm = rollouts(model)
+    for _ in range(2):
+        assert own_tokens(model) == expected
+        torch.testing.assert_close(model(**given).logits[mask == 1], before)
+        llm.engine.prepare_pooling()
+
+
+def test_weights_loaded_from_another_model_are_the_update():
+    model, other = built(), built()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(-1.1)
+    llm = rollouts(model)
+    llm.generate([PROMPT], GREEDY)
+    model.load_state_dict(other.state_dict())
+    (found,) = llm.generate([PROMPT], GREEDY)
+    assert list(found.token_ids) == own_tokens(other) and found.num_cached == 0
+
+
+def test_parameters_with_other_storage_are_one_error():
+    model = built()
+    llm = rollouts(model)
+    model.lm_head.weight.data = model.lm_head.weight.data.clone()
+    with pytest.raises(RunError, match="given new storage after compiling"):
+        llm.generate([PROMPT], GREEDY)
+
+
+def test_scores_have_the_bits_of_the_log_probabilities_of_sampling():
+    llm = rollouts(built().eval(), batch_invariant=True)
+    sampled = SamplingParams(max_tokens=9, ignore_eos=True, temperature=1.0, logprobs=0, seed=1)
+    prompts = [PROMPT, PROMPT[:3], PROMPT[5:12]]
+    found = llm.generate(prompts, sampled)
+    sequences = [[*prompt, *one.token_ids] for prompt, one in zip(prompts, found, strict=True)]
+    scores = llm.score([PROMPT[4:9], *reversed(sequences)])
+    for prompt, one, score in zip(prompts, found, reversed(scores), strict=False):
+        expected = torch.tensor([each.logprob for each in one.logprobs])
+        assert torch.equal(score[len(prompt) - 1 :], expected)
+
+
+def test_scores_are_those_of_the_module():
+    model = built().eval()
+    (score,) = rollouts(model).score([PROMPT])
+    with torch.no_grad():
+        logprobs = model(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
+    expected = logprobs[:-1].gather(1, torch.tensor(PROMPT)[1:, None])[:, 0]
+    torch.testing.assert_close(score, expected, rtol=0, atol=1e-5)
+    assert score.dtype == torch.float32
+
+
+@pytest.mark.parametrize("ids", [[7], []])
+def test_to_score_needs_two_tokens(ids):
+    with pytest.raises(ValueError, match="at least 2 tokens"):
+        rollouts(built()).score([PROMPT, ids])
