@@ -13,6 +13,7 @@ import torch
 import transformers
 from fake_group import without_groups
 from tensor_parallel_ranks import fill
+from test_tensor_parallel import LATENT_BLOCKS
 from tiny_models import SIZES
 
 from atomc.runtime.llm import LLM, SamplingParams
@@ -96,6 +97,11 @@ ROWS = {
     "experts by expert, four ranks": Row("qwen3_moe", EXPERTS, {"ep": True}, tp=4),
     "sinks and windows": Row("gpt_oss", {"num_local_experts": 4, "sliding_window": 8}),
     "latent attention": Row("deepseek_v3", LATENT),
+    "latent attention of a class of transformers": Row("youtu", LATENT | {"head_dim": 8}),
+    "latent attention of a class of transformers, fp8": Row(
+        "youtu", LATENT_BLOCKS, {"quantization": "fp8_block"}
+    ),
+    "latent attention, a class that is read whole": Row("axk1", LATENT | {"head_dim": 8}),
     "recurrent state": Row("qwen3_next", DELTA_NET),
     "recurrent state, dense": Row("qwen3_5_text", DELTA_NET),
     "recurrent state, four ranks": Row("qwen3_5_moe_text", DELTA_NET | FOUR_HEADS, tp=4),
