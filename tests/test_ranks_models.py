@@ -77,6 +77,8 @@ ALTERNATING = DELTA_NET | {
     "layer_types": ["linear_attention", "full_attention"] * 2,
 }
 
+LOGITS_APART = "logits are gathered after the program"
+
 
 class Row(NamedTuple):
     """differs: from the sizes of all models; settings: of the LLM."""
@@ -131,6 +133,8 @@ PER_CHANGE = {"experts by expert", "recurrent state, dense"}
 def text(folder: Any, row: Row, **settings: Any) -> list[tuple[int, ...]]:
     """The tokens of each prompt."""
     with LLM(folder, **(SETTINGS | dict(row.settings) | settings)) as llm:
+        if settings.get("tp", 1) > 1 and settings.get("pp", 1) == 1:
+            assert any(LOGITS_APART in note for note in llm.program.report.notes)
         return [completion.token_ids for completion in llm.generate(PROMPTS, GREEDY)]
 
 
