@@ -29,24 +29,28 @@ def words_of(modules: Mapping[str, nn.Module], plan: Plan) -> dict[str, str]:
 
     modules  by their names in the model
 
-    A layer that has more parameters than latent attention stays whole, with a line in the log: they
+    Layers that have more parameters than latent attention stay whole, with a line in the log: they
     may belong to heads.
     """
     owners = {name.rpartition(".")[0] for name in plan}
     found: dict[str, str] = {}
+    whole: dict[str, list[str]] = {}
     for name, module in modules.items():
         if name in owners or not is_latent_attention(module):
             continue
-        if others := _others(module):
-            log.warning(
-                "%s stays whole on each rank: beside latent attention it has %s, which may belong "
-                "to heads",
-                name,
-                ", ".join(others),
-            )
+        if others := ", ".join(_others(module)):
+            whole.setdefault(others, []).append(name)
             continue
         parts = (part for part in DIVIDED if module._modules.get(part) is not None)
         found |= {f"{name}.{part}": DIVIDED[part] for part in parts}
+    for others, names in whole.items():
+        log.warning(
+            "%s stays whole on each rank: beside latent attention it has %s, which may belong to "
+            "heads (%d such layers)",
+            names[0],
+            others,
+            len(names),
+        )
     return found
 
 

@@ -30,7 +30,7 @@ BUGS = [
     bug("delta_nets.py", "recurrent.new_empty(0, heads // size, *head)", "recurrent.new_empty(0, heads, *head)", f"{NETS} state_of_its_heads"),
     bug("latent_attention.py", '"colwise") | {OUT: "rowwise"}', '"colwise") | {OUT: "rowwise_split_input"}', "tests/test_tensor_parallel.py -k 'computes and deepseek_v3'"),
     bug("latent_attention.py", "if name in owners or not", "if not", f"{LATENT} words_of_a_plan"),
-    bug("latent_attention.py", "if others := _others(module):", "if others := []:", f"{LATENT} unknown_use"),
+    bug("latent_attention.py", 'if others := ", ".join(_others(module)):', 'if others := "":', f"{LATENT} unknown_use"),
     bug("latent_attention.py", "            continue\n        parts", "        parts", f"{LATENT} unknown_use"),
     bug("latent_attention.py", "    return all(is_linear(module.get_submodule(name)) for name in parts & DIVIDED.keys())\n", "    return True\n", f"{LATENT} lacks_a_part"),
     bug("latent_attention.py", '"q_proj", "q_b_proj")\n', '"q_proj",)\n', f"{LATENT} weights_of_its_heads"),
