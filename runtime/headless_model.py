@@ -14,18 +14,20 @@ def headless_model(module: nn.Module) -> nn.Module:
     """
     for path, _ in module.named_modules():
         if path.rpartition(".")[2] in HEADS:
-            return _replaced(module, path, nn.Identity())
+            return replaced(module, path, nn.Identity())
     raise ValueError(
         f"{type(module).__name__} has no head named {' or '.join(HEADS)}: hidden states are not "
         "available"
     )
 
 
-def _replaced(module: nn.Module, path: str, new: nn.Module) -> nn.Module:
-    """Shallow copies of the modules on the path, with the last one replaced by `new`."""
+def replaced(module: nn.Module, path: str, new: nn.Module) -> nn.Module:
+    """A copy of `module`, which shares all its parts but those on the path: these are copies, too,
+    and the last one is `new`.
+    """
     name, _, rest = path.partition(".")
     child = module._modules[name]
     assert child is not None
     twin = copy.copy(module)
-    twin._modules = {**module._modules, name: _replaced(child, rest, new) if rest else new}
+    twin._modules = {**module._modules, name: replaced(child, rest, new) if rest else new}
     return twin

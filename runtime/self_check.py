@@ -30,6 +30,7 @@ from atomc.ops import REGISTRY
 from atomc.ops.op_traits import Kind
 from atomc.ops.state import StateSpec, block_size_of, groups_of
 from atomc.options import Options
+from atomc.parallel.vocab import LogitsOfRank
 from atomc.program import Program, state_dtype
 from atomc.quantization.linear import QuantizedLinear
 from atomc.report.report import Report
@@ -119,20 +120,22 @@ def before_free(
     key: str | None,
     specs: Sequence[StateSpec],
     report: Report,
+    apart: LogitsOfRank | None = None,
 ) -> OwnForward | None:
     """All that self_check will need of the class's own forward, which cannot run after weights are
     freed; None if the cache has the verdict.
 
     key, specs, report  of the program
+    apart               the logits of the model are those of this rank only
     """
     entry = _entry(model, key, options)
     if entry is not None and _read(entry) is not None:
         return None
-    own = own_forward(model, report)
+    own = own_forward(model, report, apart)
     if own.why_not:
         return own
     noise = _noise(specs, model.hf_model.device)
-    return replace(own, change=_own_noise(model, report, own, noise))
+    return replace(own, change=_own_noise(model, report, own, noise, apart))
 
 
 def self_check(
@@ -142,12 +145,14 @@ def self_check(
     *,
     columns: int = 1,
     own: OwnForward | None = None,
+    apart: LogitsOfRank | None = None,
 ) -> None:
     """Compare the program with the class's own forward, and add a note to its report.
 
     columns   of the block tables of later steps: with the same number here, kernels are compiled
               once for both
     own       from before_free; None: computed here
+    apart     as in before_free. All logits are compared, so that all ranks have the same verdict
 
     A successful check is stored in the cache of compiled graphs. Binds the program to other caches.
     Raises ValueError if the logits differ by more than rounding.
@@ -156,7 +161,7 @@ def self_check(
     start = time.perf_counter()
     entry = _entry(model, program.key, options)
     known = _read(entry) if entry is not None else None
-    verdict = known or verdict_of(model, program, columns=columns, own=own)
+    verdict = known or verdict_of(model, program, columns=columns, own=own, apart=apart)
     if verdict.why_not:
         program.report.notes.append(f"no self-check: {verdict.why_not}")
         return
@@ -226,7 +231,7 @@ def _reason(hf_model: Any) -> str:
     return f" (its forward takes no {' and no '.join(missing)})" if missing else ""
 
 
-def own_forward(model: StockModel, report: Report) -> OwnForward:
+def own_forward(model: StockModel, report: Report, apart: LogitsOfRank | None = None) -> OwnForward:
     """Run the class's own forward. report: of the program that it is compared with."""
     hf_model = model.hf_model
     longest = getattr(hf_model.config.get_text_config(), "max_position_embeddings", None)
@@ -242,7 +247,7 @@ def own_forward(model: StockModel, report: Report) -> OwnForward:
         _tokens(hf_model.config, vocab_size, length, seed) for seed, length in enumerate(LENGTHS)
     ]
     try:
-        logits = _own_logits(model, report, sequences)
+        logits = _own_logits(model, report, sequences, apart)
     except Exception as error:  # code of others, such as layers that only run compiled
         why = f"the class's own forward fails: {type(error).__name__}: {first_line(error)}"
         return OwnForward([], [], why_not=why)
@@ -252,15 +257,20 @@ def own_forward(model: StockModel, report: Report) -> OwnForward:
 
 
 def verdict_of(
-    model: StockModel, program: Program, *, columns: int = 1, own: OwnForward | None = None
+    model: StockModel,
+    program: Program,
+    *,
+    columns: int = 1,
+    own: OwnForward | None = None,
+    apart: LogitsOfRank | None = None,
 ) -> Verdict:
     """Run both computations and compare their logits. own: computed before."""
-    own = own or own_forward(model, program.report)
+    own = own or own_forward(model, program.report, apart)
     if own.why_not:
         return Verdict(why_not=own.why_not)
     errors: dict[str, list[float]] = {}
     for kind, number, first, logits in _ragged(program, own.sequences, columns):
-        for row, out in enumerate(logits):
+        for row, out in enumerate(_whole(logits, apart)):
             errors.setdefault(kind, []).append(_difference(out, own.logits[number][first + row]))
     found = tuple((kind, _agreed(each)) for kind, each in errors.items())
     noise = _noise(program.specs, program.device)
@@ -271,7 +281,7 @@ def verdict_of(
         return verdict
     change = own.change
     if change is None:
-        change = _own_noise(model, program.report, own, noise)
+        change = _own_noise(model, program.report, own, noise, apart)
     if ABOVE_OWN * change > MOST:
         return Verdict(
             why_not=f"a rounding changes the logits of the class's own forward by {change:.1e}"
@@ -301,7 +311,13 @@ def _noise(specs: Sequence[StateSpec], device: torch.device) -> float:
     return rounding * math.sqrt(len(specs))
 
 
-def _own_noise(model: StockModel, report: Report, own: OwnForward, noise: float) -> float:
+def _own_noise(
+    model: StockModel,
+    report: Report,
+    own: OwnForward,
+    noise: float,
+    apart: LogitsOfRank | None,
+) -> float:
     """How much the logits of the class's own forward change with this noise in its embeddings."""
 
     def disturb(_: nn.Module, __: Any, out: Tensor) -> Tensor:
@@ -314,7 +330,7 @@ def _own_noise(model: StockModel, report: Report, own: OwnForward, noise: float)
 
     hook = model.hf_model.get_input_embeddings().register_forward_hook(disturb)
     try:
-        found = _own_logits(model, report, own.sequences)
+        found = _own_logits(model, report, own.sequences, apart)
     finally:
         hook.remove()
     return _agreed(
@@ -327,17 +343,24 @@ def _own_noise(model: StockModel, report: Report, own: OwnForward, noise: float)
 
 
 def _own_logits(
-    model: StockModel, report: Report, sequences: Sequence[Sequence[int]]
+    model: StockModel,
+    report: Report,
+    sequences: Sequence[Sequence[int]],
+    apart: LogitsOfRank | None,
 ) -> list[Tensor]:
     """Logits [T, V] of each sequence, by the class's own forward."""
     hf_model = model.hf_model
     with torch.no_grad(), own_attention(hf_model), _rows_of_latents(model, report):
-        return [
+        own = [
             hf_model(input_ids=torch.tensor([tokens], device=hf_model.device), use_cache=False)
-            .logits[0]
-            .float()
             for tokens in sequences
         ]
+        return [_whole(out.logits[0].float(), apart) for out in own]
+
+
+def _whole(logits: Tensor, apart: LogitsOfRank | None) -> Tensor:
+    """The logits of all ids [T, V]."""
+    return logits if apart is None else apart.gathered(logits)
 
 
 def _difference(out: Tensor, expected: Tensor) -> float:

@@ -43,6 +43,7 @@ from atomc.runtime.slots import Slots
 from atomc.runtime.state_rows import StateRows
 from atomc.runtime.step import ScheduledStep
 from atomc.runtime.step_kernels import StepKernels
+from atomc.runtime.stock_head import separable_head
 from atomc.runtime.threads import Threads, choose, use
 
 log = logging.getLogger("atomc")
@@ -180,11 +181,13 @@ class Worker:
         returns all: one rank, a model that may compute something of all logits, and one whose head
         a draft layer shares.
         """
-        tp, model = self.place.tp, self.module
-        own = isinstance(model, CausalLM) and type(model).forward is CausalLM.forward
-        if tp is None or not own or self.config.speculative == "mtp":
+        tp, model, head = self.place.tp, self.module, None
+        if tp is None or self.config.speculative == "mtp":
             return None
-        head = model.lm_head
+        if isinstance(model, CausalLM) and type(model).forward is CausalLM.forward:
+            head = model.lm_head
+        elif type(model) is StockModel:
+            head = separable_head(model)
         return leave_apart(head, tp.rank) if type(head) is VocabParallelHead else None
 
     def _compile_encoder(self) -> Encode:
@@ -204,7 +207,9 @@ class Worker:
         """Compute what the self check needs of weights that are going to be freed."""
         if self._checks_itself and isinstance(self.module, StockModel):
             options = Options.of(self.config.options)
-            self._own_forward = self_check.before_free(self.module, options, key, specs, report)
+            self._own_forward = self_check.before_free(
+                self.module, options, key, specs, report, apart=self._apart
+            )
 
     def _set_threads(self, spare_cores: int) -> None:
         if next(self.module.parameters()).device.type != "cpu":
@@ -392,6 +397,7 @@ class Worker:
                     Options.of(self.config.options),
                     columns=self.runner.input_batch.columns,
                     own=self._own_forward,
+                    apart=self._apart,
                 )
                 self._own_forward = None
                 self.runner.bind()

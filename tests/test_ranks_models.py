@@ -13,6 +13,7 @@ import torch
 import transformers
 from fake_group import without_groups
 from tensor_parallel_ranks import fill
+from test_tensor_parallel import LATENT_BLOCKS
 from tiny_models import SIZES
 
 from atomc.runtime.llm import LLM, SamplingParams
@@ -76,6 +77,8 @@ ALTERNATING = DELTA_NET | {
     "layer_types": ["linear_attention", "full_attention"] * 2,
 }
 
+LOGITS_APART = "logits are gathered after the program"
+
 
 class Row(NamedTuple):
     """differs: from the sizes of all models; settings: of the LLM."""
@@ -96,6 +99,11 @@ ROWS = {
     "experts by expert, four ranks": Row("qwen3_moe", EXPERTS, {"ep": True}, tp=4),
     "sinks and windows": Row("gpt_oss", {"num_local_experts": 4, "sliding_window": 8}),
     "latent attention": Row("deepseek_v3", LATENT),
+    "latent attention of a class of transformers": Row("youtu", LATENT | {"head_dim": 8}),
+    "latent attention of a class of transformers, fp8": Row(
+        "youtu", LATENT_BLOCKS, {"quantization": "fp8_block"}
+    ),
+    "latent attention, a class that is read whole": Row("axk1", LATENT | {"head_dim": 8}),
     "recurrent state": Row("qwen3_next", DELTA_NET),
     "recurrent state, dense": Row("qwen3_5_text", DELTA_NET),
     "recurrent state, four ranks": Row("qwen3_5_moe_text", DELTA_NET | FOUR_HEADS, tp=4),
@@ -125,6 +133,8 @@ PER_CHANGE = {"experts by expert", "recurrent state, dense"}
 def text(folder: Any, row: Row, **settings: Any) -> list[tuple[int, ...]]:
     """The tokens of each prompt."""
     with LLM(folder, **(SETTINGS | dict(row.settings) | settings)) as llm:
+        if settings.get("tp", 1) > 1 and settings.get("pp", 1) == 1:
+            assert any(LOGITS_APART in note for note in llm.program.report.notes)
         return [completion.token_ids for completion in llm.generate(PROMPTS, GREEDY)]
 
 

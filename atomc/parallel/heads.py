@@ -43,7 +43,8 @@ def num_kv_heads(attention: nn.Module) -> int | None:
 
 
 def resize_heads(attention: nn.Module, cut: Cut) -> None:
-    """Give an attention layer the state handle of this rank's keys and values.
+    """Give an attention layer the state handle of this rank's keys and values, and latent attention
+    their number, which no width of a projection to keys gives.
 
     cut  of the heads
     """
@@ -52,6 +53,9 @@ def resize_heads(attention: nn.Module, cut: Cut) -> None:
         heads = cut.size_of(handle.shape[1])
         smaller = handle.new_empty(0, heads, handle.shape[2])
         attention.register_buffer("kv", smaller, persistent=False)
+    number = vars(attention).get("num_heads")
+    if "kv_b_proj" in attention._modules and isinstance(number, int):
+        vars(attention)["num_heads"] = cut.size_of(number)
 
 
 def resize_groups(attention: nn.Module, parts: int, size: int) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from atomc.json_types import JSONLike
 from atomc.models.experts import Experts
 from atomc.models.parameters import assign, parameter_names, tensor_of
-from atomc.parallel import delta_nets, heads, layers, sizes
+from atomc.parallel import delta_nets, heads, latent_attention, layers, sizes
 from atomc.parallel.collectives import (
     COLUMNS,
     EXPERT_MAP,
@@ -79,7 +79,8 @@ class Sharding:
         sizes.check(_fields(model), place.size, ep=ep)
         modules = dict(model.named_modules())
         nets = [name for name, module in modules.items() if delta_nets.is_delta_net(module)]
-        made = cls(model, place, _without(plan, nets))
+        latent = latent_attention.words_of(modules, plan)
+        made = cls(model, place, _without(plan, nets) | latent)
         experts = tuple(f"{name}." for name, how in made.plan.items() if how in EXPERTS)
         for name, how in made.plan.items():
             module = modules.get(name)

@@ -4,6 +4,7 @@ from mutations import Bug
 
 CUTS = "tests/test_parallelize.py -k"
 NETS = "tests/test_delta_net_ranks.py -k"
+LATENT = "tests/test_latent_ranks.py -k"
 LOADS = "tests/test_tensor_parallel_loading.py -m '' -k"
 PART = f"{LOADS} 'stored_experts and zeros'"
 
@@ -27,6 +28,13 @@ BUGS = [
     bug("delta_nets.py", '("num_k_heads", "num_v_heads", "key_dim"', '("num_v_heads", "key_dim"', f"{NETS} 'sum_up and packed'"),
     bug("delta_nets.py", "    if heads % place.size:\n", "    if False:\n", f"{NETS} heads_that_do_not_divide"),
     bug("delta_nets.py", "recurrent.new_empty(0, heads // size, *head)", "recurrent.new_empty(0, heads, *head)", f"{NETS} state_of_its_heads"),
+    bug("latent_attention.py", '"colwise") | {OUT: "rowwise"}', '"colwise") | {OUT: "rowwise_split_input"}', "tests/test_tensor_parallel.py -k 'computes and deepseek_v3'"),
+    bug("latent_attention.py", "if name in owners or not", "if not", f"{LATENT} words_of_a_plan"),
+    bug("latent_attention.py", 'if others := ", ".join(_others(module)):', 'if others := "":', f"{LATENT} unknown_use"),
+    bug("latent_attention.py", "            continue\n        parts", "        parts", f"{LATENT} unknown_use"),
+    bug("latent_attention.py", "    return all(is_linear(module.get_submodule(name)) for name in parts & DIVIDED.keys())\n", "    return True\n", f"{LATENT} lacks_a_part"),
+    bug("latent_attention.py", '"q_proj", "q_b_proj")\n', '"q_proj",)\n', f"{LATENT} weights_of_its_heads"),
+    bug("heads.py", 'vars(attention)["num_heads"] = cut.size_of(number)', "pass", f"{LATENT} 'wrapped_after or weights_of_its_heads'"),
     bug("sharding.py", "_without(plan, nets)", "dict(plan)", f"{NETS} gathers_no_projection"),
     bug("sharding.py", '            if how == "rowwise":\n', "            if False:\n", "tests/test_tensor_parallel.py -k 'computes and qwen3_next'"),
     bug("layers.py", "if whole // cut.parts % block), None)", "if part % block), None)", f"{NETS} part_of_a_block"),
