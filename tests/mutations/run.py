@@ -2,11 +2,13 @@
 
     python tests/mutations/run.py [WORD]    WORD selects bugs by their file, text or tests
 
-A process that has imported torch is forked for each run. Exits with 1 if a bug is not noticed, if
-its tests cannot be run or do not end, or if they fail without a bug.
+As many at once as there are cores, each in a process forked from one that has imported torch. Exits
+with 1 if a bug is not noticed, if its tests cannot be run or do not end, or if they fail without a
+bug.
 """
 
 import contextlib
+import multiprocessing
 import os
 import shlex
 import shutil
@@ -14,6 +16,7 @@ import signal
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +25,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "ATOMC_CACHE": "0", "PYTHONDONTWRITEBYTEC
 # pytest's exit codes, and that of a process that an alarm ended.
 PASSED, FAILED, TIMED_OUT = 0, 1, -signal.SIGALRM
 SECONDS = 600
+OUTCOMES = {PASSED: "NOT NOTICED", FAILED: "caught", TIMED_OUT: f"RUNS {SECONDS} s"}
 WIDTH = 40
 
 
@@ -32,35 +36,35 @@ def main(word: str = "") -> int:
     from mutations import all_bugs
 
     bugs = [bug for bug in all_bugs() if word in f"{bug.file} {bug.old} {bug.tests}"]
+    if not bugs:
+        sys.exit(f"no bug has {word!r} in its file, its text or its tests")
     began = time.perf_counter()
     _import_what_no_bug_is_in()
-    rows = []
-    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
-        tree = Path(folder, "tree")
-        shutil.copytree(ROOT, tree, symlinks=True, ignore=shutil.ignore_patterns(*LEFT_OUT))
-        without = {tests: "" for tests in dict.fromkeys(bug.tests for bug in bugs)}
-        for number, tests in enumerate(without):
-            _show(number, len(without), f"without a bug: {tests}")
-            code, log = _tests(tree, tests)
-            without[tests] = "" if code == PASSED else f"fails without a bug:\n{log}"
-        for number, bug in enumerate(bugs):
-            _show(number, len(bugs), str(bug))
-            file = tree / bug.file
-            text = file.read_text()
-            start = time.perf_counter()
-            file.write_text(text.replace(bug.old, bug.new))
-            code, log = _tests(tree, bug.tests)
-            file.write_text(text)
-            outcomes = {PASSED: "NOT NOTICED", FAILED: "caught", TIMED_OUT: f"RUNS {SECONDS} s"}
-            outcome = outcomes.get(code, f"BROKEN\n{log}")
-            rows.append((without[bug.tests] or outcome, time.perf_counter() - start, bug))
-    print(file=sys.stderr)
-    for outcome, seconds, bug in rows:
-        print(f"{outcome:12} {seconds:5.1f} s  {bug}")
-    caught = sum(outcome == "caught" for outcome, _, _ in rows)
+    outcomes = []
+    with (
+        tempfile.TemporaryDirectory(prefix="mutations-") as folder,
+        ProcessPoolExecutor(
+            mp_context=multiprocessing.get_context("fork"), initializer=_copy, initargs=(folder,)
+        ) as workers,
+    ):
+        healthy = {
+            tests: workers.submit(_run, tests) for tests in dict.fromkeys(b.tests for b in bugs)
+        }
+        changed = {workers.submit(_run, bug.tests, bug.file, bug.old, bug.new): bug for bug in bugs}
+        _show(0, len(bugs))
+        for run in as_completed(changed):
+            code, log, seconds = run.result()
+            outcome = OUTCOMES.get(code, f"BROKEN\n{log}")
+            code, log, _ = healthy[changed[run].tests].result()
+            outcomes.append(outcome if code == PASSED else f"FAILS WITHOUT A BUG\n{log}")
+            _show_nothing()
+            print(f"{outcomes[-1]:12} {seconds:5.1f} s  {changed[run]}", flush=True)
+            _show(len(outcomes), len(bugs))
+    caught = outcomes.count("caught")
     minutes = (time.perf_counter() - began) / 60
-    print(f"{caught} of {len(rows)} bugs caught in {minutes:.1f} minutes")
-    return int(caught < len(rows))
+    _show_nothing()
+    print(f"{caught} of {len(bugs)} bugs caught in {minutes:.1f} minutes")
+    return int(caught < len(bugs))
 
 
 def _import_what_no_bug_is_in() -> None:
@@ -79,6 +83,26 @@ def _import_what_no_bug_is_in() -> None:
         del sys.modules[name]
 
 
+def _copy(folder: str) -> None:
+    """Make a copy of the tree for this worker, and go there."""
+    tree = Path(folder, str(os.getpid()))
+    shutil.copytree(ROOT, tree, symlinks=True, ignore=shutil.ignore_patterns(*LEFT_OUT))
+    os.chdir(tree)
+
+
+def _run(tests: str, file: str = "", old: str = "", new: str = "") -> tuple[int, str, float]:
+    """pytest's exit code, the end of what it printed, and its seconds, with a text replaced."""
+    start = time.perf_counter()
+    text = Path(file).read_text() if file else ""
+    if file:
+        Path(file).write_text(text.replace(old, new))
+    try:
+        return *_tests(Path.cwd(), tests), time.perf_counter() - start
+    finally:
+        if file:
+            Path(file).write_text(text)
+
+
 def _tests(tree: Path, tests: str) -> tuple[int, str]:
     """The exit code of pytest in a copy of the tree, and the end of what it printed."""
     with tempfile.TemporaryFile("w+") as log:
@@ -86,7 +110,6 @@ def _tests(tree: Path, tests: str) -> tuple[int, str]:
         if not child:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
-            os.chdir(tree)
             sys.path.insert(0, str(tree))
             os.environ["PYTHONPATH"] = str(tree)
             os.setsid()
@@ -103,11 +126,13 @@ def _tests(tree: Path, tests: str) -> tuple[int, str]:
         return code, log.read()[-2000:]
 
 
-def _show(done: int, total: int, what: str) -> None:
+def _show(done: int, total: int) -> None:
     bar = "#" * (WIDTH * done // total)
-    print(
-        f"\r\x1b[K[{bar:<{WIDTH}}] {done}/{total} {what[:60]}", end="", file=sys.stderr, flush=True
-    )
+    print(f"\r\x1b[K[{bar:<{WIDTH}}] {done}/{total}", end="", file=sys.stderr, flush=True)
+
+
+def _show_nothing() -> None:
+    print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
