@@ -106,6 +106,15 @@ def mxfp4(rows: int, n: int, k: int, coded: bool) -> Arguments:
     }
 
 
+def nvfp4(rows: int, n: int, k: int) -> Arguments:
+    return {
+        "x": normal(rows, k),
+        "weight": codes(n, k // 2, dtype=torch.uint8),
+        "weight_scale": codes(n, k // 16).abs(),
+        "global_scale": scales(n, 1),
+    }
+
+
 LAYERS = {
     "fp8": Layer("scaled_linear_fp8", fp8),
     "fp8_static": Layer("scaled_linear_fp8", fp8_static),
@@ -116,6 +125,7 @@ LAYERS = {
     "int4_g128": Layer("linear_w4a16", partial(int4, group=128)),
     "mxfp4": Layer("linear_mxfp4", partial(mxfp4, coded=True)),
     "mxfp4_a16": Layer("linear_mxfp4", partial(mxfp4, coded=False)),
+    "nvfp4_a16": Layer("linear_nvfp4", nvfp4),
 }
 
 
@@ -173,10 +183,14 @@ def tiles(layer: str, rows: int, k: int) -> Iterator[tuple[str, Callable[..., An
         weight_scale: Tensor,
         group: int = 32,
         x_scale: Tensor | None = None,
+        global_scale: Tensor | None = None,
         out_dtype: torch.dtype = torch.bfloat16,
     ) -> Tensor:
         words = weight if weight.dtype == torch.int32 else unpacking.as_words(weight)
-        return w4a16.multiply(x, words, weight_scale, None, x_scale, None, group, out_dtype, cut)
+        if global_scale is not None:
+            weight_scale, group = weight_scale.view(torch.int8), 16
+        none = (None, x_scale, None)
+        return w4a16.multiply(x, words, weight_scale, *none, group, out_dtype, cut, global_scale)
 
     if rows == 1:
         many = [

@@ -40,8 +40,9 @@ BOUNDS = {
     "int4": 0.005,
     "mxfp4": 0.005,
     "mxfp4_a16": 0.005,
+    "nvfp4_a16": 0.005,
 }
-FOUR_BITS = ("int4", "mxfp4", "mxfp4_a16")
+FOUR_BITS = ("int4", "mxfp4", "mxfp4_a16", "nvfp4_a16")
 
 
 class ReferenceLinear(nn.Module):

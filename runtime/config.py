@@ -37,7 +37,7 @@ class EngineConfig:
     quantization: str | None = _option(
         None,
         "quantize the weights when they are read: fp8, fp8_per_token, fp8_block, int8, int4, "
-        "mxfp4 or mxfp4_a16",
+        "mxfp4, mxfp4_a16 or nvfp4_a16",
     )
     quantization_ignore: tuple[str, ...] = _option(
         (), "layers not to quantize, by name, part of a name or re:pattern"

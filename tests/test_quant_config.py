@@ -122,7 +122,7 @@ WHERE = "compressed-tensors: config_groups.group_0"
         (
             {"quant_method": "aqlm"},
             "quantized weights of quant_method 'aqlm' are not supported, only fp8, "
-            "compressed-tensors, gptq, awq, mxfp4, quark",
+            "compressed-tensors, gptq, awq, mxfp4, quark, modelopt",
         ),
         (
             {"quant_method": "fp8", "weight_block_size": [64, 128]},
@@ -173,7 +173,7 @@ WHERE = "compressed-tensors: config_groups.group_0"
         (
             compressed("marlin-24", INT4),
             f"{WHERE}.format 'marlin-24' is not supported, only pack-quantized, int-quantized, "
-            "float-quantized, naive-quantized, mxfp4-pack-quantized",
+            "float-quantized, naive-quantized, mxfp4-pack-quantized, nvfp4-pack-quantized",
         ),
         (
             compressed(

@@ -48,6 +48,7 @@ KEEPS = {
     "int4": 14,
     "mxfp4": 12,
     "mxfp4_a16": 14,
+    "nvfp4_a16": 16,
 }
 
 
@@ -125,7 +126,7 @@ def test_random_weights_are_quantized_too(tmp_path: Path) -> None:
         (
             "fp4",
             "quantization 'fp4' is not one of the schemes fp8, fp8_per_token, fp8_block, int8, "
-            "int4, mxfp4, mxfp4_a16",
+            "int4, mxfp4, mxfp4_a16, nvfp4_a16",
         ),
         (
             {"scheme": "fp8", "skip": []},

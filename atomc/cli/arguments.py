@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16")
 GLUES = ("eager", "inductor", "auto")
 # The names in atomc.quantization.ONLINE, which is too slow to import for parsing arguments.
-SCHEMES = ("fp8", "fp8_per_token", "fp8_block", "int8", "int4", "mxfp4", "mxfp4_a16")
+SCHEMES = ("fp8", "fp8_per_token", "fp8_block", "int8", "int4", "mxfp4", "mxfp4_a16", "nvfp4_a16")
 
 
 def command(

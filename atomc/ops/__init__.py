@@ -65,6 +65,7 @@ from atomc.ops.scaled_experts import (
 )
 from atomc.ops.scaled_linear import (
     linear_mxfp4,
+    linear_nvfp4,
     linear_w4a16,
     scaled_linear_fp8,
     scaled_linear_fp8_block,
@@ -125,6 +126,7 @@ __all__ = [
     "linear",
     "linear_by_head",
     "linear_mxfp4",
+    "linear_nvfp4",
     "linear_split_cat",
     "linear_topk_route",
     "linear_w4a16",

@@ -15,6 +15,8 @@ from torch import Tensor
 HALVES = (torch.bfloat16, torch.float16)
 FLOATS = (*HALVES, torch.float32)
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+# Values of NVFP4 that share a scale.
+NVFP4_GROUP = 16
 # The lower bound of an amax: no scale is zero, and zeros remain zeros.
 AMAX_FLOOR = 1e-10
 # Added to the bits of a float32 before its mantissa is truncated; rounds the exponent up

@@ -11,7 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atomc.ops.formats import e2m1_values, e8m0_values, in_groups, unpack_e2m1, unpack_int4
+from atomc.ops.formats import (
+    NVFP4_GROUP,
+    e2m1_values,
+    e8m0_values,
+    in_groups,
+    unpack_e2m1,
+    unpack_int4,
+)
 from atomc.ops.op import op
 from atomc.ops.op_cost import product
 from atomc.ops.op_traits import Arguments, Kind, QuantizedWeight
@@ -59,6 +66,14 @@ def mxfp4_rate(arguments: Arguments) -> int:
 
 MXFP4_WEIGHT = QuantizedWeight(
     "mxfp4", lambda _: "one scale per 32 inputs", codes=2, rate=mxfp4_rate
+)
+
+NVFP4_WEIGHT = QuantizedWeight(
+    "nvfp4",
+    lambda _: "one scale per 16 inputs",
+    codes=2,
+    rate=1,
+    stored=("weight", "weight_scale", "global_scale"),
 )
 
 
@@ -301,3 +316,51 @@ def linear_mxfp4(
     else:
         values = x.to(torch.float32) if x_scale is None else x.to(torch.float32) * x_scale
     return _finish(F.linear(values, mxfp4_values(weight, weight_scale)), bias, out_dtype)
+
+
+def nvfp4_values(packed: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
+    """fp32 [N, K] of the parameters of linear_nvfp4."""
+    # A code times its scale has 6 bits and is exact; only the last product rounds.
+    groups = in_groups(e2m1_values(unpack_e2m1(packed)), NVFP4_GROUP)
+    return (groups * scale.to(torch.float32).unsqueeze(-1)).flatten(-2) * global_scale
+
+
+def _linear_nvfp4_shape(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    global_scale: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _stacked_nvfp4(calls: Sequence[Arguments]) -> tuple[str, ...]:
+    return _with_bias(("weight", "weight_scale", "global_scale"), calls)
+
+
+@op(
+    kind=Kind.LINEAR,
+    rows="x",
+    cost=product,
+    quantized_weight=NVFP4_WEIGHT,
+    shape=_linear_nvfp4_shape,
+    concat=_stacked_nvfp4,
+)
+def linear_nvfp4(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    global_scale: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """x @ (code * weight_scale * global_scale).T + bias with an NVFP4 weight. x [..., K] of 16 bits
+    or fp32 -> [..., N] in x.dtype. bias [N].
+
+    weight        [N, K/2] uint8, two e2m1 codes per byte
+    weight_scale  [N, K/16] e4m3fn
+    global_scale  [N, 1] fp32: checkpoints have one number per weight, which differs between layers
+                  that are merged
+    """
+    values = nvfp4_values(weight, weight_scale, global_scale)
+    return _finish(F.linear(x.to(torch.float32), values), bias, x.dtype)

@@ -14,8 +14,9 @@ from torch import nn
 from atomc.models.experts_spec import is_experts, spec_of
 from atomc.parallel.cut import Cut
 from atomc.quantization.experts import QuantizedExperts, sizes, stacked
+from atomc.quantization.layer_weights import Shapes
 from atomc.quantization.linear import Format, QuantizedLinear
-from atomc.quantization.scheme import Scheme, Shapes
+from atomc.quantization.scheme import Scheme
 
 # A tensor of checkpoints of compressed-tensors: [N, K] of the whole weight, which is not that of a
 # part.

@@ -273,7 +273,8 @@ def quantize_experts(model: nn.Module, name: str, method: ExpertsMethod) -> None
 def quantize(model: nn.Module, scheme: str, ignore: Sequence[str] = ()) -> nn.Module:
     """Quantize the linear layers and experts of a model in place, and return it.
 
-    scheme  "fp8", "fp8_per_token", "fp8_block", "int8", "int4", "mxfp4" or "mxfp4_a16"
+    scheme  "fp8", "fp8_per_token", "fp8_block", "int8", "int4", "mxfp4", "mxfp4_a16" or
+            "nvfp4_a16"
     ignore  patterns of layers to skip, as in checkpoints: "down_proj", "model.layers.0",
             "re:.*self_attn.*"
 

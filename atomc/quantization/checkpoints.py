@@ -9,8 +9,18 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from atomc.json_types import JSONLike
+from atomc.ops.formats import NVFP4_GROUP
 from atomc.quantization.linear import Format
-from atomc.quantization.packing import AWQ, GPTQ, GPTQ_V2, MXFP4_PACK_QUANTIZED, PACK_QUANTIZED
+from atomc.quantization.nvfp4 import Nvfp4
+from atomc.quantization.packing import (
+    AWQ,
+    GPTQ,
+    GPTQ_V2,
+    MODELOPT_NVFP4,
+    MXFP4_PACK_QUANTIZED,
+    NVFP4_PACK_QUANTIZED,
+    PACK_QUANTIZED,
+)
 from atomc.quantization.scheme import Fp8, Fp8Block, Int4, Int8, Mxfp4, Scheme
 
 Config = Mapping[str, JSONLike]
@@ -22,6 +32,10 @@ UPGRADED = (
     "activations have a dynamic scale per row instead of per tensor as in the config: more "
     "accurate, and one pass "
     "less"
+)
+SIXTEEN_BITS = (
+    "activations keep 16 bits instead of NVFP4 as in the config: more accurate, and products do "
+    "not use the FP4 tensor cores that some GPUs have"
 )
 
 
@@ -172,6 +186,7 @@ def _compressed_group(where: str, group: Config, form: JSONLike) -> _Group:
         "float-quantized": _float_quantized,
         "naive-quantized": _float_quantized if weights.get("type") == "float" else _int_quantized,
         "mxfp4-pack-quantized": _mxfp4_pack_quantized,
+        "nvfp4-pack-quantized": _nvfp4_pack_quantized,
     }
     if not isinstance(form, str) or form not in readers:
         raise ValueError(f"{where}.format {form!r} is not supported, only {', '.join(readers)}")
@@ -260,6 +275,51 @@ def _mxfp4_pack_quantized(where: str, weights: Config, inputs: Config | None) ->
     only(x, inputs, "group_size", 32)
     only(x, inputs, "dynamic", True)
     return Mxfp4("mxfp4"), MXFP4_PACK_QUANTIZED, []
+
+
+def _nvfp4_pack_quantized(where: str, weights: Config, inputs: Config | None) -> _Group:
+    at, x = f"{where}.weights", f"{where}.input_activations"
+    only(at, weights, "num_bits", 4)
+    only(at, weights, "type", "float")
+    only(at, weights, "strategy", "tensor_group", default="tensor_group")
+    only(at, weights, "symmetric", True, default=True)
+    only(at, weights, "dynamic", False, default=False)
+    only(at, weights, "group_size", NVFP4_GROUP)
+    if inputs is None:
+        return Nvfp4(), NVFP4_PACK_QUANTIZED, []
+    only(x, inputs, "num_bits", 4)
+    only(x, inputs, "type", "float")
+    only(x, inputs, "group_size", NVFP4_GROUP)
+    return Nvfp4(), NVFP4_PACK_QUANTIZED, [SIXTEEN_BITS]
+
+
+# ModelOpt of NVIDIA
+
+
+def modelopt(config: Config) -> Parsed:
+    """A quantization_config, or hf_quant_config.json, whose fields are in `quantization`."""
+    inside = _object(config, "quantization")
+    fields: Config = config if inside is None else inside
+    method = "modelopt" if inside is None else "modelopt: quantization"
+    algorithm = only(method, fields, "quant_algo", "NVFP4", "W4A16_NVFP4", "FP8")
+    kv = fields.get("kv_cache_scheme")
+    if kv is None or isinstance(kv, str):
+        field = "kv_cache_quant_algo" if kv is None else "kv_cache_scheme"
+        kv_cache_dtype = {None: None, "FP8": "fp8"}[only(method, fields, field, None, "FP8")]
+    else:
+        kv_cache_dtype = _kv_cache_dtype(method, kv)
+    ignore = names(fields, "exclude_modules", "ignore")
+    if algorithm == "FP8":
+        return Parsed(
+            ((("Linear",), Fp8("tensor", "static"), None),), ignore, kv_cache_dtype=kv_cache_dtype
+        )
+    only(method, fields, "group_size", NVFP4_GROUP, default=NVFP4_GROUP)
+    return Parsed(
+        ((("Linear",), Nvfp4(), MODELOPT_NVFP4),),
+        ignore,
+        kv_cache_dtype=kv_cache_dtype,
+        notes=(SIXTEEN_BITS,) if algorithm == "NVFP4" else (),
+    )
 
 
 # GPTQ and AWQ
@@ -360,4 +420,5 @@ PARSERS: dict[str, Callable[[Config], Parsed]] = {
     "awq": awq,
     "mxfp4": mxfp4,
     "quark": quark,
+    "modelopt": modelopt,
 }

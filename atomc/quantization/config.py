@@ -29,6 +29,7 @@ FILES = {
     "quantization_config.json": None,
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
 }
 # Names of merged layers in vLLM and others -> the layers that they consist of.
 FUSED = {

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 
 from atomc.models.experts_spec import ExpertsSpec
 from atomc.ops.experts import Gate
+from atomc.quantization.layer_weights import Shapes, Tensors
 from atomc.quantization.linear import Format, QuantizedLayer
-from atomc.quantization.scheme import Scheme, Shapes, Tensors
+from atomc.quantization.nvfp4 import Nvfp4
+from atomc.quantization.scheme import Scheme
 
 STACKED = ("gate_up_proj", "down_proj")
 SUFFIXES = {
@@ -42,6 +44,8 @@ class ExpertsMethod:
 
     def refuses(self, spec: ExpertsSpec) -> str | None:
         """Why the scheme does not support experts of these sizes, or None."""
+        if isinstance(self.scheme, Nvfp4):
+            return "no kernel multiplies experts of NVFP4"
         reasons = (self.scheme.refuses(*size) for size in sizes(spec).values())
         return next((reason for reason in reasons if reason), None)
 

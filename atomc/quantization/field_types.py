@@ -18,6 +18,8 @@ EXPECTED = {
     "ignored_layers": NAMES,
     "modules_to_not_convert": NAMES,
     "exclude": NAMES,
+    "exclude_modules": NAMES,
+    "quantization": OBJECT,
     "targets": NAMES,
     "weight_block_size": NUMBERS,
     "block_structure": NUMBERS,

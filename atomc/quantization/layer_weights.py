@@ -1,10 +1,14 @@
-"""The tensors that a scheme reads from a layer, as protocols."""
+"""The tensors of a scheme by name, and as protocols those that it reads from a layer."""
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from atomc.ops.experts import Gate
+
+Tensors = dict[str, Tensor]
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class QuantizedWeight(Protocol):
@@ -16,6 +20,8 @@ class QuantizedWeight(Protocol):
     def weight_scale(self) -> Tensor: ...
     @property
     def zeros(self) -> Tensor: ...
+    @property
+    def global_scale(self) -> Tensor: ...
 
 
 class LinearWeights(QuantizedWeight, Protocol):

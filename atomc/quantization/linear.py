@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from atomc.quantization.scheme import Fp8, Scheme, Shapes, Tensors
+from atomc.quantization.layer_weights import Shapes, Tensors
+from atomc.quantization.scheme import Fp8, Scheme
 from atomc.weights.registry import parameter_of
 
 
@@ -106,6 +107,7 @@ class QuantizedLinear(QuantizedLayer):
     weight_scale: nn.Parameter
     input_scale: nn.Parameter
     zeros: nn.Parameter
+    global_scale: nn.Parameter
     bias: nn.Parameter | None
 
     def __init__(

@@ -9,14 +9,22 @@ GPTQ                qweight [K/8, N], packed along K; scales [G, N]; qzeros [G, 
                     minus one; g_idx [K]
 AWQ                 qweight [K, N/8], packed along N, the codes of a word in the order 0 2 4 6 1 3 5
                     7; scales [G, N]; qzeros [G, N/8] likewise
+
+NVFP4 has bytes of two e2m1 codes, the first one in the low bits, and e4m3 scales in all layouts:
+
+ours                weight [N, K/2]; weight_scale [N, K/16]; global_scale [N, 1]
+compressed-tensors  weight_packed, weight_scale; weight_global_scale [1], the reciprocal
+ModelOpt            weight, weight_scale; weight_scale_2 []
 """
 
 import torch
 from torch import Tensor
 
 from atomc.ops.formats import pack_int4, unpack_int4
+from atomc.quantization.layer_weights import Shapes, Tensors
 from atomc.quantization.linear import Format
-from atomc.quantization.scheme import Int4, Mxfp4, Shapes, Tensors
+from atomc.quantization.nvfp4 import Nvfp4
+from atomc.quantization.scheme import Int4, Mxfp4
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -76,6 +84,68 @@ def _from_packed_mxfp4(scheme: Mxfp4, stored: Tensors) -> Tensors:
 
 
 MXFP4_PACK_QUANTIZED = Format("mxfp4-pack-quantized", _packed_mxfp4, _from_packed_mxfp4)
+
+
+# NVFP4: the scales of activations, input_global_scale and input_scale, are not used.
+
+
+def _packed_nvfp4(scheme: Nvfp4, out_features: int, in_features: int, dtype: torch.dtype) -> Shapes:
+    shapes = scheme.tensors(out_features, in_features, dtype)
+    return {
+        "weight_packed": shapes["weight"],
+        "weight_scale": shapes["weight_scale"],
+        "weight_global_scale": ((1,), torch.float32),
+        "input_global_scale": ((1,), torch.float32),
+    }
+
+
+def _from_packed_nvfp4(scheme: Nvfp4, stored: Tensors) -> Tensors:
+    factor = _one_factor(stored, "weight_global_scale")
+    # compressed-tensors divides by its global scale.
+    return {
+        "weight": stored["weight_packed"],
+        "weight_scale": stored["weight_scale"],
+        "global_scale": (1.0 / factor).repeat(len(stored["weight_packed"]), 1),
+    }
+
+
+def _modelopt_nvfp4(
+    scheme: Nvfp4, out_features: int, in_features: int, dtype: torch.dtype
+) -> Shapes:
+    shapes = scheme.tensors(out_features, in_features, dtype)
+    return {
+        "weight": shapes["weight"],
+        "weight_scale": shapes["weight_scale"],
+        "weight_scale_2": ((1,), torch.float32),
+        "input_scale": ((1,), torch.float32),
+    }
+
+
+def _from_modelopt_nvfp4(scheme: Nvfp4, stored: Tensors) -> Tensors:
+    return {
+        "weight": stored["weight"],
+        "weight_scale": stored["weight_scale"],
+        "global_scale": _one_factor(stored, "weight_scale_2").repeat(len(stored["weight"]), 1),
+    }
+
+
+def _one_factor(stored: Tensors, name: str) -> Tensor:
+    """The factor of all scales of a weight, [1]. Raises ValueError if it is not positive."""
+    factor = stored[name]
+    if not (factor.isfinite() & (factor > 0)).all():
+        raise ValueError(f"{name} is {factor.item()}, expected a positive number")
+    return factor
+
+
+NVFP4_PACK_QUANTIZED = Format(
+    "nvfp4-pack-quantized",
+    _packed_nvfp4,
+    _from_packed_nvfp4,
+    frozenset({"input_global_scale"}),
+)
+MODELOPT_NVFP4 = Format(
+    "modelopt NVFP4", _modelopt_nvfp4, _from_modelopt_nvfp4, frozenset({"input_scale"})
+)
 
 
 # GPTQ

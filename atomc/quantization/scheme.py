@@ -6,6 +6,7 @@ weight         [N, ...] codes
 weight_scale   values are codes times scales
 input_scale    [1] fp32, of a static scheme
 zeros          [N, G] uint8, of asymmetric int4
+global_scale   [N, 1] fp32, of NVFP4: a factor of all scales
 N outputs, K inputs, G groups. Experts stack the tensors of two weights (ExpertsWeights): the
 activation between them is quantized like the input.
 """
@@ -21,10 +22,15 @@ from atomc import ops
 from atomc.ops.formats import AMAX_FLOOR, in_groups, pack_int4
 from atomc.ops.quant import to_fp8
 from atomc.ops.scaled_linear import fp8_block_values, int4_weight, mxfp4_values
-from atomc.quantization.layer_weights import ExpertsWeights, LinearWeights, QuantizedWeight
+from atomc.quantization.layer_weights import (
+    ExpertsWeights,
+    LinearWeights,
+    QuantizedWeight,
+    Shapes,
+    Tensors,
+)
+from atomc.quantization.nvfp4 import Nvfp4
 
-Tensors = dict[str, Tensor]
-Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 E4M3 = torch.float8_e4m3fn
 
 
@@ -448,6 +454,7 @@ ONLINE: dict[str, Scheme] = {
     "int4": Int4(),
     "mxfp4": Mxfp4(),
     "mxfp4_a16": Mxfp4("16-bit"),
+    "nvfp4_a16": Nvfp4(),
 }
 
 

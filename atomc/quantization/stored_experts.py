@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from atomc.quantization.experts import ExpertsMethod, QuantizedExperts, put, sizes
+from atomc.quantization.layer_weights import Tensors
 from atomc.quantization.linear import Format
-from atomc.quantization.scheme import Fp8, Fp8Block, Scheme, Tensors
+from atomc.quantization.scheme import Fp8, Fp8Block, Scheme
 from atomc.weights.registry import parameter_of
 
 # Stacked projection -> the stored ones whose rows it has, in order.

@@ -7,7 +7,7 @@ from torch import nn
 from atomc.models.experts_spec import spec_of
 from atomc.quantization.apply import Methods, groups, linear
 from atomc.quantization.experts import STACKED, sizes, stacked
-from atomc.quantization.scheme import Shapes
+from atomc.quantization.layer_weights import Shapes
 
 
 def stored_bytes(model: nn.Module, methods: Methods) -> int:

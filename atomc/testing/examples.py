@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from atomc import ops
+from atomc.ops.formats import NVFP4_GROUP
 from atomc.ops.schemes import SCHEMES
 from atomc.testing.random_inputs import (
     CHOSEN,
@@ -85,6 +86,15 @@ def _w4a16(n: RandomInputs) -> Arguments:
 def _mxfp4_a16(n: RandomInputs) -> Arguments:
     weight, scale = n.quantized(ops.quant_mxfp4, M, D)
     return {"x": n(n.T, D), "weight": weight, "weight_scale": scale, "out_dtype": n.dtype}
+
+
+def _nvfp4_a16(n: RandomInputs) -> Arguments:
+    return {
+        "x": n(n.T, D),
+        "weight": n.below(256, M, D // 2, dtype=torch.uint8),
+        "weight_scale": n(M, D // NVFP4_GROUP).abs().to(torch.float8_e4m3fn),
+        "global_scale": n(M, 1, dtype=torch.float32).abs() / 50,
+    }
 
 
 def _routed(n: RandomInputs) -> Arguments:
@@ -194,6 +204,7 @@ EXAMPLES: Examples = {
     ops.scaled_linear_fp8_block: {"": _blocks},
     ops.scaled_linear_int8: {"": partial(_of_codes, ops.quant_int8_per_token)},
     ops.linear_w4a16: {"": _w4a16},
+    ops.linear_nvfp4: {"": _nvfp4_a16},
     ops.linear_mxfp4: {"16 bits": _mxfp4_a16, "mxfp4": partial(_of_codes, ops.quant_mxfp4)},
     ops.embedding: {"": lambda n: {"ids": n.below(100, n.T), "weight": n(100, D)}},
     ops.linear_split_cat: {"": _keys_and_values},

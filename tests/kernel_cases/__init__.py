@@ -62,6 +62,7 @@ from kernel_cases.rows import (
 )
 from kernel_cases.scaled_linear import (
     LINEAR_MXFP4,
+    LINEAR_NVFP4,
     LINEAR_W4A16,
     SCALED_LINEAR_FP8,
     SCALED_LINEAR_FP8_BLOCK,
@@ -108,6 +109,7 @@ CASES: dict[str, Cases] = {
     "scaled_linear_int8": SCALED_LINEAR_INT8,
     "linear_w4a16": LINEAR_W4A16,
     "linear_mxfp4": LINEAR_MXFP4,
+    "linear_nvfp4": LINEAR_NVFP4,
     "embedding": EMBEDDING,
     "count_experts": COUNT_EXPERTS,
     "topk_route": TOPK_ROUTE,

@@ -97,6 +97,18 @@ def mxfp4_operands(
     }
 
 
+def nvfp4_operands(draw: Draw, *shape: int, out: int = 33, bias: bool = False) -> dict[str, Any]:
+    width = shape[-1]
+    return {
+        "x": draw.normal(*shape),
+        "weight": draw.below(256, out, width // 2, dtype=torch.uint8),
+        "weight_scale": (draw.normal(out, width // 16).abs() * 100).to(torch.float8_e4m3fn),
+        # Of three bits: most weights are exact in bf16, to which a kernel for many rows rounds.
+        "global_scale": (4 + draw.below(4, out, 1)).to(torch.float32) / 2**14,
+        "bias": draw.normal(out) if bias else None,
+    }
+
+
 def linear_shapes(make: Callable[..., dict[str, Any]], width: int = 128, **rest: Any) -> Cases:
     """The shapes that a GEMM must take: no row, one, a few, many; outputs that fill no tile."""
     return {
@@ -162,4 +174,11 @@ LINEAR_MXFP4: Cases = {
         for name, make in linear_shapes(mxfp4_operands, activation=activation).items()
         if name in ("one row", "odd sizes", "bias", "batch", "no rows", "many rows")
     },
+}
+
+LINEAR_NVFP4: Cases = {
+    **linear_shapes(nvfp4_operands),
+    "width of no multiple of 32": lambda draw: nvfp4_operands(draw, 5, 144, out=40),
+    "one group, one row": lambda draw: nvfp4_operands(draw, 1, 16, out=3, bias=True),
+    "odd groups, many rows": lambda draw: nvfp4_operands(draw, 70, 208, out=17, bias=True),
 }

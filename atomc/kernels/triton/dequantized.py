@@ -1,7 +1,8 @@
 """Linear layers of many rows with 4-bit weights: each call unpacks the weight to 16 bits and calls
 cuBLAS. From 65 rows on this costs less than unpacking each tile whenever it is read.
 
-int4 values times their scales are rounded to 16 bits; e2m1 times a power of two is exact in bf16.
+int4 values times their scales, and those of NVFP4, are rounded to 16 bits; e2m1 times a power of
+two is exact in bf16.
 """
 
 import torch
@@ -21,7 +22,7 @@ from atomc.kernels.triton.unpacking import (
     unpacked,
     zero_of,
 )
-from atomc.ops.formats import HALVES
+from atomc.ops.formats import HALVES, NVFP4_GROUP
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -33,6 +34,7 @@ def _unpack(
     words_ptr,
     scale_ptr,
     zeros_ptr,
+    global_ptr,
     out_ptr,
     rows,
     W: tl.constexpr,
@@ -47,6 +49,8 @@ def _unpack(
     words = tl.load(words_ptr + row * W + word, inside, 0)
     at = row * (W * 8 // GROUP) + word // (GROUP // 8)
     scale, zero = scale_of(scale_ptr, at, inside, INT4), zero_of(zeros_ptr, at, inside)
+    if global_ptr is not None:
+        scale *= tl.load(global_ptr + row, row < rows, 0.0)
     values = tl.reshape(
         unpacked(words, scale, zero, INT4, out_ptr.dtype.element_ty), (ROWS, BLOCK * 8)
     )
@@ -55,9 +59,16 @@ def _unpack(
 
 
 def dequantized(
-    words: Tensor, scale: Tensor, zeros: Tensor | None, group: int, dtype: torch.dtype
+    words: Tensor,
+    scale: Tensor,
+    zeros: Tensor | None,
+    group: int,
+    dtype: torch.dtype,
+    global_scale: Tensor | None = None,
 ) -> Tensor:
-    """The values of codes: words int32 [..., K/8], scale [..., K/group] -> [..., K]."""
+    """The values of codes: words int32 [..., K/8], scale [..., K/group], global_scale one per row
+    -> [..., K].
+    """
     width = words.shape[-1]
     out = words.new_empty((*words.shape[:-1], width * 8), dtype=dtype)
     if rows := words.numel() // width:
@@ -65,11 +76,12 @@ def dequantized(
             words,
             scale,
             zeros,
+            global_scale,
             out,
             rows,
             W=width,
             GROUP=group,
-            INT4=scale.dtype != torch.uint8,
+            INT4=scale.is_floating_point(),
             ROWS=4,
             BLOCK=128,
         )
@@ -137,3 +149,31 @@ def linear_mxfp4(
     if x_scale is not None:
         x = dequantized(as_words(x), x_scale, None, 32, out_dtype)
     return F.linear(x, dequantized(as_words(weight), weight_scale, None, 32, out_dtype), bias)
+
+
+def refuse_linear_nvfp4(
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    global_scale: Tensor,
+    bias: Tensor | None = None,
+) -> Refusal | None:
+    return (
+        unfit(platform, weight, weight_scale, bias)
+        or unlike(HALVES, x=x)
+        or unlike((x.dtype,), bias=bias)
+    )
+
+
+@ops.linear_nvfp4.kernel("triton", tokens=MANY, refuses=refuse_linear_nvfp4)
+def linear_nvfp4(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    global_scale: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
+    words, scale = as_words(weight), weight_scale.view(torch.int8)
+    whole = global_scale.contiguous()
+    return F.linear(x, dequantized(words, scale, None, NVFP4_GROUP, x.dtype, whole), bias)

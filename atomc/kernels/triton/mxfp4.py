@@ -1,5 +1,5 @@
-"""Decode MXFP4 in Triton: e2m1 values and e8m0 scales, exactly, by integer operations on every
-device.
+"""Decode MXFP4 and NVFP4 in Triton: e2m1 values, e8m0 and e4m3 scales, exactly, by integer
+operations on every device.
 """
 
 import triton
@@ -13,6 +13,16 @@ def e8m0_values(code):
     # 2^-127 is a subnormal.
     bits = tl.where(code == 0, 0x400000, code << 23)
     return tl.where(code == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e4m3_values(code):
+    """The number of an e4m3fn code, in fp32; 127 is NaN."""
+    code = code.to(tl.int32)
+    # Exponent and mantissa are adjacent, as in fp32, also of subnormals. The biases differ by 120.
+    bits = ((code & 127) << 20) | ((code & 128) << 24)
+    value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+    return tl.where(code & 127 == 127, float("nan"), value)
 
 
 @triton.jit

@@ -4,6 +4,8 @@ To tune for another GPU, run the command of a table there and add an entry to it
 architecture without an entry the first one is used, and the report says so.
 """
 
+from dataclasses import replace
+
 from atomc.kernels.triton.tile_table import (
     ANY,
     AttentionTile,
@@ -142,6 +144,13 @@ LINEAR_MXFP4 = TileTable[Launch](
             ((ANY,), _W4A16_64),
         ]
     },
+)
+
+# The kernels of MXFP4, and as many bytes of codes.
+LINEAR_NVFP4 = replace(
+    LINEAR_MXFP4,
+    command="python bench/gemm.py --tiles --rows 1 8 16 --schemes nvfp4_a16 --jobs 14",
+    measured=False,
 )
 
 

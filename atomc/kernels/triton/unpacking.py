@@ -11,7 +11,7 @@ from torch import Tensor
 
 from atomc.kernels.checks import unlike
 from atomc.kernels.triton.launch import not_nvidia, scattered
-from atomc.kernels.triton.mxfp4 import e8m0_values
+from atomc.kernels.triton.mxfp4 import e4m3_values, e8m0_values
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -44,8 +44,11 @@ def e2m1_on_top(words):
 
 @triton.jit
 def scale_of(scale_ptr, at, inside, INT4: tl.constexpr):
+    """The scales in fp32: floats of int4, else the bits of e4m3 in int8 or of e8m0 in uint8."""
     if INT4:
         return tl.load(scale_ptr + at, inside, 0.0).to(tl.float32)
+    elif scale_ptr.dtype.element_ty == tl.int8:
+        return e4m3_values(tl.load(scale_ptr + at, inside, 0))
     else:
         return e8m0_values(tl.load(scale_ptr + at, inside, 0))
 

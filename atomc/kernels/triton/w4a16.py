@@ -21,7 +21,7 @@ from atomc.kernels.triton.launch import (
 )
 from atomc.kernels.triton.mxfp4 import e8m0_values
 from atomc.kernels.triton.tile_table import Launch, TileTable
-from atomc.kernels.triton.tiles import LINEAR_MXFP4, LINEAR_W4A16
+from atomc.kernels.triton.tiles import LINEAR_MXFP4, LINEAR_NVFP4, LINEAR_W4A16
 from atomc.kernels.triton.unpacking import (
     as_words,
     e2m1_on_top,
@@ -32,7 +32,7 @@ from atomc.kernels.triton.unpacking import (
     unpacked,
     zero_of,
 )
-from atomc.ops.formats import FLOATS, HALVES
+from atomc.ops.formats import FLOATS, HALVES, NVFP4_GROUP
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -55,6 +55,7 @@ def _row(
     words_ptr,
     scale_ptr,
     zeros_ptr,
+    global_ptr,
     bias_ptr,
     out_ptr,
     N,
@@ -117,6 +118,8 @@ def _row(
     out = tl.sum(sums, 1)[:, None]
     if x_scale_ptr is not None and not CODED:
         out *= tl.load(x_scale_ptr + m * x_row)
+    if global_ptr is not None:
+        out *= tl.load(global_ptr + n, n < N, 0.0)
     if bias_ptr is not None:
         out += tl.load(bias_ptr + n, n < N, 0.0).to(tl.float32)
     tl.store(out_ptr + m * N + n, out.to(out_ptr.dtype.element_ty), n < N)
@@ -129,6 +132,7 @@ def _rows(
     words_ptr,
     scale_ptr,
     zeros_ptr,
+    global_ptr,
     bias_ptr,
     out_ptr,
     M,
@@ -196,6 +200,8 @@ def _rows(
     across = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     if x_scale_ptr is not None and not CODED:
         out *= tl.load(x_scale_ptr + down * x_row, down < M, 0.0)
+    if global_ptr is not None:
+        out *= tl.load(global_ptr + across, across < N, 0.0)
     if bias_ptr is not None:
         out += tl.load(bias_ptr + across, across < N, 0.0).to(tl.float32)
     tl.store(
@@ -230,15 +236,18 @@ def multiply(
     group: int,
     out_dtype: torch.dtype,
     tile: Launch,
+    global_scale: Tensor | None = None,
 ) -> Tensor:
-    """The op, with the given tile. words int32 [N, K/8]; of int4 if their scales are floats."""
+    """The op, with the given tile. words int32 [N, K/8]; of int4 if their scales are floats, of
+    NVFP4 if they are bits of e4m3 in int8, which have a global scale per row.
+    """
     n, k = words.shape[0], words.shape[1] * 8
     out = x.new_empty((*x.shape[:-1], n), dtype=out_dtype)
     if rows := num_rows(out):
         coded = x.dtype == torch.uint8
         by_row = (as_words(x) if coded else x).reshape(rows, -1)
         x_row = int(x_scale is not None and x_scale.numel() > 1)
-        more = {"GROUP": group, "INT4": scale.dtype != torch.uint8, "CODED": coded}
+        more = {"GROUP": group, "INT4": scale.is_floating_point(), "CODED": coded}
         cut = {"K": k, **more, **tile, **overlap(x.device)}
         if "BLOCK_M" in tile:
             _rows[(triton.cdiv(n, tile["BLOCK_N"]), triton.cdiv(rows, tile["BLOCK_M"]))](
@@ -247,6 +256,7 @@ def multiply(
                 words,
                 scale,
                 zeros,
+                global_scale,
                 bias,
                 out,
                 rows,
@@ -263,6 +273,7 @@ def multiply(
                 words,
                 scale,
                 zeros,
+                global_scale,
                 bias,
                 out,
                 n,
@@ -348,3 +359,29 @@ def linear_mxfp4(
 ) -> Tensor:
     tile = tile_for(LINEAR_MXFP4, x, weight.shape[1] * 2)
     return multiply(x, as_words(weight), weight_scale, None, x_scale, bias, 32, out_dtype, tile)
+
+
+def refuse_linear_nvfp4(
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    global_scale: Tensor,
+    bias: Tensor | None = None,
+) -> Refusal | None:
+    return unfit(platform, weight, weight_scale, bias) or unlike(FLOATS, x=x)
+
+
+@ops.linear_nvfp4.kernel("triton", refuses=refuse_linear_nvfp4, tuned_for=LINEAR_NVFP4.archs)
+def linear_nvfp4(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    global_scale: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
+    tile = tile_for(LINEAR_NVFP4, x, weight.shape[1] * 2)
+    words, scale = as_words(weight), weight_scale.view(torch.int8)
+    return multiply(
+        x, words, scale, None, None, bias, NVFP4_GROUP, x.dtype, tile, global_scale.contiguous()
+    )
