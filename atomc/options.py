@@ -261,6 +261,11 @@ def visible_gpus() -> tuple[str, list[str] | None]:
     return "CUDA_VISIBLE_DEVICES", None
 
 
+def atomc_variables() -> dict[str, str]:
+    """The variables of the environment that set options, for processes on other hosts."""
+    return {name: value for name, value in os.environ.items() if name.startswith("ATOMC_")}
+
+
 def let_openmp_sleep() -> None:
     """Let OpenMP threads sleep while they wait for work, unless the user set a policy. Call it
     before torch is imported.

@@ -240,6 +240,11 @@ class EngineConfig:
         return self.tp * self.pp
 
     @property
+    def several_ranks(self) -> str:
+        """What asks for several ranks, for messages."""
+        return f"tp is {self.tp}" + (f" and pp is {self.pp}" if self.pp > 1 else "")
+
+    @property
     def num_processes(self) -> int:
         """Number of processes that share the cores and the memory of the host."""
         return self.num_ranks * self.dp

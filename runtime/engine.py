@@ -16,6 +16,7 @@ from atomc.runtime.grammar_compiler import GrammarCompiler
 from atomc.runtime.phases import Phases, gc_disabled
 from atomc.runtime.prompt_image import PromptImage
 from atomc.runtime.ranks.rank_failed import RankFailed
+from atomc.runtime.ranks.rank_launcher import RankLauncher
 from atomc.runtime.request import Output, Pooling, Request
 from atomc.runtime.request_errors import RequestError, RequestErrors, RequestFailed, is_recoverable
 from atomc.runtime.request_state import RequestState
@@ -69,6 +70,7 @@ class Engine:
     spare_cores   CPU cores left to other processes, if there are more than two
     on_rank_failure   called in another thread if a rank fails and this thread does not return to
                       `step` soon, with several ranks
+    rank_launcher     starts the other ranks; default: as processes of this host
 
     On a CPU, sets torch's number of threads for the whole process to config.threads; `threads` says
     why this many.
@@ -98,6 +100,7 @@ class Engine:
         progress: bool = True,
         spare_cores: int = 0,
         on_rank_failure: Callable[[RankFailed], None] | None = None,
+        rank_launcher: RankLauncher | None = None,
     ) -> None:
         self.config = config
         self.host_ms = 0.0
@@ -113,7 +116,7 @@ class Engine:
         phases = Phases(PHASES, progress=progress)
         self.phases = phases.seconds
         try:
-            self._start(phases, module, progress, spare_cores, on_rank_failure)
+            self._start(phases, module, progress, spare_cores, on_rank_failure, rank_launcher)
         except RuntimeError as error:
             if isinstance(error, RankFailed) or not out_of_memory(error):
                 raise
@@ -128,6 +131,7 @@ class Engine:
         progress: bool,
         spare_cores: int,
         on_rank_failure: Callable[[RankFailed], None] | None,
+        rank_launcher: RankLauncher | None,
     ) -> None:
         if self.config.num_ranks == 1:
             worker = Worker(
@@ -153,6 +157,7 @@ class Engine:
             progress=progress,
             spare_cores=spare_cores,
             on_failure=on_rank_failure,
+            launcher=rank_launcher,
         )
         try:
             self._serve_with(executor, executor.worker, phases)

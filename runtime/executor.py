@@ -100,8 +100,8 @@ class Executor(Protocol):
     limits: Limits
 
     @property
-    def pids(self) -> Mapping[int, int]:
-        """The process of each other rank."""
+    def places(self) -> Mapping[int, str]:
+        """Where each other rank runs, such as "process 2013"."""
 
     @property
     def pools(self) -> bool:

@@ -461,7 +461,7 @@ class Worker:
         return LaunchedStep(self, outputs)
 
     @property
-    def pids(self) -> Mapping[int, int]:
+    def places(self) -> Mapping[int, str]:
         return {}
 
     @property

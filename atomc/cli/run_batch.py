@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -83,18 +82,15 @@ def run(arguments: argparse.Namespace) -> None:
     _check_files(source, target)
     try:
         from atomc.runtime.server.batch import run_batch
-        from atomc.runtime.server.client import EngineFailed, EngineProcess
-        from atomc.runtime.server.gpus import engine_environments
+        from atomc.runtime.server.client import EngineFailed
         from atomc.runtime.server.serve import model_folder_and_name
+        from atomc.runtime.server.start_engines import start_engines
     except ImportError as error:
         raise ImportError(
             f"`atomc run-batch` needs {error.name}: pip install 'atomc[serve]'"
         ) from error
     folder, name = model_folder_and_name(engine)
-    processes = [
-        EngineProcess(replace(engine, model=str(folder)), environment, progress=number == 0)
-        for number, environment in enumerate(engine_environments(engine))
-    ]
+    processes = start_engines(engine, folder, on_ray=server.ray)
     try:
         total, failed = asyncio.run(run_batch(server, processes, folder, name, source, target))
     except EngineFailed as error:

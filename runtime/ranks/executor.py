@@ -14,6 +14,7 @@ from atomc.runtime.executor import Launched, Result, StepCounts
 from atomc.runtime.loading import config_folder
 from atomc.runtime.phases import Phases
 from atomc.runtime.ranks.interrupts import interrupts_delayed
+from atomc.runtime.ranks.local_launcher import LocalLauncher
 from atomc.runtime.ranks.messages import (
     IMPORTED,
     LOADED,
@@ -27,6 +28,7 @@ from atomc.runtime.ranks.messages import (
 from atomc.runtime.ranks.monitor import Monitor
 from atomc.runtime.ranks.process_group import create_store, join
 from atomc.runtime.ranks.rank_failed import RankFailed
+from atomc.runtime.ranks.rank_launcher import RankLauncher, place_of
 from atomc.runtime.ranks.rank_settings import RankSettings, TorchSettings
 from atomc.runtime.step import ScheduledStep
 from atomc.runtime.threads import choose
@@ -45,6 +47,7 @@ class RankExecutor:
 
     worker      of rank 0
     on_failure  as in Monitor
+    launcher    starts the other ranks; default: as processes of this host
 
     Raises ValueError for a size that does not divide the model, or exceeds the number of devices.
     """
@@ -57,41 +60,42 @@ class RankExecutor:
         progress: bool = True,
         spare_cores: int = 0,
         on_failure: Callable[[RankFailed], None] | None = None,
+        launcher: RankLauncher | None = None,
     ) -> None:
+        launcher = launcher or LocalLauncher()
         size = config.num_ranks
         fields = load_config(config_folder(config))
         sizes.check(fields, config.tp, ep=config.ep)
         sizes.check_stages(fields, config.pp)
-        kind = _device_kind(config)
+        kind = launcher.device_kind(config)
         if torch.distributed.is_initialized():
             raise ValueError(
-                f"{_flags(config)}, but this process has a process group of torch.distributed "
-                "already: each rank is a process of its own; without them, use atomc.parallelize"
+                f"{config.several_ranks}, but this process has a process group of "
+                "torch.distributed already: each rank is a process of its own; without them, use "
+                "atomc.parallelize"
             )
-        configs = [
-            replace(config, device=f"cuda:{rank}" if kind == "cuda" else kind)
-            for rank in range(size)
-        ]
+        configs = [replace(config, device=launcher.device(kind, rank)) for rank in range(size)]
         step_seconds = config.step_timeout or STEP_SECONDS[kind]
-        self._monitor = Monitor(size, step_seconds, on_failure)
+        self._monitor = Monitor(size, step_seconds, on_failure, host=launcher.host)
         self._close = weakref.finalize(self, self._monitor.close)
         try:
-            store = create_store(size)
+            store = create_store(size, launcher.host)
             threads = choose(
                 config.threads, spare=spare_cores, processes=config.num_processes
             ).count
-            self._monitor.start(
-                [
-                    RankSettings(
-                        rank,
-                        replace(configs[rank], threads=threads),
-                        store.port,
-                        self._monitor.folder,
-                        TorchSettings.current(),
-                    )
-                    for rank in range(1, size)
-                ]
-            )
+            settings = [
+                RankSettings(
+                    rank,
+                    replace(configs[rank], threads=threads),
+                    store.host,
+                    store.port,
+                    self._monitor.commands[rank],
+                    self._monitor.reports,
+                    TorchSettings.current(),
+                )
+                for rank in range(1, size)
+            ]
+            self._monitor.watch(launcher.start(settings))
             self._monitor.wait_done(IMPORTED)
             device = torch.device(configs[0].device or kind)
             place = join(store, 0, device, tp=config.tp, pp=config.pp)
@@ -108,7 +112,15 @@ class RankExecutor:
 
     @property
     def pids(self) -> Mapping[int, int]:
-        return self._monitor.pids
+        """The process of each other rank."""
+        return {rank: handle.pid for rank, handle in self._monitor.handles.items()}
+
+    @property
+    def places(self) -> Mapping[int, str]:
+        return {
+            rank: place_of(handle.pid, handle.host)
+            for rank, handle in self._monitor.handles.items()
+        }
 
     def warm_up(self) -> None:
         with self._monitor.sending(WarmUp) as number:
@@ -187,23 +199,3 @@ class LaunchedOnRanks:
                 results = self._monitor.results(number)
         self._monitor.collected(results)
         return results
-
-
-def _device_kind(config: EngineConfig) -> str:
-    """cpu or cuda. Raises ValueError for one device, or too few."""
-    device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.index is not None:
-        raise ValueError(
-            f"device is {device}, but {_flags(config)}: set device to {device.type} (and "
-            "CUDA_VISIBLE_DEVICES to choose GPUs)"
-        )
-    if device.type == "cuda" and torch.cuda.device_count() < config.num_ranks:
-        raise ValueError(
-            f"{_flags(config)}, and there are {torch.cuda.device_count()} GPUs: each rank needs one"
-        )
-    return device.type
-
-
-def _flags(config: EngineConfig) -> str:
-    """What of the config asks for several ranks."""
-    return f"tp is {config.tp}" + (f" and pp is {config.pp}" if config.pp > 1 else "")

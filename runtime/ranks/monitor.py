@@ -6,12 +6,11 @@ command raises in it but not in all ranks, if a step takes too long, or if its t
 
 import logging
 import shutil
-import subprocess
 import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -19,12 +18,13 @@ import msgspec
 import zmq
 
 from atomc.errors import first_line
+from atomc.runtime.endpoint import bind
 from atomc.runtime.executor import Result
 from atomc.runtime.ranks import messages
 from atomc.runtime.ranks.messages import Command, Done, Failed, Pulse, Results
 from atomc.runtime.ranks.process_group import abort_collectives, leave
 from atomc.runtime.ranks.rank_failed import RankFailed
-from atomc.runtime.ranks.rank_settings import RankSettings, commands_address, reports_address
+from atomc.runtime.ranks.rank_launcher import RankHandle, place_of
 from atomc.runtime.ranks.results_digest import results_digest
 
 log = logging.getLogger("atomc")
@@ -45,9 +45,11 @@ DIGESTS_KEPT = 4096
 
 
 class Monitor:
-    """Starts the other ranks of a group of `size`, sends them commands and watches them. Call
-    `close` at the end.
+    """Sends commands to the other ranks of a group of `size`, and watches them. Call `close` at the
+    end.
 
+    host          as in RankLauncher
+    commands      the address of each rank's socket; reports: of the one that all send to
     step_seconds  maximum duration of a step, unless something is compiled
     on_failure    called in a thread of its own if the failure is not raised within RAISE_SECONDS:
                   the engine compiles, or waits for a device
@@ -59,13 +61,15 @@ class Monitor:
         size: int,
         step_seconds: float,
         on_failure: Callable[[RankFailed], None] | None = None,
+        *,
+        host: str | None = None,
     ) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="atomc-ranks-"))
+        self._folder = Path(tempfile.mkdtemp(prefix="atomc-ranks-"))
         self.started = False
         self._others = range(1, size)
         self._step_seconds = step_seconds
         self._on_failure = on_failure
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._handles: Mapping[int, RankHandle] = {}
         self._failure: RankFailed | None = None
         self._raised, self._closing = threading.Event(), threading.Event()
         # Guards everything below, which two threads use.
@@ -84,11 +88,17 @@ class Monitor:
         self._results: dict[int, list[Result]] = {}
         self._encode = msgspec.msgpack.Encoder().encode
         self._context = zmq.Context()
-        self._commands = {rank: self._socket(zmq.PUSH) for rank in self._others}
-        for rank, socket in self._commands.items():
-            socket.bind(commands_address(self.folder, rank))
+        self._sockets = {rank: self._socket(zmq.PUSH) for rank in self._others}
+        self._disconnects = {
+            rank: socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            for rank, socket in self._sockets.items()
+        }
+        self.commands = {
+            rank: bind(socket, self._folder / f"rank{rank}", host)
+            for rank, socket in self._sockets.items()
+        }
         self._reports = self._socket(zmq.PULL)
-        self._reports.bind(reports_address(self.folder))
+        self.reports = bind(self._reports, self._folder / "reports", host)
         self._thread = threading.Thread(target=self._watch, name="ranks", daemon=True)
 
     def _socket(self, kind: int) -> "zmq.Socket[bytes]":
@@ -98,16 +108,14 @@ class Monitor:
         socket.linger = 0
         return socket
 
-    def start(self, settings: Sequence[RankSettings]) -> None:
-        """Start a process for each, and watch them."""
-        for each in settings:
-            self._processes[each.rank] = each.start_process()
+    def watch(self, handles: Mapping[int, RankHandle]) -> None:
+        """Watch the other ranks, which have been started."""
+        self._handles = handles
         self._thread.start()
 
     @property
-    def pids(self) -> dict[int, int]:
-        """The process of each other rank."""
-        return {rank: process.pid for rank, process in self._processes.items()}
+    def handles(self) -> Mapping[int, RankHandle]:
+        return self._handles
 
     # For the threads of the engine
 
@@ -133,7 +141,7 @@ class Monitor:
 
     def _send(self, command: Command) -> None:
         message = self._encode(command)
-        for socket in self._commands.values():
+        for socket in self._sockets.values():
             with suppress(zmq.Again):  # the rank has ended, which `_watch` notices
                 socket.send(message, zmq.NOBLOCK)
 
@@ -213,13 +221,12 @@ class Monitor:
         with self._changed:
             self._send(messages.Stop())
         until = time.monotonic() + STOP_SECONDS
-        for process in self._processes.values():
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(until - time.monotonic(), 0.0))
+        for rank in self._handles:  # it closes its connection
+            self._disconnects[rank].poll(round(1e3 * max(until - time.monotonic(), 0.0)))
         self._kill()
         leave()
         self._context.destroy(linger=0)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     # For the thread that watches
 
@@ -271,11 +278,14 @@ class Monitor:
         return not (self.started and all(of_step for _, of_step in self._running.values()))
 
     def _ended(self) -> tuple[str] | None:
-        """A rank whose process has ended."""
-        for rank, process in self._processes.items():
-            if (code := process.poll()) is not None:
-                how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        """A rank whose process has ended, or its connection: on another host, of which rank 0 may
+        know nothing else.
+        """
+        for rank, handle in self._handles.items():
+            if (how := handle.how_it_ended()) is not None:
                 return (f"{self._name(rank)} {how}",)
+            if handle.host is not None and self._disconnects[rank].poll(0):
+                return (f"{self._name(rank)} closed its connection: it has ended",)
         return None
 
     def _alone(self, now: float) -> tuple[str, bool] | None:
@@ -316,7 +326,8 @@ class Monitor:
         return None
 
     def _name(self, rank: int) -> str:
-        return f"rank {rank} (process {self._processes[rank].pid})"
+        handle = self._handles[rank]
+        return f"rank {rank} ({place_of(handle.pid, handle.host)})"
 
     def _fail(self, why: str, by_user: bool = False) -> None:
         """The group has failed, unless it has before."""
@@ -327,8 +338,5 @@ class Monitor:
             self._changed.notify_all()
 
     def _kill(self) -> None:
-        for process in self._processes.values():
-            process.kill()
-            process.wait()
-            if process.stdin is not None:
-                process.stdin.close()
+        for handle in self._handles.values():
+            handle.kill()

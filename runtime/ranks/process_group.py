@@ -1,4 +1,4 @@
-"""The process group of torch.distributed that ranks on one host join."""
+"""The process group of torch.distributed that ranks join."""
 
 import os
 import socket
@@ -15,12 +15,14 @@ LOCALHOST = "127.0.0.1"
 TIMEOUT = timedelta(days=1)
 
 
-def create_store(size: int) -> TCPStore:
-    """A store on a free port that only this host can reach."""
-    listener = socket.create_server((LOCALHOST, 0))
+def create_store(size: int, host: str | None) -> TCPStore:
+    """A store on a free port of this address; None: that only this host can reach."""
+    host = host or LOCALHOST
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family)
     port = listener.getsockname()[1]
     return TCPStore(
-        LOCALHOST,
+        host,
         port,
         size,
         is_master=True,
@@ -30,8 +32,8 @@ def create_store(size: int) -> TCPStore:
     )
 
 
-def connect_store(port: int, size: int) -> TCPStore:
-    return TCPStore(LOCALHOST, port, size, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
+def connect_store(host: str, port: int, size: int) -> TCPStore:
+    return TCPStore(host, port, size, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
 
 
 def join(store: Store, rank: int, device: torch.device, *, tp: int, pp: int) -> Place:

@@ -1,6 +1,7 @@
 """A rank other than 0: executes the commands of rank 0 with a Worker of its own."""
 
 import logging
+import os
 import threading
 
 import msgspec
@@ -9,12 +10,13 @@ import zmq
 from torch import Tensor
 
 from atomc.errors import first_line
+from atomc.runtime.endpoint import use_tcp
 from atomc.runtime.executor import Launched
 from atomc.runtime.phases import Phases
 from atomc.runtime.ranks import messages
 from atomc.runtime.ranks.messages import IMPORTED, LOADED, Done, Failed, Pulse, Results
 from atomc.runtime.ranks.process_group import connect_store, join
-from atomc.runtime.ranks.rank_settings import RankSettings, commands_address, reports_address
+from atomc.runtime.ranks.rank_settings import RankSettings
 from atomc.runtime.ranks.results_digest import results_digest
 from atomc.runtime.worker import Worker
 
@@ -32,7 +34,10 @@ class Rank:
         self._context = zmq.Context()
         self._commands = self._context.socket(zmq.PULL)
         self._commands.set_hwm(0)
-        self._commands.connect(commands_address(settings.folder, settings.rank))
+        if settings.commands.startswith("tcp:"):
+            use_tcp(self._commands, settings.commands)
+            _exit_when_disconnected(self._commands)
+        self._commands.connect(settings.commands)
         self._decode = msgspec.msgpack.Decoder(messages.Command).decode
         self._began = IMPORTED
         # Number of steps whose results were read, and their digest: one value, for two threads.
@@ -45,7 +50,9 @@ class Rank:
         """A socket to rank 0, for one thread."""
         socket = self._context.socket(zmq.PUSH)
         socket.set_hwm(0)
-        socket.connect(reports_address(self.settings.folder))
+        if self.settings.reports.startswith("tcp:"):
+            use_tcp(socket, self.settings.reports)
+        socket.connect(self.settings.reports)
         return socket
 
     def _send_pulses(self) -> None:
@@ -65,6 +72,7 @@ class Rank:
         while True:
             command = self._decode(self._commands.recv())
             if isinstance(command, messages.Stop):
+                self._commands.close(linger=0)  # rank 0 waits for that
                 return
             self._began = command.number
             try:
@@ -75,7 +83,7 @@ class Rank:
     def _load(self) -> Worker:
         of = self.settings
         of.torch.apply()
-        store = connect_store(of.port, of.config.num_ranks)
+        store = connect_store(of.store_host, of.store_port, of.config.num_ranks)
         _send(self._reports, Done(of.rank, IMPORTED))
         self._began = LOADED
         device = torch.device(of.config.device or "cpu")
@@ -126,6 +134,20 @@ class Rank:
         by_user = isinstance(error, ValueError | OSError | ImportError)
         message = f"{type(error).__name__}: {first_line(error)}"
         _send(socket, Failed(self.settings.rank, number, message, by_user))
+
+
+def _exit_when_disconnected(socket: "zmq.Socket[bytes]") -> None:
+    """End this process when the socket loses its connection to rank 0, even during a step: from
+    another host, rank 0 cannot end it.
+    """
+    events = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+
+    def watch() -> None:
+        events.poll()
+        log.error("the connection to rank 0 is closed; this rank ends")
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _tensor(mask: bytes | None, num_rows: int) -> Tensor | None:

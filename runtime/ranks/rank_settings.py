@@ -1,11 +1,7 @@
-"""What a rank is started with, and its process."""
+"""What a rank is started with."""
 
-import os
 import pickle
-import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO
 
 import torch
@@ -37,12 +33,16 @@ class TorchSettings:
 
 @dataclass(frozen=True)
 class RankSettings:
-    """config: with the rank's device. port: of the store. folder: has the sockets of rank 0."""
+    """config: with the rank's device. store_host, store_port: of the process group's store.
+    commands, reports: addresses of the sockets of rank 0.
+    """
 
     rank: int
     config: EngineConfig
-    port: int
-    folder: Path
+    store_host: str
+    store_port: int
+    commands: str
+    reports: str
     torch: TorchSettings
 
     @classmethod
@@ -50,23 +50,3 @@ class RankSettings:
         found = pickle.load(file)
         assert isinstance(found, cls)
         return found
-
-    def start_process(self) -> "subprocess.Popen[bytes]":
-        """A process that ends when its standard input is closed: at the latest with this one."""
-        process = subprocess.Popen(
-            [sys.executable, "-m", "atomc.runtime.ranks.rank_process"],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-            stdin=subprocess.PIPE,
-        )
-        assert process.stdin is not None
-        pickle.dump(self, process.stdin)
-        process.stdin.flush()
-        return process
-
-
-def commands_address(folder: Path, rank: int) -> str:
-    return f"ipc://{folder / f'rank{rank}'}"
-
-
-def reports_address(folder: Path) -> str:
-    return f"ipc://{folder / 'reports'}"

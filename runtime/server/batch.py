@@ -24,10 +24,11 @@ from atomc.runtime.server.batch_line import (
     response_line,
 )
 from atomc.runtime.server.chat_completions import chat_completions
-from atomc.runtime.server.client import EngineDead, EngineLost, EngineProcess
+from atomc.runtime.server.client import EngineDead, EngineLost
 from atomc.runtime.server.completions import completions
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.embeddings import embeddings
+from atomc.runtime.server.engine_handle import EngineHandle
 from atomc.runtime.server.errors import APIError, invalid, invalid_field, to_api_error
 from atomc.runtime.server.image_budget import STATE, ImageReservation
 from atomc.runtime.server.limits import check_json
@@ -49,7 +50,7 @@ ENDPOINTS: dict[str, tuple[type[BaseModel], Endpoint]] = {
 
 async def run_batch(
     config: ServerConfig,
-    processes: Sequence[EngineProcess],
+    processes: Sequence[EngineHandle],
     folder: Path,
     name: str,
     source: Path,

@@ -15,6 +15,7 @@ from itertools import count
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -22,6 +23,7 @@ import zmq.asyncio
 
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.server import messages
+from atomc.runtime.server.engine_handle import EngineHandle
 from atomc.runtime.server.engine_process import run_engine_process
 from atomc.runtime.server.messages import (
     Call,
@@ -35,6 +37,9 @@ from atomc.runtime.server.messages import (
 )
 from atomc.runtime.server.request_stream import RequestStream
 from atomc.runtime.stats import Stats
+
+if TYPE_CHECKING:
+    from atomc.runtime.ranks.rank_launcher import RankLauncher
 
 PING_SECONDS = 2.0
 HISTORY_SECONDS = 180.0
@@ -86,8 +91,8 @@ class RequestRefused(Exception):
 
 
 class EngineProcess:
-    """A process that runs an engine. Starts at once, before the frontend's slow imports; `close`
-    ends it. environment: variables that only this process has.
+    """A process of this host that runs an engine; an EngineHandle. environment: variables that only
+    this process has.
     """
 
     def __init__(
@@ -96,35 +101,62 @@ class EngineProcess:
         environment: Mapping[str, str],
         *,
         progress: bool = True,
+        rank_launcher: "RankLauncher | None" = None,
     ) -> None:
         self.config, self.environment = config, environment
+        self._rank_launcher = rank_launcher
         # mkdtemp creates a directory that only this user can access.
         self.folder = Path(tempfile.mkdtemp(prefix="atomc-"))
         self.address = f"ipc://{self.folder / 'engine'}"
         self._failure_file = self.folder / "failure"
         self.process: BaseProcess = get_context("spawn").Process(
             target=run_engine_process,
-            args=(config, self.address, self._failure_file, environment, progress),
+            args=(
+                config,
+                self.address,
+                self._failure_file,
+                environment,
+                progress,
+                rank_launcher,
+            ),
             name="atomc engine",
             daemon=True,
         )
         self.process.start()
 
+    def bind(self, socket: zmq.asyncio.Socket) -> None:
+        socket.bind(self.address)
+
+    def restarted(self) -> "EngineProcess":
+        return EngineProcess(
+            self.config, self.environment, progress=False, rank_launcher=self._rank_launcher
+        )
+
+    @property
+    def label(self) -> str:
+        return str(self.process.pid)
+
+    @property
+    def sentinel(self) -> int:
+        return self.process.sentinel
+
+    @property
+    def exitcode(self) -> int | None:
+        self.process.join()
+        return self.process.exitcode
+
     def close(self, timeout: float = 0.0) -> None:
-        """Waits up to `timeout` seconds for the process to end, then kills it."""
         self.process.join(timeout)
         self.kill()
         self.process.join()
 
     @property
     def failure(self) -> str | None:
-        """Why the process has ended, if it could not send the reason."""
         with contextlib.suppress(FileNotFoundError):
             return self._failure_file.read_text()
         return None
 
     def kill(self) -> None:
-        """Kills the process if it still runs; does not wait."""
         self.process.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -148,7 +180,7 @@ class EngineClient:
     start_seconds: float
 
     def __init__(
-        self, engine: EngineProcess, *, name: str = "the engine", health_timeout: float = 60.0
+        self, engine: EngineHandle, *, name: str = "the engine", health_timeout: float = 60.0
     ) -> None:
         self.name, self.health_timeout = name, health_timeout
         self.stats: Stats | None = None
@@ -168,8 +200,8 @@ class EngineClient:
         self._closer = ThreadPoolExecutor(1)
         self._attach(engine)
 
-    def _attach(self, engine: EngineProcess) -> None:
-        """Bind the socket that this process connects to."""
+    def _attach(self, engine: EngineHandle) -> None:
+        """Bind the socket that this engine connects to."""
         self.engine = engine
         self._attached = time.monotonic()
         self._ping_sent: float | None = None
@@ -178,13 +210,11 @@ class EngineClient:
         self._socket = zmq.asyncio.Context().socket(zmq.PAIR)
         self._socket.set_hwm(0)
         self._socket.linger = 0
-        self._socket.bind(engine.address)
+        engine.bind(self._socket)
 
     async def connect(self) -> None:
         """Returns when the engine is ready. Raises EngineFailed if it cannot start."""
-        asyncio.get_running_loop().add_reader(
-            self.engine.process.sentinel, self._on_sentinel, self.engine
-        )
+        asyncio.get_running_loop().add_reader(self.engine.sentinel, self._on_sentinel, self.engine)
         self._tasks.append(asyncio.create_task(self._receive()))
         self.info = await self._started
         self.start_seconds = time.monotonic() - self._attached
@@ -198,7 +228,7 @@ class EngineClient:
         """Replace a dead process by a new one. Raises EngineFailed if it cannot start."""
         assert self.dead is not None, "the engine is running"
         await self._detach(0.0)
-        self._attach(EngineProcess(self.engine.config, self.engine.environment, progress=False))
+        self._attach(self.engine.restarted())
         await self.connect()
         self.restarts += 1
 
@@ -220,7 +250,7 @@ class EngineClient:
     async def _detach(self, timeout: float) -> None:
         """Ends the process, killing it after `timeout` seconds, and closes its socket and tasks."""
         loop = asyncio.get_running_loop()
-        loop.remove_reader(self.engine.process.sentinel)
+        loop.remove_reader(self.engine.sentinel)
         await loop.run_in_executor(self._closer, self.engine.close, timeout)
         for task in self._tasks:
             task.cancel()
@@ -350,19 +380,20 @@ class EngineClient:
                 await self.call("stats")
                 self._ping_sent = None
 
-    def _on_sentinel(self, engine: EngineProcess) -> None:
-        asyncio.get_running_loop().remove_reader(engine.process.sentinel)
-        engine.process.join()
+    def _on_sentinel(self, engine: EngineHandle) -> None:
+        asyncio.get_running_loop().remove_reader(engine.sentinel)
         # Its last messages may not have been received yet.
         asyncio.get_running_loop().call_later(0.1, self._on_exit, engine)
 
-    def _on_exit(self, engine: EngineProcess) -> None:
+    def _on_exit(self, engine: EngineHandle) -> None:
         if engine is not self.engine:  # a restart has replaced it
             return
-        exitcode = engine.process.exitcode
+        exitcode = engine.exitcode
         how = (
             f"was killed by signal {-exitcode}"
             if exitcode and exitcode < 0
+            else "ended"
+            if exitcode is None
             else f"ended with code {exitcode}"
         )
         if not self._started.done():

@@ -50,6 +50,12 @@ class ServerConfig:
         "maximum number of restarts in a row after the engine died, with growing "
         "pauses; after that, and with 0, the server exits",
     )
+    ray: bool = _option(
+        False,
+        "run the engines and their ranks as actors of the Ray cluster of RAY_ADDRESS, or of this "
+        "host: one GPU each",
+        "several devices",
+    )
     header_timeout: float = _option(
         10.0, "seconds for a connection to send the headers of a request"
     )

@@ -19,7 +19,9 @@ from tqdm import tqdm
 from atomc.atomic_file import write_atomically
 from atomc.options import let_openmp_sleep
 from atomc.runtime.config import EngineConfig
+from atomc.runtime.endpoint import use_tcp
 from atomc.runtime.ranks.rank_failed import RankFailed
+from atomc.runtime.ranks.rank_launcher import place_of
 from atomc.runtime.request_errors import is_panic
 from atomc.runtime.server import messages
 from atomc.runtime.server.compile_queue import CompileQueue, CompileUnavailable
@@ -27,6 +29,7 @@ from atomc.runtime.server.messages import Call, Failed, Progress, Refused, Reply
 
 if TYPE_CHECKING:
     from atomc.runtime.engine import Engine
+    from atomc.runtime.ranks.rank_launcher import RankLauncher
 
 log = logging.getLogger("atomc.engine")
 LINGER_MS = 2000
@@ -42,6 +45,7 @@ def run_engine_process(
     failure_file: Path,
     environment: Mapping[str, str],
     progress: bool,
+    rank_launcher: "RankLauncher | None" = None,
 ) -> None:
     """The entry point of the process: starts an engine, serves the frontend at `address`, and exits
     with the frontend.
@@ -59,37 +63,51 @@ def run_engine_process(
     tqdm.set_lock(threading.RLock())
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    socket = zmq.Context().socket(zmq.PAIR)
-    # No limit, so that nothing is dropped or blocks; the accepted requests bound the number of
-    # messages.
-    socket.set_hwm(0)
-    socket.linger = LINGER_MS
-    socket.connect(address)
-    try:
-        failed = _serve(config, socket, failure_file, progress)
-    finally:
-        socket.close()
-        socket.context.term()
+    failed = run_engine(
+        config,
+        address,
+        lambda reason: write_atomically(failure_file, reason.encode()),
+        progress=progress,
+        rank_launcher=rank_launcher,
+    )
     if failed:
         # Skip the interpreter's cleanup, which a failed device can block.
         os._exit(1)
 
 
-def _serve(
-    config: EngineConfig, socket: "zmq.Socket[bytes]", failure_file: Path, progress: bool
+def run_engine(
+    config: EngineConfig,
+    address: str,
+    report_failure: Callable[[str], None],
+    *,
+    progress: bool,
+    host: str | None = None,
+    rank_launcher: "RankLauncher | None" = None,
 ) -> bool:
-    """Run the engine loop. Returns False after Stop; True if it failed, after reporting the error
-    to the frontend.
+    """Start an engine, and serve the frontend at `address`. Returns False after Stop; True if the
+    engine failed, after reporting the error to the frontend.
+
+    report_failure   called with the reason if a rank fails and this thread cannot send it; the
+                     process then exits
+    host             the name of this machine, if the frontend may be on another one
     """
+    socket = zmq.Context().socket(zmq.PAIR)
+    # No limit, so that nothing is dropped or blocks; the accepted requests bound the number of
+    # messages.
+    socket.set_hwm(0)
+    socket.linger = LINGER_MS
+    if address.startswith("tcp:"):
+        use_tcp(socket, address)
+    socket.connect(address)
 
     def exit_with(failure: RankFailed) -> None:
-        write_atomically(failure_file, str(failure).encode())
+        report_failure(str(failure))
         os._exit(1)
 
     try:
-        engine = create_engine(config, progress, exit_with)
+        engine = create_engine(config, progress, exit_with, rank_launcher)
         try:
-            EngineLoop(engine, socket).run()
+            EngineLoop(engine, socket, place_of(os.getpid(), host)).run()
         finally:
             engine.close()
     except BaseException as error:  # every error must be reported to the frontend
@@ -104,6 +122,9 @@ def _serve(
         failed = Failed(message or f"the engine failed: {type(error).__name__}", by_user)
         socket.send(msgspec.msgpack.encode(failed))
         return True
+    finally:
+        socket.close()
+        socket.context.term()
     return False
 
 
@@ -134,7 +155,10 @@ def _user_error_message(error: BaseException) -> str | None:
 
 
 def create_engine(
-    config: EngineConfig, progress: bool, on_rank_failure: Callable[[RankFailed], None]
+    config: EngineConfig,
+    progress: bool,
+    on_rank_failure: Callable[[RankFailed], None],
+    rank_launcher: "RankLauncher | None" = None,
 ) -> "Engine":
     """The engine. On a CPU, glue defaults to eager, which needs no C++ compiler."""
     from atomc.runtime.engine import Engine
@@ -145,18 +169,23 @@ def create_engine(
         gpu = config.device != "cpu" and torch.cuda.is_available()
         config = replace(config, options={**config.options, "glue": "auto" if gpu else "eager"})
     return Engine(
-        config, progress=progress, spare_cores=FRONTEND_CORES, on_rank_failure=on_rank_failure
+        config,
+        progress=progress,
+        spare_cores=FRONTEND_CORES,
+        on_rank_failure=on_rank_failure,
+        rank_launcher=rank_launcher,
     )
 
 
 class EngineLoop:
     """Receives commands, runs one engine step, sends the progress; sleeps while there is no
-    work.
+    work. place: where it runs, for the log.
     """
 
-    def __init__(self, engine: "Engine", socket: "zmq.Socket[bytes]") -> None:
+    def __init__(self, engine: "Engine", socket: "zmq.Socket[bytes]", place: str) -> None:
         self.engine = engine
         self.socket = socket
+        self.place = place
         self.profile: Any = None
         self.compile_queue = CompileQueue(engine)
         self._encode = msgspec.msgpack.Encoder().encode
@@ -177,7 +206,8 @@ class EngineLoop:
                 num_sequences=stats.kv_tokens // self.engine.max_len,
                 phases=self.engine.phases,
                 threads=str(self.engine.threads or ""),
-                ranks=dict(self.engine.executor.pids),
+                place=self.place,
+                ranks=dict(self.engine.executor.places),
             )
         )
         while True:

@@ -67,7 +67,8 @@ class Started(msgspec.Struct, tag=True):
     kv_tokens  capacity of the KV cache in tokens
     phases     seconds of each phase of the start
     threads    number of CPU threads and the reason, as text; empty on a GPU
-    ranks      the process of each rank other than the engine's
+    place      where the engine runs, such as "process 2012"
+    ranks      where each other rank runs
     """
 
     model: str
@@ -77,8 +78,9 @@ class Started(msgspec.Struct, tag=True):
     kv_tokens: int
     num_sequences: int
     phases: dict[str, float]
+    place: str
     threads: str = ""
-    ranks: dict[int, int] = {}
+    ranks: dict[int, str] = {}
 
 
 class Failed(msgspec.Struct, tag=True):

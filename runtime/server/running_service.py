@@ -5,8 +5,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atomc.runtime.server.client import EngineClient, EngineProcess
+from atomc.runtime.server.client import EngineClient
 from atomc.runtime.server.config import ServerConfig
+from atomc.runtime.server.engine_handle import EngineHandle
 from atomc.runtime.server.engines import Engines
 from atomc.runtime.server.image_budget import ImageBudget
 from atomc.runtime.server.image_reader import image_reader
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 @asynccontextmanager
 async def running_service(
     config: ServerConfig,
-    processes: Sequence[EngineProcess],
+    processes: Sequence[EngineHandle],
     folder: Path,
     name: str,
     traces: "Traces | None" = None,

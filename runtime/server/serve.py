@@ -19,11 +19,12 @@ from atomc.runtime.config import EngineConfig
 from atomc.runtime.hub import model_folder
 from atomc.runtime.image_input.media_access import real_folders
 from atomc.runtime.server.api_keys import read_keys
-from atomc.runtime.server.client import EngineClient, EngineFailed, EngineProcess
+from atomc.runtime.server.client import EngineClient, EngineFailed
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.deadline import CLOSE_SECONDS, Deadline
+from atomc.runtime.server.engine_handle import EngineHandle
 from atomc.runtime.server.engines import Engines
-from atomc.runtime.server.gpus import engine_environments
+from atomc.runtime.server.start_engines import start_engines
 from atomc.runtime.server.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -60,20 +61,19 @@ def serve(server: ServerConfig, engine: EngineConfig) -> None:
         )
     folder, name = model_folder_and_name(engine)
     traces = _traces(server)
-    environments = engine_environments(engine)
     listener = _bind(server)
     _raise_open_file_limit()
     # A SIGTERM before the server listens ends everything at once.
     signal.signal(signal.SIGTERM, _raise_keyboard_interrupt)
-    # Before the imports of `_run`, which take as long as the first imports of the engine process.
-    processes = [
-        EngineProcess(replace(engine, model=str(folder)), environment, progress=number == 0)
-        for number, environment in enumerate(environments)
-    ]
+    processes: Sequence[EngineHandle] = []
     deadline = Deadline(lambda: _kill(processes))
-    pids = ", ".join(str(process.process.pid) for process in processes)
-    log.info("starting %s: server is process %d, engine %s", name, os.getpid(), pids)
     try:
+        # Before the imports of `_run`, which take as long as the first imports of the engine
+        # process.
+        processes = start_engines(engine, folder, on_ray=server.ray)
+        signal.signal(signal.SIGTERM, _raise_keyboard_interrupt)  # Ray has a handler of its own
+        labels = ", ".join(process.label for process in processes)
+        log.info("starting %s: server is process %d, engine %s", name, os.getpid(), labels)
         status = asyncio.run(_run(server, processes, deadline, listener, folder, name, traces))
     except EngineFailed as error:
         if error.by_user:
@@ -101,7 +101,7 @@ def _traces(server: ServerConfig) -> "Traces | None":
     return Traces(server.otlp_traces_endpoint)
 
 
-def _kill(processes: Sequence[EngineProcess]) -> None:
+def _kill(processes: Sequence[EngineHandle]) -> None:
     for process in processes:
         process.kill()
 
@@ -171,7 +171,7 @@ def _bind(server: ServerConfig) -> socket.socket:
 
 async def _run(
     config: ServerConfig,
-    processes: Sequence[EngineProcess],
+    processes: Sequence[EngineHandle],
     deadline: Deadline,
     listener: socket.socket,
     folder: Path,
@@ -293,10 +293,10 @@ def _log_engine(client: EngineClient, label: str) -> None:
         info.max_len,
     )
     if info.ranks:
-        pids = {0: client.engine.process.pid, **info.ranks}
+        places = {0: info.place, **info.ranks}
         log.info(
             "%s%d ranks: %s",
             label,
-            len(pids),
-            ", ".join(f"{rank} is process {pid}" for rank, pid in pids.items()),
+            len(places),
+            ", ".join(f"{rank} is {place}" for rank, place in places.items()),
         )

@@ -72,8 +72,7 @@ class Supervisor:
             return
         self._started_at = time.monotonic()
         self._on_restarted()
-        pid = self._client.engine.process.pid
-        log.info("%s serves again, as process %d", self._client.name, pid)
+        log.info("%s serves again, as %s", self._client.name, self._client.info.place)
 
     def _on_death(self, why: EngineDead) -> EngineDead:
         """The error that requests get: EngineRestarting, or EngineDead after the last attempt."""

@@ -1,0 +1,1 @@
+"""Engines and their ranks as actors of a Ray cluster that is already running."""

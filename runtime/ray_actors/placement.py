@@ -1,0 +1,42 @@
+"""What an engine asks of a Ray cluster: a placement group with a bundle for each rank."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from atomc.runtime.config import EngineConfig
+
+Resources = dict[str, float]
+
+
+def with_device(config: EngineConfig, cluster: Mapping[str, float]) -> EngineConfig:
+    """The config with a device, by the resources of the cluster: this host may be another machine
+    than those that compute. On CPUs also with the number of threads. Raises ValueError for one
+    device.
+    """
+    device = config.device or ("cuda" if cluster.get("GPU") else "cpu")
+    if device == "cuda":
+        return replace(config, device=device)
+    if device == "cpu":
+        return replace(config, device=device, threads=config.threads or 1)
+    raise ValueError(f"device is {device}, but Ray chooses the GPU of each rank: set cuda or cpu")
+
+
+def bundles(config: EngineConfig) -> list[Resources]:
+    """A bundle for each rank of one engine, in order. The config has a device."""
+    gpu = config.device == "cuda"
+    each = {"GPU": 1.0, "CPU": 1.0} if gpu else {"CPU": float(config.threads or 1)}
+    return [dict(each) for _ in range(config.num_ranks)]
+
+
+def check_resources(
+    config: EngineConfig, cluster: Mapping[str, float], free: Mapping[str, float]
+) -> None:
+    """Raises ValueError if the cluster has too few resources for config.dp engines."""
+    for name, each in bundles(config)[0].items():
+        needed = each * config.num_processes
+        if free.get(name, 0.0) < needed:
+            raise ValueError(
+                f"{config.several_ranks} and dp is {config.dp}: the ranks need {needed:g} {name}s, "
+                f"{each:g} each, and of {cluster.get(name, 0.0):g} {name}s of the Ray cluster "
+                f"{free.get(name, 0.0):g} are free"
+            )
