@@ -6,6 +6,7 @@ All checks use the headers of the files and run before the first weight is read.
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,6 @@ from atomc.models.load_plan import LoadPlan, first_names, plan_load
 from atomc.models.parameters import allocate_buffers, fill_randomly, parameter_names
 from atomc.parallel import sizes
 from atomc.parallel.group import Stage, TensorParallel
-from atomc.parallel.parallelize import parallelize
 from atomc.parallel.sharding import Sharding, cut_parameters
 from atomc.parallel.stages import ALL_NAMES, OwnNames, cut_stage
 from atomc.quantization import apply, checkpoints
@@ -59,6 +59,7 @@ def load(
     tp: TensorParallel | None = None,
     ep: bool = False,
     stage: Stage | None = None,
+    experts: TensorParallel | None = None,
 ) -> nn.Module:
     """The model in directory `path`, ready for inference: eval mode, no gradients.
 
@@ -75,6 +76,8 @@ def load(
                   weights (atomc.parallelize)
     ep            experts by expert, not each by its width
     stage         only the layers of this stage of a pipeline (atomc.parallel.stages)
+    experts       divide only the experts, over the processes of a group that each have tokens of
+                  their own; instead of tp
 
     Raises FileNotFoundError or ValueError for a missing, damaged or inconsistent file, and
     ValueError for a model without draft layers if one is wanted, or one that does not divide.
@@ -83,10 +86,13 @@ def load(
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load_format {load_format!r} is not one of {LOAD_FORMATS}")
     config = load_config(path)
-    if tp is not None and tp.size > 1:
+    divide = None
+    if experts is not None:
+        sizes.check_experts(config, experts.size)
+        divide = partial(Sharding.of_experts, place=experts)
+    elif tp is not None and tp.size > 1:
         sizes.check(config, tp.size, ep=ep)
-    else:
-        tp = None
+        divide = partial(Sharding.of, place=tp, ep=ep)
     architectures = architectures_of(config)
     stored = None if load_format == "dummy" else stored_tensors(path)
     if stored is not None:
@@ -103,7 +109,7 @@ def load(
         quant_config = _decide_for_stock(quantization, path, config)
         if stored is not None or quant_config is None:
             _check_stock_size(cls, path, config, dtype, stored, device)
-        if quant_config is None and tp is None and stage is None:
+        if quant_config is None and divide is None and stage is None:
             return ready(_load_stock(cls, path, config, dtype, device, stored is None))
         if quant_config is None and stored_config(path, config) is not None:
             raise ValueError(
@@ -113,9 +119,7 @@ def load(
     own = ALL_NAMES if stage is None else cut_stage(model, stage)
     methods = _quantized_layers(model, quant_config, path)
     if stored is None:
-        sharding = None
-        if tp is not None:
-            sharding = Sharding.of(model, tp, ep=ep, quantized=methods.linears)
+        sharding = None if divide is None else divide(model, quantized=methods.linears)
         _load_dummy(model, methods, device, sharding, own)
         return ready(model)
     if draft_layer:
@@ -123,18 +127,22 @@ def load(
     try:
         plan = _plan(model, stored, quant_config, methods, path, dtype, own)
     except ValueError as error:
-        one = tp is None and stage is None
+        one = divide is None and stage is None
         if one or quant_config is not None or not isinstance(model, stock.StockModel):
             raise
         log.warning("each rank reads all weights through transformers: %s", error)
         whole = _load_stock(type(model.hf_model), path, config, dtype, "cpu", dummy=False)
         if stage is not None:
             cut_stage(whole, stage)
-        return ready((whole if tp is None else parallelize(whole, tp, ep=ep)).to(device))
-    if tp is None:
+        if divide is not None:
+            sharding = divide(whole)
+            sharding.cut()
+            sharding.connect()
+        return ready(whole.to(device))
+    if divide is None:
         execute(plan, model, methods, device, mmap, progress)
         return ready(model)
-    sharding = Sharding.of(model, tp, ep=ep, quantized=methods.linears)
+    sharding = divide(model, quantized=methods.linears)
     plan = part_of_plan(plan, model, sharding.cut())
     check_parts(model, methods)
     execute(plan, model, methods, device, mmap, progress)

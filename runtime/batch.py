@@ -156,7 +156,7 @@ class InputBatch:
             longest = int(lens.max(initial=0)) + max(self.drafts - 1, 0)
             shape = StepShape(
                 max(T, num_rows),
-                S,
+                max(S, 1),
                 len(wanted),
                 min(max(1, -(-longest // self.block_size)), self.columns),
             )

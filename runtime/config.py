@@ -75,16 +75,18 @@ class EngineConfig:
     )
     ep: bool = _option(
         False,
-        "with --tp: each rank holds some of the experts, instead of a part of every expert",
+        "each rank of --tp holds some of the experts, instead of a part of every expert; without "
+        "--tp, each rank of --dp does, and tokens travel to the ranks of their experts",
     )
     dp: int = _option(
         1,
         "number of engines that serve the model, each with its own KV cache and the GPUs or CPU "
-        "cores of --tp: data parallelism; requests go to the engine with the fewest",
+        "cores of --tp: data parallelism; requests go to the engine with the fewest. With --ep "
+        "and without --tp: number of ranks of one engine, each with its own requests and KV cache",
     )
     step_timeout: float | None = _option(
         None,
-        "with --tp or --pp: maximum duration of a step in seconds, after which its ranks are "
+        "with several ranks: maximum duration of a step in seconds, after which its ranks are "
         "ended; "
         "default: 8 on a GPU, 120 on a CPU",
     )
@@ -189,8 +191,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}, it must be at least 1")
-        if self.ep and self.tp == 1:
-            raise ValueError("ep divides the experts among ranks: set tp to their number")
+        self._check_experts()
         if self.pp > 1 and self.speculative == "mtp":
             raise ValueError(
                 "pp is not supported with speculative 'mtp', whose draft layer reads the embedding "
@@ -235,24 +236,57 @@ class EngineConfig:
             )
 
     @property
+    def data_ranks(self) -> int:
+        """Ranks of one engine that have requests of their own and share the experts."""
+        return self.dp if self.ep and self.tp == 1 else 1
+
+    @property
+    def num_engines(self) -> int:
+        return self.dp // self.data_ranks
+
+    @property
     def num_ranks(self) -> int:
-        """Processes of one engine: tp of them in each of pp stages."""
-        return self.tp * self.pp
+        """Processes of one engine: tp of them in each of pp stages, or the data-parallel ones."""
+        return self.tp * self.pp * self.data_ranks
 
     @property
     def several_ranks(self) -> str:
         """What asks for several ranks, for messages."""
+        if self.data_ranks > 1:
+            return f"dp is {self.dp} with ep"
         return f"tp is {self.tp}" + (f" and pp is {self.pp}" if self.pp > 1 else "")
 
     @property
     def num_processes(self) -> int:
         """Number of processes that share the cores and the memory of the host."""
-        return self.num_ranks * self.dp
+        return self.num_ranks * self.num_engines
 
     @property
-    def reporting_rank(self) -> int:
-        """The first rank of the last stage, which has the results of steps."""
-        return (self.pp - 1) * self.tp
+    def reporting_ranks(self) -> range:
+        """Those whose results are the results of steps: the first rank of the last stage, or all
+        data-parallel ones.
+        """
+        first = (self.pp - 1) * self.tp
+        return range(first, first + self.data_ranks)
+
+    def _check_experts(self) -> None:
+        if not self.ep or self.tp > 1:
+            return
+        if self.dp == 1:
+            raise ValueError(
+                "ep divides the experts among ranks: set tp to their number, or dp for ranks that "
+                "each have their own requests"
+            )
+        refused = {
+            "pp": self.pp > 1,
+            "speculative 'mtp'": self.speculative == "mtp",
+            "expert_load": self.expert_load,
+        }
+        for name in (name for name, given in refused.items() if given):
+            raise ValueError(
+                f"{name} is not supported with dp and ep, whose ranks send each other tokens: "
+                "leave out one of them, or use tp with ep"
+            )
 
     def _check_speculation(self) -> None:
         """Also sets the default of `speculative` by `speculative_tokens`, and the reverse."""

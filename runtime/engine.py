@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from atomc.runtime.blocks import BlockPool
 from atomc.runtime.config import EngineConfig
+from atomc.runtime.create_scheduler import create_scheduler
 from atomc.runtime.executor import Executor, Launched, Result
 from atomc.runtime.grammar_compiler import GrammarCompiler
 from atomc.runtime.phases import Phases, gc_disabled
@@ -21,9 +21,8 @@ from atomc.runtime.request import Output, Pooling, Request
 from atomc.runtime.request_errors import RequestError, RequestErrors, RequestFailed, is_recoverable
 from atomc.runtime.request_state import RequestState
 from atomc.runtime.sampling.sampling_params import SamplingParams
-from atomc.runtime.scheduler import QueueFull, Scheduler
-from atomc.runtime.snapshots import Snapshots
-from atomc.runtime.speculative import ForcedAcceptance, NGramProposer
+from atomc.runtime.scheduler import QueueFull
+from atomc.runtime.speculative import NGramProposer
 from atomc.runtime.stats import Stats
 from atomc.runtime.step import ScheduledStep
 from atomc.runtime.structured_outputs import StructuredOutputs, accept_tokens
@@ -141,7 +140,7 @@ class Engine:
             return
         if module is not None:
             raise ValueError(
-                f"tp is {self.config.tp} and pp is {self.config.pp}, but the model is a module of "
+                f"the model has {self.config.num_ranks} ranks, but it is a module of "
                 "this process, which other processes cannot build: pass a checkpoint, or run the "
                 "program under torchrun and cut the module with atomc.parallelize"
             )
@@ -181,35 +180,13 @@ class Engine:
         self.token_masks = TokenMasks(
             self.structured_outputs, self.tokenizer, self.vocab_size, self.request_errors
         )
-        limits = worker.limits
-        size, rows = limits.capacity, limits.state_rows
-        self.scheduler = Scheduler(
-            BlockPool(
-                size.num_blocks, size.block_size, limits.windows, shares=not limits.no_prefix_cache
-            ),
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            max_model_len=size.max_model_len,
-            max_queue=config.max_queue,
-            policy=config.scheduling_policy,
-            request_errors=self.request_errors,
-            can_roll_back=limits.can_roll_back,
-            state_rows=rows,
-            snapshots=Snapshots(rows.first_snapshot, rows.snapshots, size.block_size)
-            if rows is not None and rows.snapshots
-            else None,
-            lookahead=config.speculative_tokens - 1 if config.speculative == "mtp" else 0,
-            forced=None
-            if config.speculative_accept is None
-            else ForcedAcceptance(config.speculative_accept),
-            images=limits.images,
-            image_queue_bytes=config.image_queue_bytes,
-        )
+        self.scheduler = create_scheduler(config, worker.limits, self.request_errors)
         self.max_len = self.scheduler.max_len
+        num_tokens = sum(pool.num_tokens for pool in self.scheduler.pools)
         log.info(
             "the cache holds %d tokens, %.1f sequences of full length (%d tokens)",
-            self.scheduler.pool.num_tokens,
-            self.scheduler.pool.num_tokens / self.max_len,
+            num_tokens,
+            num_tokens / self.max_len,
             self.max_len,
         )
         with phases.phase("warm up"), gc_disabled():
@@ -563,16 +540,15 @@ class Engine:
 
     def stats(self) -> Stats:
         """Counters since the start, and current gauges."""
-        pool, done, ran = self.scheduler.pool, self.scheduler.counters, self.executor.counts()
+        pools, done, ran = self.scheduler.pools, self.scheduler.counters, self.executor.counts()
+        computed = {request.id: request.computed for request in self.scheduler.running}
         return Stats(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
-            kv_blocks_used=pool.num_blocks - pool.num_free,
-            kv_blocks_total=pool.num_blocks,
-            kv_tokens=pool.num_tokens,
-            kv_tokens_used=pool.tokens_used(
-                {request.id: request.computed for request in self.scheduler.running}
-            ),
+            kv_blocks_used=sum(pool.num_blocks - pool.num_free for pool in pools),
+            kv_blocks_total=sum(pool.num_blocks for pool in pools),
+            kv_tokens=sum(pool.num_tokens for pool in pools),
+            kv_tokens_used=sum(pool.tokens_used(computed) for pool in pools),
             max_len=self.max_len,
             steps=ran.steps,
             graph_rows=ran.graph_rows,
@@ -580,8 +556,8 @@ class Engine:
             host_ms=self.host_ms,
             expert_load=ran.expert_load,
             no_prefix_cache=self.executor.limits.no_prefix_cache,
-            snapshots_total=self.executor.limits.capacity.snapshots,
-            snapshots_held=held.num_cached if (held := self.scheduler.snapshots) else 0,
+            snapshots_total=self.executor.limits.capacity.snapshots * len(pools),
+            snapshots_held=self.scheduler.num_snapshots,
             **vars(done),
         )
 

@@ -41,7 +41,8 @@ Prompt = str | Sequence[int] | ImagePrompt
 
 
 class LLM:
-    """One model in this process, on one device, or with tp=N in N processes; not thread-safe.
+    """One model in this process, on one device, or with tp=N, or dp=N and ep=True, in N processes;
+    not thread-safe.
 
     model      a checkpoint directory, a module (see Engine), or None: atomc's demo model
     dtype, device, options   also as torch.dtype, torch.device and atomc.Options
@@ -53,7 +54,7 @@ class LLM:
     the start, and `tokens_per_second` the throughput of the last `generate` or `stream`, over all
     its requests.
 
-    With tp=N this process is one of N ranks and starts the others. They end with it, with `close`,
+    With N ranks this process is one of them and starts the others. They end with it, with `close`,
     and at the end of `with LLM(...) as llm`.
 
     Raises what Engine raises. Generating raises RunError if a module's weights were replaced after
@@ -78,7 +79,7 @@ class LLM:
             options=Options.of(options),
             **{"max_queue": 2**62, "image_queue_bytes": 2**62, **settings},
         )
-        if config.dp > 1:
+        if config.num_engines > 1:
             raise ValueError(
                 f"dp is {config.dp}, but an LLM is one engine: use `atomc serve --dp "
                 f"{config.dp}`, or one process per LLM, each with its own CUDA_VISIBLE_DEVICES"

@@ -74,6 +74,7 @@ def load(
         tp=place.tp if place else None,
         ep=config.ep,
         stage=place.stage if place else None,
+        experts=place.experts if place else None,
     )
     return _loaded_model(
         model,

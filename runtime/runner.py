@@ -210,28 +210,30 @@ class Runner:
         if self.image_program is not None and step.has_images:
             self.steps["eager: images"] += 1
             return self._eager(self.image_program, step, num_rows)
-        rows, sequences = step.num_tokens, len(step.chunks)
-        wanted = sum(chunk.num_output_rows for chunk in step.chunks)
-        if self.graphs is not None:
-            longest = max(chunk.num_tokens for chunk in step.chunks)
-            shape = self.graphs.shape_for(rows, sequences, wanted, longest)
-            if shape is not None:
-                self._shape = self.input_batch.write(step, shape)
-                self.steps["full graph"] += 1
-                self.rows += rows
-                self.padding += shape.rows - rows
-                results = self.graphs(shape)
-                is_stage = self.pipeline is not None and not self.pipeline.stage.is_last
-                return results[: rows if is_stage else wanted]
-            reason = (
-                f"{rows} rows, {wanted} of them wanted"
-                if wanted > sequences
-                else "more rows than any graph"
-            )
-        else:
+        size = step.padded_size
+        if self.graphs is None:
             reason = self.why_eager
+        elif size.pooled:
+            reason = "another rank computes hidden states"
+        elif shape := self.graphs.shape_for(size.rows, size.sequences, size.wanted, size.longest):
+            return self._in_graph(self.graphs, step, shape)
+        elif size.wanted > size.sequences:
+            reason = f"{size.rows} rows, {size.wanted} of them wanted"
+        else:
+            reason = "more rows than any graph"
         self.steps[f"eager: {reason}"] += 1
         return self._eager(self.program, step, num_rows)
+
+    def _in_graph(self, graphs: StepGraphs, step: ScheduledStep, shape: StepShape) -> Tensor:
+        rows = step.num_tokens
+        self._shape = self.input_batch.write(step, shape)
+        self.steps["full graph"] += 1
+        self.rows += rows
+        self.padding += shape.rows - rows
+        results = graphs(shape)
+        if self.pipeline is not None and not self.pipeline.stage.is_last:
+            return results[:rows]
+        return results[: sum(chunk.num_output_rows for chunk in step.chunks)]
 
     def propose(self, step: ScheduledStep, tokens: Tensor | None) -> Tensor | None:
         """Draft tokens [chunks that sample, k] i64 after the step that ran last, on the device;
@@ -263,6 +265,7 @@ class Runner:
         return self._in_stage(step, lambda part: self._eager(program, part, num_rows=0))
 
     def _eager(self, program: Program, step: ScheduledStep, num_rows: int) -> Tensor:
+        num_rows = max(num_rows, step.padded_size.rows)
         self._shape = self.input_batch.write(step, num_rows=num_rows)
         return self._run(program, self._shape)
 

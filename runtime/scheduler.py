@@ -111,6 +111,16 @@ class Scheduler:
         self._pooled_last = False
 
     @property
+    def pools(self) -> Sequence[BlockPool]:
+        """The blocks of each data-parallel rank."""
+        return (self.pool,)
+
+    @property
+    def num_snapshots(self) -> int:
+        """States of prefixes that are held."""
+        return self.snapshots.num_cached if self.snapshots is not None else 0
+
+    @property
     def requests(self) -> Mapping[str, Request]:
         """All requests by id."""
         return self.queues.requests

@@ -5,6 +5,7 @@ The worker keeps state for each slot (atomc.runtime.slots). A step has what this
 request's parameters when it gets a slot, later only new tokens and blocks.
 """
 
+from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -121,13 +122,42 @@ class Chunk(NamedTuple):
         return max(self.num_samples - 1, 0) if self.accept is None else self.accept
 
 
+class StepSize(NamedTuple):
+    """The sizes by which a step is padded.
+
+    rows      tokens
+    wanted    rows whose logits are computed
+    longest   the most rows of one sequence
+    pooled    whether hidden states are computed instead of logits
+    """
+
+    rows: int
+    sequences: int
+    wanted: int
+    longest: int
+    pooled: bool
+
+
+class RankPart(NamedTuple):
+    """What a data-parallel rank has of a step: this many chunks, and what ScheduledStep has of a
+    step of one rank.
+    """
+
+    num_chunks: int
+    pooled: bool = False
+    released: tuple[int, ...] = ()
+
+
 class ScheduledStep(NamedTuple):
-    """The chunks of one step, at least one.
+    """The chunks of one step: at least one, unless it is the part of a data-parallel rank.
 
     pooled     a pooling step: computes hidden states instead of logits
     released   slots released since the previous step; this step may reuse them
     images     encoded before the step, and held until a later step drops them
     dropped    digests of images whose embeddings are dropped before that
+    parts      of data-parallel ranks, which have the chunks one after the other; (): all ranks have
+               all chunks
+    size       of the largest parts of such a step, to which its ranks pad; None: of the chunks
     """
 
     chunks: tuple[Chunk, ...]
@@ -135,6 +165,49 @@ class ScheduledStep(NamedTuple):
     released: tuple[int, ...] = ()
     images: tuple[ImagePixels, ...] = ()
     dropped: tuple[bytes, ...] = ()
+    parts: tuple[RankPart, ...] = ()
+    size: StepSize | None = None
+
+    def of_rank(self, rank: int) -> "ScheduledStep":
+        """The part of a data-parallel rank; the step itself if it has no parts. A rank without
+        chunks computes padding, because the others wait for it.
+        """
+        if not self.parts:
+            return self
+        part, chunks = self.parts[rank], self._chunks_of_parts[rank]
+        return ScheduledStep(chunks, part.pooled, part.released, size=self.padded_size)
+
+    @property
+    def padded_size(self) -> StepSize:
+        """Of a step of one rank, its own; of one with parts, the largest of each."""
+        if self.size is not None:
+            return self.size
+        if self.parts:
+            sizes = [
+                self._replace(chunks=chunks, pooled=part.pooled, parts=()).padded_size
+                for part, chunks in zip(self.parts, self._chunks_of_parts, strict=True)
+            ]
+            return StepSize(*map(max, zip(*sizes, strict=True)))
+        return StepSize(
+            self.num_tokens,
+            len(self.chunks),
+            sum([chunk.num_output_rows for chunk in self.chunks]),
+            max([chunk.num_tokens for chunk in self.chunks], default=0),
+            self.pooled,
+        )
+
+    @property
+    def _chunks_of_parts(self) -> list[tuple[Chunk, ...]]:
+        ends = list(accumulate([part.num_chunks for part in self.parts], initial=0))
+        return [self.chunks[start:end] for start, end in pairwise(ends)]
+
+    def sample_rows(self, rank: int) -> slice:
+        """The rows of the tokens that a data-parallel rank samples, among those of all."""
+        if not self.parts:
+            return slice(None)
+        counts = [sum(c.num_samples for c in chunks) for chunks in self._chunks_of_parts]
+        first = sum(counts[:rank])
+        return slice(first, first + counts[rank])
 
     @property
     def has_images(self) -> bool:

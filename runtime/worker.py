@@ -130,6 +130,11 @@ class Worker:
                 self._takes = ModelInputs(hidden=(stage.width, stage.dtype))
         options = replace(options, expert_load=options.expert_load or config.expert_load)
         self.images = ImageModel.of(self.module)
+        if self.images is not None and self.place.experts is not None:
+            raise ValueError(
+                "dp with ep is not supported for models with an image encoder: use tp with ep, or "
+                "dp without ep"
+            )
         self.program = compile_model(
             module,
             options,
@@ -444,7 +449,8 @@ class Worker:
         """There are no other processes."""
 
     def launch(self, step: ScheduledStep) -> "LaunchedStep":
-        step = self._groups.own_part(step)
+        sampled = step.sample_rows(self.place.data_rank)
+        step = self._groups.own_part(step.of_rank(self.place.data_rank))
         states = self.slots.update(step)
         if self.encoder is not None:
             self.encoder.update(step)
@@ -453,7 +459,7 @@ class Worker:
                 self.encoder.place(step, states, embeddings)
         outputs = StepOutputs(step, states)
         if not step.pooled:
-            return LaunchedStep(self, outputs, self.runner.logits(step))
+            return LaunchedStep(self, outputs, self.runner.logits(step), sampled)
         assert self._hidden is not None, "prepare_pooling was not called"
         hidden = self.runner.hidden(self._hidden, step)
         if self.samples:
@@ -512,15 +518,27 @@ class Worker:
 
 
 class LaunchedStep:
-    """A launched step of a Worker. logits: None for a pooling step."""
+    """A launched step of a Worker.
 
-    def __init__(self, worker: Worker, outputs: StepOutputs, logits: Tensor | None = None) -> None:
+    logits   None for a pooling step
+    sampled  the rows of a mask that are those of this worker
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        outputs: StepOutputs,
+        logits: Tensor | None = None,
+        sampled: slice = slice(None),
+    ) -> None:
         self._worker, self._outputs, self._logits = worker, outputs, logits
+        self._sampled = sampled
 
     def sample(self, mask: Tensor | None = None) -> None:
         logits, self._logits = self._logits, None
         if logits is None:
             return
+        mask = None if mask is None else mask[self._sampled]
         worker, outputs = self._worker, self._outputs
         # With speculation, the host knows all tokens before the next step.
         keeps, pipeline = not worker.config.speculative_tokens, worker.pipeline

@@ -16,6 +16,7 @@ from atomc.ops.conv import causal_conv1d, causal_conv1d_update, conv_state
 from atomc.ops.conv_delta_rule import conv_gated_delta_rule_update
 from atomc.ops.delta_gates import delta_gates
 from atomc.ops.delta_rule import delta_state, gated_delta_rule, gated_delta_rule_update
+from atomc.ops.dispatch import combine_tokens, dispatch_tokens
 from atomc.ops.expert_load import count_experts
 from atomc.ops.experts import moe_experts
 from atomc.ops.indexer import (
@@ -105,11 +106,13 @@ __all__ = [
     "causal_conv1d",
     "causal_conv1d_update",
     "chosen_mask",
+    "combine_tokens",
     "conv_gated_delta_rule_update",
     "conv_state",
     "count_experts",
     "delta_gates",
     "delta_state",
+    "dispatch_tokens",
     "embedding",
     "gated_delta_rule",
     "gated_delta_rule_update",

@@ -48,3 +48,33 @@ class ExpertsOfRank:
         x, ids, weights, *others = args
         local = module.get_buffer(EXPERT_MAP)[ids]
         return x, local, weights.masked_fill(local == self.nowhere, 0.0), *others
+
+
+@dataclass(frozen=True)
+class TokensOfRanks:
+    """A hook that runs before experts, called with x, ids [T, k] and weights [T, k] of the tokens
+    of this rank: the experts get the tokens of all `size` ranks, as ExpertsOfRank gives them.
+    """
+
+    nowhere: int
+    size: int
+    group: str
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, ids, weights, *others = args
+        rows = module.get_buffer(EXPERT_MAP)
+        sent = ops.dispatch_tokens(x, ids, weights, rows, self.nowhere, self.size, self.group)
+        return *sent, *others
+
+
+@dataclass(frozen=True)
+class ResultsOfRanks:
+    """A hook that runs after experts: for each token of this rank, the sum of the results of all
+    `size` ranks.
+    """
+
+    size: int
+    group: str
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], partial: Tensor) -> Tensor:
+        return ops.combine_tokens(partial, self.size, self.group)

@@ -51,9 +51,15 @@ class Stage:
 
 
 class Place(NamedTuple):
-    """The place of a process among those that divide its layers, and among the stages. None: there
-    are no others.
+    """The place of a process among those that divide its layers, among the stages, and among those
+    that have only their experts divided, and requests of their own. None: there are no others.
     """
 
     tp: TensorParallel | None = None
     stage: Stage | None = None
+    experts: TensorParallel | None = None
+
+    @property
+    def data_rank(self) -> int:
+        """Which requests this process has."""
+        return 0 if self.experts is None else self.experts.rank

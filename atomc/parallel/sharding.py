@@ -19,7 +19,9 @@ from atomc.parallel.collectives import (
     EXPERT_MAP,
     ColumnsOfRank,
     ExpertsOfRank,
+    ResultsOfRanks,
     SumOverRanks,
+    TokensOfRanks,
 )
 from atomc.parallel.cut import Cut
 from atomc.parallel.group import TensorParallel
@@ -48,6 +50,7 @@ class Sharding:
     summed    names of modules whose results are summed
     keys      name of an attention layer -> how its keys and values are cut
     recurrent names of gated delta nets
+    dispatch  whether processes have different tokens, which are sent to those of their experts
     """
 
     model: nn.Module
@@ -60,6 +63,25 @@ class Sharding:
     summed: list[str] = field(default_factory=list)
     keys: dict[str, Cut] = field(default_factory=dict)
     recurrent: list[str] = field(default_factory=list)
+    dispatch: bool = False
+
+    @classmethod
+    def of_experts(
+        cls, model: nn.Module, place: TensorParallel, *, quantized: Collection[str] = ()
+    ) -> "Sharding":
+        """Of processes that each have all but some of the experts, and tokens of their own.
+
+        Raises ValueError for a model without experts, or one whose experts do not divide.
+        """
+        plan = plan_of(model, ep=True)
+        modules = dict(model.named_modules())
+        made = cls(
+            model, place, {name: how for name, how in plan.items() if how in EXPERTS}, dispatch=True
+        )
+        for name, how in made.plan.items():
+            made._add_experts(name, modules[name], how)
+        made.cuts()
+        return made
 
     @classmethod
     def of(
@@ -135,7 +157,8 @@ class Sharding:
                 "can be divided"
             )
         self.experts[name] = how == "ep_dispatch_experts"
-        self.summed.append(name)
+        if not self.dispatch:
+            self.summed.append(name)
 
     def _add_linear(self, name: str, modules: dict[str, nn.Module], how: str) -> None:
         side, place = SIDES[how], self.place
@@ -265,7 +288,12 @@ class Sharding:
         first = self.place.rank * held
         rows[first : first + held] = torch.arange(held)
         module.register_buffer(EXPERT_MAP, rows.to(_device(module)), persistent=False)
-        module.register_forward_pre_hook(ExpertsOfRank(nowhere))
+        if not self.dispatch:
+            module.register_forward_pre_hook(ExpertsOfRank(nowhere))
+            return
+        size, group = self.place.size, self.place.group
+        module.register_forward_pre_hook(TokensOfRanks(nowhere, size, group))
+        module.register_forward_hook(ResultsOfRanks(size, group))
 
     def _split_input(self, module: nn.Module) -> None:
         assert isinstance(module, nn.Linear | QuantizedLinear)
@@ -317,5 +345,6 @@ def refuse_divided(model: nn.Module) -> None:
             "parallelize_module). Use it as it is, or load it whole for atomc.parallelize"
         )
     for name, module in model.named_modules():
-        if any(isinstance(hook, SumOverRanks) for hook in module._forward_hooks.values()):
+        hooks = module._forward_hooks.values()
+        if any(isinstance(hook, SumOverRanks | ResultsOfRanks) for hook in hooks):
             raise ValueError(f"{name} is already divided: atomc.parallelize was called before")

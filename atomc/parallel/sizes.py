@@ -2,7 +2,7 @@
 before anything is loaded.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from atomc.json_types import JSONLike
 from atomc.models.limits import NUM_EXPERTS
@@ -25,9 +25,28 @@ def check(config: Mapping[str, JSONLike], size: int, *, ep: bool = False) -> Non
     fields = _fields(config)
     reason = next(_problems(fields, size, ep), None)
     if reason is not None:
-        works = [str(n) for n in range(1, MOST + 1) if next(_problems(fields, n, ep), None) is None]
-        listed = ", ".join(works[:-1]) + f" and {works[-1]} do" if works[1:] else "only 1 does"
-        raise ValueError(f"{reason}; {listed}")
+        works = [n for n in range(1, MOST + 1) if next(_problems(fields, n, ep), None) is None]
+        raise ValueError(f"{reason}; {_listed(works)}")
+
+
+def check_experts(config: Mapping[str, JSONLike], size: int) -> None:
+    """Raise ValueError if the experts of a model of this config.json do not divide over so many
+    ranks, of which each has all the rest.
+    """
+    if size == 1:
+        return
+    experts = _count(_fields(config), *NUM_EXPERTS)
+    if experts is None:
+        raise ValueError(f"the model has no experts to divide over {size} ranks (ep)")
+    if experts % size:
+        works = [n for n in range(1, experts + 1) if experts % n == 0]
+        raise ValueError(f"{experts:,} experts do not divide by {size}; {_listed(works)}")
+
+
+def _listed(works: Sequence[int]) -> str:
+    """Which numbers of ranks work."""
+    *others, last = map(str, works)
+    return f"{', '.join(others)} and {last} do" if others else "only 1 does"
 
 
 def check_stages(config: Mapping[str, JSONLike], stages: int) -> None:

@@ -1,7 +1,7 @@
 """RankExecutor: the Executor of a model on several ranks."""
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -42,8 +42,9 @@ class RankExecutor:
 
     Each step, mask and command goes to all ranks in the same order. They build the same batch and
     sample the same tokens; results are those of rank 0. With config.pp, ranks follow each other by
-    stage: those of the last one sample, and its first one reports the results to rank 0. A rank
-    that fails ends the group: every call then raises RankFailed.
+    stage: those of the last one sample, and its first one reports the results to rank 0.
+    Data-parallel ranks take their part of each step, and all report results. A rank that fails ends
+    the group: every call then raises RankFailed.
 
     worker      of rank 0
     on_failure  as in Monitor
@@ -66,6 +67,7 @@ class RankExecutor:
         size = config.num_ranks
         fields = load_config(config_folder(config))
         sizes.check(fields, config.tp, ep=config.ep)
+        sizes.check_experts(fields, config.data_ranks)
         sizes.check_stages(fields, config.pp)
         kind = launcher.device_kind(config)
         if torch.distributed.is_initialized():
@@ -98,7 +100,7 @@ class RankExecutor:
             self._monitor.watch(launcher.start(settings))
             self._monitor.wait_done(IMPORTED)
             device = torch.device(configs[0].device or kind)
-            place = join(store, 0, device, tp=config.tp, pp=config.pp)
+            place = join(store, 0, device, tp=config.tp, pp=config.pp, data_ranks=config.data_ranks)
             with self._monitor.executing(LOADED):
                 self.worker = Worker(
                     configs[0], phases, progress=progress, spare_cores=spare_cores, place=place
@@ -136,9 +138,8 @@ class RankExecutor:
             self._monitor.sending(lambda number: Launch(number, step), of_step=True) as number,
         ):
             running = self.worker.launch(step)
-            return LaunchedOnRanks(
-                self._monitor, number, running, in_stages=not self.worker.samples
-            )
+            others = [rank for rank in self.worker.config.reporting_ranks if rank]
+            return LaunchedOnRanks(self._monitor, number, running, others)
 
     def prepare_pooling(self) -> None:
         if self.pools:
@@ -170,15 +171,15 @@ class RankExecutor:
 class LaunchedOnRanks:
     """A step that all ranks have launched as command `number`.
 
-    running    in rank 0
-    in_stages  the last stage of a pipeline has the results
+    running  in rank 0
+    others   further ranks with results of the step
     """
 
     def __init__(
-        self, monitor: Monitor, number: int, running: Launched, *, in_stages: bool
+        self, monitor: Monitor, number: int, running: Launched, others: Sequence[int]
     ) -> None:
         self._monitor, self._number, self._running = monitor, number, running
-        self._in_stages = in_stages
+        self._others = others
 
     def sample(self, mask: Tensor | None = None) -> None:
         content = (None, 0) if mask is None else (mask.cpu().numpy().tobytes(), len(mask))
@@ -195,7 +196,7 @@ class LaunchedOnRanks:
             lambda number: Collect(number, self._number), of_step=True
         ) as number:
             results = self._running.results()
-            if self._in_stages:
-                results = self._monitor.results(number)
+            if self._others:
+                results = [*results, *self._monitor.results(number, self._others)]
         self._monitor.collected(results)
         return results

@@ -94,7 +94,9 @@ class Failed(msgspec.Struct, tag=True):
 
 
 class Results(msgspec.Struct, tag=True):
-    """Of the step that command `number` collects, by the last stage of a pipeline."""
+    """Of the step that command `number` collects: by the last stage of a pipeline, or of the part
+    of a data-parallel rank.
+    """
 
     rank: int
     number: int

@@ -85,7 +85,7 @@ class Monitor:
         self._running: dict[int, tuple[float, bool]] = {}
         self._collected = self._digest = 0
         self._digests: dict[int, int] = {}
-        self._results: dict[int, list[Result]] = {}
+        self._results: dict[int, dict[int, list[Result]]] = defaultdict(dict)
         self._encode = msgspec.msgpack.Encoder().encode
         self._context = zmq.Context()
         self._sockets = {rank: self._socket(zmq.PUSH) for rank in self._others}
@@ -196,14 +196,15 @@ class Monitor:
             del self._done[number]
         self.raise_failure()
 
-    def results(self, number: int) -> list[Result]:
-        """Those that the last stage of a pipeline collects in this command; waits for them."""
+    def results(self, number: int, ranks: Sequence[int]) -> list[Result]:
+        """Those that these ranks collect in this command, one after the other; waits for them."""
         with self._changed:
-            self._changed.wait_for(lambda: self._failure or number in self._results)
-            found = self._results.pop(number, None)
+            self._changed.wait_for(
+                lambda: self._failure or self._results[number].keys() >= set(ranks)
+            )
+            found = self._results.pop(number)
         self.raise_failure()
-        assert found is not None
-        return found
+        return [result for rank in ranks for result in found[rank]]
 
     def collected(self, results: Sequence[Result]) -> None:
         """Note the results of a step: those of the other ranks must be equal."""
@@ -268,8 +269,8 @@ class Monitor:
                     case Failed(rank, number):
                         self._failed[number][rank] = report
                         self._failed_at.setdefault(number, time.monotonic())
-                    case Results(_, number, results):
-                        self._results[number] = results
+                    case Results(rank, number, results):
+                        self._results[number][rank] = results
                 self._changed.notify_all()
 
     @property

@@ -36,9 +36,11 @@ def connect_store(host: str, port: int, size: int) -> TCPStore:
     return TCPStore(host, port, size, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
 
 
-def join(store: Store, rank: int, device: torch.device, *, tp: int, pp: int) -> Place:
-    """Create the default process group, of pp stages with tp ranks each; returns when all ranks
-    have joined.
+def join(
+    store: Store, rank: int, device: torch.device, *, tp: int, pp: int, data_ranks: int = 1
+) -> Place:
+    """Create the default process group, of pp stages with tp ranks each, or of data-parallel ranks
+    that share experts; returns when all ranks have joined.
     """
     on_gpu = device.type == "cuda"
     if on_gpu:
@@ -49,10 +51,13 @@ def join(store: Store, rank: int, device: torch.device, *, tp: int, pp: int) -> 
         "nccl" if on_gpu else "gloo",
         store=store,
         rank=rank,
-        world_size=pp * tp,
+        world_size=pp * tp * data_ranks,
         timeout=TIMEOUT,
         device_id=device if on_gpu else None,
     )
+    if data_ranks > 1:
+        assert distributed.group.WORLD is not None
+        return Place(experts=TensorParallel.of(distributed.group.WORLD))
     index, part = divmod(rank, tp)
     stage = None if pp == 1 else Stage(index, tuple(range(part, pp * tp, tp)))
     if tp == 1:

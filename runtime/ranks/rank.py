@@ -87,7 +87,14 @@ class Rank:
         _send(self._reports, Done(of.rank, IMPORTED))
         self._began = LOADED
         device = torch.device(of.config.device or "cpu")
-        place = join(store, of.rank, device, tp=of.config.tp, pp=of.config.pp)
+        place = join(
+            store,
+            of.rank,
+            device,
+            tp=of.config.tp,
+            pp=of.config.pp,
+            data_ranks=of.config.data_ranks,
+        )
         worker = Worker(of.config, Phases((), progress=False), progress=False, place=place)
         _send(self._reports, Done(of.rank, LOADED))
         return worker
@@ -102,10 +109,10 @@ class Rank:
                 self._launched[step].sample(_tensor(mask, num_rows))
             case messages.Collect(number, step):
                 results = self._launched.pop(step).results()
-                if worker.samples:
+                if worker.samples and self.settings.config.data_ranks == 1:
                     collected, digest = self._progress
                     self._progress = collected + 1, results_digest(digest, results)
-                if self.settings.rank == self.settings.config.reporting_rank:
+                if self.settings.rank in self.settings.config.reporting_ranks:
                     _send(self._reports, Results(self.settings.rank, number, results))
             case messages.WarmUp(number):
                 worker.warm_up()

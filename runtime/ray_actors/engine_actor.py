@@ -29,14 +29,14 @@ PLACEMENT_SECONDS = 60.0
 
 
 def start_engine_actors(config: EngineConfig) -> "list[RayEngine]":
-    """config.dp engines on the cluster. Raises ValueError without a cluster, or if it has too few
+    """config.num_engines engines on the cluster. Raises ValueError without a cluster, or if it has too few
     free resources.
     """
     connect()
     cluster = ray.cluster_resources()
     config = with_device(config, cluster)
     check_resources(config, cluster, ray.available_resources())
-    return [RayEngine(config, progress=number == 0) for number in range(config.dp)]
+    return [RayEngine(config, progress=number == 0) for number in range(config.num_engines)]
 
 
 class RayEngine:

@@ -31,7 +31,7 @@ def bundles(config: EngineConfig) -> list[Resources]:
 def check_resources(
     config: EngineConfig, cluster: Mapping[str, float], free: Mapping[str, float]
 ) -> None:
-    """Raises ValueError if the cluster has too few resources for config.dp engines."""
+    """Raises ValueError if the cluster has too few resources for config.num_engines engines."""
     for name, each in bundles(config)[0].items():
         needed = each * config.num_processes
         if free.get(name, 0.0) < needed:

@@ -7,12 +7,12 @@ from atomc.runtime.config import EngineConfig
 
 
 def engine_environments(config: EngineConfig) -> list[Mapping[str, str]]:
-    """The environment of each of config.dp engines: engine e of R ranks sees the GPUs e * R to
-    e * R + R - 1. Empty without GPUs, and for one engine, which chooses by itself.
+    """The environment of each of config.num_engines engines: engine e of R ranks sees the GPUs
+    e * R to e * R + R - 1. Empty without GPUs, and for one engine, which chooses by itself.
 
     Raises ValueError for one device, or too few.
     """
-    if config.dp == 1:
+    if config.num_engines == 1:
         return [{}]
     import torch
 
@@ -23,7 +23,7 @@ def engine_environments(config: EngineConfig) -> list[Mapping[str, str]]:
             "CUDA_VISIBLE_DEVICES to choose GPUs)"
         )
     if device.type != "cuda":
-        return [{}] * config.dp
+        return [{}] * config.num_engines
     count, each = torch.cuda.device_count(), config.num_ranks
     if count < config.dp * each:
         raise ValueError(

@@ -13,7 +13,7 @@ from atomc.runtime.server.gpus import engine_environments
 def start_engines(
     config: EngineConfig, folder: Path, *, on_ray: bool = False
 ) -> Sequence[EngineHandle]:
-    """config.dp engines. folder: of the model.
+    """config.num_engines engines. folder: of the model.
 
     Raises ValueError if there are too few devices, ImportError without Ray.
     """

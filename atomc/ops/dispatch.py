@@ -1,0 +1,83 @@
+"""Experts of a mixture on several processes that each have tokens of their own: all tokens go to
+all processes, and the results of their experts come back.
+
+T tokens of a process, the same number on each; N processes; k experts of a token, E experts, H
+width of the model. process_group: as in atomc.ops.collective.
+"""
+
+import torch
+from torch import Tensor
+
+from atomc.ops.op import op
+from atomc.ops.op_cost import Formula, OpCall, sent_to_gather
+from atomc.ops.op_traits import Kind
+
+functional = torch.ops._c10d_functional
+
+
+def _dispatch_shape(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    expert_map: Tensor,
+    nowhere: int,
+    ranks: int,
+    process_group: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = ranks * x.shape[0]
+    return (
+        x.new_empty(rows, x.shape[1]),
+        expert_map.new_empty(rows, ids.shape[1]),
+        weights.new_empty(rows, weights.shape[1]),
+    )
+
+
+def _sent_by_dispatch(call: OpCall, processes: Formula) -> Formula:
+    own = sum(call[name].bytes for name in ("x", "ids", "weights"))
+    return sent_to_gather(own, processes)
+
+
+@op(kind=Kind.COLLECTIVE, rows=None, shape=_dispatch_shape, sent=_sent_by_dispatch)
+def dispatch_tokens(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    expert_map: Tensor,
+    nowhere: int,
+    ranks: int,
+    process_group: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens of all processes, by process, for the experts of this one: x [T, H], ids and
+    weights [T, k] -> [N * T, H] and [N * T, k]. Ids become rows of the weights of this process;
+    choices of an expert of another one have the weight 0.
+
+    expert_map  [E] int64: id of an expert -> its row here; `nowhere`: another process has it
+    ranks       N
+    """
+    sent = [
+        functional.all_gather_into_tensor(each.contiguous(), ranks, process_group)
+        for each in (x, ids, weights)
+    ]
+    tokens, chosen, weighted = (functional.wait_tensor(each) for each in sent)
+    local = expert_map[chosen.long()]
+    return tokens, local, weighted.masked_fill(local == nowhere, 0.0)
+
+
+def _combine_shape(partial: Tensor, ranks: int, process_group: str) -> Tensor:
+    return partial.new_empty(partial.shape[0] // ranks, partial.shape[1])
+
+
+def _sent_by_combine(call: OpCall, processes: Formula) -> Formula:
+    return (processes - 1) * call["partial"].bytes / processes
+
+
+@op(kind=Kind.COLLECTIVE, rows=None, shape=_combine_shape, sent=_sent_by_combine)
+def combine_tokens(partial: Tensor, ranks: int, process_group: str) -> Tensor:
+    """The sum over processes of their results for the tokens of this one. [N * T, H], as
+    dispatch_tokens gives the tokens -> [T, H] in the same dtype.
+
+    ranks  N
+    """
+    summed = functional.reduce_scatter_tensor(partial.contiguous(), "sum", ranks, process_group)
+    waited: Tensor = functional.wait_tensor(summed)
+    return waited
