@@ -27,6 +27,7 @@ from atomc.ops.indexer import (
 )
 from atomc.ops.kv_b_weight import kv_b_keys, kv_b_weight
 from atomc.ops.linear import embedding, linear
+from atomc.ops.lora import lora_linear
 from atomc.ops.mla import (
     bmm_mxfp4,
     bmm_rope_kv_write,
@@ -126,6 +127,7 @@ __all__ = [
     "linear_by_head",
     "linear_mxfp4",
     "linear_split_cat",
+    "lora_linear",
     "linear_topk_route",
     "linear_w4a16",
     "mla_absorbed_attention",
