@@ -98,7 +98,9 @@ def _rows(gm: GraphModule) -> Node:
     ids = next(
         node
         for node in gm.graph.find_nodes(op="placeholder")
-        if (given := step_input(node)) and given.field in ("input_ids", "hidden") and given.dim is None
+        if (given := step_input(node))
+        and given.field in ("input_ids", "hidden")
+        and given.dim is None
     )
     tokens, device = value(ids).shape[0], value(ids).device
     return _graph_input(

@@ -124,7 +124,7 @@ class LLM:
         prompts: str | ImagePrompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        lora: str | None | Sequence[str | None] = None,
+        lora: str | Sequence[str | None] | None = None,
         progress: bool = False,
     ) -> list[Completion]:
         """params.n completions for each prompt, in the order of the prompts.
@@ -137,8 +137,8 @@ class LLM:
 
         A request that fails has finish_reason "error" and the reason in `error`; other requests are
         not affected. Raises ValueError before the first step for a prompt that is empty, too long
-        or has unknown token ids, for an adapter that is not loaded, for structured output that cannot be compiled, and for a text
-        without a tokenizer.
+        or has unknown token ids, for an adapter that is not loaded, for structured output that
+        cannot be compiled, and for a text without a tokenizer.
         """
         if isinstance(prompts, str | dict):
             prompts = [prompts]
@@ -203,7 +203,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        lora: str | None | Sequence[str | None] = None,
+        lora: str | Sequence[str | None] | None = None,
         progress: bool = False,
     ) -> list[Completion]:
         """params.n completions for each chat, in the order of the chats.
@@ -320,9 +320,7 @@ class LLM:
                         output.request_id
                     )  # a stop string, which the engine does not check
 
-    def _request(
-        self, prompt: Prompt, params: SamplingParams, lora: str | None = None
-    ) -> Request:
+    def _request(self, prompt: Prompt, params: SamplingParams, lora: str | None = None) -> Request:
         """A new request. Raises ValueError if it does not fit."""
         if params.stop and self.tokenizer is None:
             raise ValueError("no tokenizer, so stop strings cannot be found: use stop_token_ids")

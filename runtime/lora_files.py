@@ -84,7 +84,9 @@ def _checked(path: Path, config: Mapping[str, Any]) -> AdapterConfig:
     ranks = [rank, *(found for found in pattern.values() if isinstance(found, int))]
     names = targets if isinstance(targets, list) else []
     last = dict.fromkeys(str(name).rpartition(".")[2] for name in names)
-    return AdapterConfig(path, max(ranks), float(alpha), bool(config.get("use_rslora")), tuple(last))
+    return AdapterConfig(
+        path, max(ranks), float(alpha), bool(config.get("use_rslora")), tuple(last)
+    )
 
 
 def read_pairs(config: AdapterConfig) -> dict[str, LoraPair]:

@@ -87,5 +87,5 @@ class LoraProgram:
 
     @cached_property
     def _paths(self) -> dict[str, str]:
-        """Path in the checkpoint -> path in the program, where transformers' classes are wrapped."""
+        """Path in the checkpoint -> path in the program, which wraps transformers' classes."""
         return {path.removeprefix("hf_model."): path for path in self.program.lora.paths}

@@ -32,7 +32,7 @@ class Runner:
                      states that it reads
     image_program    the program of steps with images, over the same caches; merge_size: patches of
                      an image in a row and a column for one token
-    lora_program     the program of steps in which a request has a LoRA adapter, over the same caches
+    lora_program     the program of steps in which a row has a LoRA adapter, over the same caches
     pipeline         the program is that of a stage: its steps run in micro-batches, from the states
                      of the previous stage
 

@@ -77,3 +77,87 @@ def test_each_adapter_of_a_mixed_batch_gives_the_tokens_of_merged_weights(checkp
     assert [each.token_ids for each in completions] == wanted
     assert wanted[0] != expected(checkpoints, kind, None, PROMPTS[0])  # the adapter matters
     assert wanted[2] != expected(checkpoints, kind, None, PROMPTS[2])
+
+
+LONG = [(7 * i + 3) % 64 for i in range(40)]
+
+
+def test_prefixes_are_shared_by_requests_of_one_load_of_one_adapter_only(checkpoints):
+    root, _ = checkpoints
+    llm = served(checkpoints, "Llama", options={**EAGER, "layout": "paged"}, max_loras=2)
+
+    def cached(name):
+        (completion,) = llm.generate([LONG], GREEDY, lora=name)
+        assert completion.token_ids == expected(checkpoints, "Llama", name, LONG)
+        return completion.num_cached
+
+    assert [cached(name) for name in ("all", None, "queries")] == [0, 0, 0]
+    assert [cached(name) for name in ("all", None, "queries")] == [32, 32, 32]
+    llm.unload_adapter("queries")
+    llm.load_adapter("queries", root / "queries")
+    assert cached("queries") == 0  # the name is equal, the load is not
+    assert llm.generate([LONG], GREEDY, lora="all")[0].num_cached == 32
+
+
+@pytest.mark.parametrize("how", ["chunks", "preempted", "drafts"])
+def test_adapters_stay_right_with_chunks_preemption_and_drafts(checkpoints, how):
+    settings = {
+        "chunks": {"max_num_batched_tokens": 8},
+        "preempted": {
+            "num_blocks": 6,
+            "max_model_len": 64,
+            "options": {**EAGER, "layout": "paged"},
+        },
+        "drafts": {"speculative": "ngram"},
+    }[how]
+    llm = served(checkpoints, "Llama", **settings)
+    prompts = [LONG[:20], LONG[5:30], LONG[10:26]]
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    completions = llm.generate(prompts, params, lora=NAMES)
+    assert [each.token_ids for each in completions] == [
+        expected(checkpoints, "Llama", name, prompt, 24)
+        for name, prompt in zip(NAMES, prompts, strict=True)
+    ]
+    llm.engine.check()
+    assert how != "preempted" or llm.engine.stats().preemptions
+
+
+def test_a_request_keeps_its_adapter_after_it_is_unloaded_and_its_place_is_not_reused(checkpoints):
+    root, _ = checkpoints
+    llm = served(checkpoints, "Llama", names=("all",), max_loras=1, max_lora_rank=4)
+    engine = llm.engine
+    engine.add(engine.request("a", LONG[:9], GREEDY, lora="all"))
+    engine.step()
+    llm.unload_adapter("all")
+    with pytest.raises(ValueError, match="no LoRA adapter 'all' is loaded"):
+        engine.request("b", LONG, lora="all")
+    with pytest.raises(ValueError, match="requests still use 1 that were unloaded"):
+        llm.load_adapter("queries", root / "queries")
+    tokens = []
+    while engine.has_work:
+        tokens += [token for output in engine.step() for token in output.token_ids]
+    assert tuple(tokens) == expected(checkpoints, "Llama", "all", LONG[:9])
+    llm.load_adapter("queries", root / "queries")
+    (completion,) = llm.generate([LONG[:9]], GREEDY, lora="queries")
+    assert completion.token_ids == expected(checkpoints, "Llama", "queries", LONG[:9])
+
+
+def test_steps_without_an_adapter_run_the_program_without_them(checkpoints):
+    llm = served(checkpoints, "Llama")
+    llm.generate(PROMPTS, GREEDY)
+    assert set(llm.engine.stats().steps) == {"eager: on a CPU"}
+    plain, adapted = llm.program.report.matches, llm.engine.executor.lora.program.report.matches
+    assert "lora" not in plain and adapted["lora"] == 2 * 4  # q|k|v, o, gate|up, down
+    assert {name: adapted[name] for name in plain if name != "lower"} == {
+        name: plain[name] for name in plain if name != "lower"
+    }
+
+
+def test_quantized_linears_keep_their_kernels_and_read_adapters_before_quantization(checkpoints):
+    llm = served(checkpoints, "Llama", quantization="int8", names=("queries",))
+    base = served(checkpoints, "Llama", quantization="int8", names=("queries",))
+    program = llm.engine.executor.lora.program
+    assert program.report.matches["merge_qkv"] == 2
+    assert {path.rpartition(".")[2] for path in program.lora.paths} >= {"q_proj", "v_proj"}
+    with_one, without = llm.generate([LONG] * 2, GREEDY, lora=["queries", None])
+    assert without.token_ids == base.generate([LONG], GREEDY)[0].token_ids != with_one.token_ids

@@ -1,4 +1,4 @@
-"""LoRA adapters of a linear layer (Hu et al. 2021): each row of a step has its own adapter, or none.
+"""LoRA adapters of a linear layer (Hu et al. 2021): each row of a step has its own, or none.
 
 L adapters, r their rank, P layers that are merged to one, K inputs, N outputs, T rows.
 """

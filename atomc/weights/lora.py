@@ -32,11 +32,15 @@ class LoraLayer(NamedTuple):
         rank or shape, and for numbers that are not finite: the products of one adapter must not
         reach the rows of others.
         """
-        (_, rank, inputs), outputs, dtype = self.lora_a.shape, self.lora_b.shape[-1], self.lora_a.dtype
+        (_, rank, inputs), outputs, dtype = (
+            self.lora_a.shape,
+            self.lora_b.shape[-1],
+            self.lora_a.dtype,
+        )
         if pair.a.shape[-1] != inputs or pair.b.shape[0] != outputs:
             raise ValueError(
-                f"lora_A is {list(pair.a.shape)} and lora_B {list(pair.b.shape)}, but the layer has "
-                f"{inputs} inputs and {outputs} outputs"
+                f"lora_A is {list(pair.a.shape)} and lora_B {list(pair.b.shape)}, but the layer "
+                f"has {inputs} inputs and {outputs} outputs"
             )
         if len(pair.a) > rank:
             raise ValueError(f"its rank is {len(pair.a)}, at most {rank} fits: raise max_lora_rank")
