@@ -27,6 +27,7 @@ from atomc.report.report import Report, keep
 from atomc.torch_compat.core import Input
 from atomc.weights.freed import with_freed_parameters
 from atomc.weights.inputs import WeightInputs, bytes_of
+from atomc.weights.lora import LoraLayers
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -48,6 +49,7 @@ class Program:
     follow  updates `made` after a user wrote weights; None if the program owns the weights
 
     specs   one StateSpec per layer with state, in graph order
+    lora    the adapters' weights of its linear layers, if it was compiled with room for them
     report  the report of the compiler
     syncing kernels that cannot be captured in a CUDA graph
     takes   the inputs of the model
@@ -94,6 +96,9 @@ class Program:
         for name, counted in compiled.expert_counts.items():
             counts = torch.zeros(counted.experts, dtype=torch.int64, device=device)
             self._arguments[number[name]] = self._expert_counts[counted.module_path] = counts
+        self.lora = LoraLayers()
+        for name, layer in compiled.lora_weights.items():
+            self._arguments[number[name]] = self.lora.allocate(layer, device)
         self._plans: dict[Plan, list[int]] = {}
         self._follow = follow
         self._made = [number[name] for name in compiled.packed]

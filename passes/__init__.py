@@ -34,6 +34,7 @@ from atomc.passes.fuse.quantizers_before_views import quantizers_before_views
 from atomc.passes.fuse.sums_behind_views import sums_behind_views
 from atomc.passes.index_queries import index_queries
 from atomc.passes.lift import LIFTED, lift
+from atomc.passes.lora import lora
 from atomc.passes.lower import lower
 from atomc.passes.merge.linears import merging
 from atomc.passes.merge.shared_expert import shared_expert
@@ -117,6 +118,7 @@ PIPELINE: tuple[Pass, ...] = (
     merging("merge_qkv", after=["tidy_transposes"]),
     merging("merge_gate_up", after=["silu_and_mul", "gelu_and_mul"]),
     merging("merge_linears", after=["merge_qkv", "merge_gate_up"]),
+    Pass("lora", lora, after=["merge_linears"], paged=True),
     # Fuse: chains of ops become one op.
     rewriting(ADD_RMS_NORM, after=["rms_norm"]),
     rewriting(ADD_LAYER_NORM, after=["layer_norm"]),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from atomc.ops import GroupStep, Step
+from atomc.runtime.lora_rows import LoraRows
 from atomc.runtime.rope_positions import RopePositions
 from atomc.runtime.step import Chunk, ScheduledStep
 
@@ -50,6 +51,7 @@ class InputBatch:
     mrope   positions are [3, T]: those of the grid for tokens of images
     merge_size   patches of an image in a row and a column for one token
     embeddings   width and dtype of the embeddings of images; None: the model reads none
+    lora    rows may have LoRA adapters
     host_buffers   one for each step that may be pending, and for the next one
 
     `embeddings` is written by the caller (ImageEncoder.place), None without images.
@@ -68,6 +70,7 @@ class InputBatch:
         mrope: bool = False,
         merge_size: int = 1,
         embeddings: tuple[int, torch.dtype] | None = None,
+        lora: bool = False,
         host_buffers: int = 2,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -75,10 +78,13 @@ class InputBatch:
         self.rows, self.sequences, self.columns = rows, sequences, columns
         self.slots = sequences if slots is None else slots
         self.rope = RopePositions(self.slots, merge_size) if mrope else None
+        self.lora = LoraRows(self.slots) if lora else None
         self.block_size, self.num_groups = block_size, num_groups
         self.device = torch.device(device)
         self.num_updates = 2 * sequences + rows // block_size + 16
         i32 = {"query_start": sequences + 1, "seq_lens": sequences}
+        if lora:
+            i32["lora_rows"] = rows
         i64 = {
             "positions": 3 * rows if mrope else rows,
             "logits_rows": rows,
@@ -170,6 +176,8 @@ class InputBatch:
         self._write_positions(chunks, to, rows, indices, bounds)
         if self.embeddings is not None:
             self._write_image_masks(chunks, to, rows, bounds)
+        if self.lora is not None:
+            _fill(to["lora_rows"], np.repeat(self.lora.of_slots(slots), counts), rows, -1)
         _fill(to["tokens"], self._known_tokens(chunks, T), rows, 0)
         to["sources"][:rows] = np.arange(rows)
         placeholder = np.array([chunk.has_placeholder for chunk in chunks], bool)
@@ -214,6 +222,7 @@ class InputBatch:
             state_slots=slots,
             embeddings=None if self.embeddings is None else self.embeddings[:rows],
             is_image=None if self.embeddings is None else at["is_image"][:rows],
+            lora_rows=None if self.lora is None else at["lora_rows"][:rows],
         )
 
     def keep_tokens(self, tokens: Tensor, slots: Tensor | None = None) -> None:

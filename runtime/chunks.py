@@ -178,6 +178,7 @@ def _admission(request: Request) -> Admission:
         request.pooling,
         tuple(cached),
         tuple([(image.start, image.grid) for image in request.images]),
+        None if request.lora is None else request.lora.number,
     )
 
 

@@ -131,6 +131,29 @@ class EngineConfig:
         16384,
         "maximum number of image patches that a step encodes; images with more are rejected",
     )
+    lora: Mapping[str, str] = field(
+        default_factory=dict,
+        metadata={
+            "help": (
+                "a LoRA adapter by name, the folder that peft saved; requests choose it by the "
+                "name; may be given several times"
+            )
+        },
+    )
+    max_loras: int | None = _option(
+        None,
+        "maximum number of LoRA adapters loaded at once; default: as many as --lora names, 8 with "
+        "--allowed-lora-path",
+    )
+    max_lora_rank: int | None = _option(
+        None, "maximum rank of a LoRA adapter; default: that of those of --lora, at least 16"
+    )
+    lora_target_modules: tuple[str, ...] = _option(
+        (),
+        "last name of modules that LoRA adapters may change, such as q_proj; may be given several "
+        "times; default: those of the adapters of --lora; without --lora or with max_loras, all "
+        "linear layers of the model's layers",
+    )
     self_check: bool = _option(
         True,
         "compare a few steps of a transformers model with its own forward, and reject it if "
@@ -184,6 +207,8 @@ class EngineConfig:
             "max_image_patches",
             "ngram_min",
             "threads",
+            "max_loras",
+            "max_lora_rank",
             "tp",
             "pp",
             "dp",
@@ -230,6 +255,7 @@ class EngineConfig:
                 f"scheduling_policy is {self.scheduling_policy!r}, expected one of {list(POLICIES)}"
             )
         self._check_speculation()
+        self._check_lora()
         if self.ngram_max < self.ngram_min:
             raise ValueError(
                 f"ngram_max is {self.ngram_max}, expected at least ngram_min={self.ngram_min}"
@@ -287,6 +313,37 @@ class EngineConfig:
                 f"{name} is not supported with dp and ep, whose ranks send each other tokens: "
                 "leave out one of them, or use tp with ep"
             )
+
+    @property
+    def lora_enabled(self) -> bool:
+        """Whether requests may have LoRA adapters."""
+        return bool(self.lora) or self.max_loras is not None
+
+    def _check_lora(self) -> None:
+        if not self.lora_enabled:
+            for name in ("max_lora_rank", "lora_target_modules"):
+                if getattr(self, name):
+                    raise ValueError(
+                        f"{name} is for LoRA adapters, and there are none: set lora or max_loras"
+                    )
+            return
+        for name, folder in self.lora.items():
+            if not name or not isinstance(folder, str):
+                raise ValueError(f"lora has {name!r}: {folder!r}, expected a name and a folder")
+        if self.max_loras is not None and self.max_loras < len(self.lora):
+            raise ValueError(
+                f"max_loras is {self.max_loras}, but lora names {len(self.lora)} adapters: raise it"
+            )
+        wrong = {
+            "tp": self.tp > 1 and "adapters are not split over ranks",
+            "pp": self.pp > 1 and "adapters are not divided into stages",
+            "speculative 'mtp'": self.speculative == "mtp" and "the draft layer has no adapters",
+        }
+        for what, why in wrong.items():
+            if why:
+                raise ValueError(
+                    f"{what} is not supported with LoRA adapters (lora, max_loras): {why}"
+                )
 
     def _check_speculation(self) -> None:
         """Also sets the default of `speculative` by `speculative_tokens`, and the reverse."""

@@ -13,6 +13,7 @@ from atomc.runtime.config import EngineConfig
 from atomc.runtime.create_scheduler import create_scheduler
 from atomc.runtime.executor import Executor, Launched, Result
 from atomc.runtime.grammar_compiler import GrammarCompiler
+from atomc.runtime.lora_adapters import LoraAdapters
 from atomc.runtime.phases import Phases, gc_disabled
 from atomc.runtime.prompt_image import PromptImage
 from atomc.runtime.ranks.rank_failed import RankFailed
@@ -182,6 +183,17 @@ class Engine:
         )
         self.scheduler = create_scheduler(config, worker.limits, self.request_errors)
         self.max_len = self.scheduler.max_len
+        self.adapters = LoraAdapters(
+            executor.max_loras,
+            executor.write_adapter,
+            lambda: {
+                request.lora
+                for request in self.scheduler.requests.values()
+                if request.lora is not None
+            },
+        )
+        for name, folder in config.lora.items():
+            self.adapters.load(name, folder)
         num_tokens = sum(pool.num_tokens for pool in self.scheduler.pools)
         log.info(
             "the cache holds %d tokens, %.1f sequences of full length (%d tokens)",
@@ -220,13 +232,16 @@ class Engine:
         salt: str | None = None,
         pooling: Pooling | None = None,
         images: Sequence[PromptImage] = (),
+        lora: str | None = None,
     ) -> Request:
         """A request with the model's end-of-sequence tokens, and a random seed if params has none.
+        lora: the name of a loaded LoRA adapter.
 
         With a draft model, a pooled request shares cached prefixes only with others that are
         pooled: its steps do not run the draft model.
 
-        `siblings` splits it into params.n requests. Raises ValueError for an empty prompt.
+        `siblings` splits it into params.n requests. Raises ValueError for an empty prompt, and for
+        an adapter that is not loaded.
         """
         if pooling is not None and self.config.speculative == "mtp":
             salt = f"pooled {salt or ''}"
@@ -240,6 +255,7 @@ class Engine:
             salt=salt,
             pooling=pooling,
             images=tuple(images),
+            lora=None if lora is None else self.adapters.get(lora),
         )
 
     def refuse(self, request: Request) -> None:
@@ -263,6 +279,7 @@ class Engine:
                 )
         self.token_masks.allowed_tokens(request.params)
         self._refuse_images(request)
+        self._refuse_adapter(request)
         self.scheduler.refuse(request)
 
     def _refuse_images(self, request: Request) -> None:
@@ -273,6 +290,17 @@ class Engine:
             name = self.program.report.model
             raise ValueError(f"the prompt has images, and {name} has no vision encoder: text only")
         limits.refuse(request.images, request.tokens[: request.num_prompt])
+
+    def _refuse_adapter(self, request: Request) -> None:
+        if request.lora is None:
+            return
+        if request.pooling is not None:
+            raise ValueError(
+                f"hidden states with the LoRA adapter {request.lora.name!r} are not supported: "
+                "leave it out"
+            )
+        if self.adapters.get(request.lora.name) is not request.lora:
+            raise ValueError(f"the LoRA adapter {request.lora.name!r} was unloaded: try again")
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises what `refuse` raises, QueueFull if the queue is full,

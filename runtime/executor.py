@@ -117,6 +117,15 @@ class Executor(Protocol):
         Raises ValueError for a model whose head is not known.
         """
 
+    @property
+    def max_loras(self) -> int:
+        """How many LoRA adapters it has place for."""
+
+    def write_adapter(self, number: int, folder: str) -> None:
+        """Read an adapter into the place with this number, for later steps. Raises ValueError for
+        one that cannot be used, which changes nothing.
+        """
+
     def ready(self) -> None:
         """The start is over: from now on, no step compiles anything."""
 

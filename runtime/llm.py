@@ -104,6 +104,18 @@ class LLM:
         """End the processes of other ranks, if there are any. The LLM cannot be used then."""
         self.engine.close()
 
+    def load_adapter(self, name: str, folder: str | Path) -> None:
+        """Load a LoRA adapter that peft saved in this folder. Raises ValueError for one that cannot
+        be used, for a name that is loaded, and if max_loras are loaded.
+        """
+        self.engine.adapters.load(name, str(folder))
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload a LoRA adapter: further prompts cannot have it. Raises ValueError for a name that
+        is not loaded.
+        """
+        self.engine.adapters.unload(name)
+
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes: later prompts are computed from their first token on."""
         self.engine.reset_prefix_cache()
@@ -113,18 +125,21 @@ class LLM:
         prompts: str | ImagePrompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        lora: str | Sequence[str | None] | None = None,
         progress: bool = False,
     ) -> list[Completion]:
         """params.n completions for each prompt, in the order of the prompts.
 
         prompts           a text, or a list of texts, lists of token ids and ImagePrompts
         sampling_params   for all prompts, or one for each; None: greedy
+        lora              the name of a LoRA adapter for all prompts, or one for each; None: the
+                          model as it is
         progress          show a progress bar of finished requests
 
         A request that fails has finish_reason "error" and the reason in `error`; other requests are
         not affected. Raises ValueError before the first step for a prompt that is empty, too long
-        or has unknown token ids, for structured output that cannot be compiled, and for a text
-        without a tokenizer.
+        or has unknown token ids, for an adapter that is not loaded, for structured output that
+        cannot be compiled, and for a text without a tokenizer.
         """
         if isinstance(prompts, str | dict):
             prompts = [prompts]
@@ -139,10 +154,16 @@ class LLM:
                 f"{len(sampling_params)} sampling_params for {len(prompts)} prompts: "
                 "pass one for all, or one for each"
             )
+        adapters = [lora] * len(prompts) if lora is None or isinstance(lora, str) else lora
+        if len(adapters) != len(prompts):
+            raise ValueError(
+                f"{len(adapters)} names in lora for {len(prompts)} prompts: pass one for all, or "
+                "one for each"
+            )
         builders = [
             CompletionBuilder(request, self.tokenizer)
-            for prompt, params in zip(prompts, sampling_params, strict=True)
-            for request in siblings(self._request(prompt, params))
+            for prompt, params, name in zip(prompts, sampling_params, adapters, strict=True)
+            for request in siblings(self._request(prompt, params, name))
         ]
         started = time.perf_counter()
         with tqdm(total=len(builders), unit="answer", disable=None if progress else True) as bar:
@@ -183,6 +204,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora: str | Sequence[str | None] | None = None,
         progress: bool = False,
     ) -> list[Completion]:
         """params.n completions for each chat, in the order of the chats.
@@ -206,7 +228,7 @@ class LLM:
                 chat, tools, add_generation_prompt, chat_template_kwargs or {}
             )
             prompts.append({"prompt_token_ids": tokens, "images": images})
-        return self.generate(prompts, sampling_params, progress=progress)
+        return self.generate(prompts, sampling_params, lora=lora, progress=progress)
 
     def _load_chat_prompts(self) -> "ChatPrompts":
         from atomc.runtime.chat_prompts import ChatPrompts
@@ -216,7 +238,11 @@ class LLM:
         return ChatPrompts(self._folder, self.tokenizer)
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora: str | None = None,
     ) -> Iterator[str]:
         """The new text of one prompt in pieces, which concatenate to the text of `generate`.
 
@@ -231,7 +257,7 @@ class LLM:
             raise ValueError(
                 f"n is {params.n}, expected 1 for a stream: use generate for several completions"
             )
-        return self._pieces(CompletionBuilder(self._request(prompt, params), self.tokenizer))
+        return self._pieces(CompletionBuilder(self._request(prompt, params, lora), self.tokenizer))
 
     def _pieces(self, builder: "CompletionBuilder") -> Iterator[str]:
         num_shown = 0
@@ -295,7 +321,7 @@ class LLM:
                         output.request_id
                     )  # a stop string, which the engine does not check
 
-    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def _request(self, prompt: Prompt, params: SamplingParams, lora: str | None = None) -> Request:
         """A new request. Raises ValueError if it does not fit."""
         if params.stop and self.tokenizer is None:
             raise ValueError("no tokenizer, so stop strings cannot be found: use stop_token_ids")
@@ -311,7 +337,7 @@ class LLM:
             max_tokens=params.max_tokens,
             max_len=self.engine.max_len,
         )
-        request = self.engine.request(next(self._ids), tokens, params, images=images)
+        request = self.engine.request(next(self._ids), tokens, params, images=images, lora=lora)
         self.engine.refuse(request)
         return request
 

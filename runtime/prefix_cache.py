@@ -1,8 +1,8 @@
 """Prefix cache: keys of full blocks, and the longest cached prefix.
 
 The key of a block is a hash of its tokens, of the images that they belong to, and of the previous
-block's key; for the first block, of the salt instead. Equal keys mean equal tokens and images from
-the start of the sequence, and equal salts.
+block's key; for the first block, of the LoRA adapter and the salt instead. Equal keys mean equal
+tokens and images from the start of the sequence, the same adapter as loaded once, and equal salts.
 """
 
 import hashlib
@@ -20,10 +20,13 @@ def extend_keys(
     block_size: int,
     salt: str | None,
     images: Sequence[PromptImage] = (),
+    lora: int | None = None,
 ) -> None:
-    """Append the missing keys of full blocks of `tokens`."""
+    """Append the missing keys of full blocks of `tokens`. lora: which load of an adapter."""
+    root = b"" if lora is None else b"lora %d " % lora
+    root += b"" if salt is None else b"salt " + salt.encode()
     for i in range(len(keys), len(tokens) // block_size):
-        parent = keys[-1] if keys else _digest(b"" if salt is None else b"salt " + salt.encode())
+        parent = keys[-1] if keys else _digest(root)
         start, end = i * block_size, (i + 1) * block_size
         content = array("q", tokens[start:end]).tobytes()
         # All tokens of images are equal: what they are is in the digest, and where in the start.

@@ -114,7 +114,12 @@ class PrefixSharing:
 
     def _extend_keys(self, request: Request) -> None:
         extend_keys(
-            request.keys, request.tokens, self.pool.block_size, request.salt, request.images
+            request.keys,
+            request.tokens,
+            self.pool.block_size,
+            request.salt,
+            request.images,
+            None if request.lora is None else request.lora.identity,
         )
 
     def _forget(self, key: bytes, request: Request) -> None:

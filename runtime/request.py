@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from atomc.runtime.lora_adapter import LoadedAdapter
 from atomc.runtime.prompt_image import PromptImage
 from atomc.runtime.request_errors import RequestError
 from atomc.runtime.sampling.logprobs import TokenLogprobs
@@ -25,6 +26,7 @@ class Request:
     pooling       return the mean of the prompt's hidden states, or the last of them, instead of new
                   tokens
     images        of the prompt, in order; () once the request has ended
+    lora          the LoRA adapter; None: the model as it is
     draft         speculative tokens after `tokens`: computed in the next step, and kept up to the
                   first wrong one
     num_drafts    number of its drafts that are verified
@@ -61,6 +63,7 @@ class Request:
     salt: str | None = None
     pooling: Pooling | None = None
     images: tuple[PromptImage, ...] = ()
+    lora: LoadedAdapter | None = None
     draft: tuple[int, ...] = ()
     computed: int = 0
     num_drafts: int = 0

@@ -32,6 +32,7 @@ class Runner:
                      states that it reads
     image_program    the program of steps with images, over the same caches; merge_size: patches of
                      an image in a row and a column for one token
+    lora_program     the program of steps in which a row has a LoRA adapter, over the same caches
     pipeline         the program is that of a stage: its steps run in micro-batches, from the states
                      of the previous stage
 
@@ -53,9 +54,11 @@ class Runner:
         draft: DraftProgram | None = None,
         image_program: Program | None = None,
         merge_size: int = 1,
+        lora_program: Program | None = None,
         pipeline: Pipeline | None = None,
     ) -> None:
         self.program, self.image_program, self.pipeline = program, image_program, pipeline
+        self.lora_program = lora_program
         num_groups, rows = len(groups_of(program.specs)), state_rows or StateRows(max_num_seqs)
         slots = rows.slots
         counts = [num_blocks] * num_groups if isinstance(num_blocks, int) else list(num_blocks)
@@ -78,6 +81,7 @@ class Runner:
             mrope=program.takes.mrope,
             merge_size=merge_size,
             embeddings=None if image_program is None else image_program.takes.embeddings,
+            lora=lora_program is not None,
             host_buffers=2 if pipeline is None else 2 * pipeline.most_micro_batches,
             device=program.device,
         )
@@ -87,6 +91,7 @@ class Runner:
             self.received = torch.zeros(max_num_rows, width, dtype=dtype, device=program.device)
         self.draft = None if draft is None else DraftRunner(draft, self.input_batch, counts, slots)
         self.draft_graphs: StepGraphs | None = None
+        self.lora_graphs: StepGraphs | None = None
         self._shape = StepShape(0, 0, 0, 0)  # of the step that ran last
         self.graphs: StepGraphs | None = None
         self.why_eager = "on a CPU" if program.device.type != "cuda" else "not captured"
@@ -95,9 +100,9 @@ class Runner:
 
     def bind(self) -> None:
         """Let the programs use the caches of this runner."""
-        self.program.bind(self.caches)
-        if self.image_program is not None:
-            self.image_program.bind(self.caches)
+        for program in (self.program, self.image_program, self.lora_program):
+            if program is not None:
+                program.bind(self.caches)
 
     def capture(
         self,
@@ -131,6 +136,17 @@ class Runner:
             kernels_loaded=kernels_loaded,
             progress=progress,
         )
+        if self.lora_program is not None:
+            self.lora_graphs = StepGraphs(
+                partial(self._run, self.lora_program),
+                [shape for shape in shapes if shape in self.graphs.captured],
+                self.lora_program.report,
+                self.program.device,
+                budget=None if budget is None else budget - self.graphs.bytes,
+                agree=agree,
+                kernels_loaded=kernels_loaded,
+                progress=progress,
+            )
         if self.draft is not None:
             self.draft_graphs = StepGraphs(
                 self.draft.propose,
@@ -156,9 +172,12 @@ class Runner:
 
     def empty_step(self, shape: StepShape) -> Tensor:
         """Logits of a padding step of this shape, after which the draft model ran too, and before
-        that, unless it is a decode step, the programs of steps with images.
+        that the program of steps with adapters, and, unless it is a decode step, those of steps
+        with images.
         """
         padded = self.input_batch.write(None, shape)
+        if self.lora_program is not None:
+            self._run(self.lora_program, padded)
         if self.image_program is not None and shape.rows > shape.sequences:
             self._run(self.image_program, padded)
             if self.draft is not None:
@@ -210,24 +229,29 @@ class Runner:
         if self.image_program is not None and step.has_images:
             self.steps["eager: images"] += 1
             return self._eager(self.image_program, step, num_rows)
+        program, graphs, kind = self.program, self.graphs, ""
+        lora = self.input_batch.lora
+        if lora is not None and lora.update(step.chunks):
+            assert self.lora_program is not None, "the rows of adapters are those of its steps"
+            program, graphs, kind = self.lora_program, self.lora_graphs, ", with adapters"
         size = step.padded_size
-        if self.graphs is None:
+        if graphs is None:
             reason = self.why_eager
         elif size.pooled:
             reason = "another rank computes hidden states"
-        elif shape := self.graphs.shape_for(size.rows, size.sequences, size.wanted, size.longest):
-            return self._in_graph(self.graphs, step, shape)
+        elif shape := graphs.shape_for(size.rows, size.sequences, size.wanted, size.longest):
+            self.steps[f"full graph{kind}"] += 1
+            return self._in_graph(graphs, step, shape)
         elif size.wanted > size.sequences:
             reason = f"{size.rows} rows, {size.wanted} of them wanted"
         else:
             reason = "more rows than any graph"
-        self.steps[f"eager: {reason}"] += 1
-        return self._eager(self.program, step, num_rows)
+        self.steps[f"eager: {reason}{kind}"] += 1
+        return self._eager(program, step, num_rows)
 
     def _in_graph(self, graphs: StepGraphs, step: ScheduledStep, shape: StepShape) -> Tensor:
         rows = step.num_tokens
         self._shape = self.input_batch.write(step, shape)
-        self.steps["full graph"] += 1
         self.rows += rows
         self.padding += shape.rows - rows
         results = graphs(shape)

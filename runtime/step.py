@@ -50,6 +50,7 @@ class Admission(NamedTuple):
     eos_ids   tokens that end generation, unless params.ignore_eos
     tokens    the cached prefix before the first chunk, for requests with penalties; else ()
     images    first position and grid of each image of the prompt
+    lora      the number of its LoRA adapter; None: it has none
     """
 
     params: SamplingParams
@@ -59,6 +60,7 @@ class Admission(NamedTuple):
     pooling: Pooling | None = None
     tokens: tuple[int, ...] = ()
     images: tuple[tuple[int, Grid], ...] = ()
+    lora: int | None = None
 
 
 class Chunk(NamedTuple):

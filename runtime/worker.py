@@ -20,6 +20,7 @@ from atomc.parallel.vocab import LogitsOfRank, VocabParallelHead, leave_apart
 from atomc.program import Program, compile_model
 from atomc.report.report import Report
 from atomc.runtime import self_check
+from atomc.runtime.batch import StepShape
 from atomc.runtime.capacity import GRAPH_SHARE, Capacity, capacity, free_memory
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.draft import compile_draft, draft_model_of
@@ -31,6 +32,7 @@ from atomc.runtime.image_encoder import Encode, ImageEncoder
 from atomc.runtime.image_limits import ImageLimits
 from atomc.runtime.image_model import ImageModel
 from atomc.runtime.loading import LoadedModel, load
+from atomc.runtime.lora_program import LoraProgram, lora_shape
 from atomc.runtime.phases import Phases, gc_disabled
 from atomc.runtime.pipeline import Pipeline
 from atomc.runtime.ranks.agreement import minimum, smallest
@@ -83,6 +85,7 @@ class Worker:
         self._hidden: Program | None = None
         self._own_forward: self_check.OwnForward | None = None
         self._kernels = StepKernels(config)
+        self._lora_shape = lora_shape(config)  # before the model is loaded: it reads their configs
         try:
             with phases.phase("load"):
                 self.loaded = load(config, module, progress=progress, place=self.place)
@@ -162,6 +165,7 @@ class Worker:
                 "steps with tokens of images run a second program, without CUDA graphs"
             )
             self._encode = self._compile_encoder()
+        self.lora = self._compile_lora(module, options)
         self.draft = None
         if draft is not None:
             self.program.report.model = type(self.module).__name__
@@ -180,6 +184,25 @@ class Worker:
             )
             self.program.report.notes.append(note)
             log.warning("%s", note)
+
+    def _compile_lora(self, module: nn.Module, options: Options) -> LoraProgram | None:
+        """The program of steps with LoRA adapters: steps without cost nothing more."""
+        shape = self._lora_shape
+        if shape is None:
+            return None
+        if self.images is not None:
+            raise ValueError(
+                "LoRA adapters (lora, max_loras) are not supported for models that read images"
+            )
+        program = compile_model(
+            module,
+            replace(options, expect={}, expert_load=False),
+            owned=self._owns_weights,
+            takes=replace(self._takes, lora=shape),
+        )
+        found = LoraProgram(program, shape)
+        self.program.report.notes.append(found.note)
+        return found
 
     def _leave_logits_apart(self) -> LogitsOfRank | None:
         """Have the model return the logits of this rank's part of the vocabulary. None if it
@@ -280,6 +303,7 @@ class Worker:
             draft=self.draft,
             image_program=self.image_program,
             merge_size=1 if self.images is None else self.images.merge_size,
+            lora_program=None if self.lora is None else self.lora.program,
             pipeline=self.pipeline,
         )
         # Load kernels for this cache if none was measured, or only a small one: kernels use 64-bit
@@ -376,6 +400,7 @@ class Worker:
             state_rows=StateRows(0),
             draft=self.draft,
             image_program=self.image_program,
+            lora_program=None if self.lora is None else self.lora.program,
         )
         self._load_kernels(runner, max_num_seqs)
         torch.cuda.synchronize(device)
@@ -393,8 +418,12 @@ class Worker:
         return int(torch.cuda.max_memory_allocated(device)) - before
 
     def warm_up(self) -> None:
-        """Run the self check of a transformers class, and capture CUDA graphs."""
+        """Run the self check of a transformers class and a step with adapters, and capture CUDA
+        graphs.
+        """
         with gc_disabled():
+            if self.lora is not None:
+                self.runner.empty_step(StepShape(1, 1, 1, 1))
             if self._checks_itself and isinstance(self.module, StockModel):
                 self_check.self_check(
                     self.module,
@@ -489,6 +518,14 @@ class Worker:
             program.bind(self.runner.caches)
             self._hidden = program
 
+    @property
+    def max_loras(self) -> int:
+        return 0 if self.lora is None else self.lora.shape.adapters
+
+    def write_adapter(self, number: int, folder: str) -> None:
+        assert self.lora is not None, "there is no place for adapters"
+        self.lora.write(number, folder)
+
     def check(self) -> bool:
         return any([program.check() for program in self._programs])
 
@@ -513,8 +550,10 @@ class Worker:
 
     @property
     def _programs(self) -> list[Program]:
-        """Of steps without images, and of those with them if the model takes any."""
-        return [self.program, *([] if self.image_program is None else [self.image_program])]
+        """Of all steps that sample: without images and adapters, with images, with adapters."""
+        lora = None if self.lora is None else self.lora.program
+        found = (self.program, self.image_program, lora)
+        return [program for program in found if program is not None]
 
 
 class LaunchedStep:

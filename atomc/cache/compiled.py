@@ -20,7 +20,7 @@ from atomc.cache.artifact import (
     resolve,
 )
 from atomc.graph.profiler_ranges import profiled
-from atomc.ops.inputs import ExpertCounts, StateInput, StepInput
+from atomc.ops.inputs import ExpertCounts, LoraWeights, StateInput, StepInput
 from atomc.ops.op import Extra
 from atomc.ops.state import PlainSpec, StateSpec
 from atomc.torch_compat.core import GraphFunction, Input, Outputs
@@ -41,6 +41,7 @@ class CompiledData(TypedDict):
     step_inputs: dict[str, Fields]
     state_inputs: dict[str, Fields]
     expert_counts: dict[str, Fields]
+    lora_weights: dict[str, Fields]
     extras: list[Fields]
     functions: Sequence[FunctionData]
     extras_of: Sequence[tuple[int, int, int]]
@@ -58,6 +59,7 @@ class Compiled:
     step_inputs   name -> the part of a step that the runtime passes
     state_inputs  name -> the part of the state that the runtime passes
     expert_counts name -> the layer whose experts it counts
+    lora_weights  name -> the layers whose adapters it has
     syncing  kernels that cannot be captured in a CUDA graph
     read     the inputs that some range reads directly, not only through a prepared weight
     plain    converts it to plain data
@@ -69,6 +71,7 @@ class Compiled:
     step_inputs: dict[str, StepInput] = field(default_factory=dict)
     state_inputs: dict[str, StateInput] = field(default_factory=dict)
     expert_counts: dict[str, ExpertCounts] = field(default_factory=dict)
+    lora_weights: dict[str, LoraWeights] = field(default_factory=dict)
     state: list[StateSpec] = field(default_factory=list)
     extras: list[Extra] = field(default_factory=list)
     syncing: list[str] = field(default_factory=list)
@@ -123,6 +126,7 @@ def serialize_compiled(
         "step_inputs": {name: asdict(given) for name, given in compiled.step_inputs.items()},
         "state_inputs": {name: asdict(given) for name, given in compiled.state_inputs.items()},
         "expert_counts": {name: asdict(given) for name, given in compiled.expert_counts.items()},
+        "lora_weights": {name: asdict(given) for name, given in compiled.lora_weights.items()},
         "extras": [
             {**vars(extra), "function": reference(extra.function)} for extra in compiled.extras
         ],
@@ -149,6 +153,7 @@ def deserialize_compiled(plain: CompiledData) -> Compiled:
     step_inputs = {name: StepInput(**given) for name, given in plain["step_inputs"].items()}
     state_inputs = {name: StateInput(**given) for name, given in plain["state_inputs"].items()}
     expert_counts = {name: ExpertCounts(**given) for name, given in plain["expert_counts"].items()}
+    lora_weights = {name: LoraWeights(**given) for name, given in plain["lora_weights"].items()}
     return Compiled(
         call,
         plain["inputs"],
@@ -156,6 +161,7 @@ def deserialize_compiled(plain: CompiledData) -> Compiled:
         step_inputs,
         state_inputs,
         expert_counts,
+        lora_weights,
         state,
         extras,
         plain["syncing"],

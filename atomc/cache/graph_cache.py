@@ -44,6 +44,8 @@ class GraphCache:
         kind = (
             "torch.compile" if not context.paged else f"runtime{', weights owned' * context.owned}"
         )
+        if context.lora is not None:
+            kind += f", {context.lora}"
         self.lookup = CacheLookup(
             context.options,
             lambda: parts_of(

@@ -29,6 +29,7 @@ SERVER_ONLY = (
     "api_key",
     "api_key_file",
     "allow_origin",
+    "allowed_lora_path",
     "max_body_bytes",
     "max_bodies_bytes",
     "ssl_certfile",

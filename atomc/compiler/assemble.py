@@ -13,7 +13,7 @@ from atomc.compiler import ranges
 from atomc.compiler.lower_ranges import Lowered
 from atomc.graph.inputs import graph_input
 from atomc.graph.profiler_ranges import profiled
-from atomc.ops.inputs import ExpertCounts, StateInput, StepInput
+from atomc.ops.inputs import ExpertCounts, LoraWeights, StateInput, StepInput
 from atomc.ops.op import Extra
 from atomc.ops.state import StateSpec
 
@@ -43,6 +43,7 @@ def assemble(
         step_inputs=_of_type(StepInput, inputs),
         state_inputs=_of_type(StateInput, inputs),
         expert_counts=_of_type(ExpertCounts, inputs),
+        lora_weights=_of_type(LoraWeights, inputs),
         state=list(state),
         extras=extras,
         syncing=[kernel for one in lowered for kernel in one.syncing],

@@ -77,6 +77,7 @@ def trace_model(
         options,
         platform,
         paged=True,
+        lora=takes.lora,
         owned=owned,
         build=device.type != "meta",  # a model on meta is analysed, but not built
         observers=observers,

@@ -28,6 +28,7 @@ from atomc.ops.indexer import (
 )
 from atomc.ops.kv_b_weight import kv_b_keys, kv_b_weight
 from atomc.ops.linear import embedding, linear
+from atomc.ops.lora import lora_linear
 from atomc.ops.mla import (
     bmm_mxfp4,
     bmm_rope_kv_write,
@@ -133,6 +134,7 @@ __all__ = [
     "linear_split_cat",
     "linear_topk_route",
     "linear_w4a16",
+    "lora_linear",
     "mla_absorbed_attention",
     "mla_attention",
     "mla_kv_write",

@@ -1,5 +1,5 @@
 """What the runtime passes to an input of a compiled graph: a tensor of the step, the size of one, a
-tensor of the state, or counts of experts.
+tensor of the state, counts of experts, or weights of LoRA adapters.
 
 It is metadata of the input's node (atomc.graph.inputs) and part of the compiled graph. `name` is
 only used in dumps.
@@ -19,6 +19,20 @@ MODEL_INPUTS = ("input_ids", "positions", "hidden", "logits_rows", "embeddings",
 SCALES = frozenset(scale for kind in KINDS.values() for scale in kind.scales)
 
 
+class LoraShape(NamedTuple):
+    """The LoRA adapters that a program has room for, and the layers that they may change.
+
+    adapters  number of adapters loaded at once
+    rank      maximum rank of an adapter
+    targets   last names of the modules that adapters may change, such as "q_proj"; (): all linear
+              layers of the repeated layers
+    """
+
+    adapters: int
+    rank: int
+    targets: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True)
 class ModelInputs:
     """What a model takes besides token ids, positions and the rows of its logits.
@@ -27,11 +41,13 @@ class ModelInputs:
     embeddings  width and dtype of the embeddings of images, the last arguments with the mask of
                 their rows; None: none
     mrope       positions are [3, T] instead of [T]
+    lora        the adapters of its linear layers, whose rows are a tensor of the step; None: none
     """
 
     hidden: tuple[int, torch.dtype] | None = None
     embeddings: tuple[int, torch.dtype] | None = None
     mrope: bool = False
+    lora: LoraShape | None = None
 
 
 TEXT = ModelInputs()
@@ -117,4 +133,27 @@ class ExpertCounts:
         return f"expert_counts_{self.number}"
 
 
-GraphInput = StepInput | StateInput | ExpertCounts
+@dataclass(frozen=True)
+class LoraWeights:
+    """The adapters' products of a linear layer, or of several that are merged, as the program owns
+    them: A [adapters, P * rank, K] or B [adapters, N, rank] of P layers (ops.lora_linear).
+
+    number  of the linear among those with adapters
+    role    "lora_a" or "lora_b"
+    paths   the module paths of the P layers; widths: their outputs, without those of padding
+    shape   of the tensor, in the dtype of the layer's input
+    """
+
+    number: int
+    role: str
+    paths: tuple[str, ...]
+    widths: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}_{self.number}"
+
+
+GraphInput = StepInput | StateInput | ExpertCounts | LoraWeights

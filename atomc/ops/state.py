@@ -378,3 +378,4 @@ class Step(NamedTuple):
     # that reads it; zero in other rows
     embeddings: Tensor | None = None
     is_image: Tensor | None = None  # [T] bool: which rows are tokens of images
+    lora_rows: Tensor | None = None  # [T] i32: the adapter of each row; -1: none

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch.fx import GraphModule, Node
 
 from atomc.graph.provenance import module_path
+from atomc.ops.inputs import LoraShape
 from atomc.ops.op import Extra, Kernel
 from atomc.ops.state import StateSpec
 from atomc.options import Options
@@ -31,6 +32,7 @@ class Context:
     """The settings of one compilation, for passes.
 
     paged       compile for the runtime: attention uses a paged cache
+    lora        add LoRA adapters of this shape to linear layers; only for the runtime
     owned       the runtime owns the weights: originals that no kernel reads are freed
     build       False: kernels are selected, but nothing is compiled
     choose      returns the kernel for an op's node, None for its reference; only for lowering
@@ -44,6 +46,7 @@ class Context:
     options: Options
     platform: Platform
     paged: bool = False
+    lora: LoraShape | None = None
     owned: bool = False
     build: bool = True
     choose: Callable[[Node], Kernel | None] | None = None

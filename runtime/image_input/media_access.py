@@ -94,12 +94,14 @@ class MediaAccess:
             raise ImageError(f"{path}: {error.strerror or error}") from error
 
 
-def real_folders(paths: Iterable[str]) -> tuple[Path, ...]:
-    """The real paths of folders. Raises ValueError for a path that is not a folder."""
+def real_folders(
+    paths: Iterable[str], option: str = "allowed_local_media_path"
+) -> tuple[Path, ...]:
+    """The real paths of the folders of an option. Raises ValueError for a path that is not one."""
     folders = tuple(Path(path).expanduser() for path in paths)
     for folder in folders:
         if not folder.is_dir():
-            raise ValueError(f"allowed_local_media_path is {str(folder)!r}, expected a directory")
+            raise ValueError(f"{option} is {str(folder)!r}, expected a directory")
     return tuple(folder.resolve() for folder in folders)
 
 

@@ -129,6 +129,13 @@ class RankExecutor:
             self.worker.warm_up()
         self._monitor.wait_done(number)
 
+    @property
+    def max_loras(self) -> int:
+        return 0  # EngineConfig refuses adapters with several ranks
+
+    def write_adapter(self, number: int, folder: str) -> None:
+        raise AssertionError("there is no place for adapters")
+
     def ready(self) -> None:
         self._monitor.started = True
 

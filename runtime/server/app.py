@@ -14,7 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from atomc.runtime.server import operations, protocol, status
+from atomc.runtime.server import lora, operations, protocol, status
 from atomc.runtime.server.api_keys import ApiKeys
 from atomc.runtime.server.body_budget import BodyBudgetMiddleware
 from atomc.runtime.server.body_timeout import BodyTimeoutMiddleware
@@ -202,6 +202,16 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     @app.post("/reset_prefix_cache")
     async def reset_prefix_cache() -> Response:
         return await operations.reset_prefix_cache(service)
+
+    @app.post("/v1/load_lora_adapter")
+    async def load_adapter(body: protocol.LoadAdapterRequest, request: Request) -> Response:
+        check_unknown_fields(body, request, service.config)
+        return await lora.load_adapter(service, body)
+
+    @app.post("/v1/unload_lora_adapter")
+    async def unload_adapter(body: protocol.UnloadAdapterRequest, request: Request) -> Response:
+        check_unknown_fields(body, request, service.config)
+        return await lora.unload_adapter(service, body)
 
     @app.post("/start_profile")
     async def start_profile() -> Response:

@@ -94,7 +94,7 @@ class _ResponseBuilder:
         response: ChatCompletion = {
             "id": self.id,
             "created": self.created,
-            "model": self.service.model.names[0],
+            "model": self.chat.generation.model_name,
             "object": "chat.completion",
             "choices": choices,
             "usage": self.chat.generation.usage(),
@@ -135,7 +135,7 @@ class _ResponseBuilder:
         return {
             "id": self.id,
             "created": self.created,
-            "model": self.service.model.names[0],
+            "model": self.chat.generation.model_name,
             "object": "chat.completion.chunk",
             "choices": choices,
         }

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import count
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
@@ -232,6 +233,10 @@ class EngineClient:
         await self.connect()
         self.restarts += 1
 
+    def keep_adapters(self, adapters: Mapping[str, str]) -> None:
+        """Have a restarted process load these LoRA adapters: name -> folder."""
+        self.engine.config = replace(self.engine.config, lora=dict(adapters))
+
     def kill_engine(self, why: str) -> None:
         """Kill the engine process; requests fail as if it had died."""
         self._mark_dead(EngineDead(why))
@@ -301,7 +306,7 @@ class EngineClient:
         for stream in streams:
             stream.fail(ShuttingDown())
 
-    async def call(self, name: CallName, folder: str = "") -> str:
+    async def call(self, name: CallName, folder: str = "", adapter: str = "") -> str:
         """The engine's reply. Raises ValueError with the engine's message if it fails, or
         EngineDead.
         """
@@ -309,7 +314,7 @@ class EngineClient:
         number = next(self._numbers)
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._calls[number] = future
-        self._send(Call(number, name, folder))
+        self._send(Call(number, name, folder, adapter))
         self.writing_profile |= name == "stop_profile"
         try:
             return await future

@@ -128,7 +128,7 @@ class _ResponseBuilder:
             "id": self.id,
             "object": "text_completion",
             "created": self.created,
-            "model": self.service.model.names[0],
+            "model": self.generation.model_name,
             "choices": choices,
         }
 

@@ -125,6 +125,12 @@ class ServerConfig:
         "only public addresses; default: none",
         "images",
     )
+    allowed_lora_path: tuple[str, ...] = _option(
+        (),
+        "a folder below which /v1/load_lora_adapter may load LoRA adapters; may be given several "
+        "times; default: none, adapters cannot be loaded or unloaded while serving",
+        "LoRA",
+    )
     limit_images: int = _option(32, "maximum number of images of a request", "images")
     ssl_certfile: str | None = _option(None, "serve HTTPS with this certificate", "security")
     ssl_keyfile: str | None = _option(None, "the private key of the certificate", "security")

@@ -23,6 +23,12 @@ from atomc.runtime.server.service import Service
 async def embeddings(service: Service, body: EmbeddingRequest, request: Request) -> Response:
     model = service.model
     model.check_name(body.model)
+    if model.adapter(body.model) is not None:
+        raise invalid(
+            f"{body.model!r} is a LoRA adapter, with which there are no embeddings: expected "
+            f"{', '.join(model.names)}",
+            "model",
+        )
     prompts = await tokenize_prompts(service, body.input, "input")
     for prompt in prompts:
         if len(prompt) > model.max_len:

@@ -279,6 +279,7 @@ class EngineLoop:
                     salt=command.salt,
                     pooling=command.pooling,
                     images=command.images,
+                    lora=command.lora,
                 )
             )
         except (ValueError, ImportError) as error:
@@ -308,6 +309,12 @@ class EngineLoop:
                 return self._start_profile()
             case "stop_profile":
                 return self._stop_profile(Path(call.folder))
+            case "load_adapter":
+                self.engine.adapters.load(call.adapter, call.folder)
+                return ""
+            case "unload_adapter":
+                self.engine.adapters.unload(call.adapter)
+                return ""
             case "reset_prefix_cache":
                 raise AssertionError("_handle does it")
 

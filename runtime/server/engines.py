@@ -1,7 +1,7 @@
 """The engines of a server as one client: chooses the engine of each prompt."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count, groupby
 from typing import Literal
 
@@ -109,6 +109,45 @@ class Engines:
         """
         self._check()
         await asyncio.gather(*(client.call("reset_prefix_cache") for client in self.alive))
+
+    async def load_adapter(self, name: str, folder: str) -> None:
+        """Returns when all engines have loaded this LoRA adapter. Raises ValueError with the reason
+        if one cannot, after which none has it; EngineDead without an engine.
+        """
+        self._check()
+        clients = self.alive
+        results = await asyncio.gather(
+            *(client.call("load_adapter", folder, name) for client in clients),
+            return_exceptions=True,
+        )
+        # One that died starts again with the adapters of its configuration.
+        errors = [found for found in results if isinstance(found, BaseException)]
+        refused = [error for error in errors if not isinstance(error, EngineDead)]
+        if not refused and len(errors) < len(clients):
+            return
+        loaded = [
+            client
+            for client, found in zip(clients, results, strict=True)
+            if not isinstance(found, BaseException)
+        ]
+        await asyncio.gather(
+            *(client.call("unload_adapter", adapter=name) for client in loaded),
+            return_exceptions=True,
+        )
+        raise (refused or errors)[0]
+
+    async def unload_adapter(self, name: str) -> None:
+        """Returns when no engine takes further requests with this LoRA adapter."""
+        self._check()
+        await asyncio.gather(
+            *(client.call("unload_adapter", adapter=name) for client in self.alive),
+            return_exceptions=True,
+        )
+
+    def keep_adapters(self, adapters: Mapping[str, str]) -> None:
+        """Have restarted engines load these LoRA adapters: name -> folder."""
+        for client in self.clients:
+            client.keep_adapters(adapters)
 
     async def call(
         self, name: Literal["report", "start_profile", "stop_profile"], folder: str = ""

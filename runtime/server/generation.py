@@ -70,8 +70,8 @@ class RequestSummary:
 class Generation:
     """`await start()`, then iterate in a `with` block, which closes it.
 
-    Choice i * n + j is number j of prompt i. images: of the only prompt. on_close: called once,
-    with the summary.
+    Choice i * n + j is number j of prompt i. images: of the only prompt. lora: the name of a LoRA
+    adapter. on_close: called once, with the summary.
     """
 
     def __init__(
@@ -87,6 +87,7 @@ class Generation:
         n: int = 1,
         priority: int = 0,
         salt: str | None = None,
+        lora: str | None = None,
         log_requests: bool = True,
     ) -> None:
         self._engines, self._metrics = engines, metrics
@@ -94,6 +95,7 @@ class Generation:
         self._params = params
         self.on_close: Callable[[RequestSummary], None] | None = None
         self.n, self.prompts = n, prompts
+        self.model_name = lora or model.names[0]
         self._image_tokens = sum(image.length for image in images)
         self.choices: dict[str, Choice] = {}
         self._submits: list[Submit] = []
@@ -107,6 +109,7 @@ class Generation:
                     priority,
                     salt,
                     images=tuple(images),
+                    lora=lora,
                 )
                 self._submits.append(submit)
                 stream = self._run_isolated(TextStream, model.tokenizer, prompt, params)

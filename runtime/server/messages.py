@@ -13,7 +13,8 @@ from atomc.runtime.stats import Stats
 
 
 class Submit(msgspec.Struct, tag=True):
-    """Generate from these tokens and images, or pool their hidden states.
+    """Generate from these tokens and images, with the LoRA adapter of this name, or pool their
+    hidden states.
 
     The engine replies with Progress.accepted or Progress.refused, then with outputs.
     """
@@ -25,6 +26,7 @@ class Submit(msgspec.Struct, tag=True):
     salt: str | None = None
     pooling: Pooling | None = None
     images: tuple[PromptImage, ...] = ()
+    lora: str | None = None
 
 
 class Abort(msgspec.Struct, tag=True):
@@ -33,7 +35,15 @@ class Abort(msgspec.Struct, tag=True):
     ids: list[str]
 
 
-CallName = Literal["stats", "report", "reset_prefix_cache", "start_profile", "stop_profile"]
+CallName = Literal[
+    "stats",
+    "report",
+    "reset_prefix_cache",
+    "start_profile",
+    "stop_profile",
+    "load_adapter",
+    "unload_adapter",
+]
 
 
 class Call(msgspec.Struct, tag=True):
@@ -43,11 +53,13 @@ class Call(msgspec.Struct, tag=True):
     report                        the compiler's report, as JSON text
     reset_prefix_cache            no text
     start_profile, stop_profile   torch.profiler; the trace is written to `folder`
+    load_adapter, unload_adapter  the LoRA adapter with the name `adapter`, of `folder`
     """
 
     number: int
     name: CallName
     folder: str = ""
+    adapter: str = ""
 
 
 class Stop(msgspec.Struct, tag=True):

@@ -42,6 +42,7 @@ class ModelInfo:
     tools, reasoning   names of the parsers; None: the model's format is unknown
     requires_name      requests must name the model
     images             prepares images; None: the model reads none, for the reason no_images
+    adapters           LoRA adapters, whose names clients use as the model's; name -> folder
     max_len            maximum sequence length in tokens; with vocab_size, set when the engine is
                        ready
     """
@@ -55,6 +56,7 @@ class ModelInfo:
     requires_name: bool = False
     images: ImageProcessor | None = None
     no_images: str = ""
+    adapters: dict[str, str] = field(default_factory=dict)
     max_len: int = 0
     vocab_size: int | None = None
     created: int = field(default_factory=lambda: int(time.time()))
@@ -63,20 +65,27 @@ class ModelInfo:
         self._texts = None if self.tokenizer is None else TokenTexts(self.tokenizer)
 
     def check_name(self, name: str | None) -> None:
-        """Raises a 404 for another name than this model's, and a 400 for none if requires_name."""
+        """Raises a 404 for a name that is neither this model's nor an adapter's, and a 400 for none
+        if requires_name.
+        """
+        expected = ", ".join([*self.names, *self.adapters])
         if name is None and self.requires_name:
             raise invalid(
-                f"the request has no model, expected {', '.join(self.names)}: the server runs with "
+                f"the request has no model, expected {expected}: the server runs with "
                 "--strict-requests",
                 "model",
             )
-        if name is not None and name not in self.names:
+        if name is not None and name not in self.names and name not in self.adapters:
             raise APIError(
                 404,
-                f"the model {name!r} does not exist, expected {', '.join(self.names)}",
+                f"the model {name!r} does not exist, expected {expected}",
                 param="model",
                 code="model_not_found",
             )
+
+    def adapter(self, name: str | None) -> str | None:
+        """The LoRA adapter that this name of a request stands for; None: the model as it is."""
+        return name if name in self.adapters and name not in self.names else None
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
         """Raises a 400 for a token id outside of the vocabulary."""
@@ -201,9 +210,12 @@ def context_length_error(limit: int, length: str, param: str) -> APIError:
     )
 
 
-def load_model_info(folder: Path, name: str, config: ServerConfig) -> ModelInfo:
-    """Reads a model's folder. Raises ValueError and FileNotFoundError for invalid or missing
-    files.
+def load_model_info(
+    folder: Path, name: str, config: ServerConfig, adapters: Mapping[str, str] | None = None
+) -> ModelInfo:
+    """Reads a model's folder. adapters: its LoRA adapters by name. Raises ValueError and
+    FileNotFoundError for invalid or missing files, and ValueError for an adapter with the name of
+    the model.
     """
     from atomc.json_file import read_json
 
@@ -216,8 +228,12 @@ def load_model_info(folder: Path, name: str, config: ServerConfig) -> ModelInfo:
         keeps_parts=isinstance(images, ImageProcessor),
     )
     source, model_type = template.source if template else "", model_config.get("model_type")
+    names = config.served_model_name or (name,)
+    for adapter in adapters or {}:
+        if adapter in names:
+            raise ValueError(f"lora: {adapter!r} is the name of the model, choose another one")
     return ModelInfo(
-        names=config.served_model_name or (name,),
+        names=names,
         tokenizer=tokenizer,
         template=template,
         defaults=sampling_defaults(folder) if config.generation_config == "model" else {},
@@ -227,6 +243,7 @@ def load_model_info(folder: Path, name: str, config: ServerConfig) -> ModelInfo:
         requires_name=config.strict_requests,
         images=images if isinstance(images, ImageProcessor) else None,
         no_images=images if isinstance(images, str) else "",
+        adapters=dict(adapters or {}),
     )
 
 

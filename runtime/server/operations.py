@@ -30,21 +30,21 @@ async def models(service: Service, name: str | None = None) -> Response:
     model = service.model
     if name is not None:
         model.check_name(name)
-    data = [
-        {
-            "id": name,
+    data = {
+        each: {
+            "id": each,
             "object": "model",
             "created": model.created,
             "owned_by": "atomc",
             "root": model.names[0],
-            "parent": None,
+            "parent": None if model.adapter(each) is None else model.names[0],
             "max_model_len": model.max_len,
             "input_modalities": ["text", "image"] if service.images else ["text"],
         }
-        for name in model.names
-    ]
+        for each in (*model.names, *model.adapters)
+    }
     return JSONResponse(
-        {"object": "list", "data": data} if name is None else data[model.names.index(name)]
+        {"object": "list", "data": list(data.values())} if name is None else data[name]
     )
 
 

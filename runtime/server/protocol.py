@@ -206,3 +206,12 @@ class TokenizeRequest(RequestModel):
 class DetokenizeRequest(RequestModel):
     model: str | None = None
     tokens: FailFastList[TokenId]
+
+
+class LoadAdapterRequest(RequestModel):
+    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
+    lora_path: str
+
+
+class UnloadAdapterRequest(RequestModel):
+    lora_name: str

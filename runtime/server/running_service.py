@@ -45,7 +45,7 @@ async def running_service(
     )
     engine = processes[0].config
     try:
-        model = load_model_info(folder, name, config)
+        model = load_model_info(folder, name, config, engine.lora)
         await engines.connect()
         service = Service(
             engines,

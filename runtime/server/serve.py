@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("atomc.server")
 DEMO_NAME = "atomc-demo"
 KEEP_ALIVE_SECONDS = 30
+MAX_LORAS = 8
 BACKLOG = 2048
 ERROR_GRACE_SECONDS = 1.0
 # TCP keepalive: a client that vanished without closing its connection is detected after two
@@ -55,6 +56,7 @@ def serve(server: ServerConfig, engine: EngineConfig) -> None:
     logging.getLogger("atomc").setLevel(logging.INFO)
     _check_certificate(server)
     real_folders(server.allowed_local_media_path)
+    engine = with_room_for_adapters(server, engine)
     if server.api_key_file is not None:
         server = replace(
             server, api_key=(*server.api_key, *read_keys(server.api_key_file)), api_key_file=None
@@ -90,6 +92,17 @@ def serve(server: ServerConfig, engine: EngineConfig) -> None:
         deadline.cancel()
     if status:
         raise SystemExit(status)
+
+
+def with_room_for_adapters(server: ServerConfig, engine: EngineConfig) -> EngineConfig:
+    """The engine's config, with room for LoRA adapters that are loaded while serving, if the server
+    allows it. Raises ValueError for an allowed folder that is none.
+    """
+    if not real_folders(server.allowed_lora_path, "allowed_lora_path"):
+        return engine
+    if engine.max_loras is not None:
+        return engine
+    return replace(engine, max_loras=max(MAX_LORAS, len(engine.lora)))
 
 
 def _traces(server: ServerConfig) -> "Traces | None":
@@ -256,6 +269,8 @@ def _log_summary(service: "Service", listener: socket.socket) -> None:
     log.info("model %s: %s on %s", model.names[0], info.model, info.device)
     for client in clients:
         _log_engine(client, "" if len(clients) == 1 else f"{client.name}: ")
+    if model.adapters:
+        log.info("LoRA adapters: %s", ", ".join(model.adapters))
     log.info("images: %s", "yes" if service.images else f"none, {model.no_images}")
     if info.threads:
         log.info("%s", info.threads)

@@ -74,6 +74,7 @@ class Service:
         body: GenerationRequest,
         images: Sequence[PromptImage] = (),
     ) -> Generation:
+        self.model.check_name(body.model)  # again: an adapter may have been unloaded since then
         return Generation(
             self.engines,
             self.model,
@@ -85,6 +86,7 @@ class Service:
             n=body.n,
             priority=body.priority,
             salt=body.cache_salt,
+            lora=self.model.adapter(body.model),
             log_requests=self.config.log_requests,
         )
 
@@ -93,7 +95,9 @@ class Service:
         EngineDead if it does not, ClientDisconnect if the client disconnects."""
         if self.traces is not None:
             generation.on_close = partial(
-                self.traces.record, headers=request.headers, model=self.model.names[0]
+                self.traces.record,
+                headers=request.headers,
+                model=generation.model_name,
             )
         try:
             await cancel_on_disconnect(request, generation.start())

@@ -136,7 +136,7 @@ class _ResponseBuilder:
             "id": f"msg_{self.name}",
             "type": "message",
             "role": "assistant",
-            "model": self.service.model.names[0],
+            "model": self.chat.generation.model_name,
             "content": content,
             **stop,
             "usage": self._usage(),

@@ -209,7 +209,7 @@ class _ResponseBuilder:
             "status": self.status,
             "error": error,
             "incomplete_details": incomplete,
-            "model": self.service.model.names[0],
+            "model": self.chat.generation.model_name,
             "output": self.output.items() if self.status != "in_progress" else [],
             "usage": self._usage() if finished else None,
             **self._settings(),

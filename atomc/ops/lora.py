@@ -1,0 +1,54 @@
+"""LoRA adapters of a linear layer (Hu et al. 2021): each row of a step has its own, or none.
+
+L adapters, r their rank, P layers that are merged to one, K inputs, N outputs, T rows.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from atomc.ops.op import op
+from atomc.ops.op_cost import OpCall, Work, bytes_of, distinct_experts
+from atomc.ops.op_traits import Kind
+
+
+def _cost(call: OpCall) -> Work:
+    """Of the adapters only those are read that rows have, if each row chooses uniformly."""
+    y, x, a, b = (call[name] for name in ("y", "x", "a", "b"))
+    adapters, thin, depth = a.shape
+    tokens = x.numel / depth
+    hit = distinct_experts(adapters, 1, tokens)
+    moved = bytes_of([y, x, call["rows"], *call.results]) + hit * (a.bytes + b.bytes) / adapters
+    return moved, 2 * tokens * (thin * depth + b.shape[1] * y.shape[-1])
+
+
+def _shape(y: Tensor, x: Tensor, a: Tensor, b: Tensor, rows: Tensor, widths: list[int]) -> Tensor:
+    return torch.empty_like(y)
+
+
+@op(kind=Kind.LINEAR, rows="x", cost=_cost, shape=_shape)
+def lora_linear(
+    y: Tensor, x: Tensor, a: Tensor, b: Tensor, rows: Tensor, widths: list[int]
+) -> Tensor:
+    """y + (x @ A.T) @ B of the adapter of each row. y [..., N] and x [..., K] of T rows, of one
+    dtype with a and b -> as y, of which columns after those of `widths` are unchanged.
+
+    a       [L, P * r, K]: A of each adapter, for the P layers whose outputs y has behind each other
+    b       [L, r, N]: B.T of each adapter, with its scale
+    rows    [T] int32: the adapter of each row; -1: none
+    widths  outputs of the P layers; columns of layer p are multiplied with rows p * r to p * r + r
+            of A
+    """
+    adapters, thin_size, _ = a.shape
+    rank = thin_size // len(widths)
+    # All adapters are multiplied, which needs no size that depends on data: their number is small.
+    thin = F.linear(x.flatten(0, -2), a.flatten(0, 1)).unflatten(-1, (adapters, -1, rank))
+    own = rows.unsqueeze(-1) == torch.arange(adapters, device=rows.device)
+    thin = thin.where(own[..., None, None], 0)
+    deltas, start = [], 0
+    for part, width in enumerate(widths):
+        columns = b[..., start : start + width].flatten(0, 1)
+        deltas.append(thin[:, :, part].flatten(1) @ columns)
+        start += width
+    delta = torch.cat(deltas, -1) if len(deltas) > 1 else deltas[0]
+    return y + F.pad(delta, (0, y.shape[-1] - start)).view(y.shape)
