@@ -4,6 +4,7 @@ no GPU.
 
 import gc
 import importlib.util
+import logging
 import os
 import random
 import shutil
@@ -22,6 +23,9 @@ HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 torch.set_num_threads(1)
+# pytest keeps each line of a logger that does not propagate: of torch's structured trace every graph
+# of every compilation, which is written only where something reads it.
+logging.getLogger("torch.__trace").propagate = True
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
     from interpreted_floats import round_to_nearest
     from interpreted_launches import patch_once_a_launch

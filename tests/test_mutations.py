@@ -6,6 +6,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from _pytest.mark import KeywordMatcher
+from _pytest.mark.expression import Expression
 from mutations import ROOT, Bug, all_bugs, run
 
 BUGS = all_bugs()
@@ -20,6 +22,40 @@ def test_a_bug_changes_one_place_and_names_tests_that_are_there(bug: Bug) -> Non
     compile(changed, bug.file, "exec")
     files = [word.partition("::")[0] for word in shlex.split(bug.tests) if ".py" in word]
     assert files and all((ROOT / file).is_file() for file in files), bug.tests
+
+
+def files_of(tests: str) -> list[str]:
+    """The files and tests among arguments of pytest."""
+    return [word for word in shlex.split(tests) if ".py" in word]
+
+
+def selects(tests: str, item: pytest.Item) -> bool:
+    """Whether these arguments of pytest select a test, slow or not."""
+    words = shlex.split(tests)
+    word = words[words.index("-k") + 1] if "-k" in words else ""
+    return any(item.nodeid.partition("[")[0].startswith(name) for name in files_of(tests)) and (
+        not word or Expression.compile(word).evaluate(KeywordMatcher.from_item(item))
+    )
+
+
+def test_make_test_runs_a_test_that_has_to_notice_a_bug(
+    pytestconfig: pytest.Config,
+    request: pytest.FixtureRequest,
+) -> None:
+    """But for the bugs that only slow tests notice, which say so with -m ''."""
+    wanted = {bug.tests for bug in BUGS if "-m" not in shlex.split(bug.tests)}
+    by_file: dict[str, list[pytest.Item]] = {}
+    for item in request.session.items:
+        if not item.get_closest_marker("slow"):
+            by_file.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    files = {tests: {name.partition("::")[0] for name in files_of(tests)} for tests in wanted}
+    if pytestconfig.option.keyword or not set().union(*files.values()) <= by_file.keys():
+        pytest.skip("a part of the tests is selected")
+    assert [
+        tests
+        for tests in sorted(wanted)
+        if not any(selects(tests, item) for file in files[tests] for item in by_file[file])
+    ] == []
 
 
 def test_no_bug_is_listed_twice() -> None:
