@@ -582,8 +582,8 @@ class Engine:
         )
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes. Running requests go on, and share nothing of what they have
-        computed or will compute.
+        """Forget all cached prefixes, and embeddings of images. Running requests go on, and share
+        nothing of what they have computed or will compute.
         """
         self._outputs += self._collect()
         self.scheduler.reset_prefix_cache()
