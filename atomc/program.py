@@ -109,7 +109,6 @@ class Program:
             else:
                 self._made.append(len(self._arguments) - 1)
         self._take(made)
-        self._versions = self._written() if follow else []
         self._bound = not self.specs
 
     @property
@@ -170,29 +169,22 @@ class Program:
         for counts in self._expert_counts.values():
             counts.zero_()
 
-    def check(self) -> bool:
+    def check(self) -> None:
         """Update packed and prepared weights after a user wrote parameters; does nothing if the
-        program owns the weights. Whether any were written since the last call, by in-place
-        operations: autograd does not count those on `parameter.data`.
+        program owns the weights.
 
         Raises RunError if the storage of a parameter was replaced after compilation: the program
         would read stale weights.
         """
         if self._follow is None:
-            return False
+            return
         for weight, address in zip(self._inputs, self._addresses, strict=True):
             if isinstance(weight, nn.Parameter) and weight.data_ptr() != address:
                 raise RunError(
                     "a parameter was given new storage after compiling (.data =, .to()): "
                     "compile again"
                 )
-        before, self._versions = self._versions, self._written()
         self._take(self._follow(self._inputs))
-        return before != self._versions
-
-    def _written(self) -> list[int]:
-        """How often each input has been written."""
-        return [x._version for x in self._inputs if isinstance(x, Tensor)]
 
     def _take(self, made: Sequence[Weight]) -> None:
         for i, weight in zip(self._made, made, strict=False):

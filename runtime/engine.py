@@ -307,8 +307,9 @@ class Engine:
         ValueError for a grammar that cannot be compiled (ImportError without llguidance), and
         RequestFailed for any other error of this request."""
         self.refuse(request)
-        # Raises RunError if a parameter of a user's module has other storage now.
-        if not self.has_work and self.executor.check():
+        # Raises RunError if a parameter of a user's module has other storage now. A step may still be
+        # in flight, of requests that have ended.
+        if not self.scheduler.requests and self.executor.check():
             self.reset_prefix_cache()  # it is of the weights before
         try:
             self._begin(request)
@@ -590,8 +591,8 @@ class Engine:
         )
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes. Running requests go on, and share nothing of what they have
-        computed or will compute.
+        """Forget all cached prefixes, and embeddings of images. Running requests go on, and share
+        nothing of what they have computed or will compute.
         """
         self._outputs += self._collect()
         self.scheduler.reset_prefix_cache()

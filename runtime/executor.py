@@ -133,8 +133,9 @@ class Executor(Protocol):
         """Raise RankFailed if another process of the executor has failed."""
 
     def check(self) -> bool:
-        """Whether parameters of a user's module were written since the last call. Raises RunError
-        if they were replaced.
+        """Whether parameters of a user's module were written since the last call, by in-place
+        operations: autograd does not count those on `parameter.data`. Raises RunError if they were
+        replaced.
         """
 
     def counts(self) -> StepCounts:

@@ -153,9 +153,10 @@ class Scheduler:
         self.counters.clear()
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes. No step may be in flight."""
+        """Forget all cached prefixes and embeddings of images. No step may be in flight."""
         assert not self._in_flight, "a step is in flight"
         self.prefixes.clear(self.running)
+        self.images.clear()
 
     def evict(self, request_id: str) -> None:
         """Remove what the request computed from the prefix cache, and what it shares. The

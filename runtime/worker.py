@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,7 @@ from atomc.runtime.step import ScheduledStep
 from atomc.runtime.step_kernels import StepKernels
 from atomc.runtime.stock_head import separable_head
 from atomc.runtime.threads import Threads, choose, use
+from atomc.weights.snapshot import num_writes
 
 log = logging.getLogger("atomc")
 
@@ -101,6 +103,7 @@ class Worker:
                     self.program.report.notes.append(str(self.threads))
             with phases.phase("allocate"), gc_disabled():
                 self._allocate(self.loaded)
+            self._writes = self._num_writes()
         finally:
             self._kernels.end()
 
@@ -527,7 +530,19 @@ class Worker:
         self.lora.write(number, folder)
 
     def check(self) -> bool:
-        return any([program.check() for program in self._programs])
+        if not self._owns_weights:
+            for program in self._all_programs:
+                program.check()
+        before, self._writes = self._writes, self._num_writes()
+        return before != self._writes
+
+    def _num_writes(self) -> list[int]:
+        """How often each parameter and buffer of a given module was written; of all, because no
+        program reads those of a vision encoder.
+        """
+        if self._owns_weights:
+            return []
+        return list(map(num_writes, chain(self.module.parameters(), self.module.buffers())))
 
     def counts(self) -> StepCounts:
         runner = self.runner
@@ -554,6 +569,16 @@ class Worker:
         lora = None if self.lora is None else self.lora.program
         found = (self.program, self.image_program, lora)
         return [program for program in found if program is not None]
+
+    @property
+    def _all_programs(self) -> list[Program]:
+        """Those of steps, of hidden states, and of the draft model."""
+        draft = self.draft
+        others = [] if draft is None else [draft.program, draft.image_program]
+        return [
+            *self._programs,
+            *[program for program in (self._hidden, *others) if program is not None],
+        ]
 
 
 class LaunchedStep:

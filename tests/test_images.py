@@ -562,3 +562,15 @@ def test_vocabulary_and_length_of_the_tiny_model_hold_the_prompts():
     assert IMAGE < VOCAB and all(
         len(prompt_of(*parts)[0]) + 8 < MAX_LEN for parts in PROMPTS.values()
     )
+
+
+def test_an_encoder_that_is_updated_encodes_images_again_and_their_prefixes_are_forgotten():
+    engine, parts = started(), (1, 2, 3, (7, LARGE), 5, 6)
+    weight, before = engine.module.vision.weight, engine.module.vision.weight.clone()
+    first = run(engine, request_of(engine, "a", parts))["a"]
+    weight.mul_(-3)
+    try:
+        second = run(engine, request_of(engine, "b", parts))["b"]
+        assert second == expected(engine.module, parts) != first
+    finally:
+        weight.copy_(before)

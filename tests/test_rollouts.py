@@ -66,6 +66,36 @@ def test_a_step_of_the_optimizer_is_the_update_and_old_prefixes_are_forgotten():
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
+def test_an_update_is_noticed_after_requests_that_a_stop_token_has_ended():
+    model = built()
+    llm, optimizer = rollouts(model), torch.optim.AdamW(model.parameters(), lr=0.03)
+    stops = SamplingParams(max_tokens=8, stop_token_ids=(own_tokens(model)[3],))
+    (found,) = llm.generate([PROMPT], stops)
+    assert found.finish_reason == "stop" and llm.engine.has_work  # a further step was launched
+    train(model, optimizer)
+    (found,) = llm.generate([PROMPT], GREEDY)
+    assert list(found.token_ids) == own_tokens(model) and found.num_cached == 0
+
+
+def test_an_update_also_reaches_pooled_hidden_states():
+    model = built()
+    llm = rollouts(model)
+    (before,) = llm.engine.embed([PROMPT])
+    with torch.no_grad():
+        for parameter in model.model.layers.parameters():
+            parameter.mul_(-1.1)
+    (after,) = llm.engine.embed([PROMPT])
+    (expected,) = model.model(torch.tensor([PROMPT])).last_hidden_state.mean(1).tolist()
+    assert after == pytest.approx(expected, abs=1e-4) != pytest.approx(before, abs=0.01)
+
+
+def test_a_module_of_inference_tensors_generates():
+    with torch.inference_mode():
+        model = built()
+    (found,) = rollouts(model).generate([PROMPT], GREEDY)
+    assert list(found.token_ids) == own_tokens(built())
+
+
 def test_the_owner_of_a_module_calls_its_own_attention():
     model, expected = built(), own_tokens(built())
     mask = torch.ones(2, len(PROMPT), dtype=torch.int64)

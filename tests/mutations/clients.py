@@ -11,7 +11,10 @@ ROLLOUTS = "tests/test_rollouts.py -k"
 
 BUGS = [
     Bug("runtime/engine.py", "and self.executor.check()", "and self.executor.check() is None", f"{ROLLOUTS} optimizer"),
-    Bug("atomc/program.py", "return before != self._versions", "return False", f"{ROLLOUTS} optimizer"),
+    Bug("runtime/engine.py", "if not self.scheduler.requests and", "if not self.has_work and", f"{ROLLOUTS} stop_token"),
+    Bug("runtime/worker.py", "return before != self._writes", "return False", f"{ROLLOUTS} optimizer"),
+    Bug("runtime/worker.py", "for program in self._all_programs", "for program in self._programs", f"{ROLLOUTS} pooled"),
+    Bug("runtime/scheduler.py", "        self.images.clear()\n\n    def evict", "\n    def evict", "tests/test_images.py -k that_is_updated"),
     Bug("runtime/worker.py", "self._borrowed.own.set_in", "self._borrowed.ours.set_in", f"{ROLLOUTS} own_attention"),
     Bug("runtime/server/traces.py", "context=self._propagator.extract(dict(headers)),", "", TRACES),
     Bug("runtime/server/traces.py", "self._provider.shutdown()", "pass", TRACES),
