@@ -337,6 +337,7 @@ class EngineConfig:
         wrong = {
             "tp": self.tp > 1 and "adapters are not split over ranks",
             "pp": self.pp > 1 and "adapters are not divided into stages",
+            "dp with ep": self.data_ranks > 1 and "requests of its ranks have no adapters",
             "speculative 'mtp'": self.speculative == "mtp" and "the draft layer has no adapters",
         }
         for what, why in wrong.items():
