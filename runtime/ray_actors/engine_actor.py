@@ -29,8 +29,8 @@ PLACEMENT_SECONDS = 60.0
 
 
 def start_engine_actors(config: EngineConfig) -> "list[RayEngine]":
-    """config.num_engines engines on the cluster. Raises ValueError without a cluster, or if it has too few
-    free resources.
+    """config.num_engines engines on the cluster. Raises ValueError without a cluster, or if it has
+    too few free resources.
     """
     connect()
     cluster = ray.cluster_resources()
