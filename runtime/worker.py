@@ -1,41 +1,28 @@
 """Worker: the Executor in this process. Owns the model, caches and state of running requests."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
-from atomc.encoder import compile_encoder
-from atomc.models.decoder import CausalLM
 from atomc.models.stock import StockModel
-from atomc.ops.inputs import TEXT, ModelInputs
+from atomc.ops.inputs import LoraShape
 from atomc.ops.state import StateSpec, block_size_of, groups_of
-from atomc.options import Options
 from atomc.parallel.group import Place
-from atomc.parallel.stages import StageModel
-from atomc.parallel.vocab import LogitsOfRank, VocabParallelHead, leave_apart
-from atomc.program import Program, compile_model
-from atomc.report.report import Report
-from atomc.runtime import self_check
+from atomc.program import Program
 from atomc.runtime.batch import StepShape
 from atomc.runtime.capacity import GRAPH_SHARE, Capacity, capacity, free_memory
 from atomc.runtime.config import EngineConfig
-from atomc.runtime.draft import compile_draft, draft_model_of
 from atomc.runtime.executor import Limits, Result, StepCounts
 from atomc.runtime.graphs import step_shapes
-from atomc.runtime.headless_model import headless_model
-from atomc.runtime.hidden_states import WithHiddenStates
-from atomc.runtime.image_encoder import Encode, ImageEncoder
+from atomc.runtime.image_encoder import ImageEncoder
 from atomc.runtime.image_limits import ImageLimits
-from atomc.runtime.image_model import ImageModel
 from atomc.runtime.loading import LoadedModel, load
-from atomc.runtime.lora_program import LoraProgram, lora_shape
+from atomc.runtime.lora_program import lora_shape
 from atomc.runtime.phases import Phases, gc_disabled
-from atomc.runtime.pipeline import Pipeline
+from atomc.runtime.programs import Programs
 from atomc.runtime.ranks.agreement import minimum, smallest
 from atomc.runtime.ranks.block_groups import BlockGroups
 from atomc.runtime.runner import Runner
@@ -46,7 +33,6 @@ from atomc.runtime.slots import Slots
 from atomc.runtime.state_rows import StateRows
 from atomc.runtime.step import ScheduledStep
 from atomc.runtime.step_kernels import StepKernels
-from atomc.runtime.stock_head import separable_head
 from atomc.runtime.threads import Threads, choose, use
 from atomc.weights.snapshot import num_writes
 
@@ -83,22 +69,17 @@ class Worker:
         self.progress = progress
         self.threads: Threads | None = None
         self._owns_weights = module is None  # the owner of a given module may change its weights
-        self._borrowed: StockModel | None = None
-        self._hidden: Program | None = None
-        self._own_forward: self_check.OwnForward | None = None
         self._kernels = StepKernels(config)
-        self._lora_shape = lora_shape(config)  # before the model is loaded: it reads their configs
+        lora = lora_shape(config)  # before the model is loaded: it reads the adapters' configs
         try:
             with phases.phase("load"):
                 self.loaded = load(config, module, progress=progress, place=self.place)
                 self.module = self.loaded.module
-                if module is not self.module and isinstance(self.module, StockModel):
-                    self._borrowed = None if self._owns_weights else self.module
                 # Before compilation: CPU code is specialized to the number of threads.
                 self._set_threads(spare_cores)
-            with phases.phase("compile"), gc_disabled(), self._calling_ops():
+            with phases.phase("compile"), gc_disabled():
                 self._kernels.begin(self.module, self.loaded.vocab_size)
-                self._compile()
+                self.programs = self._compile(module, lora)
                 if self.threads is not None:
                     self.program.report.notes.append(str(self.threads))
             with phases.phase("allocate"), gc_disabled():
@@ -107,140 +88,23 @@ class Worker:
         finally:
             self._kernels.end()
 
-    @contextmanager
-    def _calling_ops(self) -> Iterator[None]:
-        """A module of transformers that was given calls ops in this context, where it is traced;
-        elsewhere it computes as its class does, for its owner.
-        """
-        if self._borrowed is not None:
-            self._borrowed.ours.set_in(self._borrowed.hf_model)
-        try:
-            yield
-        finally:
-            if self._borrowed is not None:
-                self._borrowed.own.set_in(self._borrowed.hf_model)
-
-    def _compile(self) -> None:
-        """Compile the model, and its draft model if there is one."""
-        config, options = self.config, Options.of(self.config.options)
-        self._apart = self._leave_logits_apart()
-        draft = draft_model_of(self.module) if config.speculative == "mtp" else None
-        module = self.module if draft is None else WithHiddenStates(self.module, draft.reads)
-        self._takes = TEXT
-        self.pipeline: Pipeline | None = None
-        if self.place.stage is not None:
-            module = stage = StageModel(self.module)
-            device = next(stage.parameters()).device
-            self.pipeline = Pipeline(self.place.stage, stage.width, stage.dtype, device)
-            if not self.place.stage.is_first:
-                self._takes = ModelInputs(hidden=(stage.width, stage.dtype))
-        options = replace(options, expert_load=options.expert_load or config.expert_load)
-        self.images = ImageModel.of(self.module)
-        if self.images is not None and self.place.experts is not None:
-            raise ValueError(
-                "dp with ep is not supported for models with an image encoder: use tp with ep, or "
-                "dp without ep"
-            )
-        self.program = compile_model(
+    def _compile(self, given: nn.Module | None, lora: LoraShape | None) -> Programs:
+        """given: the module of the caller, if there is one."""
+        module = self.module
+        wrapped = given is not None and given is not module
+        return Programs(
+            self.config,
             module,
-            options,
+            self.place,
             owned=self._owns_weights,
-            before_free=self._before_free,
-            takes=self._takes if self.images is None else self.images.takes(images=False),
+            borrowed=module if wrapped and isinstance(module, StockModel) else None,
+            lora=lora,
         )
-        if self._apart is not None:
-            self.program.report.notes.append(
-                "logits are gathered after the program, and not for steps of greedy requests: "
-                "ranks exchange their largest ones"
-            )
-        if self.pipeline is not None:
-            self.program.report.model = type(self.module).__name__
-        self.image_program = None
-        if self.images is not None:
-            # A program of its own: decode steps, which are most of all steps, read no embeddings.
-            self.image_program = compile_model(
-                module,
-                replace(options, expect={}),
-                owned=self._owns_weights,
-                takes=self.images.takes(images=True),
-            )
-            self.program.report.notes.append(
-                "steps with tokens of images run a second program, without CUDA graphs"
-            )
-            self._encode = self._compile_encoder()
-        self.lora = self._compile_lora(module, options)
-        self.draft = None
-        if draft is not None:
-            self.program.report.model = type(self.module).__name__
-            self.draft = compile_draft(
-                draft,
-                self.program,
-                options,
-                config.speculative_tokens,
-                owned=self._owns_weights,
-                images=self.images,
-            )
-        if config.speculative_accept is not None:
-            note = (
-                f"speculative_accept is {config.speculative_accept}: drafts are accepted whether "
-                "they are right or not, and the output is NOT that of the model"
-            )
-            self.program.report.notes.append(note)
-            log.warning("%s", note)
-
-    def _compile_lora(self, module: nn.Module, options: Options) -> LoraProgram | None:
-        """The program of steps with LoRA adapters: steps without cost nothing more."""
-        shape = self._lora_shape
-        if shape is None:
-            return None
-        if self.images is not None:
-            raise ValueError(
-                "LoRA adapters (lora, max_loras) are not supported for models that read images"
-            )
-        program = compile_model(
-            module,
-            replace(options, expect={}, expert_load=False),
-            owned=self._owns_weights,
-            takes=replace(self._takes, lora=shape),
-        )
-        found = LoraProgram(program, shape)
-        self.program.report.notes.append(found.note)
-        return found
-
-    def _leave_logits_apart(self) -> LogitsOfRank | None:
-        """Have the model return the logits of this rank's part of the vocabulary. None if it
-        returns all: one rank, a model that may compute something of all logits, and one whose head
-        a draft layer shares.
-        """
-        tp, model, head = self.place.tp, self.module, None
-        if tp is None or self.config.speculative == "mtp":
-            return None
-        if isinstance(model, CausalLM) and type(model).forward is CausalLM.forward:
-            head = model.lm_head
-        elif type(model) is StockModel:
-            head = separable_head(model)
-        return leave_apart(head, tp.rank) if type(head) is VocabParallelHead else None
-
-    def _compile_encoder(self) -> Encode:
-        """The vision encoder; as it is, if it has no form that can be compiled."""
-        if hasattr(self.module, "encode_patches"):
-            options = replace(Options.of(self.config.options), expect={})
-            return compile_encoder(self.module, options, owned=self._owns_weights)
-        encode: Encode = self.module.encode_images  # type: ignore[assignment]
-        return encode
 
     @property
-    def _specs(self) -> Sequence[StateSpec]:
-        """The state of the model and of its draft model."""
-        return (*self.program.specs, *(self.draft.specs if self.draft is not None else ()))
-
-    def _before_free(self, key: str | None, specs: Sequence[StateSpec], report: Report) -> None:
-        """Compute what the self check needs of weights that are going to be freed."""
-        if self._checks_itself and isinstance(self.module, StockModel):
-            options = Options.of(self.config.options)
-            self._own_forward = self_check.before_free(
-                self.module, options, key, specs, report, apart=self._apart
-            )
+    def program(self) -> Program:
+        """Of steps without images and adapters; its report is that of the model."""
+        return self.programs.main
 
     def _set_threads(self, spare_cores: int) -> None:
         if next(self.module.parameters()).device.type != "cpu":
@@ -253,7 +117,7 @@ class Worker:
 
     def _allocate(self, loaded: LoadedModel) -> None:
         """Size the caches, and create the runner and the output processor."""
-        config, specs, device = self.config, self._specs, self.program.device
+        config, specs, device = self.config, self.programs.specs, self.program.device
         if not specs:
             raise ValueError(
                 f"{type(loaded.module).__name__} has no state: each attention layer must create a "
@@ -264,15 +128,15 @@ class Worker:
         max_num_batched_tokens = config.max_num_batched_tokens or max(
             MAX_NUM_BATCHED_TOKENS.get(device.type, 2048), max_num_seqs
         )
-        self.outputs = OutputProcessor(device, max_num_seqs, self._apart)
+        self.outputs = OutputProcessor(device, max_num_seqs, self.programs.apart)
         self.encoder = None
-        if self.images is not None:
-            self.encoder = ImageEncoder(self._encode, self.images, device)
+        if self.programs.images is not None and self.programs.encode is not None:
+            self.encoder = ImageEncoder(self.programs.encode, self.programs.images, device)
         self.slots = Slots(self.outputs.sampler.counts)
         sized = config.kv_bytes is not None or config.num_blocks is not None
         fixed = next((spec for spec in specs if not spec.can_roll_back), None)
         rewinds = fixed is not None and config.speculative_tokens > 0
-        self._groups = BlockGroups.of(specs, in_stages=self.pipeline is not None)
+        self._groups = BlockGroups.of(specs, in_stages=self.programs.pipeline is not None)
         own_size = self._capacity(
             max_num_seqs,
             max_num_batched_tokens,
@@ -303,11 +167,11 @@ class Worker:
             max_num_rows=max_num_batched_tokens,
             max_columns=-(-size.max_model_len // size.block_size),
             state_rows=rows,
-            draft=self.draft,
-            image_program=self.image_program,
-            merge_size=1 if self.images is None else self.images.merge_size,
-            lora_program=None if self.lora is None else self.lora.program,
-            pipeline=self.pipeline,
+            draft=self.programs.draft,
+            image_program=self.programs.image_program,
+            merge_size=1 if self.programs.images is None else self.programs.images.merge_size,
+            lora_program=self.programs.lora_program,
+            pipeline=self.programs.pipeline,
         )
         # Load kernels for this cache if none was measured, or only a small one: kernels use 64-bit
         # offsets in a large cache.
@@ -332,13 +196,13 @@ class Worker:
         self._kernels.load(runner, self.outputs if self.samples else None, max_num_seqs)
 
     def _image_limits(self) -> ImageLimits | None:
-        if self.images is None:
+        if self.programs.images is None:
             return None
         return ImageLimits(
-            self.images.token_ids,
-            self.images.merge_size,
-            self.images.patch_width,
-            self.images.bytes_per_token,
+            self.programs.images.token_ids,
+            self.programs.images.merge_size,
+            self.programs.images.patch_width,
+            self.programs.images.bytes_per_token,
             self.config.image_cache_bytes,
             self.config.max_image_patches,
         )
@@ -356,7 +220,7 @@ class Worker:
         """sized: the config sets the size of the cache; otherwise it depends on free memory.
         shares: there is a prefix cache.
         """
-        config, specs, device = self.config, self._specs, self.program.device
+        config, specs, device = self.config, self.programs.specs, self.program.device
         return capacity(
             groups=groups_of(specs),
             block_size=block_size_of(specs),
@@ -382,9 +246,9 @@ class Worker:
 
     def _image_bytes(self, rows: int) -> int:
         """Bytes of the cache of embeddings, and of those of a step."""
-        if self.images is None:
+        if self.programs.images is None:
             return 0
-        return self.config.image_cache_bytes + rows * self.images.bytes_per_token
+        return self.config.image_cache_bytes + rows * self.programs.images.bytes_per_token
 
     def _activations(self, max_num_seqs: int, rows: int, longest: int) -> int:
         """Bytes of activations of a step of `rows` rows on a GPU, measured with a cache of one
@@ -401,9 +265,9 @@ class Worker:
             max_num_rows=rows,
             max_columns=-(-longest // block_size),
             state_rows=StateRows(0),
-            draft=self.draft,
-            image_program=self.image_program,
-            lora_program=None if self.lora is None else self.lora.program,
+            draft=self.programs.draft,
+            image_program=self.programs.image_program,
+            lora_program=self.programs.lora_program,
         )
         self._load_kernels(runner, max_num_seqs)
         torch.cuda.synchronize(device)
@@ -425,19 +289,9 @@ class Worker:
         graphs.
         """
         with gc_disabled():
-            if self.lora is not None:
+            if self.programs.lora is not None:
                 self.runner.empty_step(StepShape(1, 1, 1, 1))
-            if self._checks_itself and isinstance(self.module, StockModel):
-                self_check.self_check(
-                    self.module,
-                    self.program,
-                    Options.of(self.config.options),
-                    columns=self.runner.input_batch.columns,
-                    own=self._own_forward,
-                    apart=self._apart,
-                )
-                self._own_forward = None
-                self.runner.bind()
+            self.programs.self_check(self.runner)
             if not self.config.enforce_eager:
                 self._capture()
 
@@ -464,15 +318,8 @@ class Worker:
 
     @property
     def samples(self) -> bool:
-        """Whether this worker samples tokens and pools hidden states, and has the results of
-        steps: not before the last stage of a pipeline.
-        """
-        return self.pipeline is None or self.pipeline.stage.is_last
-
-    @property
-    def _checks_itself(self) -> bool:
-        """Whether a stock class is compared with its own forward: not a stage of one."""
-        return self.config.self_check and self.pipeline is None
+        """Whether this worker has the results of steps, as in Programs."""
+        return self.programs.samples
 
     def ready(self) -> None:
         """Nothing changes: no other process waits for this one."""
@@ -492,8 +339,8 @@ class Worker:
         outputs = StepOutputs(step, states)
         if not step.pooled:
             return LaunchedStep(self, outputs, self.runner.logits(step), sampled)
-        assert self._hidden is not None, "prepare_pooling was not called"
-        hidden = self.runner.hidden(self._hidden, step)
+        assert self.programs.hidden is not None, "prepare_pooling was not called"
+        hidden = self.runner.hidden(self.programs.hidden, step)
         if self.samples:
             self.outputs.pool(outputs, hidden)
         return LaunchedStep(self, outputs)
@@ -504,34 +351,22 @@ class Worker:
 
     @property
     def pools(self) -> bool:
-        return self._hidden is not None
+        return self.programs.hidden is not None
 
     def prepare_pooling(self) -> None:
-        if not self.samples:
-            self._hidden = self.program
-        if self._hidden is None:
-            model = self.module if self.pipeline is None else StageModel(self.module)
-            with self._calling_ops():
-                program = compile_model(
-                    headless_model(model),
-                    options=self.config.options,
-                    owned=self._owns_weights,
-                    takes=self._takes if self.images is None else self.images.takes(images=True),
-                )
-            program.bind(self.runner.caches)
-            self._hidden = program
+        self.programs.prepare_pooling(self.runner)
 
     @property
     def max_loras(self) -> int:
-        return 0 if self.lora is None else self.lora.shape.adapters
+        return 0 if self.programs.lora is None else self.programs.lora.shape.adapters
 
     def write_adapter(self, number: int, folder: str) -> None:
-        assert self.lora is not None, "there is no place for adapters"
-        self.lora.write(number, folder)
+        assert self.programs.lora is not None, "there is no place for adapters"
+        self.programs.lora.write(number, folder)
 
     def check(self) -> bool:
         if not self._owns_weights:
-            for program in self._all_programs:
+            for program in self.programs.all:
                 program.check()
         before, self._writes = self._writes, self._num_writes()
         return before != self._writes
@@ -548,7 +383,7 @@ class Worker:
         runner = self.runner
         # With hidden states, the model is a submodule of the program's module.
         load: dict[str, list[int]] = {}
-        for program in self._programs:
+        for program in self.programs.of_steps:
             for path, counts in program.expert_load().items():
                 name = path.removeprefix("module.")
                 before = load.get(name, [0] * len(counts))
@@ -557,28 +392,11 @@ class Worker:
 
     def forget_counts(self) -> None:
         self.runner.forget_counts()
-        for program in self._programs:
+        for program in self.programs.of_steps:
             program.forget_expert_load()
 
     def close(self) -> None:
         """There are no other processes."""
-
-    @property
-    def _programs(self) -> list[Program]:
-        """Of all steps that sample: without images and adapters, with images, with adapters."""
-        lora = None if self.lora is None else self.lora.program
-        found = (self.program, self.image_program, lora)
-        return [program for program in found if program is not None]
-
-    @property
-    def _all_programs(self) -> list[Program]:
-        """Those of steps, of hidden states, and of the draft model."""
-        draft = self.draft
-        others = [] if draft is None else [draft.program, draft.image_program]
-        return [
-            *self._programs,
-            *[program for program in (self._hidden, *others) if program is not None],
-        ]
 
 
 class LaunchedStep:
@@ -605,7 +423,7 @@ class LaunchedStep:
         mask = None if mask is None else mask[self._sampled]
         worker, outputs = self._worker, self._outputs
         # With speculation, the host knows all tokens before the next step.
-        keeps, pipeline = not worker.config.speculative_tokens, worker.pipeline
+        keeps, pipeline = not worker.config.speculative_tokens, worker.programs.pipeline
         if pipeline is not None and not pipeline.stage.is_last:
             if keeps and pipeline.stage.is_first and outputs.step.num_samples:
                 pipeline.expect_tokens(outputs.step.sampled_slots)

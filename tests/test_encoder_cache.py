@@ -87,9 +87,8 @@ def test_a_second_start_of_an_engine_traces_none_of_its_programs(tmp_path, no_tr
             options=options_of(tmp_path) | {"layout": "paged"},
         )
         one = Engine(config, module=tiny_model(), progress=False)
-        worker = one.executor
-        programs = [worker.program, worker.image_program, worker._encode]
-        programs += [worker.draft.program, worker.draft.image_program]
+        of = one.executor.programs
+        programs = [of.main, of.image_program, of.encode, of.draft.program, of.draft.image_program]
         prompt, images = PROMPTS[0]
         request = one.request("a", prompt, SamplingParams(max_tokens=9), images=images)
         one.add(request)

@@ -464,7 +464,7 @@ def test_decode_steps_run_the_program_without_embeddings():
     fields = {given.field for _, given in engine.program._step_inputs}
     assert not fields & {"embeddings", "is_image"}
     assert {"embeddings", "is_image"} <= {
-        given.field for _, given in engine.executor.image_program._step_inputs
+        given.field for _, given in engine.executor.programs.image_program._step_inputs
     }
 
 

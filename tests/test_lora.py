@@ -146,7 +146,10 @@ def test_steps_without_an_adapter_run_the_program_without_them(checkpoints):
     llm = served(checkpoints, "Llama")
     llm.generate(PROMPTS, GREEDY)
     assert set(llm.engine.stats().steps) == {"eager: on a CPU"}
-    plain, adapted = llm.program.report.matches, llm.engine.executor.lora.program.report.matches
+    plain, adapted = (
+        llm.program.report.matches,
+        llm.engine.executor.programs.lora.program.report.matches,
+    )
     assert "lora" not in plain and adapted["lora"] == 2 * 4  # q|k|v, o, gate|up, down
     assert {name: adapted[name] for name in plain if name != "lower"} == {
         name: plain[name] for name in plain if name != "lower"
@@ -156,7 +159,7 @@ def test_steps_without_an_adapter_run_the_program_without_them(checkpoints):
 def test_quantized_linears_keep_their_kernels_and_read_adapters_before_quantization(checkpoints):
     llm = served(checkpoints, "Llama", quantization="int8", names=("queries",))
     base = served(checkpoints, "Llama", quantization="int8", names=("queries",))
-    program = llm.engine.executor.lora.program
+    program = llm.engine.executor.programs.lora.program
     assert program.report.matches["merge_qkv"] == 2
     assert {path.rpartition(".")[2] for path in program.lora.paths} >= {"q_proj", "v_proj"}
     with_one, without = llm.generate([LONG] * 2, GREEDY, lora=["queries", None])

@@ -427,7 +427,7 @@ def test_its_draft_layer_caches_latents_and_changes_no_token(tmp_path: Path) -> 
         made = llm.generate(prompts, SamplingParams(max_tokens=8))
         found.append([list(each.token_ids) for each in made])
         worker = llm.engine.executor
-        draft = () if not settings else worker.draft.specs
+        draft = () if not settings else worker.programs.draft.specs
         assert {spec.kind for spec in (*worker.program.specs, *draft)} == {"latent"}
         assert bool(draft) == bool(settings)
     assert found[0] == found[1]

@@ -250,7 +250,7 @@ def test_the_draft_layer_of_a_model_with_latent_attention_has_its_state_too(
         max_model_len=160,
         enable_prefix_caching=False,
     )
-    assert {spec.kind for spec in one.executor.draft.specs} == kinds
+    assert {spec.kind for spec in one.executor.programs.draft.specs} == kinds
     compare_drafts(one, Reference(**latent), 20)
 
 

@@ -195,7 +195,7 @@ def test_drafts_are_those_of_the_draft_layer_over_the_whole_sequence(checkpoints
     one = drafting(checkpoints[kind], enable_prefix_caching=False)
     stats = compare_drafts(one, Reference(**QWENS[kind]), 20)
     assert stats.preemptions == 0
-    assert {spec.kind for spec in one.executor.draft.specs} == {"kv"}
+    assert {spec.kind for spec in one.executor.programs.draft.specs} == {"kv"}
 
 
 @pytest.mark.slow

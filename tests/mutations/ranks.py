@@ -26,7 +26,7 @@ BUGS = [
     Bug("runtime/stock_head.py", "    if type(head) is not VocabParallelHead:\n", "    if head is None:\n", f"{HEADS} is_whole"),
     Bug("runtime/stock_head.py", "50 * torch.randn", "torch.zeros", f"{HEADS} needs_other"),
     Bug("runtime/self_check.py", "logits if apart is None else apart.gathered(logits)", "logits", f"{HEADS} compared_with"),
-    Bug("runtime/worker.py", "        elif type(model) is StockModel:\n", "        elif False:\n", STOCK),
+    Bug("runtime/programs.py", "        elif type(model) is StockModel:\n", "        elif False:\n", STOCK),
     bug("agreement", "distributed.ReduceOp.MIN", "distributed.ReduceOp.MAX", "outputs_of_one"),
     bug("rank", "sample(_tensor(mask, num_rows))", "sample(None)", "outputs_of_one"),
     bug("interrupts", "signal.signal(signal.SIGINT, receive)", "pass", "ctrl_c"),

@@ -1,0 +1,277 @@
+"""The compiled programs of a model: steps, hidden states, the draft layer, the vision encoder."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from torch import nn
+
+from atomc.encoder import compile_encoder
+from atomc.models.decoder import CausalLM
+from atomc.models.stock import StockModel
+from atomc.ops.inputs import TEXT, LoraShape, ModelInputs
+from atomc.ops.state import StateSpec
+from atomc.options import Options
+from atomc.parallel.group import Place
+from atomc.parallel.stages import StageModel
+from atomc.parallel.vocab import LogitsOfRank, VocabParallelHead, leave_apart
+from atomc.program import Program, compile_model
+from atomc.report.report import Report
+from atomc.runtime import self_check
+from atomc.runtime.config import EngineConfig
+from atomc.runtime.draft import DraftProgram, compile_draft, draft_model_of
+from atomc.runtime.headless_model import headless_model
+from atomc.runtime.hidden_states import WithHiddenStates
+from atomc.runtime.image_encoder import Encode
+from atomc.runtime.image_model import ImageModel
+from atomc.runtime.lora_program import LoraProgram
+from atomc.runtime.pipeline import Pipeline
+from atomc.runtime.runner import Runner
+from atomc.runtime.stock_head import separable_head
+
+log = logging.getLogger("atomc")
+
+
+class Programs:
+    """Compiles a model for the runtime.
+
+    module   of a stage, with the model's names, if there are several
+    place    of this process among the ranks of the model
+    owned    the weights are those of the runtime, which may free and replace them
+    borrowed a module of transformers that was given: it calls ops only where it is traced
+    lora     the LoRA adapters that the model has room for
+
+    main     the program of steps without images and adapters, whose report is that of the model
+    images   what the model reads images with, image_program the program of steps with images, and
+             encode its vision encoder; None: it reads none
+    lora     the program of steps with adapters
+    draft    the draft layer of the checkpoint
+    hidden   the program of hidden states, after `prepare_pooling`
+    pipeline what sends states to the next stage
+    apart    logits are those of this rank's part of the vocabulary, and gathered after the program
+
+    Raises ValueError for settings that the model does not support.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        module: nn.Module,
+        place: Place,
+        *,
+        owned: bool,
+        borrowed: StockModel | None = None,
+        lora: LoraShape | None = None,
+    ) -> None:
+        self.config, self.module, self.place, self.owned = config, module, place, owned
+        self._borrowed = borrowed
+        self.images = ImageModel.of(module)
+        self._check(lora)
+        self.hidden: Program | None = None
+        self.encode: Encode | None = None
+        self.image_program: Program | None = None
+        self.pipeline: Pipeline | None = None
+        self._own_forward: self_check.OwnForward | None = None
+        self._options = Options.of(config.options)
+        self._takes = TEXT
+        with self._calling_ops():
+            self._compile(lora)
+
+    def _check(self, lora: LoraShape | None) -> None:
+        if self.images is None:
+            return
+        if self.place.experts is not None:
+            raise ValueError(
+                "dp with ep is not supported for models with an image encoder: use tp with ep, or "
+                "dp without ep"
+            )
+        if lora is not None:
+            raise ValueError(
+                "LoRA adapters (lora, max_loras) are not supported for models that read images"
+            )
+
+    @contextmanager
+    def _calling_ops(self) -> Iterator[None]:
+        """A borrowed module calls ops in this context; elsewhere it computes as its class does, for
+        its owner.
+        """
+        if self._borrowed is not None:
+            self._borrowed.ours.set_in(self._borrowed.hf_model)
+        try:
+            yield
+        finally:
+            if self._borrowed is not None:
+                self._borrowed.own.set_in(self._borrowed.hf_model)
+
+    def _compile(self, lora: LoraShape | None) -> None:
+        config = self.config
+        self.apart = self._leave_logits_apart()
+        draft = draft_model_of(self.module) if config.speculative == "mtp" else None
+        module = self.module if draft is None else WithHiddenStates(self.module, draft.reads)
+        if self.place.stage is not None:
+            module = stage = StageModel(self.module)
+            device = next(stage.parameters()).device
+            self.pipeline = Pipeline(self.place.stage, stage.width, stage.dtype, device)
+            if not self.place.stage.is_first:
+                self._takes = ModelInputs(hidden=(stage.width, stage.dtype))
+        options = replace(
+            self._options, expert_load=self._options.expert_load or config.expert_load
+        )
+        self.main = compile_model(
+            module,
+            options,
+            owned=self.owned,
+            before_free=self._before_free,
+            takes=self._takes if self.images is None else self.images.takes(images=False),
+        )
+        report = self.main.report
+        if self.apart is not None:
+            report.notes.append(
+                "logits are gathered after the program, and not for steps of greedy requests: "
+                "ranks exchange their largest ones"
+            )
+        if self.pipeline is not None or draft is not None:  # which wrap the model
+            report.model = type(self.module).__name__
+        if self.images is not None:
+            self._compile_images(self.images, module, options)
+        self.lora = None if lora is None else self._compile_lora(lora, module, options)
+        self.draft: DraftProgram | None = None
+        if draft is not None:
+            self.draft = compile_draft(
+                draft,
+                self.main,
+                options,
+                config.speculative_tokens,
+                owned=self.owned,
+                images=self.images,
+            )
+        if config.speculative_accept is not None:
+            note = (
+                f"speculative_accept is {config.speculative_accept}: drafts are accepted whether "
+                "they are right or not, and the output is NOT that of the model"
+            )
+            report.notes.append(note)
+            log.warning("%s", note)
+
+    def _compile_images(self, images: ImageModel, module: nn.Module, options: Options) -> None:
+        # A program of its own: decode steps, which are most of all steps, read no embeddings.
+        self.image_program = compile_model(
+            module,
+            replace(options, expect={}),
+            owned=self.owned,
+            takes=images.takes(images=True),
+        )
+        self.main.report.notes.append(
+            "steps with tokens of images run a second program, without CUDA graphs"
+        )
+        if hasattr(self.module, "encode_patches"):
+            encoder_options = replace(self._options, expect={})
+            self.encode = compile_encoder(self.module, encoder_options, owned=self.owned)
+        else:  # it has no form that can be compiled
+            self.encode = self.module.encode_images  # type: ignore[assignment]
+
+    def _compile_lora(self, shape: LoraShape, module: nn.Module, options: Options) -> LoraProgram:
+        """A program of its own: steps without adapters cost nothing more."""
+        program = compile_model(
+            module,
+            replace(options, expect={}, expert_load=False),
+            owned=self.owned,
+            takes=replace(self._takes, lora=shape),
+        )
+        found = LoraProgram(program, shape)
+        self.main.report.notes.append(found.note)
+        return found
+
+    def _leave_logits_apart(self) -> LogitsOfRank | None:
+        """Have the model return the logits of this rank's part of the vocabulary. None if it
+        returns all: one rank, a model that may compute something of all logits, and one whose head
+        a draft layer shares.
+        """
+        tp, model, head = self.place.tp, self.module, None
+        if tp is None or self.config.speculative == "mtp":
+            return None
+        if isinstance(model, CausalLM) and type(model).forward is CausalLM.forward:
+            head = model.lm_head
+        elif type(model) is StockModel:
+            head = separable_head(model)
+        return leave_apart(head, tp.rank) if type(head) is VocabParallelHead else None
+
+    def prepare_pooling(self, runner: Runner) -> None:
+        """Compile the model without its head, over the caches of this runner. Raises ValueError for
+        a model whose head is not known.
+        """
+        if self.hidden is not None:
+            return
+        if not self.samples:
+            self.hidden = self.main
+            return
+        model = self.module if self.pipeline is None else StageModel(self.module)
+        with self._calling_ops():
+            hidden = compile_model(
+                headless_model(model),
+                options=self.config.options,
+                owned=self.owned,
+                takes=self._takes if self.images is None else self.images.takes(images=True),
+            )
+        hidden.bind(runner.caches)
+        self.hidden = hidden
+
+    @property
+    def specs(self) -> Sequence[StateSpec]:
+        """The state of the model and of its draft model."""
+        return (*self.main.specs, *(self.draft.specs if self.draft is not None else ()))
+
+    @property
+    def samples(self) -> bool:
+        """Whether this process samples tokens and pools hidden states, and has the results of
+        steps: not before the last stage of a pipeline.
+        """
+        return self.pipeline is None or self.pipeline.stage.is_last
+
+    @property
+    def lora_program(self) -> Program | None:
+        return None if self.lora is None else self.lora.program
+
+    @property
+    def of_steps(self) -> list[Program]:
+        """Of all steps that sample: without images and adapters, with images, with adapters."""
+        found = (self.main, self.image_program, self.lora_program)
+        return [program for program in found if program is not None]
+
+    @property
+    def all(self) -> list[Program]:
+        """Those of steps, of hidden states, and of the draft model."""
+        draft = self.draft
+        others = [] if draft is None else [draft.program, draft.image_program]
+        return [
+            *self.of_steps,
+            *[program for program in (self.hidden, *others) if program is not None],
+        ]
+
+    def self_check(self, runner: Runner) -> None:
+        """Compare a stock class with its own forward. Raises ValueError if they differ."""
+        if not (self._checks_itself and isinstance(self.module, StockModel)):
+            return
+        self_check.self_check(
+            self.module,
+            self.main,
+            self._options,
+            columns=runner.input_batch.columns,
+            own=self._own_forward,
+            apart=self.apart,
+        )
+        self._own_forward = None
+        runner.bind()
+
+    def _before_free(self, key: str | None, specs: Sequence[StateSpec], report: Report) -> None:
+        """Compute what the self check needs of weights that are going to be freed."""
+        if self._checks_itself and isinstance(self.module, StockModel):
+            self._own_forward = self_check.before_free(
+                self.module, self._options, key, specs, report, apart=self.apart
+            )
+
+    @property
+    def _checks_itself(self) -> bool:
+        """Not a stage of a model."""
+        return self.config.self_check and self.pipeline is None
