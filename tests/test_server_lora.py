@@ -40,9 +40,11 @@ def folders(tmp_path_factory):
 def http(folders):
     allowed = folders / "allowed"
     flags = ["--lora", f"one={allowed / 'one'}", "--allowed-lora-path", allowed, "--max-loras", 2]
-    with serving(*flags, "--dtype", "float32") as server:
-        with httpx.Client(base_url=server.url, timeout=120) as client:
-            yield client
+    with (
+        serving(*flags, "--dtype", "float32") as server,
+        httpx.Client(base_url=server.url, timeout=120) as client,
+    ):
+        yield client
 
 
 def generated(http, model, **fields):

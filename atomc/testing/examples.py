@@ -61,6 +61,17 @@ def _linear(n: RandomInputs) -> Arguments:
     return {"x": n(n.T, D), "weight": n(M, D) / 16}
 
 
+def _lora(n: RandomInputs) -> Arguments:
+    return {
+        "y": n(n.T, M),
+        "x": n(n.T, D),
+        "a": n(3, 2 * P, D) / 16,
+        "b": n(3, P, M) / 16,
+        "rows": n.below(4, n.T, dtype=torch.int32) - 1,
+        "widths": [M // 2, M // 2],
+    }
+
+
 def _of_codes(op: Quantizer, n: RandomInputs) -> Arguments:
     x, x_scale = n.quantized(op, n.T, D)
     weight, weight_scale = n.quantized(op, M, D)
@@ -206,6 +217,7 @@ EXAMPLES: Examples = {
     ops.linear_w4a16: {"": _w4a16},
     ops.linear_nvfp4: {"": _nvfp4_a16},
     ops.linear_mxfp4: {"16 bits": _mxfp4_a16, "mxfp4": partial(_of_codes, ops.quant_mxfp4)},
+    ops.lora_linear: {"": _lora},
     ops.embedding: {"": lambda n: {"ids": n.below(100, n.T), "weight": n(100, D)}},
     ops.linear_split_cat: {"": _keys_and_values},
     **SEQUENCE_EXAMPLES,

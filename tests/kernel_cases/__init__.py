@@ -23,6 +23,7 @@ from kernel_cases.experts import (
 )
 from kernel_cases.indexer import CHOSEN_MASK, INDEX_TOPK, INDEX_WRITE, PAGED_INDEX_TOPK
 from kernel_cases.linear import EMBEDDING, LINEAR
+from kernel_cases.lora import LORA_LINEAR
 from kernel_cases.mla import (
     BMM_MXFP4,
     BMM_ROPE_KV_WRITE,
@@ -111,6 +112,7 @@ CASES: dict[str, Cases] = {
     "linear_mxfp4": LINEAR_MXFP4,
     "linear_nvfp4": LINEAR_NVFP4,
     "embedding": EMBEDDING,
+    "lora_linear": LORA_LINEAR,
     "count_experts": COUNT_EXPERTS,
     "topk_route": TOPK_ROUTE,
     "linear_topk_route": LINEAR_TOPK_ROUTE,

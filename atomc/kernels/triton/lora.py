@@ -1,0 +1,192 @@
+"""LoRA adapters of linear layers in Triton: two thin products, of the rows that have an adapter only.
+
+The first kernel multiplies a tile of rows with A of one adapter, and returns at once if no row of
+the tile has it; K is divided among programs, whose sums the second kernel adds in a fixed order. The
+second kernel adds the product with B to its tile of y. Neither has a size that depends on data, so
+that CUDA graphs can hold them, and adapters without rows are not read.
+
+M rows, L adapters, r their rank, P merged layers (R = P * r rows of A), K inputs, N outputs.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atomc import ops
+from atomc.graph.sizes import known_equal
+from atomc.kernels.checks import unlike
+from atomc.kernels.triton.launch import not_nvidia, unfit
+from atomc.ops.formats import FLOATS
+from atomc.ops.op import Refusal
+from atomc.platform import Platform
+
+MAX_PARTS, MAX_THIN = 4, 256
+# Chosen by counting bytes, not measured yet: a tile of 16 rows is the smallest of a tensor core, and
+# 8 parts of K let a step of one row read A with as many programs for each adapter.
+FEW_ROWS, ROWS_OF_MANY, OUTPUTS, INPUTS, PARTS_OF_FEW = 64, 64, 64, 128, 8
+
+
+@triton.jit(do_not_specialize=["M"])
+def _shrink(
+    x_ptr,
+    a_ptr,
+    rows_ptr,
+    thin_ptr,
+    M,
+    x_stride,
+    K: tl.constexpr,
+    R: tl.constexpr,
+    LENGTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    adapter = tl.program_id(1)
+    own = tl.load(rows_ptr + m, m < M, -1) == adapter
+    if tl.max(own.to(tl.int32), 0) > 0:
+        part = tl.program_id(2)
+        r, k = tl.arange(0, BLOCK_R), part * LENGTH + tl.arange(0, BLOCK_K)
+        x_at = x_ptr + m.to(tl.int64)[:, None] * x_stride
+        a_at = a_ptr + (adapter.to(tl.int64) * R + r)[:, None] * K
+        sums = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+        for start in range(0, LENGTH, BLOCK_K):
+            inside = (k + start < K)[None, :]
+            x = tl.load(x_at + (k + start)[None, :], own[:, None] & inside, 0.0)
+            a = tl.load(a_at + (k + start)[None, :], (r < R)[:, None] & inside, 0.0)
+            sums = tl.dot(x, tl.trans(a), sums, input_precision="ieee")
+        at = thin_ptr + (part.to(tl.int64) * M + m)[:, None] * R + r[None, :]
+        tl.store(at, sums, own[:, None] & (r < R)[None, :])
+
+
+@triton.jit(do_not_specialize=["M"])
+def _expand(
+    y_ptr,
+    b_ptr,
+    rows_ptr,
+    thin_ptr,
+    out_ptr,
+    M,
+    y_stride,
+    END_1: tl.constexpr,
+    END_2: tl.constexpr,
+    END_3: tl.constexpr,
+    END: tl.constexpr,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    RANK: tl.constexpr,
+    ADAPTERS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    r = tl.arange(0, BLOCK_R)
+    rows = tl.load(rows_ptr + m, m < M, -1)
+    inside = (m < M)[:, None] & (n < N)[None, :]
+    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    # Columns of a merged layer are multiplied with its own rows of A.
+    layer = (n >= END_1).to(tl.int32) + (n >= END_2).to(tl.int32) + (n >= END_3).to(tl.int32)
+    belongs = (layer[None, :] == (r // RANK)[:, None]) & (r < R)[:, None] & (n < END)[None, :]
+    for adapter in range(ADAPTERS):
+        own = rows == adapter
+        if tl.max(own.to(tl.int32), 0) > 0:
+            thin = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+            for part in tl.static_range(PARTS):
+                at = thin_ptr + (part * M + m).to(tl.int64)[:, None] * R + r[None, :]
+                thin += tl.load(at, own[:, None] & (r < R)[None, :], 0.0)
+            b_at = b_ptr + (adapter * RANK + r % RANK).to(tl.int64)[:, None] * N + n[None, :]
+            b = tl.load(b_at, belongs, 0.0)
+            sums = tl.dot(thin.to(b.dtype), b, sums, input_precision="ieee")
+    y = tl.load(y_ptr + m.to(tl.int64)[:, None] * y_stride + n[None, :], inside, 0.0)
+    # As the reference rounds: the product, then the sum.
+    total = y.to(tl.float32) + sums.to(y.dtype).to(tl.float32)
+    out_at = out_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(out_at, total.to(out_ptr.dtype.element_ty), inside)
+
+
+def refuse_lora_linear(
+    platform: Platform,
+    y: Tensor,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    rows: Tensor,
+    widths: list[int],
+) -> Refusal | None:
+    if reason := unfit(platform, y=y, x=x, a=a, b=b) or not_nvidia(platform):
+        return reason
+    if reason := unlike(FLOATS, y=y, x=x, a=a, b=b):
+        return reason
+    if len(widths) > MAX_PARTS:
+        return Refusal("shape", f"{len(widths)} merged layers: written for up to {MAX_PARTS}")
+    if a.shape[1] > MAX_THIN:
+        return Refusal("shape", f"A has {a.shape[1]} rows: written for up to {MAX_THIN}")
+    for name, weight in (("a", a), ("b", b)):
+        adapters, size, width = weight.shape
+        if not (
+            known_equal(weight.stride(1), width) and known_equal(weight.stride(0), size * width)
+        ):
+            return Refusal("layout", f"{name} is not contiguous")
+    return None
+
+
+@ops.lora_linear.kernel("triton", refuses=refuse_lora_linear)
+def lora_linear(
+    y: Tensor, x: Tensor, a: Tensor, b: Tensor, rows: Tensor, widths: list[int]
+) -> Tensor:
+    adapters, thin_size, depth = a.shape
+    _, rank, outputs = b.shape
+    y_rows, x_rows = y.flatten(0, -2), x.flatten(0, -2)
+    count = len(x_rows)
+    out = y.new_empty(y.shape)
+    if not count or not outputs:
+        return out
+    few = count <= FEW_ROWS
+    parts = min(PARTS_OF_FEW, triton.cdiv(depth, INPUTS)) if few else 1
+    length = triton.cdiv(triton.cdiv(depth, parts), INPUTS) * INPUTS
+    block = 16 if few else ROWS_OF_MANY
+    thin_block = max(16, triton.next_power_of_2(thin_size))
+    thin = x.new_empty((parts, count, thin_size), dtype=torch.float32)
+    ends = [sum(widths[: i + 1]) for i in range(len(widths))]
+    inner = [*ends[:-1], *[outputs] * (MAX_PARTS - len(ends))]
+    tiles = triton.cdiv(count, block)
+    _shrink[(tiles, adapters, parts)](
+        x_rows,
+        a,
+        rows,
+        thin,
+        count,
+        x_rows.stride(0),
+        K=depth,
+        R=thin_size,
+        LENGTH=length,
+        BLOCK_M=block,
+        BLOCK_R=thin_block,
+        BLOCK_K=INPUTS,
+    )
+    _expand[(tiles, triton.cdiv(outputs, OUTPUTS))](
+        y_rows,
+        b,
+        rows,
+        thin,
+        out,
+        count,
+        y_rows.stride(0),
+        END_1=inner[0],
+        END_2=inner[1],
+        END_3=inner[2],
+        END=ends[-1],
+        N=outputs,
+        R=thin_size,
+        RANK=rank,
+        ADAPTERS=adapters,
+        PARTS=parts,
+        BLOCK_M=block,
+        BLOCK_N=OUTPUTS,
+        BLOCK_R=thin_block,
+    )
+    return out
