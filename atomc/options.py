@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 from atomc.errors import OptionsError
 from atomc.json_types import JSONLike
@@ -264,6 +264,28 @@ def visible_gpus() -> tuple[str, list[str] | None]:
 def atomc_variables() -> dict[str, str]:
     """The variables of the environment that set options, for processes on other hosts."""
     return {name: value for name, value in os.environ.items() if name.startswith("ATOMC_")}
+
+
+class TorchrunPlace(NamedTuple):
+    """The place of a process among the `size` that torchrun started: its rank, and its number on
+    its host. master, port: of the store that torchrun serves.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    master: str
+    port: int
+
+
+def torchrun_place() -> TorchrunPlace | None:
+    """The place of this process; None if torchrun did not start it, or started only this one."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["WORLD_SIZE"] == "1":
+        return None
+    rank, size, local_rank, port = (
+        int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+    )
+    return TorchrunPlace(rank, size, local_rank, os.environ["MASTER_ADDR"], port)
 
 
 def let_openmp_sleep() -> None:

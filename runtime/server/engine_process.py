@@ -160,21 +160,25 @@ def create_engine(
     on_rank_failure: Callable[[RankFailed], None],
     rank_launcher: "RankLauncher | None" = None,
 ) -> "Engine":
-    """The engine. On a CPU, glue defaults to eager, which needs no C++ compiler."""
     from atomc.runtime.engine import Engine
 
-    if isinstance(config.options, dict) and "glue" not in config.options:
-        import torch
-
-        gpu = config.device != "cpu" and torch.cuda.is_available()
-        config = replace(config, options={**config.options, "glue": "auto" if gpu else "eager"})
     return Engine(
-        config,
+        with_glue(config),
         progress=progress,
         spare_cores=FRONTEND_CORES,
         on_rank_failure=on_rank_failure,
         rank_launcher=rank_launcher,
     )
+
+
+def with_glue(config: EngineConfig) -> EngineConfig:
+    """On a CPU, glue defaults to eager, which needs no C++ compiler."""
+    if not isinstance(config.options, dict) or "glue" in config.options:
+        return config
+    import torch
+
+    gpu = config.device != "cpu" and torch.cuda.is_available()
+    return replace(config, options={**config.options, "glue": "auto" if gpu else "eager"})
 
 
 class EngineLoop:

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from atomc.options import TorchrunPlace, torchrun_place
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.hub import model_folder
 from atomc.runtime.image_input.media_access import real_folders
@@ -63,6 +64,10 @@ def serve(server: ServerConfig, engine: EngineConfig) -> None:
         )
     folder, name = model_folder_and_name(engine)
     traces = _traces(server)
+    torchrun = torchrun_place()
+    _check_launcher(server, torchrun)
+    if torchrun is not None and torchrun.rank > 0:
+        start_engines(engine, folder, torchrun=torchrun)
     listener = _bind(server)
     _raise_open_file_limit()
     # A SIGTERM before the server listens ends everything at once.
@@ -72,7 +77,7 @@ def serve(server: ServerConfig, engine: EngineConfig) -> None:
     try:
         # Before the imports of `_run`, which take as long as the first imports of the engine
         # process.
-        processes = start_engines(engine, folder, on_ray=server.ray)
+        processes = start_engines(engine, folder, on_ray=server.ray, torchrun=torchrun)
         signal.signal(signal.SIGTERM, _raise_keyboard_interrupt)  # Ray has a handler of its own
         labels = ", ".join(process.label for process in processes)
         log.info("starting %s: server is process %d, engine %s", name, os.getpid(), labels)
@@ -151,6 +156,19 @@ def _check_certificate(server: ServerConfig) -> None:
         raise ValueError(
             f"--ssl-certfile and --ssl-keyfile: {files} is not a certificate with its key: {error}"
         ) from error
+
+
+def _check_launcher(server: ServerConfig, torchrun: TorchrunPlace | None) -> None:
+    """Raises ValueError for flags that do not work together with torchrun."""
+    if torchrun is None:
+        return
+    if server.ray:
+        raise ValueError("--ray starts all ranks: run this command without torchrun")
+    if server.restart_engine:
+        raise ValueError(
+            f"--restart-engine {server.restart_engine} cannot start the ranks of torchrun again: "
+            "use torchrun's --max-restarts"
+        )
 
 
 def _raise_open_file_limit() -> None:

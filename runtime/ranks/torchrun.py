@@ -1,0 +1,202 @@
+"""Ranks that torchrun started, on one host or several, instead of rank 0.
+
+All processes have the same command line. Rank 0 and the others meet in torchrun's store:
+
+    rank 0     offer              id, and the addresses of its sockets
+    rank r     <id>/answer/<r>    its process, and the settings that it was started with
+    rank 0     <id>/go/<key>      of each answer: empty, or why the rank is refused
+
+The store may still have the offer of a group that torchrun restarted: its ranks get no
+`go`, and answer the next offer.
+"""
+
+import json
+import logging
+import os
+import signal
+import socket
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from ipaddress import ip_address
+from typing import NoReturn
+
+import torch
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
+
+from atomc import __version__
+from atomc.options import TorchrunPlace
+from atomc.runtime.config import EngineConfig
+from atomc.runtime.ranks.process_group import TIMEOUT
+from atomc.runtime.ranks.rank_settings import RankSettings, TorchSettings
+
+log = logging.getLogger("atomc")
+POLL_SECONDS = 0.1
+
+
+def check_place(config: EngineConfig, place: TorchrunPlace) -> None:
+    """Raises ValueError if torchrun did not start the ranks of one engine, or without the GPU of
+    this process.
+    """
+    if config.dp > 1:
+        raise ValueError(
+            f"dp is {config.dp}, but torchrun starts the ranks of one engine: leave dp out, or use "
+            "--ray"
+        )
+    if config.num_ranks != place.size:
+        raise ValueError(
+            f"{config.several_ranks}, which makes {config.num_ranks} ranks, but torchrun started "
+            f"{place.size} processes: --nnodes x --nproc-per-node must be {config.num_ranks}"
+        )
+    device = _device(config, place)
+    if device.startswith("cuda") and place.local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"this is process {place.local_rank + 1} of torchrun on its host, which has "
+            f"{torch.cuda.device_count()} GPUs: each rank needs one; lower --nproc-per-node"
+        )
+
+
+def _device(config: EngineConfig, place: TorchrunPlace) -> str:
+    device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.index is not None:
+        raise ValueError(
+            f"device is {device}, but {config.several_ranks}: set device to {device.type}"
+        )
+    return f"cuda:{place.local_rank}" if device.type == "cuda" else device.type
+
+
+@dataclass(frozen=True)
+class TorchrunLauncher:
+    """Lets the other processes of torchrun run as ranks. place: of this one, rank 0."""
+
+    place: TorchrunPlace
+
+    @property
+    def host(self) -> str:
+        """Raises ValueError if other hosts cannot reach this one by the name that they have."""
+        name = self.place.master
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
+        address = str(found).partition("%")[0]
+        if ip_address(address).is_loopback and name not in ("localhost", address):
+            raise ValueError(
+                f"torchrun's master is {name}, which is {address} on its own host: pass an address "
+                "that the other hosts reach as --master-addr (or --local-addr)"
+            )
+        return address
+
+    def device_kind(self, config: EngineConfig) -> str:
+        return torch.device(_device(config, self.place)).type
+
+    def device(self, kind: str, rank: int) -> str:
+        """Another rank chooses by its number on its host."""
+        return f"cuda:{self.place.local_rank}" if kind == "cuda" and rank == 0 else kind
+
+    def start(self, settings: Sequence[RankSettings]) -> "dict[int, TorchrunRank]":
+        """Raises ValueError for a rank with other settings."""
+        store, offer = _store(self.place), uuid.uuid4().hex
+        ranks = {each.rank: _addresses(each) for each in settings}
+        store.set("offer", json.dumps({"id": offer, "ranks": ranks}))
+        found, refused = {}, ""
+        for rank in ranks:
+            answer = json.loads(store.get(f"{offer}/answer/{rank}"))
+            reason = _why_refused(rank, answer["settings"], settings[0].config)
+            store.set(f"{offer}/go/{answer['key']}", reason)
+            refused = refused or reason
+            found[rank] = TorchrunRank(answer["pid"], answer["host"])
+        if refused:
+            raise ValueError(refused)
+        return found
+
+
+@dataclass(frozen=True)
+class TorchrunRank:
+    """Another rank, as rank 0 sees it; a RankHandle. It ends when its connection is closed."""
+
+    pid: int
+    host: str
+
+    def how_it_ended(self) -> None:
+        return None
+
+    def kill(self) -> None:
+        pass
+
+
+def run_rank(config: EngineConfig, place: TorchrunPlace) -> NoReturn:
+    """Execute the commands of rank 0 until it stops. Raises as settings_from_rank_0 does."""
+    from atomc.runtime.ranks.rank import Rank
+
+    settings = settings_from_rank_0(config, place)
+    log.info("process %d is rank %d of %d", os.getpid(), place.rank, place.size)
+    # torchrun may pass signals to the processes of all hosts; rank 0 handles them.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    Rank(settings).run()
+    # Skip the interpreter's cleanup, which a device or a collective can block.
+    os._exit(0)
+
+
+def settings_from_rank_0(config: EngineConfig, place: TorchrunPlace) -> RankSettings:
+    """What this rank is started with; waits for rank 0. Raises ValueError if rank 0 refuses this
+    rank, OSError if it ends.
+    """
+    key, answered = uuid.uuid4().hex, ""
+    answer = {
+        "key": key,
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "settings": _comparable(config),
+    }
+    try:
+        store = _store(place)
+        while True:
+            offer = json.loads(store.get("offer"))
+            if offer["id"] != answered:
+                answered = offer["id"]
+                store.set(f"{answered}/answer/{place.rank}", json.dumps(answer))
+            if store.check([f"{answered}/go/{key}"]):
+                break
+            time.sleep(POLL_SECONDS)
+        reason = store.get(f"{answered}/go/{key}").decode()
+    except DistError as error:
+        raise OSError("rank 0 ended before it started this rank") from error
+    if reason:
+        raise ValueError(reason)
+    own = offer["ranks"][str(place.rank)]
+    threads = own.pop("threads")
+    config = replace(config, device=_device(config, place), threads=threads)
+    return RankSettings(rank=place.rank, config=config, torch=TorchSettings.current(), **own)
+
+
+def _store(place: TorchrunPlace) -> Store:
+    """The store that torchrun's first agent serves."""
+    store = TCPStore(place.master, place.port, place.size, is_master=False, timeout=TIMEOUT)
+    return PrefixStore("atomc", store)
+
+
+def _addresses(settings: RankSettings) -> dict[str, str | int | None]:
+    return {
+        "store_host": settings.store_host,
+        "store_port": settings.store_port,
+        "commands": settings.commands,
+        "reports": settings.reports,
+        "threads": settings.config.threads,
+    }
+
+
+def _comparable(config: EngineConfig) -> dict[str, str]:
+    """What must be equal in all ranks."""
+    names = [each.name for each in fields(config) if each.name not in ("device", "threads")]
+    return {"atomc": __version__} | {name: repr(getattr(config, name)) for name in names}
+
+
+def _why_refused(rank: int, found: Mapping[str, str], config: EngineConfig) -> str:
+    """Empty if the rank was started with the settings of rank 0."""
+    expected = _comparable(config)
+    differ = [
+        f"{name} {found.get(name)} instead of {expected.get(name)}"
+        for name in sorted(found.keys() | expected.keys())
+        if found.get(name) != expected.get(name)
+    ]
+    return f"rank {rank} was started with {', '.join(differ)}" if differ else ""
