@@ -94,8 +94,8 @@ def _attrs(w13: Tensor, ranks: int, **_: object) -> dict[str, str | int]:
 def _example(biased: bool, limited: bool) -> Example:
     return {
         "x": tensor_example(3, 10),
-        "ids": tensor_example(3, 2, dtype=OneOf(torch.int64, torch.int32)),
-        "weights": tensor_example(3, 2, dtype=OneOf(torch.float32, torch.bfloat16)),
+        "ids": tensor_example(3, 7, dtype=OneOf(torch.int64, torch.int32)),
+        "weights": tensor_example(3, 7, dtype=OneOf(torch.float32, torch.bfloat16)),
         "places": tensor_example(2, 8, dtype=torch.int64),
         "w13": tensor_example(4, 12, 10),
         "w2": tensor_example(4, 10, 6),
