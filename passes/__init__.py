@@ -21,6 +21,7 @@ from atomc.passes.fuse.allreduce_norm_quant import (
 )
 from atomc.passes.fuse.bmm_kv_write import BMM_ROPE_KV_WRITE
 from atomc.passes.fuse.conv_delta_rule import conv_gated_delta_rule
+from atomc.passes.fuse.experts_ep import MOE_EXPERTS_EP
 from atomc.passes.fuse.kv_write import QK_NORM_ROPE_KV_WRITE, ROPE_KV_WRITE
 from atomc.passes.fuse.linear_route import LINEAR_TOPK_ROUTE
 from atomc.passes.fuse.linear_split_cat import LINEAR_SPLIT_CAT
@@ -107,6 +108,7 @@ PIPELINE: tuple[Pass, ...] = (
     rewriting(TRANSPOSE_BEFORE_ROPE, after=["mla_attention"], cleanup=True),
     Pass("tidy_transposes", tidy, after=["rope_before_transpose"], cleanup=True),
     rewriting(LINEAR_TOPK_ROUTE, after=["topk_route"], off_by_default=True),
+    rewriting(MOE_EXPERTS_EP, after=["moe_experts"], off_by_default=True),
     # Merge: linear layers with one input become one.
     Pass(
         "shared_expert",

@@ -10,7 +10,7 @@ from typing import Any
 import moe_ranks
 import pytest
 import torch
-from moe_ranks import RANKS, Case
+from moe_ranks import OP, RANKS, Case
 
 from atomc.kernels.moe.reference import experts_reference
 
@@ -33,6 +33,11 @@ CASES = [
     *(Case(name, "grouped", tokens=(0, 8), chunk_rows=3) for name in STANDARD),
     *(Case(name, "triton", tokens=(1, 6)) for name in STANDARD),
     *(Case(name, "triton_batched", tokens=(1, 8)) for name in BATCHED),
+    # As the graph calls them: ranks have equal numbers of tokens.
+    Case(OP, "reference"),
+    Case(OP, "reference", tokens=(0, 0)),
+    Case(OP, "reference", dtype=torch.bfloat16),
+    *(Case(OP, provider, experts_of_ranks="unequal") for provider in ("torch", "triton")),
     *(Case(name, "triton_batched", "fp8", tokens=(4, 3)) for name in BATCHED),
 ]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}

@@ -88,8 +88,11 @@ class Row(NamedTuple):
     settings: Mapping[str, Any] = {}
     tp: int = 2
     pp: int = 1
+    dp: int = 1
 
 
+SHARES_EXPERTS: dict[str, Any] = {"ep": True}
+SENDS_TOKENS = {"passes": {"moe_experts_ep": True}}
 ROWS = {
     "experts by expert": Row("mixtral", {"num_local_experts": 4}, {"ep": True}),
     "dense": Row("llama"),
@@ -126,8 +129,36 @@ ROWS = {
     "three stages, drafts": Row(
         "qwen3", {"num_hidden_layers": 4}, {"speculative": "ngram"}, tp=1, pp=3
     ),
+    "own requests": Row("qwen3_moe", EXPERTS, SHARES_EXPERTS, tp=1, dp=2),
+    "own requests, four ranks": Row("qwen3_moe", EXPERTS, SHARES_EXPERTS, tp=1, dp=4),
+    "own requests, tokens sent to their experts": Row(
+        "qwen3_moe",
+        EXPERTS,
+        SHARES_EXPERTS | {"options": SETTINGS["options"] | SENDS_TOKENS},
+        tp=1,
+        dp=2,
+    ),
+    "own requests, sinks and windows, tokens sent to their experts": Row(
+        "gpt_oss",
+        {"num_local_experts": 4, "sliding_window": 8},
+        SHARES_EXPERTS | {"options": SETTINGS["options"] | SENDS_TOKENS},
+        tp=1,
+        dp=2,
+    ),
+    "own requests, latent attention": Row("deepseek_v3", LATENT, SHARES_EXPERTS, tp=1, dp=2),
+    "own requests, a class of transformers": Row("olmoe", EXPERTS, SHARES_EXPERTS, tp=1, dp=2),
+    "own requests, recurrent state, drafts": Row(
+        "qwen3_next", DELTA_NET, SHARES_EXPERTS | {"speculative": "ngram"}, tp=1, dp=2
+    ),
+    "own requests, fp8": Row(
+        "qwen3_moe", EXPERTS, SHARES_EXPERTS | {"quantization": "fp8_per_token"}, tp=1, dp=2
+    ),
 }
-PER_CHANGE = {"experts by expert", "recurrent state, dense"}
+PER_CHANGE = {
+    "experts by expert",
+    "recurrent state, dense",
+    "own requests, tokens sent to their experts",
+}
 
 
 def text(folder: Any, row: Row, **settings: Any) -> list[tuple[int, ...]]:
@@ -153,4 +184,4 @@ def test_several_ranks_give_the_text_of_one(row: Row, tmp_path: Any) -> None:
     model.save_pretrained(tmp_path)
     expected = text(tmp_path, row, ep=False)
     assert len({tokens for tokens in expected}) == len(PROMPTS)
-    assert text(tmp_path, row, tp=row.tp, pp=row.pp) == expected
+    assert text(tmp_path, row, tp=row.tp, pp=row.pp, dp=row.dp) == expected

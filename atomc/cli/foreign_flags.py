@@ -15,6 +15,7 @@ FOREIGN_FLAGS = {
         "--cpu-offload-gb": "offloading is not supported; --quantization reduces the size of "
         "the weights",
         "--data-parallel-size": "use --dp",
+        "--enable-expert-parallel": "use --ep",
         "--disable-cuda-graph": "use --enforce-eager",
         "--disable-log-requests": "use --no-log-requests",
         "--disable-log-stats": _LEAVE_OUT,

@@ -8,8 +8,10 @@ width of the model. process_group: as in atomc.ops.collective.
 import torch
 from torch import Tensor
 
+from atomc.ops.experts import moe_experts
+from atomc.ops.linear import linear
 from atomc.ops.op import op
-from atomc.ops.op_cost import Formula, OpCall, sent_to_gather
+from atomc.ops.op_cost import Formula, OpCall, Work, experts_of_ranks, sent_to_gather
 from atomc.ops.op_traits import Kind
 
 functional = torch.ops._c10d_functional
@@ -19,7 +21,7 @@ def _dispatch_shape(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    expert_map: Tensor,
+    places: Tensor,
     nowhere: int,
     ranks: int,
     process_group: str,
@@ -27,7 +29,7 @@ def _dispatch_shape(
     rows = ranks * x.shape[0]
     return (
         x.new_empty(rows, x.shape[1]),
-        expert_map.new_empty(rows, ids.shape[1]),
+        places.new_empty(rows, ids.shape[1]),
         weights.new_empty(rows, weights.shape[1]),
     )
 
@@ -42,7 +44,7 @@ def dispatch_tokens(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    expert_map: Tensor,
+    places: Tensor,
     nowhere: int,
     ranks: int,
     process_group: str,
@@ -51,15 +53,16 @@ def dispatch_tokens(
     weights [T, k] -> [N * T, H] and [N * T, k]. Ids become rows of the weights of this process;
     choices of an expert of another one have the weight 0.
 
-    expert_map  [E] int64: id of an expert -> its row here; `nowhere`: another process has it
-    ranks       N
+    places  [2, E] int64: id of an expert -> its row in the weights of this process, `nowhere` if
+            another one has it; and the process that has it
+    ranks   N
     """
     sent = [
         functional.all_gather_into_tensor(each.contiguous(), ranks, process_group)
         for each in (x, ids, weights)
     ]
     tokens, chosen, weighted = (functional.wait_tensor(each) for each in sent)
-    local = expert_map[chosen.long()]
+    local = places[0][chosen.long()]
     return tokens, local, weighted.masked_fill(local == nowhere, 0.0)
 
 
@@ -81,3 +84,81 @@ def combine_tokens(partial: Tensor, ranks: int, process_group: str) -> Tensor:
     summed = functional.reduce_scatter_tensor(partial.contiguous(), "sum", ranks, process_group)
     waited: Tensor = functional.wait_tensor(summed)
     return waited
+
+
+def _experts_shape(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    places: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    *,
+    nowhere: int,
+    ranks: int,
+    process_group: str,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _cost_of_experts(call: OpCall) -> Work:
+    return experts_of_ranks(call, call.arguments["ranks"])
+
+
+def _sent_by_experts(call: OpCall, processes: Formula) -> Formula:
+    back = (processes - 1) * call["x"].bytes
+    return _sent_by_dispatch(call, processes) + back
+
+
+@op(
+    kind=Kind.COLLECTIVE | Kind.EXPERTS,
+    rows="x",
+    cost=_cost_of_experts,
+    shape=_experts_shape,
+    linear=lambda _: linear,
+    sent=_sent_by_experts,
+)
+def moe_experts_ep(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    places: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    *,
+    nowhere: int,
+    ranks: int,
+    process_group: str,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+) -> Tensor:
+    """moe_experts with the experts of all processes, for the tokens of this one: x [T, H] ->
+    [T, H] in x.dtype. Each process rounds its sum for a token to x.dtype before the sums are added.
+
+    ids, weights  [T, k] int32 or int64, ids of all experts, and any float dtype
+    w13, w2, b13, b2  of the experts of this process, as in moe_experts
+    places, nowhere, ranks  as in dispatch_tokens
+    """
+    tokens = dispatch_tokens.reference(x, ids, weights, places, nowhere, ranks, process_group)
+    partial = moe_experts.reference(
+        *tokens,
+        w13,
+        w2,
+        b13,
+        b2,
+        activation=activation,
+        interleaved=interleaved,
+        alpha=alpha,
+        limit=limit,
+    )
+    return combine_tokens.reference(partial, ranks, process_group)

@@ -120,6 +120,13 @@ def experts(call: OpCall) -> Work:
     """Of weights [E, ...] only the experts that are hit are read. `w13` and `w2` are multiplied by
     the rows of `ids` [T, k]; a width without its codes is that of the activations.
     """
+    return experts_of_ranks(call, 1)
+
+
+def experts_of_ranks(call: OpCall, ranks: Formula) -> Work:
+    """As `experts`, for weights of one of so many ranks, which each have T tokens that choose among
+    the experts of all.
+    """
     ids, w13, w2 = call["ids"], call["w13"], call["w2"]
     tokens, chosen = ids.shape
     count, hidden = w2.shape[0], w2.shape[1]
@@ -133,7 +140,7 @@ def experts(call: OpCall) -> Work:
         for name, x in call.arguments.items()
         if isinstance(x, Operand) and not name.startswith(("w13", "w2", "b13", "b2"))
     ]
-    hit = distinct_experts(count, chosen, tokens)
+    hit = distinct_experts(ranks * count, chosen, ranks * tokens) / ranks
     moved = bytes_of([*rows, *call.results]) + hit * bytes_of(weights) / count
     inner = w13.shape[1] / 2
     return moved, 2 * tokens * chosen * 3 * hidden * inner

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from atomc import ops
 
-# Buffers of modules: which columns of its input this rank reads; the row of each expert.
-COLUMNS, EXPERT_MAP = "columns_of_rank", "expert_map"
+# Buffers of modules: which columns of its input this rank reads; the row of each expert, and its
+# row and its rank.
+COLUMNS, EXPERT_MAP, EXPERT_PLACES = "columns_of_rank", "expert_map", "expert_places"
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ class TokensOfRanks:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, ids, weights, *others = args
-        rows = module.get_buffer(EXPERT_MAP)
-        sent = ops.dispatch_tokens(x, ids, weights, rows, self.nowhere, self.size, self.group)
+        places = module.get_buffer(EXPERT_PLACES)
+        sent = ops.dispatch_tokens(x, ids, weights, places, self.nowhere, self.size, self.group)
         return *sent, *others
 
 

@@ -17,6 +17,7 @@ from atomc.parallel import delta_nets, heads, latent_attention, layers, sizes
 from atomc.parallel.collectives import (
     COLUMNS,
     EXPERT_MAP,
+    EXPERT_PLACES,
     ColumnsOfRank,
     ExpertsOfRank,
     ResultsOfRanks,
@@ -287,11 +288,13 @@ class Sharding:
         rows = torch.full((held * self.place.size,), nowhere, dtype=torch.int64)
         first = self.place.rank * held
         rows[first : first + held] = torch.arange(held)
-        module.register_buffer(EXPERT_MAP, rows.to(_device(module)), persistent=False)
+        size, group = self.place.size, self.place.group
         if not self.dispatch:
+            module.register_buffer(EXPERT_MAP, rows.to(_device(module)), persistent=False)
             module.register_forward_pre_hook(ExpertsOfRank(nowhere))
             return
-        size, group = self.place.size, self.place.group
+        places = torch.stack((rows, torch.arange(size).repeat_interleave(held)))
+        module.register_buffer(EXPERT_PLACES, places.to(_device(module)), persistent=False)
         module.register_forward_pre_hook(TokensOfRanks(nowhere, size, group))
         module.register_forward_hook(ResultsOfRanks(size, group))
 

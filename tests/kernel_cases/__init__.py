@@ -12,9 +12,12 @@ from kernel_cases.conv_delta_rule import CONV_GATED_DELTA_RULE_UPDATE, DELTA_GAT
 from kernel_cases.delta_rule import GATED_DELTA_RULE, GATED_DELTA_RULE_UPDATE
 from kernel_cases.draw import FNUZ, Cases
 from kernel_cases.experts import (
+    COMBINE_TOKENS,
     COUNT_EXPERTS,
+    DISPATCH_TOKENS,
     LINEAR_TOPK_ROUTE,
     MOE_EXPERTS,
+    MOE_EXPERTS_EP,
     MOE_EXPERTS_FP8,
     MOE_EXPERTS_INT8,
     MOE_EXPERTS_MXFP4,
@@ -117,6 +120,9 @@ CASES: dict[str, Cases] = {
     "topk_route": TOPK_ROUTE,
     "linear_topk_route": LINEAR_TOPK_ROUTE,
     "moe_experts": MOE_EXPERTS,
+    "dispatch_tokens": DISPATCH_TOKENS,
+    "combine_tokens": COMBINE_TOKENS,
+    "moe_experts_ep": MOE_EXPERTS_EP,
     "moe_experts_fp8": MOE_EXPERTS_FP8,
     "moe_experts_int8": MOE_EXPERTS_INT8,
     "moe_experts_w4a16": MOE_EXPERTS_W4A16,

@@ -38,12 +38,19 @@ class AllToAll(PrepareFinalize):
     topk_indices_dtype = torch.int32  # all ranks send the same
 
     def __init__(
-        self, expert_map: Tensor, *, group: distributed.ProcessGroup | None = None
+        self,
+        expert_map: Tensor,
+        *,
+        group: distributed.ProcessGroup | None = None,
+        owner: Tensor | None = None,
     ) -> None:
+        """owner: [E] int64, the rank of each expert; None: the ranks exchange their maps."""
         super().__init__(expert_map)
         self.ranks = Ranks(self.name, group)
         self.num_dispatchers = self.ranks.size
-        self.owner = placement(self.name, expert_map, self.ranks).owner
+        if owner is None:
+            owner = placement(self.name, expert_map, self.ranks).owner
+        self.owner = owner
 
     def prepare_no_receive(
         self,
