@@ -17,7 +17,7 @@ from atomc.json_types import JSONLike
 from atomc.models.stock_delta_net import DELTA_NETS
 from atomc.models.stock_delta_net import LAYER_TYPE as LINEAR
 from atomc.models.stock_experts import experts_of, read_settings, register_experts
-from atomc.models.stock_implementations import Implementations
+from atomc.models.stock_implementations import Implementations, keep_all_rows
 from atomc.models.stock_indexer import enter_indexers, is_indexer
 from atomc.models.stock_mamba import MIXERS, is_mixer
 from atomc.models.stock_model import PREFIX, StockModel
@@ -256,6 +256,7 @@ def wrap_stock(hf_model: "PreTrainedModel") -> "StockModel":
             f"{name} does not support a custom attention (AttentionInterface of transformers)"
         )
     _set_experts(hf_model)
+    keep_all_rows(hf_model)
     for module in layers:
         heads, width = _num_kv_heads(module), _head_dim(module)
         if heads < 1 or width < 1:

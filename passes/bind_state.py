@@ -9,6 +9,10 @@ An op declares its state and its form for the runtime (atomc.ops.op_traits.State
 tensors of the state and the fields of a step become graph inputs. State is stored in fp8 if the
 options or the handle's dtype request it; its scales are inputs as well. The token is a data
 dependency: write and read cannot be reordered, and dead-code elimination cannot remove the write.
+
+Layers that attend to the keys and values of an earlier layer (Gemma 3n) read its state:
+
+    q', k, v, handle' > attention    =>    paged_attention(q', k_cache, v_cache, ..., token)
 """
 
 import math
@@ -31,7 +35,7 @@ from atomc.graph.provenance import module_path, source_line
 from atomc.ops.formats import FP8
 from atomc.ops.inputs import GraphInput, StateInput, StepInput
 from atomc.ops.op import Op, op_of
-from atomc.ops.op_traits import StateBinding
+from atomc.ops.op_traits import Kind, StateBinding
 from atomc.ops.state import GroupStep, StateSpec
 from atomc.platform import Platform
 from atomc.rewriting.graph_pass import Context, Outcome
@@ -40,7 +44,8 @@ from atomc.torch_compat.tracing import fake_mode_of, new_unbacked_size
 
 
 def bind_state(gm: GraphModule, context: Context) -> Outcome:
-    """Replace every op that has a state handle. Returns one StateSpec per layer, in graph order.
+    """Replace every op that has a state handle. Returns one StateSpec per layer that writes state,
+    in graph order.
 
     Raises ValueError for an op that the runtime does not support.
     """
@@ -48,10 +53,13 @@ def bind_state(gm: GraphModule, context: Context) -> Outcome:
     if not sites:
         return Outcome()
     inputs = RuntimeInputs(gm.graph)
-    return Outcome(
-        fired=[_bound(site, number, inputs) for number, site in enumerate(sites)],
-        state=[site.spec for site in sites],
-    )
+    writers = _writers(sites)
+    layers = sorted(set(writers))
+    fired: list[Fired] = []
+    for site, writer in zip(sites, writers, strict=True):
+        token = _token(fired[writer].made) if writer < len(fired) else None
+        fired.append(_bound(site, layers.index(writer), inputs, token))
+    return Outcome(fired=fired, state=[sites[writer].spec for writer in layers])
 
 
 class _Site(NamedTuple):
@@ -100,6 +108,27 @@ def _site(node: Node, op: Op, context: Context) -> _Site:
     return _Site(node, op, op.state, values, spec)
 
 
+def _writers(sites: Sequence[_Site]) -> list[int]:
+    """The index of the site that writes the state of each: its own, or that of an earlier call that
+    keeps the same rows.
+    """
+    kept = [_kept(site) for site in sites]
+    return [kept.index(rows) for rows in kept]
+
+
+def _kept(site: _Site) -> object:
+    """What the state of a call keeps, and how; equal only to itself if others cannot read it."""
+    if site.binding.reads is None:
+        return object()
+    given = site.given()
+    return site.op.name, [given[name] for name in site.binding.kept], replace(site.spec, name="")
+
+
+def _token(made: Sequence[Node]) -> Node:
+    """The node that writes the state, of those that replaced a call."""
+    return next(node for node in made if (op := op_of(node.target)) and Kind.STATE_WRITE in op.kind)
+
+
 def _given(op: Op, node: Node) -> dict[str, Argument]:
     return dict(op.signature.bind(*node.args, **node.kwargs).arguments)
 
@@ -112,8 +141,10 @@ def _mapped(function: Callable[[Node], Any], given: Mapping[str, Argument]) -> d
     }
 
 
-def _bound(site: _Site, number: int, inputs: "RuntimeInputs") -> Fired:
-    """Replace one call by its form for the runtime."""
+def _bound(site: _Site, number: int, inputs: "RuntimeInputs", token: Node | None) -> Fired:
+    """Replace one call by its form for the runtime. token: of the earlier call that writes its
+    state.
+    """
     node, graph, spec = site.node, inputs.graph, site.spec
     # Proxies take the place of tensors in the form of the op.
     proxy: Callable[[Node], Any] = partial(Proxy, tracer=GraphAppendingTracer(graph))
@@ -121,7 +152,12 @@ def _bound(site: _Site, number: int, inputs: "RuntimeInputs") -> Fired:
     step: Any = _Fields(inputs, site.binding.tokens(site.values), spec.group, proxy)
     before = node.prev
     with graph.inserting_before(node):
-        result: Any = site.binding.form(_mapped(proxy, site.given()), state, step)
+        given: Any = _mapped(proxy, site.given())
+        result: Any
+        if token is None or site.binding.reads is None:
+            result = site.binding.form(given, state, step)
+        else:
+            result = site.binding.reads(given, state, step, proxy(token))
     made = [each for each in nodes_between(before, node) if each.op != "placeholder"]
     _describe(made, result.node, node)
     node.replace_all_uses_with(result.node)

@@ -121,7 +121,7 @@ def compressed(path: Path, preset: str) -> Tensors:
         apply_quantization_config,
         preset_name_to_scheme,
     )
-    from compressed_tensors.quantization.utils import calculate_qparams
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG)).to(torch.bfloat16)
@@ -141,9 +141,14 @@ def compressed(path: Path, preset: str) -> Tensors:
             "tensor": lambda w: w.reshape(1, -1),
             "channel": lambda w: w,
             "group": lambda w, size=args.group_size: w.reshape(len(w), -1, size),
+            "tensor_group": lambda w: w.reshape(len(w), -1, 16),
             "block": lambda w: w.reshape(len(w) // 128, 128, -1, 128).transpose(1, 2).flatten(2),
         }[args.strategy](weight)
-        scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
+        whole = None
+        if hasattr(layer, "weight_global_scale"):
+            whole = generate_gparam(weight.min(), weight.max())
+            layer.weight_global_scale.data = whole
+        scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), args, whole)
         layer.weight_scale.data = scale.reshape(layer.weight_scale.shape).to(
             layer.weight_scale.dtype
         )
@@ -153,6 +158,8 @@ def compressed(path: Path, preset: str) -> Tensors:
             )
         if hasattr(layer, "input_scale"):
             layer.input_scale.data.fill_(0.01)
+        if hasattr(layer, "input_global_scale"):
+            layer.input_global_scale.data.fill_(100.0)
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
     written = json.loads(compressor.quantization_config.model_dump_json(exclude_none=True))

@@ -85,22 +85,35 @@ def _kv_spec(name: str, arguments: Arguments, codes: torch.dtype | None) -> Stat
 
 
 def _paged(arguments: Arguments, state: Mapping[str, Tensor], step: StepFields) -> Tensor:
-    caches, scales = (
-        (state["k_cache"], state["v_cache"]),
-        [state[role] for role in ("k_scale", "v_scale") if role in state],
+    token = kv_write(
+        arguments["k"],
+        arguments["v"],
+        state["k_cache"],
+        state["v_cache"],
+        step.slots,
+        *_scales(state),
     )
-    slots, block_tables = step.slots, step.block_tables
-    token = kv_write(arguments["k"], arguments["v"], *caches, slots, *scales)
+    return _read(arguments, state, step, token)
+
+
+def _scales(state: Mapping[str, Tensor]) -> list[Tensor]:
+    return [state[role] for role in ("k_scale", "v_scale") if role in state]
+
+
+def _read(
+    arguments: Arguments, state: Mapping[str, Tensor], step: StepFields, token: Tensor
+) -> Tensor:
     how = {name: arguments[name] for name in ("scale", "window", "softcap") if name in arguments}
     return paged_attention(
         arguments["q"],
-        *caches,
+        state["k_cache"],
+        state["v_cache"],
         step.query_start,
         step.seq_lens,
-        block_tables,
+        step.block_tables,
         token,
         arguments.get("sinks"),
-        *scales,
+        *_scales(state),
         **how,
     )
 
@@ -110,7 +123,14 @@ def _paged(arguments: Arguments, state: Mapping[str, Tensor], step: StepFields) 
     rows=None,
     cost=_attention_cost,
     shape=_attention_shape,
-    state=StateBinding(handle="kv", tokens=_tokens, spec=_kv_spec, form=_paged),
+    state=StateBinding(
+        handle="kv",
+        tokens=_tokens,
+        spec=_kv_spec,
+        form=_paged,
+        kept=("k", "v"),
+        reads=_read,
+    ),
 )
 def attention(
     q: Tensor,

@@ -80,9 +80,15 @@ class StateBinding:
              ops of atomc.ops and torch.ops.aten that read and write these tensors. An op that reads
              what another op has written takes a result of the writer as an operand, which keeps
              their order
+    kept     the parameters whose rows the state keeps, for an op with `reads`
+    reads    (arguments, tensors of the state by role, step, the result of the op that writes) -> as
+             form, of a call whose rows an earlier call writes: it has the same values in `kept`, and
+             an equal spec
     """
 
     handle: str
     tokens: Callable[[Arguments], int | torch.SymInt]
     spec: Callable[[str, Arguments, torch.dtype | None], StateSpec]
     form: Callable[[Arguments, Mapping[str, Tensor], StepFields], Tensor]
+    kept: tuple[str, ...] = ()
+    reads: Callable[[Arguments, Mapping[str, Tensor], StepFields, Tensor], Tensor] | None = None
