@@ -166,9 +166,7 @@ MIXED: dict[str, tuple[dict[str, object], Callable[[int], int]]] = {
 @pytest.mark.parametrize(
     ("name", "layers", "dynamic"),
     [
-        per_change(
-            name, layers, dynamic, now=(layers, dynamic) == (2, name in ("qwen3_moe", "gpt_oss"))
-        )
+        per_change(name, layers, dynamic, now=(layers, dynamic) == (2, name == "gpt_oss"))
         for name in MIXED
         for layers in (1, 2, 4)
         for dynamic in (False, True)
