@@ -2,7 +2,6 @@
 no GPU.
 """
 
-import gc
 import importlib.util
 import logging
 import os
@@ -16,6 +15,7 @@ os.environ.setdefault("ATOMC_STRICT", "1")
 os.environ.setdefault("ATOMC_CACHE", "0")  # every test compiles; those of the cache say so
 
 import pytest
+import shared_objects
 import torch
 from serving import KEY, serving
 
@@ -68,16 +68,11 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What all tests share, more than a million objects, is nothing that gc looks at: each full
-    collection took a second, and there are some in every compilation.
-    """
-    gc.collect()
-    gc.freeze()
+    shared_objects.hide()
 
 
 def pytest_runtest_teardown():
-    if gc.get_freeze_count() == 0:  # the test looked at all objects
-        pytest_collection_finish()
+    shared_objects.hide()
 
 
 def seed():

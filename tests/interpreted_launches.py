@@ -1,18 +1,23 @@
-"""Triton's interpreter does once a launch what it does at each call of a function in a kernel.
+"""Triton's interpreter does once a launch what it does at each call of a function in a kernel, and
+once what it does for each value.
 
 By itself it walks over the members of triton.language at each such call, to replace those that are
-replaced already: a third of its time, and half of it in kernels of many small functions.
+replaced already: a third of its time, and half of it in kernels of many small functions. Of the
+rest, a third goes into the types and the shapes of values, of which a kernel has few.
 """
 
 from typing import Any
 
+import triton.language as tl
+from triton.language import core
 from triton.runtime import interpreter
 
 
 def patch_once_a_launch() -> None:
     """From now on a launch in this process patches triton.language once for each function that it
-    calls, and looks numpy's dtypes up.
+    calls, looks numpy's dtypes up, and shares what equal types and shapes consist of.
     """
+    share_types()
     patch, execute = interpreter._patch_lang, interpreter.GridExecutor.__call__
     numpy_dtype = interpreter._get_np_dtype
     patched: set[Any] = set()
@@ -37,3 +42,35 @@ def patch_once_a_launch() -> None:
     interpreter._patch_lang = patch_lang
     interpreter.GridExecutor.__call__ = launch
     interpreter._get_np_dtype = get_np_dtype
+
+
+def share_types() -> None:
+    """From now on equal types of blocks in this process have one shape, and so have their values."""
+    make_block, known = tl.block_type.__init__, {}
+    scalar = core.tuple(()), tl.constexpr(1)
+
+    def block_type(self, element_ty, shape):
+        sizes = [core._unwrap_if_constexpr(size) for size in core._unwrap_if_constexpr(shape)]
+        pointed = getattr(element_ty, "element_ty", None)
+        if type(self) is not tl.block_type or type(pointed or element_ty) is not tl.dtype:
+            return make_block(self, element_ty, shape)
+        space = element_ty.address_space if pointed else None
+        key = element_ty.name, space, *sizes
+        if key not in known:
+            make_block(self, element_ty, shape)
+            known[key] = vars(self) | {"of_values": shape_of_values(self)}
+        vars(self).update(known[key])
+
+    def tensor(self, handle, type):
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        if not type.is_block():
+            self.shape, self.numel = scalar
+        else:
+            self.shape, self.numel = vars(type).get("of_values") or shape_of_values(type)
+
+    tl.block_type.__init__, tl.tensor.__init__ = block_type, tensor
+
+
+def shape_of_values(block: Any) -> tuple[Any, Any]:
+    """The shape and the number of elements of a value of this type."""
+    return core.tuple([tl.constexpr(size) for size in block.shape]), tl.constexpr(block.numel)

@@ -93,8 +93,9 @@ def bound() -> Iterator[None]:
     ("layers", "scheme", "counted", "dynamic"),
     [
         (1, "fp8", "fp8", False),
-        (2, "fp8_per_token", "fp8", True),
-        (1, "fp8_block", "fp8_block", False),
+        (2, "fp8_per_token", "fp8", False),
+        pytest.param(2, "fp8_per_token", "fp8", True, marks=pytest.mark.slow),
+        pytest.param(1, "fp8_block", "fp8_block", False, marks=pytest.mark.slow),
         (1, "fp8_block", "fp8_block", True),
         (1, "mxfp4", "mxfp4", False),
     ],

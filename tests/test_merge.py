@@ -56,8 +56,15 @@ def test_qkv_and_gate_up_become_one_linear_each(bias: bool) -> None:
     close(model(X), expected)
 
 
-@pytest.mark.parametrize("kind", ["Qwen3", "Llama"])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "bias"),
+    [
+        ("Qwen3", False),
+        ("Llama", True),
+        pytest.param("Qwen3", True, marks=pytest.mark.slow),
+        pytest.param("Llama", False, marks=pytest.mark.slow),
+    ],
+)
 def test_stock_models_merge_in_every_layer_and_nothing_else_changes(kind: str, bias: bool) -> None:
     model = stock(kind, attention_bias=bias, **({"mlp_bias": bias} if kind == "Llama" else {}))
     ids = torch.randint(0, 128, (2, 9))

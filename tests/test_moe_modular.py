@@ -540,7 +540,9 @@ def test_triton_on_a_cpu_without_its_interpreter_is_refused(
         Call("none", torch.float32).run(BatchedReference(), TritonBatched())
 
 
-@pytest.mark.parametrize(("target", "kernels"), [("sm90", 13), ("gfx942", 9)])
+@pytest.mark.parametrize(
+    ("target", "kernels"), [("sm90", 13), pytest.param("gfx942", 9, marks=pytest.mark.slow)]
+)
 def test_the_batched_kernel_compiles_for_gpus_that_are_not_here(
     target: str, kernels: int, tmp_path: Path
 ) -> None:

@@ -350,7 +350,10 @@ def test_the_distribution_is_kept(tmp_path, draws):
     assert statistic < degrees * (1 - 2 / (9 * degrees) + 3.09 * (2 / (9 * degrees)) ** 0.5) ** 3
 
 
-@pytest.mark.parametrize("average", [1.0, 1.25, 2.4, 3.0, 4.0])
+@pytest.mark.parametrize(
+    "average",
+    [1.0, 2.4, *(pytest.param(each, marks=pytest.mark.slow) for each in (1.25, 3.0, 4.0))],
+)
 def test_forced_acceptance_has_exactly_its_average(checkpoint, average):
     one = engine(checkpoint, speculative="mtp", speculative_tokens=3, speculative_accept=average)
     requests = [
