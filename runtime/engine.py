@@ -297,8 +297,8 @@ class Engine:
         ValueError for a grammar that cannot be compiled (ImportError without llguidance), and
         RequestFailed for any other error of this request."""
         self.refuse(request)
-        # Raises RunError if a parameter of a user's module has other storage now. A step may still be
-        # in flight, of requests that have ended.
+        # Raises RunError if a parameter of a user's module has other storage now. A step may be in
+        # flight, all of whose requests have ended.
         if not self.scheduler.requests and self.executor.check():
             self.reset_prefix_cache()  # it is of the weights before
         try:
