@@ -99,7 +99,7 @@ def test_a_long_prompt_is_cut_at_its_start(http, path):
 def test_the_score_of_an_impossible_prompt_token_is_a_number():
     scores = [None, TokenLogprobs(3, -math.inf, 9, ((4, 0.0),))]
     model = SimpleNamespace(token_text_and_bytes=lambda token: (str(token), []))
-    assert json.loads(prompt_logprobs(model, scores)[1])["3"]["logprob"] == -9999.0
+    assert json.loads(bytes(prompt_logprobs(model, scores)[1]))["3"]["logprob"] == -9999.0
 
 
 def test_prompt_logprobs_of_a_chat_are_those_of_its_tokens(http):

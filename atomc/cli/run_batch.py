@@ -112,9 +112,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _check_files(source: Path, target: Path) -> None:
     """Raises OSError or ValueError for files that cannot be read or written, before the start."""
     if source.exists() and not source.is_file():
-        raise ValueError(
-            f"-i {source} is no regular file, and it is read twice: copy a pipe to one"
-        )
+        raise ValueError(f"-i {source} is no regular file, and is read twice: copy a pipe to one")
     with source.open("rb"):
         pass
     if target.exists() and os.path.samefile(source, target):
