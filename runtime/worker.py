@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from atomc.runtime import self_check
 from atomc.runtime.capacity import GRAPH_SHARE, Capacity, capacity, free_memory
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.draft import compile_draft, draft_model_of
+from atomc.runtime.evaluation_mode import evaluation_mode
 from atomc.runtime.executor import Limits, Result, StepCounts
 from atomc.runtime.graphs import step_shapes
 from atomc.runtime.headless_model import headless_model
@@ -42,7 +44,7 @@ from atomc.runtime.sampling.sample_spec import SampleSpec
 from atomc.runtime.sampling.sampling_params import SamplingParams
 from atomc.runtime.slots import Slots
 from atomc.runtime.state_rows import StateRows
-from atomc.runtime.step import ScheduledStep
+from atomc.runtime.step import Grid, ScheduledStep
 from atomc.runtime.step_kernels import StepKernels
 from atomc.runtime.stock_head import separable_head
 from atomc.runtime.threads import Threads, choose, use
@@ -106,13 +108,14 @@ class Worker:
 
     @contextmanager
     def _calling_ops(self) -> Iterator[None]:
-        """A module of transformers that was given calls ops in this context, where it is traced;
-        elsewhere it computes as its class does, for its owner.
+        """A module that was given is in evaluation mode in this context, where it is traced, and
+        one of transformers calls ops; elsewhere it computes as its class does, for its owner.
         """
         if self._borrowed is not None:
             self._borrowed.ours.set_in(self._borrowed.hf_model)
         try:
-            yield
+            with evaluation_mode(self.module):
+                yield
         finally:
             if self._borrowed is not None:
                 self._borrowed.own.set_in(self._borrowed.hf_model)
@@ -198,7 +201,13 @@ class Worker:
         if hasattr(self.module, "encode_patches"):
             options = replace(Options.of(self.config.options), expect={})
             return compile_encoder(self.module, options, owned=self._owns_weights)
-        encode: Encode = self.module.encode_images  # type: ignore[assignment]
+        images: Any = self.module
+
+        def encode(pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
+            with evaluation_mode(images):
+                found: Tensor = images.encode_images(pixels, grids)
+            return found
+
         return encode
 
     @property
@@ -392,7 +401,7 @@ class Worker:
 
     def warm_up(self) -> None:
         """Run the self check of a transformers class, and capture CUDA graphs."""
-        with gc_disabled():
+        with gc_disabled(), evaluation_mode(self.module):
             if self._checks_itself and isinstance(self.module, StockModel):
                 self_check.self_check(
                     self.module,

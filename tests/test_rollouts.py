@@ -89,6 +89,22 @@ def test_an_update_also_reaches_pooled_hidden_states():
     assert after == pytest.approx(expected, abs=1e-4) != pytest.approx(before, abs=0.01)
 
 
+def test_a_module_in_training_mode_generates_without_dropout():
+    config = transformers.PhiConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        resid_pdrop=0.5,
+    )
+    model = transformers.PhiForCausalLM(config).train()
+    (found,) = rollouts(model).generate([PROMPT], GREEDY)
+    assert all(module.training for module in model.modules())
+    assert list(found.token_ids) == own_tokens(model.eval())
+
+
 def test_a_module_of_inference_tensors_generates():
     with torch.inference_mode():
         model = built()
