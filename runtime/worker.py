@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from atomc.encoder import compile_encoder
+from atomc.errors import RunError
 from atomc.models.decoder import CausalLM
 from atomc.models.stock import StockModel
 from atomc.ops.inputs import TEXT, ModelInputs
@@ -102,6 +103,7 @@ class Worker:
                     self.program.report.notes.append(str(self.threads))
             with phases.phase("allocate"), gc_disabled():
                 self._allocate(self.loaded)
+            self._parameters = [] if self._owns_weights else list(self.module.parameters())
             self._writes = self._num_writes()
         finally:
             self._kernels.end()
@@ -497,10 +499,21 @@ class Worker:
 
     def check(self) -> bool:
         if not self._owns_weights:
+            self._check_parameters()
             for program in self._all_programs:
                 program.check()
         before, self._writes = self._writes, self._num_writes()
         return before != self._writes
+
+    def _check_parameters(self) -> None:
+        """Raises RunError if the module has others than when it was compiled."""
+        known = set(map(id, self._parameters))
+        for name, parameter in self.module.named_parameters():
+            if id(parameter) not in known:
+                raise RunError(
+                    f"{name} is another parameter than the one that was compiled "
+                    "(load_state_dict(assign=True), an adapter): compile again"
+                )
 
     def _num_writes(self) -> list[int]:
         """How often each parameter and buffer of a given module was written; of all, because no

@@ -143,6 +143,9 @@ def test_parameters_with_other_storage_are_one_error():
     model.lm_head.weight.data = model.lm_head.weight.data.clone()
     with pytest.raises(RunError, match="given new storage after compiling"):
         llm.generate([PROMPT], GREEDY)
+    model.load_state_dict(built().state_dict(), assign=True)
+    with pytest.raises(RunError, match="another parameter than the one that was compiled"):
+        llm.generate([PROMPT], GREEDY)
 
 
 def test_scores_have_the_bits_of_the_log_probabilities_of_sampling():
