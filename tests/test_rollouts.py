@@ -170,7 +170,15 @@ def test_scores_are_those_of_the_module():
     assert score.dtype == torch.float32
 
 
-@pytest.mark.parametrize("ids", [[7], []])
-def test_to_score_needs_two_tokens(ids):
-    with pytest.raises(ValueError, match="at least 2 tokens"):
-        rollouts(built()).score([PROMPT, ids])
+def test_to_score_needs_lists_of_two_tokens():
+    llm = rollouts(built())
+    for ids, why in (
+        ([PROMPT, [7]], "at least 2 tokens"),
+        ([PROMPT, []], "at least 2 tokens"),
+        (PROMPT, "token_ids is one list of token ids"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            llm.score(ids)
+    rows = torch.tensor([PROMPT, PROMPT[::-1]])
+    for found, expected in zip(llm.score(rows), llm.score(rows.tolist()), strict=True):
+        assert torch.equal(found, expected)
