@@ -84,7 +84,7 @@ class Chunks:
         request.admission_sent = chunk.admission is None
         request.computed = chunk.start
         request.last_snapshot = min(request.last_snapshot, chunk.start)
-        request.scored = min(request.scored, chunk.start)
+        request.scored -= len(chunk.scored)
         self.pool.resend_blocks(request.id)
 
     def finish(

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -143,10 +144,7 @@ class LLM:
         """
         if isinstance(prompts, str | dict):
             prompts = [prompts]
-        if any(isinstance(prompt, int) for prompt in prompts):
-            raise ValueError(
-                "prompts is one list of token ids, expected a list of such lists: pass [ids]"
-            )
+        _check_is_list_of_lists("prompts", prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(prompts)
         if len(sampling_params) != len(prompts):
@@ -182,6 +180,7 @@ class LLM:
         are; with options={"batch_invariant": True} they have the same bits as those. Raises
         ValueError as `generate` does, and RequestFailed if a sequence fails.
         """
+        _check_is_list_of_lists("token_ids", token_ids)
         for tokens in token_ids:
             if len(tokens) < 2:
                 raise ValueError(f"to score needs at least 2 tokens, got {list(tokens)}")
@@ -343,7 +342,7 @@ class LLM:
 
     def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
         if not isinstance(prompt, str):
-            return list(prompt)
+            return list(map(index, prompt))  # of numpy and torch, too
         if self.tokenizer is None:
             raise ValueError(
                 f"no tokenizer for the prompt {prompt[:40]!r}: pass token ids, or use a "
@@ -392,4 +391,11 @@ class CompletionBuilder:
             stop_reason=self._stop_reason,
             num_cached=first.num_cached,
             error=self.error,
+        )
+
+
+def _check_is_list_of_lists(name: str, given: Sequence[object]) -> None:
+    if any(isinstance(each, int) for each in given):
+        raise ValueError(
+            f"{name} is one list of token ids, expected a list of such lists: pass [ids]"
         )

@@ -4,8 +4,9 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from atomc.encoder import compile_encoder
 from atomc.models.decoder import CausalLM
@@ -21,6 +22,7 @@ from atomc.report.report import Report
 from atomc.runtime import self_check
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.draft import DraftProgram, compile_draft, draft_model_of
+from atomc.runtime.evaluation_mode import evaluation_mode
 from atomc.runtime.headless_model import headless_model
 from atomc.runtime.hidden_states import WithHiddenStates
 from atomc.runtime.image_encoder import Encode
@@ -28,6 +30,7 @@ from atomc.runtime.image_model import ImageModel
 from atomc.runtime.lora_program import LoraProgram
 from atomc.runtime.pipeline import Pipeline
 from atomc.runtime.runner import Runner
+from atomc.runtime.step import Grid
 from atomc.runtime.stock_head import separable_head
 
 log = logging.getLogger("atomc")
@@ -93,13 +96,14 @@ class Programs:
 
     @contextmanager
     def _calling_ops(self) -> Iterator[None]:
-        """A borrowed module calls ops in this context; elsewhere it computes as its class does, for
-        its owner.
+        """A module that was given is in evaluation mode in this context, where it is traced, and a
+        borrowed one calls ops; elsewhere it computes as its class does, for its owner.
         """
         if self._borrowed is not None:
             self._borrowed.ours.set_in(self._borrowed.hf_model)
         try:
-            yield
+            with evaluation_mode(self.module):
+                yield
         finally:
             if self._borrowed is not None:
                 self._borrowed.own.set_in(self._borrowed.hf_model)
@@ -169,7 +173,13 @@ class Programs:
             encoder_options = replace(self._options, expect={})
             self.encode = compile_encoder(self.module, encoder_options, owned=self.owned)
         else:  # it has no form that can be compiled
-            self.encode = self.module.encode_images  # type: ignore[assignment]
+            self.encode = self._encode_uncompiled
+
+    def _encode_uncompiled(self, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
+        module: Any = self.module
+        with evaluation_mode(module):
+            found: Tensor = module.encode_images(pixels, grids)
+        return found
 
     def _compile_lora(self, shape: LoraShape, module: nn.Module, options: Options) -> LoraProgram:
         """A program of its own: steps without adapters cost nothing more."""

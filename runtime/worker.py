@@ -7,6 +7,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
+from atomc.errors import RunError
 from atomc.models.stock import StockModel
 from atomc.ops.inputs import LoraShape
 from atomc.ops.state import StateSpec, block_size_of, groups_of
@@ -15,6 +16,7 @@ from atomc.program import Program
 from atomc.runtime.batch import StepShape
 from atomc.runtime.capacity import GRAPH_SHARE, Capacity, capacity, free_memory
 from atomc.runtime.config import EngineConfig
+from atomc.runtime.evaluation_mode import evaluation_mode
 from atomc.runtime.executor import Limits, Result, StepCounts
 from atomc.runtime.graphs import step_shapes
 from atomc.runtime.image_encoder import ImageEncoder
@@ -84,6 +86,7 @@ class Worker:
                     self.program.report.notes.append(str(self.threads))
             with phases.phase("allocate"), gc_disabled():
                 self._allocate(self.loaded)
+            self._parameters = [] if self._owns_weights else list(self.module.parameters())
             self._writes = self._num_writes()
         finally:
             self._kernels.end()
@@ -288,7 +291,7 @@ class Worker:
         """Run the self check of a transformers class and a step with adapters, and capture CUDA
         graphs.
         """
-        with gc_disabled():
+        with gc_disabled(), evaluation_mode(self.module):
             if self.programs.lora is not None:
                 self.runner.empty_step(StepShape(1, 1, 1, 1))
             self.programs.self_check(self.runner)
@@ -366,10 +369,21 @@ class Worker:
 
     def check(self) -> bool:
         if not self._owns_weights:
+            self._check_parameters()
             for program in self.programs.all:
                 program.check()
         before, self._writes = self._writes, self._num_writes()
         return before != self._writes
+
+    def _check_parameters(self) -> None:
+        """Raises RunError if the module has others than when it was compiled."""
+        known = set(map(id, self._parameters))
+        for name, parameter in self.module.named_parameters():
+            if id(parameter) not in known:
+                raise RunError(
+                    f"{name} is another parameter than the one that was compiled "
+                    "(load_state_dict(assign=True), an adapter): compile again"
+                )
 
     def _num_writes(self) -> list[int]:
         """How often each parameter and buffer of a given module was written; of all, because no

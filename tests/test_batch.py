@@ -168,4 +168,6 @@ def test_files_are_checked_before_the_start(tmp_path, capsys):
     assert "No such file" in wrong("-i", file, "-o", tmp_path / "out")
     file.write_text("")
     assert "-i and -o are the same file" in wrong("-i", file, "-o", file)
+    os.mkfifo(tmp_path / "pipe")
+    assert "is no regular file" in wrong("-i", tmp_path / "pipe", "-o", tmp_path / "out")
     assert "No such file" in wrong("-i", file, "-o", tmp_path / "none" / "out")

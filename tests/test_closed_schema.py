@@ -8,7 +8,7 @@ import pytest
 from atomc.runtime.closed_schema import close_objects
 
 A, B = {"properties": {"a": {"type": "integer"}}}, {"properties": {"b": {"type": "integer"}}}
-CLOSED_A = A | {"additionalProperties": False}
+CLOSED_A, CLOSED_B = A | {"additionalProperties": False}, B | {"additionalProperties": False}
 
 
 def closed(schema):
@@ -31,6 +31,21 @@ CLOSED = {
     "definitions": (
         {"$ref": "#/$defs/a~1b", "$defs": {"a/b": A}},
         {"$ref": "#/$defs/a~1b", "$defs": {"a/b": CLOSED_A}},
+    ),
+    "patterns of a name": (
+        {"properties": {"p": A}, "patternProperties": {"^p": B}},
+        {"properties": {"p": A}, "patternProperties": {"^p": B}, "additionalProperties": False},
+    ),
+    "other parts of parts": (
+        {"allOf": [{"properties": {"p": A}}, {"properties": {"q": A}}]},
+        {"allOf": [{"properties": {"p": CLOSED_A}}, {"properties": {"q": CLOSED_A}}]},
+    ),
+    "parts of alternatives": (
+        {"properties": {"c": {}}, "oneOf": [{"properties": {"p": A}}, {"properties": {"p": B}}]},
+        {
+            "properties": {"c": {}},
+            "oneOf": [{"properties": {"p": CLOSED_A}}, {"properties": {"p": CLOSED_B}}],
+        },
     ),
     "a property named properties": (
         {"properties": {"properties": A}},
@@ -62,6 +77,17 @@ OPEN = {
     "not": {"not": A},
     "a value": {"const": A, "enum": [A], "default": A},
     "requires another": A | {"required": ["b"]},
+    "parts of parts": {"allOf": [{"properties": {"p": A}}, {"properties": {"p": B}}]},
+    "items of parts": {"allOf": [{"items": A}, {"items": B}]},
+    "parts of references": {
+        "$ref": "#/$defs/p",
+        "$defs": {"p": {"properties": {"p": A}}},
+        "properties": {"p": B},
+    },
+    "parts with patterns": {"allOf": [{"properties": {"p": A}}, {"patternProperties": {"^p": B}}]},
+    "an anchor": {"allOf": [{"$ref": "#x"}, B], "$defs": {"x": {"$anchor": "x"} | A}},
+    "an address": {"allOf": [{"$ref": "s.json#/$defs/x"}, B], "$id": "http://h/s.json"}
+    | {"$defs": {"x": A}},
     "no schema": {"properties": 3, "allOf": 4, "required": 5, "items": [6], "$ref": "#/x/1"},
 }
 
@@ -75,6 +101,12 @@ def test_what_is_not_an_object_with_all_its_names_stays_as_it_is(schema):
 
 def test_references_in_a_circle_end():
     schema = {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}, A]}}}
+    assert closed(schema) == schema
+
+
+def test_references_in_a_circle_with_common_properties_end():
+    names = {name: {"properties": {"p": {"$ref": f"#/$defs/{name}"}}} for name in "ab"}
+    schema = {"allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], "$defs": names}
     assert closed(schema) == schema
 
 

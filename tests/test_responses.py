@@ -237,6 +237,14 @@ def test_a_streamed_response_can_be_retrieved(client, http):
     assert client.responses.retrieve(last["id"]).to_dict() == last
 
 
+def test_items_of_a_conversation_have_different_ids():
+    before = input_items([{"role": "user", "content": "a", "id": "x"}])
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}", "id": "y"}
+    items = input_items([{"role": "user", "content": "b", "id": "x"}, call, call], before)
+    ids = [item["id"] for item in items]
+    assert ids[0].startswith("msg_") and ids[1] == "y" and ids[2].startswith("fc_")
+
+
 def test_input_items_come_in_pages(client):
     turns = [{"role": "user", "content": f"Turn {number}"} for number in range(5)]
     made = client.responses.create(**asked(turns))

@@ -89,6 +89,22 @@ def test_an_update_also_reaches_pooled_hidden_states():
     assert after == pytest.approx(expected, abs=1e-4) != pytest.approx(before, abs=0.01)
 
 
+def test_a_module_in_training_mode_generates_without_dropout():
+    config = transformers.PhiConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        resid_pdrop=0.5,
+    )
+    model = transformers.PhiForCausalLM(config).train()
+    (found,) = rollouts(model).generate([PROMPT], GREEDY)
+    assert all(module.training for module in model.modules())
+    assert list(found.token_ids) == own_tokens(model.eval())
+
+
 def test_a_module_of_inference_tensors_generates():
     with torch.inference_mode():
         model = built()
@@ -127,6 +143,9 @@ def test_parameters_with_other_storage_are_one_error():
     model.lm_head.weight.data = model.lm_head.weight.data.clone()
     with pytest.raises(RunError, match="given new storage after compiling"):
         llm.generate([PROMPT], GREEDY)
+    model.load_state_dict(built().state_dict(), assign=True)
+    with pytest.raises(RunError, match="another parameter than the one that was compiled"):
+        llm.generate([PROMPT], GREEDY)
 
 
 def test_scores_have_the_bits_of_the_log_probabilities_of_sampling():
@@ -151,7 +170,15 @@ def test_scores_are_those_of_the_module():
     assert score.dtype == torch.float32
 
 
-@pytest.mark.parametrize("ids", [[7], []])
-def test_to_score_needs_two_tokens(ids):
-    with pytest.raises(ValueError, match="at least 2 tokens"):
-        rollouts(built()).score([PROMPT, ids])
+def test_to_score_needs_lists_of_two_tokens():
+    llm = rollouts(built())
+    for ids, why in (
+        ([PROMPT, [7]], "at least 2 tokens"),
+        ([PROMPT, []], "at least 2 tokens"),
+        (PROMPT, "token_ids is one list of token ids"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            llm.score(ids)
+    rows = torch.tensor([PROMPT, PROMPT[::-1]])
+    for found, expected in zip(llm.score(rows), llm.score(rows.tolist()), strict=True):
+        assert torch.equal(found, expected)

@@ -270,6 +270,23 @@ def test_a_step_that_failed_is_decided_again():
     assert s.next_step() == step
 
 
+def test_a_step_that_failed_after_a_preemption_scores_no_prompt_token_twice():
+    s = scheduler(max_num_batched_tokens=4, max_num_seqs=1, policy="priority")
+    low, high = request("low", 10, prompt_logprobs=0), request("high", 3, max_tokens=1)
+    low.priority = 1
+    s.add(low)
+    scored = list(s.next_step().chunks[0].scored)
+    s.finish_step(s._in_flight[0].step, [])
+    s.add(high)
+    advance(s)
+    s.undo_step(s.next_step())  # computes the first tokens again
+    while len(low.tokens) == 10:
+        step = s.next_step()
+        scored += step.chunks[0].scored
+        s.finish_step(step, [[100]] * step.num_samples)
+    assert scored == low.tokens[1:10]
+
+
 def test_a_preempted_request_draws_the_same_numbers():
     def numbers(num_blocks):
         s = scheduler(num_blocks=num_blocks, block_size=2, max_model_len=8)

@@ -1,7 +1,9 @@
 """Fields of vLLM that limit tokens, cut prompts and score them, over HTTP."""
 
 import json
+import math
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,7 +12,9 @@ pytest.importorskip("tokenizers")
 httpx = pytest.importorskip("httpx")
 from serving import KEY  # noqa: E402
 
+from atomc.runtime.sampling.logprobs import TokenLogprobs  # noqa: E402
 from atomc.runtime.server.errors import APIError  # noqa: E402
+from atomc.runtime.server.logprobs import prompt_logprobs  # noqa: E402
 from atomc.runtime.server.model_info import ModelInfo  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("server")
@@ -90,6 +94,12 @@ def test_a_long_prompt_is_cut_at_its_start(http, path):
     echo = {**body, "prompt": long, "truncate_prompt_tokens": 9, "echo": True, "max_tokens": 0}
     if path == TEXT:
         assert http.post(path, json=echo).json()["choices"][0]["text"] == end
+
+
+def test_the_score_of_an_impossible_prompt_token_is_a_number():
+    scores = [None, TokenLogprobs(3, -math.inf, 9, ((4, 0.0),))]
+    model = SimpleNamespace(token_text_and_bytes=lambda token: (str(token), []))
+    assert json.loads(bytes(prompt_logprobs(model, scores)[1]))["3"]["logprob"] == -9999.0
 
 
 def test_prompt_logprobs_of_a_chat_are_those_of_its_tokens(http):

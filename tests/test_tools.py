@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -9,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atomc.demo import PATH
+from atomc.runtime.sampling.sampling_params import Structured
+from atomc.runtime.server.chat import output_parser
 from atomc.runtime.server.message_deltas import (
     ContentDelta,
     ReasoningDelta,
@@ -18,6 +21,7 @@ from atomc.runtime.server.message_deltas import (
 )
 from atomc.runtime.server.output_parser import OutputParser, uses_special_tokens
 from atomc.runtime.server.reasoning_parsers import reasoning_parser
+from atomc.runtime.server.tool_mode import ToolMode
 from atomc.runtime.server.tool_parsers import TOOL_PARSERS, detect_tool_parser, tool_parser
 from atomc.runtime.server.tool_parsers.deepseek import CALL, CALL_END, CALLS, CALLS_END, SEPARATOR
 
@@ -359,17 +363,41 @@ def test_harmony_gives_reasoning_calls_and_content(size):
         "<|start|>assistant<|channel|>analysis<|message|>So.<|end|>"
         "<|start|>assistant<|channel|>final<|message|>Done."
     )
-    answer = OutputParser(reasoning_parser("gpt-oss"), parser("gpt-oss"))
+    answer = output_parser("gpt-oss", ToolMode(parser_name="gpt-oss"), "")
     parts = [text[at : at + size] for at in range(0, len(text), size)]
     before = [ReasoningDelta("Hm."), ContentDelta("I look.")]
     after = [ReasoningDelta("\n\nSo."), ContentDelta("\n\nDone.")]
-    assert parsed(answer, *parts) == [*before, *called(("f", CITY)), *after]
+    assert without_ids(parsed(answer, *parts)) == [*before, *called(("f", CITY)), *after]
 
 
-def test_a_harmony_call_without_a_space_before_its_recipient_is_read_after_the_reasoning_parser():
-    answer = OutputParser(reasoning_parser("gpt-oss"), parser("gpt-oss"))
+def without_ids(deltas):
+    return [replace(x, id=f"id{x.index}") if isinstance(x, ToolCallStart) else x for x in deltas]
+
+
+@pytest.mark.parametrize("end", ["", "<|end|>", "<|call|>"])
+def test_harmony_arguments_with_an_open_string_contain_the_reasoning_that_follows(end):
+    start = "<|channel|>commentary to=functions.f<|message|>"
+    rest = (
+        f'{{"a": "b{end}<|start|>assistant<|channel|>analysis<|message|>Hm.<|end|>'
+        "<|start|>assistant<|channel|>final<|message|>Hi"
+    )
+    answer = output_parser("gpt-oss", ToolMode(parser_name="gpt-oss"), "")
+    assert without_ids(parsed(answer, start + rest)) == called(("f", rest))
+
+
+@pytest.mark.parametrize("reasoning", ["gpt-oss", "think"])
+def test_forced_calls_have_markers_of_reasoning_in_their_strings(reasoning):
+    arguments = '{"a": "<|start|>assistant<|channel|>analysis<|message|></think>"}'
+    structured = Structured(json_schema={"type": "object"})
+    mode = ToolMode(function_name="f", structured=structured)
+    answer = output_parser(reasoning, mode, "")
+    assert without_ids(parsed(answer, arguments)) == called(("f", arguments))
+
+
+def test_a_harmony_call_without_a_space_before_its_recipient_is_read():
+    answer = output_parser("gpt-oss", ToolMode(parser_name="gpt-oss"), "")
     text = f"to=functions.f<|channel|>commentary<|message|>{CITY}<|call|>"
-    assert parsed(answer, text) == called(("f", CITY))
+    assert without_ids(parsed(answer, text)) == called(("f", CITY))
 
 
 def test_without_parsers_all_is_content():

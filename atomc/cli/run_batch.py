@@ -25,6 +25,7 @@ SERVER_ONLY = (
     "header_timeout",
     "body_timeout",
     "log_requests",
+    "otlp_traces_endpoint",
     "profile_dir",
     "api_key",
     "api_key_file",
@@ -107,6 +108,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _check_files(source: Path, target: Path) -> None:
     """Raises OSError or ValueError for files that cannot be read or written, before the start."""
+    if source.exists() and not source.is_file():
+        raise ValueError(f"-i {source} is no regular file, and is read twice: copy a pipe to one")
     with source.open("rb"):
         pass
     if target.exists() and os.path.samefile(source, target):

@@ -16,7 +16,6 @@ from atomc.runtime.server.image_budget import image_reservation
 from atomc.runtime.server.limits import check_total_size
 from atomc.runtime.server.message_deltas import (
     MessageDelta,
-    Parser,
     ToolCallArguments,
     ToolCallStart,
 )
@@ -36,6 +35,7 @@ from atomc.runtime.server.sampling import (
 )
 from atomc.runtime.server.service import Service
 from atomc.runtime.server.tool_mode import ToolMode, tool_mode
+from atomc.runtime.server.tool_parsers.harmony import HARMONY, HarmonyParser
 from atomc.runtime.text_stream import TextDelta
 
 
@@ -140,9 +140,9 @@ async def start_chat(
     # A grammar applies from the first token on, even if the prompt ends with an opening reasoning
     # tag.
     prompt_text = chat.text if structured is None else ""
-    parsers = [mode.parser(), _reasoning_parser(model.reasoning, prompt_text)]
+    parsers = [output_parser(model.reasoning, mode, prompt_text) for _ in range(body.n)]
     keep_special_tokens = not body.skip_special_tokens or uses_special_tokens(
-        model.tokenizer, *parsers
+        model.tokenizer, *parsers[0].parsers
     )
     params = await sampling_params(
         body,
@@ -159,14 +159,18 @@ async def start_chat(
     # The engine has the images now.
     del chat
     image_reservation(request).release()
-    return Chat(
-        generation,
-        [
-            OutputParser(_reasoning_parser(model.reasoning, prompt_text), mode.parser())
-            for _ in range(body.n)
-        ],
-        mode,
-    )
+    return Chat(generation, parsers, mode)
+
+
+def output_parser(reasoning: str | None, mode: ToolMode, prompt: str) -> OutputParser:
+    """A parser for one choice. reasoning: the name of the reasoning parser."""
+    if mode.structured is not None:  # the text is JSON, whose strings may have any markers
+        return OutputParser(None, mode.parser())
+    if mode.parser_name == reasoning == HARMONY:
+        # One parser of all messages: a second one would not see where those of the first begin.
+        return OutputParser(None, HarmonyParser(reasoning=True))
+    found = None if reasoning is None else reasoning_parser(reasoning, prompt)
+    return OutputParser(found, mode.parser())
 
 
 def _is_further_call(delta: MessageDelta) -> bool:
@@ -199,7 +203,3 @@ def _truncated(
     if chat.images and body.truncate_prompt_tokens is not None:
         raise invalid(f"{name} would cut images of the prompt: leave it out, or send text", name)
     return truncated_prompt(chat.tokens, body, max_tokens, model)
-
-
-def _reasoning_parser(name: str | None, prompt: str) -> Parser | None:
-    return None if name is None else reasoning_parser(name, prompt)

@@ -70,7 +70,7 @@ def prompt_logprobs(
 
     def entry(token: int, logprob: float, rank: int) -> dict[str, JSONLike]:
         text, _ = model.token_text_and_bytes(token)
-        return {"logprob": logprob, "rank": rank, "decoded_token": text}
+        return {"logprob": _finite(logprob), "rank": rank, "decoded_token": text}
 
     return encoded(
         [

@@ -1,5 +1,6 @@
 """Splits the streamed text of one choice into reasoning, content and tool calls."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from atomc.runtime.server.message_deltas import ContentDelta, MessageDelta, Parser, merge_deltas
@@ -16,6 +17,10 @@ class OutputParser:
     def __init__(self, reasoning: Parser | None, tools: Parser | None) -> None:
         self._reasoning = reasoning
         self._tools = tools
+
+    @property
+    def parsers(self) -> Sequence[Parser | None]:
+        return self._reasoning, self._tools
 
     def feed(self, text: str) -> list[MessageDelta]:
         if not text:

@@ -11,7 +11,7 @@ from atomc.runtime.server.message_deltas import (
     merge_deltas,
 )
 from atomc.runtime.server.text_buffer import TextBuffer, partial_marker_length
-from atomc.runtime.server.tool_parsers.harmony import CHANNEL, START, HarmonyParser
+from atomc.runtime.server.tool_parsers.harmony import CHANNEL, HARMONY, START, HarmonyParser
 
 OPEN, CLOSE = "<think>", "</think>"
 
@@ -100,7 +100,7 @@ REASONING_PARSERS: Mapping[str, Callable[[str], Parser]] = {
     "think": ThinkParser,
     "qwen3": ThinkParser,
     "deepseek-r1": ThinkParser,
-    "gpt-oss": _harmony,
+    HARMONY: _harmony,
 }
 
 
@@ -118,5 +118,5 @@ def detect_reasoning_parser(chat_template: str, model_type: str | None = None) -
     unknown.
     """
     if model_type == "gpt_oss" or (START in chat_template and CHANNEL in chat_template):
-        return "gpt-oss"
+        return HARMONY
     return "think" if CLOSE in chat_template else None

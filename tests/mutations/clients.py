@@ -8,9 +8,14 @@ BATCH = "runtime/server/batch.py"
 TRACES = "tests/test_traces.py -k below_the_clients"
 
 ROLLOUTS = "tests/test_rollouts.py -k"
+CLOSED = "tests/test_closed_schema.py"
 
 BUGS = [
     Bug("runtime/engine.py", "and self.executor.check()", "and self.executor.check() is None", f"{ROLLOUTS} optimizer"),
+    Bug("runtime/worker.py", "            with evaluation_mode(self.module):\n                yield", "            yield", f"{ROLLOUTS} dropout"),
+    Bug("runtime/worker.py", "            self._check_parameters()\n", "", f"{ROLLOUTS} other_storage"),
+    Bug("runtime/closed_schema.py", "not one.excludes(other)", "one", CLOSED),
+    Bug("runtime/closed_schema.py", "waiting += _combined_parts(applied)", "pass", CLOSED),
     Bug("runtime/engine.py", "if not self.scheduler.requests and", "if not self.has_work and", f"{ROLLOUTS} stop_token"),
     Bug("runtime/worker.py", "return before != self._writes", "return False", f"{ROLLOUTS} optimizer"),
     Bug("runtime/worker.py", "for program in self.programs.all", "for program in self.programs.of_steps", f"{ROLLOUTS} pooled"),

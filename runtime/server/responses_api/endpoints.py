@@ -58,7 +58,7 @@ async def create_response(service: Service, body: ResponsesRequest, request: Req
 def _translate(
     body: ResponsesRequest, before: Sequence[JSONObject]
 ) -> tuple[list[JSONObject], ChatRequest]:
-    given = input_items(body.input)
+    given = input_items(body.input, before)
     # The response repeats both. When it is built, it is too late for a 400 for lone surrogates.
     msgspec.json.encode([given, body.model_dump(exclude={"input"})])
     items = [*before, *given]

@@ -1,14 +1,20 @@
 """Items of a conversation: those of a request as the API lists them, and as messages of a chat."""
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from atomc.json_types import JSON, JSONObject
 from atomc.runtime.server.errors import APIError, invalid
 from atomc.runtime.server.limits import MESSAGES, check_length
 
 ROLES = ("user", "assistant", "system", "developer")
-ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
+# Types of items -> the prefixes of their ids.
+ITEM_TYPES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "reasoning": "rs",
+}
 # Content parts: the type -> the field that is the text.
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 
@@ -17,14 +23,25 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
-def input_items(given: str | Sequence[JSONObject]) -> list[JSONObject]:
-    """The items with ids and the fields that this server knows; all others are dropped. Raises a
-    400 for an item that it cannot pass to a model.
+def input_items(
+    given: str | Sequence[JSONObject], before: Iterable[JSONObject] = ()
+) -> list[JSONObject]:
+    """The items with the fields that this server knows; all others are dropped. Raises a 400 for an
+    item that it cannot pass to a model.
+
+    Their ids are those of the client, unless an earlier item, also one of `before`, has the same:
+    a page of the list begins after an id.
     """
     if isinstance(given, str):
-        return [_message({"role": "user", "content": given}, "input")]
+        given = [{"role": "user", "content": given}]
     check_length(MESSAGES, given, "input", "items")
-    return [_item(item, f"input[{index}]") for index, item in enumerate(given)]
+    items = [_item(item, f"input[{index}]") for index, item in enumerate(given)]
+    used = {str(item["id"]) for item in before}
+    for item in items:
+        if not item["id"] or item["id"] in used:
+            item["id"] = new_id(ITEM_TYPES[str(item["type"])])
+        used.add(str(item["id"]))
+    return items
 
 
 def _item(item: JSONObject, where: str) -> JSONObject:
@@ -36,7 +53,7 @@ def _item(item: JSONObject, where: str) -> JSONObject:
             return _message(item, where)
         case "function_call":
             return {
-                "id": _id(item, "fc"),
+                "id": _id(item),
                 "type": "function_call",
                 "status": "completed",
                 "call_id": _text(item, "call_id", where),
@@ -46,7 +63,7 @@ def _item(item: JSONObject, where: str) -> JSONObject:
         case "function_call_output":
             output = item.get("output")
             return {
-                "id": _id(item, "fco"),
+                "id": _id(item),
                 "type": "function_call_output",
                 "status": "completed",
                 "call_id": _text(item, "call_id", where),
@@ -67,7 +84,7 @@ def _message(item: JSONObject, where: str) -> JSONObject:
     if isinstance(content, str):
         content = [{"type": "input_text", "text": content}]
     return {
-        "id": _id(item, "msg"),
+        "id": _id(item),
         "type": "message",
         "status": "completed",
         "role": role,
@@ -118,7 +135,7 @@ def _reasoning(item: JSONObject, where: str) -> JSONObject:
         raise _invalid(
             f"{where}.encrypted_content cannot be decrypted: send the content of the reasoning item"
         )
-    return {"id": _id(item, "rs"), "type": "reasoning", "summary": [], "content": texts}
+    return {"id": _id(item), "type": "reasoning", "summary": [], "content": texts}
 
 
 def _text(item: JSONObject, field: str, where: str) -> str:
@@ -128,9 +145,9 @@ def _text(item: JSONObject, field: str, where: str) -> str:
     return value
 
 
-def _id(item: JSONObject, prefix: str) -> str:
+def _id(item: JSONObject) -> str:
     given = item.get("id")
-    return given if isinstance(given, str) and given else new_id(prefix)
+    return given if isinstance(given, str) else ""
 
 
 def _invalid(message: str) -> APIError:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from atomc.runtime.server.message_deltas import Parser, call_id
 from atomc.runtime.server.tool_parsers import deepseek
 from atomc.runtime.server.tool_parsers.deepseek import DeepSeekToolParser
-from atomc.runtime.server.tool_parsers.harmony import CHANNEL, START, HarmonyParser
+from atomc.runtime.server.tool_parsers.harmony import CHANNEL, HARMONY, START, HarmonyParser
 from atomc.runtime.server.tool_parsers.hermes import BEGIN, HermesToolParser
 from atomc.runtime.server.tool_parsers.llama import TAG, LlamaToolParser
 
@@ -20,7 +20,7 @@ TOOL_PARSERS: Mapping[str, Callable[[Callable[[], str]], Parser]] = {
     "qwen3": HermesToolParser,
     "llama3": LlamaToolParser,
     "deepseek": DeepSeekToolParser,
-    "gpt-oss": HarmonyParser,
+    HARMONY: HarmonyParser,
 }
 # Other formats with the tags of Hermes, which do not use JSON between them.
 OTHER_BODIES = ("<function=", "<arg_key>")
@@ -41,7 +41,7 @@ def detect_tool_parser(chat_template: str, model_type: str | None = None) -> str
     unknown.
     """
     if model_type == "gpt_oss" or (START in chat_template and CHANNEL in chat_template):
-        return "gpt-oss"
+        return HARMONY
     if deepseek.CALL in chat_template:
         return "deepseek"
     if BEGIN in chat_template:

@@ -17,6 +17,7 @@ from atomc.runtime.server.message_deltas import call_id
 from atomc.runtime.server.tool_parsers.json_call import SPACE, JsonScanner
 from atomc.runtime.server.tool_parsers.state_machine import StateMachineParser
 
+HARMONY = "gpt-oss"  # the name of the parsers
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 ENDS = (END, CALL, RETURN, START)
