@@ -136,11 +136,15 @@ class Scheduler:
         return self._in_flight[0].requests
 
     def forget_counts(self) -> None:
-        """Reset the counters and the prefix cache. There must be no requests."""
+        """Reset the counters and the caches. There must be no requests."""
+        self.forget_caches()
+        self.counters.clear()
+
+    def forget_caches(self) -> None:
+        """Forget all cached prefixes and embeddings of images. There must be no requests."""
         assert not self.requests, "requests are running"
         self.prefixes.clear()
         self.images.clear()
-        self.counters.clear()
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. No step may be in flight."""

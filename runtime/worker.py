@@ -483,6 +483,23 @@ class Worker:
             program.bind(self.runner.caches)
             self._hidden = program
 
+    def sleep(self) -> None:
+        self.runner.free()
+        if self._hidden is not None:
+            self._hidden.unbind()
+        if self.encoder is not None:
+            self.encoder.clear()
+        if self.program.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake_up(self) -> None:
+        self.runner.allocate()
+        if self._hidden is not None:
+            self._hidden.bind(self.runner.caches)
+        with gc_disabled():
+            if not self.config.enforce_eager:
+                self._capture()
+
     def check(self) -> bool:
         return any([program.check() for program in self._programs])
 

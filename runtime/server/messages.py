@@ -33,7 +33,16 @@ class Abort(msgspec.Struct, tag=True):
     ids: list[str]
 
 
-CallName = Literal["stats", "report", "reset_prefix_cache", "start_profile", "stop_profile"]
+CallName = Literal[
+    "stats",
+    "report",
+    "reset_prefix_cache",
+    "sleep",
+    "wake_up",
+    "is_sleeping",
+    "start_profile",
+    "stop_profile",
+]
 
 
 class Call(msgspec.Struct, tag=True):
@@ -42,6 +51,8 @@ class Call(msgspec.Struct, tag=True):
     stats                         the Stats, in a Progress before the reply
     report                        the compiler's report, as JSON text
     reset_prefix_cache            no text
+    sleep, wake_up                no text; an error if requests wait or run, or memory runs out
+    is_sleeping                   "yes", or no text
     start_profile, stop_profile   torch.profiler; the trace is written to `folder`
     """
 
@@ -95,12 +106,14 @@ class Refused(msgspec.Struct):
 
     retry_after   seconds after which to retry; None: the request can never be accepted
     by_client     the request is the cause, not the engine
+    asleep        the engine sleeps
     """
 
     id: str
     message: str
     retry_after: float | None = None
     by_client: bool = True
+    asleep: bool = False
 
 
 class Progress(msgspec.Struct, tag=True, omit_defaults=True):
