@@ -134,6 +134,13 @@ class Program:
                 )
         self._bound = True
 
+    def unbind(self) -> None:
+        """Hold no tensors of state; `bind` gives it others."""
+        for given, i in self._state_inputs.items():
+            if not given.is_scale:
+                self._arguments[i] = None
+        self._bound = not self.specs
+
     def __call__(self, step: Step) -> Tensor:
         """Logits [R, V] of the rows step.logits_rows. Raises RunError before `bind`."""
         return self.outputs(step)[0]

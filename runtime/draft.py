@@ -110,7 +110,8 @@ class DraftRunner:
         self, draft: DraftProgram, batch: InputBatch, num_blocks: Sequence[int], slots: int
     ) -> None:
         self.program, self.count, self.batch = draft.program, draft.count, batch
-        self.image_program = draft.image_program
+        self.image_program, self._specs = draft.image_program, draft.specs
+        self._num_blocks, self._slots = num_blocks, slots + SPARE_SLOTS
         # The number in the target of each group of the draft.
         self._groups = [
             group
@@ -122,19 +123,23 @@ class DraftRunner:
                 }.items()
             )
         ]
+        self.allocate()
+        self.hidden = torch.zeros(batch.rows, draft.width, dtype=draft.dtype, device=batch.device)
+
+    def allocate(self) -> None:
+        """Create the caches, zeroed, and bind the programs to them."""
         self.caches = [
             spec.allocate(
-                0 if spec.group is None else num_blocks[spec.group],
-                batch.block_size,
-                batch.device,
-                slots=slots + SPARE_SLOTS,
+                0 if spec.group is None else self._num_blocks[spec.group],
+                self.batch.block_size,
+                self.batch.device,
+                slots=self._slots,
             )
-            for spec in draft.specs
+            for spec in self._specs
         ]
         self.program.bind(self.caches)
         if self.image_program is not None:
             self.image_program.bind(self.caches)
-        self.hidden = torch.zeros(batch.rows, draft.width, dtype=draft.dtype, device=batch.device)
 
     def keep(self, hidden: Sequence[Tensor]) -> None:
         """Keep the hidden states [rows, D] of a step, for each layer that the draft reads."""

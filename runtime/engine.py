@@ -23,6 +23,7 @@ from atomc.runtime.request_errors import RequestError, RequestErrors, RequestFai
 from atomc.runtime.request_state import RequestState
 from atomc.runtime.sampling.sampling_params import SamplingParams
 from atomc.runtime.scheduler import QueueFull
+from atomc.runtime.sleeping import EngineAsleep, refuse_level, refuse_running, wakes_state
 from atomc.runtime.speculative import NGramProposer
 from atomc.runtime.stats import Stats
 from atomc.runtime.step import ScheduledStep
@@ -104,6 +105,7 @@ class Engine:
     ) -> None:
         self.config = config
         self.host_ms = 0.0
+        self.is_sleeping = False
         self.request_errors = RequestErrors()
         self.structured_outputs = StructuredOutputs(
             self._create_grammar_compiler, self.request_errors
@@ -261,7 +263,8 @@ class Engine:
     def refuse(self, request: Request) -> None:
         """Raise ValueError for a request that cannot run: prompt too long, id in use, token ids
         outside the vocabulary, images that do not fit the prompt or the model, no token allowed by
-        min_tokens, allowed_token_ids and bad_words."""
+        min_tokens, allowed_token_ids and bad_words. EngineAsleep while the engine sleeps."""
+        self._refuse_asleep()
         for token in request.tokens:
             if token < 0 or (self.vocab_size is not None and token >= self.vocab_size):
                 raise ValueError(
@@ -426,6 +429,7 @@ class Engine:
 
         Raises ValueError for a model whose head is not known.
         """
+        self._refuse_asleep()
         self.executor.prepare_pooling()
 
     def _draft(self) -> None:
@@ -596,6 +600,48 @@ class Engine:
         """
         self._outputs += self._collect()
         self.scheduler.reset_prefix_cache()
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the KV cache, all other state of layers, CUDA graphs and embeddings of images, and
+        forget cached prefixes; weights stay where they are. Until `wake_up` requests are refused.
+
+        Raises ValueError for a level other than 1, and while requests wait or run.
+        """
+        refuse_level(level)
+        if self.is_sleeping:
+            return
+        self._outputs += self._collect()
+        refuse_running(len(self.scheduler.requests))
+        self.reset_prefix_cache()
+        self.executor.sleep()
+        self.is_sleeping = True
+        log.info("the engine sleeps: KV cache and CUDA graphs are freed")
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Allocate what `sleep` has freed; does nothing if the engine does not sleep.
+
+        tags   what to wake, of "weights", which never sleep, and "kv_cache"; None: all
+
+        Raises ValueError for other tags, and if memory runs out, after which the engine sleeps on.
+        """
+        if not wakes_state(tags) or not self.is_sleeping:
+            return
+        try:
+            self.executor.wake_up()
+        except RuntimeError as error:
+            if isinstance(error, RankFailed) or not out_of_memory(error):
+                raise
+            self.executor.sleep()
+            raise ValueError(
+                "wake_up: out of memory, the engine sleeps on: free memory of the device, then "
+                "call it again"
+            ) from error
+        self.is_sleeping = False
+        log.info("the engine is awake")
+
+    def _refuse_asleep(self) -> None:
+        if self.is_sleeping:
+            raise EngineAsleep
 
     def raise_failure(self) -> None:
         """Raise RankFailed if another rank has failed."""

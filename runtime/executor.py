@@ -138,6 +138,14 @@ class Executor(Protocol):
         replaced.
         """
 
+    def sleep(self) -> None:
+        """Free the state of all layers, the CUDA graphs and embeddings of images; weights stay. No
+        step is in flight, and none is launched until `wake_up`.
+        """
+
+    def wake_up(self) -> None:
+        """Allocate and capture again what `sleep` has freed; the state is zeroed."""
+
     def counts(self) -> StepCounts:
         """Since the start, or since `forget_counts`."""
 

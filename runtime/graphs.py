@@ -134,10 +134,12 @@ class StepGraphs:
                 {"rows": shape.rows, "sequences": shape.sequences, "bytes": captured.bytes}
             )
         if left_out:
-            report.notes.append(
+            note = (
                 f"{len(left_out)} of {len(shapes)} CUDA graphs are left out: the others take "
                 f"{self.bytes / 2**20:.0f} MiB already; raise gpu_memory_utilization"
             )
+            if note not in report.notes:  # of a capture before the engine slept
+                report.notes.append(note)
         self._shapes = sorted(self.captured)
 
     def shape_for(self, rows: int, sequences: int, wanted: int, longest: int) -> StepShape | None:

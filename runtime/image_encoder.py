@@ -49,6 +49,11 @@ class ImageEncoder:
                 raise
             self._encode_alone(step.images, error)
 
+    def clear(self) -> None:
+        """Drop all embeddings."""
+        self._embeddings.clear()
+        self.errors.clear()
+
     def place(self, step: ScheduledStep, states: Sequence[SlotState], into: Tensor) -> None:
         """Copy the embeddings of the step's rows to `into` [T, E]; other rows are zero. Requests
         whose images could not be encoded fail.

@@ -121,6 +121,28 @@ class LLM:
         """Forget all cached prefixes: later prompts are computed from their first token on."""
         self.engine.reset_prefix_cache()
 
+    def sleep(self, level: int = 1) -> None:
+        """Free the KV cache, CUDA graphs and cached prefixes; weights stay where they are.
+        Generating raises RunError until `wake_up`.
+
+        Raises ValueError for another level than 1, and while a stream is open.
+        """
+        self.engine.sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Allocate what `sleep` has freed, and capture CUDA graphs again; does nothing if the model
+        does not sleep.
+
+        tags   what to wake, of "weights", which never sleep, and "kv_cache"; None: all
+
+        Raises ValueError if memory runs out: then the model sleeps on.
+        """
+        self.engine.wake_up(tags)
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self.engine.is_sleeping
+
     def generate(
         self,
         prompts: str | ImagePrompt | Sequence[Prompt],

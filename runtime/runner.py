@@ -62,14 +62,8 @@ class Runner:
         num_groups, rows = len(groups_of(program.specs)), state_rows or StateRows(max_num_seqs)
         slots = rows.slots
         counts = [num_blocks] * num_groups if isinstance(num_blocks, int) else list(num_blocks)
-        self._states = SequenceStates(program.specs, rows, program.device)
-        self.caches = [
-            self._states.of(index)
-            if spec.group is None
-            else spec.allocate(counts[spec.group], block_size, program.device)
-            for index, spec in enumerate(program.specs)
-        ]
-        self.bind()
+        self._num_blocks, self._block_size, self._state_rows = counts, block_size, rows
+        self._allocate()
         self.input_batch = InputBatch(
             rows=max_num_rows,
             sequences=max_num_seqs + SPARE_SEQUENCES,
@@ -97,6 +91,39 @@ class Runner:
         self.why_eager = "on a CPU" if program.device.type != "cuda" else "not captured"
         self.steps: Counter[str] = Counter()
         self.rows = self.padding = 0
+
+    def _allocate(self) -> None:
+        """Create the caches, zeroed, and bind the programs to them."""
+        specs, device = self.program.specs, self.program.device
+        self._states = SequenceStates(specs, self._state_rows, device)
+        self.caches = [
+            self._states.of(index)
+            if spec.group is None
+            else spec.allocate(self._num_blocks[spec.group], self._block_size, device)
+            for index, spec in enumerate(specs)
+        ]
+        self.bind()
+
+    def free(self) -> None:
+        """Drop the caches and the CUDA graphs, which read them. No step may run until `allocate`;
+        then graphs are captured again.
+        """
+        self._states, self.caches = SequenceStates((), self._state_rows, "cpu"), []
+        self.graphs = self.lora_graphs = self.draft_graphs = None
+        programs = [self.program, self.image_program, self.lora_program]
+        if self.draft is not None:
+            self.draft.caches = []
+            programs += [self.draft.program, self.draft.image_program]
+        for program in programs:
+            if program is not None:
+                program.unbind()
+                program.report.cuda_graphs.clear()
+
+    def allocate(self) -> None:
+        """Create the caches again after `free`, zeroed."""
+        self._allocate()
+        if self.draft is not None:
+            self.draft.allocate()
 
     def bind(self) -> None:
         """Let the programs use the caches of this runner."""

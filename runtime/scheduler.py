@@ -146,10 +146,9 @@ class Scheduler:
         return self._in_flight[0].requests
 
     def forget_counts(self) -> None:
-        """Reset the counters and the prefix cache. There must be no requests."""
+        """Reset the counters and the caches. There must be no requests."""
         assert not self.requests, "requests are running"
-        self.prefixes.clear()
-        self.images.clear()
+        self.reset_prefix_cache()
         self.counters.clear()
 
     def reset_prefix_cache(self) -> None:

@@ -367,6 +367,23 @@ class Worker:
         assert self.programs.lora is not None, "there is no place for adapters"
         self.programs.lora.write(number, folder)
 
+    def sleep(self) -> None:
+        self.runner.free()
+        if self.programs.hidden is not None:
+            self.programs.hidden.unbind()
+        if self.encoder is not None:
+            self.encoder.clear()
+        if self.program.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake_up(self) -> None:
+        self.runner.allocate()
+        if self.programs.hidden is not None:
+            self.programs.hidden.bind(self.runner.caches)
+        with gc_disabled():
+            if not self.config.enforce_eager:
+                self._capture()
+
     def check(self) -> bool:
         if not self._owns_weights:
             self._check_parameters()

@@ -25,6 +25,7 @@ from test_server_lifecycle import end_of_stream, health, until
 from torch import distributed, nn
 
 from atomc import demo
+from atomc.errors import RunError
 from atomc.parallel.vocab import LogitsOfRank
 from atomc.runtime import worker
 from atomc.runtime.llm import LLM, SamplingParams
@@ -258,10 +259,15 @@ def test_steps_of_greedy_requests_gather_no_logits(two, monkeypatch):
         gathered.clear()
 
 
-@pytest.mark.slow
-def test_two_ranks_give_the_outputs_of_one_with_drafts():
-    with LLM(**CONFIG, **ENGINES["drafts"], tp=2) as llm:
-        check_equal("drafts", llm)
+def test_ranks_sleep_and_wake_up_together(two):
+    (before,) = two.generate([PROMPT])
+    two.sleep()
+    with pytest.raises(RunError, match="the model sleeps"):
+        two.generate([PROMPT])
+    assert not two.engine.executor.worker.runner.caches
+    two.wake_up()
+    (found,) = two.generate([PROMPT])
+    assert found.token_ids == before.token_ids and found.num_cached == 0
 
 
 def test_a_step_that_fails_in_all_ranks_alike_leaves_them_as_they_were(two):
@@ -295,6 +301,29 @@ def test_a_stopped_rank_ends_the_others(two, monkeypatch):
     wait_without(two, monkeypatch, signal.SIGSTOP)
     with failing(two, rf"^rank 1 \(process {pid}\) has been silent for \d s: it hangs$"):
         two.generate([PROMPT], LONG)
+
+
+@pytest.mark.slow
+def test_two_ranks_give_the_outputs_of_one_with_drafts():
+    with LLM(**CONFIG, **ENGINES["drafts"], tp=2) as llm:
+        check_equal("drafts", llm)
+
+
+@pytest.mark.slow
+def test_each_rank_returns_the_memory_of_its_cache():
+    def mapped(pid):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * os.sysconf("SC_PAGESIZE")
+
+    with LLM(**CONFIG, tp=2, num_blocks=20_000) as llm:
+        (pid,) = llm.engine.executor.pids.values()
+        caches = llm.engine.executor.worker.runner.caches
+        size = sum(tensor.nbytes for tensors in caches for tensor in tensors.values())
+        awake = mapped(pid)
+        llm.sleep()
+        assert awake - mapped(pid) > 0.9 * size > 100 << 20
+        llm.wake_up()
+        assert abs(mapped(pid) - awake) < 0.1 * size
+        assert llm.generate([PROMPT])[0].error is None
 
 
 @pytest.mark.slow

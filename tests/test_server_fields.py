@@ -11,6 +11,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("tokenizers")
 httpx = pytest.importorskip("httpx")
 from serving import KEY  # noqa: E402
+from test_server_lifecycle import until  # noqa: E402
 
 from atomc.runtime.sampling.logprobs import TokenLogprobs  # noqa: E402
 from atomc.runtime.server.errors import APIError  # noqa: E402
@@ -238,3 +239,34 @@ def test_a_reset_forgets_cached_prompts_and_no_running_request(http):
         events = [json.loads(line[6:]) for line in [first, *lines] if line.startswith("data: {")]
     assert "".join(event["choices"][0]["text"] for event in events) == whole["choices"][0]["text"]
     assert http.get("/reset_prefix_cache").status_code == 405
+
+
+def test_a_server_sleeps_and_wakes_up(http):
+    body = {"prompt": "the sons of the king of", "max_tokens": 8, "temperature": 0}
+    expected = http.post(TEXT, json=body).json()["choices"]
+    for query, param in (("/sleep?level=2", "level"), ("/wake_up?tags=scheduler", "tags")):
+        error = http.post(query).json()["error"]
+        assert error["param"] == param and "expected" in error["message"]
+    running = {"max_tokens": 1900, "n": 8, "ignore_eos": True, "stream": True}
+    with http.stream("POST", TEXT, json=body | running) as stream:
+        lines = stream.iter_lines()  # whose end would end the request
+        next(lines)
+        refused = http.post("/sleep")
+    assert refused.status_code == 409 and refused.json()["error"]["code"] == "requests_running"
+    assert http.get("/is_sleeping").json() == {"is_sleeping": False}
+    until(lambda: http.post("/sleep?level=1").status_code == 200)  # the stream was aborted
+    try:
+        assert http.get("/is_sleeping").json() == {"is_sleeping": True}
+        for path in (TEXT, CHAT, "/v1/messages", "/v1/embeddings"):
+            asked = {"input": "x"} if path == "/v1/embeddings" else PROMPT[path]
+            answered = http.post(path, json=asked)
+            assert answered.status_code == 503 and int(answered.headers["Retry-After"]) > 0
+            assert "POST /wake_up" in answered.json()["error"]["message"]
+        assert http.post(TEXT, json=body).json()["error"]["code"] == "engine_asleep"
+        assert http.get("/ready").status_code == 503 and http.get("/health").status_code == 200
+        assert http.post("/wake_up?tags=weights").json() == {"status": "ok"}
+        assert http.get("/is_sleeping").json() == {"is_sleeping": True}
+    finally:
+        assert http.post("/wake_up").json() == {"status": "ok"}
+    assert http.get("/is_sleeping").json() == {"is_sleeping": False}
+    assert http.post(TEXT, json=body).json()["choices"] == expected

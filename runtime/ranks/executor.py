@@ -23,6 +23,8 @@ from atomc.runtime.ranks.messages import (
     Launch,
     PreparePooling,
     Sample,
+    Sleep,
+    WakeUp,
     WarmUp,
 )
 from atomc.runtime.ranks.monitor import Monitor
@@ -155,6 +157,16 @@ class RankExecutor:
             self.worker.prepare_pooling()
         self._monitor.wait_done(number)
         self.pools = True
+
+    def sleep(self) -> None:
+        with self._monitor.sending(Sleep) as number:
+            self.worker.sleep()
+        self._monitor.wait_done(number)
+
+    def wake_up(self) -> None:
+        with self._monitor.sending(WakeUp) as number:
+            self.worker.wake_up()
+        self._monitor.wait_done(number)
 
     def raise_failure(self) -> None:
         self._monitor.raise_failure()

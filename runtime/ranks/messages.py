@@ -49,6 +49,18 @@ class PreparePooling(msgspec.Struct, tag=True):
     number: int
 
 
+class Sleep(msgspec.Struct, tag=True):
+    """Worker.sleep; answered with Done."""
+
+    number: int
+
+
+class WakeUp(msgspec.Struct, tag=True):
+    """Worker.wake_up; answered with Done."""
+
+    number: int
+
+
 class ForgetCounts(msgspec.Struct, tag=True):
     """Worker.forget_counts."""
 
@@ -61,7 +73,7 @@ class Stop(msgspec.Struct, tag=True):
     number: int = 0
 
 
-Command = Launch | Sample | Collect | WarmUp | PreparePooling | ForgetCounts | Stop
+Command = Launch | Sample | Collect | WarmUp | PreparePooling | Sleep | WakeUp | ForgetCounts | Stop
 
 
 class Pulse(msgspec.Struct, tag=True):

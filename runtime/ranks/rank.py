@@ -117,6 +117,12 @@ class Rank:
             case messages.WarmUp(number):
                 worker.warm_up()
                 _send(self._reports, Done(self.settings.rank, number))
+            case messages.Sleep(number):
+                worker.sleep()
+                _send(self._reports, Done(self.settings.rank, number))
+            case messages.WakeUp(number):
+                worker.wake_up()
+                _send(self._reports, Done(self.settings.rank, number))
             case messages.PreparePooling(number):
                 threading.Thread(
                     target=self._prepare_pooling, args=(worker, number), daemon=True

@@ -4,9 +4,9 @@ format.
 
 from http import HTTPStatus
 from importlib import import_module
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -212,6 +212,18 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     async def unload_adapter(body: protocol.UnloadAdapterRequest, request: Request) -> Response:
         check_unknown_fields(body, request, service.config)
         return await lora.unload_adapter(service, body)
+
+    @app.post("/sleep")
+    async def sleep(level: int = 1) -> Response:
+        return await operations.sleep(service, level)
+
+    @app.post("/wake_up")
+    async def wake_up(tags: Annotated[list[str], Query()] = []) -> Response:  # noqa: B006
+        return await operations.wake_up(service, tags)
+
+    @app.get("/is_sleeping")
+    async def is_sleeping() -> Response:
+        return await operations.is_sleeping(service)
 
     @app.post("/start_profile")
     async def start_profile() -> Response:

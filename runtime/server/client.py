@@ -83,12 +83,13 @@ class EngineFailed(Exception):
 
 class RequestRefused(Exception):
     """The engine rejected a request. retry_after: seconds after which to retry, None: never.
-    by_client: as in Refused.
+    by_client, asleep: as in Refused.
     """
 
     def __init__(self, refused: Refused) -> None:
         super().__init__(refused.message)
         self.retry_after, self.by_client = refused.retry_after, refused.by_client
+        self.asleep = refused.asleep
 
 
 class EngineProcess:

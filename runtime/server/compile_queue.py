@@ -68,6 +68,11 @@ class CompileQueue:
     def __len__(self) -> int:
         return sum(len(pending.submits) for pending in self._pending.values())
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is being compiled, perhaps for requests that were aborted."""
+        return bool(self._pending)
+
     def enqueue(self, submit: Submit) -> bool:
         """Queue the request's compile; returns False if it needs none, or if it is done."""
         key: CompileKey | None = (

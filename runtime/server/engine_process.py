@@ -247,16 +247,18 @@ class EngineLoop:
     def _handle(self, command: messages.Command) -> None:
         match command:
             case Submit():
-                if not self.compile_queue.enqueue(command):
+                if self.engine.is_sleeping or not self.compile_queue.enqueue(command):
                     self._submit(command)
             case messages.Abort(ids):
                 self.compile_queue.drop(ids)
                 for request_id in ids:
                     self.engine.abort(request_id)
+            # These finish a step: an error of that ends the engine, as in `step`.
             case Call(number, "reset_prefix_cache"):
-                # It finishes a step: an error of that ends the engine, as in `step`.
                 self.engine.reset_prefix_cache()
                 self._send(Reply(number))
+            case Call(number, "sleep"):
+                self._sleep(number)
             case Call(number):
                 try:
                     self._send(Reply(number, self._call(command)))
@@ -266,10 +268,24 @@ class EngineLoop:
                     log.exception("%s failed", command.name)
                     self._send(Reply(number, error=f"{command.name} failed"))
 
+    def _sleep(self, number: int) -> None:
+        try:
+            if self.compile_queue.is_busy:
+                raise ValueError(
+                    "sleep: grammars, or the model for embeddings, are being compiled: call it "
+                    "when requests have ended"
+                )
+            self.engine.sleep()
+        except ValueError as error:
+            self._send(Reply(number, error=str(error)))
+        else:
+            self._send(Reply(number))
+
     def _submit(self, command: Submit, error: Exception | None = None) -> None:
         """Add a request to the engine, or reject it if its compile ended with `error`."""
         from atomc.runtime.request_errors import RequestFailed
         from atomc.runtime.scheduler import QueueFull
+        from atomc.runtime.sleeping import EngineAsleep
 
         try:
             if error is not None:
@@ -291,6 +307,10 @@ class EngineLoop:
         except RequestFailed as error:
             self._progress.refused.append(
                 Refused(command.id, str(error), by_client=error.error.by_client)
+            )
+        except EngineAsleep as error:
+            self._progress.refused.append(
+                Refused(command.id, str(error), error.retry_after, asleep=True)
             )
         except (QueueFull, CompileUnavailable) as error:
             self._progress.refused.append(Refused(command.id, str(error), error.retry_after))
@@ -319,7 +339,12 @@ class EngineLoop:
             case "unload_adapter":
                 self.engine.adapters.unload(call.adapter)
                 return ""
-            case "reset_prefix_cache":
+            case "wake_up":
+                self.engine.wake_up()
+                return ""
+            case "is_sleeping":
+                return "yes" if self.engine.is_sleeping else ""
+            case "reset_prefix_cache" | "sleep":
                 raise AssertionError("_handle does it")
 
     def _start_profile(self) -> str:

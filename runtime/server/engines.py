@@ -13,6 +13,7 @@ from atomc.runtime.server.client import (
 )
 from atomc.runtime.server.messages import Submit
 from atomc.runtime.server.request_stream import RequestStream
+from atomc.runtime.sleeping import refuse_running
 from atomc.runtime.stats import Stats, total
 
 
@@ -148,6 +149,31 @@ class Engines:
         """Have restarted engines load these LoRA adapters: name -> folder."""
         for client in self.clients:
             client.keep_adapters(adapters)
+
+    async def sleep(self) -> None:
+        """Returns when all engines sleep. Raises ValueError, and none sleeps then, if requests wait
+        or run; EngineDead as above.
+        """
+        self._check()
+        refuse_running(sum(client.num_unfinished for client in self.alive))
+        calls = [client.call("sleep") for client in self.alive]
+        ended = await asyncio.gather(*calls, return_exceptions=True)
+        errors = [error for error in ended if isinstance(error, BaseException)]
+        if errors:
+            await self.wake_up()
+            raise errors[0]
+
+    async def wake_up(self) -> None:
+        """Returns when no engine sleeps. Raises ValueError if memory runs out; EngineDead as
+        above.
+        """
+        self._check()
+        await asyncio.gather(*(client.call("wake_up") for client in self.alive))
+
+    async def is_sleeping(self) -> bool:
+        """Whether an engine sleeps."""
+        self._check()
+        return any(await asyncio.gather(*(client.call("is_sleeping") for client in self.alive)))
 
     async def call(
         self, name: Literal["report", "start_profile", "stop_profile"], folder: str = ""

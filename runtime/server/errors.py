@@ -94,6 +94,14 @@ def to_api_error(error: Exception) -> APIError:
             return APIError(
                 503, f"{error}; no request can be served", "service_unavailable", code="engine_dead"
             )
+        case RequestRefused(asleep=True, retry_after=float() | int() as seconds):
+            return APIError(
+                503,
+                str(error),
+                "service_unavailable",
+                code="engine_asleep",
+                headers=_retry_after(seconds),
+            )
         case RequestRefused(retry_after=float() | int() as seconds):
             return APIError(
                 503, str(error), "overloaded", code="queue_full", headers=_retry_after(seconds)

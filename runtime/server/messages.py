@@ -39,10 +39,13 @@ CallName = Literal[
     "stats",
     "report",
     "reset_prefix_cache",
-    "start_profile",
-    "stop_profile",
+    "sleep",
+    "wake_up",
+    "is_sleeping",
     "load_adapter",
     "unload_adapter",
+    "start_profile",
+    "stop_profile",
 ]
 
 
@@ -52,6 +55,8 @@ class Call(msgspec.Struct, tag=True):
     stats                         the Stats, in a Progress before the reply
     report                        the compiler's report, as JSON text
     reset_prefix_cache            no text
+    sleep, wake_up                no text; an error if requests wait or run, or memory runs out
+    is_sleeping                   "yes", or no text
     start_profile, stop_profile   torch.profiler; the trace is written to `folder`
     load_adapter, unload_adapter  the LoRA adapter with the name `adapter`, of `folder`
     """
@@ -109,12 +114,14 @@ class Refused(msgspec.Struct):
 
     retry_after   seconds after which to retry; None: the request can never be accepted
     by_client     the request is the cause, not the engine
+    asleep        the engine sleeps
     """
 
     id: str
     message: str
     retry_after: float | None = None
     by_client: bool = True
+    asleep: bool = False
 
 
 class Progress(msgspec.Struct, tag=True, omit_defaults=True):

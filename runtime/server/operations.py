@@ -20,6 +20,7 @@ from atomc.runtime.server.metrics import CONTENT_TYPE
 from atomc.runtime.server.model_info import ModelInfo
 from atomc.runtime.server.protocol import DetokenizeRequest, TokenizeRequest
 from atomc.runtime.server.service import Service
+from atomc.runtime.sleeping import refuse_level, wakes_state
 
 STATS_SECONDS = 2.0
 _rendering = asyncio.Lock()
@@ -117,6 +118,37 @@ async def ready(service: Service) -> Response:
 async def reset_prefix_cache(service: Service) -> Response:
     await service.engines.reset_prefix_cache()
     return JSONResponse({"status": "ok"})
+
+
+async def sleep(service: Service, level: int) -> Response:
+    """Frees the KV cache and CUDA graphs of all engines."""
+    try:
+        refuse_level(level)
+    except ValueError as error:
+        raise invalid(str(error), "level") from error
+    try:
+        await service.engines.sleep()
+    except ValueError as error:
+        raise APIError(409, str(error), code="requests_running") from error
+    return JSONResponse({"status": "ok"})
+
+
+async def wake_up(service: Service, tags: Sequence[str]) -> Response:
+    """Allocates what `sleep` has freed. tags: as of Engine.wake_up, empty for all."""
+    try:
+        wakes = wakes_state(tags or None)
+    except ValueError as error:
+        raise invalid(str(error), "tags") from error
+    if wakes:
+        try:
+            await service.engines.wake_up()
+        except ValueError as error:
+            raise APIError(503, str(error), "service_unavailable", code="out_of_memory") from error
+    return JSONResponse({"status": "ok"})
+
+
+async def is_sleeping(service: Service) -> Response:
+    return JSONResponse({"is_sleeping": await service.engines.is_sleeping()})
 
 
 async def metrics(service: Service) -> Response:

@@ -12,7 +12,7 @@ CLOSED = "tests/test_closed_schema.py"
 
 BUGS = [
     Bug("runtime/engine.py", "and self.executor.check()", "and self.executor.check() is None", f"{ROLLOUTS} optimizer"),
-    Bug("runtime/worker.py", "            with evaluation_mode(self.module):\n                yield", "            yield", f"{ROLLOUTS} dropout"),
+    Bug("runtime/programs.py", "            with evaluation_mode(self.module):\n                yield", "            yield", f"{ROLLOUTS} dropout"),
     Bug("runtime/worker.py", "            self._check_parameters()\n", "", f"{ROLLOUTS} other_storage"),
     Bug("runtime/closed_schema.py", "not one.excludes(other)", "one", CLOSED),
     Bug("runtime/closed_schema.py", "waiting += _combined_parts(applied)", "pass", CLOSED),
