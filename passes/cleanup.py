@@ -22,7 +22,7 @@ from atomc.rewriting.rewrite import Fired, remove_dead_nodes
 
 _WHOLE = {"start": 0, "end": None, "step": 1}
 _RANDOM = torch.Tag.nondeterministic_seeded
-# Exact. `x + 0` is exact for integers only: it turns -0.0 into 0.0.
+# Exact. `x + 0` is exact for integers only: it turns -0.0 into 0.0, as `x - -0.0` does.
 _NEUTRAL = {
     "mul": {"other": 1},
     "div": {"other": 1},
@@ -127,8 +127,9 @@ def _hashable(argument: Argument) -> Hashable:
         return tuple(_hashable(part) for part in argument)
     if isinstance(argument, dict):
         return tuple(sorted((name, _hashable(part)) for name, part in argument.items()))
-    # 1, 1.0 and True are equal keys but not equal arguments.
-    return argument if isinstance(argument, Node) else (type(argument), argument)
+    # 1, 1.0 and True are equal keys but not equal arguments, as are 0.0 and -0.0.
+    given = repr(argument) if isinstance(argument, float) else argument
+    return argument if isinstance(argument, Node) else (type(argument), given)
 
 
 def cancel_no_ops(graph: Graph) -> list[Fired]:
@@ -210,7 +211,8 @@ def _neutral(node: Node, here: Call) -> Node | None:
     if len(here.operands) != 1 or constants != _NEUTRAL[here.op] or "rounding_mode" in here.attrs:
         return None
     made = value(node)
-    exact = here.op != "add" or not (made.is_floating_point() or made.is_complex())
+    moves_zero = here.op == "add" or "-0.0" in map(str, constants.values())
+    exact = not moves_zero or not (made.is_floating_point() or made.is_complex())
     return here.operands[0] if exact and _alike(here.operands[0], node) else None
 
 
