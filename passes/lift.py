@@ -91,9 +91,10 @@ def _linear(graph: Graph, node: Node) -> Lifted:
 
 
 def _embedding(graph: Graph, node: Node) -> Lifted:
+    # The one of torch has the weight first.
+    first = ("input", "weight") if node.target is F.embedding else ("weight", "indices")
     names = (
-        "input",
-        "weight",
+        *first,
         "padding_idx",
         "max_norm",
         "norm_type",
@@ -103,7 +104,8 @@ def _embedding(graph: Graph, node: Node) -> Lifted:
     given = _arguments(node, names, max_norm=None)
     if given["max_norm"] is not None:
         return "max_norm modifies the weight"
-    _replace(node, ops.embedding, given["input"], given["weight"])
+    indices = given[next(name for name in first if name != "weight")]
+    _replace(node, ops.embedding, indices, given["weight"])
     return {}
 
 
@@ -116,7 +118,8 @@ def _rms_norm(graph: Graph, node: Node) -> Lifted:
         return "it has no weight"
     if weight.dtype != x.dtype or x.dtype not in FLOATS:
         return f"x is {x.dtype}, the weight {weight.dtype}"
-    eps = torch.finfo(x.dtype).eps if given["eps"] is None else given["eps"]
+    # In 16 bits, torch takes the eps of the dtype in which it computes.
+    eps = torch.finfo(torch.float32).eps if given["eps"] is None else given["eps"]
     if not isinstance(eps, float | int):
         return "eps is not a constant"
     normed = _replace(node, ops.rms_norm, given["input"], given["weight"], float(eps), "before")
