@@ -172,11 +172,16 @@ def _same_as(node: Node) -> Node | None:
 
 def _cloned(node: Node, here: Call) -> Node | None:
     """The input of a clone with the same strides, as dropout makes in eval mode, or of the clone
-    that lifting adds to a norm whose input is not dense.
+    that lifting adds to a norm whose input is not dense, or to transposed heads of attention.
     """
     [source] = here.operands
-    lifted = call(source).op == "atom::rms_norm"
+    lifted = call(source).op == "atom::rms_norm" or _is_transposed_attention(source)
     return source if lifted or same_strides(value(source), value(node)) else None
+
+
+def _is_transposed_attention(node: Node) -> bool:
+    here = call(node)
+    return here.op == "permute" and call(here.operands[0]).op == "atom::attention"
 
 
 def _overwritten(node: Node, here: Call) -> Node | None:

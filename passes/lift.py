@@ -169,11 +169,26 @@ def _sdpa(graph: Graph, node: Node) -> Lifted:
             {"scale": float(scale), "causal": bool(given["is_causal"])},
         )
         out.meta = {key: item for key, item in node.meta.items() if key != "example_value"}
-        back = _transposed(graph, out, node)
-    back.meta["example_value"] = _fake(node)
+        back = _with_strides_of(graph, _transposed(graph, out, node), _fake(node))
     node.replace_all_uses_with(back)
     graph.erase_node(node)
     return {"causal": bool(given["is_causal"]), "mask": given["attn_mask"] is not None}
+
+
+def _with_strides_of(graph: Graph, transposed: Node, wanted: Tensor) -> Node:
+    """The transposed result of the op, copied if the call of torch returns contiguous heads: a
+    program may view them. The copy goes if no reader needs its strides.
+    """
+    *leading, heads, tokens, width = wanted.shape
+    found = wanted.new_empty((*leading, tokens, heads, width)).transpose(-3, -2)
+    transposed.meta["example_value"] = found
+    contiguous = wanted.new_empty(wanted.shape)
+    if same_strides(found, wanted) or not same_strides(wanted, contiguous):
+        return transposed
+    how = {"memory_format": torch.contiguous_format}
+    copy = graph.call_method("clone", (transposed,), how)
+    copy.meta = {**transposed.meta, "example_value": wanted}
+    return copy
 
 
 def _patch(graph: Graph, node: Node) -> Lifted:
