@@ -22,7 +22,7 @@ from atomc.rewriting.rewrite import Fired, remove_dead_nodes
 
 _WHOLE = {"start": 0, "end": None, "step": 1}
 _RANDOM = torch.Tag.nondeterministic_seeded
-# Exact. `x + 0` is exact for integers only: it turns -0.0 into 0.0.
+# Exact. `x + 0` is exact for integers only: it turns -0.0 into 0.0, as `x - -0.0` does.
 _NEUTRAL = {
     "mul": {"other": 1},
     "div": {"other": 1},
@@ -127,8 +127,9 @@ def _hashable(argument: Argument) -> Hashable:
         return tuple(_hashable(part) for part in argument)
     if isinstance(argument, dict):
         return tuple(sorted((name, _hashable(part)) for name, part in argument.items()))
-    # 1, 1.0 and True are equal keys but not equal arguments.
-    return argument if isinstance(argument, Node) else (type(argument), argument)
+    # 1, 1.0 and True are equal keys but not equal arguments, as are 0.0 and -0.0.
+    given = repr(argument) if isinstance(argument, float) else argument
+    return argument if isinstance(argument, Node) else (type(argument), given)
 
 
 def cancel_no_ops(graph: Graph) -> list[Fired]:
@@ -171,11 +172,16 @@ def _same_as(node: Node) -> Node | None:
 
 def _cloned(node: Node, here: Call) -> Node | None:
     """The input of a clone with the same strides, as dropout makes in eval mode, or of the clone
-    that lifting adds to a norm whose input is not dense.
+    that lifting adds to a norm whose input is not dense, or to transposed heads of attention.
     """
     [source] = here.operands
-    lifted = call(source).op == "atom::rms_norm"
+    lifted = call(source).op == "atom::rms_norm" or _is_transposed_attention(source)
     return source if lifted or same_strides(value(source), value(node)) else None
+
+
+def _is_transposed_attention(node: Node) -> bool:
+    here = call(node)
+    return here.op == "permute" and call(here.operands[0]).op == "atom::attention"
 
 
 def _overwritten(node: Node, here: Call) -> Node | None:
@@ -210,7 +216,8 @@ def _neutral(node: Node, here: Call) -> Node | None:
     if len(here.operands) != 1 or constants != _NEUTRAL[here.op] or "rounding_mode" in here.attrs:
         return None
     made = value(node)
-    exact = here.op != "add" or not (made.is_floating_point() or made.is_complex())
+    moves_zero = here.op == "add" or "-0.0" in map(str, constants.values())
+    exact = not moves_zero or not (made.is_floating_point() or made.is_complex())
     return here.operands[0] if exact and _alike(here.operands[0], node) else None
 
 

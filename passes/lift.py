@@ -91,9 +91,10 @@ def _linear(graph: Graph, node: Node) -> Lifted:
 
 
 def _embedding(graph: Graph, node: Node) -> Lifted:
+    # The one of torch has the weight first.
+    first = ("input", "weight") if node.target is F.embedding else ("weight", "indices")
     names = (
-        "input",
-        "weight",
+        *first,
         "padding_idx",
         "max_norm",
         "norm_type",
@@ -103,7 +104,8 @@ def _embedding(graph: Graph, node: Node) -> Lifted:
     given = _arguments(node, names, max_norm=None)
     if given["max_norm"] is not None:
         return "max_norm modifies the weight"
-    _replace(node, ops.embedding, given["input"], given["weight"])
+    indices = given[next(name for name in first if name != "weight")]
+    _replace(node, ops.embedding, indices, given["weight"])
     return {}
 
 
@@ -116,7 +118,8 @@ def _rms_norm(graph: Graph, node: Node) -> Lifted:
         return "it has no weight"
     if weight.dtype != x.dtype or x.dtype not in FLOATS:
         return f"x is {x.dtype}, the weight {weight.dtype}"
-    eps = torch.finfo(x.dtype).eps if given["eps"] is None else given["eps"]
+    # In 16 bits, torch takes the eps of the dtype in which it computes.
+    eps = torch.finfo(torch.float32).eps if given["eps"] is None else given["eps"]
     if not isinstance(eps, float | int):
         return "eps is not a constant"
     normed = _replace(node, ops.rms_norm, given["input"], given["weight"], float(eps), "before")
@@ -166,11 +169,26 @@ def _sdpa(graph: Graph, node: Node) -> Lifted:
             {"scale": float(scale), "causal": bool(given["is_causal"])},
         )
         out.meta = {key: item for key, item in node.meta.items() if key != "example_value"}
-        back = _transposed(graph, out, node)
-    back.meta["example_value"] = _fake(node)
+        back = _with_strides_of(graph, _transposed(graph, out, node), _fake(node))
     node.replace_all_uses_with(back)
     graph.erase_node(node)
     return {"causal": bool(given["is_causal"]), "mask": given["attn_mask"] is not None}
+
+
+def _with_strides_of(graph: Graph, transposed: Node, wanted: Tensor) -> Node:
+    """The transposed result of the op, copied if the call of torch returns contiguous heads: a
+    program may view them. The copy goes if no reader needs its strides.
+    """
+    *leading, heads, tokens, width = wanted.shape
+    found = wanted.new_empty((*leading, tokens, heads, width)).transpose(-3, -2)
+    transposed.meta["example_value"] = found
+    contiguous = wanted.new_empty(wanted.shape)
+    if same_strides(found, wanted) or not same_strides(wanted, contiguous):
+        return transposed
+    how = {"memory_format": torch.contiguous_format}
+    copy = graph.call_method("clone", (transposed,), how)
+    copy.meta = {**transposed.meta, "example_value": wanted}
+    return copy
 
 
 def _patch(graph: Graph, node: Node) -> Lifted:

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from rewriting import explained, rewritten
+from rewriting import after_passes, explained, rewritten
 from torch import Tensor
 
 from atomc import passes
@@ -179,6 +179,21 @@ def test_a_causal_mask_beside_one_from_outside_stays_a_mask():
     assert sites(both, Q, K, V, padding) == [{"causal": False, "mask": True}]
 
 
+def test_keys_hidden_twice_weigh_as_much_as_others_in_a_row_without_visible_keys():
+    padding = torch.zeros(B, 1, 1, T, dtype=torch.bool)
+    padding[1, ..., :3] = True
+
+    def filled(q, k, v, hidden):
+        scores = (q @ k.mT).masked_fill(later(), LOWEST).masked_fill(hidden, LOWEST)
+        return scores.softmax(-1) @ v
+
+    def added_and_filled(q, k, v, hidden):
+        return (q @ k.mT + hidden * LOWEST).masked_fill(later(), LOWEST).softmax(-1) @ v
+
+    masked = [{"causal": False, "mask": True}]
+    assert sites(filled, Q, K, V, padding) == sites(added_and_filled, Q, K, V, padding) == masked
+
+
 def test_a_causal_mask_of_dynamic_length_becomes_causal():
     def causal(q, k, v):
         t = torch.arange(q.shape[2])
@@ -317,6 +332,10 @@ def values_first(q, k, v):
     return v.mT @ (q @ k.mT).softmax(-1)
 
 
+def weakly_filled(q, k, v):
+    return (q @ k.mT).masked_fill(later(), -1e4).softmax(-1) @ v
+
+
 def mask_of_other_heads(q, k, v):
     scores = (q @ k.mT).view(N, B, T, T) + torch.arange(float(N)).view(N, 1, 1, 1) * later()
     return scores.view(B, N, T, T).softmax(-1) @ v
@@ -337,6 +356,7 @@ def in_fp64(q, k, v):
         (minus_other, "scores minus the largest; found sub"),
         (sinks_kept, "weights .*; found slice"),
         (bool_added, "a float mask; found torch.bool added"),
+        (weakly_filled, "a mask that fills with -1.0e\\+38 or less; found -10000.0"),
         (over_queries, "softmax over keys"),
         (two_products, "one product of queries and keys"),
         (clamped, "scale, softcap or mask; found clamp"),
@@ -351,6 +371,13 @@ def test_what_the_op_does_not_compute_is_left_alone_with_a_reason(function, reas
     report = explained(function, Q, K, V, tolerance=EXACT)
     assert report.matches["attention"] == 0
     assert re.search(reason, report.why("attention")), report.why("attention")
+
+
+def test_scores_filled_with_nan_are_not_masked():
+    def filled(q, k, v):
+        return torch.where(later(), torch.nan, q @ k.mT).softmax(-1) @ v
+
+    assert not after_passes(PASSES, filled, Q, K, V).report.matches["attention"]
 
 
 def test_a_router_is_not_nearly_attention():

@@ -33,7 +33,12 @@ PIECES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
         (X.transpose(1, 2).contiguous(), W, B),
     ),
     "embedding": (lambda ids, w: F.embedding(ids, w), (torch.arange(40).view(2, 20), W)),
+    "embedding, weight first": (
+        lambda ids, w: torch.embedding(w, ids),
+        (torch.arange(40).view(2, 20), W),
+    ),
     "rms_norm": (lambda x, w: F.rms_norm(x, (64,), w, 1e-5), (X, B)),
+    "rms_norm with the eps of torch": (lambda x, w: F.rms_norm(x / 50, (64,), w), (X, B)),
     "layer_norm": (lambda x, w, b: F.layer_norm(x, (64,), w, b), (X, B, W[0])),
     "attention": (F.scaled_dot_product_attention, (Q, K, V)),
     "causal attention": (

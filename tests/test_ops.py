@@ -340,6 +340,14 @@ def test_a_row_that_sees_no_key_is_zero(case: str) -> None:
     assert not ops.attention(**a)[2].any()
 
 
+@pytest.mark.parametrize("case", ["softcap", "sinks"])
+def test_a_query_that_is_not_a_number_gives_none(case: str) -> None:
+    a = CASES["attention"][case](Draw(torch.float32))
+    a["q"][0] = math.nan
+    out = ops.attention(**a)
+    assert out[0].isnan().all() and not out[1:].isnan().any()
+
+
 def test_the_window_counts_the_query_itself() -> None:
     a = CASES["attention"]["window"](Draw(torch.float32))
     out = ops.attention(**a)

@@ -679,6 +679,11 @@ def test_numbers_that_are_equal_but_of_another_type_keep_their_nodes_apart():
     assert tidied(lambda x: (x.long() + 1) * (x.long() + 1.0), X).count("add") == 2
 
 
+def test_zeros_of_two_signs_stay_apart():
+    assert tidied(lambda x: (1 / (x.abs() * 0.0), 1 / (x.abs() * -0.0)), X).count("mul") == 2
+    assert "sub" in tidied(lambda x: 1 / (x * -0.0 - -0.0), X.abs())
+
+
 @pytest.mark.parametrize(
     "function",
     [

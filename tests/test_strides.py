@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from rewriting import STRIDES_HOLD
+import torch.nn.functional as F
+from rewriting import STRIDES_HOLD, explained
 from torch import Tensor
 
 import atomc
@@ -14,6 +15,7 @@ from atomc.compiler.pipeline import register_pass
 
 B, T, N, D = 2, 5, 4, 16
 X = torch.randn(B, T, N * D)
+EAGER = {"glue": "eager"}
 COS, SIN = torch.randn(2, 1, 1, T, D // 2)
 
 
@@ -65,3 +67,25 @@ def test_what_is_returned_lies_as_in_eager(function: Callable[[Tensor], Tensor])
     ours, theirs = torch.compile(run, backend="atom", options={"glue": "eager"})(X), run(X)
     torch.testing.assert_close(ours, theirs)
     assert ours.stride() == theirs.stride() and atomc.reports()[-1].treated
+
+
+def test_heads_of_attention_can_be_viewed_where_torch_returns_them_contiguous() -> None:
+    def grouped(x: Tensor) -> Tensor:
+        q = heads(x).contiguous()
+        return F.scaled_dot_product_attention(q, q[:, :1], q[:, :1], enable_gqa=True)
+
+    ours = torch.compile(
+        lambda x: (grouped(x), grouped(x).view(B, N * T * D)), backend="atom", options=EAGER
+    )
+    found, expected = ours(X), grouped(X)
+    torch.testing.assert_close(found, (expected, expected.view(B, N * T * D)))
+    assert found[0].stride() == expected.stride() and atomc.reports()[-1].treated
+
+
+def test_heads_of_attention_are_not_copied_for_a_reader_that_transposes_them_back() -> None:
+    def grouped(x: Tensor) -> Tensor:
+        q = heads(x)
+        y = F.scaled_dot_product_attention(q, q[:, :1], q[:, :1], enable_gqa=True)
+        return y.transpose(1, 2).reshape(B, T, N * D)
+
+    assert explained(grouped, X, tolerance=1e-6).num_ops == {"attention": 1}

@@ -41,7 +41,8 @@ def _weighted_values(scores: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         weights = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
     else:
         weights = scores.softmax(-1)
-    weights = weights.nan_to_num(0.0)
+    hidden = (scores == -math.inf).all(-1, keepdim=True)
+    weights = weights.masked_fill(hidden, 0.0)  # NaN of an operand stays NaN
     group = weights.shape[-3] // v.shape[-2]
     values = v.to(torch.float32).repeat_interleave(group, -2).transpose(-2, -3)
     return (weights @ values).transpose(-2, -3)

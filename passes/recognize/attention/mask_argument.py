@@ -45,30 +45,42 @@ def _all_rows_see(site: Site, window: Band) -> bool:
 
 
 def sum_of_masks(site: Site) -> Node:
-    """The sum of all masks, [.., N or 1, T or 1, S]; a single one that fills with -inf is bool."""
+    """All masks as one, [.., N or 1, T or 1, S], in the order in which they apply; a single one
+    that fills with -inf is bool.
+    """
     before, masks = site.result, site.walk.added
     if [added.fill for added in masks] == [-math.inf]:
         seen = insert(before, aten.logical_not.default, masks[0].mask)
         return _at_scores(before, seen, masks[0].at, site.shape)
-    dtype = value(before).dtype
-    total, *parts = [
-        _at_scores(before, _float_mask(before, added, dtype), added.at, site.shape)
-        for added in masks
-    ]
-    for part in parts:
-        total = insert(before, aten.add.Tensor, total, part)
+    total: Node | None = None
+    for added in reversed(masks):
+        total = _with_mask(before, total, added, site.shape)
+    assert total is not None
     return total
 
 
-def _float_mask(before: Node, added: Added, dtype: torch.dtype) -> Node:
+def _with_mask(before: Node, total: Node | None, added: Added, shape: Shape) -> Node:
+    """One more mask after others. One that fills takes the place of what was added before: keys
+    that several hide weigh as much as others in a row without visible keys.
+    """
+    mask = added.mask
+    if added.fill is None and added.factor != 1.0:
+        mask = insert(before, aten.mul.Tensor, mask, added.factor)
+    mask = _at_scores(before, mask, added.at, shape)
     if added.fill is None:
-        scaled = added.factor != 1.0
-        return insert(before, aten.mul.Tensor, added.mask, added.factor) if scaled else added.mask
+        return mask if total is None else insert(before, aten.add.Tensor, total, mask)
+    dtype = value(before if total is None else total).dtype
     # float16 has no number that hides beside every score.
     dtype = torch.float32 if dtype == torch.float16 else dtype
-    hidden = added.fill if added.fill == -math.inf else torch.finfo(dtype).min
-    zeros = insert(before, aten.zeros_like.default, added.mask, dtype=dtype, memory_format=None)
-    return insert(before, aten.masked_fill.Scalar, zeros, added.mask, hidden)
+    if total is None:
+        total = insert(before, aten.zeros_like.default, mask, dtype=dtype, memory_format=None)
+    elif value(total).dtype != dtype:
+        total = insert(before, aten._to_copy.default, total, dtype=dtype)
+    return insert(before, aten.masked_fill.Scalar, total, mask, _hiding(added, dtype))
+
+
+def _hiding(added: Added, dtype: torch.dtype) -> float:
+    return -math.inf if added.fill == -math.inf else torch.finfo(dtype).min
 
 
 def _at_scores(before: Node, mask: Node, at: Node, shape: Shape) -> Node:

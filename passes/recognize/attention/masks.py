@@ -30,8 +30,8 @@ def without_mask(walk: Walk, node: Node, factor: float) -> Node:
         scores, fill = (other, constant(then)) if filled_first else (then, constant(other))
     else:
         raise Unlike("extra op", "scale, softcap or mask", describe(node), node)
-    limit = torch.finfo(value(node).dtype).min / 2
-    if fill is None or fill > max(limit, HIDES) or factor < 0:
+    limit = max(torch.finfo(value(node).dtype).min / 2, HIDES)
+    if fill is None or not fill <= limit or factor < 0:
         hides = f"a mask that fills with {limit:.1e} or less"
         raise Unlike("scalar", hides, f"{fill} in {describe(node)}", node)
     add_mask(walk, Added(mask, node, fill=fill))
