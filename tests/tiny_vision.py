@@ -17,7 +17,7 @@ from torch import nn
 from atomc import ops
 from atomc.models.mrope import mrope_positions, num_image_tokens
 from atomc.program import compile_model
-from atomc.runtime import worker
+from atomc.runtime import programs
 from atomc.runtime.engine import Engine, EngineConfig
 from atomc.runtime.prompt_image import PromptImage
 
@@ -115,7 +115,7 @@ def compiled_once(model=TinyVision):
     """
     module, program = _compiled(model)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker, "compile_model", lambda *_, takes, **__: program(takes))
+        patch.setattr(programs, "compile_model", lambda *_, takes, **__: program(takes))
         yield module
 
 
