@@ -49,6 +49,7 @@ NORM = X, W
 ADD_NORM = X, R, W
 ADD_LAYER_NORM = X, R, W, B
 GATED = GATE, UP
+ADAPTER = rand(T, I), X, rand(2, D), rand(I, 2)
 GATED_NORM = X, R, W
 ROPE = Q, COS, SIN
 HALF = Q, COS[..., :H], SIN[..., :H]
@@ -75,6 +76,11 @@ def to_meta(x: Tensor) -> Tensor:
 
 def heads_mixed(x: Tensor) -> Tensor:
     return x.transpose(0, 1).reshape(x.shape)
+
+
+def adapted(y: Tensor, x: Tensor, a: Tensor, b: Tensor, read: list[Tensor]) -> Tensor:
+    read.append(F.linear(x, a))
+    return y + F.linear(read[0], b) * 2.0
 
 
 def normed(
@@ -512,6 +518,27 @@ TABLE: dict[str, dict[str, Cell | str]] = {
             "float32"),
         "operand order": "n/a: keys and values are repeated alike",
         "missing cast": NO_CASTS,
+    },
+    "lora_linear": {
+        "extra user": Cell(
+            lambda y, x, a, b: (adapted(y, x, a, b, read := []), read[0].abs()), ADAPTER, "extra user",
+            "no other reader of linear", READ_TOO),
+        "mutation": Cell(
+            lambda y, x, a, b: y + F.linear(F.linear(x, a).mul_(2), b) * 2.0, ADAPTER, "extra op",
+            "linear reading linear", DOUBLED),
+        "view that changes meaning": Cell(
+            lambda y, x, a, b: y + F.linear(F.linear(x, a).t().reshape(T, -1), b) * 2.0, ADAPTER, "extra op",
+            "linear .*reading linear", "^permute"),
+        "device": Cell(
+            lambda y, x, a, b: y.to("meta") + F.linear(F.linear(x, a).to("meta"), b.to("meta")) * 2.0, ADAPTER,
+            "extra op", "linear reading linear", MOVED),
+        "eps differs": NO_EPS,
+        "not the last dim": "n/a: products of rows have one dimension",
+        "dtype promotion": Cell(
+            lambda y, x, a, b: y + F.linear(F.linear(x.float(), a.float()), b.float()) * 2.0, ADAPTER, "missing cast",
+            "^a cast to dtype", "^add .* used as it is, in float32"),
+        "operand order": COMMUTES,
+        "missing cast": "n/a: a sum that stays in fp32 is the promotion",
     },
     "add_rms_norm": {
         "extra user": "n/a: the sum is a result, anybody may read it",

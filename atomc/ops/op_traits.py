@@ -19,6 +19,7 @@ class Kind(Flag):
     """What an op computes. A fused op has the union of its parts: `Kind.NORM | Kind.QUANTIZE`."""
 
     LINEAR = auto()  # a product of rows with a stored weight
+    ADAPTER = auto()  # changes the result of a linear layer, which is its first parameter
     BMM = auto()  # a product per head
     ATTENTION = auto()
     NORM = auto()

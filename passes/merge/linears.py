@@ -161,7 +161,14 @@ def _reaches_attention(node: Node) -> bool:
 
 
 def _on_the_way(node: Node) -> bool:
-    return call(node).op in ON_THE_WAY or _kind_of(node) in (Kind.NORM, Kind.ROPE)
+    return (
+        call(node).op in ON_THE_WAY or _kind_of(node) in (Kind.NORM, Kind.ROPE) or _is_adapter(node)
+    )
+
+
+def _is_adapter(node: Node) -> bool:
+    kind = _kind_of(node)
+    return kind is not None and Kind.ADAPTER in kind
 
 
 def _kind_of(node: Node) -> Kind | None:
@@ -171,16 +178,17 @@ def _kind_of(node: Node) -> Kind | None:
 
 def _gated(nodes: Sequence[Node]) -> list[Node]:
     """Gate and up, if a gated activation reads two of the nodes."""
-    for reader in _readers(nodes[0], lambda node: call(node).op in VIEWS):
+    for reader in _readers(nodes[0], lambda node: call(node).op in VIEWS or _is_adapter(node)):
         if _kind_of(reader) is Kind.GATE:
-            pair = [_behind_views(operand) for operand in call(reader).operands]
+            pair = [_behind_adapters(operand) for operand in call(reader).operands]
             if len(set(pair) & set(nodes)) == 2:
                 return pair
     return []
 
 
-def _behind_views(node: Node) -> Node:
-    while call(node).op in VIEWS:
+def _behind_adapters(node: Node) -> Node:
+    """The linear layer that views and adapters change."""
+    while call(node).op in VIEWS or _is_adapter(node):
         node = call(node).operands[0]
     return node
 

@@ -1,9 +1,9 @@
-"""LoRA adapters of linear layers in Triton: two thin products, of the rows that have an adapter only.
+"""LoRA adapters of linear layers in Triton: two thin products, of rows that have an adapter only.
 
 The first kernel multiplies a tile of rows with A of one adapter, and returns at once if no row of
-the tile has it; K is divided among programs, whose sums the second kernel adds in a fixed order. The
-second kernel adds the product with B to its tile of y. Neither has a size that depends on data, so
-that CUDA graphs can hold them, and adapters without rows are not read.
+the tile has it; K is divided among programs, whose sums the second kernel adds in a fixed order.
+The second kernel adds the product with B to its tile of y. Neither has a size that depends on data,
+so that CUDA graphs can hold them, and adapters without rows are not read.
 
 M rows, L adapters, r their rank, P merged layers (R = P * r rows of A), K inputs, N outputs.
 """
@@ -22,8 +22,8 @@ from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 MAX_PARTS, MAX_THIN = 4, 256
-# Chosen by counting bytes, not measured yet: a tile of 16 rows is the smallest of a tensor core, and
-# 8 parts of K let a step of one row read A with as many programs for each adapter.
+# Chosen by counting bytes, not measured yet: a tile of 16 rows is the smallest of a tensor core,
+# and 8 parts of K let a step of one row read A with as many programs for each adapter.
 FEW_ROWS, ROWS_OF_MANY, OUTPUTS, INPUTS, PARTS_OF_FEW = 64, 64, 64, 128, 8
 
 
@@ -114,9 +114,12 @@ def refuse_lora_linear(
     x: Tensor,
     a: Tensor,
     b: Tensor,
-    rows: Tensor,
-    widths: list[int],
+    rows: Tensor | None = None,
+    widths: list[int] | None = None,
+    scale: float = 1.0,
 ) -> Refusal | None:
+    if rows is None or widths is None or scale != 1.0:
+        return Refusal("argument", "written for adapters of rows, with the scale in b")
     if reason := unfit(platform, y=y, x=x, a=a, b=b) or not_nvidia(platform):
         return reason
     if reason := unlike(FLOATS, y=y, x=x, a=a, b=b):
@@ -126,7 +129,7 @@ def refuse_lora_linear(
     if a.shape[1] > MAX_THIN:
         return Refusal("shape", f"A has {a.shape[1]} rows: written for up to {MAX_THIN}")
     for name, weight in (("a", a), ("b", b)):
-        adapters, size, width = weight.shape
+        _, size, width = weight.shape
         if not (
             known_equal(weight.stride(1), width) and known_equal(weight.stride(0), size * width)
         ):
@@ -136,8 +139,15 @@ def refuse_lora_linear(
 
 @ops.lora_linear.kernel("triton", refuses=refuse_lora_linear)
 def lora_linear(
-    y: Tensor, x: Tensor, a: Tensor, b: Tensor, rows: Tensor, widths: list[int]
+    y: Tensor,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    rows: Tensor | None = None,
+    widths: list[int] | None = None,
+    scale: float = 1.0,
 ) -> Tensor:
+    assert rows is not None and widths is not None, "refuse_lora_linear"
     adapters, thin_size, depth = a.shape
     _, rank, outputs = b.shape
     y_rows, x_rows = y.flatten(0, -2), x.flatten(0, -2)

@@ -1,0 +1,123 @@
+"""Replace the products of a LoRA adapter by one op, as peft writes them.
+
+    x -+- linear(weight) -> y ---------+             x -+- linear(weight) -> y -+
+       |                               + > y'   =>      +------------------------+- lora_linear > y'
+       +- linear(A) > linear(B) > * s -+
+
+A would otherwise be merged with the linear layers that read x, which then are no group of queries,
+keys and values, or of gate and up. The adapter may be in fp32 where the model is not: then y' is
+rounded to the dtype of y. Products that are not thin are left alone: they are no adapter.
+"""
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.rewriting.example import Example, OneOf, tensor_example
+from atomc.rewriting.rewrite import Case, Rewrite
+
+aten = torch.ops.aten
+_16_BITS = (torch.bfloat16, torch.float16)
+
+
+def _pattern(
+    y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, dtype: torch.dtype | None
+) -> Tensor:
+    total = y + ops.linear(ops.linear(x, a), b) * scale
+    return total if dtype is None else total.to(dtype)
+
+
+def _replacement(
+    y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, dtype: torch.dtype | None
+) -> Tensor:
+    b_t = aten.permute.default(b, [1, 0])
+    stacked = aten.unsqueeze.default(a, 0), aten.unsqueeze.default(b_t, 0)
+    return ops.lora_linear(y, x, *stacked, scale=scale)
+
+
+def _example(in_fp32: bool) -> Example:
+    model = OneOf(*_16_BITS) if in_fp32 else OneOf(torch.float32, *_16_BITS)
+    adapter = torch.float32 if in_fp32 else model
+    return {
+        "y": tensor_example(3, 10, dtype=model),
+        "x": tensor_example(3, 6, dtype=adapter),
+        "a": tensor_example(2, 6, dtype=adapter),
+        "b": tensor_example(10, 2, dtype=adapter),
+        "scale": 2.5,
+        "dtype": model if in_fp32 else None,
+    }
+
+
+def _guard(x: Tensor, a: Tensor, b: Tensor, **_: object) -> str | None:
+    rank, inputs, outputs = a.shape[0], a.shape[-1], b.shape[0]
+    if rank >= min(inputs, outputs):
+        return f"its rank {rank} is not below its {inputs} inputs and {outputs} outputs"
+    return None
+
+
+def _unscaled_pattern(
+    inputs: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    dtype: torch.dtype | None,
+) -> Tensor:
+    total = ops.linear(inputs, weight, bias) + ops.linear(ops.linear(x, a), b)
+    return total if dtype is None else total.to(dtype)
+
+
+def _unscaled_replacement(
+    inputs: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    dtype: torch.dtype | None,
+) -> Tensor:
+    return _replacement(ops.linear(inputs, weight, bias), x, a, b, 1.0, dtype)
+
+
+def _unscaled_example(in_fp32: bool, biased: bool) -> Example:
+    found = _example(in_fp32)
+    model = found["y"].follows if isinstance(found["y"], OneOf) else None
+    assert model is not None, "the dtype of y is one of several"
+    return {
+        "inputs": tensor_example(3, 6, dtype=model),
+        "weight": tensor_example(10, 6, dtype=model),
+        "bias": tensor_example(10, dtype=model) if biased else None,
+        **{name: given for name, given in found.items() if name not in ("y", "scale")},
+    }
+
+
+LORA_LINEAR = Rewrite(
+    "lora_linear",
+    _pattern,
+    _replacement,
+    _example,
+    guard=_guard,
+    cases=[
+        Case("adapter in fp32", {"in_fp32": True}),
+        Case("", {"in_fp32": False}),
+    ],
+)
+# A scale of 1 is no node of the graph. Without it, the layer is part of the pattern: a sum of any y
+# and two products could be a residual stream and a layer of low rank.
+LORA_LINEAR_UNSCALED = Rewrite(
+    "lora_linear",
+    _unscaled_pattern,
+    _unscaled_replacement,
+    _unscaled_example,
+    guard=_guard,
+    variant="scale of 1",
+    cases=[
+        Case(
+            f"{'adapter in fp32' if in_fp32 else ''}{', bias' if biased else ''}",
+            {"in_fp32": in_fp32, "biased": biased},
+        )
+        for in_fp32 in (True, False)
+        for biased in (True, False)
+    ],
+)

@@ -1,0 +1,137 @@
+"""LoRA adapters as peft writes them, under torch.compile: their products are one op, and the layers
+below merge as without them.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rewriting import after_passes, rewritten
+
+import atomc
+from atomc import passes
+
+LORA = next(each for each in passes.PIPELINE if each.name == "lora_linear")
+X, W, BIAS = torch.randn(3, 16), torch.randn(12, 16) / 4, torch.randn(12)
+A, B = torch.randn(2, 16) / 4, torch.randn(12, 2)
+
+
+def adapted(x, weight, a, b, scale=2.0, bias=None):
+    y = F.linear(x, weight, bias)
+    return y + F.linear(F.linear(x.to(a.dtype), a), b) * scale
+
+
+def test_the_products_of_an_adapter_become_one_op():
+    assert (
+        rewritten(LORA, adapted, X, W, A, B)
+        == """\
+%0 = linear(x, weight)
+%1 = permute(b, [1, 0])
+%2 = unsqueeze(a, 0)
+%3 = unsqueeze(%1, 0)
+%4 = lora_linear(%0, x, %2, %3, scale=2.0)
+return %4"""
+    )
+
+
+def in_fp32(x, weight, a, b):
+    return adapted(x, weight, a, b).to(x.dtype)
+
+
+def test_an_adapter_in_fp32_of_a_layer_in_16_bits_is_one_too():
+    x, weight = X.bfloat16(), W.bfloat16()
+    assert "lora_linear" in rewritten(LORA, in_fp32, x, weight, A, B)
+    rewritten(LORA, adapted, x, weight, A, B, matches=0)  # the sum stays in fp32
+
+
+@pytest.mark.parametrize("bias", [None, BIAS], ids=["no bias", "bias"])
+def test_a_scale_of_1_is_recognized_by_the_layer_it_is_added_to(bias):
+    def unscaled(x, weight, a, b):
+        return adapted(x, weight, a, b, 1.0, bias)
+
+    assert "lora_linear" in rewritten(LORA, unscaled, X, W, A, B)
+
+    def residual(x, a, b):
+        return x.sin() + F.linear(F.linear(x, a), b)
+
+    rewritten(LORA, residual, X, A, torch.randn(16, 2), matches=0)
+
+
+def missed(function, *inputs):
+    """(expected, found) of the near miss in a function."""
+    [miss] = after_passes([LORA], function, *inputs).report.misses("lora_linear")
+    return miss.expected, miss.found
+
+
+def dropped(x, weight, a, b):
+    """Dropout that is active, with the same numbers in each call."""
+    mask = (torch.arange(16) % 2).to(x.dtype) * 2
+    y = F.linear(x, weight)
+    return y + F.linear(F.linear(x, a) * mask[:2], b) * 2.0
+
+
+def with_magnitudes(x, weight, a, b):
+    """DoRA: the sum is scaled by column."""
+    magnitude = (weight + 2.0 * b @ a).norm(dim=1)
+    return F.linear(x, weight) + magnitude * F.linear(F.linear(x, a), b) * 2.0
+
+
+def test_what_keeps_an_adapter_from_being_recognized_is_named():
+    expected, found = missed(dropped, X, W, A, B)
+    assert expected.startswith("linear reading linear") and found.startswith("mul")
+    expected, found = missed(with_magnitudes, X, W, A, B)
+    assert expected.startswith("mul reading linear") and found.startswith("mul")
+
+
+def test_products_that_are_no_adapter_are_left_alone():
+    wide = torch.randn(16, 16), torch.randn(12, 16)
+    assert (
+        missed(adapted, X, W, *wide)[1] == "its rank 16 is not below its 16 inputs and 12 outputs"
+    )
+
+    def read_twice(x, weight, a, b):
+        thin = F.linear(x, a)
+        return F.linear(x, weight) + F.linear(thin, b) * 2.0, thin
+
+    rewritten(LORA, read_twice, X, W, A, B, matches=0)
+
+
+MERGES = ("merge_qkv", "merge_gate_up", "merge_linears")
+
+
+def wrapped(dtype):
+    """A small model with adapters, and what transformers and peft compute."""
+    transformers = pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft", reason="it wraps the model")
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=64,
+    )
+    model = transformers.Qwen3ForCausalLM(config).to(dtype)
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=names, init_lora_weights=False)
+    return peft.get_peft_model(model, lora).eval().requires_grad_(False)
+
+
+def compiled(model):
+    """The report of the compiled model; its logits are those of eager."""
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+    with torch.inference_mode():
+        expected = model(ids, use_cache=False).logits
+        call = torch.compile(model, backend="atom", options={"glue": "eager", "strict": True})
+        found = call(ids, use_cache=False).logits
+    torch.testing.assert_close(found, expected)
+    return atomc.reports()[-1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "adapters in fp32"])
+def test_layers_below_adapters_of_peft_merge_as_without_them(dtype):
+    report = compiled(wrapped(dtype))
+    assert report.matches["lora_linear"] == 7
+    assert [report.matches[name] for name in MERGES] == [1, 1, 0]
