@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
@@ -20,7 +20,7 @@ pytest.importorskip("msgspec")
 
 import torch
 import zmq
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
 from atomc.options import TorchrunPlace, torchrun_place
 from atomc.runtime.config import EngineConfig
@@ -102,19 +102,34 @@ def settings(config):
 def place():
     """Of rank 0, with a store that has the offer of a group that has ended."""
     store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
-    store.set("/atomc/offer", json.dumps({"id": "old", "ranks": {"1": {"commands": "old"}}}))
-    store.set("/atomc/old/go/other", "")
+    ours = PrefixStore("atomc", store)
+    ours.set("offer", json.dumps({"id": "old", "ranks": {"1": {"commands": "old"}}}))
+    ours.set("old/go/other", "")
     yield TorchrunPlace(0, 2, 0, "127.0.0.1", store.port)
-    del store
+    assert json.loads(ours.get("old/answer/1"))["pid"] == os.getpid()
+
+
+def in_thread(function, *args):
+    """A future of its result, in a thread that the end of the tests does not wait for."""
+    future = Future()
+
+    def run():
+        try:
+            future.set_result(function(*args))
+        except Exception as error:
+            future.set_result(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 def joined(config, place):
     """What rank 0 knows of rank 1, and what rank 1 is started with, if it has this config."""
-    with ThreadPoolExecutor() as threads:
-        rank_1 = threads.submit(settings_from_rank_0, config, place._replace(rank=1))
-        time.sleep(0.3)  # rank 1 answers the old offer
-        rank_0 = threads.submit(TorchrunLauncher(place).start, [settings(CONFIG)])
-        return rank_0.exception(20) or rank_0.result(), rank_1.exception(20) or rank_1.result()
+    rank_1 = in_thread(settings_from_rank_0, config, place._replace(rank=1))
+    store = TCPStore(place.master, place.port, 2, is_master=False)
+    PrefixStore("atomc", store).wait(["old/answer/1"])
+    rank_0 = in_thread(TorchrunLauncher(place).start, [settings(CONFIG)])
+    return rank_0.result(20), rank_1.result(20)
 
 
 def test_a_rank_gets_the_addresses_of_rank_0_and_not_those_of_a_group_that_ended(place):
