@@ -18,12 +18,12 @@ def bind(socket: "zmq.Socket[Any]", file: Path, host: str | None) -> str:
         address = f"ipc://{file}"
         socket.bind(address)
         return address
-    use_tcp(socket, host)
-    name = f"[{host}]" if ":" in host else host
-    return f"tcp://{name}:{socket.bind_to_random_port(f'tcp://{name}')}"
+    address = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
+    use_tcp(socket, address)
+    return f"{address}:{socket.bind_to_random_port(address)}"
 
 
 def use_tcp(socket: "zmq.Socket[Any]", address: str) -> None:
     """Prepare a socket for other hosts, before it is bound or connected to this address."""
     socket.heartbeat_ivl, socket.heartbeat_timeout = HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
-    socket.ipv6 = address.count(":") > 2
+    socket.ipv6 = "[" in address

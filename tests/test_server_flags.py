@@ -153,7 +153,7 @@ def test_a_wrong_flag_is_one_line(wrong, argv, part):
             "--tensor-parallel-size (use --tp)",
         ),
         (["--kv-cache-memory-bytes=1"], "--kv-cache-memory-bytes=1 (use --kv-bytes)"),
-        (["--xyz"], "--xyz; see"),
+        (["--qqq"], "--qqq; see"),
         (["one", "two"], "unrecognized arguments: two; see"),
     ],
 )

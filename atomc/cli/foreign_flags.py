@@ -14,12 +14,15 @@ FOREIGN_FLAGS = {
         "--context-length": "use --max-model-len",
         "--cpu-offload-gb": "offloading is not supported; --quantization reduces the size of "
         "the weights",
+        "--data-parallel-backend": "use --ray for a Ray cluster, else leave it out",
         "--data-parallel-size": "use --dp",
         "--enable-expert-parallel": "use --ep",
         "--disable-cuda-graph": "use --enforce-eager",
         "--disable-log-requests": "use --no-log-requests",
         "--disable-log-stats": _LEAVE_OUT,
         "--disable-radix-cache": "use --no-enable-prefix-caching",
+        "--distributed-executor-backend": "use --ray for a Ray cluster, torchrun for hosts without "
+        "one, and neither on one host",
         "--download-dir": "set the environment variable HF_HOME",
         "--enable-auto-tool-choice": _LEAVE_OUT,
         "--enable-chunked-prefill": "chunked prefill is always on, with "
@@ -38,6 +41,7 @@ FOREIGN_FLAGS = {
         "--model-path": "the model is a positional argument: atomc serve MODEL",
         "--max-mamba-cache-size": "use --max-num-seqs and --state-snapshots",
         "--max-running-requests": "use --max-num-seqs",
+        "--nnodes": "use --ray, or torchrun --nnodes N -m atomc serve MODEL",
         "--num-gpu-blocks-override": "use --num-blocks",
         "--pipeline-parallel-size": "use --pp",
         "--random-seed": "use --seed",

@@ -19,13 +19,13 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from importlib import import_module
 from ipaddress import ip_address
 from typing import NoReturn
 
 import torch
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
-from atomc import __version__
 from atomc.options import TorchrunPlace
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.ranks.process_group import TIMEOUT
@@ -188,7 +188,9 @@ def _addresses(settings: RankSettings) -> dict[str, str | int | None]:
 def _comparable(config: EngineConfig) -> dict[str, str]:
     """What must be equal in all ranks."""
     names = [each.name for each in fields(config) if each.name not in ("device", "threads")]
-    return {"atomc": __version__} | {name: repr(getattr(config, name)) for name in names}
+    return {"atomc": import_module("atomc").__version__} | {
+        name: repr(getattr(config, name)) for name in names
+    }
 
 
 def _why_refused(rank: int, found: Mapping[str, str], config: EngineConfig) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 import zmq
 import zmq.asyncio
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from tqdm import tqdm
 
@@ -78,8 +78,11 @@ class RayEngine:
                     f"the Ray cluster had no place for {len(bundles(self.config))} x "
                     f"{bundles(self.config)[0]} for {PLACEMENT_SECONDS:g} s"
                 )
+        except RayActorError as error:
+            if error.actor_init_failed:  # without atomc on the node, for example
+                self._reason = f"Ray could not start {self.label}: {str(error).splitlines()[-1]}"
         except RayError as error:
-            logging.getLogger("atomc.server").debug("an actor ended", exc_info=error)
+            self._reason = f"{self.label} failed: {str(error).splitlines()[-1]}"
         finally:
             os.close(self._alive)
 

@@ -65,7 +65,7 @@ def serve(server: ServerConfig, engine: EngineConfig) -> None:
     folder, name = model_folder_and_name(engine)
     traces = _traces(server)
     torchrun = torchrun_place()
-    _check_launcher(server, torchrun)
+    check_launcher(server, torchrun)
     if torchrun is not None and torchrun.rank > 0:
         start_engines(engine, folder, torchrun=torchrun)
     listener = _bind(server)
@@ -158,7 +158,7 @@ def _check_certificate(server: ServerConfig) -> None:
         ) from error
 
 
-def _check_launcher(server: ServerConfig, torchrun: TorchrunPlace | None) -> None:
+def check_launcher(server: ServerConfig, torchrun: TorchrunPlace | None) -> None:
     """Raises ValueError for flags that do not work together with torchrun."""
     if torchrun is None:
         return

@@ -13,6 +13,7 @@ LARGEST = "tests/test_vocab_parallel.py -k largest"
 HEADS = "tests/test_stock_head.py -k"
 STOCK = "tests/test_ranks_models.py -m '' -k 'latent and class and not fp8 and not read'"
 GREEDY = f"{RANKS} -k gather_no_logits"
+TORCHRUN, RAY = "tests/test_torchrun.py -k", "tests/test_ray.py -k"
 BUGS = [
     Bug("atomc/parallel/vocab.py", "column + self.first]", "column]", LARGEST),
     Bug("atomc/parallel/vocab.py", "logits[..., : self.size - self.first].max(-1)", "logits.max(-1)", LARGEST),
@@ -31,4 +32,11 @@ BUGS = [
     bug("rank", "sample(_tensor(mask, num_rows))", "sample(None)", "outputs_of_one"),
     bug("interrupts", "signal.signal(signal.SIGINT, receive)", "pass", "ctrl_c"),
     bug("monitor", "(alike or not self.started)", "not self.started", "alike"),
+    Bug("runtime/ranks/torchrun.py", 'if offer["id"] != answered:', "if not answered:", f"{TORCHRUN} not_those_of_a_group"),
+    Bug("runtime/ranks/torchrun.py", 'f"{answered}/go/{key}"]', 'f"{answered}/go/other"]', f"{TORCHRUN} not_those_of_a_group"),
+    Bug("runtime/ranks/torchrun.py", 'not in ("device", "threads")', "in ()", f"{TORCHRUN} other_flags"),
+    Bug("runtime/ranks/torchrun.py", "place.local_rank >=", "place.rank >", f"{TORCHRUN} does_not_fit"),
+    Bug("runtime/ranks/torchrun.py", 'name not in ("localhost", address)', "False", f"{TORCHRUN} only_its_own_host"),
+    Bug("runtime/ray_actors/placement.py", "each * config.num_processes", "each * config.num_ranks", f"{RAY} too_few"),
+    Bug("runtime/ray_actors/placement.py", "threads=config.threads or 1)", "threads=config.threads)", f"{RAY} each_rank_is"),
 ]  # fmt: skip

@@ -1,0 +1,237 @@
+"""`atomc serve` under torchrun: one group of ranks, which two agents on this machine start."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("zmq")
+pytest.importorskip("msgspec")
+
+import torch
+import zmq
+from torch.distributed import PrefixStore, TCPStore
+
+from atomc.options import TorchrunPlace, torchrun_place
+from atomc.runtime.config import EngineConfig
+from atomc.runtime.endpoint import bind, use_tcp
+from atomc.runtime.ranks.rank_settings import RankSettings, TorchSettings
+from atomc.runtime.ranks.torchrun import (
+    TorchrunLauncher,
+    check_place,
+    settings_from_rank_0,
+)
+from atomc.runtime.server.config import ServerConfig
+from atomc.runtime.server.serve import check_launcher
+
+CONFIG = EngineConfig(tp=2, device="cpu")
+SECONDS = 240
+
+
+def test_the_place_of_a_process_is_read_from_torchruns_variables(monkeypatch):
+    of_torchrun = {
+        "TORCHELASTIC_RUN_ID": "none",
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29500",
+    }
+    for name, value in of_torchrun.items():
+        monkeypatch.setenv(name, value)
+    assert torchrun_place() == TorchrunPlace(3, 4, 1, "10.0.0.1", 29500)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert torchrun_place() is None
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")  # set by another launcher
+    assert torchrun_place() is None
+
+
+def test_what_does_not_fit_the_processes_of_torchrun_is_refused(monkeypatch):
+    place = TorchrunPlace(1, 2, 1, "10.0.0.1", 29500)
+    check_place(CONFIG, place)
+    with pytest.raises(ValueError, match="tp is 4, which makes 4 ranks, but torchrun started 2"):
+        check_place(replace(CONFIG, tp=4), place)
+    with pytest.raises(ValueError, match="dp is 2, but torchrun starts the ranks of one engine"):
+        check_place(replace(CONFIG, dp=2), place)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match="process 2 of torchrun on its host, which has 1 GPUs"):
+        check_place(replace(CONFIG, device="cuda"), place)
+    with pytest.raises(ValueError, match="--ray starts all ranks: run this command without"):
+        check_launcher(ServerConfig(ray=True), place)
+    with pytest.raises(ValueError, match="use torchrun's --max-restarts"):
+        check_launcher(ServerConfig(restart_engine=1), place)
+
+
+def test_each_rank_uses_the_gpu_of_its_number_on_its_host():
+    launcher = TorchrunLauncher(TorchrunPlace(0, 4, 1, "127.0.0.1", 29500))
+    assert [launcher.device("cuda", rank) for rank in range(3)] == ["cuda:1", "cuda", "cuda"]
+    assert launcher.device("cpu", 0) == "cpu"
+
+
+def test_a_master_that_only_its_own_host_reaches_is_refused(monkeypatch):
+    launcher = TorchrunLauncher(TorchrunPlace(0, 2, 0, "node-1", 29500))
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: found)
+    with pytest.raises(
+        ValueError, match=r"master is node-1, which is 127\.0\.1\.1 on its own host"
+    ):
+        launcher.host  # noqa: B018
+    found[0] = (*found[0][:4], ("10.0.0.7", 0))
+    assert launcher.host == "10.0.0.7"
+    found[0] = (*found[0][:4], ("127.0.0.1", 0))
+    assert TorchrunLauncher(launcher.place._replace(master="127.0.0.1")).host == "127.0.0.1"
+
+
+def settings(config):
+    addresses = "10.0.0.1", 7, "tcp://10.0.0.1:1", "tcp://10.0.0.1:2"
+    return RankSettings(1, replace(config, threads=5), *addresses, TorchSettings.current())
+
+
+@pytest.fixture
+def place():
+    """Of rank 0, with a store that has the offer of a group that has ended."""
+    store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    ours = PrefixStore("atomc", store)
+    ours.set("offer", json.dumps({"id": "old", "ranks": {"1": {"commands": "old"}}}))
+    ours.set("old/go/other", "")
+    yield TorchrunPlace(0, 2, 0, "127.0.0.1", store.port)
+    assert json.loads(ours.get("old/answer/1"))["pid"] == os.getpid()
+
+
+def in_thread(function, *args):
+    """A future of its result, in a thread that the end of the tests does not wait for."""
+    future = Future()
+
+    def run():
+        try:
+            future.set_result(function(*args))
+        except Exception as error:
+            future.set_result(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def joined(config, place):
+    """What rank 0 knows of rank 1, and what rank 1 is started with, if it has this config."""
+    rank_1 = in_thread(settings_from_rank_0, config, place._replace(rank=1))
+    store = TCPStore(place.master, place.port, 2, is_master=False)
+    PrefixStore("atomc", store).wait(["old/answer/1"])
+    rank_0 = in_thread(TorchrunLauncher(place).start, [settings(CONFIG)])
+    return rank_0.result(20), rank_1.result(20)
+
+
+def test_a_rank_gets_the_addresses_of_rank_0_and_not_those_of_a_group_that_ended(place):
+    ranks, started = joined(replace(CONFIG, threads=9), place)
+    assert started == settings(CONFIG)
+    assert ranks[1].pid == os.getpid() and ranks[1].host == socket.gethostname()
+
+
+def test_a_rank_with_other_flags_is_refused_by_both(place):
+    errors = joined(replace(CONFIG, max_num_seqs=7), place)
+    assert [type(error) for error in errors] == [ValueError, ValueError]
+    assert {str(error) for error in errors} == {
+        "rank 1 was started with max_num_seqs 7 instead of None"
+    }
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_socket_on_a_port_has_the_address_that_other_hosts_connect_to(tmp_path, host):
+    with contextlib.ExitStack() as stack:
+        context = stack.enter_context(zmq.Context())
+        receiver, sender = (stack.enter_context(context.socket(k)) for k in (zmq.PULL, zmq.PUSH))
+        try:
+            address = bind(receiver, tmp_path / "file", host)
+        except zmq.ZMQError:
+            pytest.skip(f"this machine has no {host}")
+        assert re.fullmatch(
+            rf"tcp://{re.escape(f'[{host}]' if ':' in host else host)}:\d+", address
+        )
+        use_tcp(sender, address)
+        sender.connect(address)
+        sender.send(b"step")
+        assert receiver.poll(5000) and receiver.recv() == b"step"
+
+
+class Agent:
+    """torchrun on a host of its own, with one process."""
+
+    def __init__(self, number, port, *flags):
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--node-rank", number),
+            *("--master-addr", "127.0.0.1", "--master-port", port, "--nproc-per-node", 1),
+            *("-m", "atomc", "serve", "--tp", 2, "--device", "cpu", "--port", 0, *flags),
+        ]
+        self.process = subprocess.Popen(
+            list(map(str, command)),
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        self.lines = []
+        threading.Thread(target=lambda: self.lines.extend(self.process.stderr), daemon=True).start()
+
+    def wait_for(self, pattern):
+        until = time.monotonic() + SECONDS
+        while not (found := re.search(pattern, "".join(self.lines))):
+            assert time.monotonic() < until, f"no {pattern}: {''.join(self.lines)}"
+            time.sleep(0.1)
+        return found
+
+
+@contextlib.contextmanager
+def two_agents(*flags):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    agents = [Agent(number, port, *flags) for number in (0, 1)]
+    try:
+        yield agents
+    finally:
+        for agent in agents:
+            agent.process.terminate()
+        for agent in agents:
+            agent.process.wait(60)
+
+
+@pytest.mark.slow
+def test_two_agents_serve_one_model_and_end_together():
+    httpx = pytest.importorskip("httpx")
+    pytest.importorskip("fastapi")
+    from atomc.runtime.llm import LLM, SamplingParams
+
+    body = {"prompt": "In the beginning", "max_tokens": 12, "temperature": 0}
+    with two_agents() as (first, second):
+        url = first.wait_for(r"listening on (\S+)")[1]
+        pid = int(first.wait_for(r"2 ranks: 0 is process \d+, 1 is process (\d+) on ")[1])
+        second.wait_for(f"process {pid} is rank 1 of 2")
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+        llm = LLM(device="cpu", threads=1, progress=False)
+        (output,) = llm.generate([body["prompt"]], SamplingParams(max_tokens=12, temperature=0))
+        assert answer.json()["choices"][0]["text"] == output.text
+        first.process.send_signal(signal.SIGTERM)
+        assert second.process.wait(60) == 0
+
+    long = body | {"max_tokens": 1500, "ignore_eos": True, "stream": True}
+    with two_agents() as (first, second):
+        url = first.wait_for(r"listening on (\S+)")[1]
+        pid = int(first.wait_for(r"1 is process (\d+) on ")[1])
+        with httpx.stream("POST", f"{url}/v1/completions", json=long, timeout=120) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            os.kill(pid, signal.SIGKILL)
+            began = time.monotonic()
+            error = json.loads([line for line in lines if line][-1].removeprefix("data: "))
+        assert time.monotonic() - began < 10
+        assert "closed its connection: it has ended" in error["error"]["message"]
+        assert first.process.wait(60) == 1 and second.process.wait(60) == 1
