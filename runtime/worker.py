@@ -35,6 +35,7 @@ from atomc.runtime.phases import Phases, gc_disabled
 from atomc.runtime.pipeline import Pipeline
 from atomc.runtime.ranks.agreement import minimum, smallest
 from atomc.runtime.ranks.block_groups import BlockGroups
+from atomc.runtime.ranks.reports import compare_reports
 from atomc.runtime.runner import Runner
 from atomc.runtime.sampling.output_processor import OutputProcessor, StepOutputs
 from atomc.runtime.sampling.sample_spec import SampleSpec
@@ -96,6 +97,9 @@ class Worker:
                 self._compile()
                 if self.threads is not None:
                     self.program.report.notes.append(str(self.threads))
+            if self.num_ranks > 1:
+                stage = self.place.stage
+                compare_reports(self.program.report, 0 if stage is None else stage.index)
             with phases.phase("allocate"), gc_disabled():
                 self._allocate(self.loaded)
         finally:
