@@ -27,6 +27,7 @@ from atomc.runtime.phases import Phases, gc_disabled
 from atomc.runtime.programs import Programs
 from atomc.runtime.ranks.agreement import minimum, smallest
 from atomc.runtime.ranks.block_groups import BlockGroups
+from atomc.runtime.ranks.reports import compare_reports
 from atomc.runtime.runner import Runner
 from atomc.runtime.sampling.output_processor import OutputProcessor, StepOutputs
 from atomc.runtime.sampling.sample_spec import SampleSpec
@@ -84,6 +85,9 @@ class Worker:
                 self.programs = self._compile(module, lora)
                 if self.threads is not None:
                     self.program.report.notes.append(str(self.threads))
+            if self.num_ranks > 1:
+                stage = self.place.stage
+                compare_reports(self.program.report, 0 if stage is None else stage.index)
             with phases.phase("allocate"), gc_disabled():
                 self._allocate(self.loaded)
             self._parameters = [] if self._owns_weights else list(self.module.parameters())

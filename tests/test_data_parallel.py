@@ -148,8 +148,9 @@ def test_random_arrivals_end_with_all_their_tokens_on_every_rank() -> None:
         idle += any(not part.num_chunks for part in step.parts)
         used |= {rank for rank, part in enumerate(step.parts) if part.num_chunks}
         assert [each.id for each in s.first_requests] == names(step)
-        outputs = s.finish_step(step, [[9] for chunk in step.chunks if chunk.num_samples])
-        for output in outputs:
+        sampling = [chunk for chunk in step.chunks if chunk.num_samples]
+        for output in s.finish_step(step, [[100 + int(c.request_id)] for c in sampling]):
+            assert set(output.token_ids) <= {100 + int(output.request_id)}
             found[output.request_id] = found.get(output.request_id, 0) + len(output.token_ids)
         s.check()
     assert found == dict.fromkeys(lengths, 5) and used == {0, 1, 2} and idle

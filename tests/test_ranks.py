@@ -225,6 +225,7 @@ def test_two_ranks_give_the_outputs_of_one(two):
     check_equal("chunks", two)
     counts = two.engine.executor.counts()
     assert sum(counts.steps.values()) > 30
+    assert "all 2 ranks compiled the same: this report is of each" in two.program.report.notes
     # Rank 1 has fewer blocks.
     assert two.engine.executor.limits.capacity.num_blocks == (ENGINES["chunks"]["num_blocks"],)
 

@@ -14,6 +14,7 @@ from atomc.json_types import JSONLike
 
 if TYPE_CHECKING:
     from atomc.cost.efficiency import Table
+    from atomc.parallel.group import Stage
     from atomc.planning.device_model import Model
     from atomc.planning.plan_report import Plan, Workload
 
@@ -22,6 +23,7 @@ PLAN_FLAGS = (
     "plan",
     "measure",
     "tp",
+    "pp",
     "tokens",
     "sequences",
     "context",
@@ -48,6 +50,12 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="time each kernel on this machine, next to its prediction",
     )
     group.add_argument("--tp", type=int, metavar="N", help="tensor parallelism over N devices")
+    group.add_argument(
+        "--pp",
+        type=int,
+        metavar="N",
+        help="pipeline parallelism in N stages, each over the devices of --tp",
+    )
     group.add_argument(
         "--tokens",
         type=int,
@@ -92,7 +100,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def is_requested(arguments: argparse.Namespace) -> bool:
-    return any(getattr(arguments, name) not in (None, False) for name in PLAN_FLAGS)
+    values = [getattr(arguments, name) for name in PLAN_FLAGS]
+    return any(value is not None and value is not False for value in values)  # 0 is a number
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -114,6 +123,8 @@ def run(arguments: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr):
         plan = _plan_of(model_folder(name, weights=False), arguments)
     first, *of_draft = reports()[-2:] if arguments.speculative else reports()[-1:]
+    if plan.pipeline is not None:
+        first = reports()[-len(plan.pipeline.stages) :][plan.pipeline.planned]
     if arguments.json:
         found = [first.to_dict() | {"plan": plan.to_dict()}, *(each.to_dict() for each in of_draft)]
         print(json.dumps(found, indent=1, default=str))
@@ -123,9 +134,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def model_of(folder: Path, arguments: argparse.Namespace) -> "Model":
+def model_of(folder: Path, arguments: argparse.Namespace, stage: "Stage | None" = None) -> "Model":
     """The model of a config.json on the meta device, with --dtype, --quantization, --layers and
-    --tp applied.
+    --tp applied; all its layers, or those of a stage.
     """
     from atomc.planning.device_model import build_model
     from atomc.platform import Platform
@@ -146,6 +157,7 @@ def model_of(folder: Path, arguments: argparse.Namespace) -> "Model":
         layers=arguments.layers,
         platform=platform,
         drafts=_drafts(arguments),
+        stage=stage,
     )
 
 
@@ -161,6 +173,7 @@ def _drafts(arguments: argparse.Namespace) -> int:
 
 def _plan_of(folder: Path, arguments: argparse.Namespace) -> "Plan":
     from atomc.planning.plan import measure_plan, plan
+    from atomc.planning.stages import plan_stages
     from atomc.platform import Platform
 
     if arguments.measure and arguments.platform:
@@ -172,17 +185,31 @@ def _plan_of(folder: Path, arguments: argparse.Namespace) -> "Plan":
     if arguments.kv_cache_dtype:
         options["kv_cache_dtype"] = arguments.kv_cache_dtype
     platform = Platform.named(arguments.platform) if arguments.platform else Platform.detect()
-    load, table, model = (
-        _load(arguments),
-        _table(arguments.efficiency, platform.name),
-        model_of(folder, arguments),
-    )
+    load, table = _load(arguments), _table(arguments.efficiency, platform.name)
     if arguments.measure:
+        if arguments.pp is not None:
+            raise ValueError(f"--measure times one device: leave out it or --pp {arguments.pp}")
         return measure_plan(
-            model, load, longest=arguments.max_model_len, options=options, table=table
+            model_of(folder, arguments),
+            load,
+            longest=arguments.max_model_len,
+            options=options,
+            table=table,
         )
-    return plan(
-        model, platform, load, longest=arguments.max_model_len, options=options, table=table
+
+    def planned(model: "Model") -> "Plan":
+        return plan(
+            model, platform, load, longest=arguments.max_model_len, options=options, table=table
+        )
+
+    if arguments.pp is None or arguments.pp == 1:
+        return planned(model_of(folder, arguments))
+    if arguments.pp < 1:
+        raise ValueError(f"--pp {arguments.pp}: expected at least 1")
+    if arguments.speculative:
+        raise ValueError("--pp is not supported with --speculative mtp: leave one of them out")
+    return plan_stages(
+        arguments.pp, lambda stage: model_of(folder, arguments, stage), planned, platform
     )
 
 

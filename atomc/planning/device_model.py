@@ -16,8 +16,9 @@ from atomc.models.draft_checkpoint import check_draft_layers
 from atomc.models.loader import check_parts, ready
 from atomc.models.mtp import DraftModel
 from atomc.parallel import sizes
-from atomc.parallel.group import TensorParallel
+from atomc.parallel.group import Stage, TensorParallel
 from atomc.parallel.sharding import Sharding
+from atomc.parallel.stages import cut_stage
 from atomc.platform import Platform
 from atomc.quantization import apply
 from atomc.quantization.apply import Methods
@@ -33,6 +34,7 @@ class Model:
 
     sharding  how its layers are divided; None: it is whole
     drafts    tokens that its draft layer proposes per step; 0: it has none
+    stage     of a pipeline, which has some of the layers; None: it has all
     """
 
     module: nn.Module
@@ -42,9 +44,11 @@ class Model:
     sharding: Sharding | None
     parameters: int  # the number of weights, whatever their dtype
     drafts: int = 0
+    stage: Stage | None = None
 
     @property
     def devices(self) -> int:
+        """Those that divide the layers of a stage."""
         return 1 if self.sharding is None else self.sharding.place.size
 
     @property
@@ -61,9 +65,11 @@ def build_model(
     layers: int | None = None,
     platform: Platform | None = None,
     drafts: int = 0,
+    stage: Stage | None = None,
 ) -> Model:
     """The model of a config.json on meta: one device's shard, quantized like its checkpoint or as
-    requested; with its draft layer, if that proposes `drafts` tokens per step.
+    requested; with its draft layer, if that proposes `drafts` tokens per step; of all layers, or
+    those of a stage.
 
     Raises ValueError for a size that cannot be divided, and as loading the model does.
     """
@@ -74,6 +80,8 @@ def build_model(
     if devices < 1:
         raise ValueError(f"{devices} devices: expected at least 1")
     sizes.check(config, devices)
+    if stage is not None:
+        sizes.check_stages(config, len(stage.ranks))
     plain = {
         name: value
         for name, value in config.items()
@@ -83,6 +91,8 @@ def build_model(
     if drafts:
         check_draft_layers(config, None, folder)
     module = models.build(plain, dtype=dtype, device="meta", draft_layer=drafts > 0)
+    if stage is not None:
+        cut_stage(module, stage)
     prefix = stock.PREFIX if isinstance(module, stock.StockModel) else ""
     methods = Methods() if chosen is None else apply.methods_of(module, chosen, prefix)
     sharding = None
@@ -94,7 +104,7 @@ def build_model(
     parameters = sum(x.numel() for x in module.parameters())  # before some are packed as codes
     if methods:
         _quantize(module, methods, dtype, platform)
-    return Model(ready(module), config, chosen, dtype, sharding, parameters, drafts)
+    return Model(ready(module), config, chosen, dtype, sharding, parameters, drafts, stage)
 
 
 def _first_layers(layers: int, config: Mapping[str, JSONLike]) -> Mapping[str, JSONLike]:

@@ -17,9 +17,11 @@ from torch.fx import GraphModule
 from atomc.cost.efficiency import Predicted, Table, predict, table_for
 from atomc.json_types import JSONLike
 from atomc.models.config import integer
+from atomc.ops.inputs import TEXT, ModelInputs
 from atomc.ops.op_cost import distinct_experts, sent_to_gather, sent_to_sum
 from atomc.options import Options
 from atomc.parallel.sharding import Sharding
+from atomc.parallel.stages import StageModel
 from atomc.planning.device_model import Model
 from atomc.planning.measure import KernelTimer, Sizes, with_peaks
 from atomc.planning.memory import memory_of
@@ -103,11 +105,15 @@ def compile_for(
     """
     glue = "eager" if platform.is_cpu else "auto"
     options = {"glue": glue, **(options or {}), "cache": False}
-    module = (
-        model.module if model.draft is None else WithHiddenStates(model.module, model.draft.reads)
-    )
+    module, takes = model.module, TEXT
+    if model.draft is not None:
+        module = WithHiddenStates(module, model.draft.reads)
+    if model.stage is not None:
+        module = of_stage = StageModel(module)
+        if not model.stage.is_first:
+            takes = ModelInputs(hidden=(of_stage.width, of_stage.dtype))
     program = compile_model(
-        module, options=options, platform=platform, observers=observers, owned=True
+        module, options=options, platform=platform, observers=observers, owned=True, takes=takes
     )
     program.report.model = type(model.module).__name__
     return program

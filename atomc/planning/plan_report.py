@@ -161,6 +161,52 @@ class Communication:
         return None if self.link is None else self.sent / self.link
 
 
+@dataclass(frozen=True)
+class StageRow:
+    """What a device of a stage holds, and the part of a step that the stage computes.
+
+    first, last   its layers
+    also          what it holds besides them
+    weights, per_token  bytes of a device
+    seconds       of the step in this stage, predicted; None for an unknown machine
+    sent          bytes that it sends to the next stage: the states of all tokens
+    sent_seconds  by the data sheet of the links; None if they are unknown
+    """
+
+    index: int
+    first: int
+    last: int
+    also: str
+    weights: int
+    per_token: int
+    seconds: float | None
+    sent: int
+    sent_seconds: float | None
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The stages of a pipeline.
+
+    planned  the slowest stage: memory, kernels and sums of the plan are its own
+    fits     as in Memory: what all stages have room for
+    link     bytes per second that a device sends, as published; None if unknown
+    """
+
+    stages: list[StageRow]
+    planned: int
+    fits: int | None
+    link: float | None
+
+    @property
+    def seconds(self) -> float | None:
+        """Of a step that goes through all stages, one after the other, and of what they send."""
+        parts = [row.seconds for row in self.stages]
+        parts += [row.sent_seconds for row in self.stages if row.sent]
+        known = [part for part in parts if part is not None]
+        return sum(known) if len(known) == len(parts) else None
+
+
 @dataclass
 class Plan:
     """The cost of a step on a machine. `lower_bound` says why the times are only lower bounds, ""
@@ -181,6 +227,7 @@ class Plan:
     lower_bound: str
     source: str
     notes: list[str] = field(default_factory=list)
+    pipeline: Pipeline | None = None
 
     def total(self, what: str, *, layers_only: bool = False) -> float | None:
         """The sum of "bytes", "flops", "least", "seconds" or "timed" over the step; None if a row
@@ -213,6 +260,7 @@ def plan_text(plan: Plan) -> str:
     """Memory, communication, and a row for each kernel, longest first."""
     parts = [
         _title(plan),
+        _pipeline(plan),
         _memory(plan),
         _mixture(plan),
         _communication(plan),
@@ -225,11 +273,52 @@ def plan_text(plan: Plan) -> str:
 
 def _title(plan: Plan) -> str:
     load, many = plan.load, f", sharded over {plan.devices} devices" if plan.devices > 1 else ""
+    if plan.pipeline is not None:
+        many += f", in {len(plan.pipeline.stages)} stages"
     return (
         f"plan: {plan.model} in {plan.weights} on {plan.machine} ({plan.arch}){many}; a step "
         f"of {load.tokens} tokens, "
         f"{load.sequences} sequences of {load.context}"
     )
+
+
+def _pipeline(plan: Plan) -> str:
+    found = plan.pipeline
+    if found is None:
+        return ""
+    rows = [
+        (
+            str(row.index),
+            f"{row.first}-{row.last}",
+            row.also or "-",
+            _bytes_text(row.weights),
+            _bytes_text(row.per_token),
+            _scaled(row.seconds, 1e3, 3),
+            f"{row.sent / 1e6:.3f}" if row.sent else "-",
+            _scaled(row.sent_seconds, 1e6, 2) if row.sent else "-",
+        )
+        for row in found.stages
+    ]
+    header = (
+        "stage",
+        "layers",
+        "and",
+        "weights",
+        "cache of one token",
+        "ms a step",
+        "MB sent",
+        "least us",
+    )
+    lines = [
+        f"a step that goes through all stages: {_scaled(found.seconds, 1e3, 3)} ms, with what they "
+        "send to the next one; with many micro-batches, the slowest stage decides"
+    ]
+    if found.fits is not None:
+        lines.append(
+            f"sequences of {plan.memory.longest} tokens that all have room for: {found.fits}"
+        )
+    lines.append(f"what follows is of a device of stage {found.planned}, the slowest")
+    return "\n\n".join([table(header, rows, numbers=range(3, 8)), "\n".join(lines)])
 
 
 def _memory(plan: Plan) -> str:

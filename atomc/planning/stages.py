@@ -1,0 +1,57 @@
+"""The plan of a pipeline: each stage is a model with its own program, and is planned as one."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from atomc.models.config import integer
+from atomc.parallel.group import Stage
+from atomc.planning.device_model import Model
+from atomc.planning.plan_report import Pipeline, Plan, StageRow
+from atomc.platform import Platform
+
+
+def plan_stages(
+    count: int,
+    build: Callable[[Stage], Model],
+    plan: Callable[[Model], Plan],
+    platform: Platform,
+) -> Plan:
+    """The plan of the slowest of so many stages, with what each of them holds, takes and sends.
+
+    build   the model of a stage
+    plan    of this model
+    """
+    models = [build(Stage(index, tuple(range(count)))) for index in range(count)]
+    plans = [plan(model) for model in models]
+    rows = [_row(*each, platform) for each in zip(models, plans, strict=True)]
+    slowest = max(rows, key=lambda row: (row.seconds or 0, row.weights, -row.index))
+    fits = [each.memory.fits for each in plans if each.memory.fits is not None]
+    return replace(
+        plans[slowest.index],
+        pipeline=Pipeline(rows, slowest.index, min(fits, default=None), platform.link),
+    )
+
+
+def _row(model: Model, plan: Plan, platform: Platform) -> StageRow:
+    stage = model.stage
+    assert stage is not None
+    own = stage.layers(integer(model.config, "num_hidden_layers"))
+    sent = 0
+    if not stage.is_last:
+        width = integer(model.config, "hidden_size")
+        sent = plan.load.tokens * width * model.dtype.itemsize
+    also = [
+        *(["embedding"] if stage.is_first else []),
+        *(["norm and head"] if stage.is_last else []),
+    ]
+    return StageRow(
+        stage.index,
+        own.start,
+        own.stop - 1,
+        ", ".join(also),
+        plan.memory.weights,
+        plan.memory.per_token,
+        plan.total("seconds"),
+        sent,
+        sent / platform.link if platform.link else None,
+    )
