@@ -117,8 +117,10 @@ def test_gemma_4_computes_all_rows_while_it_is_traced() -> None:
     assert model.model.first_kv_shared_layer_idx == -1
 
 
-class TwoAttentions(nn.Module):
-    """Two layers of attention; `second` gives the arguments of the second one that differ."""
+class Attentions(nn.Module):
+    """Three layers of attention, the last one of rows of its own; `second` gives the arguments of
+    the second one that differ.
+    """
 
     def __init__(self, **second: Any) -> None:
         super().__init__()
@@ -128,7 +130,7 @@ class TwoAttentions(nn.Module):
             nn.Linear(16, 16, bias=False) for _ in range(5)
         )
         self.head = nn.Linear(16, 50, bias=False)
-        self.kv, self.kv_2 = ops.kv_state(2, 8), ops.kv_state(2, 8)
+        self.kv, self.kv_2, self.kv_3 = (ops.kv_state(2, 8) for _ in range(3))
         self.second = second
 
     def forward(self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
@@ -140,16 +142,18 @@ class TwoAttentions(nn.Module):
             v = self.v_2(x).unflatten(-1, (2, 8))
         q = self.q_2(x).unflatten(-1, (2, 8))
         x = x + ops.attention(q, k, v, self.kv_2, **{"scale": 0.35, **how}).flatten(-2)
+        q, k, v = (linear(x).unflatten(-1, (2, 8)) for linear in (self.q, self.k, self.v_2))
+        x = x + ops.attention(q, k, v, self.kv_3, scale=0.35).flatten(-2)
         return self.head(x.index_select(0, logits_rows))
 
 
 @pytest.mark.parametrize(
     ("second", "states"),
-    [({}, 1), ({"scale": 0.5, "softcap": 5.0}, 1), ({"window": 4}, 2), ({"own_values": True}, 2)],
+    [({}, 2), ({"scale": 0.5, "softcap": 5.0}, 2), ({"window": 4}, 3), ({"own_values": True}, 3)],
     ids=["the same rows", "other scores", "another window", "other values"],
 )
 def test_only_equal_rows_in_equal_blocks_are_kept_once(second: dict[str, Any], states: int) -> None:
-    model = TwoAttentions(**second).eval().requires_grad_(False)
+    model = Attentions(**second).eval().requires_grad_(False)
     llm = llm_of(model)
     ids = [int(i) for i in torch.randperm(50)[:20]]
     made = llm.generate([ids], SamplingParams(temperature=0.0, max_tokens=5))[0].token_ids
@@ -167,6 +171,6 @@ def test_rows_that_two_layers_read_are_written_once() -> None:
         if name == "bind_state":
             calls.update(getattr(node.target, "__name__", "") for node in gm.graph.nodes)
 
-    model = TwoAttentions().eval().requires_grad_(False)
+    model = Attentions().eval().requires_grad_(False)
     compile_model(model, {"glue": "eager", "cache": False}, observers=[count])
-    assert calls["kv_write.default"] == 1 and calls["paged_attention.default"] == 2
+    assert calls["kv_write.default"] == 2 and calls["paged_attention.default"] == 3
