@@ -23,6 +23,7 @@ SCALED = {
     "FP8_BLOCK": "scaled_linear_fp8_block",
     "W4A16": "linear_w4a16",
     "MXFP4A16": "linear_mxfp4",
+    "NVFP4A16": "linear_nvfp4",
 }
 
 

@@ -13,6 +13,7 @@ from kernel_cases.scaled_linear import (
     int4_operands,
     int8_operands,
     mxfp4_operands,
+    nvfp4_operands,
     scaled_blocks,
     scaled_fp8,
 )
@@ -335,6 +336,7 @@ SCALED_BY_ROW = [("1 to 16", "triton"), ("17 to 128", "triton"), ("129 and more"
         ("int8", "scaled_linear_int8", FEW_AND_MANY),
         ("int4", "linear_w4a16", [("1 to 64", "triton"), ("65 and more", "triton")]),
         ("mxfp4", "linear_mxfp4", [("1 to 64", "triton"), ("65 and more", "triton")]),
+        ("nvfp4_a16", "linear_nvfp4", [("1 to 64", "triton"), ("65 and more", "triton")]),
     ],
 )
 def test_a_number_of_rows_decides_which_kernel_multiplies(
@@ -349,7 +351,7 @@ def test_a_number_of_rows_decides_which_kernel_multiplies(
     ] == expected
 
 
-@pytest.mark.parametrize("op", ["linear_w4a16", "linear_mxfp4"])
+@pytest.mark.parametrize("op", ["linear_w4a16", "linear_mxfp4", "linear_nvfp4"])
 def test_many_rows_find_the_kernel_that_unpacks_once_before_the_one_that_takes_any_number(
     op: str,
 ) -> None:
@@ -378,6 +380,7 @@ LARGE = {
         lambda draw, rows: int4_operands(draw, rows, 4096, out=4096),
         lambda draw, rows: int4_operands(draw, rows, 12288, out=4096, group=128, zeros=True),
     ],
+    "linear_nvfp4": [lambda draw, rows: nvfp4_operands(draw, rows, 4096, out=4096)],
     "linear_mxfp4": [
         lambda draw, rows: mxfp4_operands(draw, rows, 4096, out=4096),
         lambda draw, rows: mxfp4_operands(draw, rows, 4096, out=4096, activation="mxfp4"),

@@ -389,7 +389,7 @@ def test_eight_bits_predict_as_well_as_sixteen(scheme: str, limit: float) -> Non
     assert perplexity(demo(scheme)) == pytest.approx(RECORDED["slice"]["bfloat16"], rel=limit)
 
 
-@pytest.mark.parametrize("scheme", ["int4", "mxfp4_a16", "mxfp4"])
+@pytest.mark.parametrize("scheme", ["int4", "mxfp4_a16", "nvfp4_a16", "mxfp4"])
 def test_four_bits_predict_as_their_reference_in_fp32(scheme: str) -> None:
     model = demo(scheme)
     reached = perplexity(model, 2048)

@@ -418,6 +418,7 @@ def call_of(name: str, rows: int, **changed: Any) -> dict[str, Any]:
         ("linear_w4a16", {}, ("weight", "weight_scale")),
         ("linear_w4a16", {"zeros": torch.ones(4, 1)}, ("weight", "weight_scale", "zeros")),
         ("linear_mxfp4", {"bias": torch.ones(4)}, ("weight", "weight_scale", "bias")),
+        ("linear_nvfp4", {}, ("weight", "weight_scale", "global_scale")),
     ],
 )
 def test_what_is_packed_to_merge(

@@ -83,8 +83,8 @@ class StateBinding:
              their order
     kept     the parameters whose rows the state keeps, for an op with `reads`
     reads    (arguments, tensors of the state by role, step, the result of the op that writes) -> as
-             form, of a call whose rows an earlier call writes: it has the same values in `kept`, and
-             an equal spec
+             form, of a call whose rows an earlier call writes: it has the same nodes for `kept`,
+             and an equal spec
     """
 
     handle: str

@@ -21,6 +21,46 @@ def scheduling(file: str, old: str, new: str) -> Bug:
 
 BUGS = [
     Bug(
+        "atomc/quantization/packing.py",
+        "(1.0 / factor).repeat",
+        "factor.repeat",
+        "tests/test_quant_nvfp4.py -k decompresses",
+    ),
+    Bug(
+        "atomc/ops/scaled_linear.py",
+        '_with_bias(("weight", "weight_scale", "global_scale"), calls)',
+        '_with_bias(("weight", "weight_scale"), calls)',
+        "tests/test_quant_nvfp4.py -k merged",
+    ),
+    triton(
+        "w4a16",
+        "tl.load(global_ptr + n, n < N",
+        "tl.load(global_ptr + 0 * n, n < N",
+        "linear_nvfp4",
+    ),
+    triton("mxfp4", "((code & 127) << 20)", "((code & 63) << 20)", "linear_nvfp4"),
+    triton(
+        "dequantized", "tl.load(global_ptr + row,", "tl.load(global_ptr + 0 * row,", "linear_nvfp4"
+    ),
+    Bug(
+        "passes/bind_state.py",
+        'replace(site.spec, name="")',
+        'replace(site.spec, name="", paging=None)',
+        "tests/test_shared_keys.py -k equal_rows",
+    ),
+    Bug(
+        "passes/bind_state.py",
+        "layers.index(writer), inputs",
+        "writer, inputs",
+        "tests/test_shared_keys.py -k equal_rows",
+    ),
+    Bug(
+        "models/stock_implementations.py",
+        "setattr(module, ROWS_DROPPED_FROM, -1)",
+        "setattr(module, ROWS_DROPPED_FROM, 1)",
+        "tests/test_shared_keys.py -k traced",
+    ),
+    Bug(
         "passes/fuse/add_norm.py",
         "ops.add_rms_norm(x, residual, weight, eps, style)",
         "ops.add_rms_norm(x, x, weight, eps, style)",
