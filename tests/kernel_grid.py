@@ -28,7 +28,7 @@ TRIED = [
 # Shapes of hundreds of programs, which the interpreter runs one after another: 1 to 10 seconds
 # where others take 0.05.
 LONG = frozenset({"many", "many rows", "many tokens", "several tiles", "every size"})
-DRAWN = 0.04
+DRAWN = 0.01
 
 
 class Cell(NamedTuple):

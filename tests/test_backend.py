@@ -128,7 +128,13 @@ def test_a_wrong_option_is_one_clear_error_and_is_not_wrapped(
 
 
 @pytest.mark.parametrize(
-    "mode", ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+    "mode",
+    [
+        "default",
+        "reduce-overhead",
+        pytest.param("max-autotune", marks=pytest.mark.slow),
+        "max-autotune-no-cudagraphs",
+    ],
 )
 def test_the_modes_of_torch_compile_are_accepted(block: Block, mode: str) -> None:
     x = torch.randn(5, 32)

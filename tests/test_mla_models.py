@@ -152,7 +152,11 @@ def hub_checkpoint(path: Path, name: str = "deepseek_v3") -> dict[str, Tensor]:
     return weights
 
 
-@pytest.mark.parametrize("stock", [False, True], ids=["ours", "stock"])
+# tests/test_mla_quantized.py serves such a checkpoint of a stock class.
+@pytest.mark.parametrize(
+    "stock",
+    [pytest.param(False, id="ours"), pytest.param(True, id="stock", marks=pytest.mark.slow)],
+)
 def test_a_checkpoint_in_blocks_of_fp8_is_loaded_without_its_draft_layer(
     stock: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -17,20 +17,26 @@ IDS = torch.tensor([[5, 9, 14, 22, 31, 7, 45, 60, 61, 18, 33, 90, 11]])
 TIDY = PIPELINE[0]
 [COLUMNS] = [each for each in PIPELINE if each.name == "columns_of_pairs"]
 LAYERS = 2
+# Each runs in one dtype per change, by turns.
+STYLES = {
+    "glm": "pairs",
+    "cohere": "pairs",
+    "ernie4_5": "pairs",
+    "gptj": "pairs",
+    "deepseek_v2": "gptj",
+    "nanochat": "neox",
+}
 
 
 @pytest.mark.xdist_group("rotations")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("model_type", "style"),
+    ("model_type", "style", "dtype"),
     [
-        ("glm", "pairs"),
-        ("cohere", "pairs"),
-        ("ernie4_5", "pairs"),
-        ("gptj", "pairs"),
-        ("deepseek_v2", "gptj"),
-        ("nanochat", "neox"),
+        pytest.param(*each, dtype, marks=() if (i + j) % 2 == 0 else pytest.mark.slow)
+        for i, each in enumerate(STYLES.items())
+        for j, dtype in enumerate((torch.float32, torch.bfloat16))
     ],
+    ids=str,
 )
 def test_q_and_k_of_every_layer_are_rotated_by_the_op(
     model_type: str, style: str, dtype: torch.dtype

@@ -14,11 +14,17 @@ from spellings import TOLERANCE, Spelling, families, table
 
 PAGE = Path(__file__).parents[1] / "docs/rewrites.md"
 START, END = "<!-- spellings: start -->\n", "<!-- spellings: end -->\n"
+# A spelling runs in one of its dtypes per change, by turns.
 CASES = [
-    pytest.param(spelling, dtype, id=f"{family}-{spelling.text}-{dtype}".replace(" ", ""))
+    pytest.param(
+        spelling,
+        dtype,
+        id=f"{family}-{spelling.text}-{dtype}".replace(" ", ""),
+        marks=() if (i + j) % len(spelling.dtypes) == 0 else pytest.mark.slow,
+    )
     for family, found in families().items()
-    for spelling in found
-    for dtype in spelling.dtypes
+    for i, spelling in enumerate(found)
+    for j, dtype in enumerate(spelling.dtypes)
 ]
 
 
