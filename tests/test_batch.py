@@ -157,7 +157,7 @@ def test_an_internal_error_is_that_of_its_line(monkeypatch, caplog):
 
 
 def test_a_dead_engine_ends_the_batch(monkeypatch):
-    with pytest.raises(RunError, match="^the engine's process was killed$"):
+    with pytest.raises(RunError, match=r"^the engine's process was killed$"):
         batch_of(monkeypatch, [EngineDead("the engine's process was killed")], 3)
 
 
