@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from atomc.runtime.config import EngineConfig
@@ -51,6 +52,8 @@ log = logging.getLogger("atomc")
 PHASES = ("load", "compile", "allocate", "warm up")
 WARM_UP_TOKENS = 8
 HOST_MS_WEIGHT = 0.02  # weight of the last step in the mean host time
+# Tensors that were allocated in the caller's inference mode could not be written outside of it.
+normal_tensors = torch.inference_mode(False)
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ class Engine:
     is not installed.
     """
 
+    @normal_tensors
     def __init__(
         self,
         config: EngineConfig,
@@ -305,6 +309,7 @@ class Engine:
         if self.adapters.get(request.lora.name) is not request.lora:
             raise ValueError(f"the LoRA adapter {request.lora.name!r} was unloaded: try again")
 
+    @normal_tensors
     def add(self, request: Request) -> None:
         """Queue a request. Raises what `refuse` raises, QueueFull if the queue is full,
         ValueError for a grammar that cannot be compiled (ImportError without llguidance), and
@@ -348,6 +353,7 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self.scheduler.requests or self._outputs) or self._in_flight is not None
 
+    @normal_tensors
     def step(self) -> list[Output]:
         """Schedule and launch a step, then finish the previous one.
 
@@ -423,6 +429,7 @@ class Engine:
         """Whether the program for pooling is compiled."""
         return self.executor.pools
 
+    @normal_tensors
     def prepare_pooling(self) -> None:
         """Compile the model without its head, over the same weights and caches. Steps may run
         meanwhile.
@@ -594,6 +601,7 @@ class Engine:
             **vars(done),
         )
 
+    @normal_tensors
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, and embeddings of images. Running requests go on, and share
         nothing of what they have computed or will compute.

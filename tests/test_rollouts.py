@@ -105,10 +105,14 @@ def test_a_module_in_training_mode_generates_without_dropout():
     assert list(found.token_ids) == own_tokens(model.eval())
 
 
-def test_a_module_of_inference_tensors_generates():
+def test_an_llm_may_be_made_and_used_inside_and_outside_of_inference_mode():
+    params = SamplingParams(max_tokens=8, ignore_eos=True, frequency_penalty=0.1)
     with torch.inference_mode():
-        model = built()
-    (found,) = rollouts(model).generate([PROMPT], GREEDY)
+        llm = rollouts(built())
+        (first,) = llm.generate([PROMPT], params)
+    (second,) = llm.generate([PROMPT], params)
+    assert first.error is None and first.token_ids == second.token_ids
+    (found,) = llm.generate([PROMPT], GREEDY)
     assert list(found.token_ids) == own_tokens(built())
 
 

@@ -60,7 +60,7 @@ async def run_batch(
     failed.
 
     Responses are written in the order in which they are complete. Raises EngineFailed if the engine
-    cannot start, RunError if it dies.
+    cannot start, RunError if it dies or a response cannot be written.
     """
     with source.open("rb") as lines:
         total = sum(1 for line in lines if line.strip())
@@ -78,11 +78,11 @@ async def run_batch(
             batch = Batch(service, write)
             try:
                 await batch.run(lines)
-            except* EngineDead as errors:
+            except RunError as error:
                 raise RunError(
-                    f"{errors.exceptions[0]}: the responses of {batch.num_done} of {total} "
-                    f"requests are in {target}; run the others again"
-                ) from errors
+                    f"{error}: the responses of {batch.num_done} of {total} requests are in "
+                    f"{target}; run the others again"
+                ) from error
             return total, batch.num_failed
 
 
@@ -97,12 +97,15 @@ class Batch:
         self._line_of: dict[str, int] = {}
 
     async def run(self, lines: Iterable[bytes]) -> None:
-        """Raises an ExceptionGroup of EngineDead if no engine is left."""
-        async with asyncio.TaskGroup() as tasks:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    await self._places.acquire()
-                    tasks.create_task(self._answer(number, line))
+        """Raises RunError if no engine is left, or a response cannot be written."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for number, line in enumerate(lines, 1):
+                    if line.strip():
+                        await self._places.acquire()
+                        tasks.create_task(self._answer(number, line))
+        except* (EngineDead, OSError) as errors:
+            raise RunError(str(errors.exceptions[0])) from errors
 
     async def _answer(self, number: int, line: bytes) -> None:
         name = uuid.uuid4().hex
@@ -120,8 +123,8 @@ class Batch:
             self.num_failed += 1
         finally:
             self._places.release()
-        self.num_done += 1
         self._write(found)
+        self.num_done += 1
 
     def _read(self, number: int, line: bytes) -> BatchRequest:
         request = read_request(line)

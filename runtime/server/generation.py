@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
 from atomc.runtime.prompt_image import PromptImage
+from atomc.runtime.request import Output
 from atomc.runtime.request_errors import RequestError, is_recoverable
 from atomc.runtime.sampling.logprobs import TokenLogprobs
 from atomc.runtime.sampling.sampling_params import SamplingParams
@@ -139,6 +140,7 @@ class Generation:
         assert self._request_stream is not None, "start() comes first"
         async for output in self._request_stream:
             choice = self.choices[output.request_id]
+            self._raise_error(output)
             before, choice.last = choice.last, time.monotonic()
             if choice.num_new:
                 self._metrics.inter_token_latency.observe(choice.last - before)
@@ -148,17 +150,6 @@ class Generation:
                 self._metrics.observe_ttft(choice.last - self.started)
                 choice.queue_seconds = output.queue_seconds
                 self._metrics.queue_time.observe(choice.queue_seconds)
-            if output.error is not None:
-                if not output.error.by_client:
-                    log.error(
-                        "request %s failed (%s in the engine): %s",
-                        self._request_id,
-                        output.request_id,
-                        output.error.message,
-                    )
-                raise from_request_error(output.error, self._request_id)
-            if output.finish_reason == "abort":
-                raise APIError(500, "the engine aborted this request", "server_error")
             delta = self._run_isolated(choice.stream.add, output)
             choice.num_new += len(delta.token_ids)
             choice.finish_reason = delta.finish_reason
@@ -167,6 +158,20 @@ class Generation:
                     self._request_stream.close(output.request_id)
                 self._record_metrics(choice)
             yield choice, delta
+
+    def _raise_error(self, output: Output) -> None:
+        """Raises APIError for an output that ends its request without tokens."""
+        if output.error is not None:
+            if not output.error.by_client:
+                log.error(
+                    "request %s failed (%s in the engine): %s",
+                    self._request_id,
+                    output.request_id,
+                    output.error.message,
+                )
+            raise from_request_error(output.error, self._request_id)
+        if output.finish_reason == "abort":
+            raise APIError(500, "the engine aborted this request", "server_error")
 
     def usage(self) -> Usage:
         """Token counts in OpenAI's format; a prompt with several choices counts once."""

@@ -16,6 +16,7 @@ BUGS = [
     Bug("runtime/worker.py", "            self._check_parameters()\n", "", f"{ROLLOUTS} other_storage"),
     Bug("runtime/closed_schema.py", "not one.excludes(other)", "one", CLOSED),
     Bug("runtime/closed_schema.py", "waiting += _combined_parts(applied)", "pass", CLOSED),
+    Bug("runtime/server/generation.py", "            self._raise_error(output)\n", "", "tests/test_generation.py"),
     Bug("runtime/engine.py", "if not self.scheduler.requests and", "if not self.has_work and", f"{ROLLOUTS} stop_token"),
     Bug("runtime/worker.py", "return before != self._writes", "return False", f"{ROLLOUTS} optimizer"),
     Bug("runtime/worker.py", "for program in self.programs.all", "for program in self.programs.of_steps", f"{ROLLOUTS} pooled"),
