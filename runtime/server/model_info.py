@@ -40,7 +40,6 @@ class ModelInfo:
     names              names for clients; responses have the first
     defaults           sampling parameters of requests that do not set them
     tools, reasoning   names of the parsers; None: the model's format is unknown
-    requires_name      requests must name the model
     images             prepares images; None: the model reads none, for the reason no_images
     max_len            maximum sequence length in tokens; with vocab_size, set when the engine is
                        ready
@@ -52,7 +51,6 @@ class ModelInfo:
     defaults: Mapping[str, Any]
     tools: str | None
     reasoning: str | None
-    requires_name: bool = False
     images: ImageProcessor | None = None
     no_images: str = ""
     max_len: int = 0
@@ -63,12 +61,12 @@ class ModelInfo:
         self._texts = None if self.tokenizer is None else TokenTexts(self.tokenizer)
 
     def check_name(self, name: str | None) -> None:
-        """Raises a 404 for another name than this model's, and a 400 for none if requires_name."""
-        if name is None and self.requires_name:
+        """Raises a 404 for another name than this model's, and a 400 for none."""
+        if name is None:
+            served = ", ".join(self.names)
+            first = self.names[0]
             raise invalid(
-                f"the request has no model, expected {', '.join(self.names)}: the server runs with "
-                "--strict-requests",
-                "model",
+                f'model is required; served models: {served}: send "model": "{first}"', "model"
             )
         if name is not None and name not in self.names:
             raise APIError(
@@ -224,7 +222,6 @@ def load_model_info(folder: Path, name: str, config: ServerConfig) -> ModelInfo:
         tools=_parser(config.tool_call_parser, TOOL_PARSERS, "tool_call_parser")
         or detect_tool_parser(source, model_type),
         reasoning=_reasoning(config.reasoning_parser, source, model_type),
-        requires_name=config.strict_requests,
         images=images if isinstance(images, ImageProcessor) else None,
         no_images=images if isinstance(images, str) else "",
     )
