@@ -1,9 +1,11 @@
-"""A decoder as vLLM 0.24 builds one with custom_ops "none" and native norms: tokens [T], merged
+"""A decoder as vLLM 0.24 builds one with custom_ops "none": tokens [T], norms of vllm.ir, merged
 projections, attention as an op that writes its output, whose layer is an argument.
 
 Written from what vLLM computes, without vLLM: names of ops and the spelling of each computation are
 those that Dynamo sees there.
 """
+
+from inspect import signature
 
 import torch
 import torch.nn.functional as F
@@ -65,20 +67,72 @@ for _name, _function, _mutated, _fake in (
     _LIBRARY._register_fake(_name, _fake)
 
 
+class IrOp:
+    """An op of vllm.ir with its implementations, called without a wrapper of torch: as with any
+    backend but Inductor.
+    """
+
+    def __init__(self, native) -> None:
+        self.schema = torch.library.infer_schema(native, mutates_args=[])
+        self.impls = {"native": (native, lambda *args: True)}
+        self.priority = ["native"]
+
+    def register_impl(self, provider, *, supports_args):
+        def register(function):
+            assert provider not in self.impls
+            assert torch.library.infer_schema(function, mutates_args=[]) == self.schema
+            asked = signature(supports_args).parameters.values()
+            given = signature(self.impls["native"][0]).parameters.values()
+            assert [(p.name, p.default) for p in asked] == [(p.name, p.default) for p in given]
+            self.impls[provider] = function, supports_args
+            return function
+
+        return register
+
+    def __call__(self, *args):
+        for function, supports in (self.impls[name] for name in self.priority):
+            if supports(*args):
+                return function(*args)
+        raise AssertionError("the last one takes all arguments")
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> Tensor:
+    dtype, x = x.dtype, x.to(torch.float32)
+    part = x if variance_size is None else x[..., :variance_size]
+    x = x * torch.rsqrt(part.pow(2).mean(dim=-1, keepdim=True) + epsilon)
+    return (x if weight is None else x.to(weight.dtype) * weight).to(dtype)
+
+
+def fused_add_rms_norm(
+    x: Tensor,
+    x_residual: Tensor,
+    weight: Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    total = x.to(torch.float32) + x_residual.to(torch.float32)
+    return rms_norm(total, weight, epsilon, variance_size).to(x.dtype), total.to(x.dtype)
+
+
+class Ops:
+    """vllm.ir.ops"""
+
+    def __init__(self) -> None:
+        self.rms_norm, self.fused_add_rms_norm = IrOp(rms_norm), IrOp(fused_add_rms_norm)
+
+
 class RMSNorm(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, ops: Ops) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+        self.ops, self.weight = ops, nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor, residual: Tensor | None = None):
-        dtype, weight = x.dtype, self.weight.data
-        x = x.to(torch.float32)
-        if residual is not None:
-            x = x + residual.to(torch.float32)
-            residual = x.to(dtype)
-        x = x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + 1e-6)
-        x = (x.to(weight.dtype) * weight).to(dtype)
-        return x if residual is None else (x, residual)
+        weight = self.weight.data
+        if residual is None:
+            return self.ops.rms_norm(x, weight, 1e-6, None)
+        return self.ops.fused_add_rms_norm(x, residual, weight, 1e-6, None)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -118,12 +172,13 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, ops: Ops) -> None:
         super().__init__()
         self.self_attn = Attention(f"{name}.self_attn.attn")
         self.gate_up_proj = nn.Linear(WIDTH, 2 * HIDDEN, bias=False)
         self.down_proj = nn.Linear(HIDDEN, WIDTH, bias=False)
-        self.input_layernorm, self.post_attention_layernorm = RMSNorm(WIDTH), RMSNorm(WIDTH)
+        self.input_layernorm = RMSNorm(WIDTH, ops)
+        self.post_attention_layernorm = RMSNorm(WIDTH, ops)
 
     def forward(self, positions: Tensor, x: Tensor, residual: Tensor | None):
         if residual is None:
@@ -140,11 +195,11 @@ class Layer(nn.Module):
 class Model(nn.Module):
     """Hidden states of the tokens, as the part of a model that vLLM compiles."""
 
-    def __init__(self, layers: int = 2) -> None:
+    def __init__(self, ops: Ops, layers: int = 2) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(VOCAB, WIDTH)
-        self.layers = nn.ModuleList(Layer(f"model.layers.{i}") for i in range(layers))
-        self.norm = RMSNorm(WIDTH)
+        self.layers = nn.ModuleList(Layer(f"model.layers.{i}", ops) for i in range(layers))
+        self.norm = RMSNorm(WIDTH, ops)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         x, residual = self.embed_tokens(input_ids), None
