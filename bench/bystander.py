@@ -28,9 +28,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 sys.path.insert(0, str(Path(__file__).parent))
-from hostile import COMPLETIONS, HOSTILE
+from hostile import COMPLETIONS, HOSTILE, MODEL
 
 STREAM = {
+    "model": MODEL,
     "prompt": "She looked at him",
     "max_tokens": 1900,
     "ignore_eos": True,
@@ -139,7 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--url", help="a server that runs, instead of the demo")
+    parser.add_argument("--url", help=f"a server that runs, with the model name {MODEL}")
     parser.add_argument("--only", default="", help="requests with this in their name")
     parser.add_argument("--seconds", type=float, default=10.0, help="for each request")
     parser.add_argument("--json", type=Path, help="write the results here as well")

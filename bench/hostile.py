@@ -10,16 +10,23 @@ LETTERS = "She looked at him and said that nothing was wrong. "
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
+MODEL = "atomc-demo"
 USER = {"role": "user", "content": "Once"}
 PARTS = [{"type": "input_text", "text": "x"}] * 80_000
 
 
+def dumped(**fields: Any) -> bytes:
+    return json.dumps({"model": MODEL, **fields}).encode()
+
+
 def completion(**more: Any) -> bytes:
-    return json.dumps({"prompt": "Once", "max_tokens": 200, "temperature": 1, **more}).encode()
+    return json.dumps(
+        {"model": MODEL, "prompt": "Once", "max_tokens": 200, "temperature": 1, **more}
+    ).encode()
 
 
 def chat(**more: Any) -> bytes:
-    return json.dumps({"messages": [USER], "max_tokens": 200, **more}).encode()
+    return json.dumps({"model": MODEL, "messages": [USER], "max_tokens": 200, **more}).encode()
 
 
 def lark(length: int) -> str:
@@ -47,7 +54,7 @@ def items() -> list[str]:
 
 
 def raw(field: str, value: bytes) -> bytes:
-    return b'{"max_tokens":2,"' + field.encode() + b'":' + value + b"}"
+    return b'{"model":"atomc-demo","max_tokens":2,"' + field.encode() + b'":' + value + b"}"
 
 
 HOSTILE: dict[str, tuple[str, Callable[[], bytes]]] = {
@@ -70,12 +77,12 @@ HOSTILE: dict[str, tuple[str, Callable[[], bytes]]] = {
     "prompts: 1,000 of 1 kB": (COMPLETIONS, lambda: completion(prompt=[LETTERS * 20] * 1000, max_tokens=1)),
     "prompt of 5,000,000 token ids": (COMPLETIONS, lambda: completion(prompt=[1] * 5_000_000)),
     "prompt of 250,000 wrong token ids": (COMPLETIONS, lambda: completion(prompt=[-1] * 250_000)),
-    "embeddings of 1,000 texts": (EMBEDDINGS, lambda: json.dumps({"input": [LETTERS * 2] * 1000}).encode()),
+    "embeddings of 1,000 texts": (EMBEDDINGS, lambda: dumped(input=[LETTERS * 2] * 1000)),
     "message of 10 MB": (CHAT, lambda: chat(messages=[{"role": "user", "content": LETTERS * 200_000}])),
     "message of 16,000 blocks": (MESSAGES, lambda: chat(messages=[{"role": "user", "content": [{"type": "text", "text": "e"}] * 16_000}])),
     "messages: 100,000": (CHAT, lambda: chat(messages=[USER] * 100_000)),
     "messages: 4,000": (CHAT, lambda: chat(messages=[USER] * 4_000)),
-    "input of 80,000 parts": (RESPONSES, lambda: json.dumps({"input": [{"role": "user", "content": PARTS}]}).encode()),
+    "input of 80,000 parts": (RESPONSES, lambda: dumped(input=[{"role": "user", "content": PARTS}])),
     "tokenize 10 MB": ("/tokenize", lambda: json.dumps({"prompt": LETTERS * 200_000, "return_token_strs": True}).encode()),
     "tokenize 300 kB": ("/tokenize", lambda: json.dumps({"prompt": LETTERS * 6_000, "return_token_strs": True}).encode()),
     "detokenize 130,000": ("/detokenize", lambda: json.dumps({"tokens": [300] * 130_000}).encode()),

@@ -625,6 +625,7 @@ class Engine:
         self.is_sleeping = True
         log.info("the engine sleeps: KV cache and CUDA graphs are freed")
 
+    @normal_tensors
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Allocate what `sleep` has freed; does nothing if the engine does not sleep.
 

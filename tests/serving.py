@@ -16,6 +16,8 @@ START_SECONDS = 240
 # Of the fixture `api_server`.
 KEY = "first-key"
 STOP_SECONDS = 30
+# The name of the model of each server, by URL; of a port that is used again, the last one.
+SERVED = {}
 # What the first server of this process compiled, the others load.
 COMPILED = tempfile.TemporaryDirectory(prefix="atomc-compiled-")
 
@@ -86,6 +88,7 @@ def serving(*flags, cache=True):
     ).start()
     try:
         server.url = server.wait_for(r"listening on (\S+)")[1]
+        SERVED[server.url] = server.wait_for(r"starting (.+): server is process")[1]
         yield server
     finally:
         process.send_signal(signal.SIGTERM)

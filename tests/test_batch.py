@@ -39,10 +39,11 @@ LINES = [
     line("chat", CHAT, **HELLO, **GREEDY),
     line("text", TEXT, prompt=["She said", "He said"], **GREEDY, n=2, seed=1),
     line("schema", CHAT, **HELLO, **GREEDY, guided_choice=["yes", "no"]),
-    line("embedding", EMBED, input="She said"),
-    line("no model", TEXT, prompt="x", max_tokens=1, temperature=0, unknown=True),
-    line("value", TEXT, prompt="x", max_tokens=-1),
-    line("type", CHAT, messages="x"),
+    line("embedding", EMBED, input="She said", model="atomc-demo"),
+    line("no model", TEXT, prompt="x", max_tokens=1, temperature=0),
+    line("field", TEXT, prompt="x", unknown=True, **GREEDY),
+    line("value", TEXT, prompt="x", max_tokens=-1, model="atomc-demo"),
+    line("type", CHAT, messages="x", model="atomc-demo"),
     line("name", TEXT, prompt="x", model="gpt-4o"),
 ]
 
@@ -66,10 +67,10 @@ def test_lines_get_the_answers_that_the_server_gives(api_server, tmp_path):
         timeout=240,
     )
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout == f"5 of 12 requests answered, 7 failed: {target}\n"
+    assert ran.stdout == f"5 of 13 requests answered, 8 failed: {target}\n"
     found = [json.loads(each) for each in target.read_text().splitlines()]
     assert all(each.keys() == {"id", "custom_id", "response", "error"} for each in found)
-    assert len({each["id"] for each in found}) == 12
+    assert len({each["id"] for each in found}) == 13
     answers = {each["custom_id"]: each["response"] for each in found if each["response"]}
     headers = {"Authorization": f"Bearer {KEY}"}
     with httpx.Client(base_url=api_server.url, headers=headers, timeout=60) as http:
@@ -85,9 +86,9 @@ def test_lines_get_the_answers_that_the_server_gives(api_server, tmp_path):
     errors = {each["custom_id"]: each["error"] for each in found if each["error"]}
     assert errors.keys() == {"chat", "url", None}
     assert {each["code"] for each in errors.values()} == {"invalid_line"}
-    assert errors["chat"]["message"].startswith("line 9: custom_id is also that of line 1,")
-    assert errors["url"]["message"].startswith("line 11: url is '/v1/images/edits', expected /v1/")
-    assert errors[None]["message"].startswith("line 13: it is not JSON")
+    assert errors["chat"]["message"].startswith("line 10: custom_id is also that of line 1,")
+    assert errors["url"]["message"].startswith("line 12: url is '/v1/images/edits', expected /v1/")
+    assert errors[None]["message"].startswith("line 14: it is not JSON")
 
 
 def comparable(body):

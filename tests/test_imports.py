@@ -16,7 +16,7 @@ LAYERS = [
     {"atomic_file", "demo", "json_file", "json_types", "cgroup", "errors", "token_range"},
     {"platform", "options", "torch_compat"},
     {"ops"},
-    {"graph", "weights"},
+    {"graph", "weights", "vllm_plugin"},
     {"cost", "report", "kernels", "capture"},
     {"rewriting", "dumps", "testing"},
     {"cache", "passes"},

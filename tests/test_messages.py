@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 pytest.importorskip("tokenizers")
-httpx = pytest.importorskip("httpx")
+httpx = pytest.importorskip("named_httpx")
 anthropic = pytest.importorskip("anthropic")
 from serving import KEY  # noqa: E402
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 pytest.importorskip("fastapi")
 pytest.importorskip("llguidance")
 pytest.importorskip("tokenizers")
-httpx = pytest.importorskip("httpx")
+httpx = pytest.importorskip("named_httpx")
 from serving import serving  # noqa: E402
 
 from atomc.runtime.server import limits  # noqa: E402
@@ -161,7 +161,7 @@ def schema(depth):
         (
             "completions",
             {**TEXT, **{f"f{i}": 1 for i in range(200)}},
-            "the object has 202 fields, at most 128 are",
+            "the object has 203 fields, at most 128 are",
         ),
         (
             "completions",
@@ -324,7 +324,7 @@ def test_bodies_that_are_too_large_together_are_refused_for_a_while(http):
     refused = threading.Event()
 
     def body():
-        yield b'{"max_tokens":2,"prompt":"Once' + b" " * (15 * 2**20)
+        yield b'{"model":"atomc-demo","max_tokens":2,"prompt":"Once' + b" " * (15 * 2**20)
         while not refused.is_set():
             yield b" "
             time.sleep(0.01)

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 pytest.importorskip("tokenizers")
-httpx = pytest.importorskip("httpx")
+httpx = pytest.importorskip("named_httpx")
 from serving import serving  # noqa: E402
 
 from atomc.runtime.server.api_keys import ApiKeys, read_keys  # noqa: E402
@@ -101,7 +101,8 @@ def test_slow_data_after_a_response_closes_the_connection_without_a_second_respo
 def test_a_long_body_is_served_if_it_arrives_fast_enough(server):
     def parts():
         yield (
-            b'{"prompt": "Once", "max_tokens": 2, "ignore_eos": true' + 100_000 * b" "
+            b'{"model": "atomc-demo", "prompt": "Once", "max_tokens": 2, "ignore_eos": true'
+            + 100_000 * b" "
         )  # 10 seconds more
         time.sleep(5)
         yield b"}"

@@ -9,7 +9,9 @@ import pytest
 
 pytest.importorskip("fastapi")
 pytest.importorskip("tokenizers")
-httpx = pytest.importorskip("httpx")
+plain_httpx = pytest.importorskip("httpx")
+import named_httpx as httpx  # noqa: E402
+from named_httpx import NEED_MODEL  # noqa: E402
 from serving import KEY  # noqa: E402
 from test_server_lifecycle import until  # noqa: E402
 
@@ -163,16 +165,25 @@ def test_tokens_that_exclude_each_other_are_an_error_of_this_request_only(http):
     assert answer(http, TEXT)
 
 
-def test_a_request_without_a_model_is_refused_by_a_strict_server_only(http):
-    assert http.post(TEXT, json=PROMPT[TEXT]).status_code == 200
+@pytest.mark.parametrize("path", sorted(NEED_MODEL))
+def test_a_request_without_a_model_is_told_the_names(api_server, path):
+    body = PROMPT.get(path, PROMPT[TEXT] | HELLO | {"input": SAID})
+    body = {name: value for name, value in body.items() if name != "model"}
+    headers = {"Authorization": f"Bearer {KEY}"}
+    answered = plain_httpx.post(api_server.url + path, json=body, headers=headers, timeout=60)
+    message = 'model is required; served models: atomc-demo: send "model": "atomc-demo"'
+    assert (answered.status_code, answered.json()["error"]["message"]) == (400, message)
+    assert path.startswith("/v1/messages") or answered.json()["error"]["param"] == "model"
+
+
+def test_all_names_of_a_model_are_its_own():
     parts = {"tokenizer": None, "template": None, "defaults": {}, "tools": None, "reasoning": None}
-    strict = ModelInfo(("m", "other"), **parts, requires_name=True)
-    strict.check_name("other")
-    with pytest.raises(
-        APIError, match=r"has no model, expected m, other: .* --strict-req"
-    ) as found:
-        strict.check_name(None)
-    assert (found.value.status, found.value.param) == (400, "model")
+    info = ModelInfo(("m", "other"), **parts)
+    info.check_name("other")
+    for name, status in (("third", 404), (None, 400)):
+        with pytest.raises(APIError, match="m, other") as found:
+            info.check_name(name)
+        assert (found.value.status, found.value.param) == (status, "model")
 
 
 def metrics(http):

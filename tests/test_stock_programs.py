@@ -78,13 +78,15 @@ def ids(seed: int = 1) -> Tensor:
     return torch.randint(1, 96, (2, 9), generator=torch.Generator().manual_seed(seed))
 
 
-def generated(model, prompt: Tensor, config=None, **options):
-    """What generate returns for a static cache; compiled if there is a config."""
+def generated(model, prompt: Tensor, config=None, *, cache: str | None = "static", **options):
+    """What generate returns for a static cache (None: one that grows); compiled if there is a
+    config.
+    """
     return model.generate(
         prompt,
         max_new_tokens=NEW_TOKENS,
         do_sample=False,
-        cache_implementation="static",
+        cache_implementation=cache,
         return_dict_in_generate=True,
         output_logits=True,
         compile_config=config,
@@ -107,11 +109,22 @@ def close(compiled, eager) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+def similar(compiled, eager, bound: float) -> None:
+    """Rounding may decide between two tokens once; what follows depends on it."""
+    same = (compiled.sequences == eager.sequences).all(0)[-NEW_TOKENS:]
+    steps = NEW_TOKENS if same.all() else int(same.int().argmin()) + 1
+    for ours, theirs in zip(compiled.logits[:steps], eager.logits[:steps], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=bound, atol=bound)
+
+
 @each("Qwen3")
 def test_generate_with_a_compile_config_runs_one_graph_for_all_tokens(name: str) -> None:
     model, before = built(name), atomc.reports()
     config = compile_config(**({} if name in GRAPHS else {"dynamic": False}))
-    close(generated(model, ids(), config), generated(model, ids()))
+    compiled = generated(model, ids(), config)
+    close(compiled, generated(model, ids()))
+    close(compiled, generated(model, ids(), cache=None))
+    assert hasattr(model, "_compiled_call")
     reports = since(before)
     assert [report.treated for report in reports] == [True] * GRAPHS.get(name, 1)
     # The cache of the first call is not what the second one reads.
@@ -124,8 +137,13 @@ def test_optional_outputs_of_a_compiled_generate_are_those_of_eager(name: str) -
     model = built(name, attn_implementation="eager")
     wanted = {"output_hidden_states": True, "output_attentions": True, "output_scores": True}
     eager = generated(model, ids(), **wanted)
+    before = atomc.reports()
     compiled = generated(model, ids(), compile_config(), **wanted)
+    assert all(report.treated for report in since(before)) and since(before)
     close(compiled, eager)
+    assert type(compiled) is type(eager) and compiled.keys() == eager.keys()
+    for ours, theirs in zip(compiled.scores, eager.scores, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     for kind in ("hidden_states", "attentions"):
         ours, theirs = compiled[kind], eager[kind]
         assert len(ours) == NEW_TOKENS
@@ -144,6 +162,29 @@ def test_a_compiled_generate_returns_the_static_cache_that_eager_fills(name: str
         for kind in ("keys", "values", "conv_states", "recurrent_states"):
             if isinstance(expected := getattr(theirs, kind, None), Tensor):
                 torch.testing.assert_close(getattr(ours, kind), expected, rtol=1e-4, atol=1e-4)
+
+
+@each()
+def test_a_compiled_static_cache_in_half_precision_gives_what_a_growing_one_does(name: str) -> None:
+    model = built(name).half()
+    compiled = generated(model, ids(), compile_config())
+    similar(compiled, generated(model, ids(), cache=None), 3e-2)
+    attention = [layer for layer in compiled.past_key_values.layers if hasattr(layer, "keys")]
+    assert attention and {layer.keys.dtype for layer in attention} == {torch.float16}
+    room = ids().shape[1] + NEW_TOKENS - 1
+    assert {layer.keys.shape[2] for layer in attention} <= {room, 8}  # 8: the window
+
+
+@each("Llama")
+def test_an_sdpa_model_in_half_precision_compiles_with_dynamic_shapes(name: str) -> None:
+    implementation = "eager" if name == "GptOss" else "sdpa"  # it has no sdpa
+    model, before = built(name, attn_implementation=implementation).half(), atomc.reports()
+    compiled = torch.compile(model, backend="atom", dynamic=True, options={"glue": "eager"})
+    with torch.no_grad():
+        expected, found = model(ids()), compiled(ids())
+    torch.testing.assert_close(found.logits, expected.logits, rtol=3e-2, atol=3e-2)
+    assert type(found.past_key_values) is type(expected.past_key_values)
+    assert since(before) and all(report.treated for report in since(before))
 
 
 @pytest.mark.slow

@@ -40,7 +40,6 @@ class ModelInfo:
     names              names for clients; responses have the first
     defaults           sampling parameters of requests that do not set them
     tools, reasoning   names of the parsers; None: the model's format is unknown
-    requires_name      requests must name the model
     images             prepares images; None: the model reads none, for the reason no_images
     adapters           LoRA adapters, whose names clients use as the model's; name -> folder
     max_len            maximum sequence length in tokens; with vocab_size, set when the engine is
@@ -53,7 +52,6 @@ class ModelInfo:
     defaults: Mapping[str, Any]
     tools: str | None
     reasoning: str | None
-    requires_name: bool = False
     images: ImageProcessor | None = None
     no_images: str = ""
     adapters: dict[str, str] = field(default_factory=dict)
@@ -65,14 +63,13 @@ class ModelInfo:
         self._texts = None if self.tokenizer is None else TokenTexts(self.tokenizer)
 
     def check_name(self, name: str | None) -> None:
-        """Raises a 404 for a name that is neither this model's nor an adapter's, and a 400 for none
-        if requires_name.
+        """Raises a 404 for a name that is neither this model's nor an adapter's, and a 400 for
+        none.
         """
         expected = ", ".join([*self.names, *self.adapters])
-        if name is None and self.requires_name:
+        if name is None:
             raise invalid(
-                f"the request has no model, expected {expected}: the server runs with "
-                "--strict-requests",
+                f'model is required; served models: {expected}: send "model": "{self.names[0]}"',
                 "model",
             )
         if name is not None and name not in self.names and name not in self.adapters:
@@ -240,7 +237,6 @@ def load_model_info(
         tools=_parser(config.tool_call_parser, TOOL_PARSERS, "tool_call_parser")
         or detect_tool_parser(source, model_type),
         reasoning=_reasoning(config.reasoning_parser, source, model_type),
-        requires_name=config.strict_requests,
         images=images if isinstance(images, ImageProcessor) else None,
         no_images=images if isinstance(images, str) else "",
         adapters=dict(adapters or {}),
