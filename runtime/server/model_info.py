@@ -72,7 +72,7 @@ class ModelInfo:
                 f'model is required; served models: {expected}: send "model": "{self.names[0]}"',
                 "model",
             )
-        if name is not None and name not in self.names and name not in self.adapters:
+        if name not in self.names and name not in self.adapters:
             raise APIError(
                 404,
                 f"the model {name!r} does not exist, expected {expected}",
