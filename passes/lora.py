@@ -10,6 +10,7 @@ adapters are graph inputs, which the program owns.
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -116,17 +117,18 @@ def _add(
     number: int,
     shape: LoraShape,
 ) -> Fired:
-    graph, found = node.graph, value(x)
+    graph, gm, found = node.graph, node.graph.owning_module, value(x)
+    assert gm is not None
     names, widths = tuple(path for path, _ in paths), tuple(width for _, width in paths)
-    sizes = {
+    sizes: dict[str, tuple[int, ...]] = {
         "lora_a": (shape.adapters, len(widths) * shape.rank, int(found.shape[-1])),
         "lora_b": (shape.adapters, shape.rank, int(value(node).shape[-1])),
     }
     weights = [
         _graph_input(
-            graph.owning_module,
+            gm,
             LoraWeights(number, role, names, widths, size, found.dtype),
-            lambda size=size: found.new_empty(size),
+            partial(found.new_empty, size),
         )
         for role, size in sizes.items()
     ]

@@ -19,7 +19,7 @@ CONFIG, WEIGHTS, PICKLED = (
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 
 # Fields of the config that change the computation, with the values that do not, and the reason.
-_UNSUPPORTED = {
+_UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "use_dora": ((False, None), "DoRA scales the columns of the model's own weights"),
     "bias": (("none", None), "biases of the model would differ by request"),
     "lora_bias": ((False, None), "biases of adapters are not supported"),

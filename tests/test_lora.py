@@ -6,7 +6,9 @@ import pytest
 import torch
 from tiny_lora import merge, shapes_of, write_adapter
 
+from atomc import models
 from atomc.runtime.llm import LLM
+from atomc.runtime.lora_files import read_config, read_pairs
 from atomc.runtime.sampling.sampling_params import SamplingParams
 
 transformers = pytest.importorskip("transformers", reason="it computes what is expected")
@@ -68,10 +70,29 @@ def served(checkpoints, kind, *, stock=False, names=("all", "queries"), **settin
     return LLM(model, lora=lora, progress=False, **settings)
 
 
-@pytest.mark.parametrize("stock", [False, True], ids=["ours", "stock"])
-@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
-def test_each_adapter_of_a_mixed_batch_gives_the_tokens_of_merged_weights(checkpoints, kind, stock):
-    llm = served(checkpoints, kind, stock=stock)
+@pytest.fixture(scope="module")
+def llm(checkpoints):
+    """Our Llama, with room for two adapters in all linear layers."""
+    return served(checkpoints, "Llama", options={**EAGER, "layout": "paged"}, max_loras=2)
+
+
+def test_each_adapter_of_a_mixed_batch_gives_the_tokens_of_merged_weights(checkpoints, llm):
+    check_mixed_batch(checkpoints, "Llama", llm)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stock"),
+    [
+        ("Qwen3", True),
+        pytest.param("Qwen3", False, marks=pytest.mark.slow),
+        pytest.param("Llama", True, marks=pytest.mark.slow),
+    ],
+)
+def test_other_classes_do_as_well(checkpoints, kind, stock):
+    check_mixed_batch(checkpoints, kind, served(checkpoints, kind, stock=stock))
+
+
+def check_mixed_batch(checkpoints, kind, llm):
     completions = llm.generate(PROMPTS, GREEDY, lora=NAMES)
     wanted = [expected(checkpoints, kind, *each) for each in zip(NAMES, PROMPTS, strict=True)]
     assert [each.token_ids for each in completions] == wanted
@@ -82,9 +103,8 @@ def test_each_adapter_of_a_mixed_batch_gives_the_tokens_of_merged_weights(checkp
 LONG = [(7 * i + 3) % 64 for i in range(40)]
 
 
-def test_prefixes_are_shared_by_requests_of_one_load_of_one_adapter_only(checkpoints):
+def test_prefixes_are_shared_by_requests_of_one_load_of_one_adapter_only(checkpoints, llm):
     root, _ = checkpoints
-    llm = served(checkpoints, "Llama", options={**EAGER, "layout": "paged"}, max_loras=2)
 
     def cached(name):
         (completion,) = llm.generate([LONG], GREEDY, lora=name)
@@ -99,7 +119,14 @@ def test_prefixes_are_shared_by_requests_of_one_load_of_one_adapter_only(checkpo
     assert llm.generate([LONG], GREEDY, lora="all")[0].num_cached == 32
 
 
-@pytest.mark.parametrize("how", ["chunks", "preempted", "drafts"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param("chunks", marks=pytest.mark.slow),
+        "preempted",
+        pytest.param("drafts", marks=pytest.mark.slow),
+    ],
+)
 def test_adapters_stay_right_with_chunks_preemption_and_drafts(checkpoints, how):
     settings = {
         "chunks": {"max_num_batched_tokens": 8},
@@ -142,10 +169,11 @@ def test_a_request_keeps_its_adapter_after_it_is_unloaded_and_its_place_is_not_r
     assert completion.token_ids == expected(checkpoints, "Llama", "queries", LONG[:9])
 
 
-def test_steps_without_an_adapter_run_the_program_without_them(checkpoints):
-    llm = served(checkpoints, "Llama")
+def test_steps_without_an_adapter_run_the_program_without_them(llm):
+    before = llm.engine.stats().steps
     llm.generate(PROMPTS, GREEDY)
-    assert set(llm.engine.stats().steps) == {"eager: on a CPU"}
+    after = llm.engine.stats().steps
+    assert {kind for kind in after if after[kind] != before.get(kind)} == {"eager: on a CPU"}
     plain, adapted = (
         llm.program.report.matches,
         llm.engine.executor.programs.lora.program.report.matches,
@@ -156,11 +184,43 @@ def test_steps_without_an_adapter_run_the_program_without_them(checkpoints):
     }
 
 
-def test_quantized_linears_keep_their_kernels_and_read_adapters_before_quantization(checkpoints):
-    llm = served(checkpoints, "Llama", quantization="int8", names=("queries",))
-    base = served(checkpoints, "Llama", quantization="int8", names=("queries",))
-    program = llm.engine.executor.programs.lora.program
-    assert program.report.matches["merge_qkv"] == 2
-    assert {path.rpartition(".")[2] for path in program.lora.paths} >= {"q_proj", "v_proj"}
-    with_one, without = llm.generate([LONG] * 2, GREEDY, lora=["queries", None])
-    assert without.token_ids == base.generate([LONG], GREEDY)[0].token_ids != with_one.token_ids
+def quantized_tokens(root, name, prompt, count):
+    """Those of the quantized model, to whose layers the adapter's products are added."""
+    model = models.loader.load(root / "Llama", quantization="int8")
+    pairs = read_pairs(read_config(str(root / name)))
+    for path, (a, b, scale) in pairs.items():
+
+        def add(module, args, y, a=a, b=b, scale=scale):
+            return y + args[0] @ a.T @ b.T * scale
+
+        model.get_submodule(path).register_forward_hook(add)
+    ids = list(prompt)
+    with torch.inference_mode():
+        for _ in range(count):
+            last = torch.tensor([len(ids) - 1])
+            logits = model(torch.tensor(ids), torch.arange(len(ids)), last)
+            ids.append(int(logits[0].argmax()))
+    return tuple(ids[len(prompt) :])
+
+
+@pytest.mark.slow
+def test_adapters_of_quantized_layers_read_the_input_before_quantization(checkpoints):
+    llm = served(checkpoints, "Llama", quantization="int8")
+    adapted, plain = llm.generate([LONG] * 2, GREEDY, lora=["all", None])
+    assert adapted.token_ids == quantized_tokens(checkpoints[0], "all", LONG, 8)
+    assert adapted.token_ids != plain.token_ids
+    matches = llm.engine.executor.programs.lora.program.report.matches
+    assert (matches["merge_qkv"], matches["merge_gate_up"], matches["lora"]) == (2, 2, 8)
+
+
+def test_a_name_that_is_not_loaded_and_another_number_of_names_are_refused(llm):
+    with pytest.raises(ValueError, match="no LoRA adapter 'none' is loaded; loaded are"):
+        llm.generate(PROMPTS, GREEDY, lora="none")
+    with pytest.raises(ValueError, match="2 names in lora for 3 prompts"):
+        llm.generate(PROMPTS, GREEDY, lora=["all", None])
+    with pytest.raises(ValueError, match="'all' is loaded already"):
+        llm.load_adapter("all", "anywhere")
+    with pytest.raises(ValueError, match="2 LoRA adapters are loaded, of at most 2"):
+        llm.load_adapter("third", "anywhere")
+    with pytest.raises(ValueError, match="hidden states with the LoRA adapter"):
+        llm.engine.refuse(llm.engine.request("a", [1, 2], pooling="mean", lora="all"))

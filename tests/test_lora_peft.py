@@ -95,6 +95,34 @@ def test_products_that_are_no_adapter_are_left_alone():
     rewritten(LORA, read_twice, X, W, A, B, matches=0)
 
 
+class Adapted(torch.nn.Module):
+    """A linear layer with an adapter."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.base = torch.nn.Linear(inputs, outputs, bias=False)
+        self.lora_a = torch.nn.Linear(inputs, 2, bias=False)
+        self.lora_b = torch.nn.Linear(2, outputs, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.lora_b(self.lora_a(x)) * 2.0
+
+
+class GatedMLP(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = Adapted(16, 24), Adapted(16, 24)
+
+    def forward(self, x):
+        return F.silu(self.gate(x)) * self.up(x)
+
+
+def test_gate_and_up_below_adapters_are_merged():
+    report = compiled(GatedMLP().eval().requires_grad_(False), X)
+    assert report.matches["lora_linear"] == 2
+    assert [report.matches[name] for name in MERGES] == [0, 1, 0]
+
+
 MERGES = ("merge_qkv", "merge_gate_up", "merge_linears")
 
 
@@ -119,19 +147,17 @@ def wrapped(dtype):
     return peft.get_peft_model(model, lora).eval().requires_grad_(False)
 
 
-def compiled(model):
-    """The report of the compiled model; its logits are those of eager."""
-    ids = torch.tensor([[3, 1, 4, 1, 5]])
+def compiled(model, *inputs, **more):
+    """The report of the compiled model, whose results are those of eager."""
     with torch.inference_mode():
-        expected = model(ids, use_cache=False).logits
+        expected = model(*inputs, **more)
         call = torch.compile(model, backend="atom", options={"glue": "eager", "strict": True})
-        found = call(ids, use_cache=False).logits
-    torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(call(*inputs, **more), expected)
     return atomc.reports()[-1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "adapters in fp32"])
 def test_layers_below_adapters_of_peft_merge_as_without_them(dtype):
-    report = compiled(wrapped(dtype))
+    report = compiled(wrapped(dtype), torch.tensor([[3, 1, 4, 1, 5]]), use_cache=False)
     assert report.matches["lora_linear"] == 7
     assert [report.matches[name] for name in MERGES] == [1, 1, 0]

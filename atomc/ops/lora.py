@@ -58,7 +58,7 @@ def lora_linear(
     rank = thin_size // len(widths)
     # All adapters are multiplied, which needs no size that depends on data: their number is small.
     thin = F.linear(x.flatten(0, -2).to(a.dtype), a.flatten(0, 1))
-    thin = thin.unflatten(-1, (adapters, -1, rank))
+    thin = thin.view(-1, adapters, len(widths), rank)
     if rows is not None:
         own = rows.unsqueeze(-1) == torch.arange(adapters, device=rows.device)
         thin = thin.where(own[..., None, None], 0)

@@ -18,7 +18,7 @@ CONTEXT = 40
 EXPERTS, CHOSEN = 8, 2
 EPS = 1e-6
 Quantizer = OpFunction[..., tuple[Tensor, Tensor]]
-Argument = Tensor | float | str | torch.dtype | None
+Argument = Tensor | float | str | torch.dtype | list[int] | None
 Arguments = dict[str, Argument]
 
 

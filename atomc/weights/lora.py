@@ -63,7 +63,7 @@ class LoraLayers:
         if given.role == "lora_a":
             parts: Sequence[Tensor] = whole.chunk(len(given.paths), 1)
         else:
-            parts = whole[..., : sum(given.widths)].split(given.widths, -1)
+            parts = torch.split(whole[..., : sum(given.widths)], given.widths, -1)
         for path, part in zip(given.paths, parts, strict=True):
             if path:  # else a merged layer whose output is not read
                 self._layers.setdefault(path, {})[given.role] = part
