@@ -24,7 +24,8 @@ from ipaddress import ip_address
 from typing import NoReturn
 
 import torch
-from torch.distributed import DistError, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistError
 
 from atomc.options import TorchrunPlace
 from atomc.runtime.config import EngineConfig
