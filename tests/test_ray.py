@@ -109,12 +109,13 @@ def runs(pid):
 
 @pytest.mark.slow
 def test_two_engines_of_two_ranks_on_two_nodes_outlive_their_ranks(cluster):
-    with serving("--ray", "--device", "cpu", "--tp", 2, "--dp", 2, "--restart-engine", 2) as server:
+    flags = ("--ray", "--device", "cpu", "--tp", 2, "--dp", 2, "--dtype", "float64")
+    with serving(*flags, "--restart-engine", 2) as server:
         first, second = pids_of_ranks(server, 0), pids_of_ranks(server, 1)
         assert len({*first, *second}) == 4
         body = {"prompt": PROMPTS, "max_tokens": 12, "temperature": 0}
         by_ray = [choice["text"] for choice in post(server, "/v1/completions", **body)["choices"]]
-        llm = LLM(device="cpu", threads=1, progress=False)
+        llm = LLM(device="cpu", threads=1, dtype="float64", progress=False)
         outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=12, temperature=0))
         assert by_ray == [output.text for output in outputs]
 

@@ -171,7 +171,7 @@ class Agent:
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--node-rank", number),
             *("--master-addr", "127.0.0.1", "--master-port", port, "--nproc-per-node", 1),
-            *("-m", "atomc", "serve", "--tp", 2, "--device", "cpu", "--port", 0, *flags),
+            *("-m", "atomc", "serve", "--tp", 2, "--port", 0, *flags),
         ]
         self.process = subprocess.Popen(
             list(map(str, command)),
@@ -211,19 +211,19 @@ def test_two_agents_serve_one_model_and_end_together():
     from atomc.runtime.llm import LLM, SamplingParams
 
     body = {"prompt": "In the beginning", "max_tokens": 12, "temperature": 0}
-    with two_agents() as (first, second):
+    with two_agents("--device", "cpu", "--dtype", "float64") as (first, second):
         url = first.wait_for(r"listening on (\S+)")[1]
         pid = int(first.wait_for(r"2 ranks: 0 is process \d+, 1 is process (\d+) on ")[1])
         second.wait_for(f"process {pid} is rank 1 of 2")
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
-        llm = LLM(device="cpu", threads=1, progress=False)
+        llm = LLM(device="cpu", threads=1, dtype="float64", progress=False)
         (output,) = llm.generate([body["prompt"]], SamplingParams(max_tokens=12, temperature=0))
         assert answer.json()["choices"][0]["text"] == output.text
         first.process.send_signal(signal.SIGTERM)
         assert second.process.wait(60) == 0
 
     long = body | {"max_tokens": 1500, "ignore_eos": True, "stream": True}
-    with two_agents() as (first, second):
+    with two_agents("--device", "cpu", "--dtype", "float64") as (first, second):
         url = first.wait_for(r"listening on (\S+)")[1]
         pid = int(first.wait_for(r"1 is process (\d+) on ")[1])
         with httpx.stream("POST", f"{url}/v1/completions", json=long, timeout=120) as answer:

@@ -12,8 +12,11 @@ if TYPE_CHECKING:
 class RankHandle(Protocol):
     """Another rank, as rank 0 sees it. pid: of its process; host: None if it is this one."""
 
-    pid: int
-    host: str | None
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def host(self) -> str | None: ...
 
     def how_it_ended(self) -> str | None:
         """Such as "was killed by signal 9"; None while it runs, or if only its silence can tell."""

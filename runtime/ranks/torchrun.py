@@ -24,7 +24,8 @@ from ipaddress import ip_address
 from typing import NoReturn
 
 import torch
-from torch.distributed import DistError, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistError
 
 from atomc.options import TorchrunPlace
 from atomc.runtime.config import EngineConfig
@@ -76,8 +77,7 @@ class TorchrunLauncher:
     def host(self) -> str:
         """Raises ValueError if other hosts cannot reach this one by the name that they have."""
         name = self.place.master
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
-        address = str(found).partition("%")[0]
+        address = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
         if ip_address(address).is_loopback and name not in ("localhost", address):
             raise ValueError(
                 f"torchrun's master is {name}, which is {address} on its own host: pass an address "
