@@ -111,7 +111,9 @@ def _chosen_among(node: Node) -> int | None:
     given = op.bind(*node.args, **node.kwargs)
     router = router_of(given["ids"])
     among = None if router is None else num_experts_of(router)
-    held = len(value(given["w2"]))
+    weight = given["w2"]
+    assert isinstance(weight, Node)
+    held = len(value(weight))
     return among if among is not None and among > held else None
 
 
