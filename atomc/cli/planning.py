@@ -24,6 +24,8 @@ PLAN_FLAGS = (
     "measure",
     "tp",
     "pp",
+    "ep",
+    "dp",
     "tokens",
     "sequences",
     "context",
@@ -55,6 +57,18 @@ def add(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="pipeline parallelism in N stages, each over the devices of --tp",
+    )
+    group.add_argument(
+        "--ep",
+        action="store_true",
+        help="the devices of --tp have some of the experts each; without --tp, those of --dp",
+    )
+    group.add_argument(
+        "--dp",
+        type=int,
+        metavar="N",
+        help="with --ep: N devices that each have the step's tokens and sequences, and share the "
+        "experts",
     )
     group.add_argument(
         "--tokens",
@@ -136,7 +150,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def model_of(folder: Path, arguments: argparse.Namespace, stage: "Stage | None" = None) -> "Model":
     """The model of a config.json on the meta device, with --dtype, --quantization, --layers and
-    --tp applied; all its layers, or those of a stage.
+    --tp, --ep and --dp applied; all its layers, or those of a stage.
     """
     from atomc.planning.device_model import build_model
     from atomc.platform import Platform
@@ -158,7 +172,25 @@ def model_of(folder: Path, arguments: argparse.Namespace, stage: "Stage | None" 
         platform=platform,
         drafts=_drafts(arguments),
         stage=stage,
+        ep=arguments.ep,
+        data_ranks=_data_ranks(arguments),
     )
+
+
+def _data_ranks(arguments: argparse.Namespace) -> int:
+    """Devices that share only the experts."""
+    dp: int | None = arguments.dp
+    one = arguments.tp is None or arguments.tp == 1
+    if dp is not None and (not arguments.ep or not one or dp < 1):
+        raise ValueError(
+            f"--dp {dp}: a plan is of one engine; with --ep and without --tp, its devices share "
+            "the experts"
+        )
+    if arguments.ep and one and (dp is None or dp == 1):
+        raise ValueError("--ep divides the experts among devices: set --tp or --dp to their number")
+    if dp is not None and (arguments.pp is not None or arguments.speculative):
+        raise ValueError("--dp with --ep is not supported with --pp and --speculative mtp")
+    return dp or 1
 
 
 def _drafts(arguments: argparse.Namespace) -> int:

@@ -19,6 +19,7 @@ import sympy
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from atomc.cost.router import num_experts_of, router_of
 from atomc.graph.canonical import Value, arguments_of, call, value
 from atomc.graph.expressions import expression
 from atomc.graph.provenance import layer_of, module_path, source_line
@@ -26,6 +27,7 @@ from atomc.graph.step_symbols import C, N, symbols_of
 from atomc.graph.views import ZERO_COST, name_of, schema_name, storage_node, view_base
 from atomc.ops.op import op_of
 from atomc.ops.op_cost import Formula, OpCall, Operand, Work, lookup, read_and_write
+from atomc.ops.op_traits import Kind
 
 T = TypeVar("T")
 
@@ -97,7 +99,22 @@ def call_of(node: Node) -> OpCall:
     reads, results = (
         tuple(map(_operand_of, tensors)) for tensors in (_reads(node), _results(node))
     )
-    return OpCall(arguments, op.mutates if op is not None else (), reads, results, C)
+    mutates = op.mutates if op is not None else ()
+    return OpCall(arguments, mutates, reads, results, C, _chosen_among(node))
+
+
+def _chosen_among(node: Node) -> int | None:
+    """Among how many experts the ids of an op of experts choose, if it has fewer of them."""
+    op = op_of(node.target)
+    if op is None or Kind.EXPERTS not in op.kind:
+        return None
+    given = op.bind(*node.args, **node.kwargs)
+    router = router_of(given["ids"])
+    among = None if router is None else num_experts_of(router)
+    weight = given["w2"]
+    assert isinstance(weight, Node)
+    held = len(value(weight))
+    return among if among is not None and among > held else None
 
 
 def _operand(found: T) -> T | Operand:

@@ -5,6 +5,7 @@ import math
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from atomc.cost.router import router_of
 from atomc.graph.canonical import arguments_of
 from atomc.graph.provenance import layer_of, module_path
 from atomc.ops.op import Op, op_of
@@ -30,7 +31,7 @@ def _moe_layer(node: Node, op: Op) -> MoeLayer:
         codes, scheme = 1, str(given["w13"].dtype).removeprefix("torch.")
     multiplied = [math.prod(stored[name].shape) * codes for name in ("w13", "w2")]
     biases = [math.prod(x.shape) for name, x in stored.items() if name in ("b13", "b2")]
-    path, router = module_path(node), _router(op.bind(*node.args, **node.kwargs)["ids"])
+    path, router = module_path(node), router_of(op.bind(*node.args, **node.kwargs)["ids"])
     texts = [] if router is None else [_text(router)]
     if shared := node.meta.get("shared_experts"):
         texts.append(f"{shared} shared")
@@ -50,17 +51,6 @@ def _moe_layer(node: Node, op: Op) -> MoeLayer:
 def _is_stored(name: str, argument: object) -> bool:
     """Whether it is a weight, scale or bias of all experts, [E, ...]."""
     return isinstance(argument, Tensor) and name.startswith(("w13", "w2", "b13", "b2"))
-
-
-def _router(ids: object) -> Node | None:
-    """The op that chose the experts; None if the ids are more than its result, cast or viewed."""
-    assert isinstance(ids, Node)
-    node = ids
-    while (op := op_of(node.target)) is None or Kind.ROUTE not in op.kind:
-        if len(node.all_input_nodes) != 1:
-            return None
-        (node,) = node.all_input_nodes
-    return node
 
 
 def _text(router: Node) -> str:

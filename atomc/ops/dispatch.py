@@ -11,7 +11,7 @@ from torch import Tensor
 from atomc.ops.experts import moe_experts
 from atomc.ops.linear import linear
 from atomc.ops.op import op
-from atomc.ops.op_cost import Formula, OpCall, Work, experts_of_ranks, sent_to_gather
+from atomc.ops.op_cost import Formula, OpCall, Work, experts_among, sent_to_gather
 from atomc.ops.op_traits import Kind
 
 functional = torch.ops._c10d_functional
@@ -29,7 +29,7 @@ def _dispatch_shape(
     rows = ranks * x.shape[0]
     return (
         x.new_empty(rows, x.shape[1]),
-        places.new_empty(rows, ids.shape[1]),
+        x.new_empty(rows, ids.shape[1], dtype=places.dtype),
         weights.new_empty(rows, weights.shape[1]),
     )
 
@@ -108,7 +108,8 @@ def _experts_shape(
 
 
 def _cost_of_experts(call: OpCall) -> Work:
-    return experts_of_ranks(call, call.arguments["ranks"])
+    ranks = call.arguments["ranks"]
+    return experts_among(call, ranks * call["w2"].shape[0], ranks * call["x"].shape[0])
 
 
 def _sent_by_experts(call: OpCall, processes: Formula) -> Formula:

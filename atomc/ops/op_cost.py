@@ -44,6 +44,7 @@ class OpCall:
     reads      the tensors that it reads; the base of a view
     results    the tensors that it returns
     context    the tokens of each sequence in the state, including the new ones
+    experts    of experts: among how many the router of its ids chooses; None: not known
     """
 
     arguments: Arguments
@@ -51,6 +52,7 @@ class OpCall:
     reads: tuple[Operand, ...]
     results: tuple[Operand, ...]
     context: Formula
+    experts: int | None = None
 
     def __getitem__(self, name: str) -> Operand:
         found = self.arguments[name]
@@ -118,18 +120,20 @@ def distinct_experts(experts: Formula, chosen: Formula, tokens: Formula) -> Form
 
 def experts(call: OpCall) -> Work:
     """Of weights [E, ...] only the experts that are hit are read. `w13` and `w2` are multiplied by
-    the rows of `ids` [T, k]; a width without its codes is that of the activations.
+    the rows of `ids` [T, k] that choose one of them; a width without its codes is that of the
+    activations.
     """
-    return experts_of_ranks(call, 1)
+    return experts_among(call, call.experts, call["ids"].shape[0])
 
 
-def experts_of_ranks(call: OpCall, ranks: Formula) -> Work:
-    """As `experts`, for weights of one of so many ranks, which each have T tokens that choose among
-    the experts of all.
+def experts_among(call: OpCall, among: "Formula | None", tokens: Formula) -> Work:
+    """As `experts`, for so many tokens that choose among so many experts, of which the weights have
+    some; None: all.
     """
     ids, w13, w2 = call["ids"], call["w13"], call["w2"]
-    tokens, chosen = ids.shape
-    count, hidden = w2.shape[0], w2.shape[1]
+    count, hidden, chosen = w2.shape[0], w2.shape[1], ids.shape[1]
+    among = count if among is None else among
+    share = 1 if among == count else count / among
     weights = [
         x
         for name, x in call.arguments.items()
@@ -140,10 +144,10 @@ def experts_of_ranks(call: OpCall, ranks: Formula) -> Work:
         for name, x in call.arguments.items()
         if isinstance(x, Operand) and not name.startswith(("w13", "w2", "b13", "b2"))
     ]
-    hit = distinct_experts(ranks * count, chosen, ranks * tokens) / ranks
+    hit = share * distinct_experts(among, chosen, tokens)
     moved = bytes_of([*rows, *call.results]) + hit * bytes_of(weights) / count
     inner = w13.shape[1] / 2
-    return moved, 2 * tokens * chosen * 3 * hidden * inner
+    return moved, 2 * tokens * chosen * share * 3 * hidden * inner
 
 
 def lookup(call: OpCall) -> Work:

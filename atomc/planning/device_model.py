@@ -35,6 +35,7 @@ class Model:
     sharding  how its layers are divided; None: it is whole
     drafts    tokens that its draft layer proposes per step; 0: it has none
     stage     of a pipeline, which has some of the layers; None: it has all
+    data_ranks  devices that share the experts, each with tokens of its own
     """
 
     module: nn.Module
@@ -45,11 +46,18 @@ class Model:
     parameters: int  # the number of weights, whatever their dtype
     drafts: int = 0
     stage: Stage | None = None
+    data_ranks: int = 1
 
     @property
     def devices(self) -> int:
-        """Those that divide the layers of a stage."""
+        """Those that divide the layers of a stage, or only their experts."""
         return 1 if self.sharding is None else self.sharding.place.size
+
+    @property
+    def expert_ranks(self) -> int:
+        """Those that each have some of the experts whole."""
+        by_expert = self.sharding is not None and any(self.sharding.experts.values())
+        return self.devices if by_expert else 1
 
     @property
     def draft(self) -> DraftModel | None:
@@ -66,10 +74,15 @@ def build_model(
     platform: Platform | None = None,
     drafts: int = 0,
     stage: Stage | None = None,
+    ep: bool = False,
+    data_ranks: int = 1,
 ) -> Model:
     """The model of a config.json on meta: one device's shard, quantized like its checkpoint or as
     requested; with its draft layer, if that proposes `drafts` tokens per step; of all layers, or
     those of a stage.
+
+    ep          the devices have some of the experts each
+    data_ranks  devices that share only the experts, and send each other tokens
 
     Raises ValueError for a size that cannot be divided, and as loading the model does.
     """
@@ -79,7 +92,8 @@ def build_model(
     chosen = decide(quantization, folder, config)
     if devices < 1:
         raise ValueError(f"{devices} devices: expected at least 1")
-    sizes.check(config, devices)
+    sizes.check(config, devices, ep=ep)
+    sizes.check_experts(config, data_ranks)
     if stage is not None:
         sizes.check_stages(config, len(stage.ranks))
     plain = {
@@ -98,13 +112,21 @@ def build_model(
     sharding = None
     if devices > 1:
         place = TensorParallel(0, devices, "")
-        sharding = Sharding.of(module, place, quantized=methods.linears)
+        sharding = Sharding.of(module, place, ep=ep, quantized=methods.linears)
+    elif data_ranks > 1:
+        place = TensorParallel(0, data_ranks, "")
+        sharding = Sharding.of_experts(module, place, quantized=methods.linears)
+    if sharding is not None:
         sharding.cut()
         check_parts(module, methods)
     parameters = sum(x.numel() for x in module.parameters())  # before some are packed as codes
     if methods:
         _quantize(module, methods, dtype, platform)
-    return Model(ready(module), config, chosen, dtype, sharding, parameters, drafts, stage)
+    if sharding is not None and data_ranks > 1:
+        sharding.connect()  # the graph has what is sent
+    return Model(
+        ready(module), config, chosen, dtype, sharding, parameters, drafts, stage, data_ranks
+    )
 
 
 def _first_layers(layers: int, config: Mapping[str, JSONLike]) -> Mapping[str, JSONLike]:

@@ -64,7 +64,8 @@ def plan(
     program = program or compile_for(model, platform, options)
     draft = _compile_draft(model, program, platform, options)
     table = table or table_for(platform)
-    predicted = predict(program.report.costs, program.report.kernels, platform, load.sizes, table)
+    sizes = load.sizes | {"N": model.data_ranks}
+    predicted = predict(program.report.costs, program.report.kernels, platform, sizes, table)
     drafted = _predict_drafts(draft, platform, load, table) if draft else []
     mixtures = [*program.report.moe, *(draft.program.report.moe if draft else ())]
     weights = (
@@ -87,7 +88,9 @@ def plan(
         ],
         memory_of(model, program, draft, platform, longest),
         _mixture(model, mixtures, load) if mixtures else None,
-        _communication(model, model.sharding, load, platform) if model.sharding else None,
+        _communication(model, model.sharding, load, platform, predicted)
+        if model.sharding
+        else None,
         _lower_bound(platform, table, [*predicted, *drafted]),
         table.source if table else "",
         _notes(program.report, model),
@@ -273,23 +276,36 @@ def _notes(report: Report, model: Model) -> list[str]:
 
 def _mixture(model: Model, layers: Sequence[MoeLayer], load: Workload) -> Mixture:
     kinds = Counter((layer.experts, layer.top_k) for layer in layers)
-    unused = sum(layer.weights * (layer.experts - layer.top_k) // layer.experts for layer in layers)
+    ranks = model.expert_ranks
+    unused = sum(
+        layer.weights * (layer.experts * ranks - layer.top_k) // (layer.experts * ranks)
+        for layer in layers
+    )
     return Mixture(
         model.parameters,
         model.parameters - unused,
         sum(layer.bytes for layer in layers),
         [
-            ExpertsRead(count, experts, top_k, distinct_experts(experts, top_k, load.tokens))
-            for (experts, top_k), count in kinds.items()
+            ExpertsRead(
+                count,
+                held,
+                top_k,
+                distinct_experts(held * ranks, top_k, load.tokens * model.data_ranks) / ranks,
+            )
+            for (held, top_k), count in kinds.items()
         ],
     )
 
 
 def _communication(
-    model: Model, sharding: Sharding, load: Workload, platform: Platform
+    model: Model,
+    sharding: Sharding,
+    load: Workload,
+    platform: Platform,
+    predicted: Sequence[Predicted],
 ) -> Communication:
     """All-reduces after layers whose results are summed and after the embedding, and a gather of
-    the logits, of the step and of the draft steps after it.
+    the logits, of the step and of the draft steps after it; or what the kernels of the graph send.
     """
     draft, devices, size = model.draft, model.devices, model.dtype.itemsize
     width = integer(model.config, "hidden_size")
@@ -310,6 +326,9 @@ def _communication(
             elif layer in gathered:
                 logits = load.sequences * len(layer.get_parameter("weight")) * size
                 calls["gather", collapsed(path), int(sent_to_gather(logits, devices))] += 1
+    for p in predicted:
+        if p.sent:
+            calls[p.op, collapsed(p.module_path), int(p.sent)] += 1
     link = platform.link
     made = [
         CollectiveRow(kind, path, count, sent, sent / link if link else None)

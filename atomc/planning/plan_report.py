@@ -120,7 +120,7 @@ class CollectiveRow:
     seconds  of one call, if the links were used as published; None if they are unknown
     """
 
-    kind: str  # "all-reduce" or "gather"
+    kind: str  # "all-reduce" or "gather"; the name of an op that sends
     module_path: str
     calls: int
     sent: int
@@ -384,15 +384,23 @@ def _communication(plan: Plan) -> str:
     links = "whose links are unknown"
     if found.link is not None:
         links = f"{_scaled(found.seconds, 1e3, 3)} ms at {_bytes_text(found.link)}/s"
+    said = (
+        f"a step has {found.all_reduces} all-reduces of {_bytes_text(found.message)} and "
+        f"{found.gathers} gather of the logits: each device sends {_bytes_text(found.sent)}, "
+        f"{links} (not in the time)"
+    )
+    if not found.all_reduces:
+        said = (
+            f"each device sends {_bytes_text(found.sent)} in a step, {links} (in the time of these "
+            "kernels); all have as many tokens"
+        )
     return "\n\n".join(
         [
             table(("parameter", "cut", "of a device", "number"), cuts, numbers=range(3, 4)),
             table(
                 ("collective", "calls", "MB sent", "least us", "behind"), rows, numbers=range(1, 4)
             ),
-            f"a step has {found.all_reduces} all-reduces of {_bytes_text(found.message)} and "
-            f"{found.gathers} gather of the logits: each device sends {_bytes_text(found.sent)}, "
-            f"{links} (not in the time)",
+            said,
         ]
     )
 

@@ -303,11 +303,13 @@ MOE_EXPERTS = Rewrite(
 
 
 def ids_as_chosen(gm: GraphModule, context: Context) -> list[Fired]:
-    """Let experts read the int32 ids of the router, without a cast to int64."""
+    """Let experts, and what sends tokens to them, read the int32 ids of the router, without a cast
+    to int64.
+    """
     fired = []
     for node in gm.graph.nodes:
         op = op_of(node.target)
-        if op is None or Kind.EXPERTS not in op.kind:
+        if op is None or not op.kind & (Kind.EXPERTS | Kind.COLLECTIVE):
             continue
         for ids in node.all_input_nodes:
             cast = call(ids)

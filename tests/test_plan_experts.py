@@ -1,0 +1,81 @@
+"""The plan of experts that are divided over devices: those of --tp with --ep, and those of --dp."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_experts import CONFIGS
+
+from atomc.cli import main
+from atomc.planning.device_model import build_model
+from atomc.planning.plan import plan
+from atomc.planning.plan_report import ExpertsRead, Plan, Workload
+from atomc.platform import Platform
+
+CONFIG = CONFIGS["qwen3_moe"]
+T, E, K, H, I = 5, 4, 2, 128, 64  # noqa: E741
+LAYERS, RANKS = CONFIG["num_hidden_layers"], 2
+PRODUCTS = 2 * T * K * 3 * H * I  # of the tokens of one device
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def planned(folder: Path, **given: Any) -> Plan:
+    return plan(build_model(folder, **given), Platform.named("h200"), Workload(T, T, 32))
+
+
+def distinct(tokens: int) -> float:
+    """Of the experts of a device."""
+    return E * (1 - (1 - K / E) ** tokens) / RANKS
+
+
+def test_devices_with_the_same_tokens_compute_their_share_of_the_experts(folder: Path) -> None:
+    found = planned(folder, devices=RANKS, ep=True)
+    [row] = [row for row in found.lines if row.op == "moe_experts"]
+    assert row.flops == PRODUCTS / RANKS
+    assert found.mixture is not None and found.communication is not None
+    assert found.mixture.read == [ExpertsRead(LAYERS, E // RANKS, K, pytest.approx(distinct(T)))]
+    assert found.communication.all_reduces == 2 * LAYERS + 1
+
+
+def test_devices_with_tokens_of_their_own_send_them_and_compute_those_of_all(folder: Path) -> None:
+    found = planned(folder, data_ranks=RANKS)
+    rows = {row.op: row for row in found.lines}
+    assert rows["moe_experts"].flops == PRODUCTS
+    assert found.mixture is not None and found.communication is not None
+    assert found.mixture.read == [
+        ExpertsRead(LAYERS, E // RANKS, K, pytest.approx(distinct(RANKS * T)))
+    ]
+    sent = {row.kind: (row.calls, row.sent) for row in found.communication.collectives}
+    # To the other device: rows, ids in int32 and weights in fp32; then the results.
+    to_experts, back = T * (H * 4 + K * (4 + 4)), T * H * 4
+    assert sent == {"dispatch_tokens": (LAYERS, to_experts), "combine_tokens": (LAYERS, back)}
+    assert found.communication.sent == LAYERS * (to_experts + back)
+    assert "in the time of these kernels" in found.to_text()
+    # All but the experts is whole.
+    cuts = {row.parameter: row.how for row in found.communication.cuts}
+    assert {name for name, how in cuts.items() if how} == {
+        f"model.layers.*.mlp.experts.{leaf}" for leaf in ("gate_up_proj", "down_proj")
+    }
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        (["--ep"], "--ep divides the experts among devices: set --tp or --dp"),
+        (["--dp", "2"], "--dp 2: a plan is of one engine"),
+        (["--dp", "2", "--ep", "--tp", "2"], "--dp 2: a plan is of one engine"),
+        (["--dp", "2", "--ep", "--pp", "2"], "--dp with --ep is not supported with --pp"),
+        (["--dp", "3", "--ep"], "4 experts do not divide by 3; 1, 2 and 4 do"),
+    ],
+)
+def test_experts_that_cannot_be_planned_are_refused(
+    folder: Path, capsys: Any, asked: list[str], why: str
+) -> None:
+    assert main(["explain", str(folder), "--plan", *asked]) != 0
+    assert why in capsys.readouterr().err
