@@ -270,8 +270,9 @@ def test_experts_of_a_model_without_any_are_refused() -> None:
         atomc.parallelize(llama(), rank(), ep=True)
 
 
-def test_quantized_layers_are_cut_with_their_scales() -> None:
-    whole, model = (atomc.quantize(llama(intermediate_size=128), "mxfp4_a16") for _ in range(2))
+@pytest.mark.parametrize("scheme", ["mxfp4_a16", "nvfp4_a16"])
+def test_quantized_layers_are_cut_with_their_scales(scheme: str) -> None:
+    whole, model = (atomc.quantize(llama(intermediate_size=128), scheme) for _ in range(2))
     atomc.parallelize(model, rank(1))
     for own, part in zip(whole.model.layers, model.model.layers, strict=True):
         down, up = own.self_attn.o_proj.dequantized(), own.mlp.up_proj.dequantized()

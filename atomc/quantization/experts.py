@@ -138,6 +138,10 @@ class _OfExpert:
     def zeros(self) -> Tensor:
         return self._tensor("zeros")
 
+    @property
+    def global_scale(self) -> Tensor:
+        raise AssertionError("experts of NVFP4 are refused before they are created")
+
 
 def sizes(spec: ExpertsSpec) -> dict[str, tuple[int, int]]:
     """Outputs and inputs of the stacked projections of an expert."""

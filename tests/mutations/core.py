@@ -45,7 +45,7 @@ BUGS = [
     Bug(
         "passes/bind_state.py",
         'replace(site.spec, name="")',
-        'replace(site.spec, name="", paging=None)',
+        'replace(site.spec, name="", paging=None, group=None)',
         "tests/test_shared_keys.py -k equal_rows",
     ),
     Bug(
