@@ -38,24 +38,40 @@ def selects(tests: str, item: pytest.Item) -> bool:
     )
 
 
-def test_make_test_runs_a_test_that_has_to_notice_a_bug(
-    pytestconfig: pytest.Config,
-    request: pytest.FixtureRequest,
-) -> None:
-    """But for the bugs that only slow tests notice, which say so with -m ''."""
-    wanted = {bug.tests for bug in BUGS if "-m" not in shlex.split(bug.tests)}
+def not_noticed(bugs: list[Bug], items: list[pytest.Item]) -> list[str]:
+    """The tests of the bugs of which none is among these, but for bugs that say -m ''."""
     by_file: dict[str, list[pytest.Item]] = {}
-    for item in request.session.items:
+    for item in items:
         if not item.get_closest_marker("slow"):
             by_file.setdefault(item.nodeid.partition("::")[0], []).append(item)
-    files = {tests: {name.partition("::")[0] for name in files_of(tests)} for tests in wanted}
-    if pytestconfig.option.keyword or not set().union(*files.values()) <= by_file.keys():
-        pytest.skip("a part of the tests is selected")
-    assert [
+    return [
         tests
-        for tests in sorted(wanted)
-        if not any(selects(tests, item) for file in files[tests] for item in by_file[file])
-    ] == []
+        for tests in sorted({bug.tests for bug in bugs if "-m" not in shlex.split(bug.tests)})
+        if not any(
+            selects(tests, item)
+            for name in files_of(tests)
+            for item in by_file.get(name.partition("::")[0], [])
+        )
+    ]
+
+
+def test_make_test_runs_a_test_that_has_to_notice_a_bug(request: pytest.FixtureRequest) -> None:
+    items = request.session.items
+    files = {name.partition("::")[0] for bug in BUGS for name in files_of(bug.tests)}
+    if request.config.option.keyword or not files <= {item.location[0] for item in items}:
+        pytest.skip("a part of the tests is selected")
+    assert not_noticed(BUGS, items) == []
+
+
+def test_a_bug_without_such_a_test_is_found(request: pytest.FixtureRequest) -> None:
+    file = Path(__file__).relative_to(ROOT)
+    noticed, overlooked, other = (
+        Bug("", "", "", f"{file}{rest}") for rest in (" -k is_found", " -k is_lost", "::test_other")
+    )
+    bugs, items = [noticed, overlooked, other], [request.node]
+    assert not_noticed(bugs, items) == [overlooked.tests, other.tests]
+    request.node.add_marker(pytest.mark.slow)
+    assert not_noticed(bugs, items) == [noticed.tests, overlooked.tests, other.tests]
 
 
 def test_no_bug_is_listed_twice() -> None:
