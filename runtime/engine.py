@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
 from atomc.runtime.blocks import BlockPool
+from atomc.runtime.caller_modes import caller_modes_off
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.executor import Executor, Launched, Result
 from atomc.runtime.grammar_compiler import GrammarCompiler
@@ -50,8 +50,6 @@ log = logging.getLogger("atomc")
 PHASES = ("load", "compile", "allocate", "warm up")
 WARM_UP_TOKENS = 8
 HOST_MS_WEIGHT = 0.02  # weight of the last step in the mean host time
-# Tensors that were allocated in the caller's inference mode could not be written outside of it.
-normal_tensors = torch.inference_mode(False)
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ class Engine:
     is not installed.
     """
 
-    @normal_tensors
+    @caller_modes_off()
     def __init__(
         self,
         config: EngineConfig,
@@ -296,7 +294,7 @@ class Engine:
             raise ValueError(f"the prompt has images, and {name} has no vision encoder: text only")
         limits.refuse(request.images, request.tokens[: request.num_prompt])
 
-    @normal_tensors
+    @caller_modes_off()
     def add(self, request: Request) -> None:
         """Queue a request. Raises what `refuse` raises, QueueFull if the queue is full,
         ValueError for a grammar that cannot be compiled (ImportError without llguidance), and
@@ -340,7 +338,7 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self.scheduler.requests or self._outputs) or self._in_flight is not None
 
-    @normal_tensors
+    @caller_modes_off()
     def step(self) -> list[Output]:
         """Schedule and launch a step, then finish the previous one.
 
@@ -416,7 +414,7 @@ class Engine:
         """Whether the program for pooling is compiled."""
         return self.executor.pools
 
-    @normal_tensors
+    @caller_modes_off()
     def prepare_pooling(self) -> None:
         """Compile the model without its head, over the same weights and caches. Steps may run
         meanwhile.
@@ -588,7 +586,7 @@ class Engine:
             **vars(done),
         )
 
-    @normal_tensors
+    @caller_modes_off()
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, and embeddings of images. Running requests go on, and share
         nothing of what they have computed or will compute.
