@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
+from atomc.runtime.caller_modes import caller_modes_off
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.create_scheduler import create_scheduler
 from atomc.runtime.executor import Executor, Launched, Result
@@ -52,8 +52,6 @@ log = logging.getLogger("atomc")
 PHASES = ("load", "compile", "allocate", "warm up")
 WARM_UP_TOKENS = 8
 HOST_MS_WEIGHT = 0.02  # weight of the last step in the mean host time
-# Tensors that were allocated in the caller's inference mode could not be written outside of it.
-normal_tensors = torch.inference_mode(False)
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ class Engine:
     is not installed.
     """
 
-    @normal_tensors
+    @caller_modes_off()
     def __init__(
         self,
         config: EngineConfig,
@@ -309,7 +307,7 @@ class Engine:
         if self.adapters.get(request.lora.name) is not request.lora:
             raise ValueError(f"the LoRA adapter {request.lora.name!r} was unloaded: try again")
 
-    @normal_tensors
+    @caller_modes_off()
     def add(self, request: Request) -> None:
         """Queue a request. Raises what `refuse` raises, QueueFull if the queue is full,
         ValueError for a grammar that cannot be compiled (ImportError without llguidance), and
@@ -353,7 +351,7 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self.scheduler.requests or self._outputs) or self._in_flight is not None
 
-    @normal_tensors
+    @caller_modes_off()
     def step(self) -> list[Output]:
         """Schedule and launch a step, then finish the previous one.
 
@@ -429,7 +427,7 @@ class Engine:
         """Whether the program for pooling is compiled."""
         return self.executor.pools
 
-    @normal_tensors
+    @caller_modes_off()
     def prepare_pooling(self) -> None:
         """Compile the model without its head, over the same weights and caches. Steps may run
         meanwhile.
@@ -601,7 +599,7 @@ class Engine:
             **vars(done),
         )
 
-    @normal_tensors
+    @caller_modes_off()
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, and embeddings of images. Running requests go on, and share
         nothing of what they have computed or will compute.
@@ -625,7 +623,7 @@ class Engine:
         self.is_sleeping = True
         log.info("the engine sleeps: KV cache and CUDA graphs are freed")
 
-    @normal_tensors
+    @caller_modes_off()
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Allocate what `sleep` has freed; does nothing if the engine does not sleep.
 

@@ -1,7 +1,7 @@
 """Offline generation: a list of prompts, or one stream, on an engine in this process."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from operator import index
 from pathlib import Path
@@ -416,7 +416,7 @@ class CompletionBuilder:
         )
 
 
-def _check_is_list_of_lists(name: str, given: Sequence[object]) -> None:
+def _check_is_list_of_lists(name: str, given: Iterable[object]) -> None:
     if any(isinstance(each, int) for each in given):
         raise ValueError(
             f"{name} is one list of token ids, expected a list of such lists: pass [ids]"

@@ -89,6 +89,32 @@ def test_an_update_also_reaches_pooled_hidden_states():
     assert after == pytest.approx(expected, abs=1e-4) != pytest.approx(before, abs=0.01)
 
 
+@pytest.mark.parametrize(
+    "mode",
+    [
+        torch.inference_mode(),
+        torch.no_grad(),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        torch.device("meta"),
+    ],
+    ids=["inference", "no_grad", "autocast", "device"],
+)
+def test_modes_of_the_caller_change_no_request(llm, mode):
+    params = SamplingParams(
+        max_tokens=4, ignore_eos=True, frequency_penalty=0.1, logprobs=0, prompt_logprobs=0
+    )
+    (expected,) = llm.generate([PROMPT], params)
+    llm.reset_prefix_cache()
+    with mode:
+        (found,) = llm.generate([PROMPT], params)
+    assert found == expected
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return rollouts(built())
+
+
 def test_a_module_in_training_mode_generates_without_dropout():
     config = transformers.PhiConfig(
         vocab_size=64,

@@ -17,6 +17,8 @@ BUGS = [
     Bug("runtime/closed_schema.py", "not one.excludes(other)", "one", CLOSED),
     Bug("runtime/closed_schema.py", "waiting += _combined_parts(applied)", "pass", CLOSED),
     Bug("runtime/server/generation.py", "            self._raise_error(output)\n", "", "tests/test_generation.py"),
+    Bug("runtime/caller_modes.py", "torch.autocast(kind, enabled=False)", "torch.no_grad()", f"{ROLLOUTS} change_no_request"),
+    Bug("runtime/caller_modes.py", "torch.inference_mode(False)", "torch.no_grad()", f"{ROLLOUTS} inside_and_outside"),
     Bug("runtime/engine.py", "if not self.scheduler.requests and", "if not self.has_work and", f"{ROLLOUTS} stop_token"),
     Bug("runtime/worker.py", "return before != self._writes", "return False", f"{ROLLOUTS} optimizer"),
     Bug("runtime/worker.py", "for program in self.programs.all", "for program in self.programs.of_steps", f"{ROLLOUTS} pooled"),
