@@ -109,8 +109,20 @@ class Options:
             self._check(
                 name, getattr(self, name) in get_args(allowed), f"one of {list(get_args(allowed))}"
             )
-        for name in ("strict", "disable", "cache", "record", "audit", "expert_load"):
+        for name in (
+            "strict",
+            "disable",
+            "cache",
+            "record",
+            "audit",
+            "expert_load",
+            "batch_invariant",
+        ):
             self._check(name, isinstance(getattr(self, name), bool), "True or False")
+        for name in ("dump", "cache_dir"):
+            self._check(
+                name, isinstance(getattr(self, name), str | Path | None), "the name of a folder"
+            )
         for name in ("passes", "inductor", "expect"):
             self._check(name, isinstance(getattr(self, name), Mapping), "a dict")
 
@@ -140,7 +152,7 @@ class Options:
         )
         self._check(
             "cache_size",
-            isinstance(self.cache_size, int) and self.cache_size >= 0,
+            type(self.cache_size) is int and self.cache_size >= 0,
             "a number of bytes",
         )
         self._check("providers", _names(self.providers), "a list of provider names")
@@ -223,7 +235,7 @@ def _names(value: Sequence[str]) -> bool:
 
 
 def _positive(value: float) -> bool:
-    return isinstance(value, int | float) and value > 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def _environment() -> dict[str, str | int]:

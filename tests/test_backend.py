@@ -115,6 +115,8 @@ def test_a_module_without_anything_to_recognise_equals_eager() -> None:
         ({"providers": "torch"}, "expected a list of provider names"),
         ({"providers": ["tritn"]}, "no provider 'tritn'; providers are"),
         ({"inductor": {"no_such_key": 1}}, "Inductor has no option 'no_such_key'"),
+        ({"dump": 3}, "dump=3: expected the name of a folder"),
+        ({"batch_invariant": 1}, "batch_invariant=1: expected True or False"),
     ],
 )
 def test_a_wrong_option_is_one_clear_error_and_is_not_wrapped(
@@ -185,6 +187,20 @@ def test_a_bug_of_ours_is_raised_when_strict_and_otherwise_the_graph_runs_throug
     assert "Inductor compiles it" in caplog.text
     assert not last().treated and "pass 'failing' failed" in last().why_not
     assert "the graph was not treated: PassError" in last().why("rms_norm")
+
+
+def test_inputs_that_share_memory_and_are_written_are_left_to_inductor_with_the_reason(
+    block: Block,
+) -> None:
+    def written(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        return block(y)
+
+    ours, theirs = torch.randn(6, 32).expand(2, 6, 32).clone()
+    theirs.copy_(ours)
+    compiled = torch.compile(written, backend="atom", options={"strict": False})
+    assert_close(compiled(ours[:4], ours[2:]), written(theirs[:4], theirs[2:]))
+    assert "an input that shares memory with another" in last().why_not
 
 
 def test_a_training_graph_gets_right_gradients_from_inductor_and_one_warning_a_process(

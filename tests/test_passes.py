@@ -289,6 +289,36 @@ def test_tables_that_do_not_broadcast_to_the_rows_are_refused_with_their_shapes(
     )
 
 
+@pytest.mark.parametrize("style", ["halves", "pairs", "complex", "conjugate"])
+def test_tables_that_are_no_angle_of_each_pair_are_refused(style):
+    def halves(x, cos, sin):
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+    def pairs(x, cos, sin):
+        a, b = x[..., ::2], x[..., 1::2]
+        return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+
+    def turned(x, turn):
+        return torch.view_as_real(torch.view_as_complex(x.view(T, N, D // 2, 2)) * turn).flatten(-2)
+
+    angles = torch.randn(T, 1, D // 2)
+    turn = torch.polar(torch.ones_like(angles), angles)
+    column = angles[..., :1]
+    function, *inputs = {
+        "halves": (halves, Q, column.cos(), column.sin()),
+        "pairs": (pairs, Q, column.cos(), column.sin()),
+        "complex": (turned, Q, turn[..., :1]),
+        "conjugate": (lambda x, turn: turned(x, turn.conj()), Q, turn),
+    }[style]
+    report = explained(function, *inputs, tolerance=1e-6)
+    assert not report.matches["rope"]
+    found = (
+        "turn is a conjugate" if style == "conjugate" else "a table of 1 columns for x [5, 4, 16]"
+    )
+    assert report.misses("rope")[0].found.startswith(found)
+
+
 def test_an_odd_number_of_columns_is_no_rotation():
     report = explained(neox, Q[..., :9], COS[..., :9], SIN[..., :9])
     assert not report.matches["rope"]

@@ -64,6 +64,22 @@ def chosen() -> list[str]:
 X = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
 
 
+def test_a_weight_that_the_graph_writes_is_not_prepared() -> None:
+    class Decayed(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.mul_(0.9)
+            return super().forward(x)
+
+    theirs, ours = (Decayed(32, 48).requires_grad_(False) for _ in range(2))
+    ours.load_state_dict(theirs.state_dict())
+    compiled = torch.compile(ours, backend="atom", options=EAGER)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(X), theirs(X))
+    [choice] = atomc.reports()[-1].kernels
+    reason = "it keeps a copy of `weight`: the graph writes it in each call"
+    assert ("onednn", reason) in choice.refused
+
+
 def write_in_place(module: Gated) -> None:
     module.gate.weight.mul_(2)
     module.down.weight[3] = 7

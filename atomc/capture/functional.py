@@ -95,9 +95,13 @@ def capture(dynamo: GraphModule, example_inputs: Sequence[Input]) -> Captured:
         ]
     captured = _capture(dynamo, fakes)
     check_effects(captured.graph)
-    for node, from_dynamo in zip(
-        captured.graph.graph.find_nodes(op="placeholder"), placeholders, strict=True
-    ):
+    inputs = captured.graph.graph.find_nodes(op="placeholder")
+    if len(inputs) != len(placeholders):
+        raise NotImplementedError(
+            "the graph writes an input that shares memory with another: AOTAutograd computes both "
+            "from one base, which atomc does not support; pass tensors of their own memory"
+        )
+    for node, from_dynamo in zip(inputs, placeholders, strict=True):
         node.meta["source"] = source_name(from_dynamo)
         name, dim = argument_of(from_dynamo) or ("", None)
         if name in MODEL_INPUTS:

@@ -13,6 +13,7 @@ from atomc.compiler import pipeline, ranges
 from atomc.compiler.phases import timed
 from atomc.compiler.select import Selection
 from atomc.compiler.weight_forms import WeightForms
+from atomc.graph.mutation import mutated, storage
 from atomc.ops.op import Extra
 from atomc.report.report import Report
 from atomc.rewriting.graph_pass import Context, Pass
@@ -149,6 +150,8 @@ def _preparable(gm: GraphModule, context: Context) -> dict[str, str | None]:
     weights = {
         node.name: unpreparable(given) for node, given in zip(inputs, context.inputs, strict=False)
     }
+    written = {storage(target).name for node in gm.graph.nodes for target in mutated(node)}
+    weights |= dict.fromkeys(written, "the graph writes it in each call")
     return weights | {node.name: None for node in inputs if "packed" in node.meta}
 
 

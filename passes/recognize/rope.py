@@ -28,8 +28,8 @@ to_copy: Callable[..., Tensor] = aten._to_copy.default
 
 
 def turns_pairs(x: Tensor, cos: Tensor, sin: Tensor, **_: object) -> str | None:
-    """A guard: x has an even number of columns, the tables have one rank, and their leading sizes
-    broadcast to x.
+    """A guard: x has an even number of columns, the tables have one rank and an angle for each
+    pair, and their leading sizes broadcast to x.
     """
     if isinstance(x.shape[-1], int) and x.shape[-1] % 2:
         return f"{x.shape[-1]} columns do not form pairs"
@@ -38,6 +38,10 @@ def turns_pairs(x: Tensor, cos: Tensor, sin: Tensor, **_: object) -> str | None:
             f"cos {spell_shape(cos.shape)} and sin {spell_shape(sin.shape)} for x "
             f"{spell_shape(x.shape)}"
         )
+    for table in (cos, sin):
+        columns = table.shape[-1] if table.dim() else 1
+        if not any(known_equal(n * columns, x.shape[-1]) for n in (1, 2)):
+            return f"a table of {columns} columns for x {spell_shape(x.shape)}"
     for size, of_x in zip(reversed(cos.shape[:-1]), reversed(x.shape[:-1]), strict=False):
         if not (known_equal(size, 1) or known_equal(size, of_x)):
             return f"cos {spell_shape(cos.shape)} does not broadcast to x {spell_shape(x.shape)}"
@@ -132,6 +136,8 @@ def _complex_example() -> Example:
 
 
 def _turns_complex_pairs(x: Tensor, turn: Tensor) -> str | None:
+    if turn.is_conj():
+        return "turn is a conjugate that is not computed yet"
     return turns_pairs(x, turn, turn)
 
 
