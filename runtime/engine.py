@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from atomc.runtime.admission import refuse_adapter, refuse_images, refuse_tokens
 from atomc.runtime.caller_modes import caller_modes_off
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.create_scheduler import create_scheduler
@@ -26,6 +27,7 @@ from atomc.runtime.sampling.sampling_params import SamplingParams
 from atomc.runtime.scheduler import QueueFull
 from atomc.runtime.sleeping import EngineAsleep, refuse_level, refuse_running, wakes_state
 from atomc.runtime.speculative import NGramProposer
+from atomc.runtime.start_executor import out_of_memory_message, start_executor
 from atomc.runtime.stats import Stats
 from atomc.runtime.step import ScheduledStep
 from atomc.runtime.structured_outputs import StructuredOutputs, accept_tokens
@@ -120,54 +122,28 @@ class Engine:
         phases = Phases(PHASES, progress=progress)
         self.phases = phases.seconds
         try:
-            self._start(phases, module, progress, spare_cores, on_rank_failure, rank_launcher)
+            executor, worker = start_executor(
+                config,
+                phases,
+                module=module,
+                progress=progress,
+                spare_cores=spare_cores,
+                on_rank_failure=on_rank_failure,
+                rank_launcher=rank_launcher,
+            )
+            try:
+                self._serve_with(executor, worker, phases)
+            except BaseException:  # Ctrl-C too: no process may remain
+                executor.close()
+                raise
         except RuntimeError as error:
             if isinstance(error, RankFailed) or not out_of_memory(error):
                 raise
-            raise ValueError(self._out_of_memory_message()) from error
+            raise ValueError(
+                out_of_memory_message(config, compiled="compile" in self.phases)
+            ) from error
         finally:
             phases.close()
-
-    def _start(
-        self,
-        phases: Phases,
-        module: nn.Module | None,
-        progress: bool,
-        spare_cores: int,
-        on_rank_failure: Callable[[RankFailed], None] | None,
-        rank_launcher: RankLauncher | None,
-    ) -> None:
-        if self.config.num_ranks == 1:
-            worker = Worker(
-                self.config, phases, module=module, progress=progress, spare_cores=spare_cores
-            )
-            self._serve_with(worker, worker, phases)
-            return
-        if module is not None:
-            raise ValueError(
-                f"the model has {self.config.num_ranks} ranks, but it is a module of "
-                "this process, which other processes cannot build: pass a checkpoint, or run the "
-                "program under torchrun and cut the module with atomc.parallelize"
-            )
-        try:
-            from atomc.runtime.ranks.executor import RankExecutor
-        except ImportError as error:
-            raise ImportError(
-                f"{self.config.num_ranks} ranks need {error.name}: pip install 'atomc[serve]'"
-            ) from error
-        executor = RankExecutor(
-            self.config,
-            phases,
-            progress=progress,
-            spare_cores=spare_cores,
-            on_failure=on_rank_failure,
-            launcher=rank_launcher,
-        )
-        try:
-            self._serve_with(executor, executor.worker, phases)
-        except BaseException:  # Ctrl-C too: no process may remain
-            executor.close()
-            raise
 
     def _serve_with(
         self, executor: "Worker | RankExecutor", worker: Worker, phases: Phases
@@ -210,22 +186,6 @@ class Engine:
             self._warm_up()
         executor.ready()
 
-    def _out_of_memory_message(self) -> str:
-        """What to change after running out of memory during the start."""
-        if "compile" not in self.phases:
-            return (
-                "out of memory while reading the weights: use a smaller model or smaller weights "
-                "(dtype bfloat16, or quantization)"
-            )
-        sized = next(
-            (name for name in ("kv_bytes", "num_blocks") if getattr(self.config, name) is not None),
-            "gpu_memory_utilization",
-        )
-        return (
-            f"out of memory while starting: lower {sized} (now {getattr(self.config, sized)}), "
-            "max_num_batched_tokens, max_num_seqs or max_model_len"
-        )
-
     def request(
         self,
         request_id: str,
@@ -267,45 +227,11 @@ class Engine:
         outside the vocabulary, images that do not fit the prompt or the model, no token allowed by
         min_tokens, allowed_token_ids and bad_words. EngineAsleep while the engine sleeps."""
         self._refuse_asleep()
-        for token in request.tokens:
-            if token < 0 or (self.vocab_size is not None and token >= self.vocab_size):
-                raise ValueError(
-                    f"token id {token} is not in the vocabulary of {self.vocab_size} tokens"
-                )
-        if self.vocab_size is not None:
-            request.params.check_vocabulary(self.vocab_size)
-            allowed, least = request.params.allowed_token_ids, request.params.min_tokens
-            possible = range(self.vocab_size) if allowed is None else allowed
-            if least and request.banned.issuperset(possible):
-                whole = "the whole vocabulary" if allowed is None else "all of allowed_token_ids"
-                raise ValueError(
-                    f"min_tokens is {least}, but stop_token_ids and end-of-sequence tokens "
-                    f"are {whole}: no token may be sampled; lower min_tokens"
-                )
+        refuse_tokens(request, self.vocab_size)
         self.token_masks.allowed_tokens(request.params)
-        self._refuse_images(request)
-        self._refuse_adapter(request)
+        refuse_images(request, self.executor.limits.images, self.program.report.model)
+        refuse_adapter(request, self.adapters)
         self.scheduler.refuse(request)
-
-    def _refuse_images(self, request: Request) -> None:
-        limits = self.executor.limits.images
-        if not request.images:
-            return
-        if limits is None:
-            name = self.program.report.model
-            raise ValueError(f"the prompt has images, and {name} has no vision encoder: text only")
-        limits.refuse(request.images, request.tokens[: request.num_prompt])
-
-    def _refuse_adapter(self, request: Request) -> None:
-        if request.lora is None:
-            return
-        if request.pooling is not None:
-            raise ValueError(
-                f"hidden states with the LoRA adapter {request.lora.name!r} are not supported: "
-                "leave it out"
-            )
-        if self.adapters.get(request.lora.name) is not request.lora:
-            raise ValueError(f"the LoRA adapter {request.lora.name!r} was unloaded: try again")
 
     @caller_modes_off()
     def add(self, request: Request) -> None:
