@@ -191,7 +191,7 @@ class Worker:
             )
         program = compile_model(
             module,
-            replace(options, expect={}, expert_load=False),
+            replace(options, expect={}),
             owned=self._owns_weights,
             takes=replace(self._takes, lora=shape),
         )
