@@ -192,11 +192,18 @@ class LLM:
         self.tokens_per_second = sum(len(builder.token_ids) for builder in builders) / seconds
         return [builder.completion() for builder in builders]
 
-    def score(self, token_ids: Sequence[Sequence[int]], *, progress: bool = False) -> list[Tensor]:
+    def score(
+        self,
+        token_ids: Sequence[Sequence[int]],
+        *,
+        lora: str | Sequence[str | None] | None = None,
+        progress: bool = False,
+    ) -> list[Tensor]:
         """The log-probability of each token but the first, given those before it: for n tokens
         [n - 1], fp32, on the CPU.
 
         token_ids   one list per sequence, of at least 2 tokens and fewer than max_model_len
+        lora        as in `generate`
 
         They are of the model's logits, before temperature and filters, as `logprobs` of `generate`
         are; with options={"batch_invariant": True} they have the same bits as those. Raises
@@ -208,7 +215,7 @@ class LLM:
                 raise ValueError(f"to score needs at least 2 tokens, got {list(tokens)}")
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, ignore_eos=True)
         scores = []
-        for completion in self.generate(token_ids, params, progress=progress):
+        for completion in self.generate(token_ids, params, lora=lora, progress=progress):
             if completion.error is not None:
                 raise RequestFailed(completion.error)
             found = completion.prompt_logprobs

@@ -185,7 +185,7 @@ class Programs:
         """A program of its own: steps without adapters cost nothing more."""
         program = compile_model(
             module,
-            replace(options, expect={}, expert_load=False),
+            replace(options, expect={}),
             owned=self.owned,
             takes=replace(self._takes, lora=shape),
         )

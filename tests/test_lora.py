@@ -71,9 +71,23 @@ def served(checkpoints, kind, *, stock=False, names=("all", "queries"), **settin
 
 
 @pytest.fixture(scope="module")
-def llm(checkpoints):
-    """Our Llama, with room for two adapters in all linear layers."""
-    return served(checkpoints, "Llama", options={**EAGER, "layout": "paged"}, max_loras=2)
+def start(checkpoints, tmp_path_factory):
+    """Starts our Llama with room for two adapters in all linear layers; compiles once."""
+    folder = tmp_path_factory.mktemp("cache")
+    cached = {"cache": True, "cache_dir": str(folder), "layout": "paged"}
+    return lambda: served(checkpoints, "Llama", options={**EAGER, **cached}, max_loras=2)
+
+
+@pytest.fixture(scope="module")
+def llm(start):
+    return start()
+
+
+def test_a_second_start_loads_the_program_with_adapters_from_the_cache(checkpoints, llm, start):
+    second = start()
+    cached = second.engine.executor.lora.program.report.cached
+    assert (cached.kind, llm.engine.executor.lora.program.report.cached.kind) == ("hit", "miss")
+    check_mixed_batch(checkpoints, "Llama", second)
 
 
 def test_each_adapter_of_a_mixed_batch_gives_the_tokens_of_merged_weights(checkpoints, llm):

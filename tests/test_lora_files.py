@@ -95,6 +95,23 @@ def test_an_adapter_is_written_to_its_place_and_replaces_all_of_the_last_one():
     assert b[1, :3, :6].eq(2).all() and b.count_nonzero() == 18
 
 
+def test_a_layer_that_is_called_twice_has_the_adapter_in_both_places():
+    found = LoraLayers()
+    given = [
+        (number, role, shape)
+        for number in (0, 1)
+        for role, shape in (("lora_a", (1, 2, 4)), ("lora_b", (1, 2, 6)))
+    ]
+    tensors = [
+        found.allocate(
+            LoraWeights(number, role, ("one",), (6,), shape, torch.float32), torch.device("cpu")
+        )
+        for number, role, shape in given
+    ]
+    found.write(0, {"one": LoraPair(torch.ones(2, 4), torch.ones(6, 2), 1.0)})
+    assert len(found) == 1 and all(tensor.eq(1).all() for tensor in tensors)
+
+
 @pytest.mark.parametrize(
     ("a", "b", "part"),
     [

@@ -312,6 +312,8 @@ class _Inputs:
                 return f"torch.tensor([0, {T}], dtype=torch.int32{on})"
             case StepInput("seq_lens"):
                 return f"torch.tensor([{T}], dtype=torch.int32{on})"
+            case StepInput("lora_rows"):
+                return f"torch.zeros({T}, dtype=torch.int32{on})"
             case StepInput("state_slots"):
                 return f"torch.tensor([0], dtype=torch.int64{on})"
             case StateInput(is_scale=True):

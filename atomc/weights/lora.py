@@ -52,10 +52,12 @@ class LoraLayer(NamedTuple):
 
 
 class LoraLayers:
-    """The linear layers of a program that adapters may change, by module path."""
+    """The linear layers of a program that adapters may change, by module path. A layer that is
+    called several times in a step has several places.
+    """
 
     def __init__(self) -> None:
-        self._layers: dict[str, dict[str, Tensor]] = {}
+        self._places: dict[str, dict[int, dict[str, Tensor]]] = {}
 
     def allocate(self, given: LoraWeights, device: torch.device) -> Tensor:
         """The tensor of a graph input, zero: no adapter is loaded."""
@@ -63,25 +65,28 @@ class LoraLayers:
         if given.role == "lora_a":
             parts: Sequence[Tensor] = whole.chunk(len(given.paths), 1)
         else:
-            parts = torch.split(whole[..., : sum(given.widths)], given.widths, -1)
+            parts = torch.split(whole[..., : sum(given.widths)], list(given.widths), -1)
         for path, part in zip(given.paths, parts, strict=True):
             if path:  # else a merged layer whose output is not read
-                self._layers.setdefault(path, {})[given.role] = part
+                places = self._places.setdefault(path, {})
+                places.setdefault(given.number, {})[given.role] = part
         return whole
 
     def __len__(self) -> int:
-        return len(self._layers)
+        return len(self._places)
 
     @property
     def paths(self) -> list[str]:
-        return list(self._layers)
+        return list(self._places)
 
-    def layer(self, path: str) -> LoraLayer:
-        return LoraLayer(**self._layers[path])
+    def layers(self, path: str) -> list[LoraLayer]:
+        return [LoraLayer(**place) for place in self._places[path].values()]
 
     @property
     def bytes(self) -> int:
-        return sum(part.nbytes for parts in self._layers.values() for part in parts.values())
+        return sum(
+            part.nbytes for path in self._places for layer in self.layers(path) for part in layer
+        )
 
     def write(self, number: int, pairs: Mapping[str, LoraPair]) -> None:
         """Let the adapter with this number be these pairs, by module path; in other layers it
@@ -91,14 +96,14 @@ class LoraLayers:
         fitted = {}
         for path, pair in pairs.items():
             try:
-                fitted[path] = self.layer(path).fitted(pair)
+                fitted[path] = self.layers(path)[0].fitted(pair)
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from error
-        for path in self._layers:
-            layer = self.layer(path)
-            layer.lora_a[number].zero_()
-            layer.lora_b[number].zero_()
-            if path in fitted:
-                a, b = fitted[path]
-                layer.lora_a[number, : len(a)].copy_(a)
-                layer.lora_b[number, : len(b)].copy_(b)
+        for path in self._places:
+            for layer in self.layers(path):
+                layer.lora_a[number].zero_()
+                layer.lora_b[number].zero_()
+                if path in fitted:
+                    a, b = fitted[path]
+                    layer.lora_a[number, : len(a)].copy_(a)
+                    layer.lora_b[number, : len(b)].copy_(b)

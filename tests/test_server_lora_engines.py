@@ -1,0 +1,45 @@
+"""LoRA adapters of several engines: all load one, or none."""
+
+import asyncio
+
+import pytest
+
+pytest.importorskip("zmq")
+from atomc.runtime.server.client import EngineDead
+from atomc.runtime.server.engines import Engines
+
+
+class Client:
+    """An engine that answers calls, and remembers those that it did."""
+
+    dead = None
+
+    def __init__(self, error=None):
+        self.error, self.did = error, []
+
+    async def call(self, name, folder="", adapter=""):
+        if self.error is not None:
+            raise self.error
+        self.did.append((name, adapter))
+
+
+@pytest.mark.parametrize(
+    ("errors", "raised"),
+    [
+        ((None, ValueError("no")), ValueError),
+        ((EngineDead("gone"), ValueError("no")), ValueError),
+        ((EngineDead("gone"), EngineDead("gone")), EngineDead),
+    ],
+)
+def test_an_adapter_that_one_engine_refuses_is_loaded_by_none(errors, raised):
+    clients = [Client(error) for error in errors]
+    with pytest.raises(raised):
+        asyncio.run(Engines(clients).load_adapter("a", "folder"))
+    done = [("load_adapter", "a"), ("unload_adapter", "a")]
+    assert [client.did for client in clients] == [[] if each else done for each in errors]
+
+
+def test_an_engine_that_died_does_not_keep_the_others_from_loading():
+    clients = [Client(), Client(EngineDead("gone"))]
+    asyncio.run(Engines(clients).load_adapter("a", "folder"))
+    assert clients[0].did == [("load_adapter", "a")]
