@@ -382,7 +382,7 @@ def test_torch_compile_keeps_the_experts_of_the_module_and_makes_no_second_ones(
 # Plans and loading
 
 
-@pytest.mark.parametrize("scheme", [None, "fp8", "fp8_block"])
+@pytest.mark.parametrize("scheme", [None, pytest.param("fp8", marks=pytest.mark.slow), "fp8_block"])
 def test_a_plan_counts_experts_in_aiters_layout_once(scheme: str | None, tmp_path: Path) -> None:
     folder = checkpoint(
         tmp_path,
@@ -401,7 +401,7 @@ def test_a_plan_counts_experts_in_aiters_layout_once(scheme: str | None, tmp_pat
     assert parameters <= memory.weights < parameters + 100  # and buffers
 
 
-@pytest.mark.parametrize("scheme", ["int4", "mxfp4_a16"])
+@pytest.mark.parametrize("scheme", ["int4", pytest.param("mxfp4_a16", marks=pytest.mark.slow)])
 def test_the_runtime_holds_experts_of_4_bits_in_the_order_of_fragments_and_nothing_else(
     scheme: str, tmp_path: Path
 ) -> None:
@@ -414,7 +414,7 @@ def test_the_runtime_holds_experts_of_4_bits_in_the_order_of_fragments_and_nothi
     assert plan(model, h200, Workload(1, 1, 16), program=program).memory.copies == 0
 
 
-@pytest.mark.parametrize("scheme", ["int4", "mxfp4_a16"])
+@pytest.mark.parametrize("scheme", [pytest.param("int4", marks=pytest.mark.slow), "mxfp4_a16"])
 def test_experts_of_4_bits_of_a_users_module_stay_as_they_are_stored(
     scheme: str, tmp_path: Path
 ) -> None:

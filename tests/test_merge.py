@@ -157,7 +157,7 @@ def test_half_precision_is_merged_within_its_own_rounding(
     assert merges() == {} and merges(atomc.reports()[-2]) == {"merge_qkv": 1, "merge_gate_up": 1}
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_merged_linears_go_through_inductor(layer: nn.Module, dynamic: bool) -> None:
     run = torch.compile(layer, backend="atom", dynamic=dynamic, options={"glue": "inductor"})
     for x in (X, torch.cat([X, X], 1)):

@@ -4,6 +4,7 @@ often as a formula of its layers says. docs/rewrites.md has the same table.
 
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -123,13 +124,24 @@ CHAINS = {
 }  # fmt: skip
 
 
+@cache
+def report_of(where: str, layers: int) -> Report:
+    """Of the first chain with this model, which others share."""
+    return next(chain for chain in CHAINS.values() if chain.where == where).report(layers)
+
+
+# Per change two layers of dense models, and one of DeepSeek-V3's, which take longest.
 @pytest.mark.parametrize(
     ("number", "layers"),
-    [per_change(number, layers, now=layers == 2) for number in CHAINS for layers in (1, 2, 4)],
+    [
+        per_change(number, layers, now=layers == (1 if "DeepSeek" in chain.where else 2))
+        for number, chain in CHAINS.items()
+        for layers in (1, 2, 4)
+    ],
 )
 def test_each_chain_fires_in_a_stock_class_by_formula(number: int, layers: int) -> None:
     chain = CHAINS[number]
-    report, expected = chain.report(layers), chain.fired(layers)
+    report, expected = report_of(chain.where, layers), chain.fired(layers)
     assert report.treated and report.bugs == []
     assert {name: report.matches[name] for name in expected} == expected
 
