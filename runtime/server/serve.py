@@ -72,7 +72,8 @@ def serve(server: ServerConfig, engine: EngineConfig) -> None:
     ]
     deadline = Deadline(lambda: _kill(processes))
     pids = ", ".join(str(process.process.pid) for process in processes)
-    log.info("starting %s: server is process %d, engine %s", name, os.getpid(), pids)
+    served = ", ".join(server.served_model_name or (name,))
+    log.info("starting %s: server is process %d, engine %s", served, os.getpid(), pids)
     try:
         status = asyncio.run(_run(server, processes, deadline, listener, folder, name, traces))
     except EngineFailed as error:
