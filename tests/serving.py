@@ -88,7 +88,7 @@ def serving(*flags, cache=True):
     ).start()
     try:
         server.url = server.wait_for(r"listening on (\S+)")[1]
-        SERVED[server.url] = server.wait_for(r"starting (.+): server is process")[1]
+        SERVED[server.url] = server.wait_for(r"starting ([^,]+).*: server is process")[1]
         yield server
     finally:
         process.send_signal(signal.SIGTERM)

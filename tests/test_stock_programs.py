@@ -202,6 +202,18 @@ def test_an_sdpa_model_compiles_with_dynamic_shapes_once() -> None:
     assert [report.treated for report in since(before)] == [True]
 
 
+def test_the_default_that_transformers_serve_compiles_with_can_be_replaced(monkeypatch) -> None:
+    """It names Inductor; generate passes no config when its server compiles."""
+    model, before = built("Llama"), atomc.reports()
+    assert model._default_compile_config().backend == "inductor"
+    ours = transformers.CompileConfig(backend="atom", mode=None, options={"glue": "eager"})
+    monkeypatch.setattr(transformers.PreTrainedModel, "_default_compile_config", lambda _: ours)
+    with torch.no_grad():
+        found, expected = model.get_compiled_call(None)(ids()), model(ids())
+    torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-4)
+    assert [report.treated for report in since(before)] == [True]
+
+
 @pytest.mark.skipif(
     not hasattr(torch.compiler, "set_default_backend"), reason="torch 2.13 has set_default_backend"
 )

@@ -80,7 +80,8 @@ def serve(server: ServerConfig, engine: EngineConfig) -> None:
         processes = start_engines(engine, folder, on_ray=server.ray, torchrun=torchrun)
         signal.signal(signal.SIGTERM, _raise_keyboard_interrupt)  # Ray has a handler of its own
         labels = ", ".join(process.label for process in processes)
-        log.info("starting %s: server is process %d, engine %s", name, os.getpid(), labels)
+        served = ", ".join(server.served_model_name or (name,))
+        log.info("starting %s: server is process %d, engine %s", served, os.getpid(), labels)
         status = asyncio.run(_run(server, processes, deadline, listener, folder, name, traces))
     except EngineFailed as error:
         if error.by_user:
