@@ -51,7 +51,10 @@ class LoraAdapters:
                 f"{len(self.loaded)} LoRA adapters are loaded{why}, of at most {self.capacity}: "
                 "unload one, or raise max_loras"
             )
-        self._write(number, folder)
+        try:
+            self._write(number, folder)
+        except ValueError as error:
+            raise ValueError(f"LoRA adapter {name!r}: {error}") from error
         self._num_loads += 1
         self.loaded[name] = LoadedAdapter(name, number, self._num_loads, folder)
         return self.loaded[name]

@@ -48,38 +48,39 @@ class AdapterConfig(NamedTuple):
 
 
 def read_config(folder: str) -> AdapterConfig:
-    """Raises ValueError for a folder without an adapter, and for one that is not supported."""
+    """Raises ValueError for a folder without an adapter, and for one that is not supported. No
+    message has the path: clients of a server may read it.
+    """
     path = Path(folder).expanduser()
     if not (path / CONFIG).is_file():
-        raise ValueError(f"{folder} has no {CONFIG}: expected a folder that peft saved")
+        raise ValueError(f"its folder has no {CONFIG}: expected one that peft saved")
     if not (path / WEIGHTS).is_file():
         found = f"{PICKLED}, a pickle, which can run code" if (path / PICKLED).exists() else "none"
         raise ValueError(
-            f"{folder} has no {WEIGHTS} (weights there: {found}): save the adapter with "
+            f"its folder has no {WEIGHTS} (weights there: {found}): save the adapter with "
             "save_pretrained(safe_serialization=True)"
         )
     try:
         config = read_json(path / CONFIG)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path / CONFIG} cannot be read: {error}") from error
+        raise ValueError(f"{CONFIG} cannot be read, expected an object in JSON") from error
     return _checked(path, config)
 
 
 def _checked(path: Path, config: Mapping[str, Any]) -> AdapterConfig:
-    where = path / CONFIG
     if config.get("peft_type") != "LORA":
-        raise ValueError(f"{where}: peft_type is {config.get('peft_type')!r}, expected 'LORA'")
+        raise ValueError(f"{CONFIG}: peft_type is {config.get('peft_type')!r}, expected 'LORA'")
     for name, (fine, why) in _UNSUPPORTED.items():
         if config.get(name) not in fine:
             raise ValueError(
-                f"{where}: {name} is {config[name]!r}, which is not supported ({why}); merge the "
+                f"{CONFIG}: {name} is {config[name]!r}, which is not supported ({why}); merge the "
                 "adapter with peft's merge_and_unload"
             )
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise ValueError(f"{where}: r is {rank!r}, expected a positive number")
+        raise ValueError(f"{CONFIG}: r is {rank!r}, expected a positive number")
     if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
-        raise ValueError(f"{where}: lora_alpha is {alpha!r}, expected a number")
+        raise ValueError(f"{CONFIG}: lora_alpha is {alpha!r}, expected a number")
     pattern, targets = config.get("rank_pattern") or {}, config.get("target_modules")
     ranks = [rank, *(found for found in pattern.values() if isinstance(found, int))]
     names = targets if isinstance(targets, list) else []
@@ -93,30 +94,29 @@ def read_pairs(config: AdapterConfig) -> dict[str, LoraPair]:
     """The adapter's products by module path. Raises ValueError for a file that is damaged, and for
     tensors that are not LoRA pairs.
     """
-    file = config.folder / WEIGHTS
     found: dict[str, dict[str, Any]] = {}
     try:
-        with safe_open(file, framework="pt") as tensors:
+        with safe_open(config.folder / WEIGHTS, framework="pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118  it is not a dict
                 match = _KEY.fullmatch(key)
                 if match is None:
                     raise ValueError(
-                        f"{file}: tensor {key!r} is not supported, expected names such as "
+                        f"{WEIGHTS}: tensor {key!r} is not supported, expected names such as "
                         "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
                     )
                 found.setdefault(match[1], {})[match[2]] = tensors.get_tensor(key)
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
-    return {path: _pair(file, path, pair, config) for path, pair in found.items()}
+        raise ValueError(f"{WEIGHTS} is damaged, or cannot be read") from error
+    return {path: _pair(path, pair, config) for path, pair in found.items()}
 
 
-def _pair(file: Path, path: str, pair: Mapping[str, Any], config: AdapterConfig) -> LoraPair:
+def _pair(path: str, pair: Mapping[str, Any], config: AdapterConfig) -> LoraPair:
     a, b = pair.get("A"), pair.get("B")
     if a is None or b is None:
-        raise ValueError(f"{file}: {path} has no lora_{'A' if a is None else 'B'}")
+        raise ValueError(f"{WEIGHTS}: {path} has no lora_{'A' if a is None else 'B'}")
     if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
         raise ValueError(
-            f"{file}: {path} has lora_A {list(a.shape)} and lora_B {list(b.shape)}, expected "
+            f"{WEIGHTS}: {path} has lora_A {list(a.shape)} and lora_B {list(b.shape)}, expected "
             "[r, K] and [N, r]"
         )
     return LoraPair(a, b, config.scale(a.shape[0]))

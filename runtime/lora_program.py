@@ -34,7 +34,7 @@ def _named(name: str, folder: str) -> AdapterConfig:
     try:
         return read_config(folder)
     except ValueError as error:
-        raise ValueError(f"LoRA adapter {name!r}: {error}") from error
+        raise ValueError(f"LoRA adapter {name!r} in {folder}: {error}") from error
 
 
 class LoraProgram:
@@ -60,21 +60,17 @@ class LoraProgram:
         config = read_config(folder)
         if config.rank > self.shape.rank:
             raise ValueError(
-                f"{folder}: its rank is {config.rank}, at most {self.shape.rank} fits: raise "
-                "max_lora_rank"
+                f"its rank is {config.rank}, at most {self.shape.rank} fits: raise max_lora_rank"
             )
         pairs = {self._path(path): pair for path, pair in read_pairs(config).items()}
-        try:
-            self.program.lora.write(number, pairs)
-        except ValueError as error:
-            raise ValueError(f"{folder}: {error}") from error
+        self.program.lora.write(number, pairs)
 
     def _path(self, path: str) -> str:
         """The path of a layer in the program. Raises ValueError if it has no such layer."""
         if path in self._paths:
             return self._paths[path]
         last = path.rpartition(".")[2]
-        known = sorted({found.rpartition(".")[2] for found in self._paths})
+        known = sorted({layer.rpartition(".")[2] for layer in self._paths})
         why = (
             "; lora_target_modules leaves it out"
             if self.shape.targets and last not in self.shape.targets

@@ -238,3 +238,13 @@ def test_a_name_that_is_not_loaded_and_another_number_of_names_are_refused(llm):
         llm.load_adapter("third", "anywhere")
     with pytest.raises(ValueError, match="hidden states with the LoRA adapter"):
         llm.engine.refuse(llm.engine.request("a", [1, 2], pooling="mean", lora="all"))
+
+
+def test_a_layer_that_adapters_cannot_change_is_named_and_nothing_is_written(
+    checkpoints, llm, tmp_path
+):
+    head = write_adapter(tmp_path / "head", {"lm_head": (64, 32)})
+    with pytest.raises(ValueError, match="lm_head of the adapter is not a linear layer"):
+        llm.engine.executor.write_adapter(0, str(head))
+    (completion,) = llm.generate([LONG], GREEDY, lora="all")
+    assert completion.token_ids == expected(checkpoints, "Llama", "all", LONG)

@@ -1,6 +1,8 @@
 """LoRA adapters over HTTP: chosen by name, loaded and unloaded while the server generates."""
 
 import json
+import os
+import signal
 import threading
 
 import pytest
@@ -156,8 +158,25 @@ def test_an_adapter_that_cannot_be_used_is_one_error_and_harms_no_one(http, expe
     }.items():
         status, answer = change(http, "load", lora_name="bad", lora_path=str(path))
         assert status == 400 and part in answer["error"]["message"], answer
+        assert str(folders) not in answer["error"]["message"]
     one = str(allowed / "one")
     assert change(http, "load", lora_name=MODEL, lora_path=one)[0] == 400
     assert change(http, "unload", lora_name="bad")[0] == 404
     assert "bad" not in names(http)
     assert generated(http, "one") == expected["one"]
+
+
+@pytest.mark.slow
+def test_a_restarted_engine_has_the_adapters_that_were_loaded(folders, expected):
+    allowed = folders / "allowed"
+    flags = ["--allowed-lora-path", allowed, "--restart-engine", 1, "--dtype", "float32"]
+    with (
+        serving("--lora", f"one={allowed / 'one'}", *flags) as server,
+        httpx.Client(base_url=server.url, timeout=120) as client,
+    ):
+        assert change(client, "load", lora_name="two", lora_path=str(allowed / "two"))[0] == 200
+        assert change(client, "unload", lora_name="one")[0] == 200
+        os.kill(server.engine_pid, signal.SIGKILL)
+        server.wait_for("serves again")
+        assert generated(client, "two") == expected["two"]
+        assert set(names(client)) == {MODEL, "two"}

@@ -30,8 +30,7 @@ async def load_adapter(service: Service, body: LoadAdapterRequest) -> Response:
         try:
             await service.engines.load_adapter(name, str(folder))
         except ValueError as error:
-            # The path as the client wrote it: no link of it is disclosed.
-            raise invalid(str(error).replace(str(folder), body.lora_path)) from error
+            raise invalid(str(error)) from error
         adapters[name] = str(folder)
         service.engines.keep_adapters(adapters)
     log.info("loaded the LoRA adapter %r", name)
