@@ -278,6 +278,11 @@ def atomc_variables() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith("ATOMC_")}
 
 
+def ray_address() -> str | None:
+    """The address of a Ray cluster that the user set; None: that of this host."""
+    return os.environ.get("RAY_ADDRESS") or None
+
+
 class TorchrunPlace(NamedTuple):
     """The place of a process among the `size` that torchrun started: its rank, and its number on
     its host. master, port: of the store that torchrun serves.

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -32,6 +33,7 @@ from atomc.runtime.config import EngineConfig  # noqa: E402
 from atomc.runtime.llm import LLM, SamplingParams  # noqa: E402
 from atomc.runtime.ray_actors.placement import (  # noqa: E402
     bundles,
+    check_address,
     check_resources,
     with_device,
 )
@@ -75,6 +77,19 @@ def test_a_cluster_with_too_few_free_gpus_is_refused():
         check_resources(config, GPUS, {"GPU": 3.0, "CPU": 32.0})
     with pytest.raises(ValueError, match=r"need 12 CPUs, 3 each, and of 8 CPUs .* 0 are free"):
         check_resources(replace(config, device="cpu", threads=3), {"CPU": 8.0}, {})
+
+
+def test_an_address_without_a_cluster_is_refused_soon():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        check_address(address)
+    with pytest.raises(ValueError, match=f"{address}', and no Ray cluster answers there"):
+        check_address(address)
+    with pytest.raises(ValueError, match="no Ray cluster answers there"):
+        check_address("head")
+    with pytest.raises(ValueError, match="not through Ray Client"):
+        check_address("ray://head:10001")
+    check_address(None)
 
 
 def test_without_ray_the_error_says_what_to_install(monkeypatch):

@@ -41,7 +41,7 @@ FOREIGN_FLAGS = {
         "--model-path": "the model is a positional argument: atomc serve MODEL",
         "--max-mamba-cache-size": "use --max-num-seqs and --state-snapshots",
         "--max-running-requests": "use --max-num-seqs",
-        "--nnodes": "use --ray, or torchrun --nnodes N -m atomc serve MODEL",
+        "--nnodes": "use --ray, or start `atomc serve` by torchrun on each host",
         "--num-gpu-blocks-override": "use --num-blocks",
         "--pipeline-parallel-size": "use --pp",
         "--random-seed": "use --seed",

@@ -7,14 +7,15 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from atomc.options import atomc_variables
-from atomc.runtime.ray_actors.placement import Resources
+from atomc.options import atomc_variables, ray_address
+from atomc.runtime.ray_actors.placement import Resources, check_address
 
 
 def connect() -> None:
     """Connect this process to the cluster of RAY_ADDRESS, or of this host. Raises ValueError if
     there is none.
     """
+    check_address(ray_address())
     try:
         ray.init(address="auto", logging_level=logging.WARNING)
     except ConnectionError as error:
@@ -22,11 +23,6 @@ def connect() -> None:
             "--ray: no Ray cluster is found: start one with `ray start --head` on one host and "
             "`ray start --address HOST:6379` on the others, and run this command on one of them"
         ) from error
-    if ray.util.client.ray.is_connected():
-        raise ValueError(
-            "--ray: RAY_ADDRESS is one of Ray Client (ray://), which cannot exchange steps: run "
-            "this command on a host of the cluster, without RAY_ADDRESS"
-        )
 
 
 def own_address() -> str:

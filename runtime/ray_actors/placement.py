@@ -1,11 +1,36 @@
-"""What an engine asks of a Ray cluster: a placement group with a bundle for each rank."""
+"""What an engine asks of a Ray cluster: an address that answers, and a placement group with a
+bundle for each rank.
+"""
 
+import socket
 from collections.abc import Mapping
 from dataclasses import replace
 
 from atomc.runtime.config import EngineConfig
 
 Resources = dict[str, float]
+CONNECT_SECONDS = 5.0
+
+
+def check_address(address: str | None) -> None:
+    """Raises ValueError if RAY_ADDRESS has this value and no cluster, which Ray would look for
+    during many minutes.
+    """
+    if address is None or address in ("auto", "local"):
+        return
+    if "://" in address:
+        raise ValueError(
+            f"--ray: RAY_ADDRESS is {address!r}, expected HOST:PORT: this command joins the "
+            "cluster from one of its hosts, not through Ray Client"
+        )
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--ray: RAY_ADDRESS is {address!r}, and no Ray cluster answers there ({error}): "
+            "expected HOST:PORT of its head, such as 10.0.0.1:6379"
+        ) from error
 
 
 def with_device(config: EngineConfig, cluster: Mapping[str, float]) -> EngineConfig:
