@@ -185,3 +185,43 @@ def test_several_ranks_give_the_text_of_one(row: Row, tmp_path: Any) -> None:
     expected = text(tmp_path, row, ep=False)
     assert len({tokens for tokens in expected}) == len(PROMPTS)
     assert text(tmp_path, row, tp=row.tp, pp=row.pp, dp=row.dp) == expected
+
+
+# Of one engine of two ranks: steps of both with rows that only some of them sample, mask or score.
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.9, "top_p": 0.9, "seed": 1},
+    {"allowed_token_ids": (3, 5, 7, 11, 13), "temperature": 0.5, "seed": 2},
+    {"repetition_penalty": 1.3, "logprobs": 2},
+    {"prompt_logprobs": 1},
+    {"temperature": 0.8, "seed": 3, "n": 3},
+]
+
+
+@pytest.mark.slow
+def test_requests_of_all_kinds_are_divided_among_ranks_that_share_experts(tmp_path: Any) -> None:
+    row = ROWS["own requests"]
+    config = transformers.AutoConfig.for_model(row.model_type, **(SIZES | dict(row.differs)))
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    fill(model)
+    model.save_pretrained(tmp_path)
+    prompts = [[1 + (5 * i + 3 * j) % 90 for j in range(1 + 3 * i)] for i in range(12)]
+    params = [
+        SamplingParams(max_tokens=6, ignore_eos=True, **KINDS[i % len(KINDS)])
+        for i in range(len(prompts))
+    ]
+
+    def outputs(**settings: Any) -> Any:
+        with LLM(tmp_path, **(SETTINGS | {"dtype": "float64"} | settings)) as llm:
+            found = llm.generate(prompts, params)
+            tokens = [(each.token_ids, each.finish_reason) for each in found]
+            logprobs = [each.logprobs and len(each.logprobs) for each in found]
+            scored = [each.prompt_logprobs and len(each.prompt_logprobs) for each in found]
+            embedded = llm.engine.embed([prompt for prompt in prompts if len(prompt) > 1])
+            llm.engine.check()
+            return tokens, logprobs, scored, torch.tensor(embedded)
+
+    *expected, means = outputs()
+    *found, means_of_ranks = outputs(dp=2, ep=True)
+    assert found == expected
+    torch.testing.assert_close(means_of_ranks, means)
