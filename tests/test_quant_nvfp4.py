@@ -20,10 +20,11 @@ from test_quant_checkpoints import (
     tensors,
     write,
 )
+from tiny_experts import CONFIGS
 from torch import Tensor, nn
 
 import atomc
-from atomc import LLM, SamplingParams
+from atomc import LLM, SamplingParams, models
 from atomc.models.loader import load
 from atomc.quantization import QuantizedLinear
 from atomc.quantization.config import parse
@@ -283,3 +284,15 @@ def test_a_tied_head_is_not_quantized(tmp_path: Path) -> None:
     model = load(path, progress=False)
     assert type(model.get_submodule("lm_head")) is nn.Linear
     assert isinstance(model.get_submodule(KEPT), QuantizedLinear)
+
+
+def test_experts_are_refused_by_name() -> None:
+    mixtral = models.build(CONFIGS["mixtral"], torch.bfloat16, "cpu").requires_grad_(False)
+    with pytest.raises(ValueError) as raised:
+        atomc.quantize(mixtral, "nvfp4_a16")
+    assert str(raised.value) == (
+        "nvfp4_a16: model.layers.0.mlp.experts cannot be nvfp4 (activations 16-bit): no kernel "
+        "multiplies experts of NVFP4; add it to `ignore` or choose another scheme"
+    )
+    atomc.quantize(mixtral, "nvfp4_a16", ignore=["experts"])
+    assert isinstance(mixtral.model.layers[0].self_attn.q_proj, QuantizedLinear)
