@@ -104,6 +104,7 @@ def _scales(state: Mapping[str, Tensor]) -> list[Tensor]:
 def _read(
     arguments: Arguments, state: Mapping[str, Tensor], step: StepFields, token: Tensor
 ) -> Tensor:
+    block_tables = step.block_tables
     how = {name: arguments[name] for name in ("scale", "window", "softcap") if name in arguments}
     return paged_attention(
         arguments["q"],
@@ -111,7 +112,7 @@ def _read(
         state["v_cache"],
         step.query_start,
         step.seq_lens,
-        step.block_tables,
+        block_tables,
         token,
         arguments.get("sinks"),
         *_scales(state),
