@@ -132,7 +132,9 @@ for file in sys.argv[1:]:
 """
 
 
-@pytest.mark.parametrize("dump", [dump_stock, dump_own, dump_runtime])
+@pytest.mark.parametrize(
+    "dump", [pytest.param(dump_stock, marks=pytest.mark.slow), dump_own, dump_runtime]
+)
 def test_every_file_runs_as_a_program(dump, dumped, tmp_path):
     files = dumped(dump)
     done = subprocess.run(
@@ -225,7 +227,9 @@ def run_as_programs(files, folder):
     )
 
 
-@pytest.mark.parametrize("record", [record_demo, record_stock, record_fp8])
+@pytest.mark.parametrize(
+    "record", [record_demo, pytest.param(record_stock, marks=pytest.mark.slow), record_fp8]
+)
 def test_every_stage_reproduces_what_was_recorded(record, dumped, tmp_path):
     files = [file for file in dumped(record) if file.suffix == ".py"]
     done = run_as_programs(files, tmp_path)
