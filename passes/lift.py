@@ -185,7 +185,7 @@ def _with_strides_of(graph: Graph, transposed: Node, wanted: Tensor) -> Node:
     contiguous = wanted.new_empty(wanted.shape)
     if same_strides(found, wanted) or not same_strides(wanted, contiguous):
         return transposed
-    how = {"memory_format": torch.contiguous_format}
+    how: dict[str, Argument] = {"memory_format": torch.contiguous_format}
     copy = graph.call_method("clone", (transposed,), how)
     copy.meta = {**transposed.meta, "example_value": wanted}
     return copy
