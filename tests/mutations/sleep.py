@@ -2,21 +2,31 @@
 
 from mutations import Bug
 
-
-def bug(file: str, old: str, new: str, tests: str = "asleep_no") -> Bug:
-    return Bug(f"{file}.py", old, new, f"tests/test_sleep.py -m '' -k {tests}")
-
+TESTS = "tests/test_sleep.py -k"
+# With a draft layer and state per sequence.
+ALL_KINDS = "tests/test_sleep.py -m '' -k 'asleep_no and drafts'"
 
 BUGS = [
-    bug("runtime/runner", "program.unbind()", "pass"),
-    bug("runtime/runner", "self.draft.caches = []", "pass"),
-    bug("runtime/runner", 'SequenceStates((), self._state_rows, "cpu"), []', "self._states, []"),
-    bug("runtime/worker", "self.programs.hidden.unbind()", "pass"),
-    bug("runtime/engine", "refuse_running(len(self.scheduler.requests))", "pass", "refused"),
-    bug(
-        "runtime/engine",
+    Bug("runtime/runner.py", "program.unbind()", "pass", f"{TESTS} asleep_no"),
+    Bug("runtime/runner.py", "self.draft.caches = []", "pass", ALL_KINDS),
+    Bug(
+        "runtime/runner.py",
+        'SequenceStates((), self._state_rows, "cpu"), []',
+        "self._states, []",
+        ALL_KINDS,
+    ),
+    Bug("runtime/worker.py", "self.programs.hidden.unbind()", "pass", f"{TESTS} asleep_no"),
+    Bug(
+        "runtime/engine.py",
+        "refuse_running(len(self.scheduler.requests))",
+        "pass",
+        f"{TESTS} what_cannot",
+    ),
+    Bug(
+        "runtime/engine.py",
         "self.reset_prefix_cache()\n        self.executor.sleep()",
         "self.executor.sleep()",
+        f"{TESTS} asleep_no",
     ),
     Bug(
         "runtime/ranks/rank.py",

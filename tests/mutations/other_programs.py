@@ -1,0 +1,33 @@
+"""Bugs in what other programs rely on: vLLM's plugin, and the name of the model in a request."""
+
+from mutations import Bug
+
+PLUGIN = "tests/test_vllm_plugin.py -k"
+
+BUGS = [
+    Bug(
+        "atomc/vllm_plugin.py",
+        "if compilation.backend != BACKEND:\n            return",
+        "",
+        f"{PLUGIN} defaults",
+    ),
+    Bug("atomc/vllm_plugin.py", "of_platform(vllm_config)", "pass", f"{PLUGIN} defaults"),
+    Bug(
+        "atomc/vllm_plugin.py",
+        "return is_compiling() and variance_size is None and same",
+        "return variance_size is None and same",
+        f"{PLUGIN} no_op_for",
+    ),
+    Bug(
+        "atomc/vllm_plugin.py",
+        "if PROVIDER in ir.ops.rms_norm.impls:\n            return",
+        "",
+        f"{PLUGIN} defaults",
+    ),
+    Bug(
+        "runtime/server/model_info.py",
+        "if name is None:",
+        "if name is None and not self.names:",
+        "tests/test_server_fields.py -k all_names",
+    ),
+]
