@@ -1,17 +1,15 @@
 """Worker: the Executor in this process. Owns the model, caches and state of running requests."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from atomc.encoder import compile_encoder
-from atomc.errors import RunError
 from atomc.models.decoder import CausalLM
 from atomc.models.stock import StockModel
 from atomc.ops.inputs import TEXT, ModelInputs
@@ -28,6 +26,7 @@ from atomc.runtime.config import EngineConfig
 from atomc.runtime.draft import compile_draft, draft_model_of
 from atomc.runtime.evaluation_mode import evaluation_mode
 from atomc.runtime.executor import Limits, Result, StepCounts
+from atomc.runtime.given_module import GivenModule
 from atomc.runtime.graphs import step_shapes
 from atomc.runtime.headless_model import headless_model
 from atomc.runtime.hidden_states import WithHiddenStates
@@ -49,7 +48,6 @@ from atomc.runtime.step import Grid, ScheduledStep
 from atomc.runtime.step_kernels import StepKernels
 from atomc.runtime.stock_head import separable_head
 from atomc.runtime.threads import Threads, choose, use
-from atomc.weights.snapshot import num_writes
 
 log = logging.getLogger("atomc")
 
@@ -84,7 +82,7 @@ class Worker:
         self.progress = progress
         self.threads: Threads | None = None
         self._owns_weights = module is None  # the owner of a given module may change its weights
-        self._borrowed: StockModel | None = None
+        self._given: GivenModule | None = None
         self._hidden: Program | None = None
         self._own_forward: self_check.OwnForward | None = None
         self._kernels = StepKernels(config)
@@ -92,35 +90,27 @@ class Worker:
             with phases.phase("load"):
                 self.loaded = load(config, module, progress=progress, place=self.place)
                 self.module = self.loaded.module
-                if module is not self.module and isinstance(self.module, StockModel):
-                    self._borrowed = None if self._owns_weights else self.module
+                if module is not None:
+                    wrapped = self.module if module is not self.module else None
+                    borrowed = wrapped if isinstance(wrapped, StockModel) else None
+                    self._given = GivenModule(self.module, borrowed)
                 # Before compilation: CPU code is specialized to the number of threads.
                 self._set_threads(spare_cores)
-            with phases.phase("compile"), gc_disabled(), self._calling_ops():
+            with phases.phase("compile"), gc_disabled(), self._traced():
                 self._kernels.begin(self.module, self.loaded.vocab_size)
                 self._compile()
                 if self.threads is not None:
                     self.program.report.notes.append(str(self.threads))
             with phases.phase("allocate"), gc_disabled():
                 self._allocate(self.loaded)
-            self._parameters = [] if self._owns_weights else list(self.module.parameters())
-            self._writes = self._num_writes()
+            if self._given is not None:
+                self._given.remember()
         finally:
             self._kernels.end()
 
-    @contextmanager
-    def _calling_ops(self) -> Iterator[None]:
-        """A module that was given is in evaluation mode in this context, where it is traced, and
-        one of transformers calls ops; elsewhere it computes as its class does, for its owner.
-        """
-        if self._borrowed is not None:
-            self._borrowed.ours.set_in(self._borrowed.hf_model)
-        try:
-            with evaluation_mode(self.module):
-                yield
-        finally:
-            if self._borrowed is not None:
-                self._borrowed.own.set_in(self._borrowed.hf_model)
+    def _traced(self) -> AbstractContextManager[None]:
+        """The context in which the module is traced."""
+        return nullcontext() if self._given is None else self._given.traced()
 
     def _compile(self) -> None:
         """Compile the model, and its draft model if there is one."""
@@ -487,7 +477,7 @@ class Worker:
             self._hidden = self.program
         if self._hidden is None:
             model = self.module if self.pipeline is None else StageModel(self.module)
-            with self._calling_ops():
+            with self._traced():
                 program = compile_model(
                     headless_model(model),
                     options=self.config.options,
@@ -498,30 +488,12 @@ class Worker:
             self._hidden = program
 
     def check(self) -> bool:
-        if not self._owns_weights:
-            self._check_parameters()
-            for program in self._all_programs:
-                program.check()
-        before, self._writes = self._writes, self._num_writes()
-        return before != self._writes
-
-    def _check_parameters(self) -> None:
-        """Raises RunError if the module has others than when it was compiled."""
-        known = set(map(id, self._parameters))
-        for name, parameter in self.module.named_parameters():
-            if id(parameter) not in known:
-                raise RunError(
-                    f"{name} is another parameter than the one that was compiled "
-                    "(load_state_dict(assign=True), an adapter): compile again"
-                )
-
-    def _num_writes(self) -> list[int]:
-        """How often each parameter and buffer of a given module was written; of all, because no
-        program reads those of a vision encoder.
-        """
-        if self._owns_weights:
-            return []
-        return list(map(num_writes, chain(self.module.parameters(), self.module.buffers())))
+        if self._given is None:
+            return False
+        written = self._given.written()
+        for program in self._all_programs:
+            program.check()
+        return written
 
     def counts(self) -> StepCounts:
         runner = self.runner
