@@ -1,8 +1,8 @@
 """The compiled programs of a model: steps, hidden states, the draft layer, the vision encoder."""
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from atomc.runtime import self_check
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.draft import DraftProgram, compile_draft, draft_model_of
 from atomc.runtime.evaluation_mode import evaluation_mode
+from atomc.runtime.given_module import GivenModule
 from atomc.runtime.headless_model import headless_model
 from atomc.runtime.hidden_states import WithHiddenStates
 from atomc.runtime.image_encoder import Encode
@@ -41,8 +42,8 @@ class Programs:
 
     module   of a stage, with the model's names, if there are several
     place    of this process among the ranks of the model
-    owned    the weights are those of the runtime, which may free and replace them
-    borrowed a module of transformers that was given: it calls ops only where it is traced
+    given    what is known of a module of a caller, who may write its weights; None: they are those
+             of the runtime, which may free and replace them
     lora     the LoRA adapters that the model has room for
 
     main     the program of steps without images and adapters, whose report is that of the model
@@ -62,13 +63,11 @@ class Programs:
         config: EngineConfig,
         module: nn.Module,
         place: Place,
-        *,
-        owned: bool,
-        borrowed: StockModel | None = None,
+        given: GivenModule | None = None,
         lora: LoraShape | None = None,
     ) -> None:
-        self.config, self.module, self.place, self.owned = config, module, place, owned
-        self._borrowed = borrowed
+        self.config, self.module, self.place = config, module, place
+        self.given, self.owned = given, given is None
         self.images = ImageModel.of(module)
         self._check(lora)
         self.hidden: Program | None = None
@@ -78,7 +77,7 @@ class Programs:
         self._own_forward: self_check.OwnForward | None = None
         self._options = Options.of(config.options)
         self._takes = TEXT
-        with self._calling_ops():
+        with self._traced():
             self._compile(lora)
 
     def _check(self, lora: LoraShape | None) -> None:
@@ -94,19 +93,9 @@ class Programs:
                 "LoRA adapters (lora, max_loras) are not supported for models that read images"
             )
 
-    @contextmanager
-    def _calling_ops(self) -> Iterator[None]:
-        """A module that was given is in evaluation mode in this context, where it is traced, and a
-        borrowed one calls ops; elsewhere it computes as its class does, for its owner.
-        """
-        if self._borrowed is not None:
-            self._borrowed.ours.set_in(self._borrowed.hf_model)
-        try:
-            with evaluation_mode(self.module):
-                yield
-        finally:
-            if self._borrowed is not None:
-                self._borrowed.own.set_in(self._borrowed.hf_model)
+    def _traced(self) -> AbstractContextManager[None]:
+        """The context in which the module is traced."""
+        return nullcontext() if self.given is None else self.given.traced()
 
     def _compile(self, lora: LoraShape | None) -> None:
         config = self.config
@@ -217,7 +206,7 @@ class Programs:
             self.hidden = self.main
             return
         model = self.module if self.pipeline is None else StageModel(self.module)
-        with self._calling_ops():
+        with self._traced():
             hidden = compile_model(
                 headless_model(model),
                 options=self.config.options,

@@ -2,14 +2,11 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
-from atomc.errors import RunError
 from atomc.models.stock import StockModel
-from atomc.ops.inputs import LoraShape
 from atomc.ops.state import StateSpec, block_size_of, groups_of
 from atomc.parallel.group import Place
 from atomc.program import Program
@@ -18,6 +15,7 @@ from atomc.runtime.capacity import GRAPH_SHARE, Capacity, capacity, free_memory
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.evaluation_mode import evaluation_mode
 from atomc.runtime.executor import Limits, Result, StepCounts
+from atomc.runtime.given_module import GivenModule
 from atomc.runtime.graphs import step_shapes
 from atomc.runtime.image_encoder import ImageEncoder
 from atomc.runtime.image_limits import ImageLimits
@@ -37,7 +35,6 @@ from atomc.runtime.state_rows import StateRows
 from atomc.runtime.step import ScheduledStep
 from atomc.runtime.step_kernels import StepKernels
 from atomc.runtime.threads import Threads, choose, use
-from atomc.weights.snapshot import num_writes
 
 log = logging.getLogger("atomc")
 
@@ -71,18 +68,20 @@ class Worker:
         self.num_ranks = 1 if place is None else config.num_ranks
         self.progress = progress
         self.threads: Threads | None = None
-        self._owns_weights = module is None  # the owner of a given module may change its weights
+        self._given: GivenModule | None = None
         self._kernels = StepKernels(config)
         lora = lora_shape(config)  # before the model is loaded: it reads the adapters' configs
         try:
             with phases.phase("load"):
                 self.loaded = load(config, module, progress=progress, place=self.place)
                 self.module = self.loaded.module
+                if module is not None:
+                    self._given = GivenModule(self.module, self._borrowed(module))
                 # Before compilation: CPU code is specialized to the number of threads.
                 self._set_threads(spare_cores)
             with phases.phase("compile"), gc_disabled():
                 self._kernels.begin(self.module, self.loaded.vocab_size)
-                self.programs = self._compile(module, lora)
+                self.programs = Programs(config, self.module, self.place, self._given, lora)
                 if self.threads is not None:
                     self.program.report.notes.append(str(self.threads))
             if self.num_ranks > 1:
@@ -90,23 +89,15 @@ class Worker:
                 compare_reports(self.program.report, 0 if stage is None else stage.index)
             with phases.phase("allocate"), gc_disabled():
                 self._allocate(self.loaded)
-            self._parameters = [] if self._owns_weights else list(self.module.parameters())
-            self._writes = self._num_writes()
+            if self._given is not None:
+                self._given.remember()
         finally:
             self._kernels.end()
 
-    def _compile(self, given: nn.Module | None, lora: LoraShape | None) -> Programs:
-        """given: the module of the caller, if there is one."""
+    def _borrowed(self, given: nn.Module) -> StockModel | None:
+        """The wrapper around a module of transformers that was given."""
         module = self.module
-        wrapped = given is not None and given is not module
-        return Programs(
-            self.config,
-            module,
-            self.place,
-            owned=self._owns_weights,
-            borrowed=module if wrapped and isinstance(module, StockModel) else None,
-            lora=lora,
-        )
+        return module if module is not given and isinstance(module, StockModel) else None
 
     @property
     def program(self) -> Program:
@@ -389,30 +380,12 @@ class Worker:
                 self._capture()
 
     def check(self) -> bool:
-        if not self._owns_weights:
-            self._check_parameters()
-            for program in self.programs.all:
-                program.check()
-        before, self._writes = self._writes, self._num_writes()
-        return before != self._writes
-
-    def _check_parameters(self) -> None:
-        """Raises RunError if the module has others than when it was compiled."""
-        known = set(map(id, self._parameters))
-        for name, parameter in self.module.named_parameters():
-            if id(parameter) not in known:
-                raise RunError(
-                    f"{name} is another parameter than the one that was compiled "
-                    "(load_state_dict(assign=True), an adapter): compile again"
-                )
-
-    def _num_writes(self) -> list[int]:
-        """How often each parameter and buffer of a given module was written; of all, because no
-        program reads those of a vision encoder.
-        """
-        if self._owns_weights:
-            return []
-        return list(map(num_writes, chain(self.module.parameters(), self.module.buffers())))
+        if self._given is None:
+            return False
+        written = self._given.written()
+        for program in self.programs.all:
+            program.check()
+        return written
 
     def counts(self) -> StepCounts:
         runner = self.runner

@@ -26,9 +26,15 @@ from atomc.runtime.server.message_deltas import (  # noqa: E402
     ToolCallArguments,
     ToolCallStart,
 )
+from atomc.runtime.server.responses_api.endpoints import _translate  # noqa: E402
 from atomc.runtime.server.responses_api.events import OutputItems  # noqa: E402
 from atomc.runtime.server.responses_api.items import chat_messages, input_items  # noqa: E402
-from atomc.runtime.server.responses_api.store import ResponseStore, StoredResponse  # noqa: E402
+from atomc.runtime.server.responses_api.request import ResponsesRequest  # noqa: E402
+from atomc.runtime.server.responses_api.store import (  # noqa: E402
+    ResponseStore,
+    StoredResponse,
+    item_bytes,
+)
 
 pytestmark = pytest.mark.xdist_group("server")
 EVENT = TypeAdapter(ResponseStreamEvent)
@@ -599,7 +605,7 @@ def test_a_chat_without_text_is_an_empty_message_and_an_interrupted_item_is_inco
 
 
 def stored(name, size=100):
-    return StoredResponse(name, b"x" * size, [], [])
+    return StoredResponse(name, b"x" * size, [], 0, [])
 
 
 def test_the_store_drops_what_was_used_least_recently():
@@ -614,6 +620,20 @@ def test_the_store_drops_what_was_used_least_recently():
     assert store.delete("c") and not store.delete("c")
     store.check()
     assert len(store) == 2 and store.num_bytes == 2 * size
+
+
+def test_a_continued_conversation_is_counted_without_encoding_it_again():
+    def request(text):
+        return ResponsesRequest(input=text)
+
+    conversation, _ = _translate(request("a" * 1000), None)
+    for text in ("b" * 500, "c" * 200):
+        output = input_items([{"role": "assistant", "content": "Yes"}])
+        previous = StoredResponse("r", b"{}", conversation.items, conversation.num_bytes, output)
+        conversation, _ = _translate(request(text), previous)
+    assert len(conversation.items) == 5
+    # Each part has two brackets of its own.
+    assert 0 <= conversation.num_bytes - item_bytes(conversation.items) < 10
 
 
 def test_the_store_bounds_the_number_of_responses():

@@ -8,22 +8,23 @@ BATCH = "runtime/server/batch.py"
 TRACES = "tests/test_traces.py -k below_the_clients"
 
 ROLLOUTS = "tests/test_rollouts.py -k"
+GIVEN = "runtime/given_module.py"
 CLOSED = "tests/test_closed_schema.py"
 
 BUGS = [
     Bug("runtime/engine.py", "and self.executor.check()", "and self.executor.check() is None", f"{ROLLOUTS} optimizer"),
-    Bug("runtime/programs.py", "            with evaluation_mode(self.module):\n                yield", "            yield", f"{ROLLOUTS} dropout"),
-    Bug("runtime/worker.py", "            self._check_parameters()\n", "", f"{ROLLOUTS} other_storage"),
+    Bug(GIVEN, "            with evaluation_mode(self._module):\n                yield", "            yield", f"{ROLLOUTS} dropout"),
+    Bug(GIVEN, "if id(parameter) not in known:", "if False:", f"{ROLLOUTS} other_storage"),
     Bug("runtime/closed_schema.py", "not one.excludes(other)", "one", CLOSED),
     Bug("runtime/closed_schema.py", "waiting += _combined_parts(applied)", "pass", CLOSED),
     Bug("runtime/server/generation.py", "            self._raise_error(output)\n", "", "tests/test_generation.py"),
     Bug("runtime/caller_modes.py", "torch.autocast(kind, enabled=False)", "torch.no_grad()", f"{ROLLOUTS} change_no_request"),
     Bug("runtime/caller_modes.py", "torch.inference_mode(False)", "torch.no_grad()", f"{ROLLOUTS} inside_and_outside"),
     Bug("runtime/engine.py", "if not self.scheduler.requests and", "if not self.has_work and", f"{ROLLOUTS} stop_token"),
-    Bug("runtime/worker.py", "return before != self._writes", "return False", f"{ROLLOUTS} optimizer"),
+    Bug(GIVEN, "return before != self._writes", "return False", f"{ROLLOUTS} optimizer"),
     Bug("runtime/worker.py", "for program in self.programs.all", "for program in self.programs.of_steps", f"{ROLLOUTS} pooled"),
     Bug("runtime/scheduler.py", "        self.images.clear()\n\n    def evict", "\n    def evict", "tests/test_images.py -k that_is_updated"),
-    Bug("runtime/programs.py", "self._borrowed.own.set_in", "self._borrowed.ours.set_in", f"{ROLLOUTS} own_attention"),
+    Bug(GIVEN, "self._borrowed.own.set_in", "self._borrowed.ours.set_in", f"{ROLLOUTS} own_attention"),
     Bug("runtime/server/traces.py", "context=self._propagator.extract(dict(headers)),", "", TRACES),
     Bug("runtime/server/traces.py", "self._provider.shutdown()", "pass", TRACES),
     Bug("runtime/server/traces.py", "- round(request.seconds * 1e9)", "", TRACES),

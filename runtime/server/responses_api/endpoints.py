@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -22,7 +23,7 @@ from atomc.runtime.server.responses_api.request import (
     chat_request,
     check_supported,
 )
-from atomc.runtime.server.responses_api.store import StoredResponse
+from atomc.runtime.server.responses_api.store import StoredResponse, item_bytes
 from atomc.runtime.server.sampling import DEFAULT_TEMPERATURE
 from atomc.runtime.server.service import Service
 
@@ -38,31 +39,40 @@ MAX_LISTED = 100
 
 async def create_response(service: Service, body: ResponsesRequest, request: Request) -> Response:
     check_supported(body)
-    before: Sequence[JSONObject] = ()
+    previous = None
     if body.previous_response_id is not None:
         previous = _stored(service, body.previous_response_id, "previous_response_id")
-        before = [*previous.input, *previous.output]
     # In a thread: the input can have many items.
-    items, chat_body = await asyncio.to_thread(_translate, body, before)
+    conversation, chat_body = await asyncio.to_thread(_translate, body, previous)
     try:
         chat = await start_chat(service, chat_body, request)
     except APIError as error:
         error.param = PARAMS.get(error.param or "", error.param)
         raise
-    response = _ResponseBuilder(service, body, items, chat)
+    response = _ResponseBuilder(service, body, conversation, chat)
     if body.stream:
         return EventStream(response.stream(), chat.generation.close)
     return JSONResponse(await cancel_on_disconnect(request, response.complete()))
 
 
+@dataclass(frozen=True)
+class _Conversation:
+    """The items before a response; num_bytes: item_bytes of them."""
+
+    items: Sequence[JSONObject]
+    num_bytes: int
+
+
 def _translate(
-    body: ResponsesRequest, before: Sequence[JSONObject]
-) -> tuple[list[JSONObject], ChatRequest]:
+    body: ResponsesRequest, previous: StoredResponse | None
+) -> tuple[_Conversation, ChatRequest]:
+    before = [] if previous is None else [*previous.input, *previous.output]
     given = input_items(body.input, before)
     # The response repeats both. When it is built, it is too late for a 400 for lone surrogates.
     msgspec.json.encode([given, body.model_dump(exclude={"input"})])
     items = [*before, *given]
-    return items, chat_request(body, items)
+    num_bytes = item_bytes(given) + (0 if previous is None else previous.conversation_bytes)
+    return _Conversation(items, num_bytes), chat_request(body, items)
 
 
 async def retrieve_response(service: Service, name: str, stream: bool) -> Response:
@@ -119,13 +129,14 @@ def _stored(service: Service, name: str, param: str) -> StoredResponse:
 class _ResponseBuilder:
     """Builds the response to one request: one JSON body, or a stream of events.
 
-    items   the conversation that it answers
+    conversation   that it answers
     """
 
     def __init__(
-        self, service: Service, body: ResponsesRequest, items: Sequence[JSONObject], chat: Chat
+        self, service: Service, body: ResponsesRequest, conversation: _Conversation, chat: Chat
     ) -> None:
-        self.service, self.body, self.chat, self.items = service, body, chat, items
+        self.service, self.body, self.chat = service, body, chat
+        self.conversation = conversation
         # Not the request's id, which a client chooses: whoever knows it can retrieve the response.
         self.id, self.created = new_id("resp"), int(time.time())
         self.store = body.store is not False and service.responses.max_bytes > 0
@@ -192,7 +203,8 @@ class _ResponseBuilder:
                 StoredResponse(
                     self.id,
                     msgspec.json.encode(response),
-                    self.items,
+                    self.conversation.items,
+                    self.conversation.num_bytes,
                     self.output.conversation_items(),
                 )
             )

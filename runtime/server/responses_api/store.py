@@ -19,19 +19,30 @@ class StoredResponse:
 
     body    the response object as JSON
     input   the items of the conversation that it answers. Responses to one conversation share
-            them, so nobody may change them
+            them: they must not be changed
+    input_bytes   item_bytes of them
     output  its own items, without log-probabilities
     """
 
     id: str
     body: bytes
     input: Sequence[JSONObject]
+    input_bytes: int
     output: Sequence[JSONObject]
+
+    @property
+    def conversation_bytes(self) -> int:
+        """item_bytes of input and output."""
+        return self.input_bytes + item_bytes(self.output)
 
     def num_bytes(self) -> int:
         """An estimate that counts shared items for each response."""
-        items = [*self.input, *self.output]
-        return len(self.body) + len(msgspec.json.encode(items)) + ITEM_BYTES * len(items)
+        return len(self.body) + self.conversation_bytes
+
+
+def item_bytes(items: Sequence[JSONObject]) -> int:
+    """An estimate of their size. It encodes them, which takes long for many and for images."""
+    return len(msgspec.json.encode(items)) + ITEM_BYTES * len(items)
 
 
 class ResponseStore:

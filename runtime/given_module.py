@@ -1,0 +1,57 @@
+"""A module that LLM was given: its owner calls it, trains it and updates its weights meanwhile."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+
+from torch import nn
+
+from atomc.errors import RunError
+from atomc.models.stock import StockModel
+from atomc.runtime.evaluation_mode import evaluation_mode
+from atomc.weights.snapshot import num_writes
+
+
+class GivenModule:
+    """module: that is compiled; borrowed: it around a module of transformers. `remember` once it
+    is compiled.
+    """
+
+    def __init__(self, module: nn.Module, borrowed: StockModel | None) -> None:
+        self._module, self._borrowed = module, borrowed
+
+    @contextmanager
+    def traced(self) -> Iterator[None]:
+        """In this context, where it is traced, it is in evaluation mode, and a module of
+        transformers calls ops; elsewhere it computes as its class does, for its owner.
+        """
+        if self._borrowed is not None:
+            self._borrowed.ours.set_in(self._borrowed.hf_model)
+        try:
+            with evaluation_mode(self._module):
+                yield
+        finally:
+            if self._borrowed is not None:
+                self._borrowed.own.set_in(self._borrowed.hf_model)
+
+    def remember(self) -> None:
+        self._parameters = list(self._module.parameters())
+        self._writes = self._num_writes()
+
+    def written(self) -> bool:
+        """Whether parameters or buffers were written since the last call, by in-place operations.
+        Raises RunError if the module has other parameters than `remember` found.
+        """
+        known = set(map(id, self._parameters))
+        for name, parameter in self._module.named_parameters():
+            if id(parameter) not in known:
+                raise RunError(
+                    f"{name} is another parameter than the one that was compiled "
+                    "(load_state_dict(assign=True), an adapter): compile again"
+                )
+        before, self._writes = self._writes, self._num_writes()
+        return before != self._writes
+
+    def _num_writes(self) -> list[int]:
+        """Of all, because no program reads the parameters of a vision encoder."""
+        return list(map(num_writes, chain(self._module.parameters(), self._module.buffers())))
