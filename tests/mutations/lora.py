@@ -13,7 +13,7 @@ BUGS = [
     bug("runtime/prefix_sharing.py", "request.lora.identity", "request.lora.number", "lora", "one_load"),
     bug("runtime/lora_adapters.py", "(*self.loaded.values(), *self._in_use())", "self.loaded.values()", "lora", "keeps_its"),
     bug("runtime/lora_rows.py", "self._of_slots[chunk.slot] = NONE if number is None else number", "self._of_slots[chunk.slot] = number or 0", "lora", "mixed_batch"),
-    bug("passes/lora.py", "x = quantizer.args[0]", "pass", "lora", "quantized_layers"),
+    Bug("passes/lora.py", "x = quantizer.args[0]", "pass", "tests/test_lora.py -m '' -k quantized_layers"),
     bug("atomc/weights/lora.py", "layer.lora_b[number].zero_()", "pass", "lora_files", "replaces_all"),
     bug("atomc/weights/lora.py", "a.isfinite().all() and b.isfinite().all()", "True", "lora_files", "changes_nothing"),
     bug("runtime/lora_files.py", "math.sqrt(rank) if self.rslora else rank", "rank", "lora_files", "its_root"),
