@@ -3,7 +3,7 @@
 from mutations import Bug
 
 TESTS = "tests/test_data_parallel.py -k"
-SENT = "tests/test_moe_across_processes.py -k op-reference"
+SENT = "tests/test_moe_across_processes.py -k 'op and reference'"
 BUGS = [
     Bug("runtime/data_parallel.py", "key=lambda rank: len(rank.requests)", "key=lambda rank: 0", f"{TESTS} fewest"),
     Bug("runtime/data_parallel.py", "        if prompt != of_last:\n", "        if True:\n", f"{TESTS} choices"),
@@ -15,7 +15,7 @@ BUGS = [
     Bug("runtime/config.py", "self.dp if self.ep and self.tp == 1 else 1", "self.dp if self.ep else 1", f"{TESTS} without_tp"),
     Bug("atomc/ops/dispatch.py", "weighted.masked_fill(local == nowhere, 0.0)", "weighted", "tests/test_ranks_models.py -m '' -k 'own and latent'"),
     Bug("atomc/ops/dispatch.py", 'functional.reduce_scatter_tensor(partial.contiguous(), "sum"', 'functional.reduce_scatter_tensor(partial.contiguous(), "max"', SENT),
-    Bug("atomc/kernels/moe/as_kernel.py", "rows.masked_fill(rows == nowhere, -1)", "rows", "tests/test_moe_across_processes.py -k op-torch"),
+    Bug("atomc/kernels/moe/as_kernel.py", "rows.masked_fill(rows == nowhere, -1)", "rows", "tests/test_moe_across_processes.py -k 'op and torch'"),
     Bug("passes/fuse/experts_ep.py", "tensor_example(3, 7, dtype=OneOf(torch.int64", "tensor_example(3, 2, dtype=OneOf(torch.int64", "tests/test_blockers.py -k moe_experts_ep"),
     Bug("runtime/ranks/reports.py", "first = stages.index(stage)", "first = 0", "tests/test_rank_reports.py -k their_stage"),
     Bug("runtime/ranks/reports.py", "        log.error(", "        log.debug(", "tests/test_rank_reports.py -k log"),
