@@ -24,8 +24,10 @@ if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 torch.set_num_threads(1)
 # pytest keeps each line of a logger that does not propagate: of torch's structured trace every graph
-# of every compilation, which is written only where something reads it.
-logging.getLogger("torch.__trace").propagate = True
+# of every compilation, which is written only where something reads it. So this one propagates, to a
+# logger without handlers.
+TRACE = logging.getLogger("torch.__trace")
+TRACE.propagate, TRACE.parent = True, logging.Logger("unread")
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
     from interpreted_floats import round_to_nearest
     from interpreted_launches import patch_once_a_launch
