@@ -133,6 +133,11 @@ class Worker:
             if not self.place.stage.is_first:
                 self._takes = ModelInputs(hidden=(stage.width, stage.dtype))
         options = replace(options, expert_load=options.expert_load or config.expert_load)
+        if options.expert_load and self.place.experts is not None:
+            raise ValueError(
+                "the option expert_load is not supported with dp and ep, whose ranks send each "
+                "other tokens: leave out one of them, or use tp with ep"
+            )
         self.images = ImageModel.of(self.module)
         if self.images is not None and self.place.experts is not None:
             raise ValueError(
