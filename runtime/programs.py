@@ -69,7 +69,6 @@ class Programs:
         self.config, self.module, self.place = config, module, place
         self.given, self.owned = given, given is None
         self.images = ImageModel.of(module)
-        self._check(lora)
         self.hidden: Program | None = None
         self.encode: Encode | None = None
         self.image_program: Program | None = None
@@ -77,18 +76,23 @@ class Programs:
         self._own_forward: self_check.OwnForward | None = None
         self._options = Options.of(config.options)
         self._takes = TEXT
+        self._check(lora)
         with self._traced():
             self._compile(lora)
 
     def _check(self, lora: LoraShape | None) -> None:
-        if self.images is None:
-            return
-        if self.place.experts is not None:
+        shares_experts = self.place.experts is not None
+        if shares_experts and self._options.expert_load:
+            raise ValueError(
+                "the option expert_load is not supported with dp and ep, whose ranks send each "
+                "other tokens: leave out one of them, or use tp with ep"
+            )
+        if shares_experts and self.images is not None:
             raise ValueError(
                 "dp with ep is not supported for models with an image encoder: use tp with ep, or "
                 "dp without ep"
             )
-        if lora is not None:
+        if lora is not None and self.images is not None:
             raise ValueError(
                 "LoRA adapters (lora, max_loras) are not supported for models that read images"
             )
