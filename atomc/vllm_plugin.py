@@ -8,10 +8,7 @@ PyTorch, which atomc recognizes. Attention stays vLLM's op. Other backends see n
 """
 
 import logging
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    pass
+from typing import Any
 
 log = logging.getLogger("atomc")
 BACKEND = PROVIDER = "atom"
