@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 pytest.importorskip("zmq")
-from atomc.runtime.server.client import EngineDead
+from atomc.runtime.server.client import EngineDead, EngineRestarting
 from atomc.runtime.server.engines import Engines
 
 
@@ -29,6 +29,7 @@ class Client:
         ((None, ValueError("no")), ValueError),
         ((EngineDead("gone"), ValueError("no")), ValueError),
         ((EngineDead("gone"), EngineDead("gone")), EngineDead),
+        ((None, EngineRestarting("it starts again", 1.0)), EngineRestarting),
     ],
 )
 def test_an_adapter_that_one_engine_refuses_is_loaded_by_none(errors, raised):
@@ -43,3 +44,13 @@ def test_an_engine_that_died_does_not_keep_the_others_from_loading():
     clients = [Client(), Client(EngineDead("gone"))]
     asyncio.run(Engines(clients).load_adapter("a", "folder"))
     assert clients[0].did == [("load_adapter", "a")]
+
+
+def test_adapters_change_when_no_engine_is_being_restarted():
+    engines = Engines([Client(), Client()])
+    engines.check_none_restarts()
+    engines.clients[1].dead = EngineRestarting("it starts with the adapters of before", 1.0)
+    with pytest.raises(EngineRestarting):
+        engines.check_none_restarts()
+    engines.clients[1].dead = EngineDead("gone")
+    engines.check_none_restarts()

@@ -111,9 +111,19 @@ class Engines:
         self._check()
         await asyncio.gather(*(client.call("reset_prefix_cache") for client in self.alive))
 
+    def check_none_restarts(self) -> None:
+        """Raises EngineRestarting while an engine starts again: its LoRA adapters are those that it
+        started with. EngineDead without an engine.
+        """
+        self._check()
+        for client in self.clients:
+            if isinstance(client.dead, EngineRestarting):
+                raise client.dead
+
     async def load_adapter(self, name: str, folder: str) -> None:
         """Returns when all engines have loaded this LoRA adapter. Raises ValueError with the reason
-        if one cannot, after which none has it; EngineDead without an engine.
+        if one cannot, EngineRestarting if one has to start again, after which none has it;
+        EngineDead without an engine.
         """
         self._check()
         clients = self.alive
@@ -121,9 +131,12 @@ class Engines:
             *(client.call("load_adapter", folder, name) for client in clients),
             return_exceptions=True,
         )
-        # One that died starts again with the adapters of its configuration.
         errors = [found for found in results if isinstance(found, BaseException)]
-        refused = [error for error in errors if not isinstance(error, EngineDead)]
+        refused = [
+            error
+            for error in errors
+            if isinstance(error, EngineRestarting) or not isinstance(error, EngineDead)
+        ]
         if not refused and len(errors) < len(clients):
             return
         loaded = [

@@ -24,6 +24,7 @@ async def load_adapter(service: Service, body: LoadAdapterRequest) -> Response:
     name, adapters = body.lora_name, service.model.adapters
     _check_allowed(service)
     async with _changing:
+        service.engines.check_none_restarts()
         if name in service.model.names:
             raise invalid(f"{name!r} is the name of the model, choose another one", "lora_name")
         folder = _folder(service, body.lora_path)
@@ -42,6 +43,7 @@ async def unload_adapter(service: Service, body: UnloadAdapterRequest) -> Respon
     name, adapters = body.lora_name, service.model.adapters
     _check_allowed(service)
     async with _changing:
+        service.engines.check_none_restarts()
         if name not in adapters:
             raise APIError(
                 404,
