@@ -221,7 +221,7 @@ class LLM:
             found = completion.prompt_logprobs
             assert found is not None, "params ask for them"
             logprobs = [each.logprob for each in found if each is not None]
-            scores.append(torch.tensor(logprobs, dtype=torch.float32))
+            scores.append(torch.tensor(logprobs, dtype=torch.float32, device="cpu"))
         return scores
 
     def chat(

@@ -103,11 +103,11 @@ def test_modes_of_the_caller_change_no_request(llm, mode):
     params = SamplingParams(
         max_tokens=4, ignore_eos=True, frequency_penalty=0.1, logprobs=0, prompt_logprobs=0
     )
-    (expected,) = llm.generate([PROMPT], params)
+    (expected,), (score,) = llm.generate([PROMPT], params), llm.score([PROMPT])
     llm.reset_prefix_cache()
     with mode:
-        (found,) = llm.generate([PROMPT], params)
-    assert found == expected
+        (found,), (found_score,) = llm.generate([PROMPT], params), llm.score([PROMPT])
+    assert found == expected and found_score.tolist() == score.tolist()
 
 
 @pytest.fixture(scope="module")
