@@ -10,6 +10,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -77,6 +78,19 @@ def test_a_cluster_with_too_few_free_gpus_is_refused():
         check_resources(config, GPUS, {"GPU": 3.0, "CPU": 32.0})
     with pytest.raises(ValueError, match=r"need 12 CPUs, 3 each, and of 8 CPUs .* 0 are free"):
         check_resources(replace(config, device="cpu", threads=3), {"CPU": 8.0}, {})
+    with pytest.raises(ValueError, match=r"^dp is 2 with ep: the ranks need 2 GPUs"):
+        check_resources(replace(config, tp=1, ep=True), GPUS, {"GPU": 1.0, "CPU": 4.0})
+
+
+def test_folders_are_named_by_whole_paths_which_other_hosts_find(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    start = "atomc.runtime.server.start_engines._start_on_ray"
+    monkeypatch.setattr(start, lambda config: config)
+    (tmp_path / "model").mkdir()
+    given = EngineConfig(model="model", lora={"a": "adapters/a"})
+    found = start_engines(given, Path("model"), on_ray=True)
+    assert found.model == str(tmp_path / "model")
+    assert found.lora == {"a": str(tmp_path / "adapters" / "a")}
 
 
 def test_an_address_without_a_cluster_is_refused_soon():

@@ -57,11 +57,12 @@ def check_resources(
     config: EngineConfig, cluster: Mapping[str, float], free: Mapping[str, float]
 ) -> None:
     """Raises ValueError if the cluster has too few resources for config.num_engines engines."""
+    engines = f" and dp is {config.dp}" if config.num_engines > 1 else ""
     for name, each in bundles(config)[0].items():
         needed = each * config.num_processes
         if free.get(name, 0.0) < needed:
             raise ValueError(
-                f"{config.several_ranks} and dp is {config.dp}: the ranks need {needed:g} {name}s, "
+                f"{config.several_ranks}{engines}: the ranks need {needed:g} {name}s, "
                 f"{each:g} each, and of {cluster.get(name, 0.0):g} {name}s of the Ray cluster "
                 f"{free.get(name, 0.0):g} are free"
             )

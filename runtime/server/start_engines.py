@@ -38,7 +38,11 @@ def start_engines(
 
 
 def _for_other_hosts(config: EngineConfig, folder: Path) -> EngineConfig:
-    """A name on the hub stays one, because each host has its own copies."""
+    """Folders by their whole paths, because other hosts start in other folders. A name on the hub
+    stays one, because each host has its own copies.
+    """
+    lora = {name: str(Path(path).expanduser().resolve()) for name, path in config.lora.items()}
+    config = replace(config, lora=lora)
     if config.model is None or not Path(config.model).expanduser().is_dir():
         return config
     return replace(config, model=str(folder.resolve()))
