@@ -70,8 +70,10 @@ class CompileQueue:
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is being compiled, perhaps for requests that were aborted."""
-        return bool(self._pending)
+        """Whether something is being compiled, perhaps for requests that were aborted, or requests
+        wait to be added.
+        """
+        return any(each.submits or not each.compiled.done() for each in self._pending.values())
 
     def enqueue(self, submit: Submit) -> bool:
         """Queue the request's compile; returns False if it needs none, or if it is done."""
