@@ -406,6 +406,14 @@ def test_a_group_that_was_stopped_as_a_whole_goes_on(small, monkeypatch):
     assert small.generate([PROMPT])[0].token_ids == expected
 
 
+def test_results_of_a_group_that_has_failed_are_its_failure():
+    group = monitor.Monitor(2, 1.0)
+    group._fail("rank 1 ended")
+    with pytest.raises(RankFailed, match="rank 1 ended"):
+        group.results(7, [1])
+    group.close()
+
+
 def test_sizes_that_do_not_fit_are_refused_before_anything_starts(monkeypatch):
     with pytest.raises(ValueError, match=r"heads.* do not divide by 3"):
         LLM(**CONFIG, tp=3)

@@ -202,7 +202,7 @@ class Monitor:
             self._changed.wait_for(
                 lambda: self._failure or self._results[number].keys() >= set(ranks)
             )
-            found = self._results.pop(number)
+            found = self._results.pop(number, {})
         self.raise_failure()
         return [result for rank in ranks for result in found[rank]]
 
