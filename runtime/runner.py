@@ -147,7 +147,9 @@ class Runner:
             return
         if self.program.syncing:
             self.why_eager = f"{', '.join(self.program.syncing)} wait for the device"
-            self.program.report.notes.append(f"no CUDA graphs: {self.why_eager}")
+            note = f"no CUDA graphs: {self.why_eager}"
+            if note not in self.program.report.notes:  # of a capture before the engine slept
+                self.program.report.notes.append(note)
             return
         self.input_batch.write(
             None,

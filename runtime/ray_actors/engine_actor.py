@@ -88,7 +88,7 @@ class RayEngine:
 
     @property
     def failure(self) -> str | None:
-        with suppress(zmq.Again):
+        with suppress(zmq.ZMQError):  # there is none, or the socket is closed
             self._reason = self._failures.recv(zmq.NOBLOCK).decode()
         return self._reason
 
