@@ -112,8 +112,8 @@ class Engines:
         await asyncio.gather(*(client.call("reset_prefix_cache") for client in self.alive))
 
     def check_none_restarts(self) -> None:
-        """Raises EngineRestarting while an engine starts again: its LoRA adapters are those that it
-        started with. EngineDead without an engine.
+        """Raises EngineRestarting while an engine starts again, which is awake then, with the LoRA
+        adapters that it was started with. EngineDead without an engine.
         """
         self._check()
         for client in self.clients:
@@ -164,10 +164,10 @@ class Engines:
             client.keep_adapters(adapters)
 
     async def sleep(self) -> None:
-        """Returns when all engines sleep. Raises ValueError, and none sleeps then, if requests wait
-        or run; EngineDead as above.
+        """Returns when all engines sleep. Raises ValueError if requests wait or run, and
+        EngineRestarting if one starts again; none sleeps then. EngineDead as above.
         """
-        self._check()
+        self.check_none_restarts()
         refuse_running(sum(client.num_unfinished for client in self.alive))
         calls = [client.call("sleep") for client in self.alive]
         ended = await asyncio.gather(*calls, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""LoRA adapters of several engines: all load one, or none."""
+"""Calls of several engines: all load a LoRA adapter, or sleep, or none does."""
 
 import asyncio
 
@@ -13,6 +13,7 @@ class Client:
     """An engine that answers calls, and remembers those that it did."""
 
     dead = None
+    num_unfinished = 0
 
     def __init__(self, error=None):
         self.error, self.did = error, []
@@ -46,11 +47,15 @@ def test_an_engine_that_died_does_not_keep_the_others_from_loading():
     assert clients[0].did == [("load_adapter", "a")]
 
 
-def test_adapters_change_when_no_engine_is_being_restarted():
+def test_adapters_change_and_engines_sleep_when_none_is_being_restarted():
     engines = Engines([Client(), Client()])
     engines.check_none_restarts()
     engines.clients[1].dead = EngineRestarting("it starts with the adapters of before", 1.0)
     with pytest.raises(EngineRestarting):
         engines.check_none_restarts()
+    with pytest.raises(EngineRestarting):
+        asyncio.run(engines.sleep())
+    assert engines.clients[0].did == []
     engines.clients[1].dead = EngineDead("gone")
-    engines.check_none_restarts()
+    asyncio.run(engines.sleep())
+    assert engines.clients[0].did == [("sleep", "")]
