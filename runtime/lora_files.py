@@ -29,6 +29,11 @@ _UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "layer_replication": ((None, []), "the model's layers are those of its checkpoint"),
     "trainable_token_indices": ((None, []), "embeddings would differ by request"),
     "target_parameters": ((None, []), "only linear layers have adapters"),
+    # The others subtract what they begin with from the model's weights: PiSSA, OLoRA, CorDA, LoftQ.
+    "init_lora_weights": (
+        (None, True, False, "gaussian", "eva", "orthogonal", "mica"),
+        "it belongs to other weights of the model",
+    ),
     "alora_invocation_tokens": ((None, []), "an adapter is used from the first token on"),
 }
 

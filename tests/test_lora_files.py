@@ -24,6 +24,7 @@ PATH = "model.layers.0.self_attn.q_proj"
         ("modules_to_save", ["lm_head"], "whole layers"),
         ("fan_in_fan_out", True, "transposed"),
         ("alpha_pattern", {"q_proj": 3}, "one lora_alpha"),
+        ("init_lora_weights", "pissa_niter_4", "other weights of the model"),
         ("peft_type", "IA3", "expected 'LORA'"),
         ("r", 0, "expected a positive number"),
         ("lora_alpha", "8", "expected a number"),
