@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("msgspec")
 
-from atomc.runtime.sampling.sampling_params import SamplingParams  # noqa: E402
-from atomc.runtime.server.compile_queue import CompileQueue  # noqa: E402
-from atomc.runtime.server.messages import Submit  # noqa: E402
+from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.runtime.server.compile_queue import CompileQueue
+from atomc.runtime.server.messages import Submit
 
 
 def no_compiler() -> None:
