@@ -20,4 +20,6 @@ BUGS = [
     bug(KERNEL, "layer[None, :] == (r // RANK)[:, None]", "r[:, None] >= 0", "kernels", "lora and merged"),
     bug(KERNEL, "for part in tl.static_range(PARTS)", "for part in tl.static_range(1)", "kernels", "lora and long"),
     bug("passes/merge/linears.py", "    while call(node).op in VIEWS or _is_adapter(node):", "    while call(node).op in VIEWS:", "lora_peft", "gate_and_up"),
+    bug("runtime/server/engines.py", "if isinstance(error, EngineRestarting) or not", "if not", "engines", "refuses"),
+    bug("runtime/server/engines.py", "self.check_none_restarts()", "self._check()", "engines", "engines_sleep"),
 ]  # fmt: skip
