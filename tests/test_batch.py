@@ -170,6 +170,16 @@ def test_a_full_disk_ends_the_batch(monkeypatch):
         batch_of(monkeypatch, [], 3, write)
 
 
+def test_several_processes_of_torchrun_do_not_write_one_file(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "in.jsonl"
+    file.write_text("")
+    place = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_PORT": 1, "MASTER_ADDR": "a"}
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", **place}.items():
+        monkeypatch.setenv(name, str(value))
+    assert main(["run-batch", "-i", str(file), "-o", str(tmp_path / "out")]) == 2
+    assert "each would answer all requests" in capsys.readouterr().err
+
+
 def test_files_are_checked_before_the_start(tmp_path, capsys):
     file = tmp_path / "in.jsonl"
 

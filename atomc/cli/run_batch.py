@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from atomc.cli.arguments import command
 from atomc.cli.serve import GROUPS, POSITIONAL
+from atomc.options import torchrun_place
 
 if TYPE_CHECKING:
     from atomc.cli.arguments import Commands
@@ -82,6 +83,11 @@ def run(arguments: argparse.Namespace) -> None:
     engine = EngineConfig(**values_of(arguments, {}, EngineConfig))
     source, target = Path(arguments.input), Path(arguments.output)
     _check_files(source, target)
+    if torchrun_place() is not None:
+        raise ValueError(
+            "torchrun starts several processes, and each would answer all requests: start one "
+            "`atomc run-batch`, for several hosts with --ray"
+        )
     try:
         from atomc.runtime.server.batch import run_batch
         from atomc.runtime.server.client import EngineFailed
