@@ -62,7 +62,7 @@ def test_what_does_not_fit_the_processes_of_torchrun_is_refused(monkeypatch):
     check_place(CONFIG, place)
     with pytest.raises(ValueError, match="tp is 4, which makes 4 ranks, but torchrun started 2"):
         check_place(replace(CONFIG, tp=4), place)
-    with pytest.raises(ValueError, match="dp is 2, but torchrun starts the ranks of one engine"):
+    with pytest.raises(ValueError, match="dp is 2, but torchrun starts the ranks of tp and pp"):
         check_place(replace(CONFIG, dp=2), place)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match="process 2 of torchrun on its host, which has 1 GPUs"):

@@ -42,7 +42,7 @@ def check_place(config: EngineConfig, place: TorchrunPlace) -> None:
     """
     if config.dp > 1:
         raise ValueError(
-            f"dp is {config.dp}, but torchrun starts the ranks of one engine: leave dp out, or use "
+            f"dp is {config.dp}, but torchrun starts the ranks of tp and pp: leave dp out, or use "
             "--ray"
         )
     if config.num_ranks != place.size:
