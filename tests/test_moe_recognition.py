@@ -239,6 +239,20 @@ def test_what_processes_exchange_besides_ids_keeps_its_cast() -> None:
     assert "float32" in text
 
 
+def test_weights_with_another_number_of_experts_run_the_same_graph() -> None:
+    def function(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+        return ops.moe_experts(x, ids, weights, w13, w2)
+
+    options = {"strict": True, "cache": False, "glue": "eager"}
+    compiled = torch.compile(function, backend="atom", dynamic=True, options=options)
+    before = atomc.reports()
+    x, ids, weights, w13, w2 = WRITTEN_OUT
+    for held in (4, 6):
+        given = x, ids % held, weights, w13[:held].clone(), w2[:held].clone()
+        assert torch.equal(compiled(*given), function(*given))
+    assert len(since(before)) == 1
+
+
 @pytest.mark.parametrize("tokens", [1, 6])
 @pytest.mark.parametrize("activation", [F.silu, F.gelu, lambda x: F.gelu(x, approximate="tanh")])
 @pytest.mark.parametrize("biased", [False, True])
