@@ -1,5 +1,5 @@
-"""Kernels around the cache, of experts, and some of linear layers compile for GPUs that are not here; the interpreter
-says nothing of that.
+"""Kernels around the cache, of experts, and some of linear layers compile for GPUs that are not
+here; the interpreter says nothing of that.
 """
 
 import os
