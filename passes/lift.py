@@ -91,21 +91,14 @@ def _linear(graph: Graph, node: Node) -> Lifted:
 
 
 def _embedding(graph: Graph, node: Node) -> Lifted:
-    # The one of torch has the weight first.
-    first = ("input", "weight") if node.target is F.embedding else ("weight", "indices")
-    names = (
-        *first,
-        "padding_idx",
-        "max_norm",
-        "norm_type",
-        "scale_grad_by_freq",
-        "sparse",
-    )
-    given = _arguments(node, names, max_norm=None)
+    if node.target is torch.embedding:  # which has the weight first, and no max_norm
+        given = _arguments(node, ("weight", "indices"))
+        _replace(node, ops.embedding, given["indices"], given["weight"])
+        return {}
+    given = _arguments(node, ("input", "weight", "padding_idx", "max_norm"), max_norm=None)
     if given["max_norm"] is not None:
         return "max_norm modifies the weight"
-    indices = given[next(name for name in first if name != "weight")]
-    _replace(node, ops.embedding, indices, given["weight"])
+    _replace(node, ops.embedding, given["input"], given["weight"])
     return {}
 
 

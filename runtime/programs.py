@@ -87,6 +87,11 @@ class Programs:
                 "the option expert_load is not supported with dp and ep, whose ranks send each "
                 "other tokens: leave out one of them, or use tp with ep"
             )
+        if shares_experts and self._options.batch_invariant:
+            raise ValueError(
+                "the option batch_invariant is not supported with dp and ep: the order in which "
+                "results of ranks are added depends on the rank that has the request"
+            )
         if shares_experts and self.images is not None:
             raise ValueError(
                 "dp with ep is not supported for models with an image encoder: use tp with ep, or "

@@ -4,6 +4,7 @@ rows are.
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import atomc
 from atomc import ops
@@ -65,6 +66,34 @@ def test_a_row_of_a_linear_layer_does_not_know_the_others(kind, dtype):
         )
         for rows in (slice(0, 1), slice(3, 20), slice(69, 70), slice(0, 0)):
             assert torch.equal(linear(x[rows], weight, bias), whole[rows])
+
+
+@pytest.mark.parametrize("kind", DEVICES)
+def test_a_row_of_an_adapter_does_not_know_the_others(kind):
+    torch.manual_seed(0)
+    y, x, a, b = (
+        torch.randn(shape, device=DEVICES[kind])
+        for shape in ((20, 40), (20, 48), (1, 4, 48), (40, 4))
+    )
+    adapter, given = invariant(ops.lora_linear, kind), (a, b.t()[None])
+    whole = adapter(y, x, *given, scale=2.0)
+    expected = ops.lora_linear.reference(y, x, *given, scale=2.0)
+    torch.testing.assert_close(whole, expected, atol=1e-4, rtol=1e-4)
+    for rows in (slice(0, 1), slice(3, 9)):
+        assert torch.equal(adapter(y[rows], x[rows], *given, scale=2.0), whole[rows])
+
+
+def test_the_adapter_of_a_layer_under_torch_compile_is_served_by_such_a_kernel():
+    def adapted(x, weight, a, b):
+        return F.linear(x, weight) + F.linear(F.linear(x, a), b) * 2.0
+
+    given = [torch.randn(shape) for shape in ((5, 48), (40, 48), (4, 48), (40, 4))]
+    options = {"batch_invariant": True, "strict": True, "cache": False}
+    report = atomc.explain(adapted, *given, options=options)
+    assert {(choice.op, choice.chosen) for choice in report.kernels} == {
+        ("linear", INVARIANT),
+        ("lora_linear", INVARIANT),
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -4,12 +4,15 @@ import random
 from typing import Any
 
 import pytest
+from torch import nn
 
 from atomc.parallel import sizes
+from atomc.parallel.group import Place, TensorParallel
 from atomc.runtime.batch import InputBatch
 from atomc.runtime.blocks import BlockPool
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.data_parallel import DataParallelScheduler
+from atomc.runtime.programs import Programs
 from atomc.runtime.request import Request, siblings
 from atomc.runtime.sampling.sampling_params import SamplingParams
 from atomc.runtime.scheduler import QueueFull, Scheduler
@@ -187,6 +190,12 @@ def test_with_ep_and_without_tp_dp_is_the_number_of_ranks_of_one_engine() -> Non
 def test_what_ranks_that_share_experts_cannot_do_is_refused(given: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         EngineConfig(ep=True, **given)
+
+
+def test_ranks_that_share_experts_do_not_promise_equal_bits() -> None:
+    config = EngineConfig(dp=2, ep=True, options={"batch_invariant": True})
+    with pytest.raises(ValueError, match="batch_invariant is not supported with dp and ep"):
+        Programs(config, nn.Module(), Place(experts=TensorParallel(0, 2, "")))
 
 
 def test_only_the_experts_have_to_divide() -> None:

@@ -34,7 +34,7 @@ PIECES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     ),
     "embedding": (lambda ids, w: F.embedding(ids, w), (torch.arange(40).view(2, 20), W)),
     "embedding, weight first": (
-        lambda ids, w: torch.embedding(w, ids),
+        lambda ids, w: torch.embedding(w, ids, -1, False, False),
         (torch.arange(40).view(2, 20), W),
     ),
     "rms_norm": (lambda x, w: F.rms_norm(x, (64,), w, 1e-5), (X, B)),

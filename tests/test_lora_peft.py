@@ -88,6 +88,8 @@ def test_products_that_are_no_adapter_are_left_alone():
         missed(adapted, X, W, *wide)[1] == "its rank 16 is not below its 16 inputs and 12 outputs"
     )
 
+    rewritten(LORA, adapted, X, W, A, B, matches=0, dynamic=True)
+
     def read_twice(x, weight, a, b):
         thin = F.linear(x, a)
         return F.linear(x, weight) + F.linear(thin, b) * 2.0, thin

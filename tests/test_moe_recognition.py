@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from moe_blockers import EXPERTS as WRITTEN_OUT
+from moe_blockers import PAIR
 from moe_blockers import experts as written_out
 from rewriting import after_passes, explained, since
 from torch import Tensor, nn
 
 import atomc
-from atomc import passes
+from atomc import ops, passes
 from atomc.passes.recognize.experts import TRANSFORMERS
 
 transformers = pytest.importorskip("transformers")
@@ -229,6 +230,27 @@ def test_experts_read_the_ids_of_the_router_without_a_cast() -> None:
     chosen = [each for each in passes.PIPELINE if not each.paged]
     text = after_passes(chosen, lambda x: layer(x), torch.randn(1, 5, HIDDEN)).text
     assert "moe_experts" in text and "topk_route" in text and "int64" not in text
+
+
+def test_what_processes_exchange_besides_ids_keeps_its_cast() -> None:
+    chosen = [each for each in passes.PIPELINE if each.name == "ids_as_chosen"]
+    counts = torch.arange(5, dtype=torch.int32)
+    text = after_passes(chosen, lambda x: ops.all_reduce(x.float(), PAIR), counts).text
+    assert "float32" in text
+
+
+def test_weights_with_another_number_of_experts_run_the_same_graph() -> None:
+    def function(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+        return ops.moe_experts(x, ids, weights, w13, w2)
+
+    options = {"strict": True, "cache": False, "glue": "eager"}
+    compiled = torch.compile(function, backend="atom", dynamic=True, options=options)
+    before = atomc.reports()
+    x, ids, weights, w13, w2 = WRITTEN_OUT
+    for held in (4, 6):
+        given = x, ids % held, weights, w13[:held].clone(), w2[:held].clone()
+        assert torch.equal(compiled(*given), function(*given))
+    assert len(since(before)) == 1
 
 
 @pytest.mark.parametrize("tokens", [1, 6])

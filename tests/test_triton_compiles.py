@@ -1,5 +1,5 @@
-"""Kernels around the cache, and of experts, compile for GPUs that are not here; the interpreter
-says nothing of that.
+"""Kernels around the cache, of experts, and some of linear layers compile for GPUs that are not
+here; the interpreter says nothing of that.
 """
 
 import os
@@ -58,6 +58,11 @@ EXPERTS = (
     "moe_experts_int8/biases",
     "moe_experts_w4a16/zeros",
 )
+LINEARS = (
+    "linear_nvfp4/one row",
+    "linear_nvfp4/many rows",
+    "lora_linear/merged",
+)
 # What AMD's GPUs have otherwise: fp8, and the products of tensor cores.
 ON_AMD = (
     "kv_write/fp8 with scales",
@@ -78,7 +83,7 @@ CHUNKS = ("gated_delta_rule_update/Qwen3.5",)
 @pytest.mark.parametrize(
     ("target", "calls"),
     [
-        pytest.param("sm90", CALLS, id="sm90"),
+        pytest.param("sm90", CALLS + LINEARS, id="sm90"),
         pytest.param("gfx942", ON_AMD, id="gfx942"),
         pytest.param("gfx942", CALLS, id="gfx942, all", marks=pytest.mark.slow),
         pytest.param("sm90", EXPERTS + CHUNKS, id="sm90 experts and chunks"),

@@ -113,8 +113,9 @@ def _chosen_among(node: Node) -> int | None:
     among = None if router is None else num_experts_of(router)
     weight = given["w2"]
     assert isinstance(weight, Node)
-    held = len(value(weight))
-    return among if among is not None and among > held else None
+    held = value(weight).shape[0]
+    fewer = among is not None and isinstance(held, int) and held < among
+    return among if fewer else None
 
 
 def _operand(found: T) -> T | Operand:

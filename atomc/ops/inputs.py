@@ -136,7 +136,7 @@ class ExpertCounts:
 @dataclass(frozen=True)
 class LoraWeights:
     """The adapters' products of a linear layer, or of several that are merged, as the program owns
-    them: A [adapters, P * rank, K] or B [adapters, N, rank] of P layers (ops.lora_linear).
+    them: A [adapters, P * rank, K] or B.T [adapters, rank, N] of P layers (ops.lora_linear).
 
     number  of the linear among those with adapters
     role    "lora_a" or "lora_b"

@@ -311,10 +311,12 @@ def ids_as_chosen(gm: GraphModule, context: Context) -> list[Fired]:
         op = op_of(node.target)
         if op is None or not op.kind & (Kind.EXPERTS | Kind.COLLECTIVE):
             continue
-        for ids in node.all_input_nodes:
-            cast = call(ids)
-            if cast.op == "cast" and value(cast.operands[0]).dtype == torch.int32:
-                node.replace_input_with(ids, cast.operands[0])
-                fired.append(Fired("ids_as_chosen", node, {}))
+        ids = op.bind(*node.args, **node.kwargs).get("ids")
+        if not isinstance(ids, Node) or value(ids).dtype != torch.int64:
+            continue
+        cast = call(ids)
+        if cast.op == "cast" and value(cast.operands[0]).dtype == torch.int32:
+            node.replace_input_with(ids, cast.operands[0])
+            fired.append(Fired("ids_as_chosen", node, {}))
     remove_dead_nodes(gm.graph)
     return fired

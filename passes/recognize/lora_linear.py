@@ -50,6 +50,8 @@ def _example(in_fp32: bool) -> Example:
 
 def _guard(x: Tensor, a: Tensor, b: Tensor, **_: object) -> str | None:
     rank, inputs, outputs = a.shape[0], a.shape[-1], b.shape[0]
+    if not all(isinstance(size, int) for size in (rank, inputs, outputs)):
+        return "the sizes of its weights are dynamic"
     if rank >= min(inputs, outputs):
         return f"its rank {rank} is not below its {inputs} inputs and {outputs} outputs"
     return None

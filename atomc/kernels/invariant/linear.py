@@ -8,7 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc import ops
+from atomc.kernels.checks import unlike
+from atomc.kernels.invariant.adapter import adapted, several
 from atomc.kernels.triton.launch import unfit
+from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -70,6 +73,32 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if rows.shape[0]:
         multiply(rows[:, None], weight[None], out[:, None], bias)
     return out.view(*x.shape[:-1], n)
+
+
+def refuse_lora_linear(
+    platform: Platform,
+    y: Tensor,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    rows: Tensor | None = None,
+    widths: list[int] | None = None,
+    scale: float = 1.0,
+) -> Refusal | None:
+    return unfit(platform, y=y, x=x, a=a) or unlike(FLOATS, a=a, b=b) or several(a, rows, widths)
+
+
+@ops.lora_linear.kernel("invariant", refuses=refuse_lora_linear)
+def lora_linear(
+    y: Tensor,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    rows: Tensor | None = None,
+    widths: list[int] | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    return adapted(linear, y, x, a, b, scale)
 
 
 def multiply(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> None:

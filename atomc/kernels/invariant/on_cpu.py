@@ -10,6 +10,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import not_a_cpu
+from atomc.kernels.invariant.adapter import adapted, several
 from atomc.kernels.torch.sequence import attend, gathered, no_scales, sequences
 from atomc.kernels.torch.varlen_attention import varlen_attention as by_sequence
 from atomc.ops.attention import from_cache
@@ -38,6 +39,32 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         else:
             torch.addmm(bias, tile, weight.T, out=out[start : start + TILE])
     return out[: len(rows)].view(*x.shape[:-1], weight.shape[0])
+
+
+def refuse_lora_linear(
+    platform: Platform,
+    y: Tensor,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    rows: Tensor | None = None,
+    widths: list[int] | None = None,
+    scale: float = 1.0,
+) -> Refusal | None:
+    return not_a_cpu(platform) or several(a, rows, widths)
+
+
+@ops.lora_linear.kernel("invariant", refuses=refuse_lora_linear)
+def lora_linear(
+    y: Tensor,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    rows: Tensor | None = None,
+    widths: list[int] | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    return adapted(linear, y, x, a, b, scale)
 
 
 def refuse_linear_by_head(platform: Platform, x: Tensor, weight: Tensor) -> Refusal | None:

@@ -25,6 +25,8 @@ MAX_PARTS, MAX_THIN = 4, 256
 # Chosen by counting bytes, not measured yet: a tile of 16 rows is the smallest of a tensor core,
 # and 8 parts of K let a step of one row read A with as many programs for each adapter.
 FEW_ROWS, ROWS_OF_MANY, OUTPUTS, INPUTS, PARTS_OF_FEW = 64, 64, 64, 128, 8
+# In fp32. The tiles of MAX_THIN rows of A then fit into shared memory, as they do in 16 bits.
+FP32_OUTPUTS, FP32_INPUTS = 32, 32
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -137,7 +139,7 @@ def refuse_lora_linear(
     return None
 
 
-@ops.lora_linear.kernel("triton", refuses=refuse_lora_linear)
+@ops.lora_linear.kernel("triton", refuses=refuse_lora_linear, tuned_for=())
 def lora_linear(
     y: Tensor,
     x: Tensor,
@@ -155,9 +157,10 @@ def lora_linear(
     out = y.new_empty(y.shape)
     if not count or not outputs:
         return out
-    few = count <= FEW_ROWS
-    parts = min(PARTS_OF_FEW, triton.cdiv(depth, INPUTS)) if few else 1
-    length = triton.cdiv(triton.cdiv(depth, parts), INPUTS) * INPUTS
+    few, fp32 = count <= FEW_ROWS, x.dtype == torch.float32
+    block_k, block_n = (FP32_INPUTS, FP32_OUTPUTS) if fp32 else (INPUTS, OUTPUTS)
+    parts = min(PARTS_OF_FEW, triton.cdiv(depth, block_k)) if few else 1
+    length = triton.cdiv(triton.cdiv(depth, parts), block_k) * block_k
     block = 16 if few else ROWS_OF_MANY
     thin_block = max(16, triton.next_power_of_2(thin_size))
     thin = x.new_empty((parts, count, thin_size), dtype=torch.float32)
@@ -176,9 +179,9 @@ def lora_linear(
         LENGTH=length,
         BLOCK_M=block,
         BLOCK_R=thin_block,
-        BLOCK_K=INPUTS,
+        BLOCK_K=block_k,
     )
-    _expand[(tiles, triton.cdiv(outputs, OUTPUTS))](
+    _expand[(tiles, triton.cdiv(outputs, block_n))](
         y_rows,
         b,
         rows,
@@ -196,7 +199,7 @@ def lora_linear(
         ADAPTERS=adapters,
         PARTS=parts,
         BLOCK_M=block,
-        BLOCK_N=OUTPUTS,
+        BLOCK_N=block_n,
         BLOCK_R=thin_block,
     )
     return out
