@@ -142,8 +142,8 @@ class EngineConfig:
     )
     max_loras: int | None = _option(
         None,
-        "maximum number of LoRA adapters loaded at once; default: as many as --lora names, 8 with "
-        "--allowed-lora-path",
+        "maximum number of LoRA adapters loaded at once; default: as many as --lora names, at "
+        "least 8 with --allowed-lora-path",
     )
     max_lora_rank: int | None = _option(
         None, "maximum rank of a LoRA adapter; default: that of those of --lora, at least 16"

@@ -1,4 +1,4 @@
-"""ApiKeys and values in fp8: scales of a checkpoint are read, and whatever runs, caches hold
+"""Keys and values in fp8: scales of a checkpoint are read, and whatever runs, caches hold
 numbers / scale.
 """
 

@@ -64,4 +64,6 @@ def test_versions_agree_and_the_changelog_keeps_its_form():
     assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", each) for each in others)
     kinds = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
     assert kinds.issuperset(re.findall(r"^### (.+)$", text, re.MULTILINE))
-    assert all(each.endswith(".") for each in re.findall(r"^- (.+)$", text, re.MULTILINE))
+    assert all(
+        each.endswith(".") for each in re.findall(r"^- (.+(?:\n  .+)*)$", text, re.MULTILINE)
+    )

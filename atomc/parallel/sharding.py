@@ -195,7 +195,8 @@ class Sharding:
             if side == "in" and of_heads and self.plan[name] == "rowwise":
                 raise ValueError(
                     f"{name} is divided by its inputs, but {owner} has none of "
-                    f"{', '.join(heads.KEYS)}, of whose outputs its heads would be known"
+                    f"{', '.join(heads.KEYS)}, whose outputs say which heads of keys a rank has: "
+                    "this model cannot be divided over ranks"
                 )
 
     def cuts(self, only: Collection[str] | None = None) -> dict[str, Cut]:

@@ -94,8 +94,7 @@ class ServerConfig:
     )
     strict_requests: bool = _option(
         False,
-        "refuse requests with unknown fields, instead of ignoring these fields, and requests "
-        "without the model's name",
+        "refuse requests with unknown fields, instead of ignoring these fields",
     )
     api_key: tuple[str, ...] = _option(
         (), "a key that clients must send; may be given several times", "security"
