@@ -358,7 +358,9 @@ ALSO = {
     ("models/stock_indexer.py", "index_topk"): "the same field",
     ("models/rotary.py", "linear"): "a scaling of rotary positions in a config.json",
     ("parallel/plan.py", "all_reduce"): "a word of transformers' plans",
+    ("planning/stages.py", "embedding"): "what the first stage of a pipeline has, in a table",
     ("runtime/server/embeddings.py", "embedding"): "a field of OpenAI's API",
+    ("vllm_plugin.py", "rms_norm"): "an op of vLLM",
 }
 
 
