@@ -96,6 +96,25 @@ def test_the_adapter_of_a_layer_under_torch_compile_is_served_by_such_a_kernel()
     }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", DEVICES)
+def test_a_token_of_a_mixture_of_experts_does_not_know_the_others(kind, dtype):
+    torch.manual_seed(0)
+    x, w13, w2 = (
+        torch.randn(shape, dtype=dtype, device=DEVICES[kind]) * 0.3
+        for shape in ((37, 48), (5, 2 * 24, 48), (5, 48, 24))
+    )
+    ids = torch.rand(37, 5, device=DEVICES[kind]).topk(3).indices.int()
+    weights = torch.rand(37, 3, device=DEVICES[kind])
+    experts = invariant(ops.moe_experts, kind)
+    whole = experts(x, ids, weights, w13, w2)
+    expected = ops.moe_experts.reference(x, ids, weights, w13, w2)
+    atol = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(whole, expected, atol=atol, rtol=1e-2)
+    for rows in (slice(0, 1), slice(3, 20), slice(36, 37), slice(0, 0)):
+        assert torch.equal(experts(x[rows], ids[rows], weights[rows], w13, w2), whole[rows])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(("n", "k"), [(256, 256), (768, 256), (3072, 256), (40, 48), (1000, 130)])
 def test_a_row_of_a_product_on_a_cpu_is_the_same_bits_wherever_it_lies(n, k, dtype):
@@ -218,7 +237,9 @@ LATENT = TINY | {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
     "num_key_value_heads": 4,
-    "first_k_dense_replace": 2,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "n_group": 1,
@@ -231,7 +252,7 @@ LATENT = TINY | {
 }
 
 
-def test_latent_attention_is_absorbed_in_every_step_by_such_kernels():
+def test_latent_attention_is_absorbed_in_every_step_and_experts_run_by_such_kernels():
     model = ready(build(LATENT, dtype=torch.bfloat16, device="meta"))
     report = compile_model(
         model, {"strict": True, "batch_invariant": True}, Platform.named("h200")
@@ -239,9 +260,9 @@ def test_latent_attention_is_absorbed_in_every_step_by_such_kernels():
     found = {
         (choice.op, choice.chosen, choice.tokens)
         for choice in report.kernels
-        if "linear" in choice.op or "attention" in choice.op
+        if any(word in choice.op for word in ("linear", "attention", "experts"))
     }
-    names = ("linear", "linear_by_head", "mla_absorbed_attention")
+    names = ("linear", "linear_by_head", "mla_absorbed_attention", "moe_experts")
     assert found == {(name, INVARIANT, "any") for name in names}
 
 
@@ -289,10 +310,22 @@ def test_where_there_is_no_such_kernel_that_is_an_error():
         Options(batch_invariant=True, glue="inductor")
 
 
+def test_quantized_experts_without_such_a_kernel_are_an_error():
+    x, ids, weights = torch.randn(3, 32), torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1)
+    w13, w2 = (torch.zeros(shape, dtype=torch.int8) for shape in ((2, 64, 32), (2, 32, 32)))
+    scales = torch.ones(2, 64, 1), torch.ones(2, 32, 1)
+    with pytest.raises(OptionsError, match="no such kernel serves moe_experts_int8"):
+        atomc.explain(
+            lambda *args: ops.moe_experts_int8(*args, out_dtype=torch.float32),
+            *ops.quant_int8_per_token(x), ids, weights, w13, scales[0], w2, scales[1],
+            options={"batch_invariant": True, "strict": True, "cache": False},
+        )  # fmt: skip
+
+
 def test_a_product_per_head_without_such_a_kernel_is_an_error():
     x, weight = torch.zeros(5, 2, 16, dtype=torch.uint8), torch.zeros(2, 24, 16, dtype=torch.uint8)
     scales = [torch.zeros(*codes.shape[:-1], 1, dtype=torch.uint8) for codes in (x, weight)]
-    with pytest.raises(Exception, match="batch_invariant=True: no such kernel serves bmm_mxfp4"):
+    with pytest.raises(OptionsError, match="no such kernel serves bmm_mxfp4"):
         atomc.explain(
             lambda *args: ops.bmm_mxfp4(*args, out_dtype=torch.bfloat16),
             x,

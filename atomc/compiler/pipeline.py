@@ -217,6 +217,8 @@ class _Run:
             if outcome.fired:
                 sort_topologically(self.gm.graph)
                 self.gm.graph.lint()
+        except OptionsError:  # it is about what the caller asked for, not about the pass
+            raise
         except Exception as error:  # of any kind: add the name of the pass for the caller
             raise PassError(
                 f"pass {p.name!r} failed (after {', '.join(self.ran) or 'none'}): {error}"

@@ -319,7 +319,7 @@ def _computed_weight(kernel: Kernel, nodes: Mapping[str, Argument]) -> Refusal |
 
 def _joins_rows(op: Op) -> bool:
     """Whether the work split of its kernels depends on the number of rows."""
-    return bool(op.kind & (Kind.LINEAR | Kind.BMM | Kind.ATTENTION))
+    return bool(op.kind & (Kind.LINEAR | Kind.BMM | Kind.ATTENTION | Kind.EXPERTS))
 
 
 def _op(node: Node) -> Op:

@@ -89,6 +89,35 @@ def for_each_expert(
     return weighted.sum(1, dtype=torch.float32).to(products.dtype)
 
 
+def by_expert(
+    product: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    b13: Tensor | None,
+    b2: Tensor | None,
+    gate: Gate,
+    weight_on_input: bool,
+) -> Tensor:
+    """moe_experts, one expert after another. product: of rows, a weight and a bias, as F.linear."""
+
+    def expert(e: int, rows: Tensor) -> Tensor:
+        h = product(given(e, rows), w13[e], None if b13 is None else b13[e])
+        return product(gated(h, **gate), w2[e], None if b2 is None else b2[e])
+
+    def given(e: int, rows: Tensor) -> Tensor:
+        if not weight_on_input:
+            return x[rows]
+        weight = weights[rows][ids[rows] == e]
+        return (x[rows] * weight.unsqueeze(-1)).to(x.dtype)
+
+    products = x.new_zeros(*ids.shape, x.shape[-1])
+    applied = torch.ones_like(weights) if weight_on_input else weights
+    return for_each_expert(ids, applied, len(w13), products, expert)
+
+
 def _experts_shape(
     x: Tensor,
     ids: Tensor,
@@ -134,17 +163,5 @@ def moe_experts(
                      their promoted dtype, rounded to x.dtype
     """
 
-    def expert(e: int, rows: Tensor) -> Tensor:
-        h = F.linear(given(e, rows), w13[e], None if b13 is None else b13[e])
-        h = gated(h, activation, interleaved, alpha, limit)
-        return F.linear(h, w2[e], None if b2 is None else b2[e])
-
-    def given(e: int, rows: Tensor) -> Tensor:
-        if not weight_on_input:
-            return x[rows]
-        weight = weights[rows][ids[rows] == e]
-        return (x[rows] * weight.unsqueeze(-1)).to(x.dtype)
-
-    products = x.new_zeros(*ids.shape, x.shape[-1])
-    applied = torch.ones_like(weights) if weight_on_input else weights
-    return for_each_expert(ids, applied, len(w13), products, expert)
+    gate = Gate(activation=activation, interleaved=interleaved, alpha=alpha, limit=limit)
+    return by_expert(F.linear, x, ids, weights, w13, w2, b13, b2, gate, weight_on_input)

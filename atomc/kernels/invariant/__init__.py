@@ -12,6 +12,6 @@ from atomc.kernels.invariant import on_cpu
 __all__ = ["on_cpu"]
 
 if importlib.util.find_spec("triton") is not None:
-    from atomc.kernels.invariant import attention, linear, mla
+    from atomc.kernels.invariant import attention, experts, linear, mla
 
-    __all__ += ["attention", "linear", "mla"]
+    __all__ += ["attention", "experts", "linear", "mla"]

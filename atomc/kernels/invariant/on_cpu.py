@@ -1,7 +1,7 @@
 """Batch-invariant kernels on a CPU: the torch calls for a row have the same shapes in every step.
 
-A matrix product takes TILE rows, with padding; attention takes one token, whose keys are the same
-in any step.
+A matrix product takes TILE rows, with padding, also one of the tokens of an expert; attention takes
+one token, whose keys are the same in any step.
 """
 
 import torch
@@ -14,6 +14,7 @@ from atomc.kernels.invariant.adapter import adapted, several
 from atomc.kernels.torch.sequence import attend, gathered, no_scales, sequences
 from atomc.kernels.torch.varlen_attention import varlen_attention as by_sequence
 from atomc.ops.attention import from_cache
+from atomc.ops.experts import Gate, by_expert
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -78,6 +79,30 @@ def linear_by_head(x: Tensor, weight: Tensor) -> Tensor:
         [linear(of_x.contiguous(), of_head) for of_x, of_head in zip(heads, weight, strict=True)],
         -2,
     )
+
+
+def refuse_moe_experts(platform: Platform, **_: object) -> Refusal | None:
+    return not_a_cpu(platform)
+
+
+@ops.moe_experts.kernel("invariant", refuses=refuse_moe_experts, syncs=True)
+def moe_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    *,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+    weight_on_input: bool = False,
+) -> Tensor:
+    gate = Gate(activation=activation, interleaved=interleaved, alpha=alpha, limit=limit)
+    return by_expert(linear, x, ids, weights, w13, w2, b13, b2, gate, weight_on_input)
 
 
 def refuse_mla_absorbed_attention(platform: Platform, **_: object) -> Refusal | None:

@@ -448,14 +448,31 @@ def unfit_call(
     b2: Tensor | None,
     activation: str,
 ) -> Refusal | None:
-    """Refuse what no kernel for few tokens reads, whatever the format of the weights."""
+    """Refuse what no kernel for few tokens reads, whatever the format of the weights, and more
+    tokens.
+    """
+    if isinstance(x.shape[0], int) and x.shape[0] > MAX_TOKENS:
+        return Refusal("slower", f"more than {MAX_TOKENS} tokens, whose experts meet again")
+    return unfit_arguments(platform, x, ids, weights, w13, w2, b13, b2, activation)
+
+
+def unfit_arguments(
+    platform: Platform,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    b13: Tensor | None,
+    b2: Tensor | None,
+    activation: str,
+) -> Refusal | None:
+    """As unfit_call, for any number of tokens."""
     choices = ids.shape[-1]
     if platform.is_cpu:
         return Refusal("hardware", "Triton kernels run on a GPU")
     if not all(isinstance(size, int) for size in (*w13.shape, *w2.shape, choices)):
         return Refusal("shape", "the size of a weight, or the number of choices, is dynamic")
-    if isinstance(x.shape[0], int) and x.shape[0] > MAX_TOKENS:
-        return Refusal("slower", f"more than {MAX_TOKENS} tokens, whose experts meet again")
     for name, bias in (("b13", b13), ("b2", b2)):
         if bias is not None and not bias.is_contiguous():
             return Refusal("layout", f"{name} is not contiguous")

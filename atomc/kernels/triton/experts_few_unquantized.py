@@ -35,8 +35,19 @@ def refuse_moe_experts_few(
     limit: float | None = None,
     weight_on_input: bool = False,
 ) -> Refusal | None:
-    if reason := unfit_call(platform, x, ids, weights, w13, w2, b13, b2, activation):
-        return reason
+    return unfit_call(platform, x, ids, weights, w13, w2, b13, b2, activation) or unfit_weights(
+        x, w13, w2, b13, b2, weight_on_input
+    )
+
+
+def unfit_weights(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    b13: Tensor | None,
+    b2: Tensor | None,
+    weight_on_input: bool,
+) -> Refusal | None:
     if _order(w13) is None or _order(w13) != _order(w2):
         return Refusal("layout", "neither the rows nor the columns of both weights are contiguous")
     return unlike(FLOATS, x=x, w13=w13, w2=w2, b13=b13, b2=b2) or unsupported(
@@ -62,16 +73,21 @@ def moe_experts(
     limit: float | None = None,
     weight_on_input: bool = False,
 ) -> Tensor:
-    table = EXPERTS_FEW if _order(w13) == "columns" else EXPERTS_FEW_TRANSPOSED
-    return compute(
-        x,
-        None,
-        ids,
-        weights,
-        Stored(w13, None, None, b13),
-        Stored(w2, None, None, b2),
-        Form("numbers"),
-        Gate(activation, interleaved, alpha, limit),
-        x.dtype,
-        table.choose(x.device, len(x)),
-    )
+    gate = Gate(activation, interleaved, alpha, limit)
+    up, down = Stored(w13, None, None, b13), Stored(w2, None, None, b2)
+    return with_tile_of(len(x), x, ids, weights, up, down, gate)
+
+
+def with_tile_of(
+    tokens: int,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    up: Stored,
+    down: Stored,
+    gate: Gate,
+) -> Tensor:
+    """The op, with the tile for this number of tokens."""
+    table = EXPERTS_FEW if _order(up.values) == "columns" else EXPERTS_FEW_TRANSPOSED
+    tile, form = table.choose(x.device, tokens), Form("numbers")
+    return compute(x, None, ids, weights, up, down, form, gate, x.dtype, tile)
