@@ -21,6 +21,18 @@ def scheduling(file: str, old: str, new: str) -> Bug:
 
 BUGS = [
     Bug(
+        "atomc/compiler/select.py",
+        " | Kind.EXPERTS)",
+        ")",
+        "tests/test_batch_invariant.py -k quantized_experts",
+    ),
+    Bug(
+        "atomc/compiler/pipeline.py",
+        "        except OptionsError:  # it is about what the caller asked for, not about the pass\n            raise\n",
+        "",
+        "tests/test_batch_invariant.py -k quantized_experts",
+    ),
+    Bug(
         "atomc/quantization/packing.py",
         "(1.0 / factor).repeat",
         "factor.repeat",
