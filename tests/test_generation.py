@@ -44,7 +44,7 @@ def summary_of(*outputs: Output) -> tuple[RequestSummary, Metrics]:
     metrics, found = Metrics(engines, "model"), []
 
     async def run() -> None:
-        model: Any = SimpleNamespace(tokenizer=None)
+        model: Any = SimpleNamespace(tokenizer=None, names=("model",))
         made = Generation(engines, model, metrics, "a", [[1, 2]], SamplingParams())
         made.on_close = found.append
         await made.start()

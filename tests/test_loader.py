@@ -297,7 +297,7 @@ def test_what_is_not_a_checkpoint_directory_is_refused(tmp_path: Path) -> None:
             {"quantization_config": {"quant_method": "bitsandbytes"}},
             "PATH: quantized weights of quant_method 'bitsandbytes' are not supported, only "
             "fp8, compressed-tensors, gptq, "
-            "awq, mxfp4, quark",
+            "awq, mxfp4, quark, modelopt",
         ),
     ],
 )

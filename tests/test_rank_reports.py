@@ -18,7 +18,7 @@ from fake_group import without_groups
 from atomc import demo
 from atomc.report.records import KernelChoice, Site
 from atomc.report.report_data import ReportData
-from atomc.runtime import worker
+from atomc.runtime import programs
 from atomc.runtime.llm import LLM
 from atomc.runtime.ranks.reports import differences, what_runs
 
@@ -86,12 +86,12 @@ def test_a_rank_that_compiles_something_else_is_in_the_log_and_in_the_report(
     config = json.loads((Path(demo.PATH) / "config.json").read_text())
     config.pop("layer_types", None)
     (tmp_path / "config.json").write_text(json.dumps({**config, **SIZES}))
-    compiled = worker.compile_model
+    compiled = programs.compile_model
 
     def otherwise(module: Any, options: Any, **given: Any) -> Any:
         return compiled(module, replace(options, passes={"silu_and_mul": False}), **given)
 
-    monkeypatch.setattr(worker, "compile_model", otherwise)  # of rank 0
+    monkeypatch.setattr(programs, "compile_model", otherwise)  # of rank 0
     settings = {"max_model_len": 64, "max_num_seqs": 2, "num_blocks": 20, "progress": False}
     with (
         without_groups(),

@@ -180,5 +180,5 @@ LINEAR_NVFP4: Cases = {
     **linear_shapes(nvfp4_operands),
     "width of no multiple of 32": lambda draw: nvfp4_operands(draw, 5, 144, out=40),
     "one group, one row": lambda draw: nvfp4_operands(draw, 1, 16, out=3, bias=True),
-    "odd groups, many rows": lambda draw: nvfp4_operands(draw, 70, 208, out=17, bias=True),
+    "seventy rows of odd groups": lambda draw: nvfp4_operands(draw, 70, 208, out=17, bias=True),
 }
