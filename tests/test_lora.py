@@ -86,7 +86,10 @@ def llm(start):
 def test_a_second_start_loads_the_program_with_adapters_from_the_cache(checkpoints, llm, start):
     second = start()
     cached = second.engine.executor.programs.lora.program.report.cached
-    assert (cached.kind, llm.engine.executor.programs.lora.program.report.cached.kind) == ("hit", "miss")
+    assert (cached.kind, llm.engine.executor.programs.lora.program.report.cached.kind) == (
+        "hit",
+        "miss",
+    )
     check_mixed_batch(checkpoints, "Llama", second)
 
 

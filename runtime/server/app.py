@@ -34,6 +34,7 @@ from atomc.runtime.server.responses_api import endpoints as responses_api
 from atomc.runtime.server.responses_api.request import ResponsesRequest
 from atomc.runtime.server.service import Service
 from atomc.runtime.server.unknown_fields import IGNORED_FIELDS, check_unknown_fields
+from atomc.runtime.server.unread_body import UnreadBodyMiddleware
 
 # The page at / is static; it loads its data from /status, which needs a key.
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/ready", "/metrics", "/version"})
@@ -84,7 +85,7 @@ def create_app(service: Service) -> Any:
         max_body_bytes=service.config.max_body_bytes,
         count_error=lambda code: service.metrics.refused.labels(service.metrics.model, code).inc(),
     )
-    timed = BodyTimeoutMiddleware(authenticated, service.config.body_timeout)
+    timed = BodyTimeoutMiddleware(UnreadBodyMiddleware(authenticated), service.config.body_timeout)
     if not service.config.allow_origin:
         return timed
     return CORSMiddleware(

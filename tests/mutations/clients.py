@@ -31,6 +31,8 @@ BUGS = [
     Bug("runtime/server/sampling.py", "if one not in requested:", "if True:", "tests/test_server.py -k say_the_same"),
     Bug("runtime/server/chat.py", "structured = mode.structured\n", "structured = structured or mode.structured\n", "tests/test_responses.py -k forced_call_needs"),
     Bug("runtime/server/http.py", "            self._close()", "", "tests/test_event_stream.py"),
+    Bug("runtime/server/unread_body.py", "            await discard()\n", "", "tests/test_unread_body.py"),
+    Bug("runtime/server/unread_body.py", "if complete or not", "if not", "tests/test_unread_body.py"),
     Bug("runtime/prefix_sharing.py", "            request.shares_prefix = False\n", "", SCHEDULER),
     Bug("runtime/snapshots.py", "request.shares_prefix and not end", "not end", SCHEDULER),
     Bug(BATCH, "self.num_failed += status != 200", "pass", "tests/test_batch.py -k internal_error"),
