@@ -4,8 +4,9 @@ from torch import Tensor
 
 from atomc.kernels.moe.all_to_all import AllToAll
 from atomc.kernels.moe.experts import Experts
-from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights, GateArguments
+from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
 from atomc.kernels.moe.modular_experts import ModularExperts
+from atomc.ops.experts import Gate
 from atomc.torch_compat.process_groups import process_group as group_of
 
 
@@ -18,7 +19,7 @@ def sent_to_experts(
     of_experts: ExpertWeights,
     nowhere: int,
     process_group: str,
-    gate: GateArguments,
+    gate: Gate,
 ) -> Tensor:
     """Arguments as in the op. x [T, H] -> [T, H]."""
     rows, owner = places

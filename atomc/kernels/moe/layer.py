@@ -1,21 +1,11 @@
 """The experts of a layer: what they compute, and their weights."""
 
 from dataclasses import dataclass, field
-from typing import TypedDict
 
 from torch import Tensor
 
 from atomc.kernels.moe.schemes import Scheme, Unquantized
-from atomc.ops.experts import gated
-
-
-class GateArguments(TypedDict):
-    """Arguments of atomc.ops.experts.gated."""
-
-    activation: str
-    interleaved: bool
-    alpha: float
-    limit: float | None
+from atomc.ops.experts import Gate, gated
 
 
 @dataclass(frozen=True)
@@ -34,7 +24,7 @@ class ExpertsConfig:
     weight_on_input: bool = False
 
     @property
-    def gate(self) -> GateArguments:
+    def gate(self) -> Gate:
         return {
             "activation": self.activation,
             "interleaved": self.interleaved,
