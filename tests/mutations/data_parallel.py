@@ -13,7 +13,7 @@ BUGS = [
     Bug("runtime/step.py", "slice(first, first + counts[rank])", "slice(0, counts[rank])", f"{TESTS} mask"),
     Bug("runtime/batch.py", "max(S, 1),", "S,", f"{TESTS} without_work"),
     Bug("runtime/config.py", "self.dp if self.ep and self.tp == 1 else 1", "self.dp if self.ep else 1", f"{TESTS} without_tp"),
-    Bug("atomc/ops/dispatch.py", "weighted.masked_fill(local == nowhere, 0.0)", "weighted", "tests/test_ranks_models.py -m '' -k 'own and latent'"),
+    Bug("atomc/ops/dispatch.py", "weighted.masked_fill(local == nowhere, 0.0)", "weighted", "tests/test_dispatch.py"),
     Bug("atomc/ops/dispatch.py", 'functional.reduce_scatter_tensor(partial.contiguous(), "sum"', 'functional.reduce_scatter_tensor(partial.contiguous(), "max"', SENT),
     Bug("atomc/kernels/moe/as_kernel.py", "rows.masked_fill(rows == nowhere, -1)", "rows", "tests/test_moe_across_processes.py -k 'op and torch'"),
     Bug("passes/fuse/experts_ep.py", "tensor_example(3, 7, dtype=OneOf(torch.int64", "tensor_example(3, 2, dtype=OneOf(torch.int64", "tests/test_blockers.py -k moe_experts_ep"),
