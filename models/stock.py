@@ -218,10 +218,34 @@ def wrap_stock(hf_model: "PreTrainedModel") -> "StockModel":
     """
     from transformers import AttentionInterface
 
+    indexed = enter_indexers(hf_model)
+    layers = _enter_layers(hf_model, indexed=indexed)
+    own = Implementations.of(hf_model)
+    AttentionInterface.register("atom", _attention)
+    hf_model.set_attn_implementation("atom")
+    if hf_model.config._attn_implementation != "atom":
+        raise ValueError(
+            f"{type(hf_model).__name__} does not support a custom attention (AttentionInterface of "
+            "transformers)"
+        )
+    _set_experts(hf_model)
+    keep_all_rows(hf_model)
+    for module in layers:
+        _give_state(module, hf_model)
+    if has_encoder(hf_model):
+        enter_encoder(hf_model)
+        return StockVisionModel(hf_model, own, indexed=indexed)
+    return StockModel(hf_model, own, indexed=indexed)
+
+
+def _enter_layers(hf_model: "PreTrainedModel", *, indexed: bool) -> list[nn.Module]:
+    """Replace the forwards of layers with a recurrent state by ours, in place, and return the
+    attention layers. Raises ValueError for a kind of layers without one, and if no layer has a
+    state.
+    """
     name = type(hf_model).__name__
     layer_types = list(getattr(hf_model.config.get_text_config(), "layer_types", None) or ())
     kinds = set(layer_types) - LAYER_TYPES - STATELESS
-    indexed = enter_indexers(hf_model)
     if indexed:
         kinds -= {INDEXED}
     num_linear = DELTA_NETS.enter(hf_model) + MIXERS.enter(hf_model)
@@ -248,28 +272,18 @@ def wrap_stock(hf_model: "PreTrainedModel") -> "StockModel":
             f"{name} has no attention layer with a layer_idx and a head_dim, "
             "so there are no keys and values to cache"
         )
-    own = Implementations.of(hf_model)
-    AttentionInterface.register("atom", _attention)
-    hf_model.set_attn_implementation("atom")
-    if hf_model.config._attn_implementation != "atom":
+    return layers
+
+
+def _give_state(attention: nn.Module, hf_model: "PreTrainedModel") -> None:
+    """Give the layer the handle of its keys and values. Raises ValueError for a size below 1."""
+    heads, width = _num_kv_heads(attention), _head_dim(attention)
+    if heads < 1 or width < 1:
         raise ValueError(
-            f"{name} does not support a custom attention (AttentionInterface of transformers)"
+            f"{type(hf_model).__name__} has {heads} heads of {width} columns for keys and values, "
+            "expected at least 1"
         )
-    _set_experts(hf_model)
-    keep_all_rows(hf_model)
-    for module in layers:
-        heads, width = _num_kv_heads(module), _head_dim(module)
-        if heads < 1 or width < 1:
-            raise ValueError(
-                f"{name} has {heads} heads of {width} columns for keys and values, expected at "
-                "least 1"
-            )
-        module.kv = ops.kv_state(_num_kv_heads(module), _head_dim(module))
-        module.kv = module.kv.to(hf_model.device, hf_model.dtype)
-    if has_encoder(hf_model):
-        enter_encoder(hf_model)
-        return StockVisionModel(hf_model, own, indexed=indexed)
-    return StockModel(hf_model, own, indexed=indexed)
+    attention.kv = ops.kv_state(heads, width).to(hf_model.device, hf_model.dtype)
 
 
 def _set_experts(hf_model: "PreTrainedModel") -> None:

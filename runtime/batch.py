@@ -20,6 +20,7 @@ from atomc.runtime.step import Chunk, ScheduledStep
 
 Array = npt.NDArray[Any]
 Rows = TypeVar("Rows", Array, Tensor)
+Sizes = dict[str, int]
 
 
 class StepShape(NamedTuple):
@@ -82,35 +83,7 @@ class InputBatch:
         self.block_size, self.num_groups = block_size, num_groups
         self.device = torch.device(device)
         self.num_updates = 2 * sequences + rows // block_size + 16
-        i32 = {"query_start": sequences + 1, "seq_lens": sequences}
-        if lora:
-            i32["lora_rows"] = rows
-        i64 = {
-            "positions": 3 * rows if mrope else rows,
-            "logits_rows": rows,
-            "sources": rows,
-            "sequence_slots": sequences,
-            "sample_slots": rows,
-        }
-        for g in range(num_groups):
-            i32[f"new_blocks_{g}"] = self.num_updates
-            i64 |= {f"slots_{g}": rows, f"new_places_{g}": self.num_updates}
-        if drafts:
-            i64 |= {
-                "next_tokens": rows,
-                "sample_rows": rows,
-                "draft_rows": sequences,
-                "most_accepted": sequences,
-                "draft_slots": sequences,
-                "draft_ends": sequences,
-            }
-        if drafts and mrope:
-            i64 |= {"indices": rows, "draft_deltas": sequences}
-        i64["tokens"] = rows  # last field: `last_tokens` follows it on the device
-        flags = {"is_image": rows} if embeddings is not None else {}
-        if drafts and embeddings is not None:
-            flags["next_is_image"] = rows
-        self._fields = _field_layout(flags, i32, i64)
+        self._fields = _field_layout(*self._field_sizes(images=embeddings is not None))
         size = max(end for _, _, end in self._fields.values())
         pinned = self.device.type == "cuda"
         self._hosts = [
@@ -393,6 +366,39 @@ class InputBatch:
             [np.arange(end - count, end) for end, count in zip(bounds[1:], counts, strict=True)]
         )
 
+    def _field_sizes(self, *, images: bool) -> tuple[Sizes, Sizes, Sizes]:
+        """The sizes of the fields that are flags, int32 and int64."""
+        rows, sequences = self.rows, self.sequences
+        flags = {"is_image": rows} if images else {}
+        i32 = {"query_start": sequences + 1, "seq_lens": sequences}
+        if self.lora is not None:
+            i32["lora_rows"] = rows
+        i64 = {
+            "positions": rows if self.rope is None else 3 * rows,
+            "logits_rows": rows,
+            "sources": rows,
+            "sequence_slots": sequences,
+            "sample_slots": rows,
+        }
+        for g in range(self.num_groups):
+            i32[f"new_blocks_{g}"] = self.num_updates
+            i64 |= {f"slots_{g}": rows, f"new_places_{g}": self.num_updates}
+        if self.drafts:
+            i64 |= {
+                "next_tokens": rows,
+                "sample_rows": rows,
+                "draft_rows": sequences,
+                "most_accepted": sequences,
+                "draft_slots": sequences,
+                "draft_ends": sequences,
+            }
+            if self.rope is not None:
+                i64 |= {"indices": rows, "draft_deltas": sequences}
+            if images:
+                flags["next_is_image"] = rows
+        i64["tokens"] = rows  # last field: `last_tokens` follows it on the device
+        return flags, i32, i64
+
     def _arrays(self, memory: Tensor) -> dict[str, Array]:
         return {
             name: memory[start:end].view(dtype).numpy()
@@ -419,9 +425,7 @@ def _image_mask(chunks: Sequence[Chunk], bounds: Array) -> Array:
     return mask
 
 
-def _field_layout(
-    flags: dict[str, int], i32: dict[str, int], i64: dict[str, int]
-) -> dict[str, tuple[torch.dtype, int, int]]:
+def _field_layout(flags: Sizes, i32: Sizes, i64: Sizes) -> dict[str, tuple[torch.dtype, int, int]]:
     """Dtype, start and end byte of each field, packed with 16-byte alignment."""
     fields, at = {}, 0
     for dtype, sizes in ((torch.bool, flags), (torch.int32, i32), (torch.int64, i64)):
