@@ -2,13 +2,15 @@
 
     python bench/throughput.py --model 0.6b --json bench/results/throughput-h200.json
     python bench/throughput.py --model tiny --device cpu --batches 1,8 --requests 16 --new 32
+    python bench/throughput.py --model 8b --tp 2    # over two GPUs; also --pp, --ep, --dp with --ep
 
 TPOT: a batch of prompts of --context tokens, greedy; the time of 129 new tokens each less that of
 one, by 128, median of three. bare_ms is the replay of the same decode step's CUDA graph and the
-argmax of its logits, by device events. Throughput: --requests prompts of --prompt tokens at once,
---new tokens each, all of them generated. host_ms is the mean time of the host for a step, waiting
-for the device left out. idle_share is what the device idles of a decode step at batch 64: the gaps
-between kernels in a profile of --profiled steps, those within a CUDA graph left out.
+argmax of its logits, by device events (one rank: a graph of several waits for the others).
+Throughput: --requests prompts of --prompt tokens at once, --new tokens each, all of them generated.
+host_ms is the mean time of the host for a step, waiting for the device left out. idle_share is what
+the device idles of a decode step at batch 64: the gaps between kernels in a profile of --profiled
+steps, those within a CUDA graph left out.
 """
 
 import argparse
@@ -28,6 +30,7 @@ from model_shapes import MODELS
 from atomc.quantization.scheme import ONLINE
 from atomc.runtime.engine import Engine, EngineConfig
 from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.runtime.worker import Worker
 
 
 def generate(engine: Engine, prompts: list[list[int]], new: int) -> float:
@@ -45,8 +48,8 @@ def generate(engine: Engine, prompts: list[list[int]], new: int) -> float:
 
 
 def bare_ms(engine: Engine, batch: int, steps: int) -> float | None:
-    """The step of the last batch that ran, replayed."""
-    if engine.executor.runner.graphs is None:
+    """The step of the last batch that ran, replayed. None: on several ranks, or without graphs."""
+    if not isinstance(engine.executor, Worker) or engine.executor.runner.graphs is None:
         return None
     shape = next(
         shape for shape in engine.executor.runner.graphs.captured if shape[:3] == (batch,) * 3
@@ -93,6 +96,11 @@ def idle_share(engine: Engine, prompts: list[list[int]], steps: int) -> dict[str
 
 
 GRAPH_GAP_US = 4.0
+RANKS = {
+    "tp": "GPUs that divide the weights",
+    "pp": "stages that divide the layers",
+    "dp": "with --ep: GPUs with requests of their own that divide the experts",
+}
 
 
 def figures(args: argparse.Namespace) -> Any:
@@ -112,6 +120,10 @@ def figures(args: argparse.Namespace) -> Any:
                 max_num_seqs=args.max_num_seqs,
                 max_num_batched_tokens=args.max_num_batched_tokens,
                 enable_prefix_caching=False,
+                tp=args.tp,
+                pp=args.pp,
+                dp=args.dp,
+                ep=args.ep,
                 options={"glue": args.glue},
             ),
             progress=False,
@@ -120,7 +132,7 @@ def figures(args: argparse.Namespace) -> Any:
         "what": "start",
         "seconds": time.perf_counter() - started,
         "phases": engine.phases,
-        "kv_tokens": engine.scheduler.pool.num_tokens,
+        "kv_tokens": sum(pool.num_tokens for pool in engine.scheduler.pools),
         "graphs": len(engine.program.report.cuda_graphs),
     }
     rng = random.Random(0)
@@ -144,7 +156,7 @@ def figures(args: argparse.Namespace) -> Any:
         }
         bare = bare_ms(engine, batch, 50)
         yield figure | ({"bare_ms": bare} if bare else {})
-    if args.device == "cuda" and args.profiled:
+    if args.device == "cuda" and args.profiled and isinstance(engine.executor, Worker):
         yield {
             "what": "idle",
             "batch": 64,
@@ -153,7 +165,7 @@ def figures(args: argparse.Namespace) -> Any:
     if args.requests:
         given = prompts(args.requests, args.prompt)
         engine.host_ms = 0.0
-        engine.executor.runner.forget_counts()
+        engine.executor.forget_counts()
         seconds = min(generate(engine, given, args.new) for _ in range(2))
         stats = engine.stats()
         yield {
@@ -189,12 +201,18 @@ def main() -> None:
     parser.add_argument(
         "--quantization", choices=sorted(ONLINE), help="how linear layers are quantized (not)"
     )
+    for name, text in RANKS.items():
+        parser.add_argument(f"--{name}", default=1, type=int, help=text)
+    parser.add_argument("--ep", action="store_true", help="each rank has some of the experts")
     parser.add_argument("--json", help="append the figures to this file, one a line")
     args = parser.parse_args()
     for figure in figures(args):
         figure = {"model": args.model, **figure}
         if args.quantization:
             figure["quantization"] = args.quantization
+        figure |= {name: getattr(args, name) for name in RANKS if getattr(args, name) > 1}
+        if args.ep:
+            figure["ep"] = True
         print(
             "  ".join(
                 f"{name}={value:.3f}" if isinstance(value, float) else f"{name}={value}"
