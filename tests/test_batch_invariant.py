@@ -21,6 +21,8 @@ from atomc.runtime.sampling.sampling_params import SamplingParams
 assert load(INVARIANT) is None
 # The Triton kernels run in its interpreter where there is no GPU.
 DEVICES = {"triton": "cuda" if torch.cuda.is_available() else "cpu", "cpu": "cpu"}
+ON_GPU = [pytest.mark.gpu] if torch.cuda.is_available() else []
+KINDS = [pytest.param("triton", marks=ON_GPU), "cpu"]
 TINY = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -50,7 +52,7 @@ def invariant(op, kind):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_row_of_a_linear_layer_does_not_know_the_others(kind, dtype):
     torch.manual_seed(0)
     x, weight, given = (
@@ -68,7 +70,7 @@ def test_a_row_of_a_linear_layer_does_not_know_the_others(kind, dtype):
             assert torch.equal(linear(x[rows], weight, bias), whole[rows])
 
 
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_row_of_an_adapter_does_not_know_the_others(kind):
     torch.manual_seed(0)
     y, x, a, b = (
@@ -97,7 +99,7 @@ def test_the_adapter_of_a_layer_under_torch_compile_is_served_by_such_a_kernel()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_token_of_a_mixture_of_experts_does_not_know_the_others(kind, dtype):
     torch.manual_seed(0)
     x, w13, w2 = (
@@ -134,7 +136,12 @@ def test_a_row_of_a_product_on_a_cpu_is_the_same_bits_wherever_it_lies(n, k, dty
 
 @pytest.mark.parametrize(
     ("kind", "more"),
-    [("triton", {}), ("cpu", {}), ("cpu", {"window": 7}), ("cpu", {"softcap": 3.0})],
+    [
+        pytest.param("triton", {}, marks=ON_GPU),
+        ("cpu", {}),
+        ("cpu", {"window": 7}),
+        ("cpu", {"softcap": 3.0}),
+    ],
 )
 def test_a_token_of_attention_does_not_know_who_shares_its_step(kind, more):
     torch.manual_seed(0)
@@ -169,7 +176,7 @@ def test_a_token_of_attention_does_not_know_who_shares_its_step(kind, more):
     assert torch.equal(run(slice(10, 40), [30], [50], [0]), whole[10:40])
 
 
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_image_does_not_know_which_others_are_encoded_with_it(kind):
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 60, 4, 32, device=DEVICES[kind]).unbind(0)
@@ -187,7 +194,7 @@ def test_an_image_does_not_know_which_others_are_encoded_with_it(kind):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_row_of_a_product_per_head_does_not_know_the_others(kind, dtype):
     torch.manual_seed(0)
     device = DEVICES[kind]
@@ -206,7 +213,7 @@ def test_a_row_of_a_product_per_head_does_not_know_the_others(kind, dtype):
 
 @pytest.mark.parametrize("heads", [4, 40])
 @pytest.mark.parametrize("scaled", [False, True], ids=["", "fp8"])
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_token_of_latent_attention_does_not_know_who_shares_its_step(kind, scaled, heads):
     torch.manual_seed(0)
     device, latent, rotated = DEVICES[kind], 32, 16
