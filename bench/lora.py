@@ -3,10 +3,11 @@ beside those of the program without, on random weights.
 
     python bench/lora.py --model 8b --json bench/results/lora-h100.json
     python bench/lora.py --model 8b --batches 1 --profile    # the kernels of a step with an adapter
+    python bench/lora.py --tiles    # of the kernels for few rows, at the layers of the 8b model
 
 All linear layers have adapters of --rank. Rows have none, all have one, or they have --adapters in
 turn. A step is timed as in bench/decode.py; over is its time by that of the program without
-adapters.
+adapters. --tiles: us of the adapters of each linear layer, and of all in a decoder layer.
 """
 
 import argparse
@@ -15,11 +16,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from decode import BLOCK, milliseconds, profile, step_of
+from kernels import microseconds, normal
 from model_shapes import MODELS
 
 from atomc.models.loader import load
@@ -114,6 +117,64 @@ def figures(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield {"batch": batch, "adapters": name, "ms": ms, "over": ms / base}
 
 
+def layers(model: str) -> dict[str, tuple[int, list[int]]]:
+    """Inputs, and outputs of the merged layers, of the linear layers of a decoder layer."""
+    config = MODELS[model]
+    hidden, inner, width = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries = config["num_attention_heads"] * width
+    keys = config["num_key_value_heads"] * width
+    return {
+        "qkv": (hidden, [queries, keys, keys]),
+        "o": (queries, [hidden]),
+        "gate_up": (hidden, [inner, inner]),
+        "down": (inner, [hidden]),
+    }
+
+
+def tiles(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Time of the adapters of a decoder layer with each tile, rows having adapters in turn."""
+    from atomc.kernels.triton import lora, lora_few
+    from atomc.kernels.triton.tiles import LORA_FEW
+
+    def arguments(rows: int, inputs: int, widths: list[int]) -> dict[str, Any]:
+        thin, outputs = len(widths) * args.rank, sum(widths)
+        return {
+            "y": normal(rows, outputs),
+            "x": normal(rows, inputs),
+            "a": normal(args.adapters, thin, inputs),
+            "b": normal(args.adapters, args.rank, outputs),
+            "rows": torch.arange(rows, device=DEVICE, dtype=torch.int32) % args.adapters,
+            "ends": lora.ends(widths, outputs),
+        }
+
+    first = LORA_FEW.choose(torch.device(DEVICE), 1)
+    choices = [first]
+    choices += [
+        first._replace(thin=thin, inputs=inputs, warps=warps)
+        for thin, inputs, warps in (
+            (4, 1024, 4),
+            (8, 512, 4),
+            (16, 512, 4),
+            (16, 1024, 8),
+            (4, 2048, 4),
+            (8, 2048, 8),
+        )
+    ]
+    choices += [
+        first._replace(products=products, expand_warps=warps)
+        for products, warps in ((2048, 4), (2048, 2), (8192, 4), (8192, 8))
+    ]
+    for rows in (batch for batch in args.batches if batch <= lora_few.MAX_ROWS):
+        sets = {
+            name: [arguments(rows, inputs, widths) for _ in range(4)]
+            for name, (inputs, widths) in layers(args.model).items()
+        }
+        for tile in choices:
+            call = partial(lora_few.lora_linear, tile=tile)
+            us = {name: microseconds(call, given, 32, 9) for name, given in sets.items()}
+            yield {"batch": rows, "tile": tuple(tile), **us, "layer": sum(us.values())}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -131,13 +192,16 @@ def main() -> None:
         "--quantization", choices=sorted(ONLINE), help="how linear layers are quantized (not)"
     )
     parser.add_argument("--layers", type=int, help="only so many layers")
+    parser.add_argument(
+        "--tiles", action="store_true", help="time the tiles of the kernels for few rows"
+    )
     parser.add_argument("--profile", action="store_true", help="print the kernels of a step")
     parser.add_argument("--json", help="append the figures to this file, one a line")
     args = parser.parse_args()
     if DEVICE == "cpu":
         sys.exit("torch sees no GPU: CUDA graphs are timed")
     lines = []
-    for figure in figures(args):
+    for figure in tiles(args) if args.tiles else figures(args):
         line = {"model": args.model, "context": args.context, "rank": args.rank, **figure}
         if args.layers:
             line["layers"] = args.layers
@@ -151,6 +215,11 @@ def main() -> None:
             ),
             flush=True,
         )
+    for batch in {line["batch"]: None for line in lines} if args.tiles else ():
+        ranked = sorted(
+            (line for line in lines if line["batch"] == batch), key=lambda line: line["layer"]
+        )
+        print(batch, "  ".join(f"{line['tile']} {line['layer']:.2f}" for line in ranked[:3]))
     if args.json:
         with open(args.json, "a") as file:
             for line in lines:

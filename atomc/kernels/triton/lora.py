@@ -1,4 +1,5 @@
 """LoRA adapters of linear layers in Triton: two thin products, of rows that have an adapter only.
+Those of few rows are in lora_few.py.
 
 The first kernel multiplies a tile of rows with A of one adapter, and returns at once if no row of
 the tile has it; K is divided among programs, whose sums the second kernel adds in a fixed order.
@@ -8,6 +9,8 @@ so that CUDA graphs can hold them, and adapters without rows are not read.
 M rows, L adapters, r their rank, P merged layers (R = P * r rows of A), K inputs, N outputs.
 """
 
+from itertools import accumulate
+
 import torch
 import triton
 import triton.language as tl
@@ -16,16 +19,19 @@ from torch import Tensor
 from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import unlike
+from atomc.kernels.triton import lora_few
 from atomc.kernels.triton.launch import not_nvidia, unfit
+from atomc.kernels.triton.tiles import LORA_FEW
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 MAX_PARTS, MAX_THIN = 4, 256
 # Chosen by counting bytes, not measured yet: a tile of 16 rows is the smallest of a tensor core,
-# and 8 parts of K let a step of one row read A with as many programs for each adapter.
+# and 8 parts of K let a step of few rows read A with as many programs for each adapter.
 FEW_ROWS, ROWS_OF_MANY, OUTPUTS, INPUTS, PARTS_OF_FEW = 64, 64, 64, 128, 8
-# In fp32. The tiles of MAX_THIN rows of A then fit into shared memory, as they do in 16 bits.
+# Tiles of MAX_THIN rows of A have to fit into shared memory, in three stages.
+WIDE_INPUTS = 64
 FP32_OUTPUTS, FP32_INPUTS = 32, 32
 
 
@@ -139,6 +145,14 @@ def refuse_lora_linear(
     return None
 
 
+def ends(widths: list[int], outputs: int) -> list[int]:
+    """Where each of the merged layers but the last ends in y, as MAX_PARTS - 1 numbers, and where
+    the last one does.
+    """
+    found = list(accumulate(widths))
+    return [*found[:-1], *[outputs] * (MAX_PARTS - len(found)), found[-1]]
+
+
 @ops.lora_linear.kernel("triton", refuses=refuse_lora_linear, tuned_for=())
 def lora_linear(
     y: Tensor,
@@ -154,18 +168,23 @@ def lora_linear(
     _, rank, outputs = b.shape
     y_rows, x_rows = y.flatten(0, -2), x.flatten(0, -2)
     count = len(x_rows)
-    out = y.new_empty(y.shape)
     if not count or not outputs:
-        return out
+        return y.new_empty(y.shape)
+    of_layers = ends(widths, outputs)
+    if count <= lora_few.MAX_ROWS:
+        tile = LORA_FEW.choose(x.device, count)
+        return lora_few.lora_linear(y_rows, x_rows, a, b, rows, of_layers, tile).view(y.shape)
     few, fp32 = count <= FEW_ROWS, x.dtype == torch.float32
-    block_k, block_n = (FP32_INPUTS, FP32_OUTPUTS) if fp32 else (INPUTS, OUTPUTS)
+    thin_block = max(16, triton.next_power_of_2(thin_size))
+    wide = thin_block > 128
+    block_k, block_n = (WIDE_INPUTS if wide else INPUTS), OUTPUTS
+    if fp32:
+        block_k, block_n = FP32_INPUTS, FP32_OUTPUTS
     parts = min(PARTS_OF_FEW, triton.cdiv(depth, block_k)) if few else 1
     length = triton.cdiv(triton.cdiv(depth, parts), block_k) * block_k
     block = 16 if few else ROWS_OF_MANY
-    thin_block = max(16, triton.next_power_of_2(thin_size))
+    out = y.new_empty(y.shape)
     thin = x.new_empty((parts, count, thin_size), dtype=torch.float32)
-    ends = [sum(widths[: i + 1]) for i in range(len(widths))]
-    inner = [*ends[:-1], *[outputs] * (MAX_PARTS - len(ends))]
     tiles = triton.cdiv(count, block)
     _shrink[(tiles, adapters, parts)](
         x_rows,
@@ -180,6 +199,7 @@ def lora_linear(
         BLOCK_M=block,
         BLOCK_R=thin_block,
         BLOCK_K=block_k,
+        num_warps=8 if wide else 4,
     )
     _expand[(tiles, triton.cdiv(outputs, block_n))](
         y_rows,
@@ -189,10 +209,7 @@ def lora_linear(
         out,
         count,
         y_rows.stride(0),
-        END_1=inner[0],
-        END_2=inner[1],
-        END_3=inner[2],
-        END=ends[-1],
+        *of_layers,
         N=outputs,
         R=thin_size,
         RANK=rank,
@@ -201,5 +218,6 @@ def lora_linear(
         BLOCK_M=block,
         BLOCK_N=block_n,
         BLOCK_R=thin_block,
+        num_warps=8 if wide else 4,
     )
     return out
