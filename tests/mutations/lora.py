@@ -22,7 +22,7 @@ BUGS = [
     bug(KERNEL, "WIDE_INPUTS if wide else INPUTS", "INPUTS", "triton_compiles", "sm90 and not experts"),
     bug(FEW, "tl.where(layer == own, sums, delta)", "sums", "kernels", "lora and merged"),
     bug(FEW, "(part < PARTS)[:, None]", "(part < 1)[:, None]", "kernels", "lora and long"),
-    bug(FEW, "(r < R) & (adapter >= 0)", "adapter >= 0", "kernels", "lora and rank"),
+    bug(FEW, "* R + own * RANK", "* R", "kernels", "lora and merged"),
     bug("passes/merge/linears.py", "    while call(node).op in VIEWS or _is_adapter(node):", "    while call(node).op in VIEWS:", "lora_peft", "gate_and_up"),
     bug("runtime/server/engines.py", "if isinstance(error, EngineRestarting) or not", "if not", "engines", "refuses"),
     bug("runtime/server/engines.py", "self.check_none_restarts()", "self._check()", "engines", "engines_sleep"),
