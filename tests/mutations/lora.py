@@ -20,6 +20,7 @@ BUGS = [
     bug(KERNEL, "layer[None, :] == (r // RANK)[:, None]", "r[:, None] >= 0", "kernels", "lora and twenty"),
     bug(KERNEL, "for part in tl.static_range(PARTS)", "for part in tl.static_range(1)", "kernels", "lora and twenty"),
     bug(KERNEL, "WIDE_INPUTS if wide else INPUTS", "INPUTS", "triton_compiles", "sm90 and not experts"),
+    bug(KERNEL, "tl.where(own[:, None], thin, 0.0)", "thin", "kernels", "lora and twenty"),
     bug(FEW, "tl.where(layer == own, sums, delta)", "sums", "kernels", "lora and merged"),
     bug(FEW, "(part < PARTS)[:, None]", "(part < 1)[:, None]", "kernels", "lora and long"),
     bug(FEW, "* R + own * RANK", "* R", "kernels", "lora and merged"),

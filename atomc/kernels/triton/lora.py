@@ -20,7 +20,7 @@ from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import unlike
 from atomc.kernels.triton import lora_few
-from atomc.kernels.triton.launch import not_nvidia, unfit
+from atomc.kernels.triton.launch import begin, not_nvidia, overlap, unfit
 from atomc.kernels.triton.tiles import LORA_FEW
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
@@ -49,7 +49,9 @@ def _shrink(
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     adapter = tl.program_id(1)
     own = tl.load(rows_ptr + m, m < M, -1) == adapter
@@ -89,7 +91,9 @@ def _expand(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     r = tl.arange(0, BLOCK_R)
@@ -99,16 +103,17 @@ def _expand(
     # Columns of a merged layer are multiplied with its own rows of A.
     layer = (n >= END_1).to(tl.int32) + (n >= END_2).to(tl.int32) + (n >= END_3).to(tl.int32)
     belongs = (layer[None, :] == (r // RANK)[:, None]) & (r < R)[:, None] & (n < END)[None, :]
+    thin = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+    for part in tl.static_range(PARTS):
+        at = thin_ptr + (part * M + m).to(tl.int64)[:, None] * R + r[None, :]
+        thin += tl.load(at, (rows >= 0)[:, None] & (r < R)[None, :], 0.0)
+    # Without a branch, so that the loads of several adapters are in flight.
     for adapter in range(ADAPTERS):
         own = rows == adapter
-        if tl.max(own.to(tl.int32), 0) > 0:
-            thin = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-            for part in tl.static_range(PARTS):
-                at = thin_ptr + (part * M + m).to(tl.int64)[:, None] * R + r[None, :]
-                thin += tl.load(at, own[:, None] & (r < R)[None, :], 0.0)
-            b_at = b_ptr + (adapter * RANK + r % RANK).to(tl.int64)[:, None] * N + n[None, :]
-            b = tl.load(b_at, belongs, 0.0)
-            sums = tl.dot(thin.to(b.dtype), b, sums, input_precision="ieee")
+        b_at = b_ptr + (adapter * RANK + r % RANK).to(tl.int64)[:, None] * N + n[None, :]
+        b = tl.load(b_at, belongs & (tl.max(own.to(tl.int32), 0) > 0), 0.0)
+        of_own = tl.where(own[:, None], thin, 0.0).to(b.dtype)
+        sums = tl.dot(of_own, b, sums, input_precision="ieee")
     y = tl.load(y_ptr + m.to(tl.int64)[:, None] * y_stride + n[None, :], inside, 0.0)
     # As the reference rounds: the product, then the sum.
     total = y.to(tl.float32) + sums.to(y.dtype).to(tl.float32)
@@ -200,6 +205,7 @@ def lora_linear(
         BLOCK_R=thin_block,
         BLOCK_K=block_k,
         num_warps=8 if wide else 4,
+        **overlap(x.device),
     )
     _expand[(tiles, triton.cdiv(outputs, block_n))](
         y_rows,
@@ -219,5 +225,6 @@ def lora_linear(
         BLOCK_N=block_n,
         BLOCK_R=thin_block,
         num_warps=8 if wide else 4,
+        **overlap(x.device),
     )
     return out
