@@ -117,6 +117,21 @@ def test_a_token_of_a_mixture_of_experts_does_not_know_the_others(kind, dtype):
         assert torch.equal(experts(x[rows], ids[rows], weights[rows], w13, w2), whole[rows])
 
 
+@pytest.mark.gpu
+def test_experts_of_more_elements_than_32_bits_count():
+    tokens, inner, hidden = 2**17 + 5, 2048, 16  # 8 choices: 2**31 elements between the products
+    torch.manual_seed(0)
+    x, w13, w2 = (
+        torch.randn(shape, dtype=torch.bfloat16, device="cuda") * 0.3
+        for shape in ((tokens, hidden), (8, 2 * inner, hidden), (8, hidden, inner))
+    )
+    ids = torch.arange(8, device="cuda", dtype=torch.int32).expand(tokens, 8)
+    weights = torch.rand(tokens, 8, device="cuda")
+    experts, last = invariant(ops.moe_experts, "triton"), slice(-7, None)
+    found = experts(x, ids, weights, w13, w2)[last]
+    assert torch.equal(found, experts(x[last], ids[last], weights[last], w13, w2))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(("n", "k"), [(256, 256), (768, 256), (3072, 256), (40, 48), (1000, 130)])
 def test_a_row_of_a_product_on_a_cpu_is_the_same_bits_wherever_it_lies(n, k, dtype):
