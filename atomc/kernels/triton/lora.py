@@ -158,7 +158,7 @@ def ends(widths: list[int], outputs: int) -> list[int]:
     return [*found[:-1], *[outputs] * (MAX_PARTS - len(found)), found[-1]]
 
 
-@ops.lora_linear.kernel("triton", refuses=refuse_lora_linear, tuned_for=())
+@ops.lora_linear.kernel("triton", refuses=refuse_lora_linear, tuned_for=LORA_FEW.archs)
 def lora_linear(
     y: Tensor,
     x: Tensor,
