@@ -6,8 +6,9 @@ so that a process that already had a group never meets new ones, which count fro
 """
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed
@@ -15,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from atomc.errors import first_line
 
+T = TypeVar("T")
 MAX_RANKS = 8
 ROW_BYTES = 2**14
 # Of 16 bits, the bits of -0.0: a number that was not received yet. An fp32 number of two of them is
@@ -74,6 +76,7 @@ class _Shared:
         device = memory.halves.device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._one = torch.ones(1, dtype=torch.int32).pin_memory()
+        memory.aborted.record_stream(self._stream)
 
     def abort(self) -> None:
         # By a copy engine: kernels that wait may take all multiprocessors.
@@ -104,7 +107,7 @@ def share(group: ProcessGroup, device: torch.device) -> None:
     with torch.cuda.device(device):
         buffer = new_buffer(size, device)
         torch.cuda.synchronize()
-        handle, why = _attempt(lambda: buffer.untyped_storage()._share_cuda_())
+        handle, why = _attempt(lambda: _exported(buffer))
         handles = _gathered(handle, group)
         buffers, failure = _attempt(
             lambda: [
@@ -112,11 +115,11 @@ def share(group: ProcessGroup, device: torch.device) -> None:
             ]
         )
         why = why or failure
-        if not any(_gathered(why, group)):
+        if not any(_gathered(why, group)) and buffers is not None:
             why = _tried(buffers, rank, group)
-        reasons = [each for each in _gathered(why, group) if each]
-        if reasons:
-            _refused[name] = f"its ranks cannot write each other's memory: {reasons[0]}"
+        found = [each for each in _gathered(why, group) if each]
+        if found or buffers is None:
+            _refused[name] = f"its ranks cannot write each other's memory: {found[0]}"
             return
         halves = new_halves(size, device)
         aborted = torch.zeros(1, dtype=torch.int32, device=device)
@@ -124,13 +127,13 @@ def share(group: ProcessGroup, device: torch.device) -> None:
     _shared[name] = _Shared(group, PeerMemory(rank, buffers, halves, aborted))
 
 
-def _gathered(value, group):  # type: ignore[no-untyped-def]
-    found = [None] * group.size()
+def _gathered(value: T, group: ProcessGroup) -> list[T]:
+    found = [value] * group.size()
     distributed.all_gather_object(found, value, group=group)
     return found
 
 
-def _attempt(call):  # type: ignore[no-untyped-def]
+def _attempt(call: Callable[[], T]) -> tuple[T | None, str]:
     """The result and "", or None and why there is none: the other ranks wait for this one."""
     try:
         return call(), ""
@@ -138,12 +141,23 @@ def _attempt(call):  # type: ignore[no-untyped-def]
         return None, f"{type(error).__name__}: {first_line(error)}"
 
 
-def _opened(handle: tuple[object, ...], like: Tensor) -> Tensor:
-    """A peer's buffer in the address space of this rank's device, which a handle made by
-    UntypedStorage._share_cuda_ names by the peer's own number.
+def _exported(buffer: Tensor) -> tuple[Any, ...]:
+    storage: Any = buffer.untyped_storage()
+    return tuple(storage._share_cuda_())
+
+
+def _opened(handle: tuple[Any, ...] | None, like: Tensor) -> Tensor:
+    """A peer's buffer in the address space of this rank's device. The handle, which
+    UntypedStorage._share_cuda_ made, begins with the number that the device has for the peer.
     """
-    storage = torch.UntypedStorage._new_shared_cuda(like.device.index, *handle[1:])
-    return torch.empty(0, dtype=like.dtype, device=like.device).set_(storage, 0, like.shape)
+    if handle is None:
+        raise ValueError("a peer has no handle")
+    storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_cuda(
+        like.device.index, *handle[1:]
+    )
+    opened = torch.empty(0, dtype=like.dtype, device=like.device)
+    opened.set_(storage, 0, like.shape, like.stride())
+    return opened
 
 
 def _tried(buffers: Sequence[Tensor], rank: int, group: ProcessGroup) -> str:
