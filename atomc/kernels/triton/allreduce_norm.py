@@ -9,9 +9,12 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.triton.allreduce import all_reduce, all_reduce_rms_norm
-from atomc.kernels.triton.collective import refuse_allreduce_rms_norm_quant
 from atomc.kernels.triton.norm import refuse_rms_norm
-from atomc.kernels.triton.norm_quant import add_rms_norm_quant, rms_norm_quant
+from atomc.kernels.triton.norm_quant import (
+    add_rms_norm_quant,
+    refuse_rms_norm_quant,
+    rms_norm_quant,
+)
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 from atomc.token_range import Tokens
@@ -59,6 +62,38 @@ def refuse_allreduce_rms_norm(
 ) -> Refusal | None:
     return refuse_rms_norm(platform, x, weight, style, residual) or refuse_all_reduce(
         platform, x, process_group
+    )
+
+
+def refuse_allreduce_rms_norm_quant(
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    process_group: str,
+    scale: Tensor | None = None,
+    style: str = "after",
+    *,
+    scheme: str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128,
+    column_major: bool = False,
+    rounding: str = "even",
+    keep: bool = False,
+    residual: Tensor | None = None,
+) -> Refusal | None:
+    return refuse_rms_norm_quant(
+        platform,
+        x,
+        weight,
+        eps,
+        scale,
+        style,
+        scheme=scheme,
+        dtype=dtype,
+        group=group,
+        rounding=rounding,
+        residual=residual,
     )
 
 
