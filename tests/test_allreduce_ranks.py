@@ -17,7 +17,7 @@ from atomc.platform import Platform
 
 pytest.importorskip("triton")
 assert kernels.load("triton") is None
-from atomc.kernels.triton.allreduce_norm import NOTE  # noqa: E402
+from atomc.kernels.triton.allreduce_norm import NOTE, refuse_all_reduce  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 H100 = Platform.named("sm90")
@@ -48,14 +48,14 @@ def chosen(
 
 def test_few_tokens_are_one_launch_and_more_are_nccl_and_a_norm() -> None:
     assert chosen(2) == (
-        [("2 to 128", NOTE), ("129 and more", "")],
+        [("1 to 128", NOTE), ("129 and more", "")],
         ["is meant for 1 to 128 tokens"],
     )
 
 
 @pytest.mark.parametrize(("ranks", "width", "most"), [(2, 1024, 512), (4, 4096, 64), (2, 8192, 64)])
 def test_bytes_and_ranks_decide_how_many_tokens_are_few(ranks: int, width: int, most: int) -> None:
-    assert chosen(ranks, width=width)[0][0] == (f"2 to {most}", NOTE)
+    assert chosen(ranks, width=width)[0][0] == (f"1 to {most}", NOTE)
 
 
 @pytest.mark.parametrize(
@@ -66,10 +66,6 @@ def test_bytes_and_ranks_decide_how_many_tokens_are_few(ranks: int, width: int, 
             {"reason": "its ranks run on several hosts"},
             "ranks have no memory of each other: its ranks run on several hosts",
         ),
-        (
-            {"platform": Platform.named("gfx942")},
-            "ranks write each other's memory on NVIDIA GPUs only",
-        ),
         ({"width": 16384}, "rows of 32768 bytes exceed the limit of 16384"),
     ],
 )
@@ -79,6 +75,14 @@ def test_ranks_without_memory_of_each_other_use_nccl(
     (choice,), refused = chosen(2, **settings)
     assert choice[0] == "any" and NOTE not in choice[1]
     assert refused == [refusal]
+
+
+def test_other_gpus_and_cpus_are_refused() -> None:
+    x = torch.zeros(2, 64, dtype=torch.bfloat16)
+    for name in ("gfx942", "cpu"):
+        where = replace(Platform.named(name), peer_groups=((fake_group(2), ""),))
+        refused = refuse_all_reduce(where, x, fake_group(2))
+        assert refused is not None and refused.code == "hardware"
 
 
 def test_a_group_on_cpus_has_no_memory_of_its_ranks_and_says_so() -> None:
