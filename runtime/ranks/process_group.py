@@ -9,6 +9,7 @@ from torch import distributed
 from torch._C._distributed_c10d import Store, TCPStore
 
 from atomc.parallel.group import Place, Stage, TensorParallel
+from atomc.torch_compat import peer_memory
 
 LOCALHOST = "127.0.0.1"
 # A rank may compile for long while another waits for it. The monitor ends ranks that hang.
@@ -71,11 +72,13 @@ def join(
         ]
     group = groups[index]
     assert group is not None
+    peer_memory.share(group, device)
     return Place(TensorParallel.of(group), stage)
 
 
 def abort_collectives() -> None:
     """Let collectives that wait for a dead rank end. Those of gloo do without it."""
+    peer_memory.abort()
     if distributed.is_initialized() and distributed.get_backend() == "nccl":
         for group in list(distributed.distributed_c10d._world.pg_names):
             group.abort()
@@ -85,4 +88,5 @@ def leave() -> None:
     """Destroy the process group, without its other ranks."""
     if distributed.is_initialized():
         abort_collectives()
+        peer_memory.forget()
         distributed.destroy_process_group()
