@@ -30,7 +30,7 @@ def bind_sizes(whole: GraphModule, piece: GraphModule, call: Node) -> None:
 
 def _source(whole: GraphModule, symbol: sympy.Symbol) -> Node | None:
     """A node with this size, from the inputs of the graph."""
-    inputs = whole.graph.find_nodes(op="placeholder")
+    inputs: list[Node] = list(whole.graph.find_nodes(op="placeholder"))
     for node in inputs:
         value = node.meta.get("val")
         if isinstance(value, SymInt) and value.node.expr == symbol:
@@ -65,4 +65,5 @@ def _dims(node: Node) -> Mapping[int, SymInt]:
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
         return {}
-    return {dim: n for dim, n in enumerate(value.shape) if isinstance(n, SymInt)}
+    sizes: list[int | SymInt] = list(value.shape)
+    return {dim: n for dim, n in enumerate(sizes) if isinstance(n, SymInt)}
