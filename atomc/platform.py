@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from atomc import cgroup
+from atomc.torch_compat import peer_memory
 
 TESTED_TORCH = ("2.11", "2.13")
 
@@ -46,6 +47,7 @@ class Platform:
     flops       dense bf16 operations per second: as published, None if unknown
     link        bytes per second that it sends to the other devices of a host, all links together
     asked       the providers that the user named: some run on unsupported machines only on request
+    peer_groups names of process groups: why their ranks cannot write each other's memory, or ""
     """
 
     kind: Literal["cuda", "rocm", "cpu"]
@@ -62,6 +64,7 @@ class Platform:
     flops: float | None = None
     link: float | None = None
     asked: tuple[str, ...] = ()
+    peer_groups: tuple[tuple[str, str], ...] = ()
 
     @staticmethod
     def detect(device_type: str | None = None) -> "Platform":
@@ -78,7 +81,7 @@ class Platform:
             raise ValueError(
                 "device type 'cuda' was requested, but torch sees no GPU here: use 'cpu'"
             )
-        return _gpu_here(torch.cuda.current_device())
+        return replace(_gpu_here(torch.cuda.current_device()), peer_groups=peer_memory.reasons())
 
     @staticmethod
     def named(name: str) -> "Platform":

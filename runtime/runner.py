@@ -104,12 +104,16 @@ class Runner:
         ]
         self.bind()
 
+    def drop_graphs(self) -> None:
+        """Drop the CUDA graphs. Further steps run without."""
+        self.graphs = self.lora_graphs = self.draft_graphs = None
+
     def free(self) -> None:
         """Drop the caches and the CUDA graphs, which read them. No step may run until `allocate`;
         then graphs are captured again.
         """
         self._states, self.caches = SequenceStates((), self._state_rows, "cpu"), []
-        self.graphs = self.lora_graphs = self.draft_graphs = None
+        self.drop_graphs()
         programs = [self.program, self.image_program, self.lora_program]
         if self.draft is not None:
             self.draft.caches = []

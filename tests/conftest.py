@@ -9,15 +9,13 @@ import random
 import shutil
 import sys
 
+from gpus import gpu_of_worker
+
 # Read when torch, Triton and atomc are imported, so set before any of them is.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("ATOMC_STRICT", "1")
 os.environ.setdefault("ATOMC_CACHE", "0")  # every test compiles; those of the cache say so
-# With CUDA_VISIBLE_DEVICES=0,1 workers of pytest-xdist have one GPU each, in turn.
-GPUS = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
-if WORKER and len(GPUS) > 1:
-    os.environ["CUDA_VISIBLE_DEVICES"] = GPUS[int(WORKER.removeprefix("gw")) % len(GPUS)]
+os.environ.update(gpu_of_worker())
 
 import pytest
 import shared_objects

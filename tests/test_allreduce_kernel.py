@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from atomc import kernels, ops
+from atomc.torch_compat.peer_memory import EMPTY, PeerMemory, new_buffer, new_halves
 
 pytest.importorskip("triton")
 assert kernels.load("triton") is None
-from atomc.kernels.triton.allreduce import PeerBuffers, push, reduce  # noqa: E402
+from atomc.kernels.triton.allreduce import push, reduce  # noqa: E402
 
 DRAW = torch.Generator().manual_seed(0)
 
@@ -16,16 +17,17 @@ def rand(*shape, dtype=torch.bfloat16):
     return torch.randn(*shape, generator=DRAW).to(dtype)
 
 
-def peers_of(ranks, capacity, width, dtype=torch.bfloat16):
-    """Of each rank; rows that were not written are NaN."""
-    buffers = [
-        torch.full((2, ranks, capacity, width), torch.nan, dtype=dtype) for _ in range(ranks)
-    ]
-    flags = [torch.zeros(2, ranks, capacity, dtype=torch.int32) for _ in range(ranks)]
+def peers_of(ranks):
+    """Of each rank."""
+    buffers = [new_buffer(ranks) for _ in range(ranks)]
     return [
-        PeerBuffers(rank, buffers, flags, torch.zeros(capacity, dtype=torch.int32))
+        PeerMemory(rank, buffers, new_halves(ranks), torch.zeros(1, dtype=torch.int32))
         for rank in range(ranks)
     ]
+
+
+def bits(x):
+    return x.view(torch.int32 if x.itemsize == 4 else torch.int16)
 
 
 def step(peers, rows, residual, weight, style="after"):
@@ -36,7 +38,9 @@ def step(peers, rows, residual, weight, style="after"):
         reduce(x, residual, weight, 1e-6, own, style) for own, x in zip(peers, rows, strict=True)
     ]
     for y, total in results:
-        assert torch.equal(y, results[0][0]) and torch.equal(total, results[0][1])
+        assert torch.equal(bits(y), bits(results[0][0]))
+        assert torch.equal(bits(total), bits(results[0][1]))
+    assert all((buffer == EMPTY).all() for buffer in peers[0].buffers)
     return results[0]
 
 
@@ -54,9 +58,9 @@ def expected(rows, residual, weight, style="after"):
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("added", [True, False])
 def test_all_ranks_have_the_norm_of_the_sum_in_every_step(ranks, added):
-    capacity, width = 5, 80
-    peers, weight = peers_of(ranks, capacity, width), rand(width)
-    for tokens in (3, 5, 2):  # both halves, with rows that some steps leave out
+    width = 80
+    peers, weight = peers_of(ranks), rand(width)
+    for tokens in (3, 5, 2, 4):  # both halves, with rows that some steps leave out
         rows = [rand(tokens, width) for _ in range(ranks)]
         residual = rand(tokens, width) if added else None
         y, total = step(peers, rows, residual, weight)
@@ -67,7 +71,7 @@ def test_all_ranks_have_the_norm_of_the_sum_in_every_step(ranks, added):
 
 @pytest.mark.parametrize("style", ["before", "one_plus"])
 def test_every_style_and_odd_width(style):
-    peers, weight = peers_of(2, 3, 257, torch.float32), rand(257, dtype=torch.float32)
+    peers, weight = peers_of(2), rand(257, dtype=torch.float32)
     rows, residual = [rand(3, 257, dtype=torch.float32) for _ in range(2)], rand(3, 257).float()
     y, total = step(peers, rows, residual, weight, style)
     wanted, sums = expected(rows, residual, weight, style)
@@ -77,7 +81,7 @@ def test_every_style_and_odd_width(style):
 
 def test_a_rank_may_push_the_next_step_before_another_has_read_this_one():
     ranks, width = 2, 16
-    peers, weight = peers_of(ranks, 2, width), rand(width)
+    peers, weight = peers_of(ranks), rand(width)
     first, second = ([rand(2, width) for _ in range(ranks)] for _ in range(2))
     for own, x in zip(peers, first, strict=True):
         push(x, own)
@@ -92,9 +96,35 @@ def test_a_rank_may_push_the_next_step_before_another_has_read_this_one():
         assert torch.equal(total, expected(second, None, weight)[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_numbers_with_the_bits_of_an_empty_place_are_received(dtype):
+    peers, weight = peers_of(2), rand(16, dtype=dtype)
+    empty = torch.full((2, 16), EMPTY, dtype=torch.int16).repeat(1, dtype.itemsize // 2)
+    negative, ones = empty.view(dtype), torch.ones(2, 16, dtype=dtype)
+    _, total = step(peers, [negative, ones], None, weight)
+    assert torch.equal(total, ones)
+    _, total = step(peers, [negative, negative], None, weight)
+    assert torch.equal(total, torch.zeros_like(total)) and not total.signbit().any()
+
+
+def test_nan_and_infinity_are_received():
+    peers, weight = peers_of(2), rand(4)
+    x = torch.tensor([[torch.nan, torch.inf, -torch.inf, 1.0]]).bfloat16()
+    _, total = step(peers, [x, torch.ones_like(x)], None, weight)
+    torch.testing.assert_close(total, x + 1, equal_nan=True)
+
+
+def test_a_wait_for_a_dead_peer_ends_when_it_is_aborted():
+    peers = peers_of(2)
+    peers[0].aborted.fill_(1)
+    reduce(rand(1, 16), None, rand(16), 1e-6, peers[0])
+
+
 def test_rows_without_room_and_a_single_rank_are_refused():
-    peers = peers_of(2, 2, 16)
-    with pytest.raises(ValueError, match=r"rows \[3, 16\] in buffers for at most \[2, 16\]"):
-        push(rand(3, 16), peers[0])
+    peers = peers_of(2)
+    with pytest.raises(ValueError, match="513 rows of 32 bytes in memory for at most 512 of 16384"):
+        push(rand(513, 16), peers[0])
+    with pytest.raises(ValueError, match="1 rows of 16386 bytes"):
+        push(rand(1, 8193), peers[0])
     with pytest.raises(ValueError, match="1 ranks exchange rows: written for 2 to 8"):
-        peers_of(1, 2, 16)
+        peers_of(1)

@@ -4,8 +4,10 @@ the same.
 
 import torch
 from fake_group import fake_group
+from torch import nn
 
 from atomc import ops
+from atomc.parallel.collectives import EXPERT_MAP, ExpertsOfRank
 
 NOWHERE = 2  # this process has experts 3 and 0 of four, in this order
 
@@ -19,3 +21,20 @@ def test_choices_of_experts_elsewhere_have_no_weight_and_others_a_row_of_this_pr
     assert torch.equal(tokens, torch.cat((x, x)))
     assert rows.tolist() == [[1, NOWHERE], [0, NOWHERE]] * 2
     assert kept.tolist() == [[0.75, 0.0], [0.5, 0.0]] * 2
+
+
+WILD = torch.tensor([[2**31 - 1, 1], [-(2**31), 2]], dtype=torch.int32)
+
+
+def test_ids_that_no_router_wrote_are_looked_up_without_an_error() -> None:
+    # While the kernels of a step are loaded, its ids are what was in memory: reading outside of the
+    # map ends a process on a GPU.
+    x, weights, group = torch.randn(2, 5), torch.rand(2, 2), fake_group(2)
+    places = torch.tensor([[1, NOWHERE, NOWHERE, 0], [0, 1, 1, 0]])
+    _, rows, _ = ops.dispatch_tokens(x, WILD, weights, places, NOWHERE, 2, group)
+    assert set(rows.flatten().tolist()) <= {0, 1, NOWHERE}
+
+    module = nn.Module()
+    module.register_buffer(EXPERT_MAP, places[0])
+    _, rows, _ = ExpertsOfRank(NOWHERE)(module, (x, WILD, weights))
+    assert set(rows.flatten().tolist()) <= {0, 1, NOWHERE}

@@ -80,6 +80,28 @@ def test_layers_with_another_constant_are_compiled_apart(monkeypatch: pytest.Mon
     assert (note, calls) == (["glue: 6 pieces", "4 unique"], 4)
 
 
+class Doubled(nn.Module):
+    """The glue between two kernels gets twice as many rows as there are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = attended(torch.cat((x, x)))
+        y = attended(torch.sin(y) * torch.cos(y))
+        return x + y[: len(x)]
+
+
+def attended(x: Tensor) -> Tensor:
+    heads = x.view(-1, 2, 8)
+    return ops.attention(heads, heads, heads, scale=0.3).view(-1, 16)
+
+
+def test_glue_of_twice_the_rows_knows_how_many_there_are() -> None:
+    model = Doubled()
+    compiled = torch.compile(model, backend="atom", dynamic=True, options={"glue": "inductor"})
+    for rows in (5, 8):
+        x = X.repeat(2, 1)[:rows]
+        torch.testing.assert_close(compiled(x), model(x))
+
+
 def piece(function: Any, *inputs: Tensor) -> GraphModule:
     return make_fx(function, tracing_mode="fake")(*inputs)
 

@@ -13,6 +13,7 @@ from torch.fx.passes.split_module import split_module
 
 from atomc.cache.generated import Function, of_graph, of_inductor, of_pieces
 from atomc.capture.structural_hash import structural_key
+from atomc.compiler.bind_sizes import bind_sizes
 from atomc.graph.mutation import mutated
 from atomc.json_types import JSONLike
 from atomc.options import Options
@@ -65,6 +66,8 @@ def compile_glue(gm: GraphModule, patches: Mapping[str, JSONLike]) -> tuple[Func
         if not worth_compiling(piece):
             functions[name] = of_graph(piece)
             continue
+        (call,) = whole.graph.find_nodes(op="call_module", target=name)
+        bind_sizes(whole, piece, call)
         count += 1
         # Equal pieces that write may differ in the aliases of their inputs.
         key = name if _writes(piece) else structural_hash(piece)
@@ -73,6 +76,7 @@ def compile_glue(gm: GraphModule, patches: Mapping[str, JSONLike]) -> tuple[Func
                 piece, _examples(piece) if key == name else _fresh(piece, mode), mode, patches
             )
         functions[name] = compiled[key]
+    whole.recompile()
     return of_pieces(whole, functions), f"{count} pieces, {len(compiled)} unique" + _known(loaded)
 
 

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from atomc.cache.compiled import Dispatch
 from atomc.graph.canonical import value
 from atomc.graph.expressions import expression
-from atomc.ops.op import Kernel, op_of
+from atomc.ops.op import op_of
 from atomc.token_range import ALL_TOKENS, Tokens
 from atomc.torch_compat.tracing import bounds
 
@@ -30,7 +30,7 @@ def token_expression(gm: GraphModule) -> sympy.Expr | None:
     return None
 
 
-def ranges_of(gm: GraphModule, could_serve: Callable[[Node], Sequence[Kernel]]) -> list[Tokens]:
+def ranges_of(gm: GraphModule, could_serve: Callable[[Node], Sequence[Tokens]]) -> list[Tokens]:
     """The ranges of token counts that the kernels which could serve tell apart, and that a call can
     have.
 
@@ -44,10 +44,7 @@ def ranges_of(gm: GraphModule, could_serve: Callable[[Node], Sequence[Kernel]]) 
         (max(1, int(tokens)),) * 2 if tokens.is_number else bounds(gm.graph, tokens)
     )  # without tokens as with one
     declared = {
-        kernel.tokens
-        for node in gm.graph.nodes
-        if op_of(node.target)
-        for kernel in could_serve(node)
+        meant for node in gm.graph.nodes if op_of(node.target) for meant in could_serve(node)
     }
     return [
         span

@@ -139,7 +139,7 @@ class Selection:
         for kernel in self._ranked(op):
             reason = self._refuses(kernel, node)
             if reason is None:
-                self._remember(op, node, kernel.provider, refused, self._tile_note(kernel))
+                self._remember(op, node, kernel.provider, refused, self._note(kernel))
                 if kernel.syncs:
                     self.syncing.append(f"{kernel.provider} {op.name}")
                 return kernel
@@ -181,9 +181,11 @@ class Selection:
             )
         )
 
-    def _tile_note(self, kernel: Kernel) -> str:
+    def _note(self, kernel: Kernel) -> str:
         measured = kernel.tuned_for is None or self.platform.arch in kernel.tuned_for
-        return "" if measured else "tiles not measured on this GPU"
+        return "; ".join(
+            filter(None, (kernel.note, "" if measured else "tiles not measured on this GPU"))
+        )
 
     def _ranked(self, op: Op) -> list[Kernel]:
         """The op's kernels in order of preference."""
@@ -196,17 +198,20 @@ class Selection:
         """The kernel that `choose` would return now; nothing is recorded."""
         return next((k for k in self._ranked(_op(node)) if not self._refuses(k, node)), None)
 
-    def could_serve(self, node: Node) -> list[Kernel]:
-        """The kernels that refuse this node at most for its number of tokens, up to the first for
-        any number.
+    def could_serve(self, node: Node) -> list[Tokens]:
+        """The numbers of tokens of the kernels that refuse this node at most for its number of
+        tokens, up to the first for any number.
         """
-        found: list[Kernel] = []
+        found: list[Tokens] = []
         for kernel in self._ranked(_op(node)):
             if self._refuses(kernel, node, any_tokens=True) is None:
-                found.append(kernel)
-                if kernel.tokens == ALL_TOKENS:
+                found.append(self._tokens_for(kernel, node))
+                if found[-1] == ALL_TOKENS:
                     break
         return found
+
+    def _tokens_for(self, kernel: Kernel, node: Node) -> Tokens:
+        return kernel.tokens_for(self.platform, _arguments(kernel, node)[0])
 
     def _refuses(self, kernel: Kernel, node: Node, any_tokens: bool = False) -> Refusal | None:
         """Why this kernel cannot run this node: the first reason below, or None."""
@@ -218,7 +223,7 @@ class Selection:
         return (
             self.unfit[kernel, node.name]
             or self.forms.refuses(kernel, node)
-            or (None if any_tokens else self._other_tokens(kernel))
+            or (None if any_tokens else self._other_tokens(kernel, node))
         )
 
     def _unfit(self, kernel: Kernel, node: Node) -> Refusal | None:
@@ -263,12 +268,11 @@ class Selection:
             return None
         return Refusal("option", "it rounds once, rounding='hf' asks for the model's own roundings")
 
-    def _other_tokens(self, kernel: Kernel) -> Refusal | None:
-        return (
-            None
-            if self.tokens.within(kernel.tokens)
-            else Refusal("tokens", f"is meant for {kernel.tokens} tokens")
-        )
+    def _other_tokens(self, kernel: Kernel, node: Node) -> Refusal | None:
+        meant = self._tokens_for(kernel, node)
+        if self.tokens.within(meant):
+            return None
+        return Refusal("tokens", f"is meant for {meant} tokens")
 
     def _unpreparable(self, kernel: Kernel, nodes: Mapping[str, Argument]) -> Refusal | None:
         """Why the weights that this kernel prepares cannot be prepared once, or None."""

@@ -62,7 +62,8 @@ def dispatch_tokens(
         for each in (x, ids, weights)
     ]
     tokens, chosen, weighted = (functional.wait_tensor(each) for each in sent)
-    local = places[0][chosen.long()]
+    # While kernels are loaded, no router runs, and ids are what was in memory.
+    local = places[0][chosen.long().clamp(0, places.shape[1] - 1)]
     return tokens, local, weighted.masked_fill(local == nowhere, 0.0)
 
 

@@ -111,6 +111,8 @@ class Kernel:
     refuses:   (platform, *args) -> Refusal, or None. The args are fake tensors and numbers. A
                sentence alone has the code "other".
     tokens:    the numbers of tokens that the kernel is for.
+    limit:     (platform, *args) -> the largest of these that it is for with such arguments; None:
+               all of `tokens`.
     layout:    the memory layout of the state it reads or writes (atomc.ops.state.LAYOUTS); None: it
                uses no state.
     prepare:   names of parameters -> function(*weights) -> Prepared. The kernel then receives the
@@ -131,6 +133,7 @@ class Kernel:
     prefer_inductor:  when Inductor's code for the reference is preferred.
     tuned_for: the GPU architectures on which its tile sizes were measured; None if there are none
                to choose.
+    note:      what the report says of it beside its provider.
     """
 
     op: str
@@ -149,6 +152,14 @@ class Kernel:
     syncs: bool = False
     prefer_inductor: PreferInductor = PreferInductor.NEVER
     tuned_for: tuple[str, ...] | None = None
+    limit: Callable[..., int] | None = None
+    note: str = ""
+
+    def tokens_for(self, platform: Platform, arguments: Arguments) -> Tokens:
+        """The numbers of tokens that it is for with these arguments, which it does not refuse."""
+        if self.limit is None:
+            return self.tokens
+        return Tokens(self.tokens.first, self.limit(platform, **arguments))
 
     def prepared(self, arguments: Arguments) -> dict[str, tuple[Tensor, ...]]:
         """The prepared weights that the kernel receives in the place of some of these arguments."""
@@ -304,6 +315,8 @@ class Op:
         syncs: bool = False,
         prefer_inductor: PreferInductor = PreferInductor.NEVER,
         tuned_for: tuple[str, ...] | None = None,
+        limit: Callable[..., int] | None = None,
+        note: str = "",
     ) -> Callable[[Function], Function]:
         """Register the decorated function as a kernel of this op (see Kernel for the arguments).
 
@@ -351,6 +364,8 @@ class Op:
                     syncs,
                     prefer_inductor,
                     tuned_for,
+                    limit,
+                    note,
                 )
             )
             return function

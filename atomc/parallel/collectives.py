@@ -47,7 +47,9 @@ class ExpertsOfRank:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, ids, weights, *others = args
-        local = module.get_buffer(EXPERT_MAP)[ids]
+        rows = module.get_buffer(EXPERT_MAP)
+        # While kernels are loaded, no router runs, and ids are what was in memory.
+        local = rows[ids.clamp(0, len(rows) - 1)]
         return x, local, weights.masked_fill(local == self.nowhere, 0.0), *others
 
 

@@ -81,7 +81,8 @@ class RankExecutor:
         configs = [replace(config, device=launcher.device(kind, rank)) for rank in range(size)]
         step_seconds = config.step_timeout or STEP_SECONDS[kind]
         self._monitor = Monitor(size, step_seconds, on_failure, host=launcher.host)
-        self._close = weakref.finalize(self, self._monitor.close)
+        workers: list[Worker] = []  # that of rank 0, once there is one
+        self._close = weakref.finalize(self, _end, self._monitor, workers)
         try:
             store = create_store(size, launcher.host)
             threads = choose(
@@ -107,6 +108,7 @@ class RankExecutor:
                 self.worker = Worker(
                     configs[0], phases, progress=progress, spare_cores=spare_cores, place=place
                 )
+            workers.append(self.worker)
             self._monitor.wait_done(LOADED)
         except BaseException:  # Ctrl-C too: no process may remain
             self._close()
@@ -185,6 +187,15 @@ class RankExecutor:
 
     def close(self) -> None:
         self._close()
+
+
+def _end(monitor: Monitor, workers: Sequence[Worker]) -> None:
+    """Leave the group. Before, drop the CUDA graphs: NCCL ends a group, even one that failed, only
+    after the graphs with its collectives.
+    """
+    for worker in workers:
+        worker.runner.drop_graphs()
+    monitor.close()
 
 
 class LaunchedOnRanks:

@@ -1,7 +1,10 @@
 """The process group of torch.distributed that ranks join."""
 
+import logging
 import os
 import socket
+import threading
+import time
 from datetime import timedelta
 
 import torch
@@ -9,10 +12,14 @@ from torch import distributed
 from torch._C._distributed_c10d import Store, TCPStore
 
 from atomc.parallel.group import Place, Stage, TensorParallel
+from atomc.torch_compat import peer_memory
+
+log = logging.getLogger("atomc")
 
 LOCALHOST = "127.0.0.1"
 # A rank may compile for long while another waits for it. The monitor ends ranks that hang.
 TIMEOUT = timedelta(days=1)
+ABORT_SECONDS = 10.0
 
 
 def create_store(size: int, host: str | None) -> TCPStore:
@@ -71,18 +78,40 @@ def join(
         ]
     group = groups[index]
     assert group is not None
+    peer_memory.share(group, device)
     return Place(TensorParallel.of(group), stage)
 
 
-def abort_collectives() -> None:
-    """Let collectives that wait for a dead rank end. Those of gloo do without it."""
-    if distributed.is_initialized() and distributed.get_backend() == "nccl":
-        for group in list(distributed.distributed_c10d._world.pg_names):
-            group.abort()
+def abort_collectives() -> list[threading.Thread]:
+    """Let collectives that wait for a dead rank end: those of NCCL in a thread for each group,
+    which ends when no CUDA graph has them; those of gloo end without it.
+    """
+    peer_memory.abort()
+    if not distributed.is_initialized() or distributed.get_backend() != "nccl":
+        return []
+    threads = [
+        threading.Thread(target=group.abort, name="abort", daemon=True)
+        for group in distributed.distributed_c10d._world.pg_names
+    ]
+    for thread in threads:
+        thread.start()
+    return threads
 
 
 def leave() -> None:
-    """Destroy the process group, without its other ranks."""
-    if distributed.is_initialized():
-        abort_collectives()
-        distributed.destroy_process_group()
+    """Destroy the process group, without its other ranks. No CUDA graph may have its collectives
+    any more.
+    """
+    if not distributed.is_initialized():
+        return
+    until = time.monotonic() + ABORT_SECONDS
+    threads = abort_collectives()
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    if any(thread.is_alive() for thread in threads):
+        log.error(
+            "NCCL did not end within %g s: this process can have no other group", ABORT_SECONDS
+        )
+        return
+    peer_memory.forget()
+    distributed.destroy_process_group()

@@ -3,6 +3,7 @@
 from atomc.kernels.triton import (
     activation,
     activation_quant,
+    allreduce_norm,
     attention,
     collective,
     conv,
@@ -48,6 +49,7 @@ from atomc.kernels.triton import (
 __all__ = [
     "activation",
     "activation_quant",
+    "allreduce_norm",
     "attention",
     "collective",
     "conv",

@@ -1,18 +1,15 @@
-"""Norms behind a sum over processes: the sum of torch.distributed, then the norm of Triton."""
+"""Norms behind a sum over processes: the sum of torch.distributed, then the norm of Triton. Kernels
+for few tokens are in allreduce_norm.py, which is imported first so that they are preferred.
+"""
 
 import torch
 from torch import Tensor
 
 from atomc import ops
+from atomc.kernels.triton.allreduce_norm import refuse_allreduce_rms_norm_quant
 from atomc.kernels.triton.norm import add_rms_norm, refuse_rms_norm, rms_norm
-from atomc.kernels.triton.norm_quant import (
-    add_rms_norm_quant,
-    refuse_rms_norm_quant,
-    rms_norm_quant,
-)
+from atomc.kernels.triton.norm_quant import add_rms_norm_quant, rms_norm_quant
 from atomc.kernels.triton.tiles import NORM
-from atomc.ops.op import Refusal
-from atomc.platform import Platform
 
 all_reduce = ops.all_reduce.reference
 
@@ -35,38 +32,6 @@ def allreduce_add_rms_norm(
     style: str = "after",
 ) -> tuple[Tensor, Tensor]:
     return add_rms_norm(all_reduce(x, process_group), residual, weight, eps, style)
-
-
-def refuse_allreduce_rms_norm_quant(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    process_group: str,
-    scale: Tensor | None = None,
-    style: str = "after",
-    *,
-    scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128,
-    column_major: bool = False,
-    rounding: str = "even",
-    keep: bool = False,
-    residual: Tensor | None = None,
-) -> Refusal | None:
-    return refuse_rms_norm_quant(
-        platform,
-        x,
-        weight,
-        eps,
-        scale,
-        style,
-        scheme=scheme,
-        dtype=dtype,
-        group=group,
-        rounding=rounding,
-        residual=residual,
-    )
 
 
 @ops.allreduce_rms_norm_quant.kernel(
