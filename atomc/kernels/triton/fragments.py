@@ -100,16 +100,6 @@ def fragment_row(place, WARPS: tl.constexpr):
 
 
 @triton.jit
-def fragment_column(k, WARPS: tl.constexpr):
-    """The column of the weight, and of x, at this place of a product."""
-    # Without a group of four warps, Triton gives a thread four adjacent places.
-    if WARPS < 4:
-        return k // 16 * 16 + k // 2 % 2 * 8 + k // 4 % 4 * 2 + k % 2
-    else:
-        return k
-
-
-@triton.jit
 def _e2m1_pair(words, j: tl.constexpr):
     """Pair j as two bf16, times 2^-126."""
     # Exponent and mantissa are adjacent, as in bf16; 0.5 is a subnormal.
@@ -187,6 +177,23 @@ def _values(
 
 
 @triton.jit
+def _unseen(values, SIXTEEN: tl.constexpr):
+    """The values, of which Triton does not see how they are computed. Without a group of four warps
+    it gives a thread four adjacent columns of joined values, not two and two: x would be read four
+    bytes at a time.
+    """
+    bits = tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;",
+        "=r,r",
+        [values.to(tl.int16, bitcast=True)],
+        dtype=tl.int16,
+        is_pure=False,
+        pack=2,
+    )
+    return bits.to(SIXTEEN, bitcast=True)
+
+
+@triton.jit
 def fragments(
     words,
     other,
@@ -196,7 +203,7 @@ def fragments(
     NUMBER: tl.constexpr,
 ):
     """The values [BLOCK_N, 32 * G] of words [BLOCK_N, 4, G], in NUMBER: rows in their order, where
-    those of the words are as fragment_row says, and columns as fragment_column says.
+    those of the words are as fragment_row says.
 
     other    int32 of two equal 16-bit numbers: the factor of e2m1 codes, [BLOCK_N, 4, G]; what is
              added to int4 codes, minus_zero()
@@ -213,13 +220,14 @@ def fragments(
         _values(words, 2, other, INT4, SIXTEEN, NUMBER),
         _values(words, 3, other, INT4, SIXTEEN, NUMBER),
     )
-    # [row, q, g, h, j % 2, j // 2] -> columns [g, j, q, h], as fragment_column says
-    if WARPS < 4:
-        ordered = tl.permute(tl.join(first, last), (0, 2, 5, 1, 4, 3))
-    else:
-        ordered = tl.permute(tl.join(first, last), (0, 2, 5, 4, 1, 3))
+    # [row, q, g, h, j % 2, j // 2] -> columns [g, j, q, h]
+    ordered = tl.permute(tl.join(first, last), (0, 2, 5, 4, 1, 3))
     by_warp = tl.reshape(ordered, (BLOCK_N // (16 * WARPS), 2, WARPS, 8, COLUMNS))
-    return tl.reshape(tl.permute(by_warp, (0, 2, 1, 3, 4)), (BLOCK_N, COLUMNS))
+    values = tl.reshape(tl.permute(by_warp, (0, 2, 1, 3, 4)), (BLOCK_N, COLUMNS))
+    if tl.float32 == NUMBER or WARPS >= 4:
+        return values
+    else:
+        return _unseen(values, SIXTEEN)
 
 
 @triton.jit
