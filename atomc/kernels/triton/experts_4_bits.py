@@ -139,12 +139,12 @@ def _product(
     wait_for_last(PDL)
     block, tile = tile_of(blocks, tl.cdiv(ROWS, BLOCK_N), TALL)
     expert = tl.load(expert_ptr + block).to(tl.int32)
+    m = tl.arange(0, BLOCK_M)
+    if order_ptr is None:
+        pair = tl.where(m == 0, block, P)
+    else:  # before the expert is known, on which all that follows waits
+        pair = tl.load(order_ptr + block * BLOCK_M + m)
     if (expert >= 0) & (expert < E):
-        m = tl.arange(0, BLOCK_M)
-        if order_ptr is None:
-            pair = tl.where(m == 0, block, P)
-        else:
-            pair = tl.load(order_ptr + block * BLOCK_M + m)
         n = tl.arange(0, BLOCK_N)
         row = weight_rows(n, tile, N, BLOCK_N, GATED, INTERLEAVED, True)
         read = weight_rows(fragment_row(n, num_warps), tile, N, BLOCK_N, GATED, INTERLEAVED, True)
