@@ -8,6 +8,9 @@ multiplied: nothing goes through shared memory.
 
 Word (q, g) of a part has, for j = 0..3 and h = 0..1, the code of column 32g + 8j + 2q + h: pair j
 of the word, one code in its lower half (h = 0), one in the upper. Words are in the order 4q + g.
+
+A part of STRIP rows is contiguous, 1 KB, and the parts of a strip follow each other; so do their
+scales. A program thus reads as many bytes as it needs, and memory in its order.
 """
 
 from collections.abc import Callable
@@ -21,6 +24,7 @@ from torch import Tensor
 from atomc.ops.op import Prepared
 
 PART = 128  # columns whose words are together
+STRIP = tl.constexpr(16)  # rows; a weight has a multiple of them, as of the groups of scales
 # Of the exponents of e8m0 scales, so that 2^-126 times a code and its scale is a normal bf16.
 RAISED = 100
 # What RAISED and the subnormal codes leave to the sums.
@@ -29,14 +33,23 @@ _CHUNK = 2**24  # words that are reordered at a time
 
 
 def _in_parts(codes: Tensor, pair: Callable[[Tensor, Tensor, int], Tensor]) -> Tensor:
-    """int32 [E, N, parts * 16] of codes [E, N, K], 0..15; `pair` places two of them in a word."""
+    """int32 [E, strips, parts, STRIP, 16] of codes [E, N, K], 0..15; `pair` places two of them in a
+    word.
+    """
     codes = F.pad(codes.int(), (0, -codes.shape[-1] % PART))
     experts, rows, columns = codes.shape
     each = codes.view(experts, rows, columns // PART, 4, 4, 4, 2)  # part, g, j, q, h
     words = codes.new_zeros(experts, rows, columns // PART, 4, 4)  # part, g, q
     for j in range(4):
         words |= pair(each[..., j, :, 0], each[..., j, :, 1], j)
-    return words.transpose(-1, -2).reshape(experts, rows, -1)
+    return _in_strips(words.transpose(-1, -2).flatten(-2))
+
+
+def _in_strips(by_part: Tensor) -> Tensor:
+    """[E, strips, parts, STRIP, ...] of what each row [E, N, parts, ...] has by part."""
+    experts, rows, *rest = by_part.shape
+    strips = by_part.view(experts, rows // STRIP.value, STRIP.value, *rest)
+    return strips.transpose(2, 3).contiguous()
 
 
 def _reordered(
@@ -69,7 +82,9 @@ def _e2m1_words(low: Tensor, high: Tensor, j: int) -> Tensor:
 
 
 def e2m1_fragments(packed: Tensor) -> Prepared:
-    """int32 [E, N, parts * 16] of e2m1 codes, uint8 [E, N, K/2], the lower four bits first."""
+    """int32 [E, strips, parts, STRIP, 16] of e2m1 codes, uint8 [E, N, K/2], the lower four bits
+    first.
+    """
 
     def unpack(some: Tensor) -> Tensor:
         return torch.stack((some & 15, some >> 4), -1).flatten(-2)
@@ -78,7 +93,7 @@ def e2m1_fragments(packed: Tensor) -> Prepared:
 
 
 def int4_fragments(words: Tensor) -> Prepared:
-    """int32 [E, N, parts * 16] of int4 codes, int32 [E, N, K/8]."""
+    """int32 [E, strips, parts, STRIP, 16] of int4 codes, int32 [E, N, K/8]."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
 
     def unpack(some: Tensor) -> Tensor:
@@ -91,11 +106,12 @@ def int4_fragments(words: Tensor) -> Prepared:
 
 
 def raised_exponents(scale: Tensor) -> Prepared:
-    """int32 [E, N, parts]: a byte for each 32 columns, the exponent of a bf16 that is 2^RAISED
-    times the e8m0 scale uint8 [E, N, K/32]. Scales above 2^27 become infinity.
+    """int32 [E, strips, parts, STRIP]: a byte for each 32 columns, the exponent of a bf16 that is
+    2^RAISED times the e8m0 scale uint8 [E, N, K/32]. Scales above 2^27 become infinity.
     """
     exponent = (scale.int() + RAISED).clamp(max=255).to(torch.uint8)
-    return Prepared((F.pad(exponent, (0, -scale.shape[-1] % 4)).contiguous().view(torch.int32),))
+    by_part = F.pad(exponent, (0, -scale.shape[-1] % 4)).contiguous().view(torch.int32)
+    return Prepared((_in_strips(by_part),))
 
 
 @triton.jit
