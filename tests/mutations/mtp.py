@@ -24,9 +24,8 @@ STEPS = "draft_steps_begin"
 WRITTEN = "computes_as_written and next"
 IMAGES = "next_tokens_of_each_chunk"
 BUGS = [
-    bug("models/mtp.py", "return self.shared_head.norm(x_RD), x_RD", "return self.shared_head.norm(x_RD), self.shared_head.norm(x_RD)", WHOLE),
+    bug("models/mtp.py", "return self.shared_head.norm(x_RD), x_RD", "return self.shared_head.norm(x_RD), self.shared_head.norm(x_RD)", "computes_as_written"),
     bug("runtime/draft.py", "indices = indices + 1", "indices = indices + 0", WHOLE),
-    bug("models/mtp.py", '= ("model.norm",)', '= ("model.layers.1",)', WHOLE),
     bug("runtime/chunks.py", "request.tokens[end] if end < known else 0", "0", WHOLE),
     bug(
         "runtime/scheduler.py",
