@@ -8,7 +8,7 @@ the weights, and the router.
 Times and shares of copy bandwidth are taken as in bench/kernels.py. Tokens choose experts
 uniformly, and each call has other tokens; its bytes are those of the experts that they hit, of the
 tokens and of the result. Quantizing x is not in the time. `route` is the router in front, with its
-product.
+product, as one op; with --parts also the linear layer and the choice, each the kernel that is taken.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from fusions import compile_first, mine
 from gemm import Arguments, chosen, codes, scales
 from kernels import copy_bandwidth, microseconds, normal
@@ -216,6 +217,10 @@ def grouped_tiles() -> "Iterator[GroupedTile]":
                         yield GroupedTile(block, launch, launch)
 
 
+# Rows of the weight that a program takes, and its warps.
+FRAGMENT_ROWS = ((16, 1), (32, 1), (32, 2), (64, 2), (128, 2), (64, 4), (128, 4))
+
+
 def fragment_tiles(per_expert: int) -> "Iterator[FragmentTile]":
     """The tiles worth a try of the kernels for 4-bit weights."""
     from atomc.kernels.triton.tile_table import FragmentTile
@@ -223,8 +228,8 @@ def fragment_tiles(per_expert: int) -> "Iterator[FragmentTile]":
     for block in (8, 16, 32, 64, 128, 256):
         if not per_expert / 2 <= block <= max(16, 4 * per_expert):
             continue
-        for weight_rows, warps in ((16, 1), (32, 1), (32, 2), (64, 2), (64, 4), (128, 4)):
-            for stages in (2, 3, 4):
+        for weight_rows, warps in FRAGMENT_ROWS:
+            for stages in (3, 4, 5):
                 if block < 64 or warps == 4:
                     tall = 8 if block >= 64 else 1
                     yield FragmentTile(block, weight_rows, warps, stages, tall)
@@ -338,6 +343,20 @@ def apart(
             yield Call(part, label, lambda run: run(), [{"run": every[part]} for every in each])
 
 
+def router_apart(tokens: int, sets: list[Arguments]) -> Iterator[Call]:
+    """The linear layer of a router and its choice, which are two ops by default."""
+    inputs = [{"x": each["x"], "weight": each["weight"]} for each in sets]
+    given = {name: sets[0][name] for name in ("k", "renormalize")}
+    choices = [{"logits": F.linear(**each)} | given for each in inputs]
+    for part, op, arguments in (
+        ("linear", "linear", inputs),
+        ("choice", "topk_route", choices),
+    ):
+        provider, function = chosen(op, tokens, arguments[0])
+        module = function.__module__.rpartition(".")[2]
+        yield Call(part, f"{provider} {module}", function, arguments)
+
+
 def calls(
     of: Format,
     model: Model,
@@ -355,6 +374,8 @@ def calls(
     kernel = f"{provider} {module.rpartition('.')[2]}"
     if not of.few:
         yield Call("route", kernel, function, sets)
+        if args.parts:
+            yield from router_apart(tokens, sets)
         return
 
     def under(tile: "ExpertsFewTile", **arguments: Any) -> Any:
@@ -391,7 +412,9 @@ def work(part: str, model: Model, sets: list[Arguments]) -> tuple[float, float]:
     """Bytes that a call must move, on average, and its floating-point operations."""
     given = sets[0]
     tokens, x = len(given["x"]), size(given, "x")
-    if part == "route":
+    if part == "choice":
+        return 2 * tokens * model.experts, 0
+    if part in ("route", "linear"):
         return x + size(given, "weight"), 2 * tokens * model.experts * model.hidden
     pairs = tokens * model.k
     ids, act, out = size(given, "ids"), 2 * pairs * model.inner, 2 * tokens * model.hidden
@@ -469,7 +492,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--parts",
         action="store_true",
-        help="also each launch of the Triton kernels for more than 16 tokens",
+        help="also each launch of the Triton kernels for more than 16 tokens, and of the router",
     )
     parser.add_argument(
         "--tiles",

@@ -28,6 +28,7 @@ from atomc.platform import Platform
 # An op may have kernels for several cases: those are compiled that take this one here.
 TAKING = Platform.named("sm90")
 TARGETS = {"sm90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
+SHARED_BYTES = {90: 227 * 2**10, "gfx942": 64 * 2**10}
 TYPES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
@@ -47,20 +48,32 @@ def compiling(target: GPUTarget) -> Any:
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         given = dict(zip([p.name for p in self.params], args, strict=False)) | kwargs
-        signature, constants = {}, {}
+        signature, constants, aligned = {}, {}, {}
         for p in self.params:
             value = given[p.name]
             signature[p.name] = _type(value, p)
             if signature[p.name] == "constexpr":
                 constants[(p.num,)] = value
+            elif _is_aligned(value, p):
+                aligned[(p.num,)] = [["tt.divisibility", 16]]
         options = {name: kwargs[name] for name in OPTIONS if name in kwargs}
         try:
-            triton.compile(ASTSource(self, signature, constants), target=target, options=options)
-            print(self.__name__, "compiled")
+            source = ASTSource(self, signature, constants, aligned)
+            shared = triton.compile(source, target=target, options=options).metadata.shared
+            limit = SHARED_BYTES[target.arch]
+            small = f"needs {shared} bytes of shared memory, there are {limit}"
+            print(self.__name__, "compiled" if shared <= limit else small)
         except Exception as error:
             print(self.__name__, type(error).__name__, str(error)[-500:])
 
     return run
+
+
+def _is_aligned(value: Any, parameter: Any) -> bool:
+    """Whether Triton compiles for a multiple of 16, which decides what it pipelines."""
+    if isinstance(value, Tensor):
+        return value.data_ptr() % 16 == 0
+    return isinstance(value, int) and not parameter.do_not_specialize and value % 16 == 0
 
 
 def _type(value: Any, parameter: Any) -> str:

@@ -21,6 +21,8 @@ from atomc.runtime.sampling.sampling_params import SamplingParams
 assert load(INVARIANT) is None
 # The Triton kernels run in its interpreter where there is no GPU.
 DEVICES = {"triton": "cuda" if torch.cuda.is_available() else "cpu", "cpu": "cpu"}
+ON_GPU = [pytest.mark.gpu] if torch.cuda.is_available() else []
+KINDS = [pytest.param("triton", marks=ON_GPU), "cpu"]
 TINY = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -50,7 +52,7 @@ def invariant(op, kind):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_row_of_a_linear_layer_does_not_know_the_others(kind, dtype):
     torch.manual_seed(0)
     x, weight, given = (
@@ -68,7 +70,7 @@ def test_a_row_of_a_linear_layer_does_not_know_the_others(kind, dtype):
             assert torch.equal(linear(x[rows], weight, bias), whole[rows])
 
 
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_row_of_an_adapter_does_not_know_the_others(kind):
     torch.manual_seed(0)
     y, x, a, b = (
@@ -97,7 +99,7 @@ def test_the_adapter_of_a_layer_under_torch_compile_is_served_by_such_a_kernel()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_token_of_a_mixture_of_experts_does_not_know_the_others(kind, dtype):
     torch.manual_seed(0)
     x, w13, w2 = (
@@ -113,6 +115,21 @@ def test_a_token_of_a_mixture_of_experts_does_not_know_the_others(kind, dtype):
     torch.testing.assert_close(whole, expected, atol=atol, rtol=1e-2)
     for rows in (slice(0, 1), slice(3, 20), slice(36, 37), slice(0, 0)):
         assert torch.equal(experts(x[rows], ids[rows], weights[rows], w13, w2), whole[rows])
+
+
+@pytest.mark.gpu
+def test_experts_of_more_elements_than_32_bits_count():
+    tokens, inner, hidden = 2**17 + 5, 2048, 16  # 8 choices: 2**31 elements between the products
+    torch.manual_seed(0)
+    x, w13, w2 = (
+        torch.randn(shape, dtype=torch.bfloat16, device="cuda") * 0.3
+        for shape in ((tokens, hidden), (8, 2 * inner, hidden), (8, hidden, inner))
+    )
+    ids = torch.arange(8, device="cuda", dtype=torch.int32).expand(tokens, 8)
+    weights = torch.rand(tokens, 8, device="cuda")
+    experts, last = invariant(ops.moe_experts, "triton"), slice(-7, None)
+    found = experts(x, ids, weights, w13, w2)[last]
+    assert torch.equal(found, experts(x[last], ids[last], weights[last], w13, w2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -134,7 +151,12 @@ def test_a_row_of_a_product_on_a_cpu_is_the_same_bits_wherever_it_lies(n, k, dty
 
 @pytest.mark.parametrize(
     ("kind", "more"),
-    [("triton", {}), ("cpu", {}), ("cpu", {"window": 7}), ("cpu", {"softcap": 3.0})],
+    [
+        pytest.param("triton", {}, marks=ON_GPU),
+        ("cpu", {}),
+        ("cpu", {"window": 7}),
+        ("cpu", {"softcap": 3.0}),
+    ],
 )
 def test_a_token_of_attention_does_not_know_who_shares_its_step(kind, more):
     torch.manual_seed(0)
@@ -169,7 +191,7 @@ def test_a_token_of_attention_does_not_know_who_shares_its_step(kind, more):
     assert torch.equal(run(slice(10, 40), [30], [50], [0]), whole[10:40])
 
 
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_image_does_not_know_which_others_are_encoded_with_it(kind):
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 60, 4, 32, device=DEVICES[kind]).unbind(0)
@@ -187,7 +209,7 @@ def test_an_image_does_not_know_which_others_are_encoded_with_it(kind):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_row_of_a_product_per_head_does_not_know_the_others(kind, dtype):
     torch.manual_seed(0)
     device = DEVICES[kind]
@@ -206,7 +228,7 @@ def test_a_row_of_a_product_per_head_does_not_know_the_others(kind, dtype):
 
 @pytest.mark.parametrize("heads", [4, 40])
 @pytest.mark.parametrize("scaled", [False, True], ids=["", "fp8"])
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_token_of_latent_attention_does_not_know_who_shares_its_step(kind, scaled, heads):
     torch.manual_seed(0)
     device, latent, rotated = DEVICES[kind], 32, 16

@@ -21,6 +21,7 @@ from atomc.options import Options
 from atomc.parallel import sizes
 from atomc.parallel.cut import Cut
 from atomc.parallel.group import TensorParallel
+from atomc.parallel.plan import plan_of
 from atomc.parallel.sharding import Sharding
 from atomc.platform import Platform
 from atomc.program import compile_model
@@ -395,3 +396,20 @@ def test_experts_divide_by_expert_or_by_width() -> None:
     sizes.check(fields, 4, ep=True)
     with pytest.raises(ValueError, match=r"12 experts do not divide by 8; 1, 2 and 4 do"):
         sizes.check(fields, 8, ep=True)
+
+
+class OfTransformers(nn.Module):
+    """As a model of transformers 5.17, which has no property for the plan of experts."""
+
+    tp_plan = {"up": "colwise", "down": "rowwise"}
+    _ep_plan = {"up": "moe_tp_experts"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4)
+
+
+def test_the_plan_of_experts_is_read_from_all_versions_of_transformers() -> None:
+    assert plan_of(OfTransformers()) == {"up": "colwise", "down": "rowwise"}
+    divided = plan_of(OfTransformers(), ep=True)
+    assert divided == {"up": "ep_dispatch_experts", "down": "rowwise"}

@@ -81,12 +81,12 @@ def test_layers_with_another_constant_are_compiled_apart(monkeypatch: pytest.Mon
 
 
 class Doubled(nn.Module):
-    """The glue between two kernels gets twice as many rows as there are."""
+    """Glue before and behind a kernel gets twice as many rows as there are, and no others."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = attended(torch.cat((x, x)))
         y = attended(torch.sin(y) * torch.cos(y))
-        return x + y[: len(x)]
+        return attended(y.view(2, -1, 16).sum(0))
 
 
 def attended(x: Tensor) -> Tensor:
@@ -94,11 +94,20 @@ def attended(x: Tensor) -> Tensor:
     return ops.attention(heads, heads, heads, scale=0.3).view(-1, 16)
 
 
-def test_glue_of_twice_the_rows_knows_how_many_there_are() -> None:
+@pytest.mark.parametrize("unbacked", [False, True], ids=["a size", "a size without a hint"])
+def test_glue_of_twice_the_rows_knows_how_many_there_are(unbacked: bool) -> None:
+    torch._dynamo.reset()
     model = Doubled()
-    compiled = torch.compile(model, backend="atom", dynamic=True, options={"glue": "inductor"})
+    compiled = torch.compile(
+        model,
+        backend="atom",
+        dynamic=None if unbacked else True,
+        options={"glue": "inductor", "strict": True},
+    )
     for rows in (5, 8):
-        x = X.repeat(2, 1)[:rows]
+        x = X.repeat(2, 1)[:rows].clone()
+        if unbacked:
+            torch._dynamo.decorators.mark_unbacked(x, 0)
         torch.testing.assert_close(compiled(x), model(x))
 
 

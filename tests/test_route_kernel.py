@@ -4,10 +4,12 @@ import importlib
 
 import pytest
 import torch
+import torch.nn.functional as F
 from refusals import refusal_text
 from torch.testing import assert_close
 
 from atomc import kernels, ops
+from atomc.ops.op import refusal
 from atomc.platform import Platform
 
 pytest.importorskip("triton")
@@ -72,8 +74,22 @@ def test_what_it_does_not_route_is_refused(experts: int, given: dict, sentence: 
     assert sentence in refusal_text(kernel, Platform.named("h200"), arguments)
 
 
-def test_the_product_of_many_tokens_is_left_to_cublas() -> None:
+@pytest.mark.parametrize("tokens", [16, 17, 70])
+@pytest.mark.parametrize("logits_dtype", [torch.bfloat16, torch.float32])
+def test_routers_of_any_number_of_tokens_compute_their_logits(
+    tokens: int, logits_dtype: torch.dtype
+) -> None:
     [kernel] = [kernel for kernel in ops.linear_topk_route.kernels if kernel.provider == "triton"]
-    x, weight = torch.zeros(17, 64), torch.zeros(8, 64)
-    arguments = {"x": x, "weight": weight, "k": 2, "logits_dtype": torch.float32}
-    assert "more than 16 rows" in refusal_text(kernel, Platform.named("h200"), arguments)
+    # Sums of small integers are exact in any order, so that no choice depends on rounding.
+    x, weight = (
+        torch.randint(-2, 3, (rows, 65), device=DEVICE).bfloat16() for rows in (tokens, 21)
+    )
+    linear_bias = torch.arange(21, device=DEVICE).bfloat16() / 32
+    given = {"logits_dtype": logits_dtype, "k": 3, "score": "softmax_of_chosen"}
+    arguments = {"x": x, "weight": weight, "linear_bias": linear_bias, **given}
+    assert tokens in kernel.tokens
+    assert refusal(kernel, Platform.named("h200"), arguments) is None
+    weights, ids = kernel.function(**arguments)
+    logits = F.linear(x.float(), weight.float(), linear_bias.float()).to(logits_dtype).float()
+    assert_close(logits.gather(1, ids.long()), logits.topk(3).values, rtol=0, atol=0)
+    assert_close(weights, logits.topk(3).values.softmax(-1), rtol=1e-5, atol=1e-6)

@@ -62,6 +62,8 @@ LINEARS = (
     "linear_nvfp4/one row",
     "linear_nvfp4/many rows",
     "lora_linear/merged",
+    "lora_linear/many rows",
+    "lora_linear/widest rank",
 )
 # What AMD's GPUs have otherwise: fp8, and the products of tensor cores.
 ON_AMD = (

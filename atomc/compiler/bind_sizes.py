@@ -1,16 +1,16 @@
 """Gives pieces of a graph the sizes that the shapes of their inputs are computed from."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import sympy
-import torch
 from torch import SymInt, Tensor
 from torch.fx import GraphModule, Node
 
 
 def bind_sizes(whole: GraphModule, piece: GraphModule, call: Node) -> None:
-    """Add the sizes that only appear in expressions, such as T in an input [2 * T, H], to the
-    inputs of a piece, which `call` calls in the graph `whole`: Inductor reads each from an input.
+    """Add inputs to a piece, which `call` calls in the graph `whole`, for sizes that only appear in
+    expressions, such as T in an input [2 * T, H]: Inductor reads each size from an input that has
+    it. An input is a tensor, because tracing gives a size without a hint another name.
     """
     inputs = list(piece.graph.find_nodes(op="placeholder"))
     sizes = [size for node in inputs for size in _sizes(node)]
@@ -21,7 +21,7 @@ def bind_sizes(whole: GraphModule, piece: GraphModule, call: Node) -> None:
         if source is None:  # then Inductor says what it lacks
             continue
         with piece.graph.inserting_after(inputs[-1]):
-            added = piece.graph.placeholder(str(symbol))
+            added = piece.graph.placeholder(f"has_{symbol}")
         added.meta["val"] = source.meta["val"]
         inputs.append(added)
         call.args = (*call.args, source)
@@ -29,41 +29,14 @@ def bind_sizes(whole: GraphModule, piece: GraphModule, call: Node) -> None:
 
 
 def _source(whole: GraphModule, symbol: sympy.Symbol) -> Node | None:
-    """A node with this size, from the inputs of the graph."""
+    """An input of the graph that has this size."""
     inputs: list[Node] = list(whole.graph.find_nodes(op="placeholder"))
-    for node in inputs:
-        value = node.meta.get("val")
-        if isinstance(value, SymInt) and value.node.expr == symbol:
-            return node
-    for node in inputs:
-        for dim, size in _dims(node).items():
-            if size.node.expr == symbol:
-                return _size_of(whole, node, dim, size)
-    return None
-
-
-def _size_of(whole: GraphModule, node: Node, dim: int, size: SymInt) -> Node:
-    for user in node.users:
-        if user.target is torch.ops.aten.sym_size.int and user.args == (node, dim):
-            return user
-    *_, last = whole.graph.find_nodes(op="placeholder")
-    with whole.graph.inserting_after(last):
-        found = whole.graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
-    found.meta["val"] = size
-    return found
+    return next(
+        (node for node in inputs if any(size.node.expr == symbol for size in _sizes(node))), None
+    )
 
 
 def _sizes(node: Node) -> Iterator[SymInt]:
     value = node.meta.get("val")
-    if isinstance(value, SymInt):
-        yield value
-    elif isinstance(value, Tensor):
+    if isinstance(value, Tensor):
         yield from (n for n in (*value.shape, *value.stride()) if isinstance(n, SymInt))
-
-
-def _dims(node: Node) -> Mapping[int, SymInt]:
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor):
-        return {}
-    sizes: list[int | SymInt] = list(value.shape)
-    return {dim: n for dim, n in enumerate(sizes) if isinstance(n, SymInt)}

@@ -49,7 +49,9 @@ def plan_of(model: nn.Module, *, ep: bool = False) -> Plan:
     hf_model: Any = getattr(model, "hf_model", model)
     if hasattr(hf_model, "tp_plan"):
         prefix = "" if hf_model is model else "hf_model."
-        of_experts = {prefix + name: how for name, how in (hf_model.ep_plan or {}).items()}
+        # transformers 5.17 has no property for it.
+        ep_plan = getattr(hf_model, "ep_plan", None) or getattr(hf_model, "_ep_plan", None) or {}
+        of_experts = {prefix + name: how for name, how in ep_plan.items()}
         given = {prefix + name: how for name, how in (hf_model.tp_plan or {}).items()}
         found = _by_pattern(model, given | (of_experts if ep else {}))
     else:

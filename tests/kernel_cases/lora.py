@@ -48,5 +48,11 @@ LORA_LINEAR: Cases = {
     "long rows": lambda draw: lora(draw, [0, 2, -1], inputs=1100),
     "a batch": batched,
     "no rows": lambda draw: lora(draw, []),
+    "twenty rows": lambda draw: lora(
+        draw, [i % 3 - 1 for i in range(20)], (70, 5), inputs=1100, rank=5, padding=3
+    ),
+    "widest rank": lambda draw: lora(
+        draw, [i // 30 - 1 for i in range(70)], (16, 16, 48, 16), inputs=512, rank=64
+    ),
     "many rows": lambda draw: lora(draw, [i // 9 % 4 - 1 for i in range(70)], (70, 20)),
 }

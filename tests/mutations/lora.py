@@ -7,7 +7,7 @@ def bug(file: str, old: str, new: str, test: str, words: str) -> Bug:
     return Bug(file, old, new, f"tests/test_{test}.py -k '{words}'")
 
 
-KERNEL = "atomc/kernels/triton/lora.py"
+KERNEL, FEW = "atomc/kernels/triton/lora.py", "atomc/kernels/triton/lora_few.py"
 BUGS = [
     bug("runtime/prefix_cache.py", 'b"" if lora is None else b"lora %d " % lora', 'b""', "lora", "one_load"),
     bug("runtime/prefix_sharing.py", "request.lora.identity", "request.lora.number", "lora", "one_load"),
@@ -17,8 +17,13 @@ BUGS = [
     bug("atomc/weights/lora.py", "layer.lora_b[number].zero_()", "pass", "lora_files", "replaces_all"),
     bug("atomc/weights/lora.py", "a.isfinite().all() and b.isfinite().all()", "True", "lora_files", "changes_nothing"),
     bug("runtime/lora_files.py", "math.sqrt(rank) if self.rslora else rank", "rank", "lora_files", "its_root"),
-    bug(KERNEL, "layer[None, :] == (r // RANK)[:, None]", "r[:, None] >= 0", "kernels", "lora and merged"),
-    bug(KERNEL, "for part in tl.static_range(PARTS)", "for part in tl.static_range(1)", "kernels", "lora and long"),
+    bug(KERNEL, "layer[None, :] == (r // RANK)[:, None]", "r[:, None] >= 0", "kernels", "lora and twenty"),
+    bug(KERNEL, "for part in tl.static_range(PARTS)", "for part in tl.static_range(1)", "kernels", "lora and twenty"),
+    bug(KERNEL, "WIDE_INPUTS if wide else INPUTS", "INPUTS", "triton_compiles", "sm90 and not experts"),
+    bug(KERNEL, "tl.where(own[:, None], thin, 0.0)", "thin", "kernels", "lora and twenty"),
+    bug(FEW, "tl.where(layer == own, sums, delta)", "sums", "kernels", "lora and merged"),
+    bug(FEW, "(part < PARTS)[:, None]", "(part < 1)[:, None]", "kernels", "lora and long"),
+    bug(FEW, "* R + own * RANK", "* R", "kernels", "lora and merged"),
     bug("passes/merge/linears.py", "    while call(node).op in VIEWS or _is_adapter(node):", "    while call(node).op in VIEWS:", "lora_peft", "gate_and_up"),
     bug("runtime/server/engines.py", "if isinstance(error, EngineRestarting) or not", "if not", "engines", "refuses"),
     bug("runtime/server/engines.py", "self.check_none_restarts()", "self._check()", "engines", "engines_sleep"),

@@ -14,7 +14,6 @@ from atomc.kernels.triton.expert_sort import sort_by_expert
 from atomc.kernels.triton.fragments import (
     E2M1_UNIT,
     e2m1_fragments,
-    fragment_column,
     fragment_row,
     fragments,
     int4_fragments,
@@ -49,7 +48,7 @@ def _add_e2m1(
 ):
     """The sums with the products of a part, whose weight rows are `read` [BLOCK_N, 1] int64."""
     PARTS: tl.constexpr = (K + 127) // 128
-    k = fragment_column(tl.arange(0, 128), WARPS)[None, :]
+    k = tl.arange(0, 128)[None, :]
     there = in_x & (k < K - part * 128) if K % 128 else in_x
     x = tl.load(x_at + part * 128 + k, there, 0.0).to(NUMBER)
     # The four threads of a row read the same.
@@ -83,7 +82,7 @@ def _add_int4(
     Codes minus zeros are exact in 16 bits, times their scales they are not: sums are scaled.
     """
     GROUPS: tl.constexpr = 128 // GROUP
-    k = fragment_column(tl.arange(0, GROUP), WARPS)[None, :]
+    k = tl.arange(0, GROUP)[None, :]
     for i in tl.static_range(GROUPS):
         group = part * GROUPS + i
         x = tl.load(x_at + group * GROUP + k, in_x & (group * GROUP < K), 0.0).to(NUMBER)
@@ -140,12 +139,12 @@ def _product(
     wait_for_last(PDL)
     block, tile = tile_of(blocks, tl.cdiv(ROWS, BLOCK_N), TALL)
     expert = tl.load(expert_ptr + block).to(tl.int32)
+    m = tl.arange(0, BLOCK_M)
+    if order_ptr is None:
+        pair = tl.where(m == 0, block, P)
+    else:  # before the expert is known, on which all that follows waits
+        pair = tl.load(order_ptr + block * BLOCK_M + m)
     if (expert >= 0) & (expert < E):
-        m = tl.arange(0, BLOCK_M)
-        if order_ptr is None:
-            pair = tl.where(m == 0, block, P)
-        else:
-            pair = tl.load(order_ptr + block * BLOCK_M + m)
         n = tl.arange(0, BLOCK_N)
         row = weight_rows(n, tile, N, BLOCK_N, GATED, INTERLEAVED, True)
         read = weight_rows(fragment_row(n, num_warps), tile, N, BLOCK_N, GATED, INTERLEAVED, True)

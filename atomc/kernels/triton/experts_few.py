@@ -201,7 +201,8 @@ def _gate_and_up(
         gate, up = tl.split(tl.permute(tl.reshape(h, (2, BLOCK_N)), (1, 0)))
     out = activated(gate, up, ALPHA, LIMIT, ACTIVATION, out_ptr.dtype.element_ty)
     column = first + tl.arange(0, BLOCK_N)
-    tl.store(out_ptr + pair * I + column, out.to(out_ptr.dtype.element_ty), known & (column < I))
+    out_at = out_ptr + pair.to(tl.int64) * I + column
+    tl.store(out_at, out.to(out_ptr.dtype.element_ty), known & (column < I))
 
 
 @triton.jit
@@ -250,7 +251,8 @@ def _down(
     there = here & (n < H)
     sums = _sums(
         x_ptr,
-        pair * K,
+        # Numbers are those of any number of tokens, where bits do not depend on it.
+        (pair.to(tl.int64) if FORM == "numbers" else pair) * K,
         x_scale_ptr,
         pair * x_scale_row,
         x_scale_step,

@@ -1,4 +1,5 @@
 """LoRA adapters of linear layers in Triton: two thin products, of rows that have an adapter only.
+Those of few rows are in lora_few.py.
 
 The first kernel multiplies a tile of rows with A of one adapter, and returns at once if no row of
 the tile has it; K is divided among programs, whose sums the second kernel adds in a fixed order.
@@ -8,6 +9,8 @@ so that CUDA graphs can hold them, and adapters without rows are not read.
 M rows, L adapters, r their rank, P merged layers (R = P * r rows of A), K inputs, N outputs.
 """
 
+from itertools import accumulate
+
 import torch
 import triton
 import triton.language as tl
@@ -16,16 +19,19 @@ from torch import Tensor
 from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import unlike
-from atomc.kernels.triton.launch import not_nvidia, unfit
+from atomc.kernels.triton import lora_few
+from atomc.kernels.triton.launch import begin, not_nvidia, overlap, unfit
+from atomc.kernels.triton.tiles import LORA_FEW
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 MAX_PARTS, MAX_THIN = 4, 256
 # Chosen by counting bytes, not measured yet: a tile of 16 rows is the smallest of a tensor core,
-# and 8 parts of K let a step of one row read A with as many programs for each adapter.
+# and 8 parts of K let a step of few rows read A with as many programs for each adapter.
 FEW_ROWS, ROWS_OF_MANY, OUTPUTS, INPUTS, PARTS_OF_FEW = 64, 64, 64, 128, 8
-# In fp32. The tiles of MAX_THIN rows of A then fit into shared memory, as they do in 16 bits.
+# Tiles of MAX_THIN rows of A have to fit into shared memory, in three stages.
+WIDE_INPUTS = 64
 FP32_OUTPUTS, FP32_INPUTS = 32, 32
 
 
@@ -43,7 +49,9 @@ def _shrink(
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     adapter = tl.program_id(1)
     own = tl.load(rows_ptr + m, m < M, -1) == adapter
@@ -83,7 +91,9 @@ def _expand(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     r = tl.arange(0, BLOCK_R)
@@ -93,16 +103,17 @@ def _expand(
     # Columns of a merged layer are multiplied with its own rows of A.
     layer = (n >= END_1).to(tl.int32) + (n >= END_2).to(tl.int32) + (n >= END_3).to(tl.int32)
     belongs = (layer[None, :] == (r // RANK)[:, None]) & (r < R)[:, None] & (n < END)[None, :]
+    thin = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+    for part in tl.static_range(PARTS):
+        at = thin_ptr + (part * M + m).to(tl.int64)[:, None] * R + r[None, :]
+        thin += tl.load(at, (rows >= 0)[:, None] & (r < R)[None, :], 0.0)
+    # Without a branch, so that the loads of several adapters are in flight.
     for adapter in range(ADAPTERS):
         own = rows == adapter
-        if tl.max(own.to(tl.int32), 0) > 0:
-            thin = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-            for part in tl.static_range(PARTS):
-                at = thin_ptr + (part * M + m).to(tl.int64)[:, None] * R + r[None, :]
-                thin += tl.load(at, own[:, None] & (r < R)[None, :], 0.0)
-            b_at = b_ptr + (adapter * RANK + r % RANK).to(tl.int64)[:, None] * N + n[None, :]
-            b = tl.load(b_at, belongs, 0.0)
-            sums = tl.dot(thin.to(b.dtype), b, sums, input_precision="ieee")
+        b_at = b_ptr + (adapter * RANK + r % RANK).to(tl.int64)[:, None] * N + n[None, :]
+        b = tl.load(b_at, belongs & (tl.max(own.to(tl.int32), 0) > 0), 0.0)
+        of_own = tl.where(own[:, None], thin, 0.0).to(b.dtype)
+        sums = tl.dot(of_own, b, sums, input_precision="ieee")
     y = tl.load(y_ptr + m.to(tl.int64)[:, None] * y_stride + n[None, :], inside, 0.0)
     # As the reference rounds: the product, then the sum.
     total = y.to(tl.float32) + sums.to(y.dtype).to(tl.float32)
@@ -139,7 +150,15 @@ def refuse_lora_linear(
     return None
 
 
-@ops.lora_linear.kernel("triton", refuses=refuse_lora_linear, tuned_for=())
+def ends(widths: list[int], outputs: int) -> list[int]:
+    """Where each of the merged layers but the last ends in y, as MAX_PARTS - 1 numbers, and where
+    the last one does.
+    """
+    found = list(accumulate(widths))
+    return [*found[:-1], *[outputs] * (MAX_PARTS - len(found)), found[-1]]
+
+
+@ops.lora_linear.kernel("triton", refuses=refuse_lora_linear, tuned_for=LORA_FEW.archs)
 def lora_linear(
     y: Tensor,
     x: Tensor,
@@ -154,18 +173,23 @@ def lora_linear(
     _, rank, outputs = b.shape
     y_rows, x_rows = y.flatten(0, -2), x.flatten(0, -2)
     count = len(x_rows)
-    out = y.new_empty(y.shape)
     if not count or not outputs:
-        return out
+        return y.new_empty(y.shape)
+    of_layers = ends(widths, outputs)
+    if count <= lora_few.MAX_ROWS:
+        tile = LORA_FEW.choose(x.device, count)
+        return lora_few.lora_linear(y_rows, x_rows, a, b, rows, of_layers, tile).view(y.shape)
     few, fp32 = count <= FEW_ROWS, x.dtype == torch.float32
-    block_k, block_n = (FP32_INPUTS, FP32_OUTPUTS) if fp32 else (INPUTS, OUTPUTS)
+    thin_block = max(16, triton.next_power_of_2(thin_size))
+    wide = thin_block > 128
+    block_k, block_n = (WIDE_INPUTS if wide else INPUTS), OUTPUTS
+    if fp32:
+        block_k, block_n = FP32_INPUTS, FP32_OUTPUTS
     parts = min(PARTS_OF_FEW, triton.cdiv(depth, block_k)) if few else 1
     length = triton.cdiv(triton.cdiv(depth, parts), block_k) * block_k
     block = 16 if few else ROWS_OF_MANY
-    thin_block = max(16, triton.next_power_of_2(thin_size))
+    out = y.new_empty(y.shape)
     thin = x.new_empty((parts, count, thin_size), dtype=torch.float32)
-    ends = [sum(widths[: i + 1]) for i in range(len(widths))]
-    inner = [*ends[:-1], *[outputs] * (MAX_PARTS - len(ends))]
     tiles = triton.cdiv(count, block)
     _shrink[(tiles, adapters, parts)](
         x_rows,
@@ -180,6 +204,8 @@ def lora_linear(
         BLOCK_M=block,
         BLOCK_R=thin_block,
         BLOCK_K=block_k,
+        num_warps=8 if wide else 4,
+        **overlap(x.device),
     )
     _expand[(tiles, triton.cdiv(outputs, block_n))](
         y_rows,
@@ -189,10 +215,7 @@ def lora_linear(
         out,
         count,
         y_rows.stride(0),
-        END_1=inner[0],
-        END_2=inner[1],
-        END_3=inner[2],
-        END=ends[-1],
+        *of_layers,
         N=outputs,
         R=thin_size,
         RANK=rank,
@@ -201,5 +224,7 @@ def lora_linear(
         BLOCK_M=block,
         BLOCK_N=block_n,
         BLOCK_R=thin_block,
+        num_warps=8 if wide else 4,
+        **overlap(x.device),
     )
     return out

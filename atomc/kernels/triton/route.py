@@ -3,9 +3,8 @@
 Equal scores are taken in the order of their experts. (torch.topk promises none.)
 """
 
-import math
-
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -264,16 +263,27 @@ def refuse_linear_topk_route(
         return Refusal("layout", "the weight is not contiguous, or its size is dynamic")
     if logits_dtype not in (x.dtype, torch.float32):
         return Refusal("dtype", f"x is {x.dtype}, its logits are {logits_dtype}")
-    if math.prod(size for size in x.shape[:-1] if isinstance(size, int)) > MAX_ROWS:
-        return Refusal("slower", f"x has more than {MAX_ROWS} rows, for which cuBLAS is as fast")
     return _unroutable(experts, k, score, groups, group_score, dtype)
+
+
+def _logits(
+    x: Tensor, weight: Tensor, linear_bias: Tensor | None, logits_dtype: torch.dtype
+) -> Tensor:
+    """x @ weight.T + linear_bias, whose sums are rounded to logits_dtype."""
+    rows = num_rows(x)
+    # cuBLAS is as fast as we are, but its logits have the dtype of x.
+    if rows > MAX_ROWS and x.dtype == logits_dtype:
+        return F.linear(x, weight, linear_bias)
+    tile = LINEAR.choose(x.device, rows, *weight.shape)
+    if x.dtype == torch.float32:
+        tile = FP32_TILE
+    return multiply(x, weight, linear_bias, tile, logits_dtype)
 
 
 # Two kernels, of which the second waits for the first on the device. In one, the program that is
 # the last to write its logits would have to find out by an atomic counter, which costs as much.
 @ops.linear_topk_route.kernel(
     "triton",
-    tokens=ops.Tokens(1, MAX_ROWS),
     refuses=refuse_linear_topk_route,
     tuned_for=LINEAR.archs,
 )
@@ -295,11 +305,8 @@ def linear_topk_route(
     scale: float = 1.0,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    tile = LINEAR.choose(x.device, num_rows(x), *weight.shape)
-    if x.dtype == torch.float32:
-        tile = FP32_TILE
     return topk_route(
-        multiply(x, weight, linear_bias, tile, logits_dtype),
+        _logits(x, weight, linear_bias, logits_dtype),
         bias,
         k=k,
         score=score,

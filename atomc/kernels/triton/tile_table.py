@@ -133,6 +133,18 @@ class RowTile(NamedTuple):
         return {"BLOCK": block, "ROWS": self.rows, "num_warps": min(self.warps, MAX_WARPS)}
 
 
+class LoraTile(NamedTuple):
+    """Of an adapter's products of one row: rows and columns of A that one program multiplies, and
+    elements of B.
+    """
+
+    thin: int
+    inputs: int
+    warps: int
+    products: int
+    expand_warps: int
+
+
 class AttentionTile(NamedTuple):
     """A tile of paged attention: query rows (of a sequence's new tokens if 0), keys per step, and
     programs per multiprocessor up to which the keys of a sequence are split.

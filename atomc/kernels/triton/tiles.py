@@ -13,6 +13,7 @@ from atomc.kernels.triton.tile_table import (
     FragmentTile,
     GroupedTile,
     Launch,
+    LoraTile,
     RowTile,
     Tile,
     TileTable,
@@ -150,6 +151,14 @@ LINEAR_MXFP4 = TileTable[Launch](
 LINEAR_NVFP4 = replace(
     LINEAR_MXFP4,
     command="python bench/gemm.py --tiles --rows 1 8 16 --schemes nvfp4_a16 --jobs 14",
+    measured=False,
+)
+
+# 16 KB of A and 8 KB of B in a program: one read per thread is in flight, and few parts are added.
+LORA_FEW = TileTable[LoraTile](
+    command="python bench/lora.py --tiles",
+    sizes=("rows",),
+    by_arch={"sm90": [((ANY,), LoraTile(8, 1024, 4, 4096, 4))]},
     measured=False,
 )
 
