@@ -125,13 +125,19 @@ class StepGraphs:
             if budget is not None and agree(budget - self.bytes) <= 0:
                 left_out.append(shape)
                 continue
-            with torch.no_grad():
-                captured = self.captured[shape] = pool.capture(
-                    partial(call, shape), warm_up=not (kernels_loaded and self.captured)
-                )
-            self.bytes += captured.bytes
+            try:
+                with torch.no_grad():
+                    self.captured[shape] = pool.capture(
+                        partial(call, shape), warm_up=not (kernels_loaded and self.captured)
+                    )
+            except BaseException:
+                # The traceback holds them, and NCCL ends a group only after its last graph.
+                self.captured.clear()
+                raise
+            size = self.captured[shape].bytes
+            self.bytes += size
             report.cuda_graphs.append(
-                {"rows": shape.rows, "sequences": shape.sequences, "bytes": captured.bytes}
+                {"rows": shape.rows, "sequences": shape.sequences, "bytes": size}
             )
         if left_out:
             note = (

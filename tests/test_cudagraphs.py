@@ -1,6 +1,7 @@
 """CUDA graphs of the backend and of the runtime's decode step."""
 
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 import atomc
 from atomc import ops
-from atomc.compiler.cudagraphs import Pool
+from atomc.compiler.cudagraphs import Captured, Pool
 from atomc.compiler.static_buffer import StaticBuffer
 from atomc.kernels import load
 from atomc.kernels.triton.attention_tiles import tiling
@@ -19,6 +20,8 @@ from atomc.kernels.triton.tiles import HEAD_ROWS, LINEAR
 from atomc.models import build
 from atomc.models.loader import ready
 from atomc.models.parameters import fill_randomly
+from atomc.report.report import Report
+from atomc.runtime import graphs as step_graphs
 from atomc.runtime.batch import StepShape
 from atomc.runtime.graphs import StepGraphs, decode_sizes, launched_shapes, step_shapes
 from atomc.runtime.llm import LLM
@@ -73,6 +76,31 @@ def test_a_mixed_step_of_few_sequences_is_not_padded_to_all_of_them() -> None:
     assert graphs.shape_for(500, 8, 8, 490)[:3] == (512, 9, 8)
     assert graphs.shape_for(500, 10, 10, 490)[:3] == (512, 257, 256)
     assert graphs.shape_for(500, 1, 9, 500)[:3] == (512, 257, 256)  # nine rows are wanted
+
+
+class PoolOfTwo:
+    """Has memory for two graphs, and knows them while they are there."""
+
+    def __init__(self, device):
+        self.found = weakref.WeakSet()
+        POOLS.append(self)
+
+    def capture(self, call, *, warm_up):
+        if len(self.found) == 2:
+            raise MemoryError
+        captured = Captured(None, torch.empty(1), 8)
+        self.found.add(captured.output)
+        return captured
+
+
+POOLS = []
+
+
+def test_no_graph_is_left_after_one_that_cannot_be_captured(monkeypatch) -> None:
+    monkeypatch.setattr(step_graphs, "Pool", PoolOfTwo)
+    with pytest.raises(MemoryError) as raised:
+        StepGraphs(len, step_shapes(4, 100, 9), Report("tiny"), CPU, progress=False)
+    assert not POOLS.pop().found and raised.tb is not None
 
 
 def compiled_for(shape, group, kv_heads, width, block_size=16):

@@ -12,6 +12,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -28,12 +29,15 @@ from atomc import demo
 from atomc.errors import RunError
 from atomc.parallel.vocab import LogitsOfRank
 from atomc.runtime import worker
+from atomc.runtime.engine import Engine, EngineConfig
 from atomc.runtime.llm import LLM, SamplingParams
-from atomc.runtime.ranks import monitor
+from atomc.runtime.ranks import executor, monitor
+from atomc.runtime.ranks.local_launcher import LocalLauncher
 from atomc.runtime.ranks.messages import Sample
 from atomc.runtime.ranks.rank_failed import RankFailed
 from atomc.runtime.sampling.sampling_params import Structured
 from atomc.runtime.step import Chunk, ScheduledStep
+from atomc.torch_compat import peer_memory
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -412,6 +416,61 @@ def test_results_of_a_group_that_has_failed_are_its_failure():
     with pytest.raises(RankFailed, match="rank 1 ended"):
         group.results(7, [1])
     group.close()
+
+
+class EndedRank:
+    """A rank whose process has ended."""
+
+    pid, host = 1, None
+
+    def how_it_ended(self):
+        return "was killed by signal 9"
+
+    def kill(self):
+        pass
+
+
+def broken(*args):
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_a_failure_is_told_also_where_the_device_of_rank_0_is_broken(monkeypatch, caplog):
+    monkeypatch.setattr(peer_memory, "abort", broken)
+    told = threading.Event()
+    group = monitor.Monitor(2, 1.0, lambda failure: told.set())
+    group.watch({1: EndedRank()})
+    assert told.wait(SOON)
+    group.close()
+    assert "an illegal memory access" in caplog.text
+
+
+def test_graphs_are_dropped_after_what_they_wait_for_is_aborted(monkeypatch):
+    aborted = threading.Event()
+
+    def abort():
+        time.sleep(0.5)
+        aborted.set()
+
+    monkeypatch.setattr(peer_memory, "abort", abort)
+    group = monitor.Monitor(2, 1.0)
+    group.watch({1: EndedRank()})
+    until(lambda: group._failure is not None, SOON)
+    dropped = []
+    runner = SimpleNamespace(drop_graphs=lambda: dropped.append(aborted.is_set()))
+    executor._end(group, [SimpleNamespace(runner=runner)])
+    assert dropped == [True]
+
+
+class NoSuchDevice(LocalLauncher):
+    def device(self, kind, rank):
+        return "cuda:99" if rank == 1 else kind
+
+
+def test_a_rank_without_its_device_ends_the_start():
+    config = EngineConfig(**{name: CONFIG[name] for name in CONFIG if name != "progress"}, tp=2)
+    with pytest.raises(RankFailed, match=r"^rank 1 .* failed: .*(CUDA|NVIDIA)"):
+        Engine(config, progress=False, rank_launcher=NoSuchDevice())
+    assert not distributed.is_initialized()
 
 
 def test_sizes_that_do_not_fit_are_refused_before_anything_starts(monkeypatch):

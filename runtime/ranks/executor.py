@@ -191,8 +191,10 @@ class RankExecutor:
 
 def _end(monitor: Monitor, workers: Sequence[Worker]) -> None:
     """Leave the group. Before, drop the CUDA graphs: NCCL ends a group, even one that failed, only
-    after the graphs with its collectives.
+    after the graphs with its collectives. If a rank failed, such a graph may run until the thread
+    that watches has aborted its collectives.
     """
+    monitor.end_watch()
     for worker in workers:
         worker.runner.drop_graphs()
     monitor.close()

@@ -214,11 +214,15 @@ class Monitor:
             self._digests[self._collected] = self._digest
             self._digests.pop(self._collected - DIGESTS_KEPT, None)
 
-    def close(self) -> None:
-        """End the other ranks, and leave the process group."""
+    def end_watch(self) -> None:
+        """Watch no more; returns when what follows a failure is done."""
         self._closing.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
+
+    def close(self) -> None:
+        """End the other ranks, and leave the process group."""
+        self.end_watch()
         with self._changed:
             self._send(messages.Stop())
         until = time.monotonic() + STOP_SECONDS

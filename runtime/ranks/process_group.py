@@ -11,6 +11,7 @@ import torch
 from torch import distributed
 from torch._C._distributed_c10d import Store, TCPStore
 
+from atomc.errors import first_line
 from atomc.parallel.group import Place, Stage, TensorParallel
 from atomc.torch_compat import peer_memory
 
@@ -20,6 +21,15 @@ LOCALHOST = "127.0.0.1"
 # A rank may compile for long while another waits for it. The monitor ends ranks that hang.
 TIMEOUT = timedelta(days=1)
 ABORT_SECONDS = 10.0
+# By default, torch ends the process after an error of a collective, or of the device, and when its
+# own thread that watches collectives makes no progress. Here the monitor decides, and rank 0 may be
+# a user's program. Sends between stages share a stream, in the same order on all ranks: no warning.
+NCCL_SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
+}
 
 
 def create_store(size: int, host: str | None) -> TCPStore:
@@ -43,6 +53,15 @@ def connect_store(host: str, port: int, size: int) -> TCPStore:
     return TCPStore(host, port, size, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
 
 
+def open_device(device: torch.device) -> None:
+    """Create the context of this GPU, and make it that of this thread; nothing for a CPU. Raises
+    the error of torch: a rank calls this before others wait for it in `join`, which no error ends.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.set_device(device)
+
+
 def join(
     store: Store, rank: int, device: torch.device, *, tp: int, pp: int, data_ranks: int = 1
 ) -> Place:
@@ -51,9 +70,9 @@ def join(
     """
     on_gpu = device.type == "cuda"
     if on_gpu:
-        torch.cuda.set_device(device)
-        # By default, torch ends the process when a collective fails: the monitor decides that.
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        open_device(device)
+        for name, value in NCCL_SETTINGS.items():
+            os.environ.setdefault(name, value)
     distributed.init_process_group(
         "nccl" if on_gpu else "gloo",
         store=store,
@@ -86,7 +105,10 @@ def abort_collectives() -> list[threading.Thread]:
     """Let collectives that wait for a dead rank end: those of NCCL in a thread for each group,
     which ends when no CUDA graph has them; those of gloo end without it.
     """
-    peer_memory.abort()
+    try:
+        peer_memory.abort()
+    except RuntimeError as error:  # the device has failed: its kernels do not wait any more
+        log.error("waiting for memory of peers was not ended: %s", first_line(error))
     if not distributed.is_initialized() or distributed.get_backend() != "nccl":
         return []
     threads = [

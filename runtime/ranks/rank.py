@@ -15,7 +15,7 @@ from atomc.runtime.executor import Launched
 from atomc.runtime.phases import Phases
 from atomc.runtime.ranks import messages
 from atomc.runtime.ranks.messages import IMPORTED, LOADED, Done, Failed, Pulse, Results
-from atomc.runtime.ranks.process_group import connect_store, join
+from atomc.runtime.ranks.process_group import connect_store, join, open_device
 from atomc.runtime.ranks.rank_settings import RankSettings
 from atomc.runtime.ranks.results_digest import results_digest
 from atomc.runtime.worker import Worker
@@ -84,9 +84,10 @@ class Rank:
         of = self.settings
         of.torch.apply()
         store = connect_store(of.store_host, of.store_port, of.config.num_ranks)
+        device = torch.device(of.config.device or "cpu")
+        open_device(device)
         _send(self._reports, Done(of.rank, IMPORTED))
         self._began = LOADED
-        device = torch.device(of.config.device or "cpu")
         place = join(
             store,
             of.rank,
