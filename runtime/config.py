@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from os import PathLike, fsdecode
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 if TYPE_CHECKING:  # --help imports this file, and importing torch is slow
@@ -320,6 +321,7 @@ class EngineConfig:
         return bool(self.lora) or self.max_loras is not None
 
     def _check_lora(self) -> None:
+        """Also makes strings of folders that are paths."""
         if not self.lora_enabled:
             for name in ("max_lora_rank", "lora_target_modules"):
                 if getattr(self, name):
@@ -328,8 +330,11 @@ class EngineConfig:
                     )
             return
         for name, folder in self.lora.items():
-            if not name or not isinstance(folder, str):
+            if not name or not isinstance(folder, str | PathLike):
                 raise ValueError(f"lora has {name!r}: {folder!r}, expected a name and a folder")
+        # Ranks and engines in other processes compare and receive strings.
+        folders = {name: fsdecode(folder) for name, folder in self.lora.items()}
+        object.__setattr__(self, "lora", folders)
         if self.max_loras is not None and self.max_loras < len(self.lora):
             raise ValueError(
                 f"max_loras is {self.max_loras}, but lora names {len(self.lora)} adapters: raise it"

@@ -1,6 +1,7 @@
 """Adapters that cannot be used are one error with the reason."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -158,6 +159,17 @@ def test_room_is_made_for_the_adapters_that_are_given(tmp_path):
 def test_settings_that_do_not_go_with_adapters_are_refused(settings, part):
     with pytest.raises(ValueError, match=part):
         EngineConfig(**{"max_loras": 2, **settings})
+
+
+def test_a_folder_of_an_adapter_may_be_a_path():
+    config = EngineConfig(lora={"a": Path("adapters") / "a", "b": "adapters/b"})
+    assert config.lora == {"a": str(Path("adapters/a")), "b": "adapters/b"}
+
+
+@pytest.mark.parametrize("lora", [{"a": None}, {"a": b"x"}, {"a": 3}, {"": Path("x")}])
+def test_what_is_no_name_and_folder_is_refused(lora):
+    with pytest.raises(ValueError, match="expected a name and a folder"):
+        EngineConfig(lora=lora)
 
 
 def test_settings_of_adapters_without_adapters_are_refused():
