@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import atomc
 from atomc import LLM, SamplingParams, ops
 from atomc.models.stock import wrap_stock
+from atomc.parallel.group import TensorParallel
 from atomc.program import compile_model
 
 # A prompt of several chunks and windows, one of a single chunk, and one that begins as the first.
@@ -49,9 +51,9 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def gemma(kind: str) -> Any:
+def gemma(kind: str, **differs: Any) -> Any:
     transformers = pytest.importorskip("transformers")
-    config = getattr(transformers, f"{kind}TextConfig")(**SIZES, **KINDS[kind])
+    config = getattr(transformers, f"{kind}TextConfig")(**SIZES | KINDS[kind] | differs)
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval().requires_grad_(False)
     for weight in model.parameters():
@@ -174,3 +176,21 @@ def test_rows_that_two_layers_read_are_written_once() -> None:
     model = Attentions().eval().requires_grad_(False)
     compile_model(model, {"glue": "eager", "cache": False}, observers=[count])
     assert calls["kv_write.default"] == 2 and calls["paged_attention.default"] == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_ranks_than_heads_of_shared_keys_are_refused(kind: str) -> None:
+    model = gemma(kind)
+    whole = {name: weight.shape for name, weight in model.named_parameters()}
+    with pytest.raises(
+        ValueError,
+        match=r"layers\.2\.self_attn reads the keys and values of another layer, of 2 heads, and "
+        "there are 4 ranks: use at most 2",
+    ):
+        atomc.parallelize(model, TensorParallel(0, 4, "ranks"))
+    assert {name: weight.shape for name, weight in model.named_parameters()} == whole
+    # As many ranks as heads, and fewer heads in a model whose layers all have keys of their own.
+    attention = atomc.parallelize(model, TensorParallel(0, 2, "ranks")).model.layers[3].self_attn
+    assert attention.q_proj.out_features == whole["model.layers.3.self_attn.q_proj.weight"][0] // 2
+    own = gemma(kind, num_kv_shared_layers=0)
+    atomc.parallelize(own, TensorParallel(0, 4, "ranks"))

@@ -20,14 +20,38 @@ def parallelize(
     keys and values that are fewer than processes are held by several. Afterwards all processes call
     the model with the same inputs, and get the same outputs.
 
-    Raises ValueError for a model without a plan, for sizes that do not divide, and for a model that
-    is already divided.
+    Raises ValueError for a model without a plan, for sizes that do not divide, for fewer heads of
+    keys than processes if layers share keys (Gemma 3n and 4), and for a model that is already
+    divided.
     """
     place = tp if isinstance(tp, TensorParallel) else TensorParallel.of(tp)
     refuse_divided(model)
     if place.size == 1:
         return model
     sharding = Sharding.of(model, place, ep=ep)
+    _refuse_shared_keys(sharding)
     sharding.cut()
     sharding.connect()
     return model
+
+
+def _refuse_shared_keys(sharding: Sharding) -> None:
+    """Raise ValueError for a layer that reads the keys of another, if ranks outnumber these: how
+    many heads of queries share one of keys would be updated only where the keys are made.
+    """
+    few = [cut.parts for cut in sharding.keys.values() if cut.parts < sharding.place.size]
+    queries = [
+        name.removesuffix(".q_proj") for name in sharding.linears if name.endswith(".q_proj")
+    ]
+    shared = (
+        name
+        for name in queries
+        if name not in sharding.keys
+        and hasattr(sharding.model.get_submodule(name), "num_key_value_groups")
+    )
+    owner = next(shared, None)
+    if few and owner is not None:
+        raise ValueError(
+            f"{owner} reads the keys and values of another layer, of {min(few)} heads, and there "
+            f"are {sharding.place.size} ranks: use at most {min(few)}"
+        )
