@@ -1,6 +1,6 @@
 """vLLM's general plugin, which vLLM loads in each of its processes:
 
-    vllm serve MODEL --compilation-config '{"mode": 1, "backend": "atom"}'
+    vllm serve MODEL --compilation-config '{"mode": 2, "backend": "atom"}'
 
 vLLM calls its own kernels with every backend but Inductor, and those are opaque to a compiler. With
 this plugin and this backend, norms call atomc's ops, and rotations and activations are computed in
@@ -8,6 +8,7 @@ PyTorch, which atomc recognizes. Attention stays vLLM's op. Other backends see n
 """
 
 import logging
+import os
 from typing import Any
 
 log = logging.getLogger("atomc")
@@ -84,9 +85,11 @@ def _add_norms(rms_norm: Any, fused_add_rms_norm: Any) -> None:
 
 
 def _add_defaults(platform: Any) -> None:
-    """Have the platform's defaults of a config with this backend be PyTorch and atomc's norms. What
-    a user has set stays.
+    """Have the platform's defaults of a config with this backend be PyTorch and atomc's norms, and
+    in mode 2 CUDA graphs of decode steps. What a user has set stays.
     """
+    from vllm.config.compilation import CompilationMode, CUDAGraphMode
+
     of_platform = platform.apply_config_platform_defaults
 
     def apply_config_platform_defaults(vllm_config: Any) -> None:
@@ -100,5 +103,11 @@ def _add_defaults(platform: Any) -> None:
         for name in ("rms_norm", "fused_add_rms_norm"):
             if not getattr(priority, name):
                 setattr(priority, name, [PROVIDER])
+        if compilation.mode == CompilationMode.DYNAMO_TRACE_ONCE:
+            # The default captures pieces of a graph, which only mode 3 has: that would be none.
+            if compilation.cudagraph_mode is None:
+                compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+            # vLLM stores what it compiles ahead of time; atomc's function cannot be stored.
+            os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
 
     platform.apply_config_platform_defaults = apply_config_platform_defaults

@@ -2,8 +2,10 @@
 are stand-ins (vllm_model.py).
 """
 
+import os
 import subprocess
 import sys
+from enum import Enum, IntEnum
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -21,10 +23,23 @@ LAYERS = 2
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 
-def config(backend="atom", custom_ops=(), **priority):
+class CompilationMode(IntEnum):
+    STOCK_TORCH_COMPILE, DYNAMO_TRACE_ONCE = 1, 2
+
+
+class CUDAGraphMode(Enum):
+    FULL, FULL_DECODE_ONLY = 2, (2, 0)
+
+
+def config(backend="atom", custom_ops=(), mode=1, cudagraph_mode=None, **priority):
     priority = {"rms_norm": [], "fused_add_rms_norm": [], **priority}
     return SimpleNamespace(
-        compilation_config=SimpleNamespace(backend=backend, custom_ops=list(custom_ops)),
+        compilation_config=SimpleNamespace(
+            backend=backend,
+            custom_ops=list(custom_ops),
+            mode=mode,
+            cudagraph_mode=cudagraph_mode,
+        ),
         kernel_config=SimpleNamespace(ir_op_priority=SimpleNamespace(**priority)),
     )
 
@@ -32,7 +47,10 @@ def config(backend="atom", custom_ops=(), **priority):
 @pytest.fixture
 def vllm(monkeypatch):
     """vLLM's modules, and the plugin loaded twice, as different parts of vLLM load it."""
-    modules = {name: ModuleType(name) for name in ("vllm", "vllm.ir", "vllm.platforms")}
+    names = ("vllm", "vllm.ir", "vllm.platforms", "vllm.config", "vllm.config.compilation")
+    modules = {name: ModuleType(name) for name in names}
+    modules["vllm.config.compilation"].CompilationMode = CompilationMode
+    modules["vllm.config.compilation"].CUDAGraphMode = CUDAGraphMode
     modules["vllm"].ir, modules["vllm.ir"].ops = modules["vllm.ir"], Ops()
     seen = []
     modules["vllm.platforms"].current_platform = SimpleNamespace(
@@ -125,6 +143,49 @@ def test_defaults_of_a_config_are_those_of_the_backend_only(vllm):
     chosen = config(custom_ops=["all"], rms_norm=["native"])
     vllm.platform.apply_config_platform_defaults(chosen)
     assert chosen == config(custom_ops=["all"], rms_norm=["native"], fused_add_rms_norm=["atom"])
+
+
+def test_in_mode_2_decode_steps_are_captured_and_nothing_is_compiled_ahead(vllm, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_AOT_COMPILE", "to be undone")
+    monkeypatch.delenv("VLLM_USE_AOT_COMPILE")
+    others = config(), config("inductor", mode=2)
+    for each in others:
+        vllm.platform.apply_config_platform_defaults(each)
+        assert each.compilation_config.cudagraph_mode is None
+    assert "VLLM_USE_AOT_COMPILE" not in os.environ
+    ours, chosen = config(mode=2), config(mode=2, cudagraph_mode=CUDAGraphMode.FULL)
+    for each in (ours, chosen):
+        vllm.platform.apply_config_platform_defaults(each)
+    assert ours.compilation_config.cudagraph_mode is CUDAGraphMode.FULL_DECODE_ONLY
+    assert chosen.compilation_config.cudagraph_mode is CUDAGraphMode.FULL
+    assert os.environ["VLLM_USE_AOT_COMPILE"] == "0"
+
+
+def test_a_model_traced_once_without_guards_serves_any_number_of_tokens(vllm, monkeypatch):
+    monkeypatch.setenv("ATOMC_GLUE", "eager")
+    for op in (vllm.ops.rms_norm, vllm.ops.fused_add_rms_norm):
+        op.priority = ["atom", "native"]
+    dtype = torch.bfloat16
+    plain, model = built(Ops(), dtype), built(vllm.ops, dtype)
+    before = atomc.reports()
+    # As vLLM's wrapper does in mode 2: guards are dropped, so a kernel chosen by the first number of
+    # tokens would serve all others.
+    compiled = torch.compile(
+        model.forward,
+        fullgraph=True,
+        dynamic=False,
+        backend="atom",
+        options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},
+    )
+    with torch.inference_mode():
+        for first, tokens in enumerate((64, 7, 33, 1, 200)):
+            ids, positions = torch.randint(0, VOCAB, (tokens,)), torch.arange(tokens)
+            if not first:
+                torch._dynamo.mark_dynamic(ids, 0)
+                torch._dynamo.mark_dynamic(positions, 0)
+            found, expected = compiled(ids, positions), plain(ids, positions)
+            assert (found - expected).abs().mean() < 0.02 * expected.abs().mean()
+    assert [report.treated for report in since(before)] == [True]
 
 
 def test_another_vllm_is_left_alone_with_a_warning(monkeypatch, caplog):

@@ -25,6 +25,18 @@ BUGS = [
         f"{PLUGIN} defaults",
     ),
     Bug(
+        "atomc/vllm_plugin.py",
+        "if compilation.cudagraph_mode is None:\n                ",
+        "if True:\n                ",
+        f"{PLUGIN} mode_2",
+    ),
+    Bug(
+        "atomc/vllm_plugin.py",
+        'os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")',
+        "pass",
+        f"{PLUGIN} mode_2",
+    ),
+    Bug(
         "runtime/server/model_info.py",
         "if name is None:",
         "if name is None and not self.names:",
