@@ -39,7 +39,7 @@ from atomc.runtime.prompt_image import PromptImage
 from atomc.runtime.sampling.sampling_params import SamplingParams
 from atomc.runtime.step import ImagePixels
 
-# The sizes of the checkpoint; rotary settings as in its config.json.
+# The sizes of Qwen3-VL-2B; token ids and rotary settings, which cost nothing, like those of its family.
 QWEN3_VL_2B: dict[str, Any] = {
     "image_token_id": 151655,
     "video_token_id": 151656,
@@ -153,7 +153,7 @@ def ours_of(theirs: nn.Module, device: str, glue: str, length: int, patches: int
 
 
 def image_processor(config: dict[str, Any]) -> ImageProcessor | None:
-    """With the settings of the checkpoint. None: Pillow is missing."""
+    """With the patch and merge sizes of the shape. None: Pillow is missing."""
     try:
         import PIL  # noqa: F401
     except ImportError:

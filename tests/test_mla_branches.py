@@ -7,7 +7,7 @@ from kernel_cases.draw import Draw
 from torch.testing import assert_close
 
 from atomc import ops
-from atomc.kernels.triton.mla_attention import LatentTiling, attend, tiling
+from atomc.kernels.triton.mla_attention import LatentTiling, attend
 
 SHAPES = ["decode", "mixed, some without new tokens", "more heads than a tile", "odd widths"]
 
@@ -30,12 +30,3 @@ def test_products_in_branches_are_those_outside(case: str, splits: int) -> None:
         LatentTiling(64, 16, of_tile, splits, 8, 1, decode, branches=True),
     )
     assert_close(found, ops.mla_absorbed_attention.reference(**a), atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("dtype, branches", [(torch.bfloat16, True), (torch.float8_e4m3fn, False)])
-def test_64_heads_are_multiplied_in_branches_unless_the_cache_has_codes(
-    dtype: torch.dtype, branches: bool
-) -> None:
-    cache = torch.empty(4, 16, 576, dtype=dtype)
-    assert tiling(8, 8, 128, 2, 64, cache).branches is branches
-    assert not tiling(8, 8, 16, 2, 64, cache).branches

@@ -401,11 +401,10 @@ def test_experts_divide_by_expert_or_by_width() -> None:
 class OfTransformers(nn.Module):
     """As a model of transformers 5.17, which has no property for the plan of experts."""
 
-    tp_plan = {"up": "colwise", "down": "rowwise"}
-    _ep_plan = {"up": "moe_tp_experts"}
-
     def __init__(self) -> None:
         super().__init__()
+        self.tp_plan = {"up": "colwise", "down": "rowwise"}
+        self._ep_plan = {"up": "moe_tp_experts"}
         self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4)
 
 

@@ -283,6 +283,15 @@ def test_a_step_that_fails_in_all_ranks_alike_leaves_them_as_they_were(two):
     assert two.generate([PROMPT])[0].token_ids == expected
 
 
+@pytest.fixture
+def ctrl_c_raises():
+    """Also where a shell has started the tests in the background, with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_raises")
 def test_ctrl_c_waits_for_the_end_of_a_launch(two, monkeypatch):
     expected = two.generate([PROMPT])[0].token_ids
     executor = two.engine.executor

@@ -341,7 +341,8 @@ def _attend_latent(
 
 class LatentTiling(NamedTuple):
     """Tiles of `rows` x `keys`, `heads` of the rows for each token, and `splits` programs for the
-    keys of one tile; by_sequence as in Tiling. branches: see add_keys_in_branches.
+    keys of one tile; by_sequence as in Tiling. branches: see add_keys_in_branches, which no tiling
+    chooses, because it was not timed; bench/latent_attention.py does.
     """
 
     rows: int
@@ -381,11 +382,7 @@ def tiling(
         triton.cdiv(longest, keys),
         MAX_SPLITS,
     )
-    # Codes are unpacked in registers, between what is requested and what is multiplied.
-    branches = rows == 64 and tile.warps == 8 and itemsize == 2 and kv_cache.dtype not in FP8
-    return LatentTiling(
-        rows, keys, heads, max(splits, 1), tile.warps, stages, by_sequence, branches
-    )
+    return LatentTiling(rows, keys, heads, max(splits, 1), tile.warps, stages, by_sequence)
 
 
 def attend(
