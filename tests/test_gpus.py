@@ -52,6 +52,10 @@ ROWS = {
     "latent attention": Row("deepseek_v3", LATENT),
     "recurrent state": Row("qwen3_next", DELTA_NET),
     "4 bits": Row("llama", WIDE, {"quantization": "mxfp4_a16"}),
+    "4 bits, experts": Row(
+        "qwen3_moe", EXPERTS | {"moe_intermediate_size": 64}, {"quantization": "mxfp4_a16"}
+    ),
+    "fp8 in blocks": Row("llama", WIDE | {"head_dim": 128}, {"quantization": "fp8_block"}),
     "stages": Row("qwen3", tp=1, pp=2),
     "stages, windows in some": Row("gpt_oss", MIXED, tp=1, pp=2),
     "stages, recurrent state": Row("qwen3_next", ALTERNATING, tp=1, pp=2),
@@ -104,6 +108,19 @@ def test_two_gpus_give_the_text_of_one(row: Row, tmp_path: Path) -> None:
     expected = text(tmp_path, row, ep=False)
     assert len(set(expected)) == len(PROMPTS)
     assert text(tmp_path, row, tp=row.tp, pp=row.pp, dp=row.dp) == expected
+
+
+def test_each_of_two_engines_serves_the_text_of_one_on_its_own_gpu() -> None:
+    pytest.importorskip("fastapi")
+    dp = pytest.importorskip("test_server_dp")
+    texts = []
+    for engines in (1, 2):
+        with dp.serving("--dp", engines, "--dtype", "float32") as server:
+            choices = dp.post(server, "/v1/completions", prompt=dp.PROMPTS, **dp.GREEDY)["choices"]
+            texts.append([choice["text"] for choice in choices])
+            if engines == 2:
+                assert min(dp.per_engine(server, dp.GENERATED)) > 0
+    assert texts[0] == texts[1] and len(set(texts[0])) == len(dp.PROMPTS)
 
 
 def test_two_gpus_sleep_and_go_on(tmp_path: Path) -> None:
