@@ -21,6 +21,7 @@ from atomc.options import Options
 from atomc.parallel import sizes
 from atomc.parallel.cut import Cut
 from atomc.parallel.group import TensorParallel
+from atomc.parallel.heads import resize_groups
 from atomc.parallel.plan import plan_of
 from atomc.parallel.sharding import Sharding
 from atomc.platform import Platform
@@ -403,12 +404,31 @@ class OfTransformers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tp_plan = {"up": "colwise", "down": "rowwise"}
+        self.tp_plan = {"up": "colwise", "up.weight": "rowwise", "down": "rowwise"}
         self._ep_plan = {"up": "moe_tp_experts"}
         self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4)
 
 
 def test_the_plan_of_experts_is_read_from_all_versions_of_transformers() -> None:
-    assert plan_of(OfTransformers()) == {"up": "colwise", "down": "rowwise"}
-    divided = plan_of(OfTransformers(), ep=True)
-    assert divided == {"up": "ep_dispatch_experts", "down": "rowwise"}
+    assert plan_of(OfTransformers()) == OfTransformers().tp_plan
+    # What the plan says of a part of the experts is for a division by width.
+    by_expert = plan_of(OfTransformers(), ep=True)
+    assert by_expert == {"up": "ep_dispatch_experts", "down": "rowwise"}
+
+
+@pytest.mark.parametrize(("parts", "size", "left"), [(2, 2, 4), (2, 4, 2), (1, 4, 1), (1, 8, 1)])
+def test_as_many_queries_share_a_head_of_keys_as_are_left(parts: int, size: int, left: int) -> None:
+    attention = nn.Module()
+    attention.num_key_value_groups = 4
+    resize_groups(attention, parts, size)
+    assert attention.num_key_value_groups == left
+
+
+@pytest.mark.parametrize(("how", "sides"), [("colwise", (256, 384)), ("rowwise", (384, 256))])
+def test_a_quantized_layer_is_not_cut_within_a_block_of_scales(
+    how: str, sides: tuple[int, int]
+) -> None:
+    layer = nn.Linear(*sides, bias=False, dtype=torch.bfloat16)
+    quantized = atomc.quantize(nn.Sequential(layer), "fp8_block")[0]
+    with pytest.raises(ValueError, match="in 2 gives 192, not a multiple of 128, which share a"):
+        divided(quantized, how, 0)

@@ -18,7 +18,7 @@ def bug(file: str, old: str, new: str, tests: str) -> Bug:
 
 BUGS = [
     bug("heads.py", "place.rank * heads // place.size", "place.rank % heads", f"{CUTS} heads_and_their_state"),
-    bug("heads.py", "max(1, groups * parts // size)", "groups", "tests/test_tensor_parallel.py -m '' -k 'four and qwen3 and transformers'"),
+    bug("heads.py", "max(1, groups * parts // size)", "groups", f"{CUTS} share_a_head"),
     bug("cut.py", "self.index * own_length, own_length", "self.index, own_length", f"{CUTS} follow_one_another"),
     bug("cut.py", "size * segment // total", "size // len(self.segments)", f"{CUTS} each_segment"),
     bug("cut.py", "part = tensor.new_empty(shape)", "return tensor.narrow(self.dim, self.index * size, size)", f"{CUTS} 'each_segment or memory_of_its_own'"),
@@ -42,10 +42,10 @@ BUGS = [
     bug("sharding.py", "if self.place.rank:\n", "if False:\n", f"{CUTS} linear_layer_is_cut"),
     bug("sharding.py", "first = self.place.rank * held", "first = 0", f"{CUTS} by_width_or_by_expert"),
     bug("sharding.py", "            layers.resize_experts(module, self.place.size, by_expert=by_expert)\n", "            module\n", PART),
-    bug("layers.py", "if whole // cut.parts % block), None)", "if False), None)", f"{LOADS} 'stacked_experts and width'"),
+    bug("layers.py", "if whole // cut.parts % block), None)", "if False), None)", f"{CUTS} within_a_block"),
     bug("layers.py", ' and not name.endswith("input_scale")', "", f"{LOADS} 'stored_experts and static and expert'"),
     bug("layers.py", "child._parameters.pop(WHOLE_SHAPE, None)", "pass", PART),
-    bug("plan.py", "if not is_part(name)}", "}", f"{CUTS} by_width_or_by_expert"),
+    bug("plan.py", "if not is_part(name)}", "}", f"{CUTS} all_versions"),
     bug("sizes.py", "of_keys % size and size % of_keys", "of_keys % size", f"{CUTS} heads_and_their_state"),
     bug("sizes.py", "elif width // size % block:", "elif width % block:", f"{CUTS} sizes_that_do_not"),
     bug("sharding.py", "len(names) > 1 and not divided.issuperset(names)", "False", f"{CUTS} shares_a_weight"),
