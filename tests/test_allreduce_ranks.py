@@ -48,12 +48,14 @@ def chosen(
 
 def test_few_tokens_are_one_launch_and_more_are_nccl_and_a_norm() -> None:
     assert chosen(2) == (
-        [("1 to 128", NOTE), ("129 and more", "")],
-        ["is meant for 1 to 128 tokens"],
+        [("1 to 512", NOTE), ("513 and more", "")],
+        ["is meant for 1 to 512 tokens"],
     )
 
 
-@pytest.mark.parametrize(("ranks", "width", "most"), [(2, 1024, 512), (4, 4096, 64), (2, 8192, 64)])
+@pytest.mark.parametrize(
+    ("ranks", "width", "most"), [(2, 1024, 512), (4, 4096, 64), (2, 8192, 256)]
+)
 def test_bytes_and_ranks_decide_how_many_tokens_are_few(ranks: int, width: int, most: int) -> None:
     assert chosen(ranks, width=width)[0][0] == (f"1 to {most}", NOTE)
 
