@@ -283,7 +283,8 @@ def _give_state(attention: nn.Module, hf_model: "PreTrainedModel") -> None:
             f"{type(hf_model).__name__} has {heads} heads of {width} columns for keys and values, "
             "expected at least 1"
         )
-    attention.kv = ops.kv_state(heads, width).to(hf_model.device, hf_model.dtype)
+    attention.kv = ops.kv_state(heads, width)  # registers a buffer, which a copy of it would not
+    attention.kv = attention.kv.to(hf_model.device, hf_model.dtype)
 
 
 def _set_experts(hf_model: "PreTrainedModel") -> None:
