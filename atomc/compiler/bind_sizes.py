@@ -16,6 +16,8 @@ def bind_sizes(whole: GraphModule, piece: GraphModule, call: Node) -> None:
     sizes = [size for node in inputs for size in _sizes(node)]
     known = {size.node.expr for size in sizes if isinstance(size.node.expr, sympy.Symbol)}
     missing = {symbol for size in sizes for symbol in size.node.expr.free_symbols} - known
+    if not missing:
+        return
     for symbol in sorted(missing, key=str):
         source = _source(whole, symbol)
         if source is None:  # then Inductor says what it lacks
@@ -26,6 +28,7 @@ def bind_sizes(whole: GraphModule, piece: GraphModule, call: Node) -> None:
         inputs.append(added)
         call.args = (*call.args, source)
     piece.recompile()
+    whole.recompile()
 
 
 def _source(whole: GraphModule, symbol: sympy.Symbol) -> Node | None:

@@ -76,7 +76,6 @@ def compile_glue(gm: GraphModule, patches: Mapping[str, JSONLike]) -> tuple[Func
                 piece, _examples(piece) if key == name else _fresh(piece, mode), mode, patches
             )
         functions[name] = compiled[key]
-    whole.recompile()
     return of_pieces(whole, functions), f"{count} pieces, {len(compiled)} unique" + _known(loaded)
 
 
