@@ -12,6 +12,27 @@ POLICIES = ("fcfs", "priority")
 # Draft tokens per step, by where they come from.
 SPECULATIVE_TOKENS = {"ngram": 3, "mtp": 1}
 
+AT_LEAST_ONE = (
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "num_blocks",
+    "kv_bytes",
+    "max_queue",
+    "grammar_cache_bytes",
+    "image_cache_bytes",
+    "image_queue_bytes",
+    "max_image_patches",
+    "ngram_min",
+    "threads",
+    "max_loras",
+    "max_lora_rank",
+    "tp",
+    "pp",
+    "dp",
+)
+POSITIVE = ("step_timeout", "grammar_seconds")
+
 T = TypeVar("T")
 
 
@@ -195,72 +216,18 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in (
-            "max_model_len",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "num_blocks",
-            "kv_bytes",
-            "max_queue",
-            "grammar_cache_bytes",
-            "image_cache_bytes",
-            "image_queue_bytes",
-            "max_image_patches",
-            "ngram_min",
-            "threads",
-            "max_loras",
-            "max_lora_rank",
-            "tp",
-            "pp",
-            "dp",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}, it must be at least 1")
+        self._check_numbers()
+        self._check_stages()
         self._check_experts()
-        if self.pp > 1 and self.speculative == "mtp":
-            raise ValueError(
-                "pp is not supported with speculative 'mtp', whose draft layer reads the embedding "
-                "of the first stage and the states of the last one: use 'ngram'"
-            )
-        if self.pp > 1 and self.expert_load:
-            raise ValueError(
-                "pp is not supported with expert_load, which counts the experts of one process"
-            )
-        if self.step_timeout is not None and self.step_timeout <= 0:
-            raise ValueError(f"step_timeout is {self.step_timeout}, it must be positive")
-        if self.grammar_seconds <= 0:
-            raise ValueError(f"grammar_seconds is {self.grammar_seconds}, it must be positive")
+        self._check_cache()
         if self.quantization_ignore and self.quantization is None:
             raise ValueError("quantization_ignore needs quantization: set both")
-        if self.num_blocks is not None and self.kv_bytes is not None:
-            raise ValueError(
-                "num_blocks and kv_bytes both set the size of the cache: set one of them"
-            )
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ValueError(
-                f"gpu_memory_utilization is {self.gpu_memory_utilization}, it must be above 0 "
-                "and at most 1"
-            )
-        if self.state_snapshots is not None and self.state_snapshots < 0:
-            raise ValueError(
-                f"state_snapshots is {self.state_snapshots}, it must be 0 (none) or positive"
-            )
-        if self.state_snapshots and self.enable_prefix_caching is False:
-            raise ValueError(
-                f"state_snapshots is {self.state_snapshots}, but enable_prefix_caching is off, "
-                "which snapshots are for: leave one of them out"
-            )
         if self.scheduling_policy not in POLICIES:
             raise ValueError(
                 f"scheduling_policy is {self.scheduling_policy!r}, expected one of {list(POLICIES)}"
             )
         self._check_speculation()
         self._check_lora()
-        if self.ngram_max < self.ngram_min:
-            raise ValueError(
-                f"ngram_max is {self.ngram_max}, expected at least ngram_min={self.ngram_min}"
-            )
 
     @property
     def data_ranks(self) -> int:
@@ -295,6 +262,51 @@ class EngineConfig:
         """
         first = (self.pp - 1) * self.tp
         return range(first, first + self.data_ranks)
+
+    def _check_numbers(self) -> None:
+        for name in AT_LEAST_ONE:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}, it must be at least 1")
+        for name in POSITIVE:
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} is {value}, it must be positive")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ValueError(
+                f"gpu_memory_utilization is {self.gpu_memory_utilization}, it must be above 0 "
+                "and at most 1"
+            )
+        if self.ngram_max < self.ngram_min:
+            raise ValueError(
+                f"ngram_max is {self.ngram_max}, expected at least ngram_min={self.ngram_min}"
+            )
+
+    def _check_cache(self) -> None:
+        if self.num_blocks is not None and self.kv_bytes is not None:
+            raise ValueError(
+                "num_blocks and kv_bytes both set the size of the cache: set one of them"
+            )
+        if self.state_snapshots is not None and self.state_snapshots < 0:
+            raise ValueError(
+                f"state_snapshots is {self.state_snapshots}, it must be 0 (none) or positive"
+            )
+        if self.state_snapshots and self.enable_prefix_caching is False:
+            raise ValueError(
+                f"state_snapshots is {self.state_snapshots}, but enable_prefix_caching is off, "
+                "which snapshots are for: leave one of them out"
+            )
+
+    def _check_stages(self) -> None:
+        if self.pp > 1 and self.speculative == "mtp":
+            raise ValueError(
+                "pp is not supported with speculative 'mtp', whose draft layer reads the embedding "
+                "of the first stage and the states of the last one: use 'ngram'"
+            )
+        if self.pp > 1 and self.expert_load:
+            raise ValueError(
+                "pp is not supported with expert_load, which counts the experts of one process"
+            )
 
     def _check_experts(self) -> None:
         if not self.ep or self.tp > 1:
