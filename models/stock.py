@@ -260,19 +260,23 @@ def _enter_layers(hf_model: "PreTrainedModel", *, indexed: bool) -> list[nn.Modu
             f"only {' and '.join(sorted(LAYER_TYPES))} are supported, {LINEAR} by a gated "
             f"delta net or a Mamba-2 mixer, and {SHORT_CONV} by a short convolution"
         )
-    layers = [
-        module
-        for module in hf_model.modules()
-        if hasattr(module, "layer_idx")
-        and _head_dim(module)
-        and not (is_indexer(module) or is_mixer(module))
-    ]
+    layers = _attention_layers(hf_model)
     if not (layers or num_linear or num_convs):
         raise ValueError(
             f"{name} has no attention layer with a layer_idx and a head_dim, "
             "so there are no keys and values to cache"
         )
     return layers
+
+
+def _attention_layers(hf_model: "PreTrainedModel") -> list[nn.Module]:
+    return [
+        module
+        for module in hf_model.modules()
+        if hasattr(module, "layer_idx")
+        and _head_dim(module)
+        and not (is_indexer(module) or is_mixer(module))
+    ]
 
 
 def _give_state(attention: nn.Module, hf_model: "PreTrainedModel") -> None:
