@@ -22,6 +22,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from atomc import kernels, ops
+from atomc.kernels.triton import attention_tiles
 from atomc.ops.op import refusal
 from atomc.platform import Platform
 
@@ -87,8 +88,10 @@ def _type(value: Any, parameter: Any) -> str:
 
 
 if __name__ == "__main__":
-    JITFunction.run = compiling(TARGETS[sys.argv[1]])
+    target = TARGETS[sys.argv[1]]
+    JITFunction.run = compiling(target)
     assert kernels.load("triton") is None
+    attention_tiles.shared_memory = lambda device: SHARED_BYTES[target.arch]
     for name in sys.argv[2:]:
         op, case = name.split("/")
         arguments = CASES[op][case](Draw(torch.bfloat16))

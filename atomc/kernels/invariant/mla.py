@@ -55,7 +55,7 @@ def _tiling(q: Tensor) -> varying.LatentTiling:
     """By the heads, the dtype and the device, not by the tokens."""
     tile, heads = LATENT_ATTENTION.choose(q.device, ROWS), q.shape[-2]
     rows, keys, stages = tile.rows, tile.keys, tile.stages
-    if q.element_size() == 4 or (q.device.type == "cuda" and not has_room(q.device)):
+    if q.element_size() == 4 or not has_room(q.device):
         rows, keys, stages = 16, 16, 1
     of_tile = triton.cdiv(heads, triton.cdiv(heads, rows))
     return varying.LatentTiling(rows, keys, of_tile, 1, tile.warps, stages, False)

@@ -71,20 +71,27 @@ def tiling(
     return Tiling(rows, keys, max(splits, 1), warps, stages, by_sequence, registers)
 
 
-@functools.cache
 def has_room(device: torch.device) -> bool:
     """Whether a program can have 141,824 bytes of shared memory, which the tables of tiles require.
 
     Otherwise `paged_attention` uses smaller tiles and two stages; for sm89 and gfx942 these are
     compiled in tests, but were not run.
     """
+    return shared_memory(device) >= 141_824
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """The bytes of shared memory that a program can have."""
+    if device.type == "cpu":  # Triton's interpreter runs in place of an H200
+        return 227 * 2**10
     properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", 0) >= 141_824  # absent on ROCm
+    return getattr(properties, "shared_memory_per_block_optin", 64 * 2**10)  # absent on ROCm
 
 
 def with_room(cut: Tiling, width: int, device: torch.device) -> Tiling:
     """The tiling, smaller where a program has less shared memory than the tables of tiles take."""
-    if device.type == "cuda" and not has_room(device):
+    if not has_room(device):
         keys = 4096 // triton.next_power_of_2(width)
         return cut._replace(keys=max(16, min(cut.keys, keys)), stages=2, registers=None)
     return cut

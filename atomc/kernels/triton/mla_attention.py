@@ -296,7 +296,7 @@ def tiling(
     per_sequence = triton.cdiv(num_rows, max(num_sequences, 1)) * num_heads
     tile = table.choose(device, per_sequence)
     rows, keys, stages = tile.rows, tile.keys, tile.stages
-    if itemsize == 4 or (device.type == "cuda" and not has_room(device)):
+    if itemsize == 4 or not has_room(device):
         rows, keys, stages = 16, 16, 1
     parts = triton.cdiv(num_heads, rows)
     heads = triton.cdiv(num_heads, parts)
