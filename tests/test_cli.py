@@ -12,6 +12,7 @@ import subprocess
 import sys
 
 import pytest
+from tiny_lora import write_adapter
 
 from atomc import cli
 from atomc.cli import generate, main
@@ -84,6 +85,13 @@ def test_the_demo_writes_the_same_text_each_time_and_another_with_another_seed(g
     again = run(*quiet)
     assert again == generated.partition("\n")[0] + "\n"
     assert run(*quiet, "--seed", 11) != again
+
+
+def test_generate_writes_what_the_model_with_an_adapter_writes(generated, tmp_path):
+    adapter = write_adapter(tmp_path / "a", {"model.layers.0.mlp.down_proj": (256, 768)})
+    text = run("generate", "--quiet", "--max-tokens", 8, "--lora", adapter)
+    assert text.startswith(generate.DEMO_PROMPT)
+    assert text != generated.partition("\n")[0] + "\n"
 
 
 def test_several_prompts_are_each_continued():
@@ -212,6 +220,10 @@ def test_explain_a_model_of_the_users_shows_each_graph_and_the_break(here):
         ),
         (["generate", "--glue", "best"], "argument --glue: invalid choice: 'best'"),
         (["generate", "--max-model-len", "100000"], "2048"),
+        (
+            ["generate", "--lora", "/nowhere"],
+            "LoRA adapter 'nowhere' in /nowhere: its folder has no adapter_config",
+        ),
         (["explain", "/nowhere"], "/nowhere is neither a directory nor"),
         (["explain", "--layers", "4"], "--layers 4: the model has 3"),
         (

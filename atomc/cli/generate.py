@@ -89,6 +89,9 @@ def add(commands: "Commands") -> None:
         "each stage has this many",
     )
     parser.add_argument(
+        "--lora", metavar="FOLDER", help="a LoRA adapter that peft saved, for all prompts"
+    )
+    parser.add_argument(
         "--no-self-check",
         action="store_true",
         help="do not compare a few steps of a transformers model with its own forward first",
@@ -105,6 +108,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise ValueError("this model needs a prompt, such as -p 'The capital of France is'")
     folder = model_folder(str(arguments.model or PATH))
     params = _sampling_params(arguments, folder)
+    adapter = None if arguments.lora is None else Path(arguments.lora).resolve().name
     llm = LLM(
         folder,
         dtype=dtype_named(arguments.dtype),
@@ -114,12 +118,13 @@ def run(arguments: argparse.Namespace) -> None:
         threads=arguments.threads,
         tp=arguments.tp,
         pp=arguments.pp,
+        lora={} if adapter is None else {adapter: arguments.lora},
         self_check=not arguments.no_self_check,
         options={"glue": arguments.glue or default_glue(arguments.device)},
         progress=not arguments.quiet,
     )
     prompts = arguments.prompt or [DEMO_PROMPT]
-    _print_texts(llm, prompts, params)
+    _print_texts(llm, prompts, params, adapter)
     if not arguments.quiet:
         _print_figures(llm)
 
@@ -140,16 +145,18 @@ def _sampling_params(arguments: argparse.Namespace, folder: Path) -> "SamplingPa
     return SamplingParams(max_tokens=arguments.max_tokens, seed=seed, **given)
 
 
-def _print_texts(llm: "LLM", prompts: Sequence[str], params: "SamplingParams") -> None:
+def _print_texts(
+    llm: "LLM", prompts: Sequence[str], params: "SamplingParams", lora: str | None
+) -> None:
     """Stream one prompt; batch several and print them at the end."""
     if len(prompts) == 1:
-        pieces = llm.stream(prompts[0], params)
+        pieces = llm.stream(prompts[0], params, lora=lora)
         print(prompts[0], end="", flush=True)
         for piece in pieces:
             print(piece, end="", flush=True)
         print()
         return
-    completions = llm.generate(list(prompts), params)
+    completions = llm.generate(list(prompts), params, lora=lora)
     print(
         "\n\n".join(
             prompt + completion.text
