@@ -238,6 +238,21 @@ def test_a_response_that_is_not_to_be_stored_is_not(client):
         client.responses.retrieve(made.id)
 
 
+def test_a_response_is_of_the_key_that_it_was_made_with(client, http):
+    made = client.responses.create(**asked())
+    stranger = {"Authorization": "Bearer second-key"}
+    path = f"/v1/responses/{made.id}"
+    for answer in (
+        http.get(path, headers=stranger),
+        http.get(f"{path}/input_items", headers=stranger),
+        http.delete(path, headers=stranger),
+        http.post("/v1/responses", json=asked(previous_response_id=made.id), headers=stranger),
+    ):
+        assert answer.status_code == 404
+        assert "made with another API key" in answer.json()["error"]["message"]
+    assert client.responses.retrieve(made.id) == made
+
+
 def test_a_streamed_response_can_be_retrieved(client, http):
     last = streamed(http, asked())[-1]["response"]
     assert client.responses.retrieve(last["id"]).to_dict() == last
@@ -605,7 +620,7 @@ def test_a_chat_without_text_is_an_empty_message_and_an_interrupted_item_is_inco
 
 
 def stored(name, size=100):
-    return StoredResponse(name, b"x" * size, [], 0, [])
+    return StoredResponse(name, 0, b"x" * size, [], 0, [])
 
 
 def test_the_store_drops_what_was_used_least_recently():
@@ -613,10 +628,10 @@ def test_the_store_drops_what_was_used_least_recently():
     store = ResponseStore(3 * size)
     for name in "abc":
         store.put(stored(name))
-    assert store.get("a") is not None
+    assert store.get("a", 0) is not None
     store.put(stored("d"))
     store.check()
-    assert [name for name in "abcd" if store.get(name)] == ["a", "c", "d"]
+    assert [name for name in "abcd" if store.get(name, 0)] == ["a", "c", "d"]
     assert store.delete("c") and not store.delete("c")
     store.check()
     assert len(store) == 2 and store.num_bytes == 2 * size
@@ -629,7 +644,7 @@ def test_a_continued_conversation_is_counted_without_encoding_it_again():
     conversation, _ = _translate(request("a" * 1000), None)
     for text in ("b" * 500, "c" * 200):
         output = input_items([{"role": "assistant", "content": "Yes"}])
-        previous = StoredResponse("r", b"{}", conversation.items, conversation.num_bytes, output)
+        previous = StoredResponse("r", 0, b"{}", conversation.items, conversation.num_bytes, output)
         conversation, _ = _translate(request(text), previous)
     assert len(conversation.items) == 5
     # Each part has two brackets of its own.
@@ -641,7 +656,7 @@ def test_the_store_bounds_the_number_of_responses():
     for name in "abc":
         store.put(stored(name))
         store.check()
-    assert [name for name in "abc" if store.get(name)] == ["b", "c"]
+    assert [name for name in "abc" if store.get(name, 0)] == ["b", "c"]
 
 
 def test_a_response_larger_than_the_store_is_not_kept_and_drops_no_other():
@@ -649,7 +664,7 @@ def test_a_response_larger_than_the_store_is_not_kept_and_drops_no_other():
     store.put(stored("a"))
     store.put(stored("b", 1000))
     store.check()
-    assert store.get("a") is not None and store.get("b") is None
+    assert store.get("a", 0) is not None and store.get("b", 0) is None
 
 
 def test_a_store_of_size_zero_keeps_nothing():

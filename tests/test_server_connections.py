@@ -146,7 +146,7 @@ def test_a_key_that_is_not_ascii_opens(server, header):
     ],
 )
 def test_anything_but_one_key_does_not(headers):
-    assert not ApiKeys([KEY]).authorizes([(b"authorization", header) for header in headers])
+    assert ApiKeys([KEY]).caller([(b"authorization", header) for header in headers]) is None
 
 
 @pytest.mark.parametrize(

@@ -40,23 +40,28 @@ class ApiKeys:
 
     def __init__(self, keys: Iterable[str]) -> None:
         # Clients encode non-ASCII keys differently.
-        self._encoded_keys = list({form for key in keys for form in _encodings(key)})
+        self._numbers = {form: n for n, key in enumerate(keys) for form in _encodings(key)}
 
-    def authorizes(self, headers: Sequence[tuple[bytes, bytes]]) -> bool:
-        """headers: ASGI headers, with names in lower case."""
-        if not self._encoded_keys:
-            return True
+    def caller(self, headers: Sequence[tuple[bytes, bytes]]) -> int | None:
+        """The number of the key in a request, of two that of `Authorization`; None if it has no
+        valid one, 0 if there are no keys.
+
+        headers   ASGI headers, with names in lower case
+        """
+        if not self._numbers:
+            return 0
         given = [(name, value.strip()) for name, value in headers if name in KEY_HEADERS]
         # Of two equal headers, a proxy may have checked the other one.
         if len({name for name, _ in given}) != len(given):
-            return False
-        return bool(given) and all([self._is_valid(name, value) for name, value in given])
+            return None
+        found = [self._number(name, value) for name, value in sorted(given)]
+        return None if None in found or not found else found[0]
 
-    def _is_valid(self, name: bytes, value: bytes) -> bool:
+    def _number(self, name: bytes, value: bytes) -> int | None:
         scheme, _, key = value.partition(b" ") if name == AUTHORIZATION else (b"bearer", b"", value)
         # Compare with every key, in constant time.
-        found = [hmac.compare_digest(key.strip(), expected) for expected in self._encoded_keys]
-        return scheme.lower() == b"bearer" and any(found)
+        found = [n for form, n in self._numbers.items() if hmac.compare_digest(key.strip(), form)]
+        return found[0] if found and scheme.lower() == b"bearer" else None
 
 
 def _encodings(key: str) -> list[bytes]:

@@ -134,21 +134,26 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         return await responses_api.create_response(service, body, request)
 
     @app.get("/v1/responses/{response_id}")
-    async def retrieve_response(response_id: str, stream: bool = False) -> Response:
-        return await responses_api.retrieve_response(service, response_id, stream)
+    async def retrieve_response(
+        response_id: str, request: Request, stream: bool = False
+    ) -> Response:
+        return await responses_api.retrieve_response(service, request, response_id, stream)
 
     @app.delete("/v1/responses/{response_id}")
-    async def delete_response(response_id: str) -> Response:
-        return await responses_api.delete_response(service, response_id)
+    async def delete_response(response_id: str, request: Request) -> Response:
+        return await responses_api.delete_response(service, request, response_id)
 
     @app.get("/v1/responses/{response_id}/input_items")
     async def list_input_items(
         response_id: str,
+        request: Request,
         order: Literal["asc", "desc"] = "desc",
         limit: int = 20,
         after: str | None = None,
     ) -> Response:
-        return await responses_api.list_input_items(service, response_id, order, limit, after)
+        return await responses_api.list_input_items(
+            service, request, response_id, order, limit, after
+        )
 
     @app.post("/v1/embeddings")
     async def embed(body: protocol.EmbeddingRequest, request: Request) -> Response:

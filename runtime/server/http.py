@@ -159,7 +159,7 @@ class AuthMiddleware:
             await send(message)
 
         try:
-            self._check(scope["path"], headers)
+            scope["state"]["caller"] = self._check(scope["path"], headers)
             await self.app(scope, self._limit_body(receive), send_with_id)
         except ClientDisconnect:
             pass
@@ -169,8 +169,10 @@ class AuthMiddleware:
             if not response_started:
                 await error_response(to_api_error(error))(scope, receive, send_with_id)
 
-    def _check(self, path: str, headers: Headers) -> None:
-        if path not in self.open_paths and not self.keys.authorizes(headers.raw):
+    def _check(self, path: str, headers: Headers) -> int | None:
+        """The number of the caller's key; None for an open path without one."""
+        caller = self.keys.caller(headers.raw)
+        if path not in self.open_paths and caller is None:
             raise APIError(
                 401,
                 "missing or invalid API key: send the header 'Authorization: Bearer KEY' or "
@@ -181,6 +183,7 @@ class AuthMiddleware:
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self.max_body_bytes:
             raise self._too_large()
+        return caller
 
     def _limit_body(self, receive: Receive) -> Callable[[], Awaitable[Message]]:
         seen = 0

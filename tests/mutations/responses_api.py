@@ -13,6 +13,7 @@ BUGS = [
     api("store", "self.num_bytes -= self._kept.pop(name)[1]", "self._kept.pop(name)", "used_least"),
     api("store", "        if num_bytes > self.max_bytes:\n            return\n", "", "drops_no_other"),
     api("store", " or len(self._kept) > self.max_responses:", ":", "bounds_the_number"),
+    api("store", " or self._kept[name][0].caller != caller", "", "of_the_key"),
     api("items", '(complete and kind != "function_call")', "complete", "items_of_one_turn"),
     api("items", "            answer = None\n", "", "items_of_one_turn"),
     api("events", "self.num_reasoning_tokens += self._num_tokens", "pass", "count_for_the_item"),

@@ -41,7 +41,8 @@ async def create_response(service: Service, body: ResponsesRequest, request: Req
     check_supported(body)
     previous = None
     if body.previous_response_id is not None:
-        previous = _stored(service, body.previous_response_id, "previous_response_id")
+        name = body.previous_response_id
+        previous = _stored(service, request, name, "previous_response_id")
     # In a thread: the input can have many items.
     conversation, chat_body = await asyncio.to_thread(_translate, body, previous)
     try:
@@ -49,7 +50,7 @@ async def create_response(service: Service, body: ResponsesRequest, request: Req
     except APIError as error:
         error.param = PARAMS.get(error.param or "", error.param)
         raise
-    response = _ResponseBuilder(service, body, conversation, chat)
+    response = _ResponseBuilder(service, body, request.state.caller, conversation, chat)
     if body.stream:
         return EventStream(response.stream(), chat.generation.close)
     return JSONResponse(await cancel_on_disconnect(request, response.complete()))
@@ -75,24 +76,31 @@ def _translate(
     return _Conversation(items, num_bytes), chat_request(body, items)
 
 
-async def retrieve_response(service: Service, name: str, stream: bool) -> Response:
-    found = _stored(service, name, "response_id")
+async def retrieve_response(
+    service: Service, request: Request, name: str, stream: bool
+) -> Response:
+    found = _stored(service, request, name, "response_id")
     if stream:
         raise invalid("a stored response cannot be streamed: retrieve it without stream", "stream")
     return Response(found.body, media_type="application/json")
 
 
-async def delete_response(service: Service, name: str) -> Response:
-    _stored(service, name, "response_id")
+async def delete_response(service: Service, request: Request, name: str) -> Response:
+    _stored(service, request, name, "response_id")
     service.responses.delete(name)
     return JSONResponse({"id": name, "object": "response", "deleted": True})
 
 
 async def list_input_items(
-    service: Service, name: str, order: Literal["asc", "desc"], limit: int, after: str | None
+    service: Service,
+    request: Request,
+    name: str,
+    order: Literal["asc", "desc"],
+    limit: int,
+    after: str | None,
 ) -> Response:
     """A page of the whole conversation before the response."""
-    found = _stored(service, name, "response_id")
+    found = _stored(service, request, name, "response_id")
     if not 1 <= limit <= MAX_LISTED:
         raise invalid(f"limit is {limit}, expected 1 to {MAX_LISTED}", "limit")
     items = found.input if order == "asc" else found.input[::-1]
@@ -113,13 +121,13 @@ async def list_input_items(
     )
 
 
-def _stored(service: Service, name: str, param: str) -> StoredResponse:
-    found = service.responses.get(name)
+def _stored(service: Service, request: Request, name: str, param: str) -> StoredResponse:
+    found = service.responses.get(name, request.state.caller)
     if found is None:
         raise APIError(
             404,
-            f"response {name!r:.80} does not exist: it was not stored, was deleted, or made room "
-            "for others",
+            f"response {name!r:.80} does not exist: it was not stored, was deleted, made room "
+            "for others, or was made with another API key",
             param=param,
             code="response_not_found",
         )
@@ -129,13 +137,19 @@ def _stored(service: Service, name: str, param: str) -> StoredResponse:
 class _ResponseBuilder:
     """Builds the response to one request: one JSON body, or a stream of events.
 
+    caller         the number of the API key of the request
     conversation   that it answers
     """
 
     def __init__(
-        self, service: Service, body: ResponsesRequest, conversation: _Conversation, chat: Chat
+        self,
+        service: Service,
+        body: ResponsesRequest,
+        caller: int,
+        conversation: _Conversation,
+        chat: Chat,
     ) -> None:
-        self.service, self.body, self.chat = service, body, chat
+        self.service, self.body, self.caller, self.chat = service, body, caller, chat
         self.conversation = conversation
         # Not the request's id, which a client chooses: whoever knows it can retrieve the response.
         self.id, self.created = new_id("resp"), int(time.time())
@@ -202,6 +216,7 @@ class _ResponseBuilder:
             self.service.responses.put(
                 StoredResponse(
                     self.id,
+                    self.caller,
                     msgspec.json.encode(response),
                     self.conversation.items,
                     self.conversation.num_bytes,

@@ -17,6 +17,7 @@ MAX_RESPONSES = 2**14
 class StoredResponse:
     """One response.
 
+    caller  the number of the API key with which it was made: other keys do not see it
     body    the response object as JSON
     input   the items of the conversation that it answers. Responses to one conversation share
             them: they must not be changed
@@ -25,6 +26,7 @@ class StoredResponse:
     """
 
     id: str
+    caller: int
     body: bytes
     input: Sequence[JSONObject]
     input_bytes: int
@@ -68,8 +70,9 @@ class ResponseStore:
         while self.num_bytes > self.max_bytes or len(self._kept) > self.max_responses:
             self.delete(next(iter(self._kept)))
 
-    def get(self, name: str) -> StoredResponse | None:
-        if name not in self._kept:
+    def get(self, name: str, caller: int) -> StoredResponse | None:
+        """The response of this caller with this id."""
+        if name not in self._kept or self._kept[name][0].caller != caller:
             return None
         self._kept.move_to_end(name)
         return self._kept[name][0]
