@@ -1,6 +1,8 @@
 """CUDA graphs of the backend and of the runtime's decode step."""
 
+import contextlib
 import itertools
+import types
 import weakref
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 import atomc
 from atomc import ops
+from atomc.compiler import cudagraphs
 from atomc.compiler.cudagraphs import Captured, Pool
 from atomc.compiler.static_buffer import StaticBuffer
 from atomc.kernels import load
@@ -416,3 +419,36 @@ def test_a_kernel_may_be_loaded_during_a_capture_that_is_not_warmed_up() -> None
     captured = Pool().capture(lambda: kernel(x, weight, 1e-6), warm_up=False)
     x.mul_(3)
     torch.testing.assert_close(captured.replay(), ops.rms_norm.reference(x, weight, 1e-6))
+
+
+class GraphThatFailed:
+    """What CUDA makes of a capture in which a call failed: to end it raises an error of its own."""
+
+    def capture_begin(self, **_):
+        pass
+
+    def capture_end(self):
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("this op waits"), KeyboardInterrupt("now")])
+def test_a_call_that_cannot_be_captured_raises_its_own_error(error, monkeypatch):
+    stream = types.SimpleNamespace(wait_stream=lambda other: None)
+    cuda = types.SimpleNamespace(
+        CUDAGraph=GraphThatFailed,
+        Stream=lambda device: stream,
+        current_stream=lambda: stream,
+        device=contextlib.nullcontext,
+        graph_pool_handle=lambda: 0,
+        memory_reserved=lambda device: 0,
+        stream=contextlib.nullcontext,
+    )
+    monkeypatch.setattr(cudagraphs, "torch", types.SimpleNamespace(cuda=cuda, device=torch.device))
+
+    def fails():
+        raise error
+
+    with pytest.raises(type(error), match=str(error)):
+        Pool().capture(fails, warm_up=False)
+    with pytest.raises(RuntimeError, match="previous error"):
+        Pool().capture(lambda: None, warm_up=False)

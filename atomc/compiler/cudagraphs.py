@@ -6,7 +6,7 @@ torch functions.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -52,7 +52,7 @@ class Pool:
         self.num_graphs = 0
 
     def capture(self, call: Callable[[], T], *, warm_up: bool = True) -> Captured[T]:
-        """Capture `call`, whose inputs must keep their addresses. Raises the error of CUDA if it
+        """Capture `call`, whose inputs must keep their addresses. Raises its first error if it
         cannot be captured.
 
         warm_up  call it once before, so that Triton compiles, Inductor measures and cuBLAS
@@ -74,8 +74,11 @@ class Pool:
                 )
                 try:
                     output = call()
-                finally:
-                    graph.capture_end()
+                except BaseException:
+                    with suppress(RuntimeError):  # says only that an error came before
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
             torch.cuda.current_stream().wait_stream(self.stream)
         self.num_graphs += 1
         return Captured(graph, output, max(0, torch.cuda.memory_reserved(self.device) - before))
