@@ -32,7 +32,7 @@ from atomc.runtime.ranks.torchrun import (
     settings_from_rank_0,
 )
 from atomc.runtime.server.config import ServerConfig
-from atomc.runtime.server.serve import check_launcher
+from atomc.runtime.server.serve import DEMO_NAME, check_launcher
 
 CONFIG = EngineConfig(tp=2, device="cpu")
 SECONDS = 240
@@ -210,7 +210,12 @@ def test_two_agents_serve_one_model_and_end_together():
     pytest.importorskip("fastapi")
     from atomc.runtime.llm import LLM, SamplingParams
 
-    body = {"prompt": "In the beginning", "max_tokens": 12, "temperature": 0}
+    body = {
+        "model": DEMO_NAME,
+        "prompt": "In the beginning",
+        "max_tokens": 12,
+        "temperature": 0,
+    }
     with two_agents("--device", "cpu", "--dtype", "float64") as (first, second):
         url = first.wait_for(r"listening on (\S+)")[1]
         pid = int(first.wait_for(r"2 ranks: 0 is process \d+, 1 is process (\d+) on ")[1])
