@@ -40,10 +40,10 @@ def check_place(config: EngineConfig, place: TorchrunPlace) -> None:
     """Raises ValueError if torchrun did not start the ranks of one engine, or without the GPU of
     this process.
     """
-    if config.dp > 1:
+    if config.num_engines > 1:
         raise ValueError(
-            f"dp is {config.dp}, but torchrun starts the ranks of tp and pp: leave dp out, or use "
-            "--ray"
+            f"dp is {config.dp}, which makes {config.num_engines} engines, but torchrun starts the "
+            "ranks of one: run this command without torchrun, with --ray for several hosts"
         )
     if config.num_ranks != place.size:
         raise ValueError(

@@ -39,6 +39,7 @@ BUGS = [
     Bug("runtime/ranks/torchrun.py", 'if offer["id"] != answered:', "if not answered:", f"{TORCHRUN} not_those_of_a_group"),
     Bug("runtime/ranks/torchrun.py", 'f"{answered}/go/{key}"]', 'f"{answered}/go/other"]', f"{TORCHRUN} not_those_of_a_group"),
     Bug("runtime/ranks/torchrun.py", 'not in ("device", "threads")', "in ()", f"{TORCHRUN} other_flags"),
+    Bug("runtime/ranks/torchrun.py", "config.num_engines > 1", "config.dp > 1", f"{TORCHRUN} does_not_fit"),
     Bug("runtime/ranks/torchrun.py", "place.local_rank >=", "place.rank >", f"{TORCHRUN} does_not_fit"),
     Bug("runtime/ranks/torchrun.py", 'name not in ("localhost", address)', "False", f"{TORCHRUN} only_its_own_host"),
     Bug("runtime/ray_actors/placement.py", 'if "://" in address:', "if False:", f"{RAY} refused_soon"),
