@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import pickle
 import re
 import signal
 import socket
@@ -136,27 +137,56 @@ def in_thread(function, *args):
     return future
 
 
-def joined(config, place):
-    """What rank 0 knows of rank 1, and what rank 1 is started with, if it has this config."""
-    rank_1 = in_thread(settings_from_rank_0, config, place._replace(rank=1))
+def joined(place, *configs):
+    """What rank 0 knows of the ranks 1, 2, ..., which have these configs, and what each of them is
+    started with.
+    """
+    others = [
+        in_thread(settings_from_rank_0, config, place._replace(rank=rank))
+        for rank, config in enumerate(configs, 1)
+    ]
     store = TCPStore(place.master, place.port, 2, is_master=False)
-    PrefixStore("atomc", store).wait(["old/answer/1"])
-    rank_0 = in_thread(TorchrunLauncher(place).start, [settings(CONFIG)])
-    return rank_0.result(20), rank_1.result(20)
+    PrefixStore("atomc", store).wait([f"old/answer/{rank}" for rank in range(1, len(others) + 1)])
+    given = [replace(settings(CONFIG), rank=rank) for rank in range(1, len(others) + 1)]
+    rank_0 = in_thread(TorchrunLauncher(place).start, given)
+    return [each.result(20) for each in (rank_0, *others)]
 
 
 def test_a_rank_gets_the_addresses_of_rank_0_and_not_those_of_a_group_that_ended(place):
-    ranks, started = joined(replace(CONFIG, threads=9), place)
+    ranks, started = joined(place, replace(CONFIG, threads=9))
     assert started == settings(CONFIG)
     assert ranks[1].pid == os.getpid() and ranks[1].host == socket.gethostname()
 
 
-def test_a_rank_with_other_flags_is_refused_by_both(place):
-    errors = joined(replace(CONFIG, max_num_seqs=7), place)
-    assert [type(error) for error in errors] == [ValueError, ValueError]
+def test_a_rank_with_other_flags_ends_the_start_of_all(place):
+    errors = joined(place, CONFIG, replace(CONFIG, max_num_seqs=7), replace(CONFIG, tp=4))
+    assert [type(error) for error in errors] == [ValueError] * 4
     assert {str(error) for error in errors} == {
-        "rank 1 was started with max_num_seqs 7 instead of None"
+        "rank 2 was started with max_num_seqs 7 instead of None; rank 3 was started with tp 4 "
+        "instead of 2"
     }
+
+
+CONNECTS_TO_NOTHING = """
+import pickle, sys, time
+from atomc.runtime.ranks import rank
+rank.CONNECT_SECONDS = 0.5
+rank.Rank(pickle.load(sys.stdin.buffer))
+time.sleep(60)
+"""
+
+
+def test_a_rank_that_does_not_reach_rank_0_ends():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    ended = subprocess.run(
+        [sys.executable, "-c", CONNECTS_TO_NOTHING],
+        input=pickle.dumps(replace(settings(CONFIG), commands=address, reports=address)),
+        capture_output=True,
+        timeout=50,
+    )
+    assert ended.returncode == 1
+    assert f"rank 1 has not reached rank 0 at {address} within 0.5 s" in ended.stderr.decode()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])

@@ -39,6 +39,8 @@ BUGS = [
     Bug("runtime/ranks/torchrun.py", 'if offer["id"] != answered:', "if not answered:", f"{TORCHRUN} not_those_of_a_group"),
     Bug("runtime/ranks/torchrun.py", 'f"{answered}/go/{key}"]', 'f"{answered}/go/other"]', f"{TORCHRUN} not_those_of_a_group"),
     Bug("runtime/ranks/torchrun.py", 'not in ("device", "threads")', "in ()", f"{TORCHRUN} other_flags"),
+    Bug("runtime/ranks/torchrun.py", "{answer['key']}\", refused)", "{answer['key']}\", '')", f"{TORCHRUN} other_flags"),
+    Bug("runtime/ranks/rank.py", "round(1e3 * CONNECT_SECONDS)", "", f"{TORCHRUN} not_reach_rank_0"),
     Bug("runtime/ranks/torchrun.py", "config.num_engines > 1", "config.dp > 1", f"{TORCHRUN} does_not_fit"),
     Bug("runtime/ranks/torchrun.py", "place.local_rank >=", "place.rank >", f"{TORCHRUN} does_not_fit"),
     Bug("runtime/ranks/torchrun.py", 'name not in ("localhost", address)', "False", f"{TORCHRUN} only_its_own_host"),
