@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import pickle
 import re
 import signal
 import socket
@@ -20,11 +21,13 @@ pytest.importorskip("msgspec")
 
 import torch
 import zmq
+from tiny_experts import random_model, stored, write
 from torch.distributed import PrefixStore, TCPStore
 
 from atomc.options import TorchrunPlace, torchrun_place
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.endpoint import bind, use_tcp
+from atomc.runtime.llm import LLM, SamplingParams
 from atomc.runtime.ranks.rank_settings import RankSettings, TorchSettings
 from atomc.runtime.ranks.torchrun import (
     TorchrunLauncher,
@@ -32,9 +35,11 @@ from atomc.runtime.ranks.torchrun import (
     settings_from_rank_0,
 )
 from atomc.runtime.server.config import ServerConfig
-from atomc.runtime.server.serve import check_launcher
+from atomc.runtime.server.serve import DEMO_NAME, check_launcher
 
 CONFIG = EngineConfig(tp=2, device="cpu")
+SHARES_EXPERTS = EngineConfig(dp=2, ep=True, device="cpu")
+LONG = {"max_position_embeddings": 4096}
 SECONDS = 240
 
 
@@ -62,8 +67,17 @@ def test_what_does_not_fit_the_processes_of_torchrun_is_refused(monkeypatch):
     check_place(CONFIG, place)
     with pytest.raises(ValueError, match="tp is 4, which makes 4 ranks, but torchrun started 2"):
         check_place(replace(CONFIG, tp=4), place)
-    with pytest.raises(ValueError, match="dp is 2, but torchrun starts the ranks of tp and pp"):
-        check_place(replace(CONFIG, dp=2), place)
+    check_place(SHARES_EXPERTS, place)
+    with pytest.raises(ValueError, match="dp is 4 with ep, which makes 4 ranks, but torchrun st"):
+        check_place(replace(SHARES_EXPERTS, dp=4), place)
+    refused = "dp is 2, which makes 2 engines, .*: run this command without torchrun, with --ray"
+    for several in (
+        replace(SHARES_EXPERTS, ep=False),
+        replace(CONFIG, dp=2),
+        replace(CONFIG, dp=2, ep=True),
+    ):
+        with pytest.raises(ValueError, match=refused):
+            check_place(several, place)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match="process 2 of torchrun on its host, which has 1 GPUs"):
         check_place(replace(CONFIG, device="cuda"), place)
@@ -123,27 +137,56 @@ def in_thread(function, *args):
     return future
 
 
-def joined(config, place):
-    """What rank 0 knows of rank 1, and what rank 1 is started with, if it has this config."""
-    rank_1 = in_thread(settings_from_rank_0, config, place._replace(rank=1))
+def joined(place, *configs):
+    """What rank 0 knows of the ranks 1, 2, ..., which have these configs, and what each of them is
+    started with.
+    """
+    others = [
+        in_thread(settings_from_rank_0, config, place._replace(rank=rank))
+        for rank, config in enumerate(configs, 1)
+    ]
     store = TCPStore(place.master, place.port, 2, is_master=False)
-    PrefixStore("atomc", store).wait(["old/answer/1"])
-    rank_0 = in_thread(TorchrunLauncher(place).start, [settings(CONFIG)])
-    return rank_0.result(20), rank_1.result(20)
+    PrefixStore("atomc", store).wait([f"old/answer/{rank}" for rank in range(1, len(others) + 1)])
+    given = [replace(settings(CONFIG), rank=rank) for rank in range(1, len(others) + 1)]
+    rank_0 = in_thread(TorchrunLauncher(place).start, given)
+    return [each.result(20) for each in (rank_0, *others)]
 
 
 def test_a_rank_gets_the_addresses_of_rank_0_and_not_those_of_a_group_that_ended(place):
-    ranks, started = joined(replace(CONFIG, threads=9), place)
+    ranks, started = joined(place, replace(CONFIG, threads=9))
     assert started == settings(CONFIG)
     assert ranks[1].pid == os.getpid() and ranks[1].host == socket.gethostname()
 
 
-def test_a_rank_with_other_flags_is_refused_by_both(place):
-    errors = joined(replace(CONFIG, max_num_seqs=7), place)
-    assert [type(error) for error in errors] == [ValueError, ValueError]
+def test_a_rank_with_other_flags_ends_the_start_of_all(place):
+    errors = joined(place, CONFIG, replace(CONFIG, max_num_seqs=7), replace(CONFIG, tp=4))
+    assert [type(error) for error in errors] == [ValueError] * 4
     assert {str(error) for error in errors} == {
-        "rank 1 was started with max_num_seqs 7 instead of None"
+        "rank 2 was started with max_num_seqs 7 instead of None; rank 3 was started with tp 4 "
+        "instead of 2"
     }
+
+
+CONNECTS_TO_NOTHING = """
+import pickle, sys, time
+from atomc.runtime.ranks import rank
+rank.CONNECT_SECONDS = 0.5
+rank.Rank(pickle.load(sys.stdin.buffer))
+time.sleep(60)
+"""
+
+
+def test_a_rank_that_does_not_reach_rank_0_ends():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    ended = subprocess.run(
+        [sys.executable, "-c", CONNECTS_TO_NOTHING],
+        input=pickle.dumps(replace(settings(CONFIG), commands=address, reports=address)),
+        capture_output=True,
+        timeout=50,
+    )
+    assert ended.returncode == 1
+    assert f"rank 1 has not reached rank 0 at {address} within 0.5 s" in ended.stderr.decode()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
@@ -165,13 +208,14 @@ def test_a_socket_on_a_port_has_the_address_that_other_hosts_connect_to(tmp_path
 
 
 class Agent:
-    """torchrun on a host of its own, with one process."""
+    """torchrun on a host of its own: `number` of so many hosts, with so many processes."""
 
-    def __init__(self, number, port, *flags):
+    def __init__(self, number, port, *flags, hosts, processes):
         command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--node-rank", number),
-            *("--master-addr", "127.0.0.1", "--master-port", port, "--nproc-per-node", 1),
-            *("-m", "atomc", "serve", "--tp", 2, "--port", 0, *flags),
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", hosts),
+            *("--node-rank", number, "--nproc-per-node", processes),
+            *("--master-addr", "127.0.0.1", "--master-port", port),
+            *("-m", "atomc", "serve", *flags, "--device", "cpu", "--port", 0),
         ]
         self.process = subprocess.Popen(
             list(map(str, command)),
@@ -191,10 +235,12 @@ class Agent:
 
 
 @contextlib.contextmanager
-def two_agents(*flags):
+def started_agents(*flags, hosts=2, processes=1):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    agents = [Agent(number, port, *flags) for number in (0, 1)]
+    agents = [
+        Agent(number, port, *flags, hosts=hosts, processes=processes) for number in range(hosts)
+    ]
     try:
         yield agents
     finally:
@@ -204,14 +250,30 @@ def two_agents(*flags):
             agent.process.wait(60)
 
 
-@pytest.mark.slow
-def test_two_agents_serve_one_model_and_end_together():
-    httpx = pytest.importorskip("httpx")
+@pytest.fixture
+def httpx():
+    """The client of the tests that start a server."""
     pytest.importorskip("fastapi")
-    from atomc.runtime.llm import LLM, SamplingParams
+    return pytest.importorskip("httpx")
 
-    body = {"prompt": "In the beginning", "max_tokens": 12, "temperature": 0}
-    with two_agents("--device", "cpu", "--dtype", "float64") as (first, second):
+
+def error_after_kill(httpx, url, pid, **body):
+    """The error of a stream during which this process is killed; it arrives within 10 seconds."""
+    body |= {"ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        os.kill(pid, signal.SIGKILL)
+        began = time.monotonic()
+        error = json.loads([line for line in lines if line][-1].removeprefix("data: "))
+    assert time.monotonic() - began < 10
+    return error["error"]["message"]
+
+
+@pytest.mark.slow
+def test_two_agents_serve_one_model_and_end_together(httpx):
+    body = {"model": DEMO_NAME, "prompt": "In the beginning", "max_tokens": 12, "temperature": 0}
+    with started_agents("--tp", 2, "--dtype", "float64") as (first, second):
         url = first.wait_for(r"listening on (\S+)")[1]
         pid = int(first.wait_for(r"2 ranks: 0 is process \d+, 1 is process (\d+) on ")[1])
         second.wait_for(f"process {pid} is rank 1 of 2")
@@ -222,16 +284,62 @@ def test_two_agents_serve_one_model_and_end_together():
         first.process.send_signal(signal.SIGTERM)
         assert second.process.wait(60) == 0
 
-    long = body | {"max_tokens": 1500, "ignore_eos": True, "stream": True}
-    with two_agents("--device", "cpu", "--dtype", "float64") as (first, second):
+    with started_agents("--tp", 2, "--dtype", "float64") as (first, second):
         url = first.wait_for(r"listening on (\S+)")[1]
         pid = int(first.wait_for(r"1 is process (\d+) on ")[1])
-        with httpx.stream("POST", f"{url}/v1/completions", json=long, timeout=120) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            os.kill(pid, signal.SIGKILL)
-            began = time.monotonic()
-            error = json.loads([line for line in lines if line][-1].removeprefix("data: "))
-        assert time.monotonic() - began < 10
-        assert "closed its connection: it has ended" in error["error"]["message"]
+        error = error_after_kill(httpx, url, pid, **(body | {"max_tokens": 1500}))
+        assert "closed its connection: it has ended" in error
         assert first.process.wait(60) == 1 and second.process.wait(60) == 1
+
+
+PROMPTS = [[1 + (7 * i + 3 * j) % 90 for j in range(1 + 5 * i)] for i in range(6)]
+
+
+@pytest.fixture
+def mixture(tmp_path):
+    """The folder of a mixture of experts without a tokenizer."""
+    return write(tmp_path, "qwen3_moe", stored(random_model("qwen3_moe", **LONG)), **LONG)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("hosts", "processes"), [pytest.param(1, 2, id="one host"), pytest.param(2, 1, id="two hosts")]
+)
+def test_ranks_with_requests_of_their_own_serve_the_tokens_of_one(httpx, mixture, hosts, processes):
+    flags = ("--dtype", "float64", "--max-model-len", 64, "--num-blocks", 40)
+    body = {"model": mixture.name, "prompt": PROMPTS, "max_tokens": 8, "temperature": 0}
+    body |= {"ignore_eos": True, "return_token_ids": True}
+    with LLM(mixture, dtype="float64", device="cpu", threads=1, progress=False) as llm:
+        outputs = llm.generate(
+            PROMPTS, SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+        )
+    with started_agents(
+        mixture, "--dp", 2, "--ep", *flags, hosts=hosts, processes=processes
+    ) as agents:
+        first, last = agents[0], agents[-1]
+        url = first.wait_for(r"listening on (\S+)")[1]
+        pid = int(first.wait_for(r"2 ranks: 0 is process \d+, 1 is process (\d+) on ")[1])
+        last.wait_for(f"process {pid} is rank 1 of 2")
+        # Each rank has blocks of its own.
+        first.wait_for(f"cache: {2 * 40 * 16} tokens")
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+        found = [tuple(choice["token_ids"]) for choice in answer.json()["choices"]]
+        assert found == [output.token_ids for output in outputs]
+        assert len(set(found)) == len(PROMPTS)
+        os.kill(int(first.wait_for(r"server is process (\d+)")[1]), signal.SIGTERM)
+        # torchrun exits with 0 if all its processes have.
+        assert [agent.process.wait(60) for agent in agents] == [0] * hosts
+
+
+@pytest.mark.slow
+def test_clients_learn_that_a_rank_of_the_same_torchrun_died(httpx, mixture):
+    with started_agents(mixture, "--dp", 2, "--ep", hosts=1, processes=2) as (agent,):
+        url = agent.wait_for(r"listening on (\S+)")[1]
+        pid = int(agent.wait_for(r"1 is process (\d+) on ")[1])
+        error = error_after_kill(
+            httpx, url, pid, model=mixture.name, prompt=PROMPTS[0], max_tokens=3000
+        )
+        # torchrun has sent SIGTERM to the server meanwhile.
+        assert f"rank 1 (process {pid} on " in error
+        assert "closed its connection: it has ended" in error
+        assert agent.process.wait(60) == 1

@@ -8,6 +8,7 @@ import msgspec
 import torch
 import zmq
 from torch import Tensor
+from zmq.utils.monitor import recv_monitor_message
 
 from atomc.errors import first_line
 from atomc.runtime.endpoint import use_tcp
@@ -24,6 +25,8 @@ log = logging.getLogger("atomc")
 PULSE_SECONDS = 0.5
 # The engine has at most one step in flight besides the one that it launches.
 MAX_LAUNCHED = 2
+# Rank 0 listens before it starts the others.
+CONNECT_SECONDS = 60.0
 
 
 class Rank:
@@ -36,7 +39,7 @@ class Rank:
         self._commands.set_hwm(0)
         if settings.commands.startswith("tcp:"):
             use_tcp(self._commands, settings.commands)
-            _exit_when_disconnected(self._commands)
+            _exit_when_disconnected(self._commands, settings)
         self._commands.connect(settings.commands)
         self._decode = msgspec.msgpack.Decoder(messages.Command).decode
         self._began = IMPORTED
@@ -150,15 +153,26 @@ class Rank:
         _send(socket, Failed(self.settings.rank, number, message, by_user))
 
 
-def _exit_when_disconnected(socket: "zmq.Socket[bytes]") -> None:
-    """End this process when the socket loses its connection to rank 0, even during a step: from
-    another host, rank 0 cannot end it.
+def _exit_when_disconnected(socket: "zmq.Socket[bytes]", settings: RankSettings) -> None:
+    """End this process when the socket, which is connected afterwards, does not reach rank 0 within
+    CONNECT_SECONDS or loses its connection, even during a step: from another host, rank 0 cannot
+    end it.
     """
-    events = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    events = socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
 
     def watch() -> None:
-        events.poll()
-        log.error("the connection to rank 0 is closed; this rank ends")
+        if events.poll(round(1e3 * CONNECT_SECONDS)):
+            recv_monitor_message(events)  # that it is connected
+            events.poll()
+            log.error("the connection to rank 0 is closed; this rank ends")
+        else:
+            log.error(
+                "rank %d has not reached rank 0 at %s within %g s: rank 0 has ended, or this host "
+                "cannot connect to it; this rank ends",
+                settings.rank,
+                settings.commands,
+                CONNECT_SECONDS,
+            )
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

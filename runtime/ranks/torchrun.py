@@ -4,7 +4,7 @@ All processes have the same command line. Rank 0 and the others meet in torchrun
 
     rank 0     offer              id, and the addresses of its sockets
     rank r     <id>/answer/<r>    its process, and the settings that it was started with
-    rank 0     <id>/go/<key>      of each answer: empty, or why the rank is refused
+    rank 0     <id>/go/<key>      of each answer: empty, or why ranks are refused
 
 The store may still have the offer of a group that torchrun restarted: its ranks get no
 `go`, and answer the next offer.
@@ -40,10 +40,10 @@ def check_place(config: EngineConfig, place: TorchrunPlace) -> None:
     """Raises ValueError if torchrun did not start the ranks of one engine, or without the GPU of
     this process.
     """
-    if config.dp > 1:
+    if config.num_engines > 1:
         raise ValueError(
-            f"dp is {config.dp}, but torchrun starts the ranks of tp and pp: leave dp out, or use "
-            "--ray"
+            f"dp is {config.dp}, which makes {config.num_engines} engines, but torchrun starts the "
+            "ranks of one: run this command without torchrun, with --ray for several hosts"
         )
     if config.num_ranks != place.size:
         raise ValueError(
@@ -93,20 +93,23 @@ class TorchrunLauncher:
         return f"cuda:{self.place.local_rank}" if kind == "cuda" and rank == 0 else kind
 
     def start(self, settings: Sequence[RankSettings]) -> "dict[int, TorchrunRank]":
-        """Raises ValueError for a rank with other settings."""
+        """Raises ValueError for ranks with other settings; then none starts."""
         store, offer = _store(self.place), uuid.uuid4().hex
         ranks = {each.rank: _addresses(each) for each in settings}
         store.set("offer", json.dumps({"id": offer, "ranks": ranks}))
-        found, refused = {}, ""
-        for rank in ranks:
-            answer = json.loads(store.get(f"{offer}/answer/{rank}"))
-            reason = _why_refused(rank, answer["settings"], settings[0].config)
-            store.set(f"{offer}/go/{answer['key']}", reason)
-            refused = refused or reason
-            found[rank] = TorchrunRank(answer["pid"], answer["host"])
+        answers = {rank: json.loads(store.get(f"{offer}/answer/{rank}")) for rank in ranks}
+        reasons = {
+            rank: _why_refused(rank, answer["settings"], settings[0].config)
+            for rank, answer in answers.items()
+        }
+        refused = "; ".join(filter(None, reasons.values()))
+        for answer in answers.values():
+            store.set(f"{offer}/go/{answer['key']}", refused)
         if refused:
             raise ValueError(refused)
-        return found
+        return {
+            rank: TorchrunRank(answer["pid"], answer["host"]) for rank, answer in answers.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -138,8 +141,8 @@ def run_rank(config: EngineConfig, place: TorchrunPlace) -> NoReturn:
 
 
 def settings_from_rank_0(config: EngineConfig, place: TorchrunPlace) -> RankSettings:
-    """What this rank is started with; waits for rank 0. Raises ValueError if rank 0 refuses this
-    rank, OSError if it ends.
+    """What this rank is started with; waits for rank 0. Raises ValueError if rank 0 refuses
+    ranks, OSError if it ends.
     """
     key, answered = uuid.uuid4().hex, ""
     answer = {
