@@ -28,6 +28,7 @@ from atomc.options import TorchrunPlace, torchrun_place
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.endpoint import bind, use_tcp
 from atomc.runtime.llm import LLM, SamplingParams
+from atomc.runtime.ranks import torchrun
 from atomc.runtime.ranks.rank_settings import RankSettings, TorchSettings
 from atomc.runtime.ranks.torchrun import (
     TorchrunLauncher,
@@ -156,6 +157,19 @@ def test_a_rank_gets_the_addresses_of_rank_0_and_not_those_of_a_group_that_ended
     ranks, started = joined(place, replace(CONFIG, threads=9))
     assert started == settings(CONFIG)
     assert ranks[1].pid == os.getpid() and ranks[1].host == socket.gethostname()
+
+
+def test_rank_0_says_which_ranks_it_waits_for(place, monkeypatch, caplog):
+    monkeypatch.setattr(torchrun, "TELL_SECONDS", 0.2)
+    store = TCPStore(place.master, place.port, 2, is_master=False)
+    PrefixStore("atomc", store).set("old/answer/1", json.dumps({"pid": os.getpid()}))
+    with caplog.at_level("WARNING", "atomc"):
+        answers = in_thread(torchrun._answers, PrefixStore("atomc", store), "old", [1, 2, 3])
+        time.sleep(1)
+        assert "for rank 2, 3: was torchrun started on all hosts" in caplog.text
+        for rank in (2, 3):
+            PrefixStore("atomc", store).set(f"old/answer/{rank}", json.dumps({"pid": rank}))
+        assert [each["pid"] for each in answers.result(20).values()] == [os.getpid(), 2, 3]
 
 
 def test_a_rank_with_other_flags_ends_the_start_of_all(place):

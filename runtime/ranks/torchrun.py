@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from ipaddress import ip_address
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -34,6 +34,7 @@ from atomc.runtime.ranks.rank_settings import RankSettings, TorchSettings
 
 log = logging.getLogger("atomc")
 POLL_SECONDS = 0.1
+TELL_SECONDS = 30.0
 
 
 def check_place(config: EngineConfig, place: TorchrunPlace) -> None:
@@ -97,7 +98,7 @@ class TorchrunLauncher:
         store, offer = _store(self.place), uuid.uuid4().hex
         ranks = {each.rank: _addresses(each) for each in settings}
         store.set("offer", json.dumps({"id": offer, "ranks": ranks}))
-        answers = {rank: json.loads(store.get(f"{offer}/answer/{rank}")) for rank in ranks}
+        answers = _answers(store, offer, list(ranks))
         reasons = {
             rank: _why_refused(rank, answer["settings"], settings[0].config)
             for rank, answer in answers.items()
@@ -110,6 +111,22 @@ class TorchrunLauncher:
         return {
             rank: TorchrunRank(answer["pid"], answer["host"]) for rank, answer in answers.items()
         }
+
+
+def _answers(store: Store, offer: str, ranks: Sequence[int]) -> dict[int, Any]:
+    """What the ranks answer to an offer. Logs which ones are missing while it waits."""
+    began = told = time.monotonic()
+    while missing := [rank for rank in ranks if not store.check([f"{offer}/answer/{rank}"])]:
+        if time.monotonic() - told > TELL_SECONDS:
+            told = time.monotonic()
+            log.warning(
+                "rank 0 has waited %.0f s for rank %s: was torchrun started on all hosts, and did "
+                "these ranks end with an error there?",
+                told - began,
+                ", ".join(map(str, missing)),
+            )
+        time.sleep(POLL_SECONDS)
+    return {rank: json.loads(store.get(f"{offer}/answer/{rank}")) for rank in ranks}
 
 
 @dataclass(frozen=True)
