@@ -5,7 +5,7 @@ All checks use the headers of the files and run before the first weight is read.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,20 +23,20 @@ from atomc.models.checkpoint_files import (
     stored_tensors,
 )
 from atomc.models.draft_checkpoint import check_draft_layers, draft_prefix, methods_as_stored
+from atomc.models.dummy_weights import load_dummy
 from atomc.models.execute_plan import execute
 from atomc.models.experts_spec import is_experts, spec_of
 from atomc.models.limits import Stored, check_layers, check_memory, check_stored
 from atomc.models.load_parts import part_of_plan
 from atomc.models.load_plan import LoadPlan, first_names, plan_load
-from atomc.models.parameters import allocate_buffers, fill_randomly, parameter_names
+from atomc.models.parameters import fill_randomly
 from atomc.parallel import sizes
 from atomc.parallel.group import Stage, TensorParallel
-from atomc.parallel.sharding import Sharding, cut_parameters
+from atomc.parallel.sharding import Sharding
 from atomc.parallel.stages import ALL_NAMES, OwnNames, cut_stage
 from atomc.quantization import apply, checkpoints
 from atomc.quantization.apply import Methods
 from atomc.quantization.config import QuantizationConfig, Request, decide, stored_config
-from atomc.quantization.stored_size import stored_bytes, unquantized_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -120,7 +120,7 @@ def load(
     methods = _quantized_layers(model, quant_config, path)
     if stored is None:
         sharding = None if divide is None else divide(model, quantized=methods.linears)
-        _load_dummy(model, methods, device, sharding, own)
+        load_dummy(model, methods, device, sharding, own)
         return ready(model)
     if draft_layer:
         methods = methods_as_stored(methods, quant_config, stored, draft_prefix(config))
@@ -162,51 +162,6 @@ def check_parts(model: nn.Module, methods: Methods) -> None:
         layer = model.get_submodule(name)
         if is_experts(layer) and (reason := of_experts.refuses(spec_of(layer))):
             raise ValueError(f"{name}, divided over ranks: {reason}")
-
-
-def _load_dummy(
-    model: nn.Module,
-    methods: Methods,
-    device: torch.device | str,
-    sharding: Sharding | None,
-    own: OwnNames,
-) -> None:
-    """Give a model on meta random weights, quantized by these methods: those of one input, or the
-    experts of a layer, before the next are made. A rank then keeps its parts of them.
-    """
-
-    def fill(names: list[tuple[str, ...]]) -> None:
-        fill_randomly(model, device, names, own.in_whole)
-
-    def keep(layers: Sequence[str]) -> None:
-        if sharding is not None:
-            cut_parameters(model, sharding.cuts(layers))
-
-    ranks = 1 if sharding is None else sharding.place.size
-    wanted = stored_bytes(model, methods) + unquantized_bytes(model, methods)
-    check_memory(wanted // ranks, type(model).__name__, device)
-    allocate_buffers(model, device)
-    parameters = parameter_names(model)
-    for name, method in methods.experts.items():
-        of_experts = [names for names in parameters if names[0].startswith(f"{name}.")]
-        parameters = [names for names in parameters if names not in of_experts]
-        fill(of_experts)
-        apply.quantize_experts(model, name, method)
-        keep([name])
-    for group in apply.groups(methods.linears):
-        layers = [name for name, _ in group]
-        of_group = [names for names in parameters if names[0].rpartition(".")[0] in layers]
-        parameters = [names for names in parameters if names not in of_group]
-        fill(of_group)
-        apply.quantize_layers(model, layers, methods.linears)
-        keep(layers)
-    cuts = {} if sharding is None else sharding.cuts()
-    for names in parameters:
-        fill([names])
-        cut_parameters(model, {name: cuts[name] for name in names if name in cuts})
-    if sharding is not None:
-        sharding.resize()
-        sharding.connect()
 
 
 def _check_stock_size(
