@@ -144,17 +144,7 @@ def frame_of(model: nn.Module) -> Frame:
     name = type(getattr(model, "hf_model", model)).__name__
     if hasattr(model, "encode_images"):
         raise ValueError(f"{name} has an image encoder: pp supports models of text only")
-    hf_model: Any = getattr(model, "hf_model", None)
-    owner = model if hf_model is None else hf_model
-    if hf_model is not None:
-        decoder: nn.Module = hf_model.base_model
-        config = hf_model.config.get_text_config()
-        parts = tuple(getattr(config, "base_model_pp_plan", None) or ())
-        if getattr(config, "num_kv_shared_layers", None):
-            raise ValueError(f"{name} has layers that read the keys of others: pp cannot cut it")
-    else:
-        decoder = getattr(model, "decoder", model)
-        parts = DECODER_FRAME if isinstance(decoder, Decoder) else ()
+    owner, decoder, parts = _decoder_of(model)
     modules = {part: getattr(decoder, part, None) for part in parts}
     layers = next((part for part, m in modules.items() if isinstance(m, nn.ModuleList)), None)
     embedding = modules.get(parts[0]) if parts else None
@@ -174,6 +164,22 @@ def frame_of(model: nn.Module) -> Frame:
         embedding.weight.shape[1],
         embedding.weight.dtype,
     )
+
+
+def _decoder_of(model: nn.Module) -> tuple[nn.Module, nn.Module, tuple[str, ...]]:
+    """(the module with the decoder and its heads, the decoder, the names of the decoder's parts in
+    the order of the forward, which are empty if they are not known). Raises ValueError if layers
+    read the keys of others.
+    """
+    hf_model: Any = getattr(model, "hf_model", None)
+    if hf_model is None:
+        decoder: nn.Module = getattr(model, "decoder", model)
+        return model, decoder, DECODER_FRAME if isinstance(decoder, Decoder) else ()
+    config = hf_model.config.get_text_config()
+    if getattr(config, "num_kv_shared_layers", None):
+        name = type(hf_model).__name__
+        raise ValueError(f"{name} has layers that read the keys of others: pp cannot cut it")
+    return hf_model, hf_model.base_model, tuple(getattr(config, "base_model_pp_plan", None) or ())
 
 
 def cut_stage(model: nn.Module, stage: Stage) -> OwnNames:
