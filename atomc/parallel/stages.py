@@ -191,12 +191,20 @@ def cut_stage(model: nn.Module, stage: Stage) -> OwnNames:
     assert isinstance(layers, nn.ModuleList)
     if len(layers) < len(stage.ranks):
         raise ValueError(f"{len(layers)} layers do not give {len(stage.ranks)} stages one each")
-    own_layers, whole = stage.layers(len(layers)), parameter_names(model)
-    replaced: dict[str, nn.Module] = {
-        f"{frame.layers}.{i}": OtherStage(layer)
-        for i, layer in enumerate(layers)
-        if i not in own_layers
-    }
+    whole = parameter_names(model)
+    replaced = _replacements(model, frame, stage, len(layers))
+    for name, module in replaced.items():
+        model.set_submodule(name, module)
+    return _own_names(model, whole, tuple(replaced))
+
+
+def _replacements(
+    model: nn.Module, frame: Frame, stage: Stage, num_layers: int
+) -> dict[str, nn.Module]:
+    """What is in place of the modules of other stages, by their names."""
+    own_layers = stage.layers(num_layers)
+    other_layers = [i for i in range(num_layers) if i not in own_layers]
+    replaced = _others(model, [f"{frame.layers}.{i}" for i in other_layers])
     if not stage.is_first:
         states: list[Tensor] = []
         embedding, *others = frame.before
@@ -207,13 +215,18 @@ def cut_stage(model: nn.Module, stage: Stage) -> OwnNames:
         name = f"{frame.layers}.{own_layers.stop}"
         replaced |= _others(model, frame.behind)
         replaced[name] = Sent(model.get_submodule(name), frame, [])
-    for name, module in replaced.items():
-        model.set_submodule(name, module)
+    return replaced
+
+
+def _own_names(
+    model: nn.Module, whole: Iterable[tuple[str, ...]], elsewhere: tuple[str, ...]
+) -> OwnNames:
+    """The parameters of a model after its cut. whole: the names of each parameter before it."""
     kept = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     own_names = [(next(filter(kept.__contains__, names), None), names) for names in whole]
     first_names = {own: names for own, names in own_names if own is not None}
     return OwnNames(
-        tuple(replaced),
+        elsewhere,
         {name: own for own, names in first_names.items() for name in names if name not in kept},
         {own: names[0] for own, names in first_names.items()},
     )
