@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import safetensors
 import torch
@@ -11,6 +12,19 @@ from atomc.json_types import JSONLike
 from atomc.models.limits import Stored, check_sizes
 from atomc.models.load_plan import FLOATS, first_names
 from atomc.models.shard_paths import INDEX, shard_path
+
+
+class Checkpoint(NamedTuple):
+    """What the files of a checkpoint say of its model, before a weight is read.
+
+    stored  its tensors by name; None: they are not read, and the model has random weights
+    dtype   of the weights in the model
+    """
+
+    path: Path
+    config: Mapping[str, JSONLike]
+    stored: dict[str, Stored] | None
+    dtype: torch.dtype
 
 
 def load_config(path: str | Path) -> Mapping[str, JSONLike]:

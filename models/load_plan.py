@@ -146,13 +146,9 @@ def plan_load(
     skipped = _skipped_names(model, weights.keys() - parts.keys(), sources)
     _check(model, weights, sources, parts, skipped, path)
     online = online or Methods()
-    quantized = tuple(
-        tuple(Quantize(layer, stored[f"{layer}.weight"], dtype) for layer, _ in group)
-        for group in apply.groups(online.linears)
-    )
-    for group in quantized:
-        for entry in group:
-            sources.pop((f"{entry.layer}.weight",), None)
+    quantized = _to_quantize(online, stored, dtype)
+    for layer in online.linears:
+        sources.pop((f"{layer}.weight",), None)
     entries = [_fill_or_copy(model, names, weights[name]) for names, name in sources.items()]
     entries += [_copy_of_expert(model, part, stored[name]) for name, part in parts.items()]
     experts, others = _of_experts(entries, online.experts)
@@ -164,6 +160,16 @@ def plan_load(
         experts=experts,
         scales=tuple(Scale(name, stored[name], target) for name, target in scales.items()),
         skipped=skipped,
+    )
+
+
+def _to_quantize(
+    online: Methods, stored: Mapping[str, Stored], dtype: torch.dtype
+) -> tuple[tuple[Quantize, ...], ...]:
+    """The weights of linear layers that are quantized during loading, grouped by their input."""
+    return tuple(
+        tuple(Quantize(layer, stored[f"{layer}.weight"], dtype) for layer, _ in group)
+        for group in apply.groups(online.linears)
     )
 
 

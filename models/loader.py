@@ -5,10 +5,9 @@ All checks use the headers of the files and run before the first weight is read.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -17,29 +16,33 @@ from atomc.json_types import JSONLike
 from atomc.models import REGISTRY, architectures_of, build, model_class, stock
 from atomc.models.cache_scales import mark_fp8_state
 from atomc.models.checkpoint_files import (
+    Checkpoint,
     config_dtype,
     load_config,
     stored_dtype,
     stored_tensors,
 )
 from atomc.models.draft_checkpoint import check_draft_layers, draft_prefix, methods_as_stored
+from atomc.models.dummy_weights import load_dummy
 from atomc.models.execute_plan import execute
 from atomc.models.experts_spec import is_experts, spec_of
-from atomc.models.limits import Stored, check_layers, check_memory, check_stored
+from atomc.models.limits import Stored, check_layers
 from atomc.models.load_parts import part_of_plan
 from atomc.models.load_plan import LoadPlan, first_names, plan_load
-from atomc.models.parameters import allocate_buffers, fill_randomly, parameter_names
+from atomc.models.stock_loading import (
+    build_stock_on_meta,
+    check_stock_size,
+    decide_for_stock,
+    load_stock,
+    load_stock_and_cut,
+)
 from atomc.parallel import sizes
 from atomc.parallel.group import Stage, TensorParallel
-from atomc.parallel.sharding import Sharding, cut_parameters
+from atomc.parallel.sharding import Sharding
 from atomc.parallel.stages import ALL_NAMES, OwnNames, cut_stage
-from atomc.quantization import apply, checkpoints
+from atomc.quantization import apply
 from atomc.quantization.apply import Methods
-from atomc.quantization.config import QuantizationConfig, Request, decide, stored_config
-from atomc.quantization.stored_size import stored_bytes, unquantized_bytes
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from atomc.quantization.config import QuantizationConfig, Request, decide
 
 log = logging.getLogger("atomc")
 
@@ -86,68 +89,100 @@ def load(
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load_format {load_format!r} is not one of {LOAD_FORMATS}")
     config = load_config(path)
-    divide = None
-    if experts is not None:
-        sizes.check_experts(config, experts.size)
-        divide = partial(Sharding.of_experts, place=experts)
-    elif tp is not None and tp.size > 1:
-        sizes.check(config, tp.size, ep=ep)
-        divide = partial(Sharding.of, place=tp, ep=ep)
+    divide = _division(config, tp, experts, ep=ep)
     architectures = architectures_of(config)
-    stored = None if load_format == "dummy" else stored_tensors(path)
-    if stored is not None:
-        check_layers(config, len(stored))
-    if draft_layer:
-        check_draft_layers(config, stored, path)
-    dtype = dtype or config_dtype(config) or stored_dtype(stored or {})
+    checkpoint = _opened(path, config, dtype, dummy=load_format == "dummy", draft_layer=draft_layer)
+    stored, dtype = checkpoint.stored, checkpoint.dtype
+    is_whole = divide is None and stage is None
 
     if model_class(architectures) is not None:
         quant_config = decide(quantization, path, config)
         model = build(config, dtype, "meta", draft_layer=draft_layer)
     else:
         cls = stock.hf_class(architectures, sorted(REGISTRY))
-        quant_config = _decide_for_stock(quantization, path, config)
-        if stored is not None or quant_config is None:
-            _check_stock_size(cls, path, config, dtype, stored, device)
-        if quant_config is None and divide is None and stage is None:
-            return ready(_load_stock(cls, path, config, dtype, device, stored is None))
-        if quant_config is None and stored_config(path, config) is not None:
-            raise ValueError(
-                f"{path}: weights that transformers quantized do not divide over ranks"
-            )
-        model = stock.build_on_meta(cls, config, dtype)
+        quant_config = decide_for_stock(quantization, path, config)
+        check_stock_size(cls, checkpoint, quant_config, device)
+        if quant_config is None and is_whole:
+            return ready(load_stock(cls, checkpoint, device))
+        model = build_stock_on_meta(cls, checkpoint, quant_config)
     own = ALL_NAMES if stage is None else cut_stage(model, stage)
     methods = _quantized_layers(model, quant_config, path)
+
     if stored is None:
         sharding = None if divide is None else divide(model, quantized=methods.linears)
-        _load_dummy(model, methods, device, sharding, own)
+        load_dummy(model, methods, device, sharding, own)
         return ready(model)
     if draft_layer:
         methods = methods_as_stored(methods, quant_config, stored, draft_prefix(config))
     try:
         plan = _plan(model, stored, quant_config, methods, path, dtype, own)
     except ValueError as error:
-        one = divide is None and stage is None
-        if one or quant_config is not None or not isinstance(model, stock.StockModel):
+        if is_whole or quant_config is not None or not isinstance(model, stock.StockModel):
             raise
         log.warning("each rank reads all weights through transformers: %s", error)
-        whole = _load_stock(type(model.hf_model), path, config, dtype, "cpu", dummy=False)
-        if stage is not None:
-            cut_stage(whole, stage)
-        if divide is not None:
-            sharding = divide(whole)
-            sharding.cut()
-            sharding.connect()
-        return ready(whole.to(device))
+        hf_class = type(model.hf_model)
+        return ready(load_stock_and_cut(hf_class, checkpoint, device, divide, stage))
     if divide is None:
         execute(plan, model, methods, device, mmap, progress)
-        return ready(model)
+    else:
+        _execute_part(plan, model, methods, divide, device, mmap, progress)
+    return ready(model)
+
+
+def _division(
+    config: Mapping[str, JSONLike],
+    tp: TensorParallel | None,
+    experts: TensorParallel | None,
+    *,
+    ep: bool,
+) -> Callable[..., Sharding] | None:
+    """What divides a model over processes, given it and the names of layers to quantize; None: it
+    is not divided. Raises ValueError for sizes that do not divide.
+    """
+    if experts is not None:
+        sizes.check_experts(config, experts.size)
+        return partial(Sharding.of_experts, place=experts)
+    if tp is not None and tp.size > 1:
+        sizes.check(config, tp.size, ep=ep)
+        return partial(Sharding.of, place=tp, ep=ep)
+    return None
+
+
+def _opened(
+    path: Path,
+    config: Mapping[str, JSONLike],
+    dtype: torch.dtype | None,
+    *,
+    dummy: bool,
+    draft_layer: bool,
+) -> Checkpoint:
+    """The checkpoint in `path`. Raises ValueError if its tensors are not of this config, or if it
+    has no draft layer and should have one.
+    """
+    stored = None if dummy else stored_tensors(path)
+    if stored is not None:
+        check_layers(config, len(stored))
+    if draft_layer:
+        check_draft_layers(config, stored, path)
+    dtype = dtype or config_dtype(config) or stored_dtype(stored or {})
+    return Checkpoint(path, config, stored, dtype)
+
+
+def _execute_part(
+    plan: LoadPlan,
+    model: nn.Module,
+    methods: Methods,
+    divide: Callable[..., Sharding],
+    device: torch.device | str,
+    mmap: bool,
+    progress: bool,
+) -> None:
+    """Divide a model on meta, and read this rank's part of the weights."""
     sharding = divide(model, quantized=methods.linears)
     plan = part_of_plan(plan, model, sharding.cut())
     check_parts(model, methods)
     execute(plan, model, methods, device, mmap, progress)
     sharding.connect()
-    return ready(model)
 
 
 def check_parts(model: nn.Module, methods: Methods) -> None:
@@ -162,89 +197,6 @@ def check_parts(model: nn.Module, methods: Methods) -> None:
         layer = model.get_submodule(name)
         if is_experts(layer) and (reason := of_experts.refuses(spec_of(layer))):
             raise ValueError(f"{name}, divided over ranks: {reason}")
-
-
-def _load_dummy(
-    model: nn.Module,
-    methods: Methods,
-    device: torch.device | str,
-    sharding: Sharding | None,
-    own: OwnNames,
-) -> None:
-    """Give a model on meta random weights, quantized by these methods: those of one input, or the
-    experts of a layer, before the next are made. A rank then keeps its parts of them.
-    """
-
-    def fill(names: list[tuple[str, ...]]) -> None:
-        fill_randomly(model, device, names, own.in_whole)
-
-    def keep(layers: Sequence[str]) -> None:
-        if sharding is not None:
-            cut_parameters(model, sharding.cuts(layers))
-
-    ranks = 1 if sharding is None else sharding.place.size
-    wanted = stored_bytes(model, methods) + unquantized_bytes(model, methods)
-    check_memory(wanted // ranks, type(model).__name__, device)
-    allocate_buffers(model, device)
-    parameters = parameter_names(model)
-    for name, method in methods.experts.items():
-        of_experts = [names for names in parameters if names[0].startswith(f"{name}.")]
-        parameters = [names for names in parameters if names not in of_experts]
-        fill(of_experts)
-        apply.quantize_experts(model, name, method)
-        keep([name])
-    for group in apply.groups(methods.linears):
-        layers = [name for name, _ in group]
-        of_group = [names for names in parameters if names[0].rpartition(".")[0] in layers]
-        parameters = [names for names in parameters if names not in of_group]
-        fill(of_group)
-        apply.quantize_layers(model, layers, methods.linears)
-        keep(layers)
-    cuts = {} if sharding is None else sharding.cuts()
-    for names in parameters:
-        fill([names])
-        cut_parameters(model, {name: cuts[name] for name in names if name in cuts})
-    if sharding is not None:
-        sharding.resize()
-        sharding.connect()
-
-
-def _check_stock_size(
-    cls: "type[PreTrainedModel]",
-    path: Path,
-    config: Mapping[str, JSONLike],
-    dtype: torch.dtype,
-    stored: dict[str, Stored] | None,
-    device: torch.device | str,
-) -> None:
-    """Raise ValueError if a transformers model has more parameters than its checkpoint, or if its
-    random weights exceed the free memory.
-    """
-    model = stock.empty_model(cls, config, dtype)
-    if stored is None:
-        wanted = sum(weight.nbytes for weight in model.parameters())
-        check_memory(wanted, cls.__name__, device)
-    else:
-        quantized = stored_config(path, config) is not None
-        check_stored(model, cls.__name__, stored, quantized=quantized)
-
-
-def _load_stock(
-    cls: "type[PreTrainedModel]",
-    path: Path,
-    config: Mapping[str, JSONLike],
-    dtype: torch.dtype,
-    device: torch.device | str,
-    dummy: bool,
-) -> nn.Module:
-    """A transformers model with the weights of the checkpoint, loaded by transformers, or with
-    random weights.
-    """
-    if not dummy:
-        return stock.load(cls, path, dtype, device)
-    model = stock.build(cls, config, dtype, device)
-    fill_randomly(model, device)
-    return model
 
 
 def _prefix(model: nn.Module) -> str:
@@ -315,22 +267,6 @@ def _model_names(
         return prefix + owner + dot + rename.get(leaf, leaf)
 
     return {model_name(name): tensor for name, tensor in stored.items()}
-
-
-def _decide_for_stock(
-    wanted: Request, path: Path, config: Mapping[str, JSONLike]
-) -> QuantizationConfig | None:
-    """As decide(); None, with a line in the log, for a format that only transformers can load."""
-    stored = stored_config(path, config)
-    method = stored.get("quant_method") if stored else None
-    if stored and wanted is None and method not in checkpoints.PARSERS:
-        log.warning(
-            "%s: weights of quant_method %r are loaded by transformers and run by its layers",
-            path,
-            method,
-        )
-        return None
-    return decide(wanted, path, config)
 
 
 def ready(model: nn.Module) -> nn.Module:

@@ -71,24 +71,37 @@ def _chains(graph: Graph) -> Iterator[_Chain]:
     position = {node: i for i, node in enumerate(graph.nodes)}
     readers = _readers(graph)
     for copy in graph.find_nodes(op="call_function", target=aten.copy_.default):
-        target, new = copy.args
-        if not isinstance(target, Node) or target.op != "placeholder" or copy.users:
-            continue
-        results: list[Node] = []
-        while isinstance(new, Node) and new is not target and _writes_directly(new):
-            results.insert(0, new)
-            new = _written_to(new)
-        if new is not target or not results:
-            continue
-        calls = [_call_of(result) for result in results]
-        # Each value is read before the call that overwrites it, the last one until the end.
-        overwritten = zip([target, *results[:-1]], calls, strict=True)
-        if all(
-            all(position[reader] <= position[call] for reader in readers[old] - {copy})
-            and _is_only_base(old, call)
-            for old, call in overwritten
-        ) and not any(reader.op == "output" for reader in readers[results[-1]]):
-            yield _Chain(target, tuple(calls), tuple(results), copy)
+        chain = _chain(copy)
+        if chain is not None and _reads_in_order(chain, position, readers):
+            yield chain
+
+
+def _chain(copy: Node) -> _Chain | None:
+    """The calls whose last result is copied into a graph input; None if another value is."""
+    target, new = copy.args
+    if not isinstance(target, Node) or target.op != "placeholder" or copy.users:
+        return None
+    results: list[Node] = []
+    while isinstance(new, Node) and new is not target and _writes_directly(new):
+        results.insert(0, new)
+        new = _written_to(new)
+    if new is not target or not results:
+        return None
+    return _Chain(target, tuple(map(_call_of, results)), tuple(results), copy)
+
+
+def _reads_in_order(
+    chain: _Chain, position: Mapping[Node, int], readers: Mapping[Node, set[Node]]
+) -> bool:
+    """Whether each value is read before the call that overwrites it, and the last one until the
+    end, but not by the output.
+    """
+    overwritten = zip([chain.target, *chain.results[:-1]], chain.calls, strict=True)
+    return all(
+        all(position[reader] <= position[call] for reader in readers[old] - {chain.copy})
+        and _is_only_base(old, call)
+        for old, call in overwritten
+    ) and not any(reader.op == "output" for reader in readers[chain.results[-1]])
 
 
 def _readers(graph: Graph) -> dict[Node, set[Node]]:

@@ -79,15 +79,11 @@ def capacity(
         if max_model_len is None:
             length = min(length, _length_of_whole_blocks(tokens, num_blocks or max_num_seqs))
         block_size = max(length, 1)
-        counts = [num_blocks or min(tokens // block_size, max_num_seqs)] * len(groups)
-    elif num_blocks is not None:
+    if num_blocks is not None:
         counts = [num_blocks] * len(groups)
     else:
-        counts = _equal_shares(
-            room // block_size,
-            groups,
-            _useful_blocks(groups, max_num_seqs, length, block_size, max_num_batched_tokens),
-        )
+        most = _useful_blocks(groups, max_num_seqs, length, block_size, max_num_batched_tokens)
+        counts = _equal_shares(room // block_size, groups, most)
     holds = _max_blocks(counts, groups) * block_size
     if max_model_len is None:
         length = min(length, holds)

@@ -122,29 +122,46 @@ class Worker:
                 "handle (ops.kv_state) and pass it to ops.attention"
             )
         no_prefix_cache = _no_prefix_cache(config, specs)
-        max_num_seqs = config.max_num_seqs or MAX_NUM_SEQS.get(device.type, 256)
-        max_num_batched_tokens = config.max_num_batched_tokens or max(
-            MAX_NUM_BATCHED_TOKENS.get(device.type, 2048), max_num_seqs
-        )
+        max_num_seqs, max_num_batched_tokens = _step_sizes(config, device)
         self.outputs = OutputProcessor(device, max_num_seqs, self.programs.apart)
         self.encoder = None
         if self.programs.images is not None and self.programs.encode is not None:
             self.encoder = ImageEncoder(self.programs.encode, self.programs.images, device)
         self.slots = Slots(self.outputs.sampler.counts)
-        sized = config.kv_bytes is not None or config.num_blocks is not None
-        fixed = next((spec for spec in specs if not spec.can_roll_back), None)
-        rewinds = fixed is not None and config.speculative_tokens > 0
         self._groups = BlockGroups.of(specs, in_stages=self.programs.pipeline is not None)
+        self.limits = self._sized_limits(
+            max_num_seqs, max_num_batched_tokens, loaded.max_len, no_prefix_cache
+        )
+        # Before the scheduler's block pool: here, too many blocks fail before a list of them is
+        # built.
+        self.runner = self._allocated_runner(self.limits)
+        # Load kernels for this cache if none was measured, or only a small one: kernels use 64-bit
+        # offsets in a large cache.
+        large = any(
+            tensor.numel() >= 2**31 for tensors in self.runner.caches for tensor in tensors.values()
+        )
+        if block_size_of(specs) is not None and (_is_sized(config) or large):
+            self._load_kernels(self.runner, max_num_seqs)
+
+    def _sized_limits(
+        self, max_num_seqs: int, max_num_batched_tokens: int, longest: int, no_prefix_cache: str
+    ) -> Limits:
+        """The limits with the size of the caches that all ranks have memory for.
+
+        longest          maximum sequence length of the model
+        no_prefix_cache  why there is none, whatever the memory; empty if there can be one
+        """
+        config, device = self.config, self.program.device
+        fixed = next((spec for spec in self.programs.specs if not spec.can_roll_back), None)
+        rewinds = fixed is not None and config.speculative_tokens > 0
         own_size = self._capacity(
             max_num_seqs,
             max_num_batched_tokens,
-            loaded.max_len,
-            sized=sized,
+            longest,
             rewinds=rewinds,
             shares=not no_prefix_cache,
         )
         size = smallest(self._groups.whole(own_size), self.num_ranks, device)
-        rows = None if fixed is None else StateRows(max_num_seqs, rewinds, size.snapshots)
         if fixed is not None and not (no_prefix_cache or size.snapshots):
             no_prefix_cache = (
                 f"{fixed.why_snapshots}, and there is no memory for one: lower max_num_seqs, or "
@@ -155,30 +172,7 @@ class Worker:
         if no_prefix_cache and config.enable_prefix_caching is None:
             self.program.report.notes.append(f"no prefix cache: {no_prefix_cache}")
             log.info("no prefix cache: %s", no_prefix_cache)
-        # Before the scheduler's block pool: here, too many blocks fail before a list of them is
-        # built.
-        self.runner = Runner(
-            self.program,
-            num_blocks=self._groups.own_blocks(size),
-            block_size=size.block_size,
-            max_num_seqs=max_num_seqs,
-            max_num_rows=max_num_batched_tokens,
-            max_columns=-(-size.max_model_len // size.block_size),
-            state_rows=rows,
-            draft=self.programs.draft,
-            image_program=self.programs.image_program,
-            merge_size=1 if self.programs.images is None else self.programs.images.merge_size,
-            lora_program=self.programs.lora_program,
-            pipeline=self.programs.pipeline,
-        )
-        # Load kernels for this cache if none was measured, or only a small one: kernels use 64-bit
-        # offsets in a large cache.
-        large = any(
-            tensor.numel() >= 2**31 for tensors in self.runner.caches for tensor in tensors.values()
-        )
-        if block_size_of(specs) is not None and (sized or large):
-            self._load_kernels(self.runner, max_num_seqs)
-        self.limits = Limits(
+        return Limits(
             size,
             self._groups.windows,
             max_num_seqs,
@@ -186,7 +180,25 @@ class Worker:
             no_prefix_cache,
             can_roll_back=fixed is None,
             images=self._image_limits(),
-            state_rows=rows,
+            state_rows=None if fixed is None else StateRows(max_num_seqs, rewinds, size.snapshots),
+        )
+
+    def _allocated_runner(self, limits: Limits) -> Runner:
+        """The runner of all programs, with caches of this size."""
+        size = limits.capacity
+        return Runner(
+            self.program,
+            num_blocks=self._groups.own_blocks(size),
+            block_size=size.block_size,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_rows=limits.max_num_batched_tokens,
+            max_columns=-(-size.max_model_len // size.block_size),
+            state_rows=limits.state_rows,
+            draft=self.programs.draft,
+            image_program=self.programs.image_program,
+            merge_size=1 if self.programs.images is None else self.programs.images.merge_size,
+            lora_program=self.programs.lora_program,
+            pipeline=self.programs.pipeline,
         )
 
     def _load_kernels(self, runner: Runner, max_num_seqs: int) -> None:
@@ -211,19 +223,16 @@ class Worker:
         max_num_batched_tokens: int,
         longest: int,
         *,
-        sized: bool,
         rewinds: bool,
         shares: bool,
     ) -> Capacity:
-        """sized: the config sets the size of the cache; otherwise it depends on free memory.
-        shares: there is a prefix cache.
-        """
+        """shares: there is a prefix cache."""
         config, specs, device = self.config, self.programs.specs, self.program.device
         return capacity(
             groups=groups_of(specs),
             block_size=block_size_of(specs),
             available=0
-            if sized
+            if _is_sized(config)
             else free_memory(
                 device,
                 config.gpu_memory_utilization,
@@ -446,6 +455,20 @@ class LaunchedStep:
 
     def results(self) -> list[Result]:
         return self._outputs.results() if self._worker.samples else []
+
+
+def _step_sizes(config: EngineConfig, device: torch.device) -> tuple[int, int]:
+    """(sequences, tokens) of a step at most."""
+    max_num_seqs = config.max_num_seqs or MAX_NUM_SEQS.get(device.type, 256)
+    max_num_batched_tokens = config.max_num_batched_tokens or max(
+        MAX_NUM_BATCHED_TOKENS.get(device.type, 2048), max_num_seqs
+    )
+    return max_num_seqs, max_num_batched_tokens
+
+
+def _is_sized(config: EngineConfig) -> bool:
+    """Whether the config sets the size of the cache; otherwise it depends on free memory."""
+    return config.kv_bytes is not None or config.num_blocks is not None
 
 
 def _no_prefix_cache(config: EngineConfig, specs: Sequence[StateSpec]) -> str:

@@ -19,7 +19,7 @@ from tracked_bytes import TrackedBytes
 import atomc
 from atomc import ops
 from atomc import program as programs
-from atomc.models import build, loader
+from atomc.models import build, dummy_weights, loader
 from atomc.ops import GroupStep, Prepared, Step, Tokens
 from atomc.planning.device_model import build_model
 from atomc.planning.plan import compile_for, plan
@@ -463,7 +463,7 @@ def test_the_memory_that_dummy_weights_need_is_counted_as_they_are_stored(
         found.append(stored_bytes(*given))
         return found[-1]
 
-    monkeypatch.setattr(loader, "stored_bytes", counted)
+    monkeypatch.setattr(dummy_weights, "stored_bytes", counted)
     model = loader.load(folder, load_format="dummy", quantization=scheme, progress=False)
     [expected] = found
     # Layers of one input may share a scale.

@@ -5,7 +5,7 @@ This module neither traces nor compiles: a start that finds everything in the ca
 that does.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TypedDict
 
@@ -223,20 +223,27 @@ def with_weights(
     return lambda *args: compiled.call(*args, *weights.refresh(args))
 
 
+def _prepared_input(
+    extra: Extra, number: Mapping[str, int], packed: Mapping[str, PackedInput]
+) -> PreparedInput:
+    """A prepared weight, of inputs and packed weights of these numbers."""
+    given = tuple(None if name is None else number[name] for name in extra.weights)
+    names = [name for name in extra.weights if name is not None]
+    consists_of = [packed.get(name, PackedInput((name,))) for name in names]
+    parts = tuple(number[part] for one in consists_of for part in one.parts)
+    return PreparedInput(
+        given, parts, extra.function, extra.attributes, extra.bytes, extra.keeps_original
+    )
+
+
 def weight_inputs(compiled: Compiled, notes: list[str]) -> WeightInputs:
     """The packed and prepared weights that the graph reads in addition to its inputs."""
     number = {name: i for i, name in enumerate(compiled.inputs)}
-    wanted = []
-    for extra in (extra for extra in compiled.extras if extra.kind == "prepared"):
-        given = tuple(None if name is None else number[name] for name in extra.weights)
-        names = [name for name in extra.weights if name is not None]
-        packed = [compiled.packed.get(name, PackedInput((name,))) for name in names]
-        parts = tuple(number[part] for one in packed for part in one.parts)
-        wanted.append(
-            PreparedInput(
-                given, parts, extra.function, extra.attributes, extra.bytes, extra.keeps_original
-            )
-        )
+    wanted = [
+        _prepared_input(extra, number, compiled.packed)
+        for extra in compiled.extras
+        if extra.kind == "prepared"
+    ]
     groups = {
         number[name]: [number[part] for part in packed.parts]
         for name, packed in compiled.packed.items()

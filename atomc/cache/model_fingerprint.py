@@ -8,7 +8,7 @@ import operator
 import sys
 import sysconfig
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,14 +143,8 @@ class _ModelDescriber:
         """One module: its class, attributes, tensors, and the names of its children."""
         where, within = path or "the model", f"{path}." if path else ""
         hooks = hooks_of(module)
-        for kind, hook in hooks:
-            if not _is_ours(type(hook)):
-                raise Uncacheable(f"{where} has a hook ({kind})")
+        _check_known(where, type(module), hooks)
         self.classes[type(module)] = None
-        if not _is_ours(type(module)) and not type(module).__module__.startswith("torch.nn."):
-            raise Uncacheable(
-                f"{where} is a {_name(type(module))}, a class outside atomc and torch.nn"
-            )
         words = [_name(type(module))]
         words += [
             f"{name}={self.value(value, within + name)}"
@@ -357,6 +351,15 @@ def _found_by_name(item: Any) -> bool:
             or operator.attrgetter(item.__qualname__)(found) is item
         )
     return False
+
+
+def _check_known(where: str, kind: type, hooks: Sequence[tuple[str, object]]) -> None:
+    """Raise Uncacheable for a module whose class or hooks have code that is not in the key."""
+    for name, hook in hooks:
+        if not _is_ours(type(hook)):
+            raise Uncacheable(f"{where} has a hook ({name})")
+    if not _is_ours(kind) and not kind.__module__.startswith("torch.nn."):
+        raise Uncacheable(f"{where} is a {_name(kind)}, a class outside atomc and torch.nn")
 
 
 def _is_ours(kind: type) -> bool:

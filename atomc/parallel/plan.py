@@ -49,11 +49,8 @@ def plan_of(model: nn.Module, *, ep: bool = False) -> Plan:
     hf_model: Any = getattr(model, "hf_model", model)
     if hasattr(hf_model, "tp_plan"):
         prefix = "" if hf_model is model else "hf_model."
-        # transformers 5.17 has no property for it.
-        ep_plan = getattr(hf_model, "ep_plan", None) or getattr(hf_model, "_ep_plan", None) or {}
-        of_experts = {prefix + name: how for name, how in ep_plan.items()}
-        given = {prefix + name: how for name, how in (hf_model.tp_plan or {}).items()}
-        found = _by_pattern(model, given | (of_experts if ep else {}))
+        given = {prefix + name: how for name, how in _plan_of_transformers(hf_model, ep).items()}
+        found = _by_pattern(model, given)
     else:
         found = _by_last_part(model, _beside(model))
     if ep:
@@ -71,6 +68,18 @@ def plan_of(model: nn.Module, *, ep: bool = False) -> Plan:
             "neither a base_model_tp_plan nor SHARD in its file"
         )
     return found
+
+
+def _plan_of_transformers(hf_model: Any, ep: bool) -> Plan:
+    """The plan of a transformers class, whose names have * for numbers; with ep, that of its
+    experts has precedence.
+    """
+    plan: Plan = hf_model.tp_plan or {}
+    if not ep:
+        return plan
+    # transformers 5.17 has no property for it.
+    ep_plan = getattr(hf_model, "ep_plan", None) or getattr(hf_model, "_ep_plan", None) or {}
+    return {**plan, **ep_plan}
 
 
 def _beside(model: nn.Module) -> Plan:

@@ -86,6 +86,11 @@ def _problems(fields: Mapping[str, JSONLike], size: int, ep: bool) -> Iterator[s
     experts = _count(fields, *NUM_EXPERTS)
     if ep and experts is not None and experts % size:
         yield f"{experts:,} experts do not divide by {size}"
+    yield from _problems_of_widths(fields, size, ep)
+
+
+def _problems_of_widths(fields: Mapping[str, JSONLike], size: int, ep: bool) -> Iterator[str]:
+    """Why so many ranks do not divide the widths of MLPs."""
     block = _block_of_scales(fields)
     for name in _widths(fields, ep):
         width = _count(fields, name)

@@ -144,17 +144,7 @@ def frame_of(model: nn.Module) -> Frame:
     name = type(getattr(model, "hf_model", model)).__name__
     if hasattr(model, "encode_images"):
         raise ValueError(f"{name} has an image encoder: pp supports models of text only")
-    hf_model: Any = getattr(model, "hf_model", None)
-    owner = model if hf_model is None else hf_model
-    if hf_model is not None:
-        decoder: nn.Module = hf_model.base_model
-        config = hf_model.config.get_text_config()
-        parts = tuple(getattr(config, "base_model_pp_plan", None) or ())
-        if getattr(config, "num_kv_shared_layers", None):
-            raise ValueError(f"{name} has layers that read the keys of others: pp cannot cut it")
-    else:
-        decoder = getattr(model, "decoder", model)
-        parts = DECODER_FRAME if isinstance(decoder, Decoder) else ()
+    owner, decoder, parts = _decoder_of(model)
     modules = {part: getattr(decoder, part, None) for part in parts}
     layers = next((part for part, m in modules.items() if isinstance(m, nn.ModuleList)), None)
     embedding = modules.get(parts[0]) if parts else None
@@ -176,6 +166,22 @@ def frame_of(model: nn.Module) -> Frame:
     )
 
 
+def _decoder_of(model: nn.Module) -> tuple[nn.Module, nn.Module, tuple[str, ...]]:
+    """(the module with the decoder and its heads, the decoder, the names of the decoder's parts in
+    the order of the forward, which are empty if they are not known). Raises ValueError if layers
+    read the keys of others.
+    """
+    hf_model: Any = getattr(model, "hf_model", None)
+    if hf_model is None:
+        decoder: nn.Module = getattr(model, "decoder", model)
+        return model, decoder, DECODER_FRAME if isinstance(decoder, Decoder) else ()
+    config = hf_model.config.get_text_config()
+    if getattr(config, "num_kv_shared_layers", None):
+        name = type(hf_model).__name__
+        raise ValueError(f"{name} has layers that read the keys of others: pp cannot cut it")
+    return hf_model, hf_model.base_model, tuple(getattr(config, "base_model_pp_plan", None) or ())
+
+
 def cut_stage(model: nn.Module, stage: Stage) -> OwnNames:
     """Keep the modules of this stage, in place. Raises ValueError for a model that has fewer layers
     than there are stages, or that cannot be cut.
@@ -185,12 +191,20 @@ def cut_stage(model: nn.Module, stage: Stage) -> OwnNames:
     assert isinstance(layers, nn.ModuleList)
     if len(layers) < len(stage.ranks):
         raise ValueError(f"{len(layers)} layers do not give {len(stage.ranks)} stages one each")
-    own_layers, whole = stage.layers(len(layers)), parameter_names(model)
-    replaced: dict[str, nn.Module] = {
-        f"{frame.layers}.{i}": OtherStage(layer)
-        for i, layer in enumerate(layers)
-        if i not in own_layers
-    }
+    whole = parameter_names(model)
+    replaced = _replacements(model, frame, stage, len(layers))
+    for name, module in replaced.items():
+        model.set_submodule(name, module)
+    return _own_names(model, whole, tuple(replaced))
+
+
+def _replacements(
+    model: nn.Module, frame: Frame, stage: Stage, num_layers: int
+) -> dict[str, nn.Module]:
+    """What is in place of the modules of other stages, by their names."""
+    own_layers = stage.layers(num_layers)
+    other_layers = [i for i in range(num_layers) if i not in own_layers]
+    replaced = _others(model, [f"{frame.layers}.{i}" for i in other_layers])
     if not stage.is_first:
         states: list[Tensor] = []
         embedding, *others = frame.before
@@ -201,13 +215,18 @@ def cut_stage(model: nn.Module, stage: Stage) -> OwnNames:
         name = f"{frame.layers}.{own_layers.stop}"
         replaced |= _others(model, frame.behind)
         replaced[name] = Sent(model.get_submodule(name), frame, [])
-    for name, module in replaced.items():
-        model.set_submodule(name, module)
+    return replaced
+
+
+def _own_names(
+    model: nn.Module, whole: Iterable[tuple[str, ...]], elsewhere: tuple[str, ...]
+) -> OwnNames:
+    """The parameters of a model after its cut. whole: the names of each parameter before it."""
     kept = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     own_names = [(next(filter(kept.__contains__, names), None), names) for names in whole]
     first_names = {own: names for own, names in own_names if own is not None}
     return OwnNames(
-        tuple(replaced),
+        elsewhere,
         {name: own for own, names in first_names.items() for name in names if name not in kept},
         {own: names[0] for own, names in first_names.items()},
     )

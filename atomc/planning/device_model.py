@@ -90,12 +90,7 @@ def build_model(
     if layers is not None:
         config = _first_layers(layers, config)
     chosen = decide(quantization, folder, config)
-    if devices < 1:
-        raise ValueError(f"{devices} devices: expected at least 1")
-    sizes.check(config, devices, ep=ep)
-    sizes.check_experts(config, data_ranks)
-    if stage is not None:
-        sizes.check_stages(config, len(stage.ranks))
+    _check_sizes(config, devices, data_ranks, stage, ep=ep)
     plain = {
         name: value
         for name, value in config.items()
@@ -109,16 +104,7 @@ def build_model(
         cut_stage(module, stage)
     prefix = stock.PREFIX if isinstance(module, stock.StockModel) else ""
     methods = Methods() if chosen is None else apply.methods_of(module, chosen, prefix)
-    sharding = None
-    if devices > 1:
-        place = TensorParallel(0, devices, "")
-        sharding = Sharding.of(module, place, ep=ep, quantized=methods.linears)
-    elif data_ranks > 1:
-        place = TensorParallel(0, data_ranks, "")
-        sharding = Sharding.of_experts(module, place, quantized=methods.linears)
-    if sharding is not None:
-        sharding.cut()
-        check_parts(module, methods)
+    sharding = _divided(module, methods, devices, data_ranks, ep=ep)
     parameters = sum(x.numel() for x in module.parameters())  # before some are packed as codes
     if methods:
         _quantize(module, methods, dtype, platform)
@@ -138,6 +124,37 @@ def _first_layers(layers: int, config: Mapping[str, JSONLike]) -> Mapping[str, J
         if isinstance(kinds := config.get(name), list):
             first[name] = kinds[:layers]
     return first
+
+
+def _check_sizes(
+    config: Mapping[str, JSONLike], devices: int, data_ranks: int, stage: Stage | None, *, ep: bool
+) -> None:
+    """Raise ValueError for a size of the model that cannot be divided."""
+    if devices < 1:
+        raise ValueError(f"{devices} devices: expected at least 1")
+    sizes.check(config, devices, ep=ep)
+    sizes.check_experts(config, data_ranks)
+    if stage is not None:
+        sizes.check_stages(config, len(stage.ranks))
+
+
+def _divided(
+    module: nn.Module, methods: Methods, devices: int, data_ranks: int, *, ep: bool
+) -> Sharding | None:
+    """Cut a module on meta, in place, to the part of the first device; None: there is only one.
+    Raises ValueError for a layer whose part cannot be divided or quantized.
+    """
+    if devices > 1:
+        place = TensorParallel(0, devices, "")
+        sharding = Sharding.of(module, place, ep=ep, quantized=methods.linears)
+    elif data_ranks > 1:
+        place = TensorParallel(0, data_ranks, "")
+        sharding = Sharding.of_experts(module, place, quantized=methods.linears)
+    else:
+        return None
+    sharding.cut()
+    check_parts(module, methods)
+    return sharding
 
 
 def _quantize(

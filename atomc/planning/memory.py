@@ -42,8 +42,6 @@ def memory_of(
     specs = [*program.specs, *(draft.specs if draft else ())]
     made_for = model.config.get("max_position_embeddings")
     length = longest or (made_for if isinstance(made_for, int) else 4096)
-    room = int(platform.memory * (CPU_SHARE if platform.is_cpu else UTILIZATION - GRAPH_SHARE))
-    cache = max(room - (0 if platform.is_cpu else weights + copies), 0)
     per_token = sum(spec.bytes_per_token() for spec in specs)
     per_sequence = sum(spec.bytes_per_sequence() for spec in specs)
     found = Memory(
@@ -51,8 +49,16 @@ def memory_of(
     )
     if not platform.memory or not specs:
         return found
+    cache = _left_for_caches(platform, weights + copies)
     fits, that_fits, snapshots = _sequences(specs, cache, length, rewinds=draft is not None)
     return replace(found, cache=cache, fits=fits, longest_that_fits=that_fits, snapshots=snapshots)
+
+
+def _left_for_caches(platform: Platform, weights: int) -> int:
+    """Bytes for the caches; on a CPU, a share of the memory, whatever the weights take."""
+    if platform.is_cpu:
+        return int(platform.memory * CPU_SHARE)
+    return max(int(platform.memory * (UTILIZATION - GRAPH_SHARE)) - weights, 0)
 
 
 def _sequences(

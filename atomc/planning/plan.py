@@ -11,24 +11,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch import nn
 from torch.fx import GraphModule
 
 from atomc.cost.efficiency import Predicted, Table, predict, table_for
 from atomc.json_types import JSONLike
-from atomc.models.config import integer
 from atomc.ops.inputs import TEXT, ModelInputs
-from atomc.ops.op_cost import distinct_experts, sent_to_gather, sent_to_sum
+from atomc.ops.op_cost import distinct_experts
 from atomc.options import Options
-from atomc.parallel.sharding import Sharding
 from atomc.parallel.stages import StageModel
+from atomc.planning.communication import communication_of
 from atomc.planning.device_model import Model
 from atomc.planning.measure import KernelTimer, Sizes, with_peaks
 from atomc.planning.memory import memory_of
 from atomc.planning.plan_report import (
-    CollectiveRow,
-    Communication,
-    CutRow,
     ExpertsRead,
     Mixture,
     Plan,
@@ -88,7 +83,7 @@ def plan(
         ],
         memory_of(model, program, draft, platform, longest),
         _mixture(model, mixtures, load) if mixtures else None,
-        _communication(model, model.sharding, load, platform, predicted)
+        communication_of(model, model.sharding, load, platform, predicted)
         if model.sharding
         else None,
         _lower_bound(platform, table, [*predicted, *drafted]),
@@ -295,71 +290,3 @@ def _mixture(model: Model, layers: Sequence[MoeLayer], load: Workload) -> Mixtur
             for (held, top_k), count in kinds.items()
         ],
     )
-
-
-def _communication(
-    model: Model,
-    sharding: Sharding,
-    load: Workload,
-    platform: Platform,
-    predicted: Sequence[Predicted],
-) -> Communication:
-    """All-reduces after layers whose results are summed and after the embedding, and a gather of
-    the logits, of the step and of the draft steps after it; or what the kernels of the graph send.
-    """
-    draft, devices, size = model.draft, model.devices, model.dtype.itemsize
-    width = integer(model.config, "hidden_size")
-    inner = set(draft.layer.modules()) if draft else set()
-    own = {name: layer for name, layer in model.module.named_modules() if layer not in inner}
-    steps = [(own, load.tokens)]
-    if draft is not None:
-        drafted = {f"draft.{name}": layer for name, layer in draft.named_modules()}
-        rows = [load.tokens, *[load.sequences] * (model.drafts - 1)]
-        steps += [(drafted, tokens) for tokens in rows]
-    summed, gathered = _collectives(model.module, sharding)
-    calls: Counter[tuple[str, str, int]] = Counter()
-    for layers, tokens in steps:
-        for path, layer in layers.items():
-            if layer in summed:
-                sent = sent_to_sum(tokens * width * size, devices)
-                calls["all-reduce", collapsed(path), int(sent)] += 1
-            elif layer in gathered:
-                logits = load.sequences * len(layer.get_parameter("weight")) * size
-                calls["gather", collapsed(path), int(sent_to_gather(logits, devices))] += 1
-    for p in predicted:
-        if p.sent:
-            calls[p.op, collapsed(p.module_path), int(p.sent)] += 1
-    link = platform.link
-    made = [
-        CollectiveRow(kind, path, count, sent, sent / link if link else None)
-        for (kind, path, sent), count in calls.items()
-    ]
-    reduces, gathers = (
-        sum(row.calls for row in made if row.kind == kind) for kind in ("all-reduce", "gather")
-    )
-    total = sum(row.calls * row.sent for row in made)
-    message = load.tokens * width * size
-    cuts = _cuts(model.module, sharding)
-    return Communication(reduces, gathers, message, total, link, made, cuts)
-
-
-def _collectives(module: nn.Module, sharding: Sharding) -> tuple[set[nn.Module], set[nn.Module]]:
-    """The layers whose results are summed, and those whose outputs are gathered."""
-    tables = {module.get_submodule(name) for name in sharding.tables}
-    embeddings = {layer for layer in tables if isinstance(layer, nn.Embedding)}
-    summed = {module.get_submodule(name) for name in sharding.summed}
-    return summed | embeddings, tables - embeddings
-
-
-def _cuts(module: nn.Module, sharding: Sharding) -> list[CutRow]:
-    """A row for parameters that are equal in all layers, cut ones first."""
-    divided = {*sharding.linears, *sharding.experts, *sharding.tensors, *sharding.tables}
-    how = {name: sharding.plan[name] for name in divided}
-    counts: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
-    for name, parameter in module.named_parameters():
-        layer, _, _ = name.rpartition(".")
-        experts, _, _ = layer.rpartition(".")  # of which a quantized projection is a child
-        cut = next((how[each] for each in (name, layer, experts) if each in how), "")
-        counts[collapsed(name), cut, tuple(parameter.shape)] += 1
-    rows = [CutRow(path, cut, shape, count) for (path, cut, shape), count in counts.items()]
-    return sorted(rows, key=lambda row: not row.how)

@@ -181,12 +181,10 @@ def _site(routed: _Call, added: Node, shared: Node) -> _Site:
             back(operand)
     if not same_shape(value(added), value(shared)) or call(added).attrs.get("alpha", 1) != 1:
         raise _Unfit("size", "a sum of equal shapes", describe(added), added)
-    found, column = back(shared), None
-    if factors := _factors(found):
-        column = next((node for node in factors if known_equal(value(node).shape[-1], 1)), None)
-        if column is None or not same_shape(value(found), value(shared)):
-            raise _Unfit("other op", "a factor per token", describe(found), found)
-        found = back(next(node for node in factors if node is not column))
+    found = back(shared)
+    column = _column(found, shared)
+    if column is not None:
+        found = back(next(node for node in _factors(found) if node is not column))
     down = _linear(routed, found)
     active = back(_unquantized(routed, down, back))
     _check_activation(routed, active, down)
@@ -194,6 +192,19 @@ def _site(routed: _Call, added: Node, shared: Node) -> _Site:
     for linear in (gate, up):
         _check_input(routed, linear)
     return _Site(routed, added, gate, up, down, column, inner)
+
+
+def _column(scaled: Node, shared: Node) -> Node | None:
+    """What multiplies each row of a shared result, [..., 1]; None if it is not a product. shared:
+    the result, maybe behind views.
+    """
+    factors = _factors(scaled)
+    if not factors:
+        return None
+    column = next((node for node in factors if known_equal(value(node).shape[-1], 1)), None)
+    if column is None or not same_shape(value(scaled), value(shared)):
+        raise _Unfit("other op", "a factor per token", describe(scaled), scaled)
+    return column
 
 
 def _check_activation(routed: _Call, active: Node, down: _Call) -> None:

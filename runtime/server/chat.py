@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from atomc.runtime.sampling.logprobs import TokenLogprobs
+from atomc.runtime.sampling.sampling_params import Structured
 from atomc.runtime.server.chat_prompt import ChatPrompt, chat_prompt
 from atomc.runtime.server.errors import invalid
 from atomc.runtime.server.generation import Generation
@@ -128,15 +129,7 @@ async def start_chat(
     if fit_max_tokens and max_tokens is not None:
         max_tokens = min(max_tokens, max(model.max_len - len(prompt), 1))
     check_context_length(len(prompt), max_tokens, model)
-    structured = structured_output(body, body.response_format, service.config)
-    if mode.structured is not None:
-        # As with OpenAI, response_format is of text; the answer is a tool call and has none.
-        if structured_output(body, None, service.config) is not None:
-            raise invalid(
-                "tool_choice requires a tool call: it excludes structured_outputs",
-                "tool_choice",
-            )
-        structured = mode.structured
+    structured = _structured(service, body, mode)
     # A grammar applies from the first token on, even if the prompt ends with an opening reasoning
     # tag.
     prompt_text = chat.text if structured is None else ""
@@ -160,6 +153,19 @@ async def start_chat(
     del chat
     image_reservation(request).release()
     return Chat(generation, parsers, mode)
+
+
+def _structured(service: Service, body: ChatRequest, mode: ToolMode) -> Structured | None:
+    """The structure of the answer: that of the tool calls, if they are required."""
+    structured = structured_output(body, body.response_format, service.config)
+    if mode.structured is None:
+        return structured
+    # As with OpenAI, response_format is of text; the answer is a tool call and has none.
+    if structured_output(body, None, service.config) is not None:
+        raise invalid(
+            "tool_choice requires a tool call: it excludes structured_outputs", "tool_choice"
+        )
+    return mode.structured
 
 
 def output_parser(reasoning: str | None, mode: ToolMode, prompt: str) -> OutputParser:

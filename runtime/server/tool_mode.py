@@ -70,7 +70,12 @@ def tool_mode(service: Service, body: ChatRequest) -> ToolMode:
                 "tools",
             )
         return ToolMode(template_tools, parser_name, single_call=body.parallel_tool_calls is False)
-    functions = [tool.function for tool in tools]
+    return _forced_mode(service, body, template_tools)
+
+
+def _forced_mode(service: Service, body: ChatRequest, template_tools: list[JSONObject]) -> ToolMode:
+    """For a tool_choice that requires a call, whose arguments a grammar then forces."""
+    functions, choice = [tool.function for tool in body.tools or []], body.tool_choice
     function = (
         _function_named(functions, choice.function.name) if isinstance(choice, NamedTool) else None
     )

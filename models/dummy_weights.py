@@ -1,0 +1,77 @@
+"""Gives a model on meta random weights, for load_format "dummy"."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from atomc.models.limits import check_memory
+from atomc.models.parameters import allocate_buffers, fill_randomly, parameter_names
+from atomc.parallel.sharding import Sharding, cut_parameters
+from atomc.parallel.stages import OwnNames
+from atomc.quantization import apply
+from atomc.quantization.apply import Methods
+from atomc.quantization.stored_size import stored_bytes, unquantized_bytes
+
+
+def load_dummy(
+    model: nn.Module,
+    methods: Methods,
+    device: torch.device | str,
+    sharding: Sharding | None,
+    own: OwnNames,
+) -> None:
+    """Give a model on meta random weights, quantized by these methods: those of one input, or the
+    experts of a layer, before the next are made. A rank then keeps its parts of them.
+
+    Raises ValueError if the weights of this rank exceed the free memory.
+    """
+    ranks = 1 if sharding is None else sharding.place.size
+    wanted = stored_bytes(model, methods) + unquantized_bytes(model, methods)
+    check_memory(wanted // ranks, type(model).__name__, device)
+    allocate_buffers(model, device)
+    others = _fill_and_quantize(model, methods, device, sharding, own)
+    cuts = {} if sharding is None else sharding.cuts()
+    for names in others:
+        fill_randomly(model, device, [names], own.in_whole)
+        cut_parameters(model, {name: cuts[name] for name in names if name in cuts})
+    if sharding is not None:
+        sharding.resize()
+        sharding.connect()
+
+
+def _fill_and_quantize(
+    model: nn.Module,
+    methods: Methods,
+    device: torch.device | str,
+    sharding: Sharding | None,
+    own: OwnNames,
+) -> list[tuple[str, ...]]:
+    """Fill and quantize the layers of these methods; the names of the parameters that are left."""
+
+    def keep(layers: Sequence[str]) -> None:
+        if sharding is not None:
+            cut_parameters(model, sharding.cuts(layers))
+
+    parameters = parameter_names(model)
+    for name, method in methods.experts.items():
+        of_experts, parameters = _split(parameters, [name])
+        fill_randomly(model, device, of_experts, own.in_whole)
+        apply.quantize_experts(model, name, method)
+        keep([name])
+    for group in apply.groups(methods.linears):
+        layers = [name for name, _ in group]
+        of_group, parameters = _split(parameters, layers)
+        fill_randomly(model, device, of_group, own.in_whole)
+        apply.quantize_layers(model, layers, methods.linears)
+        keep(layers)
+    return parameters
+
+
+def _split(
+    parameters: list[tuple[str, ...]], layers: Iterable[str]
+) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
+    """(the parameters of these layers, all others)."""
+    inside = tuple(f"{layer}." for layer in layers)
+    of_layers = [names for names in parameters if names[0].startswith(inside)]
+    return of_layers, [names for names in parameters if names not in of_layers]

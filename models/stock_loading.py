@@ -1,0 +1,108 @@
+"""What a load does for transformers classes only: checks, and weights that transformers reads."""
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from atomc.json_types import JSONLike
+from atomc.models import stock
+from atomc.models.checkpoint_files import Checkpoint
+from atomc.models.limits import check_memory, check_stored
+from atomc.models.parameters import fill_randomly
+from atomc.parallel.group import Stage
+from atomc.parallel.sharding import Sharding
+from atomc.parallel.stages import cut_stage
+from atomc.quantization import checkpoints
+from atomc.quantization.config import QuantizationConfig, Request, decide, stored_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+log = logging.getLogger("atomc")
+
+
+def decide_for_stock(
+    wanted: Request, path: Path, config: Mapping[str, JSONLike]
+) -> QuantizationConfig | None:
+    """As decide(); None, with a line in the log, for a format that only transformers can load."""
+    stored = stored_config(path, config)
+    method = stored.get("quant_method") if stored else None
+    if stored and wanted is None and method not in checkpoints.PARSERS:
+        log.warning(
+            "%s: weights of quant_method %r are loaded by transformers and run by its layers",
+            path,
+            method,
+        )
+        return None
+    return decide(wanted, path, config)
+
+
+def check_stock_size(
+    cls: "type[PreTrainedModel]",
+    checkpoint: Checkpoint,
+    quant_config: QuantizationConfig | None,
+    device: torch.device | str,
+) -> None:
+    """Raise ValueError if a transformers model has more parameters than its checkpoint, or if its
+    random weights exceed the free memory.
+    """
+    path, config, stored, dtype = checkpoint
+    if stored is None and quant_config is not None:
+        return  # load_dummy counts the bytes of quantized weights
+    model = stock.empty_model(cls, config, dtype)
+    if stored is None:
+        wanted = sum(weight.nbytes for weight in model.parameters())
+        check_memory(wanted, cls.__name__, device)
+    else:
+        quantized = stored_config(path, config) is not None
+        check_stored(model, cls.__name__, stored, quantized=quantized)
+
+
+def build_stock_on_meta(
+    cls: "type[PreTrainedModel]", checkpoint: Checkpoint, quant_config: QuantizationConfig | None
+) -> stock.StockModel:
+    """A transformers model on meta, whose weights atomc reads. Raises ValueError for a format that
+    only transformers can load.
+    """
+    path, config, _, dtype = checkpoint
+    if quant_config is None and stored_config(path, config) is not None:
+        raise ValueError(f"{path}: weights that transformers quantized do not divide over ranks")
+    return stock.build_on_meta(cls, config, dtype)
+
+
+def load_stock(
+    cls: "type[PreTrainedModel]", checkpoint: Checkpoint, device: torch.device | str
+) -> stock.StockModel:
+    """A transformers model with the weights of the checkpoint, loaded by transformers, or with
+    random weights.
+    """
+    path, config, stored, dtype = checkpoint
+    if stored is not None:
+        return stock.load(cls, path, dtype, device)
+    model = stock.build(cls, config, dtype, device)
+    fill_randomly(model, device)
+    return model
+
+
+def load_stock_and_cut(
+    cls: "type[PreTrainedModel]",
+    checkpoint: Checkpoint,
+    device: torch.device | str,
+    divide: Callable[[nn.Module], Sharding] | None,
+    stage: Stage | None,
+) -> nn.Module:
+    """This rank's part of a transformers model, of which transformers reads all weights into host
+    memory.
+    """
+    model = load_stock(cls, checkpoint, "cpu")
+    if stage is not None:
+        cut_stage(model, stage)
+    if divide is not None:
+        sharding = divide(model)
+        sharding.cut()
+        sharding.connect()
+    return model.to(device)
