@@ -29,7 +29,7 @@ BUGS = [
     Bug("runtime/server/traces.py", "self._provider.shutdown()", "pass", TRACES),
     Bug("runtime/server/traces.py", "- round(request.seconds * 1e9)", "", TRACES),
     Bug("runtime/server/sampling.py", "if one not in requested:", "if True:", "tests/test_server.py -k say_the_same"),
-    Bug("runtime/server/chat.py", "structured = mode.structured\n", "structured = structured or mode.structured\n", "tests/test_responses.py -k forced_call_needs"),
+    Bug("runtime/server/chat.py", "    return mode.structured", "    return structured or mode.structured", "tests/test_responses.py -k forced_call_needs"),
     Bug("runtime/server/http.py", "            self._close()", "", "tests/test_event_stream.py"),
     Bug("runtime/server/unread_body.py", "            await discard()\n", "", "tests/test_unread_body.py"),
     Bug("runtime/server/unread_body.py", "if complete or not", "if not", "tests/test_unread_body.py"),
