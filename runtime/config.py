@@ -316,11 +316,7 @@ class EngineConfig:
                 "ep divides the experts among ranks: set tp to their number, or dp for ranks that "
                 "each have their own requests"
             )
-        refused = {
-            "pp": self.pp > 1,
-            "speculative 'mtp'": self.speculative == "mtp",
-            "expert_load": self.expert_load,
-        }
+        refused = {"pp": self.pp > 1, "speculative 'mtp'": self.speculative == "mtp"}
         for name in (name for name, given in refused.items() if given):
             raise ValueError(
                 f"{name} is not supported with dp and ep, whose ranks send each other tokens: "

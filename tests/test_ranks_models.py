@@ -1,6 +1,6 @@
 """Checkpoints of each kind of model, served by several ranks: the text is that of one."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -169,6 +169,15 @@ def text(folder: Any, row: Row, **settings: Any) -> list[tuple[int, ...]]:
         return [completion.token_ids for completion in llm.generate(PROMPTS, GREEDY)]
 
 
+def save(row: Row, folder: Any) -> None:
+    """A checkpoint with random weights."""
+    sizes = SIZES | {"num_hidden_layers": 2, "pad_token_id": 0, "eos_token_id": 0}
+    config = transformers.AutoConfig.for_model(row.model_type, **(sizes | dict(row.differs)))
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    fill(model)
+    model.save_pretrained(folder)
+
+
 @pytest.mark.parametrize(
     "row",
     [
@@ -177,14 +186,47 @@ def text(folder: Any, row: Row, **settings: Any) -> list[tuple[int, ...]]:
     ],
 )
 def test_several_ranks_give_the_text_of_one(row: Row, tmp_path: Any) -> None:
-    sizes = SIZES | {"num_hidden_layers": 2, "pad_token_id": 0, "eos_token_id": 0}
-    config = transformers.AutoConfig.for_model(row.model_type, **(sizes | dict(row.differs)))
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    fill(model)
-    model.save_pretrained(tmp_path)
+    save(row, tmp_path)
     expected = text(tmp_path, row, ep=False)
     assert len({tokens for tokens in expected}) == len(PROMPTS)
     assert text(tmp_path, row, tp=row.tp, pp=row.pp, dp=row.dp) == expected
+
+
+COUNTED = {
+    "4 bits": Row("qwen3_moe", EXPERTS, {"ep": True, "quantization": "mxfp4_a16"}),
+    "own requests, fp8": ROWS["own requests, fp8"],
+    "a class of transformers": Row("olmoe", EXPERTS, {"ep": True}),
+    "own requests, a class of transformers": ROWS["own requests, a class of transformers"],
+    "own requests, tokens sent to their experts": ROWS[
+        "own requests, tokens sent to their experts"
+    ],
+    "a shared expert": Row("deepseek_v3", LATENT, {"ep": True}),
+    "drafts": Row("qwen3_moe", EXPERTS, {"ep": True, "speculative": "ngram"}),
+}
+
+
+def texts_and_counts(
+    folder: Any, row: Row, **settings: Any
+) -> tuple[list[tuple[int, ...]], Mapping[str, Sequence[int]]]:
+    """The tokens of each prompt, and those of each expert."""
+    with LLM(folder, **(SETTINGS | dict(row.settings) | settings)) as llm:
+        tokens = [completion.token_ids for completion in llm.generate(PROMPTS, GREEDY)]
+        return tokens, llm.engine.stats().expert_load
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=name, marks=() if i < 2 else pytest.mark.slow)
+        for i, (name, row) in enumerate(COUNTED.items())
+    ],
+)
+def test_ranks_that_divide_experts_give_the_counts_of_one(row: Row, tmp_path: Any) -> None:
+    save(row, tmp_path)
+    expected, counts = texts_and_counts(tmp_path, row, ep=False, expert_load=True)
+    assert all(len(each) == 4 and sum(each) for each in counts.values())
+    found = texts_and_counts(tmp_path, row, tp=row.tp, dp=row.dp, expert_load=True)
+    assert found == (expected, counts)
 
 
 # Of one engine of two ranks: steps of both with rows that only some of them sample, mask or score.

@@ -10,7 +10,7 @@ from torch import Tensor
 from atomc.models.checkpoint_files import load_config
 from atomc.parallel import sizes
 from atomc.runtime.config import EngineConfig
-from atomc.runtime.executor import Launched, Result, StepCounts
+from atomc.runtime.executor import Launched, Result, StepCounts, sum_of_loads
 from atomc.runtime.loading import config_folder
 from atomc.runtime.phases import Phases
 from atomc.runtime.ranks.interrupts import interrupts_delayed
@@ -19,6 +19,7 @@ from atomc.runtime.ranks.messages import (
     IMPORTED,
     LOADED,
     Collect,
+    Count,
     ForgetCounts,
     Launch,
     PreparePooling,
@@ -113,6 +114,10 @@ class RankExecutor:
         except BaseException:  # Ctrl-C too: no process may remain
             self._close()
             raise
+        # Without ep, each rank counts all tokens.
+        self._counts_experts = config.ep and any(
+            program.counts_experts for program in self.worker.programs.of_steps
+        )
         self.limits = self.worker.limits
         self.pools = False
 
@@ -179,7 +184,13 @@ class RankExecutor:
         return self.worker.check()
 
     def counts(self) -> StepCounts:
-        return self.worker.counts()
+        """Of rank 0; tokens of experts are those of all ranks, if they divide the experts."""
+        if not self._counts_experts:
+            return self.worker.counts()
+        with self._monitor.sending(Count, of_step=True) as number:
+            counts = self.worker.counts()
+            loads = [counts.expert_load, *self._monitor.expert_loads(number)]
+        return replace(counts, expert_load=sum_of_loads(loads))
 
     def forget_counts(self) -> None:
         with self._monitor.sending(ForgetCounts):
