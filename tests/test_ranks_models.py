@@ -1,5 +1,6 @@
 """Checkpoints of each kind of model, served by several ranks: the text is that of one."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from test_tensor_parallel import LATENT_BLOCKS
 from tiny_models import SIZES
 
 from atomc.runtime.llm import LLM, SamplingParams
+from atomc.runtime.ranks.local_launcher import LocalLauncher
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -192,7 +194,9 @@ def test_several_ranks_give_the_text_of_one(row: Row, tmp_path: Any) -> None:
     assert text(tmp_path, row, tp=row.tp, pp=row.pp, dp=row.dp) == expected
 
 
-COUNTED = {
+# The experts of the first layer, by rank; the second layer keeps ranges.
+PLACED = [1, 0, 0, 1]
+PLACED_ROWS = {
     "4 bits": Row("qwen3_moe", EXPERTS, {"ep": True, "quantization": "mxfp4_a16"}),
     "own requests, fp8": ROWS["own requests, fp8"],
     "a class of transformers": Row("olmoe", EXPERTS, {"ep": True}),
@@ -218,15 +222,56 @@ def texts_and_counts(
     "row",
     [
         pytest.param(row, id=name, marks=() if i < 2 else pytest.mark.slow)
-        for i, (name, row) in enumerate(COUNTED.items())
+        for i, (name, row) in enumerate(PLACED_ROWS.items())
     ],
 )
-def test_ranks_that_divide_experts_give_the_counts_of_one(row: Row, tmp_path: Any) -> None:
+def test_ranks_of_placed_experts_give_the_text_and_the_counts_of_one(
+    row: Row, tmp_path: Any
+) -> None:
     save(row, tmp_path)
     expected, counts = texts_and_counts(tmp_path, row, ep=False, expert_load=True)
     assert all(len(each) == 4 and sum(each) for each in counts.values())
-    found = texts_and_counts(tmp_path, row, tp=row.tp, dp=row.dp, expert_load=True)
+    placement = {path: PLACED for path in list(counts)[:1]}
+    (tmp_path / "placement.json").write_text(json.dumps(placement))
+    found = texts_and_counts(
+        tmp_path,
+        row,
+        tp=row.tp,
+        dp=row.dp,
+        expert_load=True,
+        expert_placement=tmp_path / "placement.json",
+    )
     assert found == (expected, counts)
+
+
+@pytest.mark.slow
+def test_stages_of_placed_experts_give_the_text_of_one(tmp_path: Any) -> None:
+    row = ROWS["stages, experts by expert"]
+    save(row, tmp_path)
+    placement = {f"model.layers.{layer}.mlp.experts": PLACED for layer in range(2)}
+    (tmp_path / "placement.json").write_text(json.dumps(placement))
+    given = {"tp": row.tp, "pp": row.pp, "expert_placement": tmp_path / "placement.json"}
+    assert text(tmp_path, row, **given) == text(tmp_path, row, ep=False)
+
+
+def test_a_bad_placement_is_refused_before_other_ranks_start(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*_: Any) -> None:
+        raise AssertionError("a rank was started")
+
+    monkeypatch.setattr(LocalLauncher, "start", start)
+    save(Row("qwen3_moe", EXPERTS), tmp_path)
+    file = tmp_path / "placement.json"
+    settings = SETTINGS | {"tp": 2, "ep": True, "expert_placement": file}
+    for content, message in {
+        '{"model.layers.0.mlp.experts": [0, 1, 2, 3]}': "expert 2 is on rank 2",
+        '{"model.layers.0.mlp.experts": [0, 1]}': "ranks of 2 experts for .*, which has 4",
+        '{"model.layers.5.mlp.experts": [0, 1, 0, 1]}': "which are no experts of this model",
+    }.items():
+        file.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            LLM(tmp_path, **settings)
 
 
 # Of one engine of two ranks: steps of both with rows that only some of them sample, mask or score.

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from atomc.models.checkpoint_files import load_config
+from atomc.models.loader import check_expert_placement
 from atomc.parallel import sizes
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.executor import Launched, Result, StepCounts, sum_of_loads
-from atomc.runtime.loading import config_folder
+from atomc.runtime.loading import config_folder, expert_placement
 from atomc.runtime.phases import Phases
 from atomc.runtime.ranks.interrupts import interrupts_delayed
 from atomc.runtime.ranks.local_launcher import LocalLauncher
@@ -53,7 +54,8 @@ class RankExecutor:
     on_failure  as in Monitor
     launcher    starts the other ranks; default: as processes of this host
 
-    Raises ValueError for a size that does not divide the model, or exceeds the number of devices.
+    Raises ValueError for a size that does not divide the model, or exceeds the number of devices,
+    and for a placement of other experts than the model's.
     """
 
     def __init__(
@@ -68,10 +70,14 @@ class RankExecutor:
     ) -> None:
         launcher = launcher or LocalLauncher()
         size = config.num_ranks
-        fields = load_config(config_folder(config))
+        folder = config_folder(config)
+        fields = load_config(folder)
         sizes.check(fields, config.tp, ep=config.ep)
         sizes.check_experts(fields, config.data_ranks)
         sizes.check_stages(fields, config.pp)
+        if (placement := expert_placement(config)) is not None:
+            with_draft = config.speculative == "mtp"
+            check_expert_placement(folder, placement, config.expert_ranks, draft_layer=with_draft)
         kind = launcher.device_kind(config)
         if torch.distributed.is_initialized():
             raise ValueError(
