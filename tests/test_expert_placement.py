@@ -28,6 +28,7 @@ from torch import nn
 from atomc import models
 from atomc.cache.model_fingerprint import model_parts
 from atomc.cache.store import differences
+from atomc.cli import main
 from atomc.models.loader import check_expert_placement, load
 from atomc.ops.inputs import TEXT
 from atomc.options import Options
@@ -38,6 +39,7 @@ from atomc.parallel.expert_placement import (
     imbalance,
     in_order,
     read_placement,
+    read_tokens,
     tokens_of_ranks,
     write_placement,
 )
@@ -292,3 +294,46 @@ def test_placements_share_what_is_compiled(tmp_path: Path) -> None:
         for placement in (None, {PATHS[0]: RANKS})
     ]
     assert parts[0] == parts[1], differences(*parts)
+
+
+# ---- the command
+
+COUNTS = {"a": [100, 90, 10, 5, 3, 2, 1, 0], "b": [5] * 8}
+
+
+def test_the_command_writes_what_loads_read_and_prints_the_imbalance(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = tmp_path / "load.json", tmp_path / "p.json"
+    source.write_text(json.dumps({"tokens": COUNTS}))
+    assert main(["place-experts", str(source), "--ranks", "2", "-o", str(target)]) == 0
+    assert read_placement(target, 2) == {path: balanced(each, 2) for path, each in COUNTS.items()}
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["a", "211", "1.94", "1.00"] in lines and ["b", "40", "1.00", "1.00"] in lines
+    assert ["mean", "of", "the", "layers", "1.47", "1.00"] in lines
+
+
+def test_counts_without_what_is_around_them_are_read(tmp_path: Path) -> None:
+    (tmp_path / "load.json").write_text(json.dumps(COUNTS))
+    assert read_tokens(tmp_path / "load.json") == COUNTS
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"tokens": {"a": [1] * 5}}, "load.json: 5 experts do not divide over 2 ranks"),
+        ({"tokens": {"a": [1.5, 2]}}, "has [1.5, 2] for 'a', expected the number of tokens"),
+        ({"error": {"message": "start the server"}}, "expected the number of tokens of each"),
+        ({"tokens": {}}, "has no layers: start the server with --expert-load"),
+        ([1, 2], "has a list, expected an object: the answer to GET /experts"),
+    ],
+)
+def test_counts_that_cannot_be_placed_are_an_error_in_one_line(
+    content: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "load.json").write_text(json.dumps(content))
+    target = tmp_path / "p.json"
+    argv = ["place-experts", str(tmp_path / "load.json"), "--ranks", "2", "-o", str(target)]
+    assert main(argv) == 2
+    assert message in capsys.readouterr().err
+    assert not target.exists()
