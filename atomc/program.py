@@ -171,6 +171,11 @@ class Program:
             path: list(islice(copied, len(counts))) for path, counts in self._expert_counts.items()
         }
 
+    @property
+    def counts_experts(self) -> bool:
+        """Whether it counts the tokens of experts."""
+        return bool(self._expert_counts)
+
     def forget_expert_load(self) -> None:
         """Set all counts to zero."""
         for counts in self._expert_counts.values():

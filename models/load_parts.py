@@ -59,8 +59,8 @@ def _part(entry: Fill | Copy, model: nn.Module, cut: Cut | None) -> Fill | Copy 
         return entry._replace(cut=replace(cut, dim=other_way_round[cut.dim]))
     expert, first, end = entry.part
     if cut.dim == 0:
-        row = expert - cut.index * len(local)
-        return entry._replace(part=(row, first, end)) if 0 <= row < len(local) else None
+        row = cut.position(expert, len(local))
+        return None if row is None else entry._replace(part=(row, first, end))
     if cut.dim > 1:
         return entry._replace(cut=replace(cut, dim=cut.dim - 1))
     # Each stored projection is a segment of the stacked rows.

@@ -37,6 +37,7 @@ from atomc.models.stock_loading import (
     load_stock_and_cut,
 )
 from atomc.parallel import sizes
+from atomc.parallel.expert_placement import Placement
 from atomc.parallel.group import Stage, TensorParallel
 from atomc.parallel.sharding import Sharding
 from atomc.parallel.stages import ALL_NAMES, OwnNames, cut_stage
@@ -63,6 +64,7 @@ def load(
     ep: bool = False,
     stage: Stage | None = None,
     experts: TensorParallel | None = None,
+    expert_placement: Placement | None = None,
 ) -> nn.Module:
     """The model in directory `path`, ready for inference: eval mode, no gradients.
 
@@ -81,9 +83,12 @@ def load(
     stage         only the layers of this stage of a pipeline (atomc.parallel.stages)
     experts       divide only the experts, over the processes of a group that each have tokens of
                   their own; instead of tp
+    expert_placement  which rank has which expert, with ep or experts; layers that it does not have
+                  are divided into equal ranges of experts
 
     Raises FileNotFoundError or ValueError for a missing, damaged or inconsistent file, and
-    ValueError for a model without draft layers if one is wanted, or one that does not divide.
+    ValueError for a model without draft layers if one is wanted, one that does not divide, and a
+    placement of experts that it does not have.
     """
     path = Path(path)
     if load_format not in LOAD_FORMATS:
@@ -106,6 +111,8 @@ def load(
             return ready(load_stock(cls, checkpoint, device))
         model = build_stock_on_meta(cls, checkpoint, quant_config)
     own = ALL_NAMES if stage is None else cut_stage(model, stage)
+    if divide is not None and expert_placement:
+        divide = partial(divide, placement=own.select(expert_placement))
     methods = _quantized_layers(model, quant_config, path)
 
     if stored is None:
@@ -183,6 +190,21 @@ def _execute_part(
     check_parts(model, methods)
     execute(plan, model, methods, device, mmap, progress)
     sharding.connect()
+
+
+def check_expert_placement(
+    path: str | Path, placement: Placement, num_ranks: int, *, draft_layer: bool = False
+) -> None:
+    """Raise ValueError for a placement of other experts than those of the model in directory
+    `path`, from its config.json alone.
+    """
+    config = load_config(Path(path))
+    if draft_layer:
+        check_draft_layers(config, None, Path(path))
+    quantization = ("quantization_config", "compression_config")
+    config = {name: value for name, value in config.items() if name not in quantization}
+    model = build(config, device="meta", draft_layer=draft_layer)
+    Sharding.of_experts(model, TensorParallel(0, num_ranks, ""), placement=placement)
 
 
 def check_parts(model: nn.Module, methods: Methods) -> None:

@@ -3,11 +3,13 @@
     moe_experts(x, ids, ...)    =>    moe_experts(x, ids, ...)
                                       count_experts(ids, slots, counts!)
 
-The counts of a layer become a graph input, which the program owns.
+The counts of a layer become a graph input, which the program owns. A process that sends tokens to
+the experts of others counts what it sends: ids [T, k] of its own tokens, of all experts.
 """
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.node import Argument
 
 from atomc import ops
 from atomc.graph.canonical import value
@@ -41,15 +43,33 @@ def expert_load(gm: GraphModule, context: Context) -> Outcome:
 
 
 def _counted(node: Node, slots: Node, number: int) -> Fired:
-    op = op_of(node.target)
-    assert op is not None
-    given = op.bind(*node.args, **node.kwargs)
+    ids, chosen_by_router = _choices(node)
+    counts = _counts(node, ExpertCounts(number, module_path(node), chosen_by_router))
+    made = insert(node, ops.count_experts.overload, ids, slots, counts)
+    return Fired("expert_load", node, {}, set(), [made])
+
+
+def _choices(node: Node) -> tuple[Argument, int]:
+    """What the router chose for the tokens of this process, and the number of experts that these
+    are ids of.
+    """
+    given = _arguments(node)
+    ids = given["ids"]
+    assert isinstance(ids, Node)
+    for sent in ids.all_input_nodes:
+        if op_of(sent.target) is ops.dispatch_tokens:
+            given = _arguments(sent)
+    if isinstance(places := given.get("places"), Node):
+        return given["ids"], value(places).shape[1]
     weight = given["w2"]
     assert isinstance(weight, Node)
-    chosen_by_router = len(value(weight)) - node.meta.get("shared_experts", 0)
-    counts = _counts(node, ExpertCounts(number, module_path(node), chosen_by_router))
-    made = insert(node, ops.count_experts.overload, given["ids"], slots, counts)
-    return Fired("expert_load", node, {}, set(), [made])
+    return ids, len(value(weight)) - node.meta.get("shared_experts", 0)
+
+
+def _arguments(node: Node) -> dict[str, Argument]:
+    op = op_of(node.target)
+    assert op is not None
+    return op.bind(*node.args, **node.kwargs)
 
 
 def _counts(node: Node, given: ExpertCounts) -> Node:

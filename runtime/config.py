@@ -100,6 +100,11 @@ class EngineConfig:
         "each rank of --tp holds some of the experts, instead of a part of every expert; without "
         "--tp, each rank of --dp does, and tokens travel to the ranks of their experts",
     )
+    expert_placement: str | None = _option(
+        None,
+        "with --ep: a JSON file that says which rank has which expert, as `atomc place-experts` "
+        "writes it; default: equal ranges of experts, by rank",
+    )
     dp: int = _option(
         1,
         "number of engines that serve the model, each with its own KV cache and the GPUs or CPU "
@@ -235,6 +240,11 @@ class EngineConfig:
         return self.dp if self.ep and self.tp == 1 else 1
 
     @property
+    def expert_ranks(self) -> int:
+        """Ranks among which the experts of a layer are divided by expert; 1 without ep."""
+        return max(self.tp, self.data_ranks) if self.ep else 1
+
+    @property
     def num_engines(self) -> int:
         return self.dp // self.data_ranks
 
@@ -309,6 +319,15 @@ class EngineConfig:
             )
 
     def _check_experts(self) -> None:
+        """Also makes a string of expert_placement, which may be a path."""
+        if self.expert_placement is not None:
+            if not self.ep:
+                raise ValueError(
+                    "expert_placement says which rank has which expert, but experts are not "
+                    "divided over ranks: set ep, with tp or dp"
+                )
+            # Ranks and engines in other processes compare and receive strings.
+            object.__setattr__(self, "expert_placement", fsdecode(self.expert_placement))
         if not self.ep or self.tp > 1:
             return
         if self.dp == 1:
@@ -316,11 +335,7 @@ class EngineConfig:
                 "ep divides the experts among ranks: set tp to their number, or dp for ranks that "
                 "each have their own requests"
             )
-        refused = {
-            "pp": self.pp > 1,
-            "speculative 'mtp'": self.speculative == "mtp",
-            "expert_load": self.expert_load,
-        }
+        refused = {"pp": self.pp > 1, "speculative 'mtp'": self.speculative == "mtp"}
         for name in (name for name, given in refused.items() if given):
             raise ValueError(
                 f"{name} is not supported with dp and ep, whose ranks send each other tokens: "

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from atomc.parallel.expert_placement import Ranks, read_placement
 from atomc.parallel.group import Place
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.detokenizer import load_tokenizer
@@ -75,6 +76,7 @@ def load(
         ep=config.ep,
         stage=place.stage if place else None,
         experts=place.experts if place else None,
+        expert_placement=expert_placement(config),
     )
     return _loaded_model(
         model,
@@ -82,6 +84,15 @@ def load(
         eos_token_ids(folder, _config_value(model, "vocab_size")),
         config,
     )
+
+
+def expert_placement(config: EngineConfig) -> dict[str, Ranks] | None:
+    """What the file of config.expert_placement says; None without one. Raises ValueError for other
+    content, and OSError if the file cannot be read.
+    """
+    if config.expert_placement is None:
+        return None
+    return read_placement(Path(config.expert_placement), config.expert_ranks)
 
 
 def _quantization(config: EngineConfig) -> dict[str, Any] | str | None:

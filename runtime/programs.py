@@ -82,11 +82,6 @@ class Programs:
 
     def _check(self, lora: LoraShape | None) -> None:
         shares_experts = self.place.experts is not None
-        if shares_experts and self._options.expert_load:
-            raise ValueError(
-                "the option expert_load is not supported with dp and ep, whose ranks send each "
-                "other tokens: leave out one of them, or use tp with ep"
-            )
         if shares_experts and self._options.batch_invariant:
             raise ValueError(
                 "the option batch_invariant is not supported with dp and ep: the order in which "

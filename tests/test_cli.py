@@ -261,7 +261,7 @@ def test_explain_a_model_of_the_users_shows_each_graph_and_the_break(here):
         (
             ["fly"],
             "invalid choice: 'fly' (choose from 'generate', 'explain', 'audit', 'diff', "
-            "'serve', 'run-batch', 'bench', 'doctor')",
+            "'serve', 'run-batch', 'place-experts', 'bench', 'doctor')",
         ),
         ([], "the following arguments are required"),
     ],
@@ -289,7 +289,7 @@ def test_doctor_names_machine_libraries_and_kernels():
     )
 
 
-@pytest.mark.parametrize("command", ["generate", "explain", "serve", "doctor"])
+@pytest.mark.parametrize("command", ["generate", "explain", "serve", "doctor", "place-experts"])
 def test_help_shows_an_example(command, capsys):
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])

@@ -56,7 +56,7 @@ COMMANDS = [
     pytest.param(command, id=command.strip())
     for page in PAGES
     for command in re.findall(
-        r"(?:^|`)(atomc (?:generate|explain|audit|diff|serve|bench|doctor)[^`#\n]*)",
+        r"(?:^|`)(atomc (?:generate|explain|audit|diff|serve|bench|doctor|place-experts(?= ))[^`#\n]*)",
         page.read_text(),
         re.MULTILINE,
     )

@@ -129,8 +129,9 @@ def test_metrics_have_the_total_and_the_imbalance_of_each_layer():
     assert "expert" not in metrics_of(Stats(0, 0, 0, 1, 16, 16))
 
 
-def test_a_server_returns_the_tokens_of_each_expert(checkpoint):
-    flags = ["--num-blocks", 64, "--options", "glue=eager", "--expert-load"]
+@pytest.mark.parametrize("ranks", [[], pytest.param(["--dp", 2, "--ep"], marks=pytest.mark.slow)])
+def test_a_server_returns_the_tokens_of_each_expert(checkpoint, ranks):
+    flags = ["--num-blocks", 64, "--options", "glue=eager", "--expert-load", *ranks]
     with serving(checkpoint, *flags) as server:
         body = {"model": checkpoint.name, "prompt": PROMPTS[0], "max_tokens": 4}
         body |= {"ignore_eos": True, "temperature": 0}

@@ -1,6 +1,7 @@
 """Checkpoints of each kind of model, served by several ranks: the text is that of one."""
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,6 +18,7 @@ from test_tensor_parallel import LATENT_BLOCKS
 from tiny_models import SIZES
 
 from atomc.runtime.llm import LLM, SamplingParams
+from atomc.runtime.ranks.local_launcher import LocalLauncher
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -169,6 +171,15 @@ def text(folder: Any, row: Row, **settings: Any) -> list[tuple[int, ...]]:
         return [completion.token_ids for completion in llm.generate(PROMPTS, GREEDY)]
 
 
+def save(row: Row, folder: Any) -> None:
+    """A checkpoint with random weights."""
+    sizes = SIZES | {"num_hidden_layers": 2, "pad_token_id": 0, "eos_token_id": 0}
+    config = transformers.AutoConfig.for_model(row.model_type, **(sizes | dict(row.differs)))
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    fill(model)
+    model.save_pretrained(folder)
+
+
 @pytest.mark.parametrize(
     "row",
     [
@@ -177,14 +188,90 @@ def text(folder: Any, row: Row, **settings: Any) -> list[tuple[int, ...]]:
     ],
 )
 def test_several_ranks_give_the_text_of_one(row: Row, tmp_path: Any) -> None:
-    sizes = SIZES | {"num_hidden_layers": 2, "pad_token_id": 0, "eos_token_id": 0}
-    config = transformers.AutoConfig.for_model(row.model_type, **(sizes | dict(row.differs)))
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    fill(model)
-    model.save_pretrained(tmp_path)
+    save(row, tmp_path)
     expected = text(tmp_path, row, ep=False)
     assert len({tokens for tokens in expected}) == len(PROMPTS)
     assert text(tmp_path, row, tp=row.tp, pp=row.pp, dp=row.dp) == expected
+
+
+# The experts of the first layer, by rank; the second layer keeps ranges.
+PLACED = [1, 0, 0, 1]
+PLACED_ROWS = {
+    "4 bits": Row("qwen3_moe", EXPERTS, {"ep": True, "quantization": "mxfp4_a16"}),
+    "own requests, fp8": ROWS["own requests, fp8"],
+    "a class of transformers": Row("olmoe", EXPERTS, {"ep": True}),
+    "own requests, a class of transformers": ROWS["own requests, a class of transformers"],
+    "own requests, tokens sent to their experts": ROWS[
+        "own requests, tokens sent to their experts"
+    ],
+    "a shared expert": Row("deepseek_v3", LATENT, {"ep": True}),
+    "drafts": Row("qwen3_moe", EXPERTS, {"ep": True, "speculative": "ngram"}),
+}
+
+
+def texts_and_counts(
+    folder: Any, row: Row, **settings: Any
+) -> tuple[list[tuple[int, ...]], Mapping[str, Sequence[int]]]:
+    """The tokens of each prompt, and those of each expert."""
+    with LLM(folder, **(SETTINGS | dict(row.settings) | settings)) as llm:
+        tokens = [completion.token_ids for completion in llm.generate(PROMPTS, GREEDY)]
+        return tokens, llm.engine.stats().expert_load
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=name, marks=() if i < 2 else pytest.mark.slow)
+        for i, (name, row) in enumerate(PLACED_ROWS.items())
+    ],
+)
+def test_ranks_of_placed_experts_give_the_text_and_the_counts_of_one(
+    row: Row, tmp_path: Any
+) -> None:
+    save(row, tmp_path)
+    expected, counts = texts_and_counts(tmp_path, row, ep=False, expert_load=True)
+    assert all(len(each) == 4 and sum(each) for each in counts.values())
+    placement = {path: PLACED for path in list(counts)[:1]}
+    (tmp_path / "placement.json").write_text(json.dumps(placement))
+    found = texts_and_counts(
+        tmp_path,
+        row,
+        tp=row.tp,
+        dp=row.dp,
+        expert_load=True,
+        expert_placement=tmp_path / "placement.json",
+    )
+    assert found == (expected, counts)
+
+
+@pytest.mark.slow
+def test_stages_of_placed_experts_give_the_text_of_one(tmp_path: Any) -> None:
+    row = ROWS["stages, experts by expert"]
+    save(row, tmp_path)
+    placement = {f"model.layers.{layer}.mlp.experts": PLACED for layer in range(2)}
+    (tmp_path / "placement.json").write_text(json.dumps(placement))
+    given = {"tp": row.tp, "pp": row.pp, "expert_placement": tmp_path / "placement.json"}
+    assert text(tmp_path, row, **given) == text(tmp_path, row, ep=False)
+
+
+def test_a_bad_placement_is_refused_before_other_ranks_start(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*_: Any) -> None:
+        raise AssertionError("a rank was started")
+
+    monkeypatch.setattr(LocalLauncher, "start", start)
+    save(Row("qwen3_moe", EXPERTS), tmp_path)
+    file = tmp_path / "placement.json"
+    settings = SETTINGS | {"tp": 2, "ep": True, "expert_placement": file}
+    for content, message in {
+        '{"model.layers.0.mlp.experts": [0, 1, 2, 3]}': "expert 2 is on rank 2",
+        '{"model.layers.0.mlp.experts": [0, 1]}': "ranks of 2 experts for .*, which has 4",
+        '{"model.layers.5.mlp.experts": [0, 1, 0, 1]}': "which are no experts of this model",
+    }.items():
+        file.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            LLM(tmp_path, **settings)
 
 
 # Of one engine of two ranks: steps of both with rows that only some of them sample, mask or score.

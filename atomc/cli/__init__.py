@@ -11,7 +11,17 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from atomc.cli import audit, bench, diff, doctor, explain, generate, run_batch, serve
+from atomc.cli import (
+    audit,
+    bench,
+    diff,
+    doctor,
+    explain,
+    generate,
+    place_experts,
+    run_batch,
+    serve,
+)
 from atomc.cli.parser import Parser
 from atomc.options import let_openmp_sleep
 
@@ -22,6 +32,7 @@ COMMANDS = {
     "diff": diff,
     "serve": serve,
     "run-batch": run_batch,
+    "place-experts": place_experts,
     "bench": bench,
     "doctor": doctor,
 }

@@ -16,6 +16,8 @@ FOREIGN_FLAGS = {
         "the weights",
         "--data-parallel-backend": "use --ray for a Ray cluster, else leave it out",
         "--data-parallel-size": "use --dp",
+        "--enable-eplb": "experts do not move: use --expert-load, `atomc place-experts`, "
+        "--expert-placement",
         "--enable-expert-parallel": "use --ep",
         "--disable-cuda-graph": "use --enforce-eager",
         "--disable-log-requests": "use --no-log-requests",
@@ -29,6 +31,7 @@ FOREIGN_FLAGS = {
         "--max-num-batched-tokens per step",
         "--enable-lora": "not needed: adapters are given with --lora NAME=FOLDER",
         "--guided-decoding-backend": _LEAVE_OUT,
+        "--init-expert-location": "use --expert-placement",
         "--kv-cache-dtype": "use --options kv_cache_dtype=fp8",
         "--kv-cache-memory-bytes": "use --kv-bytes",
         "--limit-mm-per-prompt": "use --limit-images",

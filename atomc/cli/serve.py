@@ -37,6 +37,7 @@ GROUPS = {
     "tp": "several devices",
     "pp": "several devices",
     "ep": "several devices",
+    "expert_placement": "several devices",
     "dp": "several devices",
     "step_timeout": "several devices",
     "image_cache_bytes": "memory and batching",

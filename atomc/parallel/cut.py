@@ -10,11 +10,13 @@ from atomc.parallel.vocab import rows_of_rank
 
 @dataclass(frozen=True)
 class Cut:
-    """Part `index` of `parts` equal ones, along dimension `dim`.
+    """Part `index` of `parts` equal ones, along dimension `dim`: a range, or `members`.
 
     segments  the relative sizes of segments of the dimension, each of which is cut: equal ones of
               gate and of up, others of queries, keys and values
     padded    zeros follow the last part, if the dimension does not divide
+    members   the indices along the dimension that the part has, in this order: experts that are
+              placed on a rank. Empty: a range
     """
 
     dim: int
@@ -22,6 +24,7 @@ class Cut:
     index: int
     segments: tuple[int, ...] = (1,)
     padded: bool = False
+    members: tuple[int, ...] = ()
 
     def of(self, tensor: Tensor) -> Tensor:
         """The part, contiguous, in memory of its own. Raises ValueError if there is none."""
@@ -34,6 +37,12 @@ class Cut:
             padded = tensor.new_zeros(shape)
             padded.narrow(self.dim, 0, own.shape[self.dim]).copy_(own)
             return padded
+        if self.members:
+            chosen = tensor.new_empty(shape)
+            # Copies exist for all dtypes; of a mapped file, only these are read.
+            for target, i in zip(chosen.unbind(self.dim), self.members, strict=True):
+                target.copy_(tensor.select(self.dim, i))
+            return chosen
         lengths = self.lengths(whole)
         own_lengths = [length // self.parts for length in lengths]
         part = tensor.new_empty(shape)
@@ -45,6 +54,15 @@ class Cut:
             own_length = target.shape[self.dim]
             target.copy_(segment.narrow(self.dim, self.index * own_length, own_length))
         return part
+
+    def position(self, index: int, size: int) -> int | None:
+        """Where the part, which has this size, has an index of the whole dimension; None: another
+        part has it.
+        """
+        if self.members:
+            return self.members.index(index) if index in self.members else None
+        position = index - self.index * size
+        return position if 0 <= position < size else None
 
     def lengths(self, size: int) -> list[int]:
         """Of each segment. Raises ValueError if the size is not in this proportion."""

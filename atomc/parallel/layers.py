@@ -4,7 +4,7 @@ A side is what is divided: "out", the outputs of a linear layer or of a projecti
 "in", its inputs. Tensors of a quantization scheme follow: codes, and the scales of what is kept.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -193,10 +193,14 @@ def _of_stacked(
     return found
 
 
-def cuts_by_expert(module: nn.Module, size: int, rank: int) -> Cuts:
-    """The parameters of stacked experts, which are divided by expert."""
+def cuts_by_expert(module: nn.Module, size: int, rank: int, ranks: Sequence[int] = ()) -> Cuts:
+    """The parameters of stacked experts, which are divided by expert.
+
+    ranks  of each expert; empty: equal ranges of experts, by rank
+    """
     num_experts = num_experts_of(module)
-    cut = Cut(0, size, rank)
+    own = tuple(expert for expert, placed in enumerate(ranks) if placed == rank)
+    cut = Cut(0, size, rank, members=own)
     try:
         cut.size_of(num_experts)
     except ValueError as error:

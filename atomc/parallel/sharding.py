@@ -25,6 +25,7 @@ from atomc.parallel.collectives import (
     TokensOfRanks,
 )
 from atomc.parallel.cut import Cut
+from atomc.parallel.expert_placement import Placement, check_placement, in_order
 from atomc.parallel.group import TensorParallel
 from atomc.parallel.layers import GATE_AND_UP, Side
 from atomc.parallel.plan import EXPERTS, GATHERED, SPLIT_INPUT, SUMMED, Plan, plan_of
@@ -52,6 +53,7 @@ class Sharding:
     keys      name of an attention layer -> how its keys and values are cut
     recurrent names of gated delta nets
     dispatch  whether processes have different tokens, which are sent to those of their experts
+    placement name of experts -> the rank of each; others are divided into equal ranges by rank
     """
 
     model: nn.Module
@@ -65,22 +67,29 @@ class Sharding:
     keys: dict[str, Cut] = field(default_factory=dict)
     recurrent: list[str] = field(default_factory=list)
     dispatch: bool = False
+    placement: Placement = field(default_factory=dict)
 
     @classmethod
     def of_experts(
-        cls, model: nn.Module, place: TensorParallel, *, quantized: Collection[str] = ()
+        cls,
+        model: nn.Module,
+        place: TensorParallel,
+        *,
+        quantized: Collection[str] = (),
+        placement: Placement | None = None,
     ) -> "Sharding":
         """Of processes that each have all but some of the experts, and tokens of their own.
 
-        Raises ValueError for a model without experts, or one whose experts do not divide.
+        Raises ValueError for a model without experts, or one whose experts do not divide, and for a
+        placement of other experts.
         """
         plan = plan_of(model, ep=True)
         modules = dict(model.named_modules())
-        made = cls(
-            model, place, {name: how for name, how in plan.items() if how in EXPERTS}, dispatch=True
-        )
+        of_experts = {name: how for name, how in plan.items() if how in EXPERTS}
+        made = cls(model, place, of_experts, dispatch=True, placement=placement or {})
         for name, how in made.plan.items():
             made._add_experts(name, modules[name], how)
+        made._check_placement()
         made.cuts()
         return made
 
@@ -92,18 +101,20 @@ class Sharding:
         *,
         ep: bool = False,
         quantized: Collection[str] = (),
+        placement: Placement | None = None,
     ) -> "Sharding":
-        """quantized: names of layers that are quantized afterwards.
+        """quantized  names of layers that are quantized afterwards
+        placement  of experts, with ep
 
         Raises ValueError for a model without a plan, or one that this number of ranks does not
-        divide.
+        divide, and for a placement of other experts.
         """
         plan = plan_of(model, ep=ep)
         sizes.check(_fields(model), place.size, ep=ep)
         modules = dict(model.named_modules())
         nets = [name for name, module in modules.items() if delta_nets.is_delta_net(module)]
         latent = latent_attention.words_of(modules, plan)
-        made = cls(model, place, _without(plan, nets) | latent)
+        made = cls(model, place, _without(plan, nets) | latent, placement=placement or {})
         experts = tuple(f"{name}." for name, how in made.plan.items() if how in EXPERTS)
         for name, how in made.plan.items():
             module = modules.get(name)
@@ -126,6 +137,7 @@ class Sharding:
                     f"{name} is a {type(module).__name__}, which the plan divides {how}: only "
                     "linear layers and stacked experts are supported"
                 )
+        made._check_placement()
         made._check_keys(modules)
         for name in nets:
             made._add_delta_net(name, modules[name])
@@ -160,6 +172,11 @@ class Sharding:
         self.experts[name] = how == "ep_dispatch_experts"
         if not self.dispatch:
             self.summed.append(name)
+
+    def _check_placement(self) -> None:
+        by_expert = [name for name, divided in self.experts.items() if divided]
+        number = {name: layers.num_experts_of(self.model.get_submodule(name)) for name in by_expert}
+        check_placement(self.placement, number)
 
     def _add_linear(self, name: str, modules: dict[str, nn.Module], how: str) -> None:
         side, place = SIDES[how], self.place
@@ -218,7 +235,8 @@ class Sharding:
                 if name in self.linears:
                     of_layer = layers.cuts_of_linear(module, *self.linears[name])
                 elif self.experts[name]:
-                    of_layer = layers.cuts_by_expert(module, size, rank)
+                    ranks = self.placement.get(name, ())
+                    of_layer = layers.cuts_by_expert(module, size, rank, ranks)
                 else:
                     of_layer = layers.cuts_of_experts(module, size, rank)
             except ValueError as error:
@@ -265,7 +283,7 @@ class Sharding:
             module.register_forward_hook(SumOverRanks(self.place.group))
         for name, by_expert in self.experts.items():
             if by_expert:
-                self._map_experts(self.model.get_submodule(name))
+                self._map_experts(name, self.model.get_submodule(name))
         for name, how in self.plan.items():
             if how in SPLIT_INPUT and name in self.linears:
                 self._split_input(self.model.get_submodule(name))
@@ -280,21 +298,21 @@ class Sharding:
             if bias is not None:
                 assign(self.model, (f"{name}.{leaf}",), torch.zeros_like(bias.data))
 
-    def _map_experts(self, module: nn.Module) -> None:
+    def _map_experts(self, name: str, module: nn.Module) -> None:
         """Register the row of each expert in the weights of this rank."""
-        held = layers.num_experts_of(module)
+        held, size = layers.num_experts_of(module), self.place.size
         # For classes of transformers, the expert behind the last is none; for ours, that before
         # the first.
         nowhere = -1 if isinstance(module, Experts | QuantizedExperts) else held
-        rows = torch.full((held * self.place.size,), nowhere, dtype=torch.int64)
-        first = self.place.rank * held
-        rows[first : first + held] = torch.arange(held)
-        size, group = self.place.size, self.place.group
+        owners = torch.tensor(self.placement.get(name) or in_order(held * size, size))
+        rows = torch.full_like(owners, nowhere)
+        rows[owners == self.place.rank] = torch.arange(held)
+        group = self.place.group
         if not self.dispatch:
             module.register_buffer(EXPERT_MAP, rows.to(_device(module)), persistent=False)
             module.register_forward_pre_hook(ExpertsOfRank(nowhere))
             return
-        places = torch.stack((rows, torch.arange(size).repeat_interleave(held)))
+        places = torch.stack((rows, owners))
         module.register_buffer(EXPERT_PLACES, places.to(_device(module)), persistent=False)
         module.register_forward_pre_hook(TokensOfRanks(nowhere, size, group))
         module.register_forward_hook(ResultsOfRanks(size, group))

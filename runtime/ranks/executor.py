@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from atomc.models.checkpoint_files import load_config
+from atomc.models.loader import check_expert_placement
 from atomc.parallel import sizes
 from atomc.runtime.config import EngineConfig
-from atomc.runtime.executor import Launched, Result, StepCounts
-from atomc.runtime.loading import config_folder
+from atomc.runtime.executor import Launched, Result, StepCounts, sum_of_loads
+from atomc.runtime.loading import config_folder, expert_placement
 from atomc.runtime.phases import Phases
 from atomc.runtime.ranks.interrupts import interrupts_delayed
 from atomc.runtime.ranks.local_launcher import LocalLauncher
@@ -19,6 +20,7 @@ from atomc.runtime.ranks.messages import (
     IMPORTED,
     LOADED,
     Collect,
+    Count,
     ForgetCounts,
     Launch,
     PreparePooling,
@@ -52,7 +54,8 @@ class RankExecutor:
     on_failure  as in Monitor
     launcher    starts the other ranks; default: as processes of this host
 
-    Raises ValueError for a size that does not divide the model, or exceeds the number of devices.
+    Raises ValueError for a size that does not divide the model, or exceeds the number of devices,
+    and for a placement of other experts than the model's.
     """
 
     def __init__(
@@ -67,10 +70,14 @@ class RankExecutor:
     ) -> None:
         launcher = launcher or LocalLauncher()
         size = config.num_ranks
-        fields = load_config(config_folder(config))
+        folder = config_folder(config)
+        fields = load_config(folder)
         sizes.check(fields, config.tp, ep=config.ep)
         sizes.check_experts(fields, config.data_ranks)
         sizes.check_stages(fields, config.pp)
+        if (placement := expert_placement(config)) is not None:
+            with_draft = config.speculative == "mtp"
+            check_expert_placement(folder, placement, config.expert_ranks, draft_layer=with_draft)
         kind = launcher.device_kind(config)
         if torch.distributed.is_initialized():
             raise ValueError(
@@ -113,6 +120,10 @@ class RankExecutor:
         except BaseException:  # Ctrl-C too: no process may remain
             self._close()
             raise
+        # Without ep, each rank counts all tokens.
+        self._counts_experts = config.ep and any(
+            program.counts_experts for program in self.worker.programs.of_steps
+        )
         self.limits = self.worker.limits
         self.pools = False
 
@@ -179,7 +190,13 @@ class RankExecutor:
         return self.worker.check()
 
     def counts(self) -> StepCounts:
-        return self.worker.counts()
+        """Of rank 0; tokens of experts are those of all ranks, if they divide the experts."""
+        if not self._counts_experts:
+            return self.worker.counts()
+        with self._monitor.sending(Count, of_step=True) as number:
+            counts = self.worker.counts()
+            loads = [counts.expert_load, *self._monitor.expert_loads(number)]
+        return replace(counts, expert_load=sum_of_loads(loads))
 
     def forget_counts(self) -> None:
         with self._monitor.sending(ForgetCounts):

@@ -67,13 +67,30 @@ class ForgetCounts(msgspec.Struct, tag=True):
     number: int
 
 
+class Count(msgspec.Struct, tag=True):
+    """Worker.counts; answered with Counts."""
+
+    number: int
+
+
 class Stop(msgspec.Struct, tag=True):
     """End the process."""
 
     number: int = 0
 
 
-Command = Launch | Sample | Collect | WarmUp | PreparePooling | Sleep | WakeUp | ForgetCounts | Stop
+Command = (
+    Launch
+    | Sample
+    | Collect
+    | WarmUp
+    | PreparePooling
+    | Sleep
+    | WakeUp
+    | ForgetCounts
+    | Count
+    | Stop
+)
 
 
 class Pulse(msgspec.Struct, tag=True):
@@ -115,4 +132,12 @@ class Results(msgspec.Struct, tag=True):
     results: list[Result]
 
 
-Report = Pulse | Done | Failed | Results
+class Counts(msgspec.Struct, tag=True):
+    """What command `number` asks for: tokens of experts, as in StepCounts."""
+
+    rank: int
+    number: int
+    expert_load: dict[str, list[int]]
+
+
+Report = Pulse | Done | Failed | Results | Counts

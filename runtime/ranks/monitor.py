@@ -21,7 +21,7 @@ from atomc.errors import first_line
 from atomc.runtime.endpoint import bind
 from atomc.runtime.executor import Result
 from atomc.runtime.ranks import messages
-from atomc.runtime.ranks.messages import Command, Done, Failed, Pulse, Results
+from atomc.runtime.ranks.messages import Command, Counts, Done, Failed, Pulse, Results
 from atomc.runtime.ranks.process_group import abort_collectives, leave
 from atomc.runtime.ranks.rank_failed import RankFailed
 from atomc.runtime.ranks.rank_launcher import RankHandle, place_of
@@ -86,6 +86,7 @@ class Monitor:
         self._collected = self._digest = 0
         self._digests: dict[int, int] = {}
         self._results: dict[int, dict[int, list[Result]]] = defaultdict(dict)
+        self._loads: dict[int, dict[int, dict[str, list[int]]]] = defaultdict(dict)
         self._encode = msgspec.msgpack.Encoder().encode
         self._context = zmq.Context()
         self._sockets = {rank: self._socket(zmq.PUSH) for rank in self._others}
@@ -206,6 +207,16 @@ class Monitor:
         self.raise_failure()
         return [result for rank in ranks for result in found[rank]]
 
+    def expert_loads(self, number: int) -> list[dict[str, list[int]]]:
+        """What each other rank answers to this command; waits for them."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._failure or self._loads[number].keys() >= set(self._others)
+            )
+            found = self._loads.pop(number, {})
+        self.raise_failure()
+        return list(found.values())
+
     def collected(self, results: Sequence[Result]) -> None:
         """Note the results of a step: those of the other ranks must be equal."""
         with self._changed:
@@ -275,6 +286,8 @@ class Monitor:
                         self._failed_at.setdefault(number, time.monotonic())
                     case Results(rank, number, results):
                         self._results[number][rank] = results
+                    case Counts(rank, number, expert_load):
+                        self._loads[number][rank] = expert_load
                 self._changed.notify_all()
 
     @property

@@ -15,7 +15,7 @@ from atomc.runtime.endpoint import use_tcp
 from atomc.runtime.executor import Launched
 from atomc.runtime.phases import Phases
 from atomc.runtime.ranks import messages
-from atomc.runtime.ranks.messages import IMPORTED, LOADED, Done, Failed, Pulse, Results
+from atomc.runtime.ranks.messages import IMPORTED, LOADED, Counts, Done, Failed, Pulse, Results
 from atomc.runtime.ranks.process_group import connect_store, join, open_device
 from atomc.runtime.ranks.rank_settings import RankSettings
 from atomc.runtime.ranks.results_digest import results_digest
@@ -133,6 +133,9 @@ class Rank:
                 ).start()
             case messages.ForgetCounts():
                 worker.forget_counts()
+            case messages.Count(number):
+                load = {path: list(found) for path, found in worker.counts().expert_load.items()}
+                _send(self._reports, Counts(self.settings.rank, number, load))
 
     def _prepare_pooling(self, worker: Worker, number: int) -> None:
         """The work of a thread."""

@@ -9,6 +9,9 @@ LOADS = "tests/test_tensor_parallel_loading.py -m '' -k"
 PART = f"{LOADS} 'stored_experts and zeros'"
 
 
+PLACED = "tests/test_expert_placement.py -k"
+
+
 DTENSORS = "tests/test_dtensors.py -k"
 
 
@@ -40,7 +43,7 @@ BUGS = [
     bug("layers.py", "if whole // cut.parts % block), None)", "if part % block), None)", f"{NETS} part_of_a_block"),
     bug("sizes.py", " or LINEAR in types", "", f"{NETS} sizes_are_refused"),
     bug("sharding.py", "if self.place.rank:\n", "if False:\n", f"{CUTS} linear_layer_is_cut"),
-    bug("sharding.py", "first = self.place.rank * held", "first = 0", f"{CUTS} by_width_or_by_expert"),
+    bug("sharding.py", "owners == self.place.rank", "owners == 0", f"{CUTS} by_width_or_by_expert"),
     bug("sharding.py", "            layers.resize_experts(module, self.place.size, by_expert=by_expert)\n", "            module\n", PART),
     bug("layers.py", "if whole // cut.parts % block), None)", "if False), None)", f"{CUTS} within_a_block"),
     bug("layers.py", ' and not name.endswith("input_scale")', "", f"{LOADS} 'stored_experts and static and expert'"),
@@ -50,7 +53,15 @@ BUGS = [
     bug("sizes.py", "elif width // size % block:", "elif width % block:", f"{CUTS} sizes_that_do_not"),
     bug("sharding.py", "len(names) > 1 and not divided.issuperset(names)", "False", f"{CUTS} shares_a_weight"),
     bug("layers.py", "(1,) if spec.gate[\"interleaved\"] else GATE_AND_UP", "GATE_AND_UP", "tests/test_tensor_parallel.py -k 'gpt_oss and not ep'"),
-    Bug("models/load_parts.py", "row = expert - cut.index * len(local)", "row = expert", f"{LOADS} 'stored_experts and zeros and expert'"),
+    bug("cut.py", "            return chosen\n", "            pass\n", f"{PLACED} 'any_members or one_by_one'"),
+    bug("cut.py", "self.members.index(index) if index in self.members else None", "self.index", f"{PLACED} int4"),
+    bug("expert_placement.py", "key=lambda each: -tokens[each]", "key=lambda each: each", f"{PLACED} largest_expert"),
+    bug("expert_placement.py", "if room[r])", ")", f"{PLACED} equally_many"),
+    bug("expert_placement.py", "tuple(placed) if better else ranges", "tuple(placed)", f"{PLACED} 'ranges_are_as_good or never_less'"),
+    bug("expert_placement.py", "    if min(held) != max(held):\n", "    if False:\n", f"{PLACED} no_placement"),
+    bug("sharding.py", "self.placement.get(name) or in_order(", "in_order(", f"{PLACED} int4"),
+    bug("sharding.py", "        made._check_placement()\n        made._check_keys(modules)\n", "        made._check_keys(modules)\n", f"{PLACED} before_weights"),
+    bug("cut.py", "position = index - self.index * size", "position = index", f"{LOADS} 'stored_experts and zeros and expert'"),
     Bug("models/load_parts.py", "(expert, first // cut.parts, end // cut.parts)", "(expert, first, first + (end - first) // cut.parts)", f"{LOADS} 'one and width'"),
     Bug("models/load_parts.py", "{0: 0, 1: 2, 2: 1}", "{0: 0, 1: 1, 2: 2}", f"{LOADS} transposed"),
     Bug("atomc/quantization/packing.py", "(given - given[0]).equal(ordered)", "given.equal(ordered)", f"{LOADS} gptq"),
