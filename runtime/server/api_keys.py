@@ -55,7 +55,9 @@ class ApiKeys:
         if len({name for name, _ in given}) != len(given):
             return None
         found = [self._number(name, value) for name, value in sorted(given)]
-        return None if None in found or not found else found[0]
+        if not found or any(number is None for number in found):
+            return None
+        return found[0]
 
     def _number(self, name: bytes, value: bytes) -> int | None:
         scheme, _, key = value.partition(b" ") if name == AUTHORIZATION else (b"bearer", b"", value)
