@@ -133,6 +133,8 @@ def test_a_wrong_file_is_refused(tmp_path, wrong, text, part):
         (["--host", "256.1.1.1"], "cannot listen on 256.1.1.1 port 8000"),
         (["--api-key", ""], "an api_key is empty"),
         (["--max-num-seqs", "0"], "max_num_seqs is 0, it must be at least 1"),
+        (["--drain-seconds", "inf"], "drain_seconds is inf, expected a number of seconds that is"),
+        (["--drain-seconds", "-1"], "drain_seconds is -1.0, expected a number of seconds"),
     ],
 )
 def test_a_wrong_flag_is_one_line(wrong, argv, part):

@@ -36,7 +36,7 @@ from atomc.runtime.ranks.torchrun import (
     settings_from_rank_0,
 )
 from atomc.runtime.server.config import ServerConfig
-from atomc.runtime.server.serve import DEMO_NAME, check_launcher
+from atomc.runtime.server.serve import DEMO_NAME, check_launcher, with_drain_seconds
 
 CONFIG = EngineConfig(tp=2, device="cpu")
 SHARES_EXPERTS = EngineConfig(dp=2, ep=True, device="cpu")
@@ -86,6 +86,16 @@ def test_what_does_not_fit_the_processes_of_torchrun_is_refused(monkeypatch):
         check_launcher(ServerConfig(ray=True), place)
     with pytest.raises(ValueError, match="use torchrun's --max-restarts"):
         check_launcher(ServerConfig(restart_engine=1), place)
+
+
+def test_answers_have_time_to_finish_before_torchrun_kills_the_server():
+    place = TorchrunPlace(0, 2, 0, "10.0.0.1", 29500)
+    times = [
+        with_drain_seconds(ServerConfig(drain_seconds=given), by).drain_seconds
+        for given in (None, 7.0)
+        for by in (None, place)
+    ]
+    assert times == [30, 20, 7, 7]
 
 
 def test_each_rank_uses_the_gpu_of_its_number_on_its_host():

@@ -38,7 +38,11 @@ class ServerConfig:
         64 * 2**20,
         "maximum size of the responses that /v1/responses keeps in memory; 0: none are kept",
     )
-    drain_seconds: float = _option(30.0, "seconds for running requests to finish at shutdown")
+    drain_seconds: float | None = _option(
+        None,
+        "seconds for running requests to finish at shutdown; default: 30, or 20 as a process of "
+        "torchrun, which kills it 30 seconds after SIGTERM",
+    )
     engine_patience: float = _option(
         60.0, "seconds without a response of the engine after which /health fails"
     )
@@ -142,7 +146,6 @@ class ServerConfig:
             ("max_body_bytes", 1),
             ("limit_images", 0),
             ("response_store_bytes", 0),
-            ("drain_seconds", 0),
             ("engine_patience", 1),
             ("engine_timeout", 0),
             ("restart_engine", 0),
@@ -165,9 +168,10 @@ class ServerConfig:
         for name in ("header_timeout", "body_timeout"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, it must be above 0")
-        if not math.isfinite(self.drain_seconds):
+        if self.drain_seconds is not None and not 0 <= self.drain_seconds < math.inf:
             raise ValueError(
-                f"drain_seconds is {self.drain_seconds}, expected a finite number of seconds"
+                f"drain_seconds is {self.drain_seconds}, expected a number of seconds that is "
+                "finite and at least 0"
             )
         for key in self.api_key:
             check_key(key, "api_key")

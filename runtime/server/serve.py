@@ -66,6 +66,7 @@ def serve(server: ServerConfig, engine: EngineConfig) -> None:
     traces = _traces(server)
     torchrun = torchrun_place()
     check_launcher(server, torchrun)
+    server = with_drain_seconds(server, torchrun)
     if torchrun is not None and torchrun.rank > 0:
         start_engines(engine, folder, torchrun=torchrun)
     listener = _bind(server)
@@ -172,6 +173,13 @@ def check_launcher(server: ServerConfig, torchrun: TorchrunPlace | None) -> None
         )
 
 
+def with_drain_seconds(server: ServerConfig, torchrun: TorchrunPlace | None) -> ServerConfig:
+    """The config with the time that running requests have to finish, if it says none."""
+    if server.drain_seconds is not None:
+        return server
+    return replace(server, drain_seconds=30.0 if torchrun is None else 20.0)
+
+
 def _raise_open_file_limit() -> None:
     """Each connection is an open file, and the default soft limit of shells is low."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -216,6 +224,7 @@ async def _run(
     from atomc.runtime.server.shutdown import ShutdownMiddleware
     from atomc.runtime.server.web_server import WebServer
 
+    assert config.drain_seconds is not None, "with_drain_seconds sets it"
     async with running_service(config, processes, folder, name, traces) as service:
         engines = service.engines
         supervisors = [
