@@ -9,6 +9,7 @@ from rewriting import after_passes, rewritten
 
 import atomc
 from atomc import passes
+from atomc.rewriting.matching import near_miss
 
 LORA = next(each for each in passes.PIPELINE if each.name == "lora_linear")
 X, W, BIAS = torch.randn(3, 16), torch.randn(12, 16) / 4, torch.randn(12)
@@ -95,6 +96,20 @@ def test_products_that_are_no_adapter_are_left_alone():
         return F.linear(x, weight) + F.linear(thin, b) * 2.0, thin
 
     rewritten(LORA, read_twice, X, W, A, B, matches=0)
+
+
+def test_the_layers_of_a_model_without_adapters_are_compared_with_no_pattern(monkeypatch):
+    compared = []
+    explain = near_miss.explain
+    monkeypatch.setattr(near_miss, "explain", lambda *args: compared.append(args) or explain(*args))
+
+    def mlp(x, weight, back):
+        return x + F.linear(F.silu(F.linear(x, weight)), back)
+
+    rewritten(LORA, mlp, X, W, torch.randn(16, 12), matches=0)
+    assert not compared
+    missed(dropped, X, W, A, B)
+    assert compared
 
 
 class Adapted(torch.nn.Module):

@@ -9,14 +9,20 @@ keys and values, or of gate and up. The adapter may be in fp32 where the model i
 rounded to the dtype of y. Products that are not thin are left alone: they are no adapter.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from atomc import ops
+from atomc.graph.canonical import GENERIC, call
 from atomc.rewriting.example import Example, OneOf, tensor_example
+from atomc.rewriting.matching.pattern import Index
 from atomc.rewriting.rewrite import Case, Rewrite
 
 aten = torch.ops.aten
+LINEAR = "atom::linear"
 _16_BITS = (torch.bfloat16, torch.float16)
 
 
@@ -94,16 +100,35 @@ def _unscaled_example(in_fp32: bool, biased: bool) -> Example:
     }
 
 
+def _if_chained(*cases: Case) -> Callable[[Index], Sequence[Case]]:
+    """The cases, for graphs in which a linear layer reads what another one computes, maybe behind
+    generic ops. Most models have no such layers, and each of theirs would be compared with all
+    patterns.
+    """
+    return lambda index: cases if _is_chained(index) else ()
+
+
+def _is_chained(index: Index) -> bool:
+    linears, seen = set(index[LINEAR]), set[Node]()
+    waiting = [call(linear).operands[0] for linear in linears]
+    while waiting:
+        node = waiting.pop()
+        if node in linears:
+            return True
+        if node not in seen and call(node).op in GENERIC:
+            seen.add(node)
+            waiting += call(node).operands
+    return False
+
+
 LORA_LINEAR = Rewrite(
     "lora_linear",
     _pattern,
     _replacement,
     _example,
     guard=_guard,
-    cases=[
-        Case("adapter in fp32", {"in_fp32": True}),
-        Case("", {"in_fp32": False}),
-    ],
+    cases=(),
+    cases_in=_if_chained(Case("adapter in fp32", {"in_fp32": True}), Case("", {"in_fp32": False})),
 )
 # A scale of 1 is no node of the graph. Without it, the layer is part of the pattern: a sum of any y
 # and two products could be a residual stream and a layer of low rank.
@@ -114,12 +139,15 @@ LORA_LINEAR_UNSCALED = Rewrite(
     _unscaled_example,
     guard=_guard,
     variant="scale of 1",
-    cases=[
-        Case(
-            f"{'adapter in fp32' if in_fp32 else ''}{', bias' if biased else ''}",
-            {"in_fp32": in_fp32, "biased": biased},
+    cases=(),
+    cases_in=_if_chained(
+        *(
+            Case(
+                f"{'adapter in fp32' if in_fp32 else ''}{', bias' if biased else ''}",
+                {"in_fp32": in_fp32, "biased": biased},
+            )
+            for in_fp32 in (True, False)
+            for biased in (True, False)
         )
-        for in_fp32 in (True, False)
-        for biased in (True, False)
-    ],
+    ),
 )
