@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -29,10 +30,8 @@ from atomc import demo
 from atomc.errors import RunError
 from atomc.parallel.vocab import LogitsOfRank
 from atomc.runtime import worker
-from atomc.runtime.engine import Engine, EngineConfig
 from atomc.runtime.llm import LLM, SamplingParams
 from atomc.runtime.ranks import executor, monitor
-from atomc.runtime.ranks.local_launcher import LocalLauncher
 from atomc.runtime.ranks.messages import Sample
 from atomc.runtime.ranks.rank_failed import RankFailed
 from atomc.runtime.sampling.sampling_params import Structured
@@ -470,16 +469,31 @@ def test_graphs_are_dropped_after_what_they_wait_for_is_aborted(monkeypatch):
     assert dropped == [True]
 
 
+NO_SUCH_DEVICE = """
+from torch import distributed
+from atomc.runtime.engine import Engine, EngineConfig
+from atomc.runtime.ranks.local_launcher import LocalLauncher
+from atomc.runtime.ranks.rank_failed import RankFailed
+
 class NoSuchDevice(LocalLauncher):
     def device(self, kind, rank):
         return "cuda:99" if rank == 1 else kind
 
+try:
+    Engine(EngineConfig(**{config}, tp=2), progress=False, rank_launcher=NoSuchDevice())
+except RankFailed as error:
+    print("in a group" if distributed.is_initialized() else error)
+"""
+
 
 def test_a_rank_without_its_device_ends_the_start():
-    config = EngineConfig(**{name: CONFIG[name] for name in CONFIG if name != "progress"}, tp=2)
-    with pytest.raises(RankFailed, match=r"^rank 1 .* failed: .*(CUDA|NVIDIA)"):
-        Engine(config, progress=False, rank_launcher=NoSuchDevice())
-    assert not distributed.is_initialized()
+    config = {name: CONFIG[name] for name in CONFIG if name != "progress"}
+    program = NO_SUCH_DEVICE.replace("{config}", repr(config))
+    # A process, because the start that does not end would not end this one.
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
+    assert re.match(r"rank 1 .* failed: .*(CUDA|NVIDIA)", done.stdout), done.stderr
 
 
 def test_sizes_that_do_not_fit_are_refused_before_anything_starts(monkeypatch):
