@@ -4,7 +4,7 @@
 in several: a step is plain data (atomc.runtime.step), and so is a Result.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -73,16 +73,6 @@ class StepCounts:
     graph_rows: int
     graph_padding: int
     expert_load: Mapping[str, Sequence[int]]
-
-
-def sum_of_loads(loads: Iterable[Mapping[str, Sequence[int]]]) -> dict[str, list[int]]:
-    """Tokens of each expert by layer, added up."""
-    found: dict[str, list[int]] = {}
-    for load in loads:
-        for path, counts in load.items():
-            before = found.get(path, [0] * len(counts))
-            found[path] = [a + b for a, b in zip(before, counts, strict=True)]
-    return found
 
 
 class Launched(Protocol):

@@ -1,10 +1,8 @@
 """Statistics of an engine."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-
-import numpy as np
 
 
 @dataclass
@@ -108,11 +106,18 @@ def total(engines: Sequence[Stats]) -> Stats:
         if isinstance(value, int)
     }
     found["max_len"] = min(stats.max_len for stats in engines)
-    expert_load = {
-        layer: np.sum([stats.expert_load[layer] for stats in engines], 0).tolist()
-        for layer in first.expert_load
-    }
+    expert_load = sum_of_loads(stats.expert_load for stats in engines)
     host_ms = max(stats.host_ms for stats in engines)
     return replace(
         first, **found | {"steps": dict(steps), "expert_load": expert_load, "host_ms": host_ms}
     )
+
+
+def sum_of_loads(loads: Iterable[Mapping[str, Sequence[int]]]) -> dict[str, list[int]]:
+    """Tokens of each expert by layer, added up."""
+    found: dict[str, list[int]] = {}
+    for load in loads:
+        for path, counts in load.items():
+            before = found.get(path, [0] * len(counts))
+            found[path] = [a + b for a, b in zip(before, counts, strict=True)]
+    return found

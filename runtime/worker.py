@@ -2,20 +2,21 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from atomc.models.stock import StockModel
 from atomc.ops.state import StateSpec, block_size_of, groups_of
-from atomc.parallel.collectives import EXPERT_MAP
 from atomc.parallel.group import Place
 from atomc.program import Program
 from atomc.runtime.batch import StepShape
 from atomc.runtime.capacity import GRAPH_SHARE, Capacity, capacity, free_memory
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.evaluation_mode import evaluation_mode
-from atomc.runtime.executor import Limits, Result, StepCounts, sum_of_loads
+from atomc.runtime.executor import Limits, Result, StepCounts
+from atomc.runtime.expert_load import ExpertLoad, of_all_experts, rows_of_experts
 from atomc.runtime.given_module import GivenModule
 from atomc.runtime.graphs import step_shapes
 from atomc.runtime.image_encoder import ImageEncoder
@@ -33,6 +34,7 @@ from atomc.runtime.sampling.sample_spec import SampleSpec
 from atomc.runtime.sampling.sampling_params import SamplingParams
 from atomc.runtime.slots import Slots
 from atomc.runtime.state_rows import StateRows
+from atomc.runtime.stats import sum_of_loads
 from atomc.runtime.step import ScheduledStep
 from atomc.runtime.step_kernels import StepKernels
 from atomc.runtime.threads import Threads, choose, use
@@ -397,25 +399,17 @@ class Worker:
             program.check()
         return written
 
+    @cached_property
+    def _expert_rows(self) -> ExpertLoad:
+        return rows_of_experts(self.programs.module)
+
     def counts(self) -> StepCounts:
         runner = self.runner
-        load = sum_of_loads(self._expert_load(program) for program in self.programs.of_steps)
+        load = sum_of_loads(
+            of_all_experts(program.expert_load(), self._expert_rows)
+            for program in self.programs.of_steps
+        )
         return StepCounts(dict(runner.steps), runner.rows, runner.padding, load)
-
-    def _expert_load(self, program: Program) -> dict[str, list[int]]:
-        """Tokens that this worker counted of all experts of a layer: it may have some of them."""
-        found, buffers = {}, dict(self.programs.module.named_buffers())
-        for path, counts in program.expert_load().items():
-            # With hidden states, the model is a submodule of the program's module.
-            name = path.removeprefix("module.")
-            rows = buffers.get(f"{name}.{EXPERT_MAP}")
-            held = range(len(counts))
-            found[name] = (
-                counts
-                if rows is None
-                else [counts[row] if row in held else 0 for row in rows.tolist()]
-            )
-        return found
 
     def forget_counts(self) -> None:
         self.runner.forget_counts()

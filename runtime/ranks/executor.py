@@ -11,7 +11,7 @@ from atomc.models.checkpoint_files import load_config
 from atomc.models.loader import check_expert_placement
 from atomc.parallel import sizes
 from atomc.runtime.config import EngineConfig
-from atomc.runtime.executor import Launched, Result, StepCounts, sum_of_loads
+from atomc.runtime.executor import Launched, Result, StepCounts
 from atomc.runtime.loading import config_folder, expert_placement
 from atomc.runtime.phases import Phases
 from atomc.runtime.ranks.interrupts import interrupts_delayed
@@ -34,6 +34,7 @@ from atomc.runtime.ranks.process_group import create_store, join
 from atomc.runtime.ranks.rank_failed import RankFailed
 from atomc.runtime.ranks.rank_launcher import RankLauncher, place_of
 from atomc.runtime.ranks.rank_settings import RankSettings, TorchSettings
+from atomc.runtime.stats import sum_of_loads
 from atomc.runtime.step import ScheduledStep
 from atomc.runtime.threads import choose
 from atomc.runtime.worker import Worker
