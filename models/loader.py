@@ -43,7 +43,12 @@ from atomc.parallel.sharding import Sharding
 from atomc.parallel.stages import ALL_NAMES, OwnNames, cut_stage
 from atomc.quantization import apply
 from atomc.quantization.apply import Methods
-from atomc.quantization.config import QuantizationConfig, Request, decide
+from atomc.quantization.config import (
+    QuantizationConfig,
+    Request,
+    decide,
+    without_quantization,
+)
 
 log = logging.getLogger("atomc")
 
@@ -201,9 +206,7 @@ def check_expert_placement(
     config = load_config(Path(path))
     if draft_layer:
         check_draft_layers(config, None, Path(path))
-    quantization = ("quantization_config", "compression_config")
-    config = {name: value for name, value in config.items() if name not in quantization}
-    model = build(config, device="meta", draft_layer=draft_layer)
+    model = build(without_quantization(config), device="meta", draft_layer=draft_layer)
     Sharding.of_experts(model, TensorParallel(0, num_ranks, ""), placement=placement)
 
 

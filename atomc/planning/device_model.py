@@ -22,7 +22,12 @@ from atomc.parallel.stages import cut_stage
 from atomc.platform import Platform
 from atomc.quantization import apply
 from atomc.quantization.apply import Methods
-from atomc.quantization.config import QuantizationConfig, Request, decide
+from atomc.quantization.config import (
+    QuantizationConfig,
+    Request,
+    decide,
+    without_quantization,
+)
 from atomc.quantization.linear import LinearMethod, QuantizedLinear
 from atomc.quantization.scheme import Fp8, Fp8Block, Scheme
 from atomc.runtime.draft import draft_model_of
@@ -91,15 +96,12 @@ def build_model(
         config = _first_layers(layers, config)
     chosen = decide(quantization, folder, config)
     _check_sizes(config, devices, data_ranks, stage, ep=ep)
-    plain = {
-        name: value
-        for name, value in config.items()
-        if name not in ("quantization_config", "compression_config")
-    }
     dtype = dtype or config_dtype(config) or torch.float32
     if drafts:
         check_draft_layers(config, None, folder)
-    module = models.build(plain, dtype=dtype, device="meta", draft_layer=drafts > 0)
+    module = models.build(
+        without_quantization(config), dtype=dtype, device="meta", draft_layer=drafts > 0
+    )
     if stage is not None:
         cut_stage(module, stage)
     prefix = stock.PREFIX if isinstance(module, stock.StockModel) else ""
