@@ -15,9 +15,7 @@ pytest.importorskip("msgspec")
 pytest.importorskip("transformers")
 
 import torch
-import transformers
 from fake_group import without_groups
-from tensor_parallel_ranks import fill
 from test_ranks_models import (
     ALTERNATING,
     DELTA_NET,
@@ -30,8 +28,8 @@ from test_ranks_models import (
     SETTINGS,
     SHARES_EXPERTS,
     Row,
+    checkpoint,
 )
-from tiny_models import SIZES
 
 from atomc.runtime.llm import LLM, SamplingParams
 from atomc.runtime.ranks.rank_failed import RankFailed
@@ -80,16 +78,6 @@ ROWS = {
 def no_groups_of_other_tests() -> Iterator[None]:
     with without_groups():
         yield
-
-
-def checkpoint(folder: Path, row: Row) -> Path:
-    """A checkpoint of the row's model with random weights."""
-    sizes = SIZES | {"num_hidden_layers": 2, "pad_token_id": 0, "eos_token_id": 0}
-    config = transformers.AutoConfig.for_model(row.model_type, **(sizes | dict(row.differs)))
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    fill(model)
-    model.save_pretrained(folder)
-    return folder
 
 
 def text(folder: Path, row: Row, **settings: Any) -> list[tuple[int, ...]]:

@@ -171,13 +171,14 @@ def text(folder: Any, row: Row, **settings: Any) -> list[tuple[int, ...]]:
         return [completion.token_ids for completion in llm.generate(PROMPTS, GREEDY)]
 
 
-def save(row: Row, folder: Any) -> None:
-    """A checkpoint with random weights."""
+def checkpoint(folder: Any, row: Row) -> Any:
+    """A checkpoint of the row's model with random weights; its folder."""
     sizes = SIZES | {"num_hidden_layers": 2, "pad_token_id": 0, "eos_token_id": 0}
     config = transformers.AutoConfig.for_model(row.model_type, **(sizes | dict(row.differs)))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     fill(model)
     model.save_pretrained(folder)
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -188,7 +189,7 @@ def save(row: Row, folder: Any) -> None:
     ],
 )
 def test_several_ranks_give_the_text_of_one(row: Row, tmp_path: Any) -> None:
-    save(row, tmp_path)
+    checkpoint(tmp_path, row)
     expected = text(tmp_path, row, ep=False)
     assert len({tokens for tokens in expected}) == len(PROMPTS)
     assert text(tmp_path, row, tp=row.tp, pp=row.pp, dp=row.dp) == expected
@@ -228,7 +229,7 @@ def texts_and_counts(
 def test_ranks_of_placed_experts_give_the_text_and_the_counts_of_one(
     row: Row, tmp_path: Any
 ) -> None:
-    save(row, tmp_path)
+    checkpoint(tmp_path, row)
     expected, counts = texts_and_counts(tmp_path, row, ep=False, expert_load=True)
     assert all(len(each) == 4 and sum(each) for each in counts.values())
     placement = {path: PLACED for path in list(counts)[:1]}
@@ -247,7 +248,7 @@ def test_ranks_of_placed_experts_give_the_text_and_the_counts_of_one(
 @pytest.mark.slow
 def test_stages_of_placed_experts_give_the_text_of_one(tmp_path: Any) -> None:
     row = ROWS["stages, experts by expert"]
-    save(row, tmp_path)
+    checkpoint(tmp_path, row)
     placement = {f"model.layers.{layer}.mlp.experts": PLACED for layer in range(2)}
     (tmp_path / "placement.json").write_text(json.dumps(placement))
     given = {"tp": row.tp, "pp": row.pp, "expert_placement": tmp_path / "placement.json"}
@@ -261,7 +262,7 @@ def test_a_bad_placement_is_refused_before_other_ranks_start(
         raise AssertionError("a rank was started")
 
     monkeypatch.setattr(LocalLauncher, "start", start)
-    save(Row("qwen3_moe", EXPERTS), tmp_path)
+    checkpoint(tmp_path, Row("qwen3_moe", EXPERTS))
     file = tmp_path / "placement.json"
     settings = SETTINGS | {"tp": 2, "ep": True, "expert_placement": file}
     for content, message in {
