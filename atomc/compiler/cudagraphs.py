@@ -74,7 +74,7 @@ class Pool:
                 )
                 try:
                     output = call()
-                except BaseException:
+                except BaseException:  # Ctrl-C too: the stream would go on capturing
                     with suppress(RuntimeError):  # says only that an error came before
                         graph.capture_end()
                     raise

@@ -64,7 +64,8 @@ class Rewrite:
     variant        distinguishes rewrites of the same name
     cases          the patterns, most specific first; each is traced with an example of its own
     cases_in       index of a graph -> further cases, for patterns that are traced with numbers of
-                   the graph, such as the number of experts; equal numbers give the same Case
+                   the graph, such as the number of experts (equal numbers give the same Case), or
+                   that only a few graphs are compared with
     attrs          attributes of a site for the report, besides the captured ones; or a function
                    with the arguments of `guard` that returns them
     sees_through   views that keep the last dimension may occur between the pattern's nodes
