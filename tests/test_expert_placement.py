@@ -100,7 +100,7 @@ def test_random_counts_are_never_less_balanced_than_ranges_and_near_the_best() -
 
 @pytest.mark.parametrize("ranks", [4, 0, 7])
 def test_counts_that_do_not_divide_are_refused(ranks: int) -> None:
-    with pytest.raises(ValueError, match=f"6 experts do not divide over {ranks} ranks"):
+    with pytest.raises(ValueError, match=f"6 experts do not divide by {ranks}; 1, 2, 3 and 6 do"):
         balanced([1] * 6, ranks)
 
 
@@ -321,7 +321,7 @@ def test_counts_without_what_is_around_them_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"tokens": {"a": [1] * 5}}, "load.json: 5 experts do not divide over 2 ranks"),
+        ({"tokens": {"a": [1] * 5}}, "load.json: 5 experts do not divide by 2; 1 and 5 do"),
         ({"tokens": {"a": [1.5, 2]}}, "has [1.5, 2] for 'a', expected the number of tokens"),
         ({"error": {"message": "start the server"}}, "expected the number of tokens of each"),
         ({"tokens": {}}, "has no layers: start the server with --expert-load"),

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from atomc.parallel.sizes import check_that_experts_divide
+
 Ranks = tuple[int, ...]  # of each expert
 Placement = Mapping[str, Ranks]  # by the path of a layer's experts
 REMEDY = "`atomc place-experts` writes such a file"
@@ -18,8 +20,7 @@ def in_order(num_experts: int, num_ranks: int) -> Ranks:
     """The placement of a layer that has none: equal ranges of ids, by rank. Raises ValueError if
     they do not divide.
     """
-    if num_ranks < 1 or num_experts % num_ranks:
-        raise ValueError(f"{num_experts} experts do not divide over {num_ranks} ranks")
+    check_that_experts_divide(num_experts, num_ranks)
     held = num_experts // num_ranks
     return tuple(expert // held for expert in range(num_experts))
 

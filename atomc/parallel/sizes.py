@@ -38,7 +38,12 @@ def check_experts(config: Mapping[str, JSONLike], size: int) -> None:
     experts = _count(_fields(config), *NUM_EXPERTS)
     if experts is None:
         raise ValueError(f"the model has no experts to divide over {size} ranks (ep)")
-    if experts % size:
+    check_that_experts_divide(experts, size)
+
+
+def check_that_experts_divide(experts: int, size: int) -> None:
+    """Raise ValueError if so many ranks cannot have equally many of the experts of a layer."""
+    if size < 1 or experts % size:
         works = [n for n in range(1, experts + 1) if experts % n == 0]
         raise ValueError(f"{experts:,} experts do not divide by {size}; {_listed(works)}")
 
