@@ -217,6 +217,10 @@ def grouped_tiles() -> "Iterator[GroupedTile]":
                         yield GroupedTile(block, launch, launch)
 
 
+# Rows of the weight that a program takes, and its warps.
+FRAGMENT_ROWS = ((16, 1), (32, 1), (32, 2), (64, 2), (128, 2), (64, 4), (128, 4))
+
+
 def fragment_tiles(per_expert: int) -> "Iterator[FragmentTile]":
     """The tiles worth a try of the kernels for 4-bit weights."""
     from atomc.kernels.triton.tile_table import FragmentTile
@@ -224,8 +228,8 @@ def fragment_tiles(per_expert: int) -> "Iterator[FragmentTile]":
     for block in (8, 16, 32, 64, 128, 256):
         if not per_expert / 2 <= block <= max(16, 4 * per_expert):
             continue
-        for weight_rows, warps in ((16, 1), (32, 1), (32, 2), (64, 2), (64, 4), (128, 4)):
-            for stages in (2, 3, 4):
+        for weight_rows, warps in FRAGMENT_ROWS:
+            for stages in (3, 4, 5):
                 if block < 64 or warps == 4:
                     tall = 8 if block >= 64 else 1
                     yield FragmentTile(block, weight_rows, warps, stages, tall)

@@ -2,6 +2,7 @@
 device.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from atomc.kernels.triton import (
     experts_many_scaled,
 )
 from atomc.kernels.triton.expert_sort import Routing, most_blocks, sort_by_expert
+from atomc.kernels.triton.tile_table import FragmentTile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [  # T, k, E, block
@@ -115,6 +117,44 @@ def as_read(function: Any, given: dict[str, Any]) -> dict[str, Any]:
     """The arguments as the kernel that is this function reads them."""
     kernels = ops.REGISTRY[function.__name__].kernels
     return with_prepared(next(k for k in kernels if k.function is function), given)
+
+
+# One warp, two, and a group of four multiply by other instructions.
+FRAGMENT_TILES = [
+    FragmentTile(8, 16, 1, 3),
+    FragmentTile(8, 32, 1, 4),
+    FragmentTile(8, 32, 2, 4),
+    FragmentTile(8, 64, 2, 5),
+    FragmentTile(16, 32, 2, 4),
+    FragmentTile(16, 128, 2, 3),
+    FragmentTile(16, 64, 4, 4),
+    FragmentTile(32, 64, 2, 4),
+    FragmentTile(32, 128, 4, 3),
+]
+
+
+@pytest.mark.parametrize("tile", FRAGMENT_TILES, ids=lambda tile: "-".join(map(str, tile)))
+@pytest.mark.parametrize(
+    ("function", "case"),
+    [
+        (experts_4_bits.moe_experts_mxfp4, "GPT-OSS"),
+        (experts_4_bits.moe_experts_mxfp4, "many tokens"),
+        (experts_4_bits.moe_experts_w4a16, "zeros"),
+        (experts_4_bits.moe_experts_w4a16, "group of 128"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_each_tile_of_four_bit_weights_computes_what_the_op_means(
+    function: Any, case: str, tile: FragmentTile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        experts_4_bits, "EXPERTS_FRAGMENTS", SimpleNamespace(choose=lambda *sizes: tile)
+    )
+    given = CASES[function.__name__][case](Draw(torch.bfloat16, DEVICE))
+    truth = getattr(ops, function.__name__).reference(**given).float()
+    out = function(**as_read(function, given)).float()
+    size = truth.square().mean().sqrt()
+    assert_close(out, truth, rtol=0.03, atol=0.03 * float(size))
 
 
 FUNCTIONS = [

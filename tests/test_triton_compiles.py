@@ -82,6 +82,19 @@ ON_AMD = (
 CHUNKS = ("gated_delta_rule_update/Qwen3.5",)
 
 
+def compiled(target: str, calls: tuple[str, ...], cache: Path) -> list[str]:
+    """The lines of compile_triton.py about these calls; `cache` gets what the compiler wrote."""
+    # A process of its own: where there is no GPU, this one has Triton's interpreter.
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
+    environment.pop("TRITON_INTERPRET", None)
+    script = Path(__file__).with_name("compile_triton.py")
+    done = subprocess.run(
+        [sys.executable, script, target, *calls], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.splitlines()
+
+
 @pytest.mark.parametrize(
     ("target", "calls"),
     [
@@ -92,15 +105,16 @@ CHUNKS = ("gated_delta_rule_update/Qwen3.5",)
     ],
 )
 def test_every_kernel_compiles(target: str, calls: tuple[str, ...], tmp_path: Path) -> None:
-    # A process of its own: where there is no GPU, this one has Triton's interpreter.
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    environment.pop("TRITON_INTERPRET", None)
-    script = Path(__file__).with_name("compile_triton.py")
-    done = subprocess.run(
-        [sys.executable, script, target, *calls], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = done.stdout.splitlines()
-    assert len(lines) >= len(calls) and all(line.endswith(" compiled") for line in lines), (
-        done.stdout
-    )
+    lines = compiled(target, calls, tmp_path)
+    assert len(lines) >= len(calls) and all(line.endswith(" compiled") for line in lines), lines
+
+
+def test_one_or_two_warps_multiply_rows_that_are_read_16_bytes_at_a_time(tmp_path: Path) -> None:
+    """With four adjacent columns of x in a thread, Triton copies pairs of them by themselves."""
+    compiled("sm90", ("moe_experts_mxfp4/one token", "moe_experts_w4a16/one token"), tmp_path)
+    texts = [path.read_text() for path in tmp_path.rglob("_product.ttgir")]
+    products = [text for text in texts if "experts_4_bits.py" in text]
+    assert len(products) == 4  # gate and up, and down, of both
+    for text in products:
+        assert "nvidia_mma<{versionMajor = 2" in text
+        assert "kWidth = 2" in text and "kWidth = 4" not in text

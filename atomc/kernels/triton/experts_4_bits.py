@@ -13,8 +13,8 @@ from atomc.kernels.triton.expert_checks import scattered, unfit, unreadable
 from atomc.kernels.triton.expert_sort import sort_by_expert
 from atomc.kernels.triton.fragments import (
     E2M1_UNIT,
+    STRIP,
     e2m1_fragments,
-    fragment_column,
     fragment_row,
     fragments,
     int4_fragments,
@@ -49,11 +49,12 @@ def _add_e2m1(
 ):
     """The sums with the products of a part, whose weight rows are `read` [BLOCK_N, 1] int64."""
     PARTS: tl.constexpr = (K + 127) // 128
-    k = fragment_column(tl.arange(0, 128), WARPS)[None, :]
+    k = tl.arange(0, 128)[None, :]
     there = in_x & (k < K - part * 128) if K % 128 else in_x
     x = tl.load(x_at + part * 128 + k, there, 0.0).to(NUMBER)
     # The four threads of a row read the same.
-    at = scale_ptr + read * PARTS + part + tl.zeros((1, 4), tl.int32)
+    at = scale_ptr + (read // STRIP * PARTS + part) * STRIP + read % STRIP
+    at += tl.zeros((1, 4), tl.int32)
     exponent = tl.load(at, inside, 0)[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]
     factor = (exponent & 255) * 0x00800080  # in the exponents of two bf16
     weight = fragments(words, factor, WARPS, False, tl.bfloat16, NUMBER)
@@ -83,7 +84,7 @@ def _add_int4(
     Codes minus zeros are exact in 16 bits, times their scales they are not: sums are scaled.
     """
     GROUPS: tl.constexpr = 128 // GROUP
-    k = fragment_column(tl.arange(0, GROUP), WARPS)[None, :]
+    k = tl.arange(0, GROUP)[None, :]
     for i in tl.static_range(GROUPS):
         group = part * GROUPS + i
         x = tl.load(x_at + group * GROUP + k, in_x & (group * GROUP < K), 0.0).to(NUMBER)
@@ -140,12 +141,12 @@ def _product(
     wait_for_last(PDL)
     block, tile = tile_of(blocks, tl.cdiv(ROWS, BLOCK_N), TALL)
     expert = tl.load(expert_ptr + block).to(tl.int32)
+    m = tl.arange(0, BLOCK_M)
+    if order_ptr is None:
+        pair = tl.where(m == 0, block, P)
+    else:  # before the expert is known, on which all that follows waits
+        pair = tl.load(order_ptr + block * BLOCK_M + m)
     if (expert >= 0) & (expert < E):
-        m = tl.arange(0, BLOCK_M)
-        if order_ptr is None:
-            pair = tl.where(m == 0, block, P)
-        else:
-            pair = tl.load(order_ptr + block * BLOCK_M + m)
         n = tl.arange(0, BLOCK_N)
         row = weight_rows(n, tile, N, BLOCK_N, GATED, INTERLEAVED, True)
         read = weight_rows(fragment_row(n, num_warps), tile, N, BLOCK_N, GATED, INTERLEAVED, True)
@@ -153,10 +154,11 @@ def _product(
         first = expert.to(tl.int64) * ROWS
         x_at = x_ptr + (pair // per_row).to(tl.int64)[:, None] * x_row
         read, of_expert = (first + read)[:, None], (first + row)[:, None]
-        words_at = words_ptr + read * (PARTS * 16) + tl.arange(0, 16)[None, :]
+        words_at = words_ptr + read // STRIP * (PARTS * STRIP * 16) + read % STRIP * 16
+        words_at += tl.arange(0, 16)[None, :]
         sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for part in range(PARTS):
-            words = tl.reshape(tl.load(words_at + part * 16, inside, 0), (BLOCK_N, 4, 4))
+            words = tl.reshape(tl.load(words_at + part * (STRIP * 16), inside, 0), (BLOCK_N, 4, 4))
             if INT4:
                 sums = _add_int4(
                     sums,
@@ -234,11 +236,11 @@ class PairsOfExperts:
         """x @ values.T + bias of the expert of each pair, [P, N] in out_dtype, or gated, [P, N/2],
         if there is an activation. x [P, K], or [T, K] with a row per token; bias [E, N].
 
-        words    int32 [E, N, parts * 16] of int4 codes with scales [E, N, K/group] and zeros, or of
-                 e2m1 codes with raised exponents, int32 [E, N, parts]
+        words    of int4 codes with scales [E, N, K/group] and zeros, or of e2m1 codes with raised
+                 exponents, both as fragments.py has them
         columns  K
         """
-        rows = words.shape[1]
+        rows = words.shape[1] * words.shape[3]
         n = rows if activation is None else rows // 2
         out = x.new_empty((self.pairs, n), dtype=out_dtype)
         if self.pairs:

@@ -7,7 +7,10 @@ PART columns are next to each other. A thread thus reads 16 bytes and unpacks th
 multiplied: nothing goes through shared memory.
 
 Word (q, g) of a part has, for j = 0..3 and h = 0..1, the code of column 32g + 8j + 2q + h: pair j
-of the word, in its lower (h = 0) or upper half. Words lie in the order 4q + g.
+of the word, one code in its lower half (h = 0), one in the upper. Words are in the order 4q + g.
+
+A part of STRIP rows is contiguous, 1 KB, and the parts of a strip follow each other; so do their
+scales. A program thus reads as many bytes as it needs, and memory in its order.
 """
 
 from collections.abc import Callable
@@ -21,6 +24,7 @@ from torch import Tensor
 from atomc.ops.op import Prepared
 
 PART = 128  # columns whose words are together
+STRIP = tl.constexpr(16)  # rows; a weight has a multiple of them, as of the groups of scales
 # Of the exponents of e8m0 scales, so that 2^-126 times a code and its scale is a normal bf16.
 RAISED = 100
 # What RAISED and the subnormal codes leave to the sums.
@@ -28,20 +32,30 @@ E2M1_UNIT = tl.constexpr(2.0**26)
 _CHUNK = 2**24  # words that are reordered at a time
 
 
-def _in_parts(codes: Tensor, pair: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """int32 [E, N, parts * 16] of codes [E, N, K], 0..15; `pair` places a code in half a word."""
+def _in_parts(codes: Tensor, pair: Callable[[Tensor, Tensor, int], Tensor]) -> Tensor:
+    """int32 [E, strips, parts, STRIP, 16] of codes [E, N, K], 0..15; `pair` places two of them in a
+    word.
+    """
     codes = F.pad(codes.int(), (0, -codes.shape[-1] % PART))
     experts, rows, columns = codes.shape
     each = codes.view(experts, rows, columns // PART, 4, 4, 4, 2)  # part, g, j, q, h
     words = codes.new_zeros(experts, rows, columns // PART, 4, 4)  # part, g, q
     for j in range(4):
-        low, high = pair(each[..., j, :, 0], j), pair(each[..., j, :, 1], j)
-        words |= low | (high << 16)
-    return words.transpose(-1, -2).reshape(experts, rows, -1)
+        words |= pair(each[..., j, :, 0], each[..., j, :, 1], j)
+    return _in_strips(words.transpose(-1, -2).flatten(-2))
+
+
+def _in_strips(by_part: Tensor) -> Tensor:
+    """[E, strips, parts, STRIP, ...] of what each row [E, N, parts, ...] has by part."""
+    experts, rows, *rest = by_part.shape
+    strips = by_part.view(experts, rows // STRIP.value, STRIP.value, *rest)
+    return strips.transpose(2, 3).contiguous()
 
 
 def _reordered(
-    packed: Tensor, unpack: Callable[[Tensor], Tensor], pair: Callable[[Tensor, int], Tensor]
+    packed: Tensor,
+    unpack: Callable[[Tensor], Tensor],
+    pair: Callable[[Tensor, Tensor, int], Tensor],
 ) -> Prepared:
     """Some experts at a time: their codes take many times the memory of their words."""
     experts = max(1, _CHUNK // max(1, packed[0].numel()))
@@ -50,41 +64,54 @@ def _reordered(
     return Prepared((torch.cat(parts),))
 
 
-def _spread(code: Tensor, j: int) -> Tensor:
-    """Sign and magnitude of an e2m1 code where a shift by 3j brings them to those of a bf16, bits
-    15 and 8 to 6. That has no room for the last pair, which takes the bits that are left.
+def _turned_right(words: Tensor, by: int) -> Tensor:
+    """int32 words whose last bits become the first ones, for 0 < by < 32."""
+    return (words << (32 - by)) | ((words >> by) & ((1 << (32 - by)) - 1))
+
+
+def _e2m1_words(low: Tensor, high: Tensor, j: int) -> Tensor:
+    """Signs and magnitudes of pair j where _e2m1_pair moves them to those of two bf16, bits 15 and
+    8 to 6. No four places for these bits fill half a word; the last pair is in two pieces.
     """
-    sign, magnitude = code >> 3, code & 7
+    bits = ((low >> 3) << 15) | ((low & 7) << 6) | ((high >> 3) << 31) | ((high & 7) << 22)
+    if j == 0:
+        return bits
     if j < 3:
-        return ((sign << 15) | (magnitude << 6)) >> (3 * j)
-    return (sign << 14) | ((magnitude & 4) << 11) | ((magnitude & 3) << 10)
+        return _turned_right(bits, (4, 10)[j - 1])
+    return _turned_right(bits & ~0x00400040, 14) | _turned_right(bits & 0x00400040, 6)
 
 
 def e2m1_fragments(packed: Tensor) -> Prepared:
-    """int32 [E, N, parts * 16] of e2m1 codes, uint8 [E, N, K/2], the lower four bits first."""
+    """int32 [E, strips, parts, STRIP, 16] of e2m1 codes, uint8 [E, N, K/2], the lower four bits
+    first.
+    """
 
     def unpack(some: Tensor) -> Tensor:
         return torch.stack((some & 15, some >> 4), -1).flatten(-2)
 
-    return _reordered(packed, unpack, _spread)
+    return _reordered(packed, unpack, _e2m1_words)
 
 
 def int4_fragments(words: Tensor) -> Prepared:
-    """int32 [E, N, parts * 16] of int4 codes, int32 [E, N, K/8]."""
+    """int32 [E, strips, parts, STRIP, 16] of int4 codes, int32 [E, N, K/8]."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
 
     def unpack(some: Tensor) -> Tensor:
         return ((some[..., None] >> shifts) & 15).flatten(-2)
 
-    return _reordered(words, unpack, lambda code, j: code << (4 * j))
+    def pair(low: Tensor, high: Tensor, j: int) -> Tensor:
+        return (low | (high << 16)) << (4 * j)
+
+    return _reordered(words, unpack, pair)
 
 
 def raised_exponents(scale: Tensor) -> Prepared:
-    """int32 [E, N, parts]: a byte for each 32 columns, the exponent of a bf16 that is 2^RAISED
-    times the e8m0 scale uint8 [E, N, K/32]. Scales above 2^27 become infinity.
+    """int32 [E, strips, parts, STRIP]: a byte for each 32 columns, the exponent of a bf16 that is
+    2^RAISED times the e8m0 scale uint8 [E, N, K/32]. Scales above 2^27 become infinity.
     """
     exponent = (scale.int() + RAISED).clamp(max=255).to(torch.uint8)
-    return Prepared((F.pad(exponent, (0, -scale.shape[-1] % 4)).contiguous().view(torch.int32),))
+    by_part = F.pad(exponent, (0, -scale.shape[-1] % 4)).contiguous().view(torch.int32)
+    return Prepared((_in_strips(by_part),))
 
 
 @triton.jit
@@ -100,24 +127,24 @@ def fragment_row(place, WARPS: tl.constexpr):
 
 
 @triton.jit
-def fragment_column(k, WARPS: tl.constexpr):
-    """The column of the weight, and of x, at this place of a product."""
-    # Without a group of four warps, Triton gives a thread four adjacent places.
-    if WARPS < 4:
-        return k // 16 * 16 + k // 2 % 2 * 8 + k // 4 % 4 * 2 + k % 2
-    else:
-        return k
+def _turned_left(words, BY: tl.constexpr):
+    return (words << BY) | (words.to(tl.uint32, bitcast=True) >> (32 - BY)).to(
+        tl.int32, bitcast=True
+    )
 
 
 @triton.jit
 def _e2m1_pair(words, j: tl.constexpr):
     """Pair j as two bf16, times 2^-126."""
     # Exponent and mantissa are adjacent, as in bf16; 0.5 is a subnormal.
-    if j < 3:
-        return (words << (3 * j)) & -0x7E3F7E40
+    if j == 0:
+        return words & -0x7E3F7E40
+    elif j == 1:
+        return (words << 4) & -0x7E3F7E40
+    elif j == 2:
+        return _turned_left(words, 10) & -0x7E3F7E40
     else:
-        high = ((words << 1) & -0x7FFF8000) | ((words >> 5) & 0x01000100)
-        return high | ((words >> 4) & 0x00C000C0)
+        return (_turned_left(words, 14) & -0x7E7F7E80) | ((words << 6) & 0x00400040)
 
 
 @triton.jit
@@ -187,6 +214,23 @@ def _values(
 
 
 @triton.jit
+def _unseen(values, SIXTEEN: tl.constexpr):
+    """The values, of which Triton does not see how they are computed. Without a group of four warps
+    it gives a thread four adjacent columns of joined values, not two and two: x would be read four
+    bytes at a time.
+    """
+    bits = tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;",
+        "=r,r",
+        [values.to(tl.int16, bitcast=True)],
+        dtype=tl.int16,
+        is_pure=False,
+        pack=2,
+    )
+    return bits.to(SIXTEEN, bitcast=True)
+
+
+@triton.jit
 def fragments(
     words,
     other,
@@ -196,7 +240,7 @@ def fragments(
     NUMBER: tl.constexpr,
 ):
     """The values [BLOCK_N, 32 * G] of words [BLOCK_N, 4, G], in NUMBER: rows in their order, where
-    those of the words are as fragment_row says, and columns as fragment_column says.
+    those of the words are as fragment_row says.
 
     other    int32 of two equal 16-bit numbers: the factor of e2m1 codes, [BLOCK_N, 4, G]; what is
              added to int4 codes, minus_zero()
@@ -213,13 +257,14 @@ def fragments(
         _values(words, 2, other, INT4, SIXTEEN, NUMBER),
         _values(words, 3, other, INT4, SIXTEEN, NUMBER),
     )
-    # [row, q, g, h, j % 2, j // 2] -> columns [g, j, q, h], as fragment_column says
-    if WARPS < 4:
-        ordered = tl.permute(tl.join(first, last), (0, 2, 5, 1, 4, 3))
-    else:
-        ordered = tl.permute(tl.join(first, last), (0, 2, 5, 4, 1, 3))
+    # [row, q, g, h, j % 2, j // 2] -> columns [g, j, q, h]
+    ordered = tl.permute(tl.join(first, last), (0, 2, 5, 4, 1, 3))
     by_warp = tl.reshape(ordered, (BLOCK_N // (16 * WARPS), 2, WARPS, 8, COLUMNS))
-    return tl.reshape(tl.permute(by_warp, (0, 2, 1, 3, 4)), (BLOCK_N, COLUMNS))
+    values = tl.reshape(tl.permute(by_warp, (0, 2, 1, 3, 4)), (BLOCK_N, COLUMNS))
+    if tl.float32 == NUMBER or WARPS >= 4:
+        return values
+    else:
+        return _unseen(values, SIXTEEN)
 
 
 @triton.jit

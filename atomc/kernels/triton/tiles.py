@@ -223,13 +223,16 @@ MOE_EXPERTS_4_BITS = TileTable(
 # 16 by four warps 19.1 / -), 8 tokens 78.8 / 43.3 (of 8 by two warps 81.6 / 45.3), 64 tokens
 # 109 / 58 (of 32 - / 65). With more instructions per code: 1,024 tokens with blocks of
 # 64 473 / 242, of 128 459 / 238.
+# By instructions of a warp for 16 rows and 128 columns (sm90, Triton 3.6), not by time: blocks of
+# 8, 64 rows and two warps 171 (four warps 255), blocks of 16 190.
 EXPERTS_FRAGMENTS = TileTable(
     command="python bench/moe.py --tiles --formats int4 int4_g128 mxfp4 --tokens 1 8 64 1024",
     sizes=("pairs per expert",),  # 0: a block is one pair
     by_arch={
         "sm90": [
             ((0,), FragmentTile(8, 32, 2, 4)),
-            ((12,), FragmentTile(16, 64, 4, 4)),
+            ((4,), FragmentTile(8, 64, 2, 4)),
+            ((12,), FragmentTile(16, 64, 2, 4)),
             ((32,), FragmentTile(32, 64, 4, 4)),
             ((64,), FragmentTile(64, 128, 4, 3, tall=8)),
             ((ANY,), FragmentTile(128, 64, 4, 3, tall=8)),
