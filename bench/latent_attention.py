@@ -181,13 +181,20 @@ def seconds(calls: list[Callable[[], Tensor]]) -> float:
 
 def cuts(chosen: LatentTiling, heads: int, sweep: bool) -> Iterator[LatentTiling]:
     yield chosen
+    if chosen.rows == 64 and chosen.warps == 8:
+        yield chosen._replace(branches=True)
     most = max(16, next_power_of_2(heads))
-    for rows, keys, warps, stages, splits in product(
-        (16, 32, 64, 128), (16, 32, 64), (4, 8), (1, 2, 3), (1, 2, 4, 8)
+    for rows, keys, warps, stages, splits, branches in product(
+        (16, 32, 64, 128), (16, 32, 64), (4, 8), (1, 2, 3), (1, 2, 4, 8), (False, True)
     ):
         of_tile = -(-heads // -(-heads // rows))
-        other = LatentTiling(rows, keys, of_tile, splits, warps, stages, chosen.by_sequence)
-        if sweep and rows <= most and other != chosen:
+        other = LatentTiling(
+            rows, keys, of_tile, splits, warps, stages, chosen.by_sequence, branches
+        )
+        # In branches the stages are given. Sixteen rows for each warp need none.
+        if branches and (stages > 1 or rows >= 16 * warps):
+            continue
+        if sweep and rows <= most and other not in (chosen, chosen._replace(branches=True)):
             yield other
 
 

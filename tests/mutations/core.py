@@ -241,6 +241,12 @@ BUGS = [
         "mla_absorbed_attention",
     ),
     Bug(
+        "atomc/kernels/triton/mla_attention.py",
+        "    scores += of_rope\n",
+        "    scores = scores\n",
+        "tests/test_mla_branches.py -k decode",
+    ),
+    Bug(
         "atomc/kernels/invariant/mla.py",
         "_tiling(q),\n        kv_scale",
         "varying.tiling(len(rows), len(seq_lens), q.shape[-2], 4, 64, q.device),\n        kv_scale",

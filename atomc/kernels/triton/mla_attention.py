@@ -39,6 +39,30 @@ MAX_LATENT, MAX_ROTATED = 512, 128
 
 
 @triton.jit
+def _weigh(
+    acc,
+    total,
+    peak,
+    scores,
+    latent,
+    seen,
+    unit,
+    MASKED: tl.constexpr,
+):
+    """The running softmax with the latents of these scores."""
+    if MASKED:
+        scores = tl.where(seen, scores, -float("inf"))
+    highest = tl.maximum(peak, tl.max(scores, 1) * unit)
+    # For a row that has not seen a key, -inf - -inf would be NaN.
+    shift = tl.where(highest == -float("inf"), 0.0, highest)
+    weights = tl.exp2(scores * unit - shift[:, None])
+    decay = tl.exp2(peak - shift)
+    total = total * decay + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(latent.dtype), latent, acc * decay[:, None], input_precision="ieee")
+    return acc, total, highest
+
+
+@triton.jit
 def add_keys(
     acc,
     total,
@@ -56,16 +80,43 @@ def add_keys(
     """
     scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
     scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision="ieee")
-    if MASKED:
-        scores = tl.where(seen, scores, -float("inf"))
-    highest = tl.maximum(peak, tl.max(scores, 1) * unit)
-    # For a row that has not seen a key, -inf - -inf would be NaN.
-    shift = tl.where(highest == -float("inf"), 0.0, highest)
-    weights = tl.exp2(scores * unit - shift[:, None])
-    decay = tl.exp2(peak - shift)
-    total = total * decay + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(latent.dtype), latent, acc * decay[:, None], input_precision="ieee")
-    return acc, total, highest
+    return _weigh(acc, total, peak, scores, latent, seen, unit, MASKED)
+
+
+@triton.jit
+def add_keys_in_branches(
+    acc,
+    total,
+    peak,
+    q_latent,
+    q_rope,
+    latent,
+    k_rope,
+    seen,
+    unit,
+    here,
+    some,
+    MASKED: tl.constexpr,
+):
+    """add_keys of 64 rows by two groups of four warps; `here` and `some` are true, which the
+    compiler does not know.
+    """
+    # Of two products, one after the other, Triton gives each warp 16 rows of the first: of 64 rows
+    # both groups compute all scores. Out of a branch it sees no second product, and each group
+    # computes half of the keys. What the branch is without would be free to move into it if it was
+    # a constant, with the conversion of the layout.
+    if here:
+        scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
+        of_rope = tl.dot(q_rope, tl.trans(k_rope), input_precision="ieee")
+    else:
+        scores = tl.dot(q_rope, tl.trans(k_rope), input_precision="ieee")
+        of_rope = scores
+    scores += of_rope
+    # The next rows of the cache are requested before a branch at the end of the loop, not after the
+    # last product.
+    if some:
+        acc, total, peak = _weigh(acc, total, peak, scores, latent, seen, unit, MASKED)
+    return acc, total, peak
 
 
 @triton.jit
@@ -89,6 +140,7 @@ def _walk(
     BLOCK_SIZE: tl.constexpr,
     OFFSET: tl.constexpr,
     MASKED: tl.constexpr,
+    BRANCHES: tl.constexpr,
     CODES: tl.constexpr,
 ):
     """add_keys for the rows of the cache from `first` to `last`.
@@ -97,7 +149,8 @@ def _walk(
     """
     c = tl.arange(0, q_latent.shape[1])[None, :]
     r = tl.arange(0, q_rope.shape[1])[None, :]
-    for n in range(first, last, BLOCK_N):
+    # In branches, two stages are what fits.
+    for n in tl.range(first, last, BLOCK_N, num_stages=2 if BRANCHES else None):
         key = n + tl.arange(0, BLOCK_N)
         if MASKED:
             block = tl.load(table + key // BLOCK_SIZE, mask=key < last, other=0).to(OFFSET)
@@ -115,9 +168,25 @@ def _walk(
         k_rope = as_numbers(k_rope, q_latent.dtype, CODES)
 
         seen = (key[None, :] <= position[:, None]) & (key < last)[None, :]
-        acc, total, peak = add_keys(
-            acc, total, peak, q_latent, q_rope, latent, k_rope, seen, unit, MASKED
-        )
+        if BRANCHES:
+            acc, total, peak = add_keys_in_branches(
+                acc,
+                total,
+                peak,
+                q_latent,
+                q_rope,
+                latent,
+                k_rope,
+                seen,
+                unit,
+                n < last,
+                first < last,
+                MASKED,
+            )
+        else:
+            acc, total, peak = add_keys(
+                acc, total, peak, q_latent, q_rope, latent, k_rope, seen, unit, MASKED
+            )
     return acc, total, peak
 
 
@@ -152,6 +221,7 @@ def _attend_latent(
     BY_SEQUENCE: tl.constexpr,
     SPLIT: tl.constexpr,
     BEFORE: tl.constexpr,
+    BRANCHES: tl.constexpr,
     CODES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -225,6 +295,7 @@ def _attend_latent(
             BLOCK_SIZE,
             OFFSET,
             False,
+            BRANCHES,
             CODES,
         )
         acc, total, peak = _walk(
@@ -247,6 +318,7 @@ def _attend_latent(
             BLOCK_SIZE,
             OFFSET,
             True,
+            BRANCHES,
             CODES,
         )
 
@@ -269,7 +341,8 @@ def _attend_latent(
 
 class LatentTiling(NamedTuple):
     """Tiles of `rows` x `keys`, `heads` of the rows for each token, and `splits` programs for the
-    keys of one tile; by_sequence as in Tiling.
+    keys of one tile; by_sequence as in Tiling. branches: see add_keys_in_branches, which no tiling
+    chooses, because it was not timed; bench/latent_attention.py does.
     """
 
     rows: int
@@ -279,6 +352,7 @@ class LatentTiling(NamedTuple):
     warps: int
     stages: int
     by_sequence: bool
+    branches: bool = False
 
 
 def tiling(
@@ -381,6 +455,7 @@ def launch(
         BY_SEQUENCE=cut.by_sequence,
         SPLIT=lse is not None,
         BEFORE=before,
+        BRANCHES=cut.branches,
         CODES=codes_of(kv_cache)["CODES"],
         num_warps=cut.warps,
         num_stages=cut.stages,
