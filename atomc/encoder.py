@@ -156,7 +156,8 @@ def _traced(
     patches = sum(t * h * w for t, h, w in EXAMPLE)
     example = (
         torch.zeros(patches, encoder.patch_width, device=device),
-        *encoder.patch_inputs(EXAMPLE, device),
+        # Of memory of their own: the sizes of parts of one tensor would depend on each other.
+        *(each.clone() for each in encoder.patch_inputs(EXAMPLE, device)),
     )
     context = Context(
         options,

@@ -13,7 +13,7 @@ from tiny_vl import DEEPSTACK, KINDS, ONE, OURS, THREE, VISION, made, prompt, th
 import atomc
 from atomc import models
 from atomc.encoder import EncoderProgram, compile_encoder
-from atomc.models import stock_vision
+from atomc.models import stock_vision, vision_patches
 from atomc.models.vision_patches import patch_inputs
 from atomc.quantization.apply import methods_of
 from atomc.quantization.config import online
@@ -58,6 +58,45 @@ def test_a_grid_that_is_not_made_of_tokens_is_refused(grid):
     sentence = "an image has a grid of {} x {} x {} patches, expected".format(*grid)
     with pytest.raises(ValueError, match=sentence):
         patch_inputs([grid], 2, 6, torch.device("cpu"))
+
+
+def test_positions_of_a_frame_are_computed_once_and_nobody_writes_them():
+    grids, cpu = [(1, 4, 6), (3, 2, 8)], torch.device("cpu")
+    before = vision_patches._frame.cache_info()
+    first = patch_inputs([*grids, grids[0]], 2, 47, cpu)  # no other test has such a table
+    expected = [each.clone() for each in first]
+    for each in first:
+        each.fill_(77)
+    again = patch_inputs([*grids, grids[0]], 2, 47, cpu)
+    assert all(torch.equal(*pair) for pair in zip(again, expected, strict=True))
+    after = vision_patches._frame.cache_info()
+    assert after.misses - before.misses == len(grids)
+    assert after.currsize <= vision_patches.FRAMES_KEPT
+    for array in vision_patches._frame(4, 6, 2, 47):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 0
+
+
+@pytest.mark.parametrize("merge", [1, 2])
+def test_each_input_of_patches_begins_where_kernels_read_16_bytes(merge):
+    found = patch_inputs([(1, 2, 2), (3, 2, 6)], merge, 48, torch.device("cpu"))
+    assert [each.data_ptr() % 16 for each in found] == [0, 0, 0, 0]
+    assert all(each.is_contiguous() for each in found)
+    storages = {each.untyped_storage().data_ptr() for each in found}
+    assert len(storages) == 1, "more than one copy to the device"
+
+
+@pytest.mark.gpu
+def test_positions_are_copied_to_a_gpu_without_waiting_for_it():
+    grids = [(1, 4, 6), (3, 2, 8)]
+    expected = patch_inputs(grids, 2, 48, torch.device("cpu"))
+    patch_inputs(grids, 2, 48, torch.device("cuda"))  # the first one allocates
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = patch_inputs(grids, 2, 48, torch.device("cuda"))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
 
 
 # ---- eager
