@@ -36,6 +36,11 @@ class StepShape(NamedTuple):
     wanted: int
     columns: int
 
+    @property
+    def is_decode(self) -> bool:
+        """Equal numbers of rows per sequence, by which kernels recognize decode steps."""
+        return self.rows % self.sequences == 0
+
 
 class InputBatch:
     """The input tensors of steps, at fixed addresses.

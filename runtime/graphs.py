@@ -1,4 +1,4 @@
-"""CUDA graphs of whole steps, one per shape, in one memory pool.
+"""CUDA graphs of whole steps, one per program and shape, in one memory pool.
 
 A decode step has one row per sequence, or 1 + k with drafts of k tokens. Other steps (prefill, and
 prefill mixed with decode) are padded to the next captured number of rows, with few sequences or
@@ -97,7 +97,8 @@ def _uneven(rows: int, sequences: int) -> int:
 class StepGraphs:
     """One CUDA graph per shape; `call(shape)` runs the step in the static input tensors.
 
-    budget           maximum bytes of all graphs; further shapes are not captured, with a note
+    pool             of all graphs of a runner, of which one runs at a time
+    budget           maximum bytes of the pool; further shapes are not captured, with a note
     agree            the memory left in the budget of all processes that capture the same graphs
     kernels_loaded   all kernels of these steps are compiled and loaded: only the first shape is run
                      before it is captured
@@ -108,21 +109,19 @@ class StepGraphs:
         call: Callable[[StepShape], Tensor],
         shapes: Sequence[StepShape],
         report: Report,
-        device: torch.device,
         *,
+        pool: Pool,
         budget: int | None = None,
         agree: Callable[[int], int] = lambda left: left,
         kernels_loaded: bool = False,
         progress: bool = True,
     ):
         self.captured: dict[StepShape, Captured[Tensor]] = {}
-        self.bytes = 0
-        pool = Pool(device)
         left_out: list[StepShape] = []
         for shape in tqdm(
             shapes, desc="capturing", unit="graph", disable=None if progress else True
         ):
-            if budget is not None and agree(budget - self.bytes) <= 0:
+            if budget is not None and agree(budget - pool.bytes) <= 0:
                 left_out.append(shape)
                 continue
             try:
@@ -135,14 +134,13 @@ class StepGraphs:
                 self.captured.clear()
                 raise
             size = self.captured[shape].bytes
-            self.bytes += size
             report.cuda_graphs.append(
                 {"rows": shape.rows, "sequences": shape.sequences, "bytes": size}
             )
         if left_out:
             note = (
                 f"{len(left_out)} of {len(shapes)} CUDA graphs are left out: the others take "
-                f"{self.bytes / 2**20:.0f} MiB already; raise gpu_memory_utilization"
+                f"{pool.bytes / 2**20:.0f} MiB already; raise gpu_memory_utilization"
             )
             if note not in report.notes:  # of a capture before the engine slept
                 report.notes.append(note)

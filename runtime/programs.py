@@ -159,9 +159,7 @@ class Programs:
             owned=self.owned,
             takes=images.takes(images=True),
         )
-        self.main.report.notes.append(
-            "steps with tokens of images run a second program, without CUDA graphs"
-        )
+        self.main.report.notes.append("steps with tokens of images run a second program")
         if hasattr(self.module, "encode_patches"):
             encoder_options = replace(self._options, expect={})
             self.encode = compile_encoder(self.module, encoder_options, owned=self.owned)

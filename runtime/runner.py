@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from atomc.compiler.cudagraphs import Pool
 from atomc.ops.state import groups_of
 from atomc.program import Program
 from atomc.runtime.batch import InputBatch, StepShape
@@ -37,7 +38,8 @@ class Runner:
                      of the previous stage
 
     caches   tensors by role, for each layer with state
-    steps    number of steps by kind: "full graph", or "eager: " with the reason
+    steps    number of steps by kind: "full graph", or "eager: " with the reason; ", with images" or
+             ", with adapters" if it ran one of these programs
     rows, padding   rows of steps that ran as a graph, and padding rows added to them
     """
 
@@ -86,6 +88,7 @@ class Runner:
         self.draft = None if draft is None else DraftRunner(draft, self.input_batch, counts, slots)
         self.draft_graphs: StepGraphs | None = None
         self.lora_graphs: StepGraphs | None = None
+        self.image_graphs: StepGraphs | None = None
         self._shape = StepShape(0, 0, 0, 0)  # of the step that ran last
         self.graphs: StepGraphs | None = None
         self.why_eager = "on a CPU" if program.device.type != "cuda" else "not captured"
@@ -106,7 +109,7 @@ class Runner:
 
     def drop_graphs(self) -> None:
         """Drop the CUDA graphs. Further steps run without."""
-        self.graphs = self.lora_graphs = self.draft_graphs = None
+        self.graphs = self.lora_graphs = self.draft_graphs = self.image_graphs = None
 
     def free(self) -> None:
         """Drop the caches and the CUDA graphs, which read them. No step may run until `allocate`;
@@ -150,7 +153,7 @@ class Runner:
         if self.program.device.type != "cuda":
             return
         if self.program.syncing:
-            self.why_eager = f"{', '.join(self.program.syncing)} wait for the device"
+            self.why_eager = _why_syncing(self.program)
             note = f"no CUDA graphs: {self.why_eager}"
             if note not in self.program.report.notes:  # of a capture before the engine slept
                 self.program.report.notes.append(note)
@@ -159,37 +162,30 @@ class Runner:
             None,
             shapes[0]._replace(rows=self.input_batch.rows, sequences=self.input_batch.sequences),
         )
-        self.graphs = StepGraphs(
-            partial(self._run, self.program),
-            shapes,
-            self.program.report,
-            self.program.device,
+        graphs = partial(
+            StepGraphs,
+            pool=Pool(self.program.device),
             budget=budget,
             agree=agree,
             kernels_loaded=kernels_loaded,
             progress=progress,
         )
+        self.graphs = graphs(partial(self._run, self.program), shapes, self.program.report)
+        captured = [shape for shape in shapes if shape in self.graphs.captured]
         if self.lora_program is not None:
-            self.lora_graphs = StepGraphs(
-                partial(self._run, self.lora_program),
-                [shape for shape in shapes if shape in self.graphs.captured],
-                self.lora_program.report,
-                self.program.device,
-                budget=None if budget is None else budget - self.graphs.bytes,
-                agree=agree,
-                kernels_loaded=kernels_loaded,
-                progress=progress,
+            self.lora_graphs = graphs(
+                partial(self._run, self.lora_program), captured, self.lora_program.report
             )
         if self.draft is not None:
-            self.draft_graphs = StepGraphs(
-                self.draft.propose,
-                [shape for shape in shapes if shape in self.graphs.captured],
-                self.draft.program.report,
-                self.program.device,
-                budget=None if budget is None else budget - self.graphs.bytes,
-                agree=agree,
-                kernels_loaded=kernels_loaded,
-                progress=progress,
+            self.draft_graphs = graphs(
+                self.draft.propose, captured, self.draft.program.report
+            )
+        # Last: what they save in a prompt, the others save in each of its tokens.
+        if self.image_program is not None and not self.image_program.syncing:
+            self.image_graphs = graphs(
+                partial(self._run, self.image_program),
+                [shape for shape in captured if shape.rows > shape.sequences and not shape.is_decode],
+                self.image_program.report,
             )
 
     def padding_only(self, num_output_rows: int) -> Tensor:
@@ -259,17 +255,10 @@ class Runner:
             self.input_batch.keep_tokens(*expected)
 
     def _logits(self, step: ScheduledStep, num_rows: int) -> Tensor:
-        if self.image_program is not None and step.has_images:
-            self.steps["eager: images"] += 1
-            return self._eager(self.image_program, step, num_rows)
-        program, graphs, kind = self.program, self.graphs, ""
-        lora = self.input_batch.lora
-        if lora is not None and lora.update(step.chunks):
-            assert self.lora_program is not None, "the rows of adapters are those of its steps"
-            program, graphs, kind = self.lora_program, self.lora_graphs, ", with adapters"
+        program, graphs, kind = self._program_of(step)
         size = step.padded_size
         if graphs is None:
-            reason = self.why_eager
+            reason = self.why_eager if self.graphs is None else _why_syncing(program)
         elif size.pooled:
             reason = "another rank computes hidden states"
         elif shape := graphs.shape_for(size.rows, size.sequences, size.wanted, size.longest):
@@ -282,11 +271,23 @@ class Runner:
         self.steps[f"eager: {reason}{kind}"] += 1
         return self._eager(program, step, num_rows)
 
+    def _program_of(self, step: ScheduledStep) -> tuple[Program, StepGraphs | None, str]:
+        """The program of this step, its graphs, and what `steps` says of it."""
+        if self.image_program is not None and step.has_images:
+            return self.image_program, self.image_graphs, ", with images"
+        lora = self.input_batch.lora
+        if lora is not None and lora.update(step.chunks):
+            assert self.lora_program is not None, "the rows of adapters are those of its steps"
+            return self.lora_program, self.lora_graphs, ", with adapters"
+        return self.program, self.graphs, ""
+
     def _in_graph(self, graphs: StepGraphs, step: ScheduledStep, shape: StepShape) -> Tensor:
         rows = step.num_tokens
         self._shape = self.input_batch.write(step, shape)
         self.rows += rows
         self.padding += shape.rows - rows
+        if self.input_batch.embeddings is not None and step.has_images:
+            self.input_batch.embeddings[rows : shape.rows].zero_()  # of an earlier step
         results = graphs(shape)
         if self.pipeline is not None and not self.pipeline.stage.is_last:
             return results[:rows]
@@ -306,7 +307,7 @@ class Runner:
         images = self.image_program is not None and step.has_images
         if graphs is not None and not images and self._shape in graphs.captured:
             found = graphs(self._shape)
-        else:
+        else:  # draft steps with images have no graphs: one in a prompt, of a single layer
             found = self.draft.propose(self._shape, images=images)
         return found[: sum(chunk.num_samples > 0 for chunk in step.chunks)].clone()
 
@@ -336,3 +337,7 @@ class Runner:
         if self.draft is not None and hidden:
             self.draft.keep(hidden)
         return first
+
+
+def _why_syncing(program: Program) -> str:
+    return f"{', '.join(program.syncing)} wait for the device"

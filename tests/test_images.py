@@ -459,7 +459,8 @@ def test_decode_steps_run_the_program_without_embeddings():
     before = dict(engine.stats().steps)
     run(engine, request_of(engine, "a", (5, (1, SMALL), 7)))
     steps = engine.stats().steps
-    assert steps["eager: images"] - before.get("eager: images", 0) == 1
+    of_images = "eager: on a CPU, with images"
+    assert steps[of_images] - before.get(of_images, 0) == 1
     assert steps["eager: on a CPU"] - before.get("eager: on a CPU", 0) == 7
     fields = {given.field for _, given in engine.program._step_inputs}
     assert not fields & {"embeddings", "is_image"}

@@ -42,14 +42,16 @@ class Captured(Generic[T]):
 
 class Pool:
     """Captures calls into one memory pool. The graphs share temporaries, so only one may run at a
-    time.
+    time, and a graph may overwrite the results of those that were captured after it.
+
+    num_graphs, bytes   number of captured calls, and the memory that they take
     """
 
     def __init__(self, device: torch.device | str = "cuda"):
         self.device = torch.device(device)
         self.handle = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self.num_graphs = 0
+        self.num_graphs = self.bytes = 0
 
     def capture(self, call: Callable[[], T], *, warm_up: bool = True) -> Captured[T]:
         """Capture `call`, whose inputs must keep their addresses. Raises its first error if it
@@ -80,8 +82,10 @@ class Pool:
                     raise
                 graph.capture_end()
             torch.cuda.current_stream().wait_stream(self.stream)
+        size = max(0, torch.cuda.memory_reserved(self.device) - before)
         self.num_graphs += 1
-        return Captured(graph, output, max(0, torch.cuda.memory_reserved(self.device) - before))
+        self.bytes += size
+        return Captured(graph, output, size)
 
 
 class Graphed:

@@ -9,6 +9,10 @@ def served(file: str, old: str, new: str, tests: str) -> Bug:
     return Bug(file, old, new, f"tests/test_images.py -k '{tests}'")
 
 
+def graphs(old: str, new: str, tests: str) -> Bug:
+    return Bug("runtime/runner.py", old, new, f"tests/test_image_graphs.py -k '{tests}'")
+
+
 BUGS = [
     # Equal tokens with other images share blocks; the same image elsewhere does.
     served("runtime/prefix_cache.py", "overlapping(images, start, end):", "():", "share_no_block"),
@@ -30,6 +34,14 @@ BUGS = [
     served("runtime/rope_positions.py", "positions.numpy(), delta", "positions.numpy(), 0", "any_size and 16"),
     served("runtime/batch.py", "(indices + at[\"draft_deltas\"][:sequences])", "indices", "draft_steps"),
     served("runtime/batch.py", "self.rope is None else at[\"indices\"])[last]", "self.rope is None else step.positions[0])[last]", "draft_steps"),
+    # CUDA graphs of steps with images.
+    graphs("self.image_program, self.image_graphs,", "self.image_program, self.graphs,", "any_size and 16"),
+    graphs("self.draft_graphs = self.image_graphs = None", "self.draft_graphs = None", "asleep"),
+    graphs("            self.input_batch.embeddings[rows : shape.rows].zero_()", "            pass", "padding"),
+    graphs("and not self.image_program.syncing", "", "waits_for"),
+    graphs("shape.rows > shape.sequences and not shape.is_decode", "True", "no_decode"),
+    graphs("if self.graphs is None else _why_syncing(program)", "", "waits_for"),
+    Bug("runtime/graphs.py", "agree(budget - pool.bytes) <= 0", "agree(budget) <= 0", "tests/test_image_graphs.py -k captured_first"),
     # One request hurts another.
     served("runtime/image_encoder.py", "            self._encode_alone(step.images, error)", "            raise", "encoder_that_fails"),
     served("runtime/scheduler.py", "                self.images.forget(image.digest)", "                pass", "nan or encoder_that_fails"),
