@@ -34,6 +34,10 @@ BUGS = [
     served("runtime/rope_positions.py", "positions.numpy(), delta", "positions.numpy(), 0", "any_size and 16"),
     served("runtime/batch.py", "(indices + at[\"draft_deltas\"][:sequences])", "indices", "draft_steps"),
     served("runtime/batch.py", "self.rope is None else at[\"indices\"])[last]", "self.rope is None else step.positions[0])[last]", "draft_steps"),
+    # The pinned memory of pixels.
+    served("runtime/image_encoder.py", "        self._copied.synchronize()\n", "", "pinned_memory"),
+    served("runtime/image_encoder.py", "            pinned.record_copy()\n", "            pass\n", "pinned_memory"),
+    served("runtime/image_encoder.py", "if self._memory.numel() < rows * width:", "if True:", "pinned_memory"),
     # CUDA graphs of steps with images.
     graphs("self.image_program, self.image_graphs,", "self.image_program, self.graphs,", "any_size and 16"),
     graphs("self.draft_graphs = self.image_graphs = None", "self.draft_graphs = None", "asleep"),
