@@ -73,10 +73,25 @@ class EncoderProgram:
         make = weights.materialize_and_free if owned else weights.materialize
         self._made = make(self._inputs)
         self._refresh = None if owned else weights.refresh
+        self._syncing = tuple(dict.fromkeys(compiled.syncing))
+
+    @property
+    def why_no_graph(self) -> str:
+        """Why `encode_patches` cannot be captured in a CUDA graph; empty if it can."""
+        if self._refresh is not None:
+            return "weights may be written by the caller"
+        return f"{', '.join(self._syncing)} wait for the device" if self._syncing else ""
 
     def __call__(self, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
         """The embeddings of the tokens of images with these grids, in order."""
-        patches = self._model.patch_inputs(grids, pixels.device)
+        return self.encode_patches(pixels, self.patch_inputs(grids, pixels.device))
+
+    def patch_inputs(self, grids: Sequence[Grid], device: torch.device) -> PatchInputs:
+        """What `encode_patches` reads besides pixels."""
+        return self._model.patch_inputs(grids, device)
+
+    def encode_patches(self, pixels: Tensor, patches: PatchInputs) -> Tensor:
+        """The embeddings of patches with these pixels."""
         given = dict(zip(NAMES, (pixels, *patches), strict=True))
         inputs = list(self._inputs)
         for i, name, dim in self._arguments:

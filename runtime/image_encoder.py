@@ -11,7 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from atomc.compiler.cudagraphs import Pool
+from atomc.encoder import EncoderProgram
 from atomc.models.mrope import num_image_tokens
+from atomc.runtime.encoder_graphs import EncoderGraphs
 from atomc.runtime.image_limits import FLOAT_BYTES
 from atomc.runtime.image_model import ImageModel
 from atomc.runtime.request_errors import is_recoverable
@@ -26,12 +29,14 @@ class ImageEncoder:
     """Encodes images, and holds their embeddings by digest.
 
     errors   why images that steps read could not be encoded
+    graphs   the encoder by CUDA graphs, between `capture` and `drop_graphs`
     """
 
     def __init__(self, encode: Encode, images: ImageModel, device: torch.device) -> None:
         self.encode, self.images, self.device = encode, images, device
         self.errors: dict[bytes, BaseException] = {}
         self._embeddings: dict[bytes, Tensor] = {}
+        self.graphs: EncoderGraphs | None = None
         self._pinned = PinnedBuffer() if device.type == "cuda" else None
 
     def update(self, step: ScheduledStep) -> None:
@@ -49,6 +54,17 @@ class ImageEncoder:
             if not is_recoverable(error):
                 raise
             self._encode_alone(step.images, error)
+
+    def capture(self, pool: Pool, budget: int) -> None:
+        """From now on, capture CUDA graphs. pool, budget: as in EncoderGraphs."""
+        if isinstance(self.encode, EncoderProgram) and not self.encode.why_no_graph:
+            self.graphs = EncoderGraphs(self.encode, pool, budget)
+
+    def drop_graphs(self) -> None:
+        """Drop the CUDA graphs. Further images are encoded without."""
+        if self.graphs is not None:
+            self.graphs.program.report.cuda_graphs.clear()
+        self.graphs = None
 
     def clear(self) -> None:
         """Drop all embeddings."""
@@ -74,7 +90,8 @@ class ImageEncoder:
         it returns another shape.
         """
         with torch.no_grad():
-            found: Tensor = self.encode(self._pixels(images), [image.grid for image in images])
+            encode = self.graphs or self.encode
+            found: Tensor = encode(self._pixels(images), [image.grid for image in images])
         expected = sum(image.length for image in images), self.images.width
         if tuple(found.shape) != expected:
             raise ValueError(

@@ -89,6 +89,7 @@ class Runner:
         self.draft_graphs: StepGraphs | None = None
         self.lora_graphs: StepGraphs | None = None
         self.image_graphs: StepGraphs | None = None
+        self.pool: Pool | None = None  # of all graphs
         self._shape = StepShape(0, 0, 0, 0)  # of the step that ran last
         self.graphs: StepGraphs | None = None
         self.why_eager = "on a CPU" if program.device.type != "cuda" else "not captured"
@@ -110,6 +111,7 @@ class Runner:
     def drop_graphs(self) -> None:
         """Drop the CUDA graphs. Further steps run without."""
         self.graphs = self.lora_graphs = self.draft_graphs = self.image_graphs = None
+        self.pool = None
 
     def free(self) -> None:
         """Drop the caches and the CUDA graphs, which read them. No step may run until `allocate`;
@@ -162,9 +164,10 @@ class Runner:
             None,
             shapes[0]._replace(rows=self.input_batch.rows, sequences=self.input_batch.sequences),
         )
+        self.pool = Pool(self.program.device)
         graphs = partial(
             StepGraphs,
-            pool=Pool(self.program.device),
+            pool=self.pool,
             budget=budget,
             agree=agree,
             kernels_loaded=kernels_loaded,

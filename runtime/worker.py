@@ -325,6 +325,10 @@ class Worker:
             kernels_loaded=self._kernels.kernels_loaded,
             progress=self.progress,
         )
+        pool = self.runner.pool
+        # Ranks that share an encoder would have to capture in the same steps.
+        if pool is not None and budget is not None and self.num_ranks == 1 and self.encoder:
+            self.encoder.capture(pool, budget)
 
     @property
     def samples(self) -> bool:
@@ -380,6 +384,7 @@ class Worker:
             self.programs.hidden.unbind()
         if self.encoder is not None:
             self.encoder.clear()
+            self.encoder.drop_graphs()
         if self.program.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -9,6 +9,10 @@ def served(file: str, old: str, new: str, tests: str) -> Bug:
     return Bug(file, old, new, f"tests/test_images.py -k '{tests}'")
 
 
+def encoder(old: str, new: str, tests: str) -> Bug:
+    return Bug("runtime/encoder_graphs.py", old, new, f"tests/test_encoder_graphs.py -k '{tests}'")
+
+
 def graphs(old: str, new: str, tests: str) -> Bug:
     return Bug("runtime/runner.py", old, new, f"tests/test_image_graphs.py -k '{tests}'")
 
@@ -42,10 +46,21 @@ BUGS = [
     graphs("self.image_program, self.image_graphs,", "self.image_program, self.graphs,", "any_size and 16"),
     graphs("self.draft_graphs = self.image_graphs = None", "self.draft_graphs = None", "asleep"),
     graphs("            self.input_batch.embeddings[rows : shape.rows].zero_()", "            pass", "padding"),
+    graphs("captured.sort(key=lambda shape: shape.wanted)", "pass", "no_decode"),
     graphs("and not self.image_program.syncing", "", "waits_for"),
     graphs("shape.rows > shape.sequences and not shape.is_decode", "True", "no_decode"),
     graphs("if self.graphs is None else _why_syncing(program)", "", "waits_for"),
     Bug("runtime/graphs.py", "agree(budget - pool.bytes) <= 0", "agree(budget) <= 0", "tests/test_image_graphs.py -k captured_first"),
+    # CUDA graphs of the encoder.
+    encoder("self._pixels[: len(pixels)].copy_(pixels)", "pass", "came_twice"),
+    encoder("return graph.captured.replay().clone()", "return graph.captured.replay()", "came_twice"),
+    encoder("            self.captured.move_to_end(key)\n", "", "few_graphs"),
+    encoder("            graph.last_call = self._calls\n", "", "few_graphs"),
+    encoder("            self._seen.popitem(last=False)\n", "            pass\n", "few_graphs"),
+    encoder("self.pool.bytes + size > self.budget", "self.pool.bytes > self.budget", "large_images"),
+    encoder("if self.why_not or len(pixels)", "if len(pixels)", "cannot_be_captured"),
+    Bug("atomc/encoder.py", "if self._refresh is not None:\n            return", "if False:\n            return", "tests/test_encoder_graphs.py -k others_may_write"),
+    Bug("runtime/worker.py", "            self.encoder.drop_graphs()\n", "", "tests/test_encoder_graphs.py -k sleeps"),
     # One request hurts another.
     served("runtime/image_encoder.py", "            self._encode_alone(step.images, error)", "            raise", "encoder_that_fails"),
     served("runtime/scheduler.py", "                self.images.forget(image.digest)", "                pass", "nan or encoder_that_fails"),

@@ -44,7 +44,7 @@ BUGS = [
     bug("models/vision_language.py", "level.where(is_image.unsqueeze(-1), 0)", "level", OURS),
     bug("models/stock_vision.py", "visual_embeds.where(visual_pos_masks.unsqueeze(-1), 0)", "visual_embeds", STOCK),
     bug("models/stock_vision.py", "if reason := _why_unlike(type(text)):", "if reason := '':", "otherwise"),
-    bug("atomc/encoder.py", "if self._refresh is not None:", "if not self._made:", "user_writes"),
+    bug("atomc/encoder.py", "if self._refresh is not None:  # a user", "if not self._made:  # a user", "user_writes"),
     bug("atomc/quantization/kept_layers.py", " | _vision_encoders(model)", "", "stays_in_16_bits"),
     bug("runtime/self_check.py", "set_attn_implementation(ours)", 'set_attn_implementation("atom")', "self_check"),
 ]  # fmt: skip
