@@ -78,7 +78,7 @@ def test_few_graphs_are_kept_and_one_is_replaced_that_was_not_used_for_long(prog
 
     one, two, other = tuple(ONE), tuple(TWO), tuple(OTHER)
     assert call(ONE, TWO, ONE, TWO) == [one, two]
-    assert call(OTHER, OTHER) == [one, two]  # both were used a few calls ago
+    assert call(ONE, TWO, OTHER, OTHER) == [one, two]  # both were used a few calls ago
     assert call(ONE) == [two, one]
     assert call(OTHER) == [one, other]
     # Sizes that come once in a long time are forgotten.
