@@ -14,6 +14,7 @@ from torch import Tensor
 from atomc.compiler.cudagraphs import Captured, Pool
 from atomc.encoder import EncoderProgram, Grid
 from atomc.errors import first_line
+from atomc.ops.inputs import PatchInputs
 from atomc.runtime.phases import gc_disabled
 
 # With more patches, an encoder takes longer on the device than its launches on the host:
@@ -27,7 +28,10 @@ Grids = tuple[Grid, ...]
 
 @dataclass
 class _Graph:
+    """patches: what the graph reads, besides pixels and weights."""
+
     captured: Captured[Tensor]
+    patches: PatchInputs
     last_call: int
 
 
@@ -100,5 +104,5 @@ class EncoderGraphs:
             self.why_not = first_line(error) or type(error).__name__
             notes.append(f"no CUDA graph of the vision encoder: {self.why_not}")
             return
-        self.captured[key] = _Graph(captured, self._calls)
+        self.captured[key] = _Graph(captured, patches, self._calls)
         graphs.append({"inputs": [list(given.shape)], "bytes": captured.bytes})

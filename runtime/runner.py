@@ -180,16 +180,18 @@ class Runner:
                 partial(self._run, self.lora_program), captured, self.lora_program.report
             )
         if self.draft is not None:
-            self.draft_graphs = graphs(
-                self.draft.propose, captured, self.draft.program.report
-            )
+            self.draft_graphs = graphs(self.draft.propose, captured, self.draft.program.report)
         # Last: what they save in a prompt, the others save in each of its tokens. Those of a prompt
         # alone first, whose logits take less memory than those of all sequences.
         if self.image_program is not None and not self.image_program.syncing:
             captured.sort(key=lambda shape: shape.wanted)
             self.image_graphs = graphs(
                 partial(self._run, self.image_program),
-                [shape for shape in captured if shape.rows > shape.sequences and not shape.is_decode],
+                [
+                    shape
+                    for shape in captured
+                    if shape.rows > shape.sequences and not shape.is_decode
+                ],
                 self.image_program.report,
             )
 

@@ -1,6 +1,9 @@
 """CUDA graphs of the vision encoder, without a GPU: as in test_image_graphs."""
 
+import gc
+import weakref
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -101,6 +104,34 @@ def test_large_images_are_not_captured_and_no_graph_exceeds_the_memory(program, 
     for grids in (ONE, ONE, ONE):
         graphs(pixels_of(grids), grids)
     assert not graphs.captured
+
+
+class PoolOfRecords(PoolOfCalls):
+    """As a CUDA graph does, what it captures keeps the addresses that it reads, not the tensors."""
+
+    def capture(self, call, *, warm_up):
+        output = call()
+        return SimpleNamespace(bytes=GRAPH_BYTES, replay=lambda: output)
+
+
+def test_what_a_graph_reads_is_held_as_long_as_the_graph(program, monkeypatch):
+    made = []
+
+    def patch_inputs(grids, device, make=program.patch_inputs):
+        found = make(grids, device)
+        made.append([weakref.ref(each) for each in found])
+        return found
+
+    monkeypatch.setattr(program, "patch_inputs", patch_inputs)
+    graphs = graphs_of(program, pool=PoolOfRecords(GPU))
+    for _ in range(2):
+        graphs(pixels_of(ONE), ONE)
+    gc.collect()
+    first_call, second_call, captured = made
+    assert {ref() for ref in first_call + second_call} == {None}
+    assert all(ref() is not None for ref in captured)
+    graphs.captured.clear()
+    assert {ref() for ref in captured} == {None}
 
 
 class NoMemory(PoolOfCalls):

@@ -48,7 +48,7 @@ BUGS = [
     graphs("            self.input_batch.embeddings[rows : shape.rows].zero_()", "            pass", "padding"),
     graphs("captured.sort(key=lambda shape: shape.wanted)", "pass", "no_decode"),
     graphs("and not self.image_program.syncing", "", "waits_for"),
-    graphs("shape.rows > shape.sequences and not shape.is_decode", "True", "no_decode"),
+    graphs("[s for s in captured if s.rows > s.sequences and not s.is_decode]", "captured", "no_decode"),
     graphs("if self.graphs is None else _why_syncing(program)", "", "waits_for"),
     Bug("runtime/graphs.py", "agree(budget - pool.bytes) <= 0", "agree(budget) <= 0", "tests/test_image_graphs.py -k captured_first"),
     # CUDA graphs of the encoder.
@@ -60,6 +60,7 @@ BUGS = [
     encoder("self.pool.bytes + size > self.budget", "self.pool.bytes > self.budget", "large_images"),
     encoder("if self.why_not or len(pixels)", "if len(pixels)", "cannot_be_captured"),
     Bug("atomc/encoder.py", "if self._refresh is not None:\n            return", "if False:\n            return", "tests/test_encoder_graphs.py -k others_may_write"),
+    encoder("_Graph(captured, patches, self._calls)", "_Graph(captured, None, self._calls)", "is_held"),
     Bug("runtime/worker.py", "            self.encoder.drop_graphs()\n", "", "tests/test_encoder_graphs.py -k sleeps"),
     # One request hurts another.
     served("runtime/image_encoder.py", "            self._encode_alone(step.images, error)", "            raise", "encoder_that_fails"),
