@@ -182,7 +182,7 @@ def seconds(calls: list[Callable[[], Tensor]]) -> float:
 def cuts(chosen: LatentTiling, heads: int, sweep: bool) -> Iterator[LatentTiling]:
     yield chosen
     if chosen.rows == 64 and chosen.warps == 8:
-        yield chosen._replace(branches=True)
+        yield chosen._replace(branches=not chosen.branches)
     most = max(16, next_power_of_2(heads))
     for rows, keys, warps, stages, splits, branches in product(
         (16, 32, 64, 128), (16, 32, 64), (4, 8), (1, 2, 3), (1, 2, 4, 8), (False, True)

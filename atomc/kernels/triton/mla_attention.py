@@ -341,8 +341,7 @@ def _attend_latent(
 
 class LatentTiling(NamedTuple):
     """Tiles of `rows` x `keys`, `heads` of the rows for each token, and `splits` programs for the
-    keys of one tile; by_sequence as in Tiling. branches: see add_keys_in_branches, which no tiling
-    chooses, because it was not timed; bench/latent_attention.py does.
+    keys of one tile; by_sequence as in Tiling. branches: as add_keys_in_branches.
     """
 
     rows: int
@@ -382,7 +381,11 @@ def tiling(
         triton.cdiv(longest, keys),
         MAX_SPLITS,
     )
-    return LatentTiling(rows, keys, heads, max(splits, 1), tile.warps, stages, by_sequence)
+    # 128 heads, 64 x 8,192 rows of the cache, H100, us: in branches 399, else 553.
+    branches = (rows, tile.warps) == (64, 8)
+    return LatentTiling(
+        rows, keys, heads, max(splits, 1), tile.warps, stages, by_sequence, branches
+    )
 
 
 def attend(
