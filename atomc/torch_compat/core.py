@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch._C import DisableTorchFunction as without_torch_functions
 from torch._C._autograd import _profiler_enabled as profiler_is_on
 from torch._guards import tracing
 from torch._logging._internal import trace_log, trace_structured
@@ -40,6 +41,7 @@ __all__ = [
     "torch_modes_active",
     "traces_structured",
     "without_autocast",
+    "without_torch_functions",
 ]
 
 
@@ -146,7 +148,7 @@ def outside_of_tracing() -> Iterator[None]:
 @contextlib.contextmanager
 def outside_of_modes() -> Iterator[None]:
     """As outside_of_tracing, also during torch.export and make_fx, whose modes see every call."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), outside_of_tracing():
+    with without_torch_functions(), _disable_current_modes(), outside_of_tracing():
         yield
 
 
