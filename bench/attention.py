@@ -27,7 +27,7 @@ EXAMPLES = """examples:
   other ways to cut it:   python bench/attention.py --sweep --only decode
 """
 WIDTH = 128
-HEADS = {"Qwen3-0.6B": (16, 8), "Qwen3-8B": (32, 8)}
+HEADS = {"Qwen3-0.6B": (16, 8), "Qwen3-8B": (32, 8), "Qwen3-30B-A3B": (32, 4)}
 # Calls rotate over this many bytes of keys and values, several times the L2, as the layers of a
 # model do.
 ROTATED = 512 * 2**20

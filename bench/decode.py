@@ -6,9 +6,10 @@ weights.
     python bench/decode.py --model 8b --quantization fp8 --batches 1 --prefill 64
 
 A step is one replay of the captured model and the argmax of its logits, each sequence at --context
-tokens, in milliseconds, median of --steps steps timed with device events. Prefill is one sequence
-of --context tokens; with --prefill N, also N of them in one step. --quantization: the linear layers
-in few bits (docs/quantization.md).
+tokens, in milliseconds, median of --steps steps timed with device events. Of transformers, tpot_ms
+has the host's part of a call, and unwaited_ms is the mean of calls that the host does not wait for.
+Prefill is one sequence of --context tokens; with --prefill N, also N of them in one step.
+--quantization: the linear layers in few bits (docs/quantization.md).
 """
 
 import argparse
@@ -51,6 +52,16 @@ def milliseconds(call: Callable[[], Any], steps: int) -> float:
     return statistics.median(times)
 
 
+def unwaited(call: Callable[[], Any], steps: int) -> float:
+    """Milliseconds of each of so many calls, the host waiting for the last one only."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(steps):
+        call()
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - start) / steps
+
+
 def step_of(lengths: list[int], new: list[int], blocks: int, groups: int) -> ScheduledStep:
     """A step in which sequence s gets its last new[s] of lengths[s] tokens; its blocks lie
     scattered, equally in each of the groups of layers that share block tables.
@@ -90,7 +101,8 @@ def ours(args: argparse.Namespace, config: dict[str, Any]) -> Iterator[dict[str,
             quantization=args.quantization,
             progress=False,
         )
-    program = compile_model(model, {"glue": args.glue}, owned=True)
+    passes = dict.fromkeys(args.on, True)
+    program = compile_model(model, {"glue": args.glue, "passes": passes}, owned=True)
     compiled = time.perf_counter() - start
     blocks = -(-(args.context + 64) // BLOCK)
     batches = args.batches
@@ -154,21 +166,32 @@ def ours(args: argparse.Namespace, config: dict[str, Any]) -> Iterator[dict[str,
 
 
 def profile(call: Callable[[], Any]) -> None:
-    """Print the kernels of one call by total device time."""
+    """Print the kernels of one call by the time that each adds: from the end of those before it, or
+    its start if that is later, to its own end. A kernel that is launched early and waits for the one
+    before it adds only what is left.
+    """
     call()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
         call()
         torch.cuda.synchronize()
-    print(
-        found.key_averages().table(
-            sort_by="self_cuda_time_total",
-            row_limit=25,
-            max_name_column_width=60,
-            top_level_events_only=False,
-        ),
-        file=sys.stderr,
+    spans = sorted(
+        (event.time_range.end, event.time_range.start, event.name)
+        for event in found.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
     )
+    added: dict[str, list[float]] = {}
+    latest, idle = min((start for _, start, _ in spans), default=0.0), 0.0
+    for end, start, name in spans:
+        idle += max(0.0, start - latest)
+        added.setdefault(name, []).append(max(0.0, end - max(start, latest)))
+        latest = max(latest, end)
+    print(
+        f"{sum(map(sum, added.values())):10.1f} us of kernels, {idle:.1f} between", file=sys.stderr
+    )
+    for name, times in sorted(added.items(), key=lambda item: -sum(item[1]))[:30]:
+        mean = statistics.mean(times)
+        print(f"{sum(times):10.1f} {len(times):4} x {mean:8.2f}  {name[:90]}", file=sys.stderr)
 
 
 def transformers(
@@ -181,10 +204,11 @@ def transformers(
 
     given = {name: value for name, value in config.items() if name != "architectures"}
     hf_config = AutoConfig.for_model(**given)
-    torch.set_default_device("cuda")
-    model = AutoModelForCausalLM.from_config(
-        hf_config, dtype=torch.bfloat16, attn_implementation="sdpa"
-    ).eval()
+    # Not by default: each call of a tensor's method would pass through the default device's mode.
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(
+            hf_config, dtype=torch.bfloat16, attn_implementation="sdpa"
+        ).eval()
     for batch in args.batches:
         torch._dynamo.reset()
         cache = StaticCache(config=hf_config, max_cache_len=args.context + 256)
@@ -195,11 +219,11 @@ def transformers(
             else torch.compile(model.forward, mode="reduce-overhead", **backend)
         )
         with torch.inference_mode():
-            ids = torch.randint(0, 1000, (batch, args.context))
+            ids = torch.randint(0, 1000, (batch, args.context), device="cuda")
             model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
             token, positions = (
-                torch.randint(0, 1000, (batch, 1)),
-                torch.full((batch, 1), args.context),
+                torch.randint(0, 1000, (batch, 1), device="cuda"),
+                torch.full((batch, 1), args.context, device="cuda"),
             )
 
             def step(
@@ -217,13 +241,16 @@ def transformers(
             for _ in range(4):
                 step()
             torch.cuda.synchronize()
+            if args.profile:
+                profile(step)
+            compiled = time.perf_counter() - start
             yield {
                 "what": f"transformers {mode}",
                 "batch": batch,
                 "tpot_ms": milliseconds(step, args.steps),
-                "compile_s": round(time.perf_counter() - start, 1),
+                "unwaited_ms": unwaited(step, args.steps),
+                "compile_s": round(compiled, 1),
             }
-    torch.set_default_device("cpu")
 
 
 def main() -> None:
@@ -247,6 +274,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="only so many layers")
     parser.add_argument("--only-beside", action="store_true", help="only transformers")
     parser.add_argument("--profile", action="store_true", help="print the kernels of a step")
+    parser.add_argument("--on", nargs="*", default=[], help="passes to turn on")
     parser.add_argument("--report", action="store_true", help="print what the compiler did")
     parser.add_argument("--json", help="append the figures to this file, one a line")
     args = parser.parse_args()
@@ -263,6 +291,8 @@ def main() -> None:
                 figure["layers"] = args.layers
             if args.quantization:
                 figure["quantization"] = args.quantization
+            if args.on:
+                figure["on"] = ",".join(args.on)
             figures.append(figure)
             print(
                 "  ".join(

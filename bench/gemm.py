@@ -1,11 +1,11 @@
-"""Time linear layers in few bits: the kernel that the compiler takes for so many rows, beside bf16.
+"""Time linear layers in few bits, and in bf16: the kernel that the compiler takes for so many rows,
+beside the faster of our kernel in bf16 and cuBLAS.
 
     python bench/gemm.py --jobs 14 --json bench/results/gemm-h200.json
     python bench/gemm.py --tiles --rows 1 8 --schemes fp8 --jobs 14
 
 --tiles times every tile of the kernels for few rows. Times and shares of copy bandwidth are taken
-as in bench/kernels.py; quantizing the rows is not among them. bf16 is the faster of our kernel and
-cuBLAS.
+as in bench/kernels.py; quantizing the rows is not among them.
 """
 
 import argparse
@@ -13,7 +13,9 @@ import json
 import platform
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +51,10 @@ def codes(*shape: int, dtype: torch.dtype = E4M3) -> Tensor:
 
 def scales(*shape: int) -> Tensor:
     return torch.rand(shape, device="cuda") / 400 + 1e-4
+
+
+def bf16(rows: int, n: int, k: int) -> Arguments:
+    return {"x": normal(rows, k), "weight": normal(n, k)}
 
 
 def fp8(rows: int, n: int, k: int, channels: bool = False) -> Arguments:
@@ -110,12 +116,13 @@ def nvfp4(rows: int, n: int, k: int) -> Arguments:
     return {
         "x": normal(rows, k),
         "weight": codes(n, k // 2, dtype=torch.uint8),
-        "weight_scale": codes(n, k // 16).abs(),
+        "weight_scale": codes(n, k // 16).float().abs().to(E4M3),
         "global_scale": scales(n, 1),
     }
 
 
 LAYERS = {
+    "bf16": Layer("linear", bf16),
     "fp8": Layer("scaled_linear_fp8", fp8),
     "fp8_static": Layer("scaled_linear_fp8", fp8_static),
     "fp8_per_token": Layer("scaled_linear_fp8", partial(fp8, channels=True)),
@@ -144,10 +151,30 @@ def chosen(op: str, rows: int, arguments: Arguments) -> tuple[str, Callable[...,
 
 def tiles(layer: str, rows: int, k: int) -> Iterator[tuple[str, Callable[..., Any]]]:
     """The kernels for few rows under every tile worth a try."""
-    from atomc.kernels.triton import scaled_linear, unpacking, w4a16
+    from atomc.kernels.triton import linear, scaled_linear, unpacking, w4a16
     from atomc.kernels.triton.tile_table import Tile
 
     op = LAYERS[layer].op
+    if op == "linear":
+        tall = 8 if rows <= 8 else 16
+        sixteen_bits = (
+            [
+                Tile(1, n, columns, 0, warps)
+                for n, columns, warps in product((1, 2, 4, 8), (512, 1024, 2048), (2, 4, 8))
+                if columns <= k and 1024 <= n * columns <= 8192
+            ]
+            if rows == 1
+            else [
+                Tile(tall, n, columns, parts, warps, stages)
+                for n, columns, (parts, warps), stages in product(
+                    (16, 32), (64, 128, 256), ((2, 2), (4, 4), (8, 8)), (2, 3, 4, 6)
+                )
+                if n * columns * parts * stages <= 65536
+            ]
+        )
+        for tile in sixteen_bits:
+            yield str(tuple(tile)), partial(linear.multiply, bias=None, tile=tile)
+        return
     if op.startswith("scaled"):
         blocks = op.endswith("block")
 
@@ -220,10 +247,7 @@ def tiles(layer: str, rows: int, k: int) -> Iterator[tuple[str, Callable[..., An
 
 
 def bf16_us(rows: int, k: int, n: int, calls: int) -> float:
-    def make() -> Arguments:
-        return {"x": normal(rows, k), "weight": normal(n, k)}
-
-    sets = [make() for _ in range(max(2, min(32, -(-ROTATED_BYTES // (2 * n * k)))))]
+    sets = [bf16(rows, n, k) for _ in range(max(2, min(32, -(-ROTATED_BYTES // (2 * n * k)))))]
     found = chosen("linear", rows, sets[0])
     times = [microseconds(lambda x, weight: F.linear(x, weight), sets, calls, 9)]
     if not isinstance(found, str):
@@ -274,10 +298,13 @@ def main() -> None:
             sys.exit(reason)
     if not torch.cuda.is_available():
         sys.exit("torch sees no GPU: CUDA graphs are timed")
+    from triton.errors import TritonError
+
     if args.compile_only:
         for number, (name, k, n, rows, _, call) in enumerate(cases(args)):
             if mine(number, args.compile_only):
-                call(**LAYERS[name].make(rows, n, k))
+                with suppress(TritonError):
+                    call(**LAYERS[name].make(rows, n, k))
         return
     if args.jobs:
         compile_first(args.jobs)
@@ -314,7 +341,11 @@ def main() -> None:
         calls = 32 if rows <= 64 else 8
         if (rows, k, n) not in beside:
             beside[rows, k, n] = bf16_us(rows, k, n, calls)
-        us = microseconds(call, sets, calls, 9)
+        try:
+            us = microseconds(call, sets, calls, 9)
+        except TritonError as too_large:
+            print(f"{name} {k}->{n}, {rows} rows, {label}: {too_large}".splitlines()[0], flush=True)
+            continue
         line = {
             "scheme": name,
             "k": k,

@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from decode import profile
 from torch import Tensor, nn
 
 from atomc.runtime.image_input.processor import ImageProcessor, PreparedImage
@@ -231,7 +232,12 @@ def ms_of(call: Callable[[], Any], device: str) -> tuple[Any, float]:
 
 
 def figures(
-    shape: str, device: str, side: int | None, rounds: int, glue: str = "auto"
+    shape: str,
+    device: str,
+    side: int | None,
+    rounds: int,
+    glue: str = "auto",
+    profiled: bool = False,
 ) -> dict[str, Any]:
     config, default = SHAPES[shape]
     side = side or default
@@ -270,6 +276,11 @@ def figures(
         for name, value in {**found, "eager": stock}.items():
             if value is not None:
                 times.setdefault(name, []).append(value)
+    if profiled:
+        print("the vision encoder", file=sys.stderr)
+        profile(lambda: encoder.embeddings(alone))
+        print("the whole", file=sys.stderr)
+        profile(ours)
     llm.close()
     medians = {name: statistics.median(values) for name, values in times.items()}
     result: dict[str, Any] = {"shape": shape, "pixels": side, "image_tokens": first.length}
@@ -291,11 +302,12 @@ def main() -> None:
     parser.add_argument("--pixels", type=int, help="the side of the images (that of the shape)")
     parser.add_argument("--rounds", default=10, type=int)
     parser.add_argument("--glue", default="auto", choices=["eager", "inductor", "auto"])
+    parser.add_argument("--profile", action="store_true", help="print the kernels of an image")
     parser.add_argument("--json", type=Path, help="append the figures to this file")
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds is {args.rounds}: expected at least 1")
-    found = figures(args.shape, args.device, args.pixels, args.rounds, args.glue)
+    found = figures(args.shape, args.device, args.pixels, args.rounds, args.glue, args.profile)
     print(
         "  ".join(
             f"{name}={value:.3f}" if isinstance(value, float) else f"{name}={value}"

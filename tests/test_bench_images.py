@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.xdist_group("runtime")
 BENCH = Path(__file__).parents[1] / "bench/images.py"
+sys.path.insert(0, str(BENCH.parent))
 
 
 @pytest.fixture(scope="module")
