@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -151,18 +152,11 @@ def tiles(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     choices = [first]
     choices += [
         first._replace(thin=thin, inputs=inputs, warps=warps)
-        for thin, inputs, warps in (
-            (4, 1024, 4),
-            (8, 512, 4),
-            (16, 512, 4),
-            (16, 1024, 8),
-            (4, 2048, 4),
-            (8, 2048, 8),
-        )
+        for thin, inputs, warps in product((4, 8, 16), (512, 1024, 2048), (2, 4))
     ]
     choices += [
         first._replace(products=products, expand_warps=warps)
-        for products, warps in ((2048, 4), (2048, 2), (8192, 4), (8192, 8))
+        for products, warps in product((1024, 2048, 4096, 8192), (1, 2, 4))
     ]
     for rows in (batch for batch in args.batches if batch <= lora_few.MAX_ROWS):
         sets = {

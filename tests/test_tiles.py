@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import atomc
-from atomc import ops
+from atomc import kernels, ops
 from atomc.platform import Platform
 
 pytest.importorskip("triton")
@@ -157,8 +157,8 @@ def test_a_quantizer_takes_the_measured_tile(
 @pytest.mark.parametrize(
     "rows, sequences, group, kv_heads, width, itemsize, longest, expected",
     [  # rows, keys, splits, warps, stages, by_sequence, registers
-        (1, 1, 4, 8, 128, 2, 1024, (16, 128, 8, 8, 5, True, None)),
-        (4, 4, 4, 8, 128, 2, 40960, (16, 128, 4, 8, 5, True, None)),
+        (1, 1, 4, 8, 128, 2, 1024, (16, 64, 16, 4, 3, True, None)),
+        (4, 4, 4, 8, 128, 2, 40960, (16, 64, 12, 4, 3, True, None)),
         (64, 64, 4, 8, 128, 2, 1024, (16, 64, 1, 4, 3, True, 128)),
         (8, 8, 2, 8, 128, 2, 8192, (16, 64, 8, 4, 3, True, 128)),
         (16, 16, 8, 2, 256, 2, 8192, (16, 64, 4, 8, 5, True, None)),
@@ -221,6 +221,7 @@ def test_a_kernel_whose_tiles_were_measured_on_another_gpu_has_a_note_in_the_rep
 
 
 def test_a_kernel_without_tiles_to_choose_has_no_note() -> None:
+    kernels.load("cuda")
     assert {k.tuned_for for k in ops.linear.kernels if k.provider != "triton"} == {None}
     linear = torch.nn.Linear(16, 16, dtype=torch.bfloat16).requires_grad_(False)
     x = torch.randn(64, 16, dtype=torch.bfloat16)  # more rows than the Triton kernel takes

@@ -50,7 +50,8 @@ def tiling(
     by_sequence = num_rows == num_sequences and group <= 64
     num_sms = multiprocessors(device)
     if by_sequence:
-        tile = PAGED_DECODE.choose(device, triton.cdiv(4 * num_sequences * kv_heads, num_sms))
+        per_four = triton.cdiv(4 * num_sequences * kv_heads, num_sms)
+        tile = PAGED_DECODE.choose(device, per_four, width * itemsize)
         rows = max(least, triton.next_power_of_2(per_sequence))
     else:
         tiles = num_rows // max(128 // group, 1) + min(num_sequences, num_rows)

@@ -154,12 +154,14 @@ LINEAR_NVFP4 = replace(
     measured=False,
 )
 
-# 16 KB of A and 8 KB of B in a program: one read per thread is in flight, and few parts are added.
+# Adapters of rank 16 at the layers of Qwen3-8B, us of a decoder layer, H100: 1 row 9.5, 8 rows with
+# as many adapters 12.8. With two warps for the second kernel 11.1 and 20.1, with four and 4,096
+# products 15.4 and 40.8; with 8 rows of A for each program of the first, 512 columns and four warps
+# 13.7 with 8 rows.
 LORA_FEW = TileTable[LoraTile](
     command="python bench/lora.py --tiles",
     sizes=("rows",),
-    by_arch={"sm90": [((ANY,), LoraTile(8, 1024, 4, 4096, 4))]},
-    measured=False,
+    by_arch={"sm90": [((ANY,), LoraTile(4, 1024, 2, 2048, 1))]},
 )
 
 
@@ -219,19 +221,17 @@ MOE_EXPERTS_4_BITS = TileTable(
     measured=False,
 )
 
-# GPT-OSS-20B in MXFP4, gate and up / down, us, the best of 36 tiles: 1 token 18.0 / 12.9 (blocks of
-# 16 by four warps 19.1 / -), 8 tokens 78.8 / 43.3 (of 8 by two warps 81.6 / 45.3), 64 tokens
-# 109 / 58 (of 32 - / 65). With more instructions per code: 1,024 tokens with blocks of
-# 64 473 / 242, of 128 459 / 238.
-# By instructions of a warp for 16 rows and 128 columns (sm90, Triton 3.6), not by time: blocks of
-# 8, 64 rows and two warps 171 (four warps 255), blocks of 16 190.
+# GPT-OSS-20B in MXFP4, gate and up / down, us, H100, of 36 tiles: 1 token 15.5 / 10.7 (32 rows, two
+# warps 15.8 / 11.5, blocks of 16 17.1 / 11.5), 8 tokens 68 / 39 (64 rows 68 / 43, blocks of 16
+# 72 / 43), 64 tokens 108 / 59 (blocks of 8 111 / 59, of 32 114 / 62), 1,024 tokens 411 / 214
+# (blocks of 64 414 / 202; eight warps of 128 rows 410 / 210).
 EXPERTS_FRAGMENTS = TileTable(
     command="python bench/moe.py --tiles --formats int4 int4_g128 mxfp4 --tokens 1 8 64 1024",
     sizes=("pairs per expert",),  # 0: a block is one pair
     by_arch={
         "sm90": [
-            ((0,), FragmentTile(8, 32, 2, 4)),
-            ((4,), FragmentTile(8, 64, 2, 4)),
+            ((0,), FragmentTile(8, 16, 1, 4)),
+            ((4,), FragmentTile(8, 32, 2, 4)),
             ((12,), FragmentTile(16, 64, 2, 4)),
             ((32,), FragmentTile(32, 64, 4, 4)),
             ((64,), FragmentTile(64, 128, 4, 3, tall=8)),
@@ -364,16 +364,18 @@ GATED_QUANT_WARPS = TileTable(
 )
 
 # Paged attention: bf16, heads of 128, medians of CUDA graph replays, the best of about ten tiles.
-# Decode, 8 key/value heads. 1 x 1,024 keys: 6.8 us (7.0 with the second tile, and 8.7 if the block
-# tables have room for 40,960). 64 x 1,024 keys: 67 us (84 with 155 registers, 80 with the first
-# tile).
+# Decode, H100: tiles of 64 keys by four warps, three programs for each multiprocessor / of 128 keys
+# by eight, one. 8 key/value heads, 1 x 1,024 keys 6.6 / 7.1 us, 1 x 8,192 17.8 / 18.5; 4 heads,
+# 1 x 1,024 5.7 / 6.6, 8 x 1,024 12.0 / 12.2, 8 x 8,192 52.7 / 52.8. 64 x 1,024 keys of 8 heads,
+# H200: 67 us with the last tile (84 with 155 registers).
 PAGED_DECODE = TileTable(
     command="python bench/attention.py --sweep --only decode",
-    sizes=("key/value heads of all sequences per 4 multiprocessors",),
+    sizes=("key/value heads of all sequences per 4 multiprocessors", "bytes of a key"),
     by_arch={
         "sm90": [
-            ((1,), AttentionTile(0, 128, 8, 5, None, 1)),
-            ((ANY,), AttentionTile(0, 64, 4, 3, 128, 4)),
+            ((1, 256), AttentionTile(0, 64, 4, 3, None, 3)),
+            ((1, ANY), AttentionTile(0, 128, 8, 5, None, 1)),
+            ((ANY, ANY), AttentionTile(0, 64, 4, 3, 128, 4)),
         ]
     },
 )
@@ -408,7 +410,8 @@ LATENT_ATTENTION = TileTable(
     },
 )
 # Over codes, which are unpacked in registers: 32 rows and 64 keys with 4 warps take 40 times as
-# long. The last two are first values.
+# long. 128 heads, 64 x 8,192 rows of the cache, H100: 744 us, with 32 keys 932. The second one is a
+# first value.
 LATENT_ATTENTION_CODES = TileTable(
     command="python bench/latent_attention.py --fp8 --sweep",
     sizes=("query rows per sequence",),
@@ -416,7 +419,7 @@ LATENT_ATTENTION_CODES = TileTable(
         "sm90": [
             ((16,), AttentionTile(16, 32, 4, 2, None, 4)),
             ((32,), AttentionTile(32, 32, 8, 3, None, 1)),
-            ((ANY,), AttentionTile(64, 32, 8, 2, None, 1)),
+            ((ANY,), AttentionTile(64, 64, 8, 2, None, 1)),
         ]
     },
     measured=False,
