@@ -3,7 +3,7 @@
 A rewrite is named like its constant, in lower case. `after` names passes that must come earlier;
 `paged` passes run for the runtime only; `cleanup` passes are left out of the report; `by_site`
 passes can be turned off for single modules, as all rewrites can. A pass that is `off_by_default`
-was not measured yet; the option passes={name: True} turns it on.
+gained nothing on a GPU, or was not measured; the option passes={name: True} turns it on.
 """
 
 from atomc.passes.absorb import absorb
