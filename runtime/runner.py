@@ -185,14 +185,9 @@ class Runner:
         # alone first, whose logits take less memory than those of all sequences.
         if self.image_program is not None and not self.image_program.syncing:
             captured.sort(key=lambda shape: shape.wanted)
+            prompts = [s for s in captured if s.rows > s.sequences and not s.is_decode]
             self.image_graphs = graphs(
-                partial(self._run, self.image_program),
-                [
-                    shape
-                    for shape in captured
-                    if shape.rows > shape.sequences and not shape.is_decode
-                ],
-                self.image_program.report,
+                partial(self._run, self.image_program), prompts, self.image_program.report
             )
 
     def padding_only(self, num_output_rows: int) -> Tensor:
