@@ -121,7 +121,7 @@ def as_read(function: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 # One warp, two, and a group of four multiply by other instructions.
 FRAGMENT_TILES = [
-    FragmentTile(8, 16, 1, 3),
+    FragmentTile(8, 16, 1, 4),
     FragmentTile(8, 32, 1, 4),
     FragmentTile(8, 32, 2, 4),
     FragmentTile(8, 64, 2, 5),
