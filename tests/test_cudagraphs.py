@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import atomc
 from atomc import ops
@@ -447,3 +448,44 @@ def test_a_call_that_cannot_be_captured_raises_its_own_error(error, monkeypatch)
         Pool().capture(fails, warm_up=False)
     with pytest.raises(RuntimeError, match="previous error"):
         Pool().capture(lambda: None, warm_up=False)
+
+
+class CallsOfTensors(TorchFunctionMode):
+    """Sees each call of a tensor's method, as a default device does; number: how many."""
+
+    number = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.number += 1
+        return function(*args, **(kwargs or {}))
+
+
+class PoolOfCalls:
+    """Stands for Pool: a graph is the call that was captured."""
+
+    def __init__(self, device):
+        self.device = device
+
+    def capture(self, call):
+        return types.SimpleNamespace(replay=call, bytes=0)
+
+
+def test_a_known_graph_is_replayed_outside_of_torch_functions(monkeypatch):
+    monkeypatch.setattr(cudagraphs, "Pool", PoolOfCalls)
+    monkeypatch.setattr(cudagraphs.Graphed, "_refused", lambda graphed, args: None)
+    graphs = []
+    graphed = cudagraphs.Graphed(lambda x, weight: (x @ weight,), (), [], graphs)
+    weight, other = (nn.Parameter(torch.randn(3, 3), requires_grad=False) for _ in range(2))
+
+    def check(size, weight):
+        x = torch.randn(size, 3)
+        with CallsOfTensors() as mode:
+            (found,) = graphed(x, weight)
+        torch.testing.assert_close(found, x @ weight, rtol=0, atol=0)
+        return mode.number
+
+    assert check(2, weight) and len(graphs) == 1  # what is captured is a user's program
+    assert [check(2, weight), check(2, weight), len(graphs)] == [0, 0, 1]
+    assert check(5, weight) and len(graphs) == 2
+    assert check(5, other) and len(graphs) == 3
+    assert [check(2, weight), check(5, other), len(graphs)] == [0, 0, 3]

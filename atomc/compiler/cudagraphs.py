@@ -125,11 +125,13 @@ class Graphed:
             self._find_static(args)
         # A default device is a mode that each call of a tensor's method would pass through.
         with without_torch_functions():
-            known = self.captured.get(self._key(args))
-            if known is not None and self._fits(known, args):
-                return _replayed(known, args)
-        entry = self._entry(args)
-        return self.call(*args) if entry is None else _replayed(entry, args)
+            key = tuple([_kind(args[i]) for i in self.copied])
+            known = key in self.captured and self._fits(self.captured[key], args)
+        entry = self.captured[key] if known else self._new_entry(key, args)
+        if entry is None:
+            return self.call(*args)
+        with without_torch_functions():
+            return _replayed(entry, args)
 
     def _find_static(self, args: Sequence[Input]) -> None:
         static = [
@@ -139,20 +141,14 @@ class Graphed:
         self.static = [i for i, fixed in enumerate(static) if fixed]
         self.copied = [i for i, fixed in enumerate(static) if not fixed]
 
-    def _entry(self, args: Sequence[Input]) -> "_Entry | None":
-        """The graph for the shapes and addresses of these inputs, captured if there is none; None
-        if they cannot be captured.
+    def _new_entry(self, key: Hashable, args: Sequence[Input]) -> "_Entry | None":
+        """A graph for inputs of these shapes and addresses, for which there is none; None if they
+        cannot be captured.
         """
-        key = self._key(args)
-        if key in self.captured and self._fits(self.captured[key], args):
-            return self.captured[key]
         self.settle(args)
         if key not in self.captured or not self._fits(self.captured[key], args):
             self.captured[key] = self._capture(args)
         return self.captured[key]
-
-    def _key(self, args: Sequence[Input]) -> Hashable:
-        return tuple([_kind(args[i]) for i in self.copied])
 
     def _fits(self, entry: "_Entry | None", args: Sequence[Input]) -> bool:
         return entry is None or entry.pointers == self._pointers(args)
