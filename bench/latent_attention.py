@@ -181,8 +181,9 @@ def seconds(calls: list[Callable[[], Tensor]]) -> float:
 
 def cuts(chosen: LatentTiling, heads: int, sweep: bool) -> Iterator[LatentTiling]:
     yield chosen
+    otherwise = chosen._replace(branches=not chosen.branches)
     if chosen.rows == 64 and chosen.warps == 8:
-        yield chosen._replace(branches=not chosen.branches)
+        yield otherwise
     most = max(16, next_power_of_2(heads))
     for rows, keys, warps, stages, splits, branches in product(
         (16, 32, 64, 128), (16, 32, 64), (4, 8), (1, 2, 3), (1, 2, 4, 8), (False, True)
@@ -194,7 +195,7 @@ def cuts(chosen: LatentTiling, heads: int, sweep: bool) -> Iterator[LatentTiling
         # In branches the stages are given. Sixteen rows for each warp need none.
         if branches and (stages > 1 or rows >= 16 * warps):
             continue
-        if sweep and rows <= most and other not in (chosen, chosen._replace(branches=True)):
+        if sweep and rows <= most and other not in (chosen, otherwise):
             yield other
 
 
