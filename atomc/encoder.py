@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from atomc.cache.compiled import Compiled, weight_inputs
 from atomc.cache.model_cache import ModelCache
+from atomc.compiler.cudagraphs import why_syncing
 from atomc.errors import OURS
 from atomc.json_types import JSONLike
 from atomc.ops.inputs import PatchInputs
@@ -80,7 +81,7 @@ class EncoderProgram:
         """Why `encode_patches` cannot be captured in a CUDA graph; empty if it can."""
         if self._refresh is not None:
             return "weights may be written by the caller"
-        return f"{', '.join(self._syncing)} wait for the device" if self._syncing else ""
+        return why_syncing(self._syncing) if self._syncing else ""
 
     def __call__(self, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
         """The embeddings of the tokens of images with these grids, in order."""

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from atomc.compiler.cudagraphs import Pool
+from atomc.compiler.cudagraphs import Pool, why_syncing
 from atomc.ops.state import groups_of
 from atomc.program import Program
 from atomc.runtime.batch import InputBatch, StepShape
@@ -155,7 +155,7 @@ class Runner:
         if self.program.device.type != "cuda":
             return
         if self.program.syncing:
-            self.why_eager = _why_syncing(self.program)
+            self.why_eager = why_syncing(self.program.syncing)
             note = f"no CUDA graphs: {self.why_eager}"
             if note not in self.program.report.notes:  # of a capture before the engine slept
                 self.program.report.notes.append(note)
@@ -260,7 +260,7 @@ class Runner:
         program, graphs, kind = self._program_of(step)
         size = step.padded_size
         if graphs is None:
-            reason = self.why_eager if self.graphs is None else _why_syncing(program)
+            reason = self.why_eager if self.graphs is None else why_syncing(program.syncing)
         elif size.pooled:
             reason = "another rank computes hidden states"
         elif shape := graphs.shape_for(size.rows, size.sequences, size.wanted, size.longest):
@@ -339,7 +339,3 @@ class Runner:
         if self.draft is not None and hidden:
             self.draft.keep(hidden)
         return first
-
-
-def _why_syncing(program: Program) -> str:
-    return f"{', '.join(program.syncing)} wait for the device"

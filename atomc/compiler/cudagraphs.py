@@ -191,6 +191,11 @@ class Graphed:
         return _Entry(captured, copied, self._pointers(args))
 
 
+def why_syncing(kernels: Sequence[str]) -> str:
+    """Why calls with these kernels, or ops, cannot be captured."""
+    return f"{', '.join(kernels)} wait for the device"
+
+
 def _devices(args: Sequence[Input]) -> set[torch.device]:
     return {x.device for x in args if isinstance(x, Tensor) and x.dim()}
 

@@ -49,7 +49,7 @@ BUGS = [
     graphs("captured.sort(key=lambda shape: shape.wanted)", "pass", "no_decode"),
     graphs("and not self.image_program.syncing", "", "waits_for"),
     graphs("[s for s in captured if s.rows > s.sequences and not s.is_decode]", "captured", "no_decode"),
-    graphs("if self.graphs is None else _why_syncing(program)", "", "waits_for"),
+    graphs("if self.graphs is None else why_syncing(program.syncing)", "", "waits_for"),
     Bug("runtime/graphs.py", "agree(budget - pool.bytes) <= 0", "agree(budget) <= 0", "tests/test_image_graphs.py -k captured_first"),
     # CUDA graphs of the encoder.
     encoder("self._pixels[: len(pixels)].copy_(pixels)", "pass", "came_twice"),
