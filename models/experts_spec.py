@@ -77,6 +77,8 @@ def spec_of(module: nn.Module) -> ExpertsSpec:
         )
     if getattr(module, "has_post_expert_norm", False):
         raise ValueError(f"{name} has a norm after each expert; {SUPPORTED}")
+    with outside_of_modes():
+        gate = _gate_of_ours(module) if ours else _gate_of_transformers(module)
     transposed = bool(getattr(module, "is_transposed", False))
     down = module.get_parameter("down_proj")
     num_experts, hidden_size, width = (down.mT if transposed else down).shape
@@ -86,7 +88,7 @@ def spec_of(module: nn.Module) -> ExpertsSpec:
         width,
         module._parameters.get("gate_up_proj_bias") is not None,
         transposed,
-        _gate_of_ours(module) if ours else _gate_of_transformers(module),
+        gate,
     )
 
 
@@ -97,7 +99,6 @@ def _gate_of_ours(module: nn.Module) -> Gate:
     return Gate(activation="swiglu_oai", interleaved=True, alpha=alpha, limit=limit)
 
 
-@outside_of_modes()
 def _gate_of_transformers(module: nn.Module) -> Gate:
     """The gate that agrees with the method _apply_gate of this module on some numbers."""
     alpha, limit = _number(module, ALPHAS), _number(module, LIMITS)

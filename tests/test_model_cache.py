@@ -2,6 +2,7 @@
 another model.
 """
 
+import contextlib
 import functools
 import json
 import logging
@@ -14,6 +15,7 @@ from dataclasses import replace
 import pytest
 import torch
 import users_kernel
+from tiny_experts import random_model
 from torch import nn
 
 import atomc
@@ -22,7 +24,7 @@ from atomc.cache.artifact import Uncacheable
 from atomc.cache.model_fingerprint import model_parts
 from atomc.cache.store import differences
 from atomc.errors import RunError
-from atomc.models import layers, llama, loader, wrap_stock
+from atomc.models import experts_spec, layers, llama, loader, wrap_stock
 from atomc.ops.inputs import TEXT, ModelInputs
 from atomc.ops.state import GroupStep, Step, groups_of
 from atomc.options import Options
@@ -289,6 +291,28 @@ def test_a_model_of_each_format_of_checkpoints_is_known(form):
         if isinstance(layer, QuantizedLinear):
             layer.method = replace(layer.method, format=form)
     assert repr(form.name) in described_now(model)["module model.layers.0.self_attn.q_proj"]
+
+
+@pytest.mark.parametrize("scheme", ["fp8_block", "int4", "mxfp4_a16"])
+def test_a_second_start_of_quantized_experts_traces_nothing(tmp_path, scheme):
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128}
+    cold, warm = (
+        started(quantize(loader.ready(random_model("qwen3_moe", **sizes)), scheme), tmp_path)
+        for _ in range(2)
+    )
+    assert traced_since(cold) == [] and warm.report.phases.keys() == {"cache"}
+    assert torch.equal(logits(warm), logits(cold))
+
+
+def test_a_context_manager_is_known_only_if_it_is_ours(monkeypatch):
+    model = quantize(loader.ready(random_model("qwen3_moe", hidden_size=128)), "fp8_block")
+    described_now(model)
+    users = contextlib.contextmanager(lambda: iter([None]))
+    # Found by its name, as only a function of the module itself is.
+    users.__module__, users.__qualname__ = experts_spec.__name__, "outside_of_modes"
+    monkeypatch.setattr(experts_spec, "outside_of_modes", users)
+    with pytest.raises(Uncacheable, match=r"experts_spec\.outside_of_modes is "):
+        described_now(model)
 
 
 def test_invariant_kernels_are_loaded_and_told_for_those_who_ask_for_them():

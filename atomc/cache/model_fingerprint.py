@@ -39,6 +39,8 @@ from atomc.torch_compat.core import (
 
 _PACKAGE, _TORCH = str(PACKAGE), str(Path(torch.__file__).parent)
 _STDLIB = sysconfig.get_paths()["stdlib"]
+# The code of what contextlib.contextmanager returns, the same for all functions.
+_CONTEXT_MANAGER = contextlib.contextmanager(lambda: iter(())).__code__
 # Modules with the code of models; the globals of other modules of the package may change at run
 # time.
 _MODEL_CODE = ("atomc.models", "atomc.parallel", "atomc.quantization", "atomc.ops")
@@ -239,12 +241,13 @@ class _ModelDescriber:
         """A function's qualified name, which must resolve to it; its source file is a separate part
         of the key.
 
-        A function that wraps another is refused: it has the name of the wrapped one, but depends on
-        its decorator.
+        A function that wraps another is refused, unless it is the context manager made from a
+        function of ours: it has the name of the wrapped one, but depends on its decorator.
         """
         file = function.__code__.co_filename
         ours = file.startswith((_PACKAGE, _TORCH, _STDLIB, "<frozen "))
-        if not ours or not _found_by_name(function) or hasattr(function, "__wrapped__"):
+        wraps = hasattr(function, "__wrapped__") and not _is_context_manager_of_ours(function)
+        if not ours or not _found_by_name(function) or wraps:
             raise Uncacheable(
                 f"{where} is {function.__qualname__} of {file}, which is not code of atomc"
             )
@@ -338,6 +341,16 @@ def _functions_in(item: Any) -> list[types.FunctionType]:
     parts = [item.__func__] if isinstance(item, staticmethod | classmethod) else [item]
     parts = [item.fget, item.fset, item.fdel] if isinstance(item, property) else parts
     return [part for part in parts if isinstance(part, types.FunctionType)]
+
+
+def _is_context_manager_of_ours(function: types.FunctionType) -> bool:
+    """Whether contextlib.contextmanager made it from a function of this package."""
+    wrapped = getattr(function, "__wrapped__", None)
+    return (
+        function.__code__ is _CONTEXT_MANAGER
+        and isinstance(wrapped, types.FunctionType)
+        and wrapped.__code__.co_filename.startswith(_PACKAGE)
+    )
 
 
 def _found_by_name(item: Any) -> bool:
