@@ -34,7 +34,7 @@ def load_dummy(
     cuts = {} if sharding is None else sharding.cuts()
     for names in others:
         fill_randomly(model, device, [names], own.in_whole)
-        cut_parameters(model, {name: cuts[name] for name in names if name in cuts})
+        cut_parameters(model, cuts, [names])
     if sharding is not None:
         sharding.resize()
         sharding.connect()

@@ -3,7 +3,7 @@
 The three steps are apart, because a checkpoint is read between the first two and the last.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -344,9 +344,16 @@ def _fields(model: nn.Module) -> Mapping[str, JSONLike]:
     return fields
 
 
-def cut_parameters(model: nn.Module, cuts: dict[str, Cut]) -> None:
-    """Replace parameters by their parts, in memory of their own."""
-    for names in parameter_names(model):
+def cut_parameters(
+    model: nn.Module,
+    cuts: dict[str, Cut],
+    parameters: Sequence[tuple[str, ...]] | None = None,
+) -> None:
+    """Replace parameters by their parts, in memory of their own.
+
+    parameters  the names of each; None: all
+    """
+    for names in parameter_names(model) if parameters is None else parameters:
         if names[0] in cuts:
             whole = tensor_of(model, names[0])
             assign(model, names, cuts[names[0]].of(_plain(whole)))
