@@ -3,6 +3,7 @@ here; the interpreter says nothing of that.
 """
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -118,3 +119,17 @@ def test_one_or_two_warps_multiply_rows_that_are_read_16_bytes_at_a_time(tmp_pat
     for text in products:
         assert "nvidia_mma<{versionMajor = 2" in text
         assert "kWidth = 2" in text and "kWidth = 4" not in text
+
+
+def test_4_bit_weights_are_multiplied_in_the_registers_that_read_them(tmp_path: Path) -> None:
+    """For each group of inputs, too: a tile of weights that changes its layout takes six times as
+    long, as it goes through shared memory.
+    """
+    calls = ("moe_experts_w4a16/one token", "moe_experts_w4a16/group of 64")
+    compiled("sm90", calls, tmp_path)
+    texts = [path.read_text() for path in tmp_path.rglob("_product.ttgir")]
+    products = [text for text in texts if "experts_4_bits.py" in text]
+    assert len(products) == 4
+    for text in products:
+        weights = re.findall(r"convert_layout \S+ : tensor<(?:16|32)x\d+(?:x\d+)*xbf16", text)
+        assert text.count("tt.dot ") == 1 and weights == []

@@ -386,8 +386,15 @@ BUGS = [
     ),
     triton(
         "experts_4_bits",
-        "sums += product * scale.to(tl.float32)",
-        "sums += product",
+        "return sums + product * scale.to(tl.float32)",
+        "return sums + product",
+        "moe_experts_w4a16",
+    ),
+    triton("experts_4_bits", "* 32 // GROUP", "* 64 // GROUP", "moe_experts_w4a16"),
+    triton(
+        "experts_4_bits",
+        "(zeros_ptr + at, known, 0)",
+        "(zeros_ptr + at - group, known, 0)",
         "moe_experts_w4a16",
     ),
     triton(

@@ -14,13 +14,13 @@ from atomc.kernels.triton.expert_sort import sort_by_expert
 from atomc.kernels.triton.fragments import (
     E2M1_UNIT,
     STRIP,
+    doubled,
     e2m1_fragments,
     fragment_row,
     fragments,
     int4_fragments,
     minus_zero,
     raised_exponents,
-    words_of_group,
 )
 from atomc.kernels.triton.grouped import store_pairs, tile_of, weight_rows
 from atomc.kernels.triton.launch import TRITON_DTYPE, let_next_start, overlap, wait_for_last
@@ -57,7 +57,7 @@ def _add_e2m1(
     at += tl.zeros((1, 4), tl.int32)
     exponent = tl.load(at, inside, 0)[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]
     factor = (exponent & 255) * 0x00800080  # in the exponents of two bf16
-    weight = fragments(words, factor, WARPS, False, tl.bfloat16, NUMBER)
+    weight = fragments(words, None, factor, WARPS, False, tl.bfloat16, NUMBER)
     return tl.dot(weight, tl.trans(x), sums, input_precision="ieee")
 
 
@@ -81,25 +81,33 @@ def _add_int4(
     WARPS: tl.constexpr,
 ):
     """As _add_e2m1; `row` and `in_rows` [BLOCK_N, 1] are of the rows in the order of the sums.
-    Codes minus zeros are exact in 16 bits, times their scales they are not: sums are scaled.
+
+    Codes minus zeros are exact in 16 bits, times their scales they are not: where a part is one
+    group, sums are scaled. A product for each of several groups would cost several times as much,
+    as its weights would go through shared memory: there, weights are scaled.
     """
-    GROUPS: tl.constexpr = 128 // GROUP
-    k = tl.arange(0, GROUP)[None, :]
-    for i in tl.static_range(GROUPS):
-        group = part * GROUPS + i
-        x = tl.load(x_at + group * GROUP + k, in_x & (group * GROUP < K), 0.0).to(NUMBER)
-        if zeros_ptr is None:
-            zero = tl.full((1, 1, 1), 8.0, tl.float32)
-        else:
-            at = zeros_ptr + read * (K // GROUP) + group + tl.zeros((1, 4), tl.int32)
-            zero = tl.load(at, inside & (group * GROUP < K), 0).to(tl.float32)[:, :, None]
-        of_group = words_of_group(words, i, GROUPS)
-        added = tl.broadcast_to(minus_zero(zero, SIXTEEN), of_group.shape)
-        weight = fragments(of_group, added, WARPS, True, SIXTEEN, NUMBER)
-        scale = tl.load(scale_ptr + row * (K // GROUP) + group, in_rows & (group * GROUP < K), 0.0)
+    GROUPS: tl.constexpr = K // GROUP
+    k = tl.arange(0, 128)[None, :]
+    there = in_x & (k < K - part * 128) if K % 128 else in_x
+    x = tl.load(x_at + part * 128 + k, there, 0.0).to(NUMBER)
+    # The four threads of a row read the same.
+    group = part * (128 // GROUP) + tl.arange(0, 4)[None, None, :] * 32 // GROUP
+    at = read[:, :, None] * GROUPS + group + tl.zeros((1, 4, 1), tl.int32)
+    known = inside[:, :, None] & (group < GROUPS)
+    if zeros_ptr is None:
+        zero = tl.full((1, 1, 1), 8.0, tl.float32)
+    else:
+        zero = tl.load(zeros_ptr + at, known, 0).to(tl.float32)
+    added = tl.broadcast_to(minus_zero(zero, SIXTEEN), words.shape)
+    if GROUP == 128:
+        weight = fragments(words, added, None, WARPS, True, SIXTEEN, NUMBER)
+        scale = tl.load(scale_ptr + row * GROUPS + part, in_rows, 0.0)
         product = tl.dot(weight, tl.trans(x), input_precision="ieee", out_dtype=tl.float32)
-        sums += product * scale.to(tl.float32)
-    return sums
+        return sums + product * scale.to(tl.float32)
+    else:
+        factor = doubled(tl.load(scale_ptr + at, known, 0.0))
+        weight = fragments(words, added, factor, WARPS, True, SIXTEEN, NUMBER)
+        return tl.dot(weight, tl.trans(x), sums, input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=["P", "blocks"])

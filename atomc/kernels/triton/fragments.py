@@ -155,24 +155,32 @@ def _int4_pair(words, j: tl.constexpr, SIXTEEN: tl.constexpr):
 
 
 # fma(a, b, -0.0) and fma(a, 1.0, b): sm80 multiplies and adds bf16 by fma only.
-_TIMES = tl.constexpr(
+_TIMES_BF16 = tl.constexpr(
     "{.reg .b32 t, c; mov.b32 c, 0x80008000; fma.rn.bf16x2 t, $2, $3, c; mov.b32 {$0, $1}, t;}"
 )
 _PLUS_BF16 = tl.constexpr(
     "{.reg .b32 t, c; mov.b32 c, 0x3F803F80; fma.rn.bf16x2 t, $2, c, $3; mov.b32 {$0, $1}, t;}"
 )
 _PLUS_FP16 = tl.constexpr("{.reg .b32 t; add.f16x2 t, $2, $3; mov.b32 {$0, $1}, t;}")
+# The sum is exact; only its product with $4 is rounded.
+_PLUS_TIMES_BF16 = tl.constexpr(
+    "{.reg .b32 t, c; mov.b32 c, 0x3F803F80; fma.rn.bf16x2 t, $2, c, $3; mov.b32 c, 0x80008000; "
+    "fma.rn.bf16x2 t, t, $4, c; mov.b32 {$0, $1}, t;}"
+)
+_PLUS_TIMES_FP16 = tl.constexpr(
+    "{.reg .b32 t; add.f16x2 t, $2, $3; mul.f16x2 t, t, $4; mov.b32 {$0, $1}, t;}"
+)
 
 
 @triton.jit
-def _by_halves(pair, other, ASM: tl.constexpr, SIXTEEN: tl.constexpr):
+def _by_halves(operands, ASM: tl.constexpr, SIXTEEN: tl.constexpr):
     """The lower and the upper halves of what ASM computes of pairs. Compiled from operations on
     single 16-bit numbers, a third of the instructions would take pairs apart and join them again.
     """
     low, high = tl.inline_asm_elementwise(
         ASM,
-        "=h,=h,r,r",
-        [pair, other],
+        "=h,=h,r,r" if len(operands) == 2 else "=h,=h,r,r,r",
+        operands,
         dtype=(tl.int16, tl.int16),
         is_pure=True,
         pack=1,
@@ -191,26 +199,31 @@ def _halves(pair, SIXTEEN: tl.constexpr):
 def _values(
     words,
     j: tl.constexpr,
-    other,
+    added,
+    factor,
     INT4: tl.constexpr,
     SIXTEEN: tl.constexpr,
     NUMBER: tl.constexpr,
 ):
     """Pair j of each word in a new dimension."""
+    BF16: tl.constexpr = tl.bfloat16 == SIXTEEN
     pair = _int4_pair(words, j, SIXTEEN) if INT4 else _e2m1_pair(words, j)
     if tl.float32 == NUMBER:
         low, high = _halves(pair, SIXTEEN)
-        number, _ = _halves(other, SIXTEEN)
-        if INT4:
-            return tl.join(low + number, high + number)
-        else:
-            return tl.join(low * number, high * number)
-    elif not INT4:
-        return _by_halves(pair, other, _TIMES, SIXTEEN)
-    elif tl.bfloat16 == SIXTEEN:
-        return _by_halves(pair, other, _PLUS_BF16, SIXTEEN)
+        if added is not None:
+            number, _ = _halves(added, SIXTEEN)
+            low, high = low + number, high + number
+        if factor is not None:
+            number, _ = _halves(factor, SIXTEEN)
+            low, high = low * number, high * number
+        return tl.join(low, high)
+    elif added is None:
+        return _by_halves([pair, factor], _TIMES_BF16, SIXTEEN)
+    elif factor is None:
+        return _by_halves([pair, added], _PLUS_BF16 if BF16 else _PLUS_FP16, SIXTEEN)
     else:
-        return _by_halves(pair, other, _PLUS_FP16, SIXTEEN)
+        ASM: tl.constexpr = _PLUS_TIMES_BF16 if BF16 else _PLUS_TIMES_FP16
+        return _by_halves([pair, added, factor], ASM, SIXTEEN)
 
 
 @triton.jit
@@ -233,34 +246,34 @@ def _unseen(values, SIXTEEN: tl.constexpr):
 @triton.jit
 def fragments(
     words,
-    other,
+    added,
+    factor,
     WARPS: tl.constexpr,
     INT4: tl.constexpr,
     SIXTEEN: tl.constexpr,
     NUMBER: tl.constexpr,
 ):
-    """The values [BLOCK_N, 32 * G] of words [BLOCK_N, 4, G], in NUMBER: rows in their order, where
+    """The values [BLOCK_N, 128] of words [BLOCK_N, 4, 4], in NUMBER: rows in their order, where
     those of the words are as fragment_row says.
 
-    other    int32 of two equal 16-bit numbers: the factor of e2m1 codes, [BLOCK_N, 4, G]; what is
-             added to int4 codes, minus_zero()
+    added    int32 of two equal 16-bit numbers, minus_zero() of int4 codes; None for e2m1 codes
+    factor   likewise, of what the codes, or their sums with `added`, are multiplied with; None: 1
     SIXTEEN  the 16-bit type of a value without its scale
     NUMBER   SIXTEEN, or fp32, as the interpreter computes them
     """
     BLOCK_N: tl.constexpr = words.shape[0]
-    COLUMNS: tl.constexpr = 32 * words.shape[2]
     first = tl.join(
-        _values(words, 0, other, INT4, SIXTEEN, NUMBER),
-        _values(words, 1, other, INT4, SIXTEEN, NUMBER),
+        _values(words, 0, added, factor, INT4, SIXTEEN, NUMBER),
+        _values(words, 1, added, factor, INT4, SIXTEEN, NUMBER),
     )
     last = tl.join(
-        _values(words, 2, other, INT4, SIXTEEN, NUMBER),
-        _values(words, 3, other, INT4, SIXTEEN, NUMBER),
+        _values(words, 2, added, factor, INT4, SIXTEEN, NUMBER),
+        _values(words, 3, added, factor, INT4, SIXTEEN, NUMBER),
     )
     # [row, q, g, h, j % 2, j // 2] -> columns [g, j, q, h]
     ordered = tl.permute(tl.join(first, last), (0, 2, 5, 4, 1, 3))
-    by_warp = tl.reshape(ordered, (BLOCK_N // (16 * WARPS), 2, WARPS, 8, COLUMNS))
-    values = tl.reshape(tl.permute(by_warp, (0, 2, 1, 3, 4)), (BLOCK_N, COLUMNS))
+    by_warp = tl.reshape(ordered, (BLOCK_N // (16 * WARPS), 2, WARPS, 8, 128))
+    values = tl.reshape(tl.permute(by_warp, (0, 2, 1, 3, 4)), (BLOCK_N, 128))
     if tl.float32 == NUMBER or WARPS >= 4:
         return values
     else:
@@ -271,20 +284,11 @@ def fragments(
 def minus_zero(zero, SIXTEEN: tl.constexpr):
     """What is added to the int4 codes of a pair whose zero is this code, fp32."""
     BIAS: tl.constexpr = 128.0 if tl.bfloat16 == SIXTEEN else 1024.0
-    bits = (0.0 - BIAS - zero).to(SIXTEEN).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    return bits | (bits << 16)
+    return doubled((0.0 - BIAS - zero).to(SIXTEEN))
 
 
 @triton.jit
-def words_of_group(words, i: tl.constexpr, GROUPS: tl.constexpr):
-    """Of words [BLOCK_N, 4, 4] of a part those of its group i, of 1, 2 or 4."""
-    if GROUPS == 1:
-        return words
-    else:
-        BLOCK_N: tl.constexpr = words.shape[0]
-        halves = tl.split(tl.permute(tl.reshape(words, (BLOCK_N, 4, 2, 2)), (0, 1, 3, 2)))
-        half = halves[i * 2 // GROUPS]
-        if GROUPS == 2:
-            return half
-        else:
-            return tl.split(half)[i % 2][:, :, None]
+def doubled(number):
+    """int32 of a 16-bit number twice."""
+    bits = number.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return bits | (bits << 16)
