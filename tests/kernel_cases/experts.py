@@ -263,6 +263,9 @@ def mxfp4(draw: Draw, *, activation_format: str = "16 bits", **given: Any) -> di
     made = routed(draw, out_dtype=draw.dtype, **given)
     for name, rows, columns in (("w13", 2 * inner, hidden), ("w2", hidden, inner)):
         weight = draw.normal(experts, rows, columns) / columns**0.5
+        # Neighbouring groups have different scales.
+        sizes_of_groups = 2.0 ** draw.below(5, experts, rows, columns // 32)
+        weight *= sizes_of_groups.repeat_interleave(32, -1) / 4
         made[name], made[f"{name}_scale"] = ops.quant_mxfp4.reference(weight)
     if activation_format == "mxfp4":
         made["x"], made["x_scale"] = ops.quant_mxfp4.reference(made["x"])
@@ -335,11 +338,15 @@ MOE_EXPERTS_W4A16: Cases = {
     **{name: partial(int4, **given) for name, given in WHOLE_GROUPS.items()},
     "zeros": partial(int4, zeros=True, inner=64),
     "full blocks": partial(int4, inner=64, **FULL_BLOCKS),
+    "several parts": partial(int4, hidden=288, inner=160, bias=True),
+    "group of 64": partial(int4, group=64, zeros=True, hidden=192, inner=128),
     "group of 128": partial(int4, group=128, hidden=256, inner=128),
+    "group of 128, zeros": partial(int4, group=128, zeros=True, hidden=256, inner=128),
     "other devices' experts": partial(outside, int4, inner=64),
 }
 MOE_EXPERTS_MXFP4: Cases = {
     **{name: partial(mxfp4, **given) for name, given in WHOLE_GROUPS.items()},
+    "several parts": partial(mxfp4, hidden=288, inner=160, bias=True),
     "fp8 activations": partial(mxfp4, activation_format="fp8", inner=64),
     "mxfp4 activations": partial(mxfp4, activation_format="mxfp4", inner=64),
     "other devices' experts": partial(outside, mxfp4, inner=64),
