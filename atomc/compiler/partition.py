@@ -14,6 +14,7 @@ from torch.fx.passes.split_module import split_module
 from atomc.cache.generated import Function, of_graph, of_inductor, of_pieces
 from atomc.capture.structural_hash import structural_key
 from atomc.compiler.bind_sizes import bind_sizes
+from atomc.compiler.sink_glue import sink_glue
 from atomc.graph.mutation import mutated
 from atomc.json_types import JSONLike
 from atomc.options import Options
@@ -54,6 +55,7 @@ def compile_glue(gm: GraphModule, patches: Mapping[str, JSONLike]) -> tuple[Func
     kernels = [node for node in gm.graph.nodes if "kernel" in node.meta]
     if not kernels:
         return _by_inductor(gm, _examples(gm), mode, patches), "1 piece" + _known(loaded)
+    sink_glue(gm.graph)
     _gather_parts(gm.graph)
     number = _piece_numbers(gm)
     whole = split_module(gm, gm, lambda node: number[node], keep_original_order=True)

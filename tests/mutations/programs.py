@@ -1,4 +1,6 @@
-"""Bugs in what other programs call: transformers' continuous batching, ops that write in place."""
+"""Bugs in what other programs call: transformers' continuous batching, ops that write in place; and
+in the order of glue.
+"""
 
 from mutations import Bug
 
@@ -11,7 +13,16 @@ def in_place(old: str, new: str, tests: str) -> Bug:
     return Bug("passes/calls_in_place.py", old, new, f"tests/test_calls_in_place.py -k {tests}")
 
 
+def sinking(old: str, new: str, tests: str) -> Bug:
+    return Bug("atomc/compiler/sink_glue.py", old, new, f"tests/test_sink_glue.py -k {tests}")
+
+
 BUGS = [
+    sinking(" and not read & written", "", "is_written"),
+    sinking("        and not random\n", "", "random"),
+    sinking(" and _is_smaller(read, reader)", "", "more_memory"),
+    sinking("and _is_glue(reader)", "", "kernel_reads_first"),
+    sinking("            position[node] = position[reader]\n", "", "chain"),
     batching("(2 * len(layers) - 1)", "2 * len(layers)"),
     batching(
         "first = 2 * layers.index(number)",
