@@ -258,7 +258,7 @@ def packed_launches(
     from atomc.kernels.triton.weighted_sum import weighted_sum
 
     sort = partial(PairsOfExperts, given["ids"], model.experts, tile)
-    of = {"group": given.get("group", 32), "out_dtype": torch.bfloat16}
+    of = {"int4": "group" in given, "group": given.get("group", 32), "out_dtype": torch.bfloat16}
     parts: dict[str, Callable[[], Any]] = {"sort": sort}
     for part, x, name, more in (
         ("up", "x", "w13", model.gate),

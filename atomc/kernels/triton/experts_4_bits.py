@@ -18,8 +18,11 @@ from atomc.kernels.triton.fragments import (
     e2m1_fragments,
     fragment_row,
     fragments,
+    in_strips,
     int4_fragments,
     minus_zero,
+    of_groups,
+    packed_groups,
     raised_exponents,
 )
 from atomc.kernels.triton.grouped import store_pairs, tile_of, weight_rows
@@ -53,10 +56,9 @@ def _add_e2m1(
     there = in_x & (k < K - part * 128) if K % 128 else in_x
     x = tl.load(x_at + part * 128 + k, there, 0.0).to(NUMBER)
     # The four threads of a row read the same.
-    at = scale_ptr + (read // STRIP * PARTS + part) * STRIP + read % STRIP
-    at += tl.zeros((1, 4), tl.int32)
-    exponent = tl.load(at, inside, 0)[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]
-    factor = (exponent & 255) * 0x00800080  # in the exponents of two bf16
+    at = in_strips(read, part, PARTS) + tl.zeros((1, 4), tl.int32)
+    exponent = of_groups(tl.load(scale_ptr + at, inside, 0), 32, 8)
+    factor = exponent * 0x00800080  # in the exponents of two bf16
     weight = fragments(words, None, factor, WARPS, False, tl.bfloat16, NUMBER)
     return tl.dot(weight, tl.trans(x), sums, input_precision="ieee")
 
@@ -86,26 +88,24 @@ def _add_int4(
     group, sums are scaled. A product for each of several groups would cost several times as much,
     as its weights would go through shared memory: there, weights are scaled.
     """
-    GROUPS: tl.constexpr = K // GROUP
+    PARTS: tl.constexpr = (K + 127) // 128
     k = tl.arange(0, 128)[None, :]
     there = in_x & (k < K - part * 128) if K % 128 else in_x
     x = tl.load(x_at + part * 128 + k, there, 0.0).to(NUMBER)
     # The four threads of a row read the same.
-    group = part * (128 // GROUP) + tl.arange(0, 4)[None, None, :] * 32 // GROUP
-    at = read[:, :, None] * GROUPS + group + tl.zeros((1, 4, 1), tl.int32)
-    known = inside[:, :, None] & (group < GROUPS)
+    at = in_strips(read, part, PARTS) + tl.zeros((1, 4), tl.int32)
     if zeros_ptr is None:
         zero = tl.full((1, 1, 1), 8.0, tl.float32)
     else:
-        zero = tl.load(zeros_ptr + at, known, 0).to(tl.float32)
+        zero = of_groups(tl.load(zeros_ptr + at, inside, 0), GROUP, 8).to(tl.float32)
     added = tl.broadcast_to(minus_zero(zero, SIXTEEN), words.shape)
     if GROUP == 128:
         weight = fragments(words, added, None, WARPS, True, SIXTEEN, NUMBER)
-        scale = tl.load(scale_ptr + row * GROUPS + part, in_rows, 0.0)
         product = tl.dot(weight, tl.trans(x), input_precision="ieee", out_dtype=tl.float32)
-        return sums + product * scale.to(tl.float32)
+        scale = tl.load(scale_ptr + in_strips(row, part, PARTS), in_rows, 0)
+        return sums + product * scale.to(SIXTEEN, bitcast=True).to(tl.float32)
     else:
-        factor = doubled(tl.load(scale_ptr + at, known, 0.0))
+        factor = doubled(of_groups(tl.load(scale_ptr + at, inside, 0), GROUP, 16))
         weight = fragments(words, added, factor, WARPS, True, SIXTEEN, NUMBER)
         return tl.dot(weight, tl.trans(x), sums, input_precision="ieee")
 
@@ -234,6 +234,7 @@ class PairsOfExperts:
         bias: Tensor | None,
         columns: int,
         *,
+        int4: bool,
         group: int,
         out_dtype: torch.dtype,
         activation: str | None = None,
@@ -244,15 +245,15 @@ class PairsOfExperts:
         """x @ values.T + bias of the expert of each pair, [P, N] in out_dtype, or gated, [P, N/2],
         if there is an activation. x [P, K], or [T, K] with a row per token; bias [E, N].
 
-        words    of int4 codes with scales [E, N, K/group] and zeros, or of e2m1 codes with raised
-                 exponents, both as fragments.py has them
+        words    of int4 codes with packed scales and zeros, or of e2m1 codes with raised
+                 exponents, as fragments.py has them
         columns  K
         """
         rows = words.shape[1] * words.shape[3]
         n = rows if activation is None else rows // 2
         out = x.new_empty((self.pairs, n), dtype=out_dtype)
         if self.pairs:
-            blocks, int4 = len(self.expert), scale.dtype != torch.int32
+            blocks = len(self.expert)
             sixteen = TRITON_DTYPE[x.dtype if int4 else torch.bfloat16]
             _product[(blocks * triton.cdiv(rows, self.tile.weight_rows),)](
                 x,
@@ -325,7 +326,15 @@ def refuse_moe_experts_w4a16(
 @ops.moe_experts_w4a16.kernel(
     "triton",
     refuses=refuse_moe_experts_w4a16,
-    prepare={"w13": int4_fragments, "w2": int4_fragments},
+    prepare={
+        "w13": int4_fragments,
+        "w13_scale": packed_groups,
+        "w13_zeros": packed_groups,
+        "w2": int4_fragments,
+        "w2_scale": packed_groups,
+        "w2_zeros": packed_groups,
+    },
+    attributes=("group",),
     tuned_for=EXPERTS_FRAGMENTS.archs,
 )
 def moe_experts_w4a16(
@@ -333,11 +342,11 @@ def moe_experts_w4a16(
     ids: Tensor,
     weights: Tensor,
     w13: tuple[Tensor],
-    w13_scale: Tensor,
+    w13_scale: tuple[Tensor],
     w2: tuple[Tensor],
-    w2_scale: Tensor,
-    w13_zeros: Tensor | None = None,
-    w2_zeros: Tensor | None = None,
+    w2_scale: tuple[Tensor],
+    w13_zeros: tuple[Tensor] | None = None,
+    w2_zeros: tuple[Tensor] | None = None,
     b13: Tensor | None = None,
     b2: Tensor | None = None,
     *,
@@ -347,15 +356,15 @@ def moe_experts_w4a16(
     alpha: float = 1.702,
     limit: float | None = None,
 ) -> Tensor:
-    hidden, inner = (scale.shape[2] * group for scale in (w13_scale, w2_scale))
-    experts = PairsOfExperts(ids, len(w13_scale))
+    experts = PairsOfExperts(ids, len(w13[0]))
     act = experts.multiply(
         x,
         *w13,
-        w13_scale,
-        w13_zeros,
+        *w13_scale,
+        *(w13_zeros or (None,)),
         b13,
-        hidden,
+        x.shape[1],
+        int4=True,
         group=group,
         out_dtype=x.dtype,
         activation=activation,
@@ -364,7 +373,15 @@ def moe_experts_w4a16(
         limit=limit,
     )
     products = experts.multiply(
-        act, *w2, w2_scale, w2_zeros, b2, inner, group=group, out_dtype=x.dtype
+        act,
+        *w2,
+        *w2_scale,
+        *(w2_zeros or (None,)),
+        b2,
+        act.shape[1],
+        int4=True,
+        group=group,
+        out_dtype=x.dtype,
     )
     return weighted_sum(products, ids, weights, experts.num_experts)
 
@@ -437,6 +454,7 @@ def moe_experts_mxfp4(
         None,
         b13,
         x.shape[1],
+        int4=False,
         group=32,
         out_dtype=out_dtype,
         activation=activation,
@@ -445,6 +463,14 @@ def moe_experts_mxfp4(
         limit=limit,
     )
     products = experts.multiply(
-        act, *w2, *w2_scale, None, b2, act.shape[1], group=32, out_dtype=out_dtype
+        act,
+        *w2,
+        *w2_scale,
+        None,
+        b2,
+        act.shape[1],
+        int4=False,
+        group=32,
+        out_dtype=out_dtype,
     )
     return weighted_sum(products, ids, weights, experts.num_experts)

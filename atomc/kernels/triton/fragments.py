@@ -30,6 +30,7 @@ RAISED = 100
 # What RAISED and the subnormal codes leave to the sums.
 E2M1_UNIT = tl.constexpr(2.0**26)
 _CHUNK = 2**24  # words that are reordered at a time
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 def _in_parts(codes: Tensor, pair: Callable[[Tensor, Tensor, int], Tensor]) -> Tensor:
@@ -92,8 +93,10 @@ def e2m1_fragments(packed: Tensor) -> Prepared:
     return _reordered(packed, unpack, _e2m1_words)
 
 
-def int4_fragments(words: Tensor) -> Prepared:
-    """int32 [E, strips, parts, STRIP, 16] of int4 codes, int32 [E, N, K/8]."""
+def int4_fragments(words: Tensor, group: int = PART) -> Prepared:
+    """int32 [E, strips, parts, STRIP, 16] of int4 codes, int32 [E, N, K/8]: the same for each size
+    of the group of columns that shares a scale.
+    """
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
 
     def unpack(some: Tensor) -> Tensor:
@@ -105,13 +108,20 @@ def int4_fragments(words: Tensor) -> Prepared:
     return _reordered(words, unpack, pair)
 
 
-def raised_exponents(scale: Tensor) -> Prepared:
-    """int32 [E, strips, parts, STRIP]: a byte for each 32 columns, the exponent of a bf16 that is
-    2^RAISED times the e8m0 scale uint8 [E, N, K/32]. Scales above 2^27 become infinity.
+def packed_groups(values: Tensor, group: int = 32) -> Prepared:
+    """Integers [E, strips, parts, STRIP] of scales of 16 bits or codes of 8 [E, N, K/group]: those
+    of a row and part, one to four, are one integer, the first in its lowest bits.
     """
-    exponent = (scale.int() + RAISED).clamp(max=255).to(torch.uint8)
-    by_part = F.pad(exponent, (0, -scale.shape[-1] % 4)).contiguous().view(torch.int32)
-    return Prepared((_in_strips(by_part),))
+    groups = PART // group
+    whole = F.pad(values, (0, -values.shape[-1] % groups)).contiguous()
+    return Prepared((_in_strips(whole.view(_INTEGERS[groups * values.itemsize])),))
+
+
+def raised_exponents(scale: Tensor) -> Prepared:
+    """packed_groups of the exponents of bf16 numbers that are 2^RAISED times the e8m0 scales, uint8
+    [E, N, K/32]. Scales above 2^27 become infinity.
+    """
+    return packed_groups((scale.int() + RAISED).clamp(max=255).to(torch.uint8))
 
 
 @triton.jit
@@ -124,6 +134,21 @@ def fragment_row(place, WARPS: tl.constexpr):
         + place // (8 * WARPS) % 2 * 8
         + place % 8
     )
+
+
+@triton.jit
+def in_strips(row, part, PARTS: tl.constexpr):
+    """Where packed_groups() has this part of a row."""
+    return (row // STRIP * PARTS + part) * STRIP + row % STRIP
+
+
+@triton.jit
+def of_groups(packed, GROUP: tl.constexpr, BITS: tl.constexpr):
+    """int32 [BLOCK_N, 4, 4] of packed integers [BLOCK_N, 4]: for each of four times 32 columns the
+    BITS of their group.
+    """
+    shift = tl.arange(0, 4) * 32 // GROUP * BITS
+    return (packed[:, :, None] >> shift[None, None, :]).to(tl.int32) & ((1 << BITS) - 1)
 
 
 @triton.jit
@@ -284,11 +309,11 @@ def fragments(
 def minus_zero(zero, SIXTEEN: tl.constexpr):
     """What is added to the int4 codes of a pair whose zero is this code, fp32."""
     BIAS: tl.constexpr = 128.0 if tl.bfloat16 == SIXTEEN else 1024.0
-    return doubled((0.0 - BIAS - zero).to(SIXTEEN))
+    bits = (0.0 - BIAS - zero).to(SIXTEEN).to(tl.int16, bitcast=True)
+    return doubled(bits.to(tl.int32) & 0xFFFF)
 
 
 @triton.jit
-def doubled(number):
-    """int32 of a 16-bit number twice."""
-    bits = number.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+def doubled(bits):
+    """The lower 16 bits, of which the upper ones are zero, twice."""
     return bits | (bits << 16)
