@@ -42,6 +42,16 @@ def test_a_chain_moves_to_its_reader_behind_the_kernels(
     torch.testing.assert_close(gm(X), function(X))
 
 
+def test_what_several_moved_readers_share_stays_before_all_of_them() -> None:
+    def function(x: Tensor) -> Tensor:
+        shared = x[:, :1].neg()
+        return (shared.exp() * shared.sin()) * x.cos() + shared.sigmoid()
+
+    order, gm = sunk(function, X)
+    assert order[0] == "cos" and order.index("neg") < order.index("exp") < order.index("mul")
+    torch.testing.assert_close(gm(X), function(X))
+
+
 def test_what_a_kernel_reads_first_stays() -> None:
     """Between two kernels it would be a piece of its own."""
 

@@ -4,6 +4,7 @@ Inductor computes both.
     a = sigmoid(g); k = kernel(x); b = a * k    =>    k = kernel(x); a = sigmoid(g); b = a * k
 """
 
+import itertools
 import math
 
 import torch
@@ -22,17 +23,22 @@ def sink_glue(graph: Graph) -> None:
     graph writes, and those whose inputs, kept until then, take more memory than the reader makes.
     """
     written = {storage(target) for node in graph.nodes for target in mutated(node)}
-    position = {node: i for i, node in enumerate(graph.nodes)}
-    kernels = [position[node] for node in graph.nodes if "kernel" in node.meta]
+    behind = _kernels_before(graph)
     for node in reversed(list(graph.nodes)):
-        reader = min(node.users, key=position.__getitem__, default=None)
+        reader = min(node.users, default=None)  # nodes are compared by their order in the graph
         if reader is None or not (_is_glue(node) and _is_glue(reader)):
             continue
-        passed = any(position[node] < kernel < position[reader] for kernel in kernels)
         read = {storage(source) for source in node.all_input_nodes}
+        passed = behind[reader] > behind[node]
         if passed and not read & written and _is_smaller(read, reader):
             reader.prepend(node)
-            position[node] = position[reader]
+            behind[node] = behind[reader]
+
+
+def _kernels_before(graph: Graph) -> dict[Node, int]:
+    """Behind how many kernels each node is."""
+    kernels = itertools.accumulate("kernel" in node.meta for node in graph.nodes)
+    return dict(zip(graph.nodes, kernels, strict=True))
 
 
 def _is_glue(node: Node) -> bool:
