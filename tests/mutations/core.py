@@ -373,9 +373,9 @@ BUGS = [
         "fragments", "+ place // 8 % WARPS * 16", "+ place // 8 % WARPS * 8", "moe_experts_w4a16"
     ),
     triton(
-        "experts_4_bits",
-        "(read // STRIP * PARTS + part) * STRIP",
-        "(read // STRIP * PARTS) * STRIP",
+        "fragments",
+        "(row // STRIP * PARTS + part) * STRIP",
+        "(row // STRIP * PARTS) * STRIP",
         "moe_experts_mxfp4",
     ),
     triton(
@@ -386,15 +386,15 @@ BUGS = [
     ),
     triton(
         "experts_4_bits",
-        "return sums + product * scale.to(tl.float32)",
-        "return sums + product",
+        "sums + product * scale.to(SIXTEEN, bitcast=True).to(tl.float32)",
+        "sums + product",
         "moe_experts_w4a16",
     ),
-    triton("experts_4_bits", "* 32 // GROUP", "* 64 // GROUP", "moe_experts_w4a16"),
+    triton("fragments", "* 32 // GROUP * BITS", "* 64 // GROUP * BITS", "moe_experts_w4a16"),
     triton(
         "experts_4_bits",
-        "(zeros_ptr + at, known, 0)",
-        "(zeros_ptr + at - group, known, 0)",
+        "zeros_ptr + at, inside, 0), GROUP, 8)",
+        "zeros_ptr + at, inside, 0), GROUP, 4)",
         "moe_experts_w4a16",
     ),
     triton(

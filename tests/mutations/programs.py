@@ -22,7 +22,7 @@ BUGS = [
     sinking("        and not random\n", "", "random"),
     sinking(" and _is_smaller(read, reader)", "", "more_memory"),
     sinking("and _is_glue(reader)", "", "kernel_reads_first"),
-    sinking("            position[node] = position[reader]\n", "", "chain"),
+    sinking("            behind[node] = behind[reader]\n", "", "chain"),
     batching("(2 * len(layers) - 1)", "2 * len(layers)"),
     batching(
         "first = 2 * layers.index(number)",
