@@ -116,7 +116,7 @@ def _refuse_mla_kv_write(
     slots: Tensor,
     scale: Tensor | None = None,
 ) -> Refusal | None:
-    return unwritable_tokens(
+    return unfit(platform) or unwritable_tokens(
         platform, unbatched(kv_c, 2), unbatched(k_pe, 3), kv_cache, slots, scale
     )
 
@@ -206,6 +206,8 @@ def _refuse_mla_rope_kv_write(
     scale: Tensor | None = None,
     rope_style: str = "neox",
 ) -> Refusal | None:
+    if reason := unfit(platform):
+        return reason
     rows = latent_rows(q_nope, q_pe, kv_c, k_pe, cos, sin, rope_style)
     if reason := unwritable_queries(platform, rows, kv_cache, slots, scale) or unlike(
         HALVES, q_nope=q_nope, kv_c=kv_c

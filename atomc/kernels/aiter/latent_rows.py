@@ -34,7 +34,9 @@ def latent_rows(
     sin: Tensor,
     rope_style: str,
 ) -> LatentRows:
-    """Ranks are as given if there is a batch of several."""
+    """Ranks are as given if there is a batch of several. Copies, so that a refusal of the machine
+    comes before it.
+    """
     of_heads = (unbatched(x, 3) for x in (q_nope, q_pe, k_pe, cos, sin))
     q_nope, q_pe, k_pe, cos, sin = of_heads
     if rope_style == "pairs_to_half":

@@ -74,10 +74,10 @@ def _refuse_mla_rope_kv_write(
     scale: Tensor | None = None,
     rope_style: str = "neox",
 ) -> Refusal | None:
+    if reason := unfit(platform, fused_qk_rope_cat_and_cache_mla):
+        return reason
     rows = latent_rows(q_nope, q_pe, kv_c, k_pe, cos, sin, rope_style)
-    if reason := unfit(platform, fused_qk_rope_cat_and_cache_mla) or _unwritable(
-        rows, kv_cache, scale
-    ):
+    if reason := _unwritable(rows, kv_cache, scale):
         return reason
     if not known_equal(q_nope.shape[-1], kv_c.shape[-1]):
         return Refusal(

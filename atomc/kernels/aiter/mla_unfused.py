@@ -49,6 +49,8 @@ def _refuse_mla_rope_kv_write(
     scale: Tensor | None = None,
     rope_style: str = "neox",
 ) -> Refusal | None:
+    if reason := unfit(platform):
+        return reason
     rows = latent_rows(q_nope, q_pe, kv_c, k_pe, cos, sin, rope_style)
     return (
         unwritable_tokens(platform, rows.kv_c, rows.k_pe, kv_cache, slots, scale)
