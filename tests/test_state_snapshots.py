@@ -123,7 +123,7 @@ def mix(engine, kind, seed, *, repetitive=False):
         assert len(tokens) == COUNT or name in aborted, (seed, name)
 
 
-MIXES = [range(5), pytest.param(range(5, 50), marks=SLOW)]
+MIXES = [range(8), pytest.param(range(8, 50), marks=SLOW)]
 
 
 @pytest.mark.parametrize("seeds", MIXES, ids=["some", "many"])
