@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -149,103 +148,6 @@ def chosen(op: str, rows: int, arguments: Arguments) -> tuple[str, Callable[...,
     return "; ".join(reasons) or "no kernel"
 
 
-def tiles(layer: str, rows: int, k: int) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The kernels for few rows under every tile worth a try."""
-    from atomc.kernels.triton import linear, scaled_linear, unpacking, w4a16
-    from atomc.kernels.triton.tile_table import Tile
-
-    op = LAYERS[layer].op
-    if op == "linear":
-        tall = 8 if rows <= 8 else 16
-        sixteen_bits = (
-            [
-                Tile(1, n, columns, 0, warps)
-                for n, columns, warps in product((1, 2, 4, 8), (512, 1024, 2048), (2, 4, 8))
-                if columns <= k and 1024 <= n * columns <= 8192
-            ]
-            if rows == 1
-            else [
-                Tile(tall, n, columns, parts, warps, stages)
-                for n, columns, (parts, warps), stages in product(
-                    (16, 32), (64, 128, 256), ((2, 2), (4, 4), (8, 8)), (2, 3, 4, 6)
-                )
-                if n * columns * parts * stages <= 65536
-            ]
-        )
-        for tile in sixteen_bits:
-            yield str(tuple(tile)), partial(linear.multiply, bias=None, tile=tile)
-        return
-    if op.startswith("scaled"):
-        blocks = op.endswith("block")
-
-        def eight_bits(tile: Tile, **named: Any) -> Tensor:
-            return scaled_linear.multiply(**{"bias": None} | named, tile=tile, blocks=blocks)
-
-        if rows == 1:
-            cut = [
-                Tile(1, n, columns, 0, warps)
-                for n in (2, 4, 8)
-                for columns in (1024, 2048, 4096)
-                for warps in (4, 8)
-                if columns <= k and n * columns <= 16384
-            ]
-        else:
-            tall = 8 if rows <= 8 else 16
-            widths = (128,) if blocks else (128, 256)
-            cut = [
-                Tile(tall, n, columns, parts, parts, stages)
-                for n in (16, 32)
-                for columns in widths
-                for parts in (2, 4, 8)
-                for stages in (3, 5)
-            ]
-        for tile in cut:
-            yield str(tuple(tile)), partial(eight_bits, tile)
-        return
-
-    def four(
-        cut: dict[str, int],
-        x: Tensor,
-        weight: Tensor,
-        weight_scale: Tensor,
-        group: int = 32,
-        x_scale: Tensor | None = None,
-        global_scale: Tensor | None = None,
-        out_dtype: torch.dtype = torch.bfloat16,
-    ) -> Tensor:
-        words = weight if weight.dtype == torch.int32 else unpacking.as_words(weight)
-        if global_scale is not None:
-            weight_scale, group = weight_scale.view(torch.int8), 16
-        none = (None, x_scale, None)
-        return w4a16.multiply(x, words, weight_scale, *none, group, out_dtype, cut, global_scale)
-
-    if rows == 1:
-        many = [
-            {"BLOCK_N": n, "BLOCK_W": size // 8, "num_warps": warps}
-            for n in (2, 4, 8, 16)
-            for size in (2048, 4096)
-            for warps in (4, 8)
-        ]
-    else:
-        tall = 8 if rows <= 8 else 16
-        many = [
-            {
-                "BLOCK_M": tall,
-                "BLOCK_N": n,
-                "BLOCK_K": columns,
-                "PARTS": parts,
-                "num_warps": parts,
-                "num_stages": stages,
-            }
-            for n in (16, 32)
-            for columns in (128, 256)
-            for parts in (2, 4, 8)
-            for stages in (2, 4)
-        ]
-    for shape in many:
-        yield str(tuple(shape.values())), partial(four, shape)
-
-
 def bf16_us(rows: int, k: int, n: int, calls: int) -> float:
     sets = [bf16(rows, n, k) for _ in range(max(2, min(32, -(-ROTATED_BYTES // (2 * n * k)))))]
     found = chosen("linear", rows, sets[0])
@@ -255,23 +157,85 @@ def bf16_us(rows: int, k: int, n: int, calls: int) -> float:
     return min(times)
 
 
-def cases(args: argparse.Namespace) -> Iterator[tuple[str, int, int, int, str, Callable[..., Any]]]:
-    """(scheme, K, N, rows, label, call)"""
+class Case(NamedTuple):
+    """A kernel to time, by its label: K inputs, N outputs."""
+
+    scheme: str
+    k: int
+    n: int
+    rows: int
+    label: str
+    call: Callable[..., Any]
+
+    def arguments(self) -> Arguments:
+        return LAYERS[self.scheme].make(self.rows, self.n, self.k)
+
+    def __str__(self) -> str:
+        return f"{self.scheme} {self.k}->{self.n}, {self.rows} rows, {self.label}"
+
+
+def cases(args: argparse.Namespace) -> Iterator[Case]:
+    """What the options ask to be timed. Prints why a layer has no kernel."""
     for k, n in args.shapes:
         for rows in args.rows:
             for name in args.schemes:
                 if args.tiles:
-                    for label, call in tiles(name, rows, k):
-                        yield name, k, n, rows, label, call
+                    from gemm_tiles import tiles
+
+                    for label, call in tiles(LAYERS[name].op, rows, k):
+                        yield Case(name, k, n, rows, label, call)
                     continue
                 found = chosen(LAYERS[name].op, rows, LAYERS[name].make(rows, n, k))
                 if isinstance(found, str):
                     print(f"{name} {k}->{n}, {rows} rows: {found}", flush=True)
                 else:
-                    yield name, k, n, rows, *found
+                    yield Case(name, k, n, rows, *found)
 
 
-def main() -> None:
+def measured(case: Case, bandwidth: float, beside: float) -> dict[str, Any]:
+    """The figures of a kernel. beside: us of the layer in bf16. Raises TritonError if the kernel
+    cannot be compiled.
+    """
+    _, k, n, rows, label, call = case
+    first = case.arguments()
+    num_bytes = 2 * rows * n + sum(
+        t.numel() * t.element_size() for t in first.values() if isinstance(t, Tensor)
+    )
+    others = max(1, min(31, -(-ROTATED_BYTES // num_bytes)))
+    us = microseconds(call, [first, *(case.arguments() for _ in range(others))], calls(rows), 9)
+    return {
+        "scheme": case.scheme,
+        "k": k,
+        "n": n,
+        "rows": rows,
+        "kernel": label,
+        "us": us,
+        "gbs": num_bytes / us / 1e3,
+        "share": num_bytes / us * 1e6 / bandwidth,
+        "tflops": 2e-6 * rows * n * k / us,
+        "bf16_us": beside,
+        "over_bf16": beside / us,
+    }
+
+
+def calls(rows: int) -> int:
+    """How many calls one CUDA graph has."""
+    return 32 if rows <= 64 else 8
+
+
+def print_fastest(lines: list[dict[str, Any]]) -> None:
+    """The three fastest tiles of each layer."""
+    layers: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for line in lines:
+        layers.setdefault((line["scheme"], line["rows"], line["k"], line["n"]), []).append(line)
+    print()
+    for layer, found in layers.items():
+        ranked = sorted(found, key=lambda line: line["us"])[:3]
+        texts = (f"{line['kernel']} {line['us']:.2f} ({line['share']:.2f})" for line in ranked)
+        print(*layer, "  ".join(texts))
+
+
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -292,7 +256,11 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=0, help="compile in so many processes first")
     parser.add_argument("--compile-only", help=argparse.SUPPRESS)
     parser.add_argument("--json", help="write the numbers to this file")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parsed()
     for provider in ("triton", "cuda"):
         if reason := kernels.load(provider):
             sys.exit(reason)
@@ -301,25 +269,24 @@ def main() -> None:
     from triton.errors import TritonError
 
     if args.compile_only:
-        for number, (name, k, n, rows, _, call) in enumerate(cases(args)):
+        for number, case in enumerate(cases(args)):
             if mine(number, args.compile_only):
                 with suppress(TritonError):
-                    call(**LAYERS[name].make(rows, n, k))
+                    case.call(**case.arguments())
         return
     if args.jobs:
         compile_first(args.jobs)
     bandwidth = copy_bandwidth()
-    command = "python " + " ".join(sys.argv)
     about = {
-        "command": command,
+        "command": "python " + " ".join(sys.argv),
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "copy_gbs": bandwidth / 1e9,
     }
     print(
-        f"$ {command}\n{about['device']}, torch {torch.__version__}, copy "
-        f"{bandwidth / 1e9:.0f} GB/s\n"
+        f"$ {about['command']}\n{about['device']}, torch {about['torch']}, copy "
+        f"{about['copy_gbs']:.0f} GB/s\n"
     )
     print(
         f"{'scheme':14}{'K->N':>14}{'rows':>6}  "
@@ -328,61 +295,24 @@ def main() -> None:
     )
     lines: list[dict[str, Any]] = []
     beside: dict[tuple[int, ...], float] = {}
-    for name, k, n, rows, label, call in cases(args):
-        first = LAYERS[name].make(rows, n, k)
-        num_bytes = (
-            sum(t.numel() * t.element_size() for t in first.values() if isinstance(t, Tensor))
-            + 2 * rows * n
-        )
-        sets = [first] + [
-            LAYERS[name].make(rows, n, k)
-            for _ in range(max(1, min(31, -(-ROTATED_BYTES // num_bytes))))
-        ]
-        calls = 32 if rows <= 64 else 8
-        if (rows, k, n) not in beside:
-            beside[rows, k, n] = bf16_us(rows, k, n, calls)
+    for case in cases(args):
+        size = case.rows, case.k, case.n
+        if size not in beside:
+            beside[size] = bf16_us(*size, calls(case.rows))
         try:
-            us = microseconds(call, sets, calls, 9)
+            line = measured(case, bandwidth, beside[size])
         except TritonError as too_large:
-            print(f"{name} {k}->{n}, {rows} rows, {label}: {too_large}".splitlines()[0], flush=True)
+            print(f"{case}: {too_large}".splitlines()[0], flush=True)
             continue
-        line = {
-            "scheme": name,
-            "k": k,
-            "n": n,
-            "rows": rows,
-            "kernel": label,
-            "us": us,
-            "gbs": num_bytes / us / 1e3,
-            "share": num_bytes / us * 1e6 / bandwidth,
-            "tflops": 2e-6 * rows * n * k / us,
-            "bf16_us": beside[rows, k, n],
-            "over_bf16": beside[rows, k, n] / us,
-        }
         lines.append(line)
         print(
-            f"{name:14}{f'{k}->{n}':>14}{rows:6}  "
-            f"{label:28}{us:9.2f}{line['gbs']:7.0f}{line['share']:7.2f}"
+            f"{case.scheme:14}{f'{case.k}->{case.n}':>14}{case.rows:6}  "
+            f"{case.label:28}{line['us']:9.2f}{line['gbs']:7.0f}{line['share']:7.2f}"
             f"{line['tflops']:9.1f}{line['bf16_us']:9.2f}{line['over_bf16']:7.2f}",
             flush=True,
         )
     if args.tiles:
-        print()
-        for case in dict.fromkeys(
-            (line["scheme"], line["rows"], line["k"], line["n"]) for line in lines
-        ):
-            these = [
-                line
-                for line in lines
-                if (line["scheme"], line["rows"], line["k"], line["n"]) == case
-            ]
-            ranked = sorted(these, key=lambda line: line["us"])[:3]
-            print(
-                *case,
-                "  ".join(
-                    f"{line['kernel']} {line['us']:.2f} ({line['share']:.2f})" for line in ranked
-                ),
-            )
+        print_fastest(lines)
     if args.json:
         with open(args.json, "w") as file:
             json.dump(about | {"lines": lines}, file, indent=1)

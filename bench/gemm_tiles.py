@@ -1,0 +1,107 @@
+"""The kernels of linear layers for few rows, under every tile worth a try."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atomc.kernels.triton import linear, scaled_linear, unpacking, w4a16
+from atomc.kernels.triton.tile_table import Tile
+
+Tiles = Iterator[tuple[str, Callable[..., Any]]]
+
+
+def tiles(op: str, rows: int, k: int) -> Tiles:
+    """(the numbers of a tile, the kernel of this op with it), for so many rows and inputs."""
+    if op == "linear":
+        return _sixteen_bits(rows, k)
+    return _eight_bits(op, rows, k) if op.startswith("scaled") else _four_bits(rows)
+
+
+def _height(rows: int) -> int:
+    """The rows of x in a tile of the tensor cores."""
+    return 8 if rows <= 8 else 16
+
+
+def _sixteen_bits(rows: int, k: int) -> Tiles:
+    if rows == 1:
+        cut = [
+            Tile(1, n, columns, 0, warps)
+            for n, columns, warps in product((1, 2, 4, 8), (512, 1024, 2048), (2, 4, 8))
+            if columns <= k and 1024 <= n * columns <= 8192
+        ]
+    else:
+        cut = [
+            Tile(_height(rows), n, columns, parts, warps, stages)
+            for n, columns, (parts, warps), stages in product(
+                (16, 32), (64, 128, 256), ((2, 2), (4, 4), (8, 8)), (2, 3, 4, 6)
+            )
+            if n * columns * parts * stages <= 65536
+        ]
+    for tile in cut:
+        yield str(tuple(tile)), partial(linear.multiply, bias=None, tile=tile)
+
+
+def _eight_bits(op: str, rows: int, k: int) -> Tiles:
+    blocks = op.endswith("block")
+
+    def multiply(tile: Tile, **named: Any) -> Tensor:
+        return scaled_linear.multiply(**{"bias": None} | named, tile=tile, blocks=blocks)
+
+    if rows == 1:
+        cut = [
+            Tile(1, n, columns, 0, warps)
+            for n, columns, warps in product((2, 4, 8), (1024, 2048, 4096), (4, 8))
+            if columns <= k and n * columns <= 16384
+        ]
+    else:
+        widths = (128,) if blocks else (128, 256)
+        cut = [
+            Tile(_height(rows), n, columns, parts, parts, stages)
+            for n, columns, parts, stages in product((16, 32), widths, (2, 4, 8), (3, 5))
+        ]
+    for tile in cut:
+        yield str(tuple(tile)), partial(multiply, tile)
+
+
+def _four_bits(rows: int) -> Tiles:
+    if rows == 1:
+        launches = [
+            {"BLOCK_N": n, "BLOCK_W": size // 8, "num_warps": warps}
+            for n, size, warps in product((2, 4, 8, 16), (2048, 4096), (4, 8))
+        ]
+    else:
+        launches = [
+            {
+                "BLOCK_M": _height(rows),
+                "BLOCK_N": n,
+                "BLOCK_K": columns,
+                "PARTS": parts,
+                "num_warps": parts,
+                "num_stages": stages,
+            }
+            for n, columns, parts, stages in product((16, 32), (128, 256), (2, 4, 8), (2, 4))
+        ]
+    for launch in launches:
+        yield str(tuple(launch.values())), partial(_multiply_four_bits, launch)
+
+
+def _multiply_four_bits(
+    launch: dict[str, int],
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    group: int = 32,
+    x_scale: Tensor | None = None,
+    global_scale: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """The arguments of linear_w4a16, linear_mxfp4 and linear_nvfp4."""
+    words = weight if weight.dtype == torch.int32 else unpacking.as_words(weight)
+    if global_scale is not None:
+        weight_scale, group = weight_scale.view(torch.int8), 16
+    none = (None, x_scale, None)
+    return w4a16.multiply(x, words, weight_scale, *none, group, out_dtype, launch, global_scale)
