@@ -17,10 +17,16 @@ X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
 def sunk(
     function: Callable[..., Any], *inputs: Tensor, mode: Literal["fake", "symbolic"] = "fake"
 ) -> tuple[list[str], GraphModule]:
-    """The ops of a function in their order, where each cos is a kernel, and its graph."""
+    """The ops of a function in their order, where each cos is a kernel, and its graph. atan2 stands
+    for a lowered op that writes, and hypot for one that runs as PyTorch.
+    """
     gm = make_fx(function, tracing_mode=mode)(*inputs)
-    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.cos.default):
-        node.meta["kernel"] = object()
+    for node in gm.graph.nodes:
+        name = getattr(node.target, "__name__", "").partition(".")[0]
+        if name in ("cos", "atan2"):
+            node.meta["kernel"] = object()
+        if name in ("atan2", "hypot"):
+            node.meta["op"] = "kv_write"
     sink_glue(gm.graph)
     gm.graph.lint()
     gm.recompile()
@@ -81,6 +87,21 @@ def test_what_reads_a_tensor_that_is_written_stays() -> None:
     assert order.index("sigmoid") < order.index("cos")
     state = X.clone()
     torch.testing.assert_close(gm(X, state), torch.sigmoid(X[:, 1:]) * X.cos()[:, 1:])
+
+
+def test_what_reads_a_tensor_that_a_lowered_op_may_write_stays() -> None:
+    def function(x: Tensor, state: Tensor) -> Tensor:
+        gate = torch.sigmoid(state[:, 1:])
+        return gate * torch.atan2(x, state)[:, 1:]
+
+    assert sunk(function, X, X.clone())[0] == ["slice", "sigmoid", "atan2", "slice", "mul"]
+
+
+def test_an_op_that_writes_stays() -> None:
+    def function(x: Tensor, state: Tensor) -> Tensor:
+        return torch.hypot(x, state) * x.cos()
+
+    assert sunk(function, X, X.clone())[0] == ["hypot", "cos", "mul"]
 
 
 def test_random_numbers_are_drawn_in_their_order() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from atomc import ops
 from atomc.graph.mutation import mutated, storage
 
 
@@ -19,10 +20,11 @@ def sink_glue(graph: Graph) -> None:
     """Move each call between kernels whose first reader is one between later kernels, right before
     that reader.
 
-    Not moved: kernels, calls that write or draw random numbers, calls that read a tensor which the
-    graph writes, and those whose inputs, kept until then, take more memory than the reader makes.
+    Not moved: kernels, calls that draw random numbers, calls with an operand which the graph, or
+    the call itself, writes, and those whose inputs, kept until then, take more memory than the
+    reader makes.
     """
-    written = {storage(target) for node in graph.nodes for target in mutated(node)}
+    written = {storage(target) for node in graph.nodes for target in _written(node)}
     behind = _kernels_before(graph)
     for node in reversed(list(graph.nodes)):
         reader = min(node.users, default=None)  # nodes are compared by their order in the graph
@@ -42,15 +44,20 @@ def _kernels_before(graph: Graph) -> dict[Node, int]:
 
 
 def _is_glue(node: Node) -> bool:
-    """Whether a node computes one tensor from others, and nothing else."""
+    """Whether a node computes one tensor from others, and draws no random numbers."""
     random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     return (
         node.op == "call_function"
         and "kernel" not in node.meta
         and isinstance(node.meta.get("val"), Tensor)
-        and not mutated(node)
         and not random
     )
+
+
+def _written(node: Node) -> list[Node]:
+    """The tensors that a node may write: any operand, if it is a lowered op that writes some."""
+    op = ops.REGISTRY.get(node.meta.get("op", ""))
+    return node.all_input_nodes if op is not None and op.mutates else mutated(node)
 
 
 def _is_smaller(read: set[Node], reader: Node) -> bool:
