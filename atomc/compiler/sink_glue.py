@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from atomc import ops
-from atomc.graph.mutation import mutated, storage
+from atomc.graph.mutation import may_be_mutated, storage
 
 
 def sink_glue(graph: Graph) -> None:
@@ -24,7 +23,7 @@ def sink_glue(graph: Graph) -> None:
     the call itself, writes, and those whose inputs, kept until then, take more memory than the
     reader makes.
     """
-    written = {storage(target) for node in graph.nodes for target in _written(node)}
+    written = {storage(target) for node in graph.nodes for target in may_be_mutated(node)}
     behind = _kernels_before(graph)
     for node in reversed(list(graph.nodes)):
         reader = min(node.users, default=None)  # nodes are compared by their order in the graph
@@ -52,12 +51,6 @@ def _is_glue(node: Node) -> bool:
         and isinstance(node.meta.get("val"), Tensor)
         and not random
     )
-
-
-def _written(node: Node) -> list[Node]:
-    """The tensors that a node may write: any operand, if it is a lowered op that writes some."""
-    op = ops.REGISTRY.get(node.meta.get("op", ""))
-    return node.all_input_nodes if op is not None and op.mutates else mutated(node)
 
 
 def _is_smaller(read: set[Node], reader: Node) -> bool:

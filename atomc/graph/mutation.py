@@ -4,6 +4,8 @@ import operator
 
 from torch.fx import Node
 
+from atomc.ops.op import REGISTRY
+
 
 def storage(node: Node) -> Node:
     """The node that owns the memory of a view."""
@@ -34,3 +36,9 @@ def mutated(node: Node) -> list[Node]:
             if isinstance(given, Node):
                 written.append(given)
     return written
+
+
+def may_be_mutated(node: Node) -> list[Node]:
+    """As mutated(); of a lowered op that writes, whose function has no schema, all operands."""
+    op = REGISTRY.get(node.meta.get("op", ""))
+    return node.all_input_nodes if op is not None and op.mutates else mutated(node)

@@ -20,7 +20,12 @@ def sinking(old: str, new: str, tests: str) -> Bug:
 BUGS = [
     sinking(" and not read & written", "", "is_written"),
     sinking("        and not random\n", "", "random"),
-    sinking("op is not None and op.mutates else", "False else", "lowered_op"),
+    Bug(
+        "atomc/graph/mutation.py",
+        "op is not None and op.mutates else",
+        "False else",
+        "tests/test_sink_glue.py -k lowered_op",
+    ),
     sinking(" and _is_smaller(read, reader)", "", "more_memory"),
     sinking("and _is_glue(reader)", "", "kernel_reads_first"),
     sinking("            behind[node] = behind[reader]\n", "", "chain"),
