@@ -3,6 +3,7 @@
 A row of a mask has W words of 32 bits.
 """
 
+import json
 import threading
 import time
 import weakref
@@ -85,7 +86,7 @@ class GrammarCompiler:
         self.vocab_size = max(vocab_size, inner.get_vocab_size())
         self.cache_bytes = cache_bytes
         self._library = llguidance
-        text = _unpadded(inner)
+        text = _of_texts_as_they_are(inner)
         self._validator = GrammarValidator(
             text, self.vocab_size, eos_ids, seconds=seconds, memory=COMPILE_MEMORY_BYTES
         )
@@ -250,9 +251,20 @@ class GrammarMatcher:
             raise ValueError(f"cannot roll back {num_tokens} tokens: fewer were accepted")
 
 
-def _unpadded(tokenizer: Any) -> str:
-    """The tokenizer as JSON, without padding and truncation."""
-    copied = type(tokenizer).from_str(tokenizer.to_str())
-    copied.no_padding()
-    copied.no_truncation()
-    return str(copied.to_str())
+def _of_texts_as_they_are(tokenizer: Any) -> str:
+    """The tokenizer as JSON, without padding, truncation and Unicode normal forms. llguidance
+    tokenizes what a grammar forces: in another form, its bytes contradict the grammar.
+    """
+    fields = json.loads(tokenizer.to_str())
+    without = {"padding": None, "truncation": None, "normalizer": _kept(fields.get("normalizer"))}
+    return json.dumps(fields | without, ensure_ascii=False)
+
+
+def _kept(normalizer: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What is left of a normalizer without Unicode normal forms."""
+    if normalizer is None or normalizer["type"] in ("NFC", "NFD", "NFKC", "NFKD"):
+        return None
+    if normalizer["type"] != "Sequence":
+        return normalizer
+    parts = [kept for part in normalizer["normalizers"] if (kept := _kept(part)) is not None]
+    return {**normalizer, "normalizers": parts} if parts else None

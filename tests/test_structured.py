@@ -4,6 +4,7 @@ import json
 import random
 import re
 import sys
+import unicodedata
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atomc import demo
+from atomc.runtime import grammar_compiler
 from atomc.runtime.detokenizer import TokenTexts
 from atomc.runtime.grammar_compiler import GrammarCompiler
 from atomc.runtime.sampling.sample_spec import SampleSpec
@@ -81,6 +83,24 @@ def is_person(value):
 def test_any_draw_under_a_schema_is_json_that_fulfils_it(seed):
     text = written(Structured(json_schema=PERSON), random.Random(seed))
     assert text is None or is_person(json.loads(text))
+
+
+@pytest.mark.parametrize("text", ["e\u0301", "\u212b", "(\U0002fa1d)"])
+def test_a_text_that_the_tokenizer_would_bring_into_another_form_is_written_as_it_is(text):
+    assert unicodedata.normalize("NFC", text) != text
+    assert written(Structured(choice=(text,)), random.Random(0)) == text.encode()
+    schema = {"enum": [text]}
+    found = written(Structured(json_schema=schema), random.Random(0))
+    assert json.loads(found) == text
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFKD"])
+def test_a_tokenizers_other_rules_stay_without_its_normal_form(form):
+    space = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    sequence = {"type": "Sequence", "normalizers": [{"type": form}, space]}
+    assert grammar_compiler._kept(sequence) == {"type": "Sequence", "normalizers": [space]}
+    assert grammar_compiler._kept({"type": form}) is None and grammar_compiler._kept(None) is None
+    assert grammar_compiler._kept(space) == space
 
 
 @settings(max_examples=15, deadline=None)
