@@ -264,11 +264,9 @@ def packed_launches(
         ("up", "x", "w13", model.gate),
         ("down", "act", "w2", {}),
     ):
-        scale = given[f"{name}_scale"]
-        weights = *given[name], *(scale if isinstance(scale, tuple) else (scale,)), None
+        weights = *given[name], *given[f"{name}_scale"], None
         bias = given.get("b13" if part == "up" else "b2")
-        columns = given[x].shape[1]
-        parts[part] = partial(sort().multiply, given[x], *weights, bias, columns, **of, **more)
+        parts[part] = partial(sort().multiply, given[x], *weights, bias, **of, **more)
     parts["sum"] = partial(
         weighted_sum, given["products"], given["ids"], given["weights"], model.experts
     )

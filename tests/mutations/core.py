@@ -386,15 +386,15 @@ BUGS = [
     ),
     triton(
         "experts_4_bits",
-        "sums + product * scale.to(SIXTEEN, bitcast=True).to(tl.float32)",
-        "sums + product",
+        "return sums + product * scale.to(tl.float32)",
+        "return sums + product",
         "moe_experts_w4a16",
     ),
     triton("fragments", "* 32 // GROUP * BITS", "* 64 // GROUP * BITS", "moe_experts_w4a16"),
     triton(
         "experts_4_bits",
-        "zeros_ptr + at, inside, 0), GROUP, 8)",
-        "zeros_ptr + at, inside, 0), GROUP, 4)",
+        "zeros_at, inside, 0), GROUP, 8)",
+        "zeros_at, inside, 0), GROUP, 4)",
         "moe_experts_w4a16",
     ),
     triton(

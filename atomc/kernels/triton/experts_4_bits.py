@@ -31,82 +31,58 @@ from atomc.kernels.triton.tile_table import FragmentTile
 from atomc.kernels.triton.tiles import EXPERTS_FRAGMENTS
 from atomc.kernels.triton.unpacking import other_group
 from atomc.kernels.triton.weighted_sum import weighted_sum
+from atomc.ops.experts import Gate
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 
 @triton.jit
-def _add_e2m1(
-    sums,
-    x_at,
-    words,
-    scale_ptr,
-    read,
-    part,
-    in_x,
-    inside,
-    K: tl.constexpr,
-    NUMBER: tl.constexpr,
-    WARPS: tl.constexpr,
-):
-    """The sums with the products of a part, whose weight rows are `read` [BLOCK_N, 1] int64."""
-    PARTS: tl.constexpr = (K + 127) // 128
-    k = tl.arange(0, 128)[None, :]
-    there = in_x & (k < K - part * 128) if K % 128 else in_x
-    x = tl.load(x_at + part * 128 + k, there, 0.0).to(NUMBER)
-    # The four threads of a row read the same.
-    at = in_strips(read, part, PARTS) + tl.zeros((1, 4), tl.int32)
-    exponent = of_groups(tl.load(scale_ptr + at, inside, 0), 32, 8)
+def _add_e2m1(sums, x, words, scale_at, inside, WARPS: tl.constexpr):
+    """The sums with the products of a part: x [BLOCK_M, 128], words [BLOCK_N, 4, 4].
+
+    scale_at  pointers [BLOCK_N, 4], in the order in which the words are read: the four threads of a
+              row read the same; `inside` [BLOCK_N, 1]: where there is a row
+    """
+    exponent = of_groups(tl.load(scale_at, inside, 0), 32, 8)
     factor = exponent * 0x00800080  # in the exponents of two bf16
-    weight = fragments(words, None, factor, WARPS, False, tl.bfloat16, NUMBER)
+    weight = fragments(words, None, factor, WARPS, tl.bfloat16, x.dtype)
     return tl.dot(weight, tl.trans(x), sums, input_precision="ieee")
 
 
 @triton.jit
 def _add_int4(
     sums,
-    x_at,
+    x,
     words,
-    scale_ptr,
-    zeros_ptr,
-    read,
-    row,
-    part,
-    in_x,
+    scale_at,
+    zeros_at,
+    row_scale_at,
     inside,
     in_rows,
-    K: tl.constexpr,
     GROUP: tl.constexpr,
     SIXTEEN: tl.constexpr,
-    NUMBER: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """As _add_e2m1; `row` and `in_rows` [BLOCK_N, 1] are of the rows in the order of the sums.
+    """As _add_e2m1; row_scale_at and in_rows [BLOCK_N, 1] are of the rows in the order of the sums.
 
     Codes minus zeros are exact in 16 bits, times their scales they are not: where a part is one
     group, sums are scaled. A product for each of several groups would cost several times as much,
     as its weights would go through shared memory: there, weights are scaled.
     """
-    PARTS: tl.constexpr = (K + 127) // 128
-    k = tl.arange(0, 128)[None, :]
-    there = in_x & (k < K - part * 128) if K % 128 else in_x
-    x = tl.load(x_at + part * 128 + k, there, 0.0).to(NUMBER)
-    # The four threads of a row read the same.
-    at = in_strips(read, part, PARTS) + tl.zeros((1, 4), tl.int32)
-    if zeros_ptr is None:
+    if zeros_at is None:
         zero = tl.full((1, 1, 1), 8.0, tl.float32)
     else:
-        zero = of_groups(tl.load(zeros_ptr + at, inside, 0), GROUP, 8).to(tl.float32)
+        zero = of_groups(tl.load(zeros_at, inside, 0), GROUP, 8).to(tl.float32)
     added = tl.broadcast_to(minus_zero(zero, SIXTEEN), words.shape)
     if GROUP == 128:
-        weight = fragments(words, added, None, WARPS, True, SIXTEEN, NUMBER)
+        weight = fragments(words, added, None, WARPS, SIXTEEN, x.dtype)
         product = tl.dot(weight, tl.trans(x), input_precision="ieee", out_dtype=tl.float32)
-        scale = tl.load(scale_ptr + in_strips(row, part, PARTS), in_rows, 0)
-        return sums + product * scale.to(SIXTEEN, bitcast=True).to(tl.float32)
+        scale = tl.load(row_scale_at, in_rows, 0).to(SIXTEEN, bitcast=True)
+        return sums + product * scale.to(tl.float32)
     else:
-        factor = doubled(of_groups(tl.load(scale_ptr + at, inside, 0), GROUP, 16))
-        weight = fragments(words, added, factor, WARPS, True, SIXTEEN, NUMBER)
+        factor = doubled(of_groups(tl.load(scale_at, inside, 0), GROUP, 16))
+        weight = fragments(words, added, factor, WARPS, SIXTEEN, x.dtype)
         return tl.dot(weight, tl.trans(x), sums, input_precision="ieee")
 
 
@@ -167,29 +143,26 @@ def _product(
         sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for part in range(PARTS):
             words = tl.reshape(tl.load(words_at + part * (STRIP * 16), inside, 0), (BLOCK_N, 4, 4))
+            k = tl.arange(0, 128)[None, :]
+            there = in_x & (k < K - part * 128) if K % 128 else in_x
+            x = tl.load(x_at + part * 128 + k, there, 0.0).to(NUMBER)
+            at = in_strips(read, part, PARTS) + tl.zeros((1, 4), tl.int32)
             if INT4:
                 sums = _add_int4(
                     sums,
-                    x_at,
+                    x,
                     words,
-                    scale_ptr,
-                    zeros_ptr,
-                    read,
-                    of_expert,
-                    part,
-                    in_x,
+                    scale_ptr + at,
+                    None if zeros_ptr is None else zeros_ptr + at,
+                    scale_ptr + in_strips(of_expert, part, PARTS),
                     inside,
                     in_rows,
-                    K,
                     GROUP,
                     SIXTEEN,
-                    NUMBER,
                     num_warps,
                 )
             else:
-                sums = _add_e2m1(
-                    sums, x_at, words, scale_ptr, read, part, in_x, inside, K, NUMBER, num_warps
-                )
+                sums = _add_e2m1(sums, x, words, scale_ptr + at, inside, num_warps)
         let_next_start(PDL)
         store_pairs(
             tl.trans(sums if INT4 else sums * E2M1_UNIT),
@@ -232,7 +205,6 @@ class PairsOfExperts:
         scale: Tensor,
         zeros: Tensor | None,
         bias: Tensor | None,
-        columns: int,
         *,
         int4: bool,
         group: int,
@@ -245,9 +217,8 @@ class PairsOfExperts:
         """x @ values.T + bias of the expert of each pair, [P, N] in out_dtype, or gated, [P, N/2],
         if there is an activation. x [P, K], or [T, K] with a row per token; bias [E, N].
 
-        words    of int4 codes with packed scales and zeros, or of e2m1 codes with raised
-                 exponents, as fragments.py has them
-        columns  K
+        words  of int4 codes with packed scales and zeros, or of e2m1 codes with raised exponents,
+               as fragments.py has them
         """
         rows = words.shape[1] * words.shape[3]
         n = rows if activation is None else rows // 2
@@ -273,7 +244,7 @@ class PairsOfExperts:
                 limit,
                 E=self.num_experts,
                 N=n,
-                K=columns,
+                K=x.shape[1],
                 GROUP=group,
                 INT4=int4,
                 SIXTEEN=sixteen,
@@ -289,6 +260,25 @@ class PairsOfExperts:
                 **overlap(x.device),
             )
         return out
+
+
+def _both_products(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    up: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    down: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    gate: Gate,
+    *,
+    int4: bool,
+    group: int,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """The weighted sums of the experts, [T, H]. up, down: words, scales, zeros and bias."""
+    experts = PairsOfExperts(ids, len(up[0]))
+    act = experts.multiply(x, *up, int4=int4, group=group, out_dtype=out_dtype, **gate)
+    products = experts.multiply(act, *down, int4=int4, group=group, out_dtype=out_dtype)
+    return weighted_sum(products, ids, weights, experts.num_experts)
 
 
 def refuse_moe_experts_w4a16(
@@ -356,34 +346,17 @@ def moe_experts_w4a16(
     alpha: float = 1.702,
     limit: float | None = None,
 ) -> Tensor:
-    experts = PairsOfExperts(ids, len(w13[0]))
-    act = experts.multiply(
+    return _both_products(
         x,
-        *w13,
-        *w13_scale,
-        w13_zeros[0] if w13_zeros else None,
-        b13,
-        x.shape[1],
-        int4=True,
-        group=group,
-        out_dtype=x.dtype,
-        activation=activation,
-        interleaved=interleaved,
-        alpha=alpha,
-        limit=limit,
-    )
-    products = experts.multiply(
-        act,
-        *w2,
-        *w2_scale,
-        w2_zeros[0] if w2_zeros else None,
-        b2,
-        act.shape[1],
+        ids,
+        weights,
+        (*w13, *w13_scale, w13_zeros[0] if w13_zeros else None, b13),
+        (*w2, *w2_scale, w2_zeros[0] if w2_zeros else None, b2),
+        Gate(activation=activation, interleaved=interleaved, alpha=alpha, limit=limit),
         int4=True,
         group=group,
         out_dtype=x.dtype,
     )
-    return weighted_sum(products, ids, weights, experts.num_experts)
 
 
 def refuse_moe_experts_mxfp4(
@@ -446,31 +419,14 @@ def moe_experts_mxfp4(
     alpha: float = 1.702,
     limit: float | None = None,
 ) -> Tensor:
-    experts = PairsOfExperts(ids, len(w13[0]))
-    act = experts.multiply(
+    return _both_products(
         x,
-        *w13,
-        *w13_scale,
-        None,
-        b13,
-        x.shape[1],
-        int4=False,
-        group=32,
-        out_dtype=out_dtype,
-        activation=activation,
-        interleaved=interleaved,
-        alpha=alpha,
-        limit=limit,
-    )
-    products = experts.multiply(
-        act,
-        *w2,
-        *w2_scale,
-        None,
-        b2,
-        act.shape[1],
+        ids,
+        weights,
+        (*w13, *w13_scale, None, b13),
+        (*w2, *w2_scale, None, b2),
+        Gate(activation=activation, interleaved=interleaved, alpha=alpha, limit=limit),
         int4=False,
         group=32,
         out_dtype=out_dtype,
     )
-    return weighted_sum(products, ids, weights, experts.num_experts)

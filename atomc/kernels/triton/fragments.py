@@ -226,13 +226,12 @@ def _values(
     j: tl.constexpr,
     added,
     factor,
-    INT4: tl.constexpr,
     SIXTEEN: tl.constexpr,
     NUMBER: tl.constexpr,
 ):
     """Pair j of each word in a new dimension."""
     BF16: tl.constexpr = tl.bfloat16 == SIXTEEN
-    pair = _int4_pair(words, j, SIXTEEN) if INT4 else _e2m1_pair(words, j)
+    pair = _e2m1_pair(words, j) if added is None else _int4_pair(words, j, SIXTEEN)
     if tl.float32 == NUMBER:
         low, high = _halves(pair, SIXTEEN)
         if added is not None:
@@ -274,7 +273,6 @@ def fragments(
     added,
     factor,
     WARPS: tl.constexpr,
-    INT4: tl.constexpr,
     SIXTEEN: tl.constexpr,
     NUMBER: tl.constexpr,
 ):
@@ -288,12 +286,12 @@ def fragments(
     """
     BLOCK_N: tl.constexpr = words.shape[0]
     first = tl.join(
-        _values(words, 0, added, factor, INT4, SIXTEEN, NUMBER),
-        _values(words, 1, added, factor, INT4, SIXTEEN, NUMBER),
+        _values(words, 0, added, factor, SIXTEEN, NUMBER),
+        _values(words, 1, added, factor, SIXTEEN, NUMBER),
     )
     last = tl.join(
-        _values(words, 2, added, factor, INT4, SIXTEEN, NUMBER),
-        _values(words, 3, added, factor, INT4, SIXTEEN, NUMBER),
+        _values(words, 2, added, factor, SIXTEEN, NUMBER),
+        _values(words, 3, added, factor, SIXTEEN, NUMBER),
     )
     # [row, q, g, h, j % 2, j // 2] -> columns [g, j, q, h]
     ordered = tl.permute(tl.join(first, last), (0, 2, 5, 4, 1, 3))
