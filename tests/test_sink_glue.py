@@ -27,6 +27,7 @@ def sunk(
             node.meta["kernel"] = object()
         if name in ("atan2", "hypot"):
             node.meta["op"] = "kv_write"
+            node.args, node.kwargs = (), dict(zip(("k", "k_cache"), node.args, strict=True))
     sink_glue(gm.graph)
     gm.graph.lint()
     gm.recompile()

@@ -15,7 +15,7 @@ from atomc.cache.generated import Function, of_graph, of_inductor, of_pieces
 from atomc.capture.structural_hash import structural_key
 from atomc.compiler.bind_sizes import bind_sizes
 from atomc.compiler.sink_glue import sink_glue
-from atomc.graph.mutation import may_be_mutated
+from atomc.graph.mutation import mutated
 from atomc.json_types import JSONLike
 from atomc.options import Options
 from atomc.platform import Platform
@@ -116,7 +116,7 @@ def structural_hash(piece: GraphModule) -> Hashable:
 
 
 def _writes(piece: GraphModule) -> bool:
-    return any(may_be_mutated(node) for node in piece.graph.nodes)
+    return any(mutated(node) for node in piece.graph.nodes)
 
 
 def _fresh(piece: GraphModule, mode: FakeTensorMode | None) -> Sequence[Input]:

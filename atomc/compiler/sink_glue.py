@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from atomc.graph.mutation import may_be_mutated, storage
+from atomc.graph.mutation import mutated, storage
 
 
 def sink_glue(graph: Graph) -> None:
@@ -23,7 +23,7 @@ def sink_glue(graph: Graph) -> None:
     the call itself, writes, and those whose inputs, kept until then, take more memory than the
     reader makes.
     """
-    written = {storage(target) for node in graph.nodes for target in may_be_mutated(node)}
+    written = {storage(target) for node in graph.nodes for target in mutated(node)}
     behind = _kernels_before(graph)
     for node in reversed(list(graph.nodes)):
         reader = min(node.users, default=None)  # nodes are compared by their order in the graph

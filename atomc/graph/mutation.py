@@ -26,6 +26,11 @@ def _viewed(node: Node) -> Node | None:
 
 def mutated(node: Node) -> list[Node]:
     """The tensors that a node writes in place."""
+    if (op := REGISTRY.get(node.meta.get("op", ""))) is not None:
+        # Lowered: a function, of the op's arguments and perhaps more, which then have names.
+        named = op.signature.bind_partial(*node.args).arguments
+        targets = [{**named, **node.kwargs}.get(name) for name in op.mutates]
+        return [target for target in targets if isinstance(target, Node)]
     schema = getattr(node.target, "_schema", None)
     if node.op != "call_function" or schema is None or not schema.is_mutable:
         return []
@@ -36,9 +41,3 @@ def mutated(node: Node) -> list[Node]:
             if isinstance(given, Node):
                 written.append(given)
     return written
-
-
-def may_be_mutated(node: Node) -> list[Node]:
-    """As mutated(); of a lowered op that writes, whose function has no schema, all operands."""
-    op = REGISTRY.get(node.meta.get("op", ""))
-    return node.all_input_nodes if op is not None and op.mutates else mutated(node)

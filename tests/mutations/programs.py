@@ -22,8 +22,8 @@ BUGS = [
     sinking("        and not random\n", "", "random"),
     Bug(
         "atomc/graph/mutation.py",
-        "op is not None and op.mutates else",
-        "False else",
+        "{**named, **node.kwargs}.get(name)",
+        "named.get(name)",
         "tests/test_sink_glue.py -k lowered_op",
     ),
     sinking(" and _is_smaller(read, reader)", "", "more_memory"),

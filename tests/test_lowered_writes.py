@@ -1,0 +1,29 @@
+"""What a lowered op writes: its function has no schema that says so."""
+
+import torch
+from torch.fx import Graph
+
+from atomc import ops
+from atomc.graph.mutation import mutated
+
+
+def test_a_lowered_call_writes_what_its_op_says_by_place_and_by_name() -> None:
+    op = ops.REGISTRY["kv_write"]
+    names = list(op.signature.parameters)
+    assert op.mutates
+    graph = Graph()
+    given = {name: graph.placeholder(name) for name in names}
+    workspace = graph.placeholder("workspace")
+    by_place = graph.call_function(op.reference, tuple(given.values()))
+    by_name = graph.call_function(op.reference, (), {**given, "workspace": workspace})
+    for call in (by_place, by_name):
+        assert mutated(call) == []
+        call.meta["op"] = "kv_write"
+        assert mutated(call) == [given[name] for name in op.mutates]
+
+
+def test_a_lowered_call_that_writes_nothing() -> None:
+    graph = Graph()
+    call = graph.call_function(torch.neg, (graph.placeholder("x"),))
+    call.meta["op"] = "silu_and_mul"
+    assert mutated(call) == []
