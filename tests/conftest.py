@@ -22,6 +22,8 @@ import shared_objects
 import torch
 from serving import KEY, serving
 
+from atomc import kernels
+
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -39,6 +41,11 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
     round_to_nearest()
     check_bounds()
     patch_once_a_launch()
+
+# Modules register their kernels when they are imported, once. Imported by a test that adds a kernel
+# and then puts back the list of before, they would be missing in every later test.
+for provider in (*kernels.PROVIDERS, kernels.INVARIANT):
+    kernels.load(provider)
 
 
 def pytest_addoption(parser):
