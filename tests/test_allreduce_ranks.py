@@ -54,7 +54,7 @@ def test_few_tokens_are_one_launch_and_more_are_nccl_and_a_norm() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "width", "most"), [(2, 1024, 512), (4, 4096, 64), (2, 8192, 256)]
+    ("ranks", "width", "most"), [(2, 1024, 512), (2, 8192, 256), (4, 8192, 128), (8, 4096, 64)]
 )
 def test_bytes_and_ranks_decide_how_many_tokens_are_few(ranks: int, width: int, most: int) -> None:
     assert chosen(ranks, width=width)[0][0] == (f"1 to {most}", NOTE)

@@ -22,9 +22,9 @@ from atomc.torch_compat import peer_memory
 from atomc.torch_compat.process_groups import process_group as group_of
 
 # The bytes of x up to which this is faster than NCCL and a norm, by the number of ranks: python
-# bench/all_reduce.py. Two ranks: measured on two H100, where it is faster for all rows that fit;
-# more ranks: a guess, by the bytes that each receives.
-CUT_OVER = {2: 2**22, 3: 2**19, 4: 2**19, 5: 2**18, 6: 2**18, 7: 2**18, 8: 2**18}
+# bench/all_reduce.py. Two and four ranks: measured on H100s, where it is faster for all rows that
+# fit. Three: as four; more: a guess, by the bytes that each receives.
+CUT_OVER = {2: 2**22, 3: 2**21, 4: 2**21, 5: 2**19, 6: 2**19, 7: 2**19, 8: 2**19}
 TOKENS = Tokens(1, peer_memory.rows_of(2))
 NOTE = "one launch over peer memory"
 
