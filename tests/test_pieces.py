@@ -111,6 +111,22 @@ def test_glue_of_twice_the_rows_knows_how_many_there_are(unbacked: bool) -> None
         torch.testing.assert_close(compiled(x), model(x))
 
 
+def test_glue_that_only_gets_a_number_computed_of_a_size_knows_the_size() -> None:
+    def model(heads: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+        more = heads.shape[0] + 2
+        heads = ops.attention(torch.sin(heads), heads, heads, scale=0.3)
+        ends = torch.cat((start, start.new_zeros(more))).cumsum(0)
+        return ops.attention(heads, heads, heads, scale=0.3), ends
+
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        model, backend="atom", dynamic=True, options={"glue": "inductor", "strict": True}
+    )
+    for rows in (5, 8):
+        given = X.repeat(2, 1)[:rows].clone().view(rows, 2, 8), torch.ones(3)
+        torch.testing.assert_close(compiled(*given), model(*given))
+
+
 def piece(function: Any, *inputs: Tensor) -> GraphModule:
     return make_fx(function, tracing_mode="fake")(*inputs)
 

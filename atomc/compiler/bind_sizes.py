@@ -9,11 +9,13 @@ from torch.fx import GraphModule, Node
 
 def bind_sizes(whole: GraphModule, piece: GraphModule, call: Node) -> None:
     """Add inputs to a piece, which `call` calls in the graph `whole`, for sizes that only appear in
-    expressions, such as T in an input [2 * T, H]: Inductor reads each size from an input that has
-    it. An input is a tensor, because tracing gives a size without a hint another name.
+    expressions, such as T in an input [2 * T, H] or in a number T + 2: Inductor reads each size
+    from an input that has it. An input is a tensor, because tracing gives a size without a hint
+    another name.
     """
     inputs = list(piece.graph.find_nodes(op="placeholder"))
-    sizes = [size for node in inputs for size in _sizes(node)]
+    numbers = [node.meta["val"] for node in inputs if isinstance(node.meta.get("val"), SymInt)]
+    sizes = [*numbers, *(size for node in inputs for size in _sizes(node))]
     known = {size.node.expr for size in sizes if isinstance(size.node.expr, sympy.Symbol)}
     missing = {symbol for size in sizes for symbol in size.node.expr.free_symbols} - known
     if not missing:
