@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atomc.kernels.triton import linear, scaled_linear, unpacking, w4a16
-from atomc.kernels.triton.tile_table import Tile
+from atomc.kernels.triton import int4_rows, linear, scaled_linear, unpacking, w4a16
+from atomc.kernels.triton.tile_table import Int4Tile, Tile
 
 Tiles = Iterator[tuple[str, Callable[..., Any]]]
 
@@ -18,6 +18,8 @@ def tiles(op: str, rows: int, k: int) -> Tiles:
     """(the numbers of a tile, the kernel of this op with it), for so many rows and inputs."""
     if op == "linear":
         return _sixteen_bits(rows, k)
+    if op == "linear_w4a16" and rows > 1:
+        return _int4_rows(rows)
     return _eight_bits(op, rows, k) if op.startswith("scaled") else _four_bits(rows)
 
 
@@ -65,6 +67,21 @@ def _eight_bits(op: str, rows: int, k: int) -> Tiles:
         ]
     for tile in cut:
         yield str(tuple(tile)), partial(multiply, tile)
+
+
+def _int4_rows(rows: int) -> Tiles:
+    height = next(height for height in (8, 16, 32, 64) if height >= min(rows, 64))
+    for (n, warps), stages, programs in product(
+        ((32, 2), (64, 4), (128, 4), (128, 8)), (2, 3, 4), (264, 396, 528)
+    ):
+        tile = Int4Tile(height, n, warps, stages, programs)
+        yield str(tuple(tile)), partial(_multiply_int4, tile)
+
+
+def _multiply_int4(
+    tile: Int4Tile, x: Tensor, weight: Tensor, weight_scale: Tensor, group: int
+) -> Tensor:
+    return int4_rows.multiply(x, weight, weight_scale, None, None, group, tile)
 
 
 def _four_bits(rows: int) -> Tiles:

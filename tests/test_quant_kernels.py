@@ -29,9 +29,9 @@ pytest.importorskip("triton")
 assert kernels.load("triton") is None
 assert kernels.load("cuda") is None
 # Only where there is Triton.
-w4a16, int4_pairs, unpacking = (
+w4a16, int4_pairs, int4_rows, tile_table, unpacking = (
     importlib.import_module(f"atomc.kernels.triton.{name}")
-    for name in ("w4a16", "int4_pairs", "unpacking")
+    for name in ("w4a16", "int4_pairs", "int4_rows", "tile_table", "unpacking")
 )
 
 H200 = Platform.named("h200")
@@ -84,6 +84,52 @@ def test_every_int4_code_at_every_place_of_a_word_is_read_exactly(tile: str, zer
         TILES[tile],
     )
     assert torch.equal(out.cpu(), ((codes - (8 if offset is None else offset)) * 0.25).float().T)
+
+
+# Rows of x and of the weight, warps, stages, programs: K is split, or not.
+INT4_TILES = [(8, 128, 4, 2, 1), (16, 32, 2, 2, 4), (64, 64, 4, 2, 2)]
+
+
+@pytest.mark.parametrize("tile", INT4_TILES)
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(
+    ("columns", "group", "dtype"),
+    [(32, 32, torch.bfloat16), (1152, 64, torch.float16), (1280, 128, torch.bfloat16)],
+)
+def test_every_int4_code_of_several_rows_is_read_exactly_where_k_is_split_or_not(
+    tile: tuple[int, ...], zeros: bool, columns: int, group: int, dtype: torch.dtype
+) -> None:
+    codes = torch.stack([(torch.arange(columns) + shift) % 16 for shift in range(16)] * 3)[:36]
+    groups = columns // group
+    offset = (torch.arange(36)[:, None] + torch.arange(groups)) % 16
+    scale = 2.0 ** (torch.arange(36)[:, None] % 2 + torch.arange(groups) % 5)
+    zero = offset.repeat_interleave(group, 1) if zeros else 8
+    exact = (codes - zero) * scale.repeat_interleave(group, 1)
+    # All columns in turn; 70 is more than a tile has.
+    rows = torch.eye(columns, dtype=dtype, device=DEVICE).split(70)
+    for first in {0, len(rows) // 2, len(rows) - 1}:
+        out = int4_rows.multiply(
+            rows[first],
+            pack_int4(codes).to(DEVICE),
+            scale.to(DEVICE, dtype),
+            offset.to(DEVICE, torch.uint8) if zeros else None,
+            None,
+            group,
+            tile_table.Int4Tile(*tile),
+        )
+        wanted = exact.T[first * 70 : first * 70 + len(rows[first])]
+        assert torch.equal(out.cpu().float(), wanted)
+
+
+def test_scales_that_do_not_fill_words_and_fp32_are_multiplied_by_another_kernel() -> None:
+    x = torch.empty(3, 32, dtype=torch.bfloat16)
+    odd, even = torch.empty(33, 1, dtype=x.dtype), torch.empty(34, 1, dtype=x.dtype)
+    assert int4_rows.serves(x, even, torch.empty(36, 1, dtype=torch.uint8))
+    assert not int4_rows.serves(x, odd, None)
+    assert not int4_rows.serves(x, even, torch.empty(34, 1, dtype=torch.uint8))
+    assert not int4_rows.serves(x, even.float(), None)
+    assert not int4_rows.serves(x.float(), even, None)
+    assert not int4_rows.serves(x[:1], even, None)
 
 
 @pytest.mark.parametrize("tile", list(TILES))

@@ -89,7 +89,6 @@ def test_a_scaled_linear_of_many_rows_takes_the_measured_tile(
 @pytest.mark.parametrize(
     "rows, dtype, int4, expected",
     [  # BLOCK_M, BLOCK_N, BLOCK_K, PARTS, num_warps, num_stages
-        (2, torch.bfloat16, True, (8, 16, 256, 4, 4, 2)),
         (8, torch.uint8, False, (8, 16, 128, 4, 4, 3)),
         (16, torch.bfloat16, True, (16, 16, 128, 4, 4, 3)),
         (17, torch.bfloat16, False, (64, 32, 64, 4, 4, 2)),
@@ -103,6 +102,25 @@ def test_a_linear_of_four_bit_weights_takes_the_measured_tile(
     tile = w4a16.tile_for(table, torch.empty(rows, 4096, dtype=dtype), 4096)
     names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "PARTS", "num_warps", "num_stages")
     assert tile == dict(zip(names, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    "rows, outputs, columns, splits",
+    [
+        (8, 4096, 4096, 8),
+        (8, 4096, 12288, 12),
+        (9, 24576, 4096, 2),
+        (64, 2048, 4096, 8),
+        (64, 6144, 4096, 4),
+        (64, 151936, 4096, 1),
+        (3, 64, 512, 1),
+        (3, 64, 480, 1),
+    ],
+)
+def test_columns_of_int4_weights_are_split_until_there_are_programs_enough(
+    rows: int, outputs: int, columns: int, splits: int
+) -> None:
+    assert tiles.LINEAR_INT4_ROWS.choose(CPU, rows).splits(outputs, columns) == splits
 
 
 @pytest.mark.parametrize("columns, words", [(32, 4), (1536, 256), (4096, 512), (12288, 512)])

@@ -131,3 +131,18 @@ def test_4_bit_weights_are_multiplied_in_the_registers_that_read_them(tmp_path: 
     for text in products:
         assert text.count("mma.sync") == 8  # instructions, of 16 columns each
         assert text.count("st.shared") < 10
+
+
+def test_int4_weights_of_several_rows_are_multiplied_in_the_registers_that_read_them(
+    tmp_path: Path,
+) -> None:
+    """Four codes of x pass through shared memory, weights do not; scales are read ahead, too."""
+    compiled("sm90", ("linear_w4a16/words of scales and zero points",), tmp_path)
+    [text] = [
+        text
+        for text in (path.read_text() for path in tmp_path.rglob("_rows.ptx"))
+        if "int4_rows.py" in text
+    ]
+    assert text.count("mma.sync") == 16  # instructions, of 16 rows and columns each
+    assert text.count("st.shared") < 10  # of the result
+    assert "ld.global" not in text

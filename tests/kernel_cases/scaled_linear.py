@@ -162,6 +162,8 @@ LINEAR_W4A16: Cases = {
     "groups of 128": lambda draw: int4_operands(draw, 5, 256, group=128),
     "one group": lambda draw: int4_operands(draw, 5, 128, group=128),
     "zero points": lambda draw: int4_operands(draw, 5, 128, zeros=True),
+    "words of scales and zero points": lambda draw: int4_operands(draw, 5, 160, out=36, zeros=True),
+    "columns of several programs": lambda draw: int4_operands(draw, 9, 1568, out=130, bias=True),
     "zero points, one row, bias": lambda draw: int4_operands(
         draw, 1, 256, group=128, out=64, zeros=True, bias=True
     ),

@@ -183,17 +183,24 @@ def _int4_pair(words, j: tl.constexpr, SIXTEEN: tl.constexpr):
 _TIMES_BF16 = tl.constexpr(
     "{.reg .b32 t, c; mov.b32 c, 0x80008000; fma.rn.bf16x2 t, $2, $3, c; mov.b32 {$0, $1}, t;}"
 )
+# _int4_pair() of words that are shifted already, in one instruction, and what is added to it.
 _PLUS_BF16 = tl.constexpr(
-    "{.reg .b32 t, c; mov.b32 c, 0x3F803F80; fma.rn.bf16x2 t, $2, c, $3; mov.b32 {$0, $1}, t;}"
+    "{.reg .b32 t, c; lop3.b32 t, $2, 0x000F000F, 0x43004300, 0xEA; mov.b32 c, 0x3F803F80; "
+    "fma.rn.bf16x2 t, t, c, $3; mov.b32 {$0, $1}, t;}"
 )
-_PLUS_FP16 = tl.constexpr("{.reg .b32 t; add.f16x2 t, $2, $3; mov.b32 {$0, $1}, t;}")
+_PLUS_FP16 = tl.constexpr(
+    "{.reg .b32 t; lop3.b32 t, $2, 0x000F000F, 0x64006400, 0xEA; "
+    "add.f16x2 t, t, $3; mov.b32 {$0, $1}, t;}"
+)
 # The sum is exact; only its product with $4 is rounded.
 _PLUS_TIMES_BF16 = tl.constexpr(
-    "{.reg .b32 t, c; mov.b32 c, 0x3F803F80; fma.rn.bf16x2 t, $2, c, $3; mov.b32 c, 0x80008000; "
-    "fma.rn.bf16x2 t, t, $4, c; mov.b32 {$0, $1}, t;}"
+    "{.reg .b32 t, c; lop3.b32 t, $2, 0x000F000F, 0x43004300, 0xEA; mov.b32 c, 0x3F803F80; "
+    "fma.rn.bf16x2 t, t, c, $3; mov.b32 c, 0x80008000; fma.rn.bf16x2 t, t, $4, c; "
+    "mov.b32 {$0, $1}, t;}"
 )
 _PLUS_TIMES_FP16 = tl.constexpr(
-    "{.reg .b32 t; add.f16x2 t, $2, $3; mul.f16x2 t, t, $4; mov.b32 {$0, $1}, t;}"
+    "{.reg .b32 t; lop3.b32 t, $2, 0x000F000F, 0x64006400, 0xEA; "
+    "add.f16x2 t, t, $3; mul.f16x2 t, t, $4; mov.b32 {$0, $1}, t;}"
 )
 
 
@@ -231,7 +238,12 @@ def _values(
 ):
     """Pair j of each word in a new dimension."""
     BF16: tl.constexpr = tl.bfloat16 == SIXTEEN
-    pair = _e2m1_pair(words, j) if added is None else _int4_pair(words, j, SIXTEEN)
+    if added is None:
+        pair = _e2m1_pair(words, j)
+    elif tl.float32 == NUMBER:
+        pair = _int4_pair(words, j, SIXTEEN)
+    else:
+        pair = words >> (4 * j)
     if tl.float32 == NUMBER:
         low, high = _halves(pair, SIXTEEN)
         if added is not None:
@@ -252,9 +264,9 @@ def _values(
 
 @triton.jit
 def _unseen(values, SIXTEEN: tl.constexpr):
-    """The values, of which Triton does not see how they are computed. Without a group of four warps
-    it gives a thread four adjacent columns of joined values, not two and two: x would be read four
-    bytes at a time.
+    """The values, of which Triton does not see how they are computed. Where warps multiply by
+    themselves it gives a thread four adjacent columns of joined values, not two and two: x would be
+    read four bytes at a time.
     """
     bits = tl.inline_asm_elementwise(
         "mov.b32 $0, $1;",
@@ -275,6 +287,7 @@ def fragments(
     WARPS: tl.constexpr,
     SIXTEEN: tl.constexpr,
     NUMBER: tl.constexpr,
+    ALONE: tl.constexpr = False,
 ):
     """The values [BLOCK_N, 128] of words [BLOCK_N, 4, 4], in NUMBER: rows in their order, where
     those of the words are as fragment_row says.
@@ -283,6 +296,7 @@ def fragments(
     factor   likewise, of what the codes, or their sums with `added`, are multiplied with; None: 1
     SIXTEEN  the 16-bit type of a value without its scale
     NUMBER   SIXTEEN, or fp32, as the interpreter computes them
+    ALONE    each warp multiplies by itself, as less than four do anyway
     """
     BLOCK_N: tl.constexpr = words.shape[0]
     first = tl.join(
@@ -297,7 +311,7 @@ def fragments(
     ordered = tl.permute(tl.join(first, last), (0, 2, 5, 4, 1, 3))
     by_warp = tl.reshape(ordered, (BLOCK_N // (16 * WARPS), 2, WARPS, 8, 128))
     values = tl.reshape(tl.permute(by_warp, (0, 2, 1, 3, 4)), (BLOCK_N, 128))
-    if tl.float32 == NUMBER or WARPS >= 4:
+    if tl.float32 == NUMBER or (WARPS >= 4 and not ALONE):
         return values
     else:
         return _unseen(values, SIXTEEN)

@@ -77,6 +77,24 @@ class Tile(NamedTuple):
     stages: int = 1
 
 
+class Int4Tile(NamedTuple):
+    """Of a product of some rows with int4 weights: rows of x, rows of the weight, warps and stages;
+    K is split for about so many programs. Four warps multiply 64 rows of the weight at once, fewer,
+    or those of less than 16 rows of x, 16 each.
+    """
+
+    rows: int
+    weight_rows: int
+    warps: int
+    stages: int
+    programs: int
+
+    def splits(self, rows: int, columns: int) -> int:
+        """Of the columns of a weight [rows, columns], each of at least 512."""
+        tiles = triton.cdiv(rows, self.weight_rows)
+        return max(1, min(self.programs // tiles, columns // 512))
+
+
 class GroupedTile(NamedTuple):
     """Of experts: pairs of a token and an expert in a block, and how the products of gate and up,
     and of down, are launched.

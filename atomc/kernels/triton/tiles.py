@@ -12,6 +12,7 @@ from atomc.kernels.triton.tile_table import (
     ExpertsFewTile,
     FragmentTile,
     GroupedTile,
+    Int4Tile,
     Launch,
     LoraTile,
     RowTile,
@@ -119,21 +120,27 @@ SCALED_LINEAR_BLOCK_TILES = TileTable[Launch](
 _W4A16_ROW = dict(BLOCK_N=4, BLOCK_W=512, num_warps=4)
 _W4A16_16 = dict(BLOCK_M=16, BLOCK_N=16, BLOCK_K=128, PARTS=4, num_warps=4, num_stages=3)
 _W4A16_64 = dict(BLOCK_M=64, BLOCK_N=32, BLOCK_K=64, PARTS=4, num_warps=4, num_stages=2)
-# 8 rows, us with BLOCK_K=128 and 3 stages / 256 and 2: int4 4096->4096 12.4 / 12.4, 4096->6144 17.7
-# / 16.4, 12288->4096 31.9 / 31.0; mxfp4 4096->4096 12.4 / 12.5, 4096->24576 57 / 58. 16 rows of
-# int4, 4096->6144: 20 / 25.
+# Several rows: of fp32, or with scales that LINEAR_INT4_ROWS is not for.
 LINEAR_W4A16 = TileTable[Launch](
-    command="python bench/gemm.py --tiles --rows 1 8 16 --schemes int4 int4_g128 --jobs 14",
+    command="python bench/gemm.py --tiles --rows 1 --schemes int4 int4_g128 --jobs 14",
+    sizes=("rows",),
+    by_arch={"sm90": [((1,), _W4A16_ROW), ((ANY,), _W4A16_16)]},
+)
+# us of the tile taken / of the best of 60. 8 rows: 4096->4096 9.1 / 9.0, 12288->4096 20.5 / 19.7,
+# 2048->5120 8.8 / 6.7; 64 rows: 19.5 / 15.0, 36.2 / 33.7, 12.4 / 12.3. On an H100.
+LINEAR_INT4_ROWS = TileTable(
+    command="python bench/gemm.py --tiles --rows 8 16 64 --schemes int4 --jobs 14",
     sizes=("rows",),
     by_arch={
         "sm90": [
-            ((1,), _W4A16_ROW),
-            ((8,), _W4A16_16 | dict(BLOCK_M=8, BLOCK_K=256, num_stages=2)),
-            ((16,), _W4A16_16),
-            ((ANY,), _W4A16_64),
+            ((8,), Int4Tile(8, 128, 4, 3, 396)),
+            ((16,), Int4Tile(16, 128, 4, 3, 396)),
+            ((32,), Int4Tile(32, 64, 4, 3, 396)),
+            ((ANY,), Int4Tile(64, 64, 4, 3, 396)),
         ]
     },
 )
+# 8 rows, us with BLOCK_K=128 and 3 stages / 256 and 2: 4096->4096 12.4 / 12.5, 4096->24576 57 / 58.
 LINEAR_MXFP4 = TileTable[Launch](
     command="python bench/gemm.py --tiles --rows 1 8 16 --schemes mxfp4 mxfp4_a16 --jobs 14",
     sizes=("rows",),
