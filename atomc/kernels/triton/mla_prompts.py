@@ -77,32 +77,42 @@ def _read_rows(
 
 @triton.jit
 def _merge(
-    new_ptr,
+    out_ptr,
     new_lse_ptr,
     old_ptr,
     old_lse_ptr,
-    out_ptr,
+    H: tl.constexpr,
     V: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The result of a head of one row: those over new and old keys, weighted by the softmax mass of
-    these. Results without keys are uninitialized.
+    """Weighs the results of a token over new keys, which are in `out`, and over old keys by the
+    softmax mass of these. Results without keys are uninitialized, those of all heads or of none.
     """
     begin(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK_V)
-    one = row + tl.arange(0, 1)
-    new_lse, old_lse = tl.load(new_lse_ptr + one), tl.load(old_lse_ptr + one)
-    seen, cached = new_lse > -float("inf"), old_lse > -float("inf")
-    new = tl.load(new_ptr + row * V + column, seen & (column < V), 0.0)
-    old = tl.load(old_ptr + row * V + column, cached & (column < V), 0.0).to(tl.float32)
-    peak = tl.maximum(new_lse, old_lse)
-    peak = tl.where(seen | cached, peak, 0.0)
-    of_new, of_old = tl.exp2(new_lse - peak), tl.exp2(old_lse - peak)
-    total = tl.where(seen | cached, of_new + of_old, 1.0)
-    out = (of_new * new + of_old * old) / total
-    tl.store(out_ptr + row * V + column, out.to(out_ptr.dtype.element_ty), column < V)
+    token = tl.program_id(0).to(tl.int64)
+    without = -float("inf")
+    # A token of a prompt without a prefix has its result.
+    if (tl.load(old_lse_ptr + token * H) > without) | (tl.load(new_lse_ptr + token * H) == without):
+        column = tl.arange(0, BLOCK_V)[None, :]
+        for first in range(0, H, BLOCK_H):
+            head = first + tl.arange(0, BLOCK_H)
+            row = token * H + head
+            new_lse = tl.load(new_lse_ptr + row, head < H, 0.0)
+            old_lse = tl.load(old_lse_ptr + row, head < H, 0.0)
+            at = row[:, None] * V + column
+            inside = (head < H)[:, None] & (column < V)
+            new_there, old_there = (new_lse > without)[:, None], (old_lse > without)[:, None]
+            new = tl.load(out_ptr + at, inside & new_there, 0.0).to(tl.float32)
+            old = tl.load(old_ptr + at, inside & old_there, 0.0).to(tl.float32)
+            peak = tl.maximum(new_lse, old_lse)
+            peak = tl.where(peak > without, peak, 0.0)
+            of_new, of_old = tl.exp2(new_lse - peak), tl.exp2(old_lse - peak)
+            total = of_new + of_old
+            total = tl.where(total > 0.0, total, 1.0)
+            out = (of_new[:, None] * new + of_old[:, None] * old) / total[:, None]
+            tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), inside)
 
 
 def refuse_mla_paged_attention(
@@ -190,17 +200,17 @@ def mla_paged_attention(
         out = ops.linear_by_head.reference(attended, of_head[:, nope:])
     elif tokens:
         sequences = query_start, seq_lens, block_tables
-        new, new_lse = _over_new(rows, of_head, kv_cache, *sequences, kv_scale, nope, scale)
+        out, new_lse = _over_new(rows, of_head, kv_cache, *sequences, kv_scale, nope, scale)
         old, old_lse = _over_old(rows, of_head, kv_cache, *sequences, kv_scale, nope, scale)
-        _merge[(tokens * heads,)](
-            new,
+        _merge[(tokens,)](
+            out,
             new_lse,
             old,
             old_lse,
-            out,
+            H=heads,
             V=values,
+            BLOCK_H=16,
             BLOCK_V=triton.next_power_of_2(values),
-            num_warps=1,
             **overlap(q.device),
         )
     return out.view(*q.shape[:-1], values)
@@ -230,7 +240,9 @@ def _over_new(
     nope: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of q [T, H, P + R] over the tokens of the step: [T, H, V] fp32, [T, H] its lse."""
+    """Attention of q [T, H, P + R] over the tokens of the step: [T, H, V], and [T, H] its lse in
+    fp32.
+    """
     tokens, heads, width = q.shape
     _, outputs, latent = of_head.shape
     cached = q.new_empty((tokens, kv_cache.shape[-1]))
@@ -257,7 +269,7 @@ def _over_new(
     k, v = torch.cat((both[..., :nope], k_rope), -1), both[..., nope:]
     # The tokens of a sequence are one block: it starts at its first row, and has room for any.
     k, v = (x.as_strided((tokens, 1, *x.shape[1:]), (x.stride(0), *x.stride())) for x in (k, v))
-    out = q.new_empty((tokens, heads, v.shape[-1]), dtype=torch.float32)
+    out = q.new_empty((tokens, heads, v.shape[-1]))
     lse = q.new_empty((tokens, heads), dtype=torch.float32)
     cut = tiling(
         tokens, seq_lens.shape[0], 1, heads, width, q.element_size(), tokens, q.device
