@@ -22,6 +22,7 @@ from atomc.kernels.triton.launch import overlap
 from atomc.kernels.triton.mla_attention import (
     LatentTiling,
     add_keys,
+    add_keys_in_branches,
     tiling,
 )
 from atomc.kernels.triton.tiles import LATENT_ATTENTION
@@ -79,6 +80,7 @@ def _attend_chosen(
     BLOCK_SIZE: tl.constexpr,
     OFFSET: tl.constexpr,
     SPLIT: tl.constexpr,
+    BRANCHES: tl.constexpr,
     CODES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -111,7 +113,7 @@ def _attend_chosen(
     peak = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_L], tl.float32)
-    for n in range(first, last, BLOCK_N):
+    for n in tl.range(first, last, BLOCK_N, num_stages=2 if BRANCHES else None):
         number = n + tl.arange(0, BLOCK_N)
         there = number < last
         key = tl.load(own + number, mask=there, other=0)
@@ -121,9 +123,26 @@ def _attend_chosen(
         k_rope = tl.load(at + L + r, mask=there[:, None] & (r < R), other=0)
         latent = as_numbers(latent, q_latent.dtype, CODES)
         k_rope = as_numbers(k_rope, q_latent.dtype, CODES)
-        acc, total, peak = add_keys(
-            acc, total, peak, q_latent, q_rope, latent, k_rope, there[None, :], unit, True
-        )
+        seen = there[None, :]
+        if BRANCHES:
+            acc, total, peak = add_keys_in_branches(
+                acc,
+                total,
+                peak,
+                q_latent,
+                q_rope,
+                latent,
+                k_rope,
+                seen,
+                unit,
+                n < last,
+                first < last,
+                True,
+            )
+        else:
+            acc, total, peak = add_keys(
+                acc, total, peak, q_latent, q_rope, latent, k_rope, seen, unit, True
+            )
 
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -188,6 +207,7 @@ def attend_chosen(
         BLOCK_SIZE=kv_cache.shape[1],
         OFFSET=tl.int32 if reach(kv_cache) < 2**31 else tl.int64,
         SPLIT=lse is not None,
+        BRANCHES=cut.branches,
         CODES=codes_of(kv_cache)["CODES"],
         num_warps=cut.warps,
         num_stages=cut.stages,
