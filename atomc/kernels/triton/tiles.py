@@ -194,7 +194,7 @@ MOE_EXPERTS = TileTable(
             ((8,), _grouped(16, 128, 64, 4)),
             ((24,), _grouped(32, 128, 64, 4)),
             ((96,), _grouped(64, 128, 64, 4)),
-            ((ANY,), _grouped(128, 256, 64, 3, num_warps=8, tall=8)),
+            ((ANY,), _grouped(128, 256, 64, 4, num_warps=8, tall=8)),
         ]
     },
     measured=False,
