@@ -56,6 +56,7 @@ MODELS = {
     "gpt-oss-20b": Model(32, 4, 2880, 2880, OAI, bias=True),
     "qwen3-next": Model(512, 10, 2048, 512, SILU),
     "mixtral-8x7b": Model(8, 2, 4096, 14336, SILU),
+    "deepseek-v3": Model(256, 8, 7168, 2048, SILU),
     "deepseek-v3-tp8": Model(256, 8, 7168, 256, SILU),
 }
 
@@ -196,11 +197,18 @@ def few_tiles(apart: bool) -> "Iterator[ExpertsFewTile]":
                     yield ExpertsFewTile(up, down, columns, warps, apart)
 
 
-def grouped_tiles() -> "Iterator[GroupedTile]":
+def worth_a_try(block: int, per_expert: int) -> bool:
+    """Whether a block of so many pairs is neither one of many nor mostly empty."""
+    return per_expert / 2 <= block <= max(16, 4 * per_expert) or block == 128 < per_expert
+
+
+def grouped_tiles(per_expert: int) -> "Iterator[GroupedTile]":
     """The tiles worth a try of the kernels for many tokens."""
     from atomc.kernels.triton.tile_table import GroupedTile
 
     for block in (16, 32, 64, 128):
+        if not worth_a_try(block, per_expert):
+            continue
         for weight_rows in (64, 128, 256):
             for columns in (64, 128):
                 for warps in (4, 8):
@@ -226,7 +234,7 @@ def fragment_tiles(per_expert: int) -> "Iterator[FragmentTile]":
     from atomc.kernels.triton.tile_table import FragmentTile
 
     for block in (8, 16, 32, 64, 128, 256):
-        if not per_expert / 2 <= block <= max(16, 4 * per_expert):
+        if not worth_a_try(block, per_expert):
             continue
         for weight_rows, warps in FRAGMENT_ROWS:
             for stages in (3, 4, 5):
@@ -388,7 +396,7 @@ def calls(
         for few in few_tiles(of.few == "EXPERTS_FEW_TRANSPOSED"):
             yield Call("experts", ",".join(map(str, few)), partial(under, few), sets)
     elif args.tiles:
-        every = apart(of, model, sets, grouped_tiles())
+        every = apart(of, model, sets, grouped_tiles(per_expert))
         yield from (call for call in every if call.part in ("up", "down"))
     else:
         yield Call("experts", kernel, function, sets)
