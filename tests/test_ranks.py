@@ -22,8 +22,7 @@ pytest.importorskip("msgspec")
 
 import torch
 from fake_group import without_groups
-from serving import serving
-from test_server_lifecycle import end_of_stream, health, until
+from test_server_lifecycle import until
 from torch import distributed, nn
 
 from atomc import demo
@@ -529,42 +528,3 @@ def test_a_program_that_is_killed_leaves_no_rank():
         assert is_alive(pid)
         process.kill()
     until(lambda: not is_alive(pid), SOON)
-
-
-def rank_1(server):
-    """The process of rank 1 that started last."""
-    found = [
-        int(path.parent.name)
-        for path in Path("/proc").glob("[0-9]*/stat")
-        if b"ranks.rank_process" in (path.parent / "cmdline").read_bytes()
-        and int(path.read_text().rpartition(")")[2].split()[1]) in engines(server)
-    ]
-    return max(found)
-
-
-def engines(server):
-    return {server.engine_pid, *map(int, server.all_of(r"serves again, as process (\d+)"))}
-
-
-@pytest.mark.slow
-def test_a_server_whose_rank_dies_or_hangs_tells_its_clients_and_restarts_it():
-    with serving("--tp", 2, "--restart-engine", 2) as server:
-        assert "2 ranks: 0 is process" in server.log
-        killed = rank_1(server)
-        error = end_of_stream(server, lambda: os.kill(killed, signal.SIGKILL))["error"]
-        assert error["code"] == "engine_restarting"
-        assert f"rank 1 (process {killed}) was killed by signal 9" in error["message"]
-        assert health(server).status_code == 503
-        until(lambda: health(server).status_code == 200)
-
-        stopped = rank_1(server)
-        began = time.monotonic()
-        os.kill(stopped, signal.SIGSTOP)
-        sick = until(lambda: (answer := health(server)).status_code == 503 and answer)
-        assert time.monotonic() - began < SOON
-        assert f"rank 1 (process {stopped}) has been silent" in sick.json()["error"]["message"]
-        until(lambda: health(server).status_code == 200)
-
-        last = rank_1(server)
-        server.process.kill()
-        until(lambda: not any(is_alive(pid) for pid in (killed, stopped, last)), SOON)
