@@ -3,6 +3,7 @@
     python bench/throughput.py --model 0.6b --json bench/results/throughput-h200.json
     python bench/throughput.py --model tiny --device cpu --batches 1,8 --requests 16 --new 32
     python bench/throughput.py --model 8b --tp 2    # over two GPUs; also --pp, --ep, --dp with --ep
+    python bench/throughput.py --model 30b-a3b --experts --requests 0    # a mixture of experts
 
 TPOT: a batch of prompts of --context tokens, greedy; the time of 129 new tokens each less that of
 one, by 128, median of three. bare_ms is the replay of the same decode step's CUDA graph and the
@@ -10,7 +11,8 @@ argmax of its logits, by device events (one rank: a graph of several waits for t
 Throughput: --requests prompts of --prompt tokens at once, --new tokens each, all of them generated.
 host_ms is the mean time of the host for a step, waiting for the device left out. idle_share is what
 the device idles of a decode step at batch 64: the gaps between kernels in a profile of --profiled
-steps, those within a CUDA graph left out.
+steps, those within a CUDA graph left out. experts_hit (--experts) is how many experts of a layer a
+decode step of the batch reads, mean of 20 steps and all layers; counting adds to the times.
 """
 
 import argparse
@@ -20,6 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +98,30 @@ def idle_share(engine: Engine, prompts: list[list[int]], steps: int) -> dict[str
     }
 
 
+def experts_hit(engine: Engine, prompts: list[list[int]], steps: int) -> dict[str, float]:
+    """Experts of a layer that get a token of a decode step, and how many there are; {} if the model
+    has none.
+    """
+    params = SamplingParams(max_tokens=steps + 30, ignore_eos=True)
+    for i, prompt in enumerate(prompts):
+        engine.add(engine.request(str(i), prompt, params))
+    while any(request.num_new < 10 for request in engine.scheduler.requests.values()):
+        engine.step()
+    layers: list[Sequence[int]] = []
+    for _ in range(steps):
+        engine.executor.forget_counts()
+        engine.step()
+        layers += engine.stats().expert_load.values()
+    while engine.has_work:
+        engine.step()
+    if not layers:
+        return {}
+    return {
+        "experts_hit": statistics.mean(sum(map(bool, counts)) for counts in layers),
+        "experts": len(layers[0]),
+    }
+
+
 GRAPH_GAP_US = 4.0
 RANKS = {
     "tp": "GPUs that divide the weights",
@@ -124,6 +151,7 @@ def figures(args: argparse.Namespace) -> Any:
                 pp=args.pp,
                 dp=args.dp,
                 ep=args.ep,
+                expert_load=args.experts,
                 options={"glue": args.glue},
             ),
             progress=False,
@@ -155,7 +183,8 @@ def figures(args: argparse.Namespace) -> Any:
             "host_ms": engine.host_ms,
         }
         bare = bare_ms(engine, batch, 50)
-        yield figure | ({"bare_ms": bare} if bare else {})
+        figure |= {"bare_ms": bare} if bare else {}
+        yield figure | (experts_hit(engine, given, 20) if args.experts else {})
     if args.device == "cuda" and args.profiled and isinstance(engine.executor, Worker):
         yield {
             "what": "idle",
@@ -204,6 +233,7 @@ def main() -> None:
     for name, text in RANKS.items():
         parser.add_argument(f"--{name}", default=1, type=int, help=text)
     parser.add_argument("--ep", action="store_true", help="each rank has some of the experts")
+    parser.add_argument("--experts", action="store_true", help="count the experts of a step")
     parser.add_argument("--json", help="append the figures to this file, one a line")
     args = parser.parse_args()
     for figure in figures(args):

@@ -147,7 +147,7 @@ class Alone:
         return self.known[key][:count]
 
 
-def check_mix(engine, alone, seed):
+def check_mix(engine, alone, seed, request_of=request_of):
     rng = random.Random(seed)
     prompts = {
         f"{seed}-{i}": (random_parts(rng), rng.randint(1, 20)) for i in range(rng.randint(3, 8))

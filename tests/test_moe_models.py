@@ -202,6 +202,8 @@ ARCHITECTURES = (
     "glm4_moe_lite",
     "hunyuan_v1_moe",
 )
+# Compiled and served too: an indexer that chooses all keys.
+OTHERS = ("deepseek_v32, short",)
 POSITIONS = torch.arange(33)
 EAGER = {"glue": "eager", "strict": True}
 
@@ -304,7 +306,7 @@ class Cell(NamedTuple):
 
 CELLS = [
     Cell(name, whose, dtype)
-    for name in ARCHITECTURES
+    for name in (*ARCHITECTURES, *OTHERS)
     for whose in ("ours", "stock")
     for dtype in (torch.float32, torch.bfloat16)
 ]
@@ -361,7 +363,7 @@ def test_a_compiled_model_computes_what_the_eager_one_does(cell: Cell, tmp_path:
         ("qwen3_moe", "stock"),
         *(
             pytest.param(name, whose, marks=pytest.mark.slow)
-            for name in ARCHITECTURES
+            for name in (*ARCHITECTURES, *OTHERS)
             for whose in ("ours", "stock")
             if (name, whose) not in {("gpt_oss", "ours"), ("qwen3_moe", "stock")}
         ),
@@ -387,6 +389,59 @@ def test_a_served_model_gives_the_text_that_transformers_generates(
     assert all(len(tokens) == 12 for tokens in expected)
     made = llm.generate(prompts, SamplingParams(max_tokens=12))
     assert [list(completion.token_ids) for completion in made] == expected
+
+
+def served_logits(served: nn.Module, prompts: list[list[int]]) -> tuple[list[list[int]], Tensor]:
+    """Sequences that the runtime generates, and the log-probabilities [T, V] of all their tokens."""
+    vocabulary = TINY["vocab_size"]
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 11, "max_model_len": 64}
+    llm = LLM(served, progress=False, options=EAGER, **settings)
+    params = SamplingParams(
+        max_tokens=8, ignore_eos=True, logprobs=vocabulary, prompt_logprobs=vocabulary
+    )
+    sequences, rows = [], []
+    for prompt, made in zip(prompts, llm.generate(prompts, params), strict=True):
+        sequences.append([*prompt, *made.token_ids])
+        for each in (*made.prompt_logprobs[1:], *made.logprobs):
+            row = dict(each.top)
+            rows.append(torch.tensor([row[token] for token in range(vocabulary)]))
+    return sequences, torch.stack(rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "whose"),
+    [
+        pytest.param(
+            name, whose, marks=() if (name, whose) == ("mixtral", "ours") else pytest.mark.slow
+        )
+        for name in ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe")
+        for whose in ("ours", "stock")
+        if (name, whose) != ("glm4_moe", "stock")
+    ],
+)
+def test_a_model_served_in_bf16_is_as_close_to_fp32_as_hugging_face_is(
+    name: str, whose: str, tmp_path: Path
+) -> None:
+    model = theirs(name)
+    model.save_pretrained(tmp_path)
+    in_bf16 = type(model).from_pretrained(
+        tmp_path, dtype=torch.bfloat16, attn_implementation="eager"
+    )
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(3, 96, (n,), generator=generator).tolist() for n in (30, 3, 17, 24, 9)]
+
+    def log_probabilities(of: nn.Module, sequences: list[list[int]]) -> Tensor:
+        found = [hf_logits(of, torch.tensor(ids), torch.arange(len(ids)))[:-1] for ids in sequences]
+        return torch.cat(found).float().log_softmax(-1)
+
+    if whose == "ours":
+        served = load(tmp_path, dtype=torch.bfloat16)
+    else:
+        served = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
+    sequences, found = served_logits(served, prompts)
+    expected = log_probabilities(model, sequences)
+    limit = 1.5 * median_error(log_probabilities(in_bf16, sequences), expected)
+    assert 0 < median_error(found, expected) < limit
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

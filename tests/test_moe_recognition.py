@@ -16,7 +16,7 @@ from rewriting import after_passes, explained, since
 from torch import Tensor, nn
 
 import atomc
-from atomc import ops, passes
+from atomc import models, ops, passes
 from atomc.passes.recognize.experts import TRANSFORMERS
 
 transformers = pytest.importorskip("transformers")
@@ -165,20 +165,31 @@ MIXED: dict[str, tuple[dict[str, object], Callable[[int], int]]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "layers", "dynamic"),
+    ("name", "whose", "layers", "dynamic"),
     [
-        per_change(name, layers, dynamic, now=(layers, dynamic) == (2, name == "gpt_oss"))
+        per_change(
+            name,
+            whose,
+            layers,
+            dynamic,
+            now=(layers, dynamic) == (2, name == "gpt_oss")
+            and (whose == "stock" or name == "glm4_moe"),
+        )
         for name in MIXED
+        for whose in ("stock", "ours")
         for layers in (1, 2, 4)
         for dynamic in (False, True)
     ],
 )
 def test_each_sparse_layer_has_one_router_and_one_op_for_its_experts(
-    name: str, layers: int, dynamic: bool
+    name: str, whose: str, layers: int, dynamic: bool
 ) -> None:
     differs, dense = MIXED[name]
     # As on a GPU, whose graph of the experts counts them in another dtype.
     model = stock(name, "grouped_mm", torch.bfloat16, "meta", num_hidden_layers=layers, **differs)
+    if whose == "ours":
+        config = model.config.to_dict() | {"architectures": [type(model).__name__]}
+        model = models.build(config, torch.bfloat16, "meta")
     report = atomc.explain(model, dynamic=dynamic, options={"strict": True, "glue": "eager"})
     sparse = layers - dense(layers)
     assert (report.matches["topk_route"], report.matches["moe_experts"]) == (sparse, sparse)

@@ -425,22 +425,27 @@ def bf16_model(kind: str, layers: int, whose: str) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("kind", "whose", "layers", "scheme"),
+    ("kind", "whose", "layers", "scheme", "dynamic"),
     [
-        ("qwen3_moe", "ours", 1, "fp8_block"),
-        ("qwen3_moe", "stock", 2, "fp8"),
-        ("mixtral", "ours", 1, "int8"),
-        pytest.param("mixtral", "ours", 4, "int8", marks=pytest.mark.slow),
+        ("qwen3_moe", "ours", 1, "fp8_block", True),
+        ("qwen3_moe", "stock", 2, "fp8", False),
+        ("mixtral", "ours", 1, "int8", True),
+        pytest.param("mixtral", "ours", 4, "int8", False, marks=pytest.mark.slow),
+        *(
+            pytest.param("qwen3_moe", "ours", layers, "fp8", dynamic, marks=pytest.mark.slow)
+            for layers in (1, 2, 4)
+            for dynamic in (False, True)
+        ),
     ],
 )
 def test_norms_quantize_for_experts_as_for_linear_layers(
-    kind: str, whose: str, layers: int, scheme: str
+    kind: str, whose: str, layers: int, scheme: str, dynamic: bool
 ) -> None:
     """Each layer has two norms, and quantizes for q, k, v, behind attention (which stays apart),
     and for its experts.
     """
     model = quantize(bf16_model(kind, layers, whose), scheme)
-    report = atomc.explain(model, options={"strict": True, "glue": "eager"}, dynamic=layers == 1)
+    report = atomc.explain(model, options={"strict": True, "glue": "eager"}, dynamic=dynamic)
     quantizer = QUANTIZERS[scheme]
     fired = {name: report.matches.get(name, 0) for name in ("add_rms_norm_quant", "rms_norm_quant")}
     assert fired == {"add_rms_norm_quant": 2 * layers - 1, "rms_norm_quant": 1}
