@@ -1,8 +1,10 @@
-"""LangChain and instructor over the server: text, streams, tools and structured output.
+"""Client libraries over the server: text, streams, tools, structured output, log-probabilities.
 
-Neither is in the extra "test", whose pinned openai is newer than they allow. To run these:
+None is in the extra "test", whose pinned openai and llguidance are newer than some allow. To run
+these, in two environments:
 
     pip install langchain-anthropic langchain-openai instructor
+    pip install guidance outlines openai "lm-eval[api]"
 """
 
 from typing import Literal
@@ -10,6 +12,8 @@ from typing import Literal
 import pytest
 from pydantic import BaseModel
 from serving import KEY
+
+from atomc import demo
 
 pytestmark = pytest.mark.xdist_group("server")
 MODEL = "atomc-demo"
@@ -21,6 +25,10 @@ class Weather(BaseModel):
 
     city: Literal["Paris", "Rome"]
     days: Literal[1, 2]
+
+
+class OnlyWeather(Weather, extra="forbid"):
+    """guidance's grammars keep open objects open."""
 
 
 def chat_openai(api_server, **more):
@@ -133,3 +141,80 @@ def test_instructor_parses_a_message_of_anthropics_api(api_server):
         max_retries=0,
     )
     assert isinstance(found, Weather)
+
+
+def guided(api_server):
+    """guidance's model for vLLM's server, which sends grammars."""
+    vllm = pytest.importorskip("guidance.models.experimental")
+    return vllm.VLLMModel(MODEL, base_url=f"{api_server.url}/v1", api_key=KEY)
+
+
+def test_guidance_captures_what_its_grammars_allow(api_server):
+    model = guided(api_server)
+    guidance = pytest.importorskip("guidance")
+    with guidance.user():
+        model += "Hello"
+    with guidance.assistant():
+        model += guidance.gen("number", regex=r"[0-9]{3}") + guidance.select(CITIES, name="city")
+    assert len(model["number"]) == 3 and model["number"].isdigit()
+    assert model["city"] in CITIES
+
+
+def test_guidance_captures_json(api_server):
+    model = guided(api_server)
+    guidance = pytest.importorskip("guidance")
+    with guidance.user():
+        model += "Hello"
+    with guidance.assistant():
+        model += guidance.json("found", schema=OnlyWeather)
+    assert OnlyWeather.model_validate_json(model["found"])
+
+
+@pytest.fixture(params=["from_openai", "from_vllm"])
+def outlined(request, api_server):
+    """outlines's model for OpenAI's API, and for vLLM's server, which takes every output type."""
+    outlines = pytest.importorskip("outlines")
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"{api_server.url}/v1", api_key=KEY, max_retries=0)
+    return getattr(outlines, request.param)(client, MODEL)
+
+
+def test_outlines_gets_json(outlined):
+    assert Weather.model_validate_json(outlined("Hello", Weather, max_tokens=60))
+
+
+def test_outlines_gets_choices_expressions_and_grammars(api_server):
+    outlines = pytest.importorskip("outlines")
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"{api_server.url}/v1", api_key=KEY, max_retries=0)
+    model = outlines.from_vllm(client, MODEL)
+    assert model("Hello", Literal["Paris", "Rome"]) in CITIES
+    number = model("Hello", outlines.types.regex("[0-9]{3}"))
+    assert len(number) == 3 and number.isdigit()
+    assert model("Hello", outlines.types.CFG('start: "Paris" | "Rome"')) in CITIES
+
+
+def test_lm_eval_gets_log_likelihoods_and_texts(api_server, monkeypatch):
+    """lm-eval's requests without a task, whose data would be downloaded. The text that the model
+    writes by itself is likelier than another, and its greedy continuation.
+    """
+    completions = pytest.importorskip("lm_eval.models.openai_completions")
+    Instance = pytest.importorskip("lm_eval.api.instance").Instance
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    model = completions.LocalCompletionsAPI(
+        model=MODEL,
+        base_url=f"{api_server.url}/v1/completions",
+        tokenizer=str(demo.PATH),
+        tokenizer_backend="huggingface",
+    )
+
+    def asked(kind, *arguments):
+        requests = [Instance(kind, {}, each, number) for number, each in enumerate(arguments)]
+        return getattr(model, kind)(requests)
+
+    prompt = "She looked at him and said"
+    options = {"max_gen_toks": 8, "until": ["never"], "do_sample": False, "temperature": 0}
+    [written] = asked("generate_until", (prompt, options))
+    assert written
+    own, other = asked("loglikelihood", (prompt, written), (prompt, " zebra zebra"))
+    assert own[1] and not other[1] and other[0] < own[0] < 0

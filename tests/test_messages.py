@@ -29,6 +29,15 @@ WEATHER = {
     },
 }
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "%s"}}\n</tool_call>'
+ENDED = {"stop_reason": None, "stop_sequence": None, "stop_details": None, "container": None}
+COUNTS = {
+    "input_tokens",
+    "output_tokens",
+    "cache_creation_input_tokens",
+    "cache_read_input_tokens",
+}
+NOT_COUNTED = ("output_tokens_details", "server_tool_use")
+OF_WHOLE = ("cache_creation", "inference_geo", "service_tier")  # not of the event message_delta
 WRITTEN = f"<think>\nParis it is.\n</think>\n\nOne moment.\n{CALL % 'Paris'}\n{CALL % 'Rome'}"
 
 
@@ -265,13 +274,42 @@ def test_the_events_of_a_stream_form_the_whole_answer(client, http):
     start, last = found[0][1]["message"], found[-2][1]
     assert start["content"] == [] and start["stop_reason"] is None
     assert start["usage"]["output_tokens"] < last["usage"]["output_tokens"] == 20
-    assert last["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
+    assert last["delta"] == ENDED | {"stop_reason": "max_tokens"}
     deltas = [data["delta"]["text"] for name, data in found if name == "content_block_delta"]
     assert len(deltas) > 1 and "".join(deltas) == whole.content[0].text
     final = answer_of(client, stream=True, **greedy(max_tokens=20))
     assert final.content[0].text == whole.content[0].text
     assert final.stop_reason == whole.stop_reason
     assert final.usage.output_tokens == 20
+
+
+def test_a_message_has_each_field_that_anthropics_schema_requires(http):
+    """Its clients read some of them without a default, in languages with static types."""
+    whole = http.post("/v1/messages", json=greedy()).json()
+    found = dict(events(http, greedy()))
+    start, last = found["message_start"]["message"], found["message_delta"]
+    fields = {"id", "type", "role", "model", "content", "usage", *ENDED}
+    assert whole.keys() == start.keys() == fields
+    assert {name: start[name] for name in ENDED} == ENDED
+    assert {name: whole[name] for name in ENDED} == last["delta"]
+    assert whole["usage"].keys() == start["usage"].keys() == COUNTS | {*NOT_COUNTED, *OF_WHOLE}
+    assert last["usage"].keys() == COUNTS | {*NOT_COUNTED}
+    for usage in (whole["usage"], start["usage"], last["usage"]):
+        assert {value for name, value in usage.items() if name not in COUNTS} == {None}
+        assert all(type(usage[name]) is int for name in COUNTS)
+
+
+def test_blocks_have_each_field_that_anthropics_schema_requires(http):
+    asked = writes(WRITTEN, tools=[WEATHER])
+    blocks = http.post("/v1/messages", json=asked).json()["content"]
+    starts = [
+        data["content_block"] for name, data in events(http, asked) if name == "content_block_start"
+    ]
+    for thinking, text, call, _ in (blocks, starts):
+        assert thinking.keys() == {"type", "thinking", "signature"}
+        assert text.keys() == {"type", "text", "citations"} and text["citations"] is None
+        assert call.keys() == {"type", "id", "name", "input", "caller"}
+        assert call["caller"] == {"type": "direct"}
 
 
 def test_reasoning_text_and_calls_are_blocks_in_this_order(client, http):
@@ -385,7 +423,8 @@ def test_the_line_that_claude_code_changes_in_each_request_does_not_hide_the_cac
 
     first, second = usage(1), usage(2)
     assert second["cache_read_input_tokens"] > 200
-    assert sum(first.values()) == sum(second.values())
+    fields = ("input_tokens", "cache_read_input_tokens", "output_tokens")
+    assert sum(map(first.get, fields)) == sum(map(second.get, fields))
 
 
 def test_a_client_that_goes_away_frees_its_place(api_server, http):

@@ -238,6 +238,11 @@ def test_a_response_that_is_not_to_be_stored_is_not(client):
         client.responses.retrieve(made.id)
 
 
+def test_compaction_is_not_found_with_what_to_do_instead(client):
+    with pytest.raises(openai.NotFoundError, match="ask the model for a summary"):
+        client.responses.compact(model="atomc-demo", input="Hello")
+
+
 def test_a_response_is_of_the_key_that_it_was_made_with(client, http):
     made = client.responses.create(**asked())
     stranger = {"Authorization": "Bearer second-key"}

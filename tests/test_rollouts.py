@@ -1,8 +1,12 @@
 """Generation from a module that a trainer owns and updates, as in reinforcement learning."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from atomc import demo
 from atomc.errors import RunError
 from atomc.runtime.llm import LLM
 from atomc.runtime.sampling.sampling_params import SamplingParams
@@ -212,3 +216,24 @@ def test_to_score_needs_lists_of_two_tokens():
     rows = torch.tensor([PROMPT, PROMPT[::-1]])
     for found, expected in zip(llm.score(rows), llm.score(rows.tolist()), strict=True):
         assert torch.equal(found, expected)
+
+
+def test_the_rollout_function_of_the_docs_returns_what_trl_reads():
+    """TRL calls it with the prompts and the trainer, and reads three lists with a row per prompt."""
+    text = (Path(__file__).parent.parent / "docs/rollouts.md").read_text()
+    source = text[text.index("def rollouts(prompts, trainer):") : text.index("\ntrainer = GRPO")]
+    llm = LLM(
+        demo.PATH, dtype=torch.float32, options={"glue": "eager"}, num_blocks=32, progress=False
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(demo.PATH)
+    names = {"llm": llm, "tokenizer": tokenizer, "SamplingParams": SamplingParams}
+    exec(source, names)
+    prompts = ["She looked at him", "She looked at him", "It was"]
+    found = names["rollouts"](prompts, SimpleNamespace(num_generations=2))
+    assert found["prompt_ids"] == [tokenizer(each)["input_ids"] for each in prompts]
+    rows = zip(found["prompt_ids"], found["completion_ids"], found["logprobs"], strict=True)
+    for prompt, completion, logprobs in rows:
+        assert 0 < len(completion) <= 64
+        [expected] = llm.score([prompt + completion])
+        expected = expected[-len(completion) :]
+        torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=0, atol=1e-3)

@@ -133,6 +133,15 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         check_unknown_fields(body, request, service.config)
         return await responses_api.create_response(service, body, request)
 
+    @app.post("/v1/responses/compact", include_in_schema=False)
+    async def compact_responses() -> Response:
+        # Its path is also that of a response, which would make it status 405.
+        raise APIError(
+            404,
+            "no endpoint POST /v1/responses/compact: this server does not compact conversations; "
+            "ask the model for a summary, and send it instead of the older items",
+        )
+
     @app.get("/v1/responses/{response_id}")
     async def retrieve_response(
         response_id: str, request: Request, stream: bool = False

@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator, Iterator, Sequence
 from itertools import groupby
-from typing import Literal, TypedDict
 
 import msgspec
 import pydantic_core
@@ -26,55 +25,22 @@ from atomc.runtime.server.message_deltas import (
 from atomc.runtime.server.messages_api.chat_request import generation_request, prompt_request
 from atomc.runtime.server.messages_api.errors import anthropic_error
 from atomc.runtime.server.messages_api.request import MessagesRequest, PromptRequest
+from atomc.runtime.server.messages_api.response import (
+    AnthropicMessage,
+    Content,
+    Stop,
+    delta_usage,
+    message_usage,
+    stop,
+    text_content,
+    thinking_content,
+    tool_use_content,
+)
 from atomc.runtime.server.protocol import JSONObject
 from atomc.runtime.server.service import Service
 
 # Clients send a thinking block back only with a signature; this server accepts any.
 SIGNATURE = "unsigned"
-
-
-class TextContent(TypedDict):
-    type: Literal["text"]
-    text: str
-
-
-class ThinkingContent(TypedDict):
-    type: Literal["thinking"]
-    thinking: str
-    signature: str
-
-
-class ToolUseContent(TypedDict):
-    type: Literal["tool_use"]
-    id: str
-    name: str
-    input: JSONObject
-
-
-Content = TextContent | ThinkingContent | ToolUseContent
-
-
-class MessagesUsage(TypedDict):
-    """input_tokens: of the prompt, without those from the prefix cache."""
-
-    input_tokens: int
-    cache_creation_input_tokens: int
-    cache_read_input_tokens: int
-    output_tokens: int
-
-
-class Stop(TypedDict):
-    stop_reason: str | None
-    stop_sequence: str | None
-
-
-class AnthropicMessage(Stop):
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    model: str
-    content: list[Content]
-    usage: MessagesUsage
 
 
 async def messages(service: Service, body: MessagesRequest, request: Request) -> Response:
@@ -116,8 +82,7 @@ class _ResponseBuilder:
             with self.chat.generation:
                 async for last in self.chat:
                     if not started:
-                        message = self._message([], {"stop_reason": None, "stop_sequence": None})
-                        yield _event("message_start", message=message)
+                        yield _event("message_start", message=self._message([], stop(None)))
                         started = True
                     for delta in last.deltas:
                         for event in blocks.add(delta):
@@ -125,26 +90,26 @@ class _ResponseBuilder:
                     calls_tools |= _calls_tools(last.deltas)
                 for event in blocks.stop():
                     yield event
-                stop = self._stop(last, calls_tools)
-                yield _event("message_delta", delta=stop, usage=self._usage())
+                usage = delta_usage(self.chat.generation.usage())
+                yield _event("message_delta", delta=self._stop(last, calls_tools), usage=usage)
                 yield _event("message_stop")
         except Exception as error:  # the response has begun: its last event says what failed
             yield _sse("error", anthropic_error(self.service.stream_error(error), self.name))
 
-    def _message(self, content: list[Content], stop: Stop) -> AnthropicMessage:
+    def _message(self, content: list[Content], end: Stop) -> AnthropicMessage:
         return {
             "id": f"msg_{self.name}",
             "type": "message",
             "role": "assistant",
             "model": self.chat.generation.model_name,
             "content": content,
-            **stop,
-            "usage": self._usage(),
+            **end,
+            "usage": message_usage(self.chat.generation.usage()),
         }
 
     def _stop(self, last: ChoiceDelta, calls_tools: bool) -> Stop:
         if isinstance(last.stop_reason, str):
-            return {"stop_reason": "stop_sequence", "stop_sequence": last.stop_reason}
+            return stop("stop_sequence", last.stop_reason)
         if last.finish_reason == "length":
             # max_tokens was more than the context had left.
             num_tokens = self.chat.generation.usage()["completion_tokens"]
@@ -152,17 +117,7 @@ class _ResponseBuilder:
             reason = "max_tokens" if is_cut else "model_context_window_exceeded"
         else:
             reason = "tool_use" if calls_tools else "end_turn"
-        return {"stop_reason": reason, "stop_sequence": None}
-
-    def _usage(self) -> MessagesUsage:
-        usage = self.chat.generation.usage()
-        num_cached = usage["prompt_tokens_details"]["cached_tokens"]
-        return {
-            "input_tokens": usage["prompt_tokens"] - num_cached,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": num_cached,
-            "output_tokens": usage["completion_tokens"],
-        }
+        return stop(reason)
 
 
 class _BlockEvents:
@@ -212,11 +167,11 @@ def _empty_block(first: MessageDelta) -> Content:
     """The content block that begins with this delta, before its text."""
     match first:
         case ContentDelta():
-            return {"type": "text", "text": ""}
+            return text_content()
         case ReasoningDelta():
-            return {"type": "thinking", "thinking": "", "signature": ""}
+            return thinking_content()
         case ToolCallStart(_, call_id, name):
-            return {"type": "tool_use", "id": call_id, "name": name, "input": {}}
+            return tool_use_content(call_id, name)
         case ToolCallArguments():
             raise AssertionError("the arguments of a call follow its start")
 
