@@ -1,5 +1,6 @@
 """EngineConfig: the settings of an engine. Command line flags are generated from its fields."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from os import PathLike, fsdecode
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 if TYPE_CHECKING:  # --help imports this file, and importing torch is slow
     from atomc.options import Options
 
+DEVICE = re.compile(r"cpu|cuda(:\d+)?", re.ASCII)
 POLICIES = ("fcfs", "priority")
 # Draft tokens per step, by where they come from.
 SPECULATIVE_TOKENS = {"ngram": 3, "mtp": 1}
@@ -221,6 +223,8 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
+        if self.device is not None and not DEVICE.fullmatch(self.device):
+            raise ValueError(f"device is {self.device!r}, expected cpu, cuda or one GPU as cuda:0")
         self._check_numbers()
         self._check_stages()
         self._check_experts()

@@ -12,11 +12,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from tiny_lora import write_adapter
 
 from atomc import cli
 from atomc.cli import generate, main
 from atomc.demo import PATH
+from atomc.models import loader
 from atomc.platform import Platform
 
 pytestmark = pytest.mark.xdist_group("cli")
@@ -218,6 +220,8 @@ def test_explain_a_model_of_the_users_shows_each_graph_and_the_break(here):
             ["generate", "--temperature", "-1"],
             "temperature is -1.0, it must be 0 (greedy) or at least",
         ),
+        (["bench", "latency", "--device", "gpu"], "device is 'gpu', expected cpu, cuda or one GPU"),
+        (["bench", "latency", "--device", "cuda:99"], "device is 'cuda:99', but torch finds "),
         (["generate", "--glue", "best"], "argument --glue: invalid choice: 'best'"),
         (["generate", "--max-model-len", "100000"], "2048"),
         (
@@ -269,6 +273,14 @@ def test_explain_a_model_of_the_users_shows_each_graph_and_the_break(here):
 def test_a_users_mistake_is_one_line(argv, part, here, wrong):
     line = wrong(*argv)
     assert line.startswith("atomc: ") and part in line, line
+
+
+@pytest.mark.parametrize("command", ["generate", "audit"])
+def test_a_gpu_that_is_not_there_is_refused_before_the_model_is_loaded(command, monkeypatch, wrong):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(loader, "load", None)
+    line = wrong(command, "--device", "cuda")
+    assert line == ("atomc: device is 'cuda', but torch finds no GPU: leave it out, or use 'cpu'")
 
 
 def test_a_missing_extra_says_which(monkeypatch, wrong):

@@ -176,9 +176,10 @@ def _model(arguments: argparse.Namespace) -> ModelCall:
     from atomc.models import loader
     from atomc.runtime.detokenizer import load_tokenizer
     from atomc.runtime.hub import model_folder
+    from atomc.runtime.loading import present_device
 
+    device = present_device(arguments.device)
     folder = model_folder(str(name or PATH))
-    device = arguments.device or _default_device()
     model = loader.load(
         folder,
         dtype=dtype_named(arguments.dtype),
@@ -247,12 +248,6 @@ def _random_ids(model: "Callable[..., Argument]", like: "Tensor") -> "Tensor":
     )
     generator = torch.Generator().manual_seed(0)
     return torch.randint(int(known or 64), like.shape, generator=generator).to(like.device)
-
-
-def _default_device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 # One audit
