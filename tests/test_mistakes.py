@@ -137,7 +137,7 @@ def schema(depth):
         (
             "completions",
             '{"prompt":"a","stop":' + deep(100) + "}",
-            "Input should be a valid string",
+            "stop: it is an object, expected a string or a list of strings",
         ),
         (
             "completions",
@@ -157,6 +157,27 @@ def schema(depth):
         ),
         ("completions", {**TEXT, "seed": 10**30}, "seed"),
         ("completions", {**TEXT, "prompt": "\ud800"}, "not valid Unicode"),
+        # Types.
+        ("completions", {**TEXT, "prompt": {"a": 1}}, "prompt: it is an object, expected a string"),
+        ("completions", {**TEXT, "prompt": [1.5]}, "prompt: it is a list with 1.5, expected a str"),
+        ("completions", {**TEXT, "stop": 3}, "stop: it is a number, expected a string or a list"),
+        ("completions", {**TEXT, "logit_bias": {"a": 1}}, "logit_bias: it is an object, expected"),
+        ("completions", {**TEXT, "logit_bias": {"7": 1}, "temperature": 1}, None),
+        ("completions", {**TEXT, "max_tokens": "5"}, "max_tokens: Input should be a valid integer"),
+        ("completions", {**TEXT, "max_tokens": True}, "max_tokens: Input should be a valid int"),
+        ("completions", {**TEXT, "logprobs": True}, "logprobs: Input should be a valid integer"),
+        ("completions", {**TEXT, "stream": "yes"}, "stream: Input should be a valid boolean"),
+        ("chat/completions", {**CHAT, "tool_choice": 3}, "tool_choice: it is a number, expected"),
+        (
+            "chat/completions",
+            {**CHAT, "messages": [{"role": "dog", "content": "a"}]},
+            "a message has the role 'dog', expected system, developer, user, assistant, tool",
+        ),
+        (
+            "chat/completions",
+            {**CHAT, "messages": [{"role": "user"}]},
+            "a message of role 'user' has no content, expected a string or a list of parts",
+        ),
         # Limits.
         (
             "completions",
@@ -171,7 +192,7 @@ def schema(depth):
         (
             "completions",
             {**TEXT, "prompt": [-1] * 200_000},
-            "prompt.str: Input should be a valid string",
+            "prompt: it is a list with -1, expected a string, a list of strings, a list of token",
         ),
         (
             "completions",

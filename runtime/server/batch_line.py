@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from atomc.json_types import json_kind
+
 REQUIRED = ("custom_id", "method", "url", "body")
 
 
@@ -33,7 +35,7 @@ def read_request(line: bytes) -> BatchRequest:
     except (ValueError, RecursionError) as error:
         raise LineError(f"it is not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise LineError(f"it is a {type(found).__name__}, expected an object")
+        raise LineError(f"it is {json_kind(found)}, expected an object")
     custom_id = found.get("custom_id")
     if not isinstance(custom_id, str):
         raise LineError(f"custom_id is {custom_id!r:.40}, expected a string")
@@ -45,8 +47,7 @@ def read_request(line: bytes) -> BatchRequest:
     if not isinstance(found["url"], str):
         raise LineError(f"url is {found['url']!r:.40}, expected a string", custom_id)
     if not isinstance(found["body"], dict):
-        name = type(found["body"]).__name__
-        raise LineError(f"body is a {name}, expected an object", custom_id)
+        raise LineError(f"body is {json_kind(found['body'])}, expected an object", custom_id)
     return BatchRequest(custom_id, found["url"], found["body"])
 
 
