@@ -178,6 +178,17 @@ def schema(depth):
             {**CHAT, "messages": [{"role": "user"}]},
             "a message of role 'user' has no content, expected a string or a list of parts",
         ),
+        ("completions", {**TEXT, "max_tokens": -3}, "max_tokens is -3, it must be at least 1"),
+        (
+            "completions",
+            {**TEXT, "structured_outputs": {"json": {}, "regex": "a"}},
+            "structured_outputs: it has json and regex, expected exactly one of json, json_object",
+        ),
+        (
+            "completions",
+            {**TEXT, "structured_outputs": {"json_schema": {}}},
+            "structured_outputs: it has the unknown field 'json_schema', expected exactly one of",
+        ),
         # Limits.
         (
             "completions",

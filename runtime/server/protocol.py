@@ -4,7 +4,7 @@ Fields about the client or about OpenAI's own service are accepted and ignored. 
 unknown fields is in unknown_fields.py.
 """
 
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -94,6 +94,15 @@ class StreamOptions(RequestModel):
     include_obfuscation: bool | None = None  # OpenAI's padding against traffic analysis: ignored
 
 
+KINDS_OF_OUTPUT = {
+    "json": "json_",
+    "json_object": "json_object",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+}
+
+
 class StructuredOutputs(RequestModel):
     """Exactly one of the first five, as in vLLM.
 
@@ -107,6 +116,18 @@ class StructuredOutputs(RequestModel):
     grammar: str | None = None
     json_object: bool | None = None
     disable_additional_properties: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        found = {name: getattr(self, field) for name, field in KINDS_OF_OUTPUT.items()}
+        given = [name for name, value in found.items() if value is not None and value is not False]
+        if len(given) == 1 or (not given and self.disable_additional_properties is not None):
+            return self
+        given += [f"the unknown field {name!r:.40}" for name in list(self.model_extra or ())[:3]]
+        raise ValueError(
+            f"it has {' and '.join(given) or 'nothing'}, expected exactly one of "
+            f"{', '.join(KINDS_OF_OUTPUT)}"
+        )
 
 
 class JsonSchema(RequestModel):
