@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from atomc.cli.arguments import DTYPES, GLUES, add_quantization, command, default_glue, dtype_named
 from atomc.cli.explain import ModelCall, load_function
+from atomc.file_of_flag import file_of_flag
 from atomc.json_types import JSONLike
 
 if TYPE_CHECKING:
@@ -223,7 +224,8 @@ def _ids_and_positions(
 
     prompts = list(arguments.prompt or [])
     if arguments.prompts:
-        prompts.append(Path(arguments.prompts).read_text(encoding="utf-8"))
+        with file_of_flag("--prompts", arguments.prompts):
+            prompts.append(Path(arguments.prompts).read_text(encoding="utf-8"))
     if prompts and tokenizer is None:
         raise ValueError(
             "the checkpoint has no tokenizer.json for the prompt: leave the prompt out to use "

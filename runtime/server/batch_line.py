@@ -36,12 +36,12 @@ def read_request(line: bytes) -> BatchRequest:
         raise LineError(f"it is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise LineError(f"it is {json_kind(found)}, expected an object")
-    custom_id = found.get("custom_id")
+    custom_id = found.get("custom_id", "")
     if not isinstance(custom_id, str):
         raise LineError(f"custom_id is {custom_id!r:.40}, expected a string")
     for name in REQUIRED:
         if name not in found:
-            raise LineError(f"it has no {name}, expected {', '.join(REQUIRED)}", custom_id)
+            raise LineError(f"it has no {name}, expected {', '.join(REQUIRED)}", custom_id or None)
     if found["method"] != "POST":
         raise LineError(f"method is {found['method']!r:.40}, expected 'POST'", custom_id)
     if not isinstance(found["url"], str):

@@ -1,6 +1,7 @@
 """`atomc serve`: starts the engine processes and the HTTP server, and shuts all down."""
 
 import asyncio
+import errno
 import logging
 import os
 import resource
@@ -202,9 +203,11 @@ def _bind(server: ServerConfig) -> socket.socket:
     except OSError as error:
         listener.close()
         reason = error.strerror or str(error)
+        of_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        remedy = "choose another with --port" if of_port else "give an address of this machine"
         raise OSError(
-            f"cannot listen on {server.host} port {server.port}: {reason}; choose another with "
-            "--port"
+            f"cannot listen on {server.host} port {server.port}: {reason}; {remedy}"
+            + ("" if of_port else " as --host")
         ) from error
     return listener
 
