@@ -233,7 +233,8 @@ class EngineConfig:
             raise ValueError("quantization_ignore needs quantization: set both")
         if self.scheduling_policy not in POLICIES:
             raise ValueError(
-                f"scheduling_policy is {self.scheduling_policy!r}, expected one of {list(POLICIES)}"
+                f"scheduling_policy is {self.scheduling_policy!r}, expected one of "
+                f"{', '.join(POLICIES)}"
             )
         self._check_speculation()
         self._check_lora()
@@ -386,7 +387,8 @@ class EngineConfig:
         """Also sets the default of `speculative` by `speculative_tokens`, and the reverse."""
         if self.speculative not in (None, *SPECULATIVE_TOKENS):
             raise ValueError(
-                f"speculative is {self.speculative!r}, expected one of {list(SPECULATIVE_TOKENS)}"
+                f"speculative is {self.speculative!r}, expected one of "
+                f"{', '.join(SPECULATIVE_TOKENS)}"
             )
         if self.speculative_tokens < 0:
             raise ValueError(
