@@ -180,7 +180,7 @@ def _latency(arguments: argparse.Namespace) -> None:
     _print_results(
         arguments,
         requests,
-        f"{arguments.repeat} batches of {size}",
+        f"{arguments.repeat} batch{'es' * (arguments.repeat != 1)} of {size}",
         machine=_machine(engine.program.device),
     )
 

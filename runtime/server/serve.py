@@ -332,10 +332,11 @@ def _log_engine(client: EngineClient, label: str) -> None:
     """Logs the size of its cache, and its processes. label: before each line."""
     info = client.info
     log.info(
-        "%scache: %d tokens, %d sequences of full length (%d)",
+        "%scache: %d tokens, %d sequence%s of full length (%d)",
         label,
         info.kv_tokens,
         info.num_sequences,
+        "s" * (info.num_sequences != 1),
         info.max_len,
     )
     if info.ranks:
