@@ -341,6 +341,12 @@ def test_values_and_nesting_of_a_body_are_counted_without_parsing_it(value, asci
                 limits.check_json(body, max_len=0)
 
 
+def test_operations_have_names_of_their_own(http):
+    paths = http.get("/openapi.json").json()["paths"].values()
+    names = [operation["operationId"] for path in paths for operation in path.values()]
+    assert sorted(names) == sorted(set(names))
+
+
 def test_a_template_that_loops_ends(http):
     answer = http.post(
         "/v1/chat/completions", json={**CHAT, "chat_template_kwargs": {"rounds": 90_000}}
