@@ -5,6 +5,20 @@ from pathlib import Path
 from typing import Any
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a checkpoint directory. Raises FileNotFoundError if it is missing, else as
+    read_json.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"{folder} is not a directory; expected one with config.json and *.safetensors"
+        )
+    file = folder / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"{folder} has no config.json; is it a complete checkpoint?")
+    return read_json(file)
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """The object in the file. Raises ValueError for other content, and OSError if the file cannot
     be read.

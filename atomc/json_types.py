@@ -1,4 +1,4 @@
-"""Types of JSON values."""
+"""Types of JSON values, and their names in messages."""
 
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
@@ -10,3 +10,17 @@ JSONLike: TypeAlias = (
     "bool | int | float | str | Sequence[JSONLike] | Mapping[str, JSONLike] | None"
 )
 JSONObject: TypeAlias = "dict[str, JSON]"
+
+# In the order in which they are checked: bool is an int.
+_KINDS = (
+    (bool, "a boolean"),
+    (int | float, "a number"),
+    (str, "a string"),
+    (list, "a list"),
+    (dict, "an object"),
+)
+
+
+def json_kind(value: JSON) -> str:
+    """The JSON type of the value, with its article."""
+    return next((name for kind, name in _KINDS if isinstance(value, kind)), "null")

@@ -107,7 +107,9 @@ class Options:
             ("kv_cache_dtype", KVCacheDtype),
         ):
             self._check(
-                name, getattr(self, name) in get_args(allowed), f"one of {list(get_args(allowed))}"
+                name,
+                getattr(self, name) in get_args(allowed),
+                f"one of {', '.join(get_args(allowed))}",
             )
         for name in (
             "strict",
@@ -201,7 +203,9 @@ def read_options(file: Path) -> dict[str, Any]:
         raise OptionsError(f"options in {file}: {error}") from error
     table = found.get("options")
     if not isinstance(table, dict):
-        raise OptionsError(f"options in {file}: no table [options], only {sorted(found)}")
+        raise OptionsError(
+            f"options in {file}: no table [options], only {', '.join(sorted(found)) or 'nothing'}"
+        )
     return table
 
 

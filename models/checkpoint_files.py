@@ -7,7 +7,7 @@ from typing import NamedTuple
 import safetensors
 import torch
 
-from atomc.json_file import read_json
+from atomc.json_file import read_config, read_json
 from atomc.json_types import JSONLike
 from atomc.models.limits import Stored, check_sizes
 from atomc.models.load_plan import FLOATS, first_names
@@ -31,15 +31,7 @@ def load_config(path: str | Path) -> Mapping[str, JSONLike]:
     """config.json of a checkpoint directory. Raises FileNotFoundError if it is missing, ValueError
     for sizes beyond the limits.
     """
-    path = Path(path)
-    if not path.is_dir():
-        raise FileNotFoundError(
-            f"{path} is not a directory; expected one with config.json and *.safetensors"
-        )
-    file = path / "config.json"
-    if not file.is_file():
-        raise FileNotFoundError(f"{path} has no config.json; is it a complete checkpoint?")
-    config = read_json(file)
+    config = read_config(Path(path))
     if not isinstance(config.get("model_type"), str | None):
         raise ValueError(
             f"config.json: model_type is {config['model_type']!r:.40}, expected a text"

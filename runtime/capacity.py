@@ -90,7 +90,8 @@ def capacity(
     if min(counts) < 1 or not 2 <= length <= holds:
         raise ValueError(
             f"a sequence of {length} tokens does not fit into the cache, which holds "
-            f"{holds or tokens} (a token takes {bytes_per_token} bytes): lower max_model_len, "
+            f"{holds or tokens} (a token takes {bytes_per_token} bytes, a block "
+            f"{bytes_per_token * block_size}): lower max_model_len, "
             f"max_num_batched_tokens{', state_snapshots' if snapshots else ''}"
             f"{', image_cache_bytes' if image_bytes else ''} or max_num_seqs, or "
             "raise gpu_memory_utilization, kv_bytes or num_blocks"

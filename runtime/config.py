@@ -1,5 +1,6 @@
 """EngineConfig: the settings of an engine. Command line flags are generated from its fields."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from os import PathLike, fsdecode
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 if TYPE_CHECKING:  # --help imports this file, and importing torch is slow
     from atomc.options import Options
 
+DEVICE = re.compile(r"cpu|cuda(:\d+)?", re.ASCII)
 POLICIES = ("fcfs", "priority")
 # Draft tokens per step, by where they come from.
 SPECULATIVE_TOKENS = {"ngram": 3, "mtp": 1}
@@ -221,6 +223,8 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
+        if self.device is not None and not DEVICE.fullmatch(self.device):
+            raise ValueError(f"device is {self.device!r}, expected cpu, cuda or one GPU as cuda:0")
         self._check_numbers()
         self._check_stages()
         self._check_experts()
@@ -229,7 +233,8 @@ class EngineConfig:
             raise ValueError("quantization_ignore needs quantization: set both")
         if self.scheduling_policy not in POLICIES:
             raise ValueError(
-                f"scheduling_policy is {self.scheduling_policy!r}, expected one of {list(POLICIES)}"
+                f"scheduling_policy is {self.scheduling_policy!r}, expected one of "
+                f"{', '.join(POLICIES)}"
             )
         self._check_speculation()
         self._check_lora()
@@ -382,7 +387,8 @@ class EngineConfig:
         """Also sets the default of `speculative` by `speculative_tokens`, and the reverse."""
         if self.speculative not in (None, *SPECULATIVE_TOKENS):
             raise ValueError(
-                f"speculative is {self.speculative!r}, expected one of {list(SPECULATIVE_TOKENS)}"
+                f"speculative is {self.speculative!r}, expected one of "
+                f"{', '.join(SPECULATIVE_TOKENS)}"
             )
         if self.speculative_tokens < 0:
             raise ValueError(

@@ -10,13 +10,9 @@ WEIGHTS = ("*.safetensors",)
 NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def model_folder(name: str, *, weights: bool = True) -> Path:
-    """The directory `name`, or the local copy of the hub's model of this name, which is downloaded
-    if missing.
-
-    HF_HUB_OFFLINE=1 disables network access, HF_HOME sets the location of copies. Raises
-    FileNotFoundError for a name that is neither, ValueError for a model that cannot be downloaded,
-    ImportError without huggingface_hub.
+def local_folder(name: str) -> Path | None:
+    """The directory `name`; None for a name on the hub. Raises FileNotFoundError for a name that is
+    neither.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -25,6 +21,20 @@ def model_folder(name: str, *, weights: bool = True) -> Path:
         raise FileNotFoundError(
             f"{name} is neither a directory nor a name on the hub such as Qwen/Qwen3-0.6B"
         )
+    return None
+
+
+def model_folder(name: str, *, weights: bool = True) -> Path:
+    """The directory `name`, or the local copy of the hub's model of this name, which is downloaded
+    if missing.
+
+    HF_HUB_OFFLINE=1 disables network access, HF_HOME sets the location of copies. Raises
+    FileNotFoundError for a name that is neither, ValueError for a model that cannot be downloaded,
+    ImportError without huggingface_hub.
+    """
+    folder = local_folder(name)
+    if folder is not None:
+        return folder
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError

@@ -67,7 +67,7 @@ def load(
     model = loader.load(
         folder,
         dtype=dtype_of(config.dtype),
-        device=config.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        device=present_device(config.device),
         load_format=config.load_format,
         quantization=_quantization(config),
         draft_layer=config.speculative == "mtp",
@@ -99,6 +99,20 @@ def _quantization(config: EngineConfig) -> dict[str, Any] | str | None:
     if config.quantization and config.quantization_ignore:
         return {"scheme": config.quantization, "ignore": config.quantization_ignore}
     return config.quantization
+
+
+def present_device(name: str | None) -> str:
+    """The device of this name; without one, a GPU if there is one. Raises ValueError for a GPU that
+    is not there.
+    """
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name is None:
+        return "cuda" if num_gpus else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= num_gpus:
+        gpus = ", ".join(f"cuda:{index}" for index in range(num_gpus)) or "no GPU"
+        raise ValueError(f"device is {name!r}, but torch finds {gpus}: leave it out, or use 'cpu'")
+    return name
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:

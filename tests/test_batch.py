@@ -104,6 +104,7 @@ def comparable(body):
         (b"[" * 100_000, "it is not JSON"),
         (b"\xff", "it is not JSON"),
         (b"[1]", "it is a list, expected an object"),
+        (b"{}", "it has no custom_id, expected custom_id, method, url, body"),
         (b'{"custom_id": 3}', "custom_id is 3, expected a string"),
         (b'{"custom_id": "a", "method": "POST"}', "it has no url, expected custom_id, method,"),
         (json.dumps(line("a", TEXT) | {"method": "GET"}), "method is 'GET', expected 'POST'"),

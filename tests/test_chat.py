@@ -363,7 +363,7 @@ def test_developer_is_system_for_a_template_that_does_not_know_it():
         (
             [{"role": "user", "content": 3}],
             {},
-            "the content of a message is a int, expected a string or a list of parts",
+            "the content of a message is a number, expected a string or a list of parts",
         ),
         (
             [{"role": "user", "content": [{"type": "image_url"}]}],
@@ -472,7 +472,7 @@ def test_a_missing_template_file_is_reported(tmp_path):
 
 
 def test_a_template_of_the_wrong_type_is_reported(tmp_path):
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json: chat_template is a int"):
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: chat_template is a number"):
         load_chat_template(folder_with(tmp_path, {"chat_template": 3}))
 
 

@@ -12,11 +12,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from tiny_lora import write_adapter
 
 from atomc import cli
-from atomc.cli import generate, main
+from atomc.cli import explain, generate, main
 from atomc.demo import PATH
+from atomc.models import loader
 from atomc.platform import Platform
 
 pytestmark = pytest.mark.xdist_group("cli")
@@ -218,6 +220,8 @@ def test_explain_a_model_of_the_users_shows_each_graph_and_the_break(here):
             ["generate", "--temperature", "-1"],
             "temperature is -1.0, it must be 0 (greedy) or at least",
         ),
+        (["bench", "latency", "--device", "gpu"], "device is 'gpu', expected cpu, cuda or one GPU"),
+        (["bench", "latency", "--device", "cuda:99"], "device is 'cuda:99', but torch finds "),
         (["generate", "--glue", "best"], "argument --glue: invalid choice: 'best'"),
         (["generate", "--max-model-len", "100000"], "2048"),
         (
@@ -228,8 +232,23 @@ def test_explain_a_model_of_the_users_shows_each_graph_and_the_break(here):
         (["explain", "--layers", "4"], "--layers 4: the model has 3"),
         (
             ["explain", "--layers", "1", "--why", "nothing"],
-            "no rewrite 'nothing'; rewrites are ['add_layer_norm'",
+            "no rewrite 'nothing'; rewrites are add_layer_norm, add_rms",
         ),
+        (
+            ["explain", "--why", "nothing"],
+            "no rewrite 'nothing'; rewrites are add_layer_norm, add_rms",
+        ),
+        (["explain", "--html", "/nowhere/a.html"], "--html /nowhere/a.html: /nowhere is not a dir"),
+        (["explain", "--beside", "/nowhere"], "/nowhere is neither a directory nor"),
+        (["explain", "--json", "--html", "a.html"], "--json prints the report and --html writes"),
+        (["explain", "--check", "/nowhere"], "--check /nowhere: No such file or directory"),
+        (["audit", "--prompts", "/nowhere"], "--prompts /nowhere: No such file or directory"),
+        (["place-experts", "/nowhere", "--ranks", "2"], "LOAD /nowhere: No such file or directory"),
+        (["run-batch", "-i", "/nowhere", "-o", "x"], "-i /nowhere: No such file or directory"),
+        (["bench", "serve", "--dataset", "/nowhere"], "--dataset /nowhere: No such file or dir"),
+        (["bench", "serve", "--extra", "foo"], "--extra: 'foo': expected NAME=VALUE"),
+        (["bench", "serve", "--plot", "x.foo"], "--plot: 'x.foo': expected a file with .png, .svg"),
+        (["generate", "/nowhere"], "/nowhere is neither a directory nor"),
         (["explain", "--module-path", "layers.0"], "--module-path needs --why: set both"),
         (["explain", "--platform", "abacus"], "unknown platform 'abacus'; known are gfx942"),
         (
@@ -257,6 +276,8 @@ def test_explain_a_model_of_the_users_shows_each_graph_and_the_break(here):
             "argument --quantization: invalid choice: 'fp3' (choose from 'fp8',",
         ),
         (["explain", "users_net:alone"], "give the inputs of Net(x, scale)"),
+        (["--bogus"], "unrecognized arguments: --bogus; see atomc --help"),
+        (["run-batch", "-i", "a", "-o", "b", "--port", "3"], "arguments: --port; see atomc run-"),
         (["explain", "--fast"], "unrecognized arguments: --fast"),
         (
             ["fly"],
@@ -269,6 +290,31 @@ def test_explain_a_model_of_the_users_shows_each_graph_and_the_break(here):
 def test_a_users_mistake_is_one_line(argv, part, here, wrong):
     line = wrong(*argv)
     assert line.startswith("atomc: ") and part in line, line
+
+
+@pytest.mark.parametrize("command", ["generate", "audit"])
+def test_a_gpu_that_is_not_there_is_refused_before_the_model_is_loaded(command, monkeypatch, wrong):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(loader, "load", None)
+    line = wrong(command, "--device", "cuda")
+    assert line == ("atomc: device is 'cuda', but torch finds no GPU: leave it out, or use 'cpu'")
+
+
+def test_what_explain_cannot_do_is_said_before_it_compiles(monkeypatch, wrong):
+    monkeypatch.setattr(explain, "_compile", None)
+    for argv in (["--why", "a"], ["--html", "/nowhere/a"], ["--beside", "/nowhere"]):
+        wrong("explain", *argv)
+
+
+def test_a_folder_without_a_tokenizer_is_refused_before_it_is_loaded(tmp_path, monkeypatch, wrong):
+    monkeypatch.setattr(loader, "load", None)
+    shutil.copy(PATH / "config.json", tmp_path)
+    assert f"{tmp_path} has no tokenizer.json, which" in wrong("generate", tmp_path, "-p", "a")
+
+
+def test_why_says_that_no_module_has_the_path():
+    out = run("explain", "--layers", 1, "--why", "rope", "--module-path", "layers.99")
+    assert out == "rope below layers.99: no op of this graph is in a module 'layers.99'\n"
 
 
 def test_a_missing_extra_says_which(monkeypatch, wrong):

@@ -434,7 +434,7 @@ REFUSED: list[tuple[str, Damage, str]] = [
     ("llama", tokenizer(lambda found: found.update(added_tokens=3)), NOT_A_TOKENIZER),
     ("llama", tokenizer(lambda found: found.update(post_processor=UNKNOWN_TOKEN)), NOT_A_TOKENIZER + "no entry found"),
     ("llama", text("tokenizer_config.json", DEEP), "PATH/tokenizer_config.json is nested too deeply"),
-    ("llama", template(3), "PATH/tokenizer_config.json: chat_template is a int, expected a string or a list of {name, "),
+    ("llama", template(3), "PATH/tokenizer_config.json: chat_template is a number, expected a string or a list of {name, "),
     ("llama", template([{"name": "default", "template": 3}]), "PATH/tokenizer_config.json: chat_template is a list, expec"),
     ("llama", template("{{ x"), "the chat template 'default' is not valid Jinja: line 1: "),
     ("llama", template("{{ 1 | bogus }}"), "the chat template 'default' is not valid Jinja: line 1: No filter"),

@@ -149,7 +149,7 @@ def test_every_rewrite_has_its_place():
 def test_every_option_is_in_the_table():
     text = (ROOT / "docs/options.md").read_text()
     options = set(re.findall(r"^\| `(\w+)` \| ", text, re.MULTILINE))
-    assert options == set(Options.__dataclass_fields__) - {"mode"}
+    assert options == set(Options.__dataclass_fields__)
 
 
 def test_messages_in_troubleshooting_are_in_the_code():

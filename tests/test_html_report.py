@@ -406,6 +406,15 @@ def test_a_link_to_a_rewrite_opens_what_it_does(qwen3, opened):
     assert "Fold a residual add into the norm" in page.inner_text("#g0-about-add_rms_norm")
 
 
+def test_every_link_leads_to_a_part_of_the_page_and_summaries_are_sentences(qwen3):
+    text = html_of([qwen3])
+    ids = set(re.findall(r' id="([^"]+)"', text))
+    links = set(re.findall(r' href="#([^"]+)"', text))
+    assert links and links <= ids
+    summary = re.search(r'id="g0-about-rms_norm_pair"><summary>.*?<span[^>]*>(.*?)</span>', text)[1]
+    assert summary.endswith("values (DeepSeek), with their quantizers.")
+
+
 # ---- what it is made of
 
 

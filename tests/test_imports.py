@@ -13,7 +13,16 @@ PACKAGE = ROOT / "atomc"
 # From the lowest. A name stands for atomc/<name>.py or for the whole folder. A new module goes into
 # the lowest layer that holds all it imports.
 LAYERS = [
-    {"atomic_file", "demo", "json_file", "json_types", "cgroup", "errors", "token_range"},
+    {
+        "atomic_file",
+        "demo",
+        "file_of_flag",
+        "json_file",
+        "json_types",
+        "cgroup",
+        "errors",
+        "token_range",
+    },
     {"platform", "options", "torch_compat"},
     {"ops"},
     {"graph", "weights", "vllm_plugin"},

@@ -101,7 +101,7 @@ def test_aot_autograd_is_shown_as_much_of_many_layers_as_of_few(
     few = shown.copy()
     compiled(Stack(9))
     assert shown[len(few) :] == few and [inputs for inputs, _ in few] == [5, 0]
-    assert note() == "1 layers traced, 9 inlined"
+    assert note() == "1 layer traced, 9 inlined"
 
 
 AROUND = [in_a_row, scaled_between, all_states, two_at_once, weight_read_outside, first_read_last]
@@ -113,7 +113,7 @@ def test_calls_may_stand_in_a_row_or_apart_and_others_may_read_what_they_read_an
 ) -> None:
     model = Stack(around=around)
     torch.testing.assert_close(compiled(model), model(X), rtol=0, atol=1e-5)
-    assert note() == "1 layers traced, 4 inlined"
+    assert note() == "1 layer traced, 4 inlined"
 
 
 def test_inputs_have_the_numbers_and_sources_that_dynamo_gave_them() -> None:

@@ -137,7 +137,7 @@ def schema(depth):
         (
             "completions",
             '{"prompt":"a","stop":' + deep(100) + "}",
-            "Input should be a valid string",
+            "stop: it is an object, expected a string or a list of strings",
         ),
         (
             "completions",
@@ -157,6 +157,38 @@ def schema(depth):
         ),
         ("completions", {**TEXT, "seed": 10**30}, "seed"),
         ("completions", {**TEXT, "prompt": "\ud800"}, "not valid Unicode"),
+        # Types.
+        ("completions", {**TEXT, "prompt": {"a": 1}}, "prompt: it is an object, expected a string"),
+        ("completions", {**TEXT, "prompt": [1.5]}, "prompt: it is a list with 1.5, expected a str"),
+        ("completions", {**TEXT, "stop": 3}, "stop: it is a number, expected a string or a list"),
+        ("completions", {**TEXT, "logit_bias": {"a": 1}}, "logit_bias: it is an object, expected"),
+        ("completions", {**TEXT, "logit_bias": {"7": 1}, "temperature": 1}, None),
+        ("completions", {**TEXT, "max_tokens": "5"}, "max_tokens: Input should be a valid integer"),
+        ("completions", {**TEXT, "max_tokens": True}, "max_tokens: Input should be a valid int"),
+        ("completions", {**TEXT, "logprobs": True}, "logprobs: Input should be a valid integer"),
+        ("completions", {**TEXT, "stream": "yes"}, "stream: Input should be a valid boolean"),
+        ("chat/completions", {**CHAT, "tool_choice": 3}, "tool_choice: it is a number, expected"),
+        (
+            "chat/completions",
+            {**CHAT, "messages": [{"role": "dog", "content": "a"}]},
+            "a message has the role 'dog', expected system, developer, user, assistant, tool",
+        ),
+        (
+            "chat/completions",
+            {**CHAT, "messages": [{"role": "user"}]},
+            "a message of role 'user' has no content, expected a string or a list of parts",
+        ),
+        ("completions", {**TEXT, "max_tokens": -3}, "max_tokens is -3, it must be at least 1"),
+        (
+            "completions",
+            {**TEXT, "structured_outputs": {"json": {}, "regex": "a"}},
+            "structured_outputs: it has json and regex, expected exactly one of json, json_object",
+        ),
+        (
+            "completions",
+            {**TEXT, "structured_outputs": {"json_schema": {}}},
+            "structured_outputs: it has the unknown field 'json_schema', expected exactly one of",
+        ),
         # Limits.
         (
             "completions",
@@ -171,7 +203,7 @@ def schema(depth):
         (
             "completions",
             {**TEXT, "prompt": [-1] * 200_000},
-            "prompt.str: Input should be a valid string",
+            "prompt: it is a list with -1, expected a string, a list of strings, a list of token",
         ),
         (
             "completions",
@@ -307,6 +339,12 @@ def test_values_and_nesting_of_a_body_are_counted_without_parsing_it(value, asci
         else:
             with pytest.raises(APIError, match=r"more than 12 JSON values|more than 4 levels"):
                 limits.check_json(body, max_len=0)
+
+
+def test_operations_have_names_of_their_own(http):
+    paths = http.get("/openapi.json").json()["paths"].values()
+    names = [operation["operationId"] for path in paths for operation in path.values()]
+    assert sorted(names) == sorted(set(names))
 
 
 def test_a_template_that_loops_ends(http):

@@ -402,7 +402,7 @@ def test_forced_acceptance_leaves_structured_output_alone(checkpoint):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"speculative": "eagle"}, r"speculative is 'eagle', expected one of ['ngram', 'mtp']"),
+        ({"speculative": "eagle"}, r"speculative is 'eagle', expected one of ngram, mtp"),
         ({"speculative_accept": 2.0}, "speculative_accept needs drafts in every step"),
         ({"speculative_accept": 2.0, "speculative": "ngram"}, "set speculative to 'mtp'"),
         (

@@ -59,7 +59,7 @@ def note(model: nn.Module, *shapes: tuple[int, ...], dynamic: bool | None = None
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_layers_that_are_alike_are_traced_once_and_named_each(dynamic: bool) -> None:
     model = Stack(*(Layer() for _ in range(4)))
-    assert note(model, (3, 5, 8), (2, 7, 8), dynamic=dynamic) == "1 layers traced, 4 inlined"
+    assert note(model, (3, 5, 8), (2, 7, 8), dynamic=dynamic) == "1 layer traced, 4 inlined"
     assert [site.layer for site in atomc.reports()[-1].sites if site.rewrite == "silu_and_mul"] == [
         0,
         1,
@@ -100,4 +100,4 @@ def test_a_value_that_a_later_layer_reads_leaves_its_layer() -> None:
                 kept.append(x)
             return x + kept[0] * kept[2]
 
-    assert note(Skipping(*(Layer() for _ in range(4)))) == "1 layers traced, 4 inlined"
+    assert note(Skipping(*(Layer() for _ in range(4)))) == "1 layer traced, 4 inlined"

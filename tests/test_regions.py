@@ -118,7 +118,10 @@ def counts(traced: int, inlined: int, in_torch_2_11: tuple[int, int]) -> list[li
         if torch.__version__.startswith("2.11.")
         else {(traced, inlined)}
     )
-    return [[f"{traced} layers traced, {inlined} inlined"] for traced, inlined in pairs]
+    return [
+        [f"{traced} layer{'s' * (traced != 1)} traced, {inlined} inlined"]
+        for traced, inlined in pairs
+    ]
 
 
 def stock(model_type: str, depth: int) -> nn.Module:
@@ -183,7 +186,7 @@ def test_a_prepared_stock_model_computes_what_an_unprepared_one_does_from_one_la
     for length, same in zip((12, 33), flat, strict=True):
         assert torch.equal(logits(compiled, length), same)
     torch.testing.assert_close(flat[1], expected, rtol=0, atol=2e-6 * float(expected.abs().max()))
-    assert traced(last()) == ["1 layers traced, 3 inlined"]
+    assert traced(last()) == ["1 layer traced, 3 inlined"]
     same_sites(last(), without)
 
 
@@ -240,7 +243,7 @@ def test_a_first_layer_of_another_kind_is_traced_beside_the_others() -> None:
 
 def test_explaining_traces_one_layer_and_names_each() -> None:
     report = atomc.explain(ours(12))
-    assert traced(report) == ["1 layers traced, 12 inlined"]
+    assert traced(report) == ["1 layer traced, 12 inlined"]
     assert {site.module_path for site in report.sites if site.rewrite == "silu_and_mul"} == {
         f"model.layers.{i}.mlp" for i in range(12)
     }
@@ -439,7 +442,7 @@ def test_a_prepared_model_can_be_copied_and_pickled() -> None:
         other.layers[0].gate.weight.mul_(2)
         torch._dynamo.reset()
         torch.testing.assert_close(torch.compile(other, backend="atom", options=EAGER)(X), other(X))
-        assert traced(last()) == ["1 layers traced, 4 inlined"]
+        assert traced(last()) == ["1 layer traced, 4 inlined"]
 
 
 def test_only_repeated_modules_with_parameters_are_layers_and_none_inside_another() -> None:

@@ -35,7 +35,7 @@ REPORT = Report(
     ]
     + [KernelChoice("linear", "head", "any", "torch", [])],
     phases={"trace": 0.5, "passes": 1.25},
-    notes=["glue: eager (as the option says)"],
+    notes=["glue: eager (option glue is eager)"],
     state=["layers.0.attn: kv [2, 16]", "layers.1.attn: kv [2, 16]"],
     near=[miss(0), miss(1)],
     known=["norm", "add_norm", "gelu"],
@@ -70,7 +70,7 @@ state
   layers.*.attn: kv [2, 16] (x2)
 
 notes
-  glue: eager (as the option says)
+  glue: eager (option glue is eager)
 
 seconds: trace 0.50, passes 1.25; together 1.75
 """
@@ -187,7 +187,7 @@ def test_a_summary_is_three_lines():
         == """\
 2 layers: 3 norm fired
 mine runs 2 norm; torch runs 1 linear
-2 near misses, such as add_norm in model.layers.0.mlp; glue: eager (as the option says)"""
+2 near misses, such as add_norm in model.layers.0.mlp; glue: eager (option glue is eager)"""
     )
 
 

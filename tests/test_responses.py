@@ -395,7 +395,7 @@ def test_a_json_object_is_one(client):
         ),
         ({"input": [{"role": "tool", "content": "x"}]}, "input", r"input\[0\].role is 'tool'"),
         ({"input": [{"role": ["user"], "content": "x"}]}, "input", r"input\[0\].role is"),
-        ({"input": [{"role": "user"}]}, "input", "content is a NoneType"),
+        ({"input": [{"role": "user"}]}, "input", "content is null"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
             "input",

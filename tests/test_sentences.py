@@ -31,6 +31,7 @@ ALLOWED = {
     "atomc/kernels/zentorch/library.py: line.": "JSON lines of a process",
     "atomc/graph/graph_printer.py": "the notation of a graph",
     "atomc/platform.py: line.": "files of the system",
+    "atomc/report/render/first_sentence.py": "a docstring",
     "atomc/report/render/html.py: re.sub('>": "white space of a page",
     "atomc/report/render/html.py: text.replace('<'": "escapes of a page",
     "atomc/report/render/graph_diff.py": "the notation of a graph",

@@ -123,15 +123,18 @@ def test_a_wrong_file_is_refused(tmp_path, wrong, text, part):
             ["/nowhere"],
             "/nowhere is neither a directory nor a name on the hub such as Qwen/Qwen3-0.6B",
         ),
-        (["--config", "/nowhere.toml"], "/nowhere.toml"),
+        (["--config", "/nowhere.toml"], "--config /nowhere.toml: No such file or directory"),
+        (["--api-key-file", "/nowhere"], "--api-key-file /nowhere: No such file or directory"),
         (["--ssl-keyfile", "x"], "needs ssl_certfile: set both"),
         (["--ssl-certfile", __file__], f"{__file__} is not a certificate with its key: "),
         (
             ["--ssl-certfile", "/nowhere.pem"],
             "/nowhere.pem is not a certificate with its key: [Errno 2] No such file",
         ),
-        (["--host", "256.1.1.1"], "cannot listen on 256.1.1.1 port 8000"),
+        (["--host", "256.1.1.1"], "cannot listen on 256.1.1.1 port 8000: Name or"),
+        (["--host", "192.0.2.1"], "assign requested address; give an address of this machine as"),
         (["--api-key", ""], "an api_key is empty"),
+        (["--device", "gpu"], "device is 'gpu', expected cpu, cuda or one GPU as cuda:0"),
         (["--max-num-seqs", "0"], "max_num_seqs is 0, it must be at least 1"),
         (["--drain-seconds", "inf"], "drain_seconds is inf, expected a number of seconds that is"),
         (["--drain-seconds", "-1"], "drain_seconds is -1.0, expected a number of seconds"),
@@ -193,6 +196,18 @@ def test_what_the_model_does_not_allow_is_one_line_from_the_engines_process(wron
     assert "max_model_len=4096 exceeds the model's limit of 2048 tokens" in wrong(
         "--port", 0, "--max-model-len", 4096
     )
+
+
+def test_a_folder_that_is_no_checkpoint_is_one_line(tmp_path, wrong):
+    pytest.importorskip("fastapi")
+    assert f"{tmp_path} has no config.json; is it a complete checkpoint?" in wrong(
+        "--port", 0, tmp_path
+    )
+
+
+def test_a_gpu_that_is_not_there_is_one_line_from_the_engines_process(wrong):
+    pytest.importorskip("fastapi")
+    assert "device is 'cuda:99', but torch finds " in wrong("--port", 0, "--device", "cuda:99")
 
 
 def test_a_missing_extra_says_which(monkeypatch, wrong):

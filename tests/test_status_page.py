@@ -17,6 +17,7 @@ pytest.importorskip("fastapi")
 
 from serving import serving
 
+from atomc.runtime.server.app import OPEN_PATHS
 from atomc.runtime.server.status import (
     PAGE,
     compile_summary,
@@ -213,7 +214,7 @@ def test_what_the_compiler_did_is_shown_with_a_link_to_all_of_it(page, server):
 def test_the_whole_report_is_a_page_that_is_saved_with_the_key(page, server):
     opened(page, server)
     with page.expect_download(timeout=120_000) as saved:
-        page.click("#report")
+        page.click("a:text-is('Full report')")
     text = Path(saved.value.path()).read_text()
     assert (
         saved.value.suggested_filename == "atomc-report.html"
@@ -221,6 +222,21 @@ def test_the_whole_report_is_a_page_that_is_saved_with_the_key(page, server):
     )
     assert request(server, "/compiler/report").decode() == text
     assert page.said == []
+
+
+@pytest.mark.parametrize("path", ["/compiler", "/v1/models"])
+def test_a_link_to_json_is_followed_with_the_key(page, server, path):
+    opened(page, server)
+    with page.expect_download(timeout=120_000) as saved:
+        page.click(f"a[href='{path[1:]}']")
+    assert saved.value.suggested_filename.endswith(".json")
+    assert json.loads(Path(saved.value.path()).read_text()) == json.loads(request(server, path))
+
+
+def test_only_links_to_open_pages_are_followed_without_the_key():
+    links = re.findall(r'<a href="([^"]+)"( data-file)?', PAGE.read_text())
+    assert {f"/{path}" for path, with_key in links if not with_key} <= OPEN_PATHS
+    assert ("compiler", " data-file") in links and ("v1/models", " data-file") in links
 
 
 def test_without_the_key_the_page_asks_for_it(page, server):

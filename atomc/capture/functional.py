@@ -141,7 +141,8 @@ def _with_regions(gm: GraphModule, fakes: Sequence[Input]) -> Captured:
         if functional.around is not None:  # its wrapper takes only the inputs in `kept`
             raise CannotInline(functional.around)
         count = regions.inline_calls(functional.graph)
-    note = f"{len(regions.bodies)} layers traced, {count} inlined"
+    number = len(regions.bodies)
+    note = f"{number} layer{'s' * (number != 1)} traced, {count} inlined"
     return Captured(
         functional.graph, lambda compiled: compiled, None, written_inputs(functional.graph), (note,)
     )

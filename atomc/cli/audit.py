@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from atomc.cli.arguments import DTYPES, GLUES, add_quantization, command, default_glue, dtype_named
 from atomc.cli.explain import ModelCall, load_function
+from atomc.file_of_flag import file_of_flag
 from atomc.json_types import JSONLike
 
 if TYPE_CHECKING:
@@ -176,9 +177,10 @@ def _model(arguments: argparse.Namespace) -> ModelCall:
     from atomc.models import loader
     from atomc.runtime.detokenizer import load_tokenizer
     from atomc.runtime.hub import model_folder
+    from atomc.runtime.loading import present_device
 
+    device = present_device(arguments.device)
     folder = model_folder(str(name or PATH))
-    device = arguments.device or _default_device()
     model = loader.load(
         folder,
         dtype=dtype_named(arguments.dtype),
@@ -222,7 +224,8 @@ def _ids_and_positions(
 
     prompts = list(arguments.prompt or [])
     if arguments.prompts:
-        prompts.append(Path(arguments.prompts).read_text(encoding="utf-8"))
+        with file_of_flag("--prompts", arguments.prompts):
+            prompts.append(Path(arguments.prompts).read_text(encoding="utf-8"))
     if prompts and tokenizer is None:
         raise ValueError(
             "the checkpoint has no tokenizer.json for the prompt: leave the prompt out to use "
@@ -247,12 +250,6 @@ def _random_ids(model: "Callable[..., Argument]", like: "Tensor") -> "Tensor":
     )
     generator = torch.Generator().manual_seed(0)
     return torch.randint(int(known or 64), like.shape, generator=generator).to(like.device)
-
-
-def _default_device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 # One audit

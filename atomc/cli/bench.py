@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from atomc.cli.arguments import command, default_glue
 from atomc.cli.serve import GROUPS, POSITIONAL
+from atomc.file_of_flag import file_of_flag
 from atomc.json_types import JSONLike
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from atomc.runtime.engine import Engine
 
 URL = "http://127.0.0.1:8000"
+PLOTS = (".png", ".svg", ".pdf")
 UNSAVED_ARGUMENTS = ("api_key", "command", "json", "plot", "quiet", "run")
 
 
@@ -47,6 +49,8 @@ def add(commands: "Commands") -> None:
 
 
 def _add_serve(kinds: "Commands") -> None:
+    from atomc.runtime.server.flags import named_value
+
     parser = command(
         kinds,
         "serve",
@@ -83,6 +87,7 @@ def _add_serve(kinds: "Commands") -> None:
         "--extra",
         action="append",
         default=[],
+        type=named_value,
         metavar="NAME=VALUE",
         help="an additional field of every request; may be given several times",
     )
@@ -93,12 +98,11 @@ def _add_serve(kinds: "Commands") -> None:
 def _serve(arguments: argparse.Namespace) -> None:
     from atomc.runtime.bench import load
     from atomc.runtime.bench.client import Server, first_model
-    from atomc.runtime.server.flags import named_value
 
     samples = _samples(arguments)
     key = arguments.api_key or os.environ.get("OPENAI_API_KEY")
     extra = {"temperature": 0.0, **({} if arguments.respect_eos else {"ignore_eos": True})}
-    extra |= dict(named_value(text) for text in arguments.extra)
+    extra |= dict(arguments.extra)
 
     async def run() -> "tuple[str, list[RequestTiming]]":
         model = arguments.model or await first_model(arguments.base_url, key)
@@ -176,7 +180,7 @@ def _latency(arguments: argparse.Namespace) -> None:
     _print_results(
         arguments,
         requests,
-        f"{arguments.repeat} batches of {size}",
+        f"{arguments.repeat} batch{'es' * (arguments.repeat != 1)} of {size}",
         machine=_machine(engine.program.device),
     )
 
@@ -268,6 +272,12 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _plot(text: str) -> str:
+    if Path(text).suffix not in PLOTS:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a file with {', '.join(PLOTS)}")
+    return text
+
+
 def _add_prompts(parser: argparse.ArgumentParser, num_prompts: int) -> None:
     parser.add_argument(
         "--num-prompts", type=_count, default=num_prompts, metavar="N", help="default: %(default)s"
@@ -321,7 +331,9 @@ def _add_output(parser: argparse.ArgumentParser, plot: bool) -> None:
         "--json", metavar="FILE", help="write settings, metrics and the timing of each request"
     )
     if plot:
-        parser.add_argument("--plot", metavar="FILE", help="plot the run as a .png, .svg or .pdf")
+        parser.add_argument(
+            "--plot", type=_plot, metavar="FILE", help="plot the run as a .png, .svg or .pdf"
+        )
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
 
 
@@ -346,7 +358,10 @@ def _samples(arguments: argparse.Namespace) -> "list[SampleRequest]":
 
     count, new = arguments.num_prompts, arguments.output_len
     if arguments.dataset:
-        return requests_from_file(Path(arguments.dataset), count, new, seed=arguments.prompt_seed)
+        with file_of_flag("--dataset", arguments.dataset):
+            return requests_from_file(
+                Path(arguments.dataset), count, new, seed=arguments.prompt_seed
+            )
     return random_requests(
         count,
         arguments.input_len,

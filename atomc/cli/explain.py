@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from atomc.cli import planning
 from atomc.cli.arguments import DTYPES, SCHEMES, add_quantization, command
+from atomc.file_of_flag import check_folder_of, file_of_flag
 
 if TYPE_CHECKING:
     from torch.fx.node import Argument
@@ -116,13 +117,20 @@ def add(commands: "Commands") -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from atomc.report import contract
+    from atomc.runtime.hub import local_folder
 
     if arguments.module_path and not arguments.why:
         raise ValueError("--module-path needs --why: set both")
     if planning.is_requested(arguments):
         return planning.run(arguments)
+    if arguments.json and arguments.html:
+        raise ValueError("--json prints the report and --html writes a page: leave one of them out")
+    for flag in ("html", "save"):
+        check_folder_of(f"--{flag}", getattr(arguments, flag))
     saved = _read_baseline(arguments.check) if arguments.check else None
     other = _read_reports(arguments.beside) if _is_report_file(arguments.beside) else None
+    if arguments.beside and other is None and ":" not in arguments.beside:
+        local_folder(arguments.beside)  # before the first model is compiled
     found = _reports_of(arguments, arguments.model)
     if arguments.beside and other is None:
         other = _reports_of(arguments, arguments.beside)
@@ -145,8 +153,26 @@ def _reports_of(arguments: argparse.Namespace, model: str | None) -> "list[Repor
 
     earlier = {id(report) for report in reports()}
     with contextlib.redirect_stdout(sys.stderr):  # keep the model's own output out of the report
-        _compile(arguments, _model(arguments, model))
+        given = _model(arguments, model)  # whose module may register passes
+        if arguments.why:
+            _check_rewrite(arguments.why)
+        _compile(arguments, given)
     return [report for report in reports() if id(report) not in earlier]
+
+
+def _check_rewrite(name: str) -> None:
+    """Raises ValueError for a rewrite that does not exist."""
+    from atomc.compiler.pipeline import with_registered
+    from atomc.passes import LIFT, PIPELINE
+
+    names = {
+        each
+        for p in (LIFT, *with_registered(PIPELINE))
+        if not p.cleanup
+        for each in (p.name, *p.lifts)
+    }
+    if name not in names:
+        raise ValueError(f"--why: no rewrite {name!r}; rewrites are {', '.join(sorted(names))}")
 
 
 def _print(
@@ -219,7 +245,8 @@ def _read_reports(file: str) -> "list[Report]":
 
 def _read_baseline(file: str) -> "Baseline":
     try:
-        saved: Baseline = json.loads(Path(file).read_text())
+        with file_of_flag("--check", file):
+            saved: Baseline = json.loads(Path(file).read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{file} is not a baseline: {error}") from error
     if not isinstance(saved, dict):

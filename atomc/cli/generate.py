@@ -1,6 +1,7 @@
 """`atomc generate`: text from one model in this process."""
 
 import argparse
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,12 +102,15 @@ def add(commands: "Commands") -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     from atomc.demo import PATH
-    from atomc.runtime.hub import model_folder
+    from atomc.runtime.hub import local_folder, model_folder
     from atomc.runtime.llm import LLM
 
     if arguments.model is not None and not arguments.prompt:
+        local_folder(arguments.model)  # a path that is none is the first mistake
         raise ValueError("this model needs a prompt, such as -p 'The capital of France is'")
     folder = model_folder(str(arguments.model or PATH))
+    if not os.path.lexists(folder / "tokenizer.json"):
+        raise ValueError(f"{folder} has no tokenizer.json, which `atomc generate` needs for text")
     params = _sampling_params(arguments, folder)
     adapter = None if arguments.lora is None else Path(arguments.lora).resolve().name
     llm = LLM(

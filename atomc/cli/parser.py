@@ -20,10 +20,20 @@ class Parser(argparse.ArgumentParser):
 
     # Any, because argparse's types differ between versions.
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self._subparsers is not None:
+            self._check_first(sys.argv[1:] if args is None else args)
         found, unknown = super().parse_known_args(args, namespace)
         if unknown and self._subparsers is None:
             self.error(self._unrecognized(unknown))
         return found, unknown
+
+    def _check_first(self, args: Sequence[str]) -> None:
+        """Reports an unknown flag before the command, which argparse reports as a missing one."""
+        if not args or not args[0].startswith("-"):
+            return
+        name = args[0].partition("=")[0]
+        if not any(known.startswith(name) for known in self._option_string_actions):
+            self.error(self._unrecognized(args[:1]))
 
     def _unrecognized(self, unknown: Sequence[str]) -> str:
         given = next((each for each in unknown if each.startswith("-")), None)
@@ -31,6 +41,7 @@ class Parser(argparse.ArgumentParser):
             return f"unrecognized arguments: {' '.join(unknown)}"
         flag = given.partition("=")[0].replace("_", "-")
         hint = FOREIGN_FLAGS.get(self.prog, {}).get(flag)
-        near = get_close_matches(flag, self._option_string_actions, n=1)
-        suggestion = hint or (f"did you mean {near[0]}?" if near else "")
+        names = {known.lstrip("-"): known for known in self._option_string_actions}
+        near = get_close_matches(flag.lstrip("-"), names, n=1)  # with dashes, all look similar
+        suggestion = hint or (f"did you mean {names[near[0]]}?" if near else "")
         return f"unrecognized arguments: {given}" + (f" ({suggestion})" if suggestion else "")

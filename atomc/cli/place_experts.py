@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atomc.cli.arguments import command
+from atomc.file_of_flag import file_of_flag
 
 if TYPE_CHECKING:
     from atomc.cli.arguments import Commands
@@ -46,7 +47,8 @@ def add(commands: "Commands") -> None:
 def run(arguments: argparse.Namespace) -> None:
     from atomc.parallel.expert_placement import balanced, read_tokens, write_placement
 
-    load = read_tokens(Path(arguments.load))
+    with file_of_flag("LOAD", arguments.load):
+        load = read_tokens(Path(arguments.load))
     try:
         placement = {path: balanced(tokens, arguments.ranks) for path, tokens in load.items()}
     except ValueError as error:

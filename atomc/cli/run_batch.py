@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from atomc.cli.arguments import command
 from atomc.cli.serve import GROUPS, POSITIONAL
+from atomc.file_of_flag import file_of_flag
 from atomc.options import torchrun_place
 
 if TYPE_CHECKING:
@@ -116,9 +117,9 @@ def _check_files(source: Path, target: Path) -> None:
     """Raises OSError or ValueError for files that cannot be read or written, before the start."""
     if source.exists() and not source.is_file():
         raise ValueError(f"-i {source} is no regular file, and is read twice: copy a pipe to one")
-    with source.open("rb"):
+    with file_of_flag("-i", source), source.open("rb"):
         pass
     if target.exists() and os.path.samefile(source, target):
         raise ValueError(f"-i and -o are the same file, {source}: choose another for the responses")
-    with target.open("ab"):
+    with file_of_flag("-o", target), target.open("ab"):
         pass

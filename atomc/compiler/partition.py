@@ -38,10 +38,10 @@ FEW_OPS = 16
 def glue_of(options: Options, platform: Platform) -> tuple[str, str]:
     """("inductor" or "eager", why) for this platform."""
     if options.glue != "auto":
-        return options.glue, "as the option says"
+        return options.glue, f"option glue is {options.glue}"
     if platform.is_cpu and not (shutil.which("g++") or shutil.which("clang++")):
         return "eager", "Inductor needs a C++ compiler for the CPU, and none is on the PATH"
-    return "inductor", "the default"
+    return "inductor", "option glue is auto"
 
 
 def compile_glue(gm: GraphModule, patches: Mapping[str, JSONLike]) -> tuple[Function, str]:

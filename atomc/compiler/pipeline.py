@@ -68,7 +68,9 @@ def _check_switches(
     names = [LIFT, *(p.name for p in pipeline)]
     for name in switches:
         if name not in names:
-            raise OptionsError(f"option passes: no pass {name!r}; passes are {sorted(names)}")
+            raise OptionsError(
+                f"option passes: no pass {name!r}; passes are {', '.join(sorted(names))}"
+            )
     for p in pipeline:
         if wrong := _wrong_switch(p, switches.get(p.name, False), off, paged):
             raise OptionsError(f"option passes: {p.name!r} {wrong}")

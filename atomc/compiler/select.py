@@ -74,7 +74,7 @@ class Selection:
             ):
                 raise OptionsError(
                     f"option providers: no provider {provider!r}; providers are "
-                    f"{list(kernels.PROVIDERS)}"
+                    f"{', '.join(kernels.PROVIDERS)}"
                 )
             reason = (
                 kernels.load(provider)

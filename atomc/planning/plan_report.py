@@ -277,8 +277,8 @@ def _title(plan: Plan) -> str:
         many += f", in {len(plan.pipeline.stages)} stages"
     return (
         f"plan: {plan.model} in {plan.weights} on {plan.machine} ({plan.arch}){many}; a step "
-        f"of {load.tokens} tokens, "
-        f"{load.sequences} sequences of {load.context}"
+        f"of {load.tokens} token{'s' * (load.tokens != 1)}, "
+        f"{load.sequences} sequence{'s' * (load.sequences != 1)} of {load.context}"
     )
 
 
@@ -454,10 +454,9 @@ def _sums(plan: Plan) -> str:
             plan.total(what, layers_only=layers_only)
             for what in ("bytes", "least", "seconds", "timed")
         )
-        text = (
-            f"{name}: {_bytes_text(moved or 0)}, at least {_scaled(least, 1e3, 3)} ms, "
-            f"{_scaled(seconds, 1e3, 3)} ms"
-        )
+        text = f"{name}: {_bytes_text(moved or 0)}"
+        text += f", at least {_scaled(least, 1e3, 3)} ms" if least is not None else ""
+        text += f", {_scaled(seconds, 1e3, 3)} ms" if seconds is not None else ""
         text += f", measured {_scaled(timed, 1e3, 3)} ms" if timed is not None else ""
         if layers_only and plan.layers and seconds is not None and moved is not None:
             text += (

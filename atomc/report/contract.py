@@ -112,7 +112,8 @@ def violations(report: Report, expect: Mapping[str, int | str]) -> list[str]:
     ]
     if unknown:
         raise OptionsError(
-            f"option expect: no rewrite {unknown[0]!r}; rewrites are {sorted(report.known)}"
+            f"option expect: no rewrite {unknown[0]!r}; rewrites are "
+            f"{', '.join(sorted(report.known))}"
         )
     return [
         _violation_text(report, name, number, least, str(expect[name]))

@@ -142,6 +142,13 @@ class ReportData:
             return self._quantized(forms)
         if rewrite in self.taken:
             return self.taken[rewrite]
+        paths = [
+            *(cost.module_path for cost in self.costs),
+            *(site.module_path for site in self.sites),
+            *(miss.module_path for miss in self.near),
+        ]
+        if not any(_below(path, module_path) for path in paths) and paths:
+            return f"no op of this graph is in a module {module_path!r}"
         if self.graph_break is not None:
             return (
                 f"broken here: Dynamo ended the graph at {self.graph_break.source} "
@@ -179,7 +186,9 @@ class ReportData:
 
     def _check(self, rewrite: str) -> None:
         if self.known and rewrite not in (*self.known, *self.off) and not self.matches[rewrite]:
-            raise ValueError(f"no rewrite {rewrite!r}; rewrites are {sorted(self.known)}")
+            raise ValueError(
+                f"no rewrite {rewrite!r}; rewrites are {', '.join(sorted(self.known))}"
+            )
 
 
 def _sites_text(layers: Sequence[int | None]) -> str:

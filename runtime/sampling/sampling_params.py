@@ -149,7 +149,7 @@ class SamplingParams:
         expect(
             "max_tokens",
             self.max_tokens is None or self.max_tokens >= 1,
-            "at least 1, or None (as many as fit)",
+            "at least 1",
         )
         longest = math.inf if self.max_tokens is None else self.max_tokens
         expect(
@@ -211,13 +211,13 @@ class SamplingParams:
         expect(
             "allowed_token_ids",
             allowed is None or (len(allowed) > 0 and min(allowed) >= 0),
-            "at least one token id, and none that is negative, or None (all tokens)",
+            "at least one token id, and none that is negative",
         )
-        expect("logprobs", self.logprobs is None or self.logprobs >= 0, "at least 0, or None")
+        expect("logprobs", self.logprobs is None or self.logprobs >= 0, "at least 0")
         expect(
             "prompt_logprobs",
             self.prompt_logprobs is None or self.prompt_logprobs >= 0,
-            "at least 0, or None",
+            "at least 0",
         )
 
     def _check_structured(self) -> None:

@@ -4,6 +4,8 @@ import hmac
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from atomc.file_of_flag import file_of_flag
+
 AUTHORIZATION = b"authorization"
 # The second one is that of Anthropic's API. Clients that have two keys send both.
 KEY_HEADERS = (AUTHORIZATION, b"x-api-key")
@@ -24,7 +26,8 @@ def check_key(key: str, where: str) -> None:
 def read_keys(file: str) -> list[str]:
     """The keys in a file, one per line. Raises OSError, or ValueError if the file has none."""
     try:
-        text = Path(file).read_text(encoding="utf-8-sig")
+        with file_of_flag("--api-key-file", file):
+            text = Path(file).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"--api-key-file {file} is not UTF-8: {error}") from error
     found = [line.strip() for line in text.splitlines() if line.strip()]

@@ -189,7 +189,8 @@ def _add_routes(app: FastAPI, service: Service) -> None:
             {"server_load": sum(each.num_unfinished for each in service.engines.clients)}
         )
 
-    @app.api_route("/ping", methods=["GET", "POST"])  # Amazon SageMaker's name
+    @app.post("/ping")  # Amazon SageMaker's name
+    @app.get("/ping")
     @app.get("/health")
     async def health() -> Response:
         return await operations.health(service)

@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from atomc.json_types import json_kind
+
 REQUIRED = ("custom_id", "method", "url", "body")
 
 
@@ -33,20 +35,19 @@ def read_request(line: bytes) -> BatchRequest:
     except (ValueError, RecursionError) as error:
         raise LineError(f"it is not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise LineError(f"it is a {type(found).__name__}, expected an object")
-    custom_id = found.get("custom_id")
+        raise LineError(f"it is {json_kind(found)}, expected an object")
+    custom_id = found.get("custom_id", "")
     if not isinstance(custom_id, str):
         raise LineError(f"custom_id is {custom_id!r:.40}, expected a string")
     for name in REQUIRED:
         if name not in found:
-            raise LineError(f"it has no {name}, expected {', '.join(REQUIRED)}", custom_id)
+            raise LineError(f"it has no {name}, expected {', '.join(REQUIRED)}", custom_id or None)
     if found["method"] != "POST":
         raise LineError(f"method is {found['method']!r:.40}, expected 'POST'", custom_id)
     if not isinstance(found["url"], str):
         raise LineError(f"url is {found['url']!r:.40}, expected a string", custom_id)
     if not isinstance(found["body"], dict):
-        name = type(found["body"]).__name__
-        raise LineError(f"body is a {name}, expected an object", custom_id)
+        raise LineError(f"body is {json_kind(found['body'])}, expected an object", custom_id)
     return BatchRequest(custom_id, found["url"], found["body"])
 
 

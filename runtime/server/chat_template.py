@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atomc.json_file import read_json
-from atomc.json_types import JSON, JSONLike, JSONObject
+from atomc.json_types import JSON, JSONLike, JSONObject, json_kind
 from atomc.runtime.image_input.content_parts import IMAGE_PART
 
 if TYPE_CHECKING:  # optional
@@ -29,6 +29,7 @@ SPECIAL_TOKENS = (
     "mask_token",
 )
 # Keys that clients use for the reasoning; templates read the first or the second.
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 # Older versions allow a sandbox escape (CVE-2025-27516).
 MIN_JINJA_VERSION = (3, 1, 6)
@@ -97,6 +98,8 @@ class ChatTemplate:
         # "developer" is OpenAI's newer name of the system role, which most templates do not
         # support.
         roles = {} if "developer" in self.sources[name] else {"developer": "system"}
+        for message in messages:
+            _check_message(message, self.sources[name])
         normalized = [_message(message, roles, self._content) for message in messages]
         variables: JSONObject = {
             **self.special_tokens,
@@ -209,7 +212,7 @@ def _templates_in(config: JSONObject, file: Path) -> dict[str, str]:
             return dict(filter(None, map(_named_template, entries)))
         case other:
             raise ValueError(
-                f"{file}: chat_template is a {type(other).__name__}, expected a string or a "
+                f"{file}: chat_template is {json_kind(other)}, expected a string or a "
                 "list of "
                 "{name, template}, both strings"
             )
@@ -245,14 +248,27 @@ def _token_text(name: str, value: JSON) -> str:
 # Inputs of templates
 
 
+def _check_message(message: Message, source: str) -> None:
+    """Raises ValueError for a role that neither OpenAI nor the template's source has, and for a
+    message without content, except one of the assistant, which may have tool calls instead.
+    """
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ValueError(f"a message is {message!r:.80}, expected an object with a role")
+    role = message["role"]
+    if role not in ROLES and not any(f"{quote}{role}{quote}" in source for quote in "'\""):
+        raise ValueError(f"a message has the role {role!r:.40}, expected {', '.join(ROLES)}")
+    if message.get("content") is None and role != "assistant":
+        raise ValueError(
+            f"a message of role {role!r:.40} has no content, expected a string or a list of parts"
+        )
+
+
 def _message(
     message: Message, roles: Mapping[str, str], content: Callable[[JSON], JSON]
 ) -> JSONObject:
     """A message as templates expect it: without nulls, with the content that `content` returns,
     reasoning under the keys they read.
     """
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise ValueError(f"a message is {message!r:.80}, expected an object with a role")
     normalized = {
         str(key): _to_json_types(value) for key, value in message.items() if value is not None
     }
@@ -286,7 +302,7 @@ def _checked_parts(content: JSON) -> JSON:
 def _parts(content: JSON) -> list[JSON]:
     if not isinstance(content, list):
         raise ValueError(
-            f"the content of a message is a {type(content).__name__}, expected a string or a "
+            f"the content of a message is {json_kind(content)}, expected a string or a "
             "list of parts"
         )
     return content

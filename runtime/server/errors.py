@@ -54,7 +54,7 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
 
 def invalid_field(location: Sequence[str], message: str) -> APIError:
     """A 400 for a field that pydantic refused with this message. location: "" is the body."""
-    # For a union, the parts after the field are names of types. Lone surrogates become ?.
+    # Lone surrogates become ?.
     parts = [part.encode(errors="replace").decode() for part in location]
     text = message.removeprefix("Value error, ")
     return invalid(f"{'.'.join(parts) or 'the body'}: {text}", parts[0] if parts else None)

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
+from atomc.file_of_flag import file_of_flag
+
 Values = dict[str, Any]
 
 
@@ -64,7 +66,9 @@ def read_toml(file: Path, *configs: type) -> Values:
     keys.
     """
     try:
-        found = tomllib.loads(file.read_text(encoding="utf-8"))
+        with file_of_flag("--config", file):
+            text = file.read_text(encoding="utf-8")
+        found = tomllib.loads(text)
     except ValueError as error:  # not TOML, or not UTF-8
         raise ValueError(f"--config {file} is not valid TOML: {error}") from error
     names = [each.name for config in configs for each in fields(config)]

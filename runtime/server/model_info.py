@@ -214,9 +214,9 @@ def load_model_info(
     FileNotFoundError for invalid or missing files, and ValueError for an adapter with the name of
     the model.
     """
-    from atomc.json_file import read_json
+    from atomc.json_file import read_config
 
-    model_config = read_json(folder / "config.json")
+    model_config = read_config(folder)
     tokenizer = load_tokenizer(folder)
     images = load_image_processor(folder, model_config, tokenizer)
     template = load_chat_template(

@@ -4,7 +4,7 @@ Fields about the client or about OpenAI's own service are accepted and ignored. 
 unknown fields is in unknown_fields.py.
 """
 
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -13,21 +13,28 @@ from pydantic import (
     Field,
     JsonValue,
     SkipValidation,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
     model_validator,
 )
 
+from atomc.json_types import json_kind
 from atomc.runtime.server.limits import BIASED_TOKENS, check_fields
 
 T = TypeVar("T")
 # Report the first invalid item only.
 FailFastList = Annotated[list[T], Field(fail_fast=True)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIdKey = Annotated[TokenId, Field(strict=False)]  # the keys of a JSON object are strings
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 Temperature = Annotated[FiniteFloat, Field(le=2)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 # Values of any JSON type: json.loads has made them, so they are not validated again.
 JSONObject = dict[str, SkipValidation[JsonValue]]
 Messages = FailFastList[JSONObject]
+# How many items of a list a message describes.
+FIRST_ITEMS = 16
 
 
 def _check_logit_bias(value: JsonValue) -> JsonValue:
@@ -36,10 +43,47 @@ def _check_logit_bias(value: JsonValue) -> JsonValue:
     return value
 
 
-class RequestModel(BaseModel):
-    """A JSON object; unknown fields are kept, for `unknown_fields`."""
+def expected(what: str) -> WrapValidator:
+    """Reports a value of another type in one sentence. Without it, pydantic reports the first
+    alternative of a union, with the name of its Python type as if that were a field.
+    """
 
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
+    def check(value: JsonValue, handler: ValidatorFunctionWrapHandler) -> object:
+        try:
+            return handler(value)
+        except ValidationError as error:
+            raise ValueError(f"it is {_found(value)}, expected {what}") from error
+
+    return WrapValidator(check)
+
+
+def _found(value: JsonValue) -> str:
+    """The JSON type, and what the items of a list are."""
+    if not isinstance(value, list):
+        return json_kind(value)
+    items = dict.fromkeys(map(_item, value[:FIRST_ITEMS]))
+    return f"a list with {' and '.join(items)}" if items else "an empty list"
+
+
+def _item(value: JsonValue) -> str:
+    return f"{value}" if isinstance(value, int | float) else json_kind(value)
+
+
+PROMPT = expected(
+    "a string, a list of strings, a list of token ids (integers from 0), or a list of such lists"
+)
+Prompt = Annotated[
+    str | FailFastList[TokenId] | FailFastList[str] | FailFastList[FailFastList[TokenId]], PROMPT
+]
+Schema = Annotated[JSONObject | str | None, expected("a JSON schema: an object, or its text")]
+
+
+class RequestModel(BaseModel):
+    """A JSON object; unknown fields are kept, for `unknown_fields`. strict: "5" is no number, and 1
+    is not true.
+    """
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=(), strict=True)
 
     _fields = model_validator(mode="before")(check_fields)
 
@@ -50,6 +94,15 @@ class StreamOptions(RequestModel):
     include_obfuscation: bool | None = None  # OpenAI's padding against traffic analysis: ignored
 
 
+KINDS_OF_OUTPUT = {
+    "json": "json_",
+    "json_object": "json_object",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+}
+
+
 class StructuredOutputs(RequestModel):
     """Exactly one of the first five, as in vLLM.
 
@@ -57,12 +110,24 @@ class StructuredOutputs(RequestModel):
                                    properties than those that the schema names
     """
 
-    json_: JSONObject | str | None = Field(None, alias="json")
+    json_: Schema = Field(None, alias="json")
     regex: str | None = None
     choice: FailFastList[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
     disable_additional_properties: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        found = {name: getattr(self, field) for name, field in KINDS_OF_OUTPUT.items()}
+        given = [name for name, value in found.items() if value is not None and value is not False]
+        if len(given) == 1 or (not given and self.disable_additional_properties is not None):
+            return self
+        given += [f"the unknown field {name!r:.40}" for name in list(self.model_extra or ())[:3]]
+        raise ValueError(
+            f"it has {' and '.join(given) or 'nothing'}, expected exactly one of "
+            f"{', '.join(KINDS_OF_OUTPUT)}"
+        )
 
 
 class JsonSchema(RequestModel):
@@ -106,12 +171,16 @@ class SamplingRequest(RequestModel):
     temperature: Temperature | None = None
     top_p: FiniteFloat | None = None
     seed: int | None = None
-    stop: str | FailFastList[str] | None = None
-    presence_penalty: FiniteFloat | None = None
-    frequency_penalty: FiniteFloat | None = None
-    logit_bias: Annotated[dict[TokenId, FiniteFloat] | None, BeforeValidator(_check_logit_bias)] = (
+    stop: Annotated[str | FailFastList[str] | None, expected("a string or a list of strings")] = (
         None
     )
+    presence_penalty: FiniteFloat | None = None
+    frequency_penalty: FiniteFloat | None = None
+    logit_bias: Annotated[
+        dict[TokenIdKey, FiniteFloat] | None,
+        expected("an object of token ids with numbers"),
+        BeforeValidator(_check_logit_bias),
+    ] = None
     stream: bool | None = None
     # extensions of OpenAI's API
     top_k: Int64 | None = None
@@ -125,7 +194,7 @@ class SamplingRequest(RequestModel):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
-    guided_json: JSONObject | str | None = None
+    guided_json: Schema = None
     guided_regex: str | None = None
     guided_choice: FailFastList[str] | None = None
     guided_grammar: str | None = None
@@ -147,7 +216,7 @@ class GenerationRequest(SamplingRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: str | FailFastList[TokenId] | FailFastList[str] | FailFastList[FailFastList[TokenId]]
+    prompt: Prompt
     echo: bool = False
     logprobs: Int64 | None = None
     best_of: int | None = None
@@ -163,7 +232,10 @@ class ChatRequest(GenerationRequest):
     top_logprobs: Int64 | None = None
     response_format: ResponseFormat | None = None
     tools: FailFastList[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedTool | None,
+        expected("none, auto, required, or an object with type function and function.name"),
+    ] = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: JSONObject | None = None
     add_generation_prompt: bool = True
@@ -180,7 +252,7 @@ class ChatRequest(GenerationRequest):
 
 
 class EmbeddingRequest(RequestModel):
-    input: str | FailFastList[TokenId] | FailFastList[str] | FailFastList[FailFastList[TokenId]]
+    input: Prompt
     model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1)] | None = None

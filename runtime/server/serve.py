@@ -1,6 +1,7 @@
 """`atomc serve`: starts the engine processes and the HTTP server, and shuts all down."""
 
 import asyncio
+import errno
 import logging
 import os
 import resource
@@ -202,9 +203,11 @@ def _bind(server: ServerConfig) -> socket.socket:
     except OSError as error:
         listener.close()
         reason = error.strerror or str(error)
+        of_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        remedy = "choose another with --port" if of_port else "give an address of this machine"
         raise OSError(
-            f"cannot listen on {server.host} port {server.port}: {reason}; choose another with "
-            "--port"
+            f"cannot listen on {server.host} port {server.port}: {reason}; {remedy}"
+            + ("" if of_port else " as --host")
         ) from error
     return listener
 
@@ -329,10 +332,11 @@ def _log_engine(client: EngineClient, label: str) -> None:
     """Logs the size of its cache, and its processes. label: before each line."""
     info = client.info
     log.info(
-        "%scache: %d tokens, %d sequences of full length (%d)",
+        "%scache: %d tokens, %d sequence%s of full length (%d)",
         label,
         info.kv_tokens,
         info.num_sequences,
+        "s" * (info.num_sequences != 1),
         info.max_len,
     )
     if info.ranks:

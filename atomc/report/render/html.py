@@ -14,6 +14,7 @@ from pathlib import Path
 from atomc.json_types import JSONLike
 from atomc.report.records import spans
 from atomc.report.render.compare import Comparison
+from atomc.report.render.first_sentence import first_sentence
 from atomc.report.render.graph_tab import Graph
 from atomc.report.render.machines import known_machines
 from atomc.report.report_data import ReportData
@@ -49,6 +50,7 @@ def page(
     compared = [Comparison(a, b, names) for a, b in zip(reports, others, strict=False)]
     data = {"graphs": [graph.data() for graph in graphs], "machines": known_machines()}
     environment.filters["bytes"] = format_bytes
+    environment.filters["first_sentence"] = first_sentence
     title = f"{names[0]} compared with {names[1]}" if compared else "What the compiler did"
     if graphs and not compared:
         title += f" to {reports[0].model}"

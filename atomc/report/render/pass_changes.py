@@ -3,6 +3,7 @@
 from typing import Any
 
 from atomc.graph.graph_printer import NodeLine, parse
+from atomc.report.render.first_sentence import first_sentence
 from atomc.report.render.graph_diff import Hunk, hunks
 from atomc.report.report_data import ReportData
 
@@ -25,7 +26,7 @@ def pass_changes(report: ReportData) -> list[dict[str, Any]]:
                 "hunks": changed[:MAX_HUNKS],
                 "more": len(changed[MAX_HUNKS:]),
                 "kept": bool(before and stage.text),
-                "about": report.about.get(stage.name, "").partition("\n")[0],
+                "about": first_sentence(report.about.get(stage.name, "")),
             }
         )
         last = stage.text or last

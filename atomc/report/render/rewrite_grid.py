@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypedDict
 
 from atomc.report.records import Miss, Site, spans
+from atomc.report.render.first_sentence import first_sentence
 from atomc.report.render.kernel_rows import Entry, kernel_runs
 from atomc.report.render.table import collapsed
 from atomc.report.render.text import NOT_REWRITES
@@ -88,7 +89,7 @@ class Grid:
         return len(self.sites.get((name, layer), [])), len(self.near.get((name, layer), []))
 
     def _row(self, name: str) -> GridRow:
-        about = self.report.about.get(name, "").partition("\n")[0]
+        about = first_sentence(self.report.about.get(name, ""))
         return {
             "name": name,
             "about": about,

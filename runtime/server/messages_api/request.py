@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, JsonValue, SkipValidation
 
-from atomc.json_types import JSON
+from atomc.json_types import JSON, json_kind
 from atomc.runtime.server.limits import CONTENT_BLOCKS, MESSAGES
 from atomc.runtime.server.protocol import (
     FailFastList,
@@ -54,9 +54,7 @@ def _as_blocks(content: JSON) -> JSON:
         if len(content) > CONTENT_BLOCKS:
             raise ValueError(_too_many_blocks(len(content)))
         return content
-    raise ValueError(
-        f"it is a {type(content).__name__}, expected a string or a list of content blocks"
-    )
+    raise ValueError(f"it is {json_kind(content)}, expected a string or a list of content blocks")
 
 
 class Block(RequestModel):

@@ -3,7 +3,7 @@
 import uuid
 from collections.abc import Iterable, Sequence
 
-from atomc.json_types import JSON, JSONObject
+from atomc.json_types import JSON, JSONObject, json_kind
 from atomc.runtime.server.errors import APIError, invalid
 from atomc.runtime.server.limits import MESSAGES, check_length
 
@@ -94,7 +94,7 @@ def _message(item: JSONObject, where: str) -> JSONObject:
 
 def _content(parts: JSON, role: str, where: str) -> list[JSON]:
     if not isinstance(parts, list):
-        raise _invalid(f"{where} is a {type(parts).__name__}, expected a string or a list of parts")
+        raise _invalid(f"{where} is {json_kind(parts)}, expected a string or a list of parts")
     return [_part(part, role, f"{where}[{index}]") for index, part in enumerate(parts)]
 
 
@@ -124,7 +124,7 @@ def _reasoning(item: JSONObject, where: str) -> JSONObject:
     field = "content" if content else "summary"
     parts = item.get(field) or []
     if not isinstance(parts, list):
-        raise _invalid(f"{where}.{field} is a {type(parts).__name__}, expected a list of parts")
+        raise _invalid(f"{where}.{field} is {json_kind(parts)}, expected a list of parts")
     texts: list[JSON] = []
     for index, part in enumerate(parts):
         if not isinstance(part, dict):

@@ -20,6 +20,7 @@ from atomc.runtime.server.protocol import (
     ResponseFormat,
     SamplingRequest,
     Tool,
+    expected,
 )
 from atomc.runtime.server.responses_api.items import chat_messages
 
@@ -86,7 +87,7 @@ class ResponseStreamOptions(RequestModel):
 
 
 class ResponsesRequest(SamplingRequest):
-    input: str | FailFastList[JSONObject]
+    input: Annotated[str | FailFastList[JSONObject], expected("a string or a list of items")]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
