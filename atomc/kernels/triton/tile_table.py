@@ -91,7 +91,7 @@ class Int4Tile(NamedTuple):
 
     def splits(self, rows: int, columns: int) -> int:
         """Of the columns of a weight [rows, columns], each of at least 512."""
-        tiles = triton.cdiv(rows, self.weight_rows)
+        tiles = -(-rows // self.weight_rows)
         return max(1, min(self.programs // tiles, columns // 512))
 
 
