@@ -10,6 +10,9 @@ these, in two environments:
 from typing import Literal
 
 import pytest
+
+pytest.importorskip("fastapi")
+
 from pydantic import BaseModel
 from serving import KEY
 

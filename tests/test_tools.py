@@ -6,6 +6,9 @@ from dataclasses import replace
 from itertools import count
 
 import pytest
+
+pytest.importorskip("fastapi")
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
