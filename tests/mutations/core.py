@@ -293,7 +293,7 @@ BUGS = [
         "tests/test_kernels.py -k '[causal_conv1d_update-torch-'",
     ),
     triton("mla_prompts", "before=True,", "before=False,", "mla_paged_attention"),
-    triton("mla_prompts", "of_old * old)", "old)", "mla_paged_attention"),
+    triton("mla_prompts", "of_old[:, None] * old)", "old)", "mla_paged_attention"),
     Bug(
         "passes/recognize/gated.py",
         "ops.gelu_and_mul(gate, up, approximate)",
