@@ -44,7 +44,7 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
 
 # Modules register their kernels when they are imported, once. Imported by a test that adds a kernel
 # and then puts back the list of before, they would be missing in every later test.
-for provider in kernels.PROVIDERS:
+for provider in (*kernels.PROVIDERS, kernels.INVARIANT):
     kernels.load(provider)
 
 

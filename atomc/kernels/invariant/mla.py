@@ -33,7 +33,9 @@ def mla_absorbed_attention(
     *,
     latent: int,
     scale: float,
+    chosen: Tensor | None = None,
 ) -> Tensor:
+    assert chosen is None  # refused
     rows = q.reshape(-1, *q.shape[-2:])
     if rows.shape[0] == 0:
         return q.new_empty((*q.shape[:-1], latent))

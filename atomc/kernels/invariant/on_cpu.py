@@ -123,8 +123,10 @@ def mla_absorbed_attention(
     *,
     latent: int,
     scale: float,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     rows = q.reshape(-1, *q.shape[-2:])
+    positions = None if chosen is None else chosen.reshape(len(rows), -1)
     out = q.new_zeros((*rows.shape[:-1], latent))
     # In 16 bits, values times a scale would be rounded.
     wide = q.dtype if kv_scale is None else torch.float32
@@ -133,6 +135,8 @@ def mla_absorbed_attention(
         cached = from_cache(kv_cache.index_select(0, blocks).flatten(0, 1)[:length], kv_scale, wide)
         for row in range(new.start, new.stop):
             keys = cached[: length - (new.stop - row) + 1, None]
+            if positions is not None:
+                keys = keys[positions[row, : len(keys)].long()]
             found = attend(rows[row : row + 1].to(wide), keys, keys, None, scale, 0, 0.0)
             out[row] = found[0, :, :latent]
     return out.view(*q.shape[:-1], latent)
