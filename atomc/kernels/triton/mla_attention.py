@@ -73,48 +73,36 @@ def add_keys(
     k_rope,
     seen,
     unit,
-    MASKED: tl.constexpr,
-):
-    """Update the running softmax (weighted latents, sum of weights, maximum in base 2) with some
-    rows of the cache; MASKED: with those that are `seen`.
-    """
-    scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
-    scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision="ieee")
-    return _weigh(acc, total, peak, scores, latent, seen, unit, MASKED)
-
-
-@triton.jit
-def add_keys_in_branches(
-    acc,
-    total,
-    peak,
-    q_latent,
-    q_rope,
-    latent,
-    k_rope,
-    seen,
-    unit,
     here,
     some,
     MASKED: tl.constexpr,
+    BRANCHES: tl.constexpr,
 ):
-    """add_keys of 64 rows by two groups of four warps; `here` and `some` are true, which the
-    compiler does not know.
+    """Update the running softmax (weighted latents, sum of weights, maximum in base 2) with some
+    rows of the cache; MASKED: with those that are `seen`.
+
+    BRANCHES  for 64 rows by two groups of four warps; `here` and `some` are true, which the
+              compiler does not know
     """
     # Of two products, one after the other, Triton gives each warp 16 rows of the first: of 64 rows
     # both groups compute all scores. Out of a branch it sees no second product, and each group
     # computes half of the keys. What the branch is without would be free to move into it if it was
     # a constant, with the conversion of the layout.
-    if here:
-        scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
-        of_rope = tl.dot(q_rope, tl.trans(k_rope), input_precision="ieee")
+    if BRANCHES:
+        if here:
+            scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
+            of_rope = tl.dot(q_rope, tl.trans(k_rope), input_precision="ieee")
+        else:
+            scores = tl.dot(q_rope, tl.trans(k_rope), input_precision="ieee")
+            of_rope = scores
+        scores += of_rope
+        # The next rows of the cache are requested before a branch at the end of the loop, not after
+        # the last product.
+        if some:
+            acc, total, peak = _weigh(acc, total, peak, scores, latent, seen, unit, MASKED)
     else:
-        scores = tl.dot(q_rope, tl.trans(k_rope), input_precision="ieee")
-        of_rope = scores
-    scores += of_rope
-    # The next rows of the cache are requested before a branch at the end of the loop, not after the
-    # last product.
-    if some:
+        scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
+        scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision="ieee")
         acc, total, peak = _weigh(acc, total, peak, scores, latent, seen, unit, MASKED)
     return acc, total, peak
 
@@ -168,25 +156,21 @@ def _walk(
         k_rope = as_numbers(k_rope, q_latent.dtype, CODES)
 
         seen = (key[None, :] <= position[:, None]) & (key < last)[None, :]
-        if BRANCHES:
-            acc, total, peak = add_keys_in_branches(
-                acc,
-                total,
-                peak,
-                q_latent,
-                q_rope,
-                latent,
-                k_rope,
-                seen,
-                unit,
-                n < last,
-                first < last,
-                MASKED,
-            )
-        else:
-            acc, total, peak = add_keys(
-                acc, total, peak, q_latent, q_rope, latent, k_rope, seen, unit, MASKED
-            )
+        acc, total, peak = add_keys(
+            acc,
+            total,
+            peak,
+            q_latent,
+            q_rope,
+            latent,
+            k_rope,
+            seen,
+            unit,
+            n < last,
+            first < last,
+            MASKED,
+            BRANCHES,
+        )
     return acc, total, peak
 
 
@@ -341,7 +325,7 @@ def _attend_latent(
 
 class LatentTiling(NamedTuple):
     """Tiles of `rows` x `keys`, `heads` of the rows for each token, and `splits` programs for the
-    keys of one tile; by_sequence as in Tiling. branches: as add_keys_in_branches.
+    keys of one tile; by_sequence as in Tiling. branches: as in add_keys.
     """
 
     rows: int

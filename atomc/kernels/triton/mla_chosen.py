@@ -19,12 +19,7 @@ from atomc.kernels.triton.attention import LOG2_E, reach
 from atomc.kernels.triton.combine_splits import combined, empty_splits
 from atomc.kernels.triton.kv_write import as_numbers, codes_of, in_bytes, scale_of_numbers
 from atomc.kernels.triton.launch import overlap
-from atomc.kernels.triton.mla_attention import (
-    LatentTiling,
-    add_keys,
-    add_keys_in_branches,
-    tiling,
-)
+from atomc.kernels.triton.mla_attention import LatentTiling, add_keys, tiling
 from atomc.kernels.triton.tiles import LATENT_ATTENTION
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -123,26 +118,21 @@ def _attend_chosen(
         k_rope = tl.load(at + L + r, mask=there[:, None] & (r < R), other=0)
         latent = as_numbers(latent, q_latent.dtype, CODES)
         k_rope = as_numbers(k_rope, q_latent.dtype, CODES)
-        seen = there[None, :]
-        if BRANCHES:
-            acc, total, peak = add_keys_in_branches(
-                acc,
-                total,
-                peak,
-                q_latent,
-                q_rope,
-                latent,
-                k_rope,
-                seen,
-                unit,
-                n < last,
-                first < last,
-                True,
-            )
-        else:
-            acc, total, peak = add_keys(
-                acc, total, peak, q_latent, q_rope, latent, k_rope, seen, unit, True
-            )
+        acc, total, peak = add_keys(
+            acc,
+            total,
+            peak,
+            q_latent,
+            q_rope,
+            latent,
+            k_rope,
+            there[None, :],
+            unit,
+            n < last,
+            first < last,
+            True,
+            BRANCHES,
+        )
 
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
