@@ -117,20 +117,14 @@ def add(commands: "Commands") -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from atomc.report import contract
-    from atomc.runtime.hub import local_folder
 
     if arguments.module_path and not arguments.why:
         raise ValueError("--module-path needs --why: set both")
     if planning.is_requested(arguments):
         return planning.run(arguments)
-    if arguments.json and arguments.html:
-        raise ValueError("--json prints the report and --html writes a page: leave one of them out")
-    for flag in ("html", "save"):
-        check_folder_of(f"--{flag}", getattr(arguments, flag))
+    _check_outputs(arguments)
     saved = _read_baseline(arguments.check) if arguments.check else None
-    other = _read_reports(arguments.beside) if _is_report_file(arguments.beside) else None
-    if arguments.beside and other is None and ":" not in arguments.beside:
-        local_folder(arguments.beside)  # before the first model is compiled
+    other = _beside_without_compiling(arguments.beside)
     found = _reports_of(arguments, arguments.model)
     if arguments.beside and other is None:
         other = _reports_of(arguments, arguments.beside)
@@ -145,6 +139,27 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.html:
         _print(arguments, found, other)
     return 0
+
+
+def _check_outputs(arguments: argparse.Namespace) -> None:
+    """Raises ValueError or OSError for what cannot be written, before anything is compiled."""
+    if arguments.json and arguments.html:
+        raise ValueError("--json prints the report and --html writes a page: leave one of them out")
+    for flag in ("html", "save"):
+        check_folder_of(f"--{flag}", getattr(arguments, flag))
+
+
+def _beside_without_compiling(beside: str | None) -> "list[Report] | None":
+    """The reports of a file; None for a model. Raises FileNotFoundError for neither."""
+    from atomc.runtime.hub import local_folder
+
+    if beside is None:
+        return None
+    if beside.endswith(".json") and Path(beside).is_file():
+        return _read_reports(beside)
+    if ":" not in beside:  # of a function
+        local_folder(beside)
+    return None
 
 
 def _reports_of(arguments: argparse.Namespace, model: str | None) -> "list[Report]":
@@ -226,10 +241,6 @@ def _names(arguments: argparse.Namespace) -> tuple[str, str]:
     # "." has no name of its own.
     first, second = (Path(name).name or Path(name).resolve().name or name for name in given)
     return (first, second) if first != second else given
-
-
-def _is_report_file(name: str | None) -> bool:
-    return name is not None and name.endswith(".json") and Path(name).is_file()
 
 
 def _read_reports(file: str) -> "list[Report]":
