@@ -28,8 +28,8 @@ SPECIAL_TOKENS = (
     "cls_token",
     "mask_token",
 )
-# Keys that clients use for the reasoning; templates read the first or the second.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+# Keys that clients use for the reasoning; templates read the first or the second.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 # Older versions allow a sandbox escape (CVE-2025-27516).
 MIN_JINJA_VERSION = (3, 1, 6)
