@@ -2,6 +2,7 @@
 
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from atomc import ops
 from atomc.capture import regions
 from atomc.compiler.partition import structural_hash
 from atomc.torch_compat import inductor
+from atomc.torch_compat.inductor import num_cache_hits
 
 X = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
 
@@ -111,20 +113,27 @@ def test_glue_of_twice_the_rows_knows_how_many_there_are(unbacked: bool) -> None
         torch.testing.assert_close(compiled(x), model(x))
 
 
-def test_glue_that_only_gets_a_number_computed_of_a_size_knows_the_size() -> None:
+def test_glue_that_only_reads_a_number_computed_of_a_size_knows_the_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
     def model(heads: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
         more = heads.shape[0] + 2
         heads = ops.attention(torch.sin(heads), heads, heads, scale=0.3)
         ends = torch.cat((start, start.new_zeros(more))).cumsum(0)
         return ops.attention(heads, heads, heads, scale=0.3), ends
 
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        model, backend="atom", dynamic=True, options={"glue": "inductor", "strict": True}
-    )
-    for rows in (5, 8):
-        given = X.repeat(2, 1)[:rows].clone().view(rows, 2, 8), torch.ones(3)
-        torch.testing.assert_close(compiled(*given), model(*given))
+    hits = num_cache_hits()
+    for _ in ("compiled", "from Inductor's cache"):
+        torch._dynamo.reset()
+        compiled = torch.compile(
+            model, backend="atom", dynamic=True, options={"glue": "inductor", "strict": True}
+        )
+        for rows in (5, 8):
+            given = X.repeat(2, 1)[:rows].clone().view(rows, 2, 8), torch.ones(3)
+            torch.testing.assert_close(compiled(*given), model(*given))
+    assert num_cache_hits() > hits
 
 
 def piece(function: Any, *inputs: Tensor) -> GraphModule:

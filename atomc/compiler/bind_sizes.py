@@ -1,21 +1,57 @@
-"""Gives pieces of a graph the sizes that the shapes of their inputs are computed from."""
+"""Gives pieces of a graph the sizes that their inputs and numbers are computed from."""
 
 from collections.abc import Iterator
 
 import sympy
-from torch import SymInt, Tensor
-from torch.fx import GraphModule, Node
+from torch import SymBool, SymFloat, SymInt, Tensor
+from torch.fx import Graph, GraphModule, Node
+
+
+def copy_numbers(graph: Graph, piece_of: dict[Node, int]) -> None:
+    """Compute each number, such as T + 2, in every piece of glue that reads it, from T itself.
+    `piece_of` gets the copies.
+
+    An input T + 2 would make Inductor check its cache against a name that is not in the piece: a
+    KeyError, from the second process on.
+    """
+    copies: dict[tuple[Node, int], Node] = {}
+
+    def copied(node: Node, piece: int) -> Node:
+        if not _is_computed(node) or piece_of[node] == piece:
+            return node
+        if (node, piece) not in copies:
+            copy = graph.node_copy(node, lambda source: copied(source, piece))
+            piece_of[copy], copies[node, piece] = piece, copy
+        return copies[node, piece]
+
+    for reader in list(piece_of):
+        if "kernel" not in reader.meta:
+            with graph.inserting_before(reader):
+                for node in reader.all_input_nodes:
+                    reader.replace_input_with(node, copied(node, piece_of[reader]))
+    for node in reversed(list(piece_of)):
+        if _is_computed(node) and not node.users:
+            del piece_of[node]
+            graph.erase_node(node)
+
+
+def _is_computed(node: Node) -> bool:
+    """Whether a node computes a number that is more than one size."""
+    value = node.meta.get("val")
+    return (
+        node.op == "call_function"
+        and isinstance(value, SymInt | SymFloat | SymBool)
+        and not isinstance(value.node.expr, sympy.Symbol)
+    )
 
 
 def bind_sizes(whole: GraphModule, piece: GraphModule, call: Node) -> None:
     """Add inputs to a piece, which `call` calls in the graph `whole`, for sizes that only appear in
-    expressions, such as T in an input [2 * T, H] or in a number T + 2: Inductor reads each size
-    from an input that has it. An input is a tensor, because tracing gives a size without a hint
-    another name.
+    expressions, such as T in an input [2 * T, H]: Inductor reads each size from an input that has
+    it. An input is a tensor, because tracing gives a size without a hint another name.
     """
     inputs = list(piece.graph.find_nodes(op="placeholder"))
-    numbers = [node.meta["val"] for node in inputs if isinstance(node.meta.get("val"), SymInt)]
-    sizes = [*numbers, *(size for node in inputs for size in _sizes(node))]
+    sizes = [size for node in inputs for size in _sizes(node)]
     known = {size.node.expr for size in sizes if isinstance(size.node.expr, sympy.Symbol)}
     missing = {symbol for size in sizes for symbol in size.node.expr.free_symbols} - known
     if not missing:

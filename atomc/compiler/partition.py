@@ -13,7 +13,7 @@ from torch.fx.passes.split_module import split_module
 
 from atomc.cache.generated import Function, of_graph, of_inductor, of_pieces
 from atomc.capture.structural_hash import structural_key
-from atomc.compiler.bind_sizes import bind_sizes
+from atomc.compiler.bind_sizes import bind_sizes, copy_numbers
 from atomc.compiler.sink_glue import sink_glue
 from atomc.graph.mutation import mutated
 from atomc.json_types import JSONLike
@@ -58,6 +58,7 @@ def compile_glue(gm: GraphModule, patches: Mapping[str, JSONLike]) -> tuple[Func
     sink_glue(gm.graph)
     _gather_parts(gm.graph)
     number = _piece_numbers(gm)
+    copy_numbers(gm.graph, number)
     whole = split_module(gm, gm, lambda node: number[node], keep_original_order=True)
     compiled: dict[Hashable, Function] = {}
     functions: dict[str, Function] = {}
