@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from atomc.json_types import json_kind
+
 
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a checkpoint directory. Raises FileNotFoundError if it is missing, else as
@@ -34,5 +36,5 @@ def read_json(file: Path) -> dict[str, Any]:
             f"{file} is nested too deeply for a JSON file of a checkpoint; download it again"
         ) from error
     if not isinstance(value, dict):
-        raise ValueError(f"{file} contains a {type(value).__name__}, expected an object")
+        raise ValueError(f"{file} contains {json_kind(value)}, expected an object")
     return value

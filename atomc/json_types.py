@@ -11,16 +11,16 @@ JSONLike: TypeAlias = (
 )
 JSONObject: TypeAlias = "dict[str, JSON]"
 
-# In the order in which they are checked: bool is an int.
+# In the order in which they are checked: bool is an int, str a sequence.
 _KINDS = (
     (bool, "a boolean"),
     (int | float, "a number"),
     (str, "a string"),
-    (list, "a list"),
-    (dict, "an object"),
+    (Sequence, "a list"),
+    (Mapping, "an object"),
 )
 
 
-def json_kind(value: JSON) -> str:
+def json_kind(value: JSONLike) -> str:
     """The JSON type of the value, with its article."""
     return next((name for kind, name in _KINDS if isinstance(value, kind)), "null")

@@ -280,7 +280,7 @@ REFUSED: list[tuple[str, Damage, str]] = [
     ("llama", text("config.json", ""), "PATH/config.json is not JSON: Expecting value"),
     ("llama", text("config.json", b"\xff\xfe"), "PATH/config.json is not JSON: 'utf-8' codec can't decode"),
     ("llama", text("config.json", "\ufeff{}"), "PATH/config.json is not JSON: Unexpected UTF-8 BOM"),
-    ("llama", text("config.json", "NaN"), "PATH/config.json contains a float, expected an object"),
+    ("llama", text("config.json", "NaN"), "PATH/config.json contains a number, expected an object"),
     ("llama", text("config.json", DEEP), "PATH/config.json is nested too deeply for a JSON file of a checkpoint"),
     ("llama", directory("config.json"), "PATH has no config.json"),
     ("llama", pipe("config.json"), "PATH has no config.json"),
@@ -375,7 +375,7 @@ REFUSED: list[tuple[str, Damage, str]] = [
     ("olmoe", rope("linear"), NOT_MADE.format("OlmoeForCausalLM")),
     ("olmoe", config(rope_scaling=3), NOT_MADE.format("OlmoeForCausalLM")),
     # Quantization
-    ("llama", config(quantization_config=3), "config.json: quantization_config is a int, expected an object"),
+    ("llama", config(quantization_config=3), "config.json: quantization_config is a number, expected an object"),
     ("llama", quantization(quant_method=[]), f"{AT}.quant_method is [], expected a text"),
     ("olmoe", quantization(quant_method={}), f"{AT}.quant_method is {{}}, expected a text"),
     ("llama", quantization(quant_method="bogus"), "PATH: quantized weights of quant_method 'bogus' are not supported"),

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from atomc.json_types import json_kind
 from atomc.parallel.sizes import check_that_experts_divide
 
 Ranks = tuple[int, ...]  # of each expert
@@ -140,7 +141,7 @@ def _read_object(file: Path, what: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
         raise ValueError(f"{file} is not JSON ({error}), expected {what}") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{file} has a {type(found).__name__}, expected an object: {what}")
+        raise ValueError(f"{file} has {json_kind(found)}, expected an object: {what}")
     return found
 
 

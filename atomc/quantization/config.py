@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import nn
 
 from atomc.json_file import read_json
-from atomc.json_types import JSONLike
+from atomc.json_types import JSONLike, json_kind
 from atomc.models.experts_spec import spec_of
 from atomc.quantization import checkpoints
 from atomc.quantization.checkpoints import EXPERTS
@@ -217,7 +217,7 @@ def stored_config(path: Path, config: Mapping[str, JSONLike]) -> Mapping[str, JS
     inside = config.get("quantization_config") or config.get("compression_config")
     if inside is not None and not isinstance(inside, Mapping):
         raise ValueError(
-            f"config.json: quantization_config is a {type(inside).__name__}, expected an object"
+            f"config.json: quantization_config is {json_kind(inside)}, expected an object"
         )
     check_types(inside or {}, "config.json: quantization_config")
     return inside
