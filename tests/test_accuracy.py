@@ -207,7 +207,9 @@ def ids() -> Tensor:
     ).to(DEVICE)
 
 
-@pytest.mark.parametrize("compiled", [by_backend_stock, by_backend_ours])
+@pytest.mark.parametrize(
+    "compiled", [by_backend_stock, pytest.param(by_backend_ours, marks=pytest.mark.slow)]
+)
 def test_compiled_logits_in_fp32_are_those_of_transformers(
     checkpoint: Path, ids: Tensor, compiled: Callable[..., Callable[[Tensor], Tensor]]
 ) -> None:

@@ -33,8 +33,8 @@ REFUSED = {
 
 
 # What others serve as well: tests/test_several_models.py, tests/test_accuracy.py; and
-# tests/test_moe_models.py, which compiles Mixtral and serves Qwen3-MoE.
-ELSEWHERE = ("llama", "mistral", "mixtral")
+# tests/test_moe_models.py, which compiles Mixtral and serves Qwen3-MoE and GPT-OSS.
+ELSEWHERE = ("llama", "mistral", "mixtral", "gpt_oss")
 
 
 # Norms, adds before norms, rotations, gates and attentions of two layers: ours and transformers'.
@@ -51,7 +51,7 @@ COUNTS = {
     "hunyuan_v1_dense": (9, 4, 4, 2, 2),
     "modernbert-decoder": (6, 4, 4, 2, 2),
 }
-COUNTED_NOW = ("gpt2", "cohere", "olmo")
+COUNTED_NOW = ("gpt2", "cohere")
 
 
 # Each is made by one worker.

@@ -406,6 +406,7 @@ def test_messages_need_a_server(wrong, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_startup_tells_a_cold_start_from_a_warm_one_and_where_the_seconds_went(tmp_path):
     printed = run(
         "bench",

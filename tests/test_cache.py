@@ -455,6 +455,7 @@ def test_a_new_process_compiles_nothing(tmp_path):
     assert built and set((tmp_path / "inductor").rglob("*.so")) == built
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_both_work_and_leave_one_entry(tmp_path):
     first, second = process(tmp_path, "1", "eager"), process(tmp_path, "2", "eager")
     found = [said(first), said(second)]

@@ -96,7 +96,7 @@ def bound() -> Iterator[None]:
         (2, "fp8_per_token", "fp8", False),
         pytest.param(2, "fp8_per_token", "fp8", True, marks=pytest.mark.slow),
         pytest.param(1, "fp8_block", "fp8_block", False, marks=pytest.mark.slow),
-        (1, "fp8_block", "fp8_block", True),
+        pytest.param(1, "fp8_block", "fp8_block", True, marks=pytest.mark.slow),
         (1, "mxfp4", "mxfp4", False),
     ],
 )

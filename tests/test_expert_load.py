@@ -144,6 +144,7 @@ def test_a_server_returns_the_tokens_of_each_expert(checkpoint, ranks):
         assert "atomc:expert_tokens_total{" in httpx.get(f"{server.url}/metrics").text
 
 
+@pytest.mark.slow
 def test_a_server_without_the_flag_says_what_to_set(checkpoint):
     with serving(checkpoint, "--num-blocks", 64, "--options", "glue=eager") as server:
         answer = httpx.get(f"{server.url}/experts", timeout=60)

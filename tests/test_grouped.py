@@ -138,8 +138,8 @@ FRAGMENT_TILES = [
     ("function", "case"),
     [
         (experts_4_bits.moe_experts_mxfp4, "GPT-OSS"),
-        (experts_4_bits.moe_experts_mxfp4, "many tokens"),
-        (experts_4_bits.moe_experts_w4a16, "zeros"),
+        pytest.param(experts_4_bits.moe_experts_mxfp4, "many tokens", marks=pytest.mark.slow),
+        pytest.param(experts_4_bits.moe_experts_w4a16, "zeros", marks=pytest.mark.slow),
         (experts_4_bits.moe_experts_w4a16, "group of 128"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,

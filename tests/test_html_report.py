@@ -148,7 +148,10 @@ def test_it_is_accessible_in_light_and_dark_and_asks_for_nothing(name, request, 
     assert page.evaluate("document.documentElement.scrollWidth") <= 1280
 
 
-@pytest.mark.parametrize("name", ["qwen3", "fp8_llama", "mixtral"])
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fp8_llama", "mixtral"))],
+)
 def test_it_is_valid_html(name, request):
     html5lib = pytest.importorskip("html5lib")
     html5lib.HTMLParser(strict=True).parse(html_of([request.getfixturevalue(name)]))

@@ -100,7 +100,10 @@ def test_our_indexer_chooses_the_keys_that_that_of_transformers_does(
     assert (found[0][-1] >= 0).sum() == few
 
 
-@pytest.mark.parametrize(("whose", "layers"), [("ours", 1), ("ours", 2), ("stock", 2)])
+@pytest.mark.parametrize(
+    ("whose", "layers"),
+    [pytest.param("ours", 1, marks=pytest.mark.slow), ("ours", 2), ("stock", 2)],
+)
 def test_in_the_runtime_each_layer_caches_its_latent_and_the_key_of_its_indexer(
     whose: str, layers: int, tmp_path: Path
 ) -> None:
@@ -278,7 +281,7 @@ WIDE_INDEXER = {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
     [
         ("gfx950", {"kv_cache_dtype": "fp8"}, 2, "aiter"),
         pytest.param("gfx942", {"kv_cache_dtype": "fp8"}, 2, "aiter", marks=pytest.mark.slow),
-        ("gfx950", {}, 0, "triton"),
+        pytest.param("gfx950", {}, 0, "triton", marks=pytest.mark.slow),
         ("gfx950", {"kv_cache_dtype": "fp8", "passes": {"index_queries": False}}, 0, "triton"),
         ("h200", {"kv_cache_dtype": "fp8"}, 0, "triton"),
     ],

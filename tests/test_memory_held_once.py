@@ -261,7 +261,8 @@ def served(folder: Path, **settings: Any) -> LLM:
     )
 
 
-@pytest.mark.parametrize("cached", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("cached", [False, True])
 def test_a_program_for_embeddings_reads_the_weights_that_the_first_one_prepared(
     cached: bool, tmp_path: Path
 ) -> None:
@@ -432,7 +433,10 @@ def test_experts_of_4_bits_of_a_users_module_stay_as_they_are_stored(
 SCHEMES = ["fp8", "fp8_block", "int8", "int4", "mxfp4_a16"]
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(
+    "scheme",
+    [pytest.param(each, marks=() if each == "int8" else pytest.mark.slow) for each in SCHEMES],
+)
 def test_quantizing_while_loading_holds_one_layer_in_16_bits(scheme: str, tmp_path: Path) -> None:
     folder = checkpoint(
         tmp_path,

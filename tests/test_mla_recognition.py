@@ -78,8 +78,15 @@ def test_each_layer_of_a_stock_model_is_one_op_under_torch_compile(
     assert (actual - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("attention", "dynamic"),
+    [
+        ("sdpa", True),
+        ("eager", False),
+        pytest.param("sdpa", False, marks=pytest.mark.slow),
+        pytest.param("eager", True, marks=pytest.mark.slow),
+    ],
+)
 def test_without_a_cache_the_mask_of_one_sequence_is_causal(attention: str, dynamic: bool) -> None:
     model = stock("deepseek_v3", 1)
     model.set_attn_implementation(attention)

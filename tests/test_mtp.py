@@ -145,7 +145,7 @@ def test_without_drafts_the_draft_layer_is_not_loaded(checkpoint):
 @pytest.mark.parametrize(
     "config",
     [
-        {"speculative_tokens": 1},
+        pytest.param({"speculative_tokens": 1}, marks=pytest.mark.slow),
         {"speculative_tokens": 4, "max_num_batched_tokens": 13},
         {"speculative_tokens": 3, "num_blocks": 10},
     ],
@@ -213,7 +213,7 @@ def test_a_draft_model_may_read_hidden_states_of_several_layers():
     ("indexer", "kinds"),
     [
         ({}, {"latent"}),
-        (
+        pytest.param(
             {
                 "architectures": ["DeepseekV32ForCausalLM"],
                 "model_type": "deepseek_v32",
@@ -222,6 +222,7 @@ def test_a_draft_model_may_read_hidden_states_of_several_layers():
                 "index_head_dim": 20,
             },
             {"latent", "indexer"},
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["all keys", "chosen keys"],

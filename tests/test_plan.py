@@ -579,6 +579,7 @@ def test_a_plan_has_bytes_time_and_cache_of_the_draft_layer(folder):
     assert sorted(line.calls for line in experts) == [1, 1]
 
 
+@pytest.mark.slow
 def test_collectives_of_draft_steps_are_counted(folder):
     load = Workload(tokens=12, sequences=4, context=64)
     _, without = drafted(folder, 0, load, devices=2)

@@ -131,6 +131,7 @@ def test_a_cached_program_divides_the_work_once_a_step_as_well(
         assert torch.equal(got, wanted)
 
 
+@pytest.mark.slow
 def test_keys_chosen_by_aiter_lead_to_nearly_the_same_logits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
