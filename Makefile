@@ -7,7 +7,7 @@ WORKERS ?= 2
 PIP_ARGS ?=
 
 BIN := $(VENV)/bin
-# Not in the environment itself: atomc uses both wherever it finds them.
+# Not in the environment itself: atomc uses them wherever it finds them.
 LIBRARIES := $(abspath $(VENV)/libraries)
 # Two workers on two cores: one thread each, or they fight. PYTEST_ARGS="-k norm" selects tests.
 TEST_ENV := OMP_NUM_THREADS=1
@@ -39,9 +39,10 @@ test-gpu: ## the tests that need a GPU, from the tree, with the Python that is t
 	$(PYTHON) -c 'from setuptools import setup; setup()' -q egg_info # the entry point, without an installation
 	PYTHONPATH=. $(PYTHON) -m pytest tests -m gpu $(PYTEST_ARGS)
 
-test-libraries: $(VENV)/installed-test $(LIBRARIES)/installed ## the tests over AITER's Triton code and zentorch, from the package index
+test-libraries: $(VENV)/installed-test $(LIBRARIES)/installed ## the tests over AITER's Triton code, zentorch and flash-linear-attention, from the package index
 	$(TEST_ENV) ATOMC_AITER_SOURCE=$(LIBRARIES)/aiter $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/aiter/test_aiter_proofs.py $(PYTEST_ARGS)
 	$(TEST_ENV) PYTHONPATH=$(LIBRARIES)/zentorch $(BIN)/python -m pytest -n $(WORKERS) tests/test_zentorch.py tests/test_cpu_quant.py tests/test_kernels.py -k zentorch $(PYTEST_ARGS)
+	$(TEST_ENV) PYTHONPATH=$(LIBRARIES)/fla $(BIN)/python -m pytest -n $(WORKERS) -m "" tests/test_fla.py $(PYTEST_ARGS)
 
 test-mutations: $(VENV)/installed-test ## apply one-line bugs, one after the other: each must turn a test red (BUGS=word selects)
 	$(BIN)/python tests/mutations/run.py $(BUGS)
@@ -68,4 +69,5 @@ $(LIBRARIES)/installed: constraints.txt | $(BIN)/python
 	rm -rf $(LIBRARIES)
 	$(INSTALL) --no-deps --target $(LIBRARIES)/aiter amd-aiter
 	$(INSTALL) --no-deps --target $(LIBRARIES)/zentorch zentorch deprecated wrapt
+	$(INSTALL) --no-deps --target $(LIBRARIES)/fla fla-core einops
 	touch $@

@@ -317,6 +317,7 @@ def provider_versions(cxx: str | None = None) -> dict[str, Provider]:
         "triton": lambda: _package("triton"),
         "aiter": _aiter,
         "zentorch": _zentorch,
+        "fla": lambda: _package("fla", "fla-core"),
         "transformers": lambda: _package("transformers"),
         "c++": lambda: _compiler(cxx),
     }

@@ -93,7 +93,7 @@ def test_nothing_is_installed_without_the_constraints(tmp_path, target):
     for line in (setuptools, ours, *others):
         assert "--constraint constraints.txt" in line
     assert "--no-build-isolation" in ours
-    assert len(others) == (2 if target == "test-libraries" else 0)
+    assert len(others) == (3 if target == "test-libraries" else 0)
     assert all(f"--no-deps --target {tmp_path}/.venv/libraries/" in line for line in others)
 
 

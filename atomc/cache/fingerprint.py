@@ -114,7 +114,7 @@ def _versions() -> dict[str, str]:
         "CUDA": str(torch.version.cuda),
         "ROCm": str(torch.version.hip),
     }
-    for name in ("atomc", "triton", "amd-aiter", "zentorch"):
+    for name in ("atomc", "triton", "amd-aiter", "zentorch", "fla-core"):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

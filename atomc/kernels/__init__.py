@@ -4,7 +4,7 @@ import functools
 import importlib
 import importlib.util
 
-PROVIDERS = ("aiter", "triton", "cuda", "zentorch", "onednn", "torch")
+PROVIDERS = ("aiter", "triton", "cuda", "zentorch", "onednn", "fla", "torch")
 INVARIANT = "invariant"  # only where Options(batch_invariant=True) asks for it
 
 
