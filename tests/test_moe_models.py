@@ -416,7 +416,6 @@ def served_logits(served: nn.Module, prompts: list[list[int]]) -> tuple[list[lis
         )
         for name in ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe")
         for whose in ("ours", "stock")
-        if (name, whose) != ("glm4_moe", "stock")
     ],
 )
 def test_a_model_served_in_bf16_is_as_close_to_fp32_as_hugging_face_is(
