@@ -377,6 +377,12 @@ CONFIG_GROUPS = {"config_groups": {"group_0": {"weights": {"group_size": 128}}}}
             "a cut of 1,536 columns (intermediate_size) in 8 gives 192, not a multiple of 128, "
             "which share a scale: they do not divide by 8; 1, 2 and 4 do",
         ),
+        (
+            BLOCKS | {"intermediate_size": 10944},
+            2,
+            "a cut of 10,944 columns (intermediate_size) in 2 gives 5,472, not a multiple of 128, "
+            "which share a scale: they do not divide by 2; only 1 does",
+        ),
         ({"quantization_config": CONFIG_GROUPS}, 8, "gives 192, not a multiple of 128"),
         ({"text_config": {"num_attention_heads": 5, "num_key_value_heads": 5}}, 2, "1 and 5 do"),
         ({"moe_intermediate_size": 6, "num_experts": 4}, 4, "(moe_intermediate_size)"),

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_quant_experts_checkpoints import FORMATS, LLM_NAMES, Packed, per_expert
 from tiny_experts import random_model, stored, write
+from torch import nn
 from tracked_bytes import TrackedBytes
 
 from atomc.models import execute_plan
@@ -21,6 +23,31 @@ DIVIDED: dict[str, dict[str, Any]] = {
 }
 # No tensor is as large as a tenth of a rank's part.
 SIZES = {"num_hidden_layers": 8, "vocab_size": 256, "num_experts": 8}
+KINDS: dict[str, dict[str, Any]] = {
+    "Qwen3-MoE": SIZES,
+    "DeepSeek-V3": SIZES
+    | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
+}
+# Halves of experts are blocks of 128.
+BLOCKS = {"intermediate_size": 256, "moe_intermediate_size": 256}
+WAYS = [
+    pytest.param(how, id=name, marks=() if name == "tensor parallel" else pytest.mark.slow)
+    for name, how in DIVIDED.items()
+]
 
 
 class SameThread:
@@ -44,17 +71,71 @@ class SameThread:
         pass
 
 
-@pytest.mark.parametrize("how", DIVIDED.values(), ids=DIVIDED)
-def test_the_peak_of_a_rank_is_at_most_its_part_and_a_tenth(
-    how: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def peak_and_share(folder: Path, monkeypatch: pytest.MonkeyPatch, **how: Any) -> tuple[int, int]:
+    """Bytes: the most that a rank holds while it loads its part, and its part."""
     monkeypatch.setattr(execute_plan, "ThreadPoolExecutor", SameThread)
-    model = random_model("qwen3_moe", **SIZES)
-    write(tmp_path, "qwen3_moe", stored(model), **SIZES)
-    whole = sum(weight.nbytes for weight in model.parameters())
     tracked = TrackedBytes()
     with tracked:
-        part = load(tmp_path, progress=False, **how)
-    share = sum(weight.nbytes for weight in part.parameters())
-    assert share < 0.6 * whole
-    assert share <= tracked.peak - tracked.before <= 1.1 * share
+        part = load(folder, progress=False, **how)
+    share = num_bytes(part)
+    assert share <= tracked.peak - tracked.before
+    return tracked.peak - tracked.before, share
+
+
+def num_bytes(module: nn.Module) -> int:
+    return sum(weight.nbytes for weight in module.parameters())
+
+
+def write_one_by_one(
+    folder: Path, packed: Packed, quantization: dict[str, Any] | None = None, **differs: Any
+) -> nn.Module:
+    """Stores a tensor of each projection of each expert. The unquantized model."""
+    sizes = BLOCKS | differs
+    model = random_model("qwen3_moe", **sizes)
+    weights = {name: weight.data for name, weight in model.named_parameters()}
+    write(folder, "qwen3_moe", per_expert(weights, packed, LLM_NAMES), quantization, **sizes)
+    return model
+
+
+@pytest.mark.parametrize("how", DIVIDED.values(), ids=DIVIDED)
+@pytest.mark.parametrize(
+    "differs",
+    [
+        pytest.param(differs, id=name, marks=() if name == "Qwen3-MoE" else pytest.mark.slow)
+        for name, differs in KINDS.items()
+    ],
+)
+def test_the_peak_of_a_rank_is_at_most_its_part_and_a_tenth(
+    differs: dict[str, Any], how: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = random_model("qwen3_moe", **differs)
+    write(tmp_path, "qwen3_moe", stored(model), **differs)
+    peak, share = peak_and_share(tmp_path, monkeypatch, **how)
+    assert share < 0.7 * num_bytes(model)
+    assert peak <= 1.1 * share
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("name", ["fp8 blocks", "int4"])
+def test_experts_that_are_stored_quantized_are_stacked_a_layer_at_a_time(
+    name: str, how: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantization, packed, _ = FORMATS[name]
+    write_one_by_one(tmp_path, packed, quantization, num_hidden_layers=12)
+    peak, share = peak_and_share(tmp_path, monkeypatch, **how)
+    assert share < 0.7 * num_bytes(load(tmp_path, progress=False))
+    assert peak <= 1.1 * share
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("scheme", ["fp8_block", "int4"])
+def test_a_rank_that_quantizes_also_holds_its_part_of_the_experts_of_one_layer(
+    scheme: str, how: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = {"num_hidden_layers": 3, "num_experts": 16}
+    model = write_one_by_one(tmp_path, lambda weight: {"weight": weight}, **layers)
+    online = {"scheme": scheme, "ignore": ["re:.*self_attn.*"]}
+    peak, share = peak_and_share(tmp_path, monkeypatch, quantization=online, **how)
+    experts = num_bytes(model.get_submodule("model.layers.0.mlp.experts")) // 2
+    # And the intermediate results of one expert.
+    assert peak <= share + 1.5 * experts

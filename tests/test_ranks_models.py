@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,7 +15,10 @@ import torch
 import transformers
 from fake_group import without_groups
 from tensor_parallel_ranks import fill
-from test_tensor_parallel import LATENT_BLOCKS
+from test_quant_experts_checkpoints import GPT_OSS, WIDE, blocks
+from test_tensor_parallel import BLOCKS, LATENT_BLOCKS
+from tiny_experts import random_model
+from tiny_experts import write as write_experts
 from tiny_models import SIZES
 
 from atomc.runtime.llm import LLM, SamplingParams
@@ -42,13 +46,7 @@ SETTINGS: dict[str, Any] = {
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 PROMPTS = [[1 + (7 * i + 3 * j) % 90 for j in range(1 + 5 * i)] for i in range(6)]
 EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
-LATENT = {
-    "kv_lora_rank": 32,
-    "q_lora_rank": 48,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "num_key_value_heads": 4,
+SHARED_EXPERT = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "n_group": 2,
@@ -56,6 +54,14 @@ LATENT = {
     "moe_intermediate_size": 32,
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
+}
+LATENT = SHARED_EXPERT | {
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
 }
 DELTA_NET = {
     **EXPERTS,
@@ -67,6 +73,12 @@ DELTA_NET = {
     "linear_conv_kernel_dim": 4,
     "layer_types": ["linear_attention", "full_attention"],
 }
+LATENT_V2 = LATENT | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 2.5}
+INDEXED = LATENT | {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 4}
+# Halves end at groups of 32 inputs, or at blocks of 128.
+GROUPS = {"intermediate_size": 128}
+EXPERT_GROUPS = EXPERTS | {"moe_intermediate_size": 64}
+EXPERT_BLOCKS = BLOCKS | EXPERTS | {"moe_intermediate_size": 256}
 FOUR_HEADS = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 # The first stage has layers of one kind only.
 MIXED = {
@@ -119,7 +131,27 @@ ROWS = {
     "recurrent state, drafts": Row("qwen3_next", DELTA_NET, {"speculative": "ngram"}),
     "4 bits": Row("llama", {"intermediate_size": 128}, {"quantization": "mxfp4_a16"}),
     "drafts": Row("qwen3", {}, {"speculative": "ngram"}),
+    "int4": Row("llama", GROUPS, {"quantization": "int4"}),
+    "int4, experts by width": Row("qwen3_moe", EXPERT_GROUPS, {"quantization": "int4"}),
+    "int4, experts by expert": Row(
+        "qwen3_moe", EXPERT_GROUPS, {"quantization": "int4", "ep": True}
+    ),
+    "fp8 blocks": Row("llama", BLOCKS, {"quantization": "fp8_block"}),
+    "fp8 blocks, experts by width": Row("qwen3_moe", EXPERT_BLOCKS, {"quantization": "fp8_block"}),
+    "experts by width, Mixtral": Row("mixtral", {"num_local_experts": 4}),
+    "a shared expert": Row("glm4_moe", SHARED_EXPERT),
+    "latent attention, GLM": Row("glm4_moe_lite", LATENT),
+    "latent attention, groups of experts": Row("deepseek_v2", LATENT_V2),
+    "latent attention, an indexer": Row("deepseek_v32", INDEXED),
+    "4 bits, four ranks": Row(
+        "llama", GROUPS | {"head_dim": 32}, {"quantization": "mxfp4_a16"}, tp=4
+    ),
+    "a shared expert, four ranks": Row("glm4_moe", SHARED_EXPERT, tp=4),
+    "latent attention, four ranks": Row("deepseek_v3", LATENT, tp=4),
+    "recurrent state of heads, four ranks": Row("qwen3_next", DELTA_NET | FOUR_HEADS, tp=4),
     "stages": Row("llama", tp=1, pp=2),
+    "stages, int4": Row("llama", GROUPS, {"quantization": "int4"}, tp=1, pp=2),
+    "stages, experts by width": Row("qwen3_moe", EXPERTS, pp=2),
     "stages of a class of transformers": Row("olmo2", tp=1, pp=2),
     "stages, scaled embeddings": Row("granite", {"embedding_multiplier": 3.0}, tp=1, pp=2),
     "stages, experts by expert": Row("qwen3_moe", EXPERTS, {"ep": True}, pp=2),
@@ -193,6 +225,26 @@ def test_several_ranks_give_the_text_of_one(row: Row, tmp_path: Any) -> None:
     expected = text(tmp_path, row, ep=False)
     assert len({tokens for tokens in expected}) == len(PROMPTS)
     assert text(tmp_path, row, tp=row.tp, pp=row.pp, dp=row.dp) == expected
+
+
+GPT_OSS_ROWS = {
+    "by width": Row("gpt_oss"),
+    "by expert": Row("gpt_oss", {}, SHARES_EXPERTS),
+    "by width, four ranks": Row("gpt_oss", tp=4),
+    "stages": Row("gpt_oss", pp=2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", GPT_OSS_ROWS.values(), ids=GPT_OSS_ROWS)
+def test_ranks_of_the_blocks_of_gpt_oss_give_the_text_of_one(row: Row, tmp_path: Path) -> None:
+    model = random_model("gpt_oss", **WIDE)
+    fill(model)
+    tensors = {name: weight.data for name, weight in model.named_parameters()}
+    write_experts(tmp_path, "gpt_oss", blocks(tensors), GPT_OSS, **WIDE)
+    expected = text(tmp_path, row, ep=False)
+    assert len(set(expected)) == len(PROMPTS)
+    assert text(tmp_path, row, tp=row.tp, pp=row.pp) == expected
 
 
 # The experts of the first layer, by rank; the second layer keeps ranges.

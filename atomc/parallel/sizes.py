@@ -103,7 +103,7 @@ def _problems_of_widths(fields: Mapping[str, JSONLike], size: int, ep: bool) -> 
             continue
         if width % size:
             yield f"{width:,} columns ({name}) do not divide by {size}"
-        elif width // size % block:
+        elif size > 1 and width // size % block:
             yield (
                 f"a cut of {width:,} columns ({name}) in {size} gives {width // size:,}, not a "
                 f"multiple of {block}, which share a scale: they do not divide by {size}"
