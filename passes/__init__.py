@@ -49,7 +49,11 @@ from atomc.passes.recognize.delta_rule import delta_rule
 from atomc.passes.recognize.experts import MOE_EXPERTS, ids_as_chosen
 from atomc.passes.recognize.gated import GELU_AND_MUL, OTHER_GATES, SILU_AND_MUL
 from atomc.passes.recognize.layer_norm import LAYER_NORM
-from atomc.passes.recognize.lora_linear import LORA_LINEAR, LORA_LINEAR_UNSCALED
+from atomc.passes.recognize.lora_linear import (
+    LORA_LINEAR,
+    LORA_LINEAR_QUANTIZED,
+    LORA_LINEAR_UNSCALED,
+)
 from atomc.passes.recognize.mla import MASKED_MLA, MLA_ATTENTION
 from atomc.passes.recognize.mla_quantized import MLA_QUANTIZED
 from atomc.passes.recognize.repeat_kv import REPEAT_KV
@@ -87,7 +91,7 @@ PIPELINE: tuple[Pass, ...] = (
     rewriting(GELU_AND_MUL, after=["canonicalize"]),
     rewriting(ROPE, ROPE_CAST, ROPE_OTHER_SIGN, ROPE_COMPLEX, after=["columns_of_pairs"]),
     rewriting(ROPE_PARTIAL, after=["rope"]),
-    rewriting(LORA_LINEAR, LORA_LINEAR_UNSCALED, after=["canonicalize"]),
+    rewriting(LORA_LINEAR, LORA_LINEAR_UNSCALED, LORA_LINEAR_QUANTIZED, after=["canonicalize"]),
     rewriting(REPEAT_KV),
     rewriting(DELTA_GATES, after=["canonicalize"]),
     Pass("gated_delta_rule", delta_rule, after=["canonicalize"]),

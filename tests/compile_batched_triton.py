@@ -2,7 +2,7 @@
 compile_batched_triton.py sm90. Prints as compile_triton.py does, which removes the interpreter.
 """
 
-import sys
+import argparse
 
 import torch
 from compile_triton import TARGETS, compiling
@@ -35,10 +35,13 @@ def compile_gates(codes: torch.dtype, block: int, gates: tuple[str, ...]) -> Non
 
 
 if __name__ == "__main__":
-    JITFunction.run = compiling(TARGETS[sys.argv[1]])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target", choices=list(TARGETS))
+    target = parser.parse_args().target
+    JITFunction.run = compiling(TARGETS[target])
     compile_gates(torch.bfloat16, 0, ACTIVATIONS)
     for codes in (torch.float32, torch.int8):
         compile_gates(codes, 0, ("silu",))
-    if sys.argv[1] == "sm90":
+    if target == "sm90":
         for block in (0, 128):
             compile_gates(torch.float8_e4m3fn, block, ("silu",))

@@ -5,8 +5,8 @@ Triton's interpreter takes what its compiler does not, such as a name with two t
 branches. Prints a line for each kernel: its name, and "compiled" or the compiler's error.
 """
 
+import argparse
 import os
-import sys
 from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -89,11 +89,15 @@ def _type(value: Any, parameter: Any) -> str:
 
 
 if __name__ == "__main__":
-    target = TARGETS[sys.argv[1]]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target", choices=list(TARGETS))
+    parser.add_argument("cases", nargs="*", metavar="op/case")
+    args = parser.parse_args()
+    target = TARGETS[args.target]
     JITFunction.run = compiling(target)
     assert kernels.load("triton") is None
     attention_tiles.shared_memory = lambda device: SHARED_BYTES[target.arch]
-    for name in sys.argv[2:]:
+    for name in args.cases:
         op, case = name.split("/")
         arguments = CASES[op][case](Draw(torch.bfloat16))
         for kernel in ops.REGISTRY[op].kernels:

@@ -150,6 +150,19 @@ def test_one_entry_serves_every_number_of_tokens_it_was_compiled_for(start):
     torch.testing.assert_close(found, Block()(fewer))
 
 
+def test_a_number_that_only_chooses_a_branch_is_no_part_of_the_entry(start):
+    """As the length of a static cache with a window, below which the tokens fit."""
+
+    def step(x, tokens, room):
+        y = F.silu(x) + tokens
+        return y if tokens < room else y.sin()
+
+    for tokens, room, cached in ((3, 9, "miss"), (5, 8, "hit"), (9, 8, "miss")):
+        found, report = start(step, X, tokens, room, dynamic=True, strict=True)
+        assert report.cache.startswith(cached)
+        torch.testing.assert_close(found, step(X, tokens, room))
+
+
 def test_an_input_that_is_written_is_written_by_a_hit_too(start):
     def step(store, x):
         store.index_copy_(0, torch.tensor([2]), F.silu(x))

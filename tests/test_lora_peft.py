@@ -2,13 +2,16 @@
 below merge as without them.
 """
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
-from rewriting import after_passes, rewritten
+from rewriting import after_passes, rewritten, since
 
 import atomc
 from atomc import passes
+from atomc.quantization import QuantizedLinear
 from atomc.rewriting.matching import near_miss
 
 LORA = next(each for each in passes.PIPELINE if each.name == "lora_linear")
@@ -151,7 +154,7 @@ def wrapped(dtype):
     config = transformers.Qwen3Config(
         vocab_size=64,
         hidden_size=32,
-        intermediate_size=48,
+        intermediate_size=64,
         num_hidden_layers=1,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -165,12 +168,14 @@ def wrapped(dtype):
 
 
 def compiled(model, *inputs, **more):
-    """The report of the compiled model, whose results are those of eager."""
+    """The report of the compiled model, which is one graph with the results of eager."""
+    before = atomc.reports()
     with torch.inference_mode():
         expected = model(*inputs, **more)
         call = torch.compile(model, backend="atom", options={"glue": "eager", "strict": True})
         torch.testing.assert_close(call(*inputs, **more), expected)
-    return atomc.reports()[-1]
+    (report,) = since(before)
+    return report
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "adapters in fp32"])
@@ -178,3 +183,93 @@ def test_layers_below_adapters_of_peft_merge_as_without_them(dtype):
     report = compiled(wrapped(dtype), torch.tensor([[3, 1, 4, 1, 5]]), use_cache=False)
     assert report.matches["lora_linear"] == 7
     assert [report.matches[name] for name in MERGES] == [1, 1, 0]
+
+
+IDS = torch.tensor([[3, 1, 4, 1, 5]])
+
+
+def dequantized(model):
+    """A copy whose quantized layers have become linear layers with the same values."""
+    model = copy.deepcopy(model)
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, QuantizedLinear):
+            plain = torch.nn.Linear(layer.in_features, layer.out_features, bias=False)
+            plain.weight = torch.nn.Parameter(layer.dequantized(), requires_grad=False)
+            model.set_submodule(name, plain)
+    return model
+
+
+@pytest.mark.parametrize(
+    "scheme, bound",
+    [
+        ("fp8", 0.1),
+        pytest.param("int8", 0.03, marks=pytest.mark.slow),
+        pytest.param("int4", 1e-4, marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_of_peft_over_quantized_layers_are_one_op_each_and_the_layers_merge(scheme, bound):
+    """Activations have 8 bits, too, in fp8 and int8: the bounds."""
+    model = atomc.quantize(wrapped(torch.float32), scheme)
+    layers = {name for name, layer in model.named_modules() if isinstance(layer, QuantizedLinear)}
+    assert len(layers) == 7 and {name.rpartition(".")[2] for name in layers} == {"base_layer"}
+    report = compiled(model, IDS, use_cache=False)
+    assert report.matches["lora_linear"] == 7
+    assert [report.matches[name] for name in MERGES] == [1, 1, 0]
+    found, exact = (each(IDS, use_cache=False).logits for each in (model, dequantized(model)))
+    assert (found - exact).norm() <= bound * exact.norm()
+
+
+def test_names_of_layers_to_ignore_are_those_of_the_model_without_adapters():
+    model = atomc.quantize(wrapped(torch.float32), "int8", ["mlp.gate_up_proj", r"re:.*[qk]_proj$"])
+    names = [name for name, layer in model.named_modules() if isinstance(layer, QuantizedLinear)]
+    assert [name.split(".")[-2] for name in names] == ["v_proj", "o_proj", "down_proj"]
+
+
+class Wrapper(torch.nn.Module):
+    """A linear layer with an adapter, with the names that peft gives both."""
+
+    def __init__(self, inputs, outputs, scale):
+        super().__init__()
+        self.base_layer = torch.nn.Linear(inputs, outputs, bias=False)
+        thin = torch.nn.Linear(inputs, 2, bias=False), torch.nn.Linear(2, outputs, bias=False)
+        self.lora_A, self.lora_B = (torch.nn.ModuleDict({"default": layer}) for layer in thin)
+        self.scale = scale
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x)) * self.scale
+
+
+PER_CHANGE = {("fp8", 1.0), ("int4", 2.0)}
+
+
+class Block(torch.nn.Module):
+    """A gated MLP; only one of the two layers that are merged has an adapter."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.gate_proj = Wrapper(64, 96, scale)
+        self.up_proj = torch.nn.Linear(64, 96, bias=False)
+
+    def forward(self, x):
+        return F.silu(self.gate_proj(x)) * self.up_proj(x)
+
+
+@pytest.mark.parametrize(
+    "scheme, scale",
+    [
+        pytest.param(scheme, scale, marks=() if (scheme, scale) in PER_CHANGE else pytest.mark.slow)
+        for scheme in ("fp8", "int8", "int4", "mxfp4", "nvfp4_a16")
+        for scale in (2.0, 1.0)
+    ],
+)
+def test_an_adapter_of_one_of_two_quantized_layers_does_not_keep_them_apart(scheme, scale):
+    torch.manual_seed(0)
+    model = Block(scale).eval().requires_grad_(False)
+    atomc.quantize(model, scheme)
+    names = [name for name, layer in model.named_modules() if isinstance(layer, QuantizedLinear)]
+    assert names == ["gate_proj.base_layer", "up_proj"]
+    if scheme == "fp8":  # one scale, or the products could not be merged
+        assert model.gate_proj.base_layer.weight_scale is model.up_proj.weight_scale
+    report = compiled(model, torch.randn(3, 64))
+    assert report.matches["lora_linear"] == 1
+    assert [report.matches[name] for name in MERGES] == [0, 1, 0]

@@ -4,6 +4,11 @@ continuous batching, and any bare torch.compile under `torch.compiler.set_defaul
 The compiled results are those of eager, and Dynamo makes one graph of the decode step.
 """
 
+import json
+import socket
+import time
+import urllib.request
+
 import pytest
 import torch
 from rewriting import since
@@ -11,6 +16,7 @@ from tiny_models import SIZES
 from torch import Tensor
 
 import atomc
+from atomc.demo import PATH
 
 transformers = pytest.importorskip("transformers", reason="its generate is tested")
 
@@ -230,3 +236,47 @@ def test_a_bare_torch_compile_uses_the_default_backend() -> None:
     finally:
         torch.compiler.set_default_backend(None)
     assert [report.treated for report in since(before)] == [True]
+
+
+@pytest.mark.slow
+def test_the_server_of_transformers_compiles_with_the_default_of_a_program(monkeypatch) -> None:
+    """As docs/transformers.md does it for a GPU; here a CPU compiles, too."""
+    if not transformers.utils.import_utils.is_serve_available():
+        pytest.skip("transformers serve needs fastapi, uvicorn, pydantic and openai")
+    from transformers.cli.serve import Serve
+
+    ours = compile_config()
+    monkeypatch.setattr(transformers.PreTrainedModel, "_default_compile_config", lambda _: ours)
+    compiles = transformers.GenerationMixin._valid_auto_compile_criteria
+
+    def on_a_cpu(model, inputs, generation):
+        generation.compile_config = ours
+        return compiles(model, inputs, generation)
+
+    monkeypatch.setattr(transformers.GenerationMixin, "_valid_auto_compile_criteria", on_a_cpu)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    before = atomc.reports()
+    server = Serve(str(PATH), compile=True, host="127.0.0.1", port=port, non_blocking=True)
+    try:
+        while not server.server.started:
+            assert server._thread.is_alive()
+            time.sleep(0.05)
+        body = {"model": str(PATH), "prompt": "In the beginning", "max_tokens": 6, "temperature": 0}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            text = json.loads(answer.read())["choices"][0]["text"]
+    finally:
+        server.kill_server()
+    assert [report.treated for report in since(before)] == [True]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(PATH)
+    model = transformers.AutoModelForCausalLM.from_pretrained(PATH).eval()
+    prompt = tokenizer("In the beginning", return_tensors="pt")
+    tokens = model.generate(**prompt, max_new_tokens=6, do_sample=False)[0]
+    new = tokens[prompt["input_ids"].shape[1] :]
+    assert text == tokenizer.decode(new, skip_special_tokens=True)

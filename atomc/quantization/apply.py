@@ -14,7 +14,7 @@ from atomc.models.experts_spec import is_experts, spec_of
 from atomc.platform import Platform
 from atomc.quantization.config import QuantizationConfig, online
 from atomc.quantization.experts import STACKED, ExpertsMethod, QuantizedExperts
-from atomc.quantization.kept_layers import kept_layers
+from atomc.quantization.kept_layers import kept_layers, unwrapped
 from atomc.quantization.linear import LinearMethod, QuantizedLinear, share_scales, siblings_of
 from atomc.quantization.scheme import Fp8, Fp8Block, as_fnuz
 from atomc.quantization.stored_experts import create_stored, expect_scales, stack_stored
@@ -51,11 +51,11 @@ def methods_of(model: nn.Module, config: QuantizationConfig, strip: str = "") ->
         if name in kept:
             continue
         if type(layer) is nn.Linear and owners.get(id(layer.weight)) == 1:
-            method = config.get_quant_method(layer, name.removeprefix(strip))
+            method = config.get_quant_method(layer, unwrapped(name.removeprefix(strip)))
             if method is not None:
                 linears[name] = method
         elif is_experts(layer) and _is_alone(layer, owners):
-            of_experts = config.get_experts_method(layer, name.removeprefix(strip))
+            of_experts = config.get_experts_method(layer, unwrapped(name.removeprefix(strip)))
             if of_experts is not None:
                 experts[name] = of_experts
     return Methods(linears, experts)

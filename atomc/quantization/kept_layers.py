@@ -8,6 +8,8 @@ ROUTERS = ("gate", "router", "shared_expert_gate")
 DELTA_GATES = ("in_proj_ba", "in_proj_b", "in_proj_a", "b_proj", "a_proj")
 # Vision encoders in models of transformers.
 ENCODERS = ("visual", "vision_model", "vision_tower")
+# The layer that peft wrapped, among the parts of its adapters.
+WRAPPED = "base_layer"
 
 
 def kept_layers(model: nn.Module, *, online: bool) -> set[str]:
@@ -17,7 +19,12 @@ def kept_layers(model: nn.Module, *, online: bool) -> set[str]:
     kept = _indexer_weights(model)
     if not online:
         return kept
-    return kept | _routers(model) | _delta_gates(model) | _vision_encoders(model)
+    return kept | _routers(model) | _delta_gates(model) | _vision_encoders(model) | _adapters(model)
+
+
+def unwrapped(name: str) -> str:
+    """The name of a layer in a model without the adapters of peft."""
+    return name.removeprefix("base_model.model.").removesuffix(f".{WRAPPED}")
 
 
 def _indexer_weights(model: nn.Module) -> set[str]:
@@ -61,6 +68,18 @@ def _vision_encoders(model: nn.Module) -> set[str]:
     """The names of all modules in vision encoders."""
     return {
         name for name, _ in model.named_modules() if not set(ENCODERS).isdisjoint(name.split("."))
+    }
+
+
+def _adapters(model: nn.Module) -> set[str]:
+    """The names of all modules of adapters of peft, whose products are thin and not merged."""
+    return {
+        f"{name}.{part}.{inner}".removesuffix(".")
+        for name, wrapper in model.named_modules()
+        if WRAPPED in wrapper._modules
+        for part, adapter in wrapper.named_children()
+        if part != WRAPPED
+        for inner, _ in adapter.named_modules()
     }
 
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from atomc.quantization.kept_layers import unwrapped
 from atomc.quantization.layer_weights import Shapes, Tensors
 from atomc.quantization.scheme import Fp8, Scheme
 from atomc.weights.registry import parameter_of
@@ -141,8 +142,10 @@ SIBLINGS = (
 
 
 def siblings_of(name: str) -> tuple[str, ...]:
-    """The names of the layers that share an input with this one, including itself."""
-    parent, _, leaf = name.rpartition(".")
+    """The names of the layers that share an input with this one, including itself; without the
+    adapters that peft puts around some of them.
+    """
+    parent, _, leaf = unwrapped(name).rpartition(".")
     group = next((group for group in SIBLINGS if leaf in group), (leaf,))
     return tuple(f"{parent}.{other}" if parent else other for other in group)
 

@@ -366,11 +366,18 @@ def _returns_view_of_written(meta: "ViewAndMutationMeta") -> bool:
 
 
 def guards_of(mode: FakeTensorMode | None, inputs: Sequence[Input]) -> str | None:
-    """The guards on the sizes among the inputs so far, as an expression; None without sizes."""
+    """The guards on the sizes among the inputs so far, as an expression; None without sizes.
+
+    A number that only chose a branch (a static cache with a window counts its tokens in one) has a
+    symbol, too, but is no input. Dynamo checks such guards before each call.
+    """
     sizes = _backed_sizes(inputs)
     if mode is None or mode.shape_env is None or not sizes:
         return None
-    return mode.shape_env.produce_guards_expression(placeholders=sizes)
+    env = mode.shape_env
+    symbols = {symbol for size in sizes for symbol in size.node.expr.free_symbols}
+    of_sizes = [guard for guard in env.guards if env.simplify(guard.expr).free_symbols <= symbols]
+    return env.produce_guards_expression(placeholders=sizes, guards=of_sizes)
 
 
 def guards_hold(mode: FakeTensorMode | None, inputs: Sequence[Input], guards: str | None) -> bool:

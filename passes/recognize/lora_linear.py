@@ -17,6 +17,8 @@ from torch.fx import Node
 
 from atomc import ops
 from atomc.graph.canonical import GENERIC, call
+from atomc.ops.op import op_of
+from atomc.ops.op_traits import Kind
 from atomc.rewriting.example import Example, OneOf, tensor_example
 from atomc.rewriting.matching.pattern import Index
 from atomc.rewriting.rewrite import Case, Rewrite
@@ -27,21 +29,22 @@ _16_BITS = (torch.bfloat16, torch.float16)
 
 
 def _pattern(
-    y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, dtype: torch.dtype | None
+    y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float | None, dtype: torch.dtype | None
 ) -> Tensor:
-    total = y + ops.linear(ops.linear(x, a), b) * scale
+    products = ops.linear(ops.linear(x, a), b)
+    total = y + (products if scale is None else products * scale)
     return total if dtype is None else total.to(dtype)
 
 
 def _replacement(
-    y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, dtype: torch.dtype | None
+    y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float | None, dtype: torch.dtype | None
 ) -> Tensor:
     b_t = aten.permute.default(b, [1, 0])
     stacked = aten.unsqueeze.default(a, 0), aten.unsqueeze.default(b_t, 0)
-    return ops.lora_linear(y, x, *stacked, scale=scale)
+    return ops.lora_linear(y, x, *stacked, scale=1.0 if scale is None else scale)
 
 
-def _example(in_fp32: bool) -> Example:
+def _example(in_fp32: bool, scale: float | None = 2.5) -> Example:
     model = OneOf(*_16_BITS) if in_fp32 else OneOf(torch.float32, *_16_BITS)
     adapter = torch.float32 if in_fp32 else model
     return {
@@ -49,7 +52,7 @@ def _example(in_fp32: bool) -> Example:
         "x": tensor_example(3, 6, dtype=adapter),
         "a": tensor_example(2, 6, dtype=adapter),
         "b": tensor_example(10, 2, dtype=adapter),
-        "scale": 2.5,
+        "scale": scale,
         "dtype": model if in_fp32 else None,
     }
 
@@ -108,6 +111,16 @@ def _if_chained(*cases: Case) -> Callable[[Index], Sequence[Case]]:
     return lambda index: cases if _is_chained(index) else ()
 
 
+def _if_quantized(*cases: Case) -> Callable[[Index], Sequence[Case]]:
+    """The cases, for graphs with chained linear layers as above and with quantized ones."""
+    return lambda index: cases if _is_quantized(index) and _is_chained(index) else ()
+
+
+def _is_quantized(index: Index) -> bool:
+    found = (op_of(nodes[0].target) for nodes in index.nodes.values())
+    return any(op is not None and op.kind is Kind.LINEAR and op.quantized_weight for op in found)
+
+
 def _is_chained(index: Index) -> bool:
     linears, seen = set(index[LINEAR]), set[Node]()
     waiting = [call(linear).operands[0] for linear in linears]
@@ -149,5 +162,20 @@ LORA_LINEAR_UNSCALED = Rewrite(
             for in_fp32 in (True, False)
             for biased in (True, False)
         )
+    ),
+)
+# Below an adapter of a quantized layer there are several ops, a different one for each scheme. The
+# layers of such a model are quantized, so products of two that are not are an adapter.
+LORA_LINEAR_QUANTIZED = Rewrite(
+    "lora_linear",
+    _pattern,
+    _replacement,
+    _example,
+    guard=_guard,
+    variant="scale of 1, quantized",
+    cases=(),
+    cases_in=_if_quantized(
+        Case("adapter in fp32", {"in_fp32": True, "scale": None}),
+        Case("", {"in_fp32": False, "scale": None}),
     ),
 )

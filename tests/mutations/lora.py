@@ -25,6 +25,9 @@ BUGS = [
     bug(FEW, "(part < PARTS)[:, None]", "(part < 1)[:, None]", "kernels", "lora and long"),
     bug(FEW, "* R + own * RANK", "* R", "kernels", "lora and merged"),
     bug("passes/merge/linears.py", "    while call(node).op in VIEWS or _is_adapter(node):", "    while call(node).op in VIEWS:", "lora_peft", "gate_and_up"),
+    bug("atomc/quantization/kept_layers.py", "if WRAPPED in wrapper._modules", "if None in wrapper._modules", "lora_peft", "keep_them_apart"),
+    bug("atomc/quantization/linear.py", "unwrapped(name).rpartition", "name.rpartition", "lora_peft", "keep_them_apart"),
+    bug("passes/recognize/lora_linear.py", "op.quantized_weight for op in found", "False for op in found", "lora_peft", "keep_them_apart"),
     bug("runtime/server/engines.py", "if isinstance(error, EngineRestarting) or not", "if not", "engines", "refuses"),
     bug("runtime/server/engines.py", "self.check_none_restarts()", "self._check()", "engines", "engines_sleep"),
 ]  # fmt: skip

@@ -1,12 +1,14 @@
 """Apply each bug to a copy of the tree, and run the tests that are to turn red.
 
-    python tests/mutations/run.py [WORD]    WORD selects bugs by their file, text or tests
+    python tests/mutations/run.py           # all
+    python tests/mutations/run.py lora      # those with this word in their file, text or tests
 
 As many at once as there are cores, each in a process forked from one that has imported torch. Exits
 with 1 if a bug is not noticed, if its tests cannot be run or do not end, or if they fail without a
 bug.
 """
 
+import argparse
 import contextlib
 import multiprocessing
 import os
@@ -27,6 +29,17 @@ PASSED, FAILED, TIMED_OUT = 0, 1, -signal.SIGALRM
 SECONDS = 600
 OUTCOMES = {PASSED: "NOT NOTICED", FAILED: "caught", TIMED_OUT: f"RUNS {SECONDS} s"}
 WIDTH = 40
+
+
+def asked() -> str:
+    """The word of the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "word", nargs="?", default="", help="selects bugs by their file, text or tests"
+    )
+    return str(parser.parse_args().word)
 
 
 def main(word: str = "") -> int:
@@ -136,4 +149,4 @@ def _show_nothing() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main(asked()))
