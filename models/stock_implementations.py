@@ -57,6 +57,10 @@ def attention_of(config: Any) -> dict[str, str]:
 
 
 def _by_part(config: Any, attribute: str) -> dict[str, str]:
+    """Without parts that are not there, and parts of which no function is chosen: the latter have
+    no module, as the audio encoder in Moshi's decoder.
+    """
     parts = {name: getattr(config, name) for name in config.sub_configs}
     names = {name: getattr(part, attribute) for name, part in parts.items() if part is not None}
-    return names | {"": getattr(config, attribute)}
+    chosen = {name: value for name, value in names.items() if value is not None}
+    return chosen | {"": getattr(config, attribute)}

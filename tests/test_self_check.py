@@ -5,6 +5,7 @@ import torch
 
 from atomc import LLM
 from atomc.cache.store import usage
+from atomc.models.stock_implementations import Implementations
 from atomc.options import Options
 from atomc.program import compile_model
 from atomc.quantization import quantize
@@ -194,6 +195,18 @@ def test_a_given_module_has_its_own_attention_after_the_check():
     from atomc.models import wrap_stock
 
     assert compile_model(wrap_stock(model), {"glue": "eager"}).specs == llm.program.specs
+
+
+def test_a_part_without_a_module_of_which_no_attention_is_chosen_is_left_alone():
+    config = transformers.MoshiConfig(
+        vocab_size=96, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, ffn_dim=48
+    )
+    model = transformers.MoshiForCausalLM(config)
+    own = Implementations.of(model)
+    assert list(own.attention) == [""] and len(config.sub_configs) == 2
+    model.set_attn_implementation("eager")
+    own.set_in(model)
+    assert config._attn_implementation == own.attention[""] != "eager"
 
 
 def test_the_verdict_is_kept_beside_the_program_and_belongs_to_its_configuration(tmp_path):
