@@ -62,7 +62,8 @@ SIZES: dict[str, Any] = {
     "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "sliding_window": 8, "rotary_dim": 8,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "is_decoder": True, "hidden_size_per_layer_input": 16,
     "vocab_size_per_layer_input": 128, "num_kv_shared_layers": 0, "laurel_rank": 8, "mamba_d_state": 8, "ssm_state_size": 8,
-    "state_size": 8, "use_cache": True,
+    "state_size": 8, "use_cache": True, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
 }  # fmt: skip
 # Where the sizes above do not fit together.
 SPECIAL: dict[str, dict[str, Any]] = {
