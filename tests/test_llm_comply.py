@@ -33,8 +33,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """The demo model, which also ends where it writes a period: by itself it writes to the length
-    limit, and llm-comply expects answers that end.
+    """The demo model, which likes to end where it would write a period: by itself it writes to the
+    length limit, and llm-comply expects answers that end.
     """
     folder = tmp_path_factory.mktemp("comply") / "brief"
     shutil.copytree(demo.PATH, folder, ignore=shutil.ignore_patterns("__*"))
@@ -42,9 +42,9 @@ def server(tmp_path_factory):
     end = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
     weights = load_file(folder / "model.safetensors")
     rows = weights["model.embed_tokens.weight"]  # of the head, too
-    rows[end] = rows[vocab["."]]
+    rows[end] = 1.3 * rows[vocab["."]]
     save_file(weights, folder / "model.safetensors")
-    flags = ("--tool-call-parser", "hermes", "--options", "layout=paged")
+    flags = ("--tool-call-parser", "hermes", "--options", "layout=paged", "--seed", "1")
     with serving(folder, "--served-model-name", "brief", "--api-key", KEY, *flags) as found:
         yield found
 
