@@ -554,6 +554,7 @@ def of_draft(found):
     return [row for row in found.lines if row.module_path.startswith("draft")]
 
 
+@pytest.mark.slow
 def test_a_plan_has_bytes_time_and_cache_of_the_draft_layer(folder):
     load = Workload(tokens=12, sequences=4, context=64)
     _, without = drafted(folder, 0, load)

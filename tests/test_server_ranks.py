@@ -76,11 +76,12 @@ def under_streams(server, happens):
     return *zip(*found[:LONG_STREAMS], strict=True), found[LONG_STREAMS:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "reason"),
     [
         pytest.param(signal.SIGKILL, "was killed by signal 9", id="killed"),
-        pytest.param(signal.SIGSTOP, "has been silent for", id="stopped", marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, "has been silent for", id="stopped"),
     ],
 )
 def test_50_streams_end_soon_after_a_rank_fails_and_the_group_serves_again(server, number, reason):
