@@ -50,7 +50,7 @@ BUGS = [
     bug("layers.py", "child._parameters.pop(WHOLE_SHAPE, None)", "pass", PART),
     bug("plan.py", "if not is_part(name)}", "}", f"{CUTS} all_versions"),
     bug("sizes.py", "of_keys % size and size % of_keys", "of_keys % size", f"{CUTS} heads_and_their_state"),
-    bug("sizes.py", "elif width // size % block:", "elif width % block:", f"{CUTS} sizes_that_do_not"),
+    bug("sizes.py", "size > 1 and width // size % block:", "size > 1 and width % block:", f"{CUTS} sizes_that_do_not"),
     bug("sharding.py", "len(names) > 1 and not divided.issuperset(names)", "False", f"{CUTS} shares_a_weight"),
     bug("layers.py", "(1,) if spec.gate[\"interleaved\"] else GATE_AND_UP", "GATE_AND_UP", "tests/test_tensor_parallel.py -k 'gpt_oss and not ep'"),
     bug("cut.py", "            return chosen\n", "            pass\n", f"{PLACED} 'any_members or one_by_one'"),
