@@ -1,6 +1,5 @@
 """bench/images.py: a small model from an image to the first token, beside transformers."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -8,21 +7,16 @@ from types import ModuleType
 
 import pytest
 import torch
+from bench_script import loaded
 
 pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.xdist_group("runtime")
-BENCH = Path(__file__).parents[1] / "bench/images.py"
-sys.path.insert(0, str(BENCH.parent))
 
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_images", BENCH)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded("images")
 
 
 def test_both_ways_choose_tokens_and_their_times_are_written(

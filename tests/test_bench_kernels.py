@@ -2,24 +2,18 @@
 case.
 """
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-BENCH = Path(__file__).parents[1] / "bench/kernels.py"
+from bench_script import loaded
 
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_kernels", BENCH)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded("kernels")
 
 
 def test_a_kernel_for_other_numbers_of_tokens_is_named_as_the_reason(

@@ -1,17 +1,16 @@
 """`python -m bench.moe_combinations`: the table of pairs, and one pair checked and timed."""
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from bench_script import loaded
 
 from atomc.kernels.moe import SCHEMES
 from atomc.kernels.moe.parts import EXPERTS, PREPARE, REFUSED
 
-BENCH = Path(__file__).parents[1] / "bench/moe_combinations.py"
 SMALL = [
     "--tokens",
     "3",
@@ -28,11 +27,7 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_moe_combinations", BENCH)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded("moe_combinations")
 
 
 def pair(prepare: str, experts: str, *rest: str) -> list[str]:

@@ -1,6 +1,5 @@
 """bench/perplexity.py: each scheme of an untrained mixture of experts, and of its reference."""
 
-import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -8,6 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from bench_script import loaded
 from safetensors.torch import save_file
 
 from atomc import models
@@ -16,7 +16,6 @@ from atomc.demo import PATH
 pytest.importorskip("tokenizers")
 
 pytestmark = pytest.mark.xdist_group("perplexity")
-BENCH = Path(__file__).parents[1] / "bench/perplexity.py"
 DENSE = json.loads((PATH / "config.json").read_text())
 CONFIG = DENSE | {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -34,11 +33,7 @@ SCHEMES = ["fp8", "int8", "int4", "mxfp4"]
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_perplexity", BENCH)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded("perplexity")
 
 
 @pytest.fixture(scope="module")

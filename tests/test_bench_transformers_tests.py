@@ -2,7 +2,6 @@
 skipped.
 """
 
-import importlib.util
 import json
 import os
 import sys
@@ -10,11 +9,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from bench_script import loaded
 
 pytest.importorskip("transformers")
 
-BENCH = Path(__file__).parents[1] / "bench/transformers_tests.py"
-sys.path.insert(0, str(BENCH.parent))
 SUITE = """
 import unittest
 
@@ -47,13 +45,9 @@ class ToyModelTest(unittest.TestCase):
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_transformers_tests", BENCH)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     # What its survey sets, for the processes that it starts.
     monkeypatch.setenv("ATOMC_STRICT", os.environ.get("ATOMC_STRICT", "1"))
-    return module
+    return loaded("transformers_tests")
 
 
 @pytest.fixture
