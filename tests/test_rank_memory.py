@@ -99,19 +99,22 @@ def write_one_by_one(
 
 @pytest.mark.parametrize("how", DIVIDED.values(), ids=DIVIDED)
 @pytest.mark.parametrize(
-    "differs",
-    [
-        pytest.param(differs, id=name, marks=() if name == "Qwen3-MoE" else pytest.mark.slow)
-        for name, differs in KINDS.items()
-    ],
+    ("kind", "largest"),
+    [("Qwen3-MoE", 0.6), pytest.param("DeepSeek-V3", 0.7, marks=pytest.mark.slow)],
 )
 def test_the_peak_of_a_rank_is_at_most_its_part_and_a_tenth(
-    differs: dict[str, Any], how: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    largest: float,
+    how: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """`largest`: of the whole, a part that is divided. Latents are whole on each rank."""
+    differs = KINDS[kind]
     model = random_model("qwen3_moe", **differs)
     write(tmp_path, "qwen3_moe", stored(model), **differs)
     peak, share = peak_and_share(tmp_path, monkeypatch, **how)
-    assert share < 0.7 * num_bytes(model)
+    assert share < largest * num_bytes(model)
     assert peak <= 1.1 * share
 
 
