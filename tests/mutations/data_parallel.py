@@ -19,7 +19,7 @@ BUGS = [
     Bug("atomc/kernels/moe/as_kernel.py", "rows.masked_fill(rows == nowhere, -1)", "rows", "tests/test_moe_across_processes.py -k 'op and torch'"),
     Bug("passes/expert_load.py", 'return given["ids"], value(places).shape[1]', "return ids, value(places).shape[1]", f"{MODELS} 'counts and fp8'"),
     Bug("runtime/ranks/executor.py", "[counts.expert_load, *self._monitor.expert_loads(number)]", "[counts.expert_load]", f"{MODELS} 'counts and fp8'"),
-    Bug("runtime/expert_load.py", "rows.get(name, held)", "held", f"{MODELS} 'counts and bits'"),
+    Bug("runtime/expert_load.py", "rows.get(name, held)", "held", f"{MODELS} 'counts and bits' -m ''"),
     Bug("passes/fuse/experts_ep.py", "tensor_example(3, 7, dtype=OneOf(torch.int64", "tensor_example(3, 2, dtype=OneOf(torch.int64", "tests/test_blockers.py -k moe_experts_ep"),
     Bug("runtime/ranks/reports.py", "first = stages.index(stage)", "first = 0", "tests/test_rank_reports.py -k their_stage"),
     Bug("runtime/ranks/reports.py", "        log.error(", "        log.debug(", "tests/test_rank_reports.py -k log"),
