@@ -139,7 +139,7 @@ def compile_encoder(
     else:
         traced = _traced(model, chosen, where, owned=owned)
         report, parts = traced.report, (traced.compiled, traced.inputs, traced.arguments)
-        cache.store(report, traced.entry, traced.sources, traced.arguments, traced.inputs)
+        cache.store(traced)
     report.treated = True
     contract.check(report, chosen)
     with torch.no_grad():

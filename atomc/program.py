@@ -263,11 +263,12 @@ def compile_model(
     found = cache.load()
     if found is not None:
         report = keep(found.report)
-        compiled, inputs, key = found.compiled, found.inputs, None
+        compiled, inputs = found.compiled, found.inputs
+        key: str | None = found.key
     else:
         traced = _traced(model, chosen, where, observers, keep_texts, takes, owned=owned)
         compiled, inputs, report, key = traced.compiled, traced.inputs, traced.report, traced.key
-        cache.store(report, traced.entry, traced.sources, traced.arguments, inputs)
+        cache.store(traced)
     report.treated = True
     contract.check(report, chosen)
     with torch.no_grad():

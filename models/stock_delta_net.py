@@ -92,8 +92,12 @@ def _parameters(layer: nn.Module) -> Iterable[str]:
     return (*RECURRENCE, *parts)
 
 
+def _is_delta_net(module: nn.Module) -> bool:
+    return spelling_of(module) is not None
+
+
 DELTA_NETS = LayerKind(
-    lambda module: spelling_of(module) is not None,
+    _is_delta_net,
     mix,
     "ops.causal_conv1d and ops.gated_delta_rule",
     _handles,

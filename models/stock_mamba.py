@@ -3,7 +3,7 @@ Zamba2) through ops.causal_conv1d and ops.ssm_scan.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -97,12 +97,16 @@ def _complete(mixer: Any) -> None:
         mixer.mup_vector = nn.Buffer(torch.ones(1, 1, mixer.in_proj.out_features))
 
 
+def _parameters(_: Any) -> Iterable[str]:
+    return KNOWN
+
+
 MIXERS = LayerKind(
     is_mixer,
     mix,
     "ops.causal_conv1d and ops.ssm_scan",
     _handles,
-    parameters=lambda _: KNOWN,
+    _parameters,
     sizes=SMALL,
     tokens=20,
     complete=_complete,

@@ -1,6 +1,6 @@
 """The short convolutions of transformers' classes (LFM2) through ops.causal_conv1d."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -38,12 +38,16 @@ def mix(layer: Any, x: Tensor) -> Tensor:
     return mixed
 
 
+def _parameters(_: Any) -> Iterable[str]:
+    return PARAMETERS
+
+
 SHORT_CONVS = LayerKind(
     _is_short_conv,
     mix,
     "ops.causal_conv1d",
     _handles,
-    parameters=lambda _: PARAMETERS,
+    _parameters,
     sizes={"hidden_size": 24},
     tokens=12,
 )

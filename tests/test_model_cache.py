@@ -20,11 +20,13 @@ from torch import nn
 
 import atomc
 from atomc import models
+from atomc.cache import library_code
 from atomc.cache.artifact import Uncacheable
+from atomc.cache.fingerprint import PACKAGE
 from atomc.cache.model_fingerprint import model_parts
 from atomc.cache.store import differences
 from atomc.errors import RunError
-from atomc.models import experts_spec, layers, llama, loader, wrap_stock
+from atomc.models import experts_spec, layers, llama, loader
 from atomc.ops.inputs import TEXT, ModelInputs
 from atomc.ops.state import GroupStep, Step, groups_of
 from atomc.options import Options
@@ -256,6 +258,13 @@ def test_a_change_of_a_model_is_seen(change, said):
     assert said in "; ".join(differences(before, described_now(model)))
 
 
+def test_atomc_is_described_by_its_own_rules_where_pip_has_installed_it(monkeypatch):
+    model = model_of()
+    before = described_now(model)
+    monkeypatch.setattr(library_code, "_INSTALLED_IN", (str(PACKAGE.parent),))
+    assert described_now(model) == before
+
+
 def test_settings_of_torchs_compilers_and_added_passes_are_part_of_what_it_depends_on(monkeypatch):
     model = model_of()
     before = described_now(model)
@@ -274,10 +283,11 @@ def test_settings_of_torchs_compilers_and_added_passes_are_part_of_what_it_depen
     assert differences(before, described_now(model)) == [said]
 
 
-def test_a_function_of_torch_in_the_place_of_another_is_seen(monkeypatch):
+@pytest.mark.parametrize("other", [nn.functional.bilinear, functools.partial(nn.functional.relu)])
+def test_a_function_of_torch_in_the_place_of_another_is_seen(monkeypatch, other):
     model = model_of()
     before = described_now(model)
-    monkeypatch.setattr(nn.functional, "linear", nn.functional.bilinear)
+    monkeypatch.setattr(nn.functional, "linear", other)
     (said,) = differences(before, described_now(model))
     assert said.startswith("names in torch.nn.functional changed from ")
 
@@ -419,9 +429,14 @@ def an_object_for_a_method(model, patch):
     return "atomc.models.layers.MLP.__call__ is a functools.partial, which is not code of atomc"
 
 
+class Called:
+    def __call__(self, x):
+        return x
+
+
 def an_object_for_a_function(model, patch):
-    patch.setattr(nn.functional, "silu", functools.partial(nn.functional.relu))
-    return "torch.nn.functional.silu is a functools.partial, which is not code of atomc"
+    patch.setattr(nn.functional, "silu", Called())
+    return "torch.nn.functional.silu is a test_model_cache.Called, which is not code of atomc"
 
 
 def an_attribute_without_a_text(model, patch):
@@ -509,17 +524,6 @@ def test_who_wants_to_see_graphs_gets_them(start):
     assert seen and traced_since(program) == []
     program = start(model_of(), report=os.devnull)
     assert "dynamo" in program.report.phases and traced_since(program) == []
-
-
-def test_a_transformers_model_is_not_known():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        **{name: value for name, value in TINY.items() if name != "architectures"}
-    )
-    with pytest.raises(Uncacheable, match="config is a transformers"):
-        described_now(
-            wrap_stock(transformers.LlamaForCausalLM(config).eval().requires_grad_(False))
-        )
 
 
 # Entries

@@ -221,7 +221,7 @@ def test_the_verdict_is_kept_beside_the_program_and_belongs_to_its_configuration
         )
 
     assert said() == "self-check"
-    assert usage(Options.of(cached)).entries == 2
+    assert usage(Options.of(cached)).entries == 3  # its graph, its modules and the verdict
     assert said() == "self-check at an earlier start"
     assert said(layer_norm_epsilon=1e-3) == "self-check"
     for path in tmp_path.glob("*.atomc"):

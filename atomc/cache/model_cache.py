@@ -1,17 +1,17 @@
 """Finds a compiled model in the cache without tracing it, by a description of its modules.
 
 Code, module attributes and tensors determine what a model computes. A model that consists of code
-of atomc and torch is described module by module; a model with an equal description runs the stored
-program on its own tensors. A model with a hook, a replaced forward or a class from elsewhere has no
-reliable description: it is Uncacheable, and traced at each start.
+of atomc, transformers and torch is described module by module; a model with an equal description
+runs the stored program on its own tensors. A model with a hook, a replaced forward or a class from
+elsewhere has no reliable description: it is Uncacheable, and traced at each start.
 """
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
-from torch.fx.node import Argument
 
 from atomc.cache.artifact import Uncacheable
 from atomc.cache.compiled import Compiled
@@ -24,19 +24,23 @@ from atomc.platform import Platform
 from atomc.report.report import Report
 from atomc.torch_compat.core import Input
 
+if TYPE_CHECKING:
+    from atomc.compiler.trace_model import TracedModel
+
 
 @dataclass(frozen=True)
 class CachedModel:
     """A model loaded from the cache.
 
     inputs  for each input of Dynamo's graph the tensor of this model; None for an argument
-    arguments  as in atomc.compiler.trace_model.TracedModel
+    arguments, key  as in atomc.compiler.trace_model.TracedModel
     """
 
     compiled: Compiled
     inputs: Sequence[Input]
     arguments: Sequence[tuple[str, int | None] | None]
     report: Report
+    key: str
 
 
 class ModelCache:
@@ -84,21 +88,11 @@ class ModelCache:
         report.model, report.cached = data["model"], self.lookup.outcome
         report.phases["cache"] = self.seconds + self.lookup.seconds
         record_start(self.options, report)
-        return CachedModel(compiled, inputs, data["arguments"], report)
+        return CachedModel(compiled, inputs, data["arguments"], report, data["graph"])
 
-    def store(
-        self,
-        report: Report,
-        entry: ProgramData | None,
-        sources: Sequence[str | None],
-        arguments: Sequence[tuple[str, int | None] | None],
-        inputs: Sequence[Argument],
-    ) -> None:
-        """Store the traced model under its description; the report says why it was traced.
-
-        entry  the content of the cache entry of its graph, None if there is none
-        sources, arguments, inputs  as in atomc.compiler.trace_model.TracedModel
-        """
+    def store(self, traced: "TracedModel") -> None:
+        """Store the traced model under its description; the report says why it was traced."""
+        report, entry, key = traced.report, traced.entry, traced.key
         if self.observed or report.cached.kind == "off":
             return
         why = self.lookup.outcome.why
@@ -109,27 +103,26 @@ class ModelCache:
             report.notes.append(f"traced, and then found in the cache: {why}")
         else:
             report.cached = replace(self.lookup.outcome, not_kept=report.cached.not_kept)
-        if entry is not None:
+        if entry is not None and key is not None:
             self.lookup.store(
                 lambda: {
                     **entry,
                     "model": report.model,
-                    "places": self._places(entry, sources, inputs),
-                    "arguments": list(arguments),
+                    "places": self._places(entry, traced),
+                    "arguments": list(traced.arguments),
+                    "graph": key,
                 }
             )
             unknown = self.lookup.outcome.not_kept
             report.notes += [f"traced at each start: {unknown}"] * bool(unknown)
 
-    def _places(
-        self, entry: ProgramData, sources: Sequence[str | None], inputs: Sequence[Argument]
-    ) -> list[str | None]:
+    def _places(self, entry: ProgramData, traced: "TracedModel") -> list[str | None]:
         """The path in the model of each input of the graph; None for an argument."""
         if entry["guards"] is not None:
             raise Uncacheable("it was compiled under size guards")
         paths = {id(tensor): path for tensor, path in reversed(named_tensors(self.model))}
         found: list[str | None] = []
-        for source, given in zip(sources, inputs, strict=True):
+        for source, given in zip(traced.sources, traced.inputs, strict=True):
             if given is None:
                 found.append(None)
             elif isinstance(given, Tensor) and id(given) in paths:

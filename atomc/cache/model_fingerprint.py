@@ -4,6 +4,7 @@ compute the same.
 
 import contextlib
 import enum
+import functools
 import operator
 import sys
 import sysconfig
@@ -27,6 +28,14 @@ from atomc.cache.fingerprint import (
     sources_in,
     tensor_layout,
 )
+from atomc.cache.library_code import (
+    MODULE_ATTRIBUTES,
+    PLAIN_TYPES,
+    LibraryCode,
+    functions_in,
+    in_library,
+    is_library_file,
+)
 from atomc.ops.inputs import ModelInputs
 from atomc.options import Options
 from atomc.platform import Platform
@@ -44,23 +53,9 @@ _CONTEXT_MANAGER = contextlib.contextmanager(lambda: iter(())).__code__
 # Modules with the code of models; the globals of other modules of the package may change at run
 # time.
 _MODEL_CODE = ("atomc.models", "atomc.parallel", "atomc.quantization", "atomc.ops")
-# Attributes of every nn.Module; all others are set by its class.
-_MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
+# How transformers has read the weights of a model.
+_LOADING = frozenset({"_weight_conversions"})
 _SETTINGS = ("torch._dynamo.config", "torch._functorch.config", "torch.fx.experimental._config")
-_PLAIN_TYPES = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-    torch.Size,
-)
 # Methods that a call of a torch module runs. Others are not compared: Dynamo replaces some, such as
 # __init__.
 _CALL_METHODS = frozenset(
@@ -139,6 +134,8 @@ class _ModelDescriber:
             if tensor.untyped_storage().nbytes():
                 self.memory.setdefault(tensor.untyped_storage().data_ptr(), path)
         self.classes: dict[type, None] = {}
+        self.library = LibraryCode(self._function)
+        self._told: dict[int, str] = {}  # objects of a library, such as the config of all modules
         self._within: list[int] = []
 
     def module(self, path: str, module: nn.Module) -> str:
@@ -151,7 +148,7 @@ class _ModelDescriber:
         words += [
             f"{name}={self.value(value, within + name)}"
             for name, value in sorted(vars(module).items())
-            if name not in _MODULE_ATTRIBUTES
+            if name not in MODULE_ATTRIBUTES | _LOADING
         ]
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             words.append(
@@ -179,7 +176,7 @@ class _ModelDescriber:
     def value(self, value: Any, where: str) -> str:
         """The text of an attribute's value, equal for equal values in two processes."""
         kind = type(value)
-        if kind in _PLAIN_TYPES:
+        if kind in PLAIN_TYPES:
             return repr(value)
         if id(value) in self._within:
             raise Uncacheable(f"{where} contains itself")
@@ -219,7 +216,16 @@ class _ModelDescriber:
         return self._object(value, kind, where)
 
     def _object(self, value: Any, kind: type, where: str) -> str:
-        """An object of a class of atomc, by its attributes."""
+        """A method, a partial, or an object of a class of atomc or a library, by its attributes."""
+        if kind is types.MethodType:
+            return f"method({self._items((value.__func__, value.__self__), where)})"
+        if kind is functools.partial:
+            return f"partial({self._items((value.func, value.args, value.keywords), where)})"
+        if kind is types.BuiltinFunctionType and _found_by_name(value):
+            return f"builtin {value.__module__}.{value.__qualname__}"
+        if in_library(kind.__module__):
+            first = self._told.setdefault(id(value), where)
+            return self.library.text(value, where) if first == where else f"is {first}"
         if not _is_ours(kind):
             raise Uncacheable(
                 f"{where} is a {_name(kind)}, which cannot be compared between processes"
@@ -245,6 +251,8 @@ class _ModelDescriber:
         function of ours: it has the name of the wrapped one, but depends on its decorator.
         """
         file = function.__code__.co_filename
+        if is_library_file(file):
+            return self.library.function(function, where)
         ours = file.startswith((_PACKAGE, _TORCH, _STDLIB, "<frozen "))
         wraps = hasattr(function, "__wrapped__") and not _is_context_manager_of_ours(function)
         if not ours or not _found_by_name(function) or wraps:
@@ -260,8 +268,11 @@ class _ModelDescriber:
         bases = dict.fromkeys(
             base for kind in self.classes for base in kind.__mro__ if base is not object
         )
-        for base in bases:
-            if not _is_ours(base) and not base.__module__.startswith(
+        for base in list(bases):
+            if in_library(base.__module__):
+                self.library.add_class(base)
+                del bases[base]
+            elif not _is_ours(base) and not base.__module__.startswith(
                 ("torch.nn.", "typing", "abc", "enum", "builtins")
             ):
                 raise Uncacheable(f"{_name(base)} is not a class of atomc or torch")
@@ -276,7 +287,7 @@ class _ModelDescriber:
             parts |= sources_in(
                 str(Path(sys.modules[base.__module__].__file__ or "").relative_to(PACKAGE))
             )
-        return parts
+        return parts | self.library.parts()
 
     def _class(self, kind: type) -> str:
         """The functions and constants of a class."""
@@ -287,7 +298,7 @@ class _ModelDescriber:
             if not _is_ours(kind) and name not in _CALL_METHODS:
                 continue
             where = f"{_name(kind)}.{name}"
-            functions = _functions_in(item)
+            functions = functions_in(item)
             for function in functions:
                 file = function.__code__.co_filename
                 if file == "<string>" or file.startswith(_STDLIB):
@@ -336,13 +347,6 @@ class _ModelDescriber:
             return f"{kind} {getattr(item, '__name__', '')}"
 
 
-def _functions_in(item: Any) -> list[types.FunctionType]:
-    """The functions of a class attribute: a function, or those of a method or property."""
-    parts = [item.__func__] if isinstance(item, staticmethod | classmethod) else [item]
-    parts = [item.fget, item.fset, item.fdel] if isinstance(item, property) else parts
-    return [part for part in parts if isinstance(part, types.FunctionType)]
-
-
 def _is_context_manager_of_ours(function: types.FunctionType) -> bool:
     """Whether contextlib.contextmanager made it from a function of this package."""
     wrapped = getattr(function, "__wrapped__", None)
@@ -371,7 +375,8 @@ def _check_known(where: str, kind: type, hooks: Sequence[tuple[str, object]]) ->
     for name, hook in hooks:
         if not _is_ours(type(hook)):
             raise Uncacheable(f"{where} has a hook ({name})")
-    if not _is_ours(kind) and not kind.__module__.startswith("torch.nn."):
+    known = _is_ours(kind) or in_library(kind.__module__) or kind.__module__.startswith("torch.nn.")
+    if not known:
         raise Uncacheable(f"{where} is a {_name(kind)}, a class outside atomc and torch.nn")
 
 

@@ -54,7 +54,7 @@ class ProgramData(TypedDict):
     written  the numbers of the inputs that the graph writes
     report   see `plain_report`
     guards   on sizes, see atomc.torch_compat.tracing.guards_of
-    model, places, arguments  if its key identifies a model: see atomc.cache.model_cache
+    model, places, arguments, graph  if its key identifies a model: see atomc.cache.model_cache
     """
 
     written: list[int]
@@ -64,6 +64,7 @@ class ProgramData(TypedDict):
     model: NotRequired[str]
     places: NotRequired[list[str | None]]
     arguments: NotRequired[list[tuple[str, int | None] | None]]
+    graph: NotRequired[str]
 
 
 class DamagedEntry(Exception):
