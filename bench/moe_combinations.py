@@ -179,7 +179,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> dict[str, object]
     part: PrepareFinalize = PREPARE[args.prepare].make(expert_map, args.tokens)
     config = ExpertsConfig(SCHEMES[args.scheme], args.activation)
     moe = ModularExperts(part, EXPERTS[args.experts].part(), config, chunk_rows=args.chunk_rows)
-    of_rank = rows(given.of_experts, held)
+    of_rank = moe.prepare_weights(rows(given.of_experts, held))
 
     def call() -> Tensor:
         return moe(given.x, given.ids, given.weights, of_rank)

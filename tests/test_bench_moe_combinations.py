@@ -62,7 +62,7 @@ def test_without_arguments_every_pair_is_legal_or_has_a_reason(
     assert "grouped takes the standard format" in said["batched_all_to_all", "grouped"]
     assert "legal for none; grouped supports the schemes none, not fp8" in said["naive", "grouped"]
     legal = sum(" legal " in line for line in said.values())
-    pairs = (len(PREPARE) + 5) * (len(EXPERTS) + 7)
+    pairs = (len(PREPARE) + 5) * (len(EXPERTS) + 6)
     assert lines[-1] == f"{legal} of {pairs} pairs are legal"
 
 
@@ -113,7 +113,7 @@ def test_a_profile_names_the_steps_of_the_parts(bench: ModuleType, tmp_path: Pat
             (),
             "illegal: no_ep returns activations in the standard format",
         ),
-        (("no_ep", "flashinfer"), (), "illegal: flashinfer is not adapted: "),
+        (("no_ep", "cutlass_fp8"), (), "illegal: cutlass_fp8 is not adapted: "),
         (("no_ep", "grouped"), ("--scheme", "int8"), "illegal: grouped supports the schemes none"),
         (("none", "grouped"), (), "there is no prepare part 'none': choose from no_ep, naive, "),
         (

@@ -9,6 +9,7 @@ from atomc.kernels.moe.batched_all_to_all import BatchedAllToAll
 from atomc.kernels.moe.batched_reference import BatchedReference
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
 from atomc.kernels.moe.experts import Experts, Sizes, WorkspaceShapes
+from atomc.kernels.moe.flashinfer import FlashInfer
 from atomc.kernels.moe.grouped import Grouped
 from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
 from atomc.kernels.moe.modular_experts import ModularExperts, incompatible
@@ -32,6 +33,7 @@ __all__ = [
     "ExpertWeights",
     "Experts",
     "ExpertsConfig",
+    "FlashInfer",
     "Fp8Block",
     "Fp8PerToken",
     "Grouped",

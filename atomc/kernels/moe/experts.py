@@ -57,6 +57,10 @@ class Experts(ABC):
         """Why it cannot compute this, beside the name of the scheme, as a sentence; or None."""
         return None
 
+    def prepare_weights(self, weights: ExpertWeights, config: ExpertsConfig) -> ExpertWeights:
+        """The weights in the layout that apply reads: made once, and held instead of the others."""
+        return weights
+
     @abstractmethod
     def workspace_shapes(self, sizes: Sizes) -> WorkspaceShapes:
         """What apply needs for so many rows."""

@@ -83,6 +83,10 @@ class ModularExperts:
         if chunk_rows is not None and chunk_rows < 1:
             raise ValueError(f"chunk_rows={chunk_rows} must be at least 1")
 
+    def prepare_weights(self, weights: ExpertWeights) -> ExpertWeights:
+        """The weights as calls take them: made once, and held instead of the others."""
+        return self.experts.prepare_weights(weights, self.config)
+
     def __call__(
         self,
         x: Tensor,
@@ -96,6 +100,7 @@ class ModularExperts:
     ) -> Tensor:
         """x [T, H], ids and weights [T, k] -> [T, H] in out_dtype.
 
+        of_experts from prepare_weights
         x_scale    scales of an x that is quantized already; out_dtype is required then, and is
                    x.dtype otherwise
         shared     computes what is added to the result, the shared experts: called after this rank

@@ -11,6 +11,7 @@ from atomc.kernels.moe.batched_all_to_all import BatchedAllToAll
 from atomc.kernels.moe.batched_reference import BatchedReference
 from atomc.kernels.moe.dispatched import ActivationFormat
 from atomc.kernels.moe.experts import Experts
+from atomc.kernels.moe.flashinfer import FlashInfer
 from atomc.kernels.moe.grouped import Grouped
 from atomc.kernels.moe.modular_experts import incompatible
 from atomc.kernels.moe.naive import Naive
@@ -111,6 +112,11 @@ EXPERTS = {
         ExpertsPart(Reference, "references of the ops, one expert after another; any device"),
         ExpertsPart(Grouped, "`torch.nn.functional.grouped_mm` over rows sorted by expert"),
         ExpertsPart(Triton, "grouped products in Triton over blocks of rows of one expert"),
+        ExpertsPart(
+            FlashInfer,
+            "one fused kernel of CUTLASS on NVIDIA GPUs from sm90 on (flashinfer-python); called "
+            "by value only so far, not run on a GPU",
+        ),
         ExpertsPart(NaiveBatched, "one expert after another; any device"),
         ExpertsPart(TritonBatched, "batched products in Triton that skip unused rows"),
     )
@@ -122,7 +128,6 @@ _DEEP_EP = (
 _DEEP_GEMM = (
     "not adapted: deep-gemm 1.0.0 on PyPI lacks the CUDA headers that it compiles at run time"
 )
-_FLASHINFER = "not adapted: flashinfer-python has a wheel, but no adapter was run on a GPU yet"
 REFUSED = {
     made.name: made
     for made in (
@@ -135,7 +140,13 @@ REFUSED = {
             (STANDARD,),
             "not adapted: amd-mori is for AMD GPUs, and no adapter was run on one yet",
         ),
-        RefusedPart("flashinfer_cutlass_dispatch", "prepare", (STANDARD,), _FLASHINFER),
+        RefusedPart(
+            "flashinfer_cutlass_dispatch",
+            "prepare",
+            (STANDARD,),
+            "not adapted: flashinfer sends through multi-node NVLink memory (MNNVL), which single "
+            "hosts of H100 and H200 lack",
+        ),
         RefusedPart("deep_gemm", "experts", (STANDARD,), _DEEP_GEMM),
         RefusedPart("batched_deep_gemm", "experts", (BATCHED,), _DEEP_GEMM),
         RefusedPart(
@@ -150,9 +161,20 @@ REFUSED = {
             (BATCHED,),
             "not adapted: without batched_deep_gemm there is nothing to choose from",
         ),
-        RefusedPart("cutlass_fp8", "experts", (STANDARD, BATCHED), _FLASHINFER),
-        RefusedPart("cutlass_fp4", "experts", (STANDARD, BATCHED), _FLASHINFER),
-        RefusedPart("flashinfer", "experts", (STANDARD,), _FLASHINFER),
+        RefusedPart(
+            "cutlass_fp8",
+            "experts",
+            (STANDARD, BATCHED),
+            "not adapted: flashinfer's kernel takes one scale for all activations, and the scheme "
+            "fp8 has one per row",
+        ),
+        RefusedPart(
+            "cutlass_fp4",
+            "experts",
+            (STANDARD, BATCHED),
+            "not adapted: flashinfer's kernel for NVFP4 is for sm100, and no scheme of experts has "
+            "activations in NVFP4",
+        ),
     )
 }
 
