@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import mori_stand_in
 import torch
 from kernel_cases import experts
 from kernel_cases.draw import Draw
@@ -21,6 +22,7 @@ from atomc.kernels.moe import (
     ExpertsConfig,
     ExpertWeights,
     ModularExperts,
+    Mori,
     Naive,
     PrepareFinalize,
 )
@@ -39,6 +41,7 @@ PREPARE: dict[str, Callable[[Tensor], PrepareFinalize]] = {
     "naive": Naive,
     "naive of a fixed size": lambda given: Naive(given, max_tokens_per_rank=MOST_TOKENS),
     "all_to_all": AllToAll,
+    "mori": lambda given: Mori(given, max_tokens_per_rank=MOST_TOKENS),
     "batched_all_to_all": lambda given: BatchedAllToAll(given, max_tokens_per_rank=MOST_TOKENS),
 }
 
@@ -170,6 +173,7 @@ def run(rank: int, folder: Path, cases: list[Case], interpreted: bool) -> None:
         round_to_nearest()
         check_bounds()
         patch_once_a_launch()
+    mori_stand_in.install()
     distributed.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import flashinfer_stand_in
+import mori_stand_in
 import pytest
 import torch
 from kernel_cases import experts as cases
@@ -98,8 +99,10 @@ def a_process_group() -> None:
 
 
 @pytest.fixture(autouse=True)
-def a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     flashinfer_stand_in.install(monkeypatch)
+    for name, module in mori_stand_in.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
 
 
 class Call:
@@ -256,8 +259,15 @@ def test_chunks_give_the_result_of_all_rows(
     call.assert_near(chunks, call.reference())
 
 
-@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "none"])
-@pytest.mark.parametrize("prepare", PREPARE)
+@pytest.mark.parametrize(
+    ("prepare", "scheme"),
+    [
+        (name, scheme)
+        for name, made in PREPARE.items()
+        for scheme in made.part.schemes
+        if scheme != "none"
+    ],
+)
 def test_prepare_quantizes_an_x_without_scales(prepare: str, scheme: str) -> None:
     call = Call(scheme, torch.bfloat16)
     codes, scale = call.config.scheme.quantize(x := Draw(torch.bfloat16).normal(*call.x.shape))
@@ -350,12 +360,8 @@ def test_an_illegal_pair_says_why(prepare: str, experts: str, scheme: str) -> No
             "standard format",
         ),
         ("no_ep", "grouped", "int8", "grouped supports the schemes none, not int8"),
-        (
-            "mori",
-            "grouped",
-            "none",
-            "mori is not adapted: amd-mori is for AMD GPUs, and no adapter was run on one yet",
-        ),
+        ("mori", "grouped", "int8", "mori supports the schemes none, fp8, fp8_block, not int8"),
+        ("pplx", "grouped", "none", "pplx is not adapted: there is no package to install"),
     ],
 )
 def test_reasons_of_illegal_pairs(prepare: str, experts: str, scheme: str, reason: str) -> None:

@@ -13,6 +13,7 @@ from atomc.kernels.moe.flashinfer import FlashInfer
 from atomc.kernels.moe.grouped import Grouped
 from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
 from atomc.kernels.moe.modular_experts import ModularExperts, incompatible
+from atomc.kernels.moe.mori import Mori
 from atomc.kernels.moe.naive import Naive
 from atomc.kernels.moe.naive_batched import NaiveBatched
 from atomc.kernels.moe.no_ep import NoEP
@@ -39,6 +40,7 @@ __all__ = [
     "Grouped",
     "Int8PerToken",
     "ModularExperts",
+    "Mori",
     "Naive",
     "NaiveBatched",
     "NoEP",

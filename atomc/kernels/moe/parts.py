@@ -14,6 +14,7 @@ from atomc.kernels.moe.experts import Experts
 from atomc.kernels.moe.flashinfer import FlashInfer
 from atomc.kernels.moe.grouped import Grouped
 from atomc.kernels.moe.modular_experts import incompatible
+from atomc.kernels.moe.mori import Mori
 from atomc.kernels.moe.naive import Naive
 from atomc.kernels.moe.naive_batched import NaiveBatched
 from atomc.kernels.moe.no_ep import NoEP
@@ -93,6 +94,13 @@ PREPARE = {
             False,
         ),
         PreparePart(
+            Mori,
+            lambda expert_map, tokens: Mori(expert_map, max_tokens_per_rank=tokens),
+            "tokens travel to the ranks of their experts (amd-mori, GPUs of one host); called by "
+            "value only so far, not run on a GPU",
+            False,
+        ),
+        PreparePart(
             BatchedReference,
             lambda expert_map, tokens: BatchedReference(expert_map, max_tokens_per_rank=tokens),
             "one rank; reorders tokens by expert, without communication",
@@ -134,12 +142,6 @@ REFUSED = {
         RefusedPart("deepep_high_throughput", "prepare", (STANDARD,), _DEEP_EP),
         RefusedPart("deepep_low_latency", "prepare", (BATCHED,), _DEEP_EP),
         RefusedPart("pplx", "prepare", (BATCHED,), "not adapted: there is no package to install"),
-        RefusedPart(
-            "mori",
-            "prepare",
-            (STANDARD,),
-            "not adapted: amd-mori is for AMD GPUs, and no adapter was run on one yet",
-        ),
         RefusedPart(
             "flashinfer_cutlass_dispatch",
             "prepare",
