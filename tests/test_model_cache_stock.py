@@ -17,6 +17,7 @@ import torch
 from test_model_cache import described_now, logits, started, traced_since
 from torch import nn
 
+from atomc import LLM, SamplingParams, models
 from atomc.cache.artifact import Uncacheable
 from atomc.cache.store import differences
 from atomc.models import wrap_stock
@@ -216,3 +217,29 @@ def test_two_processes_describe_a_model_in_the_same_words(row: str) -> None:
     ]
     first, second = (json.loads(each.communicate()[0].splitlines()[-1]) for each in running)
     assert differences(first, second) == []
+
+
+@pytest.mark.slow
+def test_a_second_start_of_a_class_with_images_traces_none_of_its_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for library in ("tokenizers", "PIL"):
+        pytest.importorskip(library)
+    import image_files
+
+    monkeypatch.setattr(models, "REGISTRY", {})  # Qwen3-VL has a file of ours
+    image_files.write_vision_model(tmp_path / "model")
+    cache = {"glue": "eager", "cache": True, "cache_dir": str(tmp_path / "cache")}
+    url = image_files.data_url(image_files.encoded(image_files.picture(40, 24)))
+    image = {"type": "image_url", "image_url": {"url": url}}
+    messages = [{"role": "user", "content": [image, {"type": "text", "text": "what"}]}]
+    found = []
+    for _ in range(2):
+        with LLM(str(tmp_path / "model"), options=cache, device="cpu", progress=False) as llm:
+            of = llm.engine.executor.programs
+            programs = [of.main, of.image_program, of.encode]
+            (answer,) = llm.chat([messages], SamplingParams(max_tokens=6, temperature=0))
+            kinds = [program.report.cached.kind for program in programs]
+        found.append((answer.token_ids, kinds))
+    assert [kinds for _, kinds in found] == [["miss"] * 3, ["hit"] * 3]
+    assert found[0][0] == found[1][0]
