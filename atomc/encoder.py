@@ -5,13 +5,13 @@ P patches of W values, I tokens of images, E width of an image token's embedding
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from atomc.cache.compiled import Compiled, weight_inputs
-from atomc.cache.model_cache import ModelCache
+from atomc.cache.model_cache import ModelCache, TracedModel
 from atomc.compiler.cudagraphs import why_syncing
 from atomc.errors import OURS
 from atomc.json_types import JSONLike
@@ -23,9 +23,6 @@ from atomc.report.render.page import publish
 from atomc.report.report import Report, keep
 from atomc.torch_compat.core import Input
 from atomc.weights.freed import with_freed_parameters
-
-if TYPE_CHECKING:
-    from atomc.compiler.trace_model import TracedModel
 
 # Number of patches of an image: temporal, vertical, horizontal.
 Grid = tuple[int, int, int]
@@ -50,7 +47,7 @@ class VisionModel(Protocol):
 class EncoderProgram:
     """model.encode_images as one callable: pixels [P, W] and grids -> embeddings [I, E].
 
-    inputs, arguments  as in atomc.compiler.trace_model.TracedModel
+    inputs, arguments  as in atomc.cache.model_cache.TracedModel
     report  the report of the compiler
     """
 
@@ -148,9 +145,7 @@ def compile_encoder(
     return program
 
 
-def _traced(
-    model: nn.Module, options: Options, platform: Platform, *, owned: bool
-) -> "TracedModel":
+def _traced(model: nn.Module, options: Options, platform: Platform, *, owned: bool) -> TracedModel:
     from atomc.compiler.trace_model import trace  # and with it Dynamo
     from atomc.refusal import refusal
     from atomc.rewriting.graph_pass import Context

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from atomc.cache.compiled import Compiled, weight_inputs
-from atomc.cache.model_cache import ModelCache
+from atomc.cache.model_cache import ModelCache, TracedModel
 from atomc.errors import OURS, RunError
 from atomc.json_types import JSONLike
 from atomc.ops.inputs import TEXT, ModelInputs, StateInput
@@ -31,8 +31,6 @@ from atomc.weights.lora import LoraLayers
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
-
-    from atomc.compiler.trace_model import TracedModel
 
 
 # A weight that the graph reads besides parameters: packed, or prepared by a kernel.
@@ -298,7 +296,7 @@ def _traced(
     takes: ModelInputs,
     *,
     owned: bool,
-) -> "TracedModel":
+) -> TracedModel:
     from atomc.compiler.trace_model import trace_model  # and with it Dynamo
     from atomc.refusal import refusal
     from atomc.torch_compat.tracing import TracingError

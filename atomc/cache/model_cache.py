@@ -9,7 +9,7 @@ elsewhere has no reliable description: it is Uncacheable, and traced at each sta
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -24,8 +24,25 @@ from atomc.platform import Platform
 from atomc.report.report import Report
 from atomc.torch_compat.core import Input
 
-if TYPE_CHECKING:
-    from atomc.compiler.trace_model import TracedModel
+
+class TracedModel(NamedTuple):
+    """A compiled model.
+
+    sources  the source expression of each input of Dynamo's graph
+    arguments  for each input of Dynamo's graph (name, None) if it is an argument of the call,
+             (name, dim) if it is the size of one; None for a tensor of the model
+    inputs   for each input of Dynamo's graph the tensor of the model; None for an argument
+    entry    the content of the cache entry of its graph, None if there is none
+    key      the cache key of its graph, None if the cache was not used
+    """
+
+    compiled: Compiled
+    sources: list[str | None]
+    arguments: list[tuple[str, int | None] | None]
+    inputs: Sequence[Input]
+    report: Report
+    entry: ProgramData | None
+    key: str | None
 
 
 @dataclass(frozen=True)
@@ -33,7 +50,7 @@ class CachedModel:
     """A model loaded from the cache.
 
     inputs  for each input of Dynamo's graph the tensor of this model; None for an argument
-    arguments, key  as in atomc.compiler.trace_model.TracedModel
+    arguments, key  as in TracedModel
     """
 
     compiled: Compiled
@@ -90,7 +107,7 @@ class ModelCache:
         record_start(self.options, report)
         return CachedModel(compiled, inputs, data["arguments"], report, data["graph"])
 
-    def store(self, traced: "TracedModel") -> None:
+    def store(self, traced: TracedModel) -> None:
         """Store the traced model under its description; the report says why it was traced."""
         report, entry, key = traced.report, traced.entry, traced.key
         if self.observed or report.cached.kind == "off":
@@ -116,7 +133,7 @@ class ModelCache:
             unknown = self.lookup.outcome.not_kept
             report.notes += [f"traced at each start: {unknown}"] * bool(unknown)
 
-    def _places(self, entry: ProgramData, traced: "TracedModel") -> list[str | None]:
+    def _places(self, entry: ProgramData, traced: TracedModel) -> list[str | None]:
         """The path in the model of each input of the graph; None for an argument."""
         if entry["guards"] is not None:
             raise Uncacheable("it was compiled under size guards")

@@ -3,14 +3,12 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from atomc.cache.compiled import Compiled
-from atomc.cache.store import ProgramData
+from atomc.cache.model_cache import TracedModel
 from atomc.capture.regions import region_failure_note, trace_once
 from atomc.compiler.driver import build
 from atomc.compiler.entry import new_report
@@ -29,26 +27,6 @@ from atomc.torch_compat.tracing import (
     source_name,
     with_fresh_code,
 )
-
-
-class TracedModel(NamedTuple):
-    """A compiled model.
-
-    sources  the source expression of each input of Dynamo's graph
-    arguments  for each input of Dynamo's graph (name, None) if it is an argument of the call,
-             (name, dim) if it is the size of one; None for a tensor of the model
-    inputs   for each input of Dynamo's graph the tensor of the model; None for an argument
-    entry    the content of the cache entry of its graph, None if there is none
-    key      the cache key of its graph, None if the cache was not used
-    """
-
-    compiled: Compiled
-    sources: list[str | None]
-    arguments: list[tuple[str, int | None] | None]
-    inputs: Sequence[Input]
-    report: Report
-    entry: ProgramData | None
-    key: str | None
 
 
 class _TraceFinished(ShortenTraceback):
