@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atomc.kernels.moe import FlashInfer
+from atomc.kernels.moe import FlashInfer, flashinfer
 
 
 def checked(name: str, given: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -104,4 +104,5 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     package.fused_moe = module  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flashinfer", package)
     monkeypatch.setitem(sys.modules, "flashinfer.fused_moe", module)
+    monkeypatch.setattr(flashinfer, "library", flashinfer.library.__wrapped__)
     monkeypatch.setattr(FlashInfer, "missing", staticmethod(lambda device: None))

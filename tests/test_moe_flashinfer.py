@@ -12,8 +12,14 @@ import torch
 from kernel_cases import experts as cases
 from kernel_cases.draw import Draw
 
-from atomc.kernels.moe import ExpertsConfig, ExpertWeights, FlashInfer, ModularExperts, NoEP
-from atomc.kernels.moe.flashinfer import library
+from atomc.kernels.moe import (
+    ExpertsConfig,
+    ExpertWeights,
+    FlashInfer,
+    ModularExperts,
+    NoEP,
+    flashinfer,
+)
 from atomc.kernels.moe.reference import experts_reference
 
 GATES: dict[str, dict[str, Any]] = {
@@ -38,7 +44,7 @@ def compared(device: str, dtype: torch.dtype, **sizes: Any) -> tuple[torch.Tenso
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_a_gate_is_told_by_its_numbers(monkeypatch: pytest.MonkeyPatch, gate: str) -> None:
+def test_a_gate_is_given_by_its_numbers(monkeypatch: pytest.MonkeyPatch, gate: str) -> None:
     flashinfer_stand_in.install(monkeypatch)
     found, expected = compared("cpu", torch.float32, **GATES[gate])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.std()))
@@ -59,6 +65,7 @@ def test_an_older_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     assert "from sm90 on" in str(FlashInfer.missing(torch.device("cuda")))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(flashinfer, "library", flashinfer.library.__wrapped__)
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     monkeypatch.delitem(sys.modules, "flashinfer.fused_moe", raising=False)
     said = FlashInfer.missing(torch.device("cuda"))
@@ -71,9 +78,12 @@ def test_a_version_without_the_function_or_an_argument_says_so(
     flashinfer_stand_in.install(monkeypatch)
     module: Any = ModuleType("flashinfer.fused_moe")
     monkeypatch.setitem(sys.modules, "flashinfer.fused_moe", module)
-    assert library() == "flashinfer.fused_moe has no cutlass_fused_moe: update flashinfer-python"
+    assert (
+        flashinfer.library()
+        == "flashinfer.fused_moe has no cutlass_fused_moe: update flashinfer-python"
+    )
     module.cutlass_fused_moe = lambda input, output, swiglu_alpha, fc1_expert_biases: None
-    assert library() == (
+    assert flashinfer.library() == (
         "flashinfer's cutlass_fused_moe does not take ep_size, use_fused_finalize: update "
         "flashinfer-python"
     )

@@ -10,7 +10,7 @@ BUGS = [
     Bug(FILE, "max(found.held) + 1", "max(found.held)", f"{GRID} and of_no_expert'"),
     Bug(FILE, "found.owner * self.slots + found.row", "found.owner * self.slots", RANKS),
     Bug(FILE, "self.ranks.rank * self.slots, found.held", "0, found.held", RANKS),
-    Bug(FILE, ".masked_fill(~known, self.no_expert)", "", f"{GRID} and of_no_expert'"),
+    Bug(FILE, ".masked_fill(slots < 0, self.no_expert)", "", f"{GRID} and of_no_expert'"),
     Bug(FILE, "row_slots.masked_fill(unused, -1)", "row_slots", f"{OWN} nobody_sent"),
     Bug(FILE, ">= used", "> used", f"{OWN} nobody_sent"),
     Bug(FILE, "weights.float().contiguous()", "weights.contiguous()", f"{OWN} made_once"),

@@ -1,5 +1,6 @@
 """Experts of the standard format by FlashInfer's fused kernel, which is built with CUTLASS."""
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable
@@ -100,6 +101,7 @@ class FlashInfer(Experts):
         return NoOp()
 
 
+@functools.cache
 def library() -> Callable[..., Tensor] | str:
     """FlashInfer's function, or why there is none, as a sentence."""
     try:

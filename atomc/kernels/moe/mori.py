@@ -13,6 +13,7 @@ from torch import Tensor, distributed
 
 from atomc.kernels.moe.collectives import Ranks
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched, Sent
+from atomc.kernels.moe.experts import local_ids
 from atomc.kernels.moe.placement import placement
 from atomc.kernels.moe.prepare_finalize import PrepareFinalize, Receiver, quantized
 from atomc.kernels.moe.schemes import Scheme
@@ -56,7 +57,7 @@ class Mori(PrepareFinalize):
         self.library = library()
         found = placement(self.name, expert_map, self.ranks)
         self.slots = max(found.held) + 1
-        self.slot = (found.owner * self.slots + found.row).int()
+        self.slot = found.owner * self.slots + found.row
         first, held = self.ranks.rank * self.slots, found.held[self.ranks.rank]
         of_slots = expert_map.new_full((self.ranks.size * self.slots,), -1)
         of_slots[first : first + held] = torch.arange(held, device=expert_map.device)
@@ -77,9 +78,8 @@ class Mori(PrepareFinalize):
         scheme: Scheme,
     ) -> Receiver:
         codes, scale = quantized(x, x_scale, scheme)
-        known = (ids >= 0) & (ids < len(self.slot))
-        slots = self.slot[ids.clamp(0, len(self.slot) - 1).long()]
-        slots = slots.masked_fill(~known, self.no_expert).contiguous()
+        slots = local_ids(ids, self.slot, num_local_experts)
+        slots = slots.masked_fill(slots < 0, self.no_expert).int()
         operator = self._operator(codes, scale, ids.shape[1])
         rows, row_weights, row_scale, row_slots, used = operator.dispatch(
             codes.contiguous(),
