@@ -370,7 +370,7 @@ def hook(model, patch):
 
 def another_class(model, patch):
     model.model.layers[0].mlp.__class__ = Doubled
-    return "model.layers.0.mlp is a test_model_cache.Doubled, a class outside atomc and torch.nn"
+    return "model.layers.0.mlp is a test_model_cache.Doubled, a class outside atomc, transformers and torch.nn"
 
 
 def forward_of_the_module(model, patch):

@@ -53,7 +53,7 @@ MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 _MADE = "<string>"
 _NOT_FOLLOWED = (str(Path(torch.__file__).parent), str(PACKAGE))
 _INSTALLED_IN = tuple({sysconfig.get_paths()[kind] for kind in ("purelib", "platlib")})
-# Packages of which an object is told by its type.
+# Of an object of these packages, the key has the type only.
 _KNOWN = sys.stdlib_module_names | {"torch", "atomc"}
 _MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict, types.MappingProxyType)
 # Special names that no forward runs.
@@ -106,7 +106,7 @@ class LibraryCode:
         """The class and its bases in the library are reached."""
         for base in kind.__mro__:
             if in_library(base.__module__):
-                name = _name(base)
+                name = class_name(base)
                 self._namespaces[name] = vars(base)
                 self._classes[name] = base
 
@@ -166,8 +166,8 @@ class LibraryCode:
 
     def text(self, item: Any, where: str) -> str:
         """The text of a value, equal for equal values in two processes; what it consists of is
-        reached. An object of the standard library, of torch or of another installed package is
-        told by its type. Raises Uncacheable for other objects.
+        reached. Of an object of the standard library, of torch or of another installed package it
+        is the type. Raises Uncacheable for other objects.
         """
         if type(item) in PLAIN_TYPES:
             return repr(item)
@@ -193,7 +193,7 @@ class LibraryCode:
             return f"module {item.__name__}"
         if isinstance(item, type):
             self.add_class(item)
-            return f"class {_name(item)}"
+            return f"class {class_name(item)}"
         if functions := functions_in(item):
             return " ".join(self.function(function, where) for function in functions)
         return self._object(item, kind, where)
@@ -208,15 +208,17 @@ class LibraryCode:
         if kind in PLAIN_TENSORS:
             return f"{tensor_layout(item)} {digest_of_values(item)}"
         if isinstance(item, enum.Enum):
-            return f"{_name(kind)}.{item.name}"
+            return f"{class_name(kind)}.{item.name}"
         if in_library(kind.__module__) or isinstance(item, nn.Module):
             self.add_class(kind)
             fields = [f"{name}={self.text(held, where)}" for name, held in _fields_of(item).items()]
-            return f"{_name(kind)}({', '.join(fields)})"
+            return f"{class_name(kind)}({', '.join(fields)})"
         file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
         if kind.__module__.partition(".")[0] in _KNOWN or is_library_file(file):
-            return f"{_name(kind)} {getattr(item, '__qualname__', '')}"
-        raise Uncacheable(f"{where} is a {_name(kind)}, which cannot be compared between processes")
+            return f"{class_name(kind)} {getattr(item, '__qualname__', '')}"
+        raise Uncacheable(
+            f"{where} is a {class_name(kind)}, which cannot be compared between processes"
+        )
 
     def _texts(self, items: Iterable[Any], where: str) -> str:
         return ", ".join(self.text(item, where) for item in items)
@@ -304,5 +306,6 @@ def _installed() -> tuple[str, ...]:
     )
 
 
-def _name(kind: type) -> str:
+def class_name(kind: type) -> str:
+    """The module and name of a class."""
     return f"{kind.__module__}.{kind.__qualname__}"

@@ -32,6 +32,7 @@ from atomc.cache.library_code import (
     MODULE_ATTRIBUTES,
     PLAIN_TYPES,
     LibraryCode,
+    class_name,
     functions_in,
     in_library,
     is_library_file,
@@ -102,7 +103,7 @@ def model_parts(
         for path, module in model.named_modules()
     }
     parts |= tree.code()
-    parts["model"] = f"{_name(type(model))} of {len(tree.paths)} modules"
+    parts["model"] = f"{class_name(type(model))} of {len(tree.paths)} modules"
     return parts
 
 
@@ -144,7 +145,7 @@ class _ModelDescriber:
         hooks = hooks_of(module)
         _check_known(where, type(module), hooks)
         self.classes[type(module)] = None
-        words = [_name(type(module))]
+        words = [class_name(type(module))]
         words += [
             f"{name}={self.value(value, within + name)}"
             for name, value in sorted(vars(module).items())
@@ -212,7 +213,7 @@ class _ModelDescriber:
         if kind is types.FunctionType:
             return self._function(value, where)
         if isinstance(value, type):
-            return f"class {_name(value)}"
+            return f"class {class_name(value)}"
         return self._object(value, kind, where)
 
     def _object(self, value: Any, kind: type, where: str) -> str:
@@ -228,17 +229,19 @@ class _ModelDescriber:
             return self.library.text(value, where) if first == where else f"is {first}"
         if not _is_ours(kind):
             raise Uncacheable(
-                f"{where} is a {_name(kind)}, which cannot be compared between processes"
+                f"{where} is a {class_name(kind)}, which cannot be compared between processes"
             )
         self.classes[kind] = None
         if isinstance(value, enum.Enum):
-            return f"{_name(kind)}.{value.name}"
+            return f"{class_name(kind)}.{value.name}"
         if isinstance(value, tuple):
-            return f"{_name(kind)}({self._items(value, where)})"
+            return f"{class_name(kind)}({self._items(value, where)})"
         if not hasattr(value, "__dict__"):
-            raise Uncacheable(f"{where} is a {_name(kind)}, which has no attributes to compare")
+            raise Uncacheable(
+                f"{where} is a {class_name(kind)}, which has no attributes to compare"
+            )
         fields = [f"{k}={self.value(v, where)}" for k, v in sorted(vars(value).items())]
-        return f"{_name(kind)}({', '.join(fields)})"
+        return f"{class_name(kind)}({', '.join(fields)})"
 
     def _items(self, items: Iterable[Any], where: str) -> str:
         return ", ".join(self.value(item, where) for item in items)
@@ -275,8 +278,8 @@ class _ModelDescriber:
             elif not _is_ours(base) and not base.__module__.startswith(
                 ("torch.nn.", "typing", "abc", "enum", "builtins")
             ):
-                raise Uncacheable(f"{_name(base)} is not a class of atomc or torch")
-        parts = {f"class {_name(base)}": digest(self._class(base)) for base in bases}
+                raise Uncacheable(f"{class_name(base)} is not a class of atomc or torch")
+        parts = {f"class {class_name(base)}": digest(self._class(base)) for base in bases}
         waiting = [base.__module__ for base in bases if _is_ours(base)] + ["torch.nn.functional"]
         while waiting:
             name = waiting.pop()
@@ -292,12 +295,12 @@ class _ModelDescriber:
     def _class(self, kind: type) -> str:
         """The functions and constants of a class."""
         if not _found_by_name(kind):
-            raise Uncacheable(f"{_name(kind)} names another class")
+            raise Uncacheable(f"{class_name(kind)} names another class")
         lines = []
         for name, item in sorted(vars(kind).items()):
             if not _is_ours(kind) and name not in _CALL_METHODS:
                 continue
-            where = f"{_name(kind)}.{name}"
+            where = f"{class_name(kind)}.{name}"
             functions = functions_in(item)
             for function in functions:
                 file = function.__code__.co_filename
@@ -341,7 +344,7 @@ class _ModelDescriber:
         try:
             return self.value(item, where)
         except Uncacheable:
-            kind = _name(type(item))
+            kind = class_name(type(item))
             if callable(item) and not kind.startswith(_KNOWN_BY_NAME) and not _found_by_name(item):
                 raise Uncacheable(f"{where} is a {kind}, which is not code of atomc") from None
             return f"{kind} {getattr(item, '__name__', '')}"
@@ -377,12 +380,10 @@ def _check_known(where: str, kind: type, hooks: Sequence[tuple[str, object]]) ->
             raise Uncacheable(f"{where} has a hook ({name})")
     known = _is_ours(kind) or in_library(kind.__module__) or kind.__module__.startswith("torch.nn.")
     if not known:
-        raise Uncacheable(f"{where} is a {_name(kind)}, a class outside atomc and torch.nn")
+        raise Uncacheable(
+            f"{where} is a {class_name(kind)}, a class outside atomc, transformers and torch.nn"
+        )
 
 
 def _is_ours(kind: type) -> bool:
     return kind.__module__.startswith("atomc.")
-
-
-def _name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
