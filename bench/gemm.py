@@ -24,7 +24,7 @@ from kernels import ROTATED_BYTES, copy_bandwidth, microseconds, normal
 from torch import Tensor
 
 from atomc import kernels, ops
-from atomc.ops.op import refusal
+from atomc.ops.op import Kernel, refusal
 from atomc.platform import Platform
 
 # K -> N of Qwen3-8B: qkv, o, gate and up, down.
@@ -135,15 +135,15 @@ LAYERS = {
 }
 
 
-def chosen(op: str, rows: int, arguments: Arguments) -> tuple[str, Callable[..., Any]] | str:
-    """Provider and function of the kernel that the compiler takes, or why there is none."""
+def chosen(op: str, rows: int, arguments: Arguments) -> Kernel | str:
+    """The kernel that the compiler takes, or why there is none."""
     reasons = []
     for provider in kernels.PROVIDERS:
         for kernel in ops.REGISTRY[op].kernels:
             if kernel.provider == provider and rows in kernel.tokens:
                 refused = refusal(kernel, Platform.detect("cuda"), arguments)
                 if refused is None:
-                    return provider, kernel.function
+                    return kernel
                 reasons.append(f"{provider}: {refused.text}")
     return "; ".join(reasons) or "no kernel"
 
@@ -153,12 +153,12 @@ def bf16_us(rows: int, k: int, n: int, calls: int) -> float:
     found = chosen("linear", rows, sets[0])
     times = [microseconds(lambda x, weight: F.linear(x, weight), sets, calls, 9)]
     if not isinstance(found, str):
-        times.append(microseconds(found[1], sets, calls, 9))
+        times.append(microseconds(found.function, sets, calls, 9))
     return min(times)
 
 
 class Case(NamedTuple):
-    """A kernel to time, by its label: K inputs, N outputs."""
+    """A kernel to time, by its label: K inputs, N outputs. `kernel` prepares the weights."""
 
     scheme: str
     k: int
@@ -166,9 +166,16 @@ class Case(NamedTuple):
     rows: int
     label: str
     call: Callable[..., Any]
+    kernel: Kernel | None
+
+    def given(self) -> Arguments:
+        """The arguments of the op."""
+        return LAYERS[self.scheme].make(self.rows, self.n, self.k)
 
     def arguments(self) -> Arguments:
-        return LAYERS[self.scheme].make(self.rows, self.n, self.k)
+        """Those of the kernel."""
+        given = self.given()
+        return given if self.kernel is None else given | self.kernel.prepared(given)
 
     def __str__(self) -> str:
         return f"{self.scheme} {self.k}->{self.n}, {self.rows} rows, {self.label}"
@@ -179,30 +186,29 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
     for k, n in args.shapes:
         for rows in args.rows:
             for name in args.schemes:
+                found = chosen(LAYERS[name].op, rows, LAYERS[name].make(rows, n, k))
                 if args.tiles:
                     from gemm_tiles import tiles
 
+                    kernel = None if isinstance(found, str) else found
                     for label, call in tiles(LAYERS[name].op, rows, k):
-                        yield Case(name, k, n, rows, label, call)
-                    continue
-                found = chosen(LAYERS[name].op, rows, LAYERS[name].make(rows, n, k))
-                if isinstance(found, str):
+                        yield Case(name, k, n, rows, label, call, kernel)
+                elif isinstance(found, str):
                     print(f"{name} {k}->{n}, {rows} rows: {found}", flush=True)
                 else:
-                    yield Case(name, k, n, rows, *found)
+                    yield Case(name, k, n, rows, found.provider, found.function, found)
 
 
 def measured(case: Case, bandwidth: float, beside: float) -> dict[str, Any]:
     """The figures of a kernel. beside: us of the layer in bf16. Raises TritonError if the kernel
     cannot be compiled.
     """
-    _, k, n, rows, label, call = case
-    first = case.arguments()
+    _, k, n, rows, label, call, _ = case
     num_bytes = 2 * rows * n + sum(
-        t.numel() * t.element_size() for t in first.values() if isinstance(t, Tensor)
+        t.numel() * t.element_size() for t in case.given().values() if isinstance(t, Tensor)
     )
     others = max(1, min(31, -(-ROTATED_BYTES // num_bytes)))
-    us = microseconds(call, [first, *(case.arguments() for _ in range(others))], calls(rows), 9)
+    us = microseconds(call, [case.arguments() for _ in range(others + 1)], calls(rows), 9)
     return {
         "scheme": case.scheme,
         "k": k,

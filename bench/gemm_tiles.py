@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atomc.kernels.triton import int4_rows, linear, scaled_linear, unpacking, w4a16
-from atomc.kernels.triton.tile_table import Int4Tile, Tile
+from atomc.kernels.triton import linear, scaled_linear, strip_rows, unpacking, w4a16
+from atomc.kernels.triton.tile_table import StripTile, Tile
 
 Tiles = Iterator[tuple[str, Callable[..., Any]]]
 
@@ -18,7 +18,7 @@ def tiles(op: str, rows: int, k: int) -> Tiles:
     """(the numbers of a tile, the kernel of this op with it), for so many rows and inputs."""
     if op == "linear":
         return _sixteen_bits(rows, k)
-    if op == "linear_w4a16" and rows > 1:
+    if op == "linear_w4a16":
         return _int4_rows(rows)
     return _eight_bits(op, rows, k) if op.startswith("scaled") else _four_bits(rows)
 
@@ -71,17 +71,22 @@ def _eight_bits(op: str, rows: int, k: int) -> Tiles:
 
 def _int4_rows(rows: int) -> Tiles:
     height = next(height for height in (8, 16, 32, 64) if height >= min(rows, 64))
-    for (n, warps), stages, programs in product(
-        ((32, 2), (64, 4), (128, 4), (128, 8)), (2, 3, 4), (264, 396, 528)
+    for (n, warps), stages, (programs, columns) in product(
+        ((32, 2), (64, 4), (128, 4), (128, 8)), (3, 4), ((264, 512), (396, 512), (396, 1024))
     ):
-        tile = Int4Tile(height, n, warps, stages, programs)
+        tile = StripTile(height, n, warps, stages, programs, columns)
         yield str(tuple(tile)), partial(_multiply_int4, tile)
 
 
 def _multiply_int4(
-    tile: Int4Tile, x: Tensor, weight: Tensor, weight_scale: Tensor, group: int
+    tile: StripTile,
+    x: Tensor,
+    weight: tuple[Tensor],
+    weight_scale: tuple[Tensor],
+    group: int,
 ) -> Tensor:
-    return int4_rows.multiply(x, weight, weight_scale, None, None, group, tile)
+    """Of what by_strips.py prepares."""
+    return strip_rows.multiply(x, *weight, *weight_scale, None, None, group, tile)
 
 
 def _four_bits(rows: int) -> Tiles:

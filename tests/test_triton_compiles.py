@@ -59,6 +59,10 @@ EXPERTS = (
     "moe_experts_w4a16/zeros",
 )
 LINEARS = (
+    "linear_w4a16/zero points, one row, bias",
+    "linear_w4a16/many rows, parts that are not full",
+    "linear_mxfp4/columns of several programs",
+    "linear_mxfp4/many rows, parts that are not full",
     "linear_nvfp4/one row",
     "linear_nvfp4/many rows",
     "lora_linear/merged",
@@ -133,16 +137,14 @@ def test_4_bit_weights_are_multiplied_in_the_registers_that_read_them(tmp_path: 
         assert text.count("st.shared") < 10
 
 
-def test_int4_weights_of_several_rows_are_multiplied_in_the_registers_that_read_them(
-    tmp_path: Path,
-) -> None:
-    """Four codes of x pass through shared memory, weights do not; scales are read ahead, too."""
-    compiled("sm90", ("linear_w4a16/words of scales and zero points",), tmp_path)
-    [text] = [
-        text
-        for text in (path.read_text() for path in tmp_path.rglob("_rows.ptx"))
-        if "int4_rows.py" in text
-    ]
-    assert text.count("mma.sync") == 16  # instructions, of 16 rows and columns each
-    assert text.count("st.shared") < 10  # of the result
-    assert "ld.global" not in text
+def test_int4_layers_are_multiplied_in_the_registers_that_read_them(tmp_path: Path) -> None:
+    """Weights do not pass through shared memory a second time; scales are read ahead, too."""
+    cases = ("parts that are not full", "groups of 128, several programs")
+    compiled("sm90", tuple(f"linear_w4a16/{case}" for case in cases), tmp_path)
+    texts = [path.read_text() for path in tmp_path.rglob("_rows.ptx")]
+    texts = [text for text in texts if "strip_rows.py" in text]
+    assert len(texts) == 2
+    for text in texts:
+        assert text.count("mma.sync") == 16  # instructions, of 16 columns each
+        assert text.count("st.shared") < 10  # of the result
+        assert "ld.global" not in text.partition("mma.sync")[0]

@@ -162,8 +162,16 @@ LINEAR_W4A16: Cases = {
     "groups of 128": lambda draw: int4_operands(draw, 5, 256, group=128),
     "one group": lambda draw: int4_operands(draw, 5, 128, group=128),
     "zero points": lambda draw: int4_operands(draw, 5, 128, zeros=True),
-    "words of scales and zero points": lambda draw: int4_operands(draw, 5, 160, out=36, zeros=True),
-    "columns of several programs": lambda draw: int4_operands(draw, 9, 1568, out=130, bias=True),
+    "parts that are not full": lambda draw: int4_operands(draw, 5, 160, out=48, zeros=True),
+    "columns of several programs": lambda draw: int4_operands(draw, 9, 1568, out=144, bias=True),
+    "groups of 64": lambda draw: int4_operands(draw, 20, 1088, group=64, out=80, zeros=True),
+    "groups of 128, several programs": lambda draw: int4_operands(
+        draw, 3, 1664, group=128, out=144, zeros=True, bias=True
+    ),
+    "many rows, parts that are not full": lambda draw: int4_operands(
+        draw, 70, 416, out=80, zeros=True, bias=True
+    ),
+    "many rows, groups of 128": lambda draw: int4_operands(draw, 66, 256, group=128, out=48),
     "zero points, one row, bias": lambda draw: int4_operands(
         draw, 1, 256, group=128, out=64, zeros=True, bias=True
     ),
@@ -171,6 +179,11 @@ LINEAR_W4A16: Cases = {
 
 LINEAR_MXFP4: Cases = {
     **linear_shapes(mxfp4_operands),
+    "parts that are not full": lambda draw: mxfp4_operands(draw, 5, 160, out=48, bias=True),
+    "columns of several programs": lambda draw: mxfp4_operands(draw, 20, 1568, out=144),
+    "many rows, parts that are not full": lambda draw: mxfp4_operands(
+        draw, 70, 416, out=80, bias=True
+    ),
     **{
         f"{name}, {activation}": make
         for activation in ("mxfp4", "fp8", "fp8 per token")

@@ -378,9 +378,34 @@ BUGS = [
         "(row // STRIP * PARTS) * STRIP",
         "moe_experts_mxfp4",
     ),
-    triton("int4_rows", "(0, 2, 4, 1, 3)", "(0, 2, 4, 3, 1)", "linear_w4a16"),
-    triton("int4_rows", "(at * BYTES & 3) * 8", "(at * BYTES & 2) * 8", "linear_w4a16"),
-    triton("int4_rows", "bias if splits == 1 else None,", "bias,", "linear_w4a16"),
+    triton("strip_rows", "first + part, PARTS) + tl", "part, PARTS) + tl", "linear_w4a16"),
+    triton(
+        "strip_rows", "inside & (first + part < PARTS)", "inside & (part < PARTS)", "linear_w4a16"
+    ),
+    triton("strip_rows", "bias if splits == 1 else None,", "bias,", "linear_w4a16"),
+    triton("strip_rows", "sums * E2M1_UNIT", "sums", "linear_mxfp4"),
+    triton("by_strips_unpacked", "True) * E2M1_UNIT", "True)", "linear_mxfp4"),
+    triton("strip_rows", "(k < K - part * 128)", "(k < K)", "linear_w4a16"),
+    triton("fragment_products", "(at * BYTES & 3) * 8", "(at * BYTES & 2) * 8", "linear_w4a16"),
+    triton(
+        "fragment_products",
+        "_read(zeros_ptr, at, inside,",
+        "_read(zeros_ptr, row_at, inside,",
+        "linear_w4a16",
+    ),
+    triton(
+        "by_strips_unpacked",
+        "read = tl.program_id(0) * BLOCK_N + fragment_row(place, num_warps)",
+        "read = tl.program_id(0) * BLOCK_N + place",
+        "linear_w4a16",
+    ),
+    triton("by_strips_unpacked", "(column < K)", "(column <= K)", "linear_w4a16"),
+    Bug(
+        "atomc/kernels/triton/by_strips.py",
+        "if rows % STRIP.value == 0:",
+        "if rows % 8 == 0:",
+        "tests/test_quant_kernels.py -k not_held_in_strips",
+    ),
     triton(
         "mla_prompts",
         "(tl.load(old_lse_ptr + token * H) > without)",
@@ -400,16 +425,16 @@ BUGS = [
         "moe_experts_mxfp4",
     ),
     triton(
-        "experts_4_bits",
+        "fragment_products",
         "return sums + product * scale.to(tl.float32)",
         "return sums + product",
         "moe_experts_w4a16",
     ),
     triton("fragments", "* 32 // GROUP * BITS", "* 64 // GROUP * BITS", "moe_experts_w4a16"),
     triton(
-        "experts_4_bits",
-        "zeros_at, inside, 0), GROUP, 8)",
-        "zeros_at, inside, 0), GROUP, 4)",
+        "fragment_products",
+        "inside, GROUPS), GROUP, 8)",
+        "inside, GROUPS), GROUP, 4)",
         "moe_experts_w4a16",
     ),
     triton(

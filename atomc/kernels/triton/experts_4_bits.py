@@ -11,17 +11,14 @@ from atomc import ops
 from atomc.kernels.checks import strided, unlike, unsupported, wrong_result
 from atomc.kernels.triton.expert_checks import scattered, unfit, unreadable
 from atomc.kernels.triton.expert_sort import sort_by_expert
+from atomc.kernels.triton.fragment_products import add_e2m1, add_int4, in_words
 from atomc.kernels.triton.fragments import (
     E2M1_UNIT,
     STRIP,
-    doubled,
     e2m1_fragments,
     fragment_row,
-    fragments,
     in_strips,
     int4_fragments,
-    minus_zero,
-    of_groups,
     packed_groups,
     raised_exponents,
 )
@@ -35,55 +32,6 @@ from atomc.ops.experts import Gate
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
-
-
-@triton.jit
-def _add_e2m1(sums, x, words, scale_at, inside, WARPS: tl.constexpr):
-    """The sums with the products of a part: x [BLOCK_M, 128], words [BLOCK_N, 4, 4].
-
-    scale_at  pointers [BLOCK_N, 4], in the order in which the words are read: the four threads of a
-              row read the same; `inside` [BLOCK_N, 1]: where there is a row
-    """
-    exponent = of_groups(tl.load(scale_at, inside, 0), 32, 8)
-    factor = exponent * 0x00800080  # in the exponents of two bf16
-    weight = fragments(words, None, factor, WARPS, tl.bfloat16, x.dtype)
-    return tl.dot(weight, tl.trans(x), sums, input_precision="ieee")
-
-
-@triton.jit
-def _add_int4(
-    sums,
-    x,
-    words,
-    scale_at,
-    zeros_at,
-    row_scale_at,
-    inside,
-    in_rows,
-    GROUP: tl.constexpr,
-    SIXTEEN: tl.constexpr,
-    WARPS: tl.constexpr,
-):
-    """As _add_e2m1; row_scale_at and in_rows [BLOCK_N, 1] are of the rows in the order of the sums.
-
-    Codes minus zeros are exact in 16 bits, times their scales they are not: where a part is one
-    group, sums are scaled. A product for each of several groups would cost several times as much,
-    as its weights would go through shared memory: there, weights are scaled.
-    """
-    if zeros_at is None:
-        zero = tl.full((1, 1, 1), 8.0, tl.float32)
-    else:
-        zero = of_groups(tl.load(zeros_at, inside, 0), GROUP, 8).to(tl.float32)
-    added = tl.broadcast_to(minus_zero(zero, SIXTEEN), words.shape)
-    if GROUP == 128:
-        weight = fragments(words, added, None, WARPS, SIXTEEN, x.dtype)
-        product = tl.dot(weight, tl.trans(x), input_precision="ieee", out_dtype=tl.float32)
-        scale = tl.load(row_scale_at, in_rows, 0).to(SIXTEEN, bitcast=True)
-        return sums + product * scale.to(tl.float32)
-    else:
-        factor = doubled(of_groups(tl.load(scale_at, inside, 0), GROUP, 16))
-        weight = fragments(words, added, factor, WARPS, SIXTEEN, x.dtype)
-        return tl.dot(weight, tl.trans(x), sums, input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=["P", "blocks"])
@@ -148,13 +96,14 @@ def _product(
             x = tl.load(x_at + part * 128 + k, there, 0.0).to(NUMBER)
             at = in_strips(read, part, PARTS) + tl.zeros((1, 4), tl.int32)
             if INT4:
-                sums = _add_int4(
+                sums = add_int4(
                     sums,
                     x,
                     words,
-                    scale_ptr + at,
-                    None if zeros_ptr is None else zeros_ptr + at,
-                    scale_ptr + in_strips(of_expert, part, PARTS),
+                    scale_ptr,
+                    zeros_ptr,
+                    at,
+                    in_strips(of_expert, part, PARTS),
                     inside,
                     in_rows,
                     GROUP,
@@ -162,7 +111,7 @@ def _product(
                     num_warps,
                 )
             else:
-                sums = _add_e2m1(sums, x, words, scale_ptr + at, inside, num_warps)
+                sums = add_e2m1(sums, x, words, scale_ptr + at, inside, num_warps)
         let_next_start(PDL)
         store_pairs(
             tl.trans(sums if INT4 else sums * E2M1_UNIT),
@@ -229,8 +178,8 @@ class PairsOfExperts:
             _product[(blocks * triton.cdiv(rows, self.tile.weight_rows),)](
                 x,
                 words,
-                scale,
-                zeros,
+                in_words(scale),
+                None if zeros is None else in_words(zeros),
                 bias,
                 out,
                 self.order,

@@ -66,6 +66,11 @@ def by_fours(x: Tensor) -> Tensor:
     return (x.clone() if x.storage_offset() % 4 else x).view(torch.int64)
 
 
+def by_twos(x: Tensor) -> Tensor:
+    """Contiguous 16-bit values, viewed as int32 with two values each."""
+    return (x.clone() if x.storage_offset() % 2 else x).view(torch.int32)
+
+
 def inner_sizes(x: Tensor) -> tuple[int, int]:
     """d1 and d2 of the rows of x; a kernel does not need d0."""
     return x.shape[1] if x.dim() > 3 else 1, x.shape[-2] if x.dim() > 2 else 1

@@ -77,10 +77,11 @@ class Tile(NamedTuple):
     stages: int = 1
 
 
-class Int4Tile(NamedTuple):
-    """Of a product of some rows with int4 weights: rows of x, rows of the weight, warps and stages;
-    K is split for about so many programs. Four warps multiply 64 rows of the weight at once, fewer,
-    or those of less than 16 rows of x, 16 each.
+class StripTile(NamedTuple):
+    """Of a product of some rows with 4-bit weights in the order of fragments: rows of x, rows of
+    the weight, warps and stages; K is split for at most so many programs, into splits of at least
+    so many columns. Four warps multiply 64 rows of the weight at once, fewer, or those of less than
+    16 rows of x, 16 each.
     """
 
     rows: int
@@ -88,11 +89,12 @@ class Int4Tile(NamedTuple):
     warps: int
     stages: int
     programs: int
+    columns: int = 512
 
     def splits(self, rows: int, columns: int) -> int:
-        """Of the columns of a weight [rows, columns], each of at least 512."""
+        """Of the columns of a weight [rows, columns]."""
         tiles = -(-rows // self.weight_rows)
-        return max(1, min(self.programs // tiles, columns // 512))
+        return max(1, min(self.programs // tiles, columns // self.columns))
 
 
 class GroupedTile(NamedTuple):

@@ -12,10 +12,10 @@ from atomc.kernels.triton.tile_table import (
     ExpertsFewTile,
     FragmentTile,
     GroupedTile,
-    Int4Tile,
     Launch,
     LoraTile,
     RowTile,
+    StripTile,
     Tile,
     TileTable,
 )
@@ -120,23 +120,23 @@ SCALED_LINEAR_BLOCK_TILES = TileTable[Launch](
 _W4A16_ROW = dict(BLOCK_N=4, BLOCK_W=512, num_warps=4)
 _W4A16_16 = dict(BLOCK_M=16, BLOCK_N=16, BLOCK_K=128, PARTS=4, num_warps=4, num_stages=3)
 _W4A16_64 = dict(BLOCK_M=64, BLOCK_N=32, BLOCK_K=64, PARTS=4, num_warps=4, num_stages=2)
-# Several rows: of fp32, or with scales that LINEAR_INT4_ROWS is not for.
+# Several rows: of fp32, or with scales that LINEAR_4_BITS is not for.
 LINEAR_W4A16 = TileTable[Launch](
     command="python bench/gemm.py --tiles --rows 1 --schemes int4 int4_g128 --jobs 14",
     sizes=("rows",),
     by_arch={"sm90": [((1,), _W4A16_ROW), ((ANY,), _W4A16_16)]},
 )
-# us of the tile taken / of the best of 60. 8 rows: 4096->4096 9.1 / 9.0, 12288->4096 20.5 / 19.7,
-# 2048->5120 8.8 / 6.7; 64 rows: 19.5 / 15.0, 36.2 / 33.7, 12.4 / 12.3. On an H100.
-LINEAR_INT4_ROWS = TileTable(
+# us, 8 / 64 rows: 4096->4096 6.9 / 10.1, 4096->6144 8.5 / 12.8, 4096->24576 21 / 35, 12288->4096
+# 13 / 21. Of 24 tiles for few rows and 10 for many.
+LINEAR_4_BITS = TileTable(
     command="python bench/gemm.py --tiles --rows 8 16 64 --schemes int4 --jobs 14",
     sizes=("rows",),
     by_arch={
         "sm90": [
-            ((8,), Int4Tile(8, 128, 4, 3, 396)),
-            ((16,), Int4Tile(16, 128, 4, 3, 396)),
-            ((32,), Int4Tile(32, 64, 4, 3, 396)),
-            ((ANY,), Int4Tile(64, 64, 4, 3, 396)),
+            ((8,), StripTile(8, 64, 4, 4, 396, 1024)),
+            ((16,), StripTile(16, 128, 4, 3, 396)),
+            ((32,), StripTile(32, 64, 4, 4, 396, 1024)),
+            ((ANY,), StripTile(64, 64, 4, 3, 396, 1024)),
         ]
     },
 )

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import no_fp8_products, unlike, wrong_result
-from atomc.kernels.triton import int4_pairs, int4_rows
 from atomc.kernels.triton.launch import (
     TRITON_DTYPE,
     by_fours,
@@ -322,10 +321,6 @@ def linear_w4a16(
     *,
     group: int,
 ) -> Tensor:
-    if int4_pairs.serves(x):
-        return int4_pairs.multiply(x, weight, weight_scale, zeros, bias, group)
-    if int4_rows.serves(x, weight_scale, zeros):
-        return int4_rows.multiply(x, weight, weight_scale, zeros, bias, group)
     tile = tile_for(LINEAR_W4A16, x, weight.shape[1] * 8)
     return multiply(x, weight, weight_scale, zeros, None, bias, group, x.dtype, tile)
 

@@ -1,0 +1,171 @@
+"""Linear layers of many rows with 4-bit weights in the order of fragments.py: each call unpacks the
+weight to 16 bits, to which its values are rounded, and calls cuBLAS, as dequantized.py does.
+"""
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.checks import unlike
+from atomc.kernels.triton import by_strips
+from atomc.kernels.triton.fragments import (
+    E2M1_UNIT,
+    STRIP,
+    doubled,
+    fragment_row,
+    fragments,
+    in_strips,
+    minus_zero,
+    of_groups,
+)
+from atomc.kernels.triton.launch import TRITON_DTYPE
+from atomc.kernels.triton.unpacking import MAX_ROWS
+from atomc.ops.op import Refusal
+from atomc.platform import Platform
+
+
+@triton.jit
+def _unpack(
+    words_ptr,
+    scale_ptr,
+    zeros_ptr,
+    out_ptr,
+    N,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    INT4: tl.constexpr,
+    SIXTEEN: tl.constexpr,
+    NUMBER: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    num_warps: tl.constexpr,
+):
+    PARTS: tl.constexpr = (K + 127) // 128
+    part = tl.program_id(1)
+    place = tl.arange(0, BLOCK_N)[:, None]
+    read = tl.program_id(0) * BLOCK_N + fragment_row(place, num_warps)
+    inside = read < N
+    at = in_strips(read, part, PARTS).to(tl.int64)
+    words = tl.load(words_ptr + at * 16 + tl.arange(0, 16)[None, :], inside, 0)
+    of_row = at + tl.zeros((1, 4), tl.int32)
+    words = tl.reshape(words, (BLOCK_N, 4, 4))
+    packed = tl.load(scale_ptr + of_row, inside, 0)
+    if INT4:
+        factor = doubled(of_groups(packed, GROUP, 16))
+        if zeros_ptr is None:
+            zero = tl.full((1, 1, 1), 8.0, tl.float32)
+        else:
+            zero = of_groups(tl.load(zeros_ptr + of_row, inside, 0), GROUP, 8).to(tl.float32)
+        added = tl.broadcast_to(minus_zero(zero, SIXTEEN), words.shape)
+        values = fragments(words, added, factor, num_warps, SIXTEEN, NUMBER, True)
+    else:
+        factor = of_groups(packed, GROUP, 8) * 0x00800080  # in the exponents of two bf16
+        values = fragments(words, None, factor, num_warps, SIXTEEN, NUMBER, True) * E2M1_UNIT
+    row = tl.program_id(0) * BLOCK_N + place
+    column = part * 128 + tl.arange(0, 128)[None, :]
+    to = out_ptr + row.to(tl.int64) * K + column
+    tl.store(to, values.to(out_ptr.dtype.element_ty), (row < N) & (column < K))
+
+
+def unpacked(
+    words: Tensor,
+    scale: Tensor,
+    zeros: Tensor | None,
+    group: int,
+    columns: int,
+    dtype: torch.dtype,
+    *,
+    int4: bool = True,
+) -> Tensor:
+    """The values [N, columns] of the weight, scales and zeros that by_strips.py prepares, rounded
+    to dtype: that of the scales of int4, bf16 of MXFP4.
+    """
+    n = len(words) * STRIP.value
+    out = words.new_empty((n, columns), dtype=dtype)
+    sixteen = TRITON_DTYPE[dtype]
+    _unpack[(triton.cdiv(n, 64), triton.cdiv(columns, 128))](
+        words,
+        scale,
+        zeros,
+        out,
+        n,
+        K=columns,
+        GROUP=group,
+        INT4=int4,
+        SIXTEEN=sixteen,
+        NUMBER=tl.float32 if triton.knobs.runtime.interpret else sixteen,
+        BLOCK_N=64,
+        num_warps=4,
+    )
+    return out
+
+
+def refuse_linear_w4a16(
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    zeros: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    group: int,
+) -> Refusal | None:
+    return by_strips.refuse_linear_w4a16(
+        platform, x, weight, weight_scale, zeros, bias, group=group
+    ) or unlike((x.dtype,), bias=bias)
+
+
+@ops.linear_w4a16.kernel(
+    "triton",
+    tokens=ops.Tokens(MAX_ROWS + 1),
+    refuses=refuse_linear_w4a16,
+    prepare=by_strips.OF_INT4,
+    attributes=("group",),
+)
+def linear_w4a16(
+    x: Tensor,
+    weight: tuple[Tensor],
+    weight_scale: tuple[Tensor],
+    zeros: tuple[Tensor] | None = None,
+    bias: Tensor | None = None,
+    *,
+    group: int,
+) -> Tensor:
+    prepared = *weight, *weight_scale, zeros[0] if zeros else None
+    return F.linear(x, unpacked(*prepared, group, x.shape[-1], x.dtype), bias)
+
+
+def refuse_linear_mxfp4(
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    x_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> Refusal | None:
+    return by_strips.refuse_linear_mxfp4(
+        platform, x, weight, weight_scale, x_scale, bias, out_dtype=out_dtype
+    ) or unlike((x.dtype,), bias=bias)
+
+
+@ops.linear_mxfp4.kernel(
+    "triton",
+    tokens=ops.Tokens(MAX_ROWS + 1),
+    refuses=refuse_linear_mxfp4,
+    prepare=by_strips.OF_MXFP4,
+)
+def linear_mxfp4(
+    x: Tensor,
+    weight: tuple[Tensor],
+    weight_scale: tuple[Tensor],
+    x_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    prepared = *weight, *weight_scale, None
+    return F.linear(x, unpacked(*prepared, 32, x.shape[-1], x.dtype, int4=False), bias)
