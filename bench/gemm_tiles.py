@@ -70,7 +70,7 @@ def _eight_bits(op: str, rows: int, k: int) -> Tiles:
 
 
 def _int4_rows(rows: int) -> Tiles:
-    height = next(height for height in (8, 16, 32, 64) if height >= min(rows, 64))
+    height = next(height for height in (8, 16, 32, 64, 128) if height >= min(rows, 128))
     for (n, warps), stages, (programs, columns) in product(
         ((32, 2), (64, 4), (128, 4), (128, 8)), (3, 4), ((264, 512), (396, 512), (396, 1024))
     ):

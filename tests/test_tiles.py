@@ -107,20 +107,21 @@ def test_a_linear_of_four_bit_weights_takes_the_measured_tile(
 @pytest.mark.parametrize(
     "rows, outputs, columns, splits",
     [
-        (8, 4096, 4096, 8),
-        (8, 4096, 12288, 12),
+        (8, 4096, 4096, 4),
+        (8, 4096, 12288, 6),
         (9, 24576, 4096, 2),
-        (64, 2048, 4096, 8),
-        (64, 6144, 4096, 4),
-        (64, 151936, 4096, 1),
-        (3, 64, 512, 1),
-        (3, 64, 480, 1),
+        (16, 4096, 4096, 8),
+        (64, 2048, 4096, 4),
+        (128, 6144, 4096, 4),
+        (256, 151936, 4096, 1),
+        (9, 64, 512, 1),
+        (9, 64, 480, 1),
     ],
 )
-def test_columns_of_int4_weights_are_split_until_there_are_programs_enough(
+def test_columns_of_4_bit_weights_are_split_until_there_are_programs_enough(
     rows: int, outputs: int, columns: int, splits: int
 ) -> None:
-    assert tiles.LINEAR_INT4_ROWS.choose(CPU, rows).splits(outputs, columns) == splits
+    assert tiles.LINEAR_4_BITS.choose(CPU, rows).splits(outputs, columns) == splits
 
 
 @pytest.mark.parametrize("columns, words", [(32, 4), (1536, 256), (4096, 512), (12288, 512)])

@@ -168,10 +168,11 @@ LINEAR_W4A16: Cases = {
     "groups of 128, several programs": lambda draw: int4_operands(
         draw, 3, 1664, group=128, out=144, zeros=True, bias=True
     ),
+    "a hundred rows": lambda draw: int4_operands(draw, 100, 160, out=48, zeros=True),
     "many rows, parts that are not full": lambda draw: int4_operands(
-        draw, 70, 416, out=80, zeros=True, bias=True
+        draw, 260, 416, out=80, zeros=True, bias=True
     ),
-    "many rows, groups of 128": lambda draw: int4_operands(draw, 66, 256, group=128, out=48),
+    "many rows, groups of 128": lambda draw: int4_operands(draw, 257, 256, group=128, out=48),
     "zero points, one row, bias": lambda draw: int4_operands(
         draw, 1, 256, group=128, out=64, zeros=True, bias=True
     ),
@@ -182,7 +183,7 @@ LINEAR_MXFP4: Cases = {
     "parts that are not full": lambda draw: mxfp4_operands(draw, 5, 160, out=48, bias=True),
     "columns of several programs": lambda draw: mxfp4_operands(draw, 20, 1568, out=144),
     "many rows, parts that are not full": lambda draw: mxfp4_operands(
-        draw, 70, 416, out=80, bias=True
+        draw, 260, 416, out=80, bias=True
     ),
     **{
         f"{name}, {activation}": make

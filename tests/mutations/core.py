@@ -384,7 +384,7 @@ BUGS = [
     ),
     triton("strip_rows", "bias if splits == 1 else None,", "bias,", "linear_w4a16"),
     triton("strip_rows", "sums * E2M1_UNIT", "sums", "linear_mxfp4"),
-    triton("by_strips_unpacked", "True) * E2M1_UNIT", "True)", "linear_mxfp4"),
+    triton("strip_values", "True) * E2M1_UNIT", "True)", "linear_mxfp4"),
     triton("strip_rows", "(k < K - part * 128)", "(k < K)", "linear_w4a16"),
     triton("fragment_products", "(at * BYTES & 3) * 8", "(at * BYTES & 2) * 8", "linear_w4a16"),
     triton(
@@ -394,12 +394,12 @@ BUGS = [
         "linear_w4a16",
     ),
     triton(
-        "by_strips_unpacked",
+        "strip_values",
         "read = tl.program_id(0) * BLOCK_N + fragment_row(place, num_warps)",
         "read = tl.program_id(0) * BLOCK_N + place",
         "linear_w4a16",
     ),
-    triton("by_strips_unpacked", "(column < K)", "(column <= K)", "linear_w4a16"),
+    triton("strip_values", "(column < K)", "(column <= K)", "linear_w4a16"),
     Bug(
         "atomc/kernels/triton/by_strips.py",
         "if rows % STRIP.value == 0:",

@@ -3,17 +3,19 @@ GPUs. A layer of the runtime is held so only once; a module that somebody compil
 own weights, and where copies of them would take too much memory, w4a16.py and dequantized.py read
 those.
 
-Up to MAX_ROWS rows: codes are unpacked in registers. by_strips_unpacked.py has more rows.
+Up to MAX_ROWS rows, codes are unpacked in registers. More rows are multiplied by cuBLAS with a
+weight that each call unpacks to 16 bits.
 """
 
 from collections.abc import Callable, Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import unlike, unsupported, wrong_result
-from atomc.kernels.triton import strip_pairs, strip_rows
+from atomc.kernels.triton import strip_pairs, strip_rows, strip_values
 from atomc.kernels.triton.fragments import (
     STRIP,
     e2m1_fragments,
@@ -21,13 +23,16 @@ from atomc.kernels.triton.fragments import (
     packed_groups,
     raised_exponents,
 )
+from atomc.kernels.triton.launch import num_rows
 from atomc.kernels.triton.tiles import LINEAR_4_BITS
-from atomc.kernels.triton.unpacking import MAX_ROWS, other_group, unfit
+from atomc.kernels.triton.unpacking import other_group, unfit
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Prepared, Refusal
 from atomc.platform import Platform
 
-FEW = ops.Tokens(1, MAX_ROWS)
+# Up to this number of rows of x. us, unpacked in registers / to memory, 192 and 256 rows:
+# 4096->4096 25 / 28, 25 / 25, 4096->24576 103 / 133, 97 / 141, 2048->5120 21 / 17, 22 / 17.
+MAX_ROWS = 256
 Prepare = Mapping[str | tuple[str, ...], Callable[..., Prepared]]
 
 
@@ -83,7 +88,7 @@ def refuse_linear_w4a16(
 ) -> Refusal | None:
     return (
         unfit(platform, weight, weight_scale, bias)
-        or unlike(HALVES, x=x, weight_scale=weight_scale)
+        or unlike(HALVES, x=x, weight_scale=weight_scale, bias=bias)
         or other_group(group)
         or _no_strips(weight)
     )
@@ -91,7 +96,6 @@ def refuse_linear_w4a16(
 
 @ops.linear_w4a16.kernel(
     "triton",
-    tokens=FEW,
     refuses=refuse_linear_w4a16,
     prepare=OF_INT4,
     attributes=("group",),
@@ -106,10 +110,12 @@ def linear_w4a16(
     *,
     group: int,
 ) -> Tensor:
-    given = x, *weight, *weight_scale, zeros[0] if zeros else None, bias, group
+    stored = *weight, *weight_scale, zeros[0] if zeros else None
     if strip_pairs.serves(x):
-        return strip_pairs.multiply(*given)
-    return strip_rows.multiply(*given)
+        return strip_pairs.multiply(x, *stored, bias, group)
+    if num_rows(x) <= MAX_ROWS:
+        return strip_rows.multiply(x, *stored, bias, group)
+    return F.linear(x, strip_values.unpacked(*stored, group, x.shape[-1], x.dtype), bias)
 
 
 def refuse_linear_mxfp4(
@@ -126,7 +132,7 @@ def refuse_linear_mxfp4(
     return (
         unfit(platform, weight, weight_scale, bias)
         or unsupported("the kernel for 16-bit rows", x_scale=x_scale)
-        or unlike(taken, x=x)
+        or unlike(taken, x=x, bias=bias)
         or wrong_result(taken, out_dtype)
         or _no_strips(weight)
     )
@@ -134,7 +140,6 @@ def refuse_linear_mxfp4(
 
 @ops.linear_mxfp4.kernel(
     "triton",
-    tokens=FEW,
     refuses=refuse_linear_mxfp4,
     prepare=OF_MXFP4,
     tuned_for=LINEAR_4_BITS.archs,
@@ -148,4 +153,7 @@ def linear_mxfp4(
     *,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    return strip_rows.multiply(x, *weight, *weight_scale, None, bias, 32, int4=False)
+    stored = *weight, *weight_scale, None
+    if num_rows(x) <= MAX_ROWS:
+        return strip_rows.multiply(x, *stored, bias, 32, int4=False)
+    return F.linear(x, strip_values.unpacked(*stored, 32, x.shape[-1], x.dtype, int4=False), bias)

@@ -1,4 +1,4 @@
-"""Linear layers of one or two rows of bf16 with int4 weights in the order of fragments.py, in
+"""Linear layers of one row of bf16 with int4 weights in the order of fragments.py, in
 Triton for NVIDIA GPUs, with two products per instruction.
 
 Reading 4-bit weights is so fast that arithmetic is the bottleneck. The eight products of a word are
@@ -12,8 +12,6 @@ from torch import Tensor
 
 from atomc.kernels.triton.fragments import STRIP, in_strips
 from atomc.kernels.triton.launch import by_twos, let_next_start, num_rows, overlap, wait_for_last
-
-MAX_ROWS = 2
 
 # In the last bits of a bf16 of 128 a code has units of 1. $4 is the word, $5 the addend; $0 to $3
 # are its pairs.
@@ -47,26 +45,22 @@ add.f32 $0, low, high;
 
 
 @triton.jit
-def _few(
+def _row(
     x_ptr,
     words_ptr,
     scale_ptr,
     zeros_ptr,
     bias_ptr,
     out_ptr,
-    N,
     K: tl.constexpr,
     GROUP: tl.constexpr,
     UNPACK: tl.constexpr,
     DOT: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """x is [ROWS, K/2] int32, two values each. A program takes BLOCK_N rows of a strip, and unpacks
-    each word once.
-    """
+    """x is [K/2] int32, two values each. A program takes BLOCK_N rows of a strip."""
     PARTS: tl.constexpr = (K + 127) // 128
     WORDS: tl.constexpr = PARTS * 16
     n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
@@ -91,7 +85,7 @@ def _few(
     if zeros_ptr is not None:
         next_zero = tl.load(zeros_ptr + group, inside, 0)
     wait_for_last(PDL)
-    sums = (tl.zeros((BLOCK_N, BLOCK_W), tl.float32),) * ROWS
+    sums = tl.zeros((BLOCK_N, BLOCK_W), tl.float32)
     for start in tl.static_range(0, WORDS, BLOCK_W):
         words, scale = next_words, next_scale
         if zeros_ptr is not None:
@@ -112,36 +106,34 @@ def _few(
             is_pure=True,
             pack=1,
         )
-        for m in tl.static_range(ROWS):
-            x = x_ptr + (m * (K // 2) + start * 4) + pair
-            part = tl.inline_asm_elementwise(
-                DOT,
-                "=f,r,r,r,r,r,r,r,r",
-                [
-                    q0,
-                    q1,
-                    q2,
-                    q3,
-                    tl.load(x, here, 0),
-                    tl.load(x + 4, here, 0),
-                    tl.load(x + 8, here, 0),
-                    tl.load(x + 12, here, 0),
-                ],
-                dtype=tl.float32,
-                is_pure=True,
-                pack=1,
-            )
-            sums = sums[:m] + (sums[m] + part * scale.to(tl.float32),) + sums[m + 1 :]  # noqa: RUF005
-    for m in tl.static_range(ROWS):
-        out = tl.sum(sums[m], 1)[:, None]
-        if bias_ptr is not None:
-            out += tl.load(bias_ptr + n).to(tl.float32)
-        tl.store(out_ptr + m * N + n, out.to(out_ptr.dtype.element_ty))
+        x = x_ptr + start * 4 + pair
+        part = tl.inline_asm_elementwise(
+            DOT,
+            "=f,r,r,r,r,r,r,r,r",
+            [
+                q0,
+                q1,
+                q2,
+                q3,
+                tl.load(x, here, 0),
+                tl.load(x + 4, here, 0),
+                tl.load(x + 8, here, 0),
+                tl.load(x + 12, here, 0),
+            ],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+        sums += part * scale.to(tl.float32)
+    out = tl.sum(sums, 1)[:, None]
+    if bias_ptr is not None:
+        out += tl.load(bias_ptr + n).to(tl.float32)
+    tl.store(out_ptr + n, out.to(out_ptr.dtype.element_ty))
 
 
 def serves(x: Tensor) -> bool:
-    """Whether x is one or two rows of bf16, on a GPU that multiplies pairs of bf16 and has PDL."""
-    return x.dtype == torch.bfloat16 and 1 <= num_rows(x) <= MAX_ROWS and overlap(x.device)["PDL"]
+    """Whether x is one row of bf16, on a GPU that multiplies pairs of bf16 and has PDL."""
+    return x.dtype == torch.bfloat16 and num_rows(x) == 1 and overlap(x.device)["PDL"]
 
 
 def multiply(
@@ -150,20 +142,17 @@ def multiply(
     """The op linear_w4a16, of the weight, scales and zeros that by_strips.py prepares."""
     n, k = len(words) * STRIP.value, x.shape[-1]
     out = x.new_empty((*x.shape[:-1], n))
-    rows = num_rows(x)
-    _few[(n // 4,)](
-        by_twos(x.reshape(rows, k)),
+    _row[(n // 4,)](
+        by_twos(x.reshape(k)),
         words,
         scale.view(x.dtype),
         None if zeros is None else zeros.view(torch.uint8),
         bias,
         out,
-        n,
         K=k,
         GROUP=group,
         UNPACK=UNPACK,
         DOT=DOT,
-        ROWS=rows,
         BLOCK_N=4,
         BLOCK_W=min(triton.next_power_of_2(-(-k // 128) * 16), 128),
         num_warps=4,

@@ -126,17 +126,18 @@ LINEAR_W4A16 = TileTable[Launch](
     sizes=("rows",),
     by_arch={"sm90": [((1,), _W4A16_ROW), ((ANY,), _W4A16_16)]},
 )
-# us, 8 / 64 rows: 4096->4096 6.9 / 10.1, 4096->6144 8.5 / 12.8, 4096->24576 21 / 35, 12288->4096
-# 13 / 21. Of 24 tiles for few rows and 10 for many.
+# us, 8 / 64 / 128 rows: 4096->4096 6.4 / 10.1 / 14, 4096->6144 8.1 / 12.8 / 22, 4096->24576 21 / 32
+# / 64, 12288->4096 13 / 20 / 35, 2048->5120 6.0 / 9.0 / 14. Within 8% of the best of 24 tiles.
 LINEAR_4_BITS = TileTable(
-    command="python bench/gemm.py --tiles --rows 8 16 64 --schemes int4 --jobs 14",
+    command="python bench/gemm.py --tiles --rows 8 16 64 128 --schemes int4 --jobs 14",
     sizes=("rows",),
     by_arch={
         "sm90": [
             ((8,), StripTile(8, 64, 4, 4, 396, 1024)),
             ((16,), StripTile(16, 128, 4, 3, 396)),
             ((32,), StripTile(32, 64, 4, 4, 396, 1024)),
-            ((ANY,), StripTile(64, 64, 4, 3, 396, 1024)),
+            ((64,), StripTile(64, 64, 4, 3, 396, 1024)),
+            ((ANY,), StripTile(128, 64, 4, 3, 396, 1024)),
         ]
     },
 )

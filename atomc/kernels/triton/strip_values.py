@@ -1,16 +1,10 @@
-"""Linear layers of many rows with 4-bit weights in the order of fragments.py: each call unpacks the
-weight to 16 bits, to which its values are rounded, and calls cuBLAS, as dequantized.py does.
-"""
+"""Unpacks 4-bit weights in the order of fragments.py; their values are rounded to 16 bits."""
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from atomc import ops
-from atomc.kernels.checks import unlike
-from atomc.kernels.triton import by_strips
 from atomc.kernels.triton.fragments import (
     E2M1_UNIT,
     STRIP,
@@ -22,9 +16,6 @@ from atomc.kernels.triton.fragments import (
     of_groups,
 )
 from atomc.kernels.triton.launch import TRITON_DTYPE
-from atomc.kernels.triton.unpacking import MAX_ROWS
-from atomc.ops.op import Refusal
-from atomc.platform import Platform
 
 
 @triton.jit
@@ -100,72 +91,3 @@ def unpacked(
         num_warps=4,
     )
     return out
-
-
-def refuse_linear_w4a16(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    zeros: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    group: int,
-) -> Refusal | None:
-    return by_strips.refuse_linear_w4a16(
-        platform, x, weight, weight_scale, zeros, bias, group=group
-    ) or unlike((x.dtype,), bias=bias)
-
-
-@ops.linear_w4a16.kernel(
-    "triton",
-    tokens=ops.Tokens(MAX_ROWS + 1),
-    refuses=refuse_linear_w4a16,
-    prepare=by_strips.OF_INT4,
-    attributes=("group",),
-)
-def linear_w4a16(
-    x: Tensor,
-    weight: tuple[Tensor],
-    weight_scale: tuple[Tensor],
-    zeros: tuple[Tensor] | None = None,
-    bias: Tensor | None = None,
-    *,
-    group: int,
-) -> Tensor:
-    prepared = *weight, *weight_scale, zeros[0] if zeros else None
-    return F.linear(x, unpacked(*prepared, group, x.shape[-1], x.dtype), bias)
-
-
-def refuse_linear_mxfp4(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    x_scale: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype,
-) -> Refusal | None:
-    return by_strips.refuse_linear_mxfp4(
-        platform, x, weight, weight_scale, x_scale, bias, out_dtype=out_dtype
-    ) or unlike((x.dtype,), bias=bias)
-
-
-@ops.linear_mxfp4.kernel(
-    "triton",
-    tokens=ops.Tokens(MAX_ROWS + 1),
-    refuses=refuse_linear_mxfp4,
-    prepare=by_strips.OF_MXFP4,
-)
-def linear_mxfp4(
-    x: Tensor,
-    weight: tuple[Tensor],
-    weight_scale: tuple[Tensor],
-    x_scale: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    prepared = *weight, *weight_scale, None
-    return F.linear(x, unpacked(*prepared, 32, x.shape[-1], x.dtype, int4=False), bias)
