@@ -292,6 +292,18 @@ BUGS = [
         "inputs[:, :kept]",
         "tests/test_kernels.py -k '[causal_conv1d_update-torch-'",
     ),
+    Bug(
+        "atomc/kernels/triton/attention.py",
+        "scores = tl.dot(q_rest, tl.trans(k_rest), scores,",
+        "scores = tl.dot(q_rest, tl.trans(k_rest), 0 * scores,",
+        "tests/test_paged_attention.py -k 'any_width and 192'",
+    ),
+    Bug(
+        "atomc/kernels/triton/attention.py",
+        "r = q.shape[1] + tl.arange(0, REST)",
+        "r = tl.arange(0, REST)",
+        "tests/test_paged_attention.py -k 'any_width and 192'",
+    ),
     triton("mla_prompts", "before=True,", "before=False,", "mla_paged_attention"),
     triton("mla_prompts", "of_old[:, None] * old)", "old)", "mla_paged_attention"),
     Bug(

@@ -46,6 +46,7 @@ def _walk(
     total,
     peak,
     q,
+    q_rest,
     table,
     k_ptr,
     v_ptr,
@@ -59,6 +60,7 @@ def _walk(
     inner,
     unit,
     D: tl.constexpr,
+    REST: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -83,9 +85,10 @@ def _walk(
             block = tl.load(table + key // BLOCK_SIZE, mask=key < last, other=0).to(OFFSET)
         else:
             block = tl.load(table + key // BLOCK_SIZE).to(OFFSET)
-        k_at = k_ptr + ((block * k_block + slot * k_slot)[:, None] + d[None, :])
+        k_row = (block * k_block + slot * k_slot)[:, None]
+        k_at = k_ptr + (k_row + d[None, :])
         v_at = v_ptr + ((block * v_block + slot * v_slot)[:, None] + dv[None, :])
-        if MASKED or q.shape[1] != D:
+        if MASKED or q.shape[1] > D:
             k = tl.load(k_at, mask=(key < last)[:, None] & (d < D)[None, :], other=0)
         else:
             k = tl.load(k_at)
@@ -97,6 +100,15 @@ def _walk(
         v = as_numbers(v, q.dtype, CODES)
 
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if REST:
+            r = q.shape[1] + tl.arange(0, REST)
+            rest_at = k_ptr + (k_row + r[None, :])
+            if MASKED or q.shape[1] + REST > D:
+                k_rest = tl.load(rest_at, mask=(key < last)[:, None] & (r < D)[None, :], other=0)
+            else:
+                k_rest = tl.load(rest_at)
+            k_rest = as_numbers(k_rest, q.dtype, CODES)
+            scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
         if SOFTCAP:
             # cap * tanh(scores / cap), by a sigmoid, which does not overflow.
             scores = 2.0 * tl.sigmoid(scores * inner) - 1.0
@@ -151,6 +163,7 @@ def _attend(
     D: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    REST: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -167,7 +180,7 @@ def _attend(
     PDL: tl.constexpr,
 ):
     """One tile, or with BY_SEQUENCE all tiles of a sequence, over this program's split of the keys
-    that a tile sees.
+    that a tile sees. REST: how many columns of q and k are multiplied after the first BLOCK_D.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     if PDL:
@@ -225,8 +238,12 @@ def _attend(
             last = tl.minimum(last, first + chunk)
         first_key = first
 
-        q_at = q_ptr + ((start + token).to(tl.int64) * q_row + head * q_head)[:, None] + d[None, :]
-        q = tl.load(q_at, mask=valid[:, None] & (d < D)[None, :], other=0.0)
+        q_at = q_ptr + ((start + token).to(tl.int64) * q_row + head * q_head)[:, None]
+        q = tl.load(q_at + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0)
+        q_rest = q
+        if REST:
+            r = BLOCK_D + tl.arange(0, REST)
+            q_rest = tl.load(q_at + r[None, :], mask=valid[:, None] & (r < D)[None, :], other=0.0)
         peak = tl.full([BLOCK_M], -float("inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         if SINKS and split == 0:
@@ -244,6 +261,7 @@ def _attend(
                 total,
                 peak,
                 q,
+                q_rest,
                 table,
                 k_ptr,
                 v_ptr,
@@ -257,6 +275,7 @@ def _attend(
                 inner,
                 unit,
                 D,
+                REST,
                 DV,
                 BLOCK_N,
                 BLOCK_SIZE,
@@ -273,6 +292,7 @@ def _attend(
             total,
             peak,
             q,
+            q_rest,
             table,
             k_ptr,
             v_ptr,
@@ -286,6 +306,7 @@ def _attend(
             inner,
             unit,
             D,
+            REST,
             DV,
             BLOCK_N,
             BLOCK_SIZE,
@@ -376,6 +397,7 @@ def launch(
     splits, uninitialized there; otherwise `into` [T, N, D] gets the result.
     """
     num_rows, num_heads, width = q.shape
+    block, rest = in_two(width)
     kv_heads, value_width = v_cache.shape[-2:]
     num_sequences = seq_lens.shape[0]
     group = num_heads // kv_heads
@@ -406,7 +428,8 @@ def launch(
         GROUP=group,
         D=width,
         DV=value_width,
-        BLOCK_D=max(16, triton.next_power_of_2(width)),
+        BLOCK_D=block,
+        REST=rest,
         BLOCK_DV=max(16, triton.next_power_of_2(value_width)),
         BLOCK_M=cut.rows,
         BLOCK_N=cut.keys,
@@ -425,6 +448,16 @@ def launch(
         **limit,
         **overlap(q.device),
     )
+
+
+def in_two(width: int) -> tuple[int, int]:
+    """The columns of q and k that a program multiplies first, and how many more after them; both
+    powers of two, the second may be 0. Fewer in all than the next power of two, where they can be:
+    of 192, 128 and 64.
+    """
+    padded = max(16, triton.next_power_of_2(width))
+    rest = max(16, triton.next_power_of_2(width - padded // 2))
+    return (padded // 2, rest) if padded // 2 + rest < padded else (padded, 0)
 
 
 def reach(cache: Tensor) -> int:
