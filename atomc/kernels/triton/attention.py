@@ -75,16 +75,22 @@ def _walk(
     from `first` to `last`.
 
     Without MASKED, each row sees all of these keys, and their number is a multiple of BLOCK_N.
+    BLOCK_SIZE: None where all keys of a sequence are in its first block.
     """
     d = tl.arange(0, q.shape[1])
     dv = tl.arange(0, acc.shape[1])
+    if BLOCK_SIZE is None:
+        block = tl.load(table, mask=first < last, other=0).to(OFFSET)
     for n in range(first, last, BLOCK_N):
         key = n + tl.arange(0, BLOCK_N)
-        slot = key % BLOCK_SIZE
-        if MASKED:
+        if BLOCK_SIZE is None:
+            slot = key
+        elif MASKED:
             block = tl.load(table + key // BLOCK_SIZE, mask=key < last, other=0).to(OFFSET)
+            slot = key % BLOCK_SIZE
         else:
             block = tl.load(table + key // BLOCK_SIZE).to(OFFSET)
+            slot = key % BLOCK_SIZE
         k_row = (block * k_block + slot * k_slot)[:, None]
         k_at = k_ptr + (k_row + d[None, :])
         v_at = v_ptr + ((block * v_block + slot * v_slot)[:, None] + dv[None, :])
@@ -389,12 +395,14 @@ def launch(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
     *,
-    block_size: int,
+    block_size: int | None,
     causal: bool = True,
 ) -> None:
     """Launch the kernel. With `lse` [T, N, splits], fp32, it gets the logarithms in base 2 of the
     softmax masses, -inf for a split without keys, and `into` [T, N, splits, D] the results of the
     splits, uninitialized there; otherwise `into` [T, N, D] gets the result.
+
+    block_size  None: all keys of a sequence are in its first block
     """
     num_rows, num_heads, width = q.shape
     block, rest = in_two(width)
