@@ -15,6 +15,10 @@ def blocks(old: str, new: str) -> Bug:
     return Bug("runtime/blocks.py", old, new, "tests/test_blocks.py tests/test_scheduler.py")
 
 
+def prefix(file: str, old: str, new: str, test: str) -> Bug:
+    return Bug(f"atomc/kernels/triton/{file}.py", old, new, f"tests/test_mla_prefix.py -k '{test}'")
+
+
 def scheduling(file: str, old: str, new: str) -> Bug:
     return Bug(f"runtime/{file}.py", old, new, "tests/test_scheduler.py")
 
@@ -292,6 +296,20 @@ BUGS = [
         "inputs[:, :kept]",
         "tests/test_kernels.py -k '[causal_conv1d_update-torch-'",
     ),
+    prefix("by_head", "tl.load(q_at + P + r, rotated)", "tl.load(q_at + r, rotated)", "projected"),
+    prefix("by_head", "if some_have_prefix(", "if True or some_have_prefix(", "projected"),
+    prefix("by_head", "old_there[:, None] & inside", "inside", "weighed"),
+    prefix("by_head", "inside & (new_lse > without)[:, None]", "inside", "weighed"),
+    prefix("by_head", "(old_there | (new_lse == without))", "old_there", "weighed"),
+    prefix("by_head", "of_old[:, None] * old)", "old)", "weighed"),
+    prefix("by_head", "(old_there | (new_lse == without))", "(row >= 0)", "not_written"),
+    prefix("sequences", "(starts < last) & (first < ends)", "(starts < last)", "projected"),
+    prefix("sequences", "lengths > ends - starts", "lengths >= ends - starts", "rows"),
+    prefix("sequences", "passed + tl.cumsum", "tl.cumsum", "rows and many"),
+    prefix("sequences", "tile - through + tiles, 0)) * BLOCK_Q", "0, 0)) * BLOCK_Q", "rows"),
+    prefix("mla_prefix", "num_tiles * PARTS, tl.num_programs(0)", "num_tiles * PARTS, 1", "rows"),
+    prefix("mla_prefix", "each // num_tiles * TILE_HEADS", "0 * TILE_HEADS", "rows"),
+    prefix("mla_prefix", '-float("inf"), dtype=', "0.0, dtype=", "rows"),
     Bug(
         "atomc/kernels/triton/attention.py",
         "scores = tl.dot(q_rest, tl.trans(k_rest), scores,",
@@ -304,8 +322,6 @@ BUGS = [
         "r = tl.arange(0, REST)",
         "tests/test_paged_attention.py -k 'any_width and 192'",
     ),
-    triton("mla_prompts", "before=True,", "before=False,", "mla_paged_attention"),
-    triton("mla_prompts", "of_old[:, None] * old)", "old)", "mla_paged_attention"),
     Bug(
         "passes/recognize/gated.py",
         "ops.gelu_and_mul(gate, up, approximate)",
@@ -393,12 +409,6 @@ BUGS = [
     triton("int4_rows", "(0, 2, 4, 1, 3)", "(0, 2, 4, 3, 1)", "linear_w4a16"),
     triton("int4_rows", "(at * BYTES & 3) * 8", "(at * BYTES & 2) * 8", "linear_w4a16"),
     triton("int4_rows", "bias if splits == 1 else None,", "bias,", "linear_w4a16"),
-    triton(
-        "mla_prompts",
-        "(tl.load(old_lse_ptr + token * H) > without)",
-        "(tl.load(old_lse_ptr + token * H) < without)",
-        "mla_paged_attention",
-    ),
     Bug(
         "atomc/compiler/bind_sizes.py",
         "if not _is_computed(node) or piece_of[node] == piece:",
