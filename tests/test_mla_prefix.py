@@ -129,7 +129,8 @@ def test_values_of_tiles_without_old_keys_are_not_written() -> None:
     new, latents = draw.normal(70, 3, 16), draw.normal(70, 3, 32)
     new_lse, old_lse = draw.normal(70, 3), draw.normal(70, 3)
     old_lse[:64] = -torch.inf
-    # Attention over new keys says that there are some: what it did not write would show.
+    # There are new keys for the first head, which decides. The others would get zeros.
+    new_lse[:64, 1:] = -torch.inf
     new[:64] = float("nan")
     by_head.add_values(new, new_lse, latents, old_lse, draw.normal(3, 16, 32))
     assert new[:64].isnan().all() and not new[64:].isnan().any()

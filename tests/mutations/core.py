@@ -304,10 +304,10 @@ BUGS = [
     prefix("by_head", "of_old[:, None] * old)", "old)", "weighed"),
     prefix("by_head", "(old_there | (new_lse == without))", "(row >= 0)", "not_written"),
     prefix("sequences", "(starts < last) & (first < ends)", "(starts < last)", "projected"),
-    prefix("sequences", "lengths > ends - starts", "lengths >= ends - starts", "rows"),
+    prefix("sequences", "lengths > ends - starts", "lengths >= ends - starts", "projected"),
     prefix("sequences", "passed + tl.cumsum", "tl.cumsum", "rows and many"),
     prefix("sequences", "tile - through + tiles, 0)) * BLOCK_Q", "0, 0)) * BLOCK_Q", "rows"),
-    prefix("mla_prefix", "num_tiles * PARTS, tl.num_programs(0)", "num_tiles * PARTS, 1", "rows"),
+    prefix("mla_prefix", "num_tiles * PARTS, tl.num_programs(0)", "2, 1", "rows"),
     prefix("mla_prefix", "each // num_tiles * TILE_HEADS", "0 * TILE_HEADS", "rows"),
     prefix("mla_prefix", '-float("inf"), dtype=', "0.0, dtype=", "rows"),
     Bug(
