@@ -296,6 +296,12 @@ BUGS = [
         "inputs[:, :kept]",
         "tests/test_kernels.py -k '[causal_conv1d_update-torch-'",
     ),
+    triton(
+        "mla_prompts",
+        "k_rest=_as_one_block(k_rope)",
+        "k_rest=_as_one_block(k_rope.flip(0))",
+        "mla_paged_attention",
+    ),
     prefix("by_head", "tl.load(q_at + P + r, rotated)", "tl.load(q_at + r, rotated)", "projected"),
     prefix("by_head", "if some_have_prefix(", "if True or some_have_prefix(", "projected"),
     prefix("by_head", "old_there[:, None] & inside", "inside", "weighed"),
@@ -318,8 +324,8 @@ BUGS = [
     ),
     Bug(
         "atomc/kernels/triton/attention.py",
-        "r = q.shape[1] + tl.arange(0, REST)",
-        "r = tl.arange(0, REST)",
+        "q_at + D + r,",
+        "q_at + r,",
         "tests/test_paged_attention.py -k 'any_width and 192'",
     ),
     Bug(

@@ -49,9 +49,12 @@ def _walk(
     q_rest,
     table,
     k_ptr,
+    rest_ptr,
     v_ptr,
     k_block,
     k_slot,
+    rest_block,
+    rest_slot,
     v_block,
     v_slot,
     first,
@@ -91,8 +94,7 @@ def _walk(
         else:
             block = tl.load(table + key // BLOCK_SIZE).to(OFFSET)
             slot = key % BLOCK_SIZE
-        k_row = (block * k_block + slot * k_slot)[:, None]
-        k_at = k_ptr + (k_row + d[None, :])
+        k_at = k_ptr + ((block * k_block + slot * k_slot)[:, None] + d[None, :])
         v_at = v_ptr + ((block * v_block + slot * v_slot)[:, None] + dv[None, :])
         if MASKED or q.shape[1] > D:
             k = tl.load(k_at, mask=(key < last)[:, None] & (d < D)[None, :], other=0)
@@ -107,12 +109,12 @@ def _walk(
 
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if REST:
-            r = q.shape[1] + tl.arange(0, REST)
-            rest_at = k_ptr + (k_row + r[None, :])
-            if MASKED or q.shape[1] + REST > D:
-                k_rest = tl.load(rest_at, mask=(key < last)[:, None] & (r < D)[None, :], other=0)
+            r = tl.arange(0, q_rest.shape[1])
+            r_at = rest_ptr + ((block * rest_block + slot * rest_slot)[:, None] + r[None, :])
+            if MASKED or q_rest.shape[1] > REST:
+                k_rest = tl.load(r_at, mask=(key < last)[:, None] & (r < REST)[None, :], other=0)
             else:
-                k_rest = tl.load(rest_at)
+                k_rest = tl.load(r_at)
             k_rest = as_numbers(k_rest, q.dtype, CODES)
             scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
         if SOFTCAP:
@@ -142,6 +144,7 @@ def _walk(
 def _attend(
     q_ptr,
     k_ptr,
+    rest_ptr,
     v_ptr,
     out_ptr,
     lse_ptr,
@@ -159,6 +162,9 @@ def _attend(
     k_block,
     k_slot,
     k_head,
+    rest_block,
+    rest_slot,
+    rest_head,
     v_block,
     v_slot,
     v_head,
@@ -167,9 +173,10 @@ def _attend(
     N: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
+    REST: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    REST: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -186,7 +193,7 @@ def _attend(
     PDL: tl.constexpr,
 ):
     """One tile, or with BY_SEQUENCE all tiles of a sequence, over this program's split of the keys
-    that a tile sees. REST: how many columns of q and k are multiplied after the first BLOCK_D.
+    that a tile sees. REST: how many columns of q and k are multiplied after the first D.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     if PDL:
@@ -216,6 +223,7 @@ def _attend(
     num_new = end - start
     table = block_tables + tl.cast(s, tl.int64) * table_row
     k_ptr += kv_head * k_head
+    rest_ptr += kv_head * rest_head
     v_ptr += kv_head * v_head
     m = tl.arange(0, BLOCK_M)
     head = kv_head * GROUP + m % GROUP
@@ -248,8 +256,8 @@ def _attend(
         q = tl.load(q_at + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0)
         q_rest = q
         if REST:
-            r = BLOCK_D + tl.arange(0, REST)
-            q_rest = tl.load(q_at + r[None, :], mask=valid[:, None] & (r < D)[None, :], other=0.0)
+            r = tl.arange(0, BLOCK_REST)[None, :]
+            q_rest = tl.load(q_at + D + r, mask=valid[:, None] & (r < REST), other=0.0)
         peak = tl.full([BLOCK_M], -float("inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         if SINKS and split == 0:
@@ -270,9 +278,12 @@ def _attend(
                 q_rest,
                 table,
                 k_ptr,
+                rest_ptr,
                 v_ptr,
                 k_block,
                 k_slot,
+                rest_block,
+                rest_slot,
                 v_block,
                 v_slot,
                 first,
@@ -301,9 +312,12 @@ def _attend(
             q_rest,
             table,
             k_ptr,
+            rest_ptr,
             v_ptr,
             k_block,
             k_slot,
+            rest_block,
+            rest_slot,
             v_block,
             v_slot,
             first,
@@ -397,15 +411,20 @@ def launch(
     *,
     block_size: int | None,
     causal: bool = True,
+    k_rest: Tensor | None = None,
 ) -> None:
     """Launch the kernel. With `lse` [T, N, splits], fp32, it gets the logarithms in base 2 of the
     softmax masses, -inf for a split without keys, and `into` [T, N, splits, D] the results of the
     splits, uninitialized there; otherwise `into` [T, N, D] gets the result.
 
     block_size  None: all keys of a sequence are in its first block
+    k_rest      the last columns of keys, where these are not in k_cache; it has its dtype
     """
     num_rows, num_heads, width = q.shape
-    block, rest = in_two(width)
+    if k_rest is None:
+        first, _ = in_two(width)
+        k_cache, k_rest = k_cache[..., :first], k_cache[..., first:]
+    rest = k_rest.shape[-1]
     kv_heads, value_width = v_cache.shape[-2:]
     num_sequences = seq_lens.shape[0]
     group = num_heads // kv_heads
@@ -414,6 +433,7 @@ def launch(
     _attend[(tiles, kv_heads, cut.splits)](
         q,
         in_bytes(k_cache),
+        in_bytes(k_rest),
         in_bytes(v_cache),
         into,
         lse,
@@ -429,20 +449,22 @@ def launch(
         q.stride(0),
         q.stride(1),
         *k_cache.stride()[:3],
+        *k_rest.stride()[:3],
         *v_cache.stride()[:3],
         2 * scale / softcap if softcap else 1.0,
         (softcap or scale) * LOG2_E,
         N=num_heads,
         GROUP=group,
-        D=width,
-        DV=value_width,
-        BLOCK_D=block,
+        D=width - rest,
         REST=rest,
+        DV=value_width,
+        BLOCK_D=max(16, triton.next_power_of_2(width - rest)),
+        BLOCK_REST=max(16, triton.next_power_of_2(rest)),
         BLOCK_DV=max(16, triton.next_power_of_2(value_width)),
         BLOCK_M=cut.rows,
         BLOCK_N=cut.keys,
         BLOCK_SIZE=block_size,
-        OFFSET=tl.int32 if max(reach(k_cache), reach(v_cache)) < 2**31 else tl.int64,
+        OFFSET=tl.int32 if max(map(reach, (k_cache, k_rest, v_cache))) < 2**31 else tl.int64,
         WINDOW=window,
         SOFTCAP=softcap != 0.0,
         SINKS=sinks is not None,
@@ -459,13 +481,13 @@ def launch(
 
 
 def in_two(width: int) -> tuple[int, int]:
-    """The columns of q and k that a program multiplies first, and how many more after them; both
-    powers of two, the second may be 0. Fewer in all than the next power of two, where they can be:
-    of 192, 128 and 64.
+    """How many columns of q and k a program multiplies first, and after them: of 192, 128 and 64.
+    All at once, where two powers of two are not less than the next one.
     """
-    padded = max(16, triton.next_power_of_2(width))
-    rest = max(16, triton.next_power_of_2(width - padded // 2))
-    return (padded // 2, rest) if padded // 2 + rest < padded else (padded, 0)
+    half = triton.next_power_of_2(width) // 2
+    if half + max(16, triton.next_power_of_2(width - half)) < 2 * half:
+        return half, width - half
+    return width, 0
 
 
 def reach(cache: Tensor) -> int:

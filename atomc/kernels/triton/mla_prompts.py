@@ -217,10 +217,11 @@ def _over_new(
         **overlap(q.device),
     )
     both = F.linear(cached[:, :latent], of_head.flatten(0, 1)).view(tokens, heads, outputs)
+    k, v = both[..., :nope], both[..., nope:]
     k_rope = cached[:, None, latent:].expand(tokens, heads, -1)
-    k, v = torch.cat((both[..., :nope], k_rope), -1), both[..., nope:]
-    # The tokens of a sequence are one block: it starts at its first row, and has room for any.
-    k, v = (x.as_strided((tokens, 1, *x.shape[1:]), (x.stride(0), *x.stride())) for x in (k, v))
+    apart = nope == triton.next_power_of_2(nope)
+    if not apart:  # padded by themselves, they would have more columns in all
+        k = torch.cat((k, k_rope), -1)
     out = q.new_empty((tokens, heads, v.shape[-1]))
     lse = q.new_empty((tokens, heads), dtype=torch.float32)
     cut = tiling(
@@ -228,8 +229,8 @@ def _over_new(
     )._replace(splits=1)
     dense.launch(
         q,
-        k,
-        v,
+        _as_one_block(k),
+        _as_one_block(v),
         out,
         lse,
         query_start,
@@ -243,8 +244,16 @@ def _over_new(
         None,
         None,
         block_size=None,
+        k_rest=_as_one_block(k_rope) if apart else None,
     )
     return out, lse
+
+
+def _as_one_block(x: Tensor) -> Tensor:
+    """A cache whose block of a sequence starts at its first row of x, and has room for any number
+    of tokens.
+    """
+    return x.as_strided((x.shape[0], 1, *x.shape[1:]), (x.stride(0), *x.stride()))
 
 
 def _over_old(
