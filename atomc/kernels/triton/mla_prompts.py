@@ -2,6 +2,7 @@
 the step, and attention over what was cached before it is absorbed.
 
 Both parts and their sum have shapes that do not depend on lengths, so the host waits for nothing.
+Programs of the second part leave out sequences of which nothing was cached.
 Per pair of a query and a key, the first takes P + R + V multiplications, the second 2 L + R; to
 compute keys and values of cached tokens again, and where to keep them, is saved. The tokens of the
 step are read back from the cache: the result is that of the cached values, as in later steps.
