@@ -76,13 +76,34 @@ def test_blocks_have_any_size(block_size: int, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     "sequences", [[(1, 150), (1, 20)], [(40, 50), (1, 70), (0, 7)]], ids=["decode", "mixed"]
 )
-@pytest.mark.parametrize("width", [96, 256])
+@pytest.mark.parametrize("width", [40, 72, 96, 192, 256])
 def test_heads_have_any_width_up_to_256(width: int, sequences: list[tuple[int, int]]) -> None:
     arguments = paged(Draw(torch.float16, DEVICE), sequences, heads=(3, 1), width=width)
     exact = ops.paged_attention.reference(**arguments | {"q": arguments["q"].float()})
     torch.testing.assert_close(
         kernel.paged_attention(**arguments).float(), exact, rtol=4e-3, atol=4e-3
     )
+
+
+@pytest.mark.parametrize(
+    ("width", "expected"),
+    [
+        (8, (8, 0)),
+        (24, (24, 0)),
+        (40, (32, 8)),
+        (64, (64, 0)),
+        (72, (64, 8)),
+        (80, (64, 16)),
+        (96, (64, 32)),
+        (120, (120, 0)),
+        (192, (128, 64)),
+        (256, (256, 0)),
+    ],
+)
+def test_a_width_between_powers_of_two_is_multiplied_in_two_parts(
+    width: int, expected: tuple[int, int]
+) -> None:
+    assert kernel.in_two(width) == expected
 
 
 def test_what_stands_in_a_block_table_behind_a_sequence_is_not_read() -> None:

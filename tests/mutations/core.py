@@ -15,6 +15,10 @@ def blocks(old: str, new: str) -> Bug:
     return Bug("runtime/blocks.py", old, new, "tests/test_blocks.py tests/test_scheduler.py")
 
 
+def prefix(file: str, old: str, new: str, test: str) -> Bug:
+    return Bug(f"atomc/kernels/triton/{file}.py", old, new, f"tests/test_mla_prefix.py -k '{test}'")
+
+
 def scheduling(file: str, old: str, new: str) -> Bug:
     return Bug(f"runtime/{file}.py", old, new, "tests/test_scheduler.py")
 
@@ -292,8 +296,38 @@ BUGS = [
         "inputs[:, :kept]",
         "tests/test_kernels.py -k '[causal_conv1d_update-torch-'",
     ),
-    triton("mla_prompts", "before=True,", "before=False,", "mla_paged_attention"),
-    triton("mla_prompts", "of_old[:, None] * old)", "old)", "mla_paged_attention"),
+    triton(
+        "mla_prompts",
+        "k_rest=_as_one_block(k_rope)",
+        "k_rest=_as_one_block(k_rope.flip(0))",
+        "mla_paged_attention",
+    ),
+    prefix("by_head", "tl.load(q_at + P + r, rotated)", "tl.load(q_at + r, rotated)", "projected"),
+    prefix("by_head", "if some_have_prefix(", "if True or some_have_prefix(", "projected"),
+    prefix("by_head", "old_there[:, None] & inside", "inside", "weighed"),
+    prefix("by_head", "inside & (new_lse > without)[:, None]", "inside", "weighed"),
+    prefix("by_head", "(old_there | (new_lse == without))", "old_there", "weighed"),
+    prefix("by_head", "of_old[:, None] * old)", "old)", "weighed"),
+    prefix("by_head", "(old_there | (new_lse == without))", "(row >= 0)", "not_written"),
+    prefix("sequences", "(starts < last) & (first < ends)", "(starts < last)", "projected"),
+    prefix("sequences", "lengths > ends - starts", "lengths >= ends - starts", "projected"),
+    prefix("sequences", "passed + tl.cumsum", "tl.cumsum", "rows and many"),
+    prefix("sequences", "tile - through + tiles, 0)) * BLOCK_Q", "0, 0)) * BLOCK_Q", "rows"),
+    prefix("mla_prefix", "num_tiles * PARTS, tl.num_programs(0)", "2, 1", "rows"),
+    prefix("mla_prefix", "each // num_tiles * TILE_HEADS", "0 * TILE_HEADS", "rows"),
+    prefix("mla_prefix", '-float("inf"), dtype=', "0.0, dtype=", "rows"),
+    Bug(
+        "atomc/kernels/triton/attention.py",
+        "scores = tl.dot(q_rest, tl.trans(k_rest), scores,",
+        "scores = tl.dot(q_rest, tl.trans(k_rest), 0 * scores,",
+        "tests/test_paged_attention.py -k 'any_width and 192'",
+    ),
+    Bug(
+        "atomc/kernels/triton/attention.py",
+        "q_at + D + r,",
+        "q_at + r,",
+        "tests/test_paged_attention.py -k 'any_width and 192'",
+    ),
     Bug(
         "passes/recognize/gated.py",
         "ops.gelu_and_mul(gate, up, approximate)",
@@ -377,40 +411,6 @@ BUGS = [
         "(row // STRIP * PARTS + part) * STRIP",
         "(row // STRIP * PARTS) * STRIP",
         "moe_experts_mxfp4",
-    ),
-    triton("strip_rows", "first + part, PARTS) + tl", "part, PARTS) + tl", "linear_w4a16"),
-    triton(
-        "strip_rows", "inside & (first + part < PARTS)", "inside & (part < PARTS)", "linear_w4a16"
-    ),
-    triton("strip_rows", "bias if splits == 1 else None,", "bias,", "linear_w4a16"),
-    triton("strip_rows", "sums * E2M1_UNIT", "sums", "linear_mxfp4"),
-    triton("strip_values", "True) * E2M1_UNIT", "True)", "linear_mxfp4"),
-    triton("strip_rows", "(k < K - part * 128)", "(k < K)", "linear_w4a16"),
-    triton("fragment_products", "(at * BYTES & 3) * 8", "(at * BYTES & 2) * 8", "linear_w4a16"),
-    triton(
-        "fragment_products",
-        "_read(zeros_ptr, at, inside,",
-        "_read(zeros_ptr, row_at, inside,",
-        "linear_w4a16",
-    ),
-    triton(
-        "strip_values",
-        "read = tl.program_id(0) * BLOCK_N + fragment_row(place, num_warps)",
-        "read = tl.program_id(0) * BLOCK_N + place",
-        "linear_w4a16",
-    ),
-    triton("strip_values", "(column < K)", "(column <= K)", "linear_w4a16"),
-    Bug(
-        "atomc/kernels/triton/by_strips.py",
-        "if rows % STRIP.value == 0:",
-        "if rows % 8 == 0:",
-        "tests/test_quant_kernels.py -k not_held_in_strips",
-    ),
-    triton(
-        "mla_prompts",
-        "(tl.load(old_lse_ptr + token * H) > without)",
-        "(tl.load(old_lse_ptr + token * H) < without)",
-        "mla_paged_attention",
     ),
     Bug(
         "atomc/compiler/bind_sizes.py",

@@ -46,11 +46,15 @@ def _walk(
     total,
     peak,
     q,
+    q_rest,
     table,
     k_ptr,
+    rest_ptr,
     v_ptr,
     k_block,
     k_slot,
+    rest_block,
+    rest_slot,
     v_block,
     v_slot,
     first,
@@ -59,6 +63,7 @@ def _walk(
     inner,
     unit,
     D: tl.constexpr,
+    REST: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -73,19 +78,25 @@ def _walk(
     from `first` to `last`.
 
     Without MASKED, each row sees all of these keys, and their number is a multiple of BLOCK_N.
+    BLOCK_SIZE: None where all keys of a sequence are in its first block.
     """
     d = tl.arange(0, q.shape[1])
     dv = tl.arange(0, acc.shape[1])
+    if BLOCK_SIZE is None:
+        block = tl.load(table, mask=first < last, other=0).to(OFFSET)
     for n in range(first, last, BLOCK_N):
         key = n + tl.arange(0, BLOCK_N)
-        slot = key % BLOCK_SIZE
-        if MASKED:
+        if BLOCK_SIZE is None:
+            slot = key
+        elif MASKED:
             block = tl.load(table + key // BLOCK_SIZE, mask=key < last, other=0).to(OFFSET)
+            slot = key % BLOCK_SIZE
         else:
             block = tl.load(table + key // BLOCK_SIZE).to(OFFSET)
+            slot = key % BLOCK_SIZE
         k_at = k_ptr + ((block * k_block + slot * k_slot)[:, None] + d[None, :])
         v_at = v_ptr + ((block * v_block + slot * v_slot)[:, None] + dv[None, :])
-        if MASKED or q.shape[1] != D:
+        if MASKED or q.shape[1] > D:
             k = tl.load(k_at, mask=(key < last)[:, None] & (d < D)[None, :], other=0)
         else:
             k = tl.load(k_at)
@@ -97,6 +108,15 @@ def _walk(
         v = as_numbers(v, q.dtype, CODES)
 
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if REST:
+            r = tl.arange(0, q_rest.shape[1])
+            r_at = rest_ptr + ((block * rest_block + slot * rest_slot)[:, None] + r[None, :])
+            if MASKED or q_rest.shape[1] > REST:
+                k_rest = tl.load(r_at, mask=(key < last)[:, None] & (r < REST)[None, :], other=0)
+            else:
+                k_rest = tl.load(r_at)
+            k_rest = as_numbers(k_rest, q.dtype, CODES)
+            scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
         if SOFTCAP:
             # cap * tanh(scores / cap), by a sigmoid, which does not overflow.
             scores = 2.0 * tl.sigmoid(scores * inner) - 1.0
@@ -124,6 +144,7 @@ def _walk(
 def _attend(
     q_ptr,
     k_ptr,
+    rest_ptr,
     v_ptr,
     out_ptr,
     lse_ptr,
@@ -141,6 +162,9 @@ def _attend(
     k_block,
     k_slot,
     k_head,
+    rest_block,
+    rest_slot,
+    rest_head,
     v_block,
     v_slot,
     v_head,
@@ -149,8 +173,10 @@ def _attend(
     N: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
+    REST: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -167,7 +193,7 @@ def _attend(
     PDL: tl.constexpr,
 ):
     """One tile, or with BY_SEQUENCE all tiles of a sequence, over this program's split of the keys
-    that a tile sees.
+    that a tile sees. REST: how many columns of q and k are multiplied after the first D.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     if PDL:
@@ -197,6 +223,7 @@ def _attend(
     num_new = end - start
     table = block_tables + tl.cast(s, tl.int64) * table_row
     k_ptr += kv_head * k_head
+    rest_ptr += kv_head * rest_head
     v_ptr += kv_head * v_head
     m = tl.arange(0, BLOCK_M)
     head = kv_head * GROUP + m % GROUP
@@ -225,8 +252,12 @@ def _attend(
             last = tl.minimum(last, first + chunk)
         first_key = first
 
-        q_at = q_ptr + ((start + token).to(tl.int64) * q_row + head * q_head)[:, None] + d[None, :]
-        q = tl.load(q_at, mask=valid[:, None] & (d < D)[None, :], other=0.0)
+        q_at = q_ptr + ((start + token).to(tl.int64) * q_row + head * q_head)[:, None]
+        q = tl.load(q_at + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0)
+        q_rest = q
+        if REST:
+            r = tl.arange(0, BLOCK_REST)[None, :]
+            q_rest = tl.load(q_at + D + r, mask=valid[:, None] & (r < REST), other=0.0)
         peak = tl.full([BLOCK_M], -float("inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         if SINKS and split == 0:
@@ -244,11 +275,15 @@ def _attend(
                 total,
                 peak,
                 q,
+                q_rest,
                 table,
                 k_ptr,
+                rest_ptr,
                 v_ptr,
                 k_block,
                 k_slot,
+                rest_block,
+                rest_slot,
                 v_block,
                 v_slot,
                 first,
@@ -257,6 +292,7 @@ def _attend(
                 inner,
                 unit,
                 D,
+                REST,
                 DV,
                 BLOCK_N,
                 BLOCK_SIZE,
@@ -273,11 +309,15 @@ def _attend(
             total,
             peak,
             q,
+            q_rest,
             table,
             k_ptr,
+            rest_ptr,
             v_ptr,
             k_block,
             k_slot,
+            rest_block,
+            rest_slot,
             v_block,
             v_slot,
             first,
@@ -286,6 +326,7 @@ def _attend(
             inner,
             unit,
             D,
+            REST,
             DV,
             BLOCK_N,
             BLOCK_SIZE,
@@ -368,14 +409,22 @@ def launch(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
     *,
-    block_size: int,
+    block_size: int | None,
     causal: bool = True,
+    k_rest: Tensor | None = None,
 ) -> None:
     """Launch the kernel. With `lse` [T, N, splits], fp32, it gets the logarithms in base 2 of the
     softmax masses, -inf for a split without keys, and `into` [T, N, splits, D] the results of the
     splits, uninitialized there; otherwise `into` [T, N, D] gets the result.
+
+    block_size  None: all keys of a sequence are in its first block
+    k_rest      the last columns of keys, where these are not in k_cache; it has its dtype
     """
     num_rows, num_heads, width = q.shape
+    if k_rest is None:
+        first, _ = in_two(width)
+        k_cache, k_rest = k_cache[..., :first], k_cache[..., first:]
+    rest = k_rest.shape[-1]
     kv_heads, value_width = v_cache.shape[-2:]
     num_sequences = seq_lens.shape[0]
     group = num_heads // kv_heads
@@ -384,6 +433,7 @@ def launch(
     _attend[(tiles, kv_heads, cut.splits)](
         q,
         in_bytes(k_cache),
+        in_bytes(k_rest),
         in_bytes(v_cache),
         into,
         lse,
@@ -399,19 +449,22 @@ def launch(
         q.stride(0),
         q.stride(1),
         *k_cache.stride()[:3],
+        *k_rest.stride()[:3],
         *v_cache.stride()[:3],
         2 * scale / softcap if softcap else 1.0,
         (softcap or scale) * LOG2_E,
         N=num_heads,
         GROUP=group,
-        D=width,
+        D=width - rest,
+        REST=rest,
         DV=value_width,
-        BLOCK_D=max(16, triton.next_power_of_2(width)),
+        BLOCK_D=max(16, triton.next_power_of_2(width - rest)),
+        BLOCK_REST=max(16, triton.next_power_of_2(rest)),
         BLOCK_DV=max(16, triton.next_power_of_2(value_width)),
         BLOCK_M=cut.rows,
         BLOCK_N=cut.keys,
         BLOCK_SIZE=block_size,
-        OFFSET=tl.int32 if max(reach(k_cache), reach(v_cache)) < 2**31 else tl.int64,
+        OFFSET=tl.int32 if max(map(reach, (k_cache, k_rest, v_cache))) < 2**31 else tl.int64,
         WINDOW=window,
         SOFTCAP=softcap != 0.0,
         SINKS=sinks is not None,
@@ -425,6 +478,16 @@ def launch(
         **limit,
         **overlap(q.device),
     )
+
+
+def in_two(width: int) -> tuple[int, int]:
+    """How many columns of q and k a program multiplies first, and after them: of 192, 128 and 64.
+    All at once, where two powers of two are not less than the next one.
+    """
+    half = triton.next_power_of_2(width) // 2
+    if half + max(16, triton.next_power_of_2(width - half)) < 2 * half:
+        return half, width - half
+    return width, 0
 
 
 def reach(cache: Tensor) -> int:

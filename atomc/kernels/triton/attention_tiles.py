@@ -56,11 +56,9 @@ def tiling(
     else:
         tiles = num_rows // max(128 // group, 1) + min(num_sequences, num_rows)
         per_sm = triton.cdiv(tiles * kv_heads, num_sms)
-        tile = PAGED_PREFILL.choose(device, per_sequence, per_sm)
+        tile = PAGED_PREFILL.choose(device, per_sequence, per_sm, width * itemsize)
         rows = max(least, tile.rows)
     keys, warps, stages, registers = tile.keys, tile.warps, tile.stages, tile.registers
-    if width * itemsize > 256:
-        keys, registers = keys // 2, None
     if itemsize == 4:
         rows, keys, warps, stages = max(least, min(rows, 32)), 16 if width > 128 else 32, 8, 2
     tiles = (

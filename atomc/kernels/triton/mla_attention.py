@@ -174,6 +174,95 @@ def _walk(
     return acc, total, peak
 
 
+@triton.jit
+def over_keys(
+    q_ptr,
+    cache_ptr,
+    table,
+    row,
+    head,
+    there,
+    position,
+    lowest_position,
+    first,
+    last,
+    unit,
+    q_row,
+    q_head,
+    c_block,
+    c_slot,
+    L: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BRANCHES: tl.constexpr,
+    CODES: tl.constexpr,
+):
+    """The weighted latents, sum of weights and maximum in base 2 of a tile, whose queries are those
+    of `row` and `head` where they are `there`, over the rows of the cache from `first` to `last`.
+
+    position, lowest_position  of the queries, and the lowest of them
+    """
+    c = tl.arange(0, BLOCK_L)[None, :]
+    r = tl.arange(0, BLOCK_R)[None, :]
+    q_at = q_ptr + (row.to(tl.int64) * q_row + head * q_head)[:, None]
+    q_latent = tl.load(q_at + c, mask=there[:, None] & (c < L), other=0.0)
+    q_rope = tl.load(q_at + L + r, mask=there[:, None] & (r < R), other=0.0)
+    peak = tl.full([row.shape[0]], -float("inf"), tl.float32)
+    total = tl.zeros([row.shape[0]], tl.float32)
+    acc = tl.zeros([row.shape[0], BLOCK_L], tl.float32)
+    whole = tl.maximum(tl.minimum(last, lowest_position + 1) - first, 0) // BLOCK_N * BLOCK_N
+    acc, total, peak = _walk(
+        acc,
+        total,
+        peak,
+        q_latent,
+        q_rope,
+        table,
+        cache_ptr,
+        c_block,
+        c_slot,
+        first,
+        first + whole,
+        position,
+        unit,
+        L,
+        R,
+        BLOCK_N,
+        BLOCK_SIZE,
+        OFFSET,
+        False,
+        BRANCHES,
+        CODES,
+    )
+    return _walk(
+        acc,
+        total,
+        peak,
+        q_latent,
+        q_rope,
+        table,
+        cache_ptr,
+        c_block,
+        c_slot,
+        first + whole,
+        last,
+        position,
+        unit,
+        L,
+        R,
+        BLOCK_N,
+        BLOCK_SIZE,
+        OFFSET,
+        True,
+        BRANCHES,
+        CODES,
+    )
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_sequences", "table_row"])
 def _attend_latent(
     q_ptr,
@@ -204,14 +293,12 @@ def _attend_latent(
     OFFSET: tl.constexpr,
     BY_SEQUENCE: tl.constexpr,
     SPLIT: tl.constexpr,
-    BEFORE: tl.constexpr,
     BRANCHES: tl.constexpr,
     CODES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One tile, or with BY_SEQUENCE all tiles of a sequence, for TILE_HEADS of the heads, over this
-    program's split of the rows of the cache that a tile sees. BEFORE: only of those from before the
-    step.
+    program's split of the rows of the cache that a tile sees.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // TILE_HEADS
     if PDL:
@@ -231,7 +318,6 @@ def _attend_latent(
     m = tl.arange(0, BLOCK_M)
     head = tl.program_id(1) * TILE_HEADS + m % TILE_HEADS
     c = tl.arange(0, BLOCK_L)[None, :]
-    r = tl.arange(0, BLOCK_R)[None, :]
     for first_token in range(first_tile, end_tile, BLOCK_Q):
         token = first_token + m // TILE_HEADS
         valid = (m < BLOCK_Q * TILE_HEADS) & (token < num_new) & (head < H)
@@ -239,9 +325,7 @@ def _attend_latent(
 
         # The keys that any row sees, and this program's split of them.
         lowest_position = length - num_new + first_token
-        last = lowest_position - first_token
-        if not BEFORE:
-            last += tl.minimum(first_token + BLOCK_Q, num_new)
+        last = length - num_new + tl.minimum(first_token + BLOCK_Q, num_new)
         if not BY_SEQUENCE:
             last = tl.where(first_token < num_new, last, 0)
         first = 0
@@ -250,58 +334,29 @@ def _attend_latent(
             first = split * chunk
             last = tl.minimum(last, first + chunk)
 
-        # A prompt may have nothing before it: then nothing is read.
-        read = valid & (first < last)
-        q_at = q_ptr + ((start + token).to(tl.int64) * q_row + head * q_head)[:, None]
-        q_latent = tl.load(q_at + c, mask=read[:, None] & (c < L), other=0.0)
-        q_rope = tl.load(q_at + L + r, mask=read[:, None] & (r < R), other=0.0)
-        peak = tl.full([BLOCK_M], -float("inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_L], tl.float32)
-        whole = tl.maximum(tl.minimum(last, lowest_position + 1) - first, 0) // BLOCK_N * BLOCK_N
-        acc, total, peak = _walk(
-            acc,
-            total,
-            peak,
-            q_latent,
-            q_rope,
-            table,
+        acc, total, peak = over_keys(
+            q_ptr,
             cache_ptr,
-            c_block,
-            c_slot,
+            table,
+            start + token,
+            head,
+            valid & (first < last),
+            position,
+            lowest_position,
             first,
-            first + whole,
-            position,
+            last,
             unit,
-            L,
-            R,
-            BLOCK_N,
-            BLOCK_SIZE,
-            OFFSET,
-            False,
-            BRANCHES,
-            CODES,
-        )
-        acc, total, peak = _walk(
-            acc,
-            total,
-            peak,
-            q_latent,
-            q_rope,
-            table,
-            cache_ptr,
+            q_row,
+            q_head,
             c_block,
             c_slot,
-            first + whole,
-            last,
-            position,
-            unit,
             L,
             R,
+            BLOCK_L,
+            BLOCK_R,
             BLOCK_N,
             BLOCK_SIZE,
             OFFSET,
-            True,
             BRANCHES,
             CODES,
         )
@@ -403,13 +458,8 @@ def launch(
     scale: float,
     cut: LatentTiling,
     kv_scale: Tensor | None,
-    *,
-    before: bool = False,
 ) -> None:
-    """Launch the kernel; `into` and `lse` as in attention.launch.
-
-    before  only over the rows of the cache from before the step
-    """
+    """Launch the kernel; `into` and `lse` as in attention.launch."""
     num_rows, num_heads, width = q.shape
     num_sequences = seq_lens.shape[0]
     tiles = num_sequences + 1 + (0 if cut.by_sequence else num_rows // (cut.rows // cut.heads))
@@ -441,7 +491,6 @@ def launch(
         OFFSET=tl.int32 if reach(kv_cache) < 2**31 else tl.int64,
         BY_SEQUENCE=cut.by_sequence,
         SPLIT=lse is not None,
-        BEFORE=before,
         BRANCHES=cut.branches,
         CODES=codes_of(kv_cache)["CODES"],
         num_warps=cut.warps,

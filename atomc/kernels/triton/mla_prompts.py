@@ -2,6 +2,7 @@
 the step, and attention over what was cached before it is absorbed.
 
 Both parts and their sum have shapes that do not depend on lengths, so the host waits for nothing.
+Programs of the second part leave out sequences of which nothing was cached.
 Per pair of a query and a key, the first takes P + R + V multiplications, the second 2 L + R; to
 compute keys and values of cached tokens again, and where to keep them, is saved. The tokens of the
 step are read back from the cache: the result is that of the cached values, as in later steps.
@@ -23,9 +24,11 @@ from atomc.kernels.triton import attention as dense
 from atomc.kernels.triton import mla_attention as absorbed
 from atomc.kernels.triton.attention import MAX_WIDTH
 from atomc.kernels.triton.attention_tiles import tiling, with_room
+from atomc.kernels.triton.by_head import add_values, queries_to_latents
 from atomc.kernels.triton.kv_write import as_numbers, codes_of, in_bytes, scale_of_numbers
 from atomc.kernels.triton.launch import begin, overlap, unfit
 from atomc.kernels.triton.mla_chosen import attend_chosen, refuse_chosen
+from atomc.kernels.triton.mla_prefix import attend_prefixes
 from atomc.kernels.triton.sequences import tokens_of
 from atomc.kernels.triton.tiles import LATENT_ATTENTION
 from atomc.ops.op import Refusal
@@ -73,46 +76,6 @@ def _read_rows(
     number = as_numbers(row, tl.float32, CODES).to(tl.float32) * scale_of_numbers(kv_scale, CODES)
     to = out_ptr + (start + token).to(tl.int64)[:, None] * WIDTH + column
     tl.store(to, number.to(out_ptr.dtype.element_ty), own[:, None] & (column < WIDTH))
-
-
-@triton.jit
-def _merge(
-    out_ptr,
-    new_lse_ptr,
-    old_ptr,
-    old_lse_ptr,
-    H: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Weighs the results of a token over new keys, which are in `out`, and over old keys by the
-    softmax mass of these. Results without keys are uninitialized, those of all heads or of none.
-    """
-    begin(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    without = -float("inf")
-    # A token of a prompt without a prefix has its result.
-    if (tl.load(old_lse_ptr + token * H) > without) | (tl.load(new_lse_ptr + token * H) == without):
-        column = tl.arange(0, BLOCK_V)[None, :]
-        for first in range(0, H, BLOCK_H):
-            head = first + tl.arange(0, BLOCK_H)
-            row = token * H + head
-            new_lse = tl.load(new_lse_ptr + row, head < H, 0.0)
-            old_lse = tl.load(old_lse_ptr + row, head < H, 0.0)
-            at = row[:, None] * V + column
-            inside = (head < H)[:, None] & (column < V)
-            new_there, old_there = (new_lse > without)[:, None], (old_lse > without)[:, None]
-            new = tl.load(out_ptr + at, inside & new_there, 0.0).to(tl.float32)
-            old = tl.load(old_ptr + at, inside & old_there, 0.0).to(tl.float32)
-            peak = tl.maximum(new_lse, old_lse)
-            peak = tl.where(peak > without, peak, 0.0)
-            of_new, of_old = tl.exp2(new_lse - peak), tl.exp2(old_lse - peak)
-            total = of_new + of_old
-            total = tl.where(total > 0.0, total, 1.0)
-            out = (of_new[:, None] * new + of_old[:, None] * old) / total[:, None]
-            tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), inside)
 
 
 def refuse_mla_paged_attention(
@@ -201,18 +164,8 @@ def mla_paged_attention(
     elif tokens:
         sequences = query_start, seq_lens, block_tables
         out, new_lse = _over_new(rows, of_head, kv_cache, *sequences, kv_scale, nope, scale)
-        old, old_lse = _over_old(rows, of_head, kv_cache, *sequences, kv_scale, nope, scale)
-        _merge[(tokens,)](
-            out,
-            new_lse,
-            old,
-            old_lse,
-            H=heads,
-            V=values,
-            BLOCK_H=16,
-            BLOCK_V=triton.next_power_of_2(values),
-            **overlap(q.device),
-        )
+        latents, old_lse = _over_old(rows, of_head, kv_cache, *sequences, kv_scale, nope, scale)
+        add_values(out, new_lse, latents, old_lse, of_head[:, nope:])
     return out.view(*q.shape[:-1], values)
 
 
@@ -265,10 +218,11 @@ def _over_new(
         **overlap(q.device),
     )
     both = F.linear(cached[:, :latent], of_head.flatten(0, 1)).view(tokens, heads, outputs)
+    k, v = both[..., :nope], both[..., nope:]
     k_rope = cached[:, None, latent:].expand(tokens, heads, -1)
-    k, v = torch.cat((both[..., :nope], k_rope), -1), both[..., nope:]
-    # The tokens of a sequence are one block: it starts at its first row, and has room for any.
-    k, v = (x.as_strided((tokens, 1, *x.shape[1:]), (x.stride(0), *x.stride())) for x in (k, v))
+    apart = nope == triton.next_power_of_2(nope)
+    if not apart:  # padded by themselves, they would have more columns in all
+        k = torch.cat((k, k_rope), -1)
     out = q.new_empty((tokens, heads, v.shape[-1]))
     lse = q.new_empty((tokens, heads), dtype=torch.float32)
     cut = tiling(
@@ -276,8 +230,8 @@ def _over_new(
     )._replace(splits=1)
     dense.launch(
         q,
-        k,
-        v,
+        _as_one_block(k),
+        _as_one_block(v),
         out,
         lse,
         query_start,
@@ -290,9 +244,17 @@ def _over_new(
         with_room(cut, width, q.device),
         None,
         None,
-        block_size=2**30,
+        block_size=None,
+        k_rest=_as_one_block(k_rope) if apart else None,
     )
     return out, lse
+
+
+def _as_one_block(x: Tensor) -> Tensor:
+    """A cache whose block of a sequence starts at its first row of x, and has room for any number
+    of tokens.
+    """
+    return x.as_strided((x.shape[0], 1, *x.shape[1:]), (x.stride(0), *x.stride()))
 
 
 def _over_old(
@@ -306,30 +268,20 @@ def _over_old(
     nope: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of q [T, H, P + R] over what was cached before the step: [T, H, V], and [T, H] its
-    lse in fp32.
+    """Attention of q [T, H, P + R] over what was cached before the step: the weighted latents
+    [T, H, L], and [T, H] its lse in fp32.
     """
-    tokens, heads, _ = q.shape
+    tokens, heads, width = q.shape
     latent = of_head.shape[-1]
     longest = block_tables.shape[1] * kv_cache.shape[1]
-    cut = absorbed.tiling(
-        tokens, seq_lens.shape[0], heads, q.element_size(), longest, kv_cache
-    )._replace(splits=1)
-    attended = q.new_empty((tokens, heads, latent))
-    lse = q.new_empty((tokens, heads), dtype=torch.float32)
-    absorbed.launch(
-        _projected(q, of_head, kv_cache, nope),
+    return attend_prefixes(
+        queries_to_latents(q, of_head, query_start, seq_lens, width - nope),
         kv_cache,
-        attended,
-        lse,
         query_start,
         seq_lens,
         block_tables,
         latent,
         scale,
-        cut,
+        absorbed.tiling(tokens, seq_lens.shape[0], heads, q.element_size(), longest, kv_cache),
         kv_scale,
-        before=True,
     )
-    out: Tensor = ops.linear_by_head.reference(attended, of_head[:, nope:])
-    return out, lse

@@ -55,3 +55,67 @@ def _searched(tile, query_start, seq_lens, num_rows, num_sequences, BLOCK_Q: tl.
         end += tl.sum(tl.where(owns, ends, 0))
         length += tl.sum(tl.where(owns, lengths, 0))
     return s, start, end, length
+
+
+@triton.jit
+def _tiles_with_prefix(each, query_start, seq_lens, num_sequences, BLOCK_Q: tl.constexpr):
+    """Of the sequences with these numbers: how many tiles of BLOCK_Q new tokens they have, 0 for
+    sequences without tokens from before the step, their first rows, their ends, and their lengths.
+    """
+    there = each < num_sequences
+    starts = tl.load(query_start + each, mask=there, other=0)
+    ends = tl.load(query_start + each + 1, mask=there, other=0)
+    lengths = tl.load(seq_lens + each, mask=there, other=0)
+    tiles = tl.where(lengths > ends - starts, tl.cdiv(ends - starts, BLOCK_Q), 0)
+    return tiles, starts, ends, lengths
+
+
+@triton.jit
+def num_tiles_with_prefix(query_start, seq_lens, num_sequences, BLOCK_Q: tl.constexpr):
+    """How many tiles of BLOCK_Q new tokens the sequences have that have tokens from before the
+    step.
+    """
+    SEARCH: tl.constexpr = 128
+    found = 0
+    for lowest in range(0, num_sequences, SEARCH):
+        each = lowest + tl.arange(0, SEARCH)
+        tiles, _, _, _ = _tiles_with_prefix(each, query_start, seq_lens, num_sequences, BLOCK_Q)
+        found += tl.sum(tiles)
+    return found
+
+
+@triton.jit
+def tokens_with_prefix(tile, query_start, seq_lens, num_sequences, BLOCK_Q: tl.constexpr):
+    """The number of the sequence that has this one of num_tiles_with_prefix, its first row, its
+    end, its length, and the first of its new tokens in this tile.
+    """
+    SEARCH: tl.constexpr = 128
+    s, start, end, length, first, passed = 0, 0, 0, 0, 0, 0
+    for lowest in range(0, num_sequences, SEARCH):
+        each = lowest + tl.arange(0, SEARCH)
+        tiles, starts, ends, lengths = _tiles_with_prefix(
+            each, query_start, seq_lens, num_sequences, BLOCK_Q
+        )
+        through = passed + tl.cumsum(tiles, 0)
+        owns = (through - tiles <= tile) & (tile < through)
+        s += tl.sum(tl.where(owns, each, 0))
+        start += tl.sum(tl.where(owns, starts, 0))
+        end += tl.sum(tl.where(owns, ends, 0))
+        length += tl.sum(tl.where(owns, lengths, 0))
+        first += tl.sum(tl.where(owns, tile - through + tiles, 0)) * BLOCK_Q
+        passed += tl.sum(tiles)
+    return s, start, end, length, first
+
+
+@triton.jit
+def some_have_prefix(first, last, query_start, seq_lens, num_sequences):
+    """Whether any of the rows from `first` to `last` is of a sequence that has tokens from before
+    the step.
+    """
+    SEARCH: tl.constexpr = 128
+    found = 0
+    for lowest in range(0, num_sequences, SEARCH):
+        each = lowest + tl.arange(0, SEARCH)
+        tiles, starts, ends, _ = _tiles_with_prefix(each, query_start, seq_lens, num_sequences, 1)
+        found += tl.sum(tl.where((starts < last) & (first < ends), tiles, 0))
+    return found > 0

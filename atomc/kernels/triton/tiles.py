@@ -382,8 +382,9 @@ PAGED_DECODE = TileTable(
     by_arch={
         "sm90": [
             ((1, 256), AttentionTile(0, 64, 4, 3, None, 3)),
-            ((1, ANY), AttentionTile(0, 128, 8, 5, None, 1)),
-            ((ANY, ANY), AttentionTile(0, 64, 4, 3, 128, 4)),
+            ((1, ANY), AttentionTile(0, 64, 8, 5, None, 1)),
+            ((ANY, 256), AttentionTile(0, 64, 4, 3, 128, 4)),
+            ((ANY, ANY), AttentionTile(0, 32, 4, 3, None, 4)),
         ]
     },
 )
@@ -393,12 +394,17 @@ PAGED_DECODE = TileTable(
 # no limit of registers.
 PAGED_PREFILL = TileTable(
     command="python bench/attention.py --sweep --only prefill",
-    sizes=("query rows per sequence", "tiles of 128 rows per multiprocessor"),
+    sizes=("query rows per sequence", "tiles of 128 rows per multiprocessor", "bytes of a key"),
     by_arch={
         "sm90": [
-            ((64, ANY), AttentionTile(64, 64, 4, 5, None, 2)),
-            ((ANY, 2), AttentionTile(64, 64, 4, 5, None, 2)),
-            ((ANY, ANY), AttentionTile(128, 64, 8, 2, 128, 2)),
+            ((64, ANY, 256), AttentionTile(64, 64, 4, 5, None, 2)),
+            ((ANY, 2, 256), AttentionTile(64, 64, 4, 5, None, 2)),
+            ((ANY, ANY, 256), AttentionTile(128, 64, 8, 2, 128, 2)),
+            ((64, ANY, ANY), AttentionTile(64, 32, 4, 5, None, 2)),
+            ((ANY, 2, ANY), AttentionTile(64, 32, 4, 5, None, 2)),
+            # Heads of 129 to 192, as of prompts in latent attention.
+            ((ANY, ANY, 384), AttentionTile(128, 32, 8, 2, None, 2)),
+            ((ANY, ANY, ANY), AttentionTile(128, 32, 8, 2, None, 2)),
         ]
     },
 )

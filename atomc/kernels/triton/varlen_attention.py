@@ -14,9 +14,6 @@ from atomc.kernels.triton.tiles import PAGED_PREFILL
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
-# More than any number of rows: all rows of a sequence are in its first block.
-ONE_BLOCK = 2**30
-
 
 def refuse_varlen_attention(
     platform: Platform, q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, *, scale: float
@@ -54,7 +51,7 @@ def attend(
         cut,
         None,
         None,
-        block_size=ONE_BLOCK,
+        block_size=None,
         causal=False,
     )
     return out

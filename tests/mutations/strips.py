@@ -1,0 +1,45 @@
+"""Bugs in the kernels of layers of 4-bit weights that are held in strips."""
+
+from mutations import Bug, kernel
+
+
+def triton(file: str, old: str, new: str, name: str) -> Bug:
+    return Bug(f"atomc/kernels/triton/{file}.py", old, new, kernel(name))
+
+
+BUGS = [
+    triton("strip_rows", "first + part, PARTS) + tl", "part, PARTS) + tl", "linear_w4a16"),
+    triton(
+        "strip_rows", "inside & (first + part < PARTS)", "inside & (part < PARTS)", "linear_w4a16"
+    ),
+    triton("strip_rows", "bias if splits == 1 else None,", "bias,", "linear_w4a16"),
+    triton("strip_rows", "sums * E2M1_UNIT", "sums", "linear_mxfp4"),
+    triton("strip_values", "True) * E2M1_UNIT", "True)", "linear_mxfp4"),
+    triton("strip_rows", "(k < K - part * 128)", "(k < K)", "linear_w4a16"),
+    triton("fragment_products", "(at * BYTES & 3) * 8", "(at * BYTES & 2) * 8", "linear_w4a16"),
+    triton(
+        "fragment_products",
+        "_read(zeros_ptr, at, inside,",
+        "_read(zeros_ptr, row_at, inside,",
+        "linear_w4a16",
+    ),
+    triton(
+        "strip_values",
+        "read = tl.program_id(0) * BLOCK_N + fragment_row(place, num_warps)",
+        "read = tl.program_id(0) * BLOCK_N + place",
+        "linear_w4a16",
+    ),
+    triton("strip_values", "(column < K)", "(column <= K)", "linear_w4a16"),
+    Bug(
+        "atomc/kernels/triton/by_strips.py",
+        "if rows % STRIP.value == 0:",
+        "if rows % 8 == 0:",
+        "tests/test_quant_kernels.py -k not_held_in_strips",
+    ),
+    Bug(
+        "atomc/kernels/triton/by_strips.py",
+        "if num_rows(x) <= MAX_ROWS:\n        return strip_rows.multiply(x, *stored, bias, group)",
+        "if True:\n        return strip_rows.multiply(x, *stored, None, group)",
+        kernel("linear_w4a16"),
+    ),
+]
