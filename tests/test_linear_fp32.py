@@ -9,15 +9,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from rewriting import explained, rewritten
+from rewriting import after_passes, explained, rewritten
 from torch import Tensor, nn
 
 import atomc
 from atomc import models, ops, passes
 from atomc.models.loader import ready
+from atomc.ops.inputs import LoraShape
+from atomc.options import Options
 from atomc.platform import Platform
 from atomc.program import compile_model
 from atomc.report.report import Report
+from atomc.rewriting.graph_pass import Context
 
 transformers = pytest.importorskip("transformers")
 
@@ -146,6 +149,14 @@ def test_a_product_that_is_left_names_the_reason(
     [miss] = report.misses("linear_fp32")
     assert (miss.kind, miss.expected) == (kind, expected) and found in miss.found
     assert miss.text() in report.why("linear_fp32")
+
+
+@pytest.mark.parametrize(("targets", "count"), [((), 0), (("q_proj",), 1)])
+def test_a_layer_that_adapters_may_change_is_left(targets: tuple[str, ...], count: int) -> None:
+    context = Context(Options(), Platform.detect("cpu"), lora=LoraShape(1, 4, targets))
+    report = after_passes([LINEAR_FP32], product, X, W, context=context).report
+    assert report.matches["linear_fp32"] == count
+    assert ["LoRA adapters" in miss.found for miss in report.near] == [True] * (1 - count)
 
 
 @pytest.mark.parametrize(

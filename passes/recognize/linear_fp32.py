@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 from atomc import ops
 from atomc.graph.canonical import call, uncast, value
-from atomc.graph.provenance import describe, inherited
+from atomc.graph.provenance import describe, inherited, module_path
 from atomc.ops.op import op_of
 from atomc.rewriting.graph_pass import Context, Outcome
 from atomc.rewriting.matching.near_miss import NearMiss
@@ -34,7 +34,7 @@ def linear_fp32(gm: GraphModule, context: Context) -> Outcome:
         casts = [operand for operand in call(node).operands[:2] if uncast(operand) is not None]
         if not casts:
             continue
-        difference = _difference(node)
+        difference = _difference(node, context)
         if difference is None and (off := context.off_here(NAME, node)):
             done.off.add(off.pattern)
             difference = Difference("off", f"{NAME} to be on", off.text, node)
@@ -48,7 +48,7 @@ def linear_fp32(gm: GraphModule, context: Context) -> Outcome:
     return done
 
 
-def _difference(node: Node) -> Difference | None:
+def _difference(node: Node, context: Context) -> Difference | None:
     """Why a linear that reads a cast is not replaced, or None."""
     x, weight, *bias = call(node).operands
     stored, stored_weight = uncast(x), uncast(weight)
@@ -63,6 +63,9 @@ def _difference(node: Node) -> Difference | None:
         return Difference("dtype", f"a weight in {dtype}, as x", other, node)
     if bias:
         return Difference("arguments", "no bias", f"{describe(bias[0])} is added", node)
+    if context.lora is not None and context.lora.changes(module_path(node)):
+        adapters = "LoRA adapters may change it, in fp32"
+        return Difference("guard", "a layer that adapters do not change", adapters, node)
     return None
 
 

@@ -17,6 +17,7 @@ BUGS = [
     bug("if stored_weight is None:", "if False:", "names_the_reason"),
     bug("value(stored_weight).dtype != dtype", "False", "names_the_reason"),
     bug("    if bias:\n", "    if False:\n", "names_the_reason"),
+    bug("context.lora is not None and", "False and", "adapters_may_change"),
     bug("overload, (x, weight)", "overload, (weight, x)", "is_one_op"),
     bug("(off := context.off_here(NAME, node))", "(off := None)", "turns_it_off"),
     bug("    if done.fired:\n        remove_dead_nodes(gm.graph)\n", "", "is_one_op"),
