@@ -49,6 +49,7 @@ from atomc.passes.recognize.delta_rule import delta_rule
 from atomc.passes.recognize.experts import MOE_EXPERTS, ids_as_chosen
 from atomc.passes.recognize.gated import GELU_AND_MUL, OTHER_GATES, SILU_AND_MUL
 from atomc.passes.recognize.layer_norm import LAYER_NORM
+from atomc.passes.recognize.linear_fp32 import linear_fp32
 from atomc.passes.recognize.lora_linear import (
     LORA_LINEAR,
     LORA_LINEAR_QUANTIZED,
@@ -114,6 +115,7 @@ PIPELINE: tuple[Pass, ...] = (
     rewriting(TRANSPOSE_BEFORE_ROPE, after=["mla_attention"], cleanup=True),
     Pass("tidy_transposes", tidy, after=["rope_before_transpose"], cleanup=True),
     rewriting(LINEAR_TOPK_ROUTE, after=["topk_route"], off_by_default=True),
+    Pass("linear_fp32", linear_fp32, after=["linear_topk_route"], by_site=True),
     rewriting(MOE_EXPERTS_EP, after=["moe_experts"], off_by_default=True),
     # Merge: linear layers with one input become one.
     Pass(

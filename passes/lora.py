@@ -59,8 +59,7 @@ def _paths(node: Node, shape: LoraShape) -> list[tuple[str, int]]:
     found = _merged(node) or [(module_path(node), int(value(node).shape[-1]))]
     if all(layer_of(path) is None for path, _ in found):
         return []
-    wanted = [not shape.targets or path.rpartition(".")[2] in shape.targets for path, _ in found]
-    return found if any(wanted) else []
+    return found if any(shape.changes(path) for path, _ in found) else []
 
 
 def _merged(node: Node) -> list[tuple[str, int]]:

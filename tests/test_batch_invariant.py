@@ -70,6 +70,20 @@ def test_a_row_of_a_linear_layer_does_not_know_the_others(kind, dtype):
             assert torch.equal(linear(x[rows], weight, bias), whole[rows])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_of_a_product_to_fp32_does_not_know_the_others(kind, dtype):
+    torch.manual_seed(0)
+    x, weight = (
+        torch.randn(shape, dtype=dtype, device=DEVICES[kind]) for shape in ((70, 48), (40, 48))
+    )
+    linear = invariant(ops.linear_fp32, kind)
+    whole = linear(x, weight)
+    torch.testing.assert_close(whole, ops.linear_fp32.reference(x, weight), atol=1e-5, rtol=1e-5)
+    for rows in (slice(0, 1), slice(3, 20), slice(69, 70), slice(0, 0)):
+        assert torch.equal(linear(x[rows], weight), whole[rows])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_of_an_adapter_does_not_know_the_others(kind):
     torch.manual_seed(0)
@@ -284,7 +298,7 @@ def test_latent_attention_is_absorbed_in_every_step_and_experts_run_by_such_kern
         for choice in report.kernels
         if any(word in choice.op for word in ("linear", "attention", "experts"))
     }
-    names = ("linear", "linear_by_head", "mla_absorbed_attention", "moe_experts")
+    names = ("linear", "linear_by_head", "linear_fp32", "mla_absorbed_attention", "moe_experts")
     assert found == {(name, INVARIANT, "any") for name in names}
 
 

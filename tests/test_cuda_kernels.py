@@ -2,6 +2,7 @@
 runs.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from atomc.platform import Platform
 
 kernels.load("cuda")
 H200 = Platform.named("h200")
+T4 = replace(H200, arch="sm75", capability=(7, 5))
 
 
 def kernel_of(op: ops.Op) -> ops.Kernel:
@@ -43,6 +45,43 @@ def test_cublas_converts_nothing() -> None:
         "x is torch.float32, weight is torch.int8: "
         "written for torch.bfloat16 or torch.float16 or torch.float32 or torch.float64, all of one dtype"
     )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "platform", "reason"),
+    [
+        (torch.bfloat16, H200, None),
+        (torch.float16, T4, None),
+        (torch.bfloat16, T4, "does not multiply bfloat16"),
+        (torch.bfloat16, Platform.named("gfx942"), "cuBLAS runs on NVIDIA GPUs"),
+        (torch.float32, H200, "written for torch.bfloat16 or torch.float16"),
+    ],
+)
+def test_cublas_takes_products_to_fp32_of_16_bits(
+    dtype: torch.dtype, platform: Platform, reason: str | None
+) -> None:
+    given = {"x": torch.ones(2, 8, dtype=dtype), "weight": torch.ones(4, 8, dtype=dtype)}
+    found = refused(ops.linear_fp32, platform, given)
+    assert found is None if reason is None else reason in str(found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("provider", ["triton", "cuda"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("n", "k"), [(256, 7168), (160, 5120), (129, 1000)])
+@pytest.mark.parametrize("rows", [1, 2, 3, 16, 17, 300])
+def test_products_to_fp32_are_summed_in_fp32(
+    provider: str, dtype: torch.dtype, n: int, k: int, rows: int
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(rows, k, dtype=dtype, device="cuda")
+    weight = torch.randn(n, k, dtype=dtype, device="cuda") / k**0.5
+    [kernel] = [each for each in ops.linear_fp32.kernels if each.provider == provider]
+    if reason := refusal_text(kernel, Platform.detect("cuda"), {"x": x, "weight": weight}):
+        pytest.skip(reason)
+    found, exact = kernel.function(x, weight), x.double() @ weight.double().t()
+    assert found.dtype == torch.float32
+    assert (found - exact).abs().max() <= k**0.5 * 2**-23 * exact.abs().max()
 
 
 @pytest.mark.parametrize("width", [64, 80, 128, 256])

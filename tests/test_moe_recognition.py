@@ -140,7 +140,9 @@ def test_a_stock_mixture_is_one_router_and_one_op_for_its_experts(
         dynamic=dynamic,
         tolerance=1e-5 if dtype == torch.float32 else 2e-2,
     )
-    assert [miss.text() for miss in report.near] == []
+    # Its router has a weight in fp32 also in a model of 16 bits.
+    in_fp32 = name == "ernie4_5_moe" and dtype == torch.bfloat16
+    assert [miss.rewrite for miss in report.near] == ["linear_fp32"] * in_fp32
     assert (report.num_ops["topk_route"], report.num_ops["moe_experts"]) == (1, 1)
     route, made = (
         next(site.attrs for site in report.sites if site.rewrite == rewrite)

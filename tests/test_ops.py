@@ -211,6 +211,9 @@ def test_linear_and_embedding_follow_their_formulas() -> None:
     x, weight, bias = torch.randn(2, 7, 64), torch.randn(33, 64), torch.randn(33)
     assert_close(ops.linear(x, weight, bias), torch.einsum("btk,nk->btn", x, weight) + bias)
     assert_close(ops.linear(x, weight), torch.einsum("btk,nk->btn", x, weight))
+    x, weight = x.bfloat16(), weight.bfloat16()
+    exact = torch.einsum("btk,nk->btn", x.double(), weight.double())
+    assert_close(ops.linear_fp32(x, weight), exact.float())
     assert torch.equal(
         ops.embedding(torch.tensor([[2, 0]]), weight), torch.stack((weight[2], weight[0]))[None]
     )

@@ -27,7 +27,7 @@ from atomc.ops.indexer import (
     paged_index_topk,
 )
 from atomc.ops.kv_b_weight import kv_b_keys, kv_b_weight
-from atomc.ops.linear import embedding, linear
+from atomc.ops.linear import embedding, linear, linear_fp32
 from atomc.ops.lora import lora_linear
 from atomc.ops.mla import (
     bmm_mxfp4,
@@ -129,6 +129,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_by_head",
+    "linear_fp32",
     "linear_mxfp4",
     "linear_nvfp4",
     "linear_split_cat",

@@ -32,6 +32,10 @@ class LoraShape(NamedTuple):
     rank: int
     targets: tuple[str, ...] = ()
 
+    def changes(self, path: str) -> bool:
+        """Whether adapters may change the linear layer with this module path."""
+        return not self.targets or path.rpartition(".")[2] in self.targets
+
 
 @dataclass(frozen=True)
 class ModelInputs:

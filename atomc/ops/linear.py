@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -23,6 +24,18 @@ def stacked_rows(calls: Sequence[Arguments]) -> tuple[str, ...]:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias. x [..., K], weight [N, K], bias [N] of one dtype -> [..., N]."""
     return F.linear(x, weight, bias)
+
+
+def linear_fp32_shape(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=torch.float32)
+
+
+@op(kind=Kind.LINEAR, rows="x", cost=product, shape=linear_fp32_shape)
+def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T in fp32. x [..., K], weight [N, K] of one 16-bit dtype -> [..., N].
+    Products of such numbers are exact in fp32, so that kernels differ only in the order of sums.
+    """
+    return F.linear(x.to(torch.float32), weight.to(torch.float32))
 
 
 @op(kind=Kind.LOOKUP, rows=None, cost=lookup)

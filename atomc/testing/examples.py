@@ -211,6 +211,7 @@ EXAMPLES: Examples = {
     ops.moe_experts_w4a16: {"": _experts_w4a16},
     ops.moe_experts_mxfp4: {"": _experts_mxfp4},
     ops.linear: {"": _linear, "bias": lambda n: _linear(n) | {"bias": n(M)}},
+    ops.linear_fp32: {"": _linear},
     ops.scaled_linear_fp8: {"": partial(_of_codes, ops.quant_fp8_per_token)},
     ops.scaled_linear_fp8_block: {"": _blocks},
     ops.scaled_linear_int8: {"": partial(_of_codes, ops.quant_int8_per_token)},

@@ -1,10 +1,11 @@
 """Linear layers and embeddings."""
 
+from functools import partial
 from typing import Any
 
 import torch
 
-from kernel_cases.draw import Cases, Draw
+from kernel_cases.draw import Cases, Draw, Make
 
 
 def linear(draw: Draw, *shape: int, out: int = 33, bias: bool = False) -> dict[str, Any]:
@@ -29,6 +30,15 @@ LINEAR: Cases = {
     "wide": lambda draw: linear(draw, 5, 64, out=2050),
     "wide, sixteen rows": lambda draw: linear(draw, 16, 64, out=2050),
     "weight of a pack": lambda draw: linear(draw, 7, 64) | {"weight": draw.normal(66, 64)[33:]},
+}
+
+
+def without_bias(make: Make, draw: Draw) -> dict[str, Any]:
+    return {name: given for name, given in make(draw).items() if name != "bias"}
+
+
+LINEAR_FP32: Cases = {
+    name: partial(without_bias, make) for name, make in LINEAR.items() if name != "bias"
 }
 
 EMBEDDING: Cases = {

@@ -11,7 +11,7 @@ from atomc import ops
 from atomc.kernels.checks import unlike
 from atomc.kernels.invariant.adapter import adapted, several
 from atomc.kernels.triton.launch import unfit
-from atomc.ops.formats import FLOATS
+from atomc.ops.formats import FLOATS, HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -72,6 +72,19 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     out = x.new_empty((rows.shape[0], n))
     if rows.shape[0]:
         multiply(rows[:, None], weight[None], out[:, None], bias)
+    return out.view(*x.shape[:-1], n)
+
+
+def refuse_linear_fp32(platform: Platform, x: Tensor, weight: Tensor) -> Refusal | None:
+    return unfit(platform, x=x, weight=weight) or unlike(HALVES, x=x, weight=weight)
+
+
+@ops.linear_fp32.kernel("invariant", refuses=refuse_linear_fp32)
+def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
+    rows, n = x.reshape(-1, x.shape[-1]), weight.shape[0]
+    out = x.new_empty((rows.shape[0], n), dtype=torch.float32)
+    if rows.shape[0]:
+        multiply(rows[:, None], weight[None], out[:, None])
     return out.view(*x.shape[:-1], n)
 
 

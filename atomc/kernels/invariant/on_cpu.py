@@ -42,6 +42,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out[: len(rows)].view(*x.shape[:-1], weight.shape[0])
 
 
+def refuse_linear_fp32(platform: Platform, x: Tensor, weight: Tensor) -> Refusal | None:
+    return not_a_cpu(platform)
+
+
+@ops.linear_fp32.kernel("invariant", refuses=refuse_linear_fp32)
+def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
+    return linear(x.to(torch.float32), weight.to(torch.float32))
+
+
 def refuse_lora_linear(
     platform: Platform,
     y: Tensor,

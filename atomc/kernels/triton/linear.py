@@ -199,3 +199,15 @@ def refuse_linear(
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     tile = LINEAR.choose(x.device, num_rows(x), *weight.shape)
     return multiply(x, weight, bias, tile)
+
+
+def refuse_linear_fp32(platform: Platform, x: Tensor, weight: Tensor) -> Refusal | None:
+    return refuse_linear(platform, x, weight)
+
+
+@ops.linear_fp32.kernel(
+    "triton", tokens=ops.Tokens(1, MAX_ROWS), refuses=refuse_linear_fp32, tuned_for=LINEAR.archs
+)
+def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
+    tile = LINEAR.choose(x.device, num_rows(x), *weight.shape)
+    return multiply(x, weight, None, tile, torch.float32)

@@ -1,0 +1,60 @@
+"""Bugs in products of 16-bit operands to fp32, and in where they are recognized."""
+
+from mutations import Bug
+
+PASS, OP = "passes/recognize/linear_fp32.py", "atomc/ops/linear.py"
+INVARIANT = "tests/test_batch_invariant.py -k product_to_fp32"
+
+
+def bug(old: str, new: str, tests: str) -> Bug:
+    return Bug(PASS, old, new, f"tests/test_linear_fp32.py -k '{tests}'")
+
+
+BUGS = [
+    bug("is not ops.linear:", "is None:", "in_another_dtype or computes_its_logits"),
+    bug("operands[:2] if uncast", "operands[1:2] if uncast", "names_the_reason"),
+    bug("if stored is None:", "if False:", "names_the_reason"),
+    bug("if stored_weight is None:", "if False:", "names_the_reason"),
+    bug("value(stored_weight).dtype != dtype", "False", "names_the_reason"),
+    bug("    if bias:\n", "    if False:\n", "names_the_reason"),
+    bug("context.lora is not None and", "False and", "adapters_may_change"),
+    bug("overload, (x, weight)", "overload, (weight, x)", "is_one_op"),
+    bug("(off := context.off_here(NAME, node))", "(off := None)", "turns_it_off"),
+    bug("    if done.fired:\n        remove_dead_nodes(gm.graph)\n", "", "is_one_op"),
+    Bug(
+        OP,
+        "F.linear(x.to(torch.float32), weight.to(torch.float32))",
+        "F.linear(x, weight).to(torch.float32)",
+        "tests/test_ops.py -k formulas",
+    ),
+    Bug(
+        OP,
+        "(*x.shape[:-1], weight.shape[0]), dtype=torch.float32)",
+        "(*x.shape[:-1], weight.shape[0]))",
+        "tests/test_ops.py -k linear_fp32",
+    ),
+    Bug(
+        "atomc/kernels/triton/linear.py",
+        "multiply(x, weight, None, tile, torch.float32)",
+        "multiply(x, weight, None, tile).to(torch.float32)",
+        "tests/test_kernels.py -k '[linear_fp32-triton-'",
+    ),
+    Bug(
+        "atomc/kernels/invariant/linear.py",
+        "n), dtype=torch.float32)",
+        "n))",
+        INVARIANT,
+    ),
+    Bug(
+        "atomc/kernels/invariant/on_cpu.py",
+        "linear(x.to(torch.float32), weight.to(torch.float32))",
+        "linear(x, weight).to(torch.float32)",
+        INVARIANT,
+    ),
+    Bug(
+        "atomc/kernels/cuda/linear.py",
+        "unlike(HALVES, x=x, weight=weight) or no_bf16_products(platform, x.dtype)",
+        "unlike(HALVES, x=x, weight=weight)",
+        "tests/test_cuda_kernels.py -k products_to_fp32",
+    ),
+]  # fmt: skip
