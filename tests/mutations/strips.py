@@ -1,6 +1,10 @@
 """Bugs in the kernels of layers of 4-bit weights that are held in strips."""
 
-from mutations import Bug, kernel
+from mutations import Bug
+
+
+def kernel(name: str) -> str:
+    return f"tests/test_kernels.py -k '[{name}-triton-'"
 
 
 def triton(file: str, old: str, new: str, name: str) -> Bug:
