@@ -31,8 +31,8 @@ class Products(NamedTuple):
 
 
 # H200, 4,096 tokens with 128 heads, all with a prefix, us (cuBLAS and a copy: 302 and 352):
-# TO_LATENTS, which has no steps, since it takes all P, 311, with 128 columns 497; TO_VALUES 302, with
-# 3 stages 330. Without prefixes 4 and 9.
+# TO_LATENTS, which has no steps, since it takes all P, 311, with 128 columns 497; TO_VALUES 302,
+# with 3 stages 330. Without prefixes 4 and 9.
 TO_LATENTS = Products(128, 64, 0, 8, 3)
 TO_VALUES = Products(128, 0, 64, 8, 4)  # all V columns
 SMALL = Products(32, 32, 32, 4, 2)  # for fp32, and with less shared memory
