@@ -11,7 +11,19 @@ def triton(file: str, old: str, new: str, name: str) -> Bug:
     return Bug(f"atomc/kernels/triton/{file}.py", old, new, kernel(name))
 
 
+def pairs(old: str, new: str) -> Bug:
+    return Bug("atomc/kernels/triton/strip_pairs.py", old, new, "tests/test_strip_pairs.py")
+
+
 BUGS = [
+    pairs("word // 16 * 64 + word % 4 * 16", "word // 16 * 64 + word % 4 * 8"),
+    pairs("column + start * 8 < K", "column <= K"),
+    pairs(
+        "following = group + (start + BLOCK_W) * (128 // GROUP)",
+        "following = group + (start + BLOCK_W) * 4",
+    ),
+    pairs("tl.load(x + 8, here, 0)", "tl.load(x + 2, here, 0)"),
+    pairs("word % 4 * 32 // GROUP", "word % 4"),
     triton("strip_rows", "first + part, PARTS) + tl", "part, PARTS) + tl", "linear_w4a16"),
     triton(
         "strip_rows", "inside & (first + part < PARTS)", "inside & (part < PARTS)", "linear_w4a16"

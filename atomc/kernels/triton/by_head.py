@@ -142,7 +142,7 @@ def queries_to_latents(
     q: Tensor, of_head: Tensor, query_start: Tensor, seq_lens: Tensor, rotated: int
 ) -> Tensor:
     """The queries [T, H, P + R] of sequences that have tokens from before the step in the latent
-    space, [T, H, L + R]; all others are uninitialized or so, too. of_head: [H, P + V, L].
+    space, [T, H, L + R]; those of other sequences may be uninitialized. of_head: [H, P + V, L].
     """
     tokens, heads, width = q.shape
     latent, nope = of_head.shape[-1], width - rotated

@@ -29,7 +29,7 @@ STRIP = tl.constexpr(16)  # rows; a weight has a multiple of them, as of the gro
 RAISED = 100
 # What RAISED and the subnormal codes leave to the sums.
 E2M1_UNIT = tl.constexpr(2.0**26)
-_CHUNK = 2**24  # words that are reordered at a time
+_CHUNK = 2**22  # words that are reordered at a time, which takes some 60 bytes for each
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
