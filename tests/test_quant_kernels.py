@@ -132,6 +132,30 @@ def test_every_int4_code_in_strips_is_read_exactly_where_k_is_split_or_not(
         assert torch.equal(out.cpu().float(), wanted)
 
 
+def test_every_e2m1_code_in_strips_is_read_exactly_under_scales_of_all_sizes() -> None:
+    columns = 160
+    codes = torch.stack([(torch.arange(columns) + shift) % 16 for shift in range(16)] * 3)
+    scales = (40 + 12 * torch.arange(48)[:, None] % 100 + 3 * torch.arange(columns // 32)) % 150
+    given = {
+        "weight": pack_e2m1(codes.to(torch.uint8)).to(DEVICE),
+        "weight_scale": scales.to(DEVICE, torch.uint8),
+    }
+    prepared = kernel_of("linear_mxfp4", "triton.by_strips").prepared(given)
+    stored = (*prepared["weight"], *prepared["weight_scale"], None)
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = torch.cat([magnitudes, -magnitudes])[codes]
+    exact = values * 2.0 ** (scales.repeat_interleave(32, 1) - 127)
+    bf16 = torch.bfloat16
+    assert torch.equal(
+        strip_values.unpacked(*stored, 32, columns, bf16, int4=False).cpu().float(), exact
+    )
+    rows = torch.eye(columns, dtype=bf16, device=DEVICE)[70:140]
+    for tile in INT4_TILES:
+        shape = tile_table.StripTile(*tile)
+        out = strip_rows.multiply(rows, *stored, None, 32, shape, int4=False)
+        assert torch.equal(out.cpu().float(), exact.T[70:140])
+
+
 @pytest.mark.parametrize("tile", list(TILES))
 def test_every_e2m1_code_at_every_place_of_a_word_is_read_exactly_under_every_scale(
     tile: str,
