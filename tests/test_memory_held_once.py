@@ -424,7 +424,10 @@ def test_experts_of_4_bits_of_a_users_module_stay_as_they_are_stored(
     h200 = Platform.named("h200")
     model = build_model(folder, quantization=scheme, platform=h200)
     program = compile_model(model.module, EAGER, platform=h200)
-    assert program.prepared_bytes == 0
+    # Of attention's layers there is a copy, in whole parts of 128 columns.
+    weights = model.module.state_dict().items()
+    layers = sum(weight.nbytes for name, weight in weights if "self_attn" in name)
+    assert 0 < program.prepared_bytes < 1.5 * layers
     (choice, *_) = [c for c in program.report.kernels if c.op.startswith("moe_experts")]
     assert choice.chosen == "triton"
     assert "experts are held once" in dict(choice.refused)["triton"]

@@ -33,8 +33,8 @@ def kernel_of(op: str) -> ops.Kernel:
 
 
 def example_of(kernel: ops.Kernel, *, rows: bool = False) -> dict[str, Any]:
-    """The first of its op, of those with chosen keys if the kernel is for them. rows: the first of
-    several rows.
+    """The first of its op, of those with chosen keys, or with a weight of whole strips, if the
+    kernel is for them. rows: the first of several rows.
     """
     named = CASES[kernel.op].items()
     made = (
@@ -42,6 +42,8 @@ def example_of(kernel: ops.Kernel, *, rows: bool = False) -> dict[str, Any]:
         for name, make in named
         if not rows or name not in ("one row", "one token")
     )
+    if kernel.function.__module__.endswith("by_strips"):
+        return next(given for given in made if given["weight"].shape[0] % 16 == 0)
     if not kernel.function.__module__.endswith("_chosen"):
         return next(made)
     return next(given for given in made if given.get("chosen") is not None)
