@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from test_strips import in_strips
 
-from atomc import kernels, ops
-from atomc.ops.formats import pack_int4
+from atomc import kernels
 
 pytest.importorskip("triton")
 assert kernels.load("triton") is None
@@ -81,19 +81,7 @@ def test_every_int4_code_of_a_row_meets_its_column_of_x_and_its_scale(
     groups = columns // group
     offset = (torch.arange(32)[:, None] + torch.arange(groups)) % 16
     scale = 2.0 ** ((torch.arange(32)[:, None] + torch.arange(groups)) % 5)
-    given = {
-        "weight": pack_int4(codes),
-        "weight_scale": scale.bfloat16(),
-        "zeros": offset.to(torch.uint8) if zeros else None,
-        "group": group,
-    }
-    [kernel] = [
-        kernel
-        for kernel in ops.linear_w4a16.kernels
-        if kernel.function.__module__ == "atomc.kernels.triton.by_strips"
-    ]
-    prepared = kernel.prepared(given)
-    stored = tuple(prepared.get(name, (None,))[0] for name in ("weight", "weight_scale", "zeros"))
+    stored = in_strips(codes, scale.bfloat16(), offset if zeros else None, group)
     zero = offset.repeat_interleave(group, 1) if zeros else 8
     exact = (codes - zero) * scale.repeat_interleave(group, 1)
     bias = torch.arange(32.0)

@@ -34,7 +34,7 @@ BUGS = [
         "atomc/kernels/triton/strip_values.py",
         "True) * E2M1_UNIT",
         "True)",
-        "tests/test_quant_kernels.py -k e2m1_code_in_strips",
+        "tests/test_strips.py -k e2m1_code",
     ),
     triton("strip_rows", "(k < K - part * 128)", "(k < K)", "linear_w4a16"),
     triton("fragment_products", "(at * BYTES & 3) * 8", "(at * BYTES & 2) * 8", "linear_w4a16"),
@@ -55,7 +55,7 @@ BUGS = [
         "atomc/kernels/triton/by_strips.py",
         "if rows % STRIP.value == 0:",
         "if rows % 8 == 0:",
-        "tests/test_quant_kernels.py -k not_held_in_strips",
+        "tests/test_strips.py -k not_held_in_strips",
     ),
     Bug(
         "atomc/kernels/triton/by_strips.py",
