@@ -191,7 +191,8 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
                     from gemm_tiles import tiles
 
                     kernel = None if isinstance(found, str) else found
-                    for label, call in tiles(LAYERS[name].op, rows, k):
+                    prepared = kernel is not None and bool(kernel.prepare)
+                    for label, call in tiles(LAYERS[name].op, rows, k, prepared):
                         yield Case(name, k, n, rows, label, call, kernel)
                 elif isinstance(found, str):
                     print(f"{name} {k}->{n}, {rows} rows: {found}", flush=True)

@@ -14,12 +14,14 @@ from atomc.kernels.triton.tile_table import StripTile, Tile
 Tiles = Iterator[tuple[str, Callable[..., Any]]]
 
 
-def tiles(op: str, rows: int, k: int) -> Tiles:
-    """(the numbers of a tile, the kernel of this op with it), for so many rows and inputs."""
+def tiles(op: str, rows: int, k: int, prepared: bool) -> Tiles:
+    """(the numbers of a tile, the kernel of this op with it), for so many rows and inputs. prepared:
+    the kernel gets weights in strips.
+    """
     if op == "linear":
         return _sixteen_bits(rows, k)
-    if op == "linear_w4a16":
-        return _int4_rows(rows)
+    if prepared:
+        return _in_strips(rows, op == "linear_w4a16")
     return _eight_bits(op, rows, k) if op.startswith("scaled") else _four_bits(rows)
 
 
@@ -69,24 +71,27 @@ def _eight_bits(op: str, rows: int, k: int) -> Tiles:
         yield str(tuple(tile)), partial(multiply, tile)
 
 
-def _int4_rows(rows: int) -> Tiles:
+def _in_strips(rows: int, int4: bool) -> Tiles:
     height = next(height for height in (8, 16, 32, 64, 128) if height >= min(rows, 128))
     for (n, warps), stages, (programs, columns) in product(
         ((32, 2), (64, 4), (128, 4), (128, 8)), (3, 4), ((264, 512), (396, 512), (396, 1024))
     ):
         tile = StripTile(height, n, warps, stages, programs, columns)
-        yield str(tuple(tile)), partial(_multiply_int4, tile)
+        yield str(tuple(tile)), partial(_multiply_in_strips, tile, int4)
 
 
-def _multiply_int4(
+def _multiply_in_strips(
     tile: StripTile,
+    int4: bool,
     x: Tensor,
     weight: tuple[Tensor],
     weight_scale: tuple[Tensor],
-    group: int,
+    group: int = 32,
+    x_scale: None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """Of what by_strips.py prepares."""
-    return strip_rows.multiply(x, *weight, *weight_scale, None, None, group, tile)
+    """Of what by_strips.py prepares, with the arguments of linear_w4a16 and linear_mxfp4."""
+    return strip_rows.multiply(x, *weight, *weight_scale, None, None, group, tile, int4=int4)
 
 
 def _four_bits(rows: int) -> Tiles:

@@ -26,11 +26,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def linear_fp32_shape(x: Tensor, weight: Tensor) -> Tensor:
+def _linear_fp32_shape(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=torch.float32)
 
 
-@op(kind=Kind.LINEAR, rows="x", cost=product, shape=linear_fp32_shape)
+@op(kind=Kind.LINEAR, rows="x", cost=product, shape=_linear_fp32_shape)
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight.T in fp32. x [..., K], weight [N, K] of one 16-bit dtype -> [..., N].
     Products of such numbers are exact in fp32, so that kernels differ only in the order of sums.

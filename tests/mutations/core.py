@@ -433,8 +433,8 @@ BUGS = [
     triton("fragments", "* 32 // GROUP * BITS", "* 64 // GROUP * BITS", "moe_experts_w4a16"),
     triton(
         "fragment_products",
-        "inside, GROUPS), GROUP, 8)",
-        "inside, GROUPS), GROUP, 4)",
+        "inside, 128 // GROUP), GROUP, 8)",
+        "inside, 128 // GROUP), GROUP, 4)",
         "moe_experts_w4a16",
     ),
     triton(

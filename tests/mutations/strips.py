@@ -40,8 +40,8 @@ BUGS = [
     triton("fragment_products", "(at * BYTES & 3) * 8", "(at * BYTES & 2) * 8", "linear_w4a16"),
     triton(
         "fragment_products",
-        "_read(zeros_ptr, at, inside,",
-        "_read(zeros_ptr, row_at, inside,",
+        "_read(zeros_ptr, at, inside, 128 // GROUP)",
+        "_read(zeros_ptr, at, inside, 64 // GROUP)",
         "linear_w4a16",
     ),
     triton(

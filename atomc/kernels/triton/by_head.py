@@ -147,8 +147,7 @@ def queries_to_latents(
     tokens, heads, width = q.shape
     latent, nope = of_head.shape[-1], width - rotated
     out = q.new_empty((tokens, heads, latent + rotated))
-    small = q.element_size() == 4 or not has_room(q.device)
-    tile = SMALL if small else TO_LATENTS
+    tile = _fitting(TO_LATENTS, q)
     tiles = triton.cdiv(tokens, tile.rows)
     each = _heads_each(tiles, heads, q.device)
     _queries_to_latents[(tiles, triton.cdiv(heads, each))](
@@ -186,8 +185,7 @@ def add_values(
     softmax masses of the keys, [T, H] in fp32; where it is -inf the result is not read.
     """
     tokens, heads, values = out.shape
-    small = out.element_size() == 4 or not has_room(out.device)
-    tile = SMALL if small else TO_VALUES
+    tile = _fitting(TO_VALUES, out)
     tiles = triton.cdiv(tokens, tile.rows)
     each = _heads_each(tiles, heads, out.device)
     _add_values[(tiles, triton.cdiv(heads, each))](
@@ -209,6 +207,10 @@ def add_values(
         num_stages=tile.stages,
         **overlap(out.device),
     )
+
+
+def _fitting(tile: Products, x: Tensor) -> Products:
+    return SMALL if x.element_size() == 4 or not has_room(x.device) else tile
 
 
 def _heads_each(tiles: int, heads: int, device: torch.device) -> int:

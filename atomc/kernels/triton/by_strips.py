@@ -1,7 +1,6 @@
 """Linear layers with 4-bit weights that are held in the order of fragments.py, in Triton for NVIDIA
-GPUs. A layer of the runtime is held so only once; a module that somebody compiles also keeps its
-own weights, and where copies of them would take too much memory, w4a16.py and dequantized.py read
-those.
+GPUs. The runtime holds this form alone. A user's module keeps its own weights beside it; where such
+copies would take too much memory, w4a16.py and dequantized.py read the weights as they are stored.
 
 Up to MAX_ROWS rows, codes are unpacked in registers. More rows are multiplied by cuBLAS with a
 weight that each call unpacks to 16 bits.

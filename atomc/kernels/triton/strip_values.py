@@ -5,16 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from atomc.kernels.triton.fragments import (
-    E2M1_UNIT,
-    STRIP,
-    doubled,
-    fragment_row,
-    fragments,
-    in_strips,
-    minus_zero,
-    of_groups,
-)
+from atomc.kernels.triton.fragment_products import e2m1_part, in_words, int4_part
+from atomc.kernels.triton.fragments import E2M1_UNIT, STRIP, fragment_row, in_strips
 from atomc.kernels.triton.launch import TRITON_DTYPE
 
 
@@ -42,18 +34,12 @@ def _unpack(
     words = tl.load(words_ptr + at * 16 + tl.arange(0, 16)[None, :], inside, 0)
     of_row = at + tl.zeros((1, 4), tl.int32)
     words = tl.reshape(words, (BLOCK_N, 4, 4))
-    packed = tl.load(scale_ptr + of_row, inside, 0)
     if INT4:
-        factor = doubled(of_groups(packed, GROUP, 16))
-        if zeros_ptr is None:
-            zero = tl.full((1, 1, 1), 8.0, tl.float32)
-        else:
-            zero = of_groups(tl.load(zeros_ptr + of_row, inside, 0), GROUP, 8).to(tl.float32)
-        added = tl.broadcast_to(minus_zero(zero, SIXTEEN), words.shape)
-        values = fragments(words, added, factor, num_warps, SIXTEEN, NUMBER, True)
+        values = int4_part(
+            words, scale_ptr, zeros_ptr, of_row, inside, GROUP, SIXTEEN, num_warps, NUMBER, True
+        )
     else:
-        factor = of_groups(packed, GROUP, 8) * 0x00800080  # in the exponents of two bf16
-        values = fragments(words, None, factor, num_warps, SIXTEEN, NUMBER, True) * E2M1_UNIT
+        values = e2m1_part(words, scale_ptr + of_row, inside, num_warps, NUMBER, True) * E2M1_UNIT
     row = tl.program_id(0) * BLOCK_N + place
     column = part * 128 + tl.arange(0, 128)[None, :]
     to = out_ptr + row.to(tl.int64) * K + column
@@ -78,8 +64,8 @@ def unpacked(
     sixteen = TRITON_DTYPE[dtype]
     _unpack[(triton.cdiv(n, 64), triton.cdiv(columns, 128))](
         words,
-        scale,
-        zeros,
+        in_words(scale),
+        None if zeros is None else in_words(zeros),
         out,
         n,
         K=columns,
