@@ -12,6 +12,8 @@ LIBRARIES := $(abspath $(VENV)/libraries)
 # Two workers on two cores: one thread each, or they fight. PYTEST_ARGS="-k norm" selects tests.
 TEST_ENV := OMP_NUM_THREADS=1
 PYTEST_ARGS ?=
+# pytest-xdist deals the tests of a crashed worker out again, and then waits for ever: the run ends with the name of the test instead.
+PARALLEL := -n $(WORKERS) --dist loadgroup --max-worker-restart 0
 # setuptools comes first, because building inside the environment lets nothing unpinned in by a side door.
 INSTALL = $(BIN)/python -m pip install $(PIP_ARGS) --constraint constraints.txt
 
@@ -25,10 +27,10 @@ demo: $(VENV)/installed ## generate text from the embedded demo model
 	$(BIN)/atomc generate
 
 test: $(VENV)/installed-test lint ## set up, then lint and run the tests
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 test-all: $(VENV)/installed-test lint ## as test, with the tests marked slow
-	$(TEST_ENV) $(BIN)/python -m pytest -m "" -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -m "" $(PARALLEL) $(PYTEST_ARGS)
 
 lint: $(VENV)/installed-test ## ruff on the sources, strict mypy on the package
 	$(BIN)/ruff check $(wildcard atomc passes models runtime tests bench)
@@ -40,9 +42,9 @@ test-gpu: ## the tests that need a GPU, from the tree, with the Python that is t
 	PYTHONPATH=. $(PYTHON) -m pytest tests -m gpu $(PYTEST_ARGS)
 
 test-libraries: $(VENV)/installed-test $(LIBRARIES)/installed ## the tests over AITER's Triton code, zentorch and flash-linear-attention, from the package index
-	$(TEST_ENV) ATOMC_AITER_SOURCE=$(LIBRARIES)/aiter $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/aiter/test_aiter_proofs.py $(PYTEST_ARGS)
-	$(TEST_ENV) PYTHONPATH=$(LIBRARIES)/zentorch $(BIN)/python -m pytest -n $(WORKERS) tests/test_zentorch.py tests/test_cpu_quant.py tests/test_kernels.py -k zentorch $(PYTEST_ARGS)
-	$(TEST_ENV) PYTHONPATH=$(LIBRARIES)/fla $(BIN)/python -m pytest -n $(WORKERS) -m "" tests/test_fla.py $(PYTEST_ARGS)
+	$(TEST_ENV) ATOMC_AITER_SOURCE=$(LIBRARIES)/aiter $(BIN)/python -m pytest $(PARALLEL) tests/aiter/test_aiter_proofs.py $(PYTEST_ARGS)
+	$(TEST_ENV) PYTHONPATH=$(LIBRARIES)/zentorch $(BIN)/python -m pytest $(PARALLEL) tests/test_zentorch.py tests/test_cpu_quant.py tests/test_kernels.py -k zentorch $(PYTEST_ARGS)
+	$(TEST_ENV) PYTHONPATH=$(LIBRARIES)/fla $(BIN)/python -m pytest $(PARALLEL) -m "" tests/test_fla.py $(PYTEST_ARGS)
 
 test-mutations: $(VENV)/installed-test ## apply one-line bugs, one after the other: each must turn a test red (BUGS=word selects)
 	$(BIN)/python tests/mutations/run.py $(BUGS)
