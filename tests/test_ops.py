@@ -3,6 +3,8 @@ them.
 """
 
 import math
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +25,12 @@ EVERY_CASE = [
     pytest.param(name, case, id=f"{name}-{case}") for name, cases in CASES.items() for case in cases
 ]
 FIRST_CASES = [pytest.param(name, next(iter(cases)), id=name) for name, cases in CASES.items()]
+
+STATM = Path("/proc/self/statm")
+
+
+def resident_bytes() -> int:
+    return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 def bound(name: str, case: str, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -532,6 +540,18 @@ def test_a_cache_lies_in_memory_in_the_order_of_its_layout(layout: ops.Layout) -
         assert cache.permute(layout.order).is_contiguous()
         assert not cache.any()
     assert spec.bytes_per_token() == 2 * 2 * 64 * 2
+
+
+@pytest.mark.skipif(not STATM.exists(), reason="tells no pages of a process")
+def test_pages_of_a_cache_on_a_cpu_are_held_once_they_were_written() -> None:
+    spec = ops.StateSpec.of("kv", "kv", ((2, 64), (2, 64)), torch.float8_e4m3fn)
+    before = resident_bytes()
+    [k, v] = spec.allocate(2**18, 16, "cpu").values()  # 512 MiB each
+    assert resident_bytes() - before < k.nbytes / 16
+    assert k.data_ptr() % 64 == 0 and v.data_ptr() % 64 == 0
+    v.view(torch.uint8)[: 2**17] = 1
+    assert resident_bytes() - before > v.nbytes / 3
+    assert not v[-1].view(torch.uint8).any()
 
 
 def test_a_handle_is_no_part_of_the_state_dict() -> None:

@@ -9,10 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypedDict, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from atomc.ops.formats import FP8
+
+# Of the tensors that torch allocates on a CPU, in bytes.
+ALIGNMENT = 64
 
 T = TypeVar("T")
 
@@ -284,7 +288,7 @@ class StateSpec:
         if self.paging is not None and len(shape) == 4:
             order = LAYOUTS[self.paging.layout].order
         inverse = [order.index(d) for d in range(len(order))]
-        return torch.zeros([shape[d] for d in order], dtype=dtype, device=device).permute(inverse)
+        return _zeros([shape[d] for d in order], dtype, device).permute(inverse)
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """Raises ValueError for missing tensors, or other shapes or dtypes."""
@@ -298,6 +302,18 @@ class StateSpec:
                     f"bind: {tensor.role} of {self.name} is {came}, expected "
                     f"{tensor.dtype} [{', '.join(map(str, (*leading, *tensor.shape)))}]"
                 )
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Zeros, of which a CPU holds the pages that were written: the system gives a page at the first
+    write, so that blocks that no request needs take neither memory nor time.
+    """
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return torch.from_numpy(memory[start : start + size]).view(dtype).view(*shape)
 
 
 class StateGroup(NamedTuple):
