@@ -20,7 +20,7 @@ os.environ.update(gpu_of_worker())
 import pytest
 import shared_objects
 import torch
-from serving import KEY, serving
+from serving import COMPILED, KEY, serving
 
 from atomc import kernels
 
@@ -108,6 +108,15 @@ def forget_what_dynamo_compiled():
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def compiled_once():
+    """Programs that another test of this run compiled are loaded: for tests of what runs them."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("ATOMC_CACHE", "1")
+        environment.setenv("ATOMC_CACHE_DIR", COMPILED)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,12 @@ KEY = "first-key"
 STOP_SECONDS = 30
 # The name of the model of each server, by URL; of a port that is used again, the last one.
 SERVED = {}
-# What the first server of this process compiled, the others load.
-COMPILED = tempfile.TemporaryDirectory(prefix="atomc-compiled-")
+# What was compiled for one server, or for a test with the fixture `compiled_once`, all others load,
+# also those of other workers of pytest-xdist: these are children of the process that made it.
+if "TESTS_COMPILED" not in os.environ:
+    _folder = tempfile.TemporaryDirectory(prefix="atomc-compiled-")
+    os.environ["TESTS_COMPILED"] = _folder.name
+COMPILED = os.environ["TESTS_COMPILED"]
 
 
 @dataclass
@@ -72,7 +76,7 @@ def serving(*flags, cache=True):
     settings = {
         "OMP_NUM_THREADS": "1",
         "ATOMC_CACHE": str(int(cache)),
-        "ATOMC_CACHE_DIR": COMPILED.name,
+        "ATOMC_CACHE_DIR": COMPILED,
     }
     process = subprocess.Popen(
         command,

@@ -21,7 +21,7 @@ from atomc.demo import PATH
 from atomc.models import loader
 from atomc.platform import Platform
 
-pytestmark = pytest.mark.xdist_group("cli")
+pytestmark = [pytest.mark.xdist_group("cli"), pytest.mark.usefixtures("compiled_once")]
 
 
 def run(*argv):

@@ -56,8 +56,8 @@ def llama(edited=None):
     return model
 
 
-def explain(model, **options):
-    return atomc.explain(model, options={"strict": True, **options})
+def explain(model, glue="eager", **options):
+    return atomc.explain(model, options={"strict": True, "glue": glue, **options})
 
 
 def test_a_contract_that_is_kept_says_nothing():
@@ -173,7 +173,7 @@ def test_a_baseline_tells_what_changed_and_why(report):
     fired = next(line for line in found if line.startswith("add_rms_norm fired"))
     assert "expected 6; not in layers 1. Near miss: rms_norm in model.layers.1" in fired
     assert any(
-        re.fullmatch("add_rms_norm for .* tokens: inline x6 became inline x5", line)
+        re.fullmatch("add_rms_norm for .* tokens: torch x6 became torch x5", line)
         for line in found
     )
 
@@ -188,7 +188,10 @@ def test_a_baseline_of_another_version_is_refused():
         contract.differences({"version": 0, "graphs": []}, [])
 
 
-def test_the_command_saves_a_baseline_and_exits_with_1_when_it_no_longer_holds(tmp_path, capsys):
+def test_the_command_saves_a_baseline_and_exits_with_1_when_it_no_longer_holds(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("ATOMC_GLUE", "eager")
     base = str(tmp_path / "base.json")
     assert main(["explain", "--save", base]) == 0
     assert main(["explain", "--check", base]) == 0
@@ -205,6 +208,7 @@ def test_a_baseline_that_is_not_there_is_one_line_and_exit_code_2(tmp_path, caps
     assert "none.json" in capsys.readouterr().err
 
 
+PROGRAM = ["explain", "edited_program:build"]
 EDITED = """
 import os
 import torch
@@ -233,7 +237,8 @@ def folder(tmp_path_factory):
     (folder / "edited_program.py").write_text(EDITED)
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(folder)
-        assert main(["explain", "edited_program:build", "--save", "base.json"]) == 0
+        patched.setenv("ATOMC_GLUE", "eager")
+        assert main([*PROGRAM, "--save", "base.json"]) == 0
     yield folder
     sys.modules.pop("edited_program")
 
@@ -241,12 +246,13 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def program(folder, monkeypatch):
     monkeypatch.chdir(folder)
+    monkeypatch.setenv("ATOMC_GLUE", "eager")
     return monkeypatch
 
 
 def test_in_ci_an_edit_of_one_layer_fails_the_check_with_rewrite_layer_and_reason(program, capsys):
     program.setenv("EDITED", "1")
-    assert main(["explain", "edited_program:build", "--check", "base.json"]) == 1
+    assert main([*PROGRAM, "--check", "base.json"]) == 1
     out = capsys.readouterr().out
     assert "add_rms_norm fired 5 times in 3 layers, expected 6; not in layers 1. " in out
     assert (
@@ -257,7 +263,7 @@ def test_in_ci_an_edit_of_one_layer_fails_the_check_with_rewrite_layer_and_reaso
 
 def test_in_ci_a_graph_break_fails_the_check_with_its_place(program, capsys):
     program.setenv("BREAK", "1")
-    assert main(["explain", "edited_program:build", "--check", "base.json"]) == 1
+    assert main([*PROGRAM, "--check", "base.json"]) == 1
     first = next(
         line for line in capsys.readouterr().out.splitlines() if "graphs instead of" in line
     )
@@ -279,9 +285,9 @@ def test_a_rewrite_that_is_left_out_in_one_module_breaks_it_with_that_reason():
 
 def test_other_kernels_break_a_baseline(report):
     saved = contract.baseline([report])
-    found = contract.differences(saved, [explain(llama(), glue="eager")])
+    found = contract.differences(saved, [explain(llama(), glue="inductor")])
     assert any(
-        re.fullmatch("silu_and_mul for .* tokens: inline x3 became torch x3", line)
+        re.fullmatch("silu_and_mul for .* tokens: torch x3 became inline x3", line)
         for line in found
     )
 

@@ -31,7 +31,7 @@ from atomc.runtime.self_check import own_attention
 
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.xdist_group("delta_net_models")
+pytestmark = [pytest.mark.xdist_group("delta_net_models"), pytest.mark.usefixtures("compiled_once")]
 
 TOKENS = 70  # more than a chunk of transformers has
 IDS = torch.randint(3, 96, (TOKENS,), generator=torch.Generator().manual_seed(0))

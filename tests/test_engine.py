@@ -23,7 +23,7 @@ from atomc.runtime.scheduler import Scheduler
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import equality
 
-pytestmark = pytest.mark.xdist_group("engine")
+pytestmark = [pytest.mark.xdist_group("engine"), pytest.mark.usefixtures("compiled_once")]
 
 # fp64, so that rounding decides about no token on any machine.
 COMMON = {"dtype": "float64", "device": "cpu"}

@@ -25,7 +25,7 @@ from atomc.runtime.speculative import NGramProposer
 from atomc.runtime.structured_outputs import StructuredOutputs
 from atomc.runtime.text_stream import TextStream
 
-pytestmark = pytest.mark.xdist_group("engine")
+pytestmark = [pytest.mark.xdist_group("engine"), pytest.mark.usefixtures("compiled_once")]
 
 # fp64, so that rounding does not change tokens.
 CONFIG = {

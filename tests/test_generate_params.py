@@ -14,7 +14,7 @@ from atomc.runtime.sampling.sampling_params import Structured
 
 pytest.importorskip("tokenizers")
 # Otherwise each worker compiles the model.
-pytestmark = pytest.mark.xdist_group("generate_params")
+pytestmark = [pytest.mark.xdist_group("generate_params"), pytest.mark.usefixtures("compiled_once")]
 
 PROMPTS = [
     "Once upon a time",

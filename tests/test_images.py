@@ -36,7 +36,7 @@ from atomc.runtime.request import siblings
 from atomc.runtime.sampling.sampling_params import SamplingParams
 from atomc.runtime.step import Admission, Chunk, ImagePixels, ImageRows, ScheduledStep
 
-pytestmark = pytest.mark.xdist_group("runtime")
+pytestmark = [pytest.mark.xdist_group("runtime"), pytest.mark.usefixtures("compiled_once")]
 
 SMALL, WIDE, LARGE = (1, 4, 4), (1, 2, 8), (1, 8, 8)  # of 4, 4 and 16 tokens
 PIXEL_BYTES = 4 * W

@@ -15,7 +15,7 @@ from atomc.runtime.llm import LLM
 from atomc.runtime.prompt_image import PromptImage
 from atomc.runtime.sampling.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.xdist_group("runtime")
+pytestmark = [pytest.mark.xdist_group("runtime"), pytest.mark.usefixtures("compiled_once")]
 
 PATCH_WIDTH, NEW = 96, 8
 # Tokens, and (seed, grid) of images: one or three of different sizes. Some images come again, and

@@ -24,7 +24,7 @@ from atomc.runtime.engine import Engine, EngineConfig
 
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.xdist_group("mamba_models")
+pytestmark = [pytest.mark.xdist_group("mamba_models"), pytest.mark.usefixtures("compiled_once")]
 
 TOKENS = 70  # more than a chunk of each kernel has
 IDS = torch.randint(3, 96, (TOKENS,), generator=torch.Generator().manual_seed(0))

@@ -43,7 +43,7 @@ pytestmark = pytest.mark.xdist_group("mtp")
 # fp64, so that rounding decides about no token on any machine.
 COMMON = {"dtype": "float64", "device": "cpu"}
 # What the first engine compiles, the others and the server load.
-OPTIONS = {"strict": True, "glue": "eager", "cache": True, "cache_dir": COMPILED.name}
+OPTIONS = {"strict": True, "glue": "eager", "cache": True, "cache_dir": COMPILED}
 LONGEST = 150
 # Beside bench/equality.py's: chunks, few blocks, priorities, one row more than fits, no sharing.
 ENGINES = [

@@ -18,7 +18,7 @@ from atomc.runtime.prompt_image import PromptImage
 from atomc.runtime.sampling.sampling_params import SamplingParams
 from atomc.runtime.step import Admission, Chunk, ImageRows, ScheduledStep
 
-pytestmark = pytest.mark.xdist_group("mtp_images")
+pytestmark = [pytest.mark.xdist_group("mtp_images"), pytest.mark.usefixtures("compiled_once")]
 
 CONFIGS = {
     "qwen3_5": ("Qwen3_5ForConditionalGeneration", TEXT | HYBRID),

@@ -21,7 +21,7 @@ from test_ranks import no_groups_of_other_tests as no_groups_of_other_tests  # a
 from atomc.runtime import worker
 from atomc.runtime.llm import LLM, SamplingParams
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.usefixtures("compiled_once")]
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ from atomc.runtime.sampling.sampling_params import Structured
 from atomc.runtime.step import Chunk, ScheduledStep
 from atomc.torch_compat import peer_memory
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.usefixtures("compiled_once")]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -24,7 +24,7 @@ from tiny_models import SIZES
 from atomc.runtime.llm import LLM, SamplingParams
 from atomc.runtime.ranks.local_launcher import LocalLauncher
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.usefixtures("compiled_once")]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -29,7 +29,7 @@ from atomc.runtime.slots import Slots, sample_specs
 from atomc.runtime.step import Chunk, ScheduledStep
 
 # Else each worker compiles all the models.
-pytestmark = pytest.mark.xdist_group("runtime")
+pytestmark = [pytest.mark.xdist_group("runtime"), pytest.mark.usefixtures("compiled_once")]
 
 MAX_LEN = 64
 NUM_BLOCKS = 24

@@ -93,7 +93,7 @@ def http(server):
 @pytest.fixture(scope="module")
 def llm(folder, server):
     """Loads what the server has compiled."""
-    options = {"glue": "eager", "cache": True, "cache_dir": COMPILED.name}
+    options = {"glue": "eager", "cache": True, "cache_dir": COMPILED}
     return LLM(folder, options=options, progress=False, max_model_len=256)
 
 

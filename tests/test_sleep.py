@@ -13,7 +13,7 @@ from atomc.ops.state import StateSpec
 from atomc.runtime.llm import LLM
 from atomc.runtime.sampling.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.xdist_group("runtime")
+pytestmark = [pytest.mark.xdist_group("runtime"), pytest.mark.usefixtures("compiled_once")]
 SMALL = 4096  # bytes of what steps leave behind
 DRAFTED = SamplingParams(max_tokens=24, ignore_eos=True)
 

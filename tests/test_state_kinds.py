@@ -52,7 +52,7 @@ from atomc.runtime.step import Chunk, ScheduledStep
 
 __all__ = ["made"]  # a fixture
 
-pytestmark = pytest.mark.xdist_group("runtime")
+pytestmark = [pytest.mark.xdist_group("runtime"), pytest.mark.usefixtures("compiled_once")]
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -41,7 +41,7 @@ from atomc.runtime.step import Chunk, ScheduledStep
 
 __all__ = ["made"]  # a fixture
 
-pytestmark = pytest.mark.xdist_group("runtime")
+pytestmark = [pytest.mark.xdist_group("runtime"), pytest.mark.usefixtures("compiled_once")]
 
 BLOCK, COUNT = 16, 8
 
