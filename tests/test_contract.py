@@ -173,8 +173,7 @@ def test_a_baseline_tells_what_changed_and_why(report):
     fired = next(line for line in found if line.startswith("add_rms_norm fired"))
     assert "expected 6; not in layers 1. Near miss: rms_norm in model.layers.1" in fired
     assert any(
-        re.fullmatch("add_rms_norm for .* tokens: torch x6 became torch x5", line)
-        for line in found
+        re.fullmatch("add_rms_norm for .* tokens: torch x6 became torch x5", line) for line in found
     )
 
 
