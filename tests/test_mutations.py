@@ -3,6 +3,7 @@
 import shlex
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,12 +30,19 @@ def files_of(tests: str) -> list[str]:
     return [word for word in shlex.split(tests) if ".py" in word]
 
 
+@cache
+def wanted(tests: str) -> tuple[list[str], Expression | None]:
+    """What arguments of pytest ask for: files and tests, and words of names."""
+    words = shlex.split(tests)
+    expression = Expression.compile(words[words.index("-k") + 1]) if "-k" in words else None
+    return files_of(tests), expression
+
+
 def selects(tests: str, item: pytest.Item) -> bool:
     """Whether these arguments of pytest select a test, slow or not."""
-    words = shlex.split(tests)
-    word = words[words.index("-k") + 1] if "-k" in words else ""
-    return any(item.nodeid.partition("[")[0].startswith(name) for name in files_of(tests)) and (
-        not word or Expression.compile(word).evaluate(KeywordMatcher.from_item(item))
+    files, words = wanted(tests)
+    return any(item.nodeid.partition("[")[0].startswith(name) for name in files) and (
+        words is None or words.evaluate(KeywordMatcher.from_item(item))
     )
 
 
