@@ -9,8 +9,8 @@ PIP_ARGS ?=
 BIN := $(VENV)/bin
 # Not in the environment itself: atomc uses them wherever it finds them.
 LIBRARIES := $(abspath $(VENV)/libraries)
-# Two workers on two cores: one thread each, or they fight. PYTEST_ARGS="-k norm" selects tests.
-TEST_ENV := OMP_NUM_THREADS=1
+# Two workers on two cores: one thread each, or they fight. Modules and tests are compiled once, not by each process. PYTEST_ARGS="-k norm" selects tests.
+TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 PYTEST_ARGS ?=
 # pytest-xdist deals the tests of a crashed worker out again, and then waits for ever: the run ends with the name of the test instead.
 PARALLEL := -n $(WORKERS) --dist loadgroup --max-worker-restart 0
