@@ -199,8 +199,10 @@ def read_options(file: Path) -> dict[str, Any]:
     """
     try:
         found = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise OptionsError(f"options in {file}: {error}") from error
+    except OSError as error:
+        raise OptionsError(f"options in {file}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise OptionsError(f"options in {file}: {error}; expected TOML") from error
     table = found.get("options")
     if not isinstance(table, dict):
         raise OptionsError(

@@ -576,7 +576,8 @@ def test_the_command_writes_options_that_avoid_the_fault(tmp_path, monkeypatch, 
         (["--tokens", "0"], "--tokens 0: expected at least 1"),
         (["test_report:nothing"], "test_report has no function 'nothing'"),
         (["test_report:Model", "-p", "x"], "need a checkpoint"),
-        (["--options", "none.toml"], "none.toml"),
+        (["--options", "none.toml"], "--options: options in none.toml: No such file"),
+        (["--write-options", "none/x.toml"], "--write-options none/x.toml: none is not a dir"),
     ],
 )
 def test_what_the_command_cannot_do_is_one_line_and_exit_code_2(arguments, sentence, capsys):

@@ -496,6 +496,7 @@ def test_the_plan_is_in_the_json(folder, capsys):
         (["--measure", "--platform", "h200"], "leave one of them out"),
         (["--tokens", "5", "--sequences", "9"], "a step of 5 tokens"),
         (["--plan", "--efficiency", "{path}/config.json"], "not a table of efficiencies"),
+        (["--plan", "--efficiency", "none.json"], "--efficiency none.json: No such file"),
         (
             ["--platform", "sm80", "--plan", "--efficiency", str(SHIPPED)],
             "has no table for NVIDIA A100",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from atomc.cli.arguments import DTYPES, GLUES, add_quantization, command, default_glue, dtype_named
 from atomc.cli.explain import ModelCall, load_function
-from atomc.file_of_flag import file_of_flag
+from atomc.file_of_flag import check_folder_of, file_of_flag
 from atomc.json_types import JSONLike
 
 if TYPE_CHECKING:
@@ -128,11 +128,16 @@ class AuditResult:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from atomc.errors import OptionsError
     from atomc.options import Options, read_options
 
     if arguments.tokens < 1:
         raise ValueError(f"--tokens {arguments.tokens}: expected at least 1")
-    given = read_options(Path(arguments.options)) if arguments.options else {}
+    check_folder_of("--write-options", arguments.write_options)
+    try:
+        given = read_options(Path(arguments.options)) if arguments.options else {}
+    except OptionsError as error:
+        raise OptionsError(f"--options: {error}") from error
     chosen: dict[str, JSONLike] = {
         "glue": arguments.glue or given.get("glue") or default_glue(arguments.device),
         "audit": True,

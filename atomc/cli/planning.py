@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atomc.cli.arguments import DTYPES, SCHEMES, dtype_named
+from atomc.file_of_flag import file_of_flag
 from atomc.json_types import JSONLike
 
 if TYPE_CHECKING:
@@ -262,7 +263,8 @@ def _table(file: str | None, machine: str) -> "Table | None":
 
     if file is None:
         return None
-    found = tables(Path(file))
+    with file_of_flag("--efficiency", file):
+        found = tables(Path(file))
     if machine not in found:
         raise ValueError(
             f"--efficiency {file} has no table for {machine}, only for "
