@@ -113,17 +113,15 @@ def live_bytes() -> int:
     """The bytes of all tensors that are alive, each byte counted once however many tensors lie on
     it.
     """
-    shared_objects.show()
-    gc.collect()
-    spans = set()
-    for item in gc.get_objects():
-        if (
-            type(item) in (Tensor, nn.Parameter)
+    with shared_objects.shown():
+        spans = {
+            (storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+            for item in gc.get_objects()
+            if type(item) in (Tensor, nn.Parameter)
             and item.device.type == "cpu"
             and item.layout == torch.strided
-        ):
-            storage = item.untyped_storage()
-            spans.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+            for storage in [item.untyped_storage()]
+        }
     total = reached = 0
     for start, end in sorted(spans):
         total += max(0, end - max(start, reached))

@@ -3,6 +3,8 @@ collection took a second, and there are some in every compilation.
 """
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _hidden = False
 
@@ -18,8 +20,16 @@ def hide() -> None:
         _hidden = True
 
 
-def show() -> None:
-    """For a test that looks at all objects; they are hidden again behind it."""
+@contextmanager
+def shown() -> Iterator[None]:
+    """For a look at all objects. What is alive is hidden again behind it: a test that compiles
+    after the look would wait for a second at each full collection.
+    """
     global _hidden
     gc.unfreeze()
-    _hidden = False
+    gc.collect()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        _hidden = True
