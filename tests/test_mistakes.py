@@ -73,7 +73,12 @@ def schema(depth):
         ("completions", {**TEXT, "guided_json": schema(55)}, None),
         ("completions", {**TEXT, "guided_json": {"const": "\ud800"}}, "json_schema: Value is not"),
         ("completions", {**TEXT, "guided_regex": "\ud800"}, "not valid Unicode"),
-        ("completions", {**TEXT, "guided_regex": "(a{1000}){1000}"}, "regex: it "),
+        pytest.param(
+            "completions",
+            {**TEXT, "guided_regex": "(a{1000}){1000}"},
+            "regex: it ",
+            marks=pytest.mark.slow,
+        ),
         ("completions", {**TEXT, "guided_grammar": "start: <[99999999]>"}, "grammar: "),
         ("completions", {**TEXT, "guided_grammar": "\0"}, "grammar: "),
         (
