@@ -149,7 +149,14 @@ def traced_since(program):
     return [note for note in program.report.notes if note.startswith("traced")]
 
 
-@pytest.mark.parametrize("name", MODELS)
+# Two layers and the window of one of them show what one of the same kind does.
+IN_OTHERS = ("untied", "window")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in IN_OTHERS else ()) for name in MODELS],
+)
 def test_a_second_start_traces_nothing_and_computes_the_same(tmp_path, name):
     cold, warm = started(model_of(name), tmp_path), started(model_of(name), tmp_path)
     assert (cold.report.cache, warm.report.cache) == ("miss: the cache is empty", "hit")
