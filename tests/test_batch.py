@@ -57,8 +57,9 @@ def test_lines_get_the_answers_that_the_server_gives(api_server, tmp_path):
     ]
     texts = [*map(json.dumps, [*LINES, *bad]), "", "{"]
     source.write_text("\n".join(texts))
-    command = ["-m", "atomc", "run-batch", "-i", source, "-o", target, "--max-logprobs", 5]
-    environment = {"OMP_NUM_THREADS": "1", "ATOMC_CACHE_DIR": COMPILED}
+    flags = ["--max-logprobs", 5, "--options", "layout=paged"]
+    command = ["-m", "atomc", "run-batch", "-i", source, "-o", target, *flags]
+    environment = {"OMP_NUM_THREADS": "1", "ATOMC_CACHE": "1", "ATOMC_CACHE_DIR": COMPILED}
     ran = subprocess.run(
         [sys.executable, *map(str, command)],
         capture_output=True,

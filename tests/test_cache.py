@@ -413,7 +413,7 @@ class Layer(torch.nn.Module):
 
     def forward(self, x):
         heads = torch.sin(x * self.weight).view(-1, 2, 8)
-        return x + torch.cos(ops.attention(heads, heads, heads, scale=0.3).view(-1, 16))
+        return ops.attention(heads, heads, heads, scale=0.3).view(-1, 16)
 
 model = torch.nn.ModuleList(Layer() for _ in range(3))
 
@@ -461,8 +461,8 @@ def test_a_new_process_compiles_nothing(tmp_path):
     cold = said(process(tmp_path, "1"))
     built = set((tmp_path / "inductor").rglob("*.so"))
     warm = said(process(tmp_path, "2"))
-    assert "glue: 4 pieces, 3 unique" in cold["notes"]
-    assert (cold["compiled"], cold["traced"]) == (3, 3)
+    assert "glue: 3 pieces, 2 unique" in cold["notes"]
+    assert (cold["compiled"], cold["traced"]) == (2, 2)
     assert (warm["cache"], warm["compiled"], warm["traced"]) == ("hit", 0, 0)
     assert warm["digest"] == cold["digest"]
     assert built and set((tmp_path / "inductor").rglob("*.so")) == built

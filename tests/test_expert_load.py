@@ -17,6 +17,7 @@ from atomc.runtime.server.metrics import Metrics
 from atomc.runtime.stats import Stats
 
 pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("compiled_once")
 EXPERTS, CHOSEN, LAYERS = 4, 2, 2
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [9, 8, 7]]
 PATHS = [f"model.layers.{layer}.mlp.experts" for layer in range(LAYERS)]

@@ -7,6 +7,7 @@ import functools
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,11 +16,12 @@ from dataclasses import replace
 import pytest
 import torch
 import users_kernel
+from safetensors.torch import load_file, save_file
 from tiny_experts import random_model
 from torch import nn
 
 import atomc
-from atomc import models
+from atomc import demo, models
 from atomc.cache import library_code
 from atomc.cache.artifact import Uncacheable
 from atomc.cache.fingerprint import PACKAGE
@@ -45,7 +47,7 @@ TINY = dict(
     vocab_size=48,
     hidden_size=128,
     intermediate_size=160,
-    num_hidden_layers=2,
+    num_hidden_layers=1,
     num_attention_heads=4,
     num_key_value_heads=2,
     head_dim=32,
@@ -56,6 +58,7 @@ TINY = dict(
 QWEN3 = {**TINY, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 MODELS = {
     "untied": {},
+    "two layers": {"num_hidden_layers": 2},
     "tied": {"tie_word_embeddings": True},
     "biases": {"attention_bias": True, "mlp_bias": True},
     "window": {
@@ -65,6 +68,7 @@ MODELS = {
     },
     "window of one layer": {
         **QWEN3,
+        "num_hidden_layers": 2,
         "use_sliding_window": True,
         "sliding_window": 3,
         "max_window_layers": 1,
@@ -145,7 +149,14 @@ def traced_since(program):
     return [note for note in program.report.notes if note.startswith("traced")]
 
 
-@pytest.mark.parametrize("name", MODELS)
+# Two layers and the window of one of them show what one of the same kind does.
+IN_OTHERS = ("untied", "window")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in IN_OTHERS else ()) for name in MODELS],
+)
 def test_a_second_start_traces_nothing_and_computes_the_same(tmp_path, name):
     cold, warm = started(model_of(name), tmp_path), started(model_of(name), tmp_path)
     assert (cold.report.cache, warm.report.cache) == ("miss: the cache is empty", "hit")
@@ -160,9 +171,7 @@ def test_a_second_start_traces_nothing_and_computes_the_same(tmp_path, name):
 
 
 def test_code_of_inductor_is_loaded_again_without_a_trace(tmp_path):
-    outs = [
-        logits(started(model_of(num_hidden_layers=1), tmp_path, glue="inductor")) for _ in range(2)
-    ]
+    outs = [logits(started(model_of(), tmp_path, glue="inductor")) for _ in range(2)]
     assert atomc.reports()[-1].cache == "hit" and atomc.reports()[-1].phases.keys() == {"cache"}
     assert any(note.startswith("glue: inductor") for note in atomc.reports()[-1].notes)
     assert torch.equal(*outs)
@@ -251,9 +260,9 @@ def test_programs_of_a_model_with_other_inputs_are_other_programs():
     ],
 )
 def test_a_change_of_a_model_is_seen(change, said):
-    model = model_of()
+    model = model_of("two layers")
     before = described_now(model)
-    assert before == described_now(model_of(seed=1))
+    assert before == described_now(model_of("two layers", seed=1))
     change(model)
     assert said in "; ".join(differences(before, described_now(model)))
 
@@ -482,7 +491,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__)
 def test_what_cannot_be_described_is_not_known(monkeypatch, change):
-    model = model_of()
+    model = model_of("two layers")
     why = change(model, monkeypatch)
     with pytest.raises(Uncacheable) as error:
         described_now(model)
@@ -610,7 +619,7 @@ import json, sys
 from atomc.runtime.llm import LLM
 from atomc.runtime.sampling.sampling_params import SamplingParams
 
-llm = LLM(device="cpu", options=json.loads(sys.argv[1]))
+llm = LLM(sys.argv[1], device="cpu", options={"glue": "eager"})
 (answer,) = llm.generate(["once upon a time"], SamplingParams(max_tokens=8, temperature=0))
 report = llm.engine.program.report
 print(json.dumps({"cache": report.cache, "tokens": list(answer.token_ids), "phases": list(report.phases),
@@ -629,10 +638,10 @@ TRACING = (
 )
 
 
-def process(folder, **options):
+def process(model, folder):
     environment = {**os.environ, "ATOMC_CACHE": "1", "ATOMC_CACHE_DIR": str(folder)}
     return subprocess.Popen(
-        [sys.executable, "-c", TOKENS, json.dumps(options), *TRACING],
+        [sys.executable, "-c", TOKENS, model, *TRACING],
         env=environment,
         text=True,
         stdout=subprocess.PIPE,
@@ -646,9 +655,22 @@ def said(running):
     return json.loads(out.splitlines()[-1])
 
 
-def test_a_new_process_serves_the_demo_without_importing_what_traces(tmp_path):
-    first, second = (process(tmp_path, glue="eager") for _ in range(2))  # at once
+@pytest.fixture
+def first_layer_of_the_demo(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(demo.PATH, folder, ignore=shutil.ignore_patterns("__*"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: x for name, x in weights.items() if not re.search(r"layers\.[12]\.", name)}
+    save_file(kept, folder / "model.safetensors")
+    return folder
+
+
+def test_a_new_process_generates_without_importing_what_traces(first_layer_of_the_demo, tmp_path):
+    model, folder = first_layer_of_the_demo, tmp_path / "cache"
+    first, second = (process(model, folder) for _ in range(2))  # at once
     cold, other = said(first), said(second)
-    warm = said(process(tmp_path, glue="eager"))
+    warm = said(process(model, folder))
     assert cold["loaded"] and cold["tokens"] == other["tokens"] == warm["tokens"]
     assert (warm["cache"], warm["phases"], warm["loaded"]) == ("hit", ["cache"], [])

@@ -116,9 +116,12 @@ def lines_of(found, op):
 @pytest.mark.parametrize(
     ("name", "scheme", "batches"),
     [
-        *((name, None, {1, 8, 64}) for name in SHAPES),
-        *(("8b", scheme, {1, 8, 64}) for scheme in ("fp8", "fp8_block")),
-        *(("8b", scheme, {1}) for scheme in ("fp8_per_token", "int4")),
+        pytest.param("0.6b", None, {1, 8, 64}, marks=pytest.mark.slow),
+        ("8b", None, {1, 8, 64}),
+        ("8b", "fp8", {1, 8, 64}),
+        pytest.param("8b", "fp8_block", {1, 8, 64}, marks=pytest.mark.slow),
+        pytest.param("8b", "fp8_per_token", {1}, marks=pytest.mark.slow),
+        ("8b", "int4", {1}),
     ],
 )
 def test_predicted_decode_steps_of_the_h200_are_within_a_quarter_of_the_measured_ones(
@@ -597,7 +600,7 @@ def test_collectives_of_draft_steps_are_counted(folder):
 
 
 def test_the_command_plans_a_draft_layer_or_says_why_not(folder, capsys):
-    path = str(folder(LATENT))
+    path = str(folder(LATENT | {"num_hidden_layers": 1}))
     given = [path, "--platform", "h200", "--sequences", "4", "--speculative", "mtp"]
     assert main(["explain", *given, "--speculative-tokens", "2"]) == 0
     out = capsys.readouterr().out

@@ -28,7 +28,7 @@ def server(tmp_path_factory):
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text(f"\ufeff{IN_FILE}\n\n")
     with serving(
-        "--header-timeout", 3, "--body-timeout", 3, "--api-key", KEY, "--api-key-file", keys
+        "--header-timeout", 2, "--body-timeout", 2, "--api-key", KEY, "--api-key-file", keys
     ) as found:
         yield found
 
@@ -104,7 +104,7 @@ def test_a_long_body_is_served_if_it_arrives_fast_enough(server):
             b'{"model": "atomc-demo", "prompt": "Once", "max_tokens": 2, "ignore_eos": true'
             + 100_000 * b" "
         )  # 10 seconds more
-        time.sleep(5)
+        time.sleep(3)
         yield b"}"
 
     headers = {"Authorization": f"Bearer {KEY}".encode(), "Content-Type": "application/json"}

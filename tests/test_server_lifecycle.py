@@ -174,7 +174,7 @@ deadline.set(600, 3)
 deadline.set(0.2, 5)
 if sys.argv[1] == "is over":
     deadline.cancel()
-    time.sleep(3)
+    time.sleep(1)
 if sys.argv[1] == "holds the interpreter":
     print(9 ** 9 ** 9)
 """
