@@ -229,11 +229,11 @@ def traced() -> list[tuple[int, int]]:
     ]
 
 
-def in_process(name: str, row: Callable[[str], Row], seconds: float) -> Row:
+def in_process(name: str, row: Callable[[str], Row], seconds: float, more: bool) -> Row:
     """The row of one architecture, by a process of its own: a copy of this one, which has imported
     all and run nothing. Without an answer a row with the reason in "failed".
 
-    The patterns that it traced are traced here, too: later processes have them.
+    more  others follow: the patterns that it traced are traced here, too, for these
     """
     fork = multiprocessing.get_context("fork")
     here, there = fork.Pipe(duplex=False)
@@ -245,7 +245,7 @@ def in_process(name: str, row: Callable[[str], Row], seconds: float) -> Row:
             return {"name": name, "failed": f"no answer in {seconds:.0f} s"}
         found: Row
         found, used = here.recv()
-        for i, j in used:
+        for i, j in used if more else ():
             REWRITES[i].traced(REWRITES[i].cases[j])
         return found
     except EOFError:
@@ -266,11 +266,10 @@ def survey(
     os.environ["ATOMC_STRICT"] = "1"
     lines = file.read_text().splitlines() if file and file.exists() else []
     rows = {each["name"]: each for each in map(json.loads, lines)}
-    for name in chosen:
-        if name in rows:
-            continue
+    names = [name for name in chosen if name not in rows]
+    for name in names:
         start = time.perf_counter()
-        rows[name] = in_process(name, row, seconds)
+        rows[name] = in_process(name, row, seconds, more=name != names[-1])
         if file:
             with file.open("a") as added:
                 added.write(json.dumps(rows[name]) + "\n")

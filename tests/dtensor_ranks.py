@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
-from tensor_parallel_ranks import IDS, STRICT, TINY, Case, logits, whole
+from tensor_parallel_ranks import IDS, STRICT, Case, logits, whole
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -26,9 +26,11 @@ from torch.distributed.tensor.parallel import (
 
 import atomc
 
-BIASES = {"attention_bias": True, "mlp_bias": True}
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-LLAMA = Case("llama", "transformers")
+LAYERS = 1
+SMALL = {"num_hidden_layers": LAYERS}
+BIASES = SMALL | {"attention_bias": True, "mlp_bias": True}
+MOE = SMALL | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LLAMA = Case("llama", "transformers", SMALL)
 Result = dict[str, Any]
 
 
@@ -54,7 +56,7 @@ def divided(case: Case, **head: Any) -> nn.Module:
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
         "lm_head": ColwiseParallel(**{"output_layouts": Replicate(), **head}),
     }
-    for layer in range(TINY["num_hidden_layers"]):
+    for layer in range(LAYERS):
         inside = f"model.layers.{layer}"
         plan |= {
             f"{inside}.self_attn.{name}_proj": ColwiseParallel() for name in ("q", "k", "v")

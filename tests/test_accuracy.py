@@ -207,6 +207,10 @@ def ids() -> Tensor:
     ).to(DEVICE)
 
 
+# Per change, tests/test_counts.py has mistral.
+@pytest.mark.parametrize(
+    "checkpoint", [per_change(kind, now=kind == "qwen3") for kind in sorted(KINDS)], indirect=True
+)
 @pytest.mark.parametrize(
     "compiled", [by_backend_stock, pytest.param(by_backend_ours, marks=pytest.mark.slow)]
 )

@@ -12,11 +12,11 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 import dtensor_ranks as ranks
-from dtensor_ranks import BIASES, LLAMA, MOE
+from dtensor_ranks import BIASES, LAYERS, LLAMA, MOE
 from tensor_parallel_ranks import Case, logits, whole
 
 pytestmark = pytest.mark.xdist_group("dtensors")
-RANKS, LAYERS = 2, 2
+RANKS = 2
 
 
 class Runs:

@@ -45,6 +45,8 @@ COMMON = {"dtype": "float64", "device": "cpu"}
 # What the first engine compiles, the others and the server load.
 OPTIONS = {"strict": True, "glue": "eager", "cache": True, "cache_dir": COMPILED}
 LONGEST = 150
+# No layer has experts: where these prove nothing, less is compiled.
+DENSE = {"first_k_dense_replace": DEPTH + 1}
 # Beside bench/equality.py's: chunks, few blocks, priorities, one row more than fits, no sharing.
 ENGINES = [
     {"layout": "paged", "max_num_batched_tokens": 37, "num_blocks": 11, "speculative_tokens": 3},
@@ -198,7 +200,7 @@ def of_two_layers(model):
 
 
 def test_a_draft_model_may_read_hidden_states_of_several_layers():
-    model = tiny_model()
+    model = tiny_model(**DENSE)
     draft = of_two_layers(model)
     model.draft_model = lambda: draft
     llm = LLM(
@@ -206,7 +208,7 @@ def test_a_draft_model_may_read_hidden_states_of_several_layers():
         max_model_len=160, enable_prefix_caching=False, options={**OPTIONS, "cache": False},
         progress=False,
     )  # fmt: skip
-    compare_drafts(llm.engine, Reference(of_two_layers), 20)
+    compare_drafts(llm.engine, Reference(of_two_layers, **DENSE), 20)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +243,7 @@ def test_the_draft_layer_of_a_model_with_latent_attention_has_its_state_too(
         "v_head_dim": 12,
         "n_group": 2,
         "topk_group": 1,
-    } | indexer
+    } | (DENSE | indexer)
     model = write(tmp_path / "model", tensors_of(tiny_model(**latent)), **latent)
     one = engine(
         model,
@@ -322,8 +324,9 @@ def test_penalties_and_forms_are_kept(plain, drafting):
 @pytest.mark.parametrize("draws", [700, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_the_distribution_is_kept(tmp_path, draws):
     """Of the two tokens after the first one, which are verified with a draft of two tokens."""
-    model = tiny_model(vocab_size=8)
-    checkpoint = write(tmp_path / "model", tensors_of(model), vocab_size=8)
+    differs = {"vocab_size": 8, **DENSE}
+    model = tiny_model(**differs)
+    checkpoint = write(tmp_path / "model", tensors_of(model), **differs)
     one = engine(
         checkpoint, speculative="mtp", speculative_tokens=2, max_num_seqs=64, max_queue=draws
     )
@@ -479,8 +482,8 @@ def test_of_several_draft_layers_the_first_is_used_where_config_json_says_so(tmp
 
 def test_a_module_with_its_draft_layer_drafts_too(drafting):
     llm = LLM(
-        tiny_model(), speculative="mtp", speculative_tokens=3, options=OPTIONS,
-        progress=False,
+        tiny_model(), speculative="mtp", speculative_tokens=3,
+        options={**OPTIONS, "layout": "paged"}, progress=False,
     )  # fmt: skip
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     prompt = prompt_of(4, 30)

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -119,15 +119,22 @@ def run(engine):
     return found
 
 
-def check_equal(kind, llm):
-    """The model on one process gives the same outputs, call by call."""
+@cache
+def of_one(kind):
+    """The limits and the outputs of the model on one process."""
     engine = LLM(**CONFIG, **ENGINES[kind]).engine
     expected = run(engine)
     done = engine.scheduler.counters
     assert done.preemptions > 2 and done.prefix_hits
     assert kind != "drafts" or done.drafted > done.accepted > 0
     assert not any(output.error for outputs in expected for output in outputs)
-    assert llm.engine.executor.limits == engine.executor.limits
+    return engine.executor.limits, expected
+
+
+def check_equal(kind, llm):
+    """The model on one process gives the same outputs, call by call."""
+    limits, expected = of_one(kind)
+    assert llm.engine.executor.limits == limits
     assert run(llm.engine) == expected
 
 

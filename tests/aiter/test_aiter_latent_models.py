@@ -35,7 +35,7 @@ HERE = replace(Platform.named("gfx950"), device="cpu", here=True)
 BLOCK, BLOCKS = 16, 24  # of a sequence
 
 
-@pytest.fixture(params=["ours", "stock"])
+@pytest.fixture(params=["ours", pytest.param("stock", marks=pytest.mark.slow)])
 def model(request: pytest.FixtureRequest) -> nn.Module:
     return built(request.param)
 

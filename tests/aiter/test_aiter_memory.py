@@ -40,7 +40,11 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    # Per change, other rows have experts, and fp8 with a scale for each of some weights.
+    [pytest.param(name, marks=[pytest.mark.slow] * (name == "experts, fp8")) for name in MODELS],
+)
 def test_shuffled_weights_replace_the_originals(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
