@@ -203,3 +203,11 @@ def free_memory(
         free, total = torch.cuda.mem_get_info(device)
         return max(int(free - total * (1 - utilization + GRAPH_SHARE)) - activations, 0)
     return int(free_on_host() * CPU_SHARE) // processes
+
+
+def check_host(needed: int) -> None:
+    """Raises RuntimeError, as torch does, if the host lacks the memory of caches. Their pages are
+    taken when they are written, by steps, and then there would be no error to catch.
+    """
+    if needed > (free := free_on_host()):
+        raise RuntimeError(f"can't allocate memory: the caches take {needed} bytes of {free} free")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from atomc.models import loader
+from atomc.runtime import capacity
 from atomc.runtime.engine import Engine, EngineConfig, QueueFull
 from atomc.runtime.grammar_compiler import GrammarCompiler
 from atomc.runtime.headless_model import headless_model
@@ -351,6 +352,14 @@ def test_a_cache_that_memory_cannot_hold_is_refused_with_what_to_lower():
         ValueError, match=r"while starting: lower num_blocks \(now 1000000000000\), max_num_batched"
     ):
         engine(kv_bytes=None, num_blocks=10**12)
+
+
+def test_a_cache_whose_pages_the_host_does_not_have_is_refused_before_they_are_written(
+    monkeypatch,
+):
+    monkeypatch.setattr(capacity, "free_on_host", lambda: 2**25)
+    with pytest.raises(ValueError, match=r"while starting: lower kv_bytes \(now 67108864\), "):
+        engine(kv_bytes=2**26)
 
 
 def test_weights_that_memory_cannot_hold_are_refused_with_what_to_do(monkeypatch):

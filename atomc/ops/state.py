@@ -306,12 +306,16 @@ class StateSpec:
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Zeros, of which a CPU holds the pages that were written: the system gives a page at the first
-    write, so that blocks that no request needs take neither memory nor time.
+    write, so that blocks that no request needs take neither memory nor time. Raises RuntimeError,
+    as torch does, for more than the system can promise.
     """
     if torch.device(device).type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
-    memory = np.zeros(size + ALIGNMENT, np.uint8)
+    try:
+        memory = np.zeros(size + ALIGNMENT, np.uint8)
+    except MemoryError as error:
+        raise RuntimeError(f"can't allocate memory: {size} bytes of state") from error
     start = -memory.ctypes.data % ALIGNMENT
     return torch.from_numpy(memory[start : start + size]).view(dtype).view(*shape)
 
