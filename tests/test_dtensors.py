@@ -145,7 +145,8 @@ def test_experts_that_each_process_has_a_part_of_are_recognized(
 ) -> None:
     ops = runs(name)[0]["num_ops"]
     assert ops["topk_route"] == LAYERS and ops.get("moe_experts", 0) == experts
-    assert ops["allreduce_add_rms_norm"] == ops["all_reduce"] == LAYERS
+    # Of attention and of the experts, whose sum is behind a view.
+    assert ops["allreduce_add_rms_norm"] == 2 * LAYERS and "all_reduce" not in ops
 
 
 @pytest.mark.slow
