@@ -554,6 +554,12 @@ def test_pages_of_a_cache_on_a_cpu_are_held_once_they_were_written() -> None:
     assert not v[-1].view(torch.uint8).any()
 
 
+def test_a_cache_that_no_host_has_memory_for_is_an_error_as_torch_raises_it() -> None:
+    spec = ops.StateSpec.of("kv", "kv", ((2, 64), (2, 64)), torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"can't allocate memory: [0-9]+ bytes of state"):
+        spec.allocate(2**50, 16, "cpu")
+
+
 def test_a_handle_is_no_part_of_the_state_dict() -> None:
     module = torch.nn.Module()
     module.kv = ops.kv_state(2, 64)

@@ -10,6 +10,31 @@ def bug(file: str, old: str, new: str, tests: str) -> Bug:
 
 
 BUGS = [
+    # Caches on a CPU, whose pages are taken when they are written.
+    Bug(
+        "atomc/ops/state.py",
+        "memory = np.zeros(size + ALIGNMENT, np.uint8)",
+        "memory = np.full(size + ALIGNMENT, 0, np.uint8)",
+        "tests/test_ops.py -k pages_of",
+    ),
+    Bug(
+        "atomc/ops/state.py",
+        "start = -memory.ctypes.data % ALIGNMENT",
+        "start = 0",
+        "tests/test_ops.py -k pages_of",
+    ),
+    Bug(
+        "atomc/ops/state.py",
+        "except MemoryError as error:",
+        "except OSError as error:",
+        "tests/test_ops.py -k no_host_has_memory",
+    ),
+    Bug(
+        "runtime/capacity.py",
+        "if needed > (free := free_on_host()):",
+        "if needed > 2**62 + (free := free_on_host()):",
+        "tests/test_engine.py -k whose_pages",
+    ),
     bug(
         "atomc/compiler/weight_forms",
         "and not self.owned and _is_expert",
