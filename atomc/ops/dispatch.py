@@ -57,11 +57,13 @@ def dispatch_tokens(
             another one has it; and the process that has it
     ranks   N
     """
-    sent = [
-        functional.all_gather_into_tensor(each.contiguous(), ranks, process_group)
+    # One after the other: gloo of torch 2.13 corrupts memory where two gathers are under way.
+    tokens, chosen, weighted = (
+        functional.wait_tensor(
+            functional.all_gather_into_tensor(each.contiguous(), ranks, process_group)
+        )
         for each in (x, ids, weights)
-    ]
-    tokens, chosen, weighted = (functional.wait_tensor(each) for each in sent)
+    )
     # While kernels are loaded, no router runs, and ids are what was in memory.
     local = places[0][chosen.long().clamp(0, places.shape[1] - 1)]
     return tokens, local, weighted.masked_fill(local == nowhere, 0.0)

@@ -20,6 +20,12 @@ def bug(file: str, old: str, new: str, tests: str) -> Bug:
 
 
 BUGS = [
+    Bug(
+        "atomc/kernels/moe/collectives.py",
+        'if x.device.type != "cpu":\n            return pending\n',
+        "return pending\n",
+        "tests/test_dispatch.py -k begins_after",
+    ),
     bug("heads.py", "place.rank * heads // place.size", "place.rank % heads", f"{CUTS} heads_and_their_state"),
     bug("heads.py", "max(1, groups * parts // size)", "groups", f"{CUTS} share_a_head"),
     bug("cut.py", "self.index * own_length, own_length", "self.index, own_length", f"{CUTS} follow_one_another"),

@@ -30,13 +30,21 @@ class Ranks:
         self.rank = distributed.get_rank(chosen)
 
     def all_gather(self, x: Tensor) -> Pending:
-        """x [N, ...], of one shape on all ranks -> [ranks * N, ...]."""
+        """x [N, ...], of one shape on all ranks -> [ranks * N, ...].
+
+        On a CPU it is done when this returns: gloo of torch 2.13 corrupts memory where two gathers
+        are under way.
+        """
         send = _bytes(x)
-        return self._pending(
+        pending = self._pending(
             torch.ops._c10d_functional.all_gather_into_tensor(send, self.size, self.group_name),
             send,
             x.dtype,
         )
+        if x.device.type != "cpu":
+            return pending
+        gathered = pending()
+        return lambda: gathered
 
     def all_to_all(
         self, x: Tensor, received: Sequence[int] | None = None, sent: Sequence[int] | None = None
