@@ -205,9 +205,7 @@ def free_memory(
     return int(free_on_host() * CPU_SHARE) // processes
 
 
-def check_host(needed: int) -> None:
-    """Raises RuntimeError, as torch does, if the host lacks the memory of caches. Their pages are
-    taken when they are written, by steps, and then there would be no error to catch.
-    """
+def check_free(needed: int) -> None:
+    """Raises RuntimeError, as torch does, if the host has less memory than this."""
     if needed > (free := free_on_host()):
         raise RuntimeError(f"can't allocate memory: the caches take {needed} bytes of {free} free")

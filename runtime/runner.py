@@ -11,7 +11,6 @@ from atomc.compiler.cudagraphs import Pool, why_syncing
 from atomc.ops.state import groups_of
 from atomc.program import Program
 from atomc.runtime.batch import InputBatch, StepShape
-from atomc.runtime.capacity import check_host
 from atomc.runtime.draft import DraftProgram, DraftRunner
 from atomc.runtime.graphs import StepGraphs
 from atomc.runtime.pipeline import Pipeline
@@ -100,14 +99,6 @@ class Runner:
     def _allocate(self) -> None:
         """Create the caches, zeroed, and bind the programs to them."""
         specs, device = self.program.specs, self.program.device
-        if device.type == "cpu":
-            check_host(
-                sum(
-                    self._num_blocks[spec.group] * self._block_size * spec.bytes_per_token()
-                    for spec in specs
-                    if spec.group is not None
-                )
-            )
         self._states = SequenceStates(specs, self._state_rows, device)
         self.caches = [
             self._states.of(index)

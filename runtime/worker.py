@@ -12,7 +12,7 @@ from atomc.ops.state import StateSpec, block_size_of, groups_of
 from atomc.parallel.group import Place
 from atomc.program import Program
 from atomc.runtime.batch import StepShape
-from atomc.runtime.capacity import GRAPH_SHARE, Capacity, capacity, free_memory
+from atomc.runtime.capacity import GRAPH_SHARE, Capacity, capacity, check_free, free_memory
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.evaluation_mode import evaluation_mode
 from atomc.runtime.executor import Limits, Result, StepCounts
@@ -137,6 +137,7 @@ class Worker:
         )
         # Before the scheduler's block pool: here, too many blocks fail before a list of them is
         # built.
+        self._check_host()
         self.runner = self._allocated_runner(self.limits)
         # Load kernels for this cache if none was measured, or only a small one: kernels use 64-bit
         # offsets in a large cache.
@@ -203,6 +204,16 @@ class Worker:
             lora_program=self.programs.lora_program,
             pipeline=self.programs.pipeline,
         )
+
+    def _check_host(self) -> None:
+        """Raises RuntimeError, as torch does, if a host lacks the memory of the caches. Their pages
+        are taken when they are written, by steps, and then there would be no error to catch.
+        """
+        if self.program.device.type == "cpu":
+            size = self.limits.capacity
+            blocks = zip(self._groups.own_blocks(size), groups_of(self.programs.specs), strict=True)
+            needed = sum(count * group.bytes_per_token for count, group in blocks)
+            check_free(needed * size.block_size * self.config.num_processes)
 
     def _load_kernels(self, runner: Runner, max_num_seqs: int) -> None:
         """Load the kernels of this runner's steps, and those that sample."""
@@ -389,6 +400,7 @@ class Worker:
             torch.cuda.empty_cache()
 
     def wake_up(self) -> None:
+        self._check_host()
         self.runner.allocate()
         if self.programs.hidden is not None:
             self.programs.hidden.bind(self.runner.caches)

@@ -26,6 +26,12 @@ if "TESTS_COMPILED" not in os.environ:
 COMPILED = os.environ["TESTS_COMPILED"]
 
 
+def resident_bytes(pid="self"):
+    """Of a process, on Linux."""
+    with open(f"/proc/{pid}/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
 @dataclass
 class Server:
     """A running server: its URL, log lines and processes."""
@@ -56,9 +62,7 @@ class Server:
         return re.findall(pattern, self.log)
 
     def memory(self, pid):
-        """Resident bytes of a process."""
-        with open(f"/proc/{pid}/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+        return resident_bytes(pid)
 
 
 def few_files():

@@ -354,12 +354,14 @@ def test_a_cache_that_memory_cannot_hold_is_refused_with_what_to_lower():
         engine(kv_bytes=None, num_blocks=10**12)
 
 
-def test_a_cache_whose_pages_the_host_does_not_have_is_refused_before_they_are_written(
-    monkeypatch,
-):
+def test_a_cache_whose_pages_the_host_does_not_have_is_refused_before_they_are_written(monkeypatch):
+    asleep = engine()
+    asleep.sleep()
     monkeypatch.setattr(capacity, "free_on_host", lambda: 2**25)
     with pytest.raises(ValueError, match=r"while starting: lower kv_bytes \(now 67108864\), "):
-        engine(kv_bytes=2**26)
+        engine()
+    with pytest.raises(ValueError, match="wake_up: out of memory, the engine sleeps on"):
+        asleep.wake_up()
 
 
 def test_weights_that_memory_cannot_hold_are_refused_with_what_to_do(monkeypatch):

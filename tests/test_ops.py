@@ -3,8 +3,7 @@ them.
 """
 
 import math
-import os
-from pathlib import Path
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from kernel_cases import CASES
 from kernel_cases.draw import Draw
+from serving import resident_bytes
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -25,12 +25,6 @@ EVERY_CASE = [
     pytest.param(name, case, id=f"{name}-{case}") for name, cases in CASES.items() for case in cases
 ]
 FIRST_CASES = [pytest.param(name, next(iter(cases)), id=name) for name, cases in CASES.items()]
-
-STATM = Path("/proc/self/statm")
-
-
-def resident_bytes() -> int:
-    return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 def bound(name: str, case: str, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -542,7 +536,7 @@ def test_a_cache_lies_in_memory_in_the_order_of_its_layout(layout: ops.Layout) -
     assert spec.bytes_per_token() == 2 * 2 * 64 * 2
 
 
-@pytest.mark.skipif(not STATM.exists(), reason="tells no pages of a process")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_pages_of_a_cache_on_a_cpu_are_held_once_they_were_written() -> None:
     spec = ops.StateSpec.of("kv", "kv", ((2, 64), (2, 64)), torch.float8_e4m3fn)
     before = resident_bytes()
