@@ -133,7 +133,7 @@ def _inverse(lower, TERMS: tl.constexpr):
     row, column = index[:, None], index[None, :]
     pair = row // 2 == column // 2
     inverse = tl.where(row == column, 1.0, tl.where(pair, -lower, 0.0))
-    for bits in tl.static_range(1, 6):  # of the index in a block
+    for bits in range(1, 6):  # of the index in a block
         below = (row >> bits > column >> bits) & (row >> (bits + 1) == column >> (bits + 1))
         x = _of_matrices(tl.where(below, lower, 0.0), inverse, TERMS)
         inverse -= _of_matrices(inverse, x, TERMS)
