@@ -11,6 +11,7 @@ import torch
 from atomc import ops
 from atomc.kernels import load
 from atomc.kernels.triton.parallel_compile import compile_in_parallel
+from atomc.torch_compat import inductor
 
 assert load("triton") is None
 
@@ -127,6 +128,27 @@ def test_each_kernel_is_compiled_and_loaded_once_in_a_thread_and_does_not_run(ki
         [sys.executable, script, kind], env=environment, capture_output=True, text=True
     )
     assert done.stdout == "told\n", done.stderr
+
+
+def test_settings_of_triton_that_inductor_makes_hold_for_its_own_kernels_only(monkeypatch):
+    """With another ptxas or another folder, our kernels would not be found in Triton's cache."""
+    monkeypatch.setattr(inductor, "_of_inductor", {})
+    names = ("TRITON_PTXAS_PATH", "TRITON_CACHE_DIR")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    seen = f"import os\nseen = [os.environ.get(name) for name in {names}]\n"
+    sets = "".join(f"os.environ.setdefault({name!r}, {name.lower()!r})\n" for name in names)
+
+    def loaded(source):
+        code = inductor.InductorCode(source + "def call(args): return seen", {}, [], [])
+        return inductor.from_code(code, True, {})()
+
+    assert loaded(seen + sets) == [None, None]
+    assert not set(names) & set(os.environ)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "of the user")
+    assert loaded(seen) == ["triton_ptxas_path", "of the user"], "Inductor sets each once"
+    assert os.environ["TRITON_CACHE_DIR"] == "of the user"
+    assert "TRITON_PTXAS_PATH" not in os.environ
 
 
 @pytest.mark.gpu

@@ -1,10 +1,12 @@
 """Private API of Inductor: compiling to source, loading source, options."""
 
+import contextlib
 import functools
+import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -26,6 +28,29 @@ if TYPE_CHECKING:
 Patches = Mapping[str, JSONLike]
 
 
+# Inductor sets them in a process that compiles or loads its kernels: Triton's cache, and the ptxas
+# that torch brings, whose version is part of the name of a kernel in that cache.
+_TRITON_SETTINGS = ("TRITON_CACHE_DIR", "TRITON_PTXAS_PATH")
+_of_inductor: dict[str, str] = {}
+
+
+@contextlib.contextmanager
+def _triton_settings() -> Iterator[None]:
+    """Inductor's settings of Triton hold in this context only. Other kernels that this process
+    compiled under them would not be found by the next one, or by the helper that compiles some.
+    """
+    before = {name: os.environ.get(name) for name in _TRITON_SETTINGS}
+    for name, value in _of_inductor.items():  # it sets each once
+        os.environ.setdefault(name, value)
+    try:
+        yield
+    finally:
+        for name, mine in before.items():
+            if mine is None and name in os.environ:
+                _of_inductor[name] = os.environ.pop(name)
+
+
+@_triton_settings()
 def inductor(
     gm: GraphModule, inputs: Sequence[Input], patches: Patches | None = None
 ) -> GraphFunction:
@@ -55,6 +80,7 @@ class InductorCode:
     written: list[int]
 
 
+@_triton_settings()
 def inductor_code(
     gm: GraphModule, inputs: Sequence[Input], patches: Patches
 ) -> tuple[GraphFunction, InductorCode | str]:
@@ -128,6 +154,7 @@ def _without_unused_imports(source: str) -> str:
     )
 
 
+@_triton_settings()
 def from_code(code: InductorCode, returns_tuple: bool, patches: Patches) -> GraphFunction:
     """The function that `inductor_code` returned with this code, in another process."""
     from torch._inductor.codecache import PyCodeCache

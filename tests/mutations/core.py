@@ -424,6 +424,18 @@ BUGS = [
         "pair = tl.where(m == 0, block + 1, P)",
         "moe_experts_mxfp4",
     ),
+    Bug(
+        "atomc/torch_compat/inductor.py",
+        "_of_inductor[name] = os.environ.pop(name)",
+        "_of_inductor[name] = os.environ[name]",
+        "tests/test_parallel_compile.py -k settings",
+    ),
+    Bug(
+        "atomc/kernels/triton/experts_4_bits.py",
+        "tl.sum((pair < P).to(tl.int32)) <= FEW",
+        "tl.sum((pair < P).to(tl.int32)) <= FEW + 1",
+        "tests/test_grouped.py -k quarter",
+    ),
     triton(
         "fragment_products",
         "return sums + product * scale.to(tl.float32)",
