@@ -226,7 +226,7 @@ def grouped_tiles(per_expert: int) -> "Iterator[GroupedTile]":
 
 
 # Rows of the weight that a program takes, and its warps.
-FRAGMENT_ROWS = ((16, 1), (32, 1), (32, 2), (64, 2), (128, 2), (64, 4), (128, 4))
+FRAGMENT_ROWS = ((16, 1), (32, 1), (32, 2), (64, 2), (128, 2), (64, 4), (128, 4), (128, 8))
 
 
 def fragment_tiles(per_expert: int) -> "Iterator[FragmentTile]":
@@ -238,7 +238,7 @@ def fragment_tiles(per_expert: int) -> "Iterator[FragmentTile]":
             continue
         for weight_rows, warps in FRAGMENT_ROWS:
             for stages in (3, 4, 5):
-                if block < 64 or warps == 4:
+                if warps in ((4, 8) if block >= 64 else (1, 2, 4)):
                     tall = 8 if block >= 64 else 1
                     yield FragmentTile(block, weight_rows, warps, stages, tall)
 

@@ -157,6 +157,29 @@ def test_each_tile_of_four_bit_weights_computes_what_the_op_means(
     assert_close(out, truth, rtol=0.03, atol=0.03 * float(size))
 
 
+@pytest.mark.parametrize("block", [64, 128])
+def test_of_a_block_with_few_pairs_a_quarter_is_multiplied(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last blocks of experts with as many pairs as fill a quarter, and with one more."""
+    tile = FragmentTile(block, 64, 4, 3, tall=8)
+    monkeypatch.setattr(
+        experts_4_bits, "EXPERTS_FRAGMENTS", SimpleNamespace(choose=lambda *sizes: tile)
+    )
+    quarter = block // 4
+    pairs = (block + quarter, block + quarter + 1, quarter, quarter + 1)
+    ids = torch.arange(4).repeat_interleave(torch.tensor(pairs))
+    ids = ids[torch.randperm(len(ids))].view(-1, 2)
+    cases = CASES["moe_experts_mxfp4"]
+    given = cases["GPT-OSS"](Draw(torch.bfloat16, DEVICE), tokens=len(ids), experts=4, hidden=160)
+    given["ids"] = ids.to(given["ids"])
+    truth = ops.moe_experts_mxfp4.reference(**given).float()
+    function = experts_4_bits.moe_experts_mxfp4
+    out = function(**as_read(function, given)).float()
+    size = truth.square().mean().sqrt()
+    assert_close(out, truth, rtol=0.03, atol=0.03 * float(size))
+
+
 FUNCTIONS = [
     experts_many.moe_experts,
     experts_many_scaled.moe_experts_fp8,

@@ -34,6 +34,93 @@ from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 
+@triton.jit
+def _tile(
+    pair,
+    expert,
+    tile,
+    x_ptr,
+    words_ptr,
+    scale_ptr,
+    zeros_ptr,
+    bias_ptr,
+    out_ptr,
+    P,
+    per_row,
+    x_row,
+    bias_step,
+    alpha,
+    limit,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    INT4: tl.constexpr,
+    SIXTEEN: tl.constexpr,
+    NUMBER: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WARPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The products of some pairs of an expert with a tile of the rows of its weight. pair: their
+    numbers, P where there is none
+    """
+    GATED: tl.constexpr = ACTIVATION is not None
+    ROWS: tl.constexpr = 2 * N if GATED else N
+    PARTS: tl.constexpr = (K + 127) // 128
+    n = tl.arange(0, BLOCK_N)
+    row = weight_rows(n, tile, N, BLOCK_N, GATED, INTERLEAVED, True)
+    read = weight_rows(fragment_row(n, WARPS), tile, N, BLOCK_N, GATED, INTERLEAVED, True)
+    inside, in_rows, in_x = (read < ROWS)[:, None], (row < ROWS)[:, None], (pair < P)[:, None]
+    first = expert.to(tl.int64) * ROWS
+    x_at = x_ptr + (pair // per_row).to(tl.int64)[:, None] * x_row
+    read, of_expert = (first + read)[:, None], (first + row)[:, None]
+    words_at = words_ptr + read // STRIP * (PARTS * STRIP * 16) + read % STRIP * 16
+    words_at += tl.arange(0, 16)[None, :]
+    sums = tl.zeros((BLOCK_N, pair.shape[0]), tl.float32)
+    for part in range(PARTS):
+        words = tl.reshape(tl.load(words_at + part * (STRIP * 16), inside, 0), (BLOCK_N, 4, 4))
+        k = tl.arange(0, 128)[None, :]
+        there = in_x & (k < K - part * 128) if K % 128 else in_x
+        x = tl.load(x_at + part * 128 + k, there, 0.0).to(NUMBER)
+        at = in_strips(read, part, PARTS) + tl.zeros((1, 4), tl.int32)
+        if INT4:
+            sums = add_int4(
+                sums,
+                x,
+                words,
+                scale_ptr,
+                zeros_ptr,
+                at,
+                in_strips(of_expert, part, PARTS),
+                inside,
+                in_rows,
+                GROUP,
+                SIXTEEN,
+                WARPS,
+            )
+        else:
+            sums = add_e2m1(sums, x, words, scale_ptr + at, inside, WARPS)
+    let_next_start(PDL)
+    store_pairs(
+        tl.trans(sums if INT4 else sums * E2M1_UNIT),
+        bias_ptr,
+        out_ptr,
+        expert,
+        bias_step,
+        pair,
+        P,
+        row,
+        tile,
+        alpha,
+        limit,
+        N,
+        ACTIVATION,
+        True,
+    )
+
+
 @triton.jit(do_not_specialize=["P", "blocks"])
 def _product(
     x_ptr,
@@ -67,9 +154,9 @@ def _product(
     PDL: tl.constexpr,
 ):
     """Without order_ptr a block is one pair, and expert_ptr has the experts of the pairs."""
-    GATED: tl.constexpr = ACTIVATION is not None
-    ROWS: tl.constexpr = 2 * N if GATED else N
-    PARTS: tl.constexpr = (K + 127) // 128
+    # The last block of an expert may have few pairs: then only a quarter of it is multiplied.
+    FEW: tl.constexpr = BLOCK_M // 4 if BLOCK_M >= 64 else BLOCK_M
+    ROWS: tl.constexpr = N if ACTIVATION is None else 2 * N
     wait_for_last(PDL)
     block, tile = tile_of(blocks, tl.cdiv(ROWS, BLOCK_N), TALL)
     expert = tl.load(expert_ptr + block).to(tl.int32)
@@ -79,56 +166,67 @@ def _product(
     else:  # before the expert is known, on which all that follows waits
         pair = tl.load(order_ptr + block * BLOCK_M + m)
     if (expert >= 0) & (expert < E):
-        n = tl.arange(0, BLOCK_N)
-        row = weight_rows(n, tile, N, BLOCK_N, GATED, INTERLEAVED, True)
-        read = weight_rows(fragment_row(n, num_warps), tile, N, BLOCK_N, GATED, INTERLEAVED, True)
-        inside, in_rows, in_x = (read < ROWS)[:, None], (row < ROWS)[:, None], (pair < P)[:, None]
-        first = expert.to(tl.int64) * ROWS
-        x_at = x_ptr + (pair // per_row).to(tl.int64)[:, None] * x_row
-        read, of_expert = (first + read)[:, None], (first + row)[:, None]
-        words_at = words_ptr + read // STRIP * (PARTS * STRIP * 16) + read % STRIP * 16
-        words_at += tl.arange(0, 16)[None, :]
-        sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        for part in range(PARTS):
-            words = tl.reshape(tl.load(words_at + part * (STRIP * 16), inside, 0), (BLOCK_N, 4, 4))
-            k = tl.arange(0, 128)[None, :]
-            there = in_x & (k < K - part * 128) if K % 128 else in_x
-            x = tl.load(x_at + part * 128 + k, there, 0.0).to(NUMBER)
-            at = in_strips(read, part, PARTS) + tl.zeros((1, 4), tl.int32)
-            if INT4:
-                sums = add_int4(
-                    sums,
-                    x,
-                    words,
-                    scale_ptr,
-                    zeros_ptr,
-                    at,
-                    in_strips(of_expert, part, PARTS),
-                    inside,
-                    in_rows,
-                    GROUP,
-                    SIXTEEN,
-                    num_warps,
-                )
-            else:
-                sums = add_e2m1(sums, x, words, scale_ptr + at, inside, num_warps)
-        let_next_start(PDL)
-        store_pairs(
-            tl.trans(sums if INT4 else sums * E2M1_UNIT),
-            bias_ptr,
-            out_ptr,
-            expert,
-            bias_step,
-            pair,
-            P,
-            row,
-            tile,
-            alpha,
-            limit,
-            N,
-            ACTIVATION,
-            True,
-        )
+        few = pair
+        if FEW != BLOCK_M:
+            few = tl.load(order_ptr + block * BLOCK_M + tl.arange(0, FEW))
+        if FEW == BLOCK_M or tl.sum((pair < P).to(tl.int32)) <= FEW:
+            _tile(
+                few,
+                expert,
+                tile,
+                x_ptr,
+                words_ptr,
+                scale_ptr,
+                zeros_ptr,
+                bias_ptr,
+                out_ptr,
+                P,
+                per_row,
+                x_row,
+                bias_step,
+                alpha,
+                limit,
+                N,
+                K,
+                GROUP,
+                INT4,
+                SIXTEEN,
+                NUMBER,
+                ACTIVATION,
+                INTERLEAVED,
+                BLOCK_N,
+                num_warps,
+                PDL,
+            )
+        else:
+            _tile(
+                pair,
+                expert,
+                tile,
+                x_ptr,
+                words_ptr,
+                scale_ptr,
+                zeros_ptr,
+                bias_ptr,
+                out_ptr,
+                P,
+                per_row,
+                x_row,
+                bias_step,
+                alpha,
+                limit,
+                N,
+                K,
+                GROUP,
+                INT4,
+                SIXTEEN,
+                NUMBER,
+                ACTIVATION,
+                INTERLEAVED,
+                BLOCK_N,
+                num_warps,
+                PDL,
+            )
 
 
 class PairsOfExperts:

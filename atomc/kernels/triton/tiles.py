@@ -243,7 +243,8 @@ EXPERTS_FRAGMENTS = TileTable(
             ((12,), FragmentTile(16, 64, 2, 4)),
             ((32,), FragmentTile(32, 64, 4, 4)),
             ((64,), FragmentTile(64, 128, 4, 3, tall=8)),
-            ((ANY,), FragmentTile(128, 64, 4, 3, tall=8)),
+            ((256,), FragmentTile(128, 64, 4, 3, tall=8)),
+            ((ANY,), FragmentTile(128, 128, 8, 3, tall=8)),
         ]
     },
 )
