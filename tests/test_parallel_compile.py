@@ -1,5 +1,7 @@
 """Triton kernels compiled in parallel, before a step needs them."""
 
+import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -7,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
+from torch._inductor.runtime import compile_tasks
 
 from atomc import ops
 from atomc.kernels import load
@@ -130,25 +134,44 @@ def test_each_kernel_is_compiled_and_loaded_once_in_a_thread_and_does_not_run(ki
     assert done.stdout == "told\n", done.stderr
 
 
+SETS = """
+import functools, os
+from triton import knobs
+from torch._inductor.runtime import compile_tasks
+seen = {name: os.environ.get(name) for name in %r}
+os.environ.setdefault("TRITON_CACHE_DIR", "its folder")
+compile_tasks._set_triton_ptxas_path()
+if "TRITON_LIBDEVICE_PATH" not in os.environ:
+    knobs.nvidia.libdevice_path = "its libdevice"
+def call(args):
+    return seen
+"""
+
+
 def test_settings_of_triton_that_inductor_makes_hold_for_its_own_kernels_only(monkeypatch):
     """With another ptxas or another folder, our kernels would not be found in Triton's cache."""
-    monkeypatch.setattr(inductor, "_of_inductor", {})
-    names = ("TRITON_PTXAS_PATH", "TRITON_CACHE_DIR")
+    names = ("TRITON_PTXAS_PATH", "TRITON_CACHE_DIR", "TRITON_LIBDEVICE_PATH")
     for name in names:
         monkeypatch.delenv(name, raising=False)
-    seen = f"import os\nseen = [os.environ.get(name) for name in {names}]\n"
-    sets = "".join(f"os.environ.setdefault({name!r}, {name.lower()!r})\n" for name in names)
+    monkeypatch.setitem(vars(triton.knobs.nvidia), "libdevice_path", None)
+    del triton.knobs.nvidia.libdevice_path
+    its = functools.cache(lambda: os.environ.setdefault("TRITON_PTXAS_PATH", "its ptxas"))
+    monkeypatch.setattr(compile_tasks, "_set_triton_ptxas_path", its)
 
-    def loaded(source):
-        code = inductor.InductorCode(source + "def call(args): return seen", {}, [], [])
-        return inductor.from_code(code, True, {})()
+    def settings():
+        """Of Triton, while and after code of Inductor is loaded."""
+        code = inductor.InductorCode(SETS % (names,) + f"# {next(numbers)}", {}, [], [])
+        before = inductor.from_code(code, True, {})()
+        now = [os.environ.get(name) for name in names]
+        return list(before.values()), now, triton.knobs.nvidia.libdevice_path
 
-    assert loaded(seen + sets) == [None, None]
-    assert not set(names) & set(os.environ)
-    monkeypatch.setenv("TRITON_CACHE_DIR", "of the user")
-    assert loaded(seen) == ["triton_ptxas_path", "of the user"], "Inductor sets each once"
-    assert os.environ["TRITON_CACHE_DIR"] == "of the user"
-    assert "TRITON_PTXAS_PATH" not in os.environ
+    numbers = itertools.count()
+    assert settings() == settings() == ([None] * 3, [None] * 3, None)
+    assert its.cache_info().currsize == 0, "Inductor sets it at its next kernel"
+    mine = [f"my {name}" for name in names]
+    for name, value in zip(names, mine, strict=True):
+        monkeypatch.setenv(name, value)
+    assert settings() == (mine, mine, "my TRITON_LIBDEVICE_PATH")
 
 
 @pytest.mark.gpu

@@ -28,26 +28,28 @@ if TYPE_CHECKING:
 Patches = Mapping[str, JSONLike]
 
 
-# Inductor sets them in a process that compiles or loads its kernels: Triton's cache, and the ptxas
-# that torch brings, whose version is part of the name of a kernel in that cache.
-_TRITON_SETTINGS = ("TRITON_CACHE_DIR", "TRITON_PTXAS_PATH")
-_of_inductor: dict[str, str] = {}
+# Inductor sets them where it compiles or loads its kernels: the folder of Triton's cache, the ptxas
+# that torch brings, and CUDA's libdevice. Triton's cache has kernels by the versions of the latter.
+_TRITON_SETTINGS = ("TRITON_CACHE_DIR", "TRITON_PTXAS_PATH", "TRITON_LIBDEVICE_PATH")
 
 
 @contextlib.contextmanager
 def _triton_settings() -> Iterator[None]:
-    """Inductor's settings of Triton hold in this context only. Other kernels that this process
-    compiled under them would not be found by the next one, or by the helper that compiles some.
+    """Inductor's settings of Triton hold in this context only. Other kernels that are compiled
+    under them would not be found by the next process, or by the helper that compiles some of them.
     """
-    before = {name: os.environ.get(name) for name in _TRITON_SETTINGS}
-    for name, value in _of_inductor.items():  # it sets each once
-        os.environ.setdefault(name, value)
+    unset = [name for name in _TRITON_SETTINGS if name not in os.environ]
     try:
         yield
     finally:
-        for name, mine in before.items():
-            if mine is None and name in os.environ:
-                _of_inductor[name] = os.environ.pop(name)
+        for name in unset:
+            os.environ.pop(name, None)
+        tasks = sys.modules.get("torch._inductor.runtime.compile_tasks")
+        if set_ptxas := getattr(tasks, "_set_triton_ptxas_path", None):
+            set_ptxas.cache_clear()  # it does so once
+        knobs = getattr(sys.modules.get("triton"), "knobs", None)
+        if knobs is not None and "TRITON_LIBDEVICE_PATH" in unset:
+            vars(knobs.nvidia).pop("libdevice_path", None)
 
 
 @_triton_settings()
