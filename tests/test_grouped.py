@@ -124,7 +124,7 @@ FRAGMENT_TILES = [
     FragmentTile(8, 16, 1, 4),
     FragmentTile(8, 32, 1, 4),
     FragmentTile(8, 32, 2, 4),
-    FragmentTile(8, 64, 2, 5),
+    FragmentTile(8, 64, 2, 4),
     FragmentTile(16, 32, 2, 4),
     FragmentTile(16, 128, 2, 3),
     FragmentTile(16, 64, 4, 4),

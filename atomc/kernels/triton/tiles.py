@@ -239,7 +239,7 @@ EXPERTS_FRAGMENTS = TileTable(
     by_arch={
         "sm90": [
             ((0,), FragmentTile(8, 16, 1, 4)),
-            ((4,), FragmentTile(8, 32, 2, 4)),
+            ((4,), FragmentTile(8, 64, 2, 4)),
             ((12,), FragmentTile(16, 64, 2, 4)),
             ((32,), FragmentTile(32, 64, 4, 4)),
             ((64,), FragmentTile(64, 128, 4, 3, tall=8)),
