@@ -47,7 +47,7 @@ from atomc.passes.recognize.columns_of_pairs import columns_of_pairs
 from atomc.passes.recognize.delta_gates import DELTA_GATES
 from atomc.passes.recognize.delta_rule import delta_rule
 from atomc.passes.recognize.experts import MOE_EXPERTS, ids_as_chosen
-from atomc.passes.recognize.gated import GELU_AND_MUL, OTHER_GATES, SILU_AND_MUL
+from atomc.passes.recognize.gated import GELU_AND_MUL, OTHER_GATES, SIGMOID_AND_MUL, SILU_AND_MUL
 from atomc.passes.recognize.layer_norm import LAYER_NORM
 from atomc.passes.recognize.linear_fp32 import linear_fp32
 from atomc.passes.recognize.lora_linear import (
@@ -132,6 +132,8 @@ PIPELINE: tuple[Pass, ...] = (
     # Fuse: chains of ops become one op.
     rewriting(ADD_RMS_NORM, after=["rms_norm"]),
     rewriting(ADD_LAYER_NORM, after=["layer_norm"]),
+    # Behind all that has a sigmoid of its own, or a sum that a norm follows.
+    rewriting(SIGMOID_AND_MUL, after=["shared_expert", "merge_linears", "add_rms_norm"]),
     rewriting(ADD_RMS_NORM_PAD, after=["add_rms_norm"]),
     rewriting(ALLREDUCE_ADD_RMS_NORM, after=["add_rms_norm", "all_reduce"]),
     rewriting(ALLREDUCE_RMS_NORM, after=["allreduce_add_rms_norm"]),

@@ -254,6 +254,11 @@ def gelu_with_a_reader(gate, up):
     return act * up, act.abs()
 
 
+def sigmoid_with_a_reader(gate, up):
+    act = torch.sigmoid(gate)
+    return act * up, act.abs()
+
+
 def rope_with_a_reader(x, cos, sin):
     read = []
     return rotated(x, cos, sin, between=lambda half: read.append(half.abs()) or half), *read
@@ -453,6 +458,21 @@ TABLE: dict[str, dict[str, Cell | str]] = {
             lambda g, u: F.silu(g) * u, (GATE, UP.float()), "dtype", "`up` in bfloat16 .*of `gate`", "float32"),
         "operand order": COMMUTES,
         "missing cast": Cell(lambda g, u: F.silu(g.float()) * u, GATED, "dtype", "`up` in float32", "bfloat16"),
+    },
+    "sigmoid_and_mul": {
+        "extra user": Cell(sigmoid_with_a_reader, GATED, "extra user", "no other reader of sigmoid", READ_TOO),
+        "mutation": Cell(lambda g, u: torch.sigmoid(g).mul_(2) * u, GATED, "extra op", "mul reading sigmoid", DOUBLED),
+        "view that changes meaning": Cell(
+            lambda g, u: torch.sigmoid(g).view(T * 2, -1) * u.view(T * 2, -1), GATED, "extra op", "mul reading sigmoid", "^view"),
+        "device": Cell(
+            lambda g, u: torch.sigmoid(g).to("meta") * u.to("meta"), GATED, "extra op", "mul reading sigmoid", MOVED),
+        "eps differs": NO_EPS,
+        "not the last dim": "n/a: it works element by element",
+        "dtype promotion": Cell(
+            lambda g, u: torch.sigmoid(g) * u, (GATE, UP.float()), "dtype", "`up` in bfloat16 .*of `gate`", "float32"),
+        "operand order": COMMUTES,
+        "missing cast": Cell(
+            lambda g, u: torch.sigmoid(g.float()) * u, GATED, "dtype", "`up` in float32", "bfloat16"),
     },
     "gelu_and_mul": {
         "extra user": Cell(gelu_with_a_reader, GATED, "extra user", "no other reader of gelu", READ_TOO),

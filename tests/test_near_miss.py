@@ -198,7 +198,7 @@ class Convolutions(nn.Module):
 
     def forward(self, x):
         x = self.norm(torch.relu(self.first(x)))
-        x = x + self.second(x) * torch.sigmoid(x) - x.mean(1, keepdim=True)
+        x = x + self.second(x) * torch.tanh(x) - x.mean(1, keepdim=True)
         gate, rest = x.transpose(1, 2).flatten(1).chunk(2, -1)
         return F.softmax(self.out(torch.cat((-gate[:, :8], rest[:, 8:16]), -1)), -1).pow(2)
 

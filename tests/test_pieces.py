@@ -188,9 +188,34 @@ def test_code_of_inductors_is_kept_without_imports_that_it_does_not_use() -> Non
     assert inductor._without_unused_imports(source) == expected
 
 
-def test_inductor_is_not_started_for_a_handful_of_ops() -> None:
-    model = Stack(2.0, 3.0).eval().requires_grad_(False)
+class Behind(nn.Module):
+    """So many ops behind the attention of each of 20 layers."""
+
+    def __init__(self, ops: int):
+        super().__init__()
+        self.ops = ops
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(20):
+            heads = x.view(-1, 2, 8)
+            attended = ops.attention(heads, heads, heads, scale=0.3).view(-1, 16)
+            x = attended.sin().abs() if self.ops > 1 else attended.abs()
+        return x
+
+
+@pytest.mark.parametrize("model", [Stack(2.0, 3.0), Behind(1)], ids=["few", "each alone"])
+def test_inductor_is_not_started_for_a_handful_of_ops_and_those_that_it_fuses_with_nothing(
+    model: nn.Module,
+) -> None:
+    model.eval().requires_grad_(False)
     compiled = torch.compile(model, backend="atom", options={"strict": True})
     torch.testing.assert_close(compiled(X), model(X))
     (note,) = (note for note in atomc.reports()[-1].notes if "between kernels" in note)
     assert note.startswith("glue: eager here: ")
+
+
+def test_inductor_is_started_where_it_fuses_ops_of_many_layers() -> None:
+    model = Behind(2).eval()
+    compiled = torch.compile(model, backend="atom", options={"strict": True})
+    torch.testing.assert_close(compiled(X), model(X))
+    assert any("20 pieces" in note for note in atomc.reports()[-1].notes)

@@ -97,6 +97,9 @@ ALIKE = "written for torch.bfloat16 or torch.float16 or torch.float32, all of on
             f"x is torch.bfloat16, residual is torch.float32: {ALIKE}",
         ),
         ("silu_and_mul", {"up": normal(64)}, "up is [64], expected [1, 64]"),
+        ("sigmoid_and_mul", {"gate": normal(1, 2)}, "gate is [1, 2], expected [1, 64]"),
+        ("sigmoid_and_mul", {"gate": normal(2, 1)}, "gate is [2, 1], expected [1, 1]"),
+        ("sigmoid_and_mul", {"added": normal(64)}, "added is [64], expected [1, 64]"),
         (
             "gelu_and_mul",
             {"approximate": "sigmoid"},

@@ -4,6 +4,7 @@ import contextlib
 import operator
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 
 import torch
@@ -30,8 +31,8 @@ _TRIVIAL = (
 )  # fmt: skip
 
 
-# At most so many ops between the kernels of a graph run eagerly, such as the embedding and the
-# tables of positions of a served model: they take some us a step, the start of Inductor 5 s.
+# At most so many ops in runs between the kernels of a graph run eagerly, such as the embedding and
+# the tables of positions of a served model: they take some us a step, the start of Inductor 5 s.
 FEW_OPS = 16
 
 
@@ -156,19 +157,22 @@ def _piece_numbers(gm: GraphModule) -> dict[Node, int]:
 
 
 def left_for_glue(gm: GraphModule) -> int:
-    """The number of ops between kernels that compute tensors, sys.maxsize without kernels. The
-    reference of an op counts as four.
+    """The number of ops between kernels that compute tensors, without those that stand alone, which
+    Inductor could fuse with nothing; sys.maxsize without kernels. The reference of an op counts as
+    four.
     """
-    calls = [node for node in gm.graph.nodes if node.op == "call_function"]
-    if not any("kernel" in node.meta for node in calls):
+    number = _piece_numbers(gm)
+    if not any("kernel" in node.meta for node in number):
         return sys.maxsize
-    return sum(
-        4 if "op" in node.meta else 1
-        for node in calls
-        if "kernel" not in node.meta
-        and _name(node) not in _TRIVIAL
-        and isinstance(node.meta.get("val"), Tensor)
-    )
+    in_piece: Counter[int] = Counter()
+    for node, piece in number.items():
+        if (
+            "kernel" not in node.meta
+            and _name(node) not in _TRIVIAL
+            and isinstance(node.meta.get("val"), Tensor)
+        ):
+            in_piece[piece] += 4 if "op" in node.meta else 1
+    return sum(count for count in in_piece.values() if count > 1)
 
 
 def worth_compiling(piece: GraphModule) -> bool:

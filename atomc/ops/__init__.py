@@ -2,7 +2,7 @@
 registers an implementation.
 """
 
-from atomc.ops.activation import gelu_and_mul, silu_and_mul
+from atomc.ops.activation import gelu_and_mul, sigmoid_and_mul, silu_and_mul
 from atomc.ops.activation_quant import silu_and_mul_quant
 from atomc.ops.attention import attention, kv_write, paged_attention
 from atomc.ops.collective import (
@@ -168,6 +168,7 @@ __all__ = [
     "scaled_linear_fp8",
     "scaled_linear_fp8_block",
     "scaled_linear_int8",
+    "sigmoid_and_mul",
     "silu_and_mul",
     "silu_and_mul_quant",
     "ssm_scan",

@@ -157,6 +157,7 @@ def _keys_and_values(n: RandomInputs) -> Arguments:
 
 EXAMPLES: Examples = {
     ops.silu_and_mul: {"": _gated},
+    ops.sigmoid_and_mul: {"": _gated, "added": lambda n: _gated(n) | {"added": n(n.T, M)}},
     ops.gelu_and_mul: {"": _gated, "tanh": partial(_gated, approximate="tanh")},
     ops.rms_norm: {"": _normed, "one_plus": partial(_normed, style="one_plus")},
     ops.add_rms_norm: {

@@ -1,6 +1,7 @@
 """Replace gated activations by one op.
 
-gate > silu (or gelu) > * up    =>    silu_and_mul(gate, up)
+gate > silu (or gelu) > * up        =>    silu_and_mul(gate, up)
+gate > sigmoid > * up (> + added)   =>    sigmoid_and_mul(gate, up, added)
 """
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.rewriting.example import Example, tensor_example
-from atomc.rewriting.rewrite import Rewrite, unsupported
+from atomc.rewriting.rewrite import Case, Rewrite, unsupported
 
 
 def _example() -> Example:
@@ -35,6 +36,37 @@ SILU_AND_MUL = Rewrite(
     _example,
 )
 GELU_AND_MUL = Rewrite("gelu_and_mul", _gelu_pattern, _gelu_replacement, _gelu_example)
+
+
+def _sigmoid_pattern(gate: Tensor, up: Tensor, added: Tensor | None) -> Tensor:
+    return ops.sigmoid_and_mul.reference(gate, up, added)
+
+
+def _sigmoid_replacement(gate: Tensor, up: Tensor, added: Tensor | None) -> Tensor:
+    return ops.sigmoid_and_mul(gate, up, added)
+
+
+def _sigmoid_example(gates: int, added: bool) -> Example:
+    return {
+        "gate": tensor_example(3, gates),
+        "up": tensor_example(3, 10),
+        "added": tensor_example(3, 10) if added else None,
+    }
+
+
+SIGMOID_AND_MUL = Rewrite(
+    "sigmoid_and_mul",
+    _sigmoid_pattern,
+    _sigmoid_replacement,
+    _sigmoid_example,
+    needs={"aten::sigmoid": {}},
+    cases=[
+        Case("one gate a row, and a sum", {"gates": 1, "added": True}),
+        Case("a sum", {"gates": 10, "added": True}),
+        Case("one gate a row", {"gates": 1, "added": False}),
+        Case("", {"gates": 10, "added": False}),
+    ],
+)
 
 
 def _reglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -65,7 +97,7 @@ OTHER_GATES = [
     for variant, pattern, example, needs, found in (
         ("relu", _reglu, _example, ["aten::relu"], "relu"),
         ("relu squared", _squared_reglu, _example, ["aten::relu"], "a squared relu"),
-        ("glu", F.glu, lambda: {"input": tensor_example(3, 10)}, ["aten::glu"], "sigmoid"),
+        ("glu", F.glu, lambda: {"input": tensor_example(3, 10)}, ["aten::glu"], "glu"),
         (
             "clamped",
             _clamped,

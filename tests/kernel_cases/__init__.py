@@ -63,6 +63,7 @@ from kernel_cases.rows import (
     reducing_norm_cases,
     rms_norm_cases,
     row_inputs,
+    sigmoid_gated,
 )
 from kernel_cases.scaled_linear import (
     LINEAR_MXFP4,
@@ -79,6 +80,13 @@ CASES: dict[str, Cases] = {
     "silu_and_mul": {kind: partial(gated, kind=kind) for kind in ROWS},
     "gelu_and_mul": {kind: partial(gated, kind=kind) for kind in ROWS}
     | {"tanh": partial(gated, kind="packed", approximate="tanh")},
+    "sigmoid_and_mul": {
+        f"{kind}{', one gate' * one_gate}{', added' * added}": partial(
+            sigmoid_gated, kind=kind, one_gate=one_gate, added=added
+        )
+        for kind in ROWS
+        for one_gate, added in ((False, False), (True, False), (True, True))
+    },
     "rms_norm": rms_norm_cases(residual=False),
     "add_rms_norm": rms_norm_cases(residual=True),
     "layer_norm": layer_norm_cases(residual=False),

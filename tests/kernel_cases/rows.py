@@ -57,6 +57,15 @@ def gated(draw: Draw, kind: str, **attributes: Any) -> dict[str, Any]:
     return {"gate": gate, "up": up, **attributes}
 
 
+def sigmoid_gated(draw: Draw, kind: str, one_gate: bool, added: bool) -> dict[str, Any]:
+    """one_gate: of each row; added: a sum behind it."""
+    gate, up = row_inputs(draw, kind)
+    if one_gate:  # torch's opcheck cannot clone parts of nothing
+        gate = gate[..., :1] if gate.numel() else draw.normal(*up.shape[:-1], 1)
+    made = {"gate": gate, "up": up}
+    return made | ({"added": draw.normal(*up.shape)} if added else {})
+
+
 def normed(
     draw: Draw,
     kind: str,

@@ -27,6 +27,12 @@ def wide_up(dtype: torch.dtype) -> tuple[Tensor, ...]:
     return gate, up.float()
 
 
+def shared_expert(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """What the other experts compute, a gate per row, and the shared expert."""
+    routed, shared = gated(dtype)
+    return routed, torch.randn(T, 1).to(dtype), shared
+
+
 def new_gelu(x: Tensor) -> Tensor:
     return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x.pow(3.0))))
 
@@ -124,13 +130,37 @@ SPELLINGS = (
         dtypes=BF16,
     ),
     Spelling(
+        "up * sigmoid(gate)",
+        "Qwen3-Next, Qwen3.5 (attention)",
+        "sigmoid_and_mul",
+        lambda gate, up: up * torch.sigmoid(gate),
+        gated,
+    ),
+    Spelling(
+        "routed + sigmoid(gate) * shared",
+        "Qwen2-MoE, Qwen3-Next, Qwen3.5 (shared expert)",
+        "sigmoid_and_mul",
+        lambda routed, gate, shared: routed + torch.sigmoid(gate) * shared,
+        shared_expert,
+    ),
+    Spelling(
+        "sigmoid(gate) * up, up in fp32",
+        "research code",
+        "sigmoid_and_mul",
+        lambda gate, up: torch.sigmoid(gate) * up,
+        wide_up,
+        reason="expected `up` in bfloat16 .the dtype of `gate`.; found float32",
+        table="the operands differ in dtype",
+        dtypes=BF16,
+    ),
+    Spelling(
         "F.glu(x)",
         "convolutional models",
         "silu_and_mul",
         F.glu,
         packed,
-        reason="found sigmoid, for which no op exists",
-        table="there is no op with a sigmoid",
+        reason="found glu, for which no op exists",
+        table="there is no op of both halves",
     ),
     Spelling(
         "relu(gate) * up",
