@@ -295,6 +295,7 @@ def formula(linear: int, full: int, experts: bool) -> dict[str, int]:
         "rms_norm_gated": linear,
         "add_rms_norm": 2 * layers,
         "silu_and_mul": layers,
+        "sigmoid_and_mul": full + layers * experts,
         "topk_route": layers * experts,
         "moe_experts": layers * experts,
         # All projections of one input are one: into attention or a gated delta net and out of it,

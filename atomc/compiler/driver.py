@@ -24,6 +24,7 @@ from atomc.compiler.lift_graph import lift
 from atomc.compiler.lower_ranges import copy_graph, lower_ranges
 from atomc.compiler.partition import FEW_OPS, compile_glue, glue_of, left_for_glue
 from atomc.compiler.phases import timed
+from atomc.compiler.sink_glue import sink_glue
 from atomc.compiler.summarize_graph import summarize_graph
 from atomc.dumps.dump import Dumper
 from atomc.graph import structured_trace
@@ -139,6 +140,7 @@ def _glue(gm: GraphModule, glue: str, options: Options, report: Report) -> Funct
     """A function that calls the kernels of a lowered graph and runs the ops between them."""
     if glue == "eager":
         return of_graph(gm)
+    sink_glue(gm.graph)
     if options.glue == "auto" and (count := left_for_glue(gm)) <= FEW_OPS:
         _note_glue(
             report,

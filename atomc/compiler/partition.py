@@ -15,7 +15,6 @@ from torch.fx.passes.split_module import split_module
 from atomc.cache.generated import Function, of_graph, of_inductor, of_pieces
 from atomc.capture.structural_hash import structural_key
 from atomc.compiler.bind_sizes import bind_sizes, copy_numbers
-from atomc.compiler.sink_glue import sink_glue
 from atomc.graph.mutation import mutated
 from atomc.json_types import JSONLike
 from atomc.options import Options
@@ -47,7 +46,7 @@ def glue_of(options: Options, platform: Platform) -> tuple[str, str]:
 
 def compile_glue(gm: GraphModule, patches: Mapping[str, JSONLike]) -> tuple[Function, str]:
     """Cut the graph at its kernels and compile the pieces between, equal pieces once. Returns the
-    function and a text with the number of pieces.
+    function and a text with the number of pieces. Call sink_glue before.
 
     Inductor keeps what it compiles on disk, keyed by graph, options, versions and platform
     (TORCHINDUCTOR_CACHE_DIR).
@@ -56,7 +55,6 @@ def compile_glue(gm: GraphModule, patches: Mapping[str, JSONLike]) -> tuple[Func
     kernels = [node for node in gm.graph.nodes if "kernel" in node.meta]
     if not kernels:
         return _by_inductor(gm, _examples(gm), mode, patches), "1 piece" + _known(loaded)
-    sink_glue(gm.graph)
     _gather_parts(gm.graph)
     number = _piece_numbers(gm)
     copy_numbers(gm.graph, number)
