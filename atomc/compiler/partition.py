@@ -32,7 +32,7 @@ _TRIVIAL = (
 
 # At most so many ops in runs between the kernels of a graph run eagerly, such as the embedding and
 # the tables of positions of a served model: they take some us a step, the start of Inductor 5 s.
-FEW_OPS = 16
+FEW_OPS = 20
 
 
 def glue_of(options: Options, platform: Platform) -> tuple[str, str]:

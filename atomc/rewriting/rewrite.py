@@ -76,6 +76,8 @@ class Rewrite:
                    without one at a place it is no near miss
     nests          its result may be part of another site: it is applied until no site is left
     explained      whether places where it nearly matches are near misses
+    apart          two arguments of which the first may not be the second, or computed from it: what
+                   computes both is fused better by Inductor
     paged          applies only for the runtime: its results differ by more than roundings, and a
                    user's program computes what it is
     patterns       of the cases that were traced
@@ -93,6 +95,7 @@ class Rewrite:
     needs: Needs = field(default_factory=dict)
     nests: bool = False
     explained: bool = True
+    apart: tuple[str, str] | None = None
     paged: bool = False
     cases: Sequence[Case] = (Case(),)
     cases_in: Callable[[Index], Sequence[Case]] = lambda index: ()
@@ -255,6 +258,13 @@ def _objections(
                 shared[0],
             )
         ]
+    if rewrite.apart is not None:
+        names = rewrite.apart
+        one, other = (site.bound[name] for name in names)
+        if one is other or other in one.all_input_nodes:
+            both = "is both" if one is other else f"reads {describe(other)}"
+            found = f"{describe(one)}, which {both}"
+            return [Difference("guard", f"{names[0]} and {names[1]} by themselves", found, one)]
     if rewrite.guard is not None and (reason := rewrite.guard(**_values(site))):
         return [Difference("guard", f"a site that qualifies for {rewrite.name}", reason, first)]
     if off_here is not None and (off := off_here(rewrite.name, first)):

@@ -60,11 +60,12 @@ SIGMOID_AND_MUL = Rewrite(
     _sigmoid_replacement,
     _sigmoid_example,
     needs={"aten::sigmoid": {}},
+    apart=("gate", "up"),
     cases=[
-        Case("one gate a row, and a sum", {"gates": 1, "added": True}),
         Case("a sum", {"gates": 10, "added": True}),
-        Case("one gate a row", {"gates": 1, "added": False}),
+        Case("one gate a row, and a sum", {"gates": 1, "added": True}),
         Case("", {"gates": 10, "added": False}),
+        Case("one gate a row", {"gates": 1, "added": False}),
     ],
 )
 

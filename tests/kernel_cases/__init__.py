@@ -86,6 +86,12 @@ CASES: dict[str, Cases] = {
         )
         for kind in ROWS
         for one_gate, added in ((False, False), (True, False), (True, True))
+    }
+    | {
+        f"gates in another order, one gate {one_gate}": partial(
+            sigmoid_gated, kind="transposed", one_gate=one_gate, added=False, alike=False
+        )
+        for one_gate in (False, True)
     },
     "rms_norm": rms_norm_cases(residual=False),
     "add_rms_norm": rms_norm_cases(residual=True),

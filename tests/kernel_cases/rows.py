@@ -57,9 +57,12 @@ def gated(draw: Draw, kind: str, **attributes: Any) -> dict[str, Any]:
     return {"gate": gate, "up": up, **attributes}
 
 
-def sigmoid_gated(draw: Draw, kind: str, one_gate: bool, added: bool) -> dict[str, Any]:
-    """one_gate: of each row; added: a sum behind it."""
+def sigmoid_gated(
+    draw: Draw, kind: str, one_gate: bool, added: bool, alike: bool = True
+) -> dict[str, Any]:
+    """one_gate: of each row; added: a sum behind it; alike: operands lie in memory alike."""
     gate, up = row_inputs(draw, kind)
+    gate = gate if alike else gate.contiguous()
     if one_gate:  # torch's opcheck cannot clone parts of nothing
         gate = gate[..., :1] if gate.numel() else draw.normal(*up.shape[:-1], 1)
     made = {"gate": gate, "up": up}

@@ -442,6 +442,18 @@ BUGS = [
         "ops.sigmoid_and_mul(up, gate, added)",
         "tests/test_spellings.py -k sigmoid",
     ),
+    Bug(
+        "atomc/rewriting/rewrite.py",
+        "if one is other or other in one.all_input_nodes:",
+        "if one is other:",
+        "tests/test_spellings.py -k sigmoid",
+    ),
+    triton(
+        "sigmoid_gate",
+        "gate.expand_as(up) if added is None",
+        "up if added is None",
+        "sigmoid_and_mul",
+    ),
     triton("sigmoid_gate", "if ONE_GATE:", "if True:", "sigmoid_and_mul"),
     triton(
         "sigmoid_gate",

@@ -144,6 +144,15 @@ SPELLINGS = (
         shared_expert,
     ),
     Spelling(
+        "x * sigmoid(1.702 * x)",
+        "CLIP's QuickGELU",
+        "sigmoid_and_mul",
+        lambda x, _: x * torch.sigmoid(1.702 * x),
+        gated,
+        reason="expected gate and up by themselves; found mul.*, which reads input",
+        table="Inductor fuses what both are computed from",
+    ),
+    Spelling(
         "sigmoid(gate) * up, up in fp32",
         "research code",
         "sigmoid_and_mul",

@@ -22,12 +22,13 @@ from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _sigmoid_gated(
     gate_ptr,
     up_ptr,
     added_ptr,
     out_ptr,
+    rows,
     d1,
     d2,
     g0,
@@ -43,19 +44,20 @@ def _sigmoid_gated(
     o1,
     o2,
     WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     ONE_GATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """ONE_GATE: a row has one gate."""
+    """ROWS, COLUMNS: the tile of a program. ONE_GATE: a row has one gate."""
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    row = tl.program_id(0)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < WIDTH
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = (row < rows) & (column < WIDTH)
     begin(PDL)
     gate_at = gate_ptr + row_offset(row, d1, d2, g0, g1, g2)
     if ONE_GATE:
-        gate = tl.load(gate_at).to(tl.float32)
+        gate = tl.load(gate_at, row < rows, 0.0).to(tl.float32)
     else:
         gate = tl.load(gate_at + column, inside, 0.0).to(tl.float32)
     up = tl.load(up_ptr + row_offset(row, d1, d2, u0, u1, u2) + column, inside).to(tl.float32)
@@ -79,23 +81,29 @@ def refuse_sigmoid_and_mul(
 
 @ops.sigmoid_and_mul.kernel("triton", refuses=refuse_sigmoid_and_mul, tuned_for=GATED.archs)
 def sigmoid_and_mul(gate: Tensor, up: Tensor, added: Tensor | None = None) -> Tensor:
-    first = up if added is None else added  # whose strides PyTorch's result has
+    # PyTorch's result has the order of the dimensions of the first operand.
+    first = gate.expand_as(up) if added is None else added
     out = torch.empty_like(first)
     if rows := num_rows(out):
-        tile = GATED.choose(up.device, rows)
-        _sigmoid_gated[(rows, triton.cdiv(up.shape[-1], tile["BLOCK"]))](
+        tile, width = GATED.choose(up.device, rows), up.shape[-1]
+        columns = min(tile["BLOCK"], triton.next_power_of_2(width))
+        together = tile["BLOCK"] // columns  # rows, such as of heads, that are short
+        _sigmoid_gated[(triton.cdiv(rows, together), triton.cdiv(width, columns))](
             gate,
             up,
             added,
             out,
+            rows,
             *inner_sizes(up),
             *row_strides(gate),
             *row_strides(up),
             *row_strides(first),
             *row_strides(out),
-            WIDTH=up.shape[-1],
+            WIDTH=width,
+            ROWS=together,
+            COLUMNS=columns,
             ONE_GATE=gate.shape[-1] == 1,
-            **tile,
+            num_warps=tile["num_warps"],
             **overlap(up.device),
         )
     return out
