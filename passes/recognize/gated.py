@@ -38,14 +38,6 @@ SILU_AND_MUL = Rewrite(
 GELU_AND_MUL = Rewrite("gelu_and_mul", _gelu_pattern, _gelu_replacement, _gelu_example)
 
 
-def _sigmoid_pattern(gate: Tensor, up: Tensor, added: Tensor | None) -> Tensor:
-    return ops.sigmoid_and_mul.reference(gate, up, added)
-
-
-def _sigmoid_replacement(gate: Tensor, up: Tensor, added: Tensor | None) -> Tensor:
-    return ops.sigmoid_and_mul(gate, up, added)
-
-
 def _sigmoid_example(gates: int, added: bool) -> Example:
     return {
         "gate": tensor_example(3, gates),
@@ -56,8 +48,8 @@ def _sigmoid_example(gates: int, added: bool) -> Example:
 
 SIGMOID_AND_MUL = Rewrite(
     "sigmoid_and_mul",
-    _sigmoid_pattern,
-    _sigmoid_replacement,
+    ops.sigmoid_and_mul.reference,
+    lambda gate, up, added: ops.sigmoid_and_mul(gate, up, added),
     _sigmoid_example,
     needs={"aten::sigmoid": {}},
     apart=("gate", "up"),
