@@ -10,9 +10,12 @@ from torch import Tensor
 
 from atomc.kernels.triton.launch import begin, overlap
 
-# Columns of a program. H200, 32 query heads and 8 key/value heads of 128, one sequence of 1,024
-# keys: 6.7 us, 6.9 with all 128 columns.
-COLUMNS = 64
+# Columns of a program, of few and of more rows, and the numbers of a warp. H200, us with 64 / 128 /
+# 512 columns by one warp: 16 rows of 512 in 32 splits 1.5 / 1.6 / 17.5, 128 in 16 splits 2.0 / 2.3
+# / 4.5, 256 of 128 in 8 splits 1.4 / 1.4 / -, 1,024 of 512 in 4 splits 10.6 / 5.6 / 3.6 and in two
+# 10.6 / 5.7 / 1.8. With 64 by four warps 1.6, 3.5, 2.4, 10.5 and 10.6.
+COLUMNS, FEW_ROWS, COLUMNS_OF_MORE = 64, 256, 512
+A_WARP = 2048
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -62,9 +65,10 @@ def combined(parts: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
     """The result [..., D] of the splits of empty_splits."""
     *rows, splits, width = parts.shape
     out = parts.new_empty((*rows, width), dtype=dtype)
-    block_splits = triton.next_power_of_2(splits)
-    columns = min(max(16, triton.next_power_of_2(width)), COLUMNS)
-    _combine_splits[(lse.numel() // splits, triton.cdiv(width, columns))](
+    num_rows, block_splits = lse.numel() // splits, triton.next_power_of_2(splits)
+    most = COLUMNS if num_rows <= FEW_ROWS else COLUMNS_OF_MORE
+    columns = min(max(16, triton.next_power_of_2(width)), most)
+    _combine_splits[(num_rows, triton.cdiv(width, columns))](
         parts,
         lse,
         out,
@@ -72,7 +76,7 @@ def combined(parts: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
         DV=width,
         BLOCK_DV=columns,
         BLOCK_SPLITS=block_splits,
-        num_warps=4 if block_splits <= 32 else 8,
+        num_warps=min(max(1, columns * block_splits // A_WARP), 8),
         **overlap(parts.device),
     )
     return out
