@@ -137,14 +137,15 @@ LAYERS = {
 
 def chosen(op: str, rows: int, arguments: Arguments) -> Kernel | str:
     """The kernel that the compiler takes, or why there is none."""
-    reasons = []
+    here, reasons = Platform.detect("cuda"), []
     for provider in kernels.PROVIDERS:
         for kernel in ops.REGISTRY[op].kernels:
             if kernel.provider == provider and rows in kernel.tokens:
-                refused = refusal(kernel, Platform.detect("cuda"), arguments)
-                if refused is None:
+                refused = refusal(kernel, here, arguments)
+                if refused is None and rows in kernel.tokens_for(here, arguments):
                     return kernel
-                reasons.append(f"{provider}: {refused.text}")
+                if refused is not None:
+                    reasons.append(f"{provider}: {refused.text}")
     return "; ".join(reasons) or "no kernel"
 
 

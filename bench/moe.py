@@ -54,6 +54,7 @@ OAI = {"activation": "swiglu_oai", "interleaved": True, "limit": 7.0}
 MODELS = {
     "qwen3-30b": Model(128, 8, 2048, 768, SILU),
     "gpt-oss-20b": Model(32, 4, 2880, 2880, OAI, bias=True),
+    "deepseek-v2-lite": Model(64, 6, 2048, 1408, SILU),
     "qwen3-next": Model(512, 10, 2048, 512, SILU),
     "mixtral-8x7b": Model(8, 2, 4096, 14336, SILU),
     "deepseek-v3": Model(256, 8, 7168, 2048, SILU),
@@ -64,8 +65,8 @@ MODELS = {
 class Format(NamedTuple):
     """How weights are stored: an op, and its arguments that do not depend on the tokens.
 
-    few, many  names of the tables of tiles for few and for many tokens, which may be one ("": the
-               router has none)
+    few, many  names of the tables of tiles for few and for many tokens; one, if one kernel serves
+               any number ("": the router has none)
     dtype      of x
     block      columns of x that share a scale, 0 for the whole row
     group      columns of a weight that share a scale, of which a row has a whole number
@@ -78,11 +79,6 @@ class Format(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     block: int = 0
     group: int = 1
-
-    @property
-    def one_kernel(self) -> bool:
-        """Whether one kernel serves any number of tokens."""
-        return self.few == self.many
 
 
 def shapes(of: Model) -> dict[str, tuple[int, int, int]]:
@@ -151,12 +147,12 @@ def router(of: Model) -> Arguments:
 
 FP8_WEIGHTS = partial(eight_bits, dtype=E4M3)
 NUMBERS = ("EXPERTS_FEW", "MOE_EXPERTS")
-CODES = ("EXPERTS_FEW_8_BITS", "MOE_EXPERTS_8_BITS")
+CODES = ("MOE_EXPERTS_8_BITS", "MOE_EXPERTS_8_BITS")
 WORDS = ("EXPERTS_FRAGMENTS", "EXPERTS_FRAGMENTS")
 FORMATS = {
     "route": Format("linear_topk_route", router),
     "bf16": Format("moe_experts", full, *NUMBERS),
-    "bf16_transposed": Format("moe_experts", transposed, "EXPERTS_FEW_TRANSPOSED", "MOE_EXPERTS"),
+    "bf16_transposed": Format("moe_experts", transposed, "MOE_EXPERTS", "MOE_EXPERTS"),
     "fp8": Format("moe_experts_fp8", FP8_WEIGHTS, *CODES, E4M3),
     "fp8_block": Format("moe_experts_fp8", partial(FP8_WEIGHTS, block=128), *CODES, E4M3, 128),
     "int8": Format("moe_experts_int8", partial(eight_bits, dtype=INT8), *CODES, INT8),
@@ -186,15 +182,15 @@ def quantized(of: Format, x: Tensor, name: str = "x") -> Arguments:
     return {name: (x * 20).to(of.dtype), f"{name}_scale": scale}
 
 
-def few_tiles(apart: bool) -> "Iterator[ExpertsFewTile]":
+def few_tiles() -> "Iterator[ExpertsFewTile]":
     """The tiles worth a try of the kernels for few tokens."""
     from atomc.kernels.triton.tile_table import ExpertsFewTile
 
     for up in (4096, 8192, 16384):
         for down in (2048, 4096, 8192, 16384):
-            for columns in (32, 64, 128) if apart else (512, 1024, 2048):
+            for columns in (512, 1024, 2048):
                 for warps in (4, 8):
-                    yield ExpertsFewTile(up, down, columns, warps, apart)
+                    yield ExpertsFewTile(up, down, columns, warps)
 
 
 def worth_a_try(block: int, per_expert: int) -> bool:
@@ -284,13 +280,13 @@ def packed_launches(
 def launches(model: Model, given: Arguments, tile: Any) -> dict[str, Callable[[], Any]]:
     """The PARTS of the kernels for many tokens, each by itself; without the quantizer."""
     from atomc.kernels.triton import grouped
-    from atomc.kernels.triton.expert_sort import sort_by_expert
+    from atomc.kernels.triton.expert_sort import in_blocks
     from atomc.kernels.triton.weighted_sum import weighted_sum
 
     if isinstance(given["w13"], tuple):
         return packed_launches(model, given, tile)
     ids = given["ids"]
-    sort = partial(sort_by_expert, ids, model.experts, tile.block)
+    sort = partial(in_blocks, ids, model.experts, tile.block)
     routing, pairs = sort(), ids.numel()
     w13, w2, w13_scale, w2_scale, b13, b2 = map(
         given.get, ("w13", "w2", "w13_scale", "w2_scale", "b13", "b2")
@@ -342,7 +338,7 @@ def apart(
     """The launches for many tokens, each by itself, with each of the tiles."""
     shared = between(of, model, len(sets[0]["x"]))
     for tile in tiles:
-        numbers = tile if of.one_kernel else (tile.block, *tile.up.values())
+        numbers = (tile.block, *tile.up.values()) if hasattr(tile, "up") else tile
         label = ",".join(map(str, numbers))
         each = [launches(model, given | shared, tile) for given in sets]
         for part in PARTS:
@@ -372,7 +368,7 @@ def calls(
 ) -> Iterator[Call]:
     """What the options ask to be timed, given the kernel that is taken."""
     from atomc.kernels.triton import tiles
-    from atomc.kernels.triton.experts_few import MAX_TOKENS
+    from atomc.kernels.triton.expert_sort import pairs_per_expert
 
     tokens = len(sets[0]["x"])
     provider, function = found
@@ -388,20 +384,20 @@ def calls(
         with mock.patch(f"{module}.{of.few}", SimpleNamespace(choose=lambda *sizes: tile)):
             return function(**arguments)
 
-    per_expert = -(-tokens * model.k // model.experts)
-    if args.tiles and of.one_kernel:
-        every = apart(of, model, sets, fragment_tiles(per_expert))
-        yield from (call for call in every if call.part in ("up", "down"))
-    elif args.tiles and tokens <= MAX_TOKENS:
-        for few in few_tiles(of.few == "EXPERTS_FEW_TRANSPOSED"):
+    per_expert = pairs_per_expert(tokens * model.k, model.experts)
+    is_few = "experts_few" in module
+    if args.tiles and is_few:
+        for few in few_tiles():
             yield Call("experts", ",".join(map(str, few)), partial(under, few), sets)
     elif args.tiles:
-        every = apart(of, model, sets, grouped_tiles(per_expert))
+        worth = fragment_tiles if of.many == "EXPERTS_FRAGMENTS" else grouped_tiles
+        every = apart(of, model, sets, worth(per_expert))
         yield from (call for call in every if call.part in ("up", "down"))
     else:
         yield Call("experts", kernel, function, sets)
-        if args.parts and (tokens > MAX_TOKENS or of.one_kernel):
-            tile = getattr(tiles, of.many).choose(sets[0]["x"].device, per_expert)
+        if args.parts and not is_few:
+            table, of_table = getattr(tiles, of.many), (per_expert, tokens * model.k)
+            tile = table.choose(sets[0]["x"].device, *of_table[: len(table.sizes)])
             yield from apart(of, model, sets, [tile])
 
 
@@ -498,13 +494,13 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--parts",
         action="store_true",
-        help="also each launch of the Triton kernels for more than 16 tokens, and of the router",
+        help="also each launch of the Triton kernels for many tokens, and of the router",
     )
     parser.add_argument(
         "--tiles",
         action="store_true",
-        help="all tiles of the Triton kernels, not what is taken: of the whole up to 16 tokens, "
-        "of the products with gate and up, and with down, beyond",
+        help="all tiles of the Triton kernel that is taken: for few tokens of the whole, for many "
+        "of the products with gate and up, and with down",
     )
     parser.add_argument("--jobs", type=int, default=0, help="compile in so many processes first")
     parser.add_argument("--compile-only", help=argparse.SUPPRESS)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_cases.draw import Draw
-from kernel_cases.experts import fp8, fp8_block, full, int4, int8, mxfp4, transposed
+from kernel_cases.experts import full, int4, mxfp4, transposed
 from refusals import refusal_text
 from torch import Tensor
 from torch.testing import assert_close
@@ -30,13 +30,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMATS: dict[str, Callable[..., dict[str, Any]]] = {
     "moe_experts": full,
     "moe_experts transposed": transposed,
-    "moe_experts_fp8": fp8,
-    "moe_experts_fp8 blocks": partial(fp8_block, hidden=128, inner=128),
-    "moe_experts_int8": int8,
     "moe_experts_w4a16": partial(int4, inner=64, zeros=True),
     "moe_experts_mxfp4": partial(mxfp4, inner=64),
 }
-OF_TOKENS = ("x", "x_scale", "ids", "weights")
+OF_TOKENS = ("x", "ids", "weights")
 
 
 def kernel_of(op: str) -> ops.Kernel:
@@ -101,6 +98,26 @@ def test_an_expert_of_another_device_is_neither_read_nor_added() -> None:
         assert_close(out, ops.moe_experts.reference(**given), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("op", "experts", "k", "most"),
+    [
+        ("moe_experts", 128, 8, 8),
+        ("moe_experts", 64, 6, 4),
+        ("moe_experts", 8, 2, 2),
+        ("moe_experts", 2, 2, 1),
+        ("moe_experts", 512, 10, 16),
+        ("moe_experts_w4a16", 64, 6, 4),
+        ("moe_experts_mxfp4", 32, 4, 8),
+        ("moe_experts_mxfp4", 2, 2, 1),
+    ],
+)
+def test_they_are_for_as_many_tokens_as_have_experts_of_their_own(
+    op: str, experts: int, k: int, most: int
+) -> None:
+    given = FORMATS[op](Draw(torch.bfloat16), experts=experts, k=k, hidden=64, inner=64)
+    assert kernel_of(op).tokens_for(H200, given) == ops.Tokens(1, most)
+
+
 def halved(tensor: Tensor) -> Tensor:
     """The same shape, with every second column of a tensor twice as wide."""
     return torch.cat((tensor, tensor), -1)[..., ::2]
@@ -112,8 +129,6 @@ def halved(tensor: Tensor) -> Tensor:
         ("moe_experts", {"tokens": 17}, "more than 16 tokens"),
         ("moe_experts", {"k": 1, "weight_on_input": True}, "does not support weight_on_input"),
         ("moe_experts", {"activation": "relu"}, "activation 'relu' is not one of"),
-        ("moe_experts_fp8", {"dtype": torch.float8_e4m3fnuz}, "x is torch.float8_e4m3fnuz"),
-        ("moe_experts_fp8 blocks", {"block": 64}, "blocks of 64: written for 128"),
         ("moe_experts_w4a16", {"group": 16}, "groups of 16: written for 32, 64 and 128"),
         ("moe_experts_mxfp4", {"activation_format": "fp8"}, "does not support x_scale"),
     ],
@@ -127,6 +142,9 @@ def test_weights_that_are_contiguous_in_neither_dimension_are_refused() -> None:
     given = full(Draw(torch.bfloat16))
     given["w2"] = halved(given["w2"])
     assert "of both weights are contiguous" in refusal_text(kernel_of("moe_experts"), H200, given)
+    given = transposed(Draw(torch.bfloat16))
+    sentence = refusal_text(kernel_of("moe_experts"), H200, given)
+    assert sentence == "the rows of the weights are contiguous, not their columns"
     packed = FORMATS["moe_experts_mxfp4"](Draw(torch.bfloat16))
     packed["w2_scale"] = halved(packed["w2_scale"])
     sentence = refusal_text(kernel_of("moe_experts_mxfp4"), H200, packed)

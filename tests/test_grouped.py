@@ -55,19 +55,17 @@ def expected(ids: Tensor, num_experts: int, block: int) -> Routing:
                 owners.append(e)
     unused = most_blocks(pairs, num_experts, block) - len(blocks)
     filled = torch.cat([*blocks, order.new_full((unused * block,), pairs)])
-    return Routing(
-        filled.int(),
-        torch.tensor(owners + [-1] * unused, dtype=torch.int32),
-        torch.tensor([len(blocks)], dtype=torch.int32),
-    )
+    experts = torch.tensor(owners + [-1] * unused, dtype=torch.int32)
+    return Routing(block, experts, filled.int())
 
 
 def assert_sorted(ids: Tensor, num_experts: int, block: int) -> None:
     found = sort_by_expert(ids.to(DEVICE), num_experts, block)
-    assert found.block == block
-    for got, wanted in zip(found, expected(ids, num_experts, block), strict=True):
-        assert got.dtype == torch.int32
-        assert torch.equal(got.cpu(), wanted)
+    wanted = expected(ids, num_experts, block)
+    assert found.block == wanted.block
+    for got, want in ((found.expert, wanted.expert), (found.order, wanted.order)):
+        assert got is not None and got.dtype == torch.int32
+        assert torch.equal(got.cpu(), want)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -94,7 +92,28 @@ def test_many_pairs_are_counted_by_a_kernel_of_their_own(monkeypatch: pytest.Mon
 
 def test_no_pairs_need_no_blocks() -> None:
     found = sort_by_expert(torch.zeros(0, 2, dtype=torch.int32, device=DEVICE), 4, 16)
-    assert (len(found.order), len(found.expert), found.blocks.tolist()) == (0, 0, [0])
+    assert found.order is not None
+    assert (len(found.order), len(found.expert)) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        experts_many.moe_experts,
+        experts_many_scaled.moe_experts_fp8,
+        experts_many_scaled.moe_experts_int8,
+    ],
+    ids=lambda function: function.__name__,
+)
+def test_pairs_in_blocks_of_their_own_get_the_bits_of_sorted_ones(
+    function: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = CASES[function.__name__]["other devices' experts"](Draw(torch.bfloat16, DEVICE))
+    results = []
+    for apart in (True, False):
+        monkeypatch.setattr(expert_sort, "are_apart", lambda *sizes, apart=apart: apart)
+        results.append(function(**given))
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize(

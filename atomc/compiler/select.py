@@ -214,8 +214,7 @@ class Selection:
         """The numbers of tokens that a kernel which does not refuse this node is for."""
         if kernel.limit is None:
             return kernel.tokens
-        arguments, _ = _arguments(kernel, node)
-        return Tokens(kernel.tokens.first, kernel.limit(self.platform, **arguments))
+        return kernel.tokens_for(self.platform, _arguments(kernel, node)[0])
 
     def _refuses(self, kernel: Kernel, node: Node, any_tokens: bool = False) -> Refusal | None:
         """Why this kernel cannot run this node: the first reason below, or None."""

@@ -155,6 +155,12 @@ class Kernel:
     limit: Callable[..., int] | None = None
     note: str = ""
 
+    def tokens_for(self, platform: Platform, arguments: Arguments) -> Tokens:
+        """The numbers of tokens that it is for, with arguments that it does not refuse."""
+        if self.limit is None:
+            return self.tokens
+        return Tokens(self.tokens.first, self.limit(platform, **arguments))
+
     def prepared(self, arguments: Arguments) -> dict[str, tuple[Tensor, ...]]:
         """The prepared weights that the kernel receives in the place of some of these arguments."""
         attributes = {name: arguments[name] for name in self.attributes if name in arguments}

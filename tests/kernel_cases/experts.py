@@ -161,7 +161,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "one expert": {"experts": 1, "k": 1},
     "seventeen tokens": {"tokens": 17, "experts": 8},
     "many tokens": {"tokens": 67, "experts": 4},
-    "many experts, few tokens": {"tokens": 3, "experts": 40, "k": 4},
+    "many experts, few tokens": {"tokens": 2, "experts": 40, "k": 4},
+    "some experts of two tokens": {"tokens": 3, "experts": 20, "k": 4},
     "biases": {"bias": True},
     "GPT-OSS": {"bias": True, "rounded": True, **OAI},
     "gelu": {"activation": "gelu"},
@@ -329,6 +330,7 @@ MOE_EXPERTS_FP8: Cases = {
     "blocks, ragged": partial(fp8_block, hidden=160, inner=96, tokens=3),
     "blocks, many tokens": partial(fp8_block, hidden=128, inner=256, tokens=35),
     "other devices' experts": partial(outside, fp8),
+    "other devices' of many": partial(outside, fp8, tokens=2, experts=40, k=4),
 }
 MOE_EXPERTS_INT8: Cases = {
     **{name: partial(int8, **given) for name, given in SIZES.items()},

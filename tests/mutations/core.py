@@ -499,11 +499,9 @@ BUGS = [
         "moe_experts",
     ),
     triton(
-        "experts_few",
-        "token * x_scale_row,",
-        "pair * x_scale_row,",
-        "moe_experts_fp8",
+        "grouped", "tl.where(m == 0, block, P)", "tl.where(m == 0, block + 1, P)", "moe_experts_fp8"
     ),
+    triton("experts_few", "pair.to(tl.int64) * I + column", "token * I + column", "moe_experts"),
     triton(
         "experts_few_sums",
         "(words << (12 - 4 * NUMBER)) & -0x7FFF8000",

@@ -45,7 +45,7 @@ class Triton(Experts):
         # Triton is optional.
         from atomc.kernels.moe.triton_quantizers import quantize
         from atomc.kernels.triton import grouped
-        from atomc.kernels.triton.expert_sort import sort_by_expert
+        from atomc.kernels.triton.expert_sort import in_blocks
         from atomc.kernels.triton.experts_many import tile_for
         from atomc.kernels.triton.tiles import MOE_EXPERTS, MOE_EXPERTS_8_BITS
         from atomc.kernels.triton.weighted_sum import weighted_sum
@@ -55,7 +55,7 @@ class Triton(Experts):
         square = scheme.block if isinstance(scheme, Fp8Block) else 0
         table = MOE_EXPERTS if scheme.name == "none" else MOE_EXPERTS_8_BITS
         tile = tile_for(table, x.dtype, ids, w.num_experts)
-        routing = sort_by_expert(ids, w.num_experts, tile.block)
+        routing = in_blocks(ids, w.num_experts, tile.block)
         act = grouped.grouped_gate_up(
             x,
             w.w13,

@@ -10,7 +10,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.checks import strided, unlike, unsupported, wrong_result
 from atomc.kernels.triton.expert_checks import scattered, unfit, unreadable
-from atomc.kernels.triton.expert_sort import sort_by_expert
+from atomc.kernels.triton.expert_sort import in_blocks, pairs_per_expert
 from atomc.kernels.triton.fragment_products import add_e2m1, add_int4, in_words
 from atomc.kernels.triton.fragments import (
     E2M1_UNIT,
@@ -230,20 +230,14 @@ def _product(
 
 
 class PairsOfExperts:
-    """The pairs of ids [T, k], sorted in blocks unless most of their experts differ. tile: None for
-    that of the table.
-    """
+    """The pairs of ids [T, k] in blocks of experts. tile: None for that of the table."""
 
     def __init__(self, ids: Tensor, num_experts: int, tile: FragmentTile | None = None):
         self.pairs, self.num_experts = ids.numel(), num_experts
-        alone = 2 * self.pairs <= num_experts
-        per_expert = 0 if alone else triton.cdiv(self.pairs, num_experts)
-        self.tile = tile or EXPERTS_FRAGMENTS.choose(ids.device, per_expert)
-        self.order: Tensor | None = None
-        if alone:
-            self.expert = ids.contiguous().view(-1)
-        else:
-            self.order, self.expert, _ = sort_by_expert(ids, num_experts, self.tile.block)
+        self.tile = tile or EXPERTS_FRAGMENTS.choose(
+            ids.device, pairs_per_expert(self.pairs, num_experts), self.pairs
+        )
+        self.routing = in_blocks(ids, num_experts, self.tile.block)
 
     def multiply(
         self,
@@ -271,7 +265,7 @@ class PairsOfExperts:
         n = rows if activation is None else rows // 2
         out = x.new_empty((self.pairs, n), dtype=out_dtype)
         if self.pairs:
-            blocks = len(self.expert)
+            blocks = len(self.routing.expert)
             sixteen = TRITON_DTYPE[x.dtype if int4 else torch.bfloat16]
             _product[(blocks * triton.cdiv(rows, self.tile.weight_rows),)](
                 x,
@@ -280,8 +274,8 @@ class PairsOfExperts:
                 None if zeros is None else in_words(zeros),
                 bias,
                 out,
-                self.order,
-                self.expert,
+                self.routing.order,
+                self.routing.expert,
                 self.pairs,
                 blocks,
                 self.pairs // len(x),

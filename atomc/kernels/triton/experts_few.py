@@ -3,14 +3,12 @@
 Two kernels, without sorting tokens by experts: a program of the first takes a choice of a token and
 some rows of gate and up, one of the second a token and some rows of down, of all of its experts,
 which it adds in a fixed order. Programs of one choice of rows run side by side, so that tokens of
-the same expert share reads through the L2 cache. Where x is quantized, a kernel between the two
-quantizes the gated activation.
+the same expert share reads through the L2 cache.
 
 The first kernel waits for the ids before it reads anything. It lets the second one start as soon as
 it has them, and that one reads its first weights before it waits for the activations.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -21,7 +19,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.checks import strided, too_wide, unknown, unlike, wrong_rank
 from atomc.kernels.triton.expert_gate import activated
-from atomc.kernels.triton.experts_few_sums import sums_of_codes, sums_of_numbers, sums_of_words
+from atomc.kernels.triton.experts_few_sums import sums_of_numbers, sums_of_words
 from atomc.kernels.triton.launch import (
     TRITON_DTYPE,
     by_fours,
@@ -41,6 +39,31 @@ FEW = ops.Tokens(1, MAX_TOKENS)
 MAX_CHOICES = 32
 
 
+def _most_tokens(pairs: int, choices: int) -> int:
+    """Those of so many pairs, as a power of two: a step of each is launched before the first
+    request.
+    """
+    return 1 << (min(max(1, pairs // choices), MAX_TOKENS).bit_length() - 1)
+
+
+def up_to_half(platform: Platform, ids: Tensor, w13: Tensor, **others: object) -> int:
+    """The most tokens with at most half as many pairs as there are experts.
+
+    Of more, the kernels for many tokens read each expert once, not once for each pair, and are
+    faster (H200): DeepSeek-V2-Lite's 64 experts in bf16, 24 pairs 94 us and 93, 96 pairs 309 and
+    204. Qwen3-30B's 128 in int4, in the order of the checkpoint: 32 pairs 62 and 66, 64 114 and 97.
+    """
+    return _most_tokens(w13.shape[0] // 2, ids.shape[-1])
+
+
+def up_to_all(platform: Platform, ids: Tensor, w13: Tensor, **others: object) -> int:
+    """The most tokens with at most as many pairs as there are experts: GPT-OSS' 32 experts in the
+    order of the checkpoint, H200, us, 32 pairs 334 and with the kernels for many tokens 399, 64
+    pairs 659 and 519.
+    """
+    return _most_tokens(w13.shape[0], ids.shape[-1])
+
+
 @triton.jit
 def _rounded(x, like):
     """x, fp32, rounded to the type of the elements of a pointer."""
@@ -51,9 +74,6 @@ def _rounded(x, like):
 def _sums(
     x_ptr,
     x_row,
-    x_scale_ptr,
-    x_scale_row,
-    x_scale_step,
     weight_ptr,
     weight_row,
     column_step,
@@ -73,24 +93,6 @@ def _sums(
     if FORM == "numbers":
         return sums_of_numbers(
             x_ptr, x_row, weight_ptr, weight_row, column_step, here, there, K, BLOCK_K, PDL
-        )
-    elif FORM == "codes":
-        return sums_of_codes(
-            x_ptr,
-            x_row,
-            x_scale_ptr,
-            x_scale_row,
-            x_scale_step,
-            weight_ptr,
-            weight_row,
-            scale_ptr,
-            scale_row,
-            here,
-            there,
-            K,
-            GROUP,
-            BLOCK_K,
-            PDL,
         )
     else:
         return sums_of_words(
@@ -115,7 +117,6 @@ def _sums(
 @triton.jit
 def _gate_and_up(
     x_ptr,
-    x_scale_ptr,
     ids_ptr,
     weight_ptr,
     scale_ptr,
@@ -123,8 +124,6 @@ def _gate_and_up(
     bias_ptr,
     out_ptr,
     x_step,
-    x_scale_row,
-    x_scale_step,
     weight_expert,
     weight_row,
     weight_column,
@@ -136,7 +135,6 @@ def _gate_and_up(
     CHOICES: tl.constexpr,
     FORM: tl.constexpr,
     GROUP: tl.constexpr,
-    SQUARE: tl.constexpr,
     SIXTEEN: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -147,7 +145,7 @@ def _gate_and_up(
     PDL: tl.constexpr,
 ):
     """The gated activation [T, k, I], of a choice of a token and BLOCK_N columns; 2 * BLOCK_N rows
-    of the weight. SQUARE: rows of the weight that share scales.
+    of the weight.
     """
     # The next kernel starts when all programs of this one have the ids: it needs not wait for them.
     wait_for_last(PDL)
@@ -170,15 +168,12 @@ def _gate_and_up(
     sums = _sums(
         x_ptr,
         token * x_step,
-        x_scale_ptr,
-        token * x_scale_row,
-        x_scale_step,
         weight_ptr,
         expert * weight_expert + row * weight_row,
         weight_column,
         scale_ptr,
         zeros_ptr,
-        expert * scale_expert + row // SQUARE * scale_row,
+        expert * scale_expert + row * scale_row,
         here,
         there,
         K,
@@ -189,9 +184,6 @@ def _gate_and_up(
         False,
     )
     h = tl.reshape(sums, (2 * BLOCK_N, 1, 1))
-    if FORM == "codes" and GROUP == 0:
-        h *= tl.load(x_scale_ptr + token * x_scale_row)
-        h *= tl.load(scale_ptr + expert * scale_expert + row * scale_row, there, 0.0)
     if bias_ptr is not None:
         h += tl.load(bias_ptr + expert * (2 * I) + row, there, 0.0).to(tl.float32)
     h = _rounded(h, out_ptr)
@@ -208,7 +200,6 @@ def _gate_and_up(
 @triton.jit
 def _down(
     x_ptr,
-    x_scale_ptr,
     ids_ptr,
     weights_ptr,
     weight_ptr,
@@ -216,8 +207,6 @@ def _down(
     zeros_ptr,
     bias_ptr,
     out_ptr,
-    x_scale_row,
-    x_scale_step,
     weight_expert,
     weight_row,
     weight_column,
@@ -229,7 +218,6 @@ def _down(
     CHOICES: tl.constexpr,
     FORM: tl.constexpr,
     GROUP: tl.constexpr,
-    SQUARE: tl.constexpr,
     SIXTEEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -253,15 +241,12 @@ def _down(
         x_ptr,
         # Numbers are those of any number of tokens, where bits do not depend on it.
         (pair.to(tl.int64) if FORM == "numbers" else pair) * K,
-        x_scale_ptr,
-        pair * x_scale_row,
-        x_scale_step,
         weight_ptr,
         expert * weight_expert + n * weight_row,
         weight_column,
         scale_ptr,
         zeros_ptr,
-        expert * scale_expert + n // SQUARE * scale_row,
+        expert * scale_expert + n * scale_row,
         here,
         there,
         K,
@@ -277,9 +262,6 @@ def _down(
     expert = tl.load(ids_ptr + pair, choice < CHOICES, -1).to(tl.int64)
     here = (expert >= 0) & (expert < E)
     there = here & (n < H)
-    if FORM == "codes" and GROUP == 0:
-        sums *= tl.load(x_scale_ptr + pair * x_scale_row, here, 0.0)
-        sums *= tl.load(scale_ptr + expert * scale_expert + n * scale_row, there, 0.0)
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + expert * H + n, there, 0.0).to(tl.float32)
     results = _rounded(sums, out_ptr)
@@ -317,8 +299,8 @@ class Stored(NamedTuple):
 
 
 class Form(NamedTuple):
-    """How weights are stored: "numbers"; "codes", with scales of rows or of squares of `group`;
-    "int4" or "e2m1", with a scale for each group of columns.
+    """How weights are stored: "numbers"; "int4" or "e2m1", eight codes in a word of 32 bits, with a
+    scale for each group of columns.
     """
 
     name: str
@@ -326,8 +308,7 @@ class Form(NamedTuple):
 
     @property
     def packed(self) -> bool:
-        """Whether a word of 32 bits has eight codes."""
-        return self.name in ("int4", "e2m1")
+        return self.name != "numbers"
 
     def read(self, x: Tensor) -> Tensor:
         """x, a matrix, as a kernel reads it: beside words four 16-bit values at a time."""
@@ -337,35 +318,17 @@ class Form(NamedTuple):
         return {
             "FORM": self.name,
             "GROUP": self.group,
-            "SQUARE": self.group if self.name == "codes" and self.group else 1,
             "SIXTEEN": TRITON_DTYPE[x.dtype] if self.packed and x.dtype in HALVES else None,
         }
 
 
-Quantize = Callable[[Tensor], tuple[Tensor, Tensor | None]]
-
-
-def as_it_is(h: Tensor) -> tuple[Tensor, None]:
-    return h, None
-
-
-def _steps(x_scale: Tensor | None) -> tuple[int, int]:
-    """The strides of x_scale [1], [rows, 1] or [rows, groups]."""
-    if x_scale is None or x_scale.dim() < 2:
-        return 0, 0
-    return x_scale.stride(0), x_scale.stride(1)
-
-
 def _strides(of: Stored) -> tuple[int, ...]:
-    """Of the values three, and of the scales those of experts and rows (0: they share one)."""
-    if of.scale is None:
-        return *of.values.stride(), 0, 0
-    return *of.values.stride(), of.scale.stride(0), of.scale.stride(1) * (of.scale.shape[1] > 1)
+    """Of the values three, and of the scales those of experts and rows."""
+    return *of.values.stride(), *((0, 0) if of.scale is None else of.scale.stride()[:2])
 
 
 def compute(
     x: Tensor,
-    x_scale: Tensor | None,
     ids: Tensor,
     weights: Tensor,
     up: Stored,
@@ -374,9 +337,8 @@ def compute(
     gate: Gate,
     out_dtype: torch.dtype,
     tile: ExpertsFewTile,
-    quantize: Quantize = as_it_is,
 ) -> Tensor:
-    """The op, with the given tile. x [T, H]; `quantize` takes the gated activation [T * k, I]."""
+    """The op, with the given tile. x [T, H]."""
     experts, hidden = down.values.shape[:2]
     inner = up.values.shape[1] // 2
     columns = up.values.shape[2] * (8 if form.packed else 1)
@@ -390,12 +352,10 @@ def compute(
     rows, width = tile.of_up(columns)
     _gate_and_up[(tokens * choices, triton.cdiv(inner, rows // 2))](
         form.read(x),
-        x_scale,
         ids,
         *up,
         h,
         x.stride(0),
-        *_steps(x_scale),
         *_strides(up),
         E=experts,
         I=inner,
@@ -410,19 +370,16 @@ def compute(
         **form.constants(x),
         **launch,
     )
-    h, h_scale = quantize(h)
     block = 1 if tile.apart else triton.next_power_of_2(choices)
     parts = triton.cdiv(choices, block)
     rows, width = tile.of_down(inner, block)
     results = x.new_empty((tokens, parts if parts == 1 else choices, hidden), dtype=out_dtype)
     _down[(tokens * parts, triton.cdiv(hidden, rows))](
         form.read(h),
-        h_scale,
         ids,
         weights,
         *down,
         results,
-        *_steps(h_scale),
         *_strides(down),
         E=experts,
         H=hidden,

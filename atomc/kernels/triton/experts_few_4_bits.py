@@ -8,7 +8,16 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.checks import unlike, unsupported, wrong_result
 from atomc.kernels.triton.expert_checks import scattered
-from atomc.kernels.triton.experts_few import FEW, Form, Gate, Stored, compute, unfit_call
+from atomc.kernels.triton.experts_few import (
+    FEW,
+    Form,
+    Gate,
+    Stored,
+    compute,
+    unfit_call,
+    up_to_all,
+    up_to_half,
+)
 from atomc.kernels.triton.tiles import EXPERTS_FEW_4_BITS
 from atomc.kernels.triton.unpacking import as_words, other_group
 from atomc.ops.formats import FLOATS
@@ -56,7 +65,11 @@ def refuse_moe_experts_w4a16_few(
 
 
 @ops.moe_experts_w4a16.kernel(
-    "triton", tokens=FEW, refuses=refuse_moe_experts_w4a16_few, tuned_for=ARCHS
+    "triton",
+    tokens=FEW,
+    limit=up_to_half,
+    refuses=refuse_moe_experts_w4a16_few,
+    tuned_for=ARCHS,
 )
 def moe_experts_w4a16(
     x: Tensor,
@@ -79,7 +92,6 @@ def moe_experts_w4a16(
 ) -> Tensor:
     return compute(
         x,
-        None,
         ids,
         weights,
         Stored(w13, w13_scale, w13_zeros, b13),
@@ -121,7 +133,11 @@ def refuse_moe_experts_mxfp4_few(
 
 
 @ops.moe_experts_mxfp4.kernel(
-    "triton", tokens=FEW, refuses=refuse_moe_experts_mxfp4_few, tuned_for=ARCHS
+    "triton",
+    tokens=FEW,
+    limit=up_to_all,
+    refuses=refuse_moe_experts_mxfp4_few,
+    tuned_for=ARCHS,
 )
 def moe_experts_mxfp4(
     x: Tensor,
@@ -143,7 +159,6 @@ def moe_experts_mxfp4(
 ) -> Tensor:
     return compute(
         x,
-        None,
         ids,
         weights,
         Stored(as_words(w13), w13_scale, None, b13),

@@ -18,7 +18,6 @@ from atomc.kernels.triton.unpacking import scale_of, zero_of
 from atomc.kernels.triton.w4a16 import one_of_four
 
 UNROLLED = tl.constexpr(4)  # steps; of more, the loads of all would need too many registers
-CODES = tl.constexpr(16)
 # Factors of x that bring products with int4 codes, which are subnormals, to units of 2^-66.
 ODD, EVEN, UNIT = tl.constexpr(2.0**63), tl.constexpr(2.0**67), tl.constexpr(2.0**66)
 # e2m1 codes are read as subnormals, times 2^-126: half of the factor goes to x, half to the sum.
@@ -67,107 +66,6 @@ def sums_of_numbers(
                 sums, weight, x_at, at, column_step, here, there, k, start, K, BLOCK_K
             )
     return tl.sum(sums, 2)
-
-
-@triton.jit
-def _add_codes(
-    sums,
-    weight,
-    x_at,
-    weight_at,
-    x_scale_at,
-    x_scale_step,
-    scale_at,
-    here,
-    there,
-    k,
-    start,
-    K,
-    GROUP: tl.constexpr,
-    BLOCK_K,
-):
-    after = start + BLOCK_K
-    following = tl.load(
-        weight_at + after, there[:, :, :, None] & (k < K - after), 0.0, cache_modifier=".cg"
-    )
-    x = tl.load(x_at + start, here[:, :, :, None] & (k < K - start), 0.0)
-    part = tl.sum(x.to(sums.dtype) * weight.to(sums.dtype), 3)
-    if GROUP:
-        group = (start + tl.arange(0, BLOCK_K // CODES)[None, None, :] * CODES) // GROUP
-        inside = group * GROUP < K
-        part *= tl.load(scale_at + group, there & inside, 0.0)
-        part *= tl.load(x_scale_at + group * x_scale_step, here & inside, 0.0)
-    return sums + part, following
-
-
-@triton.jit
-def sums_of_codes(
-    x_ptr,
-    x_row,
-    x_scale_ptr,
-    x_scale_row,
-    x_scale_step,
-    weight_ptr,
-    weight_row,
-    scale_ptr,
-    scale_row,
-    here,
-    there,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """fp32 [N, C] of fp8 or int8 codes of both operands, of which a thread reads 16 at a time.
-
-    GROUP  0: the scales, of rows, are left to the caller. Else columns of a block that shares one:
-           scale_row [N, C, 1] and x_scale_row [1, C, 1] are the offsets of rows of scales
-    """
-    chunk = tl.arange(0, BLOCK_K // CODES)[None, None, :, None]
-    k = chunk * CODES + tl.arange(0, CODES)[None, None, None, :]
-    at = weight_ptr + weight_row[:, :, :, None] + k
-    x_at = x_ptr + x_row[:, :, :, None] + k
-    weight = tl.load(at, there[:, :, :, None] & (k < K), 0.0, cache_modifier=".cg")
-    wait_for_last(PDL)
-    WHOLE: tl.constexpr = weight_ptr.dtype.element_ty == tl.int8
-    sums = tl.zeros(weight.shape[:3], tl.int32 if WHOLE else tl.float32)
-    if K <= UNROLLED * BLOCK_K:
-        for start in tl.static_range(0, K, BLOCK_K):
-            sums, weight = _add_codes(
-                sums,
-                weight,
-                x_at,
-                at,
-                x_scale_ptr + x_scale_row,
-                x_scale_step,
-                scale_ptr + scale_row,
-                here,
-                there,
-                k,
-                start,
-                K,
-                GROUP,
-                BLOCK_K,
-            )
-    else:
-        for start in range(0, K, BLOCK_K):
-            sums, weight = _add_codes(
-                sums,
-                weight,
-                x_at,
-                at,
-                x_scale_ptr + x_scale_row,
-                x_scale_step,
-                scale_ptr + scale_row,
-                here,
-                there,
-                k,
-                start,
-                K,
-                GROUP,
-                BLOCK_K,
-            )
-    return tl.sum(sums, 2).to(tl.float32)
 
 
 @triton.jit

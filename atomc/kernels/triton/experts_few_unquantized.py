@@ -5,11 +5,25 @@ from torch import Tensor
 from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import unlike, unsupported
-from atomc.kernels.triton.experts_few import FEW, Form, Gate, Stored, compute, unfit_call
-from atomc.kernels.triton.tiles import EXPERTS_FEW, EXPERTS_FEW_TRANSPOSED
+from atomc.kernels.triton.experts_few import (
+    FEW,
+    Form,
+    Gate,
+    Stored,
+    compute,
+    unfit_call,
+    up_to_half,
+)
+from atomc.kernels.triton.tile_table import ExpertsFewTile
+from atomc.kernels.triton.tiles import EXPERTS_FEW
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
+
+# Rows are contiguous, not columns: 64 of them, 128 bytes, a program. A token of GPT-OSS takes 74 us
+# (H200), and 55 with the kernels for many tokens, so that this is for results that must not depend
+# on the number of tokens.
+TRANSPOSED = ExpertsFewTile(8192, 4096, 128, 8, apart=True)
 
 
 def _order(weight: Tensor) -> str | None:
@@ -35,9 +49,12 @@ def refuse_moe_experts_few(
     limit: float | None = None,
     weight_on_input: bool = False,
 ) -> Refusal | None:
-    return unfit_call(platform, x, ids, weights, w13, w2, b13, b2, activation) or unfit_weights(
+    reason = unfit_call(platform, x, ids, weights, w13, w2, b13, b2, activation) or unfit_weights(
         x, w13, w2, b13, b2, weight_on_input
     )
+    if reason is None and _order(w13) == "rows":
+        return Refusal("slower", "the rows of the weights are contiguous, not their columns")
+    return reason
 
 
 def unfit_weights(
@@ -56,7 +73,11 @@ def unfit_weights(
 
 
 @ops.moe_experts.kernel(
-    "triton", tokens=FEW, refuses=refuse_moe_experts_few, tuned_for=EXPERTS_FEW.archs
+    "triton",
+    tokens=FEW,
+    limit=up_to_half,
+    refuses=refuse_moe_experts_few,
+    tuned_for=EXPERTS_FEW.archs,
 )
 def moe_experts(
     x: Tensor,
@@ -88,6 +109,6 @@ def with_tile_of(
     gate: Gate,
 ) -> Tensor:
     """The op, with the tile for this number of tokens."""
-    table = EXPERTS_FEW if _order(up.values) == "columns" else EXPERTS_FEW_TRANSPOSED
-    tile, form = table.choose(x.device, tokens), Form("numbers")
-    return compute(x, None, ids, weights, up, down, form, gate, x.dtype, tile)
+    by_columns = _order(up.values) == "columns"
+    tile = EXPERTS_FEW.choose(x.device, tokens) if by_columns else TRANSPOSED
+    return compute(x, ids, weights, up, down, Form("numbers"), gate, x.dtype, tile)

@@ -3,13 +3,12 @@ with down, and a sum over the choices.
 """
 
 import torch
-import triton
 from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import strided, unlike
 from atomc.kernels.triton.expert_checks import unfit, unreadable
-from atomc.kernels.triton.expert_sort import sort_by_expert
+from atomc.kernels.triton.expert_sort import in_blocks, pairs_per_expert
 from atomc.kernels.triton.grouped import grouped_down, grouped_gate_up
 from atomc.kernels.triton.tile_table import GroupedTile, TileTable
 from atomc.kernels.triton.tiles import MOE_EXPERTS
@@ -29,7 +28,7 @@ def tile_for(
     """The tile for ids [T, k] and rows of x in this dtype."""
     if dtype == torch.float32:
         return FP32_TILE
-    return table.choose(ids.device, triton.cdiv(ids.numel(), experts))
+    return table.choose(ids.device, pairs_per_expert(ids.numel(), experts))
 
 
 def refuse_moe_experts(
@@ -74,7 +73,7 @@ def moe_experts(
 ) -> Tensor:
     experts = len(w13)
     tile = tile_for(MOE_EXPERTS, x.dtype, ids, experts)
-    routing = sort_by_expert(ids, experts, tile.block)
+    routing = in_blocks(ids, experts, tile.block)
     if weight_on_input:
         x = (x.unsqueeze(1) * weights.unsqueeze(-1)).to(x.dtype).flatten(0, 1)
     act = grouped_gate_up(

@@ -8,7 +8,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.checks import no_fp8_products, strided, unlike, wrong_result
 from atomc.kernels.triton.expert_checks import unfit, unreadable
-from atomc.kernels.triton.expert_sort import sort_by_expert
+from atomc.kernels.triton.expert_sort import in_blocks
 from atomc.kernels.triton.experts_many import tile_for
 from atomc.kernels.triton.grouped import grouped_down, grouped_gate_up
 from atomc.kernels.triton.quant import (
@@ -125,7 +125,7 @@ def moe_experts_fp8(
 ) -> Tensor:
     experts = len(w13)
     tile = tile_for(MOE_EXPERTS_8_BITS, x.dtype, ids, experts)
-    routing = sort_by_expert(ids, experts, tile.block)
+    routing = in_blocks(ids, experts, tile.block)
     act = grouped_gate_up(
         x,
         w13,
@@ -186,7 +186,7 @@ def moe_experts_int8(
 ) -> Tensor:
     experts = len(w13)
     tile = tile_for(MOE_EXPERTS_8_BITS, x.dtype, ids, experts)
-    routing = sort_by_expert(ids, experts, tile.block)
+    routing = in_blocks(ids, experts, tile.block)
     act = grouped_gate_up(
         x,
         w13,

@@ -147,6 +147,7 @@ def _product(
     bias_step,
     alpha,
     limit,
+    E: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -170,8 +171,12 @@ def _product(
     ROWS: tl.constexpr = 2 * N if GATED else N
     block, tile = tile_of(blocks, tl.cdiv(ROWS, BLOCK_N), TALL)
     expert = tl.load(expert_ptr + block)
-    if expert >= 0:
-        pair = tl.load(order_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
+    if (expert >= 0) & (expert < E):
+        m = tl.arange(0, BLOCK_M)
+        if order_ptr is None:
+            pair = tl.where(m == 0, block, P)
+        else:
+            pair = tl.load(order_ptr + block * BLOCK_M + m)
         n = tl.arange(0, BLOCK_N)
         row = weight_rows(n, tile, N, BLOCK_N, GATED, INTERLEAVED, PAIRED)
         x_of = pair // per_row
@@ -304,6 +309,7 @@ def _multiply(
             0 if bias is None else bias.stride(0),
             alpha,
             limit,
+            E=len(weight),
             N=n,
             K=k,
             ACTIVATION=activation,

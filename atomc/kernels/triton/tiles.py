@@ -186,13 +186,14 @@ def _grouped(
     return GroupedTile(block, launch, launch)
 
 
-# A block is about twice as long as an expert has pairs.
+# A block is about twice as long as an expert has pairs. Experts of Qwen3-30B, us with 64 rows of
+# 128 columns / 128 of 64: 16 tokens 186 / 199, 64 281 / 287; DeepSeek-V2-Lite, 16: 204 / 217.
 MOE_EXPERTS = TileTable(
     command="python bench/moe.py --tiles --formats bf16 --tokens 64 256 1024 4096",
-    sizes=("pairs per expert",),
+    sizes=("pairs per expert",),  # 0: a block is one pair
     by_arch={
         "sm90": [
-            ((8,), _grouped(16, 128, 64, 4)),
+            ((8,), _grouped(16, 64, 128, 5)),
             ((24,), _grouped(32, 128, 64, 4)),
             ((96,), _grouped(64, 128, 64, 4)),
             ((ANY,), _grouped(128, 256, 64, 4, num_warps=8, tall=8)),
@@ -200,9 +201,11 @@ MOE_EXPERTS = TileTable(
     },
     measured=False,
 )
+# Experts of Qwen3-30B in fp8, us with 128 rows / 64 / 64 of 256 columns: 1 token 18.3 / 17.4 /
+# 16.6, 2 26.9 / 28.3 / 28.3, 16 105.9 / 108.0 / 111.6, 64 154.9 / 158.0 / 163.3.
 MOE_EXPERTS_8_BITS = TileTable(
-    command="python bench/moe.py --tiles --formats fp8 fp8_block int8 --tokens 64 256 1024 4096",
-    sizes=("pairs per expert",),
+    command="python bench/moe.py --tiles --formats fp8 fp8_block int8 --tokens 1 64 256 1024 4096",
+    sizes=("pairs per expert",),  # 0: a block is one pair
     by_arch={
         "sm90": [
             ((8,), _grouped(16, 128, 128, 4)),
@@ -232,19 +235,21 @@ MOE_EXPERTS_4_BITS = TileTable(
 # GPT-OSS-20B in MXFP4, gate and up / down, us, H100, of 36 tiles: 1 token 15.5 / 10.7 (32 rows, two
 # warps 15.8 / 11.5, blocks of 16 17.1 / 11.5), 8 tokens 68 / 39 (64 rows 68 / 43, blocks of 16
 # 72 / 43), 64 tokens 108 / 59 (blocks of 8 111 / 59, of 32 114 / 62), 1,024 tokens 411 / 214
-# (blocks of 64 414 / 202; eight warps of 128 rows 410 / 210).
+# (blocks of 64 414 / 202; eight warps of 128 rows 410 / 210). All of Qwen3-30B in int4, us, H200,
+# with 16 rows by one warp / 64 by two: 1 token 16.3 / 17.1, 2 tokens 25.4 / 22.8, 4 46.7 / 37.2; of
+# GPT-OSS 1 token 26.3 / 28.4, 2 tokens 43.2 / 39.7.
 EXPERTS_FRAGMENTS = TileTable(
     command="python bench/moe.py --tiles --formats int4 int4_g128 mxfp4 --tokens 1 8 64 1024",
-    sizes=("pairs per expert",),  # 0: a block is one pair
+    sizes=("pairs per expert", "pairs"),  # 0 per expert: a block is one pair
     by_arch={
         "sm90": [
-            ((0,), FragmentTile(8, 16, 1, 4)),
-            ((4,), FragmentTile(8, 64, 2, 4)),
-            ((12,), FragmentTile(16, 64, 2, 4)),
-            ((32,), FragmentTile(32, 64, 4, 4)),
-            ((64,), FragmentTile(64, 128, 4, 3, tall=8)),
-            ((256,), FragmentTile(128, 64, 4, 3, tall=8)),
-            ((ANY,), FragmentTile(128, 128, 8, 3, tall=8)),
+            ((0, 8), FragmentTile(8, 16, 1, 4)),
+            ((4, ANY), FragmentTile(8, 64, 2, 4)),
+            ((12, ANY), FragmentTile(16, 64, 2, 4)),
+            ((32, ANY), FragmentTile(32, 64, 4, 4)),
+            ((64, ANY), FragmentTile(64, 128, 4, 3, tall=8)),
+            ((256, ANY), FragmentTile(128, 64, 4, 3, tall=8)),
+            ((ANY, ANY), FragmentTile(128, 128, 8, 3, tall=8)),
         ]
     },
 )
@@ -259,20 +264,6 @@ EXPERTS_FEW = TileTable(
             ((ANY,), ExpertsFewTile(8192, 2048, 2048, 8)),
         ]
     },
-)
-# Rows are contiguous, not columns: 64 of them, 128 bytes, a program.
-EXPERTS_FEW_TRANSPOSED = TileTable(
-    command="python bench/moe.py --tiles --formats bf16_transposed --tokens 1 2 4 8 16",
-    sizes=("tokens",),
-    by_arch={"sm90": [((ANY,), ExpertsFewTile(8192, 4096, 128, 8, apart=True))]},
-    measured=False,
-)
-
-EXPERTS_FEW_8_BITS = TileTable(
-    command="python bench/moe.py --tiles --formats fp8 fp8_block int8 --tokens 1 2 4 8 16",
-    sizes=("tokens",),
-    by_arch={"sm90": [((ANY,), ExpertsFewTile(8192, 8192, 2048, 4))]},
-    measured=False,
 )
 EXPERTS_FEW_4_BITS = TileTable(
     command="python bench/moe.py --tiles --formats int4 int4_g128 mxfp4 --tokens 1 2 4 8 16",
