@@ -23,9 +23,10 @@ qwen = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
 def by_transformers(rule, given, state=None):
     """Its result and the state after it, of one sequence."""
     q, k, v, g, beta = (given[name][None] for name in ("q", "k", "v", "g", "beta"))
+    groups = v.shape[2] // q.shape[2]  # transformers 5.17 has its layer repeat the heads
     out, after = rule(
-        q,
-        k,
+        q.repeat_interleave(groups, 2),
+        k.repeat_interleave(groups, 2),
         v,
         g=g,
         beta=beta,
