@@ -258,10 +258,10 @@ def tiny():
 def test_the_report_shows_router_experts_scheme_and_kernels_by_tokens(tiny):
     assert [layer.layer for layer in tiny.moe] == [1, 2]
     text = tiny.to_text()
-    header = "mixtures of experts\nlayers  experts  top-k  weights   tokens       runs as  router"
+    header = "mixtures of experts\nlayers  experts  top-k  weights   tokens      runs as  router"
     first, second = text.partition(header)[2].splitlines()[1:3]
     assert header in text
-    for row, tokens in ((first, "1 to 16"), (second, "17 and more")):
+    for row, tokens in ((first, "1 to 2"), (second, "3 and more")):
         assert row.split() == [
             *("1-2", "8", "2", "bfloat16"),
             *tokens.split(),
@@ -284,7 +284,9 @@ def test_neighbouring_ranges_of_one_kernel_are_one():
 def test_the_page_lists_mixtures_and_evaluates_their_formula(tiny):
     page = tiny.to_html()
     section = page.partition("Mixtures of experts</h3>")[2].partition("</section>")[0]
-    assert "softmax, renormalized" in section and "1-2" in section and "1 to 16 tokens" in section
+    assert (
+        "softmax, renormalized" in section and "1-2" in section and "3 and more tokens" in section
+    )
     (cost,) = {found.bytes for found in tiny.costs if found.op == "moe_experts"}
     of_one = 2 * 3 * 128 * 64
     for tokens in (1, 3):
