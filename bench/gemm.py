@@ -141,11 +141,10 @@ def chosen(op: str, rows: int, arguments: Arguments) -> Kernel | str:
     for provider in kernels.PROVIDERS:
         for kernel in ops.REGISTRY[op].kernels:
             if kernel.provider == provider and rows in kernel.tokens:
-                refused = refusal(kernel, here, arguments)
-                if refused is None and rows in kernel.tokens_for(here, arguments):
-                    return kernel
-                if refused is not None:
+                if refused := refusal(kernel, here, arguments):
                     reasons.append(f"{provider}: {refused.text}")
+                elif rows in kernel.tokens_for(here, arguments):
+                    return kernel
     return "; ".join(reasons) or "no kernel"
 
 

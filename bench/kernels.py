@@ -219,14 +219,16 @@ def copy_bandwidth() -> float:
 
 def serving(case: Case, arguments: Arguments, tokens: int, provider: str) -> Kernel | str:
     """The provider's kernel for these arguments, or why it has none."""
-    reason = f"{provider} has no {case.op}"
+    here, reason = Platform.detect(DEVICE), f"{provider} has no {case.op}"
     for kernel in ops.REGISTRY[case.op].kernels:
         if kernel.provider != provider:
             continue
-        refused = refusal(kernel, Platform.detect(DEVICE), arguments)
-        if refused is None and tokens in kernel.tokens:
+        if refused := refusal(kernel, here, arguments):
+            reason = refused.text
+        elif tokens in (meant := kernel.tokens_for(here, arguments)):
             return kernel
-        reason = refused.text if refused else f"is meant for {kernel.tokens} tokens"
+        else:
+            reason = f"is meant for {meant} tokens"
     return reason
 
 

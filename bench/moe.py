@@ -28,7 +28,8 @@ from gemm import Arguments, chosen, codes, scales
 from kernels import copy_bandwidth, microseconds, normal
 from torch import Tensor
 
-from atomc import kernels, ops
+from atomc import kernels
+from atomc.ops.op import Kernel
 
 if TYPE_CHECKING:
     from atomc.kernels.triton.tile_table import ExpertsFewTile, FragmentTile, GroupedTile
@@ -65,17 +66,15 @@ MODELS = {
 class Format(NamedTuple):
     """How weights are stored: an op, and its arguments that do not depend on the tokens.
 
-    few, many  names of the tables of tiles for few and for many tokens; one, if one kernel serves
-               any number ("": the router has none)
-    dtype      of x
-    block      columns of x that share a scale, 0 for the whole row
-    group      columns of a weight that share a scale, of which a row has a whole number
+    tiles   the name of the table of tiles for many tokens ("": the router has none)
+    dtype   of x
+    block   columns of x that share a scale, 0 for the whole row
+    group   columns of a weight that share a scale, of which a row has a whole number
     """
 
     op: str
     weights: Callable[[Model], Arguments]
-    few: str = ""
-    many: str = ""
+    tiles: str = ""
     dtype: torch.dtype = torch.bfloat16
     block: int = 0
     group: int = 1
@@ -146,26 +145,24 @@ def router(of: Model) -> Arguments:
 
 
 FP8_WEIGHTS = partial(eight_bits, dtype=E4M3)
-NUMBERS = ("EXPERTS_FEW", "MOE_EXPERTS")
-CODES = ("MOE_EXPERTS_8_BITS", "MOE_EXPERTS_8_BITS")
-WORDS = ("EXPERTS_FRAGMENTS", "EXPERTS_FRAGMENTS")
+NUMBERS, CODES, WORDS = "MOE_EXPERTS", "MOE_EXPERTS_8_BITS", "EXPERTS_FRAGMENTS"
 FORMATS = {
     "route": Format("linear_topk_route", router),
-    "bf16": Format("moe_experts", full, *NUMBERS),
-    "bf16_transposed": Format("moe_experts", transposed, "MOE_EXPERTS", "MOE_EXPERTS"),
-    "fp8": Format("moe_experts_fp8", FP8_WEIGHTS, *CODES, E4M3),
-    "fp8_block": Format("moe_experts_fp8", partial(FP8_WEIGHTS, block=128), *CODES, E4M3, 128),
-    "int8": Format("moe_experts_int8", partial(eight_bits, dtype=INT8), *CODES, INT8),
-    "int4": Format("moe_experts_w4a16", partial(int4, group=32), *WORDS, group=32),
-    "int4_g128": Format("moe_experts_w4a16", partial(int4, group=128), *WORDS, group=128),
-    "mxfp4": Format("moe_experts_mxfp4", mxfp4, *WORDS, group=32),
+    "bf16": Format("moe_experts", full, NUMBERS),
+    "bf16_transposed": Format("moe_experts", transposed, NUMBERS),
+    "fp8": Format("moe_experts_fp8", FP8_WEIGHTS, CODES, E4M3),
+    "fp8_block": Format("moe_experts_fp8", partial(FP8_WEIGHTS, block=128), CODES, E4M3, 128),
+    "int8": Format("moe_experts_int8", partial(eight_bits, dtype=INT8), CODES, INT8),
+    "int4": Format("moe_experts_w4a16", partial(int4, group=32), WORDS, group=32),
+    "int4_g128": Format("moe_experts_w4a16", partial(int4, group=128), WORDS, group=128),
+    "mxfp4": Format("moe_experts_mxfp4", mxfp4, WORDS, group=32),
 }
 
 
 def rows(of: Format, model: Model, tokens: int) -> Arguments:
     """The arguments that depend on the tokens."""
     x = normal(tokens, model.hidden)
-    if not of.few:
+    if not of.tiles:
         return {"x": x}
     order = torch.rand(tokens, model.experts, device="cuda").argsort(-1)[:, : model.k]
     weights = torch.rand(tokens, model.k, device="cuda").softmax(-1)
@@ -239,9 +236,8 @@ def fragment_tiles(per_expert: int) -> "Iterator[FragmentTile]":
                     yield FragmentTile(block, weight_rows, warps, stages, tall)
 
 
-def prepared(op: str, function: Callable[..., Any], sets: list[Arguments]) -> list[Arguments]:
+def prepared(kernel: Kernel, sets: list[Arguments]) -> list[Arguments]:
     """Arguments with the weights as this kernel reads them; they are the same in all sets."""
-    kernel = next(k for k in ops.REGISTRY[op].kernels if k.function is function)
     made = kernel.prepared(sets[0])
     return [given | made for given in sets]
 
@@ -345,6 +341,17 @@ def apart(
             yield Call(part, label, lambda run: run(), [{"run": every[part]} for every in each])
 
 
+def taken_tile(of: Format, model: Model, given: Arguments) -> "GroupedTile | FragmentTile":
+    """The tile of the kernels for many tokens."""
+    from atomc.kernels.triton import tiles
+    from atomc.kernels.triton.experts_4_bits import PairsOfExperts
+    from atomc.kernels.triton.experts_many import tile_for
+
+    if of.tiles == WORDS:
+        return PairsOfExperts(given["ids"], model.experts).tile
+    return tile_for(getattr(tiles, of.tiles), given["x"].dtype, given["ids"], model.experts)
+
+
 def router_apart(tokens: int, sets: list[Arguments]) -> Iterator[Call]:
     """The linear layer of a router and its choice, which are two ops by default."""
     inputs = [{"x": each["x"], "weight": each["weight"]} for each in sets]
@@ -354,34 +361,34 @@ def router_apart(tokens: int, sets: list[Arguments]) -> Iterator[Call]:
         ("linear", "linear", inputs),
         ("choice", "topk_route", choices),
     ):
-        provider, function = chosen(op, tokens, arguments[0])
-        module = function.__module__.rpartition(".")[2]
-        yield Call(part, f"{provider} {module}", function, arguments)
+        found = chosen(op, tokens, arguments[0])
+        assert not isinstance(found, str), found
+        module = found.function.__module__.rpartition(".")[2]
+        yield Call(part, f"{found.provider} {module}", found.function, arguments)
 
 
 def calls(
     of: Format,
     model: Model,
     sets: list[Arguments],
-    found: tuple[str, Callable[..., Any]],
+    found: Kernel,
     args: argparse.Namespace,
 ) -> Iterator[Call]:
     """What the options ask to be timed, given the kernel that is taken."""
-    from atomc.kernels.triton import tiles
     from atomc.kernels.triton.expert_sort import pairs_per_expert
 
     tokens = len(sets[0]["x"])
-    provider, function = found
+    function = found.function
     module = function.__module__
-    kernel = f"{provider} {module.rpartition('.')[2]}"
-    if not of.few:
+    kernel = f"{found.provider} {module.rpartition('.')[2]}"
+    if not of.tiles:
         yield Call("route", kernel, function, sets)
         if args.parts:
             yield from router_apart(tokens, sets)
         return
 
     def under(tile: "ExpertsFewTile", **arguments: Any) -> Any:
-        with mock.patch(f"{module}.{of.few}", SimpleNamespace(choose=lambda *sizes: tile)):
+        with mock.patch(f"{module}.EXPERTS_FEW", SimpleNamespace(choose=lambda *sizes: tile)):
             return function(**arguments)
 
     per_expert = pairs_per_expert(tokens * model.k, model.experts)
@@ -390,15 +397,13 @@ def calls(
         for few in few_tiles():
             yield Call("experts", ",".join(map(str, few)), partial(under, few), sets)
     elif args.tiles:
-        worth = fragment_tiles if of.many == "EXPERTS_FRAGMENTS" else grouped_tiles
+        worth = fragment_tiles if of.tiles == WORDS else grouped_tiles
         every = apart(of, model, sets, worth(per_expert))
         yield from (call for call in every if call.part in ("up", "down"))
     else:
         yield Call("experts", kernel, function, sets)
         if args.parts and not is_few:
-            table, of_table = getattr(tiles, of.many), (per_expert, tokens * model.k)
-            tile = table.choose(sets[0]["x"].device, *of_table[: len(table.sizes)])
-            yield from apart(of, model, sets, [tile])
+            yield from apart(of, model, sets, [taken_tile(of, model, sets[0])])
 
 
 def size(of: Arguments, *prefixes: str) -> int:
@@ -450,7 +455,7 @@ def cases(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Call]]:
                 if isinstance(found, str):
                     print(f"{name} of {model_name}, {tokens} tokens: {found}", flush=True)
                     continue
-                read = prepared(of.op, found[1], sets)
+                read = prepared(found, sets)
                 for call in calls(of, model, read, found, args):
                     num_bytes, flops = work(call.part, model, sets)
                     head = {"format": name, "model": model_name, "tokens": tokens}
