@@ -420,8 +420,8 @@ BUGS = [
     ),
     triton(
         "experts_4_bits",
-        "pair = tl.where(m == 0, block, P)",
-        "pair = tl.where(m == 0, block + 1, P)",
+        "pairs_of(order_ptr, block, P, BLOCK_M)",
+        "pairs_of(order_ptr, block + 1, P, BLOCK_M)",
         "moe_experts_mxfp4",
     ),
     Bug(

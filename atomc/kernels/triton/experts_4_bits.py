@@ -22,7 +22,7 @@ from atomc.kernels.triton.fragments import (
     packed_groups,
     raised_exponents,
 )
-from atomc.kernels.triton.grouped import store_pairs, tile_of, weight_rows
+from atomc.kernels.triton.grouped import pairs_of, store_pairs, tile_of, weight_rows
 from atomc.kernels.triton.launch import TRITON_DTYPE, let_next_start, overlap, wait_for_last
 from atomc.kernels.triton.tile_table import FragmentTile
 from atomc.kernels.triton.tiles import EXPERTS_FRAGMENTS
@@ -160,11 +160,8 @@ def _product(
     wait_for_last(PDL)
     block, tile = tile_of(blocks, tl.cdiv(ROWS, BLOCK_N), TALL)
     expert = tl.load(expert_ptr + block).to(tl.int32)
-    m = tl.arange(0, BLOCK_M)
-    if order_ptr is None:
-        pair = tl.where(m == 0, block, P)
-    else:  # before the expert is known, on which all that follows waits
-        pair = tl.load(order_ptr + block * BLOCK_M + m)
+    # Read before the expert is known, on which all that follows waits.
+    pair = pairs_of(order_ptr, block, P, BLOCK_M)
     if (expert >= 0) & (expert < E):
         few = pair
         if FEW != BLOCK_M:

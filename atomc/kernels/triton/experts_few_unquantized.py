@@ -49,12 +49,11 @@ def refuse_moe_experts_few(
     limit: float | None = None,
     weight_on_input: bool = False,
 ) -> Refusal | None:
-    reason = unfit_call(platform, x, ids, weights, w13, w2, b13, b2, activation) or unfit_weights(
+    if _order(w13) == "rows":
+        return Refusal("slower", "the rows of the weights are contiguous, not their columns")
+    return unfit_call(platform, x, ids, weights, w13, w2, b13, b2, activation) or unfit_weights(
         x, w13, w2, b13, b2, weight_on_input
     )
-    if reason is None and _order(w13) == "rows":
-        return Refusal("slower", "the rows of the weights are contiguous, not their columns")
-    return reason
 
 
 def unfit_weights(

@@ -32,6 +32,16 @@ def tile_of(blocks, across, TALL: tl.constexpr):
 
 
 @triton.jit
+def pairs_of(order_ptr, block, P, BLOCK_M: tl.constexpr):
+    """The numbers of the pairs of a block, P where there is none; without an order it is one."""
+    m = tl.arange(0, BLOCK_M)
+    if order_ptr is None:
+        return tl.where(m == 0, block, P)
+    else:
+        return tl.load(order_ptr + block * BLOCK_M + m)
+
+
+@triton.jit
 def weight_rows(
     index,
     tile,
@@ -172,11 +182,7 @@ def _product(
     block, tile = tile_of(blocks, tl.cdiv(ROWS, BLOCK_N), TALL)
     expert = tl.load(expert_ptr + block)
     if (expert >= 0) & (expert < E):
-        m = tl.arange(0, BLOCK_M)
-        if order_ptr is None:
-            pair = tl.where(m == 0, block, P)
-        else:
-            pair = tl.load(order_ptr + block * BLOCK_M + m)
+        pair = pairs_of(order_ptr, block, P, BLOCK_M)
         n = tl.arange(0, BLOCK_N)
         row = weight_rows(n, tile, N, BLOCK_N, GATED, INTERLEAVED, PAIRED)
         x_of = pair // per_row
