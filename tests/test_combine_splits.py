@@ -19,7 +19,7 @@ def test_splits_are_weighted_by_the_softmax_mass_of_their_keys(
     parts = torch.randn(rows, splits, width, device=DEVICE)
     lse = 3 * torch.randn(rows, splits, device=DEVICE)
     lse[0] = lse[1, 0] = -torch.inf  # without keys
-    parts[0] = parts[1, 0] = torch.nan  # memory that nobody wrote
+    parts[0] = parts[1, 0] = torch.nan  # not written
     weights = (lse.double() * torch.log(torch.tensor(2.0))).softmax(-1).nan_to_num(0.0)
     truth = (weights[..., None] * parts.double().nan_to_num(0.0)).sum(1)
     assert_close(combined(parts, lse, torch.float32), truth.float(), rtol=1e-5, atol=1e-5)

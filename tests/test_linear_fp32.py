@@ -264,6 +264,7 @@ def test_a_router_of_our_model_runs_on_tensor_cores_and_other_fusions_stay(
     chosen = {
         choice.tokens: choice.chosen for choice in report.kernels if choice.op == "linear_fp32"
     }
+    assert set(chosen.values()) == {"triton", "cuda"}
     for tokens, provider in chosen.items():
         assert provider == ("triton" if Tokens.of(tokens).within(Tokens(1, 16)) else "cuda")
     assert report.matches - off.matches == Counter(linear_fp32=1)
