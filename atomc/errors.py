@@ -1,4 +1,7 @@
-"""The errors a caller may want to catch, and the first line of any error."""
+"""The errors a caller may want to catch, and parts of their texts."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 
 class OptionsError(ValueError):
@@ -18,6 +21,12 @@ class SharingError(RunError):
 
 
 OURS = (OptionsError, ContractError, RunError)
+
+
+def suggestion(name: str, names: Iterable[str]) -> str:
+    """ " (did you mean 'x'?)" with the most similar of `names`; "" if none is similar."""
+    near = get_close_matches(name, names, n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def first_line(text: object) -> str:

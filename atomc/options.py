@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
 
-from atomc.errors import OptionsError
+from atomc.errors import OptionsError, suggestion
 from atomc.json_types import JSONLike
 
 Rounding = Literal["fp32", "hf"]
@@ -189,7 +189,8 @@ class Options:
         known = [f.name for f in fields(cls)]
         unknown = sorted(set(values) - set(known))
         if unknown:
-            raise OptionsError(f"unknown option {unknown[0]!r}; options are {known}")
+            hint = suggestion(unknown[0], known)
+            raise OptionsError(f"unknown option {unknown[0]!r}{hint}; options are {known}")
         return cls(**values)
 
 

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from atomc import cgroup
+from atomc.errors import suggestion
 from atomc.torch_compat import peer_memory
 
 TESTED_TORCH = ("2.11", "2.13")
@@ -87,7 +88,8 @@ class Platform:
     def named(name: str) -> "Platform":
         """A described machine, by its architecture or nickname."""
         if name not in DESCRIBED:
-            raise ValueError(f"unknown platform {name!r}; known are {', '.join(DESCRIBED)}")
+            hint = suggestion(name, DESCRIBED)
+            raise ValueError(f"unknown platform {name!r}{hint}; known are {', '.join(DESCRIBED)}")
         return DESCRIBED[name]
 
     @property

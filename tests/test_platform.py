@@ -111,7 +111,10 @@ def test_described_machine_is_complete_and_not_here(name):
 
 
 def test_unknown_machine_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"'gfx9000'; known are gfx942, gfx950, .*sm90.*cpu-zen5"):
+    with pytest.raises(
+        ValueError,
+        match=r"'gfx9000' \(did you mean 'gfx950'\?\); known are gfx942, gfx950, .*sm90.*cpu-zen5",
+    ):
         Platform.named("gfx9000")
 
 

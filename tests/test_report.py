@@ -220,7 +220,8 @@ def test_an_unknown_rewrite_is_an_error_that_lists_what_there_is():
     report = report_of(Model(1))
     for ask in (report.why, report.misses):
         with pytest.raises(
-            ValueError, match=r"no rewrite 'add_rmsnorm'; rewrites are add_layer_norm, add_rms"
+            ValueError,
+            match=r"no rewrite 'add_rmsnorm' \(did you mean 'add_rms_norm'\?\); rewrites are add_layer",
         ):
             ask("add_rmsnorm")
 

@@ -7,12 +7,37 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from atomc.cli.foreign_flags import FOREIGN_FLAGS
+from atomc.errors import suggestion
+
+
+class PrintCompletion(argparse.Action):
+    """Prints a shell's completion script, which shtab makes from the parser, and exits."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: object, values: Any, *_: object
+    ) -> None:
+        try:
+            import shtab
+        except ImportError:
+            parser.error("--print-completion needs shtab: pip install 'atomc[completion]'")
+        print(shtab.complete(parser, values))
+        parser.exit()
 
 
 class Parser(argparse.ArgumentParser):
     """Reports an unknown flag by the subcommand that got it, with a hint or the most similar
     flag.
     """
+
+    # Any, because argparse's types differ between versions.
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            names = [str(choice) for choice in action.choices]
+            raise argparse.ArgumentError(
+                action,
+                f"invalid choice: {value!r}{suggestion(str(value), names)}; choose from "
+                f"{', '.join(names)}",
+            )
 
     def error(self, message: str) -> NoReturn:
         print(f"atomc: {message}; see {self.prog} --help", file=sys.stderr)

@@ -99,6 +99,8 @@ def _compile_captured(gm: GraphModule, context: Context, report: Report) -> Comp
     """Passes, then lowering and glue per range of token counts, of a functional graph."""
     options = context.options
     chosen, report.off = pipeline.selected(passes.PIPELINE, context)
+    if not context.paged:
+        report.runtime_only = pipeline.runtime_only(passes.PIPELINE)
     report.optional = [
         p.name for p in passes.PIPELINE if p.off_by_default and p.name not in options.passes
     ]

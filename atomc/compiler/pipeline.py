@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from torch.fx import GraphModule, Node
 
-from atomc.errors import OptionsError
+from atomc.errors import OptionsError, suggestion
 from atomc.graph.canonical import GENERIC, call
 from atomc.graph.graph_printer import graph_text
 from atomc.graph.provenance import describe, layer_of, module_path, source_line
@@ -69,13 +69,23 @@ def _check_switches(
     for name in switches:
         if name not in names:
             raise OptionsError(
-                f"option passes: no pass {name!r}; passes are {', '.join(sorted(names))}"
+                f"option passes: no pass {name!r}{suggestion(name, names)}; passes are "
+                f"{', '.join(sorted(names))}"
             )
     for p in pipeline:
         if wrong := _wrong_switch(p, switches.get(p.name, False), off, paged):
             raise OptionsError(f"option passes: {p.name!r} {wrong}")
     if paged and "bind_state" in off:
         raise OptionsError("option passes: 'bind_state' cannot be turned off, the runtime needs it")
+
+
+def runtime_only(pipeline: Sequence[Pass]) -> list[str]:
+    """The passes that run only for the runtime."""
+    return [
+        p.name
+        for p in with_registered(pipeline)
+        if p.paged or (p.rewrites and all(rewrite.paged for rewrite in p.rewrites))
+    ]
 
 
 def _wrong_switch(p: Pass, switch: bool | Sequence[str], off: set[str], paged: bool) -> str | None:

@@ -10,7 +10,7 @@ from torch.fx.node import Argument
 
 from atomc import kernels
 from atomc.compiler.weight_forms import WeightForms
-from atomc.errors import OptionsError
+from atomc.errors import OptionsError, suggestion
 from atomc.graph.provenance import module_path
 from atomc.ops.op import (
     REGISTRY,
@@ -73,7 +73,8 @@ class Selection:
                 and provider not in _all_providers()
             ):
                 raise OptionsError(
-                    f"option providers: no provider {provider!r}; providers are "
+                    f"option providers: no provider {provider!r}"
+                    f"{suggestion(provider, kernels.PROVIDERS)}; providers are "
                     f"{', '.join(kernels.PROVIDERS)}"
                 )
             reason = (

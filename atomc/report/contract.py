@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, TypedDict
 
-from atomc.errors import ContractError, OptionsError
+from atomc.errors import ContractError, OptionsError, suggestion
 from atomc.options import Options
 from atomc.report.records import spans
 from atomc.report.report import Report
@@ -112,8 +112,8 @@ def violations(report: Report, expect: Mapping[str, int | str]) -> list[str]:
     ]
     if unknown:
         raise OptionsError(
-            f"option expect: no rewrite {unknown[0]!r}; rewrites are "
-            f"{', '.join(sorted(report.known))}"
+            f"option expect: no rewrite {unknown[0]!r}{suggestion(unknown[0], report.known)}; "
+            f"rewrites are {', '.join(sorted(report.known))}"
         )
     return [
         _violation_text(report, name, number, least, str(expect[name]))

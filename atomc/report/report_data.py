@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypedDict
 
+from atomc.errors import suggestion
+from atomc.ops import REGISTRY
 from atomc.report.audit_findings import AuditFindings
 from atomc.report.records import (
     CacheOutcome,
@@ -33,6 +35,9 @@ class Machine(TypedDict, total=False):
     bandwidth: float | None
     flops: float | None
     measured: bool
+
+
+RUNTIME = "in the runtime (atomc.LLM, atomc serve, atomc explain --runtime)"
 
 
 @dataclass
@@ -64,6 +69,9 @@ class ReportData:
     off: list[str] = field(default_factory=list)  # passes that are disabled
     optional: list[str] = field(default_factory=list)  # those of them that no option enables
     known: list[str] = field(default_factory=list)  # every rewrite that could have fired
+    runtime_only: list[str] = field(
+        default_factory=list
+    )  # passes left out: they need a paged cache
     # Rewrite -> the op it needs that is not in the graph.
     absent: dict[str, str] = field(default_factory=dict)
     # Rewrite -> the rewrite that consumed its ops.
@@ -102,9 +110,9 @@ class ReportData:
     def why(self, rewrite: str, module_path: str | None = None) -> str:
         """Why the rewrite fired or did not, in the whole graph or below one module.
 
-        One of: pass off; graph not treated; no anchor; near miss; taken by another rewrite; weights
-        are quantized; broken here; fired, but a kernel refused; fired. Raises ValueError for a
-        rewrite that does not exist.
+        One of: pass off; only in the runtime; graph not treated; no anchor; near miss; taken by
+        another rewrite; weights are quantized; broken here; fired, but a kernel refused; fired. Of
+        an op that no rewrite makes: its kernels. Raises ValueError for any other name.
         """
         everywhere = rewrite in self.off or not self.treated
         place = f" below {module_path}" if module_path and not everywhere else ""
@@ -112,6 +120,11 @@ class ReportData:
 
     def reason(self, rewrite: str, module_path: str | None = None) -> str:
         """As `why`, without the names of rewrite and module."""
+        if rewrite in self.runtime_only and rewrite not in self.known:
+            return f"exists only {RUNTIME}: it needs a paged KV cache"
+        nodes = [choice for choice in self.kernels if choice.op == rewrite]
+        if nodes and not self._exists(rewrite):
+            return f"an op that no rewrite makes, {len(nodes)} nodes{_kernels_text(nodes)}"
         self._check(rewrite)
         if rewrite in self.optional:
             return f"off by default; on with options={{'passes': {{{rewrite!r}: True}}}}"
@@ -129,10 +142,19 @@ class ReportData:
             kernels = _kernels_text([choice for choice in self.kernels if choice.op == rewrite])
             fired = f"fired at {_sites_text([site.layer for site in sites])}"
             return fired + kernels + _disabled_text(near)
-        return _near_text(near) if near else self._absent(rewrite, module_path)
+        if near:
+            return _near_text(near)
+        nothing = self.absent.get(rewrite, "nothing like it is in this part of the graph")
+        return self._prevented(rewrite, module_path) or f"no anchor: {nothing}"
 
-    def _absent(self, rewrite: str, module_path: str | None) -> str:
-        """Why a rewrite has neither sites nor near misses."""
+    def cannot_apply(self, rewrite: str) -> bool:
+        """Whether a treated graph has nothing that the rewrite, which is on, could match."""
+        off = rewrite in (*self.off, *self.optional)
+        near = any(miss.rewrite == rewrite for miss in self.near)
+        return not (off or near or self.matches[rewrite]) and not self._prevented(rewrite, None)
+
+    def _prevented(self, rewrite: str, module_path: str | None) -> str:
+        """What kept a rewrite without sites and near misses from firing; "" if nothing did."""
         forms = [
             form
             for form in self.few_bits
@@ -165,9 +187,7 @@ class ReportData:
                     f"needs {earlier}, which did not fire everywhere. Near miss: "
                     f"{upstream[0].text()}"
                 )
-        return (
-            f"no anchor: {self.absent.get(rewrite, 'nothing like it is in this part of the graph')}"
-        )
+        return ""
 
     def _quantized(self, forms: Sequence[QuantizedWeightSize]) -> str:
         """That these ops stand for the one that a rewrite makes, and what runs them."""
@@ -184,11 +204,22 @@ class ReportData:
             found += [earlier for earlier in self.requires.get(name, []) if earlier not in found]
         return found[1:]
 
+    def _exists(self, rewrite: str) -> bool:
+        return rewrite in (*self.known, *self.off) or bool(self.matches[rewrite])
+
     def _check(self, rewrite: str) -> None:
-        if self.known and rewrite not in (*self.known, *self.off) and not self.matches[rewrite]:
+        if not self.known or self._exists(rewrite):
+            return
+        names = sorted(self.known)
+        if rewrite in REGISTRY:
+            where = f"it may be one {RUNTIME}; " if self.runtime_only else ""
             raise ValueError(
-                f"no rewrite {rewrite!r}; rewrites are {', '.join(sorted(self.known))}"
+                f"{rewrite!r} is no rewrite but an op, which this graph does not have; {where}"
+                f"rewrites are {', '.join(names)}"
             )
+        raise ValueError(
+            f"no rewrite {rewrite!r}{suggestion(rewrite, names)}; rewrites are {', '.join(names)}"
+        )
 
 
 def _sites_text(layers: Sequence[int | None]) -> str:
