@@ -135,7 +135,9 @@ def test_explain_counts_the_rewrites_of_the_demo_model(explained):
 
 def test_explain_says_what_runs_each_op_and_what_did_not_fire(explained):
     assert re.search(r"^op +nodes +tokens +runs as$", explained, re.MULTILINE)
-    assert re.search(r"^gelu_and_mul +no anchor: the graph has no gelu", explained, re.MULTILINE)
+    assert re.search(r"^rope_partial +taken by rope", explained, re.MULTILINE)
+    lacking = explained.partition("cannot apply, the graph lacks their ops: ")[2]
+    assert "gelu_and_mul" in lacking.partition("\n\n")[0]
     assert re.search(r"^seconds: .*passes \d", explained, re.MULTILINE)
 
 
@@ -157,6 +159,59 @@ def test_why_answers_for_one_module():
         "rms_norm below layers.0.self_attn: fired at 2 sites in layers 0"
     )
     assert run(*why, "gelu_and_mul").startswith("gelu_and_mul: no anchor: the graph has no gelu")
+
+
+def test_why_of_what_only_the_runtime_has_says_so(wrong):
+    why = ("explain", "--layers", 1, "--why")
+    assert "exists only in the runtime" in run(*why, "qk_norm_rope_kv_write")
+    assert "it may be one in the runtime" in wrong(*why, "paged_attention")
+    assert "an op that no rewrite makes, 1 nodes; runs as" in run(
+        *why, "paged_attention", "--runtime"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "suggested"),
+    [
+        (("exlpain",), "explain"),
+        (("explain", "--dtype", "flaot16"), "float16"),
+        (("explain", "--options", "roundng=hf"), "rounding"),
+        (("explain", "--options", 'passes={"add_rmsnorm": false}'), "add_rms_norm"),
+        (("explain", "--options", 'providers=["tritn"]'), "triton"),
+        (("explain", "--options", 'expect={"add_rmsnorm": 1}'), "add_rms_norm"),
+        (("explain", "--platform", "gfx905"), "gfx950"),
+        (("explain", "--why", "ad_rms_norm"), "add_rms_norm"),
+    ],
+)
+def test_a_misspelled_name_gets_the_most_similar_one(arguments, suggested, wrong):
+    layers = ("--layers", 1) if arguments[0] == "explain" else ()
+    assert f"(did you mean {suggested!r}?)" in wrong(*arguments, *layers)
+
+
+def test_explain_takes_a_file_and_refuses_what_only_a_config_has(tmp_path, wrong):
+    file = tmp_path / "mygpt.py"
+    file.write_text(
+        "import torch\ndef build():\n    return torch.nn.Linear(8, 8), (torch.ones(1, 8),)"
+    )
+    assert run("explain", f"{file}:build", "--why", "linear").startswith("linear: fired at 1 site")
+    for flag in (("--layers", 1), ("--dtype", "float32")):
+        assert f"{flag[0]} needs a config.json" in wrong("explain", f"{file}:build", *flag)
+    assert "there is no file" in wrong("explain", f"{tmp_path}/other.py:build")
+
+
+def test_a_library_that_is_missing_is_named_with_its_extra():
+    for module, extra in (("tokenizers", "hf"), ("PIL", "images"), ("zmq", "serve")):
+        error = cli._user_error(ModuleNotFoundError(f"No module named {module!r}", name=module))
+        assert str(error) == f"this needs the library {module}: pip install 'atomc[{extra}]'"
+
+
+def test_a_completion_script_completes_commands_and_flags():
+    pytest.importorskip("shtab")
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), pytest.raises(SystemExit, match="0"):
+        main(["--print-completion", "bash"])
+    script = out.getvalue()
+    assert "place-experts" in script and "--max-model-len" in script
 
 
 def test_explain_as_json_is_a_list_of_reports():
@@ -273,7 +328,7 @@ def test_explain_a_model_of_the_users_shows_each_graph_and_the_break(here):
         ),
         (
             ["generate", "--quantization", "fp3"],
-            "argument --quantization: invalid choice: 'fp3' (choose from 'fp8',",
+            "argument --quantization: invalid choice: 'fp3' (did you mean 'fp8'?); choose from fp8,",
         ),
         (["explain", "users_net:alone"], "give the inputs of Net(x, scale)"),
         (["--bogus"], "unrecognized arguments: --bogus; see atomc --help"),
@@ -281,8 +336,8 @@ def test_explain_a_model_of_the_users_shows_each_graph_and_the_break(here):
         (["explain", "--fast"], "unrecognized arguments: --fast"),
         (
             ["fly"],
-            "invalid choice: 'fly' (choose from 'generate', 'explain', 'audit', 'diff', "
-            "'serve', 'run-batch', 'place-experts', 'bench', 'doctor')",
+            "invalid choice: 'fly'; choose from generate, explain, audit, diff, serve, run-batch, "
+            "place-experts, bench, doctor; ",
         ),
         ([], "the following arguments are required"),
     ],

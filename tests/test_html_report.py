@@ -121,6 +121,14 @@ def choose(page, selector, value):
 
 # ---- three models in a browser
 
+
+def test_it_fits_a_telephone(opened, qwen3):
+    page = opened(html_of([qwen3]))
+    for width in (390, 330):
+        page.set_viewport_size({"width": width, "height": 800})
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
 # A few of each kind: looking at all of them takes a minute.
 OPEN_SOME = """() => {
   for (const some of ["details.pass", "details", ".about details"])

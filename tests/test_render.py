@@ -54,7 +54,7 @@ norm         3  0-1     layers.*.norm, norm
 
 did not fire  why
 add_norm      near misses, below
-gelu          no anchor: the graph has no gelu
+cannot apply, the graph lacks their ops: gelu
 
 near misses
   add_norm in model.layers.*.mlp x2, layers 0-1, model.py:20: 75% matched
@@ -78,7 +78,13 @@ seconds: trace 0.50, passes 1.25; together 1.75
 
 
 def test_to_text_is_the_same_text():
-    assert REPORT.to_text() == report_text(REPORT)
+    assert REPORT.to_text() == report_text(REPORT) == str(REPORT)
+
+
+def test_a_report_is_one_line_in_a_list_and_a_page_in_a_notebook():
+    assert repr(REPORT) == "<Report of Tiny, compiled: 4 sites of 2 rewrites, 2 near misses>"
+    assert repr(Report("Tiny", why_not="off")).startswith("<Report of Tiny, not treated: off")
+    assert REPORT._repr_html_().startswith('<iframe srcdoc="&lt;!')
 
 
 def test_a_graph_that_was_not_treated_says_why_and_nothing_else():

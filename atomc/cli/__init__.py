@@ -6,7 +6,9 @@ stderr, with exit code 2.
 """
 
 import argparse
+import importlib.metadata
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -22,7 +24,7 @@ from atomc.cli import (
     run_batch,
     serve,
 )
-from atomc.cli.parser import Parser
+from atomc.cli.parser import Parser, PrintCompletion
 from atomc.options import let_openmp_sleep
 
 COMMANDS = {
@@ -36,6 +38,8 @@ COMMANDS = {
     "bench": bench,
     "doctor": doctor,
 }
+# Modules whose distribution has another name.
+DISTRIBUTIONS = {"PIL": "pillow", "zmq": "pyzmq", "opentelemetry": "opentelemetry-sdk"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,7 +74,21 @@ def _user_error(error: BaseException) -> BaseException | None:
         return _user_error(inner)
     if isinstance(error.__cause__, ValueError) and type(error).__name__ == "PassError":
         return error
+    if isinstance(error, ModuleNotFoundError) and (extra := _extra_of(error.name or "")):
+        return ImportError(f"this needs the library {error.name}: pip install 'atomc[{extra}]'")
     return error if isinstance(error, ValueError | OSError | ImportError | RunError) else None
+
+
+def _extra_of(module: str) -> str | None:
+    """The first extra of atomc's metadata that installs a top-level module, or None."""
+    name = DISTRIBUTIONS.get(module.partition(".")[0], module.partition(".")[0])
+    for requirement in importlib.metadata.requires("atomc") or ():
+        library, _, marker = requirement.partition(";")
+        library = re.split(r"[^\w-]", library.strip())[0]
+        extra = re.search(r"extra == [\"'](\w+)", marker)
+        if extra and library.replace("-", "_").lower() == name.replace("-", "_").lower():
+            return extra[1]
+    return None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -83,4 +101,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar=" | ".join(COMMANDS))
     for module in COMMANDS.values():
         module.add(commands)
+    parser.add_argument(
+        "--print-completion",
+        action=PrintCompletion,
+        choices=("bash", "zsh", "tcsh"),
+        help="print a script that completes commands and flags in this shell",
+    )
     return parser

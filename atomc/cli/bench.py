@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import importlib.util
 import json
 import math
 import os
@@ -275,6 +276,8 @@ def _count(text: str) -> int:
 def _plot(text: str) -> str:
     if Path(text).suffix not in PLOTS:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a file with {', '.join(PLOTS)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: needs matplotlib: pip install 'atomc[bench]'")
     return text
 
 

@@ -7,11 +7,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atomc.cli import planning
 from atomc.cli.arguments import DTYPES, SCHEMES, add_quantization, command
 from atomc.file_of_flag import check_folder_of, file_of_flag
+from atomc.runtime.server.flags import named_value
 
 if TYPE_CHECKING:
     from torch.fx.node import Argument
@@ -51,8 +52,8 @@ def add(commands: "Commands") -> None:
         "model",
         nargs="?",
         help="a directory with config.json, a name on the Hugging Face hub, or "
-        "package.module:function, which returns a module, (module, args) or (module, args, "
-        "kwargs); "
+        "package.module:function or file.py:function, which returns a module, (module, args) or "
+        "(module, args, kwargs); "
         "default: the demo model",
     )
     parser.add_argument(
@@ -62,6 +63,13 @@ def add(commands: "Commands") -> None:
         "--module-path",
         metavar="PATH",
         help="with --why: only below this module, such as layers.3.mlp",
+    )
+    parser.add_argument(
+        "--options",
+        action="append",
+        type=named_value,
+        metavar="NAME=VALUE",
+        help="an option of the compiler (docs/options.md), such as rounding=hf; may be repeated",
     )
     parser.add_argument(
         "--dump", metavar="DIR", help="write one runnable file per pass that changed the graph"
@@ -116,6 +124,7 @@ def add(commands: "Commands") -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from atomc.options import Options
     from atomc.report import contract
 
     if arguments.module_path and not arguments.why:
@@ -123,6 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
     if planning.is_requested(arguments):
         return planning.run(arguments)
     _check_outputs(arguments)
+    Options.of(_options(arguments))  # a wrong one fails before a model is made
     saved = _read_baseline(arguments.check) if arguments.check else None
     other = _beside_without_compiling(arguments.beside)
     found = _reports_of(arguments, arguments.model)
@@ -172,12 +182,16 @@ def _reports_of(arguments: argparse.Namespace, model: str | None) -> "list[Repor
         if arguments.why:
             _check_rewrite(arguments.why)
         _compile(arguments, given)
+        if arguments.dump:
+            print(f"{arguments.dump}: one folder per graph; each file runs", file=sys.stderr)
     return [report for report in reports() if id(report) not in earlier]
 
 
 def _check_rewrite(name: str) -> None:
-    """Raises ValueError for a rewrite that does not exist."""
+    """Raises ValueError for a name that is neither a rewrite nor an op."""
     from atomc.compiler.pipeline import with_registered
+    from atomc.errors import suggestion
+    from atomc.ops import REGISTRY
     from atomc.passes import LIFT, PIPELINE
 
     names = {
@@ -186,8 +200,11 @@ def _check_rewrite(name: str) -> None:
         if not p.cleanup
         for each in (p.name, *p.lifts)
     }
-    if name not in names:
-        raise ValueError(f"--why: no rewrite {name!r}; rewrites are {', '.join(sorted(names))}")
+    if name not in names and name not in REGISTRY:
+        raise ValueError(
+            f"--why: no rewrite {name!r}{suggestion(name, names)}; rewrites are "
+            f"{', '.join(sorted(names))}"
+        )
 
 
 def _print(
@@ -267,6 +284,11 @@ def _read_baseline(file: str) -> "Baseline":
     return saved
 
 
+def _options(arguments: argparse.Namespace) -> dict[str, Any]:
+    dump = {"dump": arguments.dump} if arguments.dump else {}
+    return {**dict(arguments.options or ()), **dump}
+
+
 def _compile(arguments: argparse.Namespace, given: ModelCall) -> None:
     from torch import nn
 
@@ -274,7 +296,7 @@ def _compile(arguments: argparse.Namespace, given: ModelCall) -> None:
     from atomc.platform import Platform
     from atomc.program import compile_model
 
-    options = {"dump": arguments.dump} if arguments.dump else {}
+    options = _options(arguments)
     platform: Platform | None = Platform.named(arguments.platform) if arguments.platform else None
     if arguments.runtime:
         if not isinstance(given.model, nn.Module):
@@ -309,6 +331,12 @@ def _model(arguments: argparse.Namespace, name: str | None) -> ModelCall:
                 f"--quantization needs a config.json; call atomc.quantize(model, "
                 f"{arguments.quantization!r}) in {name} instead"
             )
+        for flag in ("layers", "dtype"):
+            if getattr(arguments, flag) is not None:
+                raise ValueError(
+                    f"--{flag} needs a config.json; {name} is a function, which can return a "
+                    "smaller model, or one of another dtype"
+                )
         return load_function(name)
     from atomc.demo import PATH
     from atomc.runtime.hub import model_folder
@@ -318,11 +346,17 @@ def _model(arguments: argparse.Namespace, name: str | None) -> ModelCall:
 
 
 def load_function(name: str) -> ModelCall:
-    """The result of package.module:function. Raises ValueError if the function does not exist or
-    returns another type.
+    """The result of package.module:function or file.py:function. Raises ValueError if the function
+    does not exist or returns another type.
     """
-    module_name, _, function_name = name.partition(":")
-    sys.path.insert(0, str(Path.cwd()))
+    module_name, _, function_name = name.rpartition(":")
+    folder = Path.cwd()
+    if module_name.endswith(".py"):
+        file = folder / module_name
+        if not file.is_file():
+            raise ValueError(f"{name}: there is no file {module_name!r}")
+        folder, module_name = file.parent, file.stem
+    sys.path.insert(0, str(folder))
     try:
         module = import_module(module_name)
     except ModuleNotFoundError as error:

@@ -36,7 +36,7 @@ PLAN_FLAGS = (
     "speculative",
     "speculative_tokens",
 )
-INCOMPATIBLE_FLAGS = ("why", "html", "beside", "save", "check", "dynamic")
+INCOMPATIBLE_FLAGS = ("why", "html", "beside", "save", "check", "dynamic", "options")
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -1,10 +1,11 @@
 """The reports of a process: what the compiler did to each graph, as text, HTML and JSON."""
 
 import contextlib
+import html
 import json
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from atomc.json_types import JSONLike
@@ -16,8 +17,24 @@ MAX_REPORTS = 256
 VERSION = 1  # of the JSON format
 
 
+@dataclass(repr=False)
 class Report(ReportData):
     """What happened to one graph from Dynamo, as text, HTML and JSON."""
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def __repr__(self) -> str:
+        state = "compiled" if self.treated else f"not treated: {self.why_not}"
+        return (
+            f"<Report of {self.model}, {state}: {len(self.sites)} sites of "
+            f"{len({site.rewrite for site in self.sites})} rewrites, {len(self.near)} near misses>"
+        )
+
+    def _repr_html_(self) -> str:
+        """The page of `to_html`, in a frame of its own as notebooks show it."""
+        frame = html.escape(self.to_html())
+        return f'<iframe srcdoc="{frame}" width="100%" height="700" style="border:0"></iframe>'
 
     def to_dict(self) -> dict[str, JSONLike]:
         """All fields as plain data."""

@@ -1,6 +1,7 @@
 """uvicorn with a bounded shutdown: drain, abort the remaining requests, close the connections."""
 
 import asyncio
+import logging
 import math
 import socket
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from types import FrameType
 import uvicorn
 
 from atomc.runtime.server.deadline import CLOSE_SECONDS, Deadline
+
+log = logging.getLogger("atomc.server")
 
 # Time for a client to send its TLS close_notify.
 TLS_CLOSE_SECONDS = 0.5
@@ -56,6 +59,14 @@ class WebServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # A second signal skips draining.
         drain = 0.0 if self.should_exit else self._drain_seconds
+        if drain and (running := len(self.server_state.tasks)):
+            requests = "request has" if running == 1 else "requests have"
+            log.info(
+                "stopping: %d running %s %g s to finish; a second signal stops now",
+                running,
+                requests,
+                drain,
+            )
         self.exit_within(drain + CLOSE_SECONDS, status=0)
         self.begin_shutdown(drain)
 

@@ -82,14 +82,21 @@ def _not_fired(report: ReportData) -> str:
         if not report.matches[name] and name not in (*NOT_REWRITES, *report.optional)
     ]
     near = {miss.rewrite for miss in report.near}
+    inapplicable = [name for name in dict.fromkeys(missing) if report.cannot_apply(name)]
     rows: dict[str, str] = {}
     for name in dict.fromkeys(missing):
+        if name in inapplicable:
+            continue
         reason = "near misses, below" if name in near else report.reason(name)
         same = next(
             (other for other, why in rows.items() if why == reason and name not in near), None
         )
         rows[name] = f"as {same}" if same else reason
-    return table(("did not fire", "why"), list(rows.items())) if rows else ""
+    parts = [table(("did not fire", "why"), list(rows.items()))] if rows else []
+    if inapplicable:
+        text = f"cannot apply, the graph lacks their ops: {', '.join(inapplicable)}"
+        parts.append(wrapped(text, "", "  "))
+    return "\n".join(parts)
 
 
 def _near_misses(near: Sequence[Miss]) -> str:
