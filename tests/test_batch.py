@@ -104,13 +104,20 @@ def comparable(body):
         (b"{", "it is not JSON"),
         (b"[" * 100_000, "it is not JSON"),
         (b"\xff", "it is not JSON"),
+        ("{}".encode("utf-16"), "it is not JSON: it is UTF-16 or UTF-32"),
         (b"[1]", "it is a list, expected an object"),
         (b"{}", "it has no custom_id, expected custom_id, method, url, body"),
         (b'{"custom_id": 3}', "custom_id is 3, expected a string"),
         (b'{"custom_id": "a", "method": "POST"}', "it has no url, expected custom_id, method,"),
-        (json.dumps(line("a", TEXT) | {"method": "GET"}), "method is 'GET', expected 'POST'"),
-        (json.dumps(line("a", 3)), "url is 3, expected a string"),
-        (json.dumps(line("a", TEXT) | {"body": [1]}), "body is a list, expected an object"),
+        (
+            json.dumps(line("a", TEXT) | {"method": "GET"}).encode(),
+            "method is 'GET', expected 'POST'",
+        ),
+        (json.dumps(line("a", 3)).encode(), "url is 3, expected a string"),
+        (
+            json.dumps(line("a", TEXT) | {"body": [1]}).encode(),
+            "body is a list, expected an object",
+        ),
     ],
 )
 def test_a_line_that_is_no_request_says_why(text, message):

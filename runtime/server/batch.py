@@ -16,6 +16,7 @@ from starlette.responses import Response
 from tqdm import tqdm
 
 from atomc.errors import RunError
+from atomc.runtime.json_scan import scan_json
 from atomc.runtime.server.batch_line import (
     BatchRequest,
     LineError,
@@ -31,7 +32,6 @@ from atomc.runtime.server.embeddings import embeddings
 from atomc.runtime.server.engine_handle import EngineHandle
 from atomc.runtime.server.errors import APIError, invalid, invalid_field, to_api_error
 from atomc.runtime.server.image_budget import STATE, ImageReservation
-from atomc.runtime.server.limits import check_json
 from atomc.runtime.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest
 from atomc.runtime.server.running_service import running_service
 from atomc.runtime.server.service import Service
@@ -112,7 +112,6 @@ class Batch:
         try:
             request = self._read(number, line)
             try:
-                check_json(line, self.service.model.max_len)
                 status, body = 200, await self._respond(request, name)
             except APIError as error:
                 status, body = error.status, msgspec.json.encode(error.body())
@@ -127,6 +126,10 @@ class Batch:
         self.num_done += 1
 
     def _read(self, number: int, line: bytes) -> BatchRequest:
+        try:
+            scan_json(line, self.service.model.max_len)
+        except ValueError as error:
+            raise LineError(str(error)) from error
         request = read_request(line)
         first = self._line_of.setdefault(request.custom_id, number)
         if first != number:

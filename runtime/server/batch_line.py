@@ -1,12 +1,12 @@
 """One line of an OpenAI batch file: a request, and the line with its response."""
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from atomc.json_types import json_kind
+from atomc.runtime.server.json_body import parse_json
 
 REQUIRED = ("custom_id", "method", "url", "body")
 
@@ -31,8 +31,8 @@ class BatchRequest:
 def read_request(line: bytes) -> BatchRequest:
     """The request of a line. Raises LineError."""
     try:
-        found = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        found = parse_json(line)
+    except ValueError as error:
         raise LineError(f"it is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise LineError(f"it is {json_kind(found)}, expected an object")

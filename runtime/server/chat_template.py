@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from atomc.json_file import read_json
 from atomc.json_types import JSON, JSONLike, JSONObject, json_kind
 from atomc.runtime.image_input.content_parts import IMAGE_PART
+from atomc.runtime.json_scan import scan_json
 
 if TYPE_CHECKING:  # optional
     from jinja2 import Environment, Template
@@ -335,9 +336,10 @@ def _parse_arguments(call: JSON) -> JSON:
     if not (isinstance(call, dict) and isinstance(function, dict) and isinstance(text, str)):
         return call
     try:
+        scan_json(text.encode(), 0)
         arguments = json.loads(text or "{}")
     except (ValueError, RecursionError):
-        return call  # not JSON: keep the model's text
+        return call  # not JSON, or it would take long to parse: keep the model's text
     return (
         {**call, "function": {**function, "arguments": arguments}}
         if isinstance(arguments, dict)

@@ -1,42 +1,69 @@
-"""Parses JSON bodies after checking their size and nesting depth."""
+"""Parses JSON bodies, which are checked while they arrive."""
 
-import asyncio
-import json
+import codecs
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import msgspec
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
+from atomc.runtime.json_scan import JSONScan
+from atomc.runtime.phases import gc_disabled
 from atomc.runtime.server.errors import invalid
-from atomc.runtime.server.limits import check_json
 
-# Larger bodies are checked in a thread.
-THREAD_BYTES = 2**18
+
+def parse_json(text: bytes) -> Any:
+    """The value of a scanned text in UTF-8. Raises ValueError if it is not JSON."""
+    if b"\0" in text[:4] or text[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        raise ValueError("it is UTF-16 or UTF-32, expected UTF-8")
+    try:
+        # A collection would visit all values that are parsed already.
+        with gc_disabled():
+            return msgspec.json.decode(text[3:] if text[:3] == codecs.BOM_UTF8 else text)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is not UTF-8: {error.reason}") from error
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def _refusal(scan: Callable[..., None], *data: bytes) -> str:
+    """Why the scan refuses the body; "" if it does not."""
+    try:
+        scan(*data)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def checked_json_route(max_len: Callable[[], int]) -> type[APIRoute]:
     """A route class that checks bodies. max_len: returns the maximum sequence length in tokens."""
 
     class CheckedRequest(Request):
+        async def body(self) -> bytes:
+            """Raises APIError."""
+            if not hasattr(self, "_body"):
+                scan = JSONScan(max_len())
+                chunks = []
+                refusal = ""
+                async for chunk in self.stream():
+                    if refusal:
+                        continue  # read the rest: most clients send all before they read
+                    chunks.append(chunk)
+                    refusal = _refusal(scan.feed, chunk)
+                if refusal := refusal or _refusal(scan.end):
+                    raise invalid(f"the body is refused: {refusal}")
+                self._body = b"".join(chunks)
+            return self._body
+
         async def json(self) -> Any:
-            """Raises APIError, or JSONDecodeError if the body is not JSON."""
+            """Raises APIError."""
             if not hasattr(self, "_json"):
                 body = await self.body()
-                if len(body) > THREAD_BYTES:
-                    await asyncio.to_thread(check_json, body, max_len())
-                else:
-                    check_json(body, max_len())
                 try:
-                    self._json = json.loads(body)
-                except RecursionError as error:
-                    raise invalid("the body is nested too deeply") from error
-                except UnicodeDecodeError as error:
-                    raise invalid("the body is not JSON: it is not UTF-8") from error
-                except json.JSONDecodeError:
-                    raise
-                except ValueError as error:  # an integer with more digits than Python converts
-                    raise invalid(f"the body cannot be parsed: {error}") from error
+                    self._json = parse_json(body)
+                except ValueError as error:
+                    raise invalid(f"the body is not JSON: {error}") from error
             return self._json
 
     class CheckedRoute(APIRoute):

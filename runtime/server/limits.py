@@ -5,9 +5,7 @@ from collections.abc import Iterable, Sized
 from atomc.json_types import JSON
 from atomc.runtime.server.errors import invalid
 
-# JSON values of a body (at least twice max_len), nesting depth, and fields of one API object.
-JSON_VALUES = 2**18
-JSON_DEPTH = 128
+# Fields of one object of the API.
 FIELDS = 128
 # Lengths of lists.
 MESSAGES = 4096
@@ -88,47 +86,6 @@ def check_total_size(
             "split the request",
             param,
         )
-
-
-COUNT_BYTES = 2**16
-
-
-def check_json(body: bytes, max_len: int) -> None:
-    """Raises a 400 for a body with too many values or too deep a nesting: parsing it would block
-    the event loop.
-    """
-    limit = max(JSON_VALUES, 2 * max_len)
-    num_opening = body.count(b"[") + body.count(b"{")
-    if num_opening <= JSON_DEPTH and num_opening + body.count(b",") <= limit:
-        return
-    # Count outside of strings only. The count of a body that is not JSON may be wrong; the parser
-    # refuses it.
-    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
-    inside, num_values, brackets = 0, 0, b""
-    for start in range(0, len(plain), COUNT_BYTES):
-        parts = plain[start : start + COUNT_BYTES].split(b'"')
-        outside = b"".join(parts[inside::2])
-        inside ^= (len(parts) - 1) & 1
-        brackets += outside.translate(None, delete=NOT_BRACKETS)
-        num_values += outside.count(b",") + outside.count(b"[") + outside.count(b"{")
-        if num_values > limit:
-            raise invalid(
-                f"the body has more than {limit} JSON values: split the request, or send text, "
-                "not token ids"
-            )
-    if len(brackets) > JSON_DEPTH and _depth(brackets) > JSON_DEPTH:
-        raise invalid(f"the body has more than {JSON_DEPTH} levels of nested lists and objects")
-
-
-NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-
-
-def _depth(brackets: bytes) -> int:
-    depth = deepest = 0
-    for byte in brackets:
-        depth += 1 if byte in b"[{" else -1
-        deepest = max(deepest, depth)
-    return deepest
 
 
 def check_fields(value: JSON) -> JSON:
