@@ -99,6 +99,23 @@ def canvas(width, height, kind=b"VP8X"):
 
 
 PNG, JPEG = encoded(picture(32, 32)), encoded(picture(32, 32), "JPEG")
+
+
+def segments(kind, body, count):
+    """A JPEG file with this segment `count` times before the others."""
+    one = b"\xff" + bytes([kind]) + (len(body) + 2).to_bytes(2, "big") + body
+    return JPEG[:2] + one * count + JPEG[2:]
+
+
+def run_length_bmp(width, height):
+    """A BMP file of 1 kB."""
+    header = (54 + 1024).to_bytes(4, "little") + (40).to_bytes(4, "little")
+    header += width.to_bytes(4, "little") + height.to_bytes(4, "little")
+    header += (1).to_bytes(2, "little") + (8).to_bytes(2, "little")  # planes, bits
+    header += (1).to_bytes(4, "little") + bytes(12) + (256).to_bytes(4, "little") + bytes(4)
+    return b"BM" + bytes(8) + header + bytes(1024) + b"\0\1"
+
+
 DAMAGED = {
     "empty": (b"", "the image is empty"),
     "text": (b"hello", "none of PNG, JPEG, WebP, GIF and BMP"),
@@ -119,6 +136,11 @@ DAMAGED = {
     "huge WebP": (canvas(16000, 16000), "16000 x 16000 pixels"),
     "huge lossless WebP": (canvas(16000, 16000, b"VP8L"), "16000 x 16000 pixels"),
     "huge lossy WebP": (canvas(16000, 16000, b"VP8 "), "16000 x 16000 pixels"),
+    "wide": (png_of_zeros(2**15, 100), "32768 x 100 pixels, its aspect ratio"),
+    "wide run-length BMP": (run_length_bmp(2**25, 1), "run-length encoded"),
+    "small Exif segments": (segments(0xE1, b"Exif\0\0x", 1100), "more than 1000 segments"),
+    "small comments": (segments(0xFE, b"x", 400_000), "more than 1000 segments"),
+    "fill bytes": (JPEG[:2] + b"\xff" * 5000 + JPEG[2:], "more than 1000 segments"),
     "scans": (JPEG[:-2] + b"\xff\xda" * 200 + b"\xff\xd9", "more than 100 scans"),
 }
 
@@ -144,6 +166,10 @@ def test_the_black_png_of_these_tests_is_one():
     image = Image.open(io.BytesIO(data))
     image.load()
     assert image.size == (3000, 1000) and image.getextrema() == (0, 0)
+
+
+def test_segments_within_the_limit_are_read():
+    assert decode_image(segments(0xE1, b"Exif\0\0x" * 3, 900)).size == (32, 32)
 
 
 def test_the_largest_allowed_image_is_decoded():

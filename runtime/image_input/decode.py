@@ -14,10 +14,16 @@ if TYPE_CHECKING:  # optional
 
 # 7680 x 4320 (8K) fits.
 MAX_PIXELS = 2**25
+# No model reads thinner images, and rows of one pixel are decoded slowly.
+MAX_ASPECT = 200
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 # Each scan of a progressive JPEG updates all pixels; encoders write about ten.
 MAX_SCANS = 100
 START_OF_SCAN = b"\xff\xda"
+# Pillow joins those of one kind in quadratic time; cameras write about ten.
+MAX_SEGMENTS = 1000
+# A run-length code of few bytes has millions of pixels, which Pillow decodes in Python.
+RUN_LENGTH_BMP = (1, 2)
 ORIENTATION = 0x0112
 # EXIF orientation -> the member of Image.Transpose that undoes it.
 TRANSPOSES = {
@@ -42,6 +48,7 @@ def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> "Image":
     if (size := _webp_size(data)) is not None:
         # Pillow allocates the canvas of a WebP file when it opens it.
         _check_size(*size, max_pixels)
+    _check_header(data)
     with _damaged():
         try:
             image = Image.open(io.BytesIO(data), formats=FORMATS)
@@ -92,6 +99,34 @@ def _check_size(width: int, height: int, max_pixels: int) -> None:
         raise ImageError(
             f"the image has {width} x {height} pixels, at most {max_pixels} are allowed: resize it"
         )
+    if max(width, height) > MAX_ASPECT * min(width, height):
+        raise ImageError(
+            f"the image has {width} x {height} pixels, its aspect ratio must be smaller than "
+            f"{MAX_ASPECT}: crop it"
+        )
+
+
+def _check_header(data: bytes) -> None:
+    """Raises ImageError for a file whose header alone makes Pillow slow."""
+    if data[:2] == b"BM" and int.from_bytes(data[30:34], "little") in RUN_LENGTH_BMP:
+        raise ImageError("the BMP image is run-length encoded: save it as PNG")
+    if data[:2] == b"\xff\xd8" and _num_segments(data) > MAX_SEGMENTS:
+        raise ImageError(f"the JPEG image has more than {MAX_SEGMENTS} segments: save it again")
+
+
+def _num_segments(data: bytes) -> int:
+    """Markers of a JPEG file before its first scan; counts one more than MAX_SEGMENTS at most."""
+    position = count = 0
+    while count <= MAX_SEGMENTS:
+        position = data.find(b"\xff", position)
+        marker = data[position + 1 : position + 2]
+        if position < 0 or not marker or marker == START_OF_SCAN[1:]:
+            break
+        count += 1
+        has_length = marker[0] not in (0, 0x01, 0xFF) and not 0xD0 <= marker[0] <= 0xD9
+        length = int.from_bytes(data[position + 2 : position + 4], "big") if has_length else 0
+        position += (1 if marker[0] == 0xFF else 2) + length
+    return count
 
 
 @contextmanager
