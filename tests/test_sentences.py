@@ -46,6 +46,7 @@ ALLOWED = {
     "it",
     "runtime/grammar_worker.py: message.partition": "a message of llguidance, without its state",
     "runtime/image_input/placeholders.py: text.replace(mark, token)": "a rendered prompt",
+    "runtime/server/json_body.py: SURROGATE.search(text)": "a body",
     "runtime/server/errors.py: message.removeprefix('Value error, ')": "a message of pydantic",
     "runtime/server/messages_api/chat_request.py: text.startswith(BILLING)": "a client's prompt",
     "runtime/server/chat_template.py: 'tool_calls' in message": "a mapping: the message of a chat",

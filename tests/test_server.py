@@ -717,7 +717,7 @@ def test_an_invalid_request_gets_an_error_with_the_reason(http, path, body, stat
     [
         (b"{", "not JSON"),
         (b'{"prompt": "\\ud800"}', "unicode|Unicode"),
-        (b'{"prompt": "x", "temperature": NaN}', "temperature"),
+        (b'{"prompt": "x", "temperature": NaN}', "not JSON"),
         (b"[" * 100_000, "more than 128 levels of nested"),
         (b'"text"', "the body"),
     ],

@@ -1,6 +1,7 @@
 """Parses JSON bodies, which are checked while they arrive."""
 
 import codecs
+import re
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -11,6 +12,8 @@ from fastapi.routing import APIRoute
 from atomc.runtime.json_scan import JSONScan
 from atomc.runtime.phases import gc_disabled
 from atomc.runtime.server.errors import invalid
+
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def parse_json(text: bytes) -> Any:
@@ -25,6 +28,9 @@ def parse_json(text: bytes) -> Any:
         raise ValueError(f"it is not UTF-8: {error.reason}") from error
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+    except msgspec.DecodeError as error:
+        hint = ", or text is not valid Unicode: a surrogate is alone" * bool(SURROGATE.search(text))
+        raise ValueError(f"{error}{hint}") from error
 
 
 def _refusal(scan: Callable[..., None], *data: bytes) -> str:
