@@ -13,9 +13,11 @@ VALUES = 2**18
 DEPTH = 128
 # Digits of a number: parsing it takes quadratic time.
 DIGITS = 400
-# Bytes of characters outside of ASCII, at least 8 * max_len; an escape takes the time of 6 of them.
+# Bytes of characters outside of ASCII, at least 8 * max_len. An escape takes the time of 6 of them,
+# and 20 digits of an integer that needs more than 64 bits that of 80.
 SLOW_BYTES = 2**23
 ESCAPE_BYTES = 6
+LONG_DIGITS, LONG_DIGITS_BYTES = 20, 80
 BLOCK_BYTES = 2**16
 
 ASCII = bytes(range(128))
@@ -68,6 +70,11 @@ class JSONScan:
         num_opening = outside.count(b"[") + outside.count(b"{")
         self._num_nodes += num_opening + outside.count(b":")
         self._num_values += num_opening + outside.count(b",")
+        if len(outside) >= LONG_DIGITS:
+            digits = outside.translate(AS_DIGITS)
+            self._slow_bytes += LONG_DIGITS_BYTES * digits.count(b"0" * LONG_DIGITS)
+            if b"0" * DIGITS in digits:
+                raise ValueError(f"it has a number of {DIGITS} digits or more")
         self._check(outside)
 
     def _check(self, outside: bytes) -> None:
@@ -84,7 +91,8 @@ class JSONScan:
         if self._slow_bytes > self._max_slow_bytes:
             raise ValueError(
                 f"it has more than {self._max_slow_bytes} bytes of characters outside of "
-                f"ASCII, of which an escape counts {ESCAPE_BYTES}: split the request"
+                f"ASCII, where an escape counts {ESCAPE_BYTES}, and {LONG_DIGITS} digits in a row "
+                f"{LONG_DIGITS_BYTES}: split the request"
             )
         brackets = outside.translate(None, NOT_BRACKETS)
         depths = list(accumulate(map(DEPTH_STEPS.__getitem__, brackets), initial=self._depth))
@@ -93,8 +101,6 @@ class JSONScan:
             raise ValueError(f"it has more than {DEPTH} levels of nested lists and objects")
         if min(depths) < 0:
             raise ValueError("it closes a list or an object that is not open")
-        if len(outside) > DIGITS and b"0" * DIGITS in outside.translate(AS_DIGITS):
-            raise ValueError(f"it has a number of {DIGITS} digits or more")
 
 
 def scan_json(text: bytes, max_len: int) -> None:

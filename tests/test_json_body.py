@@ -131,6 +131,13 @@ def test_digits_of_a_number_are_limited():
         refused(b"[0." + b"123" * DIGITS + b"]", f"{DIGITS} digits", size)
 
 
+@pytest.mark.parametrize("digits", [20, 399])
+def test_long_numbers_are_limited(digits):
+    number = b"9" * digits + b","
+    scanned(b"[" + number * (100_000 // (digits // 20)) + b"1]")
+    refused(b"[" + number * (120_000 // (digits // 20)) + b"1]", "20 digits in a row 80")
+
+
 def test_escapes_and_characters_outside_of_ascii_are_limited():
     scanned(b'"' + b"x" * 2**24 + b'"')
     refused(('"' + "\u2200" * 2_800_000 + '"').encode(), "bytes of characters outside of ASCII")
