@@ -3,10 +3,12 @@
 import logging
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
 from atomc.capture.dtensors import localize
+from atomc.capture.functional import wants_gradients
 from atomc.compiler.driver import inductor_patches
 from atomc.compiler.entry import new_report, skip_reason
 from atomc.compiler.phases import timed
@@ -54,7 +56,7 @@ def compile_graph(
 ) -> GraphFunction:
     """Compile one graph from Dynamo; or let Inductor compile it, and report why."""
     report = keep(new_report(gm))
-    reason = skip_reason(example_inputs, options)
+    reason = skip_reason(gm.graph, example_inputs, options)
     if reason:
         return to_inductor(gm, example_inputs, options, report, reason)
     if any(isinstance(x, Tensor) and x.is_meta for x in example_inputs):
@@ -65,6 +67,8 @@ def compile_graph(
     try:
         local = localize(gm, example_inputs)
         made = Specialized(local.graph, local.inputs, options, platform, report).first()
+        if torch.is_grad_enabled() and wants_gradients(example_inputs):
+            made = torch.no_grad()(made)  # its calls are in no_grad or inference_mode, in the graph
         publish(report, options)
         return local.wrap(made)
     except RestartAnalysis:  # Dynamo traces again with floats it now knows to be constants

@@ -23,6 +23,7 @@ from atomc.rewriting.graph_pass import Context, Outcome
 from atomc.rewriting.matching.near_miss import NearMiss
 from atomc.rewriting.matching.pattern import Difference
 from atomc.rewriting.rewrite import Fired
+from atomc.torch_compat.core import is_transformed
 
 # Each of these functions has several names in torch.fx.
 LINEAR = (F.linear, torch._C._nn.linear)
@@ -41,6 +42,8 @@ def lift(gm: GraphModule, context: Context) -> Outcome:
         if node.op != "call_function" or node.target not in _LIFTERS:
             continue
         op, lifter = _LIFTERS[node.target]
+        if any(is_transformed(_fake(x)) for x in node.all_input_nodes):
+            continue  # its shapes are those of one batch, and its derivative is the reference's
         if off := context.off_here("lift", node):
             done.off.add(off.pattern)
             continue

@@ -451,7 +451,7 @@ def test_a_module_in_which_nothing_would_fire_is_told():
         ({"rope": []}, "expected True or False for each pass, or a list of the modules"),
         ({"rope": [3]}, "expected True or False for each pass, or a list of the modules"),
         ({"tidy": ["layers.1"]}, "'tidy' can only be turned off as a whole"),
-        ({"ropes": ["layers.1"]}, "no pass 'ropes'; passes are"),
+        ({"ropes": ["layers.1"]}, r"no pass 'ropes' \(did you mean 'rope'\?\); passes are"),
     ],
 )
 def test_what_cannot_be_left_out_is_refused(passes, sentence):

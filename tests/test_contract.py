@@ -145,7 +145,8 @@ def test_what_is_no_count_is_refused_before_anything_compiles(count):
 
 def test_an_unknown_rewrite_is_refused_with_those_that_exist():
     with pytest.raises(
-        atomc.OptionsError, match=r"no rewrite 'add_rmsnorm'; rewrites are .*, add_rms_norm, "
+        atomc.OptionsError,
+        match=r"no rewrite 'add_rmsnorm' \(did you mean 'add_rms_norm'\?\); rewrites are .*, add_rms_norm, ",
     ):
         explain(llama(), expect={"add_rmsnorm": 1})
 

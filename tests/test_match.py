@@ -424,7 +424,11 @@ def test_a_pass_stands_behind_those_it_needs():
 @pytest.mark.parametrize(
     ("switches", "paged", "says"),
     [
-        ({"rms_nrom": False}, False, "no pass 'rms_nrom'; passes are "),
+        (
+            {"rms_nrom": False},
+            False,
+            r"no pass 'rms_nrom' \(did you mean 'rms_norm'\?\); passes are ",
+        ),
         (
             {"add_rms_norm": True, "rms_norm": False},
             False,

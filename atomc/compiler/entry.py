@@ -7,15 +7,19 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from atomc.capture.functional import wants_gradients
 from atomc.graph.provenance import clean_path
 from atomc.options import Options
 from atomc.report.records import GraphBreak
 from atomc.report.report import Report
-from atomc.torch_compat.tracing import break_reason, compiled_function, recompile_reason
+from atomc.torch_compat.tracing import (
+    break_reason,
+    compiled_function,
+    recompile_reason,
+    runs_in_grad_mode,
+)
 
 log = logging.getLogger("atomc")
 _LOOP_OVER_EXPERTS = (
@@ -55,11 +59,11 @@ def model_name(gm: GraphModule) -> str:
     return "function"
 
 
-def skip_reason(example_inputs: Sequence[Any], options: Options) -> str | None:
+def skip_reason(graph: Graph, example_inputs: Sequence[Any], options: Options) -> str | None:
     """Why Inductor compiles this graph without an attempt of atomc; None if atomc compiles it."""
     if options.disable:
         return "atomc is disabled (ATOMC_DISABLE=1 or options={'disable': True})"
-    if torch.is_grad_enabled() and wants_gradients(example_inputs):
+    if wants_gradients(example_inputs) and runs_in_grad_mode(graph):
         _warn_about_training()
         return (
             "gradients are enabled and a parameter or input requires them: this is a training "

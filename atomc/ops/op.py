@@ -20,6 +20,7 @@ from atomc.ops.op_cost import CostRule, SentRule, read_and_write
 from atomc.ops.op_traits import Arguments, Kind, QuantizedWeight, StateBinding
 from atomc.platform import Platform
 from atomc.token_range import ALL_TOKENS, Tokens
+from atomc.torch_compat.core import derivatives_recorded, redispatch_below_autograd
 
 P = ParamSpec("P")
 Results = Tensor | tuple[Tensor, ...]
@@ -243,8 +244,19 @@ class Op:
         schema = torch.library.infer_schema(reference, mutates_args=self.mutates)
         _library.define(self.name + schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
         _library.impl(self.name, reference, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        _library.impl(self.name, self._differentiated, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+        _library.impl(self.name, reference, "FuncTorchBatched")  # type: ignore[no-untyped-call]
         torch.library.register_fake(f"atom::{self.name}", shape or reference, lib=_library)
         self.overload: torch._ops.OpOverload = getattr(torch.ops.atom, self.name).default
+
+    def _differentiated(
+        self, keys: torch._C.DispatchKeySet, *args: object, **kwargs: object
+    ) -> Results:
+        """The reference while derivatives are recorded, so that they are its own; else the op."""
+        if derivatives_recorded((*args, *kwargs.values())):
+            return self.reference(*args, **kwargs)
+        results: Results = redispatch_below_autograd(self.overload, keys, args, kwargs)
+        return results
 
     def _check(self, cost: CostRule | None) -> None:
         """Raises ValueError for a missing trait, or one that names an unknown parameter."""
@@ -380,10 +392,6 @@ class OpFunction(Op, Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         function: Callable[P, R] = self.overload
-        if torch.is_grad_enabled():
-            for value in (*args, *kwargs.values()):
-                if isinstance(value, Tensor) and value.requires_grad:
-                    function = self.reference
         return function(*args, **kwargs)
 
 

@@ -6,8 +6,8 @@ Tested, like atomc.torch_compat.tracing and atomc.torch_compat.inductor, with to
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch._C._autograd import _profiler_enabled as profiler_is_on
 from torch._guards import tracing
 from torch._logging._internal import trace_log, trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.autograd import forward_ad
 from torch.utils._config_module import _UNSET_SENTINEL as NOT_SET
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import TensorWeakRef as WeakTensor
@@ -167,6 +168,35 @@ def structured_trace(name: str, text: Callable[[], str]) -> None:
         payload_fn=text,
         expect_trace_id=False,
     )
+
+
+def derivatives_recorded(values: Iterable[object]) -> bool:
+    """Whether an operation on these values is differentiated: by autograd, by forward-mode AD, or
+    by a transform of torch.func.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        return True
+    return torch.is_grad_enabled() and any(
+        isinstance(value, Tensor) and value.requires_grad for value in values
+    )
+
+
+def redispatch_below_autograd(
+    op: torch._ops.OpOverload,
+    keys: torch._C.DispatchKeySet,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+) -> Any:
+    """Call the kernel of the op that comes after autograd's."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return op.redispatch(keys & torch._C._after_autograd_keyset, *args, **kwargs)
+
+
+def is_transformed(x: object) -> bool:
+    """Whether x is a tensor inside a transform of torch.func: it has a batch dimension that is
+    hidden, or a derivative that is recorded.
+    """
+    return isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def is_static_input(x: Tensor) -> bool:

@@ -22,6 +22,7 @@ from torch._dynamo.source import (
 )
 from torch._dynamo.utils import get_metrics_context
 from torch._guards import TracingContext, tracing
+from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx.experimental import proxy_tensor
@@ -74,6 +75,7 @@ __all__ = [
     "num_guards",
     "raised_unwrapped",
     "recompile_reason",
+    "runs_in_grad_mode",
     "size_facts",
     "sizes_stay_symbolic",
     "source_name",
@@ -112,6 +114,23 @@ def argument_of(placeholder: Node) -> tuple[str, int | None] | None:
     if isinstance(source, DictGetItemSource) and isinstance(source.base, LocalSource):
         return str(source.index), dim
     return (source.local_name, dim) if isinstance(source, LocalSource) else None
+
+
+def runs_in_grad_mode(graph: Graph) -> bool:
+    """Whether grad mode is on at any call of Dynamo's graph: as it is now, and then as the graph
+    switches it. In inference mode it has no effect.
+    """
+    enabled, inference = torch.is_grad_enabled(), [torch.is_inference_mode_enabled()]
+    for node in graph.nodes:
+        if node.target is torch._C._set_grad_enabled:
+            enabled = bool(node.args[0])
+        elif node.target is _enter_inference_mode:
+            inference.append(bool(node.args[0]))
+        elif node.target is _exit_inference_mode:
+            inference.pop()
+        elif node.op.startswith("call_") and enabled and not inference[-1]:
+            return True
+    return False
 
 
 def lifted_floats(graph: Graph) -> list[Node]:
