@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import TypedDict
 
 from atomc.errors import suggestion
-from atomc.ops import REGISTRY
 from atomc.report.audit_findings import AuditFindings
 from atomc.report.records import (
     CacheOutcome,
@@ -210,6 +209,8 @@ class ReportData:
     def _check(self, rewrite: str) -> None:
         if not self.known or self._exists(rewrite):
             return
+        from atomc.ops import REGISTRY  # imports torch, which a process that shows reports does not
+
         names = sorted(self.known)
         if rewrite in REGISTRY:
             where = f"it may be one {RUNTIME}; " if self.runtime_only else ""
