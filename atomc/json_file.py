@@ -1,10 +1,15 @@
 """Reads JSON files of checkpoints. Does not import torch, for processes that do not need it."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from atomc.json_types import json_kind
+
+# How transformers writes numbers that JSON does not have: {"__float__": "Infinity"}.
+_FLOAT_TAG = "__float__"
+_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -22,13 +27,14 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in the file. Raises ValueError for other content, and OSError if the file cannot
+    """The object in the file, with numbers as transformers reads them: also Infinity, NaN and
+    {"__float__": "Infinity"}. Raises ValueError for other content, and OSError if the file cannot
     be read.
     """
     if file.exists() and not file.is_file():  # reading a pipe would block
         raise ValueError(f"{file} is not a regular file, expected a JSON file; download it again")
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(file.read_text(encoding="utf-8"), object_hook=_untagged)
     except ValueError as error:
         raise ValueError(f"{file} is not JSON: {error}; download it again") from error
     except RecursionError as error:
@@ -38,3 +44,9 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{file} contains {json_kind(value)}, expected an object")
     return value
+
+
+def _untagged(value: dict[str, Any]) -> Any:
+    tag = value.get(_FLOAT_TAG)
+    is_float = len(value) == 1 and isinstance(tag, str) and tag in _FLOATS
+    return _FLOATS[str(tag)] if is_float else value
