@@ -18,6 +18,9 @@ from atomc.runtime.hub import model_folder
 if TYPE_CHECKING:  # optional
     from tokenizers import Tokenizer
 
+# Without attention, the state of a sequence does not grow with its length.
+MAX_LEN_WITHOUT_ATTENTION = 2**20
+
 
 @dataclass(frozen=True)
 class LoadedModel:
@@ -131,9 +134,13 @@ def _loaded_model(
 
 
 def _max_len(module: nn.Module, max_model_len: int | None) -> int:
-    """The maximum sequence length: max_model_len, else the model's max_position_embeddings."""
+    """The maximum sequence length: max_model_len, else the model's max_position_embeddings, else
+    the limit of models without attention.
+    """
     trained_len = _config_value(module, "max_position_embeddings")
     max_len = max_model_len if max_model_len is not None else trained_len
+    if max_len is None and _is_without_attention(module):
+        return MAX_LEN_WITHOUT_ATTENTION
     if max_len is None:
         raise ValueError("the model's config has no max_position_embeddings: set max_model_len")
     if trained_len is not None and max_len > trained_len:
@@ -142,6 +149,14 @@ def _max_len(module: nn.Module, max_model_len: int | None) -> int:
             "(max_position_embeddings in its config)"
         )
     return max_len
+
+
+def _is_without_attention(module: nn.Module) -> bool:
+    from atomc.models.stock import StockModel
+
+    return isinstance(module, StockModel) and not any(
+        hasattr(layer, "kv") for layer in module.modules()
+    )
 
 
 def config_folder(config: EngineConfig) -> Path:

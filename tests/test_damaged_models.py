@@ -284,6 +284,10 @@ REFUSED: list[tuple[str, Damage, str]] = [
     ("llama", text("config.json", DEEP), "PATH/config.json is nested too deeply for a JSON file of a checkpoint"),
     ("llama", directory("config.json"), "PATH has no config.json"),
     ("llama", pipe("config.json"), "PATH has no config.json"),
+    ("llama", config(rms_norm_eps={"__float__": "NaN"}), "llama: rms_norm_eps nan is not a positive number of fp32"),
+    ("llama", config(hidden_size={"__float__": "-Infinity"}), "llama: hidden_size -inf is not a positive integer"),
+    ("llama", config(head_dim=float("inf")), "config.json: head_dim is inf, expected at most 2147483647"),
+    ("llama", config(head_dim={"__float__": "inf"}), "llama: head_dim {'__float__': 'inf'} is not a positive integer"),
     # Architectures
     ("llama", config(architectures=3), NOT_ARCHITECTURES.format(3)),
     ("llama", config(architectures="LlamaForCausalLM"), NOT_ARCHITECTURES.format("'LlamaForCausalLM'")),
@@ -407,6 +411,7 @@ REFUSED: list[tuple[str, Damage, str]] = [
     ("llama", generation(temperature=True), GENERATION + "temperature is True, it must be a number"),
     ("llama", generation(temperature=float("nan")), GENERATION + "temperature is nan, it must be 0 (greedy)"),
     ("llama", generation(temperature=float("inf")), GENERATION + "temperature is inf, it must be 0 (greedy)"),
+    ("llama", generation(top_p={"__float__": "Infinity"}), GENERATION + "top_p is inf, it must be above 0"),
     ("llama", generation(top_p=2), GENERATION + "top_p is 2, it must be above 0 and at most 1"),
     ("llama", generation(top_p=[0.7]), GENERATION + "top_p is [0.7], it must be a number"),
     ("llama", generation(top_k=1.5), GENERATION + "top_k is 1.5, it must be a whole number"),
@@ -525,6 +530,7 @@ WORK: list[tuple[str, Damage]] = [
     ("llama", lambda folder: (folder / "generation_config.json").unlink()),
     ("llama", lambda folder: (folder / "tokenizer.json").unlink()),
     ("llama", generation(top_k=-1)),
+    ("llama", config(unused=[0.0, {"__float__": "Infinity"}], other=float("nan"))),
     ("llama", generation(temperature=1e-6)),
     ("llama", generation(temperature=None, top_p=1, eos_token_id=[0, VOCAB - 1])),
     (

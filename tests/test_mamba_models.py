@@ -255,6 +255,25 @@ def test_a_served_model_gives_the_text_that_transformers_generates(name: str) ->
     assert text == text_of(name, prompts, 10)
 
 
+def test_a_saved_model_with_an_infinite_limit_and_no_maximum_length_is_served(tmp_path) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_heads": 4, "head_dim": 16}
+    settings = {"state_size": 8, "n_groups": 1, "chunk_size": 8, "vocab_size": 96}
+    tokens = {"eos_token_id": None, "pad_token_id": 0, "bos_token_id": 0}
+    config = transformers.Mamba2Config(
+        **sizes, **settings, **tokens, time_step_limit=(0.0, float("inf"))
+    )
+    torch.manual_seed(0)
+    transformers.Mamba2ForCausalLM(config).save_pretrained(tmp_path)
+    assert '"__float__": "Infinity"' in (tmp_path / "config.json").read_text()
+    llm = atomc.LLM(tmp_path, dtype="float32", device="cpu", options=EAGER, progress=False)
+    assert llm.engine.max_len == 2**20
+    own = transformers.Mamba2ForCausalLM.from_pretrained(tmp_path)
+    assert own.config.time_step_limit[1] == float("inf")
+    ids = own.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=6, do_sample=False)
+    (answer,) = llm.generate([[5, 6, 7]], atomc.SamplingParams(max_tokens=6))
+    assert list(answer.token_ids) == ids[0, 3:].tolist()
+
+
 @pytest.mark.parametrize("name", some(("granite",)))
 def test_preempted_and_aborted_requests_leave_others_their_tokens(name: str) -> None:
     settings = {"max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 16}
