@@ -9,12 +9,15 @@ import random
 import pytest
 import torch
 
+from atomc.cli import main
 from atomc.errors import RunError
 from atomc.models import build, loader, wrap_stock
 from atomc.ops import LAYOUTS
 from atomc.ops.state import groups_of
+from atomc.options import Options
 from atomc.platform import Platform
 from atomc.program import compile_model
+from atomc.runtime import programs
 from atomc.runtime.batch import InputBatch, StepShape
 from atomc.runtime.blocks import BlockPool
 from atomc.runtime.capacity import Capacity, capacity
@@ -624,6 +627,42 @@ def test_a_module_generates_from_token_ids():
 def test_wrong_arguments_fail_before_compiling(given, message):
     with pytest.raises(ValueError, match=message):
         LLM(tiny("llama")[0], **given)
+
+
+@pytest.mark.parametrize("options", [None, {"glue": "auto"}, Options(), {"strict": True}])
+def test_auto_glue_is_eager_on_a_cpu(options):
+    model, _ = tiny("llama")
+    notes = LLM(model, options=options, progress=False).program.report.notes
+    assert programs.EAGER_NOTE in notes
+    assert any(note.startswith("glue: eager") for note in notes)
+
+
+@pytest.mark.parametrize("options", [{"glue": "inductor"}, Options(glue="inductor")])
+def test_glue_that_was_asked_for_is_used(options, monkeypatch):
+    options_used = []
+
+    def stop(model, options, **_):
+        options_used.append(options)
+        raise ValueError("stop")
+
+    monkeypatch.setattr(programs, "compile_model", stop)
+    with pytest.raises(ValueError, match="stop"):
+        LLM(tiny("llama")[0], options=options, progress=False)
+    assert [used.glue for used in options_used] == ["inductor"]
+
+
+def test_the_file_of_options_sets_the_glue_of_every_command(monkeypatch, tmp_path):
+    (tmp_path / "options.toml").write_text('[options]\nglue = "inductor"\n')
+    monkeypatch.setenv("ATOMC_OPTIONS", str(tmp_path / "options.toml"))
+    configs = []
+
+    def stop(config, **_):
+        configs.append(config)
+        raise ValueError("stop")
+
+    monkeypatch.setattr("atomc.runtime.llm.Engine", stop)
+    main(["generate", "--quiet"])
+    assert Options.of(configs[0].options).glue == "inductor"
 
 
 def test_a_model_that_does_not_say_its_length_needs_max_model_len():

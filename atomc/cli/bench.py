@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atomc.cli.arguments import command, default_glue
+from atomc.cli.arguments import command
 from atomc.cli.serve import GROUPS, POSITIONAL
 from atomc.file_of_flag import file_of_flag
 from atomc.json_types import JSONLike
@@ -379,9 +379,7 @@ def _config(arguments: argparse.Namespace) -> "EngineConfig":
     from atomc.runtime.config import EngineConfig
     from atomc.runtime.server.flags import values_of
 
-    config = EngineConfig(**values_of(arguments, {}, EngineConfig))
-    assert isinstance(config.options, dict)
-    return replace(config, options={"glue": default_glue(config.device), **config.options})
+    return EngineConfig(**values_of(arguments, {}, EngineConfig))
 
 
 def _engine(arguments: argparse.Namespace) -> "Engine":

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atomc.cli.arguments import DTYPES, GLUES, add_quantization, command, default_glue, dtype_named
+from atomc.cli.arguments import DTYPES, GLUES, add_quantization, command, dtype_named
 
 if TYPE_CHECKING:
     from atomc.cli.arguments import Commands
@@ -61,8 +61,8 @@ def add(commands: "Commands") -> None:
     parser.add_argument(
         "--glue",
         choices=GLUES,
-        help="what runs the ops without a kernel; default: eager on a CPU, which "
-        "needs no C++ compiler, else auto",
+        help="what runs the ops without a kernel; default: auto, which is eager on a CPU: the "
+        "start needs no C++ compiler",
     )
     parser.add_argument(
         "--max-model-len", type=int, metavar="N", help="maximum sequence length in tokens"
@@ -124,7 +124,7 @@ def run(arguments: argparse.Namespace) -> None:
         pp=arguments.pp,
         lora={} if adapter is None else {adapter: arguments.lora},
         self_check=not arguments.no_self_check,
-        options={"glue": arguments.glue or default_glue(arguments.device)},
+        options={"glue": arguments.glue} if arguments.glue else None,
         progress=not arguments.quiet,
     )
     prompts = arguments.prompt or [DEMO_PROMPT]

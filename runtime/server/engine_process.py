@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -163,22 +162,12 @@ def create_engine(
     from atomc.runtime.engine import Engine
 
     return Engine(
-        with_glue(config),
+        config,
         progress=progress,
         spare_cores=FRONTEND_CORES,
         on_rank_failure=on_rank_failure,
         rank_launcher=rank_launcher,
     )
-
-
-def with_glue(config: EngineConfig) -> EngineConfig:
-    """On a CPU, glue defaults to eager, which needs no C++ compiler."""
-    if not isinstance(config.options, dict) or "glue" in config.options:
-        return config
-    import torch
-
-    gpu = config.device != "cpu" and torch.cuda.is_available()
-    return replace(config, options={**config.options, "glue": "auto" if gpu else "eager"})
 
 
 class EngineLoop:

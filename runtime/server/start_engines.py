@@ -11,7 +11,6 @@ from atomc.options import TorchrunPlace, let_openmp_sleep
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.server.client import EngineProcess
 from atomc.runtime.server.engine_handle import EngineHandle
-from atomc.runtime.server.engine_process import with_glue
 from atomc.runtime.server.gpus import engine_environments
 
 
@@ -64,5 +63,5 @@ def _start_with_torchrun(config: EngineConfig, place: TorchrunPlace) -> Sequence
 
     check_place(config, place)
     if place.rank > 0:
-        run_rank(with_glue(config), place)
+        run_rank(config, place)
     return [EngineProcess(config, {}, rank_launcher=TorchrunLauncher(place))]
