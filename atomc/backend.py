@@ -9,7 +9,7 @@ from torch.fx import GraphModule
 
 from atomc.capture.dtensors import localize
 from atomc.capture.functional import wants_gradients
-from atomc.compiler.driver import inductor_patches
+from atomc.compiler.driver import inductor_patches, note_attention_patterns
 from atomc.compiler.entry import new_report, skip_reason
 from atomc.compiler.phases import timed
 from atomc.compiler.specialize import Specialized, runnable
@@ -94,6 +94,7 @@ def to_inductor(
     report.treated, report.why_not = False, reason
     contract.check(report, options)
     gm = runnable(gm)
+    note_attention_patterns(report, gm)
     with timed(report, "inductor"):
         made = inductor(gm, example_inputs, inductor_patches(options))
     publish(report, options)

@@ -9,6 +9,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch.fx import GraphModule
 
 from atomc import passes
@@ -34,7 +35,7 @@ from atomc.report.records import Glue
 from atomc.report.report import Report
 from atomc.rewriting.graph_pass import Context
 from atomc.torch_compat.core import GraphFunction, Input, without_autocast
-from atomc.torch_compat.inductor import mode_options
+from atomc.torch_compat.inductor import attention_patterns_are_wrong, mode_options
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,17 @@ def _glue(gm: GraphModule, glue: str, options: Options, report: Report) -> Funct
         return of_graph(gm)
     function, pieces = compile_glue(gm, inductor_patches(options))
     _note_glue(report, glue, pieces)
+    note_attention_patterns(report, gm)
     return function
+
+
+def note_attention_patterns(report: Report, gm: GraphModule) -> None:
+    """Note that Inductor compiles a softmax without patterns of its own that are wrong."""
+    if attention_patterns_are_wrong() and any("softmax" in str(n.target) for n in gm.graph.nodes):
+        report.notes.append(
+            f"Inductor's attention patterns are off: those of torch {torch.__version__} ignore "
+            "the dimension of softmax"
+        )
 
 
 def _note_glue(report: Report, glue: str, text: str) -> None:

@@ -16,7 +16,12 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from atomc.json_types import JSONLike
-from atomc.torch_compat.core import GraphFunction, Input
+from atomc.torch_compat.core import (
+    FakeTensorMode,
+    GraphFunction,
+    Input,
+    outside_of_tracing,
+)
 from atomc.torch_compat.tracing import added_by_aot
 
 if TYPE_CHECKING:
@@ -52,7 +57,81 @@ def _triton_settings() -> Iterator[None]:
             vars(knobs.nvidia).pop("libdevice_path", None)
 
 
+def _is_attention_pattern(entry: Any) -> bool:
+    from torch._inductor import pattern_matcher
+
+    return any(
+        entry.pattern is pattern and search.__name__.startswith("_sfdp")
+        for search, *_, pattern in pattern_matcher._known_precompiled_patterns
+    )
+
+
+class _WithoutAttention:
+    """Inductor's patterns that `apply` without those of attention."""
+
+    def __init__(self, patterns: Any):
+        self.all = patterns
+
+    def apply(self, graph: Any) -> int:
+        from torch._inductor.pattern_matcher import PatternMatcherPass
+
+        others = PatternMatcherPass()
+        for key, entries in self.all.patterns.items():
+            others.patterns[key] += [entry for entry in entries if not _is_attention_pattern(entry)]
+        return int(others.apply(graph))
+
+
+@functools.cache
+def attention_patterns_are_wrong() -> bool:
+    """Whether Inductor replaces a softmax over queries by one over keys (pytorch#195320). Takes
+    0.4 s once a process; half of it is setup that Inductor needs anyway.
+    """
+    from torch._inductor.fx_passes import joint_graph
+    from torch._inductor.pattern_matcher import fwd_only
+
+    def attends_over_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.transpose(-1, -2) * 0.5).softmax(-2) @ v
+
+    with outside_of_tracing():
+        joint_graph.lazy_init(torch.device("cpu"))
+        with FakeTensorMode():
+            examples = [torch.empty(2, 4, 8, 8) for _ in range(3)]
+            gm = fwd_only(attends_over_queries, examples)
+        joint_graph.pass_patterns[0].apply(gm.graph)
+    return any("attention" in str(node.target) for node in gm.graph.nodes)
+
+
+@contextlib.contextmanager
+def _right_patterns() -> Iterator[None]:
+    """Inductor compiles without its attention patterns in this context, if they are wrong."""
+    if not attention_patterns_are_wrong():
+        yield
+        return
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch._inductor.fx_passes import joint_graph
+
+    class KeyOfCache(CustomGraphPass):
+        """Tells what is compiled here apart from the same graph with these patterns."""
+
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            pass
+
+        def uuid(self) -> str:
+            return "without attention patterns"
+
+    passes: list[Any] = joint_graph.pass_patterns
+    first = passes[0]
+    passes[0] = _WithoutAttention(first)
+    custom = torch._inductor.config.joint_custom_pre_pass or KeyOfCache()
+    try:
+        with torch._inductor.config.patch(joint_custom_pre_pass=custom):
+            yield
+    finally:
+        passes[0] = first
+
+
 @_triton_settings()
+@_right_patterns()
 def inductor(
     gm: GraphModule, inputs: Sequence[Input], patches: Patches | None = None
 ) -> GraphFunction:
@@ -83,6 +162,7 @@ class InductorCode:
 
 
 @_triton_settings()
+@_right_patterns()
 def inductor_code(
     gm: GraphModule, inputs: Sequence[Input], patches: Patches
 ) -> tuple[GraphFunction, InductorCode | str]:
