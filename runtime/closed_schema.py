@@ -34,7 +34,7 @@ def close_objects(schema: JSONObject) -> None:
     its properties each and stay open, and so do the schemas that they have for one property or
     item. So do those within `not`, and those that require a property that they do not name.
     """
-    nodes = list(_walk(schema))
+    nodes = list(walk(schema))
     references = References(schema, nodes)
     waiting = [[node] for node in nodes if _is_combined(node)]
     waiting += [_schemas_of(node, NAMING) for node in nodes if all(key in node for key in NAMING)]
@@ -52,7 +52,7 @@ def close_objects(schema: JSONObject) -> None:
             node["additionalProperties"] = False
 
 
-def _walk(schema: JSONObject) -> Iterator[JSONObject]:
+def walk(schema: JSONObject) -> Iterator[JSONObject]:
     """This schema and those within it, without those within `not`."""
     waiting: list[JSON] = [schema]
     while waiting:

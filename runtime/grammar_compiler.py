@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from atomc.runtime.detokenizer import TokenTexts
 from atomc.runtime.grammar_source import parser_limits
 from atomc.runtime.grammar_validator import GrammarValidator
 from atomc.runtime.sampling.sampling_params import Structured
@@ -86,7 +87,7 @@ class GrammarCompiler:
         self.vocab_size = max(vocab_size, inner.get_vocab_size())
         self.cache_bytes = cache_bytes
         self._library = llguidance
-        text = _of_texts_as_they_are(inner)
+        text = _with_text_tokens(inner)
         self._validator = GrammarValidator(
             text, self.vocab_size, eos_ids, seconds=seconds, memory=COMPILE_MEMORY_BYTES
         )
@@ -251,20 +252,16 @@ class GrammarMatcher:
             raise ValueError(f"cannot roll back {num_tokens} tokens: fewer were accepted")
 
 
-def _of_texts_as_they_are(tokenizer: Any) -> str:
-    """The tokenizer as JSON, without padding, truncation and Unicode normal forms. llguidance
-    tokenizes what a grammar forces: in another form, its bytes contradict the grammar.
+def _with_text_tokens(tokenizer: Any) -> str:
+    """The tokenizer as JSON, with the added tokens that are text, such as <think>, in its
+    vocabulary: llguidance allows no added token in the form <...> in a text.
     """
     fields = json.loads(tokenizer.to_str())
-    without = {"padding": None, "truncation": None, "normalizer": _kept(fields.get("normalizer"))}
-    return json.dumps(fields | without, ensure_ascii=False)
-
-
-def _kept(normalizer: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What is left of a normalizer without Unicode normal forms."""
-    if normalizer is None or normalizer["type"] in ("NFC", "NFD", "NFKC", "NFKD"):
-        return None
-    if normalizer["type"] != "Sequence":
-        return normalizer
-    parts = [kept for part in normalizer["normalizers"] if (kept := _kept(part)) is not None]
-    return {**normalizer, "normalizers": parts} if parts else None
+    fields |= {"padding": None, "truncation": None}
+    vocabulary, added = fields["model"]["vocab"], fields["added_tokens"]
+    texts = [token for token in added if not token["special"]]
+    if isinstance(vocabulary, dict):
+        fields["added_tokens"] = [token for token in added if token["special"]]
+        encoded = TokenTexts(tokenizer).vocabulary_text
+        vocabulary |= {encoded(token["content"]): token["id"] for token in texts}
+    return json.dumps(fields, ensure_ascii=False)

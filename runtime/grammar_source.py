@@ -6,9 +6,14 @@ from typing import TYPE_CHECKING
 from atomc.json_types import JSONObject
 from atomc.runtime.closed_schema import close_objects
 from atomc.runtime.sampling.sampling_params import Structured
+from atomc.runtime.schema_keywords import adapt_keywords, check_num_properties
 
 if TYPE_CHECKING:  # optional
     from llguidance import LLParserLimits
+
+# Tokens that a text forces are found by the mask, too. llguidance would tokenize the text: added
+# tokens and Unicode normal forms make of it tokens whose bytes contradict the grammar.
+BY_MASK = '%llguidance {"no_forcing": true}'
 
 
 def parser_limits() -> "LLParserLimits":
@@ -26,11 +31,13 @@ def source(structured: Structured) -> tuple[str, str]:
     from llguidance import LLMatcher as of
 
     if structured.regex is not None:
-        return "regex", of.grammar_from_regex(structured.regex)
+        return "regex", _by_mask(of.grammar_from_regex(structured.regex))
     if structured.choice is not None:
-        return "choice", of.grammar_from_regex("|".join(map(_literal, structured.choice)))
+        regex = "|".join(map(_literal, structured.choice))
+        return "choice", _by_mask(of.grammar_from_regex(regex))
     if structured.grammar is not None:
-        return "grammar", of.grammar_from_lark(structured.grammar)
+        is_lark = not structured.grammar.lstrip().startswith("{")
+        return "grammar", f"{structured.grammar}\n{BY_MASK}" if is_lark else structured.grammar
     if structured.json_object:
         return "json_object", _json_grammar({"type": "object"})
     try:
@@ -41,8 +48,10 @@ def source(structured: Structured) -> tuple[str, str]:
         raise ValueError(f"json_schema is not JSON: {error}") from error
     if not isinstance(schema, dict):
         raise ValueError(f"json_schema is {schema!r:.100}, expected an object")
+    adapt_keywords(schema, _knows_format)
     if not structured.additional_properties:
         close_objects(schema)
+    check_num_properties(schema)
     try:
         return "json_schema", _json_grammar(schema)
     except ValueError as error:  # such as a lone surrogate
@@ -55,7 +64,22 @@ def _json_grammar(schema: JSONObject) -> str:
     """
     from llguidance import LLMatcher
 
-    return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": False})
+    compact = {"whitespace_flexible": False}
+    return _by_mask(LLMatcher.grammar_from_json_schema(schema, defaults=compact))
+
+
+def _by_mask(grammar: str) -> str:
+    """The grammar, in llguidance's JSON form, with the option BY_MASK."""
+    (grammar_fields,) = json.loads(grammar)["grammars"]
+    start = {"lark_grammar": f"{BY_MASK}\nstart: @root"}
+    return json.dumps({"grammars": [start, {**grammar_fields, "name": "root"}]})
+
+
+def _knows_format(name: str) -> bool:
+    from llguidance import LLMatcher
+
+    schema: JSONObject = {"type": "string", "format": name}
+    return not LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema))
 
 
 def _literal(text: str) -> str:

@@ -94,13 +94,101 @@ def test_a_text_that_the_tokenizer_would_bring_into_another_form_is_written_as_i
     assert json.loads(found) == text
 
 
-@pytest.mark.parametrize("form", ["NFC", "NFKD"])
-def test_a_tokenizers_other_rules_stay_without_its_normal_form(form):
-    space = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
-    sequence = {"type": "Sequence", "normalizers": [{"type": form}, space]}
-    assert grammar_compiler._kept(sequence) == {"type": "Sequence", "normalizers": [space]}
-    assert grammar_compiler._kept({"type": form}) is None and grammar_compiler._kept(None) is None
-    assert grammar_compiler._kept(space) == space
+def with_added_tokens():
+    """The demo's tokenizer with tokens as Qwen3 adds them, and a compiler for it."""
+    tokenizer = tokenizers.Tokenizer.from_str(DEMO.to_str())
+    tokenizer.add_tokens(["<think>", "</think>", "a b"])
+    tokenizer.add_special_tokens(["<|im_end|>"])
+    size = tokenizer.get_vocab_size()
+    return tokenizer, GrammarCompiler(tokenizer, frozenset({END}), size)
+
+
+ADDED, OF_ADDED = with_added_tokens()
+
+
+def masked(matcher, compiler, size):
+    mask = compiler.mask(1)
+    compiler.fill(mask, [(matcher, 0, ())])
+    return allowed(mask, size)[0].nonzero()[:, 0].tolist()
+
+
+@pytest.mark.parametrize(
+    "structured",
+    [
+        Structured(regex="<think>[a-z]{3}</think>"),
+        Structured(regex="(ab){20}</think>"),
+        Structured(regex="[a-z]<(think|tool)><\\|im_end\\|>"),
+        Structured(choice=("<think>", "a bc")),
+        Structured(json_schema={"enum": ["</think>"]}),
+        Structured(json_schema={"type": "object", "properties": {"<|im_end|>": {"const": "a b"}}}),
+        Structured(grammar='start: "<think>" /[a-c]+/ "</think>"'),
+    ],
+)
+def test_the_text_of_added_tokens_is_text_in_every_kind_of_grammar(structured):
+    for seed in range(3):
+        matcher, generator = OF_ADDED.compile(structured).matcher(), random.Random(seed)
+        while not matcher.finished and not (matcher.complete and generator.random() < 0.2):
+            choices = masked(matcher, OF_ADDED, ADDED.get_vocab_size())
+            assert choices and matcher.accept(generator.choice(choices)), matcher.error
+
+
+def test_an_added_token_that_is_text_may_be_written_as_one_token_or_as_several():
+    matcher = OF_ADDED.compile(Structured(regex="<think>x")).matcher()
+    ids = masked(matcher, OF_ADDED, ADDED.get_vocab_size())
+    assert set(ids) == {ADDED.token_to_id("<"), ADDED.token_to_id("<think>")}
+    assert matcher.accept(ADDED.token_to_id("<think>"))
+    special = OF_ADDED.compile(Structured(choice=("<|im_end|>",))).matcher()
+    assert ADDED.token_to_id("<|im_end|>") not in masked(special, OF_ADDED, ADDED.get_vocab_size())
+    named = OF_ADDED.compile(Structured(grammar='start: "a" <|im_end|>')).matcher()
+    assert named.accept(ADDED.token_to_id("a")) and named.accept(ADDED.token_to_id("<|im_end|>"))
+
+
+def only_text(schema):
+    """The only text under a schema."""
+    return written(Structured(json_schema=schema), random.Random(0)).decode()
+
+
+@pytest.mark.parametrize("name", ["path", "int64", "uri-reference", "idn-email", "x y"])
+def test_an_unknown_format_is_an_annotation(name):
+    schema = {"type": "object", "properties": {"p": {"enum": ["a"], "format": name}}}
+    assert only_text({**schema, "required": ["p"]}) == '{"p":"a"}'
+    assert not re.fullmatch(r"\d{4}-\d\d-\d\d", only_text({"enum": ["no"], "format": name}))
+    date = written(Structured(json_schema={"type": "string", "format": "date"}), random.Random(0))
+    assert re.fullmatch(rb'"\d{4}-\d\d-\d\d"', date)
+
+
+@pytest.mark.parametrize(
+    "keyword",
+    ["type", "properties", "required", "additionalProperties", "$defs", "$ref", "anyOf", "enum"]
+    + ["minProperties", "patternProperties", "format", "description", "items", "oneOf", "allOf"],
+)
+def test_null_for_a_keyword_is_the_same_as_without_it(keyword):
+    names = {"a": {"const": None, keyword: None}}
+    schema = {"type": "object", "properties": names, "required": ["a"], keyword: None}
+    others = {name: value for name, value in schema.items() if value is not None}
+    assert only_text({"anyOf": [schema]}) == only_text({"anyOf": [others]})
+    if keyword not in ("type", "properties", "required"):
+        assert only_text(schema) == '{"a":null}'
+
+
+@pytest.mark.parametrize(
+    "schema, least",
+    [
+        ({"patternProperties": {"^[a-c]$": {"enum": [1]}}, "additionalProperties": False}, 1),
+        ({"additionalProperties": {"enum": [1]}}, 1),
+        ({}, 1),
+        ({"properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": {}}, 2),
+        ({"properties": {"a": {}, "b": {}}, "required": ["b", "a"]}, 2),
+    ],
+)
+def test_objects_have_as_many_different_properties_as_the_schema_demands(schema, least):
+    """Of names that are not named, two may be one: such a schema is refused."""
+    full = {"type": "object", **schema, "minProperties": least}
+    text = written(Structured(json_schema=full), random.Random(1), 100)
+    assert text is None or len(json.loads(text)) >= least
+    if schema.get("properties", {}).keys() != {"a", "b"}:
+        with pytest.raises(ValueError, match=f"minProperties is {least + 1}, expected at most"):
+            GRAMMARS.compile(Structured(json_schema={**full, "minProperties": least + 1}))
 
 
 @settings(max_examples=15, deadline=None)
@@ -212,17 +300,22 @@ def nested(depth):
     return schema
 
 
+# 4,096 combinations.
+ALTERNATIVES = [
+    {
+        "anyOf": [
+            {"type": "object", "properties": {f"p{i}{j}": {"type": "string"}}} for i in range(4)
+        ]
+    }
+    for j in range(6)
+]
 WIDE = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1000)}}
 
 
 @pytest.mark.parametrize(
     ("form", "message"),
     [
-        ({"regex": "(a{1000}){1000}"}, "regex: it takes more than 0.3 s to compile"),
-        (
-            {"json_schema": {"type": "string", "pattern": "^(a{1000}){1000}$"}},
-            "json_schema: it takes more than 0.3 s",
-        ),
+        ({"json_schema": {"allOf": ALTERNATIVES}}, "json_schema: it takes more than 0.3 s to comp"),
         (
             {"grammar": chain(50_000)},
             "grammar: it (takes more than 0.3 s|needs more than 256 MiB|is nested too deep)",
@@ -248,11 +341,19 @@ def test_a_grammar_over_its_limits_is_rejected_and_others_still_compile(form, me
 
 
 def test_a_form_whose_masks_take_long_is_refused():
-    # It compiles in a second or two, and each step takes 0.2 s.
+    # Each text has very many parses.
+    rules = "".join(f'b{i}: "a" a\n' for i in range(300))
+    ways = " | ".join(f"a b{i}" for i in range(300))
     with pytest.raises(
-        ValueError, match="regex: it is too complex: computing its masks exceeds the limit"
+        ValueError, match="grammar: it is too complex: computing its masks exceeds the limit"
     ):
-        GRAMMARS.compile(Structured(regex="(a{1000}){300}"))
+        GRAMMARS.compile(Structured(grammar=f'start: a*\na: {ways} | "a"\n{rules}'))
+
+
+def test_a_long_text_that_a_grammar_forces_costs_no_more_than_a_short_one():
+    for form in ({"regex": "(a{1000}){1000}"}, {"choice": ("a" * 200_000, "b")}):
+        matcher = SHORT_OF_TIME.compile(Structured(**form)).matcher()
+        assert matcher.accept(DEMO.token_to_id("a"))
 
 
 def test_an_output_whose_masks_turn_out_slow_ends_and_its_neighbour_goes_on(monkeypatch):
