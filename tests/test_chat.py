@@ -265,9 +265,11 @@ def with_objects(message):
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_a_template_renders_as_in_transformers(theirs, family, conversation):
     messages, tools, kwargs = CONVERSATIONS[conversation]
-    expected = theirs(
-        TEMPLATES[family], [with_objects(message) for message in messages], tools, kwargs
-    )
+    objects = [with_objects(message) for message in messages]
+    expected = theirs(TEMPLATES[family], objects, tools, kwargs)
+    if expected is None and messages[0] == SYSTEM:  # it is a part of the user's message then
+        first = {"role": "user", "content": f"{SYSTEM['content']}\n\n{messages[1]['content']}"}
+        expected = theirs(TEMPLATES[family], [first, *objects[2:]], tools, kwargs)
     template = ChatTemplate(TEMPLATES[family], SPECIAL)
     if expected is None:
         with pytest.raises(
@@ -329,8 +331,77 @@ def test_arguments_that_are_not_json_stay_as_the_model_wrote_them():
 
 
 def test_a_template_raising_is_an_error_with_its_words():
-    with pytest.raises(ValueError, match="rejected the messages: System role not supported"):
-        ChatTemplate(GEMMA).render([SYSTEM, USER])
+    with pytest.raises(ValueError, match="rejected the messages: Conversation roles must"):
+        ChatTemplate(GEMMA).render([USER, USER])
+
+
+# As Qwen3.5's: one system message, at the beginning.
+STRICT = """\
+{%- for message in messages %}
+{%- if message.role == 'system' and not loop.first %}{{- raise_exception('not first') }}{%- endif %}
+{%- if message.role == 'tool' %}{{- '[tool:' + message.content + ']' }}
+{%- elif message.role not in ('system', 'user', 'assistant') %}{{- raise_exception('role') }}
+{%- else %}{{- '[' + message.role + ':' + message.content + ']' }}{%- endif %}
+{%- endfor %}"""
+ALTERNATING = GEMMA[GEMMA.index("{% for") :]
+
+
+def said(*pairs):
+    return [{"role": role, "content": text} for role, text in pairs]
+
+
+U, A, S, D, T = (
+    ("user", "u"),
+    ("assistant", "a"),
+    ("system", "s"),
+    ("developer", "d"),
+    ("tool", "t"),
+)
+
+
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        ((S, U), "[system:s][user:u]"),
+        ((S, D, U), "[system:s\n\nd][user:u]"),
+        ((S, D, S, U, D), "[system:s\n\nd\n\ns][user:u\n\nd]"),
+        ((S, U, A, U, S), "[system:s][user:u][assistant:a][user:u\n\ns]"),
+        ((U, A, S, U), "[user:u][assistant:a][user:s\n\nu]"),
+        ((U, A, S, D, U, U), "[user:u][assistant:a][user:s\n\nd\n\nu][user:u]"),
+        ((U, A, T, S), "[user:u][assistant:a][tool:t][user:s]"),
+        ((U, U, S), "[user:u][user:u\n\ns]"),
+    ],
+)
+def test_system_messages_that_a_template_refuses_are_joined_or_said_by_the_user(messages, text):
+    assert ChatTemplate(STRICT).render(said(*messages)) == text
+
+
+def test_a_template_that_takes_no_system_message_gets_it_in_the_users():
+    render = ChatTemplate(ALTERNATING).render
+    turns = said(S, U, A, D, U)
+    merged = said(("user", "s\n\nu"), A, ("user", "d\n\nu"))
+    assert render(turns) == render(merged)
+    assert render(said(S)) == render(said(("user", "s")))
+    with pytest.raises(ValueError, match="Conversation roles must alternate"):
+        render(said(S, U, U))
+
+
+def test_a_template_that_takes_every_system_message_gets_all_of_them_as_they_are():
+    template = ChatTemplate("{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}")
+    assert template.render(said(S, D, U, S)) == "[system:s][system:d][user:u][system:s]"
+
+
+def test_the_parts_of_a_joined_message_stay_parts():
+    image = {"type": "image"}
+    messages = [*said(U, A, S), {"role": "user", "content": [image]}]
+    source = STRICT.replace(
+        "message.content + ']' }}{%- endif", "(message.content | string) }}{%- endif"
+    )
+    assert (
+        ChatTemplate(source, keeps_parts=True)
+        .render(messages)
+        .endswith("[user:[{'type': 'text', 'text': 's'}, {'type': 'image'}]")
+    )
 
 
 def test_a_template_that_fails_is_an_error_with_the_reason():

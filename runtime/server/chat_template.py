@@ -8,6 +8,7 @@ and the rendered text is the same.
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,10 +111,10 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
         if not continue_final_message:
-            return self._render(name, normalized, variables)
+            return self._render_any(name, normalized, variables)
         end = secrets.token_hex(16)  # a text that no message has
         normalized[-1] = _with_suffix(normalized[-1], f"{end} ")
-        text, found, rest = self._render(name, normalized, variables).rpartition(end)
+        text, found, rest = self._render_any(name, normalized, variables).rpartition(end)
         if not found:
             raise ValueError(
                 "continue_final_message: the chat template does not keep the text of the last "
@@ -121,6 +122,20 @@ class ChatTemplate:
             )
         # A template that strips the text strips it here too.
         return text if rest.startswith(" ") else text.rstrip()
+
+    def _render_any(self, name: str, messages: list[JSONObject], variables: JSONObject) -> str:
+        """The prompt of the messages, or of those with fewer system messages: many templates
+        accept one only, at the beginning, and some accept none.
+        """
+        try:
+            return self._render(name, messages, variables)
+        except ValueError:
+            roles = [message["role"] for message in messages]
+            for keeps_first in [True] * ("system" in roles[1:]) + [False] * ("system" in roles):
+                fewer = _fewer_system_messages(messages, keeps_first)
+                with suppress(ValueError):
+                    return self._render(name, fewer, variables)
+            raise
 
     def _render(self, name: str, messages: list[JSONObject], variables: JSONObject) -> str:
         from jinja2 import TemplateError
@@ -277,12 +292,50 @@ def _message(
     normalized["role"] = roles.get(role, role)
     if "content" in normalized:
         normalized["content"] = content(normalized["content"])
+    elif isinstance(normalized.get("refusal"), str):
+        normalized["content"] = normalized["refusal"]
     reasoning = next((normalized[key] for key in REASONING_KEYS if key in normalized), None)
     return (
         normalized
         if reasoning is None
         else {"thinking": reasoning, **normalized, "reasoning_content": reasoning}
     )
+
+
+def _fewer_system_messages(messages: Sequence[JSONObject], keeps_first: bool) -> list[JSONObject]:
+    """System messages as a part of the user's message before or after them. keeps_first: those at
+    the beginning are joined to one instead.
+    """
+    result: list[JSONObject] = []
+    is_moved = False  # the last one of the result comes from a system message only
+    for message in messages:
+        role = message["role"]
+        moves = role == "system" and not (
+            keeps_first and all(each["role"] == "system" for each in result)
+        )
+        last = result[-1] if result else None
+        joins = last is not None and (
+            (moves and last["role"] == "user")
+            or (is_moved and role == "user")
+            or (role == "system" and not moves)
+        )
+        if last is not None and joins:
+            content = _joined_contents(last.get("content", ""), message.get("content", ""))
+            result[-1] = {**last, **message, "role": last["role"], "content": content}
+            is_moved &= moves
+        else:
+            result.append({**message, "role": "user"} if moves else message)
+            is_moved = moves
+    return result
+
+
+def _joined_contents(first: JSON, second: JSON) -> JSON:
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n\n{second}"
+    parts: list[JSON] = []
+    for content in (first, second):
+        parts += content if isinstance(content, list) else [{"type": "text", "text": content}]
+    return parts
 
 
 def _joined_text(content: JSON) -> str:
@@ -311,7 +364,7 @@ def _parts(content: JSON) -> list[JSON]:
 
 def _text_of_part(part: JSON) -> str:
     match part:
-        case {"type": "text", "text": str(text)}:
+        case {"type": "text", "text": str(text)} | {"type": "refusal", "refusal": str(text)}:
             return text
         case {"type": kind}:
             pass
