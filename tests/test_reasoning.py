@@ -4,9 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atomc.runtime.sampling.sampling_params import Structured
+from atomc.runtime.server import chat
 from atomc.runtime.server.message_deltas import ContentDelta, ReasoningDelta, merge_deltas
 from atomc.runtime.server.reasoning_parsers import (
     REASONING_PARSERS,
+    PromptEnd,
     detect_reasoning_parser,
     reasoning_parser,
 )
@@ -20,7 +23,7 @@ CALL = (
 
 def parsed(name, prompt, *parts):
     """All deltas, with adjacent ones of the same type merged."""
-    parser = reasoning_parser(name, prompt)
+    parser = reasoning_parser(name, PromptEnd(prompt))
     pieces = [piece for part in parts for piece in parser.feed(part)]
     return merge_deltas(pieces + parser.finish())
 
@@ -116,10 +119,56 @@ def test_any_text_in_any_parts_gives_the_same_as_at_once(name, data):
 
 
 def test_thoughts_come_as_they_are_thought():
-    parser = reasoning_parser("think", OPEN)
+    parser = reasoning_parser("think", PromptEnd(OPEN))
     assert parser.feed("Hm, ") == [ReasoningDelta("Hm, ")]
     assert parser.feed("well\n") == [ReasoningDelta("well")]
     assert parser.feed("so") == [ReasoningDelta("\nso")]
+
+
+@pytest.mark.parametrize("name", ["think", "deepseek-r1"])
+@pytest.mark.parametrize(
+    ("prefill", "thought"),
+    [
+        ("<think>\nI was", True),
+        ("<think>", True),
+        ("<think>a</think>b <think>", True),
+        ("<think>a</think>\n\nThe", False),
+        ("The answer", False),
+    ],
+)
+def test_an_answer_continues_the_reasoning_that_its_beginning_leaves_open(name, prefill, thought):
+    end = PromptEnd(f"<think></think>{prefill}", prefill)
+    parser = reasoning_parser(name, end)
+    text = parser.feed(" thinking</think>5") + parser.finish()
+    said = ContentDelta(" thinking</think>5")
+    assert text == ([ReasoningDelta(" thinking"), ContentDelta("5")] if thought else [said])
+
+
+def test_deepseek_r1_may_leave_out_the_opening_tag():
+    said = "I reason.\n</think>\n\nIt is 5."
+    assert parsed("deepseek-r1", "", *said) == answer("I reason.", "It is 5.")
+    assert parsed("deepseek-r1", "", "I rea") == answer("I rea")
+    assert parsed("deepseek-r1", OFF, "5</think>") == answer("", "5</think>")
+    assert parsed("think", "", said) == answer("", said)
+    for name in ("think", "deepseek-r1"):  # a grammar that forces content
+        parser = reasoning_parser(name)
+        assert parser.feed(said) + parser.finish() == answer("", said)
+
+
+@pytest.mark.parametrize(
+    ("structured", "content"),
+    [
+        (None, False),
+        (Structured(json_schema={"enum": ["</think>"]}), True),
+        (Structured(json_object=True), True),
+        (Structured(regex="[a-z]*<\\/think>5"), False),
+        (Structured(choice=("a", "b</think>c")), False),
+        (Structured(choice=("a", "b")), True),
+        (Structured(grammar='start: "x" "</think>" "y"'), False),
+    ],
+)
+def test_a_grammar_with_the_closing_tag_begins_with_the_reasoning(structured, content):
+    assert chat._is_content(structured) == content
 
 
 def test_an_unknown_parser_is_rejected():

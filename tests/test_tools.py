@@ -366,7 +366,7 @@ def test_harmony_gives_reasoning_calls_and_content(size):
         "<|start|>assistant<|channel|>analysis<|message|>So.<|end|>"
         "<|start|>assistant<|channel|>final<|message|>Done."
     )
-    answer = output_parser("gpt-oss", ToolMode(parser_name="gpt-oss"), "")
+    answer = output_parser("gpt-oss", ToolMode(parser_name="gpt-oss"), None)
     parts = [text[at : at + size] for at in range(0, len(text), size)]
     before = [ReasoningDelta("Hm."), ContentDelta("I look.")]
     after = [ReasoningDelta("\n\nSo."), ContentDelta("\n\nDone.")]
@@ -384,7 +384,7 @@ def test_harmony_arguments_with_an_open_string_contain_the_reasoning_that_follow
         f'{{"a": "b{end}<|start|>assistant<|channel|>analysis<|message|>Hm.<|end|>'
         "<|start|>assistant<|channel|>final<|message|>Hi"
     )
-    answer = output_parser("gpt-oss", ToolMode(parser_name="gpt-oss"), "")
+    answer = output_parser("gpt-oss", ToolMode(parser_name="gpt-oss"), None)
     assert without_ids(parsed(answer, start + rest)) == called(("f", rest))
 
 
@@ -393,12 +393,12 @@ def test_forced_calls_have_markers_of_reasoning_in_their_strings(reasoning):
     arguments = '{"a": "<|start|>assistant<|channel|>analysis<|message|></think>"}'
     structured = Structured(json_schema={"type": "object"})
     mode = ToolMode(function_name="f", structured=structured)
-    answer = output_parser(reasoning, mode, "")
+    answer = output_parser(reasoning, mode, None)
     assert without_ids(parsed(answer, arguments)) == called(("f", arguments))
 
 
 def test_a_harmony_call_without_a_space_before_its_recipient_is_read():
-    answer = output_parser("gpt-oss", ToolMode(parser_name="gpt-oss"), "")
+    answer = output_parser("gpt-oss", ToolMode(parser_name="gpt-oss"), None)
     text = f"to=functions.f<|channel|>commentary<|message|>{CITY}<|call|>"
     assert without_ids(parsed(answer, text)) == called(("f", CITY))
 

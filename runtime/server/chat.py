@@ -24,7 +24,7 @@ from atomc.runtime.server.model_info import ModelInfo
 from atomc.runtime.server.output_parser import OutputParser, uses_special_tokens
 from atomc.runtime.server.prompts import check_num_choices
 from atomc.runtime.server.protocol import ChatRequest
-from atomc.runtime.server.reasoning_parsers import reasoning_parser
+from atomc.runtime.server.reasoning_parsers import CLOSE, PromptEnd, reasoning_parser
 from atomc.runtime.server.sampling import (
     check_context_length,
     check_logprobs,
@@ -130,10 +130,8 @@ async def start_chat(
         max_tokens = min(max_tokens, max(model.max_len - len(prompt), 1))
     check_context_length(len(prompt), max_tokens, model)
     structured = _structured(service, body, mode)
-    # A grammar applies from the first token on, even if the prompt ends with an opening reasoning
-    # tag.
-    prompt_text = chat.text if structured is None else ""
-    parsers = [output_parser(model.reasoning, mode, prompt_text) for _ in range(body.n)]
+    end = None if _is_content(structured) else PromptEnd(chat.text, _prefill(body))
+    parsers = [output_parser(model.reasoning, mode, end) for _ in range(body.n)]
     keep_special_tokens = not body.skip_special_tokens or uses_special_tokens(
         model.tokenizer, *parsers[0].parsers
     )
@@ -168,14 +166,34 @@ def _structured(service: Service, body: ChatRequest, mode: ToolMode) -> Structur
     return mode.structured
 
 
-def output_parser(reasoning: str | None, mode: ToolMode, prompt: str) -> OutputParser:
-    """A parser for one choice. reasoning: the name of the reasoning parser."""
+def _is_content(structured: Structured | None) -> bool:
+    """Whether a grammar forces content from the first token on, even if the prompt ends with an
+    opening reasoning tag: one that has the closing tag begins with the reasoning.
+    """
+    if structured is None:
+        return False
+    texts = (structured.regex or "", structured.grammar or "", *(structured.choice or ()))
+    return not any(CLOSE in text.replace("\\", "") for text in texts)
+
+
+def _prefill(body: ChatRequest) -> str | None:
+    """The text of the last message, if the answer continues it."""
+    if not body.continue_final_message:
+        return None
+    content = body.messages[-1].get("content")
+    last = content[-1] if isinstance(content, list) and content else content
+    text = last.get("text") if isinstance(last, dict) else last
+    return text if isinstance(text, str) else None
+
+
+def output_parser(reasoning: str | None, mode: ToolMode, end: PromptEnd | None) -> OutputParser:
+    """A parser for one choice. reasoning: the name of the reasoning parser. end: as there."""
     if mode.structured is not None:  # the text is JSON, whose strings may have any markers
         return OutputParser(None, mode.parser())
     if mode.parser_name == reasoning == HARMONY:
         # One parser of all messages: a second one would not see where those of the first begin.
         return OutputParser(None, HarmonyParser(reasoning=True))
-    found = None if reasoning is None else reasoning_parser(reasoning, prompt)
+    found = None if reasoning is None else reasoning_parser(reasoning, end)
     return OutputParser(found, mode.parser())
 
 

@@ -1,6 +1,7 @@
 """Streaming parsers that split the model's text into ReasoningDelta and ContentDelta."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
 from atomc.runtime.server.message_deltas import (
@@ -19,8 +20,7 @@ OPEN, CLOSE = "<think>", "</think>"
 class ThinkParser:
     """<think>...</think> at the start of the text, as in Qwen3, DeepSeek-R1 and QwQ.
 
-    prompt   the rendered chat; some templates end with the opening tag, then the text starts inside
-             the reasoning
+    opened   the prompt ends within the reasoning
 
     Newlines next to the tags are dropped. Later tags are content. Format: chat templates and model
     cards of Qwen/Qwen3-8B, Qwen/QwQ-32B and deepseek-ai/DeepSeek-R1.
@@ -28,8 +28,8 @@ class ThinkParser:
 
     markers: ClassVar[tuple[str, ...]] = (OPEN, CLOSE)
 
-    def __init__(self, prompt: str = "") -> None:
-        self._opened = prompt.rstrip().endswith(OPEN)
+    def __init__(self, opened: bool = False) -> None:
+        self._opened = opened
         self._text = TextBuffer()
         self._deltas: list[MessageDelta] = []
         self._has_content = self._has_reasoning = False
@@ -92,25 +92,54 @@ class ThinkParser:
         return taken
 
 
-def _harmony(prompt: str) -> Parser:
+@dataclass(frozen=True)
+class PromptEnd:
+    """Where the text of a response begins.
+
+    prompt    the rendered chat; some templates end with the opening tag
+    prefill   the beginning of the response that the client wrote
+    """
+
+    prompt: str = ""
+    prefill: str | None = None
+
+
+def _think(end: PromptEnd | None) -> Parser:
+    if end is None:
+        return ThinkParser()
+    if end.prefill is not None:
+        return ThinkParser(end.prefill.rfind(OPEN) > end.prefill.rfind(CLOSE))
+    return ThinkParser(end.prompt.rstrip().endswith(OPEN))
+
+
+def _deepseek_r1(end: PromptEnd | None) -> Parser:
+    """The model may leave out the opening tag: a text is reasoning up to the closing one."""
+    if end is None or end.prefill is not None:
+        return _think(end)
+    return ThinkParser(not end.prompt.rstrip().endswith(CLOSE))
+
+
+def _harmony(end: PromptEnd | None) -> Parser:
     return HarmonyParser(reasoning=True, tools=False)
 
 
-REASONING_PARSERS: Mapping[str, Callable[[str], Parser]] = {
-    "think": ThinkParser,
-    "qwen3": ThinkParser,
-    "deepseek-r1": ThinkParser,
+REASONING_PARSERS: Mapping[str, Callable[[PromptEnd | None], Parser]] = {
+    "think": _think,
+    "qwen3": _think,
+    "deepseek-r1": _deepseek_r1,
     HARMONY: _harmony,
 }
 
 
-def reasoning_parser(name: str, prompt: str = "") -> Parser:
-    """A parser for one response to this prompt. Raises ValueError for an unknown name."""
+def reasoning_parser(name: str, end: PromptEnd | None = None) -> Parser:
+    """A parser for one response. end: None for one that does not begin within the reasoning. Raises
+    ValueError for an unknown name.
+    """
     if name not in REASONING_PARSERS:
         raise ValueError(
             f"unknown reasoning parser {name!r}, expected one of {', '.join(REASONING_PARSERS)}"
         )
-    return REASONING_PARSERS[name](prompt)
+    return REASONING_PARSERS[name](end)
 
 
 def detect_reasoning_parser(chat_template: str, model_type: str | None = None) -> str | None:
