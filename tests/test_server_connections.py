@@ -62,6 +62,25 @@ def said(server, first, drip=b""):
 
 
 @pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        (b"http://host/v1/models", b"200"),
+        (b"HTTPS://other:8/v1/models/atomc%2Ddemo?a=http://x/", b"200"),
+        (b"http://host?x", b"200"),  # the page at /
+        (b"http://host/nowhere", b"404"),
+        (b"/v1/models/http://host/v1/models", b"404"),
+    ],
+)
+def test_a_request_may_name_its_whole_url(server, target, status):
+    key = b"Authorization: Bearer %s\r\nConnection: close\r\n" % KEY.encode()
+    answer = said(server, b"GET %s HTTP/1.1\r\nHost: host\r\n%s\r\n" % (target, key))
+    assert answer.startswith(b"HTTP/1.1 %s " % status), answer
+    if target.startswith(b"http") and status == b"200" and b"models" in target:
+        without = said(server, b"GET %s HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n" % target)
+        assert without.startswith(b"HTTP/1.1 401 ")
+
+
+@pytest.mark.parametrize(
     "first, drip, answer",
     [
         (b"", b"", b""),

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 import msgspec
 from starlette.datastructures import Headers, MutableHeaders
@@ -24,6 +25,7 @@ from atomc.runtime.server.response_types import ResponseBody
 log = logging.getLogger("atomc.server")
 T = TypeVar("T")
 REQUEST_ID = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
+ABSOLUTE_FORM = re.compile(rb"https?://[^/?#]+(/.*)?", re.IGNORECASE | re.DOTALL)
 SSE_DONE = b"data: [DONE]\n\n"
 
 
@@ -113,6 +115,15 @@ def response_headers(request: Request) -> dict[str, str]:
     return headers
 
 
+def _use_origin_form(scope: Scope) -> None:
+    """Keep the path of a target that is a whole URL, as clients send it to a proxy (RFC 9112,
+    3.2.2); uvicorn takes the URL as the path.
+    """
+    if match := ABSOLUTE_FORM.fullmatch(scope.get("raw_path") or b""):
+        scope["raw_path"] = match[1] or b"/"
+        scope["path"] = unquote(scope["raw_path"].decode("ascii"))
+
+
 class AuthMiddleware:
     """ASGI middleware: assigns request ids, checks API keys and body sizes, and turns exceptions
     into error responses.
@@ -140,6 +151,7 @@ class AuthMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        _use_origin_form(scope)
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         name = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
