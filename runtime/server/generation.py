@@ -260,6 +260,9 @@ class Generation:
     def _record_metrics(self, choice: Choice) -> None:
         metrics = self._metrics
         metrics.e2e_latency.observe(choice.last - self.started)
+        waited = choice.first - self.started - choice.queue_seconds
+        metrics.prefill_time.observe(max(waited, 0.0))
+        metrics.decode_time.observe(choice.last - choice.first)
         metrics.prompt_tokens.observe(len(choice.prompt))
         metrics.new_tokens.observe(choice.num_new)
         metrics.finished.labels(metrics.model, choice.finish_reason).inc()

@@ -43,11 +43,15 @@ VLLM_NAMES = frozenset(
         "request_time_per_output_token_seconds",
         "e2e_request_latency_seconds",
         "request_queue_time_seconds",
+        "request_prefill_time_seconds",
+        "request_decode_time_seconds",
         "spec_decode_num_drafts",
         "spec_decode_num_draft_tokens",
         "spec_decode_num_accepted_tokens",
     )
 )
+# Names of older dashboards for vLLM.
+OLDER_NAMES = {"inter_token_latency_seconds": ("time_per_output_token_seconds",)}
 # Requests whose time to the first token is kept for the status page.
 NUM_RECENT = 256
 TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
@@ -86,6 +90,16 @@ class Metrics:
             "request_queue_time_seconds",
             "Time in the engine's queue before the first step.",
             TTFT_BUCKETS,
+        )
+        self.prefill_time = histogram(
+            "request_prefill_time_seconds",
+            "Time from the first step to the first token.",
+            LATENCY_BUCKETS,
+        )
+        self.decode_time = histogram(
+            "request_decode_time_seconds",
+            "Time from the first token to the last.",
+            LATENCY_BUCKETS,
         )
         self.e2e_latency = histogram(
             "e2e_request_latency_seconds", "Time to the last token.", LATENCY_BUCKETS
@@ -130,7 +144,7 @@ class Metrics:
 
 
 class AliasCollector:
-    """The metrics of a registry, and after each one that vLLM has a copy with vLLM's prefix."""
+    """The metrics of a registry, and after each one that vLLM has, copies under vLLM's names."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -139,13 +153,14 @@ class AliasCollector:
         for metric in self._registry.collect():
             yield metric
             _, _, name = metric.name.partition(":")
-            if name in VLLM_NAMES:
-                alias = Metric(f"vllm:{name}", metric.documentation, metric.type)
-                alias.samples = [
-                    sample._replace(name=f"vllm:{sample.name.removeprefix('atomc:')}")
+            aliases = [name] if name in VLLM_NAMES else []
+            for alias in [*aliases, *OLDER_NAMES.get(name, ())]:
+                copy = Metric(f"vllm:{alias}", metric.documentation, metric.type)
+                copy.samples = [
+                    sample._replace(name=sample.name.replace(metric.name, copy.name, 1))
                     for sample in metric.samples
                 ]
-                yield alias
+                yield copy
 
 
 class EngineCollector:
