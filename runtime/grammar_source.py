@@ -64,8 +64,8 @@ def _json_grammar(schema: JSONObject) -> str:
     """
     from llguidance import LLMatcher
 
-    compact = {"whitespace_flexible": False}
-    return _by_mask(LLMatcher.grammar_from_json_schema(schema, defaults=compact))
+    grammar = LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": False})
+    return _by_mask(grammar)
 
 
 def _by_mask(grammar: str) -> str:

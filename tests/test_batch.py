@@ -68,7 +68,7 @@ def test_lines_get_the_answers_that_the_server_gives(api_server, tmp_path):
         timeout=240,
     )
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout == f"5 of 13 requests answered, 8 failed: {target}\n"
+    assert ran.stdout == f"6 of 13 requests answered, 7 failed: {target}\n"
     found = [json.loads(each) for each in target.read_text().splitlines()]
     assert all(each.keys() == {"id", "custom_id", "response", "error"} for each in found)
     assert len({each["id"] for each in found}) == 13

@@ -87,8 +87,15 @@ REFUSED = [
     (asked(guided_regex=r"[^\s\S]"), "regex: no text matches it"),
     (asked(guided_json={"$ref": "#"}), "json_schema: no text matches it"),
     (
-        asked(guided_regex="(a{1000}){500}", temperature=1),
-        "regex: it (is too complex|takes more than)",
+        asked(
+            guided_json={
+                "allOf": [
+                    {"anyOf": [{"properties": {f"p{i}{j}": {}}} for i in range(4)]}
+                    for j in range(6)
+                ]
+            }
+        ),
+        "json_schema: (it is too complex|it takes more than|it needs more than|schema too large)",
     ),
     (
         asked(repetition_penalty=1e-38, temperature=1),
@@ -242,7 +249,7 @@ FROZE = [
     "lark grammar of 2 MB",
     "lark grammar of 200 kB",
     "regex (a{1000}){1000}",
-    pytest.param("regex (a{1000}){300}", marks=pytest.mark.slow),
+    "regex (a{1000}){300}",
     "regex slow after 200 letters",
     "grammar of a chain of rules",
     "prompt of 10 MB",
@@ -304,8 +311,9 @@ class Stream(threading.Thread):
 @pytest.mark.parametrize("name", FROZE)
 def test_a_stream_goes_on_while_another_request_asks_for_too_much(demo_server, name):
     answer = beside_a_stream(demo_server, HOSTILE[name][0], HOSTILE[name][1]())
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["message"]
+    # Long texts that a grammar forces cost no more than others.
+    assert answer.status_code == (200 if name.startswith("regex") else 400), answer.text
+    assert "choices" in answer.json() or answer.json()["error"]["message"]
 
 
 def beside_a_stream(server, path, body):

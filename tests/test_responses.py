@@ -423,8 +423,6 @@ def test_a_json_object_is_one(client):
         ({"conversation": "conv_1"}, "conversation", "continue with previous_response_id"),
         ({"prompt": {"id": "x"}}, "prompt", "prompt is not supported"),
         ({"truncation": "auto"}, "truncation", "only 'disabled'"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "'web_search' run in OpenAI's service"),
-        ({"tools": [{"type": "mcp", "server_url": "x"}]}, "tools", "'mcp' run in OpenAI's service"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice", "has the type 'file_search'"),
         (
             {"tools": [WEATHER], "tool_choice": {"type": "function", "name": "sun"}},

@@ -6,6 +6,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+from pydantic import ValidationError
 
 pytest.importorskip("fastapi")
 pytest.importorskip("tokenizers")
@@ -16,9 +17,14 @@ from serving import KEY  # noqa: E402
 from test_server_lifecycle import until  # noqa: E402
 
 from atomc.runtime.sampling.logprobs import TokenLogprobs  # noqa: E402
+from atomc.runtime.server import protocol  # noqa: E402
+from atomc.runtime.server.config import ServerConfig  # noqa: E402
 from atomc.runtime.server.errors import APIError  # noqa: E402
-from atomc.runtime.server.logprobs import prompt_logprobs  # noqa: E402
+from atomc.runtime.server.logprobs import TextOffsets, prompt_logprobs  # noqa: E402
+from atomc.runtime.server.messages_api.request import MessagesRequest  # noqa: E402
 from atomc.runtime.server.model_info import ModelInfo  # noqa: E402
+from atomc.runtime.server.responses_api.request import ResponsesRequest  # noqa: E402
+from atomc.runtime.server.unknown_fields import check_unknown_fields  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("server")
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -165,25 +171,211 @@ def test_tokens_that_exclude_each_other_are_an_error_of_this_request_only(http):
     assert answer(http, TEXT)
 
 
-@pytest.mark.parametrize("path", sorted(NEED_MODEL))
-def test_a_request_without_a_model_is_told_the_names(api_server, path):
-    body = PROMPT.get(path, PROMPT[TEXT] | HELLO | {"input": SAID})
-    body = {name: value for name, value in body.items() if name != "model"}
+@pytest.mark.parametrize("path", sorted({*NEED_MODEL, "/tokenize", "/v1/embeddings"}))
+@pytest.mark.parametrize("field", [{}, {"model": None}])
+def test_the_model_may_be_left_out(api_server, path, field):
+    body = PROMPT.get(path, PROMPT[TEXT] | {"input": SAID})
+    if path in ("/v1/messages/count_tokens", "/v1/responses"):
+        body = HELLO if path.endswith("count_tokens") else {"input": SAID}
+    body = {name: value for name, value in body.items() if name != "model"} | field
+    if path in PROMPT:
+        body |= {"max_output_tokens" if path == "/v1/responses" else "max_tokens": 2}
     headers = {"Authorization": f"Bearer {KEY}"}
     answered = plain_httpx.post(api_server.url + path, json=body, headers=headers, timeout=60)
-    message = 'model is required; served models: atomc-demo: send "model": "atomc-demo"'
-    assert (answered.status_code, answered.json()["error"]["message"]) == (400, message)
-    assert path.startswith("/v1/messages") or answered.json()["error"]["param"] == "model"
+    assert answered.status_code == 200, answered.text
+    assert answered.json().get("model", "atomc-demo") == "atomc-demo"
 
 
 def test_all_names_of_a_model_are_its_own():
     parts = {"tokenizer": None, "template": None, "defaults": {}, "tools": None, "reasoning": None}
     info = ModelInfo(("m", "other"), **parts)
     info.check_name("other")
-    for name, status in (("third", 404), (None, 400)):
-        with pytest.raises(APIError, match="m, other") as found:
-            info.check_name(name)
-        assert (found.value.status, found.value.param) == (status, "model")
+    info.check_name(None)
+    with pytest.raises(APIError, match="m, other") as found:
+        info.check_name("third")
+    assert (found.value.status, found.value.param) == (404, "model")
+
+
+MODELS = (
+    protocol.ChatRequest,
+    protocol.CompletionRequest,
+    protocol.EmbeddingRequest,
+    protocol.TokenizeRequest,
+    ResponsesRequest,
+    MessagesRequest,
+)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_null_is_the_default_of_each_field_that_has_one(model):
+    required = {"messages": HELLO["messages"], "prompt": SAID, "input": SAID, "max_tokens": 3}
+    fields = {field.alias or name: field for name, field in model.model_fields.items()}
+    body = {name: required[name] for name, field in fields.items() if field.is_required()}
+    nulls = {name: None for name, field in fields.items() if not field.is_required()}
+    assert model.model_validate({**nulls, **body}) == model.model_validate(body)
+    assert model.model_validate({**body, "other": None}).model_extra == {"other": None}
+    for name in body:
+        with pytest.raises(ValidationError):
+            model.model_validate({**body, name: None})
+
+
+def test_null_in_parts_of_a_request_is_the_default_too():
+    chat = {**HELLO, "stream_options": {"include_usage": None}, "structured_outputs": {"json": None, "choice": ["a"]}}  # fmt: skip
+    read = protocol.ChatRequest.model_validate(chat)
+    assert read.stream_options.include_usage is False and read.structured_outputs.choice == ["a"]
+    tool_result = {"type": "tool_result", "tool_use_id": "1", "content": None, "is_error": None}
+    turn = {"role": "user", "content": [tool_result]}
+    message = MessagesRequest.model_validate({"messages": [turn], "max_tokens": 1})
+    assert message.messages[0].content[0].content == []
+
+
+def function(parameters, name="f", **more):
+    return [{"type": "function", "function": {"name": name, "parameters": parameters, **more}}]
+
+
+NAMED = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": {"a": {"type": "boolean"}}, "required": ["a"]},
+        {"type": ["object", "null"], "properties": {}},
+        {"type": "object", "properties": {}, "required": None},
+        {"type": "object", "properties": None, "$defs": None},
+        {"type": None, "description": None},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"type": ["null", "object"], "properties": {}}}},
+        {"anyOf": [{"type": "null"}, {"properties": {"b": {"const": 1}}, "required": ["b"]}]},
+        {},
+        None,
+    ],
+)
+@pytest.mark.parametrize("choice", [NAMED, "required"])
+def test_the_arguments_of_a_forced_call_are_an_object(http, parameters, choice):
+    body = {**HELLO, "tools": function(parameters), "tool_choice": choice, "seed": 5}
+    body |= {"max_tokens": 60, "logit_bias": {token: 100 for token in tokens(http, "}")}}
+    response = http.post(CHAT, json=body)
+    assert response.status_code == 200, response.text
+    (call,) = response.json()["choices"][0]["message"]["tool_calls"]
+    assert isinstance(json.loads(call["function"]["arguments"]), dict)
+
+
+def test_a_function_whose_parameters_are_no_object_is_refused_where_it_is_forced(http):
+    body = {**HELLO, "tools": function({"type": "array"}), "tool_choice": "required"}
+    error = http.post(CHAT, json=body).json()["error"]
+    assert "'f' have the type 'array', expected 'object'" in error["message"]
+
+
+WEB = {"type": "web_search", "external_web_access": True}
+FLAT = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+CLIENTS = {"name": "f", "input_schema": {"type": "object"}}
+TOOLS_OF = {
+    CHAT: (function({}), [{"type": "custom", "custom": {"name": "x"}}]),
+    "/v1/responses": ([FLAT], [WEB, {"type": "local_shell"}]),
+    "/v1/messages": ([CLIENTS], [{"type": "web_search_20250305", "name": "web_search"}]),
+}
+
+
+@pytest.mark.parametrize("path", TOOLS_OF)
+def test_tools_that_the_server_cannot_run_are_left_out_and_named(http, path):
+    functions, others = TOOLS_OF[path]
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    body = {**PROMPT[path], limit: 2, "tools": [*functions, *others]}
+    response = http.post(path, json=body)
+    assert response.status_code == 200, response.text
+    names = ", ".join(f"tools.{index}" for index in range(1, 1 + len(others)))
+    assert response.headers["X-Ignored-Fields"] == names
+    if path == "/v1/responses":
+        assert [tool["name"] for tool in response.json()["tools"]] == ["f"]
+    none_left = http.post(path, json={**body, "tools": others})
+    assert none_left.status_code == 200 and none_left.headers["X-Ignored-Fields"]
+    forced = {"type": "any"} if path == "/v1/messages" else "required"
+    refused = http.post(path, json={**body, "tools": others, "tool_choice": forced})
+    assert refused.status_code == 400 and "tools is empty" in refused.text
+    request = SimpleNamespace(scope={"state": {"headers": {}, "request_id": "1"}})
+    models = dict(zip(TOOLS_OF, (MODELS[0], *MODELS[-2:]), strict=True))
+    read = models[path].model_validate({"model": "atomc-demo", **body})
+    with pytest.raises(APIError, match=r"tools\.1 is of a type that this server cannot run"):
+        check_unknown_fields(read, request, ServerConfig(strict_requests=True))
+
+
+def allowed_tools(mode, *names):
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*tools, WEB]}}
+
+
+def test_a_chat_may_allow_some_of_its_tools(http):
+    tools = [*function({"type": "object"}, "other"), *function({"type": "object"})]
+    body = {**HELLO, "tools": tools, "seed": 1, "max_tokens": 60}
+    body |= {"logit_bias": {token: 100 for token in tokens(http, "}")}}
+    for choice in (allowed_tools("required", "f"), allowed_tools("required", "f", "f")):
+        message = http.post(CHAT, json=body | {"tool_choice": choice}).json()["choices"][0]
+        assert {call["function"]["name"] for call in message["message"]["tool_calls"]} == {"f"}
+    auto = http.post(CHAT, json=body | {"tool_choice": allowed_tools("auto", "f")})
+    assert auto.status_code == 200
+    for choice, part in (
+        (allowed_tools("required", "sun"), "allows 'sun', expected one of the tools: other, f"),
+        ({"type": "allowed_tools"}, "expected none, auto, required, an object with type function"),
+    ):
+        refused = http.post(CHAT, json=body | {"tool_choice": choice})
+        assert refused.status_code == 400 and part in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [{"content": [{"type": "refusal", "refusal": "no"}]}, {"content": None, "refusal": "no"}],
+)
+def test_a_refusal_is_text_of_the_prompt(http, said):
+    def prompt_ids(message):
+        turns = [*HELLO["messages"], {"role": "assistant", **message}, *HELLO["messages"]]
+        return http.post("/tokenize", json={"messages": turns}).json()["tokens"]
+
+    assert prompt_ids(said) == prompt_ids({"content": "no"})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("text", ["Zürich is nice", "日本 \U0001f600 x", "<|endoftext|>é"])
+def test_offsets_are_positions_in_the_text(http, text, stream):
+    body = {"prompt": text, "echo": True, "logprobs": 1, "max_tokens": 3, "temperature": 0}
+    body |= {"skip_special_tokens": False, "stream": stream}
+    answered = http.post(TEXT, json=body)
+    if stream:
+        lines = [line[6:] for line in answered.text.splitlines() if line.startswith("data: {")]
+        choices = [json.loads(line)["choices"][0] for line in lines]
+    else:
+        choices = answered.json()["choices"]
+    written = "".join(choice["text"] for choice in choices)
+    logprobs = [choice["logprobs"] for choice in choices]
+    pieces = [
+        (piece, offset)
+        for part in logprobs
+        for piece, offset in zip(part["tokens"], part["text_offset"], strict=True)
+    ]
+    for piece, offset in pieces:
+        assert "\ufffd" in piece or written[offset : offset + len(piece)] == piece
+    assert [offset for _, offset in pieces] == sorted(offset for _, offset in pieces)
+
+
+def test_special_tokens_that_the_text_leaves_out_take_no_place():
+    special, held = 1, {0: b"a", 1: b"<s>", 2: "é".encode()[:1], 3: "é".encode()[1:]}
+    model = SimpleNamespace(
+        is_special=lambda token: token == special,
+        token_text_and_bytes=lambda token: ("", list(held[token])),
+    )
+    for skips, positions in ((True, [0, 0, 1, 1, 2]), (False, [0, 3, 4, 4, 5])):
+        offsets = TextOffsets(model, skips)
+        assert [offsets.next(token) for token in (1, 0, 2, 3, 0)] == positions
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_scored_prompt_has_no_new_tokens(http, stream):
+    body = {"prompt": SAID, "echo": True, "logprobs": 1, "max_tokens": 0, "stream": stream}
+    body |= {"stream_options": {"include_usage": True}}
+    answered = http.post(TEXT, json=body)
+    last = answered.text.split("data: ")[-2] if stream else answered.text
+    usage = json.loads(last)["usage"]
+    num_prompt = len(tokens(http, SAID, add_special_tokens=True))
+    assert (usage["completion_tokens"], usage["total_tokens"]) == (0, num_prompt)
 
 
 def metrics(http):
@@ -212,6 +404,9 @@ def test_metrics_of_vllm_are_ours(http):
         ("time_to_first_token_seconds", 2),
         ("request_queue_time_seconds", 2),
         ("inter_token_latency_seconds", 8),
+        ("time_per_output_token_seconds", 8),
+        ("request_prefill_time_seconds", 2),
+        ("request_decode_time_seconds", 2),
         ("e2e_request_latency_seconds", 2),
     ):
         assert 0 < grew[f"vllm:{name}_count{model}"] <= count
@@ -222,7 +417,16 @@ def test_metrics_of_vllm_are_ours(http):
     assert grew[f"vllm:inter_token_latency_seconds_sum{model}"] == pytest.approx(between)
     queue = grew[f"vllm:request_queue_time_seconds_sum{model}"]
     assert queue < grew[f"vllm:time_to_first_token_seconds_sum{model}"]
-    theirs = {name: value for name, value in after.items() if name.startswith("vllm:")}
+    phases = ("request_queue_time", "request_prefill_time", "request_decode_time")
+    total = sum(grew[f"vllm:{phase}_seconds_sum{model}"] for phase in phases)
+    assert total == pytest.approx(grew[f"vllm:e2e_request_latency_seconds_sum{model}"], abs=0.01)
+    older, name = "vllm:time_per_output_token_seconds", "vllm:inter_token_latency_seconds"
+    assert after[f"{older}_sum{model}"] == after[f"{name}_sum{model}"]
+    theirs = {
+        name: value
+        for name, value in after.items()
+        if name.startswith("vllm:") and not name.startswith(older)
+    }
     assert (
         theirs.items()
         <= {name.replace("atomc:", "vllm:"): value for name, value in after.items()}.items()

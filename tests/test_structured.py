@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atomc import demo
-from atomc.runtime import grammar_compiler
 from atomc.runtime.detokenizer import TokenTexts
 from atomc.runtime.grammar_compiler import GrammarCompiler
 from atomc.runtime.sampling.sample_spec import SampleSpec
@@ -159,8 +158,23 @@ def test_an_unknown_format_is_an_annotation(name):
 
 @pytest.mark.parametrize(
     "keyword",
-    ["type", "properties", "required", "additionalProperties", "$defs", "$ref", "anyOf", "enum"]
-    + ["minProperties", "patternProperties", "format", "description", "items", "oneOf", "allOf"],
+    [
+        "type",
+        "properties",
+        "required",
+        "additionalProperties",
+        "$defs",
+        "$ref",
+        "anyOf",
+        "enum",
+        "minProperties",
+        "patternProperties",
+        "format",
+        "description",
+        "items",
+        "oneOf",
+        "allOf",
+    ],
 )
 def test_null_for_a_keyword_is_the_same_as_without_it(keyword):
     names = {"a": {"const": None, keyword: None}}

@@ -20,10 +20,15 @@ from atomc.runtime.server.http import (
     request_id,
     sse_event,
 )
-from atomc.runtime.server.logprobs import completion_logprobs, encoded, prompt_logprobs
+from atomc.runtime.server.logprobs import TextOffsets, completion_logprobs, encoded, prompt_logprobs
 from atomc.runtime.server.prompts import tokenize_prompts
 from atomc.runtime.server.protocol import CompletionRequest
-from atomc.runtime.server.response_types import Completion, CompletionChoice, CompletionLogprobs
+from atomc.runtime.server.response_types import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    Usage,
+)
 from atomc.runtime.server.sampling import (
     check_context_length,
     check_logprobs,
@@ -121,7 +126,10 @@ class _ResponseBuilder:
             prompt_only,
         )
         self.id, self.created = f"cmpl-{name}", int(time.time())
-        self.offsets = dict.fromkeys((choice.index for choice in generation.choices.values()), 0)
+        self.offsets = {
+            choice.index: TextOffsets(service.model, body.skip_special_tokens)
+            for choice in generation.choices.values()
+        }
 
     def _response(self, choices: list[CompletionChoice]) -> Completion:
         return {
@@ -144,7 +152,12 @@ class _ResponseBuilder:
                     # Encoded per delta: encoding all of them at the end would block the event loop.
                     logprobs = await self._logprobs(choice.index, new)
                     if part.openai_logprobs is None:
-                        part.openai_logprobs = completion_logprobs(self.service.model, (), (), 0)
+                        part.openai_logprobs = {
+                            "tokens": [],
+                            "token_logprobs": [],
+                            "top_logprobs": [],
+                            "text_offset": [],
+                        }
                     _extend(part.openai_logprobs, logprobs)
                 part.finish_reason, part.stop_reason = new.finish_reason, new.stop_reason
         choices = [
@@ -159,7 +172,13 @@ class _ResponseBuilder:
                 choices[choice.index]["prompt_logprobs"] = await asyncio.to_thread(
                     prompt_logprobs, self.service.model, choice.prompt_logprobs or ()
                 )
-        return self._response(choices) | {"usage": self.generation.usage()}
+        return self._response(choices) | {"usage": self._usage()}
+
+    def _usage(self) -> Usage:
+        usage = self.generation.usage()
+        if self.prompt_only:  # the client did not ask for the token that was computed
+            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+        return usage
 
     async def stream(self) -> AsyncIterator[bytes]:
         options = self.body.stream_options
@@ -180,10 +199,10 @@ class _ResponseBuilder:
                                 found["prompt_token_ids"] = choice.prompt
                         chunk = self._response([found])
                         if options is not None and options.continuous_usage_stats:
-                            chunk["usage"] = self.generation.usage()
+                            chunk["usage"] = self._usage()
                         yield sse_event(chunk)
                 if options is not None and options.include_usage:
-                    yield sse_event(self._response([]) | {"usage": self.generation.usage()})
+                    yield sse_event(self._response([]) | {"usage": self._usage()})
                 yield SSE_DONE
         except Exception as error:  # the response has begun: its last event says what failed
             yield sse_event(self.service.stream_error(error).body())
@@ -222,13 +241,9 @@ class _ResponseBuilder:
         """
         given = (self.service.model, part.tokens, part.logprobs, self.offsets[index])
         many = len(part.tokens) > THREAD_TOKENS
-        logprobs = (
-            await asyncio.to_thread(completion_logprobs, *given)
-            if many
-            else completion_logprobs(*given)
-        )
-        self.offsets[index] += sum(map(len, logprobs["tokens"]))
-        return logprobs
+        if many:
+            return await asyncio.to_thread(completion_logprobs, *given)
+        return completion_logprobs(*given)
 
 
 def _choice(index: int, part: ChoiceDelta, logprobs: CompletionLogprobs | None) -> CompletionChoice:

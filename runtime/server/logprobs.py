@@ -1,5 +1,6 @@
 """Log-probabilities in the two formats of OpenAI's API."""
 
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
 
 import msgspec
@@ -41,25 +42,41 @@ def _entry(model: ModelInfo, token: int, logprob: float) -> ChatTopLogprob:
     return {"token": text, "logprob": _finite(logprob), "bytes": raw}
 
 
+class TextOffsets:
+    """Where the tokens of one choice begin in its text, in characters. A token that begins within a
+    character has the position of that character.
+    """
+
+    def __init__(self, model: ModelInfo, skip_special_tokens: bool) -> None:
+        self._model, self._skip = model, skip_special_tokens
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+        self._num_characters = 0
+
+    def next(self, token: int) -> int:
+        """The position of the next token."""
+        position = self._num_characters
+        if not (self._skip and self._model.is_special(token)):
+            _, raw = self._model.token_text_and_bytes(token)
+            self._num_characters += len(self._decoder.decode(bytes(raw)))
+        return position
+
+
 def completion_logprobs(
-    model: ModelInfo, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None], offset: int
+    model: ModelInfo,
+    tokens: Sequence[int],
+    logprobs: Sequence[TokenLogprobs | None],
+    offsets: TextOffsets,
 ) -> CompletionLogprobs:
-    """For completions: four lists with one item per token; offset: character position of the first
-    token's text.
+    """For completions: four lists with one item per token.
 
     The first token of a prompt has no log-probability. As in OpenAI's API, top_logprobs includes
     the chosen token.
     """
-    texts = [model.token_text_and_bytes(token)[0] for token in tokens]
-    offsets = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
     return {
-        "tokens": texts,
+        "tokens": [model.token_text_and_bytes(token)[0] for token in tokens],
         "token_logprobs": [None if each is None else _finite(each.logprob) for each in logprobs],
         "top_logprobs": [None if each is None else _top(model, each) for each in logprobs],
-        "text_offset": offsets,
+        "text_offset": [offsets.next(token) for token in tokens],
     }
 
 

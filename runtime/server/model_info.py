@@ -61,18 +61,15 @@ class ModelInfo:
 
     def __post_init__(self) -> None:
         self._texts = None if self.tokenizer is None else TokenTexts(self.tokenizer)
+        added = {} if self.tokenizer is None else self.tokenizer.get_added_tokens_decoder()
+        self._special_ids = {token_id for token_id, token in added.items() if token.special}
 
     def check_name(self, name: str | None) -> None:
-        """Raises a 404 for a name that is neither this model's nor an adapter's, and a 400 for
-        none.
+        """Raises a 404 for a name that is neither this model's nor an adapter's; None is the
+        model.
         """
-        expected = ", ".join([*self.names, *self.adapters])
-        if name is None:
-            raise invalid(
-                f'model is required; served models: {expected}: send "model": "{self.names[0]}"',
-                "model",
-            )
-        if name not in self.names and name not in self.adapters:
+        if name is not None and name not in self.names and name not in self.adapters:
+            expected = ", ".join([*self.names, *self.adapters])
             raise APIError(
                 404,
                 f"the model {name!r} does not exist, expected {expected}",
@@ -189,6 +186,10 @@ class ModelInfo:
             )
 
         return decode() if len(tokens) < LONG_TEXT else await asyncio.to_thread(decode)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether skip_special_tokens leaves the token out of the text."""
+        return token_id in self._special_ids
 
     def token_text_and_bytes(self, token_id: int) -> tuple[str, list[int]]:
         """Text and bytes of one token; an incomplete character is U+FFFD in the text."""

@@ -51,8 +51,7 @@ async def models(service: Service, name: str | None = None) -> Response:
 
 async def tokenize(service: Service, body: TokenizeRequest, request: Request) -> Response:
     model = service.model
-    if body.model is not None:
-        model.check_name(body.model)
+    model.check_name(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise invalid(
             "the request has both or neither of prompt and messages, expected one of them", "prompt"
@@ -88,8 +87,7 @@ async def tokenize(service: Service, body: TokenizeRequest, request: Request) ->
 
 
 async def detokenize(service: Service, body: DetokenizeRequest) -> Response:
-    if body.model is not None:
-        service.model.check_name(body.model)
+    service.model.check_name(body.model)
     service.model.check_tokens(body.tokens, "tokens")
     check_length(max(TOKENS, service.model.max_len), body.tokens, "tokens", "tokens")
     return JSONResponse({"prompt": await service.model.decode(body.tokens)})

@@ -4,7 +4,8 @@ Fields about the client or about OpenAI's own service are accepted and ignored. 
 unknown fields is in unknown_fields.py.
 """
 
-from typing import Annotated, Literal, Self, TypeVar
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -20,7 +21,7 @@ from pydantic import (
 )
 
 from atomc.json_types import json_kind
-from atomc.runtime.server.limits import BIASED_TOKENS, check_fields
+from atomc.runtime.server.limits import BIASED_TOKENS, TOOLS, check_fields
 
 T = TypeVar("T")
 # Report the first invalid item only.
@@ -80,12 +81,48 @@ Schema = Annotated[JSONObject | str | None, expected("a JSON schema: an object, 
 
 class RequestModel(BaseModel):
     """A JSON object; unknown fields are kept, for `unknown_fields`. strict: "5" is no number, and 1
-    is not true.
+    is not true. null for a field that has a default means the default.
     """
 
     model_config = ConfigDict(extra="allow", protected_namespaces=(), strict=True)
 
-    _fields = model_validator(mode="before")(check_fields)
+    # The types of `tools` that this server can run: all others are left out.
+    tool_types: ClassVar[Sequence[str]] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _normalize(cls, value: JsonValue) -> JsonValue:
+        check_fields(value)
+        if not isinstance(value, dict):
+            return value
+        if None in value.values():
+            value = {
+                name: item
+                for name, item in value.items()
+                if item is not None or not cls._has_default(name)
+            }
+        return _without_other_tools(value, cls.tool_types) if cls.tool_types else value
+
+    @classmethod
+    def _has_default(cls, name: str) -> bool:
+        fields = cls.model_fields
+        aliased = (field for field in fields.values() if field.alias == name)
+        field = fields.get(name) or next(aliased, None)
+        return field is not None and not field.is_required()
+
+
+def _without_other_tools(body: JSONObject, types: Sequence[str]) -> JSONObject:
+    """Tools of other types become unknown fields, such as tools.0. Invalid tools stay."""
+    tools = body.get("tools")
+    if not isinstance(tools, list) or len(tools) > TOOLS:
+        return body
+    kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
+    others = [isinstance(kind, str) and kind not in types for kind in kinds]
+    if not any(others):
+        return body
+    rest = [tool for tool, is_other in zip(tools, others, strict=True) if not is_other]
+    left_out = {f"tools.{index}": tools[index] for index, other in enumerate(others) if other}
+    return {**body, "tools": rest, **left_out}
 
 
 class StreamOptions(RequestModel):
@@ -164,6 +201,23 @@ class NamedTool(RequestModel):
     function: NamedFunction
 
 
+class ToolSubset(RequestModel):
+    mode: Literal["auto", "required"]
+    tools: FailFastList[NamedTool]
+
+    tool_types = ("function",)
+
+
+class AllowedTools(RequestModel):
+    """The model may call some of the request's tools only."""
+
+    type: Literal["allowed_tools"] = "allowed_tools"
+    allowed_tools: ToolSubset
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
+
+
 class SamplingRequest(RequestModel):
     """Fields shared by all endpoints that generate text."""
 
@@ -233,8 +287,11 @@ class ChatRequest(GenerationRequest):
     response_format: ResponseFormat | None = None
     tools: FailFastList[Tool] | None = None
     tool_choice: Annotated[
-        Literal["none", "auto", "required"] | NamedTool | None,
-        expected("none, auto, required, or an object with type function and function.name"),
+        ToolChoice | None,
+        expected(
+            "none, auto, required, an object with type function and function.name, or one with "
+            "type allowed_tools and allowed_tools: {mode, tools}"
+        ),
     ] = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: JSONObject | None = None
@@ -249,6 +306,8 @@ class ChatRequest(GenerationRequest):
     prompt_cache_key: str | None = None
     modalities: FailFastList[Literal["text"]] | None = None
     verbosity: str | None = None
+
+    tool_types = ("function",)
 
 
 class EmbeddingRequest(RequestModel):
@@ -273,6 +332,8 @@ class TokenizeRequest(RequestModel):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     return_token_strs: bool = False
+
+    tool_types = ("function",)
 
 
 class DetokenizeRequest(RequestModel):

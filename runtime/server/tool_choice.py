@@ -8,13 +8,21 @@ from atomc.runtime.server.message_deltas import DeltaBuilder, MessageDelta
 from atomc.runtime.server.protocol import Function, JSONObject
 from atomc.runtime.server.tool_parsers.json_call import JsonCallParser
 
-ANY_OBJECT: JSONObject = {"type": "object"}
 DEFINITIONS = ("$defs", "definitions")
 
 
 def arguments_schema(function: Function) -> JSONObject:
-    """The schema of the arguments; any object for a function without parameters."""
-    return function.parameters or ANY_OBJECT
+    """The schema of the arguments, which are an object; any for a function without parameters.
+    Raises ValueError for a schema that allows none.
+    """
+    parameters = function.parameters or {}
+    kind = parameters.get("type")
+    if kind not in (None, "object") and not (isinstance(kind, list) and "object" in kind):
+        raise ValueError(
+            f"the parameters of {function.name!r} have the type {kind!r:.80}, expected 'object': "
+            "arguments are an object"
+        )
+    return {**parameters, "type": "object"}
 
 
 def calls_schema(functions: Sequence[Function], parallel: bool) -> JSONObject:
@@ -27,9 +35,9 @@ def calls_schema(functions: Sequence[Function], parallel: bool) -> JSONObject:
     definitions: dict[str, JSONObject] = {}
     calls: list[JSON] = []
     for function in functions:
-        parameters = dict(arguments_schema(function))
+        parameters = arguments_schema(function)
         for key in DEFINITIONS:
-            defined = parameters.pop(key, {})
+            defined = parameters.pop(key, None) or {}
             if not isinstance(defined, dict):
                 raise ValueError(
                     f"{key} in the parameters of {function.name!r} is {defined!r:.80}, "

@@ -2,12 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from atomc.runtime.sampling.sampling_params import Structured
 from atomc.runtime.server.errors import invalid
 from atomc.runtime.server.limits import TOOLS, check_length
 from atomc.runtime.server.message_deltas import Parser
-from atomc.runtime.server.protocol import ChatRequest, Function, JSONObject, NamedTool
+from atomc.runtime.server.protocol import (
+    AllowedTools,
+    ChatRequest,
+    Function,
+    JSONObject,
+    NamedTool,
+    Tool,
+)
 from atomc.runtime.server.sampling import additional_properties, check_structured
 from atomc.runtime.server.service import Service
 from atomc.runtime.server.tool_choice import (
@@ -51,8 +59,8 @@ class ToolMode:
 def tool_mode(service: Service, body: ChatRequest) -> ToolMode:
     """Raises a 400 for a tool_choice that is not possible."""
     check_length(TOOLS, body.tools, "tools", "tools")
-    tools = body.tools or []
-    choice = body.tool_choice or ("auto" if tools else "none")
+    tools, choice = _allowed(body)
+    choice = choice or ("auto" if tools else "none")
     if not tools and choice in ("none", "auto"):
         return ToolMode()
     if not tools:
@@ -70,15 +78,38 @@ def tool_mode(service: Service, body: ChatRequest) -> ToolMode:
                 "tools",
             )
         return ToolMode(template_tools, parser_name, single_call=body.parallel_tool_calls is False)
-    return _forced_mode(service, body, template_tools)
+    functions = [tool.function for tool in tools]
+    named = _function_named(functions, choice.function.name) if choice != "required" else None
+    return _forced_mode(service, body, template_tools, functions, named)
 
 
-def _forced_mode(service: Service, body: ChatRequest, template_tools: list[JSONObject]) -> ToolMode:
-    """For a tool_choice that requires a call, whose arguments a grammar then forces."""
-    functions, choice = [tool.function for tool in body.tools or []], body.tool_choice
-    function = (
-        _function_named(functions, choice.function.name) if isinstance(choice, NamedTool) else None
-    )
+def _allowed(
+    body: ChatRequest,
+) -> tuple[Sequence[Tool], Literal["none", "auto", "required"] | NamedTool | None]:
+    """The tools that tool_choice allows, and which of these are called."""
+    tools, choice = body.tools or [], body.tool_choice
+    if not isinstance(choice, AllowedTools):
+        return tools, choice
+    names = [tool.function.name for tool in tools]
+    allowed = [tool.function.name for tool in choice.allowed_tools.tools]
+    if missing := [name for name in allowed if name not in names]:
+        raise invalid(
+            f"tool_choice allows {missing[0]!r:.80}, expected one of the tools: {', '.join(names)}",
+            "tool_choice",
+        )
+    return [tool for tool in tools if tool.function.name in allowed], choice.allowed_tools.mode
+
+
+def _forced_mode(
+    service: Service,
+    body: ChatRequest,
+    template_tools: list[JSONObject],
+    functions: Sequence[Function],
+    function: Function | None,
+) -> ToolMode:
+    """For a tool_choice that requires a call, of `function` if it names one. A grammar then forces
+    its arguments.
+    """
     try:
         schema = (
             calls_schema(functions, body.parallel_tool_calls is not False)

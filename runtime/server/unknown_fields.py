@@ -1,6 +1,7 @@
 """Fields of a request that the server does not know: ignored, or refused with --strict-requests."""
 
 import logging
+import re
 from collections.abc import Iterator
 from urllib.parse import quote
 
@@ -18,14 +19,16 @@ MAX_NAMES, MAX_CHARACTERS = 16, 64
 
 
 def check_unknown_fields(body: BaseModel, request: Request, config: ServerConfig) -> None:
-    """Name the unknown fields in a response header and a log line. Raises a 400 for the first one
-    under --strict-requests.
+    """Name the unknown fields, and the tools that are left out, in a response header and a log
+    line. Raises a 400 for the first one under --strict-requests.
     """
     names = list(_take_unknown_fields(body))
     if not names:
         return
     if config.strict_requests:
-        raise invalid(f"{names[0]} is not a field of this request", names[0].split(".")[0])
+        tool = re.fullmatch(r"tools\.\d+", names[0])
+        what = "of a type that this server cannot run" if tool else "not a field of this request"
+        raise invalid(f"{names[0]} is {what}", names[0].split(".")[0])
     # Percent-encoded: names can have line breaks and any other character.
     shown = [quote(name[:MAX_CHARACTERS], safe="") or '""' for name in names[:MAX_NAMES]]
     text = ", ".join(shown + ["..."] * (len(names) > MAX_NAMES))

@@ -154,7 +154,7 @@ Message = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discri
 
 
 class CustomTool(RequestModel):
-    """A tool of the client. Those that Anthropic defines have no schema in the request."""
+    """A tool of the client. Those that Anthropic defines have no schema, and are left out."""
 
     type: Literal["custom"] | None = None
     name: str = Field(min_length=1, max_length=256)
@@ -213,6 +213,8 @@ class PromptRequest(RequestModel):
     cache_control: Ignored = None
     context_management: Ignored = None
     speed: Ignored = None
+
+    tool_types = ("custom",)
 
 
 class MessagesRequest(PromptRequest):

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, JsonValue
 from atomc.json_types import JSONObject as Item
 from atomc.runtime.server.errors import invalid
 from atomc.runtime.server.protocol import (
+    AllowedTools,
     ChatRequest,
     FailFastList,
     Function,
@@ -20,21 +21,13 @@ from atomc.runtime.server.protocol import (
     ResponseFormat,
     SamplingRequest,
     Tool,
+    ToolChoice,
+    ToolSubset,
     expected,
 )
 from atomc.runtime.server.responses_api.items import chat_messages
 
 LOGPROBS = "message.output_text.logprobs"
-
-
-def _check_tool(value: JsonValue) -> JsonValue:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(kind, str) and kind != "function":
-        raise ValueError(
-            f"tools of type {kind!r:.40} run in OpenAI's service and not in this server: define a "
-            "tool of type 'function' and run it in the client"
-        )
-    return value
 
 
 def _check_tool_choice(value: JsonValue) -> JsonValue:
@@ -56,10 +49,12 @@ class FunctionChoice(RequestModel):
     name: str
 
 
-class AllowedTools(RequestModel):
+class AllowedFunctions(RequestModel):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: FailFastList[FunctionChoice]
+
+    tool_types = ("function",)
 
 
 class TextFormat(RequestModel):
@@ -92,9 +87,9 @@ class ResponsesRequest(SamplingRequest):
     previous_response_id: str | None = None
     store: bool | None = None
     max_output_tokens: Annotated[Int64, Field(ge=1)] | None = None
-    tools: FailFastList[Annotated[FunctionTool, BeforeValidator(_check_tool)]] | None = None
+    tools: FailFastList[FunctionTool] | None = None
     tool_choice: Annotated[
-        Literal["none", "auto", "required"] | FunctionChoice | AllowedTools | None,
+        Literal["none", "auto", "required"] | FunctionChoice | AllowedFunctions | None,
         BeforeValidator(_check_tool_choice),
     ] = None
     parallel_tool_calls: bool | None = None
@@ -143,6 +138,8 @@ class ResponsesRequest(SamplingRequest):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
 
+    tool_types = ("function",)
+
     @property
     def logprobs(self) -> bool:
         return LOGPROBS in (self.include or ())
@@ -167,9 +164,12 @@ def check_supported(body: ResponsesRequest) -> None:
 
 
 def chat_request(body: ResponsesRequest, items: Sequence[Item]) -> ChatRequest:
-    """The chat that answers these items. Raises a 400 for a tool_choice that names no tool."""
+    """The chat that answers these items."""
     shared: dict[str, Any] = {name: getattr(body, name) for name in SamplingRequest.model_fields}
-    choice, tools = _tools(body)
+    tools = [
+        Tool(type="function", function=Function(**tool.model_dump(exclude={"type"})))
+        for tool in body.tools or ()
+    ]
     return ChatRequest(
         **shared,
         messages=chat_messages(body.instructions, items),
@@ -178,35 +178,22 @@ def chat_request(body: ResponsesRequest, items: Sequence[Item]) -> ChatRequest:
         top_logprobs=body.top_logprobs,
         response_format=_response_format(body),
         tools=tools or None,
-        tool_choice=choice,
+        tool_choice=_tool_choice(body),
         parallel_tool_calls=body.parallel_tool_calls,
         chat_template_kwargs=body.chat_template_kwargs,
         reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
     )
 
 
-def _tools(
-    body: ResponsesRequest,
-) -> tuple[Literal["none", "auto", "required"] | NamedTool | None, list[Tool]]:
-    """tool_choice, and the tools that it allows."""
-    choice, given = body.tool_choice, body.tools or []
-    tools = [
-        Tool(type="function", function=Function(**tool.model_dump(exclude={"type"})))
-        for tool in given
-    ]
-    if isinstance(choice, FunctionChoice):
-        return NamedTool(function=NamedFunction(name=choice.name)), tools
-    if not isinstance(choice, AllowedTools):
-        return choice, tools
-    allowed = {tool.name for tool in choice.tools}
-    names = {tool.name for tool in given}
-    if missing := sorted(allowed - names):
-        raise invalid(
-            f"tool_choice allows {missing[0]!r:.80}, expected one of the tools: "
-            f"{', '.join(sorted(names))}",
-            "tool_choice",
-        )
-    return choice.mode, [tool for tool in tools if tool.function.name in allowed]
+def _tool_choice(body: ResponsesRequest) -> ToolChoice | None:
+    match body.tool_choice:
+        case FunctionChoice(name=name):
+            return NamedTool(function=NamedFunction(name=name))
+        case AllowedFunctions(mode=mode, tools=functions):
+            tools = [NamedTool(function=NamedFunction(name=tool.name)) for tool in functions]
+            return AllowedTools(allowed_tools=ToolSubset(mode=mode, tools=tools))
+        case choice:
+            return choice
 
 
 def _response_format(body: ResponsesRequest) -> ResponseFormat | None:
