@@ -2,6 +2,7 @@
 format.
 """
 
+from functools import cache
 from http import HTTPStatus
 from importlib import import_module
 from typing import Annotated, Any, Literal
@@ -14,7 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from atomc.runtime.server import lora, operations, protocol, status
+from atomc.runtime.server import docs_page, lora, operations, protocol, status
 from atomc.runtime.server.api_keys import ApiKeys
 from atomc.runtime.server.body_budget import BodyBudgetMiddleware
 from atomc.runtime.server.body_timeout import BodyTimeoutMiddleware
@@ -30,6 +31,7 @@ from atomc.runtime.server.messages_api.endpoints import count_tokens, messages
 from atomc.runtime.server.messages_api.errors import COUNT_TOKENS, MESSAGES
 from atomc.runtime.server.messages_api.errors import ErrorResponse as AnthropicError
 from atomc.runtime.server.messages_api.request import MessagesRequest, PromptRequest
+from atomc.runtime.server.openapi import openapi_schema
 from atomc.runtime.server.responses_api import endpoints as responses_api
 from atomc.runtime.server.responses_api.request import ResponsesRequest
 from atomc.runtime.server.service import Service
@@ -37,7 +39,10 @@ from atomc.runtime.server.unknown_fields import IGNORED_FIELDS, check_unknown_fi
 from atomc.runtime.server.unread_body import UnreadBodyMiddleware
 
 # The page at / is static; it loads its data from /status, which needs a key.
-OPEN_PATHS = frozenset({"/", "/health", "/ping", "/ready", "/metrics", "/version"})
+# The schema describes every server of this version.
+OPEN_PATHS = frozenset(
+    {"/", "/health", "/ping", "/ready", "/metrics", "/version", "/openapi.json", *docs_page.PATHS}
+)
 
 
 class ErrorBody(BaseModel):
@@ -64,10 +69,20 @@ def error_responses(model: type[Any]) -> dict[int | str, dict[str, Any]]:
 def create_app(service: Service) -> Any:
     """The ASGI application."""
     responses = error_responses(ErrorAnswer)
-    app = FastAPI(title="atomc", docs_url=None, redoc_url=None, responses=responses)
+    app = FastAPI(
+        title="atomc",
+        docs_url=None,
+        redoc_url=None,
+        responses=responses,
+        generate_unique_id_function=lambda route: route.name,
+    )
+    app.openapi = cache(  # type: ignore[method-assign]
+        lambda: openapi_schema(app, import_module("atomc").__version__, OPEN_PATHS)
+    )
     app.router.route_class = checked_json_route(lambda: service.model.max_len)
     _add_routes(app, service)
     app.include_router(status.router(service))
+    app.include_router(docs_page.router())
     for kind in (APIError, EngineDead, RequestRefused, Exception):
         app.add_exception_handler(kind, _on_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
@@ -189,8 +204,8 @@ def _add_routes(app: FastAPI, service: Service) -> None:
             {"server_load": sum(each.num_unfinished for each in service.engines.clients)}
         )
 
-    @app.post("/ping")  # Amazon SageMaker's name
-    @app.get("/ping")
+    @app.post("/ping", include_in_schema=False)  # Amazon SageMaker's name
+    @app.get("/ping", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         return await operations.health(service)

@@ -1,12 +1,22 @@
-"""The JSON objects of OpenAI's API that responses consist of, with vLLM's extensions.
-
-A msgspec.Raw is a value that is encoded already.
+"""The JSON objects of OpenAI's API that responses consist of, with vLLM's extensions, and those of
+the server's own endpoints.
 """
 
 from collections.abc import Sequence
-from typing import Literal, NotRequired, TypeAlias, TypedDict
+from typing import Annotated, Literal, NotRequired, TypeAlias
 
 import msgspec
+from pydantic import GetPydanticSchema, JsonValue, WithJsonSchema
+from pydantic.json_schema import SkipJsonSchema
+from pydantic_core import core_schema
+from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
+
+_AnyValue = GetPydanticSchema(lambda _, __: core_schema.any_schema())
+# A value that is encoded already: of the other type of its union, or the scores of a token.
+Encoded: TypeAlias = Annotated[msgspec.Raw, _AnyValue, SkipJsonSchema()]
+EncodedScores: TypeAlias = Annotated[
+    msgspec.Raw, _AnyValue, WithJsonSchema({"type": ["object", "null"]})
+]
 
 
 class ErrorFields(TypedDict):
@@ -42,7 +52,7 @@ class CompletionLogprobs(TypedDict):
 
     tokens: list[str]
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | msgspec.Raw | None]
+    top_logprobs: list[dict[str, float] | Encoded | None]
     text_offset: list[int]
 
 
@@ -52,7 +62,7 @@ class CompletionChoice(TypedDict):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
-    prompt_logprobs: NotRequired[list[msgspec.Raw]]
+    prompt_logprobs: NotRequired[list[EncodedScores]]
     token_ids: NotRequired[Sequence[int]]
     prompt_token_ids: NotRequired[Sequence[int]]
 
@@ -111,7 +121,7 @@ class ChatTokenLogprob(ChatTopLogprob):
 
 
 class ChatLogprobs(TypedDict):
-    content: list[ChatTokenLogprob | msgspec.Raw]
+    content: list[ChatTokenLogprob | Encoded]
     refusal: None
 
 
@@ -141,7 +151,7 @@ class ChatCompletion(TypedDict):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: NotRequired[Sequence[int]]
-    prompt_logprobs: NotRequired[list[msgspec.Raw]]
+    prompt_logprobs: NotRequired[list[EncodedScores]]
 
 
 class ChatChunk(TypedDict):
@@ -152,6 +162,88 @@ class ChatChunk(TypedDict):
     choices: list[ChatChunkChoice]
     usage: NotRequired[Usage]
     prompt_token_ids: NotRequired[Sequence[int]]
+
+
+# Embeddings
+
+
+class Embedding(TypedDict):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(TypedDict):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(TypedDict):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+# Models and tokens
+
+
+class Model(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int
+    input_modalities: list[Literal["text", "image"]]
+
+
+class Models(TypedDict):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Tokens(TypedDict):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizedText(TypedDict):
+    prompt: str
+
+
+# The server's own
+
+
+class Version(TypedDict):
+    version: str
+
+
+class Load(TypedDict):
+    server_load: int
+
+
+class Status(TypedDict):
+    status: str
+
+
+class Health(Status):
+    engines: NotRequired[list[int]]
+
+
+class Profile(Status):
+    file: NotRequired[JsonValue]
+
+
+class Sleeping(TypedDict):
+    is_sleeping: bool
+
+
+class ExpertTokens(TypedDict):
+    tokens: dict[str, list[int]]
 
 
 ResponseBody: TypeAlias = ErrorResponse | Completion | ChatCompletion | ChatChunk

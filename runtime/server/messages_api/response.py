@@ -4,7 +4,10 @@ Fields about what this server does not have are null: billing, citations, contai
 on the server, refusals with a category.
 """
 
-from typing import Literal, TypedDict
+from typing import Annotated, Literal
+
+from pydantic import Field
+from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
 from atomc.runtime.server.protocol import JSONObject
 from atomc.runtime.server.response_types import Usage
@@ -36,7 +39,7 @@ class ToolUseContent(TypedDict):
     caller: Caller
 
 
-Content = TextContent | ThinkingContent | ToolUseContent
+Content = Annotated[TextContent | ThinkingContent | ToolUseContent, Field(discriminator="type")]
 
 
 class DeltaUsage(TypedDict):
@@ -72,6 +75,10 @@ class AnthropicMessage(Stop):
     model: str
     content: list[Content]
     usage: MessageUsage
+
+
+class InputTokens(TypedDict):
+    input_tokens: int
 
 
 def text_content() -> TextContent:
