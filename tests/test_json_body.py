@@ -4,10 +4,13 @@ import json
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("fastapi")
 pytest.importorskip("msgspec")
 
+from atomc.runtime import json_scan
 from atomc.runtime.json_scan import (
     BLOCK_BYTES,
     DEPTH,
@@ -150,3 +153,37 @@ def test_arguments_of_a_tool_call_that_would_take_long_stay_text(text):
     assert _parse_arguments(call) is call
     small = {"function": {"name": "f", "arguments": '{"a": 1}'}}
     assert _parse_arguments(small)["function"]["arguments"] == {"a": 1}
+
+
+def num_nodes(value):
+    """The number of lists, objects and fields."""
+    if isinstance(value, dict):
+        return 1 + len(value) + sum(map(num_nodes, value.values()))
+    return 1 + sum(map(num_nodes, value)) if isinstance(value, list) else 0
+
+
+def depth(value):
+    inner = (
+        value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    )
+    return 0 if inner is None else 1 + max(map(depth, inner), default=0)
+
+
+TEXTS = st.sampled_from(["", "a", '"', "\\", '\\\\"', "[[[[[[[[{{{,,,,,,", "]}", "\u4e2d"])
+JSON = st.recursive(
+    TEXTS | st.none() | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner)
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(JSON, st.booleans())
+def test_nodes_and_nesting_are_counted_as_a_parser_would(value, ascii_only):
+    with pytest.MonkeyPatch.context() as patch:
+        for name, number in (("NODES", 12), ("DEPTH", 4), ("BLOCK_BYTES", 7)):
+            patch.setattr(json_scan, name, number)
+        body = json.dumps(value, ensure_ascii=ascii_only).encode()
+        if num_nodes(value) <= 12 and depth(value) <= 4:
+            scan_json(body, 0)
+        else:
+            with pytest.raises(ValueError, match=r"more than 12 lists|more than 4 levels"):
+                scan_json(body, 0)

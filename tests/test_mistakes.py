@@ -7,8 +7,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 pytest.importorskip("fastapi")
 pytest.importorskip("llguidance")
@@ -17,7 +15,7 @@ httpx = pytest.importorskip("named_httpx")
 from serving import serving  # noqa: E402
 
 from atomc import demo  # noqa: E402
-from atomc.runtime.server import limits, model_info  # noqa: E402
+from atomc.runtime.server import model_info  # noqa: E402
 from atomc.runtime.server.config import ServerConfig  # noqa: E402
 from atomc.runtime.server.errors import APIError  # noqa: E402
 
@@ -74,7 +72,7 @@ def schema(depth):
             "json_schema: recursion limit exceeded",
         ),
         ("completions", {**TEXT, "guided_json": schema(55)}, None),
-        ("completions", {**TEXT, "guided_json": {"const": "\ud800"}}, "json_schema: Value is not"),
+        ("completions", {**TEXT, "guided_json": {"const": "\ud800"}}, "a surrogate is alone"),
         ("completions", {**TEXT, "guided_regex": "\ud800"}, "not valid Unicode"),
         ("completions", {**TEXT, "guided_regex": "(a{1000}){1000}"}, None),
         ("completions", {**TEXT, "guided_grammar": "start: <[99999999]>"}, "grammar: "),
@@ -145,18 +143,18 @@ def schema(depth):
         (
             "completions",
             '{"prompt":' + "1" * 5000 + "}",
-            "the body cannot be parsed: Exceeds the limit",
+            "the body is refused: it has a number of 400 digits or more",
         ),
         ("completions", b'{"prompt":"\xff"}', "the body is not JSON: it is not UTF-8"),
         (
             "completions",
             '{"prompt":"a","temperature":NaN}',
-            "temperature: Input should be a finite number",
+            "the body is not JSON: JSON is malformed",
         ),
         (
             "completions",
             '{"prompt":"a","temperature":1e999}',
-            "temperature: Input should be a finite number",
+            "the body is not JSON: Number out of range",
         ),
         ("completions", {**TEXT, "seed": 10**30}, "seed"),
         ("completions", {**TEXT, "prompt": "\ud800"}, "not valid Unicode"),
@@ -201,7 +199,7 @@ def schema(depth):
         (
             "completions",
             {**TEXT, "prompt": [[]] * 300_000},
-            "the body has more than 262144 JSON values",
+            "the body is refused: it has more than 65536 lists, objects and fields",
         ),
         (
             "completions",
@@ -303,45 +301,6 @@ def test_a_mistake_is_answered_with_what_is_wrong(http, path, body, said):
         assert (answer.status_code, said in answer.json()["error"]["message"]) == (400, True), (
             answer.text
         )
-
-
-def num_values(value):
-    """The number of JSON values: lists, objects, and items after a comma."""
-    inner = (
-        list(value.values())
-        if isinstance(value, dict)
-        else value
-        if isinstance(value, list)
-        else None
-    )
-    return 0 if inner is None else 1 + max(len(inner) - 1, 0) + sum(map(num_values, inner))
-
-
-def depth(value):
-    inner = (
-        value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
-    )
-    return 0 if inner is None else 1 + max(map(depth, inner), default=0)
-
-
-TEXTS = st.sampled_from(["", "a", '"', "\\", '\\\\"', "[[[[[[[[{{{,,,,,,", "]}", "\u4e2d"])
-JSON = st.recursive(
-    TEXTS | st.none() | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner)
-)
-
-
-@settings(max_examples=300, deadline=None)
-@given(JSON, st.booleans())
-def test_values_and_nesting_of_a_body_are_counted_without_parsing_it(value, ascii_only):
-    with pytest.MonkeyPatch.context() as patch:
-        for name, number in (("JSON_VALUES", 12), ("JSON_DEPTH", 4), ("COUNT_BYTES", 7)):
-            patch.setattr(limits, name, number)
-        body = json.dumps(value, ensure_ascii=ascii_only).encode()
-        if num_values(value) <= 12 and depth(value) <= 4:
-            limits.check_json(body, max_len=0)
-        else:
-            with pytest.raises(APIError, match=r"more than 12 JSON values|more than 4 levels"):
-                limits.check_json(body, max_len=0)
 
 
 def test_operations_have_names_of_their_own(http):

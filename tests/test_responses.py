@@ -463,7 +463,7 @@ def test_a_request_that_cannot_be_served_is_refused_with_the_reason(http, body, 
 @pytest.mark.parametrize(
     ("body", "part"),
     [
-        ({"metadata": {"a": "\ud800"}}, "unicode"),
+        ({"metadata": {"a": "\ud800"}}, "not valid Unicode"),
         ({"input": [{"role": "user", "content": "x", "id": "\ud800"}]}, "not valid Unicode"),
         (
             {"tools": [{**WEATHER, "parameters": {"a": "\ud800"}}], "tool_choice": "none"},
