@@ -27,11 +27,17 @@ PORTS = {"http": 80, "https": 443}
 HEADERS = {"User-Agent": "atomc", "Accept": "image/*", "Accept-Encoding": "identity"}
 
 
+# IPv4-compatible addresses and the local NAT64 prefix, which `is_global` has for public.
+NOT_ROUTED = (ipaddress.IPv6Network("::/96"), ipaddress.IPv6Network("64:ff9b:1::/48"))
+
+
 def is_public(address: Address) -> bool:
     """Whether the address is that of a host on the internet; an IPv4 address within an IPv6 one
     counts as itself.
     """
     if isinstance(address, ipaddress.IPv6Address):
+        if address.is_site_local or any(address in network for network in NOT_ROUTED):
+            return False
         inner = address.ipv4_mapped or address.sixtofour
         if inner is None and address in NAT64:
             inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
