@@ -91,6 +91,19 @@ def test_a_graph_that_was_not_treated_says_why():
     assert "the graph was not treated: atomc is disabled" in reports()[-1].why("rms_norm")
 
 
+def test_explain_continues_behind_a_break_with_a_truth_value_of_sizes():
+    class Causal(nn.Module):
+        def forward(self, x):
+            causal = x.shape[0] > 1
+            torch._dynamo.graph_break()
+            q = x[None, None]
+            return torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=causal)
+
+    before = len(atomc.reports())
+    atomc.explain(Causal(), torch.randn(5, 8), dynamic=True)
+    assert all(report.treated for report in atomc.reports()[before:])
+
+
 def test_a_graph_break_is_named_with_the_users_line():
     layer = Layer().requires_grad_(False)
 

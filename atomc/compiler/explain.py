@@ -188,6 +188,9 @@ def empty_outputs(gm: GraphModule, given: Sequence[Input]) -> list[Input]:
             )
         if isinstance(fake, torch.SymInt):
             return known(fake)
+        if isinstance(fake, torch.SymBool | torch.SymFloat):
+            value = fake.node.expr.subs(symbols)
+            return bool(value) if isinstance(fake, torch.SymBool) else float(value)
         return fake if isinstance(fake, int | float) else None
 
     returned = gm.graph.output_node().args[0]
