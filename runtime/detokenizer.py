@@ -129,12 +129,12 @@ class TokenTexts:
             piece = piece.replace("\u2581", " ")
         return piece.encode()
 
-    def vocabulary_text(self, text: str) -> str:
+    def vocabulary_text(self, content: str) -> str:
         """How a vocabulary spells a token with this text."""
         if not self._byte_of:
-            return text.replace(" ", "\u2581")
+            return content.replace(" ", "\u2581")
         character_of = {byte: character for character, byte in self._byte_of.items()}
-        return "".join(character_of[byte] for byte in text.encode())
+        return "".join(character_of[byte] for byte in content.encode())
 
 
 def _byte_of_character() -> dict[str, int]:

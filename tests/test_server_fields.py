@@ -334,7 +334,9 @@ def test_a_refusal_is_text_of_the_prompt(http, said):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("text", ["Zürich is nice", "日本 \U0001f600 x", "<|endoftext|>é"])
+@pytest.mark.parametrize(
+    "text", ["Z\u00fcrich is nice", "\u65e5\u672c \U0001f600 x", "<|endoftext|>\u00e9"]
+)
 def test_offsets_are_positions_in_the_text(http, text, stream):
     body = {"prompt": text, "echo": True, "logprobs": 1, "max_tokens": 3, "temperature": 0}
     body |= {"skip_special_tokens": False, "stream": stream}
@@ -357,7 +359,7 @@ def test_offsets_are_positions_in_the_text(http, text, stream):
 
 
 def test_special_tokens_that_the_text_leaves_out_take_no_place():
-    special, held = 1, {0: b"a", 1: b"<s>", 2: "é".encode()[:1], 3: "é".encode()[1:]}
+    special, held = 1, {0: b"a", 1: b"<s>", 2: "\u00e9".encode()[:1], 3: "\u00e9".encode()[1:]}
     model = SimpleNamespace(
         is_special=lambda token: token == special,
         token_text_and_bytes=lambda token: ("", list(held[token])),

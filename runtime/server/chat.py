@@ -172,8 +172,8 @@ def _is_content(structured: Structured | None) -> bool:
     """
     if structured is None:
         return False
-    texts = (structured.regex or "", structured.grammar or "", *(structured.choice or ()))
-    return not any(CLOSE in text.replace("\\", "") for text in texts)
+    sources = (structured.regex or "", structured.grammar or "", *(structured.choice or ()))
+    return not any(CLOSE in source.replace("\\", "") for source in sources)
 
 
 def _prefill(body: ChatRequest) -> str | None:

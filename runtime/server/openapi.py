@@ -39,34 +39,34 @@ With `stream` set, an answer consists of server-sent events.
 """
 # Operations, by the name of the route: what they do, and the type of the JSON answer (None: text).
 OPERATIONS: Mapping[str, tuple[str, Any]] = {
-    "models": ("List the served models.", Models),
-    "one_model": ("Get a served model.", Model),
-    "complete": ("Complete prompts.", Completion),
-    "chat": ("Answer a chat.", ChatCompletion),
-    "create_message": ("Answer a chat, in Anthropic's format.", AnthropicMessage),
-    "count_message_tokens": ("Count the tokens of a chat in Anthropic's format.", InputTokens),
-    "create_response": ("Answer items of a conversation, and store the response.", ModelResponse),
-    "retrieve_response": ("Get a stored response.", ModelResponse),
-    "delete_response": ("Delete a stored response.", DeletedResponse),
-    "list_input_items": ("List the conversation before a stored response.", InputItems),
-    "embed": ("Compute embeddings of texts.", Embeddings),
-    "tokenize": ("Get the tokens of a prompt or a chat.", Tokens),
-    "detokenize": ("Get the text of tokens.", DetokenizedText),
-    "version": ("Get the version of atomc.", Version),
-    "load": ("Get the number of unfinished choices.", Load),
-    "health": ("Check that an engine's process runs and responds.", Health),
-    "ready": ("Check that an engine generates tokens.", Status),
-    "metrics": ("Get Prometheus metrics.", None),
-    "experts": ("Get how many tokens each expert got.", ExpertTokens),
-    "compiler": ("Get the compiler's report.", dict[str, Any]),
-    "reset_prefix_cache": ("Forget all cached prompts.", Status),
-    "load_adapter": ("Load a LoRA adapter.", Status),
-    "unload_adapter": ("Unload a LoRA adapter.", Status),
-    "sleep": ("Free the KV cache and CUDA graphs.", Status),
-    "wake_up": ("Allocate what /sleep has freed.", Status),
-    "is_sleeping": ("Check whether the engines sleep.", Sleeping),
-    "start_profile": ("Start torch's profiler in the engine.", Profile),
-    "stop_profile": ("Stop the profiler, and write its file.", Profile),
+    "models": ("List the served models", Models),
+    "one_model": ("Get a served model", Model),
+    "complete": ("Complete prompts", Completion),
+    "chat": ("Answer a chat", ChatCompletion),
+    "create_message": ("Answer a chat, in Anthropic's format", AnthropicMessage),
+    "count_message_tokens": ("Count the tokens of a chat in Anthropic's format", InputTokens),
+    "create_response": ("Answer items of a conversation, and store the response", ModelResponse),
+    "retrieve_response": ("Get a stored response", ModelResponse),
+    "delete_response": ("Delete a stored response", DeletedResponse),
+    "list_input_items": ("List the conversation before a stored response", InputItems),
+    "embed": ("Compute embeddings of texts", Embeddings),
+    "tokenize": ("Get the tokens of a prompt or a chat", Tokens),
+    "detokenize": ("Get the text of tokens", DetokenizedText),
+    "version": ("Get the version of atomc", Version),
+    "load": ("Get the number of unfinished choices", Load),
+    "health": ("Check that an engine's process runs and responds", Health),
+    "ready": ("Check that an engine generates tokens", Status),
+    "metrics": ("Get Prometheus metrics", None),
+    "experts": ("Get how many tokens each expert got", ExpertTokens),
+    "compiler": ("Get the compiler's report", dict[str, Any]),
+    "reset_prefix_cache": ("Forget all cached prompts", Status),
+    "load_adapter": ("Load a LoRA adapter", Status),
+    "unload_adapter": ("Unload a LoRA adapter", Status),
+    "sleep": ("Free the KV cache and CUDA graphs", Status),
+    "wake_up": ("Allocate what /sleep has freed", Status),
+    "is_sleeping": ("Check whether the engines sleep", Sleeping),
+    "start_profile": ("Start torch's profiler in the engine", Profile),
+    "stop_profile": ("Stop the profiler, and write its file", Profile),
 }
 STREAMED = ("complete", "chat", "create_message", "create_response")
 KEYS: Schema = {
@@ -89,8 +89,8 @@ def openapi_schema(app: FastAPI, version: str, open_paths: Collection[str]) -> S
     schema["security"] = [{name: []} for name in KEYS]
     for path, operation in _operations(schema):
         name = operation["operationId"]
-        text, kind = OPERATIONS[name]
-        operation |= {"summary": text.removesuffix("."), "description": text}
+        summary, kind = OPERATIONS[name]
+        operation |= {"summary": summary, "description": f"{summary}."}
         # Invalid fields are a 400, not FastAPI's 422.
         operation["responses"].pop("422", None)
         content: Schema = {"text/plain": {"schema": {"type": "string"}}}

@@ -38,8 +38,8 @@ BUGS = [
     ),
     Bug(
         "runtime/server/model_info.py",
-        "if name is None:",
-        "if name is None and not self.names:",
+        "if name is not None and name not in self.names and name not in self.adapters:",
+        "if name not in self.names and name not in self.adapters:",
         "tests/test_server_fields.py -k all_names",
     ),
 ]
