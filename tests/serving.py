@@ -16,8 +16,6 @@ START_SECONDS = 240
 # Of the fixture `api_server`.
 KEY = "first-key"
 STOP_SECONDS = 30
-# The name of the model of each server, by URL; of a port that is used again, the last one.
-SERVED = {}
 # What was compiled for one server, or for a test with the fixture `compiled_once`, all others load,
 # also those of other workers of pytest-xdist: these are children of the process that made it.
 if "TESTS_COMPILED" not in os.environ:
@@ -96,7 +94,6 @@ def serving(*flags, cache=True):
     ).start()
     try:
         server.url = server.wait_for(r"listening on (\S+)")[1]
-        SERVED[server.url] = server.wait_for(r"starting ([^,]+).*: server is process")[1]
         yield server
     finally:
         process.send_signal(signal.SIGTERM)

@@ -6,7 +6,7 @@ from serving import serving
 from test_models import hf_model
 
 pytest.importorskip("msgspec")  # of the server
-import named_httpx as httpx
+import httpx
 
 from atomc import models, ops
 from atomc.program import compile_model

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("llguidance")
 pytest.importorskip("tokenizers")
-httpx = pytest.importorskip("named_httpx")
+httpx = pytest.importorskip("httpx")
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 from hostile import HOSTILE  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402

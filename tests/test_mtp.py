@@ -634,7 +634,7 @@ def test_parts_of_the_draft_layer_stored_without_quantization_are_loaded_so(tmp_
 
 
 def test_the_server_drafts_and_counts(checkpoint, plain):
-    httpx, tokenizers = pytest.importorskip("named_httpx"), pytest.importorskip("tokenizers")
+    httpx, tokenizers = pytest.importorskip("httpx"), pytest.importorskip("tokenizers")
     vocabulary = {f"w{i}": i for i in range(CONFIG["vocab_size"])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "w0"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()

@@ -12,7 +12,7 @@ import pytest
 from serving import serving
 from tiny_mtp import CONFIG, tensors_of, tiny_model, write
 
-httpx = pytest.importorskip("named_httpx")
+httpx = pytest.importorskip("httpx")
 tokenizers = pytest.importorskip("tokenizers")
 
 # tests/test_mtp.py asks a server two requests per change.

@@ -13,7 +13,7 @@ pytest.importorskip("zmq")
 pytest.importorskip("msgspec")
 pytest.importorskip("httpx")
 
-import named_httpx as httpx
+import httpx
 from serving import serving
 from test_ranks import CONFIG, ENGINES, LONG, PROMPT, SOON, check_equal, failing
 from test_ranks import no_groups_of_other_tests as no_groups_of_other_tests  # a fixture

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("tokenizers")
 pytest.importorskip("llguidance")
-httpx = pytest.importorskip("named_httpx")
+httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")
 from openai.types.responses import Response, ResponseStreamEvent  # noqa: E402
 from openai.types.responses.response_item_list import ResponseItemList  # noqa: E402

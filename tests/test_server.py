@@ -16,7 +16,7 @@ import atomc
 
 pytest.importorskip("fastapi")
 pytest.importorskip("tokenizers")
-httpx = pytest.importorskip("named_httpx")
+httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")
 from serving import KEY  # noqa: E402
 

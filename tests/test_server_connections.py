@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 pytest.importorskip("tokenizers")
-httpx = pytest.importorskip("named_httpx")
+httpx = pytest.importorskip("httpx")
 from serving import serving  # noqa: E402
 
 from atomc.runtime.server.api_keys import ApiKeys, read_keys  # noqa: E402

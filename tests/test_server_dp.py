@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("fastapi")
 pytest.importorskip("tokenizers")
-httpx = pytest.importorskip("named_httpx")
+httpx = pytest.importorskip("httpx")
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 from serving import serving  # noqa: E402
 from test_server_lifecycle import health, until  # noqa: E402

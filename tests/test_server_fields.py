@@ -10,9 +10,7 @@ from pydantic import ValidationError
 
 pytest.importorskip("fastapi")
 pytest.importorskip("tokenizers")
-plain_httpx = pytest.importorskip("httpx")
-import named_httpx as httpx  # noqa: E402
-from named_httpx import NEED_MODEL  # noqa: E402
+httpx = pytest.importorskip("httpx")
 from serving import KEY  # noqa: E402
 from test_server_lifecycle import until  # noqa: E402
 
@@ -171,7 +169,9 @@ def test_tokens_that_exclude_each_other_are_an_error_of_this_request_only(http):
     assert answer(http, TEXT)
 
 
-@pytest.mark.parametrize("path", sorted({*NEED_MODEL, "/tokenize", "/v1/embeddings"}))
+@pytest.mark.parametrize(
+    "path", sorted({*PROMPT, "/v1/messages/count_tokens", "/tokenize", "/v1/embeddings"})
+)
 @pytest.mark.parametrize("field", [{}, {"model": None}])
 def test_the_model_may_be_left_out(api_server, path, field):
     body = PROMPT.get(path, PROMPT[TEXT] | {"input": SAID})
@@ -181,7 +181,7 @@ def test_the_model_may_be_left_out(api_server, path, field):
     if path in PROMPT:
         body |= {"max_output_tokens" if path == "/v1/responses" else "max_tokens": 2}
     headers = {"Authorization": f"Bearer {KEY}"}
-    answered = plain_httpx.post(api_server.url + path, json=body, headers=headers, timeout=60)
+    answered = httpx.post(api_server.url + path, json=body, headers=headers, timeout=60)
     assert answered.status_code == 200, answered.text
     assert answered.json().get("model", "atomc-demo") == "atomc-demo"
 

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 pytest.importorskip("transformers")
-httpx = pytest.importorskip("named_httpx")
+httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")
 from serving import serving  # noqa: E402
 

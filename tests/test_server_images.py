@@ -13,7 +13,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("PIL")
 pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
-httpx = pytest.importorskip("named_httpx")
+httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")
 import torch  # noqa: E402
 from image_files import (  # noqa: E402

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 pytest.importorskip("tokenizers")
-httpx = pytest.importorskip("named_httpx")
+httpx = pytest.importorskip("httpx")
 from serving import serving  # noqa: E402
 
 from atomc.runtime.server.deadline import ALARM_SECONDS, CLOSE_SECONDS  # noqa: E402

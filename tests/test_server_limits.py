@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 pytest.importorskip("tokenizers")
-httpx = pytest.importorskip("named_httpx")
+httpx = pytest.importorskip("httpx")
 from serving import Server, serving  # noqa: E402
 
 pytestmark = [

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 pytest.importorskip("tokenizers")
-httpx = pytest.importorskip("named_httpx")
+httpx = pytest.importorskip("httpx")
 from serving import serving  # noqa: E402
 from test_ranks import SOON, is_alive  # noqa: E402
 from test_server_lifecycle import health, until  # noqa: E402

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 pytest.importorskip("transformers")
-httpx = pytest.importorskip("named_httpx")
+httpx = pytest.importorskip("httpx")
 from serving import Server, serving  # noqa: E402
 from test_ranks_models import (  # noqa: E402
     DELTA_NET,

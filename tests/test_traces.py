@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 pytest.importorskip("opentelemetry.sdk")
-httpx = pytest.importorskip("named_httpx")
+httpx = pytest.importorskip("httpx")
 trace_service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
 import gzip  # noqa: E402
 
