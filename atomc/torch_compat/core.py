@@ -6,6 +6,7 @@ Tested, like atomc.torch_compat.tracing and atomc.torch_compat.inductor, with to
 import contextlib
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -35,6 +36,7 @@ __all__ = [
     "hooks_of",
     "hooks_on_all_modules",
     "is_static_input",
+    "modes_restored",
     "outside_of_tracing",
     "profiler_is_on",
     "storage_use_count",
@@ -190,6 +192,37 @@ def redispatch_below_autograd(
     """Call the kernel of the op that comes after autograd's."""
     with torch._C._AutoDispatchBelowAutograd():
         return op.redispatch(keys & torch._C._after_autograd_keyset, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def modes_restored() -> Iterator[None]:
+    """A context after which torch's modes are those before it, also if a trace inside fails half
+    way: transforms of torch.func, forward-mode AD, grad mode, inference mode and autocast.
+    """
+    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
+    in_place = torch._C._functorch.get_inplace_requires_grad_allowed()
+    hooks = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+    dual, records = forward_ad._current_level >= 0, torch.is_grad_enabled()
+    casts = [
+        (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+        for device in ("cpu", "cuda")
+    ]
+    with torch.inference_mode(torch.is_inference_mode_enabled()), torch.set_grad_enabled(records):
+        try:
+            yield
+        except BaseException as error:  # whatever ended the trace, its modes are left
+            traceback.clear_frames(error.__traceback__)  # which own inference modes
+            torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+            torch._C._functorch.set_inplace_requires_grad_allowed(in_place)
+            if hooks:
+                torch._C._autograd._saved_tensors_hooks_enable()
+            if not dual:
+                with contextlib.suppress(RuntimeError):  # the trace entered no level
+                    torch._C._exit_dual_level(level=0)
+            for device, dtype, enabled in casts:
+                torch.set_autocast_dtype(device, dtype)
+                torch.set_autocast_enabled(device, enabled)
+            raise
 
 
 def is_transformed(x: object) -> bool:

@@ -40,6 +40,7 @@ from atomc.torch_compat.core import (
     Input,
     Outputs,
     autocast_is_on,
+    modes_restored,
     outside_of_tracing,
 )
 
@@ -339,7 +340,7 @@ def functional_graph(gm: GraphModule, fakes: Sequence[Input]) -> Functional:
         found.append((functional, added_by_aot(functional, len(fakes))))
         return make_boxed_func(target)
 
-    with torch._dynamo.utils.preserve_rng_state(), _no_memory_formats():
+    with torch._dynamo.utils.preserve_rng_state(), _no_memory_formats(), modes_restored():
         compile_boxed: Any = inference_compiler
         call = aot_module_simplified(
             gm,
