@@ -221,6 +221,8 @@ def _getitem(node: Node) -> Call:
 
 def _cast(node: Node, written: Call) -> Call:
     operands, attrs = written.operands, written.attrs
+    if not operands:  # of a number, which vmap converts to a tensor
+        return written
     same_place = value(node).device == value(operands[0]).device
     plain = attrs.get("memory_format") in (None, torch.preserve_format)
     if same_place and plain:

@@ -27,7 +27,8 @@ def _can_move(view: Node) -> bool:
     """Whether it is a view of a sum of two tensors that have the strides of the sum."""
     [total] = call(view).operands
     here = call(total)
-    kept = value(view).dim() > 0 and known_equal(value(view).shape[-1], value(total).shape[-1])
+    both = value(view).dim() > 0 and value(total).dim() > 0
+    kept = both and known_equal(value(view).shape[-1], value(total).shape[-1])
     return (
         kept
         and here.op == "add"
