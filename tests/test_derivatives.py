@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 import atomc
 from atomc import ops
+from atomc.capture import functional
 from atomc.ops.op_traits import Kind
 
 EAGER = {"glue": "eager"}
@@ -106,6 +107,132 @@ def test_a_failed_transform_leaves_eager_as_it_was():
         torch.compile(fails, backend="atom", options=EAGER)(X)
     assert_close(jvp(torch.sin, (X,), (X,))[1], X.cos() * X)
     assert_close(grad(lambda x: x.sin().sum())(X), X.cos())
+
+
+# Each enters modes, and then calls an op that fails in the trace of atomc.
+ENTERED = {
+    "jvp": lambda f: lambda x: jvp(f, (x,), (x,))[1],
+    "grad": lambda f: grad(lambda x: f(x).sum()),
+    "vmap": lambda f: vmap(f),
+    "no_grad": lambda f: torch.no_grad()(f),
+    "inference_mode": lambda f: torch.inference_mode()(f),
+    "autocast": lambda f: torch.autocast("cpu")(f),
+}
+
+
+def modes():
+    return (
+        torch._C._functorch.get_dynamic_layer_stack_depth(),
+        torch._C._functorch.get_inplace_requires_grad_allowed(),
+        torch._C._autograd._saved_tensors_hooks_is_enabled(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+    )
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """An op that doubles its input, and fails while atomc traces it."""
+    traces, trace = [], functional.functional_graph
+
+    def doubled(x):
+        if traces:
+            raise RuntimeError("fails half way")
+        return x * 2
+
+    def traced(gm, fakes):
+        traces.append(gm)
+        try:
+            return trace(gm, fakes)
+        finally:
+            traces.pop()
+
+    monkeypatch.setattr(functional, "functional_graph", traced)
+    with torch.library._scoped_library("failing", "FRAGMENT") as library:
+        library.define("doubled(Tensor x) -> Tensor")
+        library.impl("doubled", doubled, "CompositeImplicitAutograd")
+        yield torch.ops.failing.doubled
+
+
+@pytest.mark.parametrize("entered", ENTERED)
+def test_a_trace_that_fails_half_way_leaves_torch_as_it_was(entered, failing):
+    function = ENTERED[entered](lambda x: failing(F.linear(x, W)))
+    expected, before = function(X), modes()
+    compiled = torch.compile(function, backend="atom", options={**EAGER, "strict": False})
+    assert_close(compiled(X), expected)
+    assert "fails half way" in atomc.reports()[-1].why_not
+    assert modes() == before
+    assert_close(jvp(torch.sin, (X,), (X,))[1], X.cos() * X)
+
+
+def swept(function, arguments, name):
+    """The transforms of the op's results by one argument; written arguments are copies."""
+
+    def results(x):
+        copies = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+        values = function(**{**copies, name: x})
+        values = values if isinstance(values, tuple) else (values,)
+        parts = [v.flatten().float() for v in values if v is not None and v.is_floating_point()]
+        return torch.cat(parts) if parts else x.new_zeros(1)
+
+    def some(x):
+        y = results(x)
+        return y[:: max(1, y.numel() // 3)]
+
+    def enabled(x):
+        with torch.no_grad():
+            x = x.detach().requires_grad_()
+            with torch.enable_grad():
+                return results(x).square().sum()
+
+    transforms = {
+        kind: transform(some if kind == "jacrev" else results)
+        for kind, transform in TRANSFORMS.items()
+        if kind != "grad twice"
+    }
+    return {**transforms, "enable_grad inside": enabled}
+
+
+def outcome(function, x):
+    try:
+        return function(x)
+    except Exception as error:  # what is compared: each backend may refuse a program
+        return error
+
+
+# That of fp8 casts a number in vmap, and views a sum without dimensions in grad.
+FAST = {"kv_b_keys"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow])
+        for name, op in ops.REGISTRY.items()
+        if not op.kind & Kind.COLLECTIVE
+    ],
+)
+def test_transforms_of_each_op_are_those_of_its_reference_or_fail_in_torch(name):
+    op = ops.REGISTRY[name]
+    arguments, floats = inputs(op)
+    floats = [argument for argument in floats if argument not in op.mutates]
+    if not floats:
+        pytest.skip("no argument has derivatives")
+    by_reference, by_op = (swept(f, arguments, floats[0]) for f in (op.reference, op))
+    for kind, function in by_op.items():
+        torch._dynamo.reset()
+        x = arguments[floats[0]].clone()
+        expected = outcome(by_reference[kind], x)
+        actual = outcome(torch.compile(function, backend="atom", options=EAGER), x)
+        if isinstance(actual, Exception):
+            torch._dynamo.reset()
+            in_torch = outcome(torch.compile(function, backend="aot_eager"), x)
+            assert isinstance(in_torch, Exception), (kind, actual)
+        else:
+            assert not isinstance(expected, Exception), (kind, expected)
+            assert_close(actual, expected, rtol=1e-4, atol=1e-4, equal_nan=True, msg=kind)
+            assert actual.requires_grad == expected.requires_grad
 
 
 def test_stacked_models_stay_one_product_each_layer():
