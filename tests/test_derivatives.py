@@ -50,8 +50,12 @@ BROKEN_IN_TORCH = {("layer_norm", "jvp"), ("layer_norm", "jacrev")}
 )
 def test_transforms_of_a_compiled_function_are_those_of_eager(spelling, transform):
     function = TRANSFORMS[transform](SPELLINGS[spelling])
+    try:
+        expected = function(X)
+    except (NotImplementedError, RuntimeError) as error:
+        pytest.skip(f"eager of torch {torch.__version__} cannot: {error!s:.80}")
     compiled = torch.compile(function, backend="atom", options=EAGER)
-    assert_close(compiled(X), function(X))
+    assert_close(compiled(X), expected)
 
 
 def inputs(op):
@@ -157,6 +161,8 @@ def failing(monkeypatch):
 
 @pytest.mark.parametrize("entered", ENTERED)
 def test_a_trace_that_fails_half_way_leaves_torch_as_it_was(entered, failing):
+    if entered == "inference_mode" and torch.__version__ < "2.12":
+        pytest.skip("Inductor and aot_eager of torch 2.11 raise on inference_mode in a function")
     function = ENTERED[entered](lambda x: failing(F.linear(x, W)))
     expected, before = function(X), modes()
     compiled = torch.compile(function, backend="atom", options={**EAGER, "strict": False})

@@ -194,6 +194,21 @@ def redispatch_below_autograd(
         return op.redispatch(keys & torch._C._after_autograd_keyset, *args, **kwargs)
 
 
+def _leave_transforms(depth: int) -> None:
+    """Leave the transforms of torch.func that were entered beyond this depth, the last first.
+    torch's own function for it leaves one too many in torch 2.11.
+    """
+    functorch = torch._C._functorch
+    leave = {
+        functorch.TransformType.Vmap: functorch._vmap_decrement_nesting,
+        functorch.TransformType.Grad: functorch._grad_decrement_nesting,
+        functorch.TransformType.Jvp: functorch._jvp_decrement_nesting,
+        functorch.TransformType.Functionalize: functorch._func_decrement_nesting,
+    }
+    while functorch.get_dynamic_layer_stack_depth() > depth:
+        leave[functorch.peek_interpreter_stack().key()]()
+
+
 @contextlib.contextmanager
 def modes_restored() -> Iterator[None]:
     """A context after which torch's modes are those before it, also if a trace inside fails half
@@ -212,7 +227,7 @@ def modes_restored() -> Iterator[None]:
             yield
         except BaseException as error:  # whatever ended the trace, its modes are left
             traceback.clear_frames(error.__traceback__)  # which own inference modes
-            torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+            _leave_transforms(depth)
             torch._C._functorch.set_inplace_requires_grad_allowed(in_place)
             if hooks:
                 torch._C._autograd._saved_tensors_hooks_enable()
