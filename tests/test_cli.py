@@ -3,6 +3,7 @@ errors.
 """
 
 import contextlib
+import importlib.metadata
 import io
 import json
 import os
@@ -203,6 +204,15 @@ def test_a_library_that_is_missing_is_named_with_its_extra():
     for module, extra in (("tokenizers", "hf"), ("PIL", "images"), ("zmq", "serve")):
         error = cli._user_error(ModuleNotFoundError(f"No module named {module!r}", name=module))
         assert str(error) == f"this needs the library {module}: pip install 'atomc[{extra}]'"
+
+
+def test_a_library_that_is_missing_in_a_checkout_on_the_path_stays_its_own_error(monkeypatch):
+    def requires(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", requires)
+    missing = ModuleNotFoundError("No module named 'zmq'", name="zmq")
+    assert cli._user_error(missing) is missing
 
 
 def test_a_completion_script_completes_commands_and_flags():

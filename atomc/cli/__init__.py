@@ -82,7 +82,11 @@ def _user_error(error: BaseException) -> BaseException | None:
 def _extra_of(module: str) -> str | None:
     """The first extra of atomc's metadata that installs a top-level module, or None."""
     name = DISTRIBUTIONS.get(module.partition(".")[0], module.partition(".")[0])
-    for requirement in importlib.metadata.requires("atomc") or ():
+    try:
+        requirements = importlib.metadata.requires("atomc") or ()
+    except importlib.metadata.PackageNotFoundError:  # a checkout on the path has no metadata
+        return None
+    for requirement in requirements:
         library, _, marker = requirement.partition(";")
         library = re.split(r"[^\w-]", library.strip())[0]
         extra = re.search(r"extra == [\"'](\w+)", marker)
