@@ -48,5 +48,6 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def _untagged(value: dict[str, Any]) -> Any:
     tag = value.get(_FLOAT_TAG)
-    is_float = len(value) == 1 and isinstance(tag, str) and tag in _FLOATS
-    return _FLOATS[str(tag)] if is_float else value
+    if len(value) == 1 and isinstance(tag, str):
+        return _FLOATS.get(tag, value)
+    return value

@@ -76,7 +76,9 @@ class Programs:
         self.image_program: Program | None = None
         self.pipeline: Pipeline | None = None
         self._own_forward: self_check.OwnForward | None = None
-        self._options = _runtime_options(Options.of(config.options), module)
+        options = Options.of(config.options)
+        self._options = _runtime_options(options, module)
+        self._chose_eager = self._options is not options
         self._takes = TEXT
         self._check(lora)
         with self._traced():
@@ -125,7 +127,7 @@ class Programs:
             takes=self._takes if self.images is None else self.images.takes(images=False),
         )
         report = self.main.report
-        if self._options.glue != Options.of(config.options).glue:
+        if self._chose_eager:
             report.notes.append(EAGER_NOTE)
         if self.apart is not None:
             report.notes.append(

@@ -391,8 +391,8 @@ class OpFunction(Op, Generic[P, R]):
     reference: Callable[P, R]
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        function: Callable[P, R] = self.overload
-        return function(*args, **kwargs)
+        result: R = self.overload(*args, **kwargs)
+        return result
 
 
 REGISTRY: dict[str, Op] = {}

@@ -68,9 +68,8 @@ class ReportData:
     off: list[str] = field(default_factory=list)  # passes that are disabled
     optional: list[str] = field(default_factory=list)  # those of them that no option enables
     known: list[str] = field(default_factory=list)  # every rewrite that could have fired
-    runtime_only: list[str] = field(
-        default_factory=list
-    )  # passes left out: they need a paged cache
+    # Passes that only the runtime has: they need a paged cache.
+    runtime_only: list[str] = field(default_factory=list)
     # Rewrite -> the op it needs that is not in the graph.
     absent: dict[str, str] = field(default_factory=dict)
     # Rewrite -> the rewrite that consumed its ops.

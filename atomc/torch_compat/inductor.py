@@ -57,15 +57,6 @@ def _triton_settings() -> Iterator[None]:
             vars(knobs.nvidia).pop("libdevice_path", None)
 
 
-def _is_attention_pattern(entry: Any) -> bool:
-    from torch._inductor import pattern_matcher
-
-    return any(
-        entry.pattern is pattern and search.__name__.startswith("_sfdp")
-        for search, *_, pattern in pattern_matcher._known_precompiled_patterns
-    )
-
-
 class _WithoutAttention:
     """Inductor's patterns that `apply` without those of attention."""
 
@@ -73,11 +64,18 @@ class _WithoutAttention:
         self.all = patterns
 
     def apply(self, graph: Any) -> int:
-        from torch._inductor.pattern_matcher import PatternMatcherPass
+        from torch._inductor import pattern_matcher
 
-        others = PatternMatcherPass()
+        attention = {
+            id(pattern)
+            for search, *_, pattern in pattern_matcher._known_precompiled_patterns
+            if search.__name__.startswith("_sfdp")
+        }
+        others = pattern_matcher.PatternMatcherPass()
         for key, entries in self.all.patterns.items():
-            others.patterns[key] += [entry for entry in entries if not _is_attention_pattern(entry)]
+            others.patterns[key] += [
+                entry for entry in entries if id(getattr(entry, "pattern", None)) not in attention
+            ]
         return int(others.apply(graph))
 
 

@@ -23,12 +23,10 @@ ANY_HOST = "*"
 MAX_REDIRECTS = 3
 REDIRECTS = (301, 302, 303, 307, 308)
 NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
-PORTS = {"http": 80, "https": 443}
-HEADERS = {"User-Agent": "atomc", "Accept": "image/*", "Accept-Encoding": "identity"}
-
-
 # IPv4-compatible addresses and the local NAT64 prefix, which `is_global` has for public.
 NOT_ROUTED = (ipaddress.IPv6Network("::/96"), ipaddress.IPv6Network("64:ff9b:1::/48"))
+PORTS = {"http": 80, "https": 443}
+HEADERS = {"User-Agent": "atomc", "Accept": "image/*", "Accept-Encoding": "identity"}
 
 
 def is_public(address: Address) -> bool:
