@@ -119,9 +119,10 @@ def row(
 
 
 @contextmanager
-def demo() -> Iterator[str]:
-    """A server on the model that comes with atomc."""
+def demo(model: str | None = None) -> Iterator[str]:
+    """A server on the folder `model`, without one on the model that comes with atomc."""
     command = [sys.executable, "-m", "atomc", "serve", "--port", "0", "--no-log-requests"]
+    command += [model, "--served-model-name", MODEL] if model else []
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     try:
@@ -141,6 +142,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--url", help=f"a server that runs, with the model name {MODEL}")
+    parser.add_argument("--model", help="the folder of a model to serve instead of the demo")
     parser.add_argument("--only", default="", help="requests with this in their name")
     parser.add_argument("--seconds", type=float, default=10.0, help="for each request")
     parser.add_argument("--json", type=Path, help="write the results here as well")
@@ -151,7 +153,7 @@ def main() -> None:
     )
     print(f"{' '.join(['python', *sys.argv])}\n{machine}\n")
     print(f"{'':36}{'p50':>8}{'p99':>8}{'max':>8}{'moved':>8}{'tokens':>8}{'sent':>6}  status")
-    with demo() if not given.url else _given(given.url) as url:
+    with demo(given.model) if not given.url else running(given.url) as url:
         gaps(url, 2)
         rows = [row("(quiet)", gaps(url, given.seconds), None, [])]
         _show(rows[0])
@@ -166,7 +168,7 @@ def main() -> None:
 
 
 @contextmanager
-def _given(url: str) -> Iterator[str]:
+def running(url: str) -> Iterator[str]:
     yield url
 
 

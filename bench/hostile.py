@@ -2,7 +2,10 @@
 bodies.
 """
 
+import base64
 import json
+import struct
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +60,38 @@ def raw(field: str, value: bytes) -> bytes:
     return b'{"model":"atomc-demo","max_tokens":2,"' + field.encode() + b'":' + value + b"}"
 
 
+def image(kind: str, data: bytes) -> bytes:
+    url = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+    part = {"type": "image_url", "image_url": {"url": url}}
+    return chat(messages=[{"role": "user", "content": [part]}], max_tokens=2)
+
+
+def long_bitmap() -> bytes:
+    """One row of 2^25 pixels, whose run-length encoding is a kilobyte of runs."""
+    header = struct.pack("<IiiHHIIiiII", 40, 2**25, 1, 1, 8, 1, 0, 0, 0, 2, 0)
+    data = header + bytes(8) + b"\xff\x01" * 400 + b"\x00\x01"
+    return b"BM" + struct.pack("<IHHI", 14 + len(data), 0, 0, 62) + data
+
+
+def blank_png(width: int, height: int, color: int = 0) -> bytes:
+    """Gray (color type 0) or transparent (6) pixels, compressed to almost nothing."""
+    samples = 4 if color == 6 else 1
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    compressor = zlib.compressobj(9)
+    rows = b"".join(compressor.compress(bytes(1 + samples * width)) for _ in range(height))
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, color, 0, 0, 0))
+        + chunk(b"IDAT", rows + compressor.flush())
+        + chunk(b"IEND", b"")
+    )
+
+
 HOSTILE: dict[str, tuple[str, Callable[[], bytes]]] = {
     # Grammars.
     "lark grammar of 2 MB": (COMPLETIONS, lambda: completion(guided_grammar=lark(100_000))),
@@ -100,5 +135,16 @@ HOSTILE: dict[str, tuple[str, Callable[[], bytes]]] = {
     "body of 5,000,000 lists": (COMPLETIONS, lambda: raw("prompt", b"[" + b"[]," * 5_000_000 + b"[]]")),
     "body nested 1,000,000 deep": (COMPLETIONS, lambda: raw("prompt", b"[" * 1_000_000)),
     "body of 500,000 unknown fields": (COMPLETIONS, lambda: json.dumps({f"f{i}": 1 for i in range(500_000)}).encode()),
+    "body of 262,000 keys": (COMPLETIONS, lambda: raw("logit_bias", json.dumps({str(i): 1 for i in range(262_000)}).encode())),
+    "body of 2,700,000 numbers, UTF-16": (COMPLETIONS, lambda: raw("prompt", b"[" + b"1," * 2_700_000 + b"1]").decode().encode("utf-16")),
+    "body nested 500 deep, UTF-32": (COMPLETIONS, lambda: raw("prompt", b"[" * 500 + b"]" * 500).decode().encode("utf-32")),
     "body of 16 MB of quotes": (COMPLETIONS, lambda: raw("prompt", b'"' * 16_000_000)),
+    # Images: on a model that reads them. 400 on the others.
+    "run-length BMP of 2^25 x 1": (CHAT, lambda: image("bmp", long_bitmap())),
+    "JPEG of 50,000 segments": (CHAT, lambda: image("jpeg", b"\xff\xd8" + b"\xff\xe1\x00\x08Exif\x00\x00" * 50_000)),
+    "PNG of 5,000 x 5,000": (CHAT, lambda: image("png", blank_png(5_000, 5_000))),
+    "PNG of 16,000 x 16,000": (CHAT, lambda: image("png", blank_png(16_000, 16_000))),
+    "PNG of 3,000 x 3,000, transparent": (CHAT, lambda: image("png", blank_png(3_000, 3_000, color=6))),
+    "PNG of 16,000 x 1": (CHAT, lambda: image("png", blank_png(16_000, 1))),
+    "8 MB that are no image": (CHAT, lambda: image("png", bytes(8_000_000))),
 }  # fmt: skip
