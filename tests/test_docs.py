@@ -125,6 +125,25 @@ def test_files_that_are_named_exist(page):
     assert [str(path) for path in (*named, *run, *linked) if not (ROOT / path).exists()] == []
 
 
+def anchors(page):
+    """The anchors of a page's headings, as GitHub makes them."""
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall("^#+ (.*)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_a_section_reach_it(page):
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    links = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", prose)
+    missing = [
+        f"{file}#{anchor}"
+        for file, anchor in links
+        if anchor not in anchors((page.parent / file) if file else page)
+    ]
+    assert missing == []
+
+
 def test_every_page_is_in_the_index():
     text = (ROOT / "docs/index.md").read_text()
     assert [page.name for page in (ROOT / "docs").glob("*.md") if f"({page.name})" not in text] == [

@@ -1,4 +1,4 @@
-"""Limits of one request. docs/serving.md lists them."""
+"""Limits of one request. docs/security.md lists them."""
 
 from collections.abc import Iterable, Sized
 
