@@ -1,15 +1,48 @@
 """A module that LLM was given: its owner calls it, trains it and updates its weights meanwhile."""
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 
-from torch import nn
+from torch import Tensor, nn
 
 from atomc.errors import RunError
 from atomc.models.stock import StockModel
 from atomc.runtime.evaluation_mode import evaluation_mode
 from atomc.weights.snapshot import num_writes
+
+# How the runtime calls a module; docs/compile.md has an example.
+CALLED_AS = (
+    "forward(input_ids [T], positions [T], logits_rows [R]) -> logits [R, V], where the T tokens "
+    "have no batch dimension, and each attention layer passes a handle (ops.kv_state) to "
+    "ops.attention: docs/compile.md has an example"
+)
+
+
+def check_forward(module: nn.Module) -> None:
+    """Raises ValueError for a module of the user's that the runtime cannot call."""
+    name = type(module).__name__
+    if next(module.parameters(), None) is None:
+        raise ValueError(f"{name} has no parameters; expected a language model with {CALLED_AS}")
+    signature = inspect.signature(module.forward)
+    try:
+        signature.bind(None, None, None)
+    except TypeError as error:
+        raise ValueError(
+            f"{name} has forward{signature}, which cannot be called with three tensors ({error}); "
+            f"expected {CALLED_AS}"
+        ) from None
+
+
+def check_logits(module: nn.Module, logits: Tensor, num_rows: int) -> None:
+    """Raises ValueError unless these can be the logits of this number of rows."""
+    if logits.dim() != 2 or len(logits) != num_rows:
+        raise ValueError(
+            f"{type(module).__name__} returns a tensor {list(logits.shape)} in a step of 2 tokens "
+            f"and {num_rows} row of logits; expected {CALLED_AS}. Return the logits of the rows "
+            "that logits_rows names, such as head(x[logits_rows])"
+        )
 
 
 class GivenModule:

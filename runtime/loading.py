@@ -13,7 +13,9 @@ from atomc.parallel.group import Place
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.detokenizer import load_tokenizer
 from atomc.runtime.generation_config import eos_token_ids
+from atomc.runtime.given_module import check_forward
 from atomc.runtime.hub import model_folder
+from atomc.runtime.image_model import ImageModel
 
 if TYPE_CHECKING:  # optional
     from tokenizers import Tokenizer
@@ -64,7 +66,10 @@ def load(
                 "a module"
             )
         # Stock transformers models have a method that replaces their attention.
-        model = wrap_stock(module) if hasattr(module, "set_attn_implementation") else module
+        is_stock = hasattr(module, "set_attn_implementation")
+        if not is_stock and ImageModel.of(module) is None:
+            check_forward(module)
+        model = wrap_stock(module) if is_stock else module
         return _loaded_model(model, None, _eos_ids_of_module(model), config)
     folder = config_folder(config)
     model = loader.load(

@@ -17,7 +17,7 @@ from atomc.runtime.config import EngineConfig
 from atomc.runtime.evaluation_mode import evaluation_mode
 from atomc.runtime.executor import Limits, Result, StepCounts
 from atomc.runtime.expert_load import ExpertLoad, of_all_experts, rows_of_experts
-from atomc.runtime.given_module import GivenModule
+from atomc.runtime.given_module import GivenModule, check_logits
 from atomc.runtime.graphs import step_shapes
 from atomc.runtime.image_encoder import ImageEncoder
 from atomc.runtime.image_limits import ImageLimits
@@ -93,6 +93,7 @@ class Worker:
             with phases.phase("allocate"), gc_disabled():
                 self._allocate(self.loaded)
             if self._given is not None:
+                self._check_logits()
                 self._given.remember()
         finally:
             self._kernels.end()
@@ -106,6 +107,12 @@ class Worker:
     def program(self) -> Program:
         """Of steps without images and adapters; its report is that of the model."""
         return self.programs.main
+
+    def _check_logits(self) -> None:
+        """Raises ValueError unless a module of the user's has logits of the rows asked for."""
+        if self.runner.input_batch.rows > 1 and not isinstance(self.module, StockModel):
+            logits = self.runner.empty_step(StepShape(rows=2, sequences=1, wanted=1, columns=1))
+            check_logits(self.module, logits, num_rows=1)
 
     def _set_threads(self, spare_cores: int) -> None:
         if next(self.module.parameters()).device.type != "cpu":

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import atomc
+from atomc import ops
 from atomc.program import compile_model
 from atomc.refusal import refusal
 from atomc.runtime.llm import LLM
@@ -152,7 +153,7 @@ class Undecided(nn.Module):
             "x.sum() > 0:",
         ),
         ("raises", "it raises KeyError: nothing of that name", "raise KeyError"),
-        ("shapes", "TorchRuntimeError: .*", "x @ x"),
+        ("shapes", "RuntimeError: a and b must have same reduction dim.*", "x @ x"),
     ],
 )
 def test_a_users_model_is_refused_with_the_line_of_the_users(what, reason, code) -> None:
@@ -162,6 +163,73 @@ def test_a_users_model_is_refused_with_the_line_of_the_users(what, reason, code)
     number = int(str(caught.value).rpartition(":")[2].rstrip(")"))
     with open(__file__) as file:
         assert code in file.read().splitlines()[number - 1]
+
+
+class OfAUser(nn.Module):
+    """A module for LLM that returns what its subclasses change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+        self.kv = ops.kv_state(2, 16)
+
+    def attend(self, input_ids: Tensor) -> Tensor:
+        x: Tensor = self.embedding(input_ids).unflatten(-1, (2, 16))
+        return ops.attention(x, x, x, self.kv, scale=0.25).flatten(-2)
+
+
+class OneArgument(OfAUser):
+    def forward(self, input_ids):
+        return self.head(self.attend(input_ids))
+
+
+class WithAMask(OfAUser):
+    def forward(self, input_ids, positions, logits_rows, mask):
+        return self.head(self.attend(input_ids)[logits_rows])
+
+
+class AllRows(OfAUser):
+    def forward(self, input_ids, positions, logits_rows):
+        return self.head(self.attend(input_ids))
+
+
+class OneBatch(OfAUser):
+    def forward(self, input_ids, positions, logits_rows):
+        return self.head(self.attend(input_ids)[logits_rows])[None]
+
+
+class WithoutParameters(nn.Module):
+    def forward(self, input_ids, positions, logits_rows):
+        return input_ids
+
+
+class OtherNames(OfAUser):
+    def forward(self, ids, at, rows=None):
+        return self.head(self.attend(ids)[rows])
+
+
+@pytest.mark.parametrize(
+    "module, reason",
+    [
+        (OneArgument, r"forward\(input_ids\), which cannot be called with three tensors"),
+        (WithAMask, "missing a required argument: 'mask'"),
+        (AllRows, r"returns a tensor \[2, 64\] in a step of 2 tokens and 1 row of logits"),
+        (OneBatch, r"returns a tensor \[1, 1, 64\] in a step of 2 tokens and 1 row of logits"),
+        (WithoutParameters, "has no parameters"),
+    ],
+)
+def test_a_module_that_llm_cannot_call_is_refused_with_the_signature(module, reason) -> None:
+    with pytest.raises(ValueError, match=reason) as caught:
+        LLM(module(), max_model_len=32, num_blocks=4, options=EAGER, progress=False)
+    assert "forward(input_ids [T], positions [T], logits_rows [R]) -> logits [R, V]" in str(
+        caught.value
+    )
+
+
+def test_a_module_of_the_signature_may_name_its_arguments_otherwise() -> None:
+    llm = LLM(OtherNames(), max_model_len=32, num_blocks=4, options=EAGER, progress=False)
+    (completion,) = llm.generate([[1, 2]], SamplingParams(max_tokens=3, temperature=0.0))
+    assert len(completion.token_ids) == 3
 
 
 def test_the_trace_is_in_the_log_at_level_debug_and_comes_along_if_strict(caplog) -> None:

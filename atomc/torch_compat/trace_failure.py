@@ -17,6 +17,8 @@ _TORCH, _ATOMC = str(Path(torch.__file__).parent), str(Path(__file__).parents[1]
 _MODELS, _ADAPTER = f"{_ATOMC}/models/", f"{_ATOMC}/models/stock.py"
 _UNKNOWN_NUMBER = re.compile(r"[Cc]ould not guard on data-dependent expression (.*?) \(unhinted")
 _RAISED = re.compile(r"raised exception (\w+)\((.*)\)$", re.MULTILINE)
+# What torch says in later lines: the error of a call with fake tensors.
+_FAKE_CALL = re.compile(r": got (\w+)\(['\"](.*?)['\"],?\)$", re.MULTILINE | re.DOTALL)
 
 
 class TraceFailure(NamedTuple):
@@ -46,7 +48,9 @@ def trace_failure(error: BaseException) -> TraceFailure:
             True,
         )
     if not isinstance(error, Unsupported):
-        return TraceFailure(f"{type(error).__name__}: {reason}", where, False)
+        call = _FAKE_CALL.search(text)
+        said = f"{call[1]}: {call[2]}" if call else f"{type(error).__name__}: {reason}"
+        return TraceFailure(said, where, False)
     raised = _RAISED.search(text)
     if raised is None:
         return TraceFailure(f"torch.compile cannot trace it as one graph: {reason}", where, True)
