@@ -181,12 +181,23 @@ def test_tools_of_a_model_whose_way_is_not_known_are_refused_with_what_to_do(ser
     )
 
 
+def test_a_page_of_another_site_reads_and_changes_nothing(server):
+    for method, path, headers in (
+        ("GET", "/version", {"Host": "page.example"}),
+        ("POST", "/reset_prefix_cache", {"Origin": "https://page.example"}),
+        ("POST", "/sleep", {"Origin": "null"}),
+    ):
+        assert httpx.request(method, server.url + path, headers=headers).status_code == 403
+    headers = {"Origin": server.url}
+    assert httpx.post(f"{server.url}/reset_prefix_cache", headers=headers).status_code == 200
+
+
 def test_a_thousand_connections_are_served_in_bounded_memory(server):
     before = [server.memory(pid) for pid in (server.process.pid, server.engine_pid)]
     body = json.dumps(SHORT).encode()
     head = [
         "POST /v1/completions HTTP/1.1",
-        "Host: x",
+        "Host: localhost",
         "Connection: close",
         "Content-Type: application/json",
         f"Content-Length: {len(body)}",
@@ -220,7 +231,7 @@ def test_a_slow_reader_does_not_delay_others_and_gets_all_its_output(server):
     body = json.dumps({**LONG, "max_tokens": 500, "n": 8, "logprobs": 20, "stream": True}).encode()
     head = [
         "POST /v1/completions HTTP/1.1",
-        "Host: x",
+        "Host: localhost",
         "Content-Type: application/json",
         f"Content-Length: {len(body)}",
     ]

@@ -1,7 +1,7 @@
 """Reads API keys and checks requests for them."""
 
 import hmac
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from atomc.file_of_flag import file_of_flag
@@ -23,36 +23,48 @@ def check_key(key: str, where: str) -> None:
         )
 
 
-def read_keys(file: str) -> list[str]:
-    """The keys in a file, one per line. Raises OSError, or ValueError if the file has none."""
+def read_keys(file: str, flag: str = "--api-key-file") -> list[str]:
+    """The keys in the file of this flag, one per line. Raises OSError, or ValueError if the file
+    has none.
+    """
     try:
-        with file_of_flag("--api-key-file", file):
+        with file_of_flag(flag, file):
             text = Path(file).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"--api-key-file {file} is not UTF-8: {error}") from error
+        raise ValueError(f"{flag} {file} is not UTF-8: {error}") from error
     found = [line.strip() for line in text.splitlines() if line.strip()]
     if not found:
-        raise ValueError(f"--api-key-file {file} has no key, expected one per line")
+        raise ValueError(f"{flag} {file} has no key, expected one per line")
     for key in found:
-        check_key(key, f"key in --api-key-file {file}")
+        check_key(key, f"key in {flag} {file}")
     return found
 
 
 class ApiKeys:
-    """Checks request headers for one of these keys. Without keys, every request is authorized."""
+    """Checks request headers for one of these keys, or of the admin keys. Without `keys`, every
+    request is authorized; without admin keys, every authorized one is an admin's.
+    """
 
-    def __init__(self, keys: Iterable[str]) -> None:
+    def __init__(self, keys: Sequence[str], admin_keys: Sequence[str] = ()) -> None:
+        self._open, self._has_admins = not keys, bool(admin_keys)
+        self._first_admin = max(len(keys), 1)  # 0 is the caller without a key
+        numbered = (*enumerate(keys), *enumerate(admin_keys, self._first_admin))
         # Clients encode non-ASCII keys differently.
-        self._numbers = {form: n for n, key in enumerate(keys) for form in _encodings(key)}
+        self._numbers = {form: n for n, key in numbered for form in _encodings(key)}
 
     def caller(self, headers: Sequence[tuple[bytes, bytes]]) -> int | None:
-        """The number of the key in a request, of two that of `Authorization`; None if it has no
-        valid one, 0 if there are no keys.
+        """The number of the key in a request, of two that of `Authorization`. Without a valid one
+        None, or 0 if none is needed.
 
         headers   ASGI headers, with names in lower case
         """
-        if not self._numbers:
-            return 0
+        number = self._key_number(headers)
+        return 0 if number is None and self._open else number
+
+    def is_admin(self, caller: int | None) -> bool:
+        return not self._has_admins or (caller is not None and caller >= self._first_admin)
+
+    def _key_number(self, headers: Sequence[tuple[bytes, bytes]]) -> int | None:
         given = [(name, value.strip()) for name, value in headers if name in KEY_HEADERS]
         # Of two equal headers, a proxy may have checked the other one.
         if len({name for name, _ in given}) != len(given):

@@ -37,11 +37,30 @@ from atomc.runtime.server.responses_api.request import ResponsesRequest
 from atomc.runtime.server.service import Service
 from atomc.runtime.server.unknown_fields import IGNORED_FIELDS, check_unknown_fields
 from atomc.runtime.server.unread_body import UnreadBodyMiddleware
+from atomc.runtime.server.web_pages import WebPages
 
 # The page at / is static; it loads its data from /status, which needs a key.
 # The schema describes every server of this version.
 OPEN_PATHS = frozenset(
     {"/", "/health", "/ping", "/ready", "/metrics", "/version", "/openapi.json", *docs_page.PATHS}
+)
+# What concerns all users of the server, not the model's answer to one.
+OPERATION_PATHS = frozenset(
+    {
+        "/sleep",
+        "/wake_up",
+        "/is_sleeping",
+        "/reset_prefix_cache",
+        "/start_profile",
+        "/stop_profile",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+        "/experts",
+        "/compiler",
+        "/compiler/report",
+        "/status",
+        "/load",
+    }
 )
 
 
@@ -62,7 +81,7 @@ def error_responses(model: type[Any]) -> dict[int | str, dict[str, Any]]:
     """The error responses of an endpoint, for the OpenAPI schema."""
     return {
         code: {"model": model, "description": HTTPStatus(code).phrase}
-        for code in (400, 401, 404, 413, 429, 500, 503)
+        for code in (400, 401, 403, 404, 413, 429, 500, 503)
     }
 
 
@@ -90,22 +109,26 @@ def create_app(service: Service) -> Any:
     app.add_exception_handler(HTTPException, _on_http_exception)
     # Lone surrogates in a text; which code raises the error depends on the field.
     app.add_exception_handler(UnicodeError, _on_unicode_error)
+    config = service.config
     authenticated = AuthMiddleware(
         BodyBudgetMiddleware(
             ImageBudgetMiddleware(app, service.image_budget),
-            service.config.max_bodies_bytes,
+            config.max_bodies_bytes,
         ),
-        keys=ApiKeys(service.config.api_key),
+        keys=ApiKeys(config.api_key, config.admin_key),
+        # A page that was rebound to this server has no key.
+        pages=WebPages(config.allow_origin, None if config.api_key else config.allow_host),
         open_paths=OPEN_PATHS,
-        max_body_bytes=service.config.max_body_bytes,
+        operation_paths=OPERATION_PATHS,
+        max_body_bytes=config.max_body_bytes,
         count_error=lambda code: service.metrics.refused.labels(service.metrics.model, code).inc(),
     )
-    timed = BodyTimeoutMiddleware(UnreadBodyMiddleware(authenticated), service.config.body_timeout)
-    if not service.config.allow_origin:
+    timed = BodyTimeoutMiddleware(UnreadBodyMiddleware(authenticated), config.body_timeout)
+    if not config.allow_origin:
         return timed
     return CORSMiddleware(
         timed,
-        allow_origins=service.config.allow_origin,
+        allow_origins=config.allow_origin,
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
         expose_headers=["X-Request-Id", IGNORED_FIELDS],

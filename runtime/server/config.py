@@ -106,10 +106,25 @@ class ServerConfig:
     api_key_file: str | None = _option(
         None, "a file with one key per line, which `ps` does not show", "security"
     )
+    admin_key: tuple[str, ...] = _option(
+        (),
+        "a key for what concerns all users, such as /sleep, /compiler and LoRA adapters, which "
+        "other keys then cannot do; may be given several times; default: every client can",
+        "security",
+    )
+    admin_key_file: str | None = _option(
+        None, "a file with one admin key per line, which `ps` does not show", "security"
+    )
     allow_origin: tuple[str, ...] = _option(
         (),
-        "an origin whose web pages may call the server (CORS); may be given "
-        "several times; *: all origins",
+        "an origin whose web pages may call the server (CORS), such as https://chat.example; may "
+        "be given several times; *: all origins",
+        "security",
+    )
+    allow_host: tuple[str, ...] = _option(
+        (),
+        "a host name by which clients without a key call the server on a loopback address, besides "
+        "localhost, such as that of a proxy; may be given several times; *: any",
         "security",
     )
     max_body_bytes: int = _option(16 * 2**20, "maximum size of a request body", "security")
@@ -175,6 +190,16 @@ class ServerConfig:
             )
         for key in self.api_key:
             check_key(key, "api_key")
+        for key in self.admin_key:
+            check_key(key, "admin_key")
+        if shared := set(self.api_key) & set(self.admin_key):
+            raise ValueError(f"{len(shared)} of the admin keys are API keys, too: use other keys")
+        for host in self.allow_host:
+            if not host or set(host) & set(":/ "):
+                raise ValueError(
+                    f"allow_host is {host!r}, expected a host name without scheme and port, such "
+                    "as chat.example"
+                )
         if self.generation_config not in ("model", "none"):
             raise ValueError(
                 f"generation_config is {self.generation_config!r}, expected 'model' or 'none'"

@@ -21,6 +21,7 @@ from atomc.runtime.server.api_keys import ApiKeys
 from atomc.runtime.server.errors import APIError, to_api_error
 from atomc.runtime.server.messages_api.errors import anthropic_error, is_anthropic_path
 from atomc.runtime.server.response_types import ResponseBody
+from atomc.runtime.server.web_pages import WebPages
 
 log = logging.getLogger("atomc.server")
 T = TypeVar("T")
@@ -125,11 +126,12 @@ def _use_origin_form(scope: Scope) -> None:
 
 
 class AuthMiddleware:
-    """ASGI middleware: assigns request ids, checks API keys and body sizes, and turns exceptions
-    into error responses.
+    """ASGI middleware: assigns request ids, checks the site of web pages, API keys and body sizes,
+    and turns exceptions into error responses.
 
-    open_paths    paths that need no key
-    count_error   called with the status of each error response
+    open_paths        paths that need no key
+    operation_paths   paths that need an admin key, if there are any
+    count_error       called with the status of each error response
     """
 
     def __init__(
@@ -137,13 +139,15 @@ class AuthMiddleware:
         app: ASGIApp,
         *,
         keys: ApiKeys,
+        pages: WebPages,
         open_paths: frozenset[str],
+        operation_paths: frozenset[str],
         max_body_bytes: int,
         count_error: Callable[[int], None],
     ) -> None:
         self.app = app
-        self.keys = keys
-        self.open_paths = open_paths
+        self.keys, self.pages = keys, pages
+        self.open_paths, self.operation_paths = open_paths, operation_paths
         self.max_body_bytes = max_body_bytes
         self.count_error = count_error
 
@@ -171,7 +175,7 @@ class AuthMiddleware:
             await send(message)
 
         try:
-            scope["state"]["caller"] = self._check(scope["path"], headers)
+            scope["state"]["caller"] = self._check(scope, headers)
             await self.app(scope, self._limit_body(receive), send_with_id)
         except ClientDisconnect:
             pass
@@ -181,15 +185,19 @@ class AuthMiddleware:
             if not response_started:
                 await error_response(to_api_error(error))(scope, receive, send_with_id)
 
-    def _check(self, path: str, headers: Headers) -> int | None:
+    def _check(self, scope: Scope, headers: Headers) -> int | None:
         """The number of the caller's key; None for an open path without one."""
+        self.pages.check(scope, headers)
+        path = scope["path"]
         caller = self.keys.caller(headers.raw)
-        if path not in self.open_paths and caller is None:
+        operates = path in self.operation_paths and not self.keys.is_admin(caller)
+        if (path not in self.open_paths and caller is None) or operates:
+            kind, flag = ("admin", "--admin-key") if operates else ("API", "--api-key")
             raise APIError(
                 401,
-                "missing or invalid API key: send the header 'Authorization: Bearer KEY' or "
-                "'x-api-key: KEY'",
-                code="invalid_api_key",
+                f"missing or invalid {kind} key: send one of {flag} in the header 'Authorization: "
+                "Bearer KEY' or 'x-api-key: KEY'",
+                code=f"invalid_{kind.lower()}_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
         length = headers.get("content-length", "0")

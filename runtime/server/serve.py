@@ -59,10 +59,7 @@ def serve(server: ServerConfig, engine: EngineConfig) -> None:
     _check_certificate(server)
     real_folders(server.allowed_local_media_path)
     engine = with_room_for_adapters(server, engine)
-    if server.api_key_file is not None:
-        server = replace(
-            server, api_key=(*server.api_key, *read_keys(server.api_key_file)), api_key_file=None
-        )
+    server = read_key_files(server)
     folder, name = model_folder_and_name(engine)
     traces = _traces(server)
     torchrun = torchrun_place()
@@ -111,6 +108,17 @@ def with_room_for_adapters(server: ServerConfig, engine: EngineConfig) -> Engine
     if engine.max_loras is not None:
         return engine
     return replace(engine, max_loras=max(MAX_LORAS, len(engine.lora)))
+
+
+def read_key_files(server: ServerConfig) -> ServerConfig:
+    """Raises OSError or ValueError for files without keys."""
+    if server.api_key_file is not None:
+        keys = (*server.api_key, *read_keys(server.api_key_file))
+        server = replace(server, api_key=keys, api_key_file=None)
+    if server.admin_key_file is not None:
+        keys = (*server.admin_key, *read_keys(server.admin_key_file, "--admin-key-file"))
+        server = replace(server, admin_key=keys, admin_key_file=None)
+    return server
 
 
 def _traces(server: ServerConfig) -> "Traces | None":
@@ -321,7 +329,7 @@ def _log_summary(service: "Service", listener: socket.socket) -> None:
         "seconds to start: %s",
         ", ".join(f"{name} {seconds:.2f}" for name, seconds in info.phases.items()),
     )
-    if not (config.api_key or config.api_key_file):
+    if not config.api_key:
         log.info("no --api-key: every client that can reach the port can use the model")
     scheme = "https" if config.ssl_certfile else "http"
     host, port = listener.getsockname()[:2]
