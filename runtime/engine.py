@@ -218,7 +218,7 @@ class Engine:
             priority=priority,
             salt=salt,
             pooling=pooling,
-            images=tuple(images),
+            images=tuple(image.salted(salt) for image in images),
             lora=None if lora is None else self.adapters.get(lora),
         )
 

@@ -2,7 +2,8 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 from math import prod
 
 
@@ -22,6 +23,15 @@ class PromptImage:
     grid: tuple[int, int, int]
     pixels: bytes
     digest: bytes
+
+    def salted(self, salt: str | None) -> "PromptImage":
+        """The image with another digest for each salt, so that only requests with the same salt
+        share its pixels and embeddings.
+        """
+        if salt is None:
+            return self
+        digest = blake2b(self.digest + salt.encode(), digest_size=len(self.digest)).digest()
+        return replace(self, digest=digest)
 
     @property
     def end(self) -> int:

@@ -22,7 +22,7 @@ class Request:
     eos_ids       the model's end-of-sequence tokens
     seed          used if params.seed is None
     priority      lower values run first and are preempted last, with scheduling_policy="priority"
-    salt          requests share cached prefixes only with requests of the same salt
+    salt          requests share cached prefixes and images only with requests of the same salt
     pooling       return the mean of the prompt's hidden states, or the last of them, instead of new
                   tokens
     images        of the prompt, in order; () once the request has ended

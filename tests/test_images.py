@@ -368,6 +368,26 @@ def test_equal_pixels_are_held_once_and_their_size_is_limited(model):
     assert engine.scheduler.pixels.num_bytes == 0 and not engine.scheduler.requests
 
 
+def test_requests_with_different_salts_share_no_image(model):
+    engine = started(enable_prefix_caching=False)
+
+    def count(salt):
+        before = engine.stats().images_encoded
+        request = request_of(engine, f"of {salt}", (5, (1, SMALL), 7), salt=salt)
+        assert run(engine, request)[request.id] == expected(model, (5, (1, SMALL), 7))
+        return engine.stats().images_encoded - before
+
+    assert [count(salt) for salt in (None, "a", "b", "a", "b", None)] == [1, 1, 1, 0, 0, 0]
+    first, second, third = (
+        request_of(engine, name, (5, (1, SMALL), 7), salt=name[0]) for name in ("a1", "b", "a2")
+    )
+    for request in (first, second, third):
+        engine.add(request)
+    assert first.images[0].pixels is third.images[0].pixels
+    assert first.images[0].pixels is not second.images[0].pixels
+    engine.check()
+
+
 GOOD = image_at(1)
 
 

@@ -231,6 +231,52 @@ def test_a_second_request_with_the_same_beginning_says_what_was_cached(http):
     assert salted["prompt_tokens_details"]["cached_tokens"] == 0
 
 
+def cached_tokens(http, key, path, **body):
+    """Of a request with this key, from its usage and from the metrics."""
+
+    def hits():
+        text = http.get("/metrics").text
+        return int(float(re.search(r"atomc:prefix_cache_hits_total\{.*\} (\S+)", text)[1]))
+
+    before = hits()
+    headers = {"Authorization": f"Bearer {key}"}
+    response = http.post(path, json={"model": "atomc-demo", **body}, headers=headers)
+    assert response.status_code == 200, response.text
+    usage = response.json()["usage"]
+    in_usage = usage.get("cache_read_input_tokens", 0)
+    for name in ("prompt_tokens_details", "input_tokens_details"):
+        in_usage = usage.get(name, {}).get("cached_tokens", in_usage)
+    return in_usage, hits() - before
+
+
+def private_text(name):
+    return f"{name}: no other key may learn of this. " * 20
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": private_text("One"), "max_tokens": 1}),
+        ("/v1/completions", {"prompt": private_text("Salt"), "max_tokens": 1, "cache_salt": "x"}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": private_text("Chat")}], "max_tokens": 1},
+        ),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": private_text("Claude")}], "max_tokens": 1},
+        ),
+        ("/v1/responses", {"input": private_text("Answer"), "max_output_tokens": 16}),
+        ("/v1/embeddings", {"input": private_text("Vector"), "pooling": "last"}),
+    ],
+)
+def test_a_key_does_not_learn_what_another_one_has_sent(http, path, body):
+    first, again = (cached_tokens(http, KEY, path, **body) for _ in range(2))
+    other = cached_tokens(http, "second-key", path, **body)
+    assert first == other == (0, 0)
+    assert again[1] > 100 and (again[0] == again[1] or "embeddings" in path)
+
+
 # Chat
 
 

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("tokenizers")
 httpx = pytest.importorskip("httpx")
-from fastapi import FastAPI  # noqa: E402
+from fastapi import FastAPI, Request  # noqa: E402
 from fastapi.routing import APIRoute  # noqa: E402
 
 from atomc.runtime.server.api_keys import ApiKeys  # noqa: E402
@@ -208,6 +208,19 @@ def test_each_key_has_a_number_of_its_own():
     assert [caller(keys, key) for key in "abcd"] == [0, 1, 2, None]
     without = ApiKeys([], ["c", "d"])
     assert [caller(without, key) for key in "cdx"] == [1, 2, 0] and without.caller([]) == 0
+
+
+def test_each_key_has_a_salt_which_can_be_shared():
+    def salts(config, **state):
+        service = Service(None, None, config, Metrics(None, "m"), 1, ImageBudget(1))
+        request = Request({"type": "http", "state": state})
+        return [service.prefix_salt(request, salt) for salt in (None, "", "1")]
+
+    config = ServerConfig()
+    every = [salt for n in (0, 1, 11) for salt in salts(config, caller=n)]
+    assert None not in every and len(set(every)) == 9
+    # A batch file has no key.
+    assert salts(config) == salts(ServerConfig(share_prefixes=True), caller=1) == [None, "", "1"]
 
 
 def test_admin_keys_are_read_from_a_file_and_are_no_api_keys(tmp_path):

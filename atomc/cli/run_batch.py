@@ -31,6 +31,7 @@ SERVER_ONLY = (
     "profile_dir",
     "api_key",
     "api_key_file",
+    "share_prefixes",
     "admin_key",
     "admin_key_file",
     "allow_origin",

@@ -12,7 +12,6 @@ from atomc.runtime.sampling.sampling_params import Structured
 from atomc.runtime.server.chat_prompt import ChatPrompt, chat_prompt
 from atomc.runtime.server.errors import invalid
 from atomc.runtime.server.generation import Generation
-from atomc.runtime.server.http import request_id
 from atomc.runtime.server.image_budget import image_reservation
 from atomc.runtime.server.limits import check_total_size
 from atomc.runtime.server.message_deltas import (
@@ -145,7 +144,7 @@ async def start_chat(
         structured=structured,
         skip_special_tokens=not keep_special_tokens,
     )
-    generation = service.generation(request_id(request), [prompt], params, body, chat.images)
+    generation = service.generation(request, [prompt], params, body, chat.images)
     await service.start(generation, request)
     # The engine has the images now.
     del chat

@@ -100,7 +100,7 @@ async def completions(service: Service, body: CompletionRequest, request: Reques
         structured=structured_output(body, body.response_format, service.config),
         skip_special_tokens=body.skip_special_tokens,
     )
-    generation = service.generation(request_id(request), prompts, params, body)
+    generation = service.generation(request, prompts, params, body)
     await service.start(generation, request)
     response = _ResponseBuilder(service, body, request_id(request), generation, prompt_only)
     if body.stream:

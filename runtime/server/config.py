@@ -106,6 +106,12 @@ class ServerConfig:
     api_key_file: str | None = _option(
         None, "a file with one key per line, which `ps` does not show", "security"
     )
+    share_prefixes: bool = _option(
+        False,
+        "requests with different keys share cached prompts: cached_tokens then says what others "
+        "have sent",
+        "security",
+    )
     admin_key: tuple[str, ...] = _option(
         (),
         "a key for what concerns all users, such as /sleep, /compiler and LoRA adapters, which "

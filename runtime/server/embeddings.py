@@ -39,8 +39,9 @@ async def embeddings(service: Service, body: EmbeddingRequest, request: Request)
                 "context_length_exceeded",
             )
     params = SamplingParams(max_tokens=1)
+    salt = service.prefix_salt(request)
     submits = [
-        Submit(service.engines.next_id(), prompt, params, pooling=body.pooling)
+        Submit(service.engines.next_id(), prompt, params, salt=salt, pooling=body.pooling)
         for prompt in prompts
     ]
     stream = service.engines.submit(submits)

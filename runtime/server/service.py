@@ -16,7 +16,7 @@ from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.engines import Engines
 from atomc.runtime.server.errors import APIError, to_api_error
 from atomc.runtime.server.generation import Generation
-from atomc.runtime.server.http import cancel_on_disconnect
+from atomc.runtime.server.http import cancel_on_disconnect, request_id
 from atomc.runtime.server.image_budget import ImageBudget
 from atomc.runtime.server.image_reader import ImageReader
 from atomc.runtime.server.messages import Submit
@@ -66,9 +66,18 @@ class Service:
         info = self.engines.clients[0].info
         self.model.max_len, self.model.vocab_size = self.engines.max_len, info.vocab_size
 
+    def prefix_salt(self, request: Request, salt: str | None = None) -> str | None:
+        """The salt of a request: with that of its body, prefixes are shared with requests of the
+        same key that have the same one.
+        """
+        caller = request.scope["state"].get("caller")
+        if caller is None or self.config.share_prefixes:
+            return salt
+        return f"key {caller}" if salt is None else f"key {caller} {salt}"
+
     def generation(
         self,
-        name: str,
+        request: Request,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         body: GenerationRequest,
@@ -79,13 +88,13 @@ class Service:
             self.engines,
             self.model,
             self.metrics,
-            name,
+            request_id(request),
             prompts,
             params,
             images=images,
             n=body.n,
             priority=body.priority,
-            salt=body.cache_salt,
+            salt=self.prefix_salt(request, body.cache_salt),
             lora=self.model.adapter(body.model),
             log_requests=self.config.log_requests,
         )
