@@ -23,7 +23,7 @@ LAYERS = [
         "errors",
         "token_range",
     },
-    {"platform", "options", "torch_compat"},
+    {"platform", "options", "trusted_folder", "torch_compat"},
     {"ops"},
     {"graph", "weights", "vllm_plugin"},
     {"cost", "report", "kernels", "capture"},

@@ -33,6 +33,7 @@ from atomc.cache.fingerprint import KERNEL_SOURCE, OUR_KERNELS, Parts
 from atomc.options import Options
 from atomc.report.records import PARTS
 from atomc.report.report import Report
+from atomc.trusted_folder import untrusted
 
 log = logging.getLogger("atomc")
 Data = TypeVar("Data")
@@ -247,18 +248,6 @@ def _change(name: str, before: str | None, after: str | None) -> str:
     if name.startswith("source") or len(before) + len(after) > 400:
         return f"{name} changed"
     return f"{name} changed from {before} to {after}"
-
-
-def untrusted(path: Path) -> str | None:
-    """Why a file or folder must not be loaded from, or None: an entry contains code, so only its
-    user may write it.
-    """
-    if not hasattr(os, "getuid") or not path.exists():
-        return None
-    found = path.stat()
-    if found.st_uid != os.getuid():
-        return f"{path} belongs to another user"
-    return f"{path} may be written by other users" if found.st_mode & 0o022 else None
 
 
 def _header(rest: bytes) -> bytes:

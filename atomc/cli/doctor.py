@@ -120,6 +120,7 @@ def _provider_version(provider: str, libraries: "dict[str, Provider]") -> str:
 def _cache(options: "Options") -> str:
     from atomc.cache import store
     from atomc.report.render.table import table
+    from atomc.trusted_folder import untrusted
 
     usage = store.usage(options)
     contents = (
@@ -129,7 +130,7 @@ def _cache(options: "Options") -> str:
         ("folder", str(usage.folder)),
         ("holds", contents if options.cache else f"{contents}; off"),
     ]
-    reason = store.untrusted(usage.folder)
+    reason = untrusted(usage.folder)
     unused = [("not used", reason)] if reason else []
     return table(("cache", ""), [*rows, *unused, *_last_start(store.last_start(options))])
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -23,6 +24,7 @@ from atomc.torch_compat.core import (
     outside_of_tracing,
 )
 from atomc.torch_compat.tracing import added_by_aot
+from atomc.trusted_folder import trusted_folder
 
 if TYPE_CHECKING:
     from torch._inductor.cpu_vec_isa import VecISA
@@ -55,6 +57,28 @@ def _triton_settings() -> Iterator[None]:
         knobs = getattr(sys.modules.get("triton"), "knobs", None)
         if knobs is not None and "TRITON_LIBDEVICE_PATH" in unset:
             vars(knobs.nvidia).pop("libdevice_path", None)
+
+
+def _use_trusted_folders() -> None:
+    """Inductor unpickles and imports what its folders hold. One that other users may write is
+    replaced for the rest of the process: graphs of gradients are compiled later.
+    """
+    from torch._inductor import codecache
+    from torch._inductor.runtime import cache_dir_utils, runtime_utils
+
+    default = cache_dir_utils.default_cache_dir()
+    # Some files, such as headers, are there whatever the variable says.
+    trusted = str(trusted_folder(Path(default), "inductor"))
+    variable = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if variable not in (None, default):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(trusted_folder(Path(variable), "inductor"))
+    elif trusted != default:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = trusted
+    if trusted != default:
+        for module in (cache_dir_utils, runtime_utils, codecache):
+            setattr(module, "default_cache_dir", lambda: trusted)  # noqa: B010
+        codecache._HEADER_DIR = f"{trusted}/precompiled_headers"
+        codecache._HEADER_LOCK_DIR = f"{codecache._HEADER_DIR}/locks"
 
 
 class _WithoutAttention:
@@ -138,6 +162,7 @@ def inductor(
     """
     from torch._inductor.compile_fx import compile_fx
 
+    _use_trusted_folders()
     given: Any = list(inputs)  # Inductor's type of inputs has no floats
     compiled: Any = compile_fx(gm, given, config_patches=dict(patches or {}))
     function: GraphFunction = compiled
@@ -169,6 +194,7 @@ def inductor_code(
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
+    _use_trusted_folders()
     compiled: Any
     made: list[tuple[OutputCode, InductorCode | str]] = []
     returns_tuple = isinstance(
@@ -241,6 +267,7 @@ def from_code(code: InductorCode, returns_tuple: bool, patches: Patches) -> Grap
     from torch._inductor.utils import align_inputs_from_check_idxs
     from torch.utils._ordered_set import OrderedSet
 
+    _use_trusted_folders()
     with torch._inductor.config.patch(_without_isa_check(patches)):
         key, path = PyCodeCache.write(code.source)
         call = PyCodeCache.load_by_key_path(key, path, attrs=code.constants).call
