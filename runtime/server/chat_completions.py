@@ -26,6 +26,7 @@ from atomc.runtime.server.message_deltas import (
     ReasoningDelta,
     ToolCallArguments,
     ToolCallStart,
+    merge_deltas,
 )
 from atomc.runtime.server.protocol import ChatRequest
 from atomc.runtime.server.response_types import (
@@ -198,7 +199,7 @@ def _message(deltas: Sequence[MessageDelta]) -> ChatMessage:
     content = "".join(delta.text for delta in deltas if isinstance(delta, ContentDelta))
     reasoning = "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))
     calls: list[ToolCall] = []
-    for delta in deltas:
+    for delta in merge_deltas(deltas):
         if isinstance(delta, ToolCallStart):
             calls.append(
                 {

@@ -142,10 +142,11 @@ class _ResponseBuilder:
 
     async def complete(self) -> Completion:
         parts = {choice.index: ChoiceDelta() for choice in self.generation.choices.values()}
+        texts: dict[int, list[str]] = {index: [] for index in parts}
         with self.generation:
             async for choice, delta in self.generation:
                 part, new = parts[choice.index], await self._part(choice, delta)
-                part.text += new.text
+                texts[choice.index].append(new.text)
                 part.tokens += new.tokens
                 part.new_tokens += new.new_tokens
                 if self.body.logprobs is not None:
@@ -160,6 +161,8 @@ class _ResponseBuilder:
                         }
                     _extend(part.openai_logprobs, logprobs)
                 part.finish_reason, part.stop_reason = new.finish_reason, new.stop_reason
+        for index, part in parts.items():
+            part.text = "".join(texts[index])
         choices = [
             _choice(index, part, part.openai_logprobs) for index, part in sorted(parts.items())
         ]

@@ -3,6 +3,7 @@
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import ClassVar, Protocol
 
 
@@ -62,15 +63,18 @@ def call_id() -> str:
 
 def merge_deltas(deltas: Sequence[MessageDelta]) -> list[MessageDelta]:
     """Merges adjacent deltas of the same type."""
-    found: list[MessageDelta] = []
-    for delta in deltas:
-        last = found[-1] if found else None
-        # A ToolCallStart separates the arguments of two calls, so they are never merged.
-        if last is None or isinstance(delta, ToolCallStart) or type(last) is not type(delta):
-            found.append(delta)
-        else:
-            found[-1] = replace(last, text=last.text + delta.text)
-    return found
+    merged: list[MessageDelta] = []
+    # A ToolCallStart separates the arguments of two calls, so they are never merged.
+    for _, group in groupby(deltas, type):
+        match list(group):
+            case [ToolCallStart(), *_] as starts:
+                merged += starts
+            case [ReasoningDelta() | ContentDelta() | ToolCallArguments() as first, *_] as alike:
+                text = "".join(
+                    delta.text for delta in alike if not isinstance(delta, ToolCallStart)
+                )
+                merged.append(replace(first, text=text))
+    return merged
 
 
 class DeltaBuilder:
@@ -80,19 +84,21 @@ class DeltaBuilder:
         self.num_calls = 0
         self._new_id = new_id
         self._deltas: list[MessageDelta] = []
-        self._space = ""  # trailing white space of the content, dropped if a call follows
+        # Trailing white space of the content, dropped if a call follows.
+        self._space: list[str] = []
 
     def content(self, text: str) -> None:
-        text = self._space + text
         stripped = text.rstrip()
-        self._space = text[len(stripped) :]
-        self._add(ContentDelta(stripped))
+        if stripped:
+            self._add(ContentDelta("".join((*self._space, stripped))))
+            self._space.clear()
+        self._space.append(text[len(stripped) :])
 
     def reasoning(self, text: str) -> None:
         self._add(ReasoningDelta(text))
 
     def call(self, name: str) -> None:
-        self._space = ""
+        self._space.clear()
         self._deltas.append(ToolCallStart(self.num_calls, self._new_id(), name))
         self.num_calls += 1
 
@@ -102,8 +108,8 @@ class DeltaBuilder:
 
     def finish(self) -> None:
         if not self.num_calls:
-            self._add(ContentDelta(self._space))
-        self._space = ""
+            self._add(ContentDelta("".join(self._space)))
+        self._space.clear()
 
     def take(self) -> list[MessageDelta]:
         """The deltas added since the last call."""

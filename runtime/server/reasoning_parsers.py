@@ -11,7 +11,7 @@ from atomc.runtime.server.message_deltas import (
     ReasoningDelta,
     merge_deltas,
 )
-from atomc.runtime.server.text_buffer import TextBuffer, partial_marker_length
+from atomc.runtime.server.text_buffer import TextBuffer
 from atomc.runtime.server.tool_parsers.harmony import CHANNEL, HARMONY, START, HarmonyParser
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -33,9 +33,9 @@ class ThinkParser:
         self._text = TextBuffer()
         self._deltas: list[MessageDelta] = []
         self._has_content = self._has_reasoning = False
-        self._newlines = (
-            ""  # trailing newlines of the reasoning, emitted only if more reasoning follows
-        )
+        self._space: list[str] = []  # before the text
+        # Trailing newlines of the reasoning, emitted only if more reasoning follows.
+        self._newlines: list[str] = []
         self._state = self._at_start
 
     def feed(self, text: str) -> list[MessageDelta]:
@@ -45,7 +45,7 @@ class ThinkParser:
         return self._take()
 
     def finish(self) -> list[MessageDelta]:
-        rest = self._text.take(len(self._text.rest))
+        rest = "".join((*self._space, self._text.take_all()))
         if self._state == self._in_reasoning or (self._state == self._at_start and self._opened):
             self._add_reasoning(rest)
         elif rest:
@@ -53,14 +53,22 @@ class ThinkParser:
         return self._take()
 
     def _at_start(self) -> bool:
-        rest = self._text.rest.lstrip()
-        if not rest or partial_marker_length(rest, OPEN) == len(rest):
+        self._space.append(self._text.take_characters(r"\s*"))
+        if self._text.is_prefix_of(OPEN):  # also if nothing is left
             return False
-        if rest.startswith(OPEN):
-            self._text.take(len(self._text.rest) - len(rest) + len(OPEN))
+        if self._text.startswith(OPEN):
+            self._text.take(len(OPEN))
             self._opened = True
-        self._state = self._in_reasoning if self._opened else self._in_content
-        self._has_content = not self._opened
+            self._space.clear()
+        space = "".join(self._space)
+        self._space.clear()
+        if self._opened:
+            self._state = self._in_reasoning
+            self._add_reasoning(space)
+        else:
+            self._state, self._has_content = self._in_content, True
+            if space:
+                self._deltas.append(ContentDelta(space))
         return True
 
     def _in_reasoning(self) -> bool:
@@ -72,15 +80,16 @@ class ThinkParser:
 
     def _add_reasoning(self, text: str) -> None:
         """Emits reasoning without leading newlines; holds trailing ones back."""
-        text = self._newlines + text if self._has_reasoning else text.lstrip("\n")
+        text = text if self._has_reasoning else text.lstrip("\n")
         stripped = text.rstrip("\n")
-        self._newlines = text[len(stripped) :]
         if stripped:
             self._has_reasoning = True
-            self._deltas.append(ReasoningDelta(stripped))
+            self._deltas.append(ReasoningDelta("".join((*self._newlines, stripped))))
+            self._newlines.clear()
+        self._newlines.append(text[len(stripped) :])
 
     def _in_content(self) -> bool:
-        text = self._text.take(len(self._text.rest))
+        text = self._text.take_all()
         text = text if self._has_content else text.lstrip("\n")
         if text:
             self._has_content = True

@@ -92,7 +92,8 @@ class _MergedOutput:
     def add(self, output: Output) -> None:
         self.token_ids += output.token_ids
         if output.logprobs is not None:
-            self.logprobs = [*(self.logprobs or ()), *output.logprobs]
+            self.logprobs = self.logprobs or []
+            self.logprobs += output.logprobs
         self.finish_reason, self.stop_reason, self.error = (
             output.finish_reason,
             output.stop_reason,

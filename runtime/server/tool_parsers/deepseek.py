@@ -34,6 +34,7 @@ class DeepSeekToolParser(StateMachineParser):
         super().__init__(new_id)
         self._arguments = JsonScanner()
         self._kind = ""
+        self._head: list[str] = []  # the text between separator and arguments
         self._state = self._in_content
 
     def _finish_content(self, rest: str) -> None:
@@ -44,48 +45,48 @@ class DeepSeekToolParser(StateMachineParser):
         text, marker = self._text.take_until(CALLS, CALL, CALLS_END)
         self._deltas.content(text)
         if marker == CALL:
-            self._raw, self._state = marker, self._in_kind
+            self._enter(self._in_kind, marker)
         return bool(marker)
 
     def _in_kind(self) -> bool:
         """Before the separator: "function" (V3, R1) or the name (V3.1)."""
         text, marker = self._text.take_until(SEPARATOR, CALL, CALL_END)
-        self._raw += text
+        self._raw.append(text)
         if marker == SEPARATOR:
-            self._kind = self._raw.removeprefix(CALL).strip()
-            self._raw += marker
-            self._state = self._in_name
+            self._kind = "".join(self._raw).removeprefix(CALL).strip()
+            self._raw.append(marker)
+            self._head, self._state = [], self._in_name
         elif marker:
             self._emit_content(marker)
         return bool(marker)
 
     def _in_name(self) -> bool:
         """After the separator: the arguments (V3.1), or the name and the arguments (V3, R1)."""
-        head, brace, _ = self._text.rest.partition("{")
-        if not brace and "<" not in head:
+        self._head.append(self._text.take_characters("[^{<]*"))
+        self._raw.append(self._head[-1])
+        if not self._text:
             return False
-        name = self._name(head) if brace else None
+        name = self._name("".join(self._head)) if self._text.startswith("{") else None
         if name is None:
             self._emit_content("")
             return True
-        self._text.take(len(head))
-        self._raw = ""
         self._deltas.call(name)
-        self._arguments, self._state = JsonScanner(), self._in_arguments
+        self._arguments = JsonScanner()
+        self._enter(self._in_arguments)
         return True
 
     def _name(self, head: str) -> str | None:
-        """The function name. head: the text between separator and arguments. None if it matches
-        neither format.
+        """The function name. head: the text between separator and arguments, without "<". None if
+        it matches neither format.
         """
         if not head.strip(SPACE):
             return self._kind or None
         name, _, block = head.partition("\n")
-        is_v3 = self._kind == "function" and block.strip(SPACE) == BLOCK and "<" not in name
+        is_v3 = self._kind == "function" and block.strip(SPACE) == BLOCK
         return name.strip() or None if is_v3 else None
 
     def _in_arguments(self) -> bool:
-        self._deltas.arguments(self._text.take(self._arguments.feed(self._text.rest)))
+        self._deltas.arguments(self._text.take_read(self._arguments.feed))
         ended = self._arguments.done or self._arguments.stopped
         if ended:
             self._state = self._after_arguments
@@ -95,15 +96,14 @@ class DeepSeekToolParser(StateMachineParser):
         """Up to the end of the call, or to the next call if the end is missing."""
         _, marker = self._text.take_until(CALL_END, CALLS_END, CALL)
         if marker == CALL:
-            self._raw, self._state = marker, self._in_kind
+            self._enter(self._in_kind, marker)
         elif marker:
             self._state = self._in_content
         return bool(marker)
 
     def _emit_content(self, marker: str) -> None:
         if marker == CALL:
-            self._deltas.content(self._raw)
-            self._raw, self._state = marker, self._in_kind
-            return
-        self._deltas.content(self._raw + marker)
-        self._raw, self._state = "", self._in_content
+            self._content(self._in_kind)
+            self._raw.append(marker)
+        else:
+            self._content(self._in_content, marker)

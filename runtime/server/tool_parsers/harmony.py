@@ -23,6 +23,7 @@ END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 ENDS = (END, CALL, RETURN, START)
 # Starts of a header after the "<|start|>assistant" of the prompt.
 HEADERS = (START, CHANNEL, "to=")
+SPACES = f"[{SPACE}]*"
 SEPARATOR = "\n\n"  # between messages of the same channel
 
 
@@ -53,10 +54,13 @@ class HarmonyParser(StateMachineParser):
             self._deltas.content(rest)
 
     def _at_start(self) -> bool:
-        rest = self._text.rest.lstrip(SPACE)
-        if not rest or any(header != rest and header.startswith(rest) for header in HEADERS):
+        self._raw.append(self._text.take_characters(SPACES))
+        if self._text.is_prefix_of(*HEADERS):  # also if nothing is left
             return False
-        self._state = self._in_header if rest.startswith(HEADERS) else self._outside
+        if self._text.startswith(*HEADERS):
+            self._state = self._in_header
+        else:
+            self._content(self._outside)
         return True
 
     def _outside(self) -> bool:
@@ -64,49 +68,48 @@ class HarmonyParser(StateMachineParser):
         text, marker = self._text.take_until(START)
         self._deltas.content(text)
         if marker:
-            self._raw, self._state = marker, self._in_header
+            self._enter(self._in_header, marker)
         return bool(marker)
 
     def _in_header(self) -> bool:
         text, marker = self._text.take_until(MESSAGE, END, CALL, RETURN)
-        self._raw += text + marker
+        self._raw.append(text)
         if marker == MESSAGE:
-            self._start_message(self._raw.removeprefix(START).removesuffix(MESSAGE))
+            self._start_message("".join(self._raw))
         elif marker:
-            self._deltas.content(self._raw)
-            self._raw, self._state = "", self._outside
+            self._content(self._outside, marker)
         return bool(marker)
 
-    def _start_message(self, header: str) -> None:
-        """Choose the state for the message of this header."""
+    def _start_message(self, raw: str) -> None:
+        """Choose the state for the message of this header, which may have its start."""
+        header = raw.removeprefix(START)
         channel = re.search(re.escape(CHANNEL) + r"\s*(\w+)", header)
         function = re.search(r"(?:^|\s|assistant)to=functions\.([^\s<]+)", header)
         analysis = channel is not None and channel[1] == "analysis"
         if function and self._tools:
-            self._name, self._state = function[1], self._before_arguments
+            self._name = function[1]
+            self._enter(self._before_arguments, raw + MESSAGE)
         elif function or (analysis and not self._reasoning):
-            if not self._raw.startswith(START):
-                self._deltas.content(f"{START}assistant")
-            self._deltas.content(self._raw)
-            self._raw, self._state = "", self._verbatim
+            start = "" if raw.startswith(START) else f"{START}assistant"
+            self._deltas.content(start + raw + MESSAGE)
+            self._enter(self._verbatim)
         else:
-            self._raw, self._state = "", self._in_reasoning if analysis else self._in_message
+            self._enter(self._in_reasoning if analysis else self._in_message)
 
     def _before_arguments(self) -> bool:
-        rest = self._text.rest.lstrip(SPACE)
-        if not rest:
+        self._raw.append(self._text.take_characters(SPACES))
+        if not self._text:
             return False
-        if rest.startswith("{"):
-            self._text.take(len(self._text.rest) - len(rest))
+        if self._text.startswith("{"):
             self._deltas.call(self._name)
-            self._raw, self._arguments, self._state = "", JsonScanner(), self._in_arguments
+            self._arguments = JsonScanner()
+            self._enter(self._in_arguments)
         else:
-            self._deltas.content(self._raw)
-            self._raw, self._state = "", self._verbatim
+            self._content(self._verbatim)
         return True
 
     def _in_arguments(self) -> bool:
-        self._deltas.arguments(self._text.take(self._arguments.feed(self._text.rest)))
+        self._deltas.arguments(self._text.take_read(self._arguments.feed))
         ended = self._arguments.done or self._arguments.stopped
         if ended:
             self._state = self._after_arguments
@@ -141,7 +144,7 @@ class HarmonyParser(StateMachineParser):
         if marker and channel:
             self._separators[channel] = SEPARATOR
         if marker == START:
-            self._raw, self._state = marker, self._in_header
+            self._enter(self._in_header, marker)
         elif marker:
-            self._raw, self._state = "", self._outside
+            self._enter(self._outside)
         return bool(marker)

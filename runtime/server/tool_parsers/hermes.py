@@ -34,14 +34,18 @@ class HermesToolParser(JsonCallStateMachine):
         text, marker = self._text.take_until(BEGIN)
         self._deltas.content(text)
         if marker:
-            self._call, self._raw, self._state = JsonCallParser(), marker, self._in_call
+            self._begin(marker)
         return bool(marker)
+
+    def _begin(self, marker: str) -> None:
+        self._call = JsonCallParser()
+        self._enter(self._in_call, marker)
 
     def _after_call(self) -> bool:
         """Up to the closing tag, or to the next opening tag if it is missing."""
         _, marker = self._text.take_until(END, BEGIN)
         if marker == BEGIN:
-            self._call, self._raw, self._state = JsonCallParser(), marker, self._in_call
+            self._begin(marker)
         elif marker == END:
             self._state = self._in_content
         return bool(marker)

@@ -20,14 +20,15 @@ class JsonScanner:
         self._depth = 0
         self._quoted = self._escaped = False
 
-    def feed(self, text: str) -> int:
-        """The number of characters that belong to the value."""
-        for index, char in enumerate(text):
+    def feed(self, text: str, start: int = 0) -> int:
+        """The number of characters from this position on that belong to the value."""
+        for index in range(start, len(text)):
+            char = text[index]
             if self._quoted:
                 self._in_text(char)
             elif char == "<":
                 self.stopped = True
-                return index
+                return index - start
             elif char == '"':
                 self._quoted = True
             elif char in "{[":
@@ -36,8 +37,8 @@ class JsonScanner:
                 self._depth -= 1
                 self.done = self._depth <= 0
             if self.done:
-                return index + 1
-        return len(text)
+                return index + 1 - start
+        return len(text) - start
 
     def _in_text(self, char: str) -> None:
         if self._escaped:
@@ -63,8 +64,9 @@ class JsonCallParser:
         self.done = self.invalid = False
         self._strict = strict
         self._arguments_started = False
-        self._arguments = ""  # not taken yet
-        self._key = self._token = ""
+        self._arguments: list[str] = []  # not taken yet
+        self._key = ""
+        self._token: list[str] = []  # of a value
         self._value = JsonScanner()
         self._state = self._before_object
 
@@ -72,22 +74,22 @@ class JsonCallParser:
     def started(self) -> bool:
         return bool(self.name) and self._arguments_started
 
-    def feed(self, text: str) -> int:
-        """The number of characters consumed: all, unless the call becomes done or invalid
-        before.
+    def feed(self, text: str, start: int = 0) -> int:
+        """The number of characters consumed from this position on: all, unless the call becomes
+        done or invalid before.
         """
-        for index, char in enumerate(text):
-            self._state(char)
+        for index in range(start, len(text)):
+            self._state(text[index])
             if self.invalid:
-                return index
+                return index - start
             if self.done:
-                return index + 1
-        return len(text)
+                return index + 1 - start
+        return len(text) - start
 
     def take(self) -> str:
         """The arguments parsed since the last call."""
-        taken, self._arguments = self._arguments, ""
-        return taken
+        taken, self._arguments = self._arguments, []
+        return "".join(taken)
 
     def _before_object(self, char: str) -> None:
         if char == "{":
@@ -121,7 +123,7 @@ class JsonCallParser:
             return
         self._start_value(char)
         if self._key in ARGUMENT_KEYS and char == "{" and not self._arguments_started:
-            self._arguments = char
+            self._arguments = [char]
             self._arguments_started = True
             self._state = self._in_arguments
         elif char in '{["':
@@ -136,7 +138,7 @@ class JsonCallParser:
         if self._value.stopped:
             self.invalid = True
             return
-        self._arguments += char
+        self._arguments.append(char)
         if self._value.done:
             self._state = self._after_value
 
@@ -150,7 +152,7 @@ class JsonCallParser:
             if not self.invalid:
                 self._after_value(char)
         else:
-            self._token += char
+            self._token.append(char)
 
     def _after_value(self, char: str) -> None:
         if char == ",":
@@ -161,7 +163,7 @@ class JsonCallParser:
             self.invalid = True
 
     def _start_value(self, char: str) -> None:
-        self._token = char
+        self._token = [char]
         self._value = JsonScanner()
         self._value.feed(char)
 
@@ -169,7 +171,7 @@ class JsonCallParser:
         """Whether the value ends with this character."""
         self._value.feed(char)
         self.invalid = self._value.stopped
-        self._token += char
+        self._token.append(char)
         return self._value.done
 
     def _assign(self) -> None:
@@ -181,13 +183,13 @@ class JsonCallParser:
         elif self._key in ARGUMENT_KEYS and not self._arguments_started and value is not None:
             # Some models write the arguments as a string that contains JSON.
             if isinstance(value, str):
-                self._arguments_started, self._arguments = True, value or "{}"
+                self._arguments_started, self._arguments = True, [value or "{}"]
             else:
                 self.invalid = True
 
     def _decoded(self) -> object:
         try:
-            return json.loads(self._token, strict=False)
+            return json.loads("".join(self._token), strict=False)
         except (ValueError, RecursionError):
             self.invalid = True
             return None
@@ -198,5 +200,5 @@ class JsonCallParser:
             return
         if not self._arguments_started:
             self._arguments_started = True
-            self._arguments = "{}"
+            self._arguments = ["{}"]
         self.done = True

@@ -31,26 +31,22 @@ class LlamaToolParser(JsonCallStateMachine):
     def _after_call(self) -> bool:
         """After a call, and also at the start and after the tag."""
         between = self._deltas.num_calls and not self._raw
-        skipped = self._text.take(
-            len(self._text.rest) - len(self._text.rest.lstrip(SPACE + ";" * between))
-        )
-        self._raw += "" if between else skipped
-        rest = self._text.rest
-        if not rest:
+        skipped = self._text.take_characters(f"[{SPACE};]*" if between else f"[{SPACE}]*")
+        if skipped and not between:
+            self._raw.append(skipped)
+        if self._text.is_prefix_of(TAG):  # also if nothing is left
             return False
-        if rest.startswith(TAG):
-            self._raw += self._text.take(len(TAG))
-        elif rest.startswith("{"):
+        if self._text.startswith(TAG):
+            self._raw.append(self._text.take(len(TAG)))
+        elif self._text.startswith("{"):
             self._call, self._state = JsonCallParser(strict=True), self._in_call
-        elif TAG.startswith(rest):
-            return False
         else:
-            self._not_a_call()
+            self._content(self._in_content)
         return True
 
     def _in_content(self) -> bool:
         text, marker = self._text.take_until(TAG)
         self._deltas.content(text)
         if marker:
-            self._raw, self._state = marker, self._after_call
+            self._enter(self._after_call, marker)
         return bool(marker)

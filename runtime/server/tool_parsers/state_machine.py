@@ -17,19 +17,28 @@ class StateMachineParser:
     def __init__(self, new_id: Callable[[], str] = call_id) -> None:
         self._text = TextBuffer()
         self._deltas = DeltaBuilder(new_id)
-        self._raw = ""  # becomes content if this is not a call
+        self._raw: list[str] = []  # becomes content if this is not a call
         self._state: Callable[[], bool]
 
     def feed(self, text: str) -> list[MessageDelta]:
         self._text.feed(text)
-        while self._text.rest and self._state():
+        while self._text and self._state():
             pass
         return self._deltas.take()
 
     def finish(self) -> list[MessageDelta]:
-        self._finish_content(self._raw + self._text.rest)
+        self._finish_content("".join((*self._raw, self._text.take_all())))
         self._deltas.finish()
         return self._deltas.take()
+
+    def _enter(self, state: Callable[[], bool], raw: str = "") -> None:
+        """Go on in this state, with the text `raw` taken, which may become content."""
+        self._state, self._raw = state, [raw] if raw else []
+
+    def _content(self, state: Callable[[], bool], text: str = "") -> None:
+        """The text taken, and this text, are content. Go on in this state."""
+        self._deltas.content("".join((*self._raw, text)))
+        self._enter(state)
 
     def _finish_content(self, rest: str) -> None:
         """Add what is left of the text to the deltas, or drop it."""
@@ -48,15 +57,15 @@ class JsonCallStateMachine(StateMachineParser):
     def _in_call(self) -> bool:
         call = self._call
         was_started = call.started
-        read = self._text.take(call.feed(self._text.rest))
+        read = self._text.take_read(call.feed)
         if not call.started:
-            self._raw += read
+            self._raw.append(read)
             if call.invalid:
-                self._not_a_call()
+                self._content(self._in_content)
             return call.invalid
         if not was_started:
             self._deltas.call(call.name)
-            self._raw = ""
+            self._raw = []
         self._deltas.arguments(call.take())
         if call.done or call.invalid:
             self._state = self._after_call
@@ -69,8 +78,3 @@ class JsonCallStateMachine(StateMachineParser):
     def _in_content(self) -> bool:
         """The state outside of calls."""
         raise NotImplementedError
-
-    def _not_a_call(self) -> None:
-        """`_raw` is content."""
-        self._deltas.content(self._raw)
-        self._raw, self._state = "", self._in_content
