@@ -82,17 +82,36 @@ def _checked(path: Path, config: Mapping[str, Any]) -> AdapterConfig:
                 "adapter with peft's merge_and_unload"
             )
     rank, alpha = config.get("r"), config.get("lora_alpha")
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise ValueError(f"{CONFIG}: r is {rank!r}, expected a positive number")
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
-        raise ValueError(f"{CONFIG}: lora_alpha is {alpha!r}, expected a number")
+    if not _is_rank(rank):
+        raise ValueError(f"{CONFIG}: r is {rank!r:.40}, expected a positive number")
+    if not _is_finite(alpha):
+        raise ValueError(f"{CONFIG}: lora_alpha is {alpha!r:.40}, expected a number")
     pattern, targets = config.get("rank_pattern") or {}, config.get("target_modules")
-    ranks = [rank, *(found for found in pattern.values() if isinstance(found, int))]
+    if not isinstance(pattern, dict) or not all(map(_is_rank, pattern.values())):
+        raise ValueError(
+            f"{CONFIG}: rank_pattern is {pattern!r:.200}, expected an object of names of layers "
+            "with positive numbers"
+        )
+    ranks = [rank, *pattern.values()]
     names = targets if isinstance(targets, list) else []
     last = dict.fromkeys(str(name).rpartition(".")[2] for name in names)
     return AdapterConfig(
         path, max(ranks), float(alpha), bool(config.get("use_rslora")), tuple(last)
     )
+
+
+def _is_rank(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_finite(value: object) -> bool:
+    """Whether a value of JSON is a number that a float can hold."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def read_pairs(config: AdapterConfig) -> dict[str, LoraPair]:
@@ -119,9 +138,14 @@ def _pair(path: str, pair: Mapping[str, Any], config: AdapterConfig) -> LoraPair
     a, b = pair.get("A"), pair.get("B")
     if a is None or b is None:
         raise ValueError(f"{WEIGHTS}: {path} has no lora_{'A' if a is None else 'B'}")
-    if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
+    if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or not a.shape[0]:
         raise ValueError(
             f"{WEIGHTS}: {path} has lora_A {list(a.shape)} and lora_B {list(b.shape)}, expected "
-            "[r, K] and [N, r]"
+            "[r, K] and [N, r], with a rank r of at least 1"
+        )
+    if not (a.is_floating_point() and b.is_floating_point()):
+        raise ValueError(
+            f"{WEIGHTS}: {path} has lora_A in {a.dtype} and lora_B in {b.dtype}, expected floating "
+            "point"
         )
     return LoraPair(a, b, config.scale(a.shape[0]))

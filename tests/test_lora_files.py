@@ -1,6 +1,7 @@
 """Adapters that cannot be used are one error with the reason."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,14 @@ PATH = "model.layers.0.self_attn.q_proj"
         ("init_lora_weights", "pissa_niter_4", "other weights of the model"),
         ("peft_type", "IA3", "expected 'LORA'"),
         ("r", 0, "expected a positive number"),
+        ("r", True, "r is True, expected a positive number"),
         ("lora_alpha", "8", "expected a number"),
+        ("lora_alpha", 10**400, "lora_alpha is 10{30,}, expected a number"),
+        ("lora_alpha", math.inf, "lora_alpha is inf, expected a number"),
+        ("lora_alpha", {"__float__": "NaN"}, "lora_alpha is nan, expected a number"),
+        ("rank_pattern", ["q_proj"], r"rank_pattern is \['q_proj'\], expected an object"),
+        ("rank_pattern", {"q_proj": 0}, "rank_pattern is {'q_proj': 0}, expected an object"),
+        ("rank_pattern", {"q_proj": "8"}, "expected an object of names of layers with positive"),
     ],
 )
 def test_a_kind_of_adapter_that_is_not_supported_is_named(tmp_path, field, value, part):
@@ -65,6 +73,22 @@ def test_missing_files_pickles_and_damage_are_named(tmp_path):
 def test_tensors_that_are_no_pairs_are_named(tmp_path, key, shape, part):
     folder = write_adapter(tmp_path / "a", {PATH: (8, 4)})
     save_file(load_file(folder / WEIGHTS) | {key: torch.ones(shape)}, folder / WEIGHTS)
+    with pytest.raises(ValueError, match=part):
+        read_pairs(read_config(str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("rank", "dtype", "part"),
+    [
+        (0, torch.float32, r"lora_A \[0, 4\] and lora_B \[8, 0\], expected .* of at least 1"),
+        (4, torch.int64, "lora_A in torch.int64 and lora_B in torch.int64, expected floating"),
+    ],
+)
+def test_pairs_of_rank_0_and_of_integers_are_named(tmp_path, rank, dtype, part):
+    folder = write_adapter(tmp_path / "a", {PATH: (8, 4)})
+    key = f"base_model.model.{PATH}"
+    pair = {"A": torch.ones(rank, 4, dtype=dtype), "B": torch.ones(8, rank, dtype=dtype)}
+    save_file({f"{key}.lora_{name}.weight": each for name, each in pair.items()}, folder / WEIGHTS)
     with pytest.raises(ValueError, match=part):
         read_pairs(read_config(str(folder)))
 
