@@ -444,6 +444,8 @@ REFUSED: list[tuple[str, Damage, str]] = [
     ("llama", template("{{ x"), "the chat template 'default' is not valid Jinja: line 1: "),
     ("llama", template("{{ 1 | bogus }}"), "the chat template 'default' is not valid Jinja: line 1: No filter"),
     ("llama", template("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"), "the chat template 'default' is nested too deeply"),
+    ("llama", template("{% if x %}{% break %}{% endif %}"), "the chat template 'default' is not valid Jinja: 'break' outside loop"),
+    ("llama", template("{% for x in [1] %}" * 25 + "{% endfor %}" * 25), "the chat template 'default' is not valid Jinja: too many statically nested blocks"),
     ("llama", template("{% if 1 %}" * 3000 + "{% endif %}" * 3000), "the chat template 'default' is nested too deeply"),
     ("llama", text("chat_template.jinja", b"\xff\xfe"), "PATH/chat_template.jinja is not UTF-8 text"),
     ("llama", fields("tokenizer_config.json", eos_token=3), SPECIAL.format("eos_token is 3")),

@@ -432,11 +432,10 @@ def _compile_template(environment: "Environment", name: str, text: str) -> "Temp
         raise ValueError(
             f"the chat template {name!r} is not valid Jinja: line {error.lineno}: {error}"
         ) from error
-    except (
-        RecursionError,
-        SyntaxError,
-        MemoryError,
-    ) as error:  # from compiling the Python code that Jinja generates
+    # From compiling the Python code that Jinja generates, such as a `break` outside of a loop.
+    except SyntaxError as error:
+        raise ValueError(f"the chat template {name!r} is not valid Jinja: {error.msg}") from error
+    except (RecursionError, MemoryError) as error:
         raise ValueError(f"the chat template {name!r} is nested too deeply: {error}") from error
 
 
