@@ -23,6 +23,7 @@ from atomc.runtime.server.service import Service
 from atomc.runtime.sleeping import refuse_level, wakes_state
 
 STATS_SECONDS = 2.0
+RENDER_SECONDS = 60.0
 _rendering = asyncio.Lock()
 
 
@@ -184,7 +185,21 @@ async def compiler_page(service: Service) -> Response:
         renderer = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "atomc.report.render", stdin=PIPE, stdout=PIPE, stderr=PIPE
         )
-        text, stderr = await renderer.communicate(report.encode())
+        try:
+            async with asyncio.timeout(RENDER_SECONDS):
+                text, stderr = await renderer.communicate(report.encode())
+        except TimeoutError as error:
+            raise APIError(
+                503,
+                f"rendering the report took more than {RENDER_SECONDS:g} s: call later, or read "
+                "/compiler, which is its JSON",
+                "service_unavailable",
+                code="render_timeout",
+            ) from error
+        finally:
+            if renderer.returncode is None:
+                renderer.kill()
+                await renderer.wait()
     if renderer.returncode:
         last = stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise APIError(500, f"the report could not be rendered: {last}", "server_error")
