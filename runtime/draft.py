@@ -4,8 +4,8 @@ It has state of its own in the blocks of the model's sequences: each step writes
 model has computed, prefill too, so that chunks, preemption and rejected drafts are the same case as
 for the model. The state of a row depends on the token after it. In a block that the prefix cache
 shares, the last row has seen the next token of the request that computed it, which may differ from
-that of another request: this may change drafts, but no result. The same is true of the last row of
-a chunk before a token of an image, which has the embedding of the token's id.
+that of another request: this may change drafts, and results by rounding at most. The same is true
+of the last row of a chunk before a token of an image, which has the embedding of the token's id.
 
 S sequences, k draft tokens, D width of the hidden states.
 """

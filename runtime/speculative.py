@@ -5,7 +5,8 @@ is sampled at each position (`SampleSpec.draft` has the draft tokens before it).
 accepted if it equals the token sampled at its position. This is rejection sampling with a
 deterministic draft: a token of probability p is accepted with probability p, otherwise the token
 comes from the distribution without it. Since each position has its own random number, the output
-equals that without drafts.
+for the same logits equals that without drafts. Logits can differ by rounding, because a step with
+drafts has more rows; not with batch_invariant.
 """
 
 from collections.abc import Sequence
