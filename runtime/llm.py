@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from atomc.errors import suggestion
 from atomc.options import Options
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.engine import Engine
@@ -73,6 +74,12 @@ class LLM:
         **settings: Any,
     ) -> None:
         module = model if isinstance(model, nn.Module) else None
+        names = EngineConfig.__dataclass_fields__
+        for name in settings.keys() - names.keys():
+            raise TypeError(
+                f"LLM has no argument {name!r}{suggestion(name, names)}; docs/from-vllm.md has the "
+                "names for those of vLLM"
+            )
         config = EngineConfig(
             model=None if module is not None or model is None else str(model),
             dtype=str(dtype).removeprefix("torch.") if dtype else None,

@@ -13,6 +13,7 @@ import pytest
 
 from atomc import kernels, passes
 from atomc.cli import _parser, main
+from atomc.cli.foreign_flags import FOREIGN_FLAGS
 from atomc.ops.op import REGISTRY
 from atomc.options import Options
 
@@ -169,6 +170,31 @@ def test_every_option_is_in_the_table():
     text = (ROOT / "docs/options.md").read_text()
     options = set(re.findall(r"^\| `(\w+)` \| ", text, re.MULTILINE))
     assert options == set(Options.__dataclass_fields__)
+
+
+def test_flags_of_vllm_have_the_hints_that_the_command_gives():
+    text = (ROOT / "docs/from-vllm.md").read_text()
+    same, _, other = text.partition("## Other names")
+    rows = [
+        f"| `{flag}` | " + re.sub(r"(?<![\w`])(--[a-z][\w-]+)", r"`\1`", hint) + " |"
+        for flag, hint in sorted(FOREIGN_FLAGS["atomc serve"].items())
+    ]
+    assert re.findall(r"^\| `-.*$", other, re.MULTILINE) == rows
+    ours = flags(_parser())
+    assert [flag for flag in re.findall(r"`(--[a-z-]+)`[,.]", same) if flag not in ours] == []
+
+
+def test_speeds_of_the_recipes_are_in_the_results_they_name():
+    text = (ROOT / "docs/recipes.md").read_text()
+    number = r"([\d.,]+)"
+    row = rf"^\| [^|]* \| {number} \| {number} \| {number} \| {number} \| `([\w.-]+)` \|$"
+    rows = re.findall(row, text, re.MULTILINE)
+    assert len(rows) == 10
+    for alone, per_s, together, together_per_s, file in rows:
+        measured = (ROOT / "bench/results" / file).read_text().split()
+        assert {f"tpot_ms={alone}", f"tpot_ms={together}"} <= set(measured)
+        assert per_s == f"{1000 / float(alone):,.0f}"
+        assert together_per_s == f"{64000 / float(together):,.0f}"
 
 
 def test_messages_in_troubleshooting_are_in_the_code():

@@ -629,6 +629,18 @@ def test_wrong_arguments_fail_before_compiling(given, message):
         LLM(tiny("llama")[0], **given)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("max_model_length", r"did you mean 'max_model_len'\?"),
+        ("tensor_parallel_size", "docs/from-vllm.md has the names"),
+    ],
+)
+def test_an_argument_that_llm_does_not_have_is_named(name, message):
+    with pytest.raises(TypeError, match=f"LLM has no argument '{name}'.*{message}"):
+        LLM(**{name: 2})
+
+
 @pytest.mark.parametrize("options", [None, {"glue": "auto"}, Options(), {"strict": True}])
 def test_auto_glue_is_eager_on_a_cpu(options):
     model, _ = tiny("llama")
