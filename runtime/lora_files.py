@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from safetensors import SafetensorError, safe_open
 
@@ -104,7 +104,7 @@ def _is_rank(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _is_finite(value: object) -> bool:
+def _is_finite(value: object) -> TypeGuard[float]:
     """Whether a value of JSON is a number that a float can hold."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
