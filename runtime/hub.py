@@ -17,6 +17,11 @@ def local_folder(name: str) -> Path | None:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
+    if folder.suffix == ".py" and folder.is_file():
+        raise FileNotFoundError(
+            f"{name} is a Python file, expected a directory or a name on the hub; `atomc explain "
+            f"{name}:FUNCTION` takes a function that returns a module, LLM(module) the module"
+        )
     if folder.exists() or not NAME.fullmatch(name):
         raise FileNotFoundError(
             f"{name} is neither a directory nor a name on the hub such as Qwen/Qwen3-0.6B"

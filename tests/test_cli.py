@@ -294,6 +294,8 @@ def test_explain_a_model_of_the_users_shows_each_graph_and_the_break(here):
             "LoRA adapter 'nowhere' in /nowhere: its folder has no adapter_config",
         ),
         (["explain", "/nowhere"], "/nowhere is neither a directory nor"),
+        (["explain", __file__], "test_cli.py:FUNCTION` takes a function that returns a module"),
+        (["serve", __file__], "test_cli.py is a Python file, expected a directory or a name on"),
         (["explain", "--layers", "4"], "--layers 4: the model has 3"),
         (
             ["explain", "--layers", "1", "--why", "nothing"],

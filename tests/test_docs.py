@@ -157,6 +157,12 @@ def test_pages_are_ascii(page):
     assert page.read_text().isascii()
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_of_a_page_fits_the_columns_that_lint_allows(page):
+    code = "".join(blocks(page, "(?:py|python)"))
+    assert [line for line in code.splitlines() if len(line) > 100] == []
+
+
 def test_every_rewrite_has_its_place():
     text = (ROOT / "docs/rewrites.md").read_text()
     titles = {
