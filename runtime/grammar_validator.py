@@ -1,17 +1,23 @@
 """Validates grammars in a separate process, which an expensive or crashing grammar cannot harm."""
 
 import json
+import signal
 import socket
-import subprocess
-import sys
-import tempfile
-import threading
-import weakref
 from dataclasses import dataclass, fields
 
+from atomc.runtime.fork_server import ACCEPT_SECONDS, ForkServer
 from atomc.runtime.sampling.sampling_params import Structured
 
 WORKER = "atomc.runtime.grammar_worker"
+# Wall-clock limit per grammar, as a multiple of its CPU time: forks have a low priority.
+WALL_PER_CPU = 12
+# Why a signal ended the validation.
+SIGNAL_MESSAGES: dict[int, str] = {
+    signal.SIGPROF: "it takes more than {seconds:g} s to compile",
+    signal.SIGABRT: "it needs more than {megabytes} MiB of memory to compile",
+    signal.SIGSEGV: "it is nested too deep",
+    signal.SIGBUS: "it is nested too deep",
+}
 
 
 @dataclass(frozen=True)
@@ -26,8 +32,9 @@ class GrammarValidator:
     """Compiles grammars in a worker process, which starts with the first grammar and ends with this
     object. Thread-safe.
 
-    seconds   CPU time limit per grammar
-    memory    memory limit per grammar in bytes
+    seconds    CPU time limit per grammar
+    memory     memory limit per grammar in bytes
+    patience   as in ForkServer
     """
 
     def __init__(
@@ -38,26 +45,25 @@ class GrammarValidator:
         *,
         seconds: float,
         memory: int,
+        patience: float = ACCEPT_SECONDS,
     ) -> None:
-        self._settings = {
+        settings = {
             "tokenizer": tokenizer,
             "vocab_size": vocab_size,
             "eos_ids": sorted(eos_ids),
             "seconds": seconds,
             "memory": memory,
         }
-        self._lock = threading.Lock()
-        self._worker: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
+        self._seconds, self._memory = seconds, memory
+        self._server = ForkServer(WORKER, settings, patience=patience)
 
     def start(self) -> None:
         """Start the process if it does not run; does not wait until it is ready."""
-        with self._lock:
-            self._ensure_process()
+        self._server.start()
 
     def run(self, structured: Structured) -> ValidatedGrammar:
-        """Raises ValueError with the reason for a grammar that does not compile within the
-        limits.
+        """Raises ValueError with the reason for a grammar that does not compile within the limits,
+        and RuntimeError if the process does not answer.
         """
         values = {each.name: getattr(structured, each.name) for each in fields(structured)}
         fields_given = {
@@ -65,39 +71,26 @@ class GrammarValidator:
             for name, value in values.items()
             if value is not None and value is not False
         }
-        parent_end, child_end = socket.socketpair()
-        with parent_end:
-            with child_end, self._lock:
-                socket.send_fds(self._ensure_process(), [b"."], [child_end.fileno()])
-            parent_end.sendall(json.dumps(fields_given).encode())
-            parent_end.shutdown(socket.SHUT_WR)
-            with parent_end.makefile("rb") as file:
-                answer = file.read()
+        answer = self._answer(json.dumps(fields_given).encode())
         if not answer:
             raise RuntimeError("the grammar validation process ended without a response")
-        found = json.loads(answer)
-        if (error := found.get("error")) is not None:
+        message = json.loads(answer)
+        if (number := message.get("signal")) is not None:
+            why = SIGNAL_MESSAGES.get(number, f"the compiler was ended by signal {number}")
+            why = why.format(seconds=self._seconds, megabytes=self._memory >> 20)
+            raise ValueError(f"{next(iter(fields_given))}: {why}")
+        if (error := message.get("error")) is not None:
             raise ValueError(error)
-        return ValidatedGrammar(found["text"], found["num_bytes"])
+        return ValidatedGrammar(message["text"], message["num_bytes"])
 
-    def _ensure_process(self) -> socket.socket:
-        """The socket of the process, which is started if it does not run."""
-        if self._socket is not None and self._worker is not None and self._worker.poll() is None:
-            return self._socket
-        parent_end, child_end = socket.socketpair()
-        with tempfile.TemporaryFile() as file, child_end:
-            file.write(json.dumps(self._settings).encode())
-            file.seek(0)
-            command = [sys.executable, "-m", WORKER, str(child_end.fileno())]
-            self._worker = subprocess.Popen(
-                command, stdin=file, stdout=subprocess.DEVNULL, pass_fds=[child_end.fileno()]
-            )
-        self._socket = parent_end
-        weakref.finalize(self, _stop_process, parent_end, self._worker)
-        return parent_end
-
-
-def _stop_process(connection: socket.socket, worker: "subprocess.Popen[bytes]") -> None:
-    connection.close()
-    worker.kill()
-    worker.wait()
+    def _answer(self, request: bytes) -> bytes:
+        limit = WALL_PER_CPU * self._seconds
+        with self._server.connect() as connection:
+            connection.settimeout(limit)
+            try:
+                connection.sendall(request)
+                connection.shutdown(socket.SHUT_WR)
+                with connection.makefile("rb") as file:
+                    return file.read()
+            except TimeoutError as error:
+                raise RuntimeError(f"the grammar was not validated within {limit:g} s") from error

@@ -5,7 +5,6 @@ stack. The engine compiles the grammars that pass again.
 """
 
 import json
-import os
 import random
 import resource
 import signal
@@ -13,11 +12,12 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from atomc.errors import first_line
 from atomc.json_types import JSONObject
+from atomc.runtime.fork_server import lower_limit, memory_use, serve_forks
 from atomc.runtime.grammar_source import parser_limits, source
 from atomc.runtime.sampling.sampling_params import Structured
 
@@ -31,59 +31,23 @@ STACK_BYTES = 2**20
 WALK_TOKENS = 64
 FIRST_TOKENS = 8
 MASK_SECONDS = 0.05
-# Lower the priority.
-NICE = 10
-SIGNAL_MESSAGES: dict[int, str] = {
-    signal.SIGPROF: "it takes more than {seconds:g} s to compile",
-    signal.SIGABRT: "it needs more than {megabytes} MiB of memory to compile",
-    signal.SIGSEGV: "it is nested too deep",
-    signal.SIGBUS: "it is nested too deep",
-}
 
 
 def main() -> None:
-    """Serve the socket given by its file descriptor until its other end is closed; stdin has the
-    settings as JSON.
-    """
+    """As ForkServer expects; settings: those of GrammarValidator."""
     from llguidance import LLTokenizer
 
     settings = json.load(sys.stdin)
     tokens = LLTokenizer(
         settings["tokenizer"], n_vocab=settings["vocab_size"], eos_token=settings["eos_ids"]
     )
-    listener = socket.socket(fileno=int(sys.argv[1]))
-    os.nice(NICE)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reap the supervisors automatically
-    while True:
-        _, fds, _, _ = socket.recv_fds(listener, 1, 1)
-        if not fds:
-            return
-        if os.fork() == 0:
-            listener.close()
-            _supervise(tokens, settings, socket.socket(fileno=fds[0]))
-            os._exit(0)
-        os.close(fds[0])
+    serve_forks(partial(_respond, tokens, settings))
 
 
-def _supervise(
-    tokens: "LLTokenizer", settings: Mapping[str, Any], connection: socket.socket
-) -> None:
-    """Answer one request: a child sends the result; if a signal ends it, send the error for that
-    signal.
-    """
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    with connection, connection.makefile("rb") as file:
+def _respond(tokens: "LLTokenizer", settings: Mapping[str, Any], connection: socket.socket) -> None:
+    with connection.makefile("rb") as file:
         fields = json.load(file)
-        child = os.fork()
-        if child == 0:
-            connection.sendall(json.dumps(_validate_limited(tokens, settings, fields)).encode())
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        if os.WIFSIGNALED(status):
-            number = os.WTERMSIG(status)
-            why = SIGNAL_MESSAGES.get(number, f"the compiler was ended by signal {number}")
-            message = why.format(seconds=settings["seconds"], megabytes=settings["memory"] >> 20)
-            connection.sendall(json.dumps({"error": f"{_name(fields)}: {message}"}).encode())
+    connection.sendall(json.dumps(_validate_limited(tokens, settings, fields)).encode())
 
 
 def _validate_limited(
@@ -92,20 +56,15 @@ def _validate_limited(
     """The result of the validation, or its error. A limit may end the process by a signal
     instead.
     """
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # discard the library's panic messages
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    before = _memory_use()
+    before = memory_use()
     try:
         structured = Structured(**fields)
-        _lower_limit(resource.RLIMIT_STACK, STACK_BYTES)
-        _lower_limit(resource.RLIMIT_AS, _memory_use().size + settings["memory"])
+        lower_limit(resource.RLIMIT_STACK, STACK_BYTES)
+        lower_limit(resource.RLIMIT_AS, memory_use().size + settings["memory"])
         signal.setitimer(signal.ITIMER_PROF, settings["seconds"])
         text, matcher = _validate(tokens, structured)
     except MemoryError:
-        return {
-            "error": f"{_name(fields)}: "
-            + SIGNAL_MESSAGES[signal.SIGABRT].format(megabytes=settings["memory"] >> 20)
-        }
+        return {"signal": signal.SIGABRT}
     except UnicodeError:
         return {
             "error": f"{_name(fields)}: it has text that is not valid Unicode, such as a lone "
@@ -116,7 +75,7 @@ def _validate_limited(
     except BaseException as error:  # a panic in Rust is no Exception
         return {"error": f"{_name(fields)}: llguidance failed on it: {first_line(error):.200}"}
     signal.setitimer(signal.ITIMER_PROF, 0)
-    num_bytes = max(_memory_use().own - before.own, 0)
+    num_bytes = max(memory_use().own - before.own, 0)
     del matcher  # only after its memory is counted
     return {"text": text, "num_bytes": num_bytes}
 
@@ -199,33 +158,6 @@ def _message(message: str) -> str:
 
 def _name(fields: Mapping[str, Any]) -> str:
     return next(iter(fields))
-
-
-def _lower_limit(which: int, most: int) -> None:
-    """Set the soft limit, unless it is already lower."""
-    soft, hard = resource.getrlimit(which)
-    known = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
-    resource.setrlimit(which, (min([most, *known]), hard))
-
-
-@dataclass(frozen=True)
-class MemoryUse:
-    """Bytes of this process: its address space, and its resident memory that is not file-backed."""
-
-    size: int
-    own: int
-
-
-def _memory_use() -> MemoryUse:
-    """Without /proc, a grammar has no memory limit, and its size counts as 0."""
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            size, resident, shared = (
-                int(number) * os.sysconf("SC_PAGESIZE") for number in file.read().split()[:3]
-            )
-    except FileNotFoundError:
-        return MemoryUse(2**40, 0)
-    return MemoryUse(size, resident - shared)
 
 
 if __name__ == "__main__":

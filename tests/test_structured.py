@@ -1,8 +1,10 @@
 """Structured output: any output sampled under the masks matches the grammar."""
 
 import json
+import os
 import random
 import re
+import signal
 import sys
 import unicodedata
 
@@ -387,8 +389,17 @@ def test_an_output_whose_masks_turn_out_slow_ends_and_its_neighbour_goes_on(monk
 def test_the_validation_process_restarts_if_it_was_killed():
     grammars = GrammarCompiler(DEMO, frozenset({END}), VOCAB)
     grammars.compile(Structured(regex="a"))
-    grammars._validator._worker.kill()
-    grammars._validator._worker.wait()
+    grammars._validator._server._process.kill()
+    grammars._validator._server._process.wait()
+    assert grammars.compile(Structured(regex="b")).matcher().accept(DEMO.token_to_id("b"))
+
+
+def test_a_validation_process_that_is_stopped_is_replaced():
+    grammars = GrammarCompiler(DEMO, frozenset({END}), VOCAB)
+    grammars.compile(Structured(regex="a"))
+    server = grammars._validator._server
+    server._patience = 0.5
+    os.kill(server._process.pid, signal.SIGSTOP)
     assert grammars.compile(Structured(regex="b")).matcher().accept(DEMO.token_to_id("b"))
 
 
