@@ -170,7 +170,7 @@ def image_processor(config: dict[str, Any]) -> ImageProcessor | None:
         image_mean=[0.5, 0.5, 0.5],
         image_std=[0.5, 0.5, 0.5],
     )
-    return ImageProcessor(processor, config["image_token_id"], ())
+    return ImageProcessor(processor)
 
 
 def prepared(

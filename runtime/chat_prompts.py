@@ -10,7 +10,12 @@ from atomc.runtime.image_input.decode import decode_image, to_rgb
 from atomc.runtime.image_input.image_error import ImageError
 from atomc.runtime.image_input.media_access import MediaAccess
 from atomc.runtime.image_input.placeholders import Placeholders, check_image_tokens, place_images
-from atomc.runtime.image_input.processor import ImageProcessor, PreparedImage, load_image_processor
+from atomc.runtime.image_input.processor import (
+    ImageProcessor,
+    PreparedImage,
+    image_tokens,
+    load_image_processor,
+)
 from atomc.runtime.prompt_image import PromptImage
 from atomc.runtime.server.chat_template import load_chat_template
 
@@ -28,11 +33,13 @@ class ChatPrompts:
     """
 
     def __init__(self, folder: Path, tokenizer: "Tokenizer | None") -> None:
-        images = load_image_processor(folder, read_json(folder / "config.json"), tokenizer)
+        ids = image_tokens(folder, read_json(folder / "config.json"), tokenizer)
+        images = ids if isinstance(ids, str) else load_image_processor(folder)
         template = load_chat_template(folder, keeps_parts=isinstance(images, ImageProcessor))
         if tokenizer is None or template is None:
             raise ValueError(f"{folder} has no tokenizer or chat template: use generate")
-        self._images, self._template, self._tokenizer = images, template, tokenizer
+        self._image_tokens, self._images = ids, images
+        self._template, self._tokenizer = template, tokenizer
 
     def prompt(
         self,
@@ -44,13 +51,10 @@ class ChatPrompts:
         """The tokens and images of one chat. Raises ValueError for messages that the template or
         the model does not support, and for an image that cannot be used.
         """
-        if isinstance(self._images, ImageProcessor):
-            processor: ImageProcessor | None = self._images
-            hidden = Placeholders(self._images.placeholders)
-        elif has_images(messages):
-            raise ValueError(f"this model reads no images: {self._images}")
-        else:
-            processor, hidden = None, Placeholders(())
+        ids, processor = self._image_tokens, self._images
+        if isinstance(processor, str) and has_images(messages):
+            raise ValueError(f"this model reads no images: {processor}")
+        hidden = Placeholders(() if isinstance(ids, str) else ids.texts)
         messages, sources = split_images(messages, MAX_IMAGES)
         text = self._template.render(
             hidden.hide(messages),
@@ -59,11 +63,11 @@ class ChatPrompts:
             **{k: v for k, v in hidden.hide(kwargs).items() if k != "add_generation_prompt"},
         )
         tokens = self._encode(hidden.pieces(text))
-        if processor is None:
+        if isinstance(ids, str) or isinstance(processor, str):
             return tokens, ()
-        check_image_tokens(tokens, processor.image_token_id, len(sources))
+        check_image_tokens(tokens, ids.image, len(sources))
         prepared = [_prepared(processor, i, each) for i, each in enumerate(sources, 1)]
-        return place_images(tokens, processor.image_token_id, prepared)
+        return place_images(tokens, ids.image, prepared)
 
     def _encode(self, pieces: Sequence[str]) -> list[int]:
         """Without a BOS token, which the template writes itself."""

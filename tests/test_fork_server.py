@@ -106,7 +106,7 @@ def test_a_process_that_was_killed_is_replaced(server):
 def test_a_process_that_can_serve_nothing_says_why():
     server = start(error="no model")
     for _ in range(2):
-        with pytest.raises(ValueError, match="^no model$"):
+        with pytest.raises(ValueError, match="no model"):
             server.connect()
 
 

@@ -41,6 +41,11 @@ def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> "Image":
     """The image as RGB, turned upright; transparent parts are white, of an animation the first
     frame. Raises ImageError.
     """
+    return decode_pixels(open_image(data, max_pixels))
+
+
+def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> "Image":
+    """The image, of which only the header is read and checked. Raises ImageError."""
     from PIL import Image, UnidentifiedImageError
 
     if not data:
@@ -61,6 +66,11 @@ def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> "Image":
     _check_size(*image.size, max_pixels)
     if image.format in ("JPEG", "MPO") and data.count(START_OF_SCAN) > MAX_SCANS:
         raise ImageError(f"the JPEG image has more than {MAX_SCANS} scans: save it again")
+    return image
+
+
+def decode_pixels(image: "Image") -> "Image":
+    """What `decode_image` returns, for an image of `open_image`."""
     with _damaged():
         image.load()
     return to_rgb(image)

@@ -27,6 +27,10 @@ def is_web_url(url: str) -> bool:
     return url[:8].lower().startswith(("http://", "https://"))
 
 
+def is_data_url(url: str) -> bool:
+    return url[:5].lower() == "data:"
+
+
 @dataclass(frozen=True)
 class MediaAccess:
     """What the images of messages may be read from.
@@ -44,14 +48,13 @@ class MediaAccess:
 
     def read(self, url: str) -> bytes:
         """The image file. Raises ImageError."""
-        scheme = url[:8].partition(":")[0].lower()
-        if scheme == "data":
+        if is_data_url(url):
             data = _decode_data_url(url)
         elif is_web_url(url):
             if self.web is None:
                 raise ImageError(NO_WEB)
             return self.web.get(url, self.max_bytes)
-        elif scheme == "file":
+        elif url[:5].lower() == "file:":
             data = self._read_file_url(url)
         elif self.any_file and url:
             data = self._read_any(Path(url).expanduser())

@@ -4,7 +4,7 @@ Always its PIL variant, so that the pixels do not depend on whether torchvision 
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -37,20 +37,26 @@ class PreparedImage:
     digest: bytes
 
 
+@dataclass(frozen=True)
+class ImageTokens:
+    """image   the token of a prompt that stands for an image
+    texts   of the tokens that stand for images and videos
+    """
+
+    image: int
+    texts: tuple[str, ...]
+
+
 class ImageProcessor:
     """The image processor of one model. Thread-safe.
-
-    image_token_id   the token of the prompt that stands for an image
-    placeholders     the texts of the tokens that stand for images and videos
 
     Raises ValueError if `processor` does not make patches of a fixed width with a grid.
     """
 
-    def __init__(self, processor: Any, image_token_id: int, placeholders: Sequence[str]) -> None:
+    def __init__(self, processor: Any) -> None:
         from PIL import Image
 
         self._processor = processor
-        self.image_token_id, self.placeholders = image_token_id, tuple(placeholders)
         try:
             self.patch_width = CHANNELS * processor.temporal_patch_size * processor.patch_size**2
             self.prepare(Image.new("RGB", (8 * processor.patch_size, 6 * processor.patch_size)))
@@ -88,10 +94,10 @@ class ImageProcessor:
         return PreparedImage(length, grid, pixels, digest.digest())
 
 
-def load_image_processor(
+def image_tokens(
     folder: Path, config: JSONObject, tokenizer: "Tokenizer | None"
-) -> ImageProcessor | str:
-    """The image processor of a model's folder, or why the model reads no images.
+) -> ImageTokens | str:
+    """The tokens for images of a model with an image processor, or why the model reads no images.
 
     config   of config.json
     """
@@ -100,11 +106,16 @@ def load_image_processor(
         return f"{_architecture(config)} has no vision encoder"
     tokens = [config.get(name) for name in ("image_token_id", "video_token_id")]
     texts = [tokenizer and tokenizer.id_to_token(each) for each in tokens if isinstance(each, int)]
-    placeholders = [text for text in texts if text]
+    placeholders = tuple(text for text in texts if text)
     if not placeholders or texts[0] is None:
         return f"its tokenizer has no token {image_token_id}, the image token of config.json"
     if not any((folder / name).is_file() for name in FILES):
         return f"its folder has no {FILES[0]}"
+    return ImageTokens(image_token_id, placeholders)
+
+
+def load_image_processor(folder: Path) -> ImageProcessor | str:
+    """The image processor of a model's folder, or why it cannot be used."""
     try:
         import PIL  # noqa: F401
         from transformers import AutoImageProcessor
@@ -114,7 +125,7 @@ def load_image_processor(
         processor = AutoImageProcessor.from_pretrained(
             folder, backend="pil", local_files_only=True, trust_remote_code=False
         )
-        return ImageProcessor(processor, image_token_id, placeholders)
+        return ImageProcessor(processor)
     except Exception as error:  # of any class of transformers, with any settings
         return f"its image processor cannot be loaded: {' '.join(str(error).split())}"
 

@@ -81,9 +81,9 @@ async def _with_images(
     continue_final_message: bool,
     limit: int | None,
 ) -> ChatPrompt:
-    model, image_token_id = service.model, reader.processor.image_token_id
+    model, image_tokens = service.model, reader.decoder.tokens
     messages, sources = split_images(messages, service.config.limit_images)
-    hidden = Placeholders(reader.processor.placeholders)
+    hidden = Placeholders(image_tokens.texts)
     text = await model.render_chat(
         hidden.hide(messages),
         hidden.hide(tools),
@@ -92,7 +92,7 @@ async def _with_images(
         continue_final_message,
     )
     tokens = await model.encode_chat(hidden.pieces(text), limit)
-    check_image_tokens(tokens, image_token_id, len(sources))
+    check_image_tokens(tokens, image_tokens.image, len(sources))
     text = hidden.restore(text)
     if not sources:
         return ChatPrompt(text, tokens)
@@ -103,5 +103,5 @@ async def _with_images(
         image_reservation(request),
     )
     images = await cancel_on_disconnect(request, reader.prepare(sources, limits))
-    prompt, placed = place_images(tokens, image_token_id, images)
+    prompt, placed = place_images(tokens, image_tokens.image, images)
     return ChatPrompt(text, prompt, placed)

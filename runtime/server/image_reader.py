@@ -1,23 +1,38 @@
-"""Reads and prepares the images of requests in threads, a few at a time."""
+"""Reads the images of requests, and has them decoded and prepared in processes.
+
+Images of all requests are processed at once, so that they share the processors' time; few of one
+request, and few large ones, so that these do not delay other images.
+"""
 
 import asyncio
+import socket
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from atomc.runtime.image_input.content_parts import ImageSource
-from atomc.runtime.image_input.decode import decode_image
+from atomc.runtime.image_input.decode import MAX_PIXELS
+from atomc.runtime.image_input.image_decoder import ImageDecoder, LargeImage
 from atomc.runtime.image_input.image_error import ImageError
-from atomc.runtime.image_input.media_access import MediaAccess, is_web_url, real_folders
-from atomc.runtime.image_input.processor import ImageProcessor, PreparedImage
+from atomc.runtime.image_input.media_access import (
+    MediaAccess,
+    is_data_url,
+    is_web_url,
+    real_folders,
+)
+from atomc.runtime.image_input.processor import PreparedImage
 from atomc.runtime.image_input.web_fetch import WebFetch
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.errors import invalid
 from atomc.runtime.server.image_budget import ImageReservation
 
-# An image of 33 million pixels takes up to a gigabyte while it is decoded and resized.
-DECODES = 4
+# Images at once: of all requests, of one request, and of more than MANY_PIXELS pixels, which take
+# up to two gigabytes each while they are decoded and resized.
+DECODES, REQUEST_DECODES, LARGE_DECODES = 16, 4, 2
+MANY_PIXELS = 2**22
 # Waiting for another host takes no CPU time.
 FETCHES = 16
 
@@ -30,12 +45,16 @@ class RequestLimits:
     tokens        those left for images
     file_bytes    bytes left for files that are not in the body
     reservation   for the prepared images
+    turn          to process one image
     """
 
     max_len: int
     tokens: int
     file_bytes: int
     reservation: ImageReservation
+    turn: asyncio.Semaphore = field(
+        default_factory=lambda: asyncio.Semaphore(REQUEST_DECODES), init=False
+    )
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def take_file(self, num_bytes: int) -> None:
@@ -59,11 +78,14 @@ class RequestLimits:
 class ImageReader:
     """access: what images may be read from."""
 
-    def __init__(self, processor: ImageProcessor, access: MediaAccess) -> None:
-        self.processor, self.access = processor, access
-        self._decodes = ThreadPoolExecutor(DECODES, "image")
+    def __init__(self, decoder: ImageDecoder, access: MediaAccess) -> None:
+        self.decoder, self.access = decoder, access
+        # They wait for worker processes and files.
+        self._threads = ThreadPoolExecutor(2 * (DECODES + LARGE_DECODES), "image")
         self._fetches = ThreadPoolExecutor(FETCHES, "image fetch")
         self._fetching = asyncio.Semaphore(FETCHES)
+        self._decoding = asyncio.Semaphore(DECODES)
+        self._decoding_large = asyncio.Semaphore(LARGE_DECODES)
 
     async def prepare(
         self, sources: Sequence[ImageSource], limits: RequestLimits
@@ -86,30 +108,56 @@ class ImageReader:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _prepare_one(self, source: ImageSource, limits: RequestLimits) -> PreparedImage:
-        loop = asyncio.get_running_loop()
         if not isinstance(source, str):
             raise ImageError(f"it is a {type(source).__name__}, expected a URL")
-        if not is_web_url(source):
-            return await loop.run_in_executor(self._decodes, self._read_one, source, limits)
-        # Until it is decoded, so that the bytes of at most FETCHES images are in memory.
-        async with self._fetching:
-            data = await loop.run_in_executor(self._fetches, self._read, source, limits)
-            return await loop.run_in_executor(self._decodes, self._decode, data, limits)
-
-    def _read_one(self, url: str, limits: RequestLimits) -> PreparedImage:
-        return self._decode(self._read(url, limits), limits)
+        async with limits.turn:
+            if is_data_url(source):
+                return await self._decode(source, limits)
+            loop = asyncio.get_running_loop()
+            if not is_web_url(source):
+                data = await loop.run_in_executor(self._threads, self._read, source, limits)
+                return await self._decode(data, limits)
+            # Until it is decoded, so that the bytes of at most FETCHES images are in memory.
+            async with self._fetching:
+                data = await loop.run_in_executor(self._fetches, self._read, source, limits)
+                return await self._decode(data, limits)
 
     def _read(self, url: str, limits: RequestLimits) -> bytes:
         data = self.access.read(url)
-        if not url.lower().startswith("data:"):
-            limits.take_file(len(data))
+        limits.take_file(len(data))
         return data
 
-    def _decode(self, data: bytes, limits: RequestLimits) -> PreparedImage:
-        return self.processor.prepare(decode_image(data), limits.take_patches)
+    async def _decode(self, source: str | bytes, limits: RequestLimits) -> PreparedImage:
+        """source: a data: URL, or a file."""
+        try:
+            async with self._decoding:
+                return await self._decode_within(MANY_PIXELS, source, limits)
+        except LargeImage:
+            async with self._decoding_large:
+                return await self._decode_within(MAX_PIXELS, source, limits)
+
+    async def _decode_within(
+        self, max_pixels: int, source: str | bytes, limits: RequestLimits
+    ) -> PreparedImage:
+        loop = asyncio.get_running_loop()
+        connection = await loop.run_in_executor(self._threads, self.decoder.connect)
+        prepare = partial(
+            self.decoder.prepare,
+            connection,
+            source,
+            limits.take_patches,
+            max_pixels=max_pixels,
+            max_bytes=self.access.max_bytes,
+        )
+        try:
+            return await loop.run_in_executor(self._threads, prepare)
+        except asyncio.CancelledError:
+            with suppress(OSError):  # already closed
+                connection.shutdown(socket.SHUT_RDWR)
+            raise
 
 
-def image_reader(processor: ImageProcessor, config: ServerConfig) -> ImageReader:
+def image_reader(decoder: ImageDecoder, config: ServerConfig) -> ImageReader:
     """With what the flags allow. Raises ValueError for a folder that is none."""
     hosts = frozenset(map(str.lower, config.allowed_media_domains))
     access = MediaAccess(
@@ -117,4 +165,4 @@ def image_reader(processor: ImageProcessor, config: ServerConfig) -> ImageReader
         web=WebFetch(hosts) if hosts else None,
         max_bytes=config.max_body_bytes,
     )
-    return ImageReader(processor, access)
+    return ImageReader(decoder, access)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from atomc.json_types import JSONLike
 from atomc.runtime.detokenizer import TokenTexts, load_tokenizer
 from atomc.runtime.generation_config import sampling_defaults
-from atomc.runtime.image_input.processor import ImageProcessor, load_image_processor
+from atomc.runtime.image_input.image_decoder import ImageDecoder, start_image_decoder
 from atomc.runtime.server.chat_template import ChatTemplate, Message, load_chat_template
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.errors import APIError, invalid
@@ -40,7 +40,7 @@ class ModelInfo:
     names              names for clients; responses have the first
     defaults           sampling parameters of requests that do not set them
     tools, reasoning   names of the parsers; None: the model's format is unknown
-    images             prepares images; None: the model reads none, for the reason no_images
+    images             decodes images; None: the model reads none, for the reason no_images
     adapters           LoRA adapters, whose names clients use as the model's; name -> folder
     max_len            maximum sequence length in tokens; with vocab_size, set when the engine is
                        ready
@@ -52,7 +52,7 @@ class ModelInfo:
     defaults: Mapping[str, Any]
     tools: str | None
     reasoning: str | None
-    images: ImageProcessor | None = None
+    images: ImageDecoder | None = None
     no_images: str = ""
     adapters: dict[str, str] = field(default_factory=dict)
     max_len: int = 0
@@ -219,11 +219,11 @@ def load_model_info(
 
     model_config = read_config(folder)
     tokenizer = load_tokenizer(folder)
-    images = load_image_processor(folder, model_config, tokenizer)
+    images = start_image_decoder(folder, model_config, tokenizer)
     template = load_chat_template(
         folder,
         Path(config.chat_template) if config.chat_template else None,
-        keeps_parts=isinstance(images, ImageProcessor),
+        keeps_parts=isinstance(images, ImageDecoder),
     )
     source, model_type = template.source if template else "", model_config.get("model_type")
     names = config.served_model_name or (name,)
@@ -238,7 +238,7 @@ def load_model_info(
         tools=_parser(config.tool_call_parser, TOOL_PARSERS, "tool_call_parser")
         or detect_tool_parser(source, model_type),
         reasoning=_reasoning(config.reasoning_parser, source, model_type),
-        images=images if isinstance(images, ImageProcessor) else None,
+        images=images if isinstance(images, ImageDecoder) else None,
         no_images=images if isinstance(images, str) else "",
         adapters=dict(adapters or {}),
     )

@@ -1,0 +1,241 @@
+"""Images decoded in processes: the pixels of the same process, limits, cancellation, and many at
+once.
+"""
+
+import asyncio
+import os
+import signal
+import struct
+import sys
+import time
+import zlib
+
+import pytest
+
+pytest.importorskip("PIL")
+pytest.importorskip("fastapi")
+pytest.importorskip("transformers")
+from image_files import (
+    data_url,
+    encoded,
+    image_processor,
+    picture,
+    png_of_zeros,
+    write_model,
+)
+from PIL import Image
+from test_image_decode import DAMAGED, segments
+
+from atomc.runtime.image_input.decode import decode_image
+from atomc.runtime.image_input.image_decoder import (
+    ImageDecoder,
+    LargeImage,
+)
+from atomc.runtime.image_input.image_error import ImageError
+from atomc.runtime.image_input.media_access import MediaAccess
+from atomc.runtime.image_input.processor import ImageProcessor, ImageTokens
+from atomc.runtime.server.image_budget import ImageBudget, ImageReservation
+from atomc.runtime.server.image_reader import ImageReader, RequestLimits
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+    pytest.mark.xdist_group("image decoder"),
+]
+GOOD = data_url(encoded(picture(40, 24)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def decoder(folder):
+    """With half a second of CPU time."""
+    return ImageDecoder(folder, ImageTokens(0, ()), seconds=0.5)
+
+
+def accept(length, num_bytes):
+    pass
+
+
+def prepare(decoder, source, reserve=accept, **limits):
+    limits = {"max_pixels": 2**25, "max_bytes": 2**24} | limits
+    return decoder.prepare(decoder.connect(), source, reserve, **limits)
+
+
+def slow_png():
+    """A PNG with a million chunks, which takes Pillow some seconds of CPU time."""
+
+    def chunk(kind, data=b""):
+        body = kind + data
+        return struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body))
+
+    data = encoded(picture(8, 8))
+    header_end = 8 + 25
+    return data[:header_end] + chunk(b"prVt") * 10**6 + data[header_end:]
+
+
+SLOW = slow_png()
+FILES = {
+    "PNG": encoded(picture(40, 24)),
+    "palette": encoded(picture(50, 70, mode="P")),
+    "transparent": encoded(Image.merge("RGBA", [*picture(30, 30).split(), picture(30, 30).split()[0]])),
+    "sixteen bits": encoded(Image.new("I;16", (33, 20), 9000)),
+    "JPEG": encoded(picture(90, 17), "JPEG"),
+    "CMYK": encoded(picture(90, 17, mode="CMYK"), "JPEG"),
+    "many Exif segments": segments(0xE1, b"Exif\0\0x" * 3, 900),
+    "WebP": encoded(picture(64, 64), "WEBP"),
+    "GIF": encoded(picture(64, 30, mode="P"), "GIF"),
+    "BMP": encoded(picture(64, 30), "BMP"),
+    "large": png_of_zeros(800, 300),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_result_is_that_of_the_same_process(decoder, name):
+    reserved = []
+    expected = ImageProcessor(image_processor()).prepare(decode_image(FILES[name]))
+    for source in (FILES[name], data_url(FILES[name])):
+        assert prepare(decoder, source, lambda *sizes: reserved.append(sizes)) == expected
+    assert reserved == [(expected.length, len(expected.pixels))] * 2
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_file_has_the_error_of_the_same_process(decoder, name):
+    data, _ = DAMAGED[name]
+    with pytest.raises(ImageError) as expected:
+        decode_image(data)
+    for source in (data, data_url(data)):
+        with pytest.raises(ImageError) as caught:
+            prepare(decoder, source)
+        assert str(caught.value) == str(expected.value)
+
+
+@pytest.mark.parametrize(
+    "url, message",
+    [
+        ("data:image/png;base64,A!AA", "not valid base64"),
+        ("data:image/png;base64,\u00e4\udc80", "not valid base64"),
+        ("data:text/html;base64,AAAA", "the type 'text/html'"),
+        (GOOD, "more than 100 bytes"),
+    ],
+)
+def test_a_url_is_checked(decoder, url, message):
+    with pytest.raises(ImageError, match=message):
+        prepare(decoder, url, max_bytes=100)
+
+
+def test_a_slow_file_is_ended_by_its_limit(decoder):
+    with pytest.raises(
+        ImageError, match=r"exceeds the limit of CPU time \(0.5 s, and more for more"
+    ):
+        prepare(decoder, SLOW)
+
+
+def test_memory_is_limited(folder):
+    """Pillow keeps a list of the chunks."""
+    decoder = ImageDecoder(folder, ImageTokens(0, ()), seconds=60, memory=2**24)
+    with pytest.raises(
+        ImageError, match=r"exceeds the limit of memory \(16 MiB, and more for more"
+    ):
+        prepare(decoder, SLOW)
+    prepare(decoder, GOOD)
+
+
+def test_an_image_of_more_pixels_than_the_request_allows_is_not_decoded(decoder):
+    with pytest.raises(LargeImage):
+        prepare(decoder, FILES["large"], max_pixels=800 * 300 - 1)
+
+
+def test_an_image_that_is_refused_has_no_patches_made(decoder):
+    def refuse(length, num_bytes):
+        raise ImageError("too many tokens")
+
+    with pytest.raises(ImageError, match="too many tokens"):
+        prepare(decoder, GOOD, refuse)
+
+
+def children(pid):
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                with open(f"/proc/{entry}/stat") as file:
+                    state, parent = file.read().rpartition(")")[2].split()[:2]
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if int(parent) == pid and state != "Z":
+                found += [int(entry), *children(int(entry))]
+    return found
+
+
+def forks(decoder):
+    """The processes that serve connections: two for each."""
+    return children(decoder._server._process.pid)
+
+
+def wait_until(condition):
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_process_that_hangs_is_given_up(folder):
+    decoder = ImageDecoder(folder, ImageTokens(0, ()), wait=1.0)
+    prepare(decoder, GOOD)
+
+    def stop(length, num_bytes):
+        os.kill(forks(decoder)[1], signal.SIGSTOP)
+
+    with pytest.raises(ImageError, match="decoding it exceeds the limit of 1 s"):
+        prepare(decoder, GOOD, stop)
+    wait_until(lambda: not forks(decoder))
+    prepare(decoder, GOOD)
+
+
+def test_a_decoder_that_crashes_is_an_error_of_its_image(decoder):
+    def crash(length, num_bytes):
+        os.kill(forks(decoder)[1], signal.SIGSEGV)
+
+    with pytest.raises(ImageError, match="its decoder was ended by signal 11"):
+        prepare(decoder, GOOD, crash)
+    prepare(decoder, GOOD)
+
+
+# Images of requests
+
+
+def limits(max_len=10**6, budget=2**30):
+    return RequestLimits(max_len, max_len, 2**24, ImageReservation(ImageBudget(budget)))
+
+
+@pytest.fixture
+def reader(decoder):
+    return ImageReader(decoder, MediaAccess())
+
+
+def test_a_request_that_ends_stops_its_work(decoder, reader):
+    async def cancel():
+        sources = [data_url(SLOW), *[GOOD] * 3]
+        task = asyncio.create_task(reader.prepare(sources, limits()))
+        await asyncio.to_thread(wait_until, lambda: forks(decoder))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.to_thread(wait_until, lambda: not forks(decoder))
+        assert len(await reader.prepare([GOOD], limits())) == 1
+
+    asyncio.run(cancel())
+
+
+def test_twenty_requests_at_once(decoder, reader):
+    async def run():
+        return await asyncio.gather(
+            *(reader.prepare([GOOD, data_url(FILES["large"])], limits()) for _ in range(20))
+        )
+
+    expected = [prepare(decoder, source) for source in (GOOD, FILES["large"])]
+    assert asyncio.run(run()) == [expected] * 20
+    wait_until(lambda: not forks(decoder))
