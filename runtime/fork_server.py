@@ -4,6 +4,7 @@ Such a parser can take minutes and gigabytes, or crash. Its fork has limits, and
 connection: closing it stops the work.
 """
 
+import gc
 import json
 import os
 import resource
@@ -130,6 +131,7 @@ def serve_forks(respond: Callable[[socket.socket], None], error: str | None = No
     greeting = json.dumps({} if error is None else {"error": error}).encode() + b"\n"
     listener = socket.socket(fileno=int(sys.argv[1]))
     os.nice(NICE)
+    gc.freeze()  # forks would copy the memory of objects that their collector marks
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reap the supervisors automatically
     while True:
         _, fds, _, _ = socket.recv_fds(listener, 1, 1)

@@ -64,19 +64,22 @@ def prepare(decoder, source, reserve=accept, **limits):
     return decoder.prepare(decoder.connect(), source, reserve, **limits)
 
 
-def slow_png():
-    """A PNG with a million chunks, which takes Pillow some seconds of CPU time."""
-
-    def chunk(kind, data=b""):
-        body = kind + data
-        return struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body))
-
-    data = encoded(picture(8, 8))
-    header_end = 8 + 25
-    return data[:header_end] + chunk(b"prVt") * 10**6 + data[header_end:]
+def chunk(kind, data=b""):
+    body = kind + data
+    return struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body))
 
 
-SLOW = slow_png()
+def png_with(chunks):
+    """A PNG with these chunks after its header."""
+    file = encoded(picture(8, 8))
+    return file[:33] + chunks + file[33:]
+
+
+# A million chunks take Pillow some seconds of CPU time.
+SLOW = png_with(chunk(b"prVt") * 10**6)
+# 60 texts of a million characters.
+MILLION = zlib.compress(bytes(10**6))
+TEXTS = png_with(b"".join(chunk(b"zTXt", b"%d\0\0" % i + MILLION) for i in range(60)))
 FILES = {
     "PNG": encoded(picture(40, 24)),
     "palette": encoded(picture(50, 70, mode="P")),
@@ -133,14 +136,14 @@ def test_a_slow_file_is_ended_by_its_limit(decoder):
         prepare(decoder, SLOW)
 
 
-def test_memory_is_limited(folder):
-    """Pillow keeps a list of the chunks."""
-    decoder = ImageDecoder(folder, ImageTokens(0, ()), seconds=60, memory=2**24)
+def test_memory_is_limited(folder, decoder):
+    prepare(decoder, TEXTS)
+    small = ImageDecoder(folder, ImageTokens(0, ()), memory=2**24)
     with pytest.raises(
         ImageError, match=r"exceeds the limit of memory \(16 MiB, and more for more"
     ):
-        prepare(decoder, SLOW)
-    prepare(decoder, GOOD)
+        prepare(small, TEXTS)
+    prepare(small, GOOD)
 
 
 def test_an_image_of_more_pixels_than_the_request_allows_is_not_decoded(decoder):
@@ -238,4 +241,20 @@ def test_twenty_requests_at_once(decoder, reader):
 
     expected = [prepare(decoder, source) for source in (GOOD, FILES["large"])]
     assert asyncio.run(run()) == [expected] * 20
+    wait_until(lambda: not forks(decoder))
+
+
+@pytest.mark.parametrize(
+    "slow", [[data_url(SLOW)] * 20, [data_url(png_of_zeros(5000, 5000))] * 4], ids=["slow", "large"]
+)
+def test_an_image_does_not_wait_for_those_of_another_request(decoder, reader, slow):
+    async def run():
+        others = asyncio.create_task(reader.prepare(slow, limits()))
+        await asyncio.to_thread(wait_until, lambda: forks(decoder))
+        await reader.prepare([GOOD], limits())
+        assert not others.done()
+        others.cancel()
+        await asyncio.wait([others])
+
+    asyncio.run(run())
     wait_until(lambda: not forks(decoder))

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from atomc.errors import first_line
 from atomc.runtime.fork_server import memory_use, serve_forks
@@ -56,6 +56,7 @@ def main() -> None:
     if isinstance(processor, str):
         serve_forks(lambda connection: None, processor)
     else:
+        _import_decoders()
         limits = partial(_Limits, settings["seconds"], settings["memory"])
         serve_forks(partial(_respond, processor, limits))
 
@@ -70,21 +71,28 @@ def _hide_torch() -> None:
     importlib.util.find_spec = find
 
 
+def _import_decoders() -> None:
+    """Once, not in each fork."""
+    from PIL import Image
+
+    Image.init()
+
+
 def _respond(
     processor: ImageProcessor, limits: "Callable[[], _Limits]", connection: socket.socket
 ) -> None:
-    with connection.makefile("rwb") as file:
-        try:
-            _prepare(processor, limits(), file)
-        except ImageError as error:
-            _send(file, error=str(error), code=error.code)
-        except MemoryError:
-            _send(file, out_of_memory=True)
-        except Exception as error:  # of any class of transformers
-            _send(file, failure=f"{type(error).__name__}: {first_line(error)}")
+    try:
+        _prepare(processor, limits(), connection)
+    except ImageError as error:
+        _send(connection, error=str(error), code=error.code)
+    except MemoryError:
+        _send(connection, out_of_memory=True)
+    except Exception as error:  # of any class of transformers
+        _send(connection, failure=f"{type(error).__name__}: {first_line(error)}")
 
 
-def _prepare(processor: ImageProcessor, limits: "_Limits", file: "IO[bytes]") -> None:
+def _prepare(processor: ImageProcessor, limits: "_Limits", connection: socket.socket) -> None:
+    file = connection.makefile("rb")
     request = json.loads(file.readline())
     limits.extend(request["num_bytes"] // FILE_BYTES_PER_PIXEL)
     data = file.read(request["num_bytes"])
@@ -93,20 +101,20 @@ def _prepare(processor: ImageProcessor, limits: "_Limits", file: "IO[bytes]") ->
     image = open_image(data)
     num_pixels = image.width * image.height
     if num_pixels > request["max_pixels"]:
-        _send(file, large=True)
+        _send(connection, large=True)
         return
     limits.extend(num_pixels)
 
     def reserve(length: int, num_bytes: int) -> None:
         limits.extend(num_bytes // (CHANNELS * PIXEL_BYTES))
-        _send(file, length=length, num_bytes=num_bytes)
+        _send(connection, length=length, num_bytes=num_bytes)
         if not file.readline():  # refused
             sys.exit()
 
     prepared = processor.prepare(decode_pixels(image), reserve)
     limits.end()
-    _send(file, grid=prepared.grid, digest=prepared.digest.hex())
-    file.write(prepared.pixels)
+    _send(connection, grid=prepared.grid, digest=prepared.digest.hex())
+    connection.sendall(prepared.pixels)
 
 
 class _Limits:
@@ -129,9 +137,8 @@ class _Limits:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _send(file: "IO[bytes]", **message: Any) -> None:
-    file.write(json.dumps(message).encode() + b"\n")
-    file.flush()
+def _send(connection: socket.socket, **message: Any) -> None:
+    connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 if __name__ == "__main__":
