@@ -122,17 +122,31 @@ def data_url(data, kind="image/png"):
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
+def png_chunk(kind, data=b""):
+    body = kind + data
+    return struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body))
+
+
+def png_with(chunks):
+    """A PNG with these chunks after its header."""
+    file = encoded(picture(8, 8))
+    return file[:33] + chunks + file[33:]
+
+
+def slow_png():
+    """A million chunks take Pillow two seconds of CPU time."""
+    return png_with(png_chunk(b"prVt") * 10**6)
+
+
 def png_of_zeros(width, height):
     """A black PNG, written without an image in memory."""
-
-    def chunk(kind, data):
-        body = kind + data
-        return struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body))
-
     header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
     data = zeros(height * (1 + width))  # a row begins with its filter
     return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+        b"\x89PNG\r\n\x1a\n"
+        + png_chunk(b"IHDR", header)
+        + png_chunk(b"IDAT", data)
+        + png_chunk(b"IEND")
     )
 
 

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import is_running, wait_until
 
 from atomc.runtime.fork_server import ForkServer, serve_forks
 
@@ -36,21 +37,6 @@ def ask(server, word):
     with server.connect() as connection, connection.makefile("rb") as file:
         connection.sendall(word + b"\n")
         return file.read()
-
-
-def is_running(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until(condition):
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,9 +5,7 @@ once.
 import asyncio
 import os
 import signal
-import struct
 import sys
-import time
 import zlib
 
 import pytest
@@ -20,10 +18,14 @@ from image_files import (
     encoded,
     image_processor,
     picture,
+    png_chunk,
     png_of_zeros,
+    png_with,
+    slow_png,
     write_model,
 )
 from PIL import Image
+from processes import children, wait_until
 from test_image_decode import DAMAGED, segments
 
 from atomc.runtime.image_input.decode import decode_image
@@ -64,22 +66,10 @@ def prepare(decoder, source, reserve=accept, **limits):
     return decoder.prepare(decoder.connect(), source, reserve, **limits)
 
 
-def chunk(kind, data=b""):
-    body = kind + data
-    return struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body))
-
-
-def png_with(chunks):
-    """A PNG with these chunks after its header."""
-    file = encoded(picture(8, 8))
-    return file[:33] + chunks + file[33:]
-
-
-# A million chunks take Pillow some seconds of CPU time.
-SLOW = png_with(chunk(b"prVt") * 10**6)
+SLOW = slow_png()
 # 60 texts of a million characters.
 MILLION = zlib.compress(bytes(10**6))
-TEXTS = png_with(b"".join(chunk(b"zTXt", b"%d\0\0" % i + MILLION) for i in range(60)))
+TEXTS = png_with(b"".join(png_chunk(b"zTXt", b"%d\0\0" % i + MILLION) for i in range(60)))
 FILES = {
     "PNG": encoded(picture(40, 24)),
     "palette": encoded(picture(50, 70, mode="P")),
@@ -159,30 +149,17 @@ def test_an_image_that_is_refused_has_no_patches_made(decoder):
         prepare(decoder, GOOD, refuse)
 
 
-def children(pid):
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                with open(f"/proc/{entry}/stat") as file:
-                    state, parent = file.read().rpartition(")")[2].split()[:2]
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if int(parent) == pid and state != "Z":
-                found += [int(entry), *children(int(entry))]
-    return found
-
-
-def forks(decoder):
-    """The processes that serve connections: two for each."""
+def supervisors(decoder):
+    """Of the connections; each has a child that decodes."""
     return children(decoder._server._process.pid)
 
 
-def wait_until(condition):
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
+def stop_decoding(decoder):
+    """Stop the children that decode: they end only if they are killed."""
+    wait_until(lambda: any(map(children, supervisors(decoder))))
+    for supervisor in supervisors(decoder):
+        for child in children(supervisor):
+            os.kill(child, signal.SIGSTOP)
 
 
 def test_a_process_that_hangs_is_given_up(folder):
@@ -190,17 +167,17 @@ def test_a_process_that_hangs_is_given_up(folder):
     prepare(decoder, GOOD)
 
     def stop(length, num_bytes):
-        os.kill(forks(decoder)[1], signal.SIGSTOP)
+        stop_decoding(decoder)
 
     with pytest.raises(ImageError, match="decoding it exceeds the limit of 1 s"):
         prepare(decoder, GOOD, stop)
-    wait_until(lambda: not forks(decoder))
+    wait_until(lambda: not supervisors(decoder))
     prepare(decoder, GOOD)
 
 
 def test_a_decoder_that_crashes_is_an_error_of_its_image(decoder):
     def crash(length, num_bytes):
-        os.kill(forks(decoder)[1], signal.SIGSEGV)
+        os.kill(children(*supervisors(decoder))[0], signal.SIGSEGV)
 
     with pytest.raises(ImageError, match="its decoder was ended by signal 11"):
         prepare(decoder, GOOD, crash)
@@ -223,11 +200,11 @@ def test_a_request_that_ends_stops_its_work(decoder, reader):
     async def cancel():
         sources = [data_url(SLOW), *[GOOD] * 3]
         task = asyncio.create_task(reader.prepare(sources, limits()))
-        await asyncio.to_thread(wait_until, lambda: forks(decoder))
+        await asyncio.to_thread(stop_decoding, decoder)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await asyncio.to_thread(wait_until, lambda: not forks(decoder))
+        await asyncio.to_thread(wait_until, lambda: not supervisors(decoder))
         assert len(await reader.prepare([GOOD], limits())) == 1
 
     asyncio.run(cancel())
@@ -241,7 +218,7 @@ def test_twenty_requests_at_once(decoder, reader):
 
     expected = [prepare(decoder, source) for source in (GOOD, FILES["large"])]
     assert asyncio.run(run()) == [expected] * 20
-    wait_until(lambda: not forks(decoder))
+    wait_until(lambda: not supervisors(decoder))
 
 
 @pytest.mark.parametrize(
@@ -250,11 +227,11 @@ def test_twenty_requests_at_once(decoder, reader):
 def test_an_image_does_not_wait_for_those_of_another_request(decoder, reader, slow):
     async def run():
         others = asyncio.create_task(reader.prepare(slow, limits()))
-        await asyncio.to_thread(wait_until, lambda: forks(decoder))
+        await asyncio.to_thread(wait_until, lambda: supervisors(decoder))
         await reader.prepare([GOOD], limits())
         assert not others.done()
         others.cancel()
         await asyncio.wait([others])
 
     asyncio.run(run())
-    wait_until(lambda: not forks(decoder))
+    wait_until(lambda: not supervisors(decoder))

@@ -2,10 +2,17 @@
 and messages that cannot be used.
 """
 
+import json
+import os
+import signal
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -23,8 +30,10 @@ from image_files import (  # noqa: E402
     image_processor,
     picture,
     png_of_zeros,
+    slow_png,
     write_vision_model,
 )
+from processes import children, wait_until  # noqa: E402
 from serving import COMPILED, serving  # noqa: E402
 from test_image_decode import DAMAGED  # noqa: E402
 
@@ -395,6 +404,30 @@ def test_a_bomb_does_not_grow_the_server(server, http):
     for _ in range(3):
         refused(http, bomb, "more than 33554432 pixels")
     assert server.memory(server.process.pid) - before < 100 * 2**20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_client_that_leaves_stops_the_work_on_its_image(server, client):
+    def decode_workers():
+        return [
+            pid
+            for pid in children(server.process.pid)
+            if b"decode_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
+
+    (worker,) = decode_workers()
+    body = json.dumps({"messages": user(url_part(data_url(slow_png())))})
+    connection = HTTPConnection("127.0.0.1", urlsplit(server.url).port)
+    with closing(connection):
+        connection.request(
+            "POST", "/v1/chat/completions", body, {"Content-Type": "application/json"}
+        )
+        wait_until(lambda: any(map(children, children(worker))))
+        for supervisor in children(worker):
+            for decoding in children(supervisor):  # ends only if it is killed
+                os.kill(decoding, signal.SIGSTOP)
+    wait_until(lambda: not children(worker))
+    client.chat.completions.create(model="tiny", messages=ONE, **NEW)
 
 
 def test_other_requests_continue_while_images_are_refused(http, client):
