@@ -114,7 +114,7 @@ def _stop_process(connection: socket.socket, process: "subprocess.Popen[bytes]")
 
 def _read_line(connection: socket.socket) -> bytes:
     line = b""
-    while not line.endswith(b"\n"):
+    while line[-1:] != b"\n":
         piece = connection.recv(MAX_GREETING)
         if not piece:
             raise EOFError

@@ -54,7 +54,9 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def decoder(folder):
     """With half a second of CPU time."""
-    return ImageDecoder(folder, ImageTokens(0, ()), seconds=0.5)
+    decoder = ImageDecoder(folder, ImageTokens(0, ()), seconds=0.5)
+    decoder.connect().close()
+    return decoder
 
 
 def accept(length, num_bytes):
@@ -137,6 +139,7 @@ def test_memory_is_limited(folder, decoder):
 
 
 def test_an_image_of_more_pixels_than_the_request_allows_is_not_decoded(decoder):
+    prepare(decoder, FILES["large"], max_pixels=800 * 300)
     with pytest.raises(LargeImage):
         prepare(decoder, FILES["large"], max_pixels=800 * 300 - 1)
 

@@ -17,6 +17,10 @@ def fetch(old: str, new: str, tests: str) -> Bug:
     return Bug(f"{INPUT}/web_fetch.py", old, new, f"tests/test_media_access.py -k '{tests}'")
 
 
+def decoder(file: str, old: str, new: str, tests: str) -> Bug:
+    return Bug(f"{file}.py", old, new, f"tests/test_image_decoder.py -k '{tests}'")
+
+
 def prompt(file: str, old: str, new: str, tests: str) -> Bug:
     return Bug(f"{INPUT}/{file}.py", old, new, f"tests/test_image_prompts.py -k '{tests}'")
 
@@ -41,6 +45,17 @@ BUGS = [
     fetch("    timer.start()\n", "", "trickles"),
     fetch("parts = self._checked(url)", "parts = urlsplit(url)", "no_image_file or invalid_web"),
     fetch("data = response.read(max_bytes + 1)", "data = response.read(max_bytes)", "no_image_file"),
+    decoder(f"{INPUT}/decode_worker", "    limits.extend(num_pixels)\n", "    limits._seconds = 0\n", "same_process"),
+    decoder(f"{INPUT}/decode_worker", "RLIMIT_AS, (most, hard)", "RLIMIT_AS, (hard, hard)", "memory_is_limited"),
+    decoder(f"{INPUT}/decode_worker", "num_pixels > request", "num_pixels >= request", "more_pixels"),
+    decoder("runtime/server/image_reader", "LARGE_DECODES = 16, 4,", "LARGE_DECODES = 16, 16,", "does_not_wait"),
+    decoder("runtime/server/image_reader", "connection.shutdown(socket.SHUT_RDWR)", "pass", "stops_its_work"),
+    Bug(
+        "runtime/fork_server.py",
+        "    poll.register(connection, 0)\n",
+        "",
+        "tests/test_fork_server.py -k closing",
+    ),
     prompt("placeholders", "found != num_images", "found < num_images", "two_parts"),
     prompt("placeholders", "PromptImage(len(prompt), ", "PromptImage(len(placed), ", "its_tokens"),
     prompt("placeholders", "(before if i < last else", "(after if i < last else", "literal or cut"),
