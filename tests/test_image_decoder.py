@@ -37,7 +37,7 @@ from atomc.runtime.image_input.image_error import ImageError
 from atomc.runtime.image_input.media_access import MediaAccess
 from atomc.runtime.image_input.processor import ImageProcessor, ImageTokens
 from atomc.runtime.server.image_budget import ImageBudget, ImageReservation
-from atomc.runtime.server.image_reader import ImageReader, RequestLimits
+from atomc.runtime.server.image_reader import REQUEST_DECODES, ImageReader, RequestLimits
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
@@ -231,6 +231,8 @@ def test_an_image_does_not_wait_for_those_of_another_request(decoder, reader, sl
     async def run():
         others = asyncio.create_task(reader.prepare(slow, limits()))
         await asyncio.to_thread(wait_until, lambda: supervisors(decoder))
+        await asyncio.sleep(0.2)
+        assert len(supervisors(decoder)) <= REQUEST_DECODES
         await reader.prepare([GOOD], limits())
         assert not others.done()
         others.cancel()

@@ -48,7 +48,7 @@ BUGS = [
     decoder(f"{INPUT}/decode_worker", "    limits.extend(num_pixels)\n", "    limits._seconds = 0\n", "same_process"),
     decoder(f"{INPUT}/decode_worker", "RLIMIT_AS, (most, hard)", "RLIMIT_AS, (hard, hard)", "memory_is_limited"),
     decoder(f"{INPUT}/decode_worker", "num_pixels > request", "num_pixels >= request", "more_pixels"),
-    decoder("runtime/server/image_reader", "LARGE_DECODES = 16, 4,", "LARGE_DECODES = 16, 16,", "does_not_wait"),
+    decoder("runtime/server/image_reader", "lambda: asyncio.Semaphore(REQUEST_DECODES)", "lambda: asyncio.Semaphore(DECODES)", "does_not_wait"),
     decoder("runtime/server/image_reader", "connection.shutdown(socket.SHUT_RDWR)", "pass", "stops_its_work"),
     Bug(
         "runtime/fork_server.py",
