@@ -32,11 +32,18 @@ def resident_bytes(pid="self"):
 
 @dataclass
 class Server:
-    """A running server: its URL, log lines and processes."""
+    """A running server: its URL, log lines and processes. reading: set while its log is read."""
 
     process: subprocess.Popen
     lines: list[str] = field(default_factory=list)
     url: str = ""
+    reading: threading.Event = field(default_factory=threading.Event)
+
+    def read_log(self):
+        self.reading.set()
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip())
+            self.reading.wait()
 
     @property
     def engine_pid(self):
@@ -89,9 +96,7 @@ def serving(*flags, cache=True):
         env=os.environ | settings,
     )
     server = Server(process)
-    threading.Thread(
-        target=lambda: server.lines.extend(map(str.rstrip, process.stderr)), daemon=True
-    ).start()
+    threading.Thread(target=server.read_log, daemon=True).start()
     try:
         server.url = server.wait_for(r"listening on (\S+)")[1]
         yield server

@@ -1,7 +1,6 @@
 """A rank other than 0: executes the commands of rank 0 with a Worker of its own."""
 
 import logging
-import os
 import threading
 
 import msgspec
@@ -19,6 +18,7 @@ from atomc.runtime.ranks.messages import IMPORTED, LOADED, Counts, Done, Failed,
 from atomc.runtime.ranks.process_group import connect_store, join, open_device
 from atomc.runtime.ranks.rank_settings import RankSettings
 from atomc.runtime.ranks.results_digest import results_digest
+from atomc.runtime.stderr_log import exit_process
 from atomc.runtime.worker import Worker
 
 log = logging.getLogger("atomc")
@@ -176,7 +176,7 @@ def _exit_when_disconnected(socket: "zmq.Socket[bytes]", settings: RankSettings)
                 settings.commands,
                 CONNECT_SECONDS,
             )
-        os._exit(1)
+        exit_process(1)
 
     threading.Thread(target=watch, daemon=True).start()
 

@@ -2,13 +2,13 @@
 closed, which is at the latest when rank 0 ends.
 """
 
-import logging
 import os
 import signal
 import sys
 import threading
 
 from atomc.options import let_openmp_sleep
+from atomc.runtime.stderr_log import exit_process, log_to_stderr
 
 
 def main() -> None:
@@ -20,17 +20,17 @@ def main() -> None:
     from atomc.runtime.ranks.rank_settings import RankSettings
 
     settings = RankSettings.read(sys.stdin.buffer)
-    logging.basicConfig(format=f"%(asctime)s %(levelname)s rank {settings.rank}: %(message)s")
+    log_to_stderr(f"%(asctime)s %(levelname)s rank {settings.rank}: %(message)s")
     threading.Thread(target=_exit_with_rank_0, daemon=True).start()
     Rank(settings).run()
     # Skip the interpreter's cleanup, which a device or a collective can block.
-    os._exit(0)
+    exit_process(0)
 
 
 def _exit_with_rank_0() -> None:
     while os.read(sys.stdin.fileno(), 4096):
         pass
-    os._exit(1)
+    exit_process(1)
 
 
 if __name__ == "__main__":

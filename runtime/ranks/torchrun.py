@@ -31,6 +31,7 @@ from atomc.options import TorchrunPlace
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.ranks.process_group import TIMEOUT
 from atomc.runtime.ranks.rank_settings import RankSettings, TorchSettings
+from atomc.runtime.stderr_log import exit_process
 
 log = logging.getLogger("atomc")
 POLL_SECONDS = 0.1
@@ -154,7 +155,7 @@ def run_rank(config: EngineConfig, place: TorchrunPlace) -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
     Rank(settings).run()
     # Skip the interpreter's cleanup, which a device or a collective can block.
-    os._exit(0)
+    exit_process(0)
 
 
 def settings_from_rank_0(config: EngineConfig, place: TorchrunPlace) -> RankSettings:

@@ -1,6 +1,5 @@
 """An engine as an actor of a Ray cluster, which starts the other ranks as actors beside it."""
 
-import logging
 import os
 import select
 import shutil
@@ -24,6 +23,7 @@ from atomc.runtime.ray_actors.cluster import connect, create_actor, own_address
 from atomc.runtime.ray_actors.placement import bundles, check_resources, with_device
 from atomc.runtime.ray_actors.rank_actors import ActorLauncher
 from atomc.runtime.server.engine_process import LINGER_MS, run_engine
+from atomc.runtime.stderr_log import log_to_stderr
 
 PLACEMENT_SECONDS = 60.0
 
@@ -128,7 +128,7 @@ class EngineActor:
         let_openmp_sleep()  # before torch is imported
         # tqdm's default lock is a system semaphore, which leaks if the process is killed.
         tqdm.set_lock(threading.RLock())
-        logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+        log_to_stderr()
         run_engine(
             config,
             address,

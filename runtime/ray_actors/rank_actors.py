@@ -1,6 +1,5 @@
 """Starts the other ranks of an engine as actors of its placement group."""
 
-import logging
 import os
 import pickle
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from atomc.options import let_openmp_sleep
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.ray_actors.cluster import create_actor, own_address
 from atomc.runtime.ray_actors.placement import bundles
+from atomc.runtime.stderr_log import log_to_stderr
 
 if TYPE_CHECKING:
     from atomc.runtime.ranks.rank_settings import RankSettings
@@ -59,7 +59,7 @@ class RankActor:
         from atomc.runtime.ranks.rank_settings import RankSettings
 
         settings = RankSettings.read(BytesIO(pickled_settings))
-        logging.basicConfig(format=f"%(asctime)s %(levelname)s rank {settings.rank}: %(message)s")
+        log_to_stderr(f"%(asctime)s %(levelname)s rank {settings.rank}: %(message)s")
         Rank(settings).run()
 
 

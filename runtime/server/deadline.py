@@ -1,12 +1,13 @@
 """Ends the process at a deadline, even if threads still run."""
 
 import logging
-import os
 import signal
 import threading
 import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
+
+from atomc.runtime.stderr_log import exit_process
 
 log = logging.getLogger("atomc.server")
 # Time for a regular shutdown: answering clients, closing connections, ending the engine.
@@ -56,4 +57,4 @@ class Deadline:
                 "a thread still runs at the shutdown deadline, such as a chat template: "
                 "exiting anyway"
             )
-            os._exit(earliest[1])
+            exit_process(earliest[1])

@@ -25,6 +25,7 @@ from atomc.runtime.request_errors import is_panic
 from atomc.runtime.server import messages
 from atomc.runtime.server.compile_queue import CompileQueue, CompileUnavailable
 from atomc.runtime.server.messages import Call, Failed, Progress, Refused, Reply, Submit
+from atomc.runtime.stderr_log import exit_process, log_to_stderr
 
 if TYPE_CHECKING:
     from atomc.runtime.engine import Engine
@@ -60,7 +61,7 @@ def run_engine_process(
     let_openmp_sleep()
     # tqdm's default lock is a system semaphore, which leaks if the process is killed.
     tqdm.set_lock(threading.RLock())
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    log_to_stderr()
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     failed = run_engine(
         config,
@@ -71,7 +72,8 @@ def run_engine_process(
     )
     if failed:
         # Skip the interpreter's cleanup, which a failed device can block.
-        os._exit(1)
+        exit_process(1)
+    logging.shutdown()  # which multiprocessing does not call
 
 
 def run_engine(
@@ -101,7 +103,7 @@ def run_engine(
 
     def exit_with(failure: RankFailed) -> None:
         report_failure(str(failure))
-        os._exit(1)
+        exit_process(1)
 
     try:
         engine = create_engine(config, progress, exit_with, rank_launcher)
@@ -132,7 +134,7 @@ def _exit_with_parent() -> None:
     parent = parent_process()
     assert parent is not None
     wait([parent.sentinel])
-    os._exit(1)
+    exit_process(1)
 
 
 def _user_error_message(error: BaseException) -> str | None:

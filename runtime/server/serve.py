@@ -8,7 +8,6 @@ import resource
 import signal
 import socket
 import ssl
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,6 +27,7 @@ from atomc.runtime.server.engine_handle import EngineHandle
 from atomc.runtime.server.engines import Engines
 from atomc.runtime.server.start_engines import start_engines
 from atomc.runtime.server.supervisor import Supervisor
+from atomc.runtime.stderr_log import log_to_stderr
 
 if TYPE_CHECKING:
     import uvicorn
@@ -54,7 +54,7 @@ def serve(server: ServerConfig, engine: EngineConfig) -> None:
     Raises ValueError, OSError or ImportError for an error that a user can fix, and SystemExit(1) if
     the engine did not start for another reason, or died.
     """
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    log_to_stderr()
     logging.getLogger("atomc").setLevel(logging.INFO)
     _check_certificate(server)
     real_folders(server.allowed_local_media_path)
