@@ -3,6 +3,7 @@ shutdown.
 """
 
 import asyncio
+import fcntl
 import json
 import os
 import resource
@@ -117,6 +118,18 @@ def test_a_full_queue_is_a_503_that_says_when_to_come_again(small):
         assert int(answer.headers["retry-after"]) >= 1
     # All other clients have disconnected and hold no memory.
     assert httpx.post(f"{small.url}/v1/completions", json=SHORT, timeout=60).status_code == 200
+
+
+def test_a_log_that_nothing_reads_blocks_nothing(small):
+    fcntl.fcntl(small.process.stderr, fcntl.F_SETPIPE_SZ, 4096)
+    before, lines = 120, len(small.lines)
+    small.reading.clear()
+    with httpx.Client(base_url=small.url, timeout=30) as client:
+        for _ in range(before):
+            assert client.post("/v1/completions", json=SHORT | {"max_tokens": 1}).is_success
+        assert client.get("/health").is_success and len(small.lines) <= lines + 1
+    small.reading.set()
+    wait_until(lambda: len(small.lines) >= lines + before)
 
 
 def test_an_engine_that_does_not_answer_turns_health_red_until_it_does(small):
