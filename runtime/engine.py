@@ -3,8 +3,10 @@
 import logging
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -15,6 +17,8 @@ from atomc.runtime.config import EngineConfig
 from atomc.runtime.create_scheduler import create_scheduler
 from atomc.runtime.executor import Executor, Launched, Result
 from atomc.runtime.grammar_compiler import GrammarCompiler
+from atomc.runtime.interrupts import interrupts_delayed
+from atomc.runtime.loading import LoadedModel
 from atomc.runtime.lora_adapters import LoraAdapters
 from atomc.runtime.phases import Phases, gc_disabled
 from atomc.runtime.prompt_image import PromptImage
@@ -111,12 +115,9 @@ class Engine:
         self.host_ms = 0.0
         self.is_sleeping = False
         self.request_errors = RequestErrors()
-        self.structured_outputs = StructuredOutputs(
-            self._create_grammar_compiler, self.request_errors
-        )
         self._states: dict[str, RequestState] = {}
         self._seeds = random.Random(config.seed)
-        self._in_flight: _StepInFlight | None = None
+        self._in_flight: deque[_StepInFlight] = deque()
         self._outputs: list[Output] = []  # that the next `step` returns
         self._speculates = config.speculative_tokens > 0
         phases = Phases(PHASES, progress=progress)
@@ -158,18 +159,20 @@ class Engine:
             loaded.eos_ids,
             loaded.vocab_size,
         )
+        # Without a reference to the engine: in a cycle, it would outlive its last user.
+        self.structured_outputs = StructuredOutputs(
+            partial(_grammar_compiler, config, loaded), self.request_errors
+        )
         self.token_masks = TokenMasks(
             self.structured_outputs, self.tokenizer, self.vocab_size, self.request_errors
         )
-        self.scheduler = create_scheduler(config, worker.limits, self.request_errors)
-        self.max_len = self.scheduler.max_len
+        self.scheduler = scheduler = create_scheduler(config, worker.limits, self.request_errors)
+        self.max_len = scheduler.max_len
         self.adapters = LoraAdapters(
             executor.max_loras,
             executor.write_adapter,
             lambda: {
-                request.lora
-                for request in self.scheduler.requests.values()
-                if request.lora is not None
+                request.lora for request in scheduler.requests.values() if request.lora is not None
             },
         )
         for name, folder in config.lora.items():
@@ -275,8 +278,9 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.requests or self._outputs) or self._in_flight is not None
+        return bool(self.scheduler.requests or self._outputs or self._in_flight)
 
+    @interrupts_delayed()
     @caller_modes_off()
     def step(self) -> list[Output]:
         """Schedule and launch a step, then finish the previous one.
@@ -286,9 +290,11 @@ class Engine:
         requests are as before it; the next call returns what the previous step gave.
         """
         began, self._waited = time.perf_counter(), 0.0
+        # More than one is in flight after a call that failed while it read results.
+        while len(self._in_flight) > (0 if self._speculates else 1):
+            self._outputs += self._collect()
         if self._speculates:
-            self._outputs += self._collect()  # drafts depend on all previous tokens
-            self._draft()
+            self._draft()  # depends on all previous tokens
         step = self.scheduler.next_step()
         launched = None
         if step is not None:
@@ -304,8 +310,10 @@ class Engine:
             except BaseException:  # raised again, Ctrl-C too: the scheduler is as before the step
                 self.scheduler.undo_step(step)
                 raise
-        self._outputs += self._collect()
-        self._in_flight = launched
+        if launched is not None:
+            self._in_flight.append(launched)
+        if len(self._in_flight) > (launched is not None):
+            self._outputs += self._collect()
         self._outputs += self._failed_outputs()
         if step is not None:
             milliseconds = 1e3 * (time.perf_counter() - began - self._waited)
@@ -402,10 +410,10 @@ class Engine:
         return {name: state for name, state in states if state is not None and state.is_masked}
 
     def _collect(self) -> list[Output]:
-        """Finish the step in flight, if there is one; returns its outputs."""
-        in_flight, self._in_flight = self._in_flight, None
-        if in_flight is None:
+        """Finish the oldest step in flight, if there is one; returns its outputs."""
+        if not self._in_flight:
             return []
+        in_flight = self._in_flight[0]
         requests = self.scheduler.first_requests
         began = time.perf_counter()
         results = in_flight.running.results()
@@ -427,6 +435,7 @@ class Engine:
                 if chunk.num_samples
             ],
         )
+        self._in_flight.popleft()  # not before: what raises above leaves it to the next call
         for name, result in found.items():
             if result.scores:
                 self._state(name).scores.extend(result.scores)
@@ -488,20 +497,6 @@ class Engine:
     def _forget(self, request_id: str) -> None:
         self._states.pop(request_id, None)
 
-    def _create_grammar_compiler(self) -> GrammarCompiler:
-        if self.tokenizer is None or self.vocab_size is None:
-            raise ValueError(
-                "structured output needs a tokenizer, but the model has none: add tokenizer.json "
-                "to the checkpoint"
-            )
-        return GrammarCompiler(
-            self.tokenizer,
-            self.eos_ids,
-            self.vocab_size,
-            seconds=self.config.grammar_seconds,
-            cache_bytes=self.config.grammar_cache_bytes,
-        )
-
     def stats(self) -> Stats:
         """Counters since the start, and current gauges."""
         pools, done, ran = self.scheduler.pools, self.scheduler.counters, self.executor.counts()
@@ -530,7 +525,8 @@ class Engine:
         """Forget all cached prefixes, and embeddings of images. Running requests go on, and share
         nothing of what they have computed or will compute.
         """
-        self._outputs += self._collect()
+        while self._in_flight:
+            self._outputs += self._collect()
         self.scheduler.reset_prefix_cache()
 
     def sleep(self, level: int = 1) -> None:
@@ -542,7 +538,8 @@ class Engine:
         refuse_level(level)
         if self.is_sleeping:
             return
-        self._outputs += self._collect()
+        while self._in_flight:
+            self._outputs += self._collect()
         refuse_running(len(self.scheduler.requests))
         self.reset_prefix_cache()
         self.executor.sleep()
@@ -587,7 +584,7 @@ class Engine:
     def check(self) -> None:
         """Assert the invariants between two calls."""
         self.scheduler.check()
-        assert self.scheduler.num_steps_in_flight == (self._in_flight is not None), (
+        assert self.scheduler.num_steps_in_flight == len(self._in_flight), (
             "scheduler and engine disagree about steps in flight"
         )
 
@@ -607,3 +604,19 @@ class Engine:
             self.step()
         self.scheduler.forget_counts()
         self.executor.forget_counts()
+
+
+def _grammar_compiler(config: EngineConfig, loaded: LoadedModel) -> GrammarCompiler:
+    """Raises ValueError for a model without a tokenizer."""
+    if loaded.tokenizer is None or loaded.vocab_size is None:
+        raise ValueError(
+            "structured output needs a tokenizer, but the model has none: add tokenizer.json "
+            "to the checkpoint"
+        )
+    return GrammarCompiler(
+        loaded.tokenizer,
+        loaded.eos_ids,
+        loaded.vocab_size,
+        seconds=config.grammar_seconds,
+        cache_bytes=config.grammar_cache_bytes,
+    )

@@ -1,7 +1,9 @@
 """Offline generation: a list of prompts, or one stream, on an engine in this process."""
 
+import asyncio
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import count
 from operator import index
 from pathlib import Path
@@ -13,20 +15,20 @@ from tqdm import tqdm
 
 from atomc.errors import suggestion
 from atomc.options import Options
+from atomc.runtime.async_calls import AsyncCalls
+from atomc.runtime.calls import AsyncCall, Call, CompletionBuilder, Query, ThreadCall
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.engine import Engine
+from atomc.runtime.interrupts import interrupts_delayed
 from atomc.runtime.loading import config_folder
 from atomc.runtime.prompt_image import PromptImage
 from atomc.runtime.prompt_truncation import truncated
-from atomc.runtime.request import Completion, FinishReason, Output, Request, siblings
-from atomc.runtime.request_errors import RequestError, RequestErrors, RequestFailed
-from atomc.runtime.sampling.logprobs import TokenLogprobs
+from atomc.runtime.request import Completion, Request, siblings
+from atomc.runtime.request_errors import RequestErrors, RequestFailed
 from atomc.runtime.sampling.sampling_params import SamplingParams
-from atomc.runtime.text_stream import TextStream
+from atomc.runtime.turns import Turns
 
 if TYPE_CHECKING:  # optional
-    from tokenizers import Tokenizer
-
     from atomc.runtime.chat_prompts import ChatPrompts
 
 
@@ -43,8 +45,10 @@ Prompt = str | Sequence[int] | ImagePrompt
 
 
 class LLM:
-    """One model in this process, on one device, or with tp=N, or dp=N and ep=True, in N processes;
-    not thread-safe.
+    """One model in this process, on one device, or with tp=N, or dp=N and ep=True, in N processes.
+
+    Threads and tasks of event loops may use it at the same time: their requests share steps, which
+    run in one of the threads that wait for results.
 
     model      a checkpoint directory, a module (see Engine), or None: atomc's demo model
     dtype, device, options   also as torch.dtype, torch.device and atomc.Options
@@ -60,7 +64,7 @@ class LLM:
     and at the end of `with LLM(...) as llm`.
 
     Raises what Engine raises. Generating raises RunError if a module's weights were replaced after
-    construction, and RankFailed if a rank died or hung.
+    construction and after `close`, and RankFailed if a rank died or hung.
     """
 
     def __init__(
@@ -97,7 +101,9 @@ class LLM:
         self.tokenizer = self.engine.tokenizer
         self.tokens_per_second = 0.0
         self._ids = map(str, count())
-        self._builders: dict[str, CompletionBuilder] = {}
+        self._turns = Turns(self.program.device)
+        self._async_calls = AsyncCalls(self._turns)
+        self._builders: dict[str, tuple[Call, CompletionBuilder]] = {}
         self._request_errors = RequestErrors()
         self._folder = None if module is not None else config_folder(config)
         self._chat_prompts: ChatPrompts | None = None
@@ -109,24 +115,29 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End the processes of other ranks, if there are any. The LLM cannot be used then."""
-        self.engine.close()
+        """End the processes of other ranks, if there are any. Calls that run or follow raise
+        RunError; closing it twice does nothing.
+        """
+        self._turns.close(self.engine.close)
 
     def load_adapter(self, name: str, folder: str | Path) -> None:
         """Load a LoRA adapter that peft saved in this folder. Raises ValueError for one that cannot
         be used, for a name that is loaded, and if max_loras are loaded.
         """
-        self.engine.adapters.load(name, str(folder))
+        with self._turns.take():
+            self.engine.adapters.load(name, str(folder))
 
     def unload_adapter(self, name: str) -> None:
         """Unload a LoRA adapter: further prompts cannot have it. Raises ValueError for a name that
         is not loaded.
         """
-        self.engine.adapters.unload(name)
+        with self._turns.take():
+            self.engine.adapters.unload(name)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes: later prompts are computed from their first token on."""
-        self.engine.reset_prefix_cache()
+        with self._turns.take():
+            self.engine.reset_prefix_cache()
 
     def sleep(self, level: int = 1) -> None:
         """Free the KV cache, CUDA graphs and cached prefixes; weights stay where they are.
@@ -134,7 +145,8 @@ class LLM:
 
         Raises ValueError for another level than 1, and while a stream is open.
         """
-        self.engine.sleep(level)
+        with self._turns.take():
+            self.engine.sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Allocate what `sleep` has freed, and capture CUDA graphs again; does nothing if the model
@@ -144,7 +156,8 @@ class LLM:
 
         Raises ValueError if memory runs out: then the model sleeps on.
         """
-        self.engine.wake_up(tags)
+        with self._turns.take():
+            self.engine.wake_up(tags)
 
     @property
     def is_sleeping(self) -> bool:
@@ -171,33 +184,31 @@ class LLM:
         or has unknown token ids, for an adapter that is not loaded, for structured output that
         cannot be compiled, and for a text without a tokenizer.
         """
-        if isinstance(prompts, str | dict):
-            prompts = [prompts]
-        _check_is_list_of_lists("prompts", prompts)
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
-        if len(sampling_params) != len(prompts):
-            raise ValueError(
-                f"{len(sampling_params)} sampling_params for {len(prompts)} prompts: "
-                "pass one for all, or one for each"
-            )
-        adapters = [lora] * len(prompts) if lora is None or isinstance(lora, str) else lora
-        if len(adapters) != len(prompts):
-            raise ValueError(
-                f"{len(adapters)} names in lora for {len(prompts)} prompts: pass one for all, or "
-                "one for each"
-            )
-        builders = [
-            CompletionBuilder(request, self.tokenizer)
-            for prompt, params, name in zip(prompts, sampling_params, adapters, strict=True)
-            for request in siblings(self._request(prompt, params, name))
-        ]
+        call = ThreadCall(self._queries(prompts, sampling_params, lora))
         started = time.perf_counter()
-        with tqdm(total=len(builders), unit="answer", disable=None if progress else True) as bar:
-            self._finish(builders, bar)
-        seconds = time.perf_counter() - started
-        self.tokens_per_second = sum(len(builder.token_ids) for builder in builders) / seconds
-        return [builder.completion() for builder in builders]
+        with tqdm(total=call.num_left, unit="answer", disable=None if progress else True) as bar:
+            self._finish(call, bar)
+        num_tokens = sum(len(builder.token_ids) for builder in call.builders)
+        self.tokens_per_second = num_tokens / (time.perf_counter() - started)
+        return [builder.completion() for builder in call.builders]
+
+    async def agenerate(
+        self,
+        prompts: str | ImagePrompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora: str | Sequence[str | None] | None = None,
+    ) -> list[Completion]:
+        """As `generate`, in an event loop. A task that is cancelled aborts its requests."""
+        call = AsyncCall(await asyncio.to_thread(self._queries, prompts, sampling_params, lora))
+        try:
+            self._async_calls.submit(call, self._start, self._step)
+            while call.is_running:
+                await call.wait()
+            call.raise_error()
+        finally:
+            self._end(call)
+        return [builder.completion() for builder in call.builders]
 
     def score(
         self,
@@ -285,6 +296,160 @@ class LLM:
         ValueError as `generate` does, and if there is no tokenizer or params.n is not 1;
         RequestFailed, after the generated text, if it fails.
         """
+        query = self._stream_query(prompt, sampling_params, lora)
+        call = ThreadCall([query], streams=True)
+        with self._turns.take():
+            self._prepare(call)
+        return self._pieces(call)
+
+    async def astream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora: str | None = None,
+    ) -> AsyncIterator[str]:
+        """As `stream`, in an event loop. The request ends with the iterator, and if its task is
+        cancelled.
+        """
+        query = await asyncio.to_thread(self._stream_query, prompt, sampling_params, lora)
+        call, num_shown = AsyncCall([query], streams=True), 0
+        try:
+            self._async_calls.submit(call, self._start, self._step)
+            while True:
+                is_last = not call.is_running  # before the text is read: then it is complete
+                piece = "".join(builder.text for builder in call.builders)[num_shown:]
+                num_shown += len(piece)
+                if piece:
+                    yield piece
+                elif is_last:
+                    break
+                else:
+                    await call.wait()
+            call.raise_error()
+            _raise_failure(call)
+        finally:
+            self._end(call)
+
+    def _pieces(self, call: ThreadCall) -> Iterator[str]:
+        (builder,) = call.builders
+        num_shown = 0
+
+        def has_more() -> bool:
+            return builder.finish_reason is not None or len(builder.text) > num_shown
+
+        started = time.perf_counter()
+        try:
+            with self._turns.take():
+                self._start(call)
+            while True:
+                self._turns.step_until(has_more, call.changed, self._step)
+                piece = builder.text[num_shown:]
+                if not piece:
+                    break
+                num_shown += len(piece)
+                yield piece
+            _raise_failure(call)
+        finally:
+            self._end(call)
+            self.tokens_per_second = len(builder.token_ids) / (time.perf_counter() - started)
+
+    @interrupts_delayed()
+    def _finish(self, call: ThreadCall, bar: "tqdm[Any]") -> None:
+        """Queue the requests and wait until all are finished; on an exception, abort all."""
+
+        def is_done() -> bool:
+            bar.update(bar.total - call.num_left - bar.n)
+            return not call.num_left
+
+        try:
+            with self._turns.take():
+                self._start(call)
+            self._turns.step_until(is_done, call.changed, self._step)
+        finally:
+            self._end(call)
+
+    def _prepare(self, call: Call) -> None:
+        """Create the requests of a call, in a turn. Raises ValueError if one does not fit."""
+        call.builders = [
+            CompletionBuilder(request, self.tokenizer)
+            for query in call.queries
+            for request in siblings(self._request(query))
+        ]
+
+    def _start(self, call: Call) -> None:
+        """Queue the requests of a call, in a turn. Raises ValueError before the first if one does
+        not fit.
+        """
+        if not call.builders:
+            self._prepare(call)
+        for builder in call.builders:
+            try:
+                self.engine.add(builder.request)
+            except RequestFailed as failed:
+                builder.fail(failed.error)
+                call.note(builder)
+            else:
+                self._builders[builder.request.id] = call, builder
+
+    def _end(self, call: Call) -> None:
+        """The caller leaves: abort the requests that are unfinished."""
+        call.abandoned = True
+        self._turns.defer(partial(self._remove, call))
+
+    def _remove(self, call: Call) -> None:
+        for builder in call.builders:
+            self._builders.pop(builder.request.id, None)
+            self.engine.abort(builder.request.id)
+
+    def _step(self) -> None:
+        """Run one engine step and pass its outputs to their builders, in a turn."""
+        assert self.engine.has_work, "a request is unfinished and there is nothing to do"
+        for output in self.engine.step():
+            call, builder = self._builders.get(output.request_id, (None, None))
+            if call is None or builder is None or builder.finish_reason is not None:
+                continue
+            self._request_errors.run(output.request_id, "detokenizing", builder.add, output)
+            for error in self._request_errors.take().values():
+                builder.fail(error)
+            call.note(builder)
+            if call.abandoned:
+                self._remove(call)
+            elif builder.finish_reason is not None and output.finish_reason is None:
+                # A stop string, which the engine does not check.
+                self.engine.abort(output.request_id)
+
+    def _queries(
+        self,
+        prompts: str | ImagePrompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        lora: str | Sequence[str | None] | None,
+    ) -> list[Query]:
+        """The arguments of `generate`, one value per prompt. Raises ValueError as it does."""
+        if isinstance(prompts, str | dict):
+            prompts = [prompts]
+        _check_is_list_of_lists("prompts", prompts)
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+        if len(sampling_params) != len(prompts):
+            raise ValueError(
+                f"{len(sampling_params)} sampling_params for {len(prompts)} prompts: "
+                "pass one for all, or one for each"
+            )
+        adapters = [lora] * len(prompts) if lora is None or isinstance(lora, str) else lora
+        if len(adapters) != len(prompts):
+            raise ValueError(
+                f"{len(adapters)} names in lora for {len(prompts)} prompts: pass one for all, or "
+                "one for each"
+            )
+        return [
+            self._query(prompt, params, name)
+            for prompt, params, name in zip(prompts, sampling_params, adapters, strict=True)
+        ]
+
+    def _stream_query(
+        self, prompt: Prompt, sampling_params: SamplingParams | None, lora: str | None
+    ) -> Query:
         if self.tokenizer is None:
             raise ValueError("no tokenizer to stream text: use generate, which returns token ids")
         params = sampling_params or SamplingParams()
@@ -292,72 +457,9 @@ class LLM:
             raise ValueError(
                 f"n is {params.n}, expected 1 for a stream: use generate for several completions"
             )
-        return self._pieces(CompletionBuilder(self._request(prompt, params, lora), self.tokenizer))
+        return self._query(prompt, params, lora)
 
-    def _pieces(self, builder: "CompletionBuilder") -> Iterator[str]:
-        num_shown = 0
-        started = time.perf_counter()
-        self._add(builder)
-        try:
-            # Another caller's steps may also produce text, or finish the request.
-            while builder.finish_reason is None or len(builder.text) > num_shown:
-                piece = builder.text[num_shown:]
-                num_shown += len(piece)
-                if piece:
-                    yield piece
-                elif builder.finish_reason is None:
-                    self._step()
-            if builder.error is not None:
-                raise RequestFailed(builder.error)
-        finally:
-            self._remove(builder)
-            self.tokens_per_second = len(builder.token_ids) / (time.perf_counter() - started)
-
-    def _finish(self, builders: Sequence["CompletionBuilder"], bar: "tqdm[Any]") -> None:
-        """Queue the requests and run steps until all are finished; on an exception, abort all."""
-        unfinished = list(builders)
-        try:
-            for builder in builders:
-                self._add(builder)
-            while unfinished:
-                # Another caller's steps may have finished some.
-                left = [builder for builder in unfinished if builder.finish_reason is None]
-                bar.update(len(unfinished) - len(left))
-                unfinished = left
-                if left:
-                    self._step()
-        finally:
-            for builder in builders:
-                self._remove(builder)
-
-    def _add(self, builder: "CompletionBuilder") -> None:
-        try:
-            self.engine.add(builder.request)
-        except RequestFailed as failed:
-            builder.fail(failed.error)
-        else:
-            self._builders[builder.request.id] = builder
-
-    def _remove(self, builder: "CompletionBuilder") -> None:
-        self._builders.pop(builder.request.id, None)
-        self.engine.abort(builder.request.id)
-
-    def _step(self) -> None:
-        """Run one engine step and pass its outputs to their builders."""
-        assert self.engine.has_work, "a request is unfinished and there is nothing to do"
-        for output in self.engine.step():
-            builder = self._builders.get(output.request_id)
-            if builder is not None:
-                self._request_errors.run(output.request_id, "detokenizing", builder.add, output)
-                for error in self._request_errors.take().values():
-                    builder.fail(error)
-                if builder.finish_reason is not None and output.finish_reason is None:
-                    self.engine.abort(
-                        output.request_id
-                    )  # a stop string, which the engine does not check
-
-    def _request(self, prompt: Prompt, params: SamplingParams, lora: str | None = None) -> Request:
-        """A new request. Raises ValueError if it does not fit."""
+    def _query(self, prompt: Prompt, params: SamplingParams, lora: str | None) -> Query:
         if params.stop and self.tokenizer is None:
             raise ValueError("no tokenizer, so stop strings cannot be found: use stop_token_ids")
         images = prompt["images"] if isinstance(prompt, dict) else ()
@@ -372,6 +474,11 @@ class LLM:
             max_tokens=params.max_tokens,
             max_len=self.engine.max_len,
         )
+        return Query(tokens, images, params, lora)
+
+    def _request(self, query: Query) -> Request:
+        """A new request. Raises ValueError if it does not fit."""
+        tokens, images, params, lora = query
         request = self.engine.request(next(self._ids), tokens, params, images=images, lora=lora)
         self.engine.refuse(request)
         return request
@@ -388,50 +495,15 @@ class LLM:
         return list(self.tokenizer.encode(prompt).ids)
 
 
-class CompletionBuilder:
-    """Builds the Completion of one request from its outputs."""
-
-    def __init__(self, request: Request, tokenizer: "Tokenizer | None") -> None:
-        self.request = request
-        self.text = ""
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
-        self.finish_reason: FinishReason | None = None
-        self.error: RequestError | None = None
-        self._stream = TextStream(tokenizer, request.tokens, request.params)
-        self._first: Output | None = None
-        self._stop_reason: int | str | None = None
-
-    def add(self, output: Output) -> None:
-        self._first = self._first or output
-        delta = self._stream.add(output)
-        self.text += delta.text
-        self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs or ()
-        self.finish_reason, self._stop_reason = delta.finish_reason, delta.stop_reason
-        self.error = output.error
-
-    def fail(self, error: RequestError) -> None:
-        self.finish_reason, self.error = "error", error
-
-    def completion(self) -> Completion:
-        assert self.finish_reason is not None
-        request, first = self.request, self._first or Output(self.request.id, ())
-        return Completion(
-            self.text,
-            tuple(self.token_ids),
-            self.finish_reason,
-            tuple(request.tokens[: request.num_prompt]),
-            logprobs=None if request.params.logprobs is None else tuple(self.logprobs),
-            prompt_logprobs=first.prompt_logprobs,
-            stop_reason=self._stop_reason,
-            num_cached=first.num_cached,
-            error=self.error,
-        )
-
-
 def _check_is_list_of_lists(name: str, given: Iterable[object]) -> None:
     if any(isinstance(each, int) for each in given):
         raise ValueError(
             f"{name} is one list of token ids, expected a list of such lists: pass [ids]"
         )
+
+
+def _raise_failure(call: Call) -> None:
+    """Raise RequestFailed if a request failed."""
+    for builder in call.builders:
+        if builder.error is not None:
+            raise RequestFailed(builder.error)

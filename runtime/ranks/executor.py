@@ -1,5 +1,6 @@
 """RankExecutor: the Executor of a model on several ranks."""
 
+import gc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +15,6 @@ from atomc.runtime.config import EngineConfig
 from atomc.runtime.executor import Launched, Result, StepCounts
 from atomc.runtime.loading import config_folder, expert_placement
 from atomc.runtime.phases import Phases
-from atomc.runtime.ranks.interrupts import interrupts_delayed
 from atomc.runtime.ranks.local_launcher import LocalLauncher
 from atomc.runtime.ranks.messages import (
     IMPORTED,
@@ -81,10 +81,12 @@ class RankExecutor:
             check_expert_placement(folder, placement, config.expert_ranks, draft_layer=with_draft)
         kind = launcher.device_kind(config)
         if torch.distributed.is_initialized():
+            gc.collect()  # another executor that was dropped in a reference cycle leaves its group
+        if torch.distributed.is_initialized():
             raise ValueError(
                 f"{config.several_ranks}, but this process has a process group of "
-                "torch.distributed already: each rank is a process of its own; without them, use "
-                "atomc.parallelize"
+                "torch.distributed already: close another LLM of several ranks first; without "
+                "other processes, use atomc.parallelize"
             )
         configs = [replace(config, device=launcher.device(kind, rank)) for rank in range(size)]
         step_seconds = config.step_timeout or STEP_SECONDS[kind]
@@ -156,10 +158,7 @@ class RankExecutor:
         self._monitor.started = True
 
     def launch(self, step: ScheduledStep) -> "LaunchedOnRanks":
-        with (
-            interrupts_delayed(),
-            self._monitor.sending(lambda number: Launch(number, step), of_step=True) as number,
-        ):
+        with self._monitor.sending(lambda number: Launch(number, step), of_step=True) as number:
             running = self.worker.launch(step)
             others = [rank for rank in self.worker.config.reporting_ranks if rank]
             return LaunchedOnRanks(self._monitor, number, running, others)
@@ -233,11 +232,8 @@ class LaunchedOnRanks:
 
     def sample(self, mask: Tensor | None = None) -> None:
         content = (None, 0) if mask is None else (mask.cpu().numpy().tobytes(), len(mask))
-        with (
-            interrupts_delayed(),
-            self._monitor.sending(
-                lambda number: Sample(number, self._number, *content), of_step=True
-            ),
+        with self._monitor.sending(
+            lambda number: Sample(number, self._number, *content), of_step=True
         ):
             self._running.sample(mask)
 

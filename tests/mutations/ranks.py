@@ -34,7 +34,7 @@ BUGS = [
     Bug("runtime/graphs.py", "self.captured.clear()", "pass", "tests/test_cudagraphs.py -k no_graph_is_left"),
     bug("agreement", "distributed.ReduceOp.MIN", "distributed.ReduceOp.MAX", "outputs_of_one"),
     bug("rank", "sample(_tensor(mask, num_rows))", "sample(None)", "outputs_of_one"),
-    bug("interrupts", "signal.signal(signal.SIGINT, receive)", "pass", "ctrl_c"),
+    Bug("runtime/interrupts.py", "signal.signal(number, self.receive)", "pass", f"{RANKS} -k ctrl_c"),
     bug("monitor", "(alike or not self.started)", "not self.started", "alike"),
     Bug("runtime/ranks/torchrun.py", 'if offer["id"] != answered:', "if not answered:", f"{TORCHRUN} not_those_of_a_group"),
     Bug("runtime/ranks/torchrun.py", 'f"{answered}/go/{key}"]', 'f"{answered}/go/other"]', f"{TORCHRUN} not_those_of_a_group"),
