@@ -108,9 +108,13 @@ class Call:
 
     def raise_error(self) -> None:
         """Raise the error of the call as a whole, if there is one."""
-        error, self.error = self.error, None  # its traceback refers to this call
-        if error is not None:
+        if (error := self.error) is None:
+            return
+        self.abandoned = True
+        try:
             raise error
+        finally:
+            error = self.error = None  # its traceback refers to this call
 
 
 class ThreadCall(Call):
