@@ -329,6 +329,21 @@ def test_two_ranks_give_the_outputs_of_one_with_drafts():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("in_a_cycle", [False, True])
+def test_ranks_of_an_llm_that_is_dropped_end_and_another_one_starts(in_a_cycle):
+    llm = LLM(**CONFIG, tp=2)
+    (pid,), expected = llm.engine.executor.pids.values(), llm.generate([PROMPT])
+    if in_a_cycle:
+        llm.itself = llm
+    else:
+        with pytest.raises(ValueError, match="close another LLM of several ranks first"):
+            LLM(**CONFIG, tp=2)
+    del llm
+    with LLM(**CONFIG, tp=2) as llm:
+        assert not is_alive(pid) and llm.generate([PROMPT]) == expected
+
+
+@pytest.mark.slow
 def test_each_rank_returns_the_memory_of_its_cache():
     def mapped(pid):
         return int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * os.sysconf("SC_PAGESIZE")
