@@ -16,6 +16,7 @@ Rounding = Literal["fp32", "hf"]
 Glue = Literal["auto", "inductor", "eager"]
 ExpectMode = Literal["error", "warn"]
 KVCacheDtype = Literal["auto", "fp8"]
+Layout = Literal["paged", "contiguous", "shuffled"]
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 
@@ -106,11 +107,13 @@ class Options:
             ("mode", Mode),
             ("expect_mode", ExpectMode),
             ("kv_cache_dtype", KVCacheDtype),
+            ("layout", Layout),
         ):
+            value, names = getattr(self, name), get_args(allowed)
             self._check(
                 name,
-                getattr(self, name) in get_args(allowed),
-                f"one of {', '.join(get_args(allowed))}",
+                value in names or (value is None and name == "layout"),
+                f"one of {', '.join(names)}{suggestion(str(value), names)}",
             )
         for name in (
             "strict",

@@ -1,16 +1,34 @@
-"""EngineConfig: the settings of an engine. Command line flags are generated from its fields."""
+"""EngineConfig: the settings of an engine. Command line flags are generated from its fields, and
+--help imports this file: it does not import torch, which is slow.
+"""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from os import PathLike, fsdecode
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
-if TYPE_CHECKING:  # --help imports this file, and importing torch is slow
-    from atomc.options import Options
+from atomc.options import Options
+from atomc.runtime.choices import check_choices
 
 DEVICE = re.compile(r"cpu|cuda(:\d+)?", re.ASCII)
-POLICIES = ("fcfs", "priority")
+# The dtypes of weights: names of vLLM, torch and transformers, and torch's name for each.
+DTYPES = {
+    "auto": None,
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "fp16": "float16",
+    "half": "float16",
+    "float32": "float32",
+    "fp32": "float32",
+    "float": "float32",
+    "float64": "float64",
+    "fp64": "float64",
+    "double": "float64",
+}
+# The names in atomc.quantization.ONLINE, which is too slow to import for parsing arguments.
+SCHEMES = ("fp8", "fp8_per_token", "fp8_block", "int8", "int4", "mxfp4", "mxfp4_a16", "nvfp4_a16")
 # Draft tokens per step, by where they come from.
 SPECULATIVE_TOKENS = {"ngram": 3, "mtp": 1}
 
@@ -38,14 +56,14 @@ POSITIVE = ("step_timeout", "grammar_seconds")
 T = TypeVar("T")
 
 
-def _option(default: T, text: str) -> T:
-    return field(default=default, metadata={"help": text})
+def _option(default: T, text: str, choices: Iterable[str] = ()) -> T:
+    return field(default=default, metadata={"help": text, "choices": tuple(choices)})
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Settings for one model on its devices. Field metadata has the help text. Raises
-    ValueError for values out of range.
+    """Settings for one model on its devices. Field metadata has the help text, and the possible
+    values of some. Raises ValueError for other values, and OptionsError for wrong options.
     """
 
     model: str | None = _option(
@@ -54,14 +72,20 @@ class EngineConfig:
         "atomc",
     )
     dtype: str | None = _option(
-        None, "dtype of the weights, such as bfloat16; default: the checkpoint's"
+        None,
+        "dtype of the weights, such as bfloat16 (also bf16), float16 (fp16, half) or float32; "
+        "default, and auto: the checkpoint's",
+        DTYPES,
     )
     device: str | None = _option(None, "cpu or cuda; default: a GPU if there is one")
-    load_format: str = _option("auto", "auto, safetensors, or dummy for small random weights")
+    load_format: Literal["auto", "safetensors", "dummy"] = _option(
+        "auto", "auto, safetensors, or dummy for small random weights"
+    )
     quantization: str | None = _option(
         None,
         "quantize the weights when they are read: fp8, fp8_per_token, fp8_block, int8, int4, "
         "mxfp4, mxfp4_a16 or nvfp4_a16",
+        SCHEMES,
     )
     quantization_ignore: tuple[str, ...] = _option(
         (), "layers not to quantize, by name, part of a name or re:pattern"
@@ -212,7 +236,7 @@ class EngineConfig:
         "count how many tokens each expert of a mixture gets (GET /experts, /metrics)",
     )
     seed: int | None = _option(None, "makes sampling reproducible for requests without a seed")
-    options: "Options | Mapping[str, Any]" = field(
+    options: Options | Mapping[str, Any] = field(
         default_factory=dict,
         metadata={
             "help": (
@@ -223,6 +247,10 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
+        check_choices(self)
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", DTYPES[self.dtype])
+        Options.of(self.options)  # raises OptionsError for an unknown or wrong one
         if self.device is not None and not DEVICE.fullmatch(self.device):
             raise ValueError(f"device is {self.device!r}, expected cpu, cuda or one GPU as cuda:0")
         self._check_numbers()
@@ -231,11 +259,6 @@ class EngineConfig:
         self._check_cache()
         if self.quantization_ignore and self.quantization is None:
             raise ValueError("quantization_ignore needs quantization: set both")
-        if self.scheduling_policy not in POLICIES:
-            raise ValueError(
-                f"scheduling_policy is {self.scheduling_policy!r}, expected one of "
-                f"{', '.join(POLICIES)}"
-            )
         self._check_speculation()
         self._check_lora()
 
@@ -385,11 +408,6 @@ class EngineConfig:
 
     def _check_speculation(self) -> None:
         """Also sets the default of `speculative` by `speculative_tokens`, and the reverse."""
-        if self.speculative not in (None, *SPECULATIVE_TOKENS):
-            raise ValueError(
-                f"speculative is {self.speculative!r}, expected one of "
-                f"{', '.join(SPECULATIVE_TOKENS)}"
-            )
         if self.speculative_tokens < 0:
             raise ValueError(
                 f"speculative_tokens is {self.speculative_tokens}, it must be 0 (none) or positive"

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from atomc.json_file import read_config
+
 # Configs, tokenizers, chat templates, and safetensors weights; no files that can contain code or
 # pickles.
 FILES = ("*.json", "*.txt", "*.model", "*.jinja")
@@ -35,11 +37,15 @@ def model_folder(name: str, *, weights: bool = True) -> Path:
 
     HF_HUB_OFFLINE=1 disables network access, HF_HOME sets the location of copies. Raises
     FileNotFoundError for a name that is neither, ValueError for a model that cannot be downloaded,
-    ImportError without huggingface_hub.
+    ImportError without huggingface_hub, and as read_config for a folder whose config.json is
+    missing or damaged.
     """
-    folder = local_folder(name)
-    if folder is not None:
-        return folder
+    folder = local_folder(name) or _downloaded(name, weights)
+    read_config(folder)
+    return folder
+
+
+def _downloaded(name: str, weights: bool) -> Path:
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError

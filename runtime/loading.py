@@ -74,7 +74,7 @@ def load(
     folder = config_folder(config)
     model = loader.load(
         folder,
-        dtype=dtype_of(config.dtype),
+        dtype=None if config.dtype is None else getattr(torch, config.dtype),
         device=present_device(config.device),
         load_format=config.load_format,
         quantization=_quantization(config),
@@ -121,14 +121,6 @@ def present_device(name: str | None) -> str:
         gpus = ", ".join(f"cuda:{index}" for index in range(num_gpus)) or "no GPU"
         raise ValueError(f"device is {name!r}, but torch finds {gpus}: leave it out, or use 'cpu'")
     return name
-
-
-def dtype_of(name: str | None) -> torch.dtype | None:
-    """The dtype of this name. Raises ValueError for an unknown name."""
-    found = getattr(torch, name, None) if name else None
-    if name and not isinstance(found, torch.dtype):
-        raise ValueError(f"unknown dtype {name!r}, expected one such as 'bfloat16' or 'float32'")
-    return found
 
 
 def _loaded_model(

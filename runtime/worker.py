@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from atomc.models.stock import StockModel
 from atomc.ops.state import StateSpec, block_size_of, groups_of
+from atomc.options import Options
 from atomc.parallel.group import Place
 from atomc.program import Program
 from atomc.runtime.batch import StepShape
@@ -73,7 +74,9 @@ class Worker:
         self.threads: Threads | None = None
         self._given: GivenModule | None = None
         self._kernels = StepKernels(config)
-        lora = lora_shape(config)  # before the model is loaded: it reads the adapters' configs
+        # Before the model is loaded: what they refuse would be refused minutes later.
+        _check_names(Options.of(config.options))
+        lora = lora_shape(config)
         try:
             with phases.phase("load"):
                 self.loaded = load(config, module, progress=progress, place=self.place)
@@ -483,6 +486,19 @@ class LaunchedStep:
 
     def results(self) -> list[Result]:
         return self._outputs.results() if self._worker.samples else []
+
+
+def _check_names(options: Options) -> None:
+    """Raise OptionsError for unknown passes and providers. Imports the compiler only for them."""
+    if options.passes:
+        from atomc.compiler.pipeline import check_switches
+        from atomc.passes import PIPELINE
+
+        check_switches(PIPELINE, options.passes, paged=True)
+    if options.providers:
+        from atomc.compiler.select import check_providers
+
+        check_providers(options.providers)
 
 
 def _step_sizes(config: EngineConfig, device: torch.device) -> tuple[int, int]:

@@ -245,6 +245,9 @@ def test_help_is_grouped_and_says_defaults(capsys):
 
 
 def test_a_model_is_a_directory_or_a_name_on_the_hub(tmp_path, monkeypatch):
+    with pytest.raises(FileNotFoundError, match="has no config"):
+        model_folder(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
     assert model_folder(str(tmp_path)) == tmp_path
     constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -4,16 +4,15 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from atomc.runtime.config import DTYPES, SCHEMES
+
 if TYPE_CHECKING:
     import torch
 
     # What argparse's add_subparsers returns.
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-DTYPES = ("float32", "bfloat16", "float16")
 GLUES = ("eager", "inductor", "auto")
-# The names in atomc.quantization.ONLINE, which is too slow to import for parsing arguments.
-SCHEMES = ("fp8", "fp8_per_token", "fp8_block", "int8", "int4", "mxfp4", "mxfp4_a16", "nvfp4_a16")
 
 
 def command(
@@ -41,10 +40,21 @@ def add_quantization(parser: argparse.ArgumentParser, what: str) -> None:
     )
 
 
+def add_dtype(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        metavar="DTYPE",
+        help=f"{', '.join(DTYPES)}; default, and auto: the checkpoint's",
+    )
+
+
 def dtype_named(name: str | None) -> "torch.dtype | None":
+    """The dtype of a name in DTYPES; None for none, and for auto."""
     import torch
 
-    return getattr(torch, name) if name else None
+    torch_name = DTYPES[name or "auto"]
+    return None if torch_name is None else getattr(torch, torch_name)
 
 
 def default_glue(device: str | None) -> str:

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atomc.cli.arguments import DTYPES, GLUES, add_quantization, command, default_glue, dtype_named
+from atomc.cli.arguments import (
+    GLUES,
+    add_dtype,
+    add_quantization,
+    command,
+    default_glue,
+    dtype_named,
+)
 from atomc.cli.explain import ModelCall, load_function
 from atomc.file_of_flag import check_folder_of, file_of_flag
 from atomc.json_types import JSONLike
@@ -109,7 +116,7 @@ def add(commands: "Commands") -> None:
         "--record", action="store_true", help="with --dump: also store inputs, weights and outputs"
     )
     add_quantization(parser, "quantize a checkpoint when it is read")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's")
+    add_dtype(parser)
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
     parser.add_argument(
         "--glue", choices=GLUES, help="what runs the ops without a kernel; default: eager on a CPU"

@@ -157,7 +157,6 @@ def _add_latency(kinds: "Commands") -> None:
 
 
 def _latency(arguments: argparse.Namespace) -> None:
-    from atomc.runtime.bench import offline
     from atomc.runtime.bench.datasets import random_requests
 
     size = arguments.batch_size
@@ -171,6 +170,8 @@ def _latency(arguments: argparse.Namespace) -> None:
         seed=arguments.prompt_seed,
     )
     engine = _engine(arguments)
+    from atomc.runtime.bench import offline
+
     batches = [samples[at : at + size] for at in range(0, len(samples), size)]
     for batch in batches[: arguments.warm_up]:
         offline.run(engine, batch, 0.0, progress=False)
@@ -205,8 +206,6 @@ def _add_throughput(kinds: "Commands") -> None:
 
 
 def _throughput(arguments: argparse.Namespace) -> None:
-    from atomc.runtime.bench import offline
-
     samples = _samples(arguments)
     if any(sample.is_chat for sample in samples):  # checked before the engine starts
         raise ValueError(
@@ -214,6 +213,8 @@ def _throughput(arguments: argparse.Namespace) -> None:
             "bench serve"
         )
     engine = _engine(arguments)
+    from atomc.runtime.bench import offline
+
     requests = offline.run(engine, samples, time.perf_counter(), progress=not arguments.quiet)
     _print_results(
         arguments,
@@ -376,17 +377,23 @@ def _samples(arguments: argparse.Namespace) -> "list[SampleRequest]":
 
 
 def _config(arguments: argparse.Namespace) -> "EngineConfig":
+    """Raises ValueError and OSError for wrong settings and for a folder without a model."""
     from atomc.runtime.config import EngineConfig
+    from atomc.runtime.hub import model_folder
     from atomc.runtime.server.flags import values_of
 
-    return EngineConfig(**values_of(arguments, {}, EngineConfig))
+    config = EngineConfig(**values_of(arguments, {}, EngineConfig))
+    if config.model is not None:
+        model_folder(config.model)
+    return config
 
 
 def _engine(arguments: argparse.Namespace) -> "Engine":
-    from atomc.runtime.engine import Engine
-
     # All prompts are queued at once, however many.
-    return Engine(replace(_config(arguments), max_queue=2**62), progress=not arguments.quiet)
+    config = replace(_config(arguments), max_queue=2**62)
+    from atomc.runtime.engine import Engine  # imports torch: after the checks that need none
+
+    return Engine(config, progress=not arguments.quiet)
 
 
 def _serve_flags(arguments: argparse.Namespace) -> list[str]:

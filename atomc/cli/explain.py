@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atomc.cli import planning
-from atomc.cli.arguments import DTYPES, SCHEMES, add_quantization, command
+from atomc.cli.arguments import add_quantization, command
 from atomc.file_of_flag import check_folder_of, file_of_flag
+from atomc.runtime.config import DTYPES, SCHEMES
 from atomc.runtime.server.flags import named_value
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atomc.cli.arguments import DTYPES, GLUES, add_quantization, command, dtype_named
+from atomc.cli.arguments import GLUES, add_dtype, add_quantization, command
 
 if TYPE_CHECKING:
     from atomc.cli.arguments import Commands
@@ -55,7 +55,7 @@ def add(commands: "Commands") -> None:
     parser.add_argument(
         "--seed", type=int, help="the seed of sampling (default: random; fixed for the demo model)"
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's")
+    add_dtype(parser)
     add_quantization(parser, "quantize the weights when they are read")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
     parser.add_argument(
@@ -103,7 +103,6 @@ def add(commands: "Commands") -> None:
 def run(arguments: argparse.Namespace) -> None:
     from atomc.demo import PATH
     from atomc.runtime.hub import local_folder, model_folder
-    from atomc.runtime.llm import LLM
 
     if arguments.model is not None and not arguments.prompt:
         local_folder(arguments.model)  # a path that is none is the first mistake
@@ -112,10 +111,12 @@ def run(arguments: argparse.Namespace) -> None:
     if not os.path.lexists(folder / "tokenizer.json"):
         raise ValueError(f"{folder} has no tokenizer.json, which `atomc generate` needs for text")
     params = _sampling_params(arguments, folder)
+    from atomc.runtime.llm import LLM  # imports torch: after the checks that need none
+
     adapter = None if arguments.lora is None else Path(arguments.lora).resolve().name
     llm = LLM(
         folder,
-        dtype=dtype_named(arguments.dtype),
+        dtype=arguments.dtype,
         device=arguments.device,
         quantization=arguments.quantization,
         max_model_len=arguments.max_model_len,

@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atomc.cli.arguments import DTYPES, SCHEMES, dtype_named
+from atomc.cli.arguments import dtype_named
 from atomc.file_of_flag import file_of_flag
 from atomc.json_types import JSONLike
+from atomc.runtime.config import DTYPES, SCHEMES
 
 if TYPE_CHECKING:
     from atomc.cost.efficiency import Table

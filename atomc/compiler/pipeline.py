@@ -45,8 +45,8 @@ def selected(pipeline: Sequence[Pass], context: Context) -> tuple[list[Pass], li
     pipeline = with_registered(pipeline)
     check_order(pipeline)
     switches = context.options.passes
+    check_switches(pipeline, switches, paged=context.paged)
     off = {name for name, on in switches.items() if on is False}
-    _check_switches(pipeline, switches, off, context.paged)
     off |= {p.name for p in pipeline if p.off_by_default and p.name not in switches}
     on = [p for p in pipeline if p.name not in off]
     return on if context.paged else [_outside_the_runtime(p) for p in on if not p.paged], sorted(
@@ -58,13 +58,12 @@ def _outside_the_runtime(p: Pass) -> Pass:
     return replace(p, rewrites=tuple(r for r in p.rewrites if not r.paged))
 
 
-def _check_switches(
-    pipeline: Sequence[Pass],
-    switches: Mapping[str, bool | Sequence[str]],
-    off: set[str],
-    paged: bool,
+def check_switches(
+    pipeline: Sequence[Pass], switches: Mapping[str, bool | Sequence[str]], *, paged: bool
 ) -> None:
     """Raise OptionsError for an unknown pass or an option that cannot take effect."""
+    pipeline = with_registered(pipeline)
+    off = {name for name, on in switches.items() if on is False}
     names = [LIFT, *(p.name for p in pipeline)]
     for name in switches:
         if name not in names:

@@ -66,17 +66,9 @@ class Selection:
         self.syncing: list[str] = []  # kernels that no CUDA graph can hold
         self.absent: dict[str, Refusal] = {}
         self.order: list[str] = []
+        check_providers(options.providers)
         wanted = options.providers or kernels.PROVIDERS
         for provider in (kernels.INVARIANT, *wanted) if options.batch_invariant else wanted:
-            if (
-                provider not in (*kernels.PROVIDERS, kernels.INVARIANT)
-                and provider not in _all_providers()
-            ):
-                raise OptionsError(
-                    f"option providers: no provider {provider!r}"
-                    f"{suggestion(provider, kernels.PROVIDERS)}; providers are "
-                    f"{', '.join(kernels.PROVIDERS)}"
-                )
             reason = (
                 kernels.load(provider)
                 if provider in (*kernels.PROVIDERS, kernels.INVARIANT)
@@ -334,6 +326,20 @@ def _op(node: Node) -> Op:
     op = op_of(node.target)
     assert op is not None
     return op
+
+
+def check_providers(providers: Sequence[str]) -> None:
+    """Raise OptionsError for a name of the option providers that is none."""
+    for provider in providers:
+        if (
+            provider not in (*kernels.PROVIDERS, kernels.INVARIANT)
+            and provider not in _all_providers()
+        ):
+            raise OptionsError(
+                f"option providers: no provider {provider!r}"
+                f"{suggestion(provider, kernels.PROVIDERS)}; providers are "
+                f"{', '.join(kernels.PROVIDERS)}"
+            )
 
 
 def _all_providers() -> list[str]:

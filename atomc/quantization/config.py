@@ -12,6 +12,7 @@ from pathlib import Path
 
 from torch import nn
 
+from atomc.errors import suggestion
 from atomc.json_file import read_json
 from atomc.json_types import JSONLike, json_kind
 from atomc.models.experts_spec import spec_of
@@ -164,7 +165,10 @@ class QuantizationConfig:
 def online(name: str, ignore: Sequence[str] = ()) -> QuantizationConfig:
     """The config to quantize during loading. Raises ValueError for an unknown scheme."""
     if name not in ONLINE:
-        raise ValueError(f"quantization {name!r} is not one of the schemes {', '.join(ONLINE)}")
+        raise ValueError(
+            f"quantization {name!r} is not one of the schemes {', '.join(ONLINE)}"
+            f"{suggestion(name, ONLINE)}"
+        )
     for pattern in ignore:
         check_pattern(pattern)
     return QuantizationConfig(

@@ -3,16 +3,21 @@ EngineConfig's.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
+from atomc.runtime.choices import check_choices
 from atomc.runtime.server.api_keys import check_key
+from atomc.runtime.server.reasoning_parsers import REASONING_PARSERS
+from atomc.runtime.server.tool_parsers import TOOL_PARSERS
 
 T = TypeVar("T")
 
 
-def _option(default: T, text: str, group: str = "server") -> T:
-    return field(default=default, metadata={"help": text, "group": group})
+def _option(default: T, text: str, group: str = "server", choices: Iterable[str] = ()) -> T:
+    metadata = {"help": text, "group": group, "choices": tuple(choices)}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -83,12 +88,14 @@ class ServerConfig:
         "the format of tool calls: hermes (also qwen3), llama3, deepseek or "
         "gpt-oss; default: detected from the chat template",
         "chat",
+        TOOL_PARSERS,
     )
     reasoning_parser: str | None = _option(
         None,
         "the format of reasoning: think (also qwen3, deepseek-r1) or gpt-oss; "
         "none: part of the content; default: detected from the chat template",
         "chat",
+        (*REASONING_PARSERS, "none"),
     )
     additional_properties: bool = _option(
         False,
@@ -160,6 +167,7 @@ class ServerConfig:
     ssl_keyfile: str | None = _option(None, "the private key of the certificate", "security")
 
     def __post_init__(self) -> None:
+        check_choices(self)
         if not 0 <= self.port < 2**16:
             raise ValueError(f"port is {self.port}, expected 0 (any free one) to 65535")
         for name, least in (
@@ -206,7 +214,3 @@ class ServerConfig:
                     f"allow_host is {host!r}, expected a host name without scheme and port, such "
                     "as chat.example"
                 )
-        if self.generation_config not in ("model", "none"):
-            raise ValueError(
-                f"generation_config is {self.generation_config!r}, expected 'model' or 'none'"
-            )

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Union, get_args, get_origin
 
 from atomc.file_of_flag import file_of_flag
+from atomc.runtime.choices import choices
 
 Values = dict[str, Any]
 
@@ -84,9 +85,9 @@ def read_toml(file: Path, *configs: type) -> Values:
 
 def _kind(each: "Field[Any]") -> type:
     """The type of a field's value: bool, int, float, str, tuple (of str) or dict (str -> value)."""
-    hint = _hint(each)
-    if get_origin(hint) is Literal:
+    if choices(each):
         return str
+    hint = _hint(each)
     origin = get_origin(hint) or hint
     return origin if origin in (bool, int, float, str, tuple) else dict
 
@@ -107,8 +108,8 @@ def _flag(each: "Field[Any]") -> dict[str, Any]:
         return shared | {"action": "append", "metavar": "X"}
     if kind is dict:
         return shared | {"action": "append", "metavar": "NAME=VALUE", "type": named_value}
-    if get_origin(_hint(each)) is Literal:
-        return shared | {"choices": get_args(_hint(each))}
+    if values := choices(each):
+        return shared | {"choices": values, "metavar": "NAME"}
     return shared | {"type": kind, "metavar": {"int": "N", "float": "X"}.get(kind.__name__, "TEXT")}
 
 

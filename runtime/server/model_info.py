@@ -4,7 +4,7 @@ defaults.
 
 import asyncio
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -18,9 +18,9 @@ from atomc.runtime.server.chat_template import ChatTemplate, Message, load_chat_
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.errors import APIError, invalid
 from atomc.runtime.server.limits import TOOLS, check_length
-from atomc.runtime.server.reasoning_parsers import REASONING_PARSERS, detect_reasoning_parser
+from atomc.runtime.server.reasoning_parsers import detect_reasoning_parser
 from atomc.runtime.server.timeout import run_with_timeout
-from atomc.runtime.server.tool_parsers import TOOL_PARSERS, detect_tool_parser
+from atomc.runtime.server.tool_parsers import detect_tool_parser
 
 if TYPE_CHECKING:  # optional
     from tokenizers import Tokenizer
@@ -235,8 +235,7 @@ def load_model_info(
         tokenizer=tokenizer,
         template=template,
         defaults=sampling_defaults(folder) if config.generation_config == "model" else {},
-        tools=_parser(config.tool_call_parser, TOOL_PARSERS, "tool_call_parser")
-        or detect_tool_parser(source, model_type),
+        tools=config.tool_call_parser or detect_tool_parser(source, model_type),
         reasoning=_reasoning(config.reasoning_parser, source, model_type),
         images=images if isinstance(images, ImageDecoder) else None,
         no_images=images if isinstance(images, str) else "",
@@ -244,15 +243,7 @@ def load_model_info(
     )
 
 
-def _reasoning(chosen: str | None, source: str, model_type: str | None) -> str | None:
-    if chosen == "none":
+def _reasoning(name: str | None, source: str, model_type: str | None) -> str | None:
+    if name == "none":
         return None
-    return _parser(chosen, REASONING_PARSERS, "reasoning_parser") or detect_reasoning_parser(
-        source, model_type
-    )
-
-
-def _parser(chosen: str | None, known: Collection[str], what: str) -> str | None:
-    if chosen is not None and chosen not in known:
-        raise ValueError(f"{what} is {chosen!r}, expected one of {', '.join(known)}")
-    return chosen
+    return name or detect_reasoning_parser(source, model_type)
