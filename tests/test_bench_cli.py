@@ -429,4 +429,5 @@ def test_startup_tells_a_cold_start_from_a_warm_one_and_where_the_seconds_went(t
 
 
 def test_a_failed_start_is_reported_with_its_last_line(wrong, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
     assert "the engine did not start: " in wrong("bench", "startup", tmp_path, "--limit", 120)

@@ -166,6 +166,35 @@ def test_ctrl_c_reaches_a_thread_that_waits_for_the_step_of_another(llm, monkeyp
         assert other.result(SECONDS)[0].finish_reason == "length"
 
 
+@pytest.mark.usefixtures("ctrl_c_raises")
+def test_ctrl_c_reaches_a_thread_whose_steps_another_runs(llm, monkeypatch):
+    original = llm.engine.step
+
+    def slow():
+        time.sleep(0.01)
+        return original()
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        patch.setattr(llm.engine, "step", slow)
+        other = pool.submit(llm.generate, PROMPTS[0], LONG)
+        until(lambda: llm._turns._owner is not None)
+        main = threading.main_thread().ident
+        threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS[1], LONG)
+        assert not other.done()
+        patch.undo()
+        assert other.result(SECONDS)[0].finish_reason == "length"
+
+
+def test_a_stream_that_is_collected_aborts_its_request_at_once(llm):
+    stream = llm.stream(PROMPTS[0], LONG)
+    next(stream)
+    assert llm.engine.scheduler.requests
+    del stream
+    assert not llm.engine.scheduler.requests
+
+
 def test_a_stream_that_is_collected_during_a_step_ends_after_it(llm, monkeypatch):
     stream = llm.stream(PROMPTS[0], LONG)
     next(stream)
