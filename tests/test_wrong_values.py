@@ -130,7 +130,7 @@ def test_names_that_are_listed_without_torch_are_those_of_the_tables():
         ({"dtype": "fp17"}, ValueError, r"dtype is 'fp17' \(did you mean 'fp16'\?\), expected one"),
         ({"dtype": torch.int8}, ValueError, "dtype is 'int8', expected one of auto, bfloat16"),
         ({"quantization": "fp9"}, ValueError, r"quantization is 'fp9' \(did you mean 'fp8'\?\)"),
-        ({"quantizatoin": "fp8"}, TypeError, r"no setting 'quantizatoin' \(did you mean 'quanti"),
+        ({"quantizatoin": "fp8"}, TypeError, r"no argument 'quantizatoin' \(did you mean 'quanti"),
         ({"options": {"kv_cache_dtype": "fp9"}}, OptionsError, "expected one of auto, fp8"),
         ({"options": {"passes": {"ropes": False}}}, OptionsError, r"did you mean 'rope'\?"),
         ({"options": {"providers": ["tritn"]}}, OptionsError, r"did you mean 'triton'\?"),
