@@ -45,6 +45,7 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._started: subprocess.Popen[bytes] | None = None  # accepted a connection
+        self._stop: Callable[[], object] = lambda: None  # ends the process; its forks go on
 
     def start(self) -> None:
         """Start the process if it does not run; does not wait until it is ready."""
@@ -89,6 +90,7 @@ class ForkServer:
         """The process and its socket; it is started if it does not run."""
         if self._socket is not None and self._process is not None and self._process.poll() is None:
             return self._process, self._socket
+        self._stop()
         parent_end, child_end = socket.socketpair()
         parent_end.settimeout(self._patience)
         with tempfile.TemporaryFile() as file, child_end:
@@ -102,7 +104,7 @@ class ForkServer:
                 process_group=0,  # not interrupted by the keyboard: it ends with its socket
             )
         self._socket = parent_end
-        weakref.finalize(self, _stop_process, parent_end, self._process)
+        self._stop = weakref.finalize(self, _stop_process, parent_end, self._process)
         return self._process, parent_end
 
 
