@@ -9,7 +9,7 @@ import torch
 
 from atomc.json_file import read_config, read_json
 from atomc.json_types import JSONLike
-from atomc.models.limits import Stored, check_sizes
+from atomc.models.limits import MAX_TENSORS, Stored, check_headers, check_sizes
 from atomc.models.load_plan import FLOATS, first_names
 from atomc.models.shard_paths import INDEX, shard_path
 
@@ -68,6 +68,7 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
     index = path / INDEX
     single = path / "model.safetensors"
     if single.is_file():
+        check_headers([single])
         return read_header(single)
     if not index.is_file():
         found = ", ".join(sorted(file.name for file in path.iterdir())) or "nothing"
@@ -75,14 +76,15 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
             f"{path} has neither {single.name} nor {index.name}; it has {found}"
         )
     weight_map = _weight_map(index)
-    headers = {}
+    shards = {}
     for file_name in sorted(set(weight_map.values())):
-        shard = shard_path(path, file_name)
+        shards[file_name] = shard = shard_path(path, file_name)
         if not shard.is_file():
             raise FileNotFoundError(
                 f"{path} lacks {file_name}, which {index.name} names; download it again"
             )
-        headers[file_name] = read_header(shard)
+    check_headers(shards.values())
+    headers = {file_name: read_header(shard) for file_name, shard in shards.items()}
     absent = sorted(
         name for name, file_name in weight_map.items() if name not in headers[file_name]
     )
@@ -100,6 +102,11 @@ def _weight_map(index: Path) -> dict[str, str]:
         isinstance(name, str) for name in weight_map.values()
     ):
         raise ValueError(f"{index} has no weight_map (name of tensor -> file); download it again")
+    if len(weight_map) > MAX_TENSORS:
+        raise ValueError(
+            f"{index.name} names {len(weight_map)} tensors, expected at most {MAX_TENSORS}; "
+            "download it again"
+        )
     return weight_map
 
 

@@ -1,8 +1,10 @@
 """Executes the plan of a load: reads stored weights into a model on meta, and quantizes them."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import safetensors.torch
@@ -18,6 +20,9 @@ from atomc.parallel.cut import Cut
 from atomc.quantization import apply
 from atomc.quantization.apply import Methods
 from atomc.quantization.linear import LinearMethod
+
+# An open file of weights: safetensors' class has no type.
+Opener = Callable[[Path], Any]
 
 THREADS = 8
 TENSORS_PER_JOB = 32
@@ -35,6 +40,8 @@ def execute(
     values that are invalid for a layer or cache.
     """
     allocate_buffers(model, device)
+    # To open a file is to parse its header.
+    opener: Opener = lru_cache(maxsize=2)(partial(safetensors.safe_open, framework="pt"))
     total = sum(weight.nbytes for weight in model.parameters())
     # disable=None: no bar without a terminal.
     with tqdm(
@@ -43,14 +50,14 @@ def execute(
         for num_bytes in _fill((*plan.fills, *plan.copies), model, device, mmap):
             bar.update(num_bytes)
         for group in plan.quantized:
-            bar.update(_quantize(group, model, methods.linears, device))
+            bar.update(_quantize(group, model, methods.linears, device, opener))
         for layer, entries in plan.experts:
             for num_bytes in _fill(entries, model, device, mmap):
                 bar.update(num_bytes)
             apply.quantize_experts(model, layer, methods.experts[layer])
     try:
         for name, stored, target in plan.scales:
-            set_cache_scale(target, name, read_tensor(stored, torch.float32, device))
+            set_cache_scale(target, name, read_tensor(opener, stored, torch.float32, device))
         apply.process_weights_after_loading(model)
     except ValueError as error:
         raise ValueError(f"{plan.path}: {error}") from error
@@ -73,23 +80,28 @@ def _quantize(
     model: nn.Module,
     methods: Mapping[str, LinearMethod],
     device: torch.device | str,
+    opener: Opener,
 ) -> int:
     """Read and quantize the layers of one input; returns the bytes read. The unquantized weights
     are freed on return.
     """
     weights = {
-        layer: read_tensor(stored, dtype, device, cut) for layer, stored, dtype, cut in group
+        layer: read_tensor(opener, stored, dtype, device, cut)
+        for layer, stored, dtype, cut in group
     }
     apply.quantize_layers(model, list(weights), methods, weights.get)
     return sum(weight.nbytes for weight in weights.values())
 
 
 def read_tensor(
-    stored: Stored, dtype: torch.dtype, device: torch.device | str, cut: Cut | None = None
+    opener: Opener,
+    stored: Stored,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    cut: Cut | None = None,
 ) -> Tensor:
-    with safetensors.safe_open(stored.file, framework="pt") as opened:
-        weight: Tensor = opened.get_tensor(stored.name)
-        return (weight if cut is None else cut.of(weight)).to(device, dtype)
+    weight: Tensor = opener(stored.file).get_tensor(stored.name)
+    return (weight if cut is None else cut.of(weight)).to(device, dtype)
 
 
 def read(

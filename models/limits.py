@@ -1,4 +1,5 @@
-"""Rejects implausible sizes in a config.json before they cost memory or time.
+"""Rejects implausible sizes in a config.json, and in headers of weights, before they cost memory or
+time.
 
 The largest models have about 130 layers and 1,000 experts; the limits are higher, and prevent
 builds that take hours. The content of a checkpoint gives tighter limits.
@@ -6,7 +7,8 @@ builds that take hours. The content of a checkpoint gives tighter limits.
 
 import math
 import re
-from collections.abc import Mapping
+import struct
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +30,11 @@ SIZES = re.compile(r"(n|max|d)_\w+|\w+_(size|dim|heads|rank|positions|embeddings
 # At most this many parameters per stored number: transformers converts some weights; an int32 packs
 # 16 of two bits.
 MAX_RATIO, MAX_RATIO_QUANTIZED = 2, 16
+# Tensors of a checkpoint: each costs 20 us to check. Kimi K2 in 4 bits has 211,000.
+MAX_TENSORS = 2**18
+MAX_HEADER = 10**8  # bytes of a header, by the format
+# Bytes of a model's masks and tables, which no checkpoint stores: those of CodeGen take 2**27.
+MAX_BUFFERS = 2**30
 
 
 class Stored(NamedTuple):
@@ -99,6 +106,33 @@ def check_layers(config: Mapping[str, JSONLike], stored: int) -> None:
                 "config.json "
                 "and the weights of the same checkpoint?"
             )
+
+
+def check_headers(files: Iterable[Path], most: int = MAX_TENSORS) -> None:
+    """Raise ValueError if safetensors files have more tensors than this; does not parse them."""
+    total = 0
+    for file in files:
+        with file.open("rb") as opened:
+            (size,) = struct.unpack("<Q", opened.read(8).ljust(8, b"\0"))
+            # Each tensor is an object, in an object.
+            total += max(opened.read(min(size, MAX_HEADER)).count(b"{") - 1, 0)
+        if total > most:
+            raise ValueError(
+                f"{file.name}: the header has {total} tensors or more, expected at most {most} in "
+                "all files; download it again"
+            )
+
+
+def check_buffers(model: nn.Module, name: str) -> None:
+    """Raise ValueError if a model on meta has masks and tables larger than those of any model."""
+    sizes = {key: buffer.nbytes for key, buffer in model.named_buffers()}
+    if sum(sizes.values()) > MAX_BUFFERS:
+        largest = max(sizes, key=lambda key: sizes[key])
+        raise ValueError(
+            f"config.json describes a {name} with {sum(sizes.values()) / 2**30:.1f} GiB of masks "
+            f"and tables such as {largest}, expected at most {MAX_BUFFERS / 2**30:.0f} GiB; "
+            "download it again"
+        )
 
 
 def check_stored(

@@ -90,14 +90,21 @@ class MRotary(Rotary):
 
     def __init__(self, rope: Rope, head_dim: int, section: tuple[int, int, int]):
         super().__init__(rope, head_dim)
-        self.axis_of_column = torch.zeros(head_dim // 2, dtype=torch.int64, device="cpu")
+        self.section = section
+        self.axes = nn.Buffer(self.axis_of_column(torch.get_default_device()), persistent=False)
+
+    def axis_of_column(self, device: torch.device) -> Tensor:
+        """[H/2] i64; without values on meta."""
+        if device.type == "meta":
+            return torch.empty(self.head_dim // 2, dtype=torch.int64, device=device)
+        axes = torch.zeros(self.head_dim // 2, dtype=torch.int64, device="cpu")
         for axis in (1, 2):
-            self.axis_of_column[axis : 3 * section[axis] : 3] = axis
-        self.axes = nn.Buffer(self.axis_of_column.to(torch.get_default_device()), persistent=False)
+            axes[axis : 3 * self.section[axis] : 3] = axis
+        return axes.to(device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "MRotary":
         super()._apply(fn, recurse)
-        self.axes = self.axis_of_column.to(self.inv_freq.device)
+        self.axes = self.axis_of_column(self.inv_freq.device)
         return self
 
     def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -128,22 +128,20 @@ def _check_pairs(rope: Rope, rope_type: str) -> None:
         raise ValueError(f"{what}: rope_theta {theta} is not above 1")
 
 
-def _default(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
-    # On the CPU also when the model is built on meta: the values must exist.
+def _default(rope: Rope, head_dim: int) -> Tensor:
     columns = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu")
-    return 1.0 / (number(rope, "rope_theta") ** (columns / head_dim)), 1.0
+    return 1.0 / (number(rope, "rope_theta") ** (columns / head_dim))
 
 
-def _linear(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
-    inv_freq, scaling = _default(rope, head_dim)
-    return inv_freq / number(rope, "factor"), scaling
+def _linear(rope: Rope, head_dim: int) -> Tensor:
+    return _default(rope, head_dim) / number(rope, "factor")
 
 
-def _llama3(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
+def _llama3(rope: Rope, head_dim: int) -> Tensor:
     """Llama 3.1: low frequencies are divided by the factor, high frequencies are unchanged, and
     those in between interpolated.
     """
-    inv_freq, scaling = _default(rope, head_dim)
+    inv_freq = _default(rope, head_dim)
     factor, low, high = (
         number(rope, name) for name in ("factor", "low_freq_factor", "high_freq_factor")
     )
@@ -153,7 +151,7 @@ def _llama3(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
     smooth = (length / wave - low) / (high - low)
     between = (1 - smooth) * stretched / factor + smooth * stretched
     is_between = ~(wave < length / high) & ~(wave > length / low)
-    return torch.where(is_between, between, stretched), scaling
+    return torch.where(is_between, between, stretched)
 
 
 def yarn_mscale(factor: float, weight: float) -> float:
@@ -161,15 +159,26 @@ def yarn_mscale(factor: float, weight: float) -> float:
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _yarn(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
-    """YaRN (Peng et al. 2023): NTK-by-parts interpolation, and a temperature factor on the
-    tables.
-    """
+def _optional(rope: Rope, name: str) -> float | None:
+    return number(rope, name) if rope.get(name) else None
+
+
+def _scaling(rope: Rope) -> float:
+    """The factor on the tables: YaRN's temperature, else 1."""
+    if rope["rope_type"] != "yarn":
+        return 1.0
+    names = ("attention_factor", "mscale", "mscale_all_dim")
+    scaling, numerator, denominator = (_optional(rope, name) for name in names)
+    factor = number(rope, "factor")
+    if scaling is None and numerator and denominator:
+        scaling = yarn_mscale(factor, numerator) / yarn_mscale(factor, denominator)
+    return yarn_mscale(factor, 1.0) if scaling is None else scaling
+
+
+def _yarn(rope: Rope, head_dim: int) -> Tensor:
+    """YaRN (Peng et al. 2023): NTK-by-parts interpolation."""
     base, factor = number(rope, "rope_theta"), number(rope, "factor")
     length = integer(rope, "original_max_position_embeddings")
-
-    def given(name: str) -> float | None:
-        return number(rope, name) if rope.get(name) else None
 
     def column(rotations: float) -> float:
         """The column of the wave with this many rotations over the original length (equation 17 of
@@ -177,13 +186,8 @@ def _yarn(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
         """
         return head_dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
-    scaling, numerator, denominator = map(given, ("attention_factor", "mscale", "mscale_all_dim"))
-    if scaling is None and numerator and denominator:
-        scaling = yarn_mscale(factor, numerator) / yarn_mscale(factor, denominator)
-    if scaling is None:
-        scaling = yarn_mscale(factor, 1.0)
-
-    low, high = column(given("beta_fast") or 32), column(given("beta_slow") or 1)
+    low = column(_optional(rope, "beta_fast") or 32)
+    high = column(_optional(rope, "beta_slow") or 1)
     if rope.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
@@ -196,10 +200,10 @@ def _yarn(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
     columns = torch.arange(0, head_dim, 2, device="cpu").to(torch.float32)
     waves = base ** (columns / head_dim)
     kept = 1 - ramp
-    return 1.0 / (factor * waves) * (1 - kept) + 1.0 / waves * kept, float(scaling)
+    return 1.0 / (factor * waves) * (1 - kept) + 1.0 / waves * kept
 
 
-FREQUENCIES: dict[str, Callable[[Rope, int], tuple[Tensor, float]]] = {
+FREQUENCIES: dict[str, Callable[[Rope, int], Tensor]] = {
     "default": _default,
     "linear": _linear,
     "llama3": _llama3,
@@ -208,21 +212,31 @@ FREQUENCIES: dict[str, Callable[[Rope, int], tuple[Tensor, float]]] = {
 
 
 class Rotary(nn.Module):
-    """The cos and sin tables of the given positions."""
+    """The cos and sin tables of the given positions.
+
+    On meta the frequencies are not computed: their number is only plausible once the weights of the
+    checkpoint have the same head width.
+    """
 
     inv_freq: Tensor
 
     def __init__(self, rope: Rope, head_dim: int):
         super().__init__()
-        self.frequencies, self.scaling = FREQUENCIES[str(rope["rope_type"])](rope, head_dim)
-        self.inv_freq = nn.Buffer(self.frequencies.to(torch.get_default_device()), persistent=False)
+        self.rope, self.head_dim, self.scaling = rope, head_dim, _scaling(rope)
+        self.inv_freq = nn.Buffer(self.frequencies(torch.get_default_device()), persistent=False)
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        """[H/2] fp32; without values on meta."""
+        if device.type == "meta":
+            return torch.empty((self.head_dim + 1) // 2, dtype=torch.float32, device=device)
+        return FREQUENCIES[str(self.rope["rope_type"])](self.rope, self.head_dim).to(device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":
         """Move to the model's device, but keep fp32: frequencies in bf16 give wrong angles at large
         positions.
         """
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.inv_freq = self.frequencies.to(self.inv_freq.device)
+        self.inv_freq = self.frequencies(self.inv_freq.device)
         return self
 
     def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

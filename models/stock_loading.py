@@ -11,7 +11,7 @@ from torch import nn
 from atomc.json_types import JSONLike
 from atomc.models import stock
 from atomc.models.checkpoint_files import Checkpoint
-from atomc.models.limits import check_memory, check_stored
+from atomc.models.limits import check_buffers, check_memory, check_stored
 from atomc.models.parameters import fill_randomly
 from atomc.parallel.group import Stage
 from atomc.parallel.sharding import Sharding
@@ -47,13 +47,14 @@ def check_stock_size(
     quant_config: QuantizationConfig | None,
     device: torch.device | str,
 ) -> None:
-    """Raise ValueError if a transformers model has more parameters than its checkpoint, or if its
-    random weights exceed the free memory.
+    """Raise ValueError if a transformers model has more parameters than its checkpoint, too large
+    tables, or if its random weights exceed the free memory.
     """
     path, config, stored, dtype = checkpoint
+    model = stock.empty_model(cls, config, dtype)
+    check_buffers(model, cls.__name__)
     if stored is None and quant_config is not None:
         return  # load_dummy counts the bytes of quantized weights
-    model = stock.empty_model(cls, config, dtype)
     if stored is None:
         wanted = sum(weight.nbytes for weight in model.parameters())
         check_memory(wanted, cls.__name__, device)

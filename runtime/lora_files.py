@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeGuard
 from safetensors import SafetensorError, safe_open
 
 from atomc.json_file import read_json
+from atomc.models.limits import check_headers
 from atomc.weights.lora import LoraPair
 
 CONFIG, WEIGHTS, PICKLED = (
@@ -16,6 +17,7 @@ CONFIG, WEIGHTS, PICKLED = (
     "adapter_model.safetensors",
     "adapter_model.bin",
 )
+MAX_TENSORS = 2**15  # two for each linear layer
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 
 # Fields of the config that change the computation, with the values that do not, and the reason.
@@ -120,6 +122,7 @@ def read_pairs(config: AdapterConfig) -> dict[str, LoraPair]:
     """
     found: dict[str, dict[str, Any]] = {}
     try:
+        check_headers([config.folder / WEIGHTS], MAX_TENSORS)
         with safe_open(config.folder / WEIGHTS, framework="pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118  it is not a dict
                 match = _KEY.fullmatch(key)

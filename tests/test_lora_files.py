@@ -62,6 +62,14 @@ def test_missing_files_pickles_and_damage_are_named(tmp_path):
         read_config(str(folder))
 
 
+def test_a_header_of_too_many_tensors_is_not_parsed(tmp_path):
+    folder = write_adapter(tmp_path / "a", {PATH: (8, 4)})
+    header = b"{" * (2**15 + 2)
+    (folder / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ValueError, match=r"has 32769 tensors or more, expected at most 32768 "):
+        read_pairs(read_config(str(folder)))
+
+
 @pytest.mark.parametrize(
     ("key", "shape", "part"),
     [
