@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from atomc import ops
+from atomc.errors import is_failure
 from atomc.json_types import JSONLike
 from atomc.models.stock_delta_net import DELTA_NETS
 from atomc.models.stock_delta_net import LAYER_TYPE as LINEAR
@@ -122,8 +123,8 @@ def as_value_error(cls: type) -> Iterator[None]:
         yield
     except (OSError, ImportError):
         raise
-    except Exception as error:  # transformers does not validate configs
-        if out_of_memory(error):
+    except BaseException as error:  # transformers validates no config, and its libraries can panic
+        if out_of_memory(error) or not is_failure(error):
             raise
         raise ValueError(
             f"config.json: transformers cannot build a {cls.__name__} from it: "

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from atomc.runtime.detokenizer import encode
 from atomc.runtime.sampling.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # optional
@@ -33,10 +34,9 @@ def bad_word_tokens(
             "of token ids"
         )
     if texts and tokenizer is not None:
-        "".join(texts).encode()  # raises UnicodeError, where tokenizers raises a TypeError
-        spelled = [prefix + text for text in texts for prefix in ("", " ")]
-        encodings = tokenizer.encode_batch_fast(spelled, add_special_tokens=False)
-        found += [tuple(encoding.ids) for encoding in encodings if encoding.ids]
+        spelled = (prefix + text for text in texts for prefix in ("", " "))
+        ids = (encode(tokenizer, text, add_special_tokens=False) for text in spelled)
+        found += [tuple(tokens) for tokens in ids if tokens]
     return tuple(dict.fromkeys(found))
 
 

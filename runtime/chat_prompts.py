@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atomc.json_file import read_json
+from atomc.runtime.detokenizer import encode
 from atomc.runtime.image_input.content_parts import ImageSource, has_images, split_images
 from atomc.runtime.image_input.decode import decode_image, to_rgb
 from atomc.runtime.image_input.image_error import ImageError
@@ -74,7 +75,7 @@ class ChatPrompts:
         return [
             token
             for piece in pieces
-            for token in self._tokenizer.encode(piece, add_special_tokens=False).ids
+            for token in encode(self._tokenizer, piece, add_special_tokens=False)
         ]
 
 

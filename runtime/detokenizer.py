@@ -1,10 +1,12 @@
 """Incremental detokenization."""
 
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from atomc.runtime.request_errors import is_panic
+from atomc.errors import first_line, is_failure
+from atomc.runtime.request_errors import TokenizerError
 
 if TYPE_CHECKING:  # optional
     from tokenizers import Tokenizer
@@ -15,6 +17,8 @@ REPLACEMENT_CHARACTER = "\ufffd"
 # Maximum number of tokens to hold back for an incomplete character; longer sequences are not a
 # character.
 MAX_HELD_TOKENS = 8
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def load_tokenizer(folder: Path) -> "Tokenizer | None":
@@ -42,12 +46,44 @@ def load_tokenizer(folder: Path) -> "Tokenizer | None":
         tokenizer.encode("")  # fails for special tokens that do not exist
     # The library raises plain Exceptions.
     except BaseException as error:  # a panic in Rust is no Exception
-        if not isinstance(error, Exception) and not is_panic(error):
+        if not is_failure(error):
             raise
         raise ValueError(
             f"{path} is not a valid tokenizer: {' '.join(str(error).split())}; download it again"
         ) from error
     return tokenizer
+
+
+def encode(tokenizer: "Tokenizer", text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """The tokens of a text; other threads can run meanwhile. Raises UnicodeError for a lone
+    surrogate, and TokenizerError if the tokenizer fails.
+    """
+    text.encode()  # the library raises a TypeError for a lone surrogate
+    encode_batch = tokenizer.encode_batch_fast  # unlike `encode`, it releases the GIL
+    (encoding,) = _run(encode_batch, [text], add_special_tokens=add_special_tokens)
+    return list(encoding.ids)
+
+
+def decode(
+    tokenizer: "Tokenizer", tokens: Sequence[int], *, skip_special_tokens: bool = False
+) -> str:
+    """The text of these tokens; other threads can run meanwhile. Raises TokenizerError if the
+    tokenizer fails.
+    """
+    decode_batch = tokenizer.decode_batch  # unlike `decode`, it releases the GIL
+    return str(_run(decode_batch, [list(tokens)], skip_special_tokens=skip_special_tokens)[0])
+
+
+def _run(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    try:
+        return work(*args, **kwargs)
+    # The library raises plain Exceptions, such as for the unknown token of a model without one.
+    except BaseException as error:  # a panic in Rust is no Exception
+        if not is_failure(error):
+            raise
+        raise TokenizerError(
+            f"the model's tokenizer failed: {first_line(error)}; is tokenizer.json damaged?"
+        ) from error
 
 
 class Detokenizer:
@@ -90,7 +126,8 @@ class Detokenizer:
         return piece
 
     def _decode(self, tokens: list[int]) -> str:
-        text: str = self.tokenizer.decode(tokens, skip_special_tokens=self.skip_special_tokens)
+        work = self.tokenizer.decode
+        text: str = _run(work, tokens, skip_special_tokens=self.skip_special_tokens)
         return text
 
 

@@ -18,6 +18,7 @@ from atomc.options import Options
 from atomc.runtime.async_calls import AsyncCalls
 from atomc.runtime.calls import AsyncCall, Call, CompletionBuilder, Query, ThreadCall
 from atomc.runtime.config import EngineConfig
+from atomc.runtime.detokenizer import encode
 from atomc.runtime.engine import Engine
 from atomc.runtime.interrupts import interrupts_delayed
 from atomc.runtime.loading import config_folder
@@ -492,7 +493,7 @@ class LLM:
                 "checkpoint with "
                 "tokenizer.json"
             )
-        return list(self.tokenizer.encode(prompt).ids)
+        return encode(self.tokenizer, prompt)
 
 
 def _check_is_list_of_lists(name: str, given: Iterable[object]) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
+from atomc.errors import is_failure
 from atomc.torch_compat.exceptions import device_failed
 
 log = logging.getLogger("atomc")
@@ -30,18 +31,15 @@ class RequestFailed(Exception):
         self.error = error
 
 
-def is_panic(error: BaseException) -> bool:
-    """Whether a Rust library panicked. pyo3's PanicException does not derive from Exception, and
-    each library has its own class.
-    """
-    return type(error).__name__ == "PanicException"
+class TokenizerError(ValueError):
+    """A model's tokenizer failed on a text, or on tokens."""
 
 
 def is_recoverable(error: BaseException) -> bool:
     """Whether the engine can continue after the error: not for KeyboardInterrupt or SystemExit, nor
     for errors of the device.
     """
-    return not device_failed(error) and (isinstance(error, Exception) or is_panic(error))
+    return not device_failed(error) and is_failure(error)
 
 
 def to_request_error(request_id: str, doing: str, error: BaseException) -> RequestError:
@@ -60,6 +58,9 @@ def to_request_error(request_id: str, doing: str, error: BaseException) -> Reque
             found.message,
         )
         return found
+    if isinstance(error, TokenizerError):
+        log.error("request %s failed while %s: %s", request_id, doing, error)
+        return RequestError(str(error))
     log.error("request %s failed while %s", request_id, doing, exc_info=error)
     return RequestError(f"the engine failed while {doing}: {type(error).__name__}; see its log")
 

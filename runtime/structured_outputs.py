@@ -9,13 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from atomc.errors import first_line
+from atomc.errors import first_line, is_failure
 from atomc.runtime.grammar_compiler import GrammarCompiler, GrammarMatcher
 from atomc.runtime.request_errors import (
     RequestError,
     RequestErrors,
     RequestFailed,
-    is_panic,
     is_recoverable,
 )
 from atomc.runtime.sampling.sampling_params import Structured
@@ -53,7 +52,7 @@ class StructuredOutputs:
                 "structured output: the grammar is nested too deeply to be compiled"
             ) from error
         except BaseException as error:  # a panic in Rust is no Exception
-            if not is_panic(error):
+            if isinstance(error, Exception) or not is_failure(error):
                 raise
             raise ValueError(
                 f"structured output: the grammar cannot be compiled: {first_line(error)}"

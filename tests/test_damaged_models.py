@@ -1,5 +1,6 @@
 """Damaged model folders: each reader rejects them with one sentence, or works."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -15,12 +16,19 @@ from safetensors.torch import load_file, save_file
 pytest.importorskip("msgspec")  # of the server
 from atomc import demo, models
 from atomc.cli import main
-from atomc.models import limits, loader, stock
+from atomc.models import execute_plan, limits, loader, stock
+from atomc.models.limits import MAX_TENSORS
+from atomc.models.mrope import MRotary
+from atomc.models.rotary import Rotary, rope_parameters
 from atomc.planning.device_model import build_model
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.detokenizer import load_tokenizer
 from atomc.runtime.loading import load
+from atomc.runtime.request_errors import TokenizerError
+from atomc.runtime.server.api_keys import ApiKeys
 from atomc.runtime.server.config import ServerConfig
+from atomc.runtime.server.errors import to_api_error
+from atomc.runtime.server.http import AuthMiddleware
 from atomc.runtime.server.model_info import load_model_info
 
 transformers = pytest.importorskip("transformers")
@@ -64,6 +72,14 @@ CONFIGS = {
         "eos_token_id": 0,
         "dtype": "float32",
     },
+}
+GPT_J = {
+    "architectures": ["GPTJForCausalLM"],
+    "model_type": "gptj",
+    "n_embd": 64,
+    "n_layer": 1,
+    "n_head": 1,
+    "rotary_dim": 64,
 }
 INDEX = "model.safetensors.index.json"
 Damage = Callable[[Path], None]
@@ -241,6 +257,25 @@ def pipe(file: str) -> Damage:
     return damage
 
 
+def many_tensors(file: str, count: int) -> Damage:
+    """A header of this many tensors, which is not parsed: it is no JSON."""
+    text = b"{" * (count + 1)
+    return lambda folder: (folder / file).write_bytes(struct.pack("<Q", len(text)) + text) and None
+
+
+def two_shards(count: int) -> Damage:
+    """Two files of this many tensors each."""
+
+    def damage(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        for name in ("a.safetensors", "b.safetensors"):
+            many_tensors(name, count)(folder)
+        names = {"x": "a.safetensors", "y": "b.safetensors"}
+        (folder / INDEX).write_text(json.dumps({"weight_map": names}))
+
+    return damage
+
+
 DEEP = "[" * 100_000
 NOT_ARCHITECTURES = (
     "config.json names no architecture (architectures: {}); expected a list "
@@ -272,6 +307,36 @@ UNKNOWN_TOKEN = {
         {"Sequence": {"id": "A", "type_id": 0}},
     ],
 }
+
+# Hostile tokenizers: they load, and fail on what they get.
+PANICS_ON_TEXT = tokenizer(
+    lambda found: found.update(
+        normalizer={"type": "Precompiled", "precompiled_charsmap": "BAAAAAAAAAAAAAAA"}
+    )
+)
+PANICS_ON_TOKENS = tokenizer(
+    lambda found: found.update(
+        decoder={
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Fuse"},
+                {"type": "Replace", "pattern": {"Regex": ".+"}, "content": "a"},
+                {"type": "Strip", "content": "a", "start": 5, "stop": 5},
+            ],
+        }
+    )
+)
+FAILS_ON_TEXT = tokenizer(
+    lambda found: found.update(
+        model={
+            "type": "WordPiece",
+            "vocab": {"a": 1},
+            "unk_token": "[UNK]",
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
+        }
+    )
+)
 
 # (kind of model, damage, what at least one reader's sentence starts with)
 REFUSED: list[tuple[str, Damage, str]] = [
@@ -335,6 +400,9 @@ REFUSED: list[tuple[str, Damage, str]] = [
     ("gpt2", config(activation_function="bogus"), NOT_MADE.format("GPT2LMHeadModel") + "KeyError: "),
     ("olmoe", config(text_config={"num_hidden_layers": 10**9}),
      "config.json: text_config.num_hidden_layers is 1000000000, expected at most 512"),
+    ("llama", config(head_dim=10**9), FIT + "model.layers.0.self_attn.q_proj.weight is [16, 16], expected [4000000000, "),
+    ("olmoe", config(**GPT_J, max_position_embeddings=2**31 - 1),
+     "config.json describes a GPTJForCausalLM with 1024.0 GiB of masks and tables such as transformer.h.0.attn."),
     # Heads, layers, flags
     ("llama", config(num_attention_heads=3), "llama: num_attention_heads 3 is not a multiple of num_key_value_heads 2"),
     ("llama", config(head_dim=7), "llama: head_dim 7 is odd"),
@@ -472,6 +540,12 @@ REFUSED: list[tuple[str, Damage, str]] = [
      "PATH: 1 tensors of OlmoeForCausalLM are missing, such as "),
     ("gpt2", weights(lambda found: found | {"transformer.ln_f.weight": torch.zeros(3)}),
      "PATH: 1 tensors of GPT2LMHeadModel have another shape, such as transformer.ln_f.weight: [3], expected [16]"),
+    ("llama", many_tensors("model.safetensors", MAX_TENSORS + 1),
+     f"model.safetensors: the header has {MAX_TENSORS + 1} tensors or more, expected at most {MAX_TENSORS} in all"),
+    ("llama", index("shard.safetensors", many_tensors("shard.safetensors", MAX_TENSORS + 1)), "shard.safetensors: the"),
+    ("llama", two_shards(MAX_TENSORS // 2 + 1), f"b.safetensors: the header has {MAX_TENSORS + 2} tensors or more"),
+    ("llama", index("shard.safetensors", fields(INDEX, weight_map=dict.fromkeys(map(str, range(MAX_TENSORS + 1)), "a"))),
+     f"{INDEX} names {MAX_TENSORS + 1} tensors, expected at most {MAX_TENSORS}; download it again"),
     # The index
     ("llama", index("shard.safetensors", text(INDEX, DEEP)), f"PATH/{INDEX} is nested too deeply"),
     ("llama", index("shard.safetensors", text(INDEX, "[]")), f"PATH/{INDEX} contains a list, expected an object"),
@@ -603,6 +677,37 @@ def test_random_weights_that_memory_cannot_hold_are_refused(
         loader.load(folder, load_format="dummy")
 
 
+@pytest.mark.parametrize("rope_type", ["default", "linear", "llama3", "yarn"])
+def test_a_head_width_allocates_nothing_before_the_weights_have_it(rope_type: str) -> None:
+    numbers = {"factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope = rope_parameters(SIZES | {"rope_scaling": {"rope_type": rope_type, **numbers}})
+    with torch.device("meta"):  # 32 TiB of frequencies
+        wide = MRotary(rope, 2**44, (8, 4, 4)).to(torch.bfloat16)
+        rotary = MRotary(rope, 16, (4, 2, 2))
+    assert wide.inv_freq.shape == wide.axes.shape == (2**43,)
+    assert wide.inv_freq.dtype == torch.float32
+    expected = Rotary(rope, 16)
+    assert torch.equal(rotary.to_empty(device="cpu").inv_freq, expected.inv_freq)
+    assert rotary.scaling == expected.scaling
+    assert rotary.axes.tolist() == [0, 1, 2, 0, 1, 2, 0, 0]
+
+
+def test_weights_that_are_quantized_while_loading_parse_the_header_of_a_file_once(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Path] = []
+    safe_open = execute_plan.safetensors.safe_open
+
+    def counted(file: Path, framework: str) -> object:
+        opened.append(file)
+        return safe_open(file, framework=framework)
+
+    monkeypatch.setattr(execute_plan.safetensors, "safe_open", counted)
+    model = loader.load(whole / "llama", quantization="int8")
+    layers = [name for name, _ in model.named_modules() if name.endswith("_proj")]
+    assert len(layers) == 14 and len(opened) == 3  # to plan, for norms, for all layers
+
+
 def test_a_tied_weight_counts_once_among_the_parameters_that_a_config_describes() -> None:
     outline = stock.empty_model(transformers.GPT2LMHeadModel, CONFIGS["gpt2"], torch.float32)
     counted = sum(weight.numel() for weight in outline.parameters())
@@ -652,6 +757,95 @@ def test_the_command_line_says_it_in_one_line(
         line for line in written.err.splitlines() if line.startswith("atomc: ")
     ] == written.err.splitlines()[-1:]
     assert "Traceback" not in written.err
+
+
+@pytest.mark.parametrize("prompts", [["Hello"], ["Hello", "She"]])
+def test_logits_that_are_nan_are_one_line(
+    whole: Path, tmp_path: Path, prompts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    nan = weights(lambda found: {name: weight * float("nan") for name, weight in found.items()})
+    folder = damaged(whole, tmp_path, "llama", nan)
+    flags = [word for prompt in prompts for word in ("-p", prompt)]
+    assert main(["generate", str(folder), "-q", "--device", "cpu", *flags]) == 2
+    written = capsys.readouterr()
+    assert all(prompt in written.out for prompt in prompts)
+    (line,) = [line for line in written.err.splitlines() if line.startswith("atomc: ")]
+    assert line.startswith(
+        "atomc: the model produced logits that are NaN in step 1 of this request"
+    )
+    assert "Traceback" not in written.err
+
+
+@pytest.mark.parametrize(
+    ("change", "prompts"),
+    [
+        (PANICS_ON_TEXT, ["aab"]),
+        (PANICS_ON_TOKENS, ["aab"]),
+        (PANICS_ON_TOKENS, ["aab", "aa"]),
+        (FAILS_ON_TEXT, ["xyz"]),
+    ],
+)
+def test_a_tokenizer_that_fails_is_one_line(
+    whole: Path,
+    tmp_path: Path,
+    change: Damage,
+    prompts: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = damaged(whole, tmp_path, "llama", change)
+    flags = [word for prompt in prompts for word in ("-p", prompt)]
+    assert main(["generate", str(folder), "-q", "--device", "cpu", *flags]) == 2
+    errors = capsys.readouterr().err
+    (line,) = [line for line in errors.splitlines() if line.startswith("atomc: ")]
+    assert line.startswith("atomc: the model's tokenizer failed: ")
+    assert line.endswith("; is tokenizer.json damaged?")
+    assert "Traceback" not in errors
+
+
+def test_a_server_says_which_file_a_tokenizer_that_fails_is_from(
+    whole: Path, tmp_path: Path
+) -> None:
+    folder = damaged(whole, tmp_path, "llama", PANICS_ON_TEXT)
+    info = load_model_info(folder, "model", ServerConfig())
+    info.max_len = 8
+    with pytest.raises(TokenizerError, match="index out of bounds") as raised:
+        asyncio.run(info.encode(["aab"]))
+    answer = to_api_error(raised.value)
+    assert answer.status == 500 and "is tokenizer.json damaged" in answer.message
+
+
+class PanicException(BaseException):
+    """As in pyo3: not an Exception."""
+
+
+def response_to(error: BaseException) -> list[dict[str, Any]]:
+    """The messages of the server whose endpoint raises this."""
+    sent: list[dict[str, Any]] = []
+
+    async def endpoint(*_: object) -> None:
+        raise error
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    app = AuthMiddleware(
+        endpoint,
+        keys=ApiKeys([]),
+        open_paths=frozenset(),
+        max_body_bytes=1,
+        count_error=lambda status: None,
+    )
+    scope = {"type": "http", "path": "/v1/completions", "headers": []}
+    asyncio.run(app(scope, lambda: None, send))  # type: ignore[arg-type, return-value]
+    return sent
+
+
+def test_a_panic_in_a_request_is_a_response_in_json() -> None:
+    start, body = response_to(PanicException("index out of bounds"))
+    assert start["status"] == 500
+    assert json.loads(body["body"])["error"]["type"] == "server_error"
+    with pytest.raises(KeyboardInterrupt):
+        response_to(KeyboardInterrupt())
 
 
 def test_an_error_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atomc import demo
-from atomc.runtime.detokenizer import Detokenizer, TokenTexts
+from atomc.runtime.detokenizer import Detokenizer, TokenTexts, decode, encode
+from atomc.runtime.request_errors import TokenizerError
 
 tokenizers = pytest.importorskip("tokenizers")
 DEMO = tokenizers.Tokenizer.from_file(str(demo.PATH / "tokenizer.json"))
@@ -102,3 +103,46 @@ def test_every_byte_has_a_token_in_the_demo():
     assert {texts.bytes(token) for token in range(DEMO.get_vocab_size())} >= {
         bytes([byte]) for byte in range(256)
     }
+
+
+def broken(**parts):
+    """A tokenizer of two letters without an unknown token, and with these parts."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, "<unk>"))
+    for name, part in parts.items():
+        setattr(tokenizer, name, part)
+    return tokenizer
+
+
+STRIPS = broken(decoder=tokenizers.decoders.Strip("a", 2, 2))
+CHUNKS = broken(pre_tokenizer=tokenizers.pre_tokenizers.FixedLength(0))
+
+
+@pytest.mark.parametrize(
+    ("work", "reason"),
+    [
+        (lambda: encode(broken(), "c"), "Missing [UNK] token"),
+        (lambda: encode(CHUNKS, "a"), "chunk size must be non-zero"),
+        (lambda: decode(STRIPS, [0]), "index out of bounds"),
+        (lambda: Detokenizer(STRIPS, [0]), "index out of bounds"),
+        (lambda: Detokenizer(STRIPS, [1]).add([0]), "index out of bounds"),
+    ],
+)
+def test_a_tokenizer_that_fails_or_panics_is_named(work, reason):
+    with pytest.raises(TokenizerError) as raised:
+        work()
+    assert str(raised.value).startswith("the model's tokenizer failed: ")
+    assert reason in str(raised.value)
+
+
+def test_an_interrupt_is_no_failure_of_the_tokenizer():
+    class Interrupted:
+        def encode_batch_fast(self, texts, add_special_tokens):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        encode(Interrupted(), "a")
+
+
+def test_a_lone_surrogate_is_no_failure_of_the_tokenizer():
+    with pytest.raises(UnicodeError):
+        encode(DEMO, "\ud800")

@@ -68,6 +68,7 @@ def _user_error(error: BaseException) -> BaseException | None:
     tracing.
     """
     from atomc.errors import RunError
+    from atomc.runtime.request_errors import RequestFailed
 
     inner = getattr(error, "inner_exception", None)
     if inner is not None:
@@ -76,7 +77,8 @@ def _user_error(error: BaseException) -> BaseException | None:
         return error
     if isinstance(error, ModuleNotFoundError) and (extra := _extra_of(error.name or "")):
         return ImportError(f"this needs the library {error.name}: pip install 'atomc[{extra}]'")
-    return error if isinstance(error, ValueError | OSError | ImportError | RunError) else None
+    user_errors = (ValueError, OSError, ImportError, RunError, RequestFailed)
+    return error if isinstance(error, user_errors) else None
 
 
 def _extra_of(module: str) -> str | None:

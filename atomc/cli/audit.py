@@ -234,6 +234,8 @@ def _ids_and_positions(
 ) -> "tuple[Tensor, Tensor]":
     import torch
 
+    from atomc.runtime.detokenizer import encode
+
     prompts = list(arguments.prompt or [])
     if arguments.prompts:
         with file_of_flag("--prompts", arguments.prompts):
@@ -246,7 +248,7 @@ def _ids_and_positions(
     if tokenizer is None:
         ids = _random_ids(model, torch.zeros(arguments.tokens, dtype=torch.int64, device=device))
     else:
-        tokens = tokenizer.encode("\n".join(prompts or [PROMPT])).ids[: arguments.tokens]
+        tokens = encode(tokenizer, "\n".join(prompts or [PROMPT]))[: arguments.tokens]
         ids = torch.tensor(tokens, device=device)
     if not len(ids):
         raise ValueError("the prompt is empty")

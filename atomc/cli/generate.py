@@ -153,7 +153,11 @@ def _sampling_params(arguments: argparse.Namespace, folder: Path) -> "SamplingPa
 def _print_texts(
     llm: "LLM", prompts: Sequence[str], params: "SamplingParams", lora: str | None
 ) -> None:
-    """Stream one prompt; batch several and print them at the end."""
+    """Stream one prompt; batch several and print them at the end. Raises RequestFailed, after the
+    texts, if a prompt failed.
+    """
+    from atomc.runtime.request_errors import RequestFailed
+
     if len(prompts) == 1:
         pieces = llm.stream(prompts[0], params, lora=lora)
         print(prompts[0], end="", flush=True)
@@ -168,6 +172,9 @@ def _print_texts(
             for prompt, completion in zip(prompts, completions, strict=True)
         )
     )
+    errors = [completion.error for completion in completions if completion.error]
+    if errors:
+        raise RequestFailed(errors[0])
 
 
 def _print_figures(llm: "LLM") -> None:

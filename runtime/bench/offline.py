@@ -7,6 +7,7 @@ from tqdm import tqdm
 
 from atomc.runtime.bench.datasets import SampleRequest
 from atomc.runtime.bench.metrics import RequestTiming
+from atomc.runtime.detokenizer import encode
 from atomc.runtime.engine import Engine
 from atomc.runtime.sampling.sampling_params import SamplingParams
 
@@ -44,6 +45,7 @@ def run(
                     each.output_tokens += len(output.token_ids)
                 if output.finish_reason is not None:
                     each.end = now
+                    each.error = output.error.message if output.error else None
                     bar.update()
     return list(timings.values())
 
@@ -53,4 +55,4 @@ def tokens(engine: Engine, sample: SampleRequest) -> list[int]:
         return [token for token in sample.prompt if isinstance(token, int)]
     if engine.tokenizer is None:
         raise ValueError("the model has no tokenizer: use prompts of token ids")
-    return list(engine.tokenizer.encode(sample.prompt).ids)
+    return encode(engine.tokenizer, sample.prompt)

@@ -16,12 +16,12 @@ import zmq
 from tqdm import tqdm
 
 from atomc.atomic_file import write_atomically
+from atomc.errors import is_failure
 from atomc.options import let_openmp_sleep
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.endpoint import use_tcp
 from atomc.runtime.ranks.rank_failed import RankFailed
 from atomc.runtime.ranks.rank_launcher import place_of
-from atomc.runtime.request_errors import is_panic
 from atomc.runtime.server import messages
 from atomc.runtime.server.compile_queue import CompileQueue, CompileUnavailable
 from atomc.runtime.server.messages import Call, Failed, Progress, Refused, Reply, Submit
@@ -112,7 +112,7 @@ def run_engine(
         finally:
             engine.close()
     except BaseException as error:  # every error must be reported to the frontend
-        if not isinstance(error, Exception) and not is_panic(error):
+        if not is_failure(error):
             raise
         message = _user_error_message(error)
         by_user = message is not None

@@ -4,7 +4,7 @@ trace.
 
 from collections.abc import Mapping, Sequence
 
-from atomc.runtime.request_errors import RequestError
+from atomc.runtime.request_errors import RequestError, TokenizerError
 from atomc.runtime.server.client import (
     EngineDead,
     EngineLost,
@@ -67,7 +67,7 @@ def from_request_error(error: RequestError, request_id: str) -> APIError:
     return APIError(500, f"{error.message} (request {request_id})", "server_error")
 
 
-def to_api_error(error: Exception) -> APIError:
+def to_api_error(error: BaseException) -> APIError:
     """The response to a request that ended with this error."""
     match error:
         case APIError():
@@ -110,6 +110,8 @@ def to_api_error(error: Exception) -> APIError:
             return APIError(500, str(error), "server_error")
         case RequestRefused():
             return invalid(str(error))
+        case TokenizerError():
+            return APIError(500, str(error), "server_error")
     return APIError(500, "internal error; see the server's log", "server_error")
 
 

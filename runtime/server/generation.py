@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
+from atomc.errors import is_failure
 from atomc.runtime.prompt_image import PromptImage
 from atomc.runtime.request import Output
-from atomc.runtime.request_errors import RequestError, is_recoverable
+from atomc.runtime.request_errors import RequestError, to_request_error
 from atomc.runtime.sampling.logprobs import TokenLogprobs
 from atomc.runtime.sampling.sampling_params import SamplingParams
 from atomc.runtime.server.client import RequestRefused
@@ -223,9 +224,9 @@ class Generation:
     def _summary(self, error: BaseException | None) -> RequestSummary:
         choices = self.choices.values()
         first = min((choice.first for choice in choices if choice.first), default=None)
-        ended = (
-            (to_api_error(error).code or "error") if isinstance(error, Exception) else "disconnect"
-        )
+        ended = "disconnect"
+        if error is not None and is_failure(error):
+            ended = to_api_error(error).code or "error"
         return RequestSummary(
             self._request_id,
             self._params,
@@ -250,12 +251,8 @@ class Generation:
         try:
             return work(*args, **kwargs)
         except BaseException as error:  # a panic in Rust is no Exception
-            if not is_recoverable(error):
-                raise
-            log.error("request %s failed while detokenizing", self._request_id, exc_info=error)
-            raise from_request_error(
-                RequestError("internal error while detokenizing"), self._request_id
-            ) from error
+            failed = to_request_error(self._request_id, "detokenizing", error)
+            raise from_request_error(failed, self._request_id) from error
 
     def _record_metrics(self, choice: Choice) -> None:
         metrics = self._metrics

@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from atomc.errors import is_failure
 from atomc.runtime.server.api_keys import ApiKeys
 from atomc.runtime.server.errors import APIError, to_api_error
 from atomc.runtime.server.messages_api.errors import anthropic_error, is_anthropic_path
@@ -179,7 +180,9 @@ class AuthMiddleware:
             await self.app(scope, self._limit_body(receive), send_with_id)
         except ClientDisconnect:
             pass
-        except Exception as error:  # a request that fails is answered, and hurts no other
+        except BaseException as error:  # a request that fails is answered, also if Rust panics
+            if not is_failure(error):
+                raise
             if not isinstance(error, APIError):
                 log.exception("request %s failed", name)
             if not response_started:

@@ -6,12 +6,13 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atomc.json_types import JSONLike
-from atomc.runtime.detokenizer import TokenTexts, load_tokenizer
+from atomc.runtime.detokenizer import TokenTexts, decode, encode, load_tokenizer
 from atomc.runtime.generation_config import sampling_defaults
 from atomc.runtime.image_input.image_decoder import ImageDecoder, start_image_decoder
 from atomc.runtime.server.chat_template import ChatTemplate, Message, load_chat_template
@@ -104,29 +105,24 @@ class ModelInfo:
             raise invalid("this model has no tokenizer: send token ids", param)
         limit = self.max_len if limit is None else limit
 
-        def encode() -> list[list[int]]:
+        def work() -> list[list[int]]:
             return [self._ids(text, add_special_tokens, limit, param) for text in texts]
 
-        return encode() if sum(map(len, texts)) < LONG_TEXT else await asyncio.to_thread(encode)
+        return work() if sum(map(len, texts)) < LONG_TEXT else await asyncio.to_thread(work)
 
     def _ids(self, text: str, add_special_tokens: bool, limit: int, param: str) -> list[int]:
-        """The tokens of one text. encode_batch_fast releases the GIL."""
+        """The tokens of one text."""
         assert self.tokenizer is not None
-        # raises UnicodeError for lone surrogates, where tokenizers raises a TypeError
-        text.encode()
         if len(text) > PIECE_CHARACTERS:
             # Count in pieces, to stop early in a text that is far too long.
             least = 0
             for start in range(0, len(text), PIECE_CHARACTERS):
                 piece = text[start : start + PIECE_CHARACTERS]
-                (encoding,) = self.tokenizer.encode_batch_fast([piece], add_special_tokens=False)
-                least += max(len(encoding) - EXTRA_TOKENS, 0)
+                tokens = encode(self.tokenizer, piece, add_special_tokens=False)
+                least += max(len(tokens) - EXTRA_TOKENS, 0)
                 if least > limit:
                     raise context_length_error(limit, f"at least {least}", param)
-        (encoding,) = self.tokenizer.encode_batch_fast(
-            [text], add_special_tokens=add_special_tokens
-        )
-        return list(encoding.ids)
+        return encode(self.tokenizer, text, add_special_tokens=add_special_tokens)
 
     async def render_chat(
         self,
@@ -180,12 +176,8 @@ class ModelInfo:
         if tokenizer is None:
             raise invalid("this model has no tokenizer")
 
-        def decode() -> str:
-            return str(
-                tokenizer.decode_batch([list(tokens)], skip_special_tokens=skip_special_tokens)[0]
-            )
-
-        return decode() if len(tokens) < LONG_TEXT else await asyncio.to_thread(decode)
+        work = partial(decode, tokenizer, tokens, skip_special_tokens=skip_special_tokens)
+        return work() if len(tokens) < LONG_TEXT else await asyncio.to_thread(work)
 
     def is_special(self, token_id: int) -> bool:
         """Whether skip_special_tokens leaves the token out of the text."""
