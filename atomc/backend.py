@@ -56,7 +56,7 @@ def compile_graph(
 ) -> GraphFunction:
     """Compile one graph from Dynamo; or let Inductor compile it, and report why."""
     report = keep(new_report(gm))
-    reason = skip_reason(gm.graph, example_inputs, options)
+    reason = skip_reason(gm, example_inputs, options)
     if reason:
         return to_inductor(gm, example_inputs, options, report, reason)
     if any(isinstance(x, Tensor) and x.is_meta for x in example_inputs):

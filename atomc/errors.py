@@ -23,13 +23,6 @@ class SharingError(RunError):
 OURS = (OptionsError, ContractError, RunError)
 
 
-def is_failure(error: BaseException) -> bool:
-    """Whether work failed: an Exception, or a panic of a Rust library, which does not derive from
-    it and has a class in each library; not KeyboardInterrupt or a cancellation.
-    """
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
-
-
 def suggestion(name: str, names: Iterable[str]) -> str:
     """ " (did you mean 'x'?)" with the most similar of `names`; "" if none is similar."""
     near = get_close_matches(name, names, n=1)

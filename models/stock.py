@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from atomc import ops
-from atomc.errors import is_failure
 from atomc.json_types import JSONLike
 from atomc.models.stock_delta_net import DELTA_NETS
 from atomc.models.stock_delta_net import LAYER_TYPE as LINEAR
@@ -25,7 +24,7 @@ from atomc.models.stock_model import PREFIX, StockModel
 from atomc.models.stock_short_conv import LAYER_TYPE as SHORT_CONV
 from atomc.models.stock_short_conv import SHORT_CONVS
 from atomc.models.stock_vision import StockVisionModel, enter_encoder, has_encoder
-from atomc.torch_compat.exceptions import out_of_memory
+from atomc.torch_compat.exceptions import is_failure, out_of_memory
 from atomc.weights.registry import parameter_of
 
 if TYPE_CHECKING:

@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from atomc.errors import first_line, is_failure
+from atomc.errors import first_line
 from atomc.runtime.request_errors import TokenizerError
+from atomc.torch_compat.exceptions import is_failure
 
 if TYPE_CHECKING:  # optional
     from tokenizers import Tokenizer

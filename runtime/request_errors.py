@@ -5,8 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
-from atomc.errors import is_failure
-from atomc.torch_compat.exceptions import device_failed
+from atomc.torch_compat.exceptions import device_failed, is_failure
 
 log = logging.getLogger("atomc")
 P = ParamSpec("P")

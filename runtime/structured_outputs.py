@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from atomc.errors import first_line, is_failure
+from atomc.errors import first_line
 from atomc.runtime.grammar_compiler import GrammarCompiler, GrammarMatcher
 from atomc.runtime.request_errors import (
     RequestError,
@@ -19,6 +19,7 @@ from atomc.runtime.request_errors import (
 )
 from atomc.runtime.sampling.sampling_params import Structured
 from atomc.runtime.step import ScheduledStep
+from atomc.torch_compat.exceptions import is_failure
 
 log = logging.getLogger("atomc")
 

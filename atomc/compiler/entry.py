@@ -7,9 +7,10 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 
 from atomc.capture.functional import wants_gradients
+from atomc.capture.subclasses import subclass_reason
 from atomc.graph.provenance import clean_path
 from atomc.options import Options
 from atomc.report.records import GraphBreak
@@ -59,18 +60,18 @@ def model_name(gm: GraphModule) -> str:
     return "function"
 
 
-def skip_reason(graph: Graph, example_inputs: Sequence[Any], options: Options) -> str | None:
+def skip_reason(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> str | None:
     """Why Inductor compiles this graph without an attempt of atomc; None if atomc compiles it."""
     if options.disable:
         return "atomc is disabled (ATOMC_DISABLE=1 or options={'disable': True})"
-    if wants_gradients(example_inputs) and runs_in_grad_mode(graph):
+    if wants_gradients(example_inputs) and runs_in_grad_mode(gm.graph):
         _warn_about_training()
         return (
             "gradients are enabled and a parameter or input requires them: this is a training "
             "graph; "
             "run under torch.inference_mode() or call model.requires_grad_(False)"
         )
-    return None
+    return subclass_reason(gm, example_inputs)
 
 
 _warned = threading.Event()

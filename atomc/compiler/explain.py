@@ -130,7 +130,7 @@ def _inspect(
 ) -> Report:
     """Run all stages except building: kernels are selected, but nothing is compiled."""
     report = keep(new_report(gm))
-    reason = skip_reason(gm.graph, inputs, options)
+    reason = skip_reason(gm, inputs, options)
     if reason:
         report.why_not = reason
         contract.check(report, options)

@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 
 from atomc.cache.model_cache import TracedModel
 from atomc.capture.regions import region_failure_note, trace_once
+from atomc.capture.subclasses import check_weights
 from atomc.compiler.driver import build
 from atomc.compiler.entry import new_report
 from atomc.ops.inputs import ModelInputs
@@ -118,7 +119,10 @@ def trace(
     """Trace and compile `call`, a function of tensors that calls the model.
 
     dims   for each tensor, the dimension whose size is traced as unbacked; None: the first
+
+    Raises ValueError for a model with tensor subclasses.
     """
+    check_weights(model)
     for tensor, dim in zip(example, dims or [0] * len(example), strict=True):
         mark_unbacked(tensor, dim)
     reports: list[Report] = []  # of this trace, and of an earlier one that failed

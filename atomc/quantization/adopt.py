@@ -1,10 +1,11 @@
-"""Converts linear layers and experts that transformers quantized to those of atomc, with their
-codes.
+"""Converts linear layers and experts that transformers or torchao quantized to those of atomc, with
+their codes.
 
 Other libraries keep the tensors of the checkpoint in a layer, under the same names: they are
-converted like a checkpoint.
+converted like a checkpoint. torchao's weights are tensor subclasses (torchao.py).
 """
 
+import logging
 from collections.abc import Collection, Mapping
 
 import torch
@@ -16,19 +17,31 @@ from atomc.quantization.config import QuantizationConfig, parse
 from atomc.quantization.experts import ExpertsMethod, QuantizedExperts
 from atomc.quantization.linear import LinearMethod, QuantizedLayer, QuantizedLinear
 from atomc.quantization.stored_experts import expect_scales
+from atomc.quantization.torchao import is_of_torchao, read_weight
+
+log = logging.getLogger("atomc")
 
 BEFORE_FIRST_CALL = "before its first call, which unpacks what compressed-tensors holds"
 INSTEAD = "load the checkpoint with atomc, which reads its experts"
 
 
 def adopt(model: nn.Module) -> nn.Module:
-    """Replace the linear layers and experts that transformers quantized by QuantizedLinear and
-    QuantizedExperts, in place, and return the model. Codes are not copied.
+    """Replace the linear layers and experts that transformers quantized, or the linear layers that
+    torchao quantized, by QuantizedLinear and QuantizedExperts, in place, and return the model.
+    Codes are not copied, unless torchao packs them in another way.
 
     Raises ValueError for a model that is not quantized, an unsupported format, and a layer without
     codes (compressed-tensors converts them to 16 bits in the first call), or with codes in the
-    layout of a kernel.
+    layout of a kernel; the model is unchanged then.
     """
+    weights = {
+        name: weight
+        for name, layer in model.named_modules()
+        for weight in layer._parameters.values()
+        if is_of_torchao(weight)
+    }
+    if weights:
+        return _adopt_torchao(model, weights)
     given = getattr(getattr(model, "config", None), "quantization_config", None)
     if given is None:
         raise ValueError(
@@ -65,6 +78,39 @@ def adopt(model: nn.Module) -> nn.Module:
     unpacking = getattr(model, "ct_decompress_hook", None)  # of compressed-tensors
     if unpacking is not None:
         unpacking.remove()
+    apply.process_weights_after_loading(model)
+    return model
+
+
+def _adopt_torchao(model: nn.Module, weights: Mapping[str, Tensor | None]) -> nn.Module:
+    """weights: the quantized ones, by the name of their layer."""
+    ours: dict[str, QuantizedLinear] = {}
+    notes: dict[str, None] = {}
+    for name, weight in weights.items():
+        layer = model.get_submodule(name)
+        if not isinstance(layer, nn.Linear) or layer.weight is not weight:
+            raise ValueError(
+                f"{name} is a {type(layer).__name__} with a {type(weight).__name__} of torchao, "
+                "expected only linear layers: quantize the others with atomc, or leave them"
+            )
+        try:
+            scheme, tensors, note = read_weight(weight)
+        except ValueError as error:
+            raise ValueError(
+                f"{name}: {error}; atomc.quantize(model, scheme) quantizes the original weights"
+            ) from error
+        bias = layer.bias
+        if bias is not None:
+            bias.requires_grad_(False)
+        ours[name] = QuantizedLinear(
+            layer.in_features, layer.out_features, bias, LinearMethod(scheme)
+        )
+        ours[name].train(layer.training).replace_parameters(tensors)
+        notes |= {note: None} if note else {}
+    for name, made in ours.items():
+        apply.replace(model, name, made)
+    for note in notes:
+        log.warning("adopt: %s", note)
     apply.process_weights_after_loading(model)
     return model
 

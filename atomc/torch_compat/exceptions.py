@@ -1,10 +1,17 @@
-"""Classifies exceptions of torch. Does not import torch, which the front process of the server does
-not need.
+"""Classifies exceptions of torch, and of libraries in Rust. Does not import torch, which the front
+process of the server does not need.
 """
 
 # Exception classes, by name, and parts of messages that mean a failed device.
 DEVICE_ERRORS = ("AcceleratorError", "OutOfMemoryError")
 DEVICE_MESSAGES = ("CUDA error", "HIP error", "Triton Error")
+
+
+def is_failure(error: BaseException) -> bool:
+    """Whether work failed: an Exception, or a panic of a Rust library, which does not derive from
+    it and has a class in each library; not KeyboardInterrupt or a cancellation.
+    """
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def out_of_memory(error: BaseException) -> bool:

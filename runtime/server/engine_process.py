@@ -16,7 +16,6 @@ import zmq
 from tqdm import tqdm
 
 from atomc.atomic_file import write_atomically
-from atomc.errors import is_failure
 from atomc.options import let_openmp_sleep
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.endpoint import use_tcp
@@ -26,6 +25,7 @@ from atomc.runtime.server import messages
 from atomc.runtime.server.compile_queue import CompileQueue, CompileUnavailable
 from atomc.runtime.server.messages import Call, Failed, Progress, Refused, Reply, Submit
 from atomc.runtime.stderr_log import exit_process, log_to_stderr
+from atomc.torch_compat.exceptions import is_failure
 
 if TYPE_CHECKING:
     from atomc.runtime.engine import Engine

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
-from atomc.errors import is_failure
 from atomc.runtime.prompt_image import PromptImage
 from atomc.runtime.request import Output
 from atomc.runtime.request_errors import RequestError, to_request_error
@@ -24,6 +23,7 @@ from atomc.runtime.server.model_info import ModelInfo
 from atomc.runtime.server.request_stream import RequestStream
 from atomc.runtime.server.response_types import PromptTokensDetails, Usage
 from atomc.runtime.text_stream import TextDelta, TextStream
+from atomc.torch_compat.exceptions import is_failure
 
 log = logging.getLogger("atomc.requests")
 P = ParamSpec("P")

@@ -17,12 +17,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from atomc.errors import is_failure
 from atomc.runtime.server.api_keys import ApiKeys
 from atomc.runtime.server.errors import APIError, to_api_error
 from atomc.runtime.server.messages_api.errors import anthropic_error, is_anthropic_path
 from atomc.runtime.server.response_types import ResponseBody
 from atomc.runtime.server.web_pages import WebPages
+from atomc.torch_compat.exceptions import is_failure
 
 log = logging.getLogger("atomc.server")
 T = TypeVar("T")
