@@ -93,7 +93,7 @@ def to_inductor(
     """Compile Dynamo's graph with Inductor, as its own backend does."""
     report.treated, report.why_not = False, reason
     contract.check(report, options)
-    gm = runnable(gm)
+    gm = runnable(gm, example_inputs)
     note_attention_patterns(report, gm)
     with timed(report, "inductor"):
         made = inductor(gm, example_inputs, inductor_patches(options))

@@ -22,10 +22,10 @@ def subclass_reason(gm: GraphModule, example_inputs: Sequence[Input]) -> str | N
     placeholders = gm.graph.find_nodes(op="placeholder")
     for node, given in zip(placeholders, example_inputs, strict=True):
         if is_subclass(given):
-            return f"{_name(node)} is {described(given)}"
+            return f"{_name(node)} is {_described(given)}"
     for value in _values(gm):
         if is_traceable_wrapper_subclass(value) and not is_dtensor(value):
-            return f"the graph makes {described(value)}"
+            return f"the graph makes {_described(value)}"
     return None
 
 
@@ -41,12 +41,12 @@ def is_subclass(x: object) -> bool:
     return dispatches or not issubclass(kind, nn.Parameter)
 
 
-def described(x: object) -> str:
-    """ "a TwoTensor of torch.testing, ...": the class, where it is from, and what to do."""
+def _described(x: object) -> str:
+    """What class it is, where that is from, and what to do."""
     if is_dtensor(x):
         x = local_tensor(x)
     library = ".".join(type(x).__module__.split(".")[:2])
-    text = f"a {type(x).__name__} of {library}, a tensor subclass, which atomc does not compile"
+    text = f"a tensor subclass, {type(x).__name__} of {library}, which atomc does not compile"
     if library.startswith("torchao"):
         return f"{text}: call atomc.adopt(model), which takes over torchao's int8, int4 and fp8"
     return f"{text}: pass plain tensors, such as those that it holds"
@@ -56,7 +56,7 @@ def check_weights(model: nn.Module) -> None:
     """Raise ValueError if a parameter or buffer is a tensor subclass."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_subclass(tensor):
-            raise ValueError(f"{name} is {described(tensor)}")
+            raise ValueError(f"{name} is {_described(tensor)}")
 
 
 def _name(placeholder: Node) -> str:
@@ -65,7 +65,8 @@ def _name(placeholder: Node) -> str:
     if argument is not None:
         return f"the argument {argument[0]}"
     source = source_name(placeholder) or placeholder.name
-    return clean_path(source.replace("_parameters", "").replace("_buffers", ""))
+    path = clean_path(source.replace("_parameters", "").replace("_buffers", ""))
+    return f"the argument {path}" if path.isdigit() else path
 
 
 def _values(gm: GraphModule) -> Iterator[object]:

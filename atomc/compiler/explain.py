@@ -12,8 +12,10 @@ from torch.fx.node import Argument
 
 from atomc.capture.dtensors import localize
 from atomc.capture.regions import region_failure_note, trace_once
+from atomc.capture.subclasses import subclass_reason
 from atomc.compiler.driver import compile_graph
 from atomc.compiler.entry import new_report, skip_reason
+from atomc.compiler.specialize import runnable
 from atomc.errors import OURS
 from atomc.graph.expressions import Size, expression
 from atomc.json_types import JSONLike
@@ -69,6 +71,8 @@ def explain(
     def backend(gm: GraphModule, inputs: Sequence[Input]) -> GraphFunction:
         with raised_unwrapped():
             made.append(_inspect(gm, inputs, chosen, where))
+        if subclass_reason(gm, inputs):  # of a size that only its class knows
+            return runnable(gm, inputs).forward
         return lambda *given: empty_outputs(gm, given)
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -9,6 +9,7 @@ from torch.fx import GraphModule
 from atomc.cache.compiled import weight_inputs, with_weights
 from atomc.capture.floats import inline_floats
 from atomc.capture.inline_regions import regions_of
+from atomc.capture.subclasses import subclass_reason
 from atomc.compiler.cudagraphs import Graphed
 from atomc.compiler.driver import build
 from atomc.options import Options
@@ -82,7 +83,7 @@ class Specialized:
                 "uncompiled"
             )
             self.report.notes.append(note)
-            return runnable(self.gm).forward
+            return runnable(self.gm, args).forward
         guards = num_guards(self.mode)
         try:
             with tracing_context(self.mode):
@@ -91,12 +92,12 @@ class Specialized:
             if self.options.strict:
                 raise
             self.report.notes.append(f"floats {values} run uncompiled: {error}")
-            return runnable(self.gm).forward
+            return runnable(self.gm, args).forward
         if num_guards(self.mode) != guards:
             self.report.notes.append(
                 f"floats {values} run uncompiled: compiling for them needs a new guard"
             )
-            return runnable(self.gm).forward
+            return runnable(self.gm, args).forward
         self.report.notes.append(f"compiled again for floats {values}")
         return made
 
@@ -137,12 +138,13 @@ def wants_cuda_graphs(options: Options) -> bool:
     return options.mode in ("reduce-overhead", "max-autotune")
 
 
-def runnable(gm: GraphModule) -> GraphModule:
+def runnable(gm: GraphModule, example_inputs: Sequence[Input]) -> GraphModule:
     """Dynamo's graph, with regions inlined if `dynamic=True` passes them Python floats, which
-    Inductor rejects.
+    Inductor rejects, or if it has tensor subclasses, which AOTAutograd does not pass to them.
     """
     operands = [x for calls in regions_of(gm).values() for call in calls for x in call.args[2:]]
-    if not operands or not (lifted_floats(gm.graph) or any(isinstance(x, float) for x in operands)):
+    floats = lifted_floats(gm.graph) or any(isinstance(x, float) for x in operands)
+    if not operands or not (floats or subclass_reason(gm, example_inputs)):
         return gm
     copy = editable_copy(gm)
     inline_floats(copy)

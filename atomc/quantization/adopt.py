@@ -90,8 +90,8 @@ def _adopt_torchao(model: nn.Module, weights: Mapping[str, Tensor | None]) -> nn
         layer = model.get_submodule(name)
         if not isinstance(layer, nn.Linear) or layer.weight is not weight:
             raise ValueError(
-                f"{name} is a {type(layer).__name__} with a {type(weight).__name__} of torchao, "
-                "expected only linear layers: quantize the others with atomc, or leave them"
+                f"{name} is of class {type(layer).__name__}, with a weight of torchao's class "
+                f"{type(weight).__name__}, expected only linear layers with such weights"
             )
         try:
             scheme, tensors, note = read_weight(weight)

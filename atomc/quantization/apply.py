@@ -50,6 +50,8 @@ def methods_of(model: nn.Module, config: QuantizationConfig, strip: str = "") ->
     for name, layer in model.named_modules():
         if name in kept:
             continue
+        if type(layer) is nn.Linear and is_quantized_by_library(layer):
+            continue
         if type(layer) is nn.Linear and owners.get(id(layer.weight)) == 1:
             method = config.get_quant_method(layer, unwrapped(name.removeprefix(strip)))
             if method is not None:
