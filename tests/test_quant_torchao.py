@@ -1,6 +1,7 @@
 """Layers that torchao quantized become ours, where its layout is one of ours."""
 
 import logging
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,36 +15,39 @@ from atomc.ops.quant import to_fp8
 from atomc.quantization import QuantizedLinear
 
 E4M3 = torch.float8_e4m3fn
+FLOAT8 = "torchao.quantization.quantize_.workflows.float8.float8_tensor"
 N, K = 13, 64  # of layers whose inputs have groups
 
 
 class StandIn(Tensor):
-    """As a tensor of torchao: a class with codes, scales and settings as attributes, whose
-    `F.linear` multiplies by the values.
+    """As a tensor of torchao: a class with codes, scales and settings as attributes, and operations
+    on the values.
     """
 
     values: Tensor
+    attributes: dict[str, Any]
 
     @staticmethod
     def __new__(cls, values: Tensor, **attributes: Any) -> Any:
         made = Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)  # type: ignore[attr-defined]
-        vars(made).update(attributes, values=values)
+        vars(made).update(attributes, values=values, attributes=attributes)
         return made
 
     def __init__(self, values: Tensor, **attributes: Any) -> None:
         super().__init__()
 
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["values"], None
+
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear:
-            return F.linear(args[0], args[1].values, *args[2:])
-        return super().__torch_function__(func, types, args, kwargs)
+    def __tensor_unflatten__(cls, inner: Any, _: None, size: Any, stride: Any) -> Any:
+        return cls(inner["values"])
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.detach.default:
-            return args[0]
-        raise NotImplementedError(f"{cls.__name__}: {func}")
+            return cls(args[0].values, **args[0].attributes)
+        return func(*[x.values if isinstance(x, StandIn) else x for x in args], **(kwargs or {}))
 
 
 def stand_in(name: str, values: Tensor, **attributes: Any) -> nn.Parameter:
@@ -293,7 +297,7 @@ def of_torchao(name: str, dtype: torch.dtype) -> Any:
     if name.startswith("fp8"):  # its config asserts a GPU
         rows = ao.PerRow() if name == "fp8 rows" else ao.PerTensor()
         settings = {"granularity": rows, "mm_config": ao.Float8MMConfig()}
-        how = ao.quantize_.workflows.float8.float8_tensor.QuantizeTensorToFloat8Kwargs(**settings)
+        how = import_module(FLOAT8).QuantizeTensorToFloat8Kwargs(**settings)
         weight = ao.Float8Tensor.from_hp(model[1].weight.data, act_quant_kwargs=how, **settings)
         model[1].weight = nn.Parameter(weight, requires_grad=False)
     else:
@@ -317,5 +321,6 @@ def test_what_torchao_quantized_computes_the_same(name: str, dtype: torch.dtype)
     expected, values = model(x), model[1].weight.dequantize()
     atomc.adopt(model)
     assert torch.equal(model[1].dequantized().to(dtype), values)
-    torch.testing.assert_close(model(x), expected, rtol=2e-2, atol=2e-2)
+    error = (model(x) - expected).abs().max() / expected.abs().max()
+    assert error <= (5e-2 if name == "fp8 tensor" else 1e-2)  # a scale per row instead of one
     assert atomc.explain(model, x).treated
