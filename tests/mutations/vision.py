@@ -39,7 +39,7 @@ BUGS = [
     packed("atomc/kernels/triton/attention.py", "            last = length\n", "            last = last\n"),
     lifted('given["groups"] != 1 or ', ""),
     lifted('_any_but(0, given["padding"])', "False"),
-    bug("models/mrope.py", "3 * section[axis] : 3", "section[axis] : 3", OURS),
+    bug("models/mrope.py", "3 * self.section[axis] : 3", "self.section[axis] : 3", OURS),
     bug("models/qwen3_vl_vision.py", "self.levels.index(i)", "len(added)", OURS),
     bug("models/vision_language.py", "level.where(is_image.unsqueeze(-1), 0)", "level", OURS),
     bug("models/stock_vision.py", "visual_embeds.where(visual_pos_masks.unsqueeze(-1), 0)", "visual_embeds", STOCK),
