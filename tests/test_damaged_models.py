@@ -30,6 +30,7 @@ from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.errors import to_api_error
 from atomc.runtime.server.http import AuthMiddleware
 from atomc.runtime.server.model_info import load_model_info
+from atomc.runtime.server.web_pages import WebPages
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
@@ -830,8 +831,10 @@ def response_to(error: BaseException) -> list[dict[str, Any]]:
 
     app = AuthMiddleware(
         endpoint,
-        keys=ApiKeys([]),
+        keys=ApiKeys([], []),
+        pages=WebPages([], None),
         open_paths=frozenset(),
+        operation_paths=frozenset(),
         max_body_bytes=1,
         count_error=lambda status: None,
     )
