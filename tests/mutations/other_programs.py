@@ -1,10 +1,24 @@
-"""Bugs in what other programs rely on: vLLM's plugin, and the name of the model in a request."""
+"""Bugs in what other programs rely on: vLLM's plugin, the name of the model in a request,
+and what LLM says of a module that it cannot call.
+"""
 
 from mutations import Bug
 
 PLUGIN = "tests/test_vllm_plugin.py -k"
 
 BUGS = [
+    Bug(
+        "runtime/given_module.py",
+        "logits.dim() != 2 or len(logits) != num_rows",
+        "logits.dim() != 2",
+        "tests/test_refused_models.py -k llm_cannot_call",
+    ),
+    Bug(
+        "runtime/given_module.py",
+        "signature.bind(None, None, None)",
+        "pass",
+        "tests/test_refused_models.py -k llm_cannot_call",
+    ),
     Bug(
         "atomc/vllm_plugin.py",
         "if compilation.backend != BACKEND:\n            return",
