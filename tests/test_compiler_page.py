@@ -30,7 +30,7 @@ def test_a_report_that_is_not_rendered_in_time_is_a_503_and_its_process_ends(
     monkeypatch.setattr(operations, "RENDER_SECONDS", 0.5)
     service = SimpleNamespace(engines=SimpleNamespace(call=report))
     with pytest.raises(APIError, match=r"more than 0\.5 s") as error:
-        asyncio.run(operations.compiler_page(service))
+        asyncio.run(asyncio.wait_for(operations.compiler_page(service), 30))
     assert (error.value.status, error.value.code) == (503, "render_timeout")
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)

@@ -77,6 +77,8 @@ def test_what_others_may_write_is_not_trusted(tmp_path, of_stranger):
     ("user", "group", "members", "trusted"),
     [
         ("me", "me", [], True),
+        ("root", "root", [], False),
+        ("of another group", "of another group", [], False),
         ("me", "me", ["me"], True),
         ("me", "me", ["me", "you"], False),
         ("me", "users", [], False),
@@ -93,7 +95,8 @@ def test_the_group_of_one_user_is_nobody_else(tmp_path, monkeypatch, user, group
     def user_of(uid):
         if user is None:
             raise KeyError(uid)
-        return pwd.struct_passwd((user, "", 4000, number, "", "", ""))
+        first = number + (user == "of another group")
+        return pwd.struct_passwd((user, "", 0 if user == "root" else 4000, first, "", "", ""))
 
     monkeypatch.setattr(pwd, "getpwuid", user_of)
     monkeypatch.setattr(grp, "getgrgid", lambda gid: grp.struct_group((group, "", gid, members)))
