@@ -9,8 +9,13 @@ FOLDER = "atomc/trusted_folder.py"
 FOLDER_TESTS = "tests/test_trusted_folder.py"
 PARSERS = "runtime/server/tool_parsers"
 WORK = "tests/test_parser_work.py"
+LOG = "runtime/stderr_log.py"
+LOG_TESTS = "tests/test_stderr_log.py"
 
 BUGS = [
+    Bug(LOG, "self._waiting.qsize() >= MAX_WAITING", "False", LOG_TESTS),
+    Bug(LOG, "    logging.shutdown()\n", "", LOG_TESTS),
+    Bug(LOG, "        except BlockingIOError:\n            time.sleep(RETRY_SECONDS)\n", "", LOG_TESTS),
     Bug(PAGES, 'scope["method"] not in SAFE_METHODS and ', "", PAGES_TESTS),
     Bug(PAGES, "return bool(site) and site", "return site", PAGES_TESTS),
     Bug(PAGES, "return address.ipv4_mapped.is_loopback", "return False", PAGES_TESTS),

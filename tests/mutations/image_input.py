@@ -52,12 +52,6 @@ BUGS = [
     decoder("runtime/server/image_reader", "connection.shutdown(socket.SHUT_RDWR)", "pass", "stops_its_work"),
     Bug(
         "runtime/fork_server.py",
-        "self._patience if process is self._started else START_SECONDS",
-        "None",
-        "tests/test_fork_server.py -k stopped_process",
-    ),
-    Bug(
-        "runtime/fork_server.py",
         "    poll.register(connection, 0)\n",
         "",
         "tests/test_fork_server.py -k closing",
