@@ -29,12 +29,17 @@ def start(program, **more):
     )
 
 
-@pytest.mark.parametrize("end", ["", "exit_process(3)", "sys.exit(3)", "os.set_blocking(2, False)"])
-def test_all_lines_are_written_in_order_before_the_end(end):
-    process = start(f"for i in range(900): log.error('line %d \\u00fc', i)\n{end}")
+@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize("end", ["", "exit_process(3)", "sys.exit(3)"])
+def test_all_lines_are_written_in_order_before_the_end(end, blocking):
+    process = start(f"""
+os.set_blocking(2, {blocking})
+for i in range(900): log.error("line %d \\u00fc" + 200 * "x", i)
+{end}
+""")
     time.sleep(0.2)
     _, lines = process.communicate(timeout=60)
-    assert lines.splitlines() == [f"ERROR line {i} \u00fc" for i in range(900)]
+    assert lines.splitlines() == [f"ERROR line {i} \u00fc{200 * 'x'}" for i in range(900)]
     assert process.returncode == (3 if "exit" in end else 0)
 
 
