@@ -9,10 +9,10 @@ from torch.fx import GraphModule
 
 from atomc.capture.dtensors import localize
 from atomc.capture.functional import wants_gradients
+from atomc.compiler.callable_of import callable_of, runnable
 from atomc.compiler.driver import inductor_patches, note_attention_patterns
 from atomc.compiler.entry import new_report, skip_reason
 from atomc.compiler.phases import timed
-from atomc.compiler.specialize import Specialized, runnable
 from atomc.errors import OURS, OptionsError, RunError
 from atomc.json_types import JSONLike
 from atomc.options import Options
@@ -66,12 +66,12 @@ def compile_graph(
         )
     try:
         local = localize(gm, example_inputs)
-        made = Specialized(local.graph, local.inputs, options, platform, report).first()
+        made = callable_of(local.graph, local.inputs, options, platform, report)
         if torch.is_grad_enabled() and wants_gradients(example_inputs):
             made = torch.no_grad()(made)  # its calls are in no_grad or inference_mode, in the graph
         publish(report, options)
         return local.wrap(made)
-    except RestartAnalysis:  # Dynamo traces again with floats it now knows to be constants
+    except RestartAnalysis:  # Dynamo traces again with these floats as constants
         forget(report)
         raise
     except (ShortenTraceback, *OURS):

@@ -15,6 +15,7 @@ from atomc.graph.canonical import Call, call, value
 from atomc.graph.mutation import mutated, storage
 from atomc.graph.sizes import known_equal, same_shape
 from atomc.graph.strides import Values, same_strides, values_behind
+from atomc.graph.variable_float import VariableFloat
 from atomc.graph.views import permuted_back
 from atomc.rewriting.graph_pass import Context
 from atomc.rewriting.matching.attributes import same_attr
@@ -127,9 +128,10 @@ def _hashable(argument: Argument) -> Hashable:
         return tuple(_hashable(part) for part in argument)
     if isinstance(argument, dict):
         return tuple(sorted((name, _hashable(part)) for name, part in argument.items()))
+    if isinstance(argument, Node | VariableFloat):
+        return argument
     # 1, 1.0 and True are equal keys but not equal arguments, as are 0.0 and -0.0.
-    given = repr(argument) if isinstance(argument, float) else argument
-    return argument if isinstance(argument, Node) else (type(argument), given)
+    return type(argument), repr(argument) if isinstance(argument, float) else argument
 
 
 def cancel_no_ops(graph: Graph) -> list[Fired]:

@@ -1,6 +1,6 @@
 """Converts Dynamo's graph to a functional ATen graph in two steps.
 
-1. On Dynamo's graph, Python floats that became inputs are restored as constants, and composite
+1. On Dynamo's graph, Python floats that became inputs are made constants or tensors, and composite
    calls are lifted to ops.
 2. AOTAutograd traces the graph on fake tensors, each region once; then the regions are inlined.
 """
@@ -16,6 +16,7 @@ from atomc.capture.floats import restore_float_constants
 from atomc.capture.inline_regions import CannotInline, TracedRegions, inline, regions_of
 from atomc.capture.outline import outline
 from atomc.capture.regions import region_failure_note
+from atomc.capture.variable_floats import FloatInput, as_tensors
 from atomc.errors import SharingError
 from atomc.graph.inputs import set_graph_input
 from atomc.graph.mutation import mutated
@@ -28,6 +29,7 @@ from atomc.torch_compat.tracing import (
     editable_copy,
     fake_mode_of,
     functional_graph,
+    lifted_floats,
     source_name,
     tracing_context,
 )
@@ -54,10 +56,10 @@ class Captured:
 def dynamo_graph(
     gm: GraphModule, example_inputs: Sequence[Input], floats: dict[int, float]
 ) -> GraphModule:
-    """A copy of Dynamo's graph, prepared for `capture`: repeated layers are regions, lifted floats
-    are constants.
+    """A copy of Dynamo's graph, prepared for `capture`: repeated layers are regions; floats that
+    are inputs are constants or tensors.
 
-    floats: input number -> the value to compile for.
+    floats: number of an input that is a constant -> its value.
     Raises SharingError if Dynamo passes the weights of one layer to the region call of another
     layer.
     """
@@ -66,6 +68,7 @@ def dynamo_graph(
     if not has_no_autocast(copy):
         inline(copy)
     restore_float_constants(copy, floats)
+    as_tensors(copy, floats)
     if not regions_of(copy) and has_no_autocast(copy):
         outline(copy)
     return copy
@@ -96,13 +99,16 @@ def capture(dynamo: GraphModule, example_inputs: Sequence[Input]) -> Captured:
     captured = _capture(dynamo, fakes)
     check_effects(captured.graph)
     inputs = captured.graph.graph.find_nodes(op="placeholder")
+    floats = lifted_floats(dynamo.graph)
     if len(inputs) != len(placeholders):
         raise NotImplementedError(
             "the graph writes an input that shares memory with another: AOTAutograd computes both "
             "from one base, which atomc does not support; pass tensors of their own memory"
         )
-    for node, from_dynamo in zip(inputs, placeholders, strict=True):
+    for node, from_dynamo, given in zip(inputs, placeholders, example_inputs, strict=True):
         node.meta["source"] = source_name(from_dynamo)
+        if from_dynamo in floats and given is not None:
+            node.meta["float"] = FloatInput(from_dynamo, float(given))
         name, dim = argument_of(from_dynamo) or ("", None)
         if name in MODEL_INPUTS:
             set_graph_input(node, StepInput(name, dim=dim))

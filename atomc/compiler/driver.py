@@ -19,6 +19,7 @@ from atomc.cache.generated import Function, of_graph
 from atomc.cache.graph_cache import GraphCache
 from atomc.cache.store import ProgramData
 from atomc.capture.functional import Captured, capture, dynamo_graph
+from atomc.capture.variable_floats import show_as_numbers, show_as_tensors
 from atomc.compiler import pipeline
 from atomc.compiler.assemble import assemble
 from atomc.compiler.lift_graph import lift
@@ -65,7 +66,8 @@ def build(
 ) -> Built:
     """Load the graph with these floats from the cache, or compile it and store it there.
 
-    floats: input number -> the value of a Python float that Dynamo made an input.
+    floats: number of an input -> the value of a Python float that Dynamo made an input, and that is
+    a constant.
     """
     cache = GraphCache(gm, inputs, context, report, floats)
     found = cache.load()
@@ -117,7 +119,9 @@ def _compile_captured(gm: GraphModule, context: Context, report: Report) -> Comp
         observer("captured", gm)
 
     with timed(report, "passes"):
+        show_as_numbers(gm.graph)
         outcome = pipeline.run(gm, chosen, context, report, observers)
+        show_as_tensors(gm.graph, outcome.floats)
     if recorder:
         recorder.passes_done()
 

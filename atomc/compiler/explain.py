@@ -13,9 +13,10 @@ from torch.fx.node import Argument
 from atomc.capture.dtensors import localize
 from atomc.capture.regions import region_failure_note, trace_once
 from atomc.capture.subclasses import subclass_reason
+from atomc.capture.variable_floats import constant_floats
+from atomc.compiler.callable_of import runnable
 from atomc.compiler.driver import compile_graph
 from atomc.compiler.entry import new_report, skip_reason
-from atomc.compiler.specialize import runnable
 from atomc.errors import OURS
 from atomc.graph.expressions import Size, expression
 from atomc.json_types import JSONLike
@@ -27,10 +28,11 @@ from atomc.report.report import Report, forget, keep
 from atomc.rewriting.graph_pass import Context
 from atomc.torch_compat.automatic_dynamic import isolated_dynamo_state
 from atomc.torch_compat.core import GraphFunction, Input
+from atomc.torch_compat.float_inputs import floats_stay_inputs
 from atomc.torch_compat.tracing import (
     RestartAnalysis,
     ShortenTraceback,
-    lifted_floats,
+    fake_mode_of,
     raised_unwrapped,
     with_fresh_code,
 )
@@ -143,18 +145,12 @@ def _inspect(
     where = platform or Platform.detect(device)
     try:
         local = localize(gm, inputs)
-        placeholders = local.graph.graph.find_nodes(op="placeholder")
-        lifted = [placeholders.index(node) for node in lifted_floats(local.graph.graph)]
-        floats = {i: float(value) for i in lifted if (value := local.inputs[i]) is not None}
-        compile_graph(
-            local.graph,
-            local.inputs,
-            Context(options, where, build=False, inputs=local.inputs, keep_texts=True),
-            report,
-            floats,
-        )
+        context = Context(options, where, build=False, inputs=local.inputs, keep_texts=True)
+        floats = constant_floats(local.graph, local.inputs)
+        with floats_stay_inputs(fake_mode_of(local.graph.graph)):
+            compile_graph(local.graph, local.inputs, context, report, floats)
         report.treated = True
-    except RestartAnalysis:  # Dynamo traces again with floats it now knows to be constants
+    except RestartAnalysis:  # Dynamo traces again with these floats as constants
         forget(report)
         raise
     except (ShortenTraceback, *OURS):

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from torch.fx import GraphModule, Node
 
+from atomc.capture.variable_floats import readers_of_numbers
 from atomc.errors import OptionsError, suggestion
 from atomc.graph.canonical import GENERIC, call
 from atomc.graph.graph_printer import graph_text
@@ -191,6 +192,7 @@ class _Run:
     consumed  op -> how many each rewrite replaced
     guards    the number of guards on the sizes of the inputs, which passes must not change
     before    the text of the current graph, if no stage of the report has it
+    has_numbers  whether the graph reads float inputs as numbers
     """
 
     def __init__(self, gm: GraphModule, context: Context, report: Report):
@@ -200,6 +202,7 @@ class _Run:
         self.consumed: dict[str, Counter[str]] = defaultdict(Counter)
         self.mode = fake_mode_of(gm.graph)
         self.guards = num_guards(self.mode)
+        self.has_numbers = bool(readers_of_numbers(gm.graph))
         text = graph_text(gm) if context.keep_texts else ""
         self.before = "" if report.stages and report.stages[-1].text == text else text
 
@@ -210,7 +213,10 @@ class _Run:
             self.report.about[p.name] = about(p)
             names = [name for name in (p.name, *p.lifts) if name not in self.report.known]
             self.report.known += names
+        numbers = readers_of_numbers(self.gm.graph) if self.has_numbers else {}
         outcome = self.checked(p)
+        if numbers:
+            outcome.floats |= self.floats_of(p, outcome.fired, numbers)
         for f in outcome.fired:
             for op in f.consumed:
                 self.consumed[op][f.name] += 1
@@ -221,6 +227,15 @@ class _Run:
         self.ran.append(p.name)
         self.done.add(outcome)
         return outcome
+
+    def floats_of(self, p: Pass, fired: Sequence[Fired], numbers: Mapping[Node, str]) -> set[str]:
+        """The float inputs that changed sites read as numbers. numbers: the nodes that read them
+        before the pass.
+        """
+        replaced = {node for f in fired for node in f.nodes}
+        if fired and not p.cleanup:  # a function need not name what it replaced
+            replaced |= numbers.keys() - set(self.gm.graph.nodes)
+        return {numbers[node] for node in replaced & numbers.keys()}
 
     def checked(self, p: Pass) -> Outcome:
         try:

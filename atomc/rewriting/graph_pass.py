@@ -75,6 +75,7 @@ class Outcome:
     notes   for the report
     state   one StateSpec per layer, in graph order
     extras  the inputs that lowering added, in order
+    floats  the float inputs whose values changed sites depend on
     """
 
     fired: list[Fired] = field(default_factory=list)
@@ -83,6 +84,7 @@ class Outcome:
     notes: list[str] = field(default_factory=list)
     state: list[StateSpec] = field(default_factory=list)
     extras: list[Extra] = field(default_factory=list)
+    floats: set[str] = field(default_factory=set)
 
     def add(self, other: "Outcome") -> None:
         self.fired += other.fired
@@ -91,6 +93,7 @@ class Outcome:
         self.notes += other.notes
         self.state += other.state
         self.extras += other.extras
+        self.floats |= other.floats
 
 
 @dataclass(frozen=True)

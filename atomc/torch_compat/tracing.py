@@ -61,6 +61,7 @@ __all__ = [
     "argument_of",
     "bounds",
     "break_reason",
+    "compiled_code",
     "compiled_function",
     "editable_copy",
     "fake_mode_of",
@@ -171,20 +172,32 @@ def compiled_function() -> str:
     """The qualified name of the function that Dynamo is compiling: "Block.forward", where Block is
     the class of the module, which may inherit the function; "" outside of a compile.
     """
+    frame = _compile_frame()
+    code = frame.f_locals.get("code") if frame is not None else None
+    if frame is None or not isinstance(code, types.CodeType):
+        return ""
+    module = (frame.f_locals.get("locals") or {}).get("self")
+    if isinstance(module, torch.nn.Module) and "<locals>" not in code.co_qualname:
+        return f"{type(module).__qualname__}.{code.co_name}"
+    return code.co_qualname
+
+
+def compiled_code() -> types.CodeType | None:
+    """The code that Dynamo is compiling; None outside of a compile."""
+    frame = _compile_frame()
+    code = frame.f_locals.get("code") if frame is not None else None
+    return code if isinstance(code, types.CodeType) else None
+
+
+def _compile_frame() -> types.FrameType | None:
+    """The frame of Dynamo's function that compiles a function."""
     frame = inspect.currentframe()
     while frame is not None:
-        if frame.f_code.co_name == "_compile" and frame.f_code.co_filename.endswith(
-            "convert_frame.py"
-        ):
-            code, given = frame.f_locals.get("code"), frame.f_locals.get("locals") or {}
-            if not isinstance(code, types.CodeType):
-                return ""
-            module = given.get("self")
-            if isinstance(module, torch.nn.Module) and "<locals>" not in code.co_qualname:
-                return f"{type(module).__qualname__}.{code.co_name}"
-            return code.co_qualname
+        code = frame.f_code
+        if code.co_name == "_compile" and code.co_filename.endswith("convert_frame.py"):
+            return frame
         frame = frame.f_back
-    return ""
+    return None
 
 
 @contextlib.contextmanager

@@ -25,4 +25,4 @@ def canonicalize(gm: GraphModule, context: Context) -> list[Fired]:
     if changed:
         remove_dead_nodes(gm.graph)
         share_equal_nodes(gm.graph)
-    return [Fired("canonicalize", node, {}) for node in changed]
+    return [Fired("canonicalize", node, {}, {node}) for node in changed]

@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 
 from atomc.graph.canonical import Call, call, only_reader, uncast, value
 from atomc.graph.edit import insert
+from atomc.graph.variable_float import VariableFloat
 from atomc.ops.formats import HALVES
 
 aten = torch.ops.aten
@@ -151,7 +152,8 @@ def polynomial(
         if part is None or value(operand).dtype != value(node).dtype:
             return None
         terms.append(part)
-    if isinstance(other := here.attrs.get("other"), int | float):
+    other = here.attrs.get("other")
+    if isinstance(other, int | float) and not isinstance(other, VariableFloat):
         terms.append({(0, 0): float(other)})
     count, combined = _TERMS[here.op]
     return combined(terms, here) if len(terms) == count else None
