@@ -22,6 +22,7 @@ from atomc.report.render.page import publish
 from atomc.report.report import Report, forget, keep
 from atomc.torch_compat.core import GraphFunction, Input
 from atomc.torch_compat.inductor import inductor, inductor_option_names
+from atomc.torch_compat.symbolic_flags import decide_symbolic_flags
 from atomc.torch_compat.tracing import (
     RestartAnalysis,
     ShortenTraceback,
@@ -29,6 +30,8 @@ from atomc.torch_compat.tracing import (
 )
 
 log = logging.getLogger("atomc")
+# torch.compile(backend="atom") imports this module, and nothing else of atomc before it traces.
+decide_symbolic_flags()
 
 
 def atom(

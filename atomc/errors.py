@@ -30,7 +30,8 @@ def suggestion(name: str, names: Iterable[str]) -> str:
 
 
 def first_line(text: object) -> str:
-    """The first line of an exception's text, or of another one; "" if it is empty. The rest is
-    often a traceback, or the state of a library.
+    """The first line of an exception's text, or of another one, with the next one if it ends with a
+    colon; "" if it is empty. The rest is often a traceback, or the state of a library.
     """
-    return next(iter(str(text).strip().splitlines()), "").strip()
+    lines = [line.strip() for line in str(text).splitlines() if line.strip()]
+    return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])

@@ -816,3 +816,40 @@ def test_results_that_share_no_memory_in_the_program_share_none_after(function):
 
 def passes_named(*names):
     return [p for p in passes.PIPELINE if p.name in names]
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_attention_takes_a_flag_that_depends_on_a_size(dynamic):
+    def attended(x, by_position):
+        q = k = v = x.unflatten(-1, (4, 8)).transpose(-2, -3)
+        causal = x.shape[-2] > 1
+        if by_position:
+            return F.scaled_dot_product_attention(q, k, v, None, 0.0, causal)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    for by_position in (False, True):
+        torch._dynamo.reset()
+        compiled = torch.compile(
+            attended, backend="atom", options={"glue": "eager"}, dynamic=dynamic
+        )
+        before = len(atomc.reports())
+        for tokens in (5, 7, 9, 1, 2):
+            x = torch.randn(2, tokens, 32)
+            torch.testing.assert_close(compiled(x, by_position), attended(x, by_position))
+        graphs = atomc.reports()[before:]
+        assert len(graphs) == (2 if dynamic else 3)  # and one for one token
+        assert all(report.matches["attention"] == 1 for report in graphs)
+        assert not any(report.graph_break for report in graphs)
+        assert [site.attrs["causal"] for report in graphs for site in report.sites][-1] is False
+
+
+def test_a_flag_whose_value_sizes_do_not_decide_gets_a_guard():
+    def attended(x):
+        return F.scaled_dot_product_attention(x, x, x, is_causal=x.shape[-2] > 6)
+
+    compiled = torch.compile(attended, backend="atom", options={"glue": "eager"}, dynamic=True)
+    before = len(atomc.reports())
+    for tokens in (5, 7, 4, 9):
+        x = torch.randn(2, 2, tokens, 8)
+        torch.testing.assert_close(compiled(x), attended(x))
+    assert len(atomc.reports()[before:]) == 2

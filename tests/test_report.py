@@ -123,6 +123,47 @@ def test_a_graph_break_is_named_with_the_users_line():
     assert second.matches["rms_norm"] == 1 and second.graph_break is None
 
 
+def test_the_graphs_of_the_last_call_answer_together():
+    layer = Layer().requires_grad_(False)
+
+    def earlier(x):
+        y = x.sin()
+        torch._dynamo.graph_break()
+        return y.cos()
+
+    def broken(x):
+        total = x + x.abs()
+        print(end="")
+        return layer.norm(total) + layer.norm(x)
+
+    report_of(earlier)
+    assert len(reports().breaks) == 1 and reports().last_call == reports()[-2:]
+    report_of(broken)
+    first, second = reports().last_call
+    place = f"test_report.py:{broken.__code__.co_firstlineno + 2}"
+    assert (first.continues, second.continues) == ("", place)
+    assert str(second).startswith(f"{second.model}, behind {place}: compiled")
+    (found,) = reports().breaks
+    assert found.source == place and found.summary == "Failed to trace builtin operator"
+    assert "Explanation: " in found.reason and "Hint: " in found.reason
+    assert all(
+        line.strip() in str(first).replace("\n    ", " ") for line in found.reason.splitlines()
+    )
+    head, one, two = reports().why("rms_norm").splitlines()
+    assert head == "rms_norm:" and f"graph 0 ({first.model}): broken here: Dynamo ended" in one
+    assert f"graph 1 ({second.model}, behind {place}): fired at 2 sites" in two
+    with pytest.raises(ValueError, match="no rewrite 'rms_nrm'"):
+        reports().why("rms_nrm")
+
+
+def test_each_call_has_its_own_graphs():
+    compiled = torch.compile(lambda x: x.sin() + 1, backend="atom", options={"glue": "eager"})
+    for size in (2, 3):
+        compiled(torch.randn(size))
+        compiled(torch.randn(size))
+    assert len(reports().last_call) == 1 and reports().why("linear") == reports()[-1].why("linear")
+
+
 def test_without_an_anchor_the_nearest_op_is_named():
     report = report_of(Model(1))
     assert report.why("gelu_and_mul").startswith(
@@ -306,7 +347,7 @@ def test_reports_are_kept_newest_last_and_not_for_ever():
         keep(report)
 
 
-def test_breaks_and_recompiles_are_listed_over_all_reports():
+def test_breaks_and_recompiles_are_listed_over_reports():
     broken = keep(Report("a", graph_break=GraphBreak("model.py:3", "print(x)", "print")))
     again = keep(Report("b", recompile="x.size()[0] == 5"))
     assert (

@@ -288,6 +288,8 @@ _OF_THIS_START = (
     "why_not",
     "phases",
     "graph_break",
+    "continues",
+    "call",
     "recompile",
     "cuda_graphs",
     "cached",

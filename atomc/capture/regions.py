@@ -17,7 +17,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch import nn
 
-from atomc.errors import SharingError
+from atomc.errors import SharingError, first_line
 from atomc.torch_compat.dynamo_sources import share_source_links
 from atomc.torch_compat.tracing import (
     ShortenTraceback,
@@ -72,10 +72,9 @@ def trace_once(model: object, trace: Callable[[], T], undo: Callable[[Exception]
 
 def region_failure_note(why: Exception) -> str:
     """The note for the report that every layer was traced, and why."""
-    first_line = (str(why).splitlines() or [""])[0]
     return (
         f"every layer was traced, because tracing regions failed: {type(why).__name__}: "
-        f"{first_line}"
+        f"{first_line(why)}"
     )
 
 

@@ -18,6 +18,8 @@ from atomc.report.report import Report
 from atomc.torch_compat.tracing import (
     break_reason,
     compiled_function,
+    continued_line,
+    number_of_call,
     recompile_reason,
     runs_in_grad_mode,
 )
@@ -30,18 +32,19 @@ _LOOP_OVER_EXPERTS = (
 
 
 def new_report(gm: GraphModule) -> Report:
-    """A report with the model, the graph break after the graph, and the guard that caused the
-    recompile.
+    """A report with the model, the graph break after the graph and that before it, and the guard
+    that caused the recompile.
     """
-    report = Report(model_name(gm))
+    report = Report(model_name(gm), continues=continued_line(), call=number_of_call())
     broken = break_reason(gm)
     if broken is not None:
         reason, stack = broken
         file, line, code = stack[-1] if stack else ("", 0, "")
-        why = reason.split("\n")[0].strip()
+        summary, *rest = reason.strip().split("\n")
         if "/transformers/models/" in file and "expert" in code:
-            why += f": {_LOOP_OVER_EXPERTS}"
-        report.graph_break = GraphBreak(f"{file.rsplit('/', 1)[-1]}:{line}", code.strip(), why)
+            summary += f": {_LOOP_OVER_EXPERTS}"
+        source = f"{file.rsplit('/', 1)[-1]}:{line}"
+        report.graph_break = GraphBreak(source, code.strip(), "\n".join([summary, *rest]))
     report.recompile = recompile_reason()
     return report
 

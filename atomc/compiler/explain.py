@@ -29,6 +29,7 @@ from atomc.rewriting.graph_pass import Context
 from atomc.torch_compat.automatic_dynamic import isolated_dynamo_state
 from atomc.torch_compat.core import GraphFunction, Input
 from atomc.torch_compat.float_inputs import floats_stay_inputs
+from atomc.torch_compat.symbolic_flags import decide_symbolic_flags
 from atomc.torch_compat.tracing import (
     RestartAnalysis,
     ShortenTraceback,
@@ -64,6 +65,7 @@ def explain(
     Raises TypeError if no inputs are given and none can be generated, OptionsError for wrong
     options.
     """
+    decide_symbolic_flags()
     chosen = Options.of(options)
     if not args and not kwargs:
         args, kwargs = example_inputs(model)

@@ -194,7 +194,7 @@ def differences(saved: Baseline, reports: Sequence[Report]) -> list[str]:
     found = []
     if len(before) != len(now):
         breaks = [
-            f"{r.graph_break.source}: {r.graph_break.reason}"
+            f"{r.graph_break.source}: {r.graph_break.summary}"
             for r in reports
             if r.graph_break is not None
         ]

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from atomc.errors import first_line
 from atomc.json_types import JSONLike
 
 
@@ -191,11 +192,15 @@ class MoeLayer:
 
 @dataclass(frozen=True)
 class GraphBreak:
-    """Where Dynamo ended a graph early, and why."""
+    """Where Dynamo ended a graph early, and why: its first line is a summary."""
 
     source: str
     code: str
     reason: str
+
+    @property
+    def summary(self) -> str:
+        return first_line(self.reason)
 
 
 @dataclass(frozen=True)

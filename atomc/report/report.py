@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from atomc.json_types import JSONLike
-from atomc.report.records import PARTS, CacheOutcome, GraphBreak
+from atomc.report.records import PARTS, CacheOutcome, GraphBreak, spans
 from atomc.report.render.text import report_text
 from atomc.report.report_data import ReportData
 
@@ -86,14 +86,44 @@ class Reports(list[Report]):
     """Reports, newest last."""
 
     @property
+    def last_call(self) -> "Reports":
+        """Those of the graphs that the last call of a compiled function made."""
+        return Reports(report for report in self if report.call == self[-1].call)
+
+    @property
     def breaks(self) -> list[GraphBreak]:
-        """Graph breaks: the user's line and Dynamo's reason."""
-        return [report.graph_break for report in self if report.graph_break is not None]
+        """Graph breaks of the last call: the user's line and Dynamo's reason."""
+        return [r.graph_break for r in self.last_call if r.graph_break is not None]
 
     @property
     def recompiles(self) -> list[str]:
         """The failed guard of each recompile."""
         return [report.recompile for report in self if report.recompile is not None]
+
+    def why(self, rewrite: str, module_path: str | None = None) -> str:
+        """Why the rewrite fired or did not, as Report.why, in all graphs of the last call: a line
+        for each answer. Raises ValueError if no graph was compiled, or none knows the name.
+        """
+        graphs = self.last_call
+        if not graphs:
+            raise ValueError("no graph was compiled in this process: call the compiled function")
+        if len(graphs) == 1:
+            return graphs[0].why(rewrite, module_path)
+        numbers: dict[str, list[int]] = {}
+        unknown: list[ValueError] = []
+        for number, graph in enumerate(graphs):
+            try:
+                numbers.setdefault(graph.reason(rewrite, module_path), []).append(number)
+            except ValueError as error:  # an op that only other graphs have
+                unknown.append(error)
+        if not numbers:
+            raise unknown[0]
+        below = f" below {module_path}" if module_path else ""
+        lines = [
+            f"graph{'s' * (len(those) > 1)} {spans(those)} ({graphs[those[0]].title}): {reason}"
+            for reason, those in numbers.items()
+        ]
+        return "\n  ".join([f"{rewrite}{below}:", *lines])
 
 
 _reports: deque[Report] = deque(maxlen=MAX_REPORTS)

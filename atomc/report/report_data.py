@@ -43,6 +43,9 @@ RUNTIME = "in the runtime (atomc.LLM, atomc serve, atomc explain --runtime)"
 class ReportData:
     """What happened to one graph from Dynamo. Contains no tensors.
 
+    continues  the line of the user's file behind which the graph begins, of one that follows a
+             graph break
+    call     equal for the graphs that one call of a compiled function made
     matches  rewrite -> number of sites where it fired, also if a later rewrite consumed the result
     phases   seconds: lift, trace, passes, lower, glue
     """
@@ -63,6 +66,8 @@ class ReportData:
     glue: list[Glue] = field(default_factory=list)
     state: list[str] = field(default_factory=list)
     graph_break: GraphBreak | None = None
+    continues: str = ""
+    call: int = 0
     recompile: str | None = None
     near: list[Miss] = field(default_factory=list)
     off: list[str] = field(default_factory=list)  # passes that are disabled
@@ -99,6 +104,11 @@ class ReportData:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def title(self) -> str:
+        """The model, and where the graph begins if not at the start of its function."""
+        return f"{self.model}, behind {self.continues}" if self.continues else self.model
 
     def misses(self, rewrite: str) -> list[Miss]:
         """The near misses of this rewrite. Raises ValueError for a rewrite that does not exist."""
@@ -172,7 +182,7 @@ class ReportData:
         if self.graph_break is not None:
             return (
                 f"broken here: Dynamo ended the graph at {self.graph_break.source} "
-                f"({self.graph_break.code}): {self.graph_break.reason}"
+                f"({self.graph_break.code}): {self.graph_break.summary}"
             )
         for earlier in self.built_on(rewrite):
             upstream = [

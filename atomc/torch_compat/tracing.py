@@ -3,8 +3,9 @@
 import contextlib
 import functools
 import inspect
+import itertools
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import sympy
@@ -14,6 +15,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis as RestartAnalysis
 from torch._dynamo.exc import TorchDynamoException as TracingError
+from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.source import (
     DictGetItemSource,
     LocalSource,
@@ -63,6 +65,7 @@ __all__ = [
     "break_reason",
     "compiled_code",
     "compiled_function",
+    "continued_line",
     "editable_copy",
     "fake_mode_of",
     "forget_region",
@@ -75,6 +78,7 @@ __all__ = [
     "nested_compile_region",
     "new_unbacked_size",
     "num_guards",
+    "number_of_call",
     "raised_unwrapped",
     "recompile_reason",
     "runs_in_grad_mode",
@@ -187,6 +191,35 @@ def compiled_code() -> types.CodeType | None:
     frame = _compile_frame()
     code = frame.f_locals.get("code") if frame is not None else None
     return code if isinstance(code, types.CodeType) else None
+
+
+def continued_line() -> str:
+    """Behind which line the function begins that Dynamo is compiling, "file.py:12"; "" if it is no
+    part of a function behind a graph break.
+    """
+    code = compiled_code()
+    if code is None or not code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX):
+        return ""
+    return f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}"
+
+
+_calls = itertools.count(1)
+_NUMBER_OF_CALL = "atomc_number_of_call"
+
+
+def number_of_call() -> int:
+    """A number of the outermost call of a compiled function that is running."""
+    frame, outermost = inspect.currentframe(), None
+    while frame is not None:
+        if frame.f_code.co_filename == torch._dynamo.eval_frame.__file__:
+            outermost = frame
+        frame = frame.f_back
+    # A frame keeps names that its function does not have for as long as it runs.
+    names: MutableMapping[str, Any] = outermost.f_locals if outermost is not None else {}
+    if _NUMBER_OF_CALL not in names:
+        names[_NUMBER_OF_CALL] = next(_calls)
+    number: int = names[_NUMBER_OF_CALL]
+    return number
 
 
 def _compile_frame() -> types.FrameType | None:

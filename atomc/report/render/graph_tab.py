@@ -33,7 +33,7 @@ class Graph:
 
     def __init__(self, number: int, report: ReportData, group: str = ""):
         self.report, self.id = report, f"g{number}"
-        self.label = f"{group}: {report.model}" if group else report.model
+        self.label = f"{group}: {report.title}" if group else report.title
         self.tab = f"{number}: {self.label}"
         self.captured, self.final = captured_graph(report), final_graph(report)
         self.choices: dict[str, list[KernelChoice]] = {}

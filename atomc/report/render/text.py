@@ -46,8 +46,8 @@ def _title(report: ReportData) -> str:
             if report.cached not in (CacheOutcome(), CacheOutcome("off"))
             else ""
         )
-        return wrapped(f"{report.model}: compiled{cache}", "", "  ")
-    return wrapped(f"{report.model}: not treated: {report.why_not}", "", "  ")
+        return wrapped(f"{report.title}: compiled{cache}", "", "  ")
+    return wrapped(f"{report.title}: not treated: {report.why_not}", "", "  ")
 
 
 def _rewrites(report: ReportData) -> str:
@@ -188,13 +188,11 @@ def _break_and_recompile(report: ReportData) -> str:
     lines = []
     if report.graph_break is not None:
         code = f" ({report.graph_break.code})" if report.graph_break.code else ""
+        first, *rest = report.graph_break.reason.strip().splitlines() or [""]
         lines.append(
-            wrapped(
-                f"graph break at {report.graph_break.source}{code}: {report.graph_break.reason}",
-                "",
-                "  ",
-            )
+            wrapped(f"graph break at {report.graph_break.source}{code}: {first}", "", "  ")
         )
+        lines += [wrapped(line.strip(), "  ", "    ") for line in rest if line.strip()]
     if report.recompile is not None:
         lines.append(
             wrapped(f"recompiled, because this guard failed: {report.recompile}", "", "  ")
