@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from rewriting import TIDY, after_passes, explained
 from torch import Tensor
 
+import atomc
 from atomc import passes
 from atomc.options import Options
 from atomc.platform import Platform
@@ -90,6 +91,49 @@ def test_roundings_to_16_bits_are_kept_if_the_option_says_so(function, dtype, ro
         function, X.to(dtype), Y.to(dtype), tolerance=1e-2 if expected else 0.0, rounding=rounding
     )
     assert report.matches["silu_and_mul"] + report.matches["rms_norm"] == expected
+
+
+def residual_norm(x: Tensor, residual: Tensor, w: Tensor, written: str) -> tuple[Tensor, ...]:
+    """As vLLM writes it, in its versions; its last norm does not return the sum."""
+    total = x.to(torch.float32) + (residual if written == "promotes" else residual.float())
+    normed = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + 1e-6)
+    y = normed.to(x.dtype) * w
+    return (y,) if written == "last" else (y, total.to(x.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("written", ["", "promotes", "last"])
+def test_a_residual_that_is_added_in_fp32_joins_its_norm(dtype, written):
+    arguments = [t.to(dtype) for t in (X, Y, W)]
+    compiled = torch.compile(residual_norm, backend="atom", options={"glue": "eager"})
+    found, expected = compiled(*arguments, written), residual_norm(*arguments, written)
+    assert atomc.reports()[-1].matches["add_rms_norm"] == 1
+    rounding = 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found[0], expected[0], rtol=rounding, atol=rounding)
+    torch.testing.assert_close(found[1:], expected[1:], rtol=0, atol=0)  # the sums
+    total = X.to(dtype) + Y.to(dtype)
+    fused = atomc.ops.add_rms_norm.reference(*arguments, 1e-6)
+    torch.testing.assert_close(found[0], fused[0], rtol=0, atol=0)
+    torch.testing.assert_close(fused[1], total, rtol=0, atol=0)
+
+
+def test_a_residual_that_is_added_in_fp32_is_not_rounded_if_roundings_are_kept():
+    arguments = [t.to(torch.bfloat16) for t in (X, Y, W)]
+    report = explained(lambda *a: residual_norm(*a, ""), *arguments, tolerance=0.0, rounding="hf")
+    assert "a sum in fp32 with a residual, which the option rounding='hf'" in report.why("rms_norm")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x, y, w: (*residual_norm(x, y, w, ""), x.float() + y.float()),
+        lambda x, y, w: residual_norm(x, y.float() * 1.001, w, "promotes"),
+        lambda x, y, w: residual_norm(x.float() * 1.001, y, w.float(), ""),
+    ],
+    ids=["the sum is read in fp32", "the residual is in fp32", "all in fp32"],
+)
+def test_a_sum_that_stays_in_fp32_is_not_rounded(change):
+    explained(change, *[t.to(torch.bfloat16) for t in (X, Y, W)], tolerance=0.0)
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ class Rewrite:
 def unsupported(
     name: str,
     variant: str,
-    pattern: Callable[..., Tensor],
+    pattern: Callable[..., Tensor | tuple[Tensor, ...]],
     example: Callable[[], Mapping[str, ExampleValue]],
     needs: Sequence[str],
     reason: str,

@@ -8,9 +8,11 @@ x * rsqrt(v), x in 16 bits                    =>    x_f32 * rsqrt(v)
 x * round(rsqrt(v))                           =>    round(x_f32 * rsqrt(v))
 x_f32 * rsqrt(v) * to_fp32(w)                 =>    x_f32 * rsqrt(v) * w
 x_f32 * rsqrt(v), without a weight            =>    x_f32 * rsqrt(v) * ones
+norm(s), s = a_f32 + b_f32, s in 16 bits      =>    norm(s_f32), s = a + b, s
 
-v is always in fp32. Exact, up to the last bits in fp32 of mean, root and division, except the line
-with a rounding: it is left as it is if roundings are kept.
+v is always in fp32. Exact, up to the last bits in fp32 of mean, root and division, except the lines
+with a rounding, which are left as they are if roundings are kept. The last one is the residual norm
+of vLLM, whose kernels round the sum before they normalize it, too.
 """
 
 import torch
@@ -50,7 +52,10 @@ def _is_of_squares(node: Node) -> bool:
 
 
 def _one_norm(node: Node, keep_roundings: bool, changed: list[Node]) -> None:
-    x = call(call(node).operands[0]).operands[0]
+    squares = call(node).operands[0]
+    if not keep_roundings:
+        _round_sum(call(squares).operands[0], changed)
+    x = call(squares).operands[0]
     mean = _mean(node, changed)
     if mean is None or not _keep_dim(mean, changed):
         return
@@ -64,6 +69,33 @@ def _one_norm(node: Node, keep_roundings: bool, changed: list[Node]) -> None:
                 _add_weight(product, x, changed)
             else:
                 _without_cast_of_weight(weighted, x, changed)
+
+
+def _round_sum(x: Node, changed: list[Node]) -> None:
+    """Add two rows of 16 bits in their dtype if their sum in fp32 is only normalized, to a row of
+    this dtype, and rounded for the next residual.
+    """
+    here = call(x)
+    rows = [uncast(operand) or operand for operand in here.operands]
+    dtypes = {value(row).dtype for row in rows}
+    if here.op != "add" or len(rows) != 2 or here.attrs.get("alpha", 1) != 1 or len(dtypes) != 1:
+        return
+    [dtype] = dtypes
+
+    def rounds(reader: Node) -> bool:
+        return call(reader).op == "cast" and value(reader).dtype == dtype
+
+    products = [reader for reader in x.users if call(reader).op in ("mul", "div")]
+    rounded = [reader for reader in x.users if rounds(reader)]
+    others = len(x.users) - len(products) - len(rounded)
+    normalized = any(rounds(reader) for product in products for reader in product.users)
+    if dtype not in HALVES or others != 1 or not normalized:
+        return
+    changed.append(x)
+    total = insert(x, aten.add.Tensor, *rows)
+    for reader in rounded:
+        replace(reader, total)
+    replace(x, insert(x, aten._to_copy.default, total, dtype=torch.float32))
 
 
 def _mean(node: Node, changed: list[Node]) -> Node | None:

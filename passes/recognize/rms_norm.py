@@ -70,6 +70,21 @@ def _in_16_bits(x: Tensor, eps: float) -> Tensor:
     return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
 
+def _of_wide_sum(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x.to(torch.float32) + residual.to(torch.float32)
+    normed = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype), total
+
+
+def _residual() -> Example:
+    return {
+        "x": tensor_example(3, 10),
+        "residual": tensor_example(3, 10),
+        "weight": tensor_example(10),
+        "eps": 1e-6,
+    }
+
+
 def _row() -> Example:
     return {"x": tensor_example(3, 10), "eps": 1e-6}
 
@@ -94,6 +109,13 @@ OTHER_NORMS = [
             _row,
             ["aten::sqrt", "aten::mean"],
             "x / sqrt in 16 bits, which the op computes in fp32",
+        ),
+        (
+            "wide sum",
+            _of_wide_sum,
+            _residual,
+            ["aten::rsqrt", "aten::mean"],
+            "a sum in fp32 with a residual, which the option rounding='hf' does not round",
         ),
     )
 ]

@@ -46,6 +46,12 @@ def stock(x: Tensor, w: Tensor) -> Tensor:
     return weighted(x, x.float() * torch.rsqrt(mean(x)), w)
 
 
+def residual_norm(x: Tensor, residual: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    total = x.float() + residual.float()
+    normed = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + EPS)
+    return normed.to(x.dtype) * w, total.to(x.dtype)
+
+
 def by_sum(x: Tensor, w: Tensor) -> Tensor:
     variance = x.float().square().sum(-1, keepdim=True) / x.shape[-1]
     return weighted(x, x.float() * torch.rsqrt(variance + EPS), w)
@@ -185,6 +191,13 @@ SPELLINGS = (
         "rms_norm",
         lambda x: x * torch.rsqrt(mean(x)).to(x.dtype),
         alone,
+    ),
+    Spelling(
+        "s = x + residual.float(), s.to(x.dtype) and w * (s * rsqrt(mean + eps)).to(x.dtype)",
+        "vLLM",
+        "add_rms_norm",
+        residual_norm,
+        gate,
     ),
     Spelling(
         "F.rms_norm(x, shape)",
