@@ -38,14 +38,16 @@ _IN_PLACE: dict[Target, str] = {
 } | {f"{name}_": name for name in _ARITHMETIC}
 _OPS: dict[Target, str] = {**_FUNCTIONS, **_IN_PLACE, **{name: name for name in _ARITHMETIC}}
 # Functional ops whose second operand passes may see as a number, by the op that takes a number.
-_WITH_NUMBER: dict[Target, Callable[..., Tensor]] = {
+_WITH_NUMBER: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
     aten.add.Tensor: aten.add.Tensor,
     aten.sub.Tensor: aten.sub.Tensor,
     aten.mul.Tensor: aten.mul.Tensor,
     aten.div.Tensor: aten.div.Tensor,
     aten.pow.Tensor_Tensor: aten.pow.Tensor_Scalar,
 }
-_WITH_TENSOR = {with_number: op for op, with_number in _WITH_NUMBER.items()}
+_WITH_TENSOR: dict[Target, Callable[..., Tensor]] = {
+    with_number: op for op, with_number in _WITH_NUMBER.items()
+}
 
 
 class FloatInput(NamedTuple):
@@ -145,7 +147,7 @@ def _read_tensors(graph: Graph, reader: Node) -> None:
     """Let arithmetic read 0-d tensors in the place of numbers."""
     name, dtype = _name(reader), _dtype_of_operand(reader)
     mode = fake_mode_of(graph)
-    assert mode is not None
+    assert mode is not None and dtype is not None
 
     def described(made: Node, dtype: torch.dtype) -> Node:
         with mode:
@@ -190,11 +192,13 @@ def show_as_numbers(graph: Graph) -> None:
 
 def _show_as_number(operand: Node, number: VariableFloat) -> None:
     for reader in list(operand.users):
-        with_number = _WITH_NUMBER.get(reader.target)
+        with_number = _WITH_NUMBER.get(reader.target)  # type: ignore[arg-type]
         if with_number is None or len(reader.args) != 2 or reader.kwargs:
             continue
         first, second = reader.args
-        if second is operand and first is not operand and value(first).dim():
+        if not isinstance(first, Node) or first is operand:
+            continue
+        if second is operand and value(first).dim():
             reader.args, reader.target = (first, number), with_number
 
 
@@ -221,6 +225,7 @@ def show_as_tensors(graph: Graph, taken: Collection[str]) -> None:
         raise TraceAgain([inputs[name].meta["float"].placeholder for name in constants])
     for node, name in readers.items():
         first = node.args[0]
+        assert isinstance(first, Node)
         dtype = get_computation_dtype(torch.result_type(value(first), 1.0))
         operand = insert(node, aten._to_copy.default, inputs[name], dtype=dtype)
         node.args, node.target = (first, operand), _WITH_TENSOR[node.target]

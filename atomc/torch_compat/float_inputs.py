@@ -8,8 +8,9 @@ from collections.abc import Iterator, MutableMapping, Sequence
 from torch import SymFloat
 from torch._dynamo import config
 from torch._dynamo.callback import CallbackArgs, callback_handler
-from torch._dynamo.source import AttrSource, ChainedSource, LocalSource
+from torch._dynamo.source import AttrSource, LocalSource
 from torch._dynamo.symbolic_convert import TensorifyState
+from torch._guards import ChainedSource
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 from torch.utils._sympy.symbol import SymT, symbol_is_type

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-from torch._dynamo.variables import ConstantVariable, SymNodeVariable, TorchInGraphFunctionVariable
+from torch._dynamo.variables import ConstantVariable, TorchInGraphFunctionVariable
 from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.tensor import SymNodeVariable
 
 _IS_CAUSAL = 5  # the number of the argument
 

@@ -57,6 +57,8 @@ def attention(
         )
         return out[0]
     mask = _seen(q, k, mask, causal, window)
+    if mask is not None and mask.dim() == 3:
+        mask = mask[None]  # torch's fused kernels take masks of two or four dimensions
     heads, keys, values = q.transpose(-2, -3), k.transpose(-2, -3), v.transpose(-2, -3)
     causal = causal and mask is None
     if q.is_cpu and q.dtype != torch.float32 and q.shape[-3] == 1 and not causal:
