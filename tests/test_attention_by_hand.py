@@ -413,3 +413,20 @@ def test_eager_attention_of_transformers_with_padding_is_one_op_a_layer(name):
 
     report = explained(logits, torch.randint(0, 64, (2, T)), mask, tolerance=1e-5)
     assert report.matches["attention"] == 1, report.why("attention")
+
+
+def test_a_mask_of_each_head_takes_the_fused_kernel_of_a_cpu() -> None:
+    def alibi(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, hidden: Tensor) -> Tensor:
+        scores = (q @ k.transpose(-1, -2) * 0.25 + bias).masked_fill(hidden, -3e38)
+        return scores.softmax(-1) @ v
+
+    q, k, v = torch.randn(3, 1, 4, 9, 16)
+    bias = torch.arange(4)[:, None, None] * torch.arange(9.0)
+    hidden = torch.ones(9, 9, dtype=torch.bool).triu(1)
+    compiled = torch.compile(alibi, backend="atom", options={"glue": "eager"})
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(q, k, v, bias, hidden), alibi(q, k, v, bias, hidden))
+        with torch.profiler.profile() as profile:
+            compiled(q, k, v, bias, hidden)
+    names = {event.key for event in profile.key_averages()}
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in names
