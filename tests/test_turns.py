@@ -72,8 +72,8 @@ def text(llm, number):
     return "".join(llm.stream(prompt, PARAMS))
 
 
-def until(condition):
-    limit = time.monotonic() + SECONDS
+def until(condition, seconds=SECONDS):
+    limit = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < limit, "it takes too long"
         time.sleep(0.005)
@@ -344,7 +344,8 @@ def test_a_step_that_raises_ends_the_calls_of_event_loops(llm, alone, monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr(llm.engine, "step", failing)
-        assert [str(error) for error in asyncio.run(main())] == ["no memory"] * 5
+        errors = asyncio.run(asyncio.wait_for(main(), 10.0))
+        assert [str(error) for error in errors] == ["no memory"] * 5
     assert asyncio.run(llm.agenerate(PROMPTS[0], PARAMS))[0].text == alone[0]
 
 
@@ -396,18 +397,20 @@ def test_close_ends_calls_that_wait_and_refuses_those_that_follow(monkeypatch):
 
 
 def test_an_llm_that_is_dropped_is_freed_without_the_garbage_collector():
+    async def refused():
+        with pytest.raises(ValueError, match="the prompt is empty"):
+            await llm.agenerate("")
+
     llm = started()
-    llm.generate("a", SamplingParams(max_tokens=2, structured=Structured(regex="ab")))
-    asyncio.run(llm.agenerate("a", PARAMS))
-    with suppress(ValueError):
-        asyncio.run(llm.agenerate(""))
-    until(lambda: not llm._async_calls._has_thread)
     engine = weakref.ref(llm.engine)
     gc.collect()
     gc.disable()
     try:
+        llm.generate("a", SamplingParams(max_tokens=2, structured=Structured(regex="ab")))
+        asyncio.run(llm.agenerate("a", PARAMS))
+        asyncio.run(refused())
         llm = None
-        until(lambda: engine() is None)  # the thread of the calls may still be ending
+        until(lambda: engine() is None, 10.0)  # the thread of the calls may still be ending
     finally:
         gc.enable()
 
