@@ -24,6 +24,15 @@ from torch import Tensor, nn
 from atomc.cache.fingerprint import digest, file_digest, sources_in
 from atomc.cache.store import DamagedEntry, Entry
 from atomc.errors import first_line
+from atomc.models.logit_agreement import (
+    IN_8_BITS,
+    ROOM,
+    ROUNDING,
+    agreed,
+    difference,
+    plain_tokens,
+    rounding_noise,
+)
 from atomc.models.stock import StockModel
 from atomc.models.stock_implementations import attention_of
 from atomc.ops import REGISTRY
@@ -48,34 +57,12 @@ STEPS = (
 LENGTHS = tuple(sum(step[i][1] for step in STEPS) for i in range(2))
 PAGE = 32  # block size, for layouts whose blocks hold a whole sequence
 
-# Relative error of one rounding: the unit roundoff of 16-bit dtypes; for fp32 and fp64, the error
-# of sums of thousands of terms in another order.
-ROUNDING = {
-    torch.bfloat16: 2.0**-8,
-    torch.float16: 2.0**-11,
-    torch.float32: 2.0**-18,
-    torch.float64: 2.0**-40,
-}
-TF32 = 2.0**-11
-# Both computations round about ten times per layer, independently: the difference of their logits
-# grows with the square root of the number of layers. Random and trained models show 0.3 to 2
-# roundings times this root; a factor of 8 leaves a margin. Logits of wrong positions differ by 0.3
-# to 1.4 times their spread (1.4: unrelated). The limit is at most 1e-4 in fp32; in bf16 it is 0.04
-# for 2 layers and 0.25 for 64.
-ROOM = 8.0
-# Share of the rows of each kind that must agree. Not all: in a mixture of experts, a rounding may
-# select another expert, which changes that row much and rows that attend to it a little. With wrong
-# positions, no row agrees.
-AGREEING = 0.25
 # Some models amplify roundings: experts in many layers, or quantized activations at a rounding
 # boundary. If the limit is exceeded, the class's own forward is repeated with noise in its
 # embeddings, of the size of the roundings of all layers. The limit is then ABOVE_OWN times the
 # resulting difference; above MOST, the check is inconclusive.
 ABOVE_OWN = 3.0
 MOST = 0.7
-# Minimum limit if the program's KV cache or its products per head have 8 bits or less, unlike those
-# of the class.
-IN_8_BITS = 0.25
 
 
 @dataclass(frozen=True)
@@ -244,7 +231,7 @@ def own_forward(model: StockModel, report: Report, apart: LogitsOfRank | None = 
         )
     vocab_size = hf_model.config.get_text_config().vocab_size
     sequences = [
-        _tokens(hf_model.config, vocab_size, length, seed) for seed, length in enumerate(LENGTHS)
+        plain_tokens(hf_model.config, vocab_size, length, seed) for seed, length in enumerate(LENGTHS)
     ]
     try:
         logits = _own_logits(model, report, sequences, apart)
@@ -271,8 +258,8 @@ def verdict_of(
     errors: dict[str, list[float]] = {}
     for kind, number, first, logits in _ragged(program, own.sequences, columns):
         for row, out in enumerate(_whole(logits, apart)):
-            errors.setdefault(kind, []).append(_difference(out, own.logits[number][first + row]))
-    found = tuple((kind, _agreed(each)) for kind, each in errors.items())
+            errors.setdefault(kind, []).append(difference(out, own.logits[number][first + row]))
+    found = tuple((kind, agreed(each)) for kind, each in errors.items())
     noise = _noise(program.specs, program.device)
     in_8_bits = program.dtype not in ROUNDING or _multiplies_codes_by_head(program.report)
     limit = max(ROOM * noise, IN_8_BITS) if in_8_bits else ROOM * noise
@@ -295,20 +282,9 @@ def _multiplies_codes_by_head(report: Report) -> bool:
     return any(Kind.BMM in op.kind and "weight_scale" in op.signature.parameters for op in ops)
 
 
-def _agreed(errors: Sequence[float]) -> float:
-    return float(
-        torch.tensor(errors).nan_to_num(nan=math.inf).quantile(AGREEING, interpolation="higher")
-    )
-
-
 def _noise(specs: Sequence[StateSpec], device: torch.device) -> float:
     """Relative error that the roundings of all layers accumulate."""
-    dtype = state_dtype(specs)
-    rounding = ROUNDING.get(dtype, ROUNDING[torch.bfloat16])
-    tf32 = torch.backends.cuda.matmul.allow_tf32
-    if dtype == torch.float32 and device.type == "cuda" and tf32:
-        rounding = TF32
-    return rounding * math.sqrt(len(specs))
+    return rounding_noise(state_dtype(specs), device, len(specs))
 
 
 def _own_noise(
@@ -333,9 +309,9 @@ def _own_noise(
         found = _own_logits(model, report, own.sequences, apart)
     finally:
         hook.remove()
-    return _agreed(
+    return agreed(
         [
-            _difference(row, other)
+            difference(row, other)
             for out, expected in zip(found, own.logits, strict=True)
             for row, other in zip(out, expected, strict=True)
         ]
@@ -361,28 +337,6 @@ def _own_logits(
 def _whole(logits: Tensor, apart: LogitsOfRank | None) -> Tensor:
     """The logits of all ids [T, V]."""
     return logits if apart is None else apart.gathered(logits)
-
-
-def _difference(out: Tensor, expected: Tensor) -> float:
-    """Relative difference of two rows of logits [V], as a share of their spread. Columns that the
-    class masks with -inf or the smallest number are ignored."""
-    real = expected > torch.finfo(expected.dtype).min / 1e8
-    out, expected = out[real], expected[real]
-    spread = float(torch.linalg.vector_norm(expected - expected.mean()))
-    apart = float(torch.linalg.vector_norm(out - expected))
-    return apart / spread if spread else 0.0 if apart == 0.0 else math.inf
-
-
-def _tokens(config: Any, vocab_size: int, count: int, seed: int) -> list[int]:
-    """Random tokens without special ones, which change positions (padding) or stand for images."""
-    special = {
-        value
-        for name, value in config.to_dict().items()
-        if name.endswith("token_id") and isinstance(value, int)
-    }
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(vocab_size, (count + 8 * len(special),), generator=generator).tolist()
-    return ([token for token in tokens if token not in special] or tokens)[:count]
 
 
 def _ragged(

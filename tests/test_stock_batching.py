@@ -16,7 +16,8 @@ from atomc.weights import registry
 
 transformers = pytest.importorskip("transformers", reason="its generate_batch is tested")
 
-SETTINGS = {"num_blocks": 24, "max_batch_tokens": 64, "page_size": 4}
+PAGE = 4  # the first argument of the config, whose name differs between versions
+SETTINGS = {"num_blocks": 24, "max_batch_tokens": 64}
 PADDED = {"q_padding_interval_size": 16, "kv_padding_interval_size": 32}
 PROMPTS = [torch.arange(2, 2 + count).tolist() for count in (9, 5, 17)]
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": 95, "pad_token_id": 0}
@@ -34,7 +35,7 @@ def batched(model, **settings) -> list[list[int]]:
     out = model.generate_batch(
         PROMPTS,
         generation_config=transformers.GenerationConfig(**GREEDY),
-        continuous_batching_config=transformers.ContinuousBatchingConfig(**SETTINGS, **settings),
+        continuous_batching_config=transformers.ContinuousBatchingConfig(PAGE, **SETTINGS | settings),
         progress_bar=False,
     )
     by_number = sorted(out, key=lambda name: int(name.rpartition("_")[2]))
