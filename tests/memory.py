@@ -115,6 +115,13 @@ def check_bounds(poison: bool = False) -> None:
         builder.create_masked_store,
     )
     swap, update = builder.create_atomic_cas, builder.create_atomic_rmw
+    splat = builder.create_splat
+
+    def spread(self, kind, value):
+        """By itself it makes numbers of a truth value, which from Triton 3.9 on are no mask."""
+        found = splat(self, kind, value)
+        is_bool = value.data.dtype == bool
+        return interpreter.TensorHandle(found.data.astype(bool), found.dtype) if is_bool else found
 
     def prepared(self, args, kwargs):
         nonlocal memory
@@ -148,4 +155,5 @@ def check_bounds(poison: bool = False) -> None:
 
     executor._init_args_hst = prepared
     builder.create_masked_load, builder.create_masked_store = loaded, stored
+    builder.create_splat = spread
     builder.create_atomic_cas, builder.create_atomic_rmw = swapped, updated
