@@ -64,6 +64,35 @@ def test_a_prepared_model_runs_each_step_of_a_batch_as_one_graph(name: str) -> N
         assert "functionalized" not in report.stages[-1].text, "the cache is copied"
 
 
+def without_cache(forward):
+    return lambda *args, cache=None, **options: forward(*args, **options)
+
+
+def test_a_batch_of_an_attention_that_misses_the_cache_is_refused() -> None:
+    model = atomc.prepare_batching(built("Llama"))
+    for layer in model.model.layers:
+        layer.self_attn.forward = without_cache(layer.self_attn.forward)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="prepared batching computes something else"):
+            batched(model)
+    atomc.prepare_batching(model, self_check=False)
+    assert len(batched(model)) == len(PROMPTS)
+
+
+def test_a_batch_that_fails_is_refused_with_its_error(monkeypatch) -> None:
+    model = atomc.prepare_batching(built("Llama"))
+    monkeypatch.delattr("atomc.models.stock_batching._sequences")
+    with pytest.raises(ValueError, match="prepared batching fails: .*_sequences"):
+        batched(model)
+
+
+def test_prepared_batching_can_be_undone_before_its_first_batch() -> None:
+    model = built("Llama")
+    expected = alone(model)
+    atomc.prepare_batching(model).set_attn_implementation("sdpa")
+    assert batched(model) == expected
+
+
 def test_a_padded_step_of_prompts_is_not_a_decode_step() -> None:
     # Four rows of four sequences, two of them padding: AITER's kernels would give each one a row.
     query_start, seq_lens, tables = _sequences(

@@ -36,6 +36,12 @@ BUGS = [
     ),
     batching("read if read.shape[0] else slots", "slots"),
     batching("num_tokens + 1 - seq_lens.shape[0]", "0", "not_a_decode_step"),
+    Bug(
+        "models/stock_batching_check.py",
+        "if not all(error <= limit for error in by_kind.values()):",
+        "if False:",
+        "tests/test_stock_batching.py -k misses_the_cache",
+    ),
     in_place(
         "storage(node) is not old for node in operands",
         "node is not old for node in operands",
