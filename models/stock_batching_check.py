@@ -7,6 +7,7 @@ is compared with: its attention ignores caps of scores.
 
 import logging
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +37,7 @@ logger = logging.getLogger("atomc")
 
 
 class _Sequence:
-    """The tokens of a sequence that ran, and the last hidden states [D] of each, by kind of step."""
+    """The tokens of a sequence that ran, and (kind of step, last hidden state [D]) of each."""
 
     def __init__(self, prompt: list[int]):
         self.prompt = prompt
@@ -116,7 +117,7 @@ def _run(model: "PreTrainedModel", sequences: Sequence[_Sequence]) -> str:
     def record(_: nn.Module, __: tuple[Any, ...], options: dict[str, Any], out: Any) -> None:
         ids, positions = options["input_ids"][0].tolist(), options["position_ids"][0].tolist()
         ends = options["cu_seq_lens_q"].tolist()
-        for first, end in zip(ends, ends[1:], strict=False):
+        for first, end in pairwise(ends):
             tokens = ids[first:end]
             matching = (s for s in sequences if tokens and s.takes(positions[first], tokens))
             for sequence in matching:

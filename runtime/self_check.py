@@ -9,7 +9,6 @@ attention multiplies rows by a quantized kv_b_proj without quantizing them, so d
 """
 
 import inspect
-import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -231,7 +230,8 @@ def own_forward(model: StockModel, report: Report, apart: LogitsOfRank | None = 
         )
     vocab_size = hf_model.config.get_text_config().vocab_size
     sequences = [
-        plain_tokens(hf_model.config, vocab_size, length, seed) for seed, length in enumerate(LENGTHS)
+        plain_tokens(hf_model.config, vocab_size, length, seed)
+        for seed, length in enumerate(LENGTHS)
     ]
     try:
         logits = _own_logits(model, report, sequences, apart)

@@ -35,7 +35,9 @@ def batched(model, **settings) -> list[list[int]]:
     out = model.generate_batch(
         PROMPTS,
         generation_config=transformers.GenerationConfig(**GREEDY),
-        continuous_batching_config=transformers.ContinuousBatchingConfig(PAGE, **SETTINGS | settings),
+        continuous_batching_config=transformers.ContinuousBatchingConfig(
+            PAGE, **SETTINGS | settings
+        ),
         progress_bar=False,
     )
     by_number = sorted(out, key=lambda name: int(name.rpartition("_")[2]))
@@ -82,7 +84,7 @@ def test_a_batch_of_an_attention_that_misses_the_cache_is_refused() -> None:
 def test_a_batch_that_fails_is_refused_with_its_error(monkeypatch) -> None:
     model = atomc.prepare_batching(built("Llama"))
     monkeypatch.delattr("atomc.models.stock_batching._sequences")
-    with pytest.raises(ValueError, match="prepared batching fails: .*_sequences"):
+    with pytest.raises(ValueError, match=r"prepared batching fails: .*_sequences"):
         batched(model)
 
 

@@ -11,10 +11,11 @@ from torch.fx import GraphModule
 
 from atomc.capture.functional import wants_gradients
 from atomc.capture.subclasses import subclass_reason
-from atomc.graph.provenance import clean_path
+from atomc.graph.provenance import clean_path, use_tree_names
 from atomc.options import Options
 from atomc.report.records import GraphBreak
 from atomc.report.report import Report
+from atomc.torch_compat.module_tree import module_names
 from atomc.torch_compat.tracing import (
     break_reason,
     compiled_function,
@@ -33,8 +34,9 @@ _LOOP_OVER_EXPERTS = (
 
 def new_report(gm: GraphModule) -> Report:
     """A report with the model, the graph break after the graph and that before it, and the guard
-    that caused the recompile.
+    that caused the recompile. Module paths of the graph become those of the module tree.
     """
+    use_tree_names(gm, module_names())
     report = Report(model_name(gm), continues=continued_line(), call=number_of_call())
     broken = break_reason(gm)
     if broken is not None:

@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TypedDict
 
 from torch import nn
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from atomc.graph.canonical import spell
 
@@ -44,6 +45,37 @@ def clean_path(path: str) -> str:
     path = _SELF.sub("", path).replace("_modules", "").replace(".slice(", ".(")
     path = re.sub(r"\([^)]*\)", "", _KEY.sub(r".\1", path))
     return re.sub(r"\.+", ".", path).strip(".")
+
+
+def use_tree_names(gm: GraphModule, names: Mapping[int, tuple[str, nn.Module]]) -> None:
+    """Name modules in the stacks of nodes, in place, as the module tree does. Dynamo spells how the
+    compiled function got a module: L['args'][0].layers.3 below a decorator.
+
+    names  (name, root of the tree) by id; a name that Dynamo took from the same tree stays
+    """
+    renamed: dict[int, Stack] = {}  # nodes of one module share their stack
+    for graph in (part.graph for part in gm.modules() if isinstance(part, GraphModule)):
+        for node in graph.nodes:
+            stack = node.meta.get("nn_module_stack")
+            if stack and id(stack) not in renamed:
+                renamed[id(stack)] = {
+                    key: (_tree_name(key, path, names), kind) for key, (path, kind) in stack.items()
+                }
+            if stack:
+                node.meta["nn_module_stack"] = renamed[id(stack)]
+
+
+def _tree_name(key: str, path: str, names: Mapping[int, tuple[str, nn.Module]]) -> str:
+    """key: the id of the module, and "@" with a number for a later call of it."""
+    number = key.partition("@")[0]
+    module = int(number) if number.isdigit() else 0
+    if module not in names:
+        return path
+    name, root = names[module]
+    with suppress(AttributeError):  # no such submodule
+        if id(root.get_submodule(clean_path(path))) == module:
+            return path
+    return name
 
 
 def layer_of(path: str) -> int | None:
