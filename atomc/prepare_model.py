@@ -15,8 +15,9 @@ def prepare(model: nn.Module) -> nn.Module:
     layers marked, gated delta nets of transformers entered.
 
     torch.compile then traces one layer of each kind, with any backend, until
-    `atomc.unprepare(model)`. A layer must be traceable as a whole: torch.compile raises
-    UncapturedHigherOrderOpError for a graph break inside a layer. A gated delta net that is called
+    `atomc.unprepare(model)`. Where a layer cannot be traced as a whole, because of a graph break or
+    a limit of this torch, all layers of its class in the model lose their mark, with a warning and
+    a note in the report. A gated delta net that is called
     without a cache calls ops.gated_delta_rule while it is compiled; other calls run as before.
     """
     for reason in DELTA_NETS.enter_while_compiled(model):

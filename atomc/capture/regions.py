@@ -8,17 +8,20 @@ torch.compile is unchanged.
 
 import contextlib
 import functools
+import logging
 import threading
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch import nn
 
 from atomc.errors import SharingError, first_line
 from atomc.torch_compat.dynamo_sources import share_source_links
+from atomc.torch_compat.module_tree import module_names
+from atomc.torch_compat.region_failures import on_region_failure
 from atomc.torch_compat.tracing import (
     ShortenTraceback,
     TracingError,
@@ -36,6 +39,9 @@ _marked: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 # Of the classes that check the flag; None if it is inherited.
 _original_forwards: dict[type[nn.Module], Forward | None] = {}
 _lock = threading.Lock()
+# Layers that were marked until Dynamo failed to trace one of them, and its error.
+_left_off: "weakref.WeakKeyDictionary[nn.Module, Exception]" = weakref.WeakKeyDictionary()
+log = logging.getLogger("atomc")
 
 
 def prepare(model: nn.Module) -> nn.Module:
@@ -70,6 +76,26 @@ def trace_once(model: object, trace: Callable[[], T], undo: Callable[[Exception]
         return trace()
 
 
+def leave_off(layer: nn.Module, why: Exception) -> bool:
+    """Remove the marks from the layers of this class in the module that is compiled, because Dynamo
+    cannot trace the layer as a region. False if it has no mark.
+    """
+    if FLAG not in vars(layer):
+        return False
+    _, root = module_names().get(id(layer), ("", layer))
+    layers = [module for module in root.modules() if type(module) is type(layer)]
+    unmark(layers)
+    _left_off.update(dict.fromkeys(layers, why))
+    log.warning("%s: %s", type(layer).__name__, region_failure_note(why))
+    return True
+
+
+def notes_of(modules: Container[int]) -> list[str]:
+    """Why layers among these modules, by id, are traced one by one: for the report."""
+    whys = (why for layer, why in list(_left_off.items()) if id(layer) in modules)
+    return list(dict.fromkeys(map(region_failure_note, whys)))
+
+
 def region_failure_note(why: Exception) -> str:
     """The note for the report that every layer was traced, and why."""
     return (
@@ -88,7 +114,7 @@ def _marks(model: object, present: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        mark(before)
+        mark(layer for layer in before if layer not in _left_off)
         unmark(others)
 
 
@@ -123,7 +149,8 @@ def mark(layers: Iterable[nn.Module]) -> None:
                 kind.forward = _dispatch_on_flag(original)
             setattr(layer, FLAG, True)
             _marked.add(layer)
-        share_source_links(bool(_original_forwards))
+            _left_off.pop(layer, None)
+        _watch_dynamo()
 
 
 def unmark(layers: Iterable[nn.Module]) -> None:
@@ -133,6 +160,7 @@ def unmark(layers: Iterable[nn.Module]) -> None:
             if FLAG in vars(layer):
                 delattr(layer, FLAG)
             _marked.discard(layer)
+            _left_off.pop(layer, None)
         for kind in _original_forwards.keys() - {type(layer) for layer in _marked}:
             own = _original_forwards.pop(kind)
             if own is None:
@@ -140,7 +168,13 @@ def unmark(layers: Iterable[nn.Module]) -> None:
             else:
                 kind.forward = own
             forget_region(_original_forward(kind))
-        share_source_links(bool(_original_forwards))
+        _watch_dynamo()
+
+
+def _watch_dynamo() -> None:
+    """Change Dynamo while there are marks."""
+    share_source_links(bool(_original_forwards))
+    on_region_failure(leave_off if _original_forwards else None)
 
 
 def _original_forward(kind: type[nn.Module]) -> Forward:

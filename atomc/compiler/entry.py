@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from atomc.capture import regions
 from atomc.capture.functional import wants_gradients
 from atomc.capture.subclasses import subclass_reason
 from atomc.graph.provenance import clean_path, use_tree_names
@@ -36,8 +37,10 @@ def new_report(gm: GraphModule) -> Report:
     """A report with the model, the graph break after the graph and that before it, and the guard
     that caused the recompile. Module paths of the graph become those of the module tree.
     """
-    use_tree_names(gm, module_names())
+    names = module_names()
+    use_tree_names(gm, names)
     report = Report(model_name(gm), continues=continued_line(), call=number_of_call())
+    report.notes += regions.notes_of(names)
     broken = break_reason(gm)
     if broken is not None:
         reason, stack = broken
