@@ -3,9 +3,11 @@ compiled.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
+import operator
 import os
 import subprocess
 import sys
@@ -21,6 +23,8 @@ from torch import nn
 import atomc
 from atomc import models
 from atomc.cache import fingerprint, store
+from atomc.cache.artifact import Uncacheable
+from atomc.cache.graph_fingerprint import _target
 from atomc.cli import main
 from atomc.ops.op import REGISTRY
 from atomc.ops.state import GroupStep, Step
@@ -475,3 +479,11 @@ def test_two_processes_at_once_both_work_and_leave_one_entry(tmp_path):
     assert found[0]["digest"] == found[1]["digest"]
     assert len(list((tmp_path / "atomc").glob("*.atomc"))) == 1
     assert said(process(tmp_path, "3", "eager"))["cache"] == "hit"
+
+
+def test_functions_of_a_graph_have_names_that_are_equal_in_two_processes() -> None:
+    names = [_target(target) for target in (torch.Tensor.add, dict.get, torch.add, operator.mul)]
+    assert names[1:] == ["builtins.dict.get", "torch._VariableFunctionsClass.add", "_operator.mul"]
+    assert names[0].endswith("TensorBase.add") and " at 0x" not in "".join(names)
+    with pytest.raises(Uncacheable, match="a partial is called in the graph"):
+        _target(functools.partial(torch.add, 1))

@@ -99,9 +99,13 @@ def _attribute(gm: GraphModule, node: Node, lines: list[str], places: list[str])
 def _target(target: Target) -> str:
     if isinstance(target, str) or type(target).__module__ == "torch._ops":
         return str(target)
-    qualname = getattr(target, "__qualname__", None) or target.__name__
-    name = f"{getattr(target, '__module__', '')}.{qualname}"
-    known = (target.__module__ or "torch").partition(".")[0] in (
+    qualname = getattr(target, "__qualname__", None) or getattr(target, "__name__", None)
+    if qualname is None:  # such as a functools.partial
+        raise Uncacheable(f"a {type(target).__name__} is called in the graph")
+    owner = getattr(target, "__objclass__", target)  # methods of C have no module
+    module = getattr(owner, "__module__", None)
+    name = f"{module or ''}.{qualname}"
+    known = (module or "torch").partition(".")[0] in (
         "torch",
         "_operator",
         "builtins",
