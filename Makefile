@@ -12,13 +12,14 @@ LIBRARIES := $(abspath $(VENV)/libraries)
 # Two workers on two cores: one thread each, or they fight. Modules and tests are compiled once, not by each process. PYTEST_ARGS="-k norm" selects tests.
 TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 PYTEST_ARGS ?=
+THIRD ?= 0
 # pytest-xdist deals the tests of a crashed worker out again, and then waits for ever: the run ends with the name of the test instead.
 PARALLEL := -n $(WORKERS) --dist loadgroup --max-worker-restart 0
 # setuptools comes first, because building inside the environment lets nothing unpinned in by a side door.
 INSTALL = $(BIN)/python -m pip install $(PIP_ARGS) --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint test-gpu test-libraries test-mutations clean
+.PHONY: help demo test test-all lint test-gpu test-libraries test-mutations test-newest test-oldest clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -49,8 +50,14 @@ test-libraries: $(VENV)/installed-test $(LIBRARIES)/installed ## the tests over 
 test-mutations: $(VENV)/installed-test ## apply one-line bugs, one after the other: each must turn a test red (BUGS=word selects)
 	$(BIN)/python tests/mutations/run.py $(BUGS)
 
-clean: ## remove the environment and what tools left behind
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+test-newest: .venv-newest/installed ## a third of the tests with the newest version of each library
+	$(TEST_ENV) .venv-newest/bin/python -m pytest $(PARALLEL) --third $(THIRD) $(PYTEST_ARGS)
+
+test-oldest: .venv-oldest/installed ## a third of the tests with the oldest versions that pyproject.toml allows
+	$(TEST_ENV) .venv-oldest/bin/python -m pytest $(PARALLEL) --third $(THIRD) $(PYTEST_ARGS)
+
+clean: ## remove the environments and what tools left behind
+	rm -rf $(VENV) .venv-newest .venv-oldest .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or newer is needed, {sys.executable} is {sys.version.split()[0]}: set PYTHON=")'
@@ -66,6 +73,17 @@ $(VENV)/installed-test: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) setuptools
 	$(INSTALL) --no-build-isolation --editable '.[serve,bench,test]'
 	touch $@ $(VENV)/installed
+
+# Without constraints. "torch>=2.11" of pyproject.toml is "torch==2.11.*" here; transformers 5.17 reads images with
+# torchvision, and the interpreter of Triton 3.6 does not run with NumPy 2.4.
+PINS_newest :=
+PINS_oldest := $(shell sed -n 's/.*"\([a-z][a-z]*>=[0-9.]*\)".*/"\1.*"/p' pyproject.toml | sed 's/>=/==/' | sort -u) "numpy<2.4" torchvision
+
+.venv-%/installed: pyproject.toml
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install $(PIP_ARGS) setuptools
+	.venv-$*/bin/python -m pip install $(PIP_ARGS) --no-build-isolation --editable '.[serve,bench,test]' $(PINS_$*)
+	touch $@
 
 $(LIBRARIES)/installed: constraints.txt | $(BIN)/python
 	rm -rf $(LIBRARIES)

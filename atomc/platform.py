@@ -17,9 +17,8 @@ import torch
 
 from atomc import cgroup
 from atomc.errors import suggestion
+from atomc.tested_versions import series
 from atomc.torch_compat import peer_memory
-
-TESTED_TORCH = ("2.11", "2.13")
 
 AVX512 = frozenset({"avx2", "avx512f", "avx512bw", "avx512dq", "avx512vl"})
 ZEN4 = AVX512 | {"avx512_vnni", "avx512_bf16"}
@@ -326,15 +325,6 @@ def provider_versions(cxx: str | None = None) -> dict[str, Provider]:
     return {name: _safely(name, probe) for name, probe in probes.items()}
 
 
-def torch_status() -> Literal["tested", "untested"]:
-    """Whether the tests of atomc run with the installed version of torch."""
-    return "tested" if _series(torch.__version__) in TESTED_TORCH else "untested"
-
-
-def _series(version: str) -> str:
-    return ".".join(version.split(".")[:2])
-
-
 def _safely(name: str, probe: Callable[[], Provider]) -> Provider:
     try:
         return probe()
@@ -383,9 +373,9 @@ def _aiter() -> Provider:
 
 def _zentorch() -> Provider:
     found = _package("zentorch")
-    if found.version and _series(found.version) != _series(torch.__version__):
+    if found.version and series(found.version) != series(torch.__version__):
         reason = (
-            f"zentorch {found.version} needs torch {_series(found.version)}, this is "
+            f"zentorch {found.version} needs torch {series(found.version)}, this is "
             f"torch {torch.__version__}"
         )
         return Provider(False, found.version, reason)

@@ -21,6 +21,7 @@ LAYERS = [
         "json_types",
         "cgroup",
         "errors",
+        "tested_versions",
         "token_range",
     },
     {"platform", "options", "trusted_folder", "torch_compat"},

@@ -14,7 +14,7 @@ import pytest
 import torch
 from serving import COMPILED
 
-from atomc.platform import TESTED_TORCH
+from atomc.tested_versions import TESTED, series
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -76,8 +76,10 @@ def test_torch_is_pinned_to_a_tested_version_by_the_constraints_only():
         for line in (ROOT / "constraints.txt").read_text().splitlines()
         if "==" in line
     )
-    assert pins["torch"].rpartition(".")[0] == TESTED_TORCH[-1]
-    assert f"torch>={TESTED_TORCH[0]}" in PROJECT["project"]["dependencies"]
+    assert all(series(pins[name]) in tested for name, tested in TESTED.items())
+    assert f"torch>={TESTED['torch'][0]}" in PROJECT["project"]["dependencies"]
+    extras = PROJECT["project"]["optional-dependencies"]
+    assert f"transformers>={TESTED['transformers'][0]}" in extras["hf"]
 
 
 def dry_run(folder, target):
@@ -86,6 +88,18 @@ def dry_run(folder, target):
         (folder / name).write_bytes((ROOT / name).read_bytes())
     settings = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
     return output("make", "-n", target, cwd=folder, env=settings).splitlines()
+
+
+@pytest.mark.parametrize(("target", "pinned"), [("newest", False), ("oldest", True)])
+def test_a_third_of_the_tests_runs_with_the_newest_and_the_oldest_versions(
+    tmp_path, target, pinned
+):
+    lines = dry_run(tmp_path, f"test-{target}")
+    installs = [line for line in lines if "pip install" in line]
+    assert len(installs) == 2 and not any("--constraint" in line for line in installs)
+    oldest = {f'"{name}=={TESTED[name][0]}.*"' for name in ("torch", "transformers")}
+    assert {pin for pin in oldest if pin in installs[-1]} == (oldest if pinned else set())
+    assert f".venv-{target}/bin/python -m pytest" in lines[-1] and "--third 0" in lines[-1]
 
 
 @pytest.mark.parametrize("target", ["demo", "test", "test-libraries"])

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from atomc import cgroup, platform
-from atomc.platform import AVX512, DESCRIBED, Platform, cpu_info, provider_versions, torch_status
+from atomc.platform import AVX512, DESCRIBED, Platform, cpu_info, provider_versions
 
 X86 = """\
 processor\t: 0
@@ -230,15 +230,6 @@ def test_compiler_is_found_by_the_command_given():
     )
     absent = provider_versions("no-such-compiler -O2")["c++"]
     assert not absent.found and absent.reason.startswith("no-such-compiler -O2 is not on the path")
-
-
-@pytest.mark.parametrize(
-    "version, status",
-    [("2.11.0", "tested"), ("2.13.0+cpu", "tested"), ("2.12.1", "untested"), ("2.1.0", "untested")],
-)
-def test_torch_is_tested_only_in_the_series_named(monkeypatch, version, status):
-    monkeypatch.setattr(torch, "__version__", version)
-    assert torch_status() == status
 
 
 def files(root, **contents):

@@ -26,6 +26,7 @@ from atomc.cli import (
 )
 from atomc.cli.parser import Parser, PrintCompletion
 from atomc.options import let_openmp_sleep
+from atomc.tested_versions import warn_of_untested
 
 COMMANDS = {
     "generate": generate,
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     arguments = _parser().parse_args(argv)
     let_openmp_sleep()
+    warn_of_untested()
     try:
         code: int | None = arguments.run(arguments)
         sys.stdout.flush()

@@ -63,14 +63,17 @@ def _print_machine() -> None:
 
     from atomc.compiler.partition import glue_of
     from atomc.options import Options
-    from atomc.platform import Platform, torch_status
+    from atomc.platform import Platform
     from atomc.report.render.table import table
+    from atomc.tested_versions import installed, is_tested
 
     version = import_module("atomc").__version__
     python = ".".join(map(str, sys.version_info[:3]))
-    print(
-        f"atomc {version}, torch {torch.__version__} ({torch_status()} with it), Python {python}\n"
+    libraries = ", ".join(
+        f"{name} {found} ({'tested' if is_tested(name, found) else 'untested'} with it)"
+        for name, found in {**installed(), "torch": str(torch.__version__)}.items()
     )
+    print(f"atomc {version}, {libraries}, Python {python}\n")
     here = Platform.detect()
     how, why = glue_of(Options(), here)
     print(table(("machine", ""), [*_machine(here), ("glue", f"{how}: {why}")]) + "\n")

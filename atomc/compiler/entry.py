@@ -16,6 +16,7 @@ from atomc.graph.provenance import clean_path, use_tree_names
 from atomc.options import Options
 from atomc.report.records import GraphBreak
 from atomc.report.report import Report
+from atomc.tested_versions import warn_of_untested
 from atomc.torch_compat.module_tree import module_names
 from atomc.torch_compat.tracing import (
     break_reason,
@@ -37,6 +38,7 @@ def new_report(gm: GraphModule) -> Report:
     """A report with the model, the graph break after the graph and that before it, and the guard
     that caused the recompile. Module paths of the graph become those of the module tree.
     """
+    warn_of_untested()
     names = module_names()
     use_tree_names(gm, names)
     report = Report(model_name(gm), continues=continued_line(), call=number_of_call())
