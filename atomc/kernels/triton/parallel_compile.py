@@ -17,13 +17,14 @@ class _CompileAndLoad(triton.AsyncCompileMode):  # type: ignore[misc]
     A kernel is submitted once; later launches find its future in Triton's cache.
     """
 
-    def submit(self, key: Any, compile: Callable[[], Any], remember: Callable[[Any], None]) -> Any:
+    def submit(self, key: Any, compile: Callable[[], Any], *callbacks: Callable[..., None]) -> Any:
         def loaded() -> Any:
             kernel = compile()
             kernel.run  # noqa: B018  reading it loads the kernel
             return kernel
 
-        future = super().submit(key, loaded, remember)
+        future = super().submit(key, loaded, *callbacks)
+        remember = callbacks[0]  # Triton 3.9 has a second, for a failure
         remember(future)
         return future
 
