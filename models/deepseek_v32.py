@@ -40,9 +40,10 @@ class IndexerConfig:
                 "queries"
             )
         layers = hf.get("layer_types")
-        if layers is not None and layers != ["indexed_attention"] * integer(
-            hf, "num_hidden_layers"
-        ):
+        count = integer(hf, "num_hidden_layers")
+        # The second is the name in transformers 5.17.
+        names = ("indexed_attention", "deepseek_sparse_attention")
+        if layers is not None and layers not in [[name] * count for name in names]:
             raise ValueError(
                 f"{model_type(hf)}: layer_types {layers!r:.60} is not supported, only "
                 "'indexed_attention' in each layer"

@@ -45,7 +45,8 @@ log = logging.getLogger("atomc")
 
 # Values of config.layer_types that ops.attention supports without a mask.
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-INDEXED = "indexed_attention"  # with indexers that ops.index_topk can express
+# With indexers that ops.index_topk can express; the second is the name in transformers 5.17.
+INDEXED = frozenset({"indexed_attention", "deepseek_sparse_attention"})
 STATELESS = frozenset({"mlp", "moe"})
 HYBRID = "hybrid"  # attention beside or before a layer of kind linear_attention
 
@@ -247,7 +248,7 @@ def _enter_layers(hf_model: "PreTrainedModel", *, indexed: bool) -> list[nn.Modu
     layer_types = list(getattr(hf_model.config.get_text_config(), "layer_types", None) or ())
     kinds = set(layer_types) - LAYER_TYPES - STATELESS
     if indexed:
-        kinds -= {INDEXED}
+        kinds -= INDEXED
     num_linear = DELTA_NETS.enter(hf_model) + MIXERS.enter(hf_model)
     if num_linear == layer_types.count(LINEAR) + layer_types.count(HYBRID):
         kinds -= {LINEAR, HYBRID}

@@ -218,8 +218,10 @@ def _paged_layer(cache: PagedAttentionCache, number: int) -> _PagedLayer:
     """
     if not hasattr(cache, "layer_to_allocator"):
         group, place = cache.layer_index_to_group_indices[number]
-        shape = (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)
-        keys, values = (x[place].view(shape) for x in (cache.key_cache, cache.value_cache))
+        page_shape = cache.block_size, cache.num_key_value_heads, cache.head_dim
+        keys, values = (
+            x[place].view(-1, *page_shape) for x in (cache.key_cache, cache.value_cache)
+        )
         if cache.sliding_windows[number] == 1:  # its mark of layers without a window
             return _PagedLayer(keys, values, group, "full_attention", None)
         return _PagedLayer(keys, values, group, "sliding_attention", cache.sentinel_index)

@@ -24,6 +24,7 @@ def module_names() -> dict[int, tuple[str, nn.Module]]:
     first = code.co_argcount + code.co_kwonlyargcount
     packs = set(code.co_varnames[first : first + sum(packed)])
     roots: list[tuple[str, nn.Module]] = []
+    value: Any
     for name, value in root_tx.output.local_scope.items():
         if name in packs:
             parts = value.values() if isinstance(value, dict) else value
