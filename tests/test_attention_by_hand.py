@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from rewriting import after_passes, explained, rewritten
 from torch import Tensor
 
-from atomc import passes
+from atomc import explain, passes
 
 PASSES = [p for p in passes.PIPELINE if p.name in ("tidy", "attention")]
 RANDOM = torch.Generator().manual_seed(0)
@@ -415,18 +415,40 @@ def test_eager_attention_of_transformers_with_padding_is_one_op_a_layer(name):
     assert report.matches["attention"] == 1, report.why("attention")
 
 
-def test_a_mask_of_each_head_takes_the_fused_kernel_of_a_cpu() -> None:
-    def alibi(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, hidden: Tensor) -> Tensor:
-        scores = (q @ k.transpose(-1, -2) * 0.25 + bias).masked_fill(hidden, -3e38)
-        return scores.softmax(-1) @ v
+def with_alibi(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, hidden: Tensor) -> Tensor:
+    scores = q @ k.transpose(-1, -2) * 0.25 + bias
+    return scores.masked_fill(hidden, -3e38).softmax(-1) @ v
 
-    q, k, v = torch.randn(3, 1, 4, 9, 16)
-    bias = torch.arange(4)[:, None, None] * torch.arange(9.0)
-    hidden = torch.ones(9, 9, dtype=torch.bool).triu(1)
-    compiled = torch.compile(alibi, backend="atom", options={"glue": "eager"})
+
+def alibi_inputs(rows: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    q, k, v = torch.randn(3, 1, 4, rows, 16).to(dtype)
+    bias = torch.arange(4)[:, None, None] * torch.arange(float(rows))
+    return q, k, v, bias.to(dtype), torch.ones(rows, rows, dtype=torch.bool).triu(1)
+
+
+@pytest.mark.parametrize(
+    "rows, dtype, platform, fires",
+    [
+        (9, torch.bfloat16, "cpu-zen4", False),
+        (9, torch.bfloat16, "h200", True),
+        (9, torch.float32, "cpu-zen4", True),
+        (257, torch.bfloat16, "cpu-zen4", True),
+    ],
+)
+def test_few_queries_with_a_bias_of_each_head_stay_as_they_are_on_a_cpu(
+    rows: int, dtype: torch.dtype, platform: str, fires: bool
+) -> None:
+    report = explain(with_alibi, *alibi_inputs(rows, dtype), platform=platform)
+    assert report.matches["attention"] == fires
+    assert fires or "slower than the written form" in report.why("attention")
+
+
+def test_a_mask_of_each_head_takes_the_fused_kernel_of_a_cpu() -> None:
+    args = alibi_inputs(9, torch.float32)
+    compiled = torch.compile(with_alibi, backend="atom", options={"glue": "eager"})
     with torch.no_grad():
-        torch.testing.assert_close(compiled(q, k, v, bias, hidden), alibi(q, k, v, bias, hidden))
+        torch.testing.assert_close(compiled(*args), with_alibi(*args))
         with torch.profiler.profile() as profile:
-            compiled(q, k, v, bias, hidden)
+            compiled(*args)
     names = {event.key for event in profile.key_averages()}
     assert "aten::_scaled_dot_product_flash_attention_for_cpu" in names

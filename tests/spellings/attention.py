@@ -135,60 +135,79 @@ def weak_fill(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.mT * 0.3).masked_fill(hidden, -5.0).softmax(-1) @ v
 
 
-SPELLINGS = tuple(
-    Spelling(text, models, "attention", function, inputs)
-    for text, models, function, inputs in (
-        ("softmax(q @ k.T * scale + mask) @ v", "Llama, Qwen3, most (eager)", llama, grouped),
-        ("softmax(tanh(q @ k.T * scale / cap) * cap + mask) @ v", "Gemma-2", gemma, grouped),
-        (
-            "softmax(cat(q @ k.T * scale + mask, sinks))[..., :-1] @ v",
-            "GPT-OSS",
-            gpt_oss,
-            with_sinks,
-        ),
-        ("softmax(q.float() @ k.float().T / scale + mask).to(v.dtype) @ v", "GPT-J", gpt_j, heads),
-        ("softmax((q @ k.T + mask) / scale) @ v", "CodeGen", codegen, grouped),
-        ("softmax(where(seen, q @ k.T, min) + mask) @ v", "GPT-Neo", gpt_neo, grouped),
-        ("bmm(softmax(baddbmm(alibi, q, k.T) + mask), v)", "Bloom", bloom, with_alibi),
-        ("softmax((q @ k.T * scale + alibi).masked_fill(mask, min)) @ v", "MPT", mpt, with_alibi),
-        ("einsum(softmax(einsum(q, k).masked_fill(mask, -inf)), v)", "own models", einsum, heads),
-        ("bmm(softmax(bmm(q * scale, k.T)), v)", "BART, fairseq", bmm, heads),
-        ("softmax((q @ k.T).masked_fill(~window, -inf)) @ v", "own models", windowed, heads),
+SPELLINGS = (
+    tuple(
+        # In 16 bits so few queries stay as they are on a CPU.
+        Spelling(text, models, "attention", function, with_alibi, dtypes=(torch.float32,))
+        for text, models, function in (
+            ("bmm(softmax(baddbmm(alibi, q, k.T) + mask), v)", "Bloom", bloom),
+            ("softmax((q @ k.T * scale + alibi).masked_fill(mask, min)) @ v", "MPT", mpt),
+        )
     )
-) + tuple(
-    Spelling(text, models, "attention", function, inputs, 0, reason, told)
-    for text, models, function, inputs, reason, told in (
-        (
-            "weights = softmax(q @ k.T); return weights @ v, weights",
-            "output_attentions=True",
-            with_weights,
-            heads,
-            "the graph returns it",
-            "the weights are returned",
-        ),
-        (
-            "dropout(softmax(q @ k.T), training=True) @ v",
-            "training",
-            with_dropout,
-            heads,
-            "expected weights times values; found native_dropout",
-            "dropout is on",
-        ),
-        (
-            "softmax(tanh(q @ k.T + bias) * cap) @ v",
-            "own models",
-            with_bias_in_softcap,
-            grouped,
-            "masks after the softcap",
-            "the op adds masks after the softcap",
-        ),
-        (
-            "softmax((q @ k.T).masked_fill(mask, -5)) @ v",
-            "own models",
-            weak_fill,
-            heads,
-            "a mask that fills with",
-            "-5 hides no key",
-        ),
+    + tuple(
+        Spelling(text, models, "attention", function, inputs)
+        for text, models, function, inputs in (
+            ("softmax(q @ k.T * scale + mask) @ v", "Llama, Qwen3, most (eager)", llama, grouped),
+            ("softmax(tanh(q @ k.T * scale / cap) * cap + mask) @ v", "Gemma-2", gemma, grouped),
+            (
+                "softmax(cat(q @ k.T * scale + mask, sinks))[..., :-1] @ v",
+                "GPT-OSS",
+                gpt_oss,
+                with_sinks,
+            ),
+            (
+                "softmax(q.float() @ k.float().T / scale + mask).to(v.dtype) @ v",
+                "GPT-J",
+                gpt_j,
+                heads,
+            ),
+            ("softmax((q @ k.T + mask) / scale) @ v", "CodeGen", codegen, grouped),
+            ("softmax(where(seen, q @ k.T, min) + mask) @ v", "GPT-Neo", gpt_neo, grouped),
+            (
+                "einsum(softmax(einsum(q, k).masked_fill(mask, -inf)), v)",
+                "own models",
+                einsum,
+                heads,
+            ),
+            ("bmm(softmax(bmm(q * scale, k.T)), v)", "BART, fairseq", bmm, heads),
+            ("softmax((q @ k.T).masked_fill(~window, -inf)) @ v", "own models", windowed, heads),
+        )
+    )
+    + tuple(
+        Spelling(text, models, "attention", function, inputs, 0, reason, told)
+        for text, models, function, inputs, reason, told in (
+            (
+                "weights = softmax(q @ k.T); return weights @ v, weights",
+                "output_attentions=True",
+                with_weights,
+                heads,
+                "the graph returns it",
+                "the weights are returned",
+            ),
+            (
+                "dropout(softmax(q @ k.T), training=True) @ v",
+                "training",
+                with_dropout,
+                heads,
+                "expected weights times values; found native_dropout",
+                "dropout is on",
+            ),
+            (
+                "softmax(tanh(q @ k.T + bias) * cap) @ v",
+                "own models",
+                with_bias_in_softcap,
+                grouped,
+                "masks after the softcap",
+                "the op adds masks after the softcap",
+            ),
+            (
+                "softmax((q @ k.T).masked_fill(mask, -5)) @ v",
+                "own models",
+                weak_fill,
+                heads,
+                "a mask that fills with",
+                "-5 hides no key",
+            ),
+        )
     )
 )

@@ -12,8 +12,13 @@ from atomc.graph.expressions import Size
 from atomc.graph.mutation import mutated, storage
 from atomc.graph.provenance import describe
 from atomc.graph.sizes import known_equal, spell_shape
-from atomc.passes.recognize.attention.walk import Unlike, Walk
+from atomc.ops.formats import HALVES
+from atomc.passes.recognize.attention.walk import Added, Unlike, Walk
 from atomc.rewriting.graph_pass import Context
+
+# In 16 bits, with a bias for each head, torch's attention of a CPU takes longer than what it replaces
+# for up to this number of queries: bench/cpu_alibi.py.
+BIASED_QUERIES = 256
 
 
 class Site(NamedTuple):
@@ -39,7 +44,29 @@ def checked_site(walk: Walk, scores: Node, result: Node, context: Context) -> Si
     if context.options.rounding == "hf" and value(result).dtype != torch.float32:
         found = f"rounding='hf' keeps scores and weights rounded to {value(result).dtype}"
         raise Unlike("guard", "a model in float32, or rounding='fp32'", found, walk.softmax)
+    _check_speed(site, context)
     return site
+
+
+def _check_speed(site: Site, context: Context) -> None:
+    """Raise Unlike where the kernel is known to be slower than the nodes of the site."""
+    queries = site.shape[-2]
+    biases = [added for added in site.walk.added if added.fill is None and _is_of_heads(added)]
+    few = isinstance(queries, int) and queries <= BIASED_QUERIES
+    in_16_bits = value(site.result).dtype in HALVES
+    if biases and few and in_16_bits and context.platform.is_cpu and not context.paged:
+        raise Unlike(
+            "guard",
+            f"more than {BIASED_QUERIES} queries, or float32",
+            f"{queries} queries with a bias for each head, for which torch's attention of a CPU is "
+            "slower than the written form (bench/cpu_alibi.py)",
+            biases[0].at,
+        )
+
+
+def _is_of_heads(added: Added) -> bool:
+    shape = value(added.mask).shape
+    return len(shape) > 2 and not known_equal(shape[-3], 1)
 
 
 def _scores_shape(walk: Walk, scores: Node) -> list[Size]:
