@@ -118,7 +118,9 @@ def load_image_processor(folder: Path) -> ImageProcessor | str:
     """The image processor of a model's folder, or why it cannot be used."""
     try:
         import PIL  # noqa: F401
-        from transformers import AutoImageProcessor
+
+        # Up to 5.17, `from transformers import` asks for torchvision; PIL variants do without.
+        from transformers.models.auto.image_processing_auto import AutoImageProcessor
     except ImportError as error:
         return f"the library {error.name} is missing, {INSTALL}"
     try:

@@ -16,8 +16,8 @@ from atomc.ops.formats import HALVES
 from atomc.passes.recognize.attention.walk import Added, Unlike, Walk
 from atomc.rewriting.graph_pass import Context
 
-# In 16 bits, with a bias for each head, torch's attention of a CPU takes longer than what it replaces
-# for up to this number of queries: bench/cpu_alibi.py.
+# In 16 bits, with a bias for each head, torch's attention of a CPU takes longer than what it
+# replaces, up to this number of queries: bench/cpu_alibi.py.
 BIASED_QUERIES = 256
 
 
