@@ -431,6 +431,13 @@ def test_ngrams_are_meant_by_a_number_of_tokens_alone_and_each_way_has_a_default
     assert both(speculative="ngram") == ("ngram", 3) and both(speculative="mtp") == ("mtp", 1)
 
 
+class WithoutDraft(nn.Linear):
+    """A model of the user's."""
+
+    def forward(self, input_ids, positions, logits_rows):
+        return super().forward(input_ids)[logits_rows]
+
+
 def test_a_model_without_draft_layers_is_refused(tmp_path):
     def message(path, **config):
         with pytest.raises(ValueError) as caught:
@@ -451,7 +458,7 @@ def test_a_model_without_draft_layers_is_refused(tmp_path):
     assert "runs as its transformers class, which drops the draft layers" in message(stock)
     other = write(tmp_path / "other", bare, architectures=["LlamaForCausalLM"])
     assert "LlamaForCausalLM: atomc.models.llama does not implement draft layers" in message(other)
-    for module in (tiny_model(draft_layer=False), nn.Linear(2, 2)):
+    for module in (tiny_model(draft_layer=False), WithoutDraft(2, 2)):
         with pytest.raises(ValueError, match=r"without its draft layer|has no draft layers"):
             LLM(module, speculative="mtp", max_model_len=64, progress=False)
 

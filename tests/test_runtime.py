@@ -677,16 +677,16 @@ def test_the_file_of_options_sets_the_glue_of_every_command(monkeypatch, tmp_pat
     assert Options.of(configs[0].options).glue == "inductor"
 
 
-def test_a_model_that_does_not_say_its_length_needs_max_model_len():
-    with pytest.raises(ValueError, match="set max_model_len"):
-        LLM(torch.nn.Linear(2, 2))
-
-
 class Stateless(torch.nn.Embedding):
     """No attention at all: the next token depends on the last one only."""
 
     def forward(self, input_ids, positions, logits_rows):
         return super().forward(input_ids)[logits_rows] @ self.weight.T
+
+
+def test_a_model_that_does_not_say_its_length_needs_max_model_len():
+    with pytest.raises(ValueError, match="set max_model_len"):
+        LLM(Stateless(9, 4))
 
 
 def test_a_model_without_state_handles_is_refused():
