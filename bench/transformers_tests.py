@@ -114,12 +114,10 @@ def compiling_with(backend: str) -> Iterator[None]:
         mock.patch.object(testing_utils, "require_torch_accelerator", lambda test: test),
         mock.patch.object(testing_utils, "get_device_properties", lambda: ("cuda", 9, 0)),
         mock.patch.object(testing_utils, "_run_slow_tests", True),
+        # torch.compiler.set_default_backend is younger than the oldest torch that is supported.
+        mock.patch.dict(torch.compile.__kwdefaults__, backend=backend),
     ):
-        torch.compiler.set_default_backend(backend)
-        try:
-            yield
-        finally:
-            torch.compiler.set_default_backend(None)
+        yield
 
 
 def row(checkout: Path, backend: str, tests: list[str], options: str, model: str) -> Row:

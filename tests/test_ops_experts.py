@@ -102,7 +102,9 @@ def test_a_router_chooses_what_the_class_of_transformers_chooses(
 ) -> None:
     made = router(kind, name, added, dtype)
     x = torch.randn(10_000, 64).to(dtype)
-    logits, weights, ids = made(x)
+    outputs = made(x)
+    # GraniteMoeTopKRouter of transformers 5.17 returns the ids first.
+    logits, weights, ids = outputs[:: 1 if outputs[0].is_floating_point() else -1]
     actual = ops.topk_route(logits, choice_bias(made), k=4, dtype=weights.dtype, **given)
     (actual_weights, actual_ids), (weights, ids) = in_order(*actual), in_order(weights, ids)
     assert torch.equal(actual_ids, ids)

@@ -128,7 +128,9 @@ class Prompt:
         """What transformers' encoder computes: for the tokens, then for each level."""
         found = model.get_image_features(self.pixels, torch.tensor(self.grids))
         levels = getattr(found, "deepstack_features", None) or []
-        return torch.cat([torch.cat(list(part)) for part in (found.pooler_output, *levels)], -1)
+        # A level of transformers 5.17's qwen3_vl_moe is not split by image.
+        parts = [p if isinstance(p, Tensor) else torch.cat(p) for p in (found.pooler_output, *levels)]
+        return torch.cat(parts, -1)
 
     def placed(self, embeddings: Tensor) -> Tensor:
         """Embeddings [I, E] in the rows of their tokens [T, E]; other rows are NaN."""

@@ -34,7 +34,8 @@ LAYERS = frozenset({"colwise", "rowwise", "packed_colwise", "packed_rowwise", "e
 LAYERS |= {*GATHERED, *SPLIT_INPUT, *EXPERTS, "grouped_gemm", SUMMED}
 # What these name is whole on each rank, as its input and its output are.
 WHOLE = frozenset({"embedding_colwise", "replicated_with_grad_allreduce", "replicate"})
-WHOLE |= {"mla_kv_a_proj", "local_params"}
+# A router too: its ids are those of all experts, and the op that dispatches tokens divides them.
+WHOLE |= {"mla_kv_a_proj", "local_params", "ep_router"}
 
 Plan = Mapping[str, str]
 

@@ -273,8 +273,11 @@ def _batched(index: Index) -> Iterator[_Key]:
         for node in index["bmm"]
         if any(call(each).op == "index" for each in call(node).operands)
     }
-    for layout in sorted(layouts):
-        yield "batched_mm_experts_forward", layout, 5, 13, "cpu"
+    # transformers 5.17 clamps all ids to the number of experts.
+    clamps = (call(node).attrs["max"] for node in index["clamp"] if value(node).dtype == torch.int64)
+    numbers = {highest + 1 for highest in clamps if isinstance(highest, int)} or {13}
+    for layout, experts in product(sorted(layouts), sorted(numbers)):
+        yield "batched_mm_experts_forward", layout, 5, experts, "cpu"
 
 
 def _gathered(index: Index) -> Iterator[_Key]:
