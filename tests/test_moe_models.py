@@ -221,6 +221,10 @@ def theirs_of(model_type: str, **differs: object) -> nn.Module:
     for path, buffer in model.named_buffers():
         if path.endswith("e_score_correction_bias"):
             buffer.normal_(0.0, 0.3, generator=generator)
+    for experts in model.modules():  # constants in transformers 5.17
+        if type(experts).__name__ == "GptOssExperts":
+            experts.alpha = differs.get("swiglu_alpha", experts.alpha)
+            experts.limit = differs.get("swiglu_limit", experts.limit)
     return model.requires_grad_(False)
 
 

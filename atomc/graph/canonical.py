@@ -32,7 +32,7 @@ GENERIC = frozenset({
     "getitem", "cat", "clone", "mean", "sum", "square", "pow", "stack",
 })  # fmt: skip
 CallKey = tuple[Target, tuple[Argument, ...], dict[str, Argument], tuple[Argument, ...]]
-_SPLITS = frozenset({"aten::split", "aten::split_with_sizes"})
+SPLITS = frozenset({"split", "split_with_sizes"})
 _TO_THE_END = 2**62
 
 
@@ -204,8 +204,7 @@ def _dims_from_end(written: Call) -> dict[str, Attr]:
 def _getitem(node: Node) -> Call:
     source, index = node.args[0], node.args[1]
     assert isinstance(source, Node) and isinstance(index, int)
-    schema = getattr(source.target, "_schema", None)
-    if schema is None or schema.name not in _SPLITS:
+    if call(source).op not in SPLITS:
         return Call("getitem", [source], {"index": index})
     x, parts = source.args[0], value(source)
     assert isinstance(x, Node)
@@ -327,8 +326,7 @@ def readers(node: Node) -> list[Node]:
     """The nodes that read a node. A split is replaced by its parts, which are slices."""
     found: list[Node] = []
     for user in node.users:
-        split = getattr(getattr(user.target, "_schema", None), "name", "") in _SPLITS
-        found += user.users if split else [user]
+        found += user.users if call(user).op in SPLITS else [user]
     return found
 
 

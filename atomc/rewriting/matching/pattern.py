@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from atomc.graph.canonical import GENERIC, Attr, Capture, call, value
+from atomc.graph.canonical import GENERIC, SPLITS, Attr, Capture, call, value
 from atomc.graph.expressions import Size, expression
 from atomc.graph.views import ZERO_COST, name_of, permuted_back
 from atomc.ops.formats import HALVES
@@ -67,7 +67,8 @@ class Pattern:
         self.outputs = _returned(self.graph)
         self.nodes = _calls(self.graph)
         ops = {call(node).op for node in self.nodes}
-        self.telling = (ops - GENERIC) | (ops & set(needed))
+        # A graph whose split was made again behind a mutation has only its parts: slices.
+        self.telling = (ops - GENERIC - SPLITS) | (ops & set(needed))
         self.position = {node: i for i, node in enumerate(self.graph.nodes)}
         self.choices = {
             p: given.follows
