@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from atomc import ops
 from atomc.models.experts_spec import is_experts, spec_of
-from atomc.torch_compat.core import constant_in_traces
+from atomc.torch_compat.core import CONSTANTS_OF_MODULES, constant_in_traces
 
 # Whether weights are stored transposed; activation, interleaved, alpha and limit of the op.
 Settings = tuple[bool, str, bool, float, float | None]
@@ -75,6 +75,11 @@ def _experts(
     settings: Settings | None = getattr(module, "atom_settings", None)
     if settings is None:  # a trace must not change the module
         compiling = torch.compiler.is_dynamo_compiling()
+        if compiling and not CONSTANTS_OF_MODULES:  # without fullgraph, Dynamo runs this uncompiled
+            raise RuntimeError(
+                'experts implementation "atom": a trace of torch before 2.13 cannot read their '
+                "settings; run the model once before it is compiled"
+            )
         settings = _settings(module) if compiling else read_settings(module)
     transposed, activation, interleaved, alpha, limit = settings
     w13, w2 = module.gate_up_proj, module.down_proj

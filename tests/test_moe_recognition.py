@@ -187,11 +187,13 @@ def test_each_sparse_layer_has_one_router_and_one_op_for_its_experts(
     name: str, whose: str, layers: int, dynamic: bool
 ) -> None:
     differs, dense = MIXED[name]
-    # As on a GPU, whose graph of the experts counts them in another dtype.
-    model = stock(name, "grouped_mm", torch.bfloat16, "meta", num_hidden_layers=layers, **differs)
+    # As on a GPU, whose graph of the experts counts them in another dtype. There torch 2.11 cannot
+    # trace the mask of transformers 5.17.
+    device = "meta" if torch.__version__ >= "2.13" else "cpu"
+    model = stock(name, "grouped_mm", torch.bfloat16, device, num_hidden_layers=layers, **differs)
     if whose == "ours":
         config = model.config.to_dict() | {"architectures": [type(model).__name__]}
-        model = models.build(config, torch.bfloat16, "meta")
+        model = models.build(config, torch.bfloat16, device)
     report = atomc.explain(model, dynamic=dynamic, options={"strict": True, "glue": "eager"})
     sparse = layers - dense(layers)
     assert (report.matches["topk_route"], report.matches["moe_experts"]) == (sparse, sparse)

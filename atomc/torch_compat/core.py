@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import TensorWeakRef as WeakTensor
 
 __all__ = [
+    "CONSTANTS_OF_MODULES",
     "FakeTensor",
     "FakeTensorMode",
     "GraphFunction",
@@ -54,6 +55,8 @@ Input = Tensor | int | float | torch.SymInt | None
 # A compiled graph: takes the inputs one by one; returns the outputs, or the only one.
 Outputs = Input | Sequence["Outputs"]
 GraphFunction = Callable[..., Outputs]
+# Whether a function that is constant in traces may take a module.
+CONSTANTS_OF_MODULES = torch.__version__ >= "2.13"
 
 
 def storage_use_count(tensor: Tensor) -> int:
@@ -259,7 +262,7 @@ def is_static_input(x: Tensor) -> bool:
 
 def constant_in_traces(function: F) -> F:
     """torch.compiler.assume_constant_result, which imports Dynamo: Dynamo calls the function while
-    it traces, and takes its result as a constant.
+    it traces, and takes its result as a constant. Not where that cannot take a module.
     """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    function._dynamo_marked_constant = CONSTANTS_OF_MODULES  # type: ignore[attr-defined]
     return function
