@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 
 import atomc
@@ -109,6 +110,8 @@ def test_gemma_with_shared_keys_answers_as_in_transformers(kind: str) -> None:
 
 
 def test_gemma_4_computes_all_rows_while_it_is_traced() -> None:
+    if Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("the class of transformers before 5.23 drops no rows")
     model = gemma("Gemma4")
     assert model.model.first_kv_shared_layer_idx == 2
     stock = wrap_stock(model)

@@ -129,7 +129,9 @@ class Prompt:
         found = model.get_image_features(self.pixels, torch.tensor(self.grids))
         levels = getattr(found, "deepstack_features", None) or []
         # A level of transformers 5.17's qwen3_vl_moe is not split by image.
-        parts = [p if isinstance(p, Tensor) else torch.cat(p) for p in (found.pooler_output, *levels)]
+        parts = [
+            p if isinstance(p, Tensor) else torch.cat(p) for p in (found.pooler_output, *levels)
+        ]
         return torch.cat(parts, -1)
 
     def placed(self, embeddings: Tensor) -> Tensor:

@@ -274,7 +274,9 @@ def _batched(index: Index) -> Iterator[_Key]:
         if any(call(each).op == "index" for each in call(node).operands)
     }
     # transformers 5.17 clamps all ids to the number of experts.
-    clamps = (call(node).attrs["max"] for node in index["clamp"] if value(node).dtype == torch.int64)
+    clamps = (
+        call(node).attrs["max"] for node in index["clamp"] if value(node).dtype == torch.int64
+    )
     numbers = {highest + 1 for highest in clamps if isinstance(highest, int)} or {13}
     for layout, experts in product(sorted(layouts), sorted(numbers)):
         yield "batched_mm_experts_forward", layout, 5, experts, "cpu"
