@@ -59,7 +59,7 @@ SPELLINGS: dict[tuple[str, ...], Callable[[Any, Tensor], Projected]] = {
 def spelling_of(module: nn.Module) -> tuple[str, ...] | None:
     """The names of its parts in SPELLINGS; None for a module that is no gated delta net."""
     children = module._modules
-    if "conv1d" not in children or not {"A_log", "dt_bias"} <= module._parameters.keys():
+    if "conv1d" not in children or not all(x in module._parameters for x in ("A_log", "dt_bias")):
         return None
     return next((names for names in SPELLINGS if all(name in children for name in names)), None)
 

@@ -171,6 +171,8 @@ def text_of(graph: Graph, names: Sequence[str]) -> str:
             lines.append("return " + ", ".join(_spell(part, spelled) for part in node.args[0]))
         elif node.target is operator.getitem:
             spelled[node] = f"{spelled[node.args[0]]}.{node.args[1]}"
+        elif node.op == "get_attr":
+            spelled[node] = str(node.target)
         elif node.op == "call_function":
             spelled[node] = f"%{len(lines)}"
             schema = getattr(node.target, "_schema", None)

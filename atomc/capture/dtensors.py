@@ -226,7 +226,7 @@ class _Conversion:
 
     def _operations(self, node: Node) -> Any:
         """Append the operations of DTensor for a call, and return its result."""
-        before = next(reversed(self.tracer.graph.nodes))
+        before = next(iter(reversed(self.tracer.graph.nodes)))
         args, kwargs = map_arg((node.args, node.kwargs), self._value)
         with self.tracer.recording():
             result = _called(node, args, kwargs)
