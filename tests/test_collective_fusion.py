@@ -15,6 +15,8 @@ collective = torch.ops._c10d_functional
 NAMED = {p.name: p for p in passes.PIPELINE}
 X, R, W = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
 W = W[0]
+# torch 2.11 traces it for DTensor alone.
+view_chunk_cat = torch._dynamo.dont_skip_tracing(functional._maybe_view_chunk_cat)
 GROUP, FAKE = one_process_group(), {ranks: fake_group(ranks) for ranks in (1, 2, 4)}
 
 
@@ -192,7 +194,7 @@ def gathered_in_chunks(x, ranks):
 def gathered_by_dtensor(x, ranks):
     """As DTensor, and transformers with it, make a shard of columns whole: one row is viewed."""
     found = collective.all_gather_into_tensor(x.contiguous(), ranks, FAKE[ranks])
-    return functional._maybe_view_chunk_cat(collective.wait_tensor(found), ranks, x.dim() - 1)
+    return view_chunk_cat(collective.wait_tensor(found), ranks, x.dim() - 1)
 
 
 def gathered_in_lists(x, ranks):

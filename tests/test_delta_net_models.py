@@ -405,8 +405,12 @@ def test_padding_and_a_cache_are_those_of_the_class(name: str) -> None:
     with own_attention(model):
         assert torch.equal(layer(x, attention_mask=mask), expected)
         assert generated(model, [[5, 7, 9, 11]], 6) == text
-    with pytest.raises(ValueError, match="can't keep packed sequences apart"):
-        layer(x, cu_seq_lens_q=torch.tensor([0, 9]))
+    packed = {"cu_seq_lens_q": torch.tensor([0, 9])}
+    if transformers.__version__.startswith("5.17."):  # without its library it reads one sequence
+        assert torch.equal(layer(x, **packed), own(layer, x, **packed))
+    else:
+        with pytest.raises(ValueError, match="can't keep packed sequences apart"):
+            layer(x, **packed)
     cached = transformers.DynamicCache(config=model.config)
     assert torch.equal(layer(x, cache_params=cached), own(layer, x))
     assert cached.layers[layer.layer_idx].recurrent_states[0].abs().max() > 0

@@ -77,7 +77,9 @@ def test_a_power_serves_all_values_by_one_graph():
     x = X.abs() + 0.1
     calls = [(x, t) for t in VALUES]
     assert num_graphs(lambda x, t: (x**t, t**x), *calls[:2], exact=False, dynamic=True) == 1
-    assert num_graphs(lambda x, t: x**t, *calls, exact=False) == 2
+    # torch 2.11 guards that the exponent is not 1.0, and then makes the graph for all of them.
+    graphs = 3 if torch.__version__.startswith("2.11.") else 2
+    assert num_graphs(lambda x, t: x**t, *calls, exact=False) == graphs
 
 
 def test_inductor_compiles_what_reads_a_float():

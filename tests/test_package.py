@@ -182,9 +182,9 @@ def installed(built, tmp_path_factory):
     output(sys.executable, "-m", "venv", "--without-pip", venv)
     (wheel,) = built.glob("*.whl")
     python = venv / "bin/python"
-    output(
-        sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps", wheel
-    )
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps"]
+    # Without PYTHONPATH, in which pip would see the metadata of this tree as an installed package.
+    output(*pip, wheel, env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"})
     # No .pth file is read in a folder that a .pth file names, so the editable install of this tree
     # stays out.
     (site,) = venv.glob("lib/python*/site-packages")
