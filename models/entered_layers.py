@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Arguments of a forward with which a layer runs as its class has it: a cache of transformers,
 # several sequences in one row.
-OWN = ("cache_params", "past_key_values", "cu_seq_lens_q", "seq_idx")
+OWN = ("cache", "cache_params", "past_key_values", "cu_seq_lens_q", "seq_idx")
 MASK = "attention_mask"  # [B, T], 0 for padding
 # Of the largest number in fp32: sums in another order.
 TOLERANCE = 1e-4
