@@ -421,6 +421,10 @@ def test_padding_and_a_cache_are_those_of_the_class(name: str) -> None:
 # ---- torch.compile in the user's own program
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.11."),
+    reason="torch 2.11 traces is_exporting() as true, and the class solves no triangular system",
+)
 def test_compiled_as_it_is_a_class_unrolls_its_chunks_and_the_report_says_so() -> None:
     model = theirs("qwen3_5")
     expected = hf_logits(model, IDS, POSITIONS)

@@ -108,8 +108,11 @@ def test_a_divided_model_computes_what_it_does_eager_and_on_one_process(
 def test_each_sum_joins_the_norm_behind_it(name: str, gathers: int, runs: Runs) -> None:
     """2L + 1 sums: of attention and MLP of each layer, and of the embedding."""
     ops = runs(name)[0]["num_ops"]
-    assert ops["allreduce_add_rms_norm"] == 2 * LAYERS and ops["allreduce_rms_norm"] == 1
-    assert not {"all_reduce", "add_rms_norm", "rms_norm"} & ops.keys()
+    assert ops["allreduce_add_rms_norm"] == 2 * LAYERS
+    # The plan of transformers 5.17 leaves the embedding whole: no sum is before the first norm.
+    of_5_17 = name == "transformers" and ranks.transformers.__version__.startswith("5.17.")
+    assert ops["rms_norm" if of_5_17 else "allreduce_rms_norm"] == 1
+    assert not {"all_reduce", "add_rms_norm", *([] if of_5_17 else ["rms_norm"])} & ops.keys()
     assert ops.get("all_gather", 0) == gathers
 
 

@@ -215,7 +215,9 @@ def test_each_sum_joins_the_norm_behind_it(group: str, case: Case, runs: Runs) -
     assert ops.get("all_reduce", 0) == 0
     layers = ranks.TINY["num_hidden_layers"]
     assert ops["allreduce_add_rms_norm"] == 2 * layers and ops.get("add_rms_norm", 0) == 0
-    assert ops["allreduce_rms_norm"] == 1 and ops["all_gather"] >= 1
+    # The plan of transformers 5.17 leaves the embedding whole: no sum is before the first norm.
+    of_5_17 = case.kind != "ours" and ranks.transformers.__version__.startswith("5.17.")
+    assert ops["rms_norm" if of_5_17 else "allreduce_rms_norm"] == 1 and ops["all_gather"] >= 1
 
 
 @pytest.mark.parametrize(("group", "case"), ALL)
