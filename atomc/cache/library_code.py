@@ -67,10 +67,8 @@ _NOT_RUN = frozenset(
 # What no forward reads, and each process has in its own way: a hash of texts, a random number, the
 # outputs and modules of all models that were imported, the installed packages by their modules.
 _NOT_READ = frozenset(
-    {
-        *("_original_object_hash", "SESSION_ID", "_registered_model_output_types", "_modules"),
-        "PACKAGE_DISTRIBUTION_MAPPING",
-    }
+    {"_original_object_hash", "SESSION_ID", "_registered_model_output_types", "_modules"}
+    | {"PACKAGE_DISTRIBUTION_MAPPING"}
 )
 
 

@@ -273,13 +273,15 @@ def _batched(index: Index) -> Iterator[_Key]:
         for node in index["bmm"]
         if any(call(each).op == "index" for each in call(node).operands)
     }
-    # transformers 5.17 clamps all ids to the number of experts.
-    clamps = (
-        call(node).attrs["max"] for node in index["clamp"] if value(node).dtype == torch.int64
-    )
-    numbers = {highest + 1 for highest in clamps if isinstance(highest, int)} or {13}
-    for layout, experts in product(sorted(layouts), sorted(numbers)):
+    for layout, experts in product(sorted(layouts), sorted(_clamped(index) or {13})):
         yield "batched_mm_experts_forward", layout, 5, experts, "cpu"
+
+
+def _clamped(index: Index) -> set[int]:
+    """Numbers of experts to which ids are clamped, as transformers 5.17 does."""
+    sizes = [value(call(node).operands[0]).shape[0] for node in index["index"]]
+    highest = [call(node).attrs.get("max") for node in index["clamp"]]
+    return {size for size in sizes if isinstance(size, int) and size - 1 in highest}
 
 
 def _gathered(index: Index) -> Iterator[_Key]:
