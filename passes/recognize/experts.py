@@ -280,8 +280,9 @@ def _batched(index: Index) -> Iterator[_Key]:
 def _clamped(index: Index) -> set[int]:
     """Numbers of experts to which ids are clamped, as transformers 5.17 does."""
     sizes = [value(call(node).operands[0]).shape[0] for node in index["index"]]
-    highest = [call(node).attrs.get("max") for node in index["clamp"]]
-    return {size for size in sizes if isinstance(size, int) and size - 1 in highest}
+    clamps = [call(node).attrs.get("max") for node in index["clamp"]]
+    numbers = {highest + 1 for highest in clamps if isinstance(highest, int)}
+    return {size for size in sizes if isinstance(size, int) and size in numbers}
 
 
 def _gathered(index: Index) -> Iterator[_Key]:
