@@ -140,8 +140,10 @@ def test_a_stock_mixture_is_one_router_and_one_op_for_its_experts(
         dynamic=dynamic,
         tolerance=1e-5 if dtype == torch.float32 else 2e-2,
     )
-    # Its router has a weight in fp32 also in a model of 16 bits.
-    in_fp32 = name == "ernie4_5_moe" and dtype == torch.bfloat16
+    # Some routers have a weight in fp32 also in a model of 16 bits; which, depends on the version.
+    router = layer.gate if hasattr(layer, "gate") else layer.router
+    in_fp32 = router.weight.dtype != dtype
+    assert in_fp32 or name != "ernie4_5_moe" or dtype == torch.float32
     assert [miss.rewrite for miss in report.near] == ["linear_fp32"] * in_fp32
     assert (report.num_ops["topk_route"], report.num_ops["moe_experts"]) == (1, 1)
     route, made = (
