@@ -18,7 +18,7 @@ BUGS = [
     bug("models/qwen3_5.py", "self.in_proj_b(x_TD).sigmoid()", "self.in_proj_b(x_TD)", NAMES),
     bug("models/layers.py", "normed * (1.0 + self.weight.float())", "normed * self.weight.float()", NAMES),
     bug("models/entered_layers.py", "hidden_states * mask[..., None]", "hidden_states * 1", "padding"),
-    bug("models/entered_layers.py", 'OWN = ("cache_params", ', "OWN = (", "padding"),
+    bug("models/entered_layers.py", 'OWN = ("cache", "cache_params", ', "OWN = (", "padding"),
     bug("models/stock_delta_net.py", "beta = beta * 2.0", "pass", "wrapped_class and olmo"),
     bug("models/entered_layers.py", "TOLERANCE = 1e-4", "TOLERANCE = 1e-1", REFUSED),
     bug("models/entered_layers.py", "dict(small.named_parameters()).keys() - known", "()", REFUSED),
