@@ -179,3 +179,15 @@ def test_the_pass_can_be_turned_off():
     recognized = ["silu_and_mul", "gelu_and_mul", "sigmoid_and_mul", "rms_norm"]
     report = explained(silu_gate, X, Y, off=["canonicalize", *recognized])
     assert not report.matches
+
+
+@pytest.mark.parametrize(
+    "part", [torch.unbind, torch.max, torch.Tensor.frexp], ids=lambda f: f.__name__
+)
+def test_a_norm_of_one_of_several_results_is_recognized(part):
+    def norm(x, w):
+        x = (part(x, 0) if part is not torch.Tensor.frexp else part(x))[0]
+        return w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+    report = explained(norm, random(2, T, D), W, tolerance=1e-6)
+    assert report.matches["rms_norm"] == 1

@@ -76,11 +76,12 @@ def _round_sum(x: Node, changed: list[Node]) -> None:
     this dtype, and rounded for the next residual.
     """
     here = call(x)
-    rows = [uncast(operand) or operand for operand in here.operands]
-    dtypes = {value(row).dtype for row in rows}
-    if here.op != "add" or len(rows) != 2 or here.attrs.get("alpha", 1) != 1 or len(dtypes) != 1:
+    if here.op != "add" or len(here.operands) != 2 or here.attrs.get("alpha", 1) != 1:
         return
-    [dtype] = dtypes
+    rows = [uncast(operand) or operand for operand in here.operands]
+    dtype = value(rows[0]).dtype
+    if value(rows[1]).dtype != dtype:
+        return
 
     def rounds(reader: Node) -> bool:
         return call(reader).op == "cast" and value(reader).dtype == dtype
