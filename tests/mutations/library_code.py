@@ -15,7 +15,7 @@ BUGS = [
     Bug(FILE, "(name in self._names or special)", "True", f"{CODE} no_forward_names"),
     Bug(FILE, "if id(item) in self._within:", "if False:", f"{CODE} contains_itself"),
     Bug(FILE, "if kind.__module__.partition(\".\")[0] in _KNOWN or is_library_file(file):", "if True:", f"{CODE} object_of_a_class_from_elsewhere"),
-    Bug(FILE, '*("_original_object_hash", ', "*(", f"{STOCK} two_processes"),
+    Bug(FILE, '{"_original_object_hash", ', "{", f"{STOCK} two_processes"),
     Bug(FILE, "and not file.startswith(_NOT_FOLLOWED)", "", "tests/test_model_cache.py -k pip_has_installed"),
     Bug("atomc/cache/model_fingerprint.py", "        return parts | self.library.parts()", "        return parts", f"{STOCK} 'seen and function_of'"),
     Bug("atomc/cache/model_cache.py", '                    "graph": key,\n', '                    "graph": "",\n', f"{STOCK} 'second_start and dense'"),
