@@ -22,6 +22,7 @@ from atomc.passes.recognize.rope import ROPE
 from atomc.passes.recognize.rope_before_transpose import ROPE_BEFORE_TRANSPOSE
 from atomc.platform import Platform
 from atomc.rewriting.graph_pass import Context, rewriting
+from atomc.torch_compat.symbolic_flags import decide_symbolic_flags
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 T, N, K, D = 5, 4, 2, 16
@@ -820,6 +821,8 @@ def passes_named(*names):
 
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_attention_takes_a_flag_that_depends_on_a_size(dynamic):
+    decide_symbolic_flags()  # another test may have had Dynamo forget its handlers
+
     def attended(x, by_position):
         q = k = v = x.unflatten(-1, (4, 8)).transpose(-2, -3)
         causal = x.shape[-2] > 1
@@ -845,6 +848,8 @@ def test_attention_takes_a_flag_that_depends_on_a_size(dynamic):
 
 
 def test_a_flag_whose_value_sizes_do_not_decide_gets_a_guard():
+    decide_symbolic_flags()
+
     def attended(x):
         return F.scaled_dot_product_attention(x, x, x, is_causal=x.shape[-2] > 6)
 
