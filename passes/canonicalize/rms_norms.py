@@ -75,13 +75,10 @@ def _round_sum(x: Node, changed: list[Node]) -> None:
     """Add two rows of 16 bits in their dtype if their sum in fp32 is only normalized, to a row of
     this dtype, and rounded for the next residual.
     """
-    here = call(x)
-    if here.op != "add" or len(here.operands) != 2 or here.attrs.get("alpha", 1) != 1:
+    rows = _summands(x)
+    if rows is None:
         return
-    rows = [uncast(operand) or operand for operand in here.operands]
     dtype = value(rows[0]).dtype
-    if value(rows[1]).dtype != dtype:
-        return
 
     def rounds(reader: Node) -> bool:
         return call(reader).op == "cast" and value(reader).dtype == dtype
@@ -90,13 +87,23 @@ def _round_sum(x: Node, changed: list[Node]) -> None:
     rounded = [reader for reader in x.users if rounds(reader)]
     others = len(x.users) - len(products) - len(rounded)
     normalized = any(rounds(reader) for product in products for reader in product.users)
-    if dtype not in HALVES or others != 1 or not normalized:
+    if others != 1 or not normalized:
         return
     changed.append(x)
     total = insert(x, aten.add.Tensor, *rows)
     for reader in rounded:
         replace(reader, total)
     replace(x, insert(x, aten._to_copy.default, total, dtype=torch.float32))
+
+
+def _summands(x: Node) -> list[Node] | None:
+    """The two rows of one 16-bit dtype, before casts, whose sum this is; else None."""
+    here = call(x)
+    if here.op != "add" or len(here.operands) != 2 or here.attrs.get("alpha", 1) != 1:
+        return None
+    rows = [uncast(operand) or operand for operand in here.operands]
+    dtypes = {value(row).dtype for row in rows}
+    return rows if len(dtypes) == 1 and dtypes <= set(HALVES) else None
 
 
 def _mean(node: Node, changed: list[Node]) -> Node | None:
