@@ -149,11 +149,11 @@ def _read_tensors(graph: Graph, reader: Node) -> None:
     mode = fake_mode_of(graph)
     assert mode is not None and dtype is not None
 
-    def described(made: Node, dtype: torch.dtype) -> Node:
+    def described(call_node: Node, dtype: torch.dtype) -> Node:
         with mode:
             fake = torch.empty((), dtype=dtype)
-        made.meta = {**reader.meta, "example_value": fake}
-        return made
+        call_node.meta = {**reader.meta, "example_value": fake}
+        return call_node
 
     def tensor(number: Node) -> Node:
         """A number in float64, computed here: in the layer of its reader."""
@@ -161,8 +161,8 @@ def _read_tensors(graph: Graph, reader: Node) -> None:
         if _is_item(number):
             assert isinstance(source, Node)
             return source
-        made = graph.node_copy(number, lambda x: tensor(x) if _is_number(x) else x)
-        return described(made, torch.float64)
+        copy = graph.node_copy(number, lambda x: tensor(x) if _is_number(x) else x)
+        return described(copy, torch.float64)
 
     with graph.inserting_before(reader):
         first, second = (

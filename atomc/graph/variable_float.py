@@ -10,9 +10,9 @@ class VariableFloat(float):
     name: str
 
     def __new__(cls, value: float, name: str) -> "VariableFloat":
-        made = super().__new__(cls, value)
-        made.name = name
-        return made
+        number = super().__new__(cls, value)
+        number.name = name
+        return number
 
     def __getnewargs__(self) -> tuple[float, str]:  # type: ignore[override]
         return float(self), self.name

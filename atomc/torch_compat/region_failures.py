@@ -33,11 +33,11 @@ def on_region_failure(handler: Handler | None) -> None:
         del kind.call_function
     if handler is None:
         return
-    own = kind.call_function
+    original = kind.call_function
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         try:
-            return own(self, tx, args, kwargs)
+            return original(self, tx, args, kwargs)
         except _FAILURES as error:
             operand = args[1].realize() if len(args) > 1 else None
             module = getattr(operand, "value", None)
