@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from refusals import refusal_text
-from rewriting import TIDY, after_passes, explained, rewritten
+from rewriting import TIDY, after_passes, explained, rewritten, since
 from torch import nn
 
 import atomc
@@ -22,7 +22,6 @@ from atomc.passes.recognize.rope import ROPE
 from atomc.passes.recognize.rope_before_transpose import ROPE_BEFORE_TRANSPOSE
 from atomc.platform import Platform
 from atomc.rewriting.graph_pass import Context, rewriting
-from atomc.torch_compat.symbolic_flags import decide_symbolic_flags
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 T, N, K, D = 5, 4, 2, 16
@@ -821,8 +820,6 @@ def passes_named(*names):
 
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_attention_takes_a_flag_that_depends_on_a_size(dynamic):
-    decide_symbolic_flags()  # another test may have had Dynamo forget its handlers
-
     def attended(x, by_position):
         q = k = v = x.unflatten(-1, (4, 8)).transpose(-2, -3)
         causal = x.shape[-2] > 1
@@ -835,11 +832,11 @@ def test_attention_takes_a_flag_that_depends_on_a_size(dynamic):
         compiled = torch.compile(
             attended, backend="atom", options={"glue": "eager"}, dynamic=dynamic
         )
-        before = len(atomc.reports())
+        before = atomc.reports()
         for tokens in (5, 7, 9, 1, 2):
             x = torch.randn(2, tokens, 32)
             torch.testing.assert_close(compiled(x, by_position), attended(x, by_position))
-        graphs = atomc.reports()[before:]
+        graphs = since(before)
         assert len(graphs) == (2 if dynamic else 3)  # and one for one token
         assert all(report.matches["attention"] == 1 for report in graphs)
         assert not any(report.graph_break for report in graphs)
@@ -848,14 +845,12 @@ def test_attention_takes_a_flag_that_depends_on_a_size(dynamic):
 
 
 def test_a_flag_whose_value_sizes_do_not_decide_gets_a_guard():
-    decide_symbolic_flags()
-
     def attended(x):
         return F.scaled_dot_product_attention(x, x, x, is_causal=x.shape[-2] > 6)
 
     compiled = torch.compile(attended, backend="atom", options={"glue": "eager"}, dynamic=True)
-    before = len(atomc.reports())
+    before = atomc.reports()
     for tokens in (5, 7, 4, 9):
         x = torch.randn(2, 2, tokens, 8)
         torch.testing.assert_close(compiled(x), attended(x))
-    assert len(atomc.reports()[before:]) == 2
+    assert len(since(before)) == 2

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from rewriting import since
 from test_quant_checkpoints import CONFIG, KEPT, compressed, fp8_blocks, sqnr
 from torch import nn
 
@@ -48,9 +49,7 @@ def check(model: Any, reference: dict[str, torch.Tensor], op: str, decibels: flo
         torch.testing.assert_close(
             compiled(input_ids=IDS, use_cache=False).logits, expected, rtol=0.05, atol=0.05
         )
-    [report] = [
-        report for report in atomc.reports() if not any(report is known for known in before)
-    ]
+    [report] = since(before)
     assert {choice.op for choice in report.kernels} >= {
         op,
         "add_rms_norm" + "_quant" * (op.startswith("scaled")),

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from itertools import islice
 
 import pytest
@@ -19,6 +18,7 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("tokenizers")
 httpx = pytest.importorskip("httpx")
+from processes import wait_until  # noqa: E402
 from serving import Server, serving  # noqa: E402
 
 pytestmark = [
@@ -87,13 +87,6 @@ def alive(pid):
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def wait_until(holds, seconds=60):
-    until = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < until, f"not in {seconds} s"
-        time.sleep(0.1)
 
 
 def test_a_full_queue_is_a_503_that_says_when_to_come_again(small):
