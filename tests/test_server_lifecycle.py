@@ -79,6 +79,27 @@ def test_a_server_whose_engine_dies_tells_its_clients_and_ends_with_1():
         assert "Traceback" not in server.log
 
 
+RECORD_FREEZES = """
+import gc, os
+freeze = gc.freeze
+def record():
+    freeze()
+    with open(os.environ["FREEZES"], "a") as file:
+        file.write(f"{os.getpid()}\\n")
+gc.freeze = record
+"""
+
+
+def test_the_heap_of_a_started_server_is_left_out_of_collections(tmp_path, monkeypatch):
+    """One collection of the libraries' objects stops every stream for 60 ms."""
+    (tmp_path / "sitecustomize.py").write_text(RECORD_FREEZES)
+    monkeypatch.setenv("FREEZES", str(tmp_path / "pids"))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    with serving() as server:
+        pids = {int(line) for line in (tmp_path / "pids").read_text().split()}
+        assert {server.process.pid, server.engine_pid} <= pids
+
+
 def test_a_dead_engine_is_restarted_a_few_times_and_then_the_server_ends():
     with serving("--restart-engine", 2) as server:
         error = end_of_stream(server, lambda: kill_engine(server))["error"]

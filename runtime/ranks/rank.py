@@ -12,7 +12,7 @@ from zmq.utils.monitor import recv_monitor_message
 from atomc.errors import first_line
 from atomc.runtime.endpoint import use_tcp
 from atomc.runtime.executor import Launched
-from atomc.runtime.phases import Phases
+from atomc.runtime.phases import Phases, freeze_heap
 from atomc.runtime.ranks import messages
 from atomc.runtime.ranks.messages import IMPORTED, LOADED, Counts, Done, Failed, Pulse, Results
 from atomc.runtime.ranks.process_group import connect_store, join, open_device
@@ -72,6 +72,7 @@ class Rank:
             self._report(self._reports, self._began, error)
             threading.Event().wait()  # rank 0 ends this process
             raise
+        freeze_heap()
         while True:
             command = self._decode(self._commands.recv())
             if isinstance(command, messages.Stop):

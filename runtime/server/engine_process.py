@@ -19,6 +19,7 @@ from atomc.atomic_file import write_atomically
 from atomc.options import let_openmp_sleep
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.endpoint import use_tcp
+from atomc.runtime.phases import freeze_heap
 from atomc.runtime.ranks.rank_failed import RankFailed
 from atomc.runtime.ranks.rank_launcher import place_of
 from atomc.runtime.server import messages
@@ -190,6 +191,7 @@ class EngineLoop:
 
     def run(self) -> None:
         """Runs until a Stop command."""
+        freeze_heap()
         stats = self.engine.stats()
         self._send(
             messages.Started(

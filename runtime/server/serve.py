@@ -230,6 +230,7 @@ async def _run(
     traces: "Traces | None",
 ) -> int:
     """Serve until shutdown; returns the exit status of the process."""
+    from atomc.runtime.phases import freeze_heap
     from atomc.runtime.server.app import create_app
     from atomc.runtime.server.running_service import running_service
     from atomc.runtime.server.shutdown import ShutdownMiddleware
@@ -259,6 +260,7 @@ async def _run(
             on_listening=lambda: _log_summary(service, listener),
         )
         watching = asyncio.create_task(_exit_with_engines(server, engines, supervisors))
+        freeze_heap()
         await server.serve(sockets=[listener])
         watching.cancel()
         return server.status
