@@ -115,6 +115,7 @@ HOSTILE: dict[str, tuple[str, Callable[[], bytes]]] = {
     "embeddings of 1,000 texts": (EMBEDDINGS, lambda: dumped(input=[LETTERS * 2] * 1000)),
     "message of 10 MB": (CHAT, lambda: chat(messages=[{"role": "user", "content": LETTERS * 200_000}])),
     "message of 16,000 blocks": (MESSAGES, lambda: chat(messages=[{"role": "user", "content": [{"type": "text", "text": "e"}] * 16_000}])),
+    "message of 4,000 blocks": (MESSAGES, lambda: chat(messages=[{"role": "user", "content": [{"type": "text", "text": "e"}] * 4_000}])),
     "messages: 100,000": (CHAT, lambda: chat(messages=[USER] * 100_000)),
     "messages: 4,000": (CHAT, lambda: chat(messages=[USER] * 4_000)),
     "input of 80,000 parts": (RESPONSES, lambda: dumped(input=[{"role": "user", "content": PARTS}])),

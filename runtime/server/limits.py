@@ -8,8 +8,8 @@ from atomc.runtime.server.errors import invalid
 # Fields of one object of the API.
 FIELDS = 128
 # Lengths of lists.
-MESSAGES = 4096
-CONTENT_BLOCKS = 2**14
+MESSAGES = 2**12
+CONTENT_BLOCKS = 2**12
 TOOLS = 128
 STOP_STRINGS = 32
 STOP_CHARACTERS = 256

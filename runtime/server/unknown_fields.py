@@ -38,12 +38,13 @@ def check_unknown_fields(body: BaseModel, request: Request, config: ServerConfig
 
 def _take_unknown_fields(body: BaseModel, prefix: str = "") -> Iterator[str]:
     """Removes the fields and yields their names, such as tools.0.function.name."""
-    unknown = body.model_extra or {}
-    yield from (prefix + name for name in unknown)
-    unknown.clear()
-    for name, value in body:
-        if name in type(body).model_fields:
-            for index, each in enumerate(value) if isinstance(value, list) else [(None, value)]:
-                if isinstance(each, BaseModel):
-                    part = name if index is None else f"{name}.{index}"
-                    yield from _take_unknown_fields(each, f"{prefix}{part}.")
+    if unknown := body.model_extra:
+        yield from (prefix + name for name in unknown)
+        unknown.clear()
+    for name, value in vars(body).items():
+        if isinstance(value, BaseModel):
+            yield from _take_unknown_fields(value, f"{prefix}{name}.")
+        elif isinstance(value, list):
+            for index, item in enumerate(value):
+                if isinstance(item, BaseModel):
+                    yield from _take_unknown_fields(item, f"{prefix}{name}.{index}.")
