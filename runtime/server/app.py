@@ -28,7 +28,7 @@ from atomc.runtime.server.http import AuthMiddleware, JSONResponse, error_respon
 from atomc.runtime.server.image_budget import ImageBudgetMiddleware
 from atomc.runtime.server.json_body import checked_json_route
 from atomc.runtime.server.messages_api.endpoints import count_tokens, messages
-from atomc.runtime.server.messages_api.errors import COUNT_TOKENS, MESSAGES
+from atomc.runtime.server.messages_api.errors import COUNT_TOKENS, ERROR_FORMAT, MESSAGES
 from atomc.runtime.server.messages_api.errors import ErrorResponse as AnthropicError
 from atomc.runtime.server.messages_api.request import MessagesRequest, PromptRequest
 from atomc.runtime.server.openapi import openapi_schema
@@ -121,6 +121,7 @@ def create_app(service: Service) -> Any:
         open_paths=OPEN_PATHS,
         operation_paths=OPERATION_PATHS,
         max_body_bytes=config.max_body_bytes,
+        error_formats=(ERROR_FORMAT,),
         count_error=lambda code: service.metrics.refused.labels(service.metrics.model, code).inc(),
     )
     timed = BodyTimeoutMiddleware(UnreadBodyMiddleware(authenticated), config.body_timeout)
@@ -137,6 +138,7 @@ def create_app(service: Service) -> Any:
 
 def _add_routes(app: FastAPI, service: Service) -> None:
     anthropic_error_responses = error_responses(AnthropicError)
+    strict = service.config.strict_requests
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -148,27 +150,27 @@ def _add_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/completions")
     async def complete(body: protocol.CompletionRequest, request: Request) -> Response:
-        check_unknown_fields(body, request, service.config)
+        check_unknown_fields(body, request, strict=strict)
         return await completions(service, body, request)
 
     @app.post("/v1/chat/completions")
     async def chat(body: protocol.ChatRequest, request: Request) -> Response:
-        check_unknown_fields(body, request, service.config)
+        check_unknown_fields(body, request, strict=strict)
         return await chat_completions(service, body, request)
 
     @app.post(MESSAGES, responses=anthropic_error_responses)
     async def create_message(body: MessagesRequest, request: Request) -> Response:
-        check_unknown_fields(body, request, service.config)
+        check_unknown_fields(body, request, strict=strict)
         return await messages(service, body, request)
 
     @app.post(COUNT_TOKENS, responses=anthropic_error_responses)
     async def count_message_tokens(body: PromptRequest, request: Request) -> Response:
-        check_unknown_fields(body, request, service.config)
+        check_unknown_fields(body, request, strict=strict)
         return await count_tokens(service, body, request)
 
     @app.post("/v1/responses")
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
-        check_unknown_fields(body, request, service.config)
+        check_unknown_fields(body, request, strict=strict)
         return await responses_api.create_response(service, body, request)
 
     @app.post("/v1/responses/compact", include_in_schema=False)
@@ -204,17 +206,17 @@ def _add_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/embeddings")
     async def embed(body: protocol.EmbeddingRequest, request: Request) -> Response:
-        check_unknown_fields(body, request, service.config)
+        check_unknown_fields(body, request, strict=strict)
         return await embeddings(service, body, request)
 
     @app.post("/tokenize")
     async def tokenize(body: protocol.TokenizeRequest, request: Request) -> Response:
-        check_unknown_fields(body, request, service.config)
+        check_unknown_fields(body, request, strict=strict)
         return await operations.tokenize(service, body, request)
 
     @app.post("/detokenize")
     async def detokenize(body: protocol.DetokenizeRequest, request: Request) -> Response:
-        check_unknown_fields(body, request, service.config)
+        check_unknown_fields(body, request, strict=strict)
         return await operations.detokenize(service, body)
 
     @app.get("/version")
@@ -259,12 +261,12 @@ def _add_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/load_lora_adapter")
     async def load_adapter(body: protocol.LoadAdapterRequest, request: Request) -> Response:
-        check_unknown_fields(body, request, service.config)
+        check_unknown_fields(body, request, strict=strict)
         return await lora.load_adapter(service, body)
 
     @app.post("/v1/unload_lora_adapter")
     async def unload_adapter(body: protocol.UnloadAdapterRequest, request: Request) -> Response:
-        check_unknown_fields(body, request, service.config)
+        check_unknown_fields(body, request, strict=strict)
         return await lora.unload_adapter(service, body)
 
     @app.post("/sleep")

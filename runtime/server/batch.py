@@ -165,7 +165,7 @@ class Batch:
         )
         try:
             body = model.model_validate(request.body)
-            check_unknown_fields(body, http_request, self.service.config)
+            check_unknown_fields(body, http_request, strict=self.service.config.strict_requests)
             return bytes((await endpoint(self.service, body, http_request)).body)
         finally:
             reservation.release()

@@ -3,6 +3,7 @@ trace.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import TypedDict
 
 from atomc.runtime.request_errors import RequestError, TokenizerError
 from atomc.runtime.server.client import (
@@ -12,9 +13,19 @@ from atomc.runtime.server.client import (
     RequestRefused,
     ShuttingDown,
 )
-from atomc.runtime.server.response_types import ErrorResponse
 
 MAX_MESSAGE_CHARACTERS = 1000
+
+
+class ErrorFields(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorObject(TypedDict):
+    error: ErrorFields
 
 
 class APIError(Exception):
@@ -37,7 +48,7 @@ class APIError(Exception):
         self.param = param and param.encode(errors="backslashreplace").decode()
         self.headers = dict(headers or {})
 
-    def body(self) -> ErrorResponse:
+    def body(self) -> ErrorObject:
         return {
             "error": {
                 "message": self.message,

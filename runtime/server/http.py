@@ -6,9 +6,9 @@ import asyncio
 import logging
 import re
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote
 
 import msgspec
@@ -19,8 +19,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atomc.runtime.server.api_keys import ApiKeys
 from atomc.runtime.server.errors import APIError, to_api_error
-from atomc.runtime.server.messages_api.errors import anthropic_error, is_anthropic_path
-from atomc.runtime.server.response_types import ResponseBody
 from atomc.runtime.server.web_pages import WebPages
 from atomc.torch_compat.exceptions import is_failure
 
@@ -40,18 +38,35 @@ class JSONResponse(Response):
         return msgspec.json.encode(content)
 
 
+class ErrorFormat(NamedTuple):
+    """How a protocol beside OpenAI's renders errors.
+
+    path        of its API; also that of all paths below
+    body        the error and the request's id -> the body
+    id_header   the header in which all its responses have the request's id
+    """
+
+    path: str
+    body: Callable[[APIError, str], object]
+    id_header: str
+
+    def applies(self, path: str) -> bool:
+        return path == self.path or path.startswith(f"{self.path}/")
+
+
 class ErrorResponse(JSONResponse):
-    """In OpenAI's format, or in Anthropic's for a path of its API."""
+    """In OpenAI's format, or in that of the protocol of the path."""
 
     def __init__(self, error: APIError) -> None:
         super().__init__(error.body(), error.status, error.headers)
         self._error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not is_anthropic_path(scope["path"]):
+        state, error = scope.get("state", {}), self._error
+        protocol: ErrorFormat | None = state.get("error_format")
+        if protocol is None:
             return await super().__call__(scope, receive, send)
-        error = self._error
-        body = anthropic_error(error, scope["state"]["request_id"])
+        body = protocol.body(error, state["request_id"])
         await JSONResponse(body, error.status, error.headers)(scope, receive, send)
 
 
@@ -59,7 +74,7 @@ def error_response(error: APIError) -> JSONResponse:
     return ErrorResponse(error)
 
 
-def sse_event(data: ResponseBody) -> bytes:
+def sse_event(data: object) -> bytes:
     """One server-sent event."""
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
@@ -145,12 +160,14 @@ class AuthMiddleware:
         operation_paths: frozenset[str],
         max_body_bytes: int,
         count_error: Callable[[int], None],
+        error_formats: Sequence[ErrorFormat] = (),
     ) -> None:
         self.app = app
         self.keys, self.pages = keys, pages
         self.open_paths, self.operation_paths = open_paths, operation_paths
         self.max_body_bytes = max_body_bytes
         self.count_error = count_error
+        self.error_formats = error_formats
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -161,9 +178,12 @@ class AuthMiddleware:
         given = headers.get("x-request-id", "")
         name = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         headers_of_response = {"X-Request-Id": name}
-        if is_anthropic_path(scope["path"]):
-            headers_of_response["Request-Id"] = name
-        scope.setdefault("state", {}).update(request_id=name, headers=headers_of_response)
+        state = scope.setdefault("state", {})
+        state.update(request_id=name, headers=headers_of_response)
+        for protocol in self.error_formats:
+            if protocol.applies(scope["path"]):
+                headers_of_response[protocol.id_header] = name
+                state["error_format"] = protocol
         response_started = False
 
         async def send_with_id(message: Message) -> None:

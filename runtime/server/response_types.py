@@ -19,17 +19,6 @@ EncodedScores: TypeAlias = Annotated[
 ]
 
 
-class ErrorFields(TypedDict):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorResponse(TypedDict):
-    error: ErrorFields
-
-
 class PromptTokensDetails(TypedDict):
     """image_tokens: only if the prompt has images."""
 
@@ -244,6 +233,3 @@ class Sleeping(TypedDict):
 
 class ExpertTokens(TypedDict):
     tokens: dict[str, list[int]]
-
-
-ResponseBody: TypeAlias = ErrorResponse | Completion | ChatCompletion | ChatChunk

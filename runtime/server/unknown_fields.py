@@ -8,7 +8,6 @@ from urllib.parse import quote
 from pydantic import BaseModel
 from starlette.requests import Request
 
-from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.errors import invalid
 from atomc.runtime.server.http import request_id, response_headers
 
@@ -18,14 +17,14 @@ IGNORED_FIELDS = "X-Ignored-Fields"
 MAX_NAMES, MAX_CHARACTERS = 16, 64
 
 
-def check_unknown_fields(body: BaseModel, request: Request, config: ServerConfig) -> None:
+def check_unknown_fields(body: BaseModel, request: Request, *, strict: bool) -> None:
     """Name the unknown fields, and the tools that are left out, in a response header and a log
     line. Raises a 400 for the first one under --strict-requests.
     """
     names = list(_take_unknown_fields(body))
     if not names:
         return
-    if config.strict_requests:
+    if strict:
         tool = re.fullmatch(r"tools\.\d+", names[0])
         what = "of a type that this server cannot run" if tool else "not a field of this request"
         raise invalid(f"{names[0]} is {what}", names[0].split(".")[0])

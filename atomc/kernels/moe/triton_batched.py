@@ -1,7 +1,5 @@
 """Experts of the batched format with the Triton kernel of batched_triton.py."""
 
-import importlib.util
-
 import torch
 from torch import Tensor
 
@@ -9,26 +7,8 @@ from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
 from atomc.kernels.moe.experts import Experts, Sizes, WorkspaceShapes
 from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
 from atomc.kernels.moe.schemes import ALL_SCHEMES, Fp8Block
+from atomc.kernels.moe.triton_standard import no_triton, unfit_block
 from atomc.kernels.moe.weight_and_reduce import Delegate, WeightAndReduce
-
-
-def no_triton(device: torch.device) -> str | None:
-    """Why Triton kernels cannot run on a device, or None."""
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    import triton
-
-    if device.type == "cpu" and not triton.knobs.runtime.interpret:
-        return "Triton kernels run on a GPU; on a CPU only interpreted, with TRITON_INTERPRET=1"
-    return None
-
-
-def unfit_block(name: str, config: ExpertsConfig, multiple: int) -> str | None:
-    """Refuse squares of weights that a tile of the kernels would cross."""
-    scheme = config.scheme
-    if isinstance(scheme, Fp8Block) and scheme.block % multiple:
-        return f"{name} supports fp8 blocks of multiples of {multiple}, not of {scheme.block}"
-    return None
 
 
 class TritonBatched(Experts):

@@ -1,5 +1,7 @@
 """Experts of the standard format with the Triton kernels of atomc/kernels/triton/grouped.py."""
 
+import importlib.util
+
 import torch
 from torch import Tensor
 
@@ -7,8 +9,26 @@ from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
 from atomc.kernels.moe.experts import Experts, Sizes, WorkspaceShapes, local_ids
 from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
 from atomc.kernels.moe.schemes import ALL_SCHEMES, Fp8Block
-from atomc.kernels.moe.triton_batched import no_triton, unfit_block
 from atomc.kernels.moe.weight_and_reduce import NoOp, WeightAndReduce
+
+
+def no_triton(device: torch.device) -> str | None:
+    """Why Triton kernels cannot run on a device, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    import triton
+
+    if device.type == "cpu" and not triton.knobs.runtime.interpret:
+        return "Triton kernels run on a GPU; on a CPU only interpreted, with TRITON_INTERPRET=1"
+    return None
+
+
+def unfit_block(name: str, config: ExpertsConfig, multiple: int) -> str | None:
+    """Refuse squares of weights that a tile of the kernels would cross."""
+    scheme = config.scheme
+    if isinstance(scheme, Fp8Block) and scheme.block % multiple:
+        return f"{name} supports fp8 blocks of multiples of {multiple}, not of {scheme.block}"
+    return None
 
 
 class Triton(Experts):

@@ -5,6 +5,7 @@ from typing import Literal
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
 from atomc.runtime.server.errors import APIError
+from atomc.runtime.server.http import ErrorFormat
 
 MESSAGES = "/v1/messages"
 COUNT_TOKENS = f"{MESSAGES}/count_tokens"
@@ -28,10 +29,6 @@ class ErrorResponse(TypedDict):
     request_id: str
 
 
-def is_anthropic_path(path: str) -> bool:
-    return path == MESSAGES or path.startswith(f"{MESSAGES}/")
-
-
 def anthropic_error(error: APIError, request_id: str) -> ErrorResponse:
     return {
         "type": "error",
@@ -44,3 +41,6 @@ def _kind(error: APIError) -> str:
     if error.status >= 500:
         return "overloaded_error" if error.kind == "overloaded" else "api_error"
     return KINDS.get(error.status, "invalid_request_error")
+
+
+ERROR_FORMAT = ErrorFormat(MESSAGES, anthropic_error, "Request-Id")
