@@ -236,8 +236,8 @@ def compile_model(
     of packed weights.
 
     model   forward(input_ids [T], positions [T], logits_rows [R]) -> logits [R, V], whose attention
-            calls ops.attention with a state handle (atomc.models; atomc.models.wrap_stock for a
-            transformers model)
+            calls ops.attention with a state handle (atomc.models; for a transformers
+            model, atomc.models.stock.wrap_stock)
     observers   called with the graph after each pass that changed it
     keep_texts  the report gets the graph after each of these passes, as with options={"report":
                 FILE}

@@ -71,11 +71,11 @@ def measure(way: str, glue: str, depth: int) -> dict[str, Any]:
 
     import atomc
     from atomc.backend import atom
-    from atomc.models import build
+    from atomc.models.create_model import create_model
     from atomc.models.parameters import allocate_buffers, fill_randomly
     from atomc.program import compile_model
 
-    model = build(TINY | {"num_hidden_layers": depth}, torch.float32, "meta")
+    model = create_model(TINY | {"num_hidden_layers": depth}, torch.float32, "meta")
     allocate_buffers(model, "cpu")
     fill_randomly(model, "cpu")
     model.eval().requires_grad_(False)

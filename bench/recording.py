@@ -39,8 +39,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 import equality
 
 import atomc
-from atomc import demo, models
-from atomc.models import loader, wrap_stock
+from atomc import demo
+from atomc.models import loader
+from atomc.models.create_model import create_model
+from atomc.models.stock import wrap_stock
 from atomc.platform import Platform
 from atomc.program import compile_model
 from atomc.report import contract
@@ -131,7 +133,7 @@ def model_of(name: str) -> nn.Module:
     if name == "demo":
         return loader.load(demo.PATH, dtype=torch.float32, device="cpu", progress=False)
     if name == "llama_fp8":
-        return atomc.quantize(_filled(models.build(LLAMA, dtype=torch.bfloat16)), "fp8")
+        return atomc.quantize(_filled(create_model(LLAMA, dtype=torch.bfloat16)), "fp8")
     if name == "deepseek_v3_fp8_block":
         return atomc.quantize(_stock("deepseek_v3", torch.bfloat16), "fp8_block")
     if name == "qwen3_hooked":

@@ -5,20 +5,14 @@ Every model is called as `model(input_ids [T], positions [T], logits_rows=None) 
 V]`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 
-import torch
 from torch import nn
-from torch.fx.node import Argument
-from torch.overrides import TorchFunctionMode
 
 from atomc.json_types import JSONLike
-from atomc.models import stock
-from atomc.models.stock import wrap_stock
 
-__all__ = ["REGISTRY", "architectures_of", "build", "model_class", "wrap_stock"]
+__all__ = ["REGISTRY", "architectures_of", "model_class"]
 
 # Name in config.json's `architectures` -> module:class, imported on use.
 REGISTRY = {
@@ -64,7 +58,7 @@ def _is_class_name(name: str) -> bool:
 
 def model_class(architectures: Sequence[str]) -> type[nn.Module] | None:
     """The class in atomc for the first supported architecture; None if none is supported: see
-    stock.hf_class.
+    atomc.models.stock.hf_class.
     """
     for name in architectures:
         if name in REGISTRY:
@@ -72,46 +66,3 @@ def model_class(architectures: Sequence[str]) -> type[nn.Module] | None:
             cls: type[nn.Module] = getattr(import_module(module), attribute)
             return cls
     return None
-
-
-def build(
-    config: Mapping[str, JSONLike],
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-    *,
-    draft_layer: bool = False,
-) -> nn.Module:
-    """The model of a config.json with random weights, in fp32 unless a dtype is given.
-
-    draft_layer  with its first draft layer, which it has (draft_checkpoint.check_draft_layers)
-
-    On device "meta" it needs no memory. Raises ValueError for an unknown architecture or an
-    unsupported config value.
-    """
-    architectures = architectures_of(config)
-    cls = model_class(architectures)
-    if cls is None:
-        return stock.build(stock.hf_class(architectures, sorted(REGISTRY)), config, dtype, device)
-    where = torch.device(device or "cpu")
-    with where, _Unfilled() if where.type == "meta" else nullcontext():
-        options = {"draft_layer": True} if draft_layer else {}
-        model: nn.Module = cls.from_hf(config, **options)  # type: ignore[attr-defined]
-    return model.to(dtype)
-
-
-class _Unfilled(TorchFunctionMode):
-    """Skips the initialization of weights, which has no effect on meta, but imports torch's
-    compiler.
-    """
-
-    def __torch_function__(
-        self,
-        function: Callable[..., Argument],
-        types: Sequence[type],
-        args: tuple[Argument, ...] = (),
-        kwargs: dict[str, Argument] | None = None,
-    ) -> Argument:
-        given = kwargs or {}
-        if getattr(function, "__module__", None) == "torch.nn.init":
-            return args[0] if args else given["tensor"]
-        return function(*args, **given)

@@ -17,11 +17,11 @@ from torch import nn
 
 from atomc import cgroup
 from atomc.json_types import JSONLike
+from atomc.models.config import NUM_EXPERTS
 
 MAX_LAYERS = 512
 MAX_EXPERTS = 4096
 MAX_COUNT = 2**20
-NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 MAX_SIZE = 2**31 - 1
 LAYERS = re.compile(r"(num|n)_(\w+_)?layers?|(encoder|decoder)_layers")
 EXPERTS = re.compile(r"\w*experts")

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from atomc.json_types import JSONLike
-from atomc.models import REGISTRY, architectures_of, build, model_class, stock
+from atomc.models import REGISTRY, architectures_of, model_class, stock
 from atomc.models.cache_scales import mark_fp8_state
 from atomc.models.checkpoint_files import (
     Checkpoint,
@@ -22,6 +22,7 @@ from atomc.models.checkpoint_files import (
     stored_dtype,
     stored_tensors,
 )
+from atomc.models.create_model import create_model
 from atomc.models.draft_checkpoint import check_draft_layers, draft_prefix, methods_as_stored
 from atomc.models.dummy_weights import load_dummy
 from atomc.models.execute_plan import execute
@@ -107,7 +108,7 @@ def load(
 
     if model_class(architectures) is not None:
         quant_config = decide(quantization, path, config)
-        model = build(config, dtype, "meta", draft_layer=draft_layer)
+        model = create_model(config, dtype, "meta", draft_layer=draft_layer)
     else:
         cls = stock.hf_class(architectures, sorted(REGISTRY))
         quant_config = decide_for_stock(quantization, path, config)
@@ -206,7 +207,7 @@ def check_expert_placement(
     config = load_config(Path(path))
     if draft_layer:
         check_draft_layers(config, None, Path(path))
-    model = build(without_quantization(config), device="meta", draft_layer=draft_layer)
+    model = create_model(without_quantization(config), device="meta", draft_layer=draft_layer)
     Sharding.of_experts(model, TensorParallel(0, num_ranks, ""), placement=placement)
 
 

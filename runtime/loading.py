@@ -50,7 +50,8 @@ def load(
     Raises ValueError for inconsistent settings, FileNotFoundError for an incomplete checkpoint,
     ImportError if the tokenizer needs a library that is not installed.
     """
-    from atomc.models import loader, wrap_stock
+    from atomc.models import loader
+    from atomc.models.stock import wrap_stock
 
     if module is not None:
         if (

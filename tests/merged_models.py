@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import atomc
-from atomc import models
+from atomc.models.create_model import create_model
 from atomc.weights import packed as packed_weights
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -162,7 +162,7 @@ def own(device: str = "cpu") -> nn.Module:
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": True,
     }
-    model = ready(models.build(config, device=device))
+    model = ready(create_model(config, device=device))
     if device != "meta":
         torch.manual_seed(0)
         for parameter in model.parameters():

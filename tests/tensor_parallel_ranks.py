@@ -14,7 +14,8 @@ from tiny_models import SIZES
 from torch import Tensor, distributed, nn
 
 import atomc
-from atomc import models
+from atomc.models.create_model import create_model
+from atomc.models.stock import wrap_stock
 from atomc.parallel.group import TensorParallel
 
 TINY = SIZES | dict(num_hidden_layers=2, pad_token_id=0, eos_token_id=0)
@@ -59,10 +60,10 @@ def whole(case: Case) -> nn.Module:
     if case.kind == "transformers":
         return hf_model
     if case.kind == "stock":
-        model: nn.Module = models.wrap_stock(hf_model)
+        model: nn.Module = wrap_stock(hf_model)
     else:
         given = {**config.to_dict(), "architectures": [type(hf_model).__name__]}
-        model = models.build(given).eval().requires_grad_(False)
+        model = create_model(given).eval().requires_grad_(False)
         fill(model)
     return atomc.quantize(model, case.scheme) if case.scheme else model
 

@@ -13,7 +13,7 @@ import torch
 from test_report import Model, X
 
 import atomc
-from atomc import models, ops
+from atomc import ops
 from atomc.audit.bisect import bisect_rewrites
 from atomc.audit.compare_kernels import KernelComparison
 from atomc.audit.error import Error, error
@@ -21,6 +21,7 @@ from atomc.audit.recorder import Recorder
 from atomc.audit.sites import AuditSite
 from atomc.cli import main
 from atomc.compiler.explain import explain
+from atomc.models.create_model import create_model
 from atomc.ops.state import GroupStep, Step
 from atomc.options import Options, read_options, written_options
 from atomc.program import compile_model
@@ -49,7 +50,7 @@ FAULTY = 1
 
 def own():
     torch.manual_seed(0)
-    model = models.build(CONFIG, torch.float32).eval().requires_grad_(False)
+    model = create_model(CONFIG, torch.float32).eval().requires_grad_(False)
     for (
         layer
     ) in model.model.layers:  # all ones otherwise, so that no kernel could tell layers apart

@@ -10,7 +10,7 @@ import atomc
 from atomc import ops
 from atomc.errors import OptionsError
 from atomc.kernels import INVARIANT, load
-from atomc.models import build
+from atomc.models.create_model import create_model
 from atomc.models.loader import ready
 from atomc.options import Options
 from atomc.platform import Platform
@@ -292,7 +292,7 @@ LATENT = TINY | {
 
 
 def test_latent_attention_is_absorbed_in_every_step_and_experts_run_by_such_kernels():
-    model = ready(build(LATENT, dtype=torch.bfloat16, device="meta"))
+    model = ready(create_model(LATENT, dtype=torch.bfloat16, device="meta"))
     report = compile_model(
         model, {"strict": True, "batch_invariant": True}, Platform.named("h200")
     ).report
@@ -307,7 +307,7 @@ def test_latent_attention_is_absorbed_in_every_step_and_experts_run_by_such_kern
 
 def test_a_request_over_a_latent_cache_gets_the_bits_that_it_gets_alone():
     torch.manual_seed(0)
-    model = ready(build(LATENT, dtype=torch.bfloat16))
+    model = ready(create_model(LATENT, dtype=torch.bfloat16))
     options = {"strict": True, "glue": "eager", "cache": False, "batch_invariant": True}
     llm = LLM(
         model, options=options, max_model_len=96, max_num_batched_tokens=24,
@@ -325,7 +325,7 @@ def test_a_request_over_a_latent_cache_gets_the_bits_that_it_gets_alone():
 
 
 def test_the_compiler_takes_no_other_kernel_for_them_and_one_range():
-    model = ready(build(TINY, dtype=torch.bfloat16, device="meta"))
+    model = ready(create_model(TINY, dtype=torch.bfloat16, device="meta"))
     report = compile_model(
         model, {"strict": True, "batch_invariant": True}, Platform.named("h200")
     ).report
@@ -339,7 +339,7 @@ def test_the_compiler_takes_no_other_kernel_for_them_and_one_range():
 
 def test_where_there_is_no_such_kernel_that_is_an_error():
     windowed = {**TINY, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}
-    model = ready(build(windowed, dtype=torch.bfloat16, device="meta"))
+    model = ready(create_model(windowed, dtype=torch.bfloat16, device="meta"))
     with pytest.raises(
         OptionsError,
         match="batch_invariant=True: no such kernel reads and writes state on NVIDIA H200",

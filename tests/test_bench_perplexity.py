@@ -10,8 +10,8 @@ import torch
 from bench_script import loaded
 from safetensors.torch import save_file
 
-from atomc import models
 from atomc.demo import PATH
+from atomc.models.create_model import create_model
 
 pytest.importorskip("tokenizers")
 
@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("tokenizer.json", "held_out.txt"):
         shutil.copy(PATH / name, made)
     torch.manual_seed(0)
-    model = models.build(CONFIG, torch.float32).requires_grad_(False)
+    model = create_model(CONFIG, torch.float32).requires_grad_(False)
     for weight in model.parameters():
         if weight.dim() > 1:
             weight.normal_(0, 0.1)

@@ -21,11 +21,11 @@ import users_kernel
 from torch import nn
 
 import atomc
-from atomc import models
 from atomc.cache import fingerprint, store
 from atomc.cache.artifact import Uncacheable
 from atomc.cache.graph_fingerprint import _target
 from atomc.cli import main
+from atomc.models.create_model import create_model
 from atomc.ops.op import REGISTRY
 from atomc.ops.state import GroupStep, Step
 from atomc.options import Options
@@ -202,7 +202,7 @@ def test_the_program_of_the_runtime_starts_warm(tmp_path):
     outs = []
     for cached in ("miss: the cache is empty", "hit"):
         torch.manual_seed(0)
-        model = models.build(TINY, torch.float32, "cpu").eval().requires_grad_(False)
+        model = create_model(TINY, torch.float32, "cpu").eval().requires_grad_(False)
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.1)
         program = compile_model(model, options)

@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 from test_blockers import QK_PAGED, ROPE_PAGED, qk_attention, rope_attention
 from torch import Tensor, nn
 
-from atomc import LLM, SamplingParams, kernels, models, ops, program
+from atomc import LLM, SamplingParams, kernels, ops, program
 from atomc.models.cache_scales import cache_scales, mark_fp8_state, set_cache_scale
+from atomc.models.create_model import create_model
 from atomc.models.loader import load
 from atomc.platform import Platform
 
@@ -56,7 +57,7 @@ def checkpoint(path: Path, scales: dict[str, Tensor], **differs: Any) -> Path:
     torch.manual_seed(0)
     weights = {
         name: weight.detach()
-        for name, weight in models.build(CONFIG, torch.float32).named_parameters()
+        for name, weight in create_model(CONFIG, torch.float32).named_parameters()
     }
     (path / "config.json").write_text(json.dumps(CONFIG | differs))
     save_file(weights | scales, path / "model.safetensors")
@@ -140,7 +141,7 @@ def test_the_runtime_computes_with_the_scales_of_each_layer() -> None:
     nothing changes.
     """
     torch.manual_seed(0)
-    model = models.build(CONFIG, torch.float32).eval().requires_grad_(False)
+    model = create_model(CONFIG, torch.float32).eval().requires_grad_(False)
     plain = (
         LLM(model, max_model_len=32, options={"glue": "eager"})
         .generate([[3, 1, 4, 1, 5]], GREEDY)[0]

@@ -13,8 +13,9 @@ from rewriting import explained, rewritten
 from torch import Tensor, nn
 
 import atomc
-from atomc import models, ops, program
+from atomc import ops, program
 from atomc.compiler.pipeline import register_pass
+from atomc.models.create_model import create_model
 from atomc.ops.formats import FP8
 from atomc.passes import PIPELINE
 from atomc.rewriting.rewrite import Rewrite
@@ -287,7 +288,7 @@ def test_no_pattern_of_latent_attention_is_traced_for_a_model_without_it(
         "num_key_value_heads": 2,
         "head_dim": 16,
     }
-    model = models.build(config, torch.bfloat16, "cpu").eval().requires_grad_(False)
+    model = create_model(config, torch.bfloat16, "cpu").eval().requires_grad_(False)
     if scheme is not None:
         model = atomc.quantize(model, scheme)
     report = program.compile_model(copy.deepcopy(model), options=STRICT).report

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import atomc
 from atomc.cli import main
-from atomc.models import wrap_stock
+from atomc.models.stock import wrap_stock
 from atomc.program import compile_model
 from atomc.report import contract
 

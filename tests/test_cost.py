@@ -11,7 +11,7 @@ from atomc.compiler import pipeline
 from atomc.cost import cost
 from atomc.cost.efficiency import evaluated
 from atomc.graph.step_symbols import C, R, S, T
-from atomc.models import build
+from atomc.models.create_model import create_model
 from atomc.models.loader import ready
 from atomc.program import compile_model
 from atomc.rewriting.graph_pass import Pass
@@ -193,7 +193,7 @@ def program_costs(monkeypatch, layers, window=None):
         **({"sliding_window": window} if window else {}),
     }
     compile_model(
-        ready(build(config, dtype=torch.bfloat16, device="meta")),
+        ready(create_model(config, dtype=torch.bfloat16, device="meta")),
         options={"glue": "eager", "strict": True},
     )
     return only(found)

@@ -13,8 +13,10 @@ from tiny_models import SIZES
 from torch import Tensor, nn
 
 import atomc
-from atomc import models, program
+from atomc import program
 from atomc.models import qwen3
+from atomc.models.create_model import create_model
+from atomc.models.stock import wrap_stock
 from atomc.report.report import Report
 from atomc.torch_compat.tracing import mark_unbacked
 
@@ -47,7 +49,7 @@ def own(
         "architectures": [OURS[kind]],
         "model_type": kind,
     }
-    return models.build(config, dtype=dtype, device=device).eval().requires_grad_(False)
+    return create_model(config, dtype=dtype, device=device).eval().requires_grad_(False)
 
 
 def stock(
@@ -133,7 +135,7 @@ def test_the_counts_follow_the_formula_at_28_layers(
 
 
 @pytest.mark.parametrize(
-    "make", [own, lambda kind, layers: models.wrap_stock(stock(kind, layers))], ids=["own", "stock"]
+    "make", [own, lambda kind, layers: wrap_stock(stock(kind, layers))], ids=["own", "stock"]
 )
 @pytest.mark.parametrize(
     ("kind", "layers"),

@@ -21,7 +21,7 @@ from atomc.kernels import load
 from atomc.kernels.triton.attention_tiles import tiling
 from atomc.kernels.triton.linear import MAX_ROWS
 from atomc.kernels.triton.tiles import HEAD_ROWS, LINEAR
-from atomc.models import build
+from atomc.models.create_model import create_model
 from atomc.models.loader import ready
 from atomc.models.parameters import fill_randomly
 from atomc.report.report import Report
@@ -350,7 +350,7 @@ def test_a_stock_model_decodes_a_batch_whose_positions_are_expanded() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_runtime_generates_the_same_tokens_with_and_without_graphs(dtype: torch.dtype) -> None:
-    model = build(TINY, dtype=dtype, device="cuda")
+    model = create_model(TINY, dtype=dtype, device="cuda")
     fill_randomly(model, "cuda")
     ready(model)
     prompts = [[5, 6, 7], [1] * 40, [9, 8], [3] * 17, [2, 4, 6, 8, 10]]
@@ -378,7 +378,7 @@ def test_after_the_start_no_kernel_is_compiled_and_none_is_loaded(
     dtype, monkeypatch, tmp_path
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    model = build({**TINY, "max_position_embeddings": 4096}, dtype=dtype, device="cuda")
+    model = create_model({**TINY, "max_position_embeddings": 4096}, dtype=dtype, device="cuda")
     fill_randomly(model, "cuda")
     ready(model)
     late, captured = [], []

@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 pytest.importorskip("msgspec")  # of the server
-from atomc import demo, models
+from atomc import demo
 from atomc.cli import main
 from atomc.models import execute_plan, limits, loader, stock
+from atomc.models.create_model import create_model
 from atomc.models.limits import MAX_TENSORS
 from atomc.models.mrope import MRotary
 from atomc.models.rotary import Rotary, rope_parameters
@@ -93,7 +94,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind, config in CONFIGS.items():
         folder = root / kind
         torch.manual_seed(0)
-        model = models.build(config)
+        model = create_model(config)
         if kind in ("olmoe", "gpt2"):
             model.hf_model.save_pretrained(folder)  # type: ignore[union-attr, operator]
         else:
@@ -712,7 +713,7 @@ def test_weights_that_are_quantized_while_loading_parse_the_header_of_a_file_onc
 def test_a_tied_weight_counts_once_among_the_parameters_that_a_config_describes() -> None:
     outline = stock.empty_model(transformers.GPT2LMHeadModel, CONFIGS["gpt2"], torch.float32)
     counted = sum(weight.numel() for weight in outline.parameters())
-    assert counted == sum(weight.numel() for weight in models.build(CONFIGS["gpt2"]).parameters())
+    assert counted == sum(weight.numel() for weight in create_model(CONFIGS["gpt2"]).parameters())
 
 
 @pytest.mark.parametrize(

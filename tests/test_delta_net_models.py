@@ -20,9 +20,10 @@ from test_moe_models import EAGER, median_error
 from torch import Tensor, nn
 
 import atomc
-from atomc import models
+from atomc.models.create_model import create_model
 from atomc.models.gated_delta_net import hybrid_layer_types
 from atomc.models.loader import load
+from atomc.models.stock import wrap_stock
 from atomc.models.stock_delta_net import LAYER_TYPE as LINEAR
 from atomc.program import Program, compile_model
 from atomc.quantization.linear import QuantizedLinear
@@ -106,7 +107,7 @@ def made(whose: str, name: str, **differs: object) -> nn.Module:
     """Our model or the wrapped class, with the same weights."""
     model = theirs(name, **differs)
     if whose == "stock":
-        return models.wrap_stock(model)
+        return wrap_stock(model)
     with TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         return load(folder, mmap=False)
@@ -141,7 +142,7 @@ def test_logits_and_names_are_those_of_hugging_face(name: str, tmp_path: Path) -
 def test_a_wrapped_class_gives_the_same_logits(name: str) -> None:
     model = theirs(name)
     expected = hf_logits(model, IDS, POSITIONS)
-    wrapped = models.wrap_stock(model)
+    wrapped = wrap_stock(model)
     assert error(wrapped(IDS, POSITIONS), expected) < 1e-4
     handles = {path.rpartition(".")[2] for path, _ in wrapped.named_buffers()}
     assert {"conv_state", "delta_state", "kv"} <= handles
@@ -150,7 +151,7 @@ def test_a_wrapped_class_gives_the_same_logits(name: str) -> None:
 def test_a_class_without_attention_is_wrapped_too() -> None:
     model = theirs("qwen3_next", layer_types=[LINEAR, LINEAR])
     expected = hf_logits(model, IDS, POSITIONS)
-    wrapped = models.wrap_stock(model)
+    wrapped = wrap_stock(model)
     assert error(wrapped(IDS, POSITIONS), expected) < 1e-4
     assert not any(path.endswith(".kv") for path, _ in wrapped.named_buffers())
 
@@ -175,7 +176,7 @@ def test_bf16_is_as_close_to_fp32_as_hugging_face_is(name: str, tmp_path: Path) 
         tmp_path, dtype=torch.bfloat16, attn_implementation="eager"
     )
     limit = 1.5 * median_error(hf_logits(in_bf16, IDS, POSITIONS), expected)
-    for ours in (load(tmp_path, dtype=torch.bfloat16), models.wrap_stock(in_bf16)):
+    for ours in (load(tmp_path, dtype=torch.bfloat16), wrap_stock(in_bf16)):
         with torch.no_grad():
             logits = ours(IDS, POSITIONS)
         assert logits.dtype == torch.bfloat16
@@ -368,13 +369,13 @@ def test_a_class_that_is_no_gated_delta_net_is_refused_with_the_difference(
     layer = model.model.layers[0].linear_attn
     layer.__class__ = type("Other", (*bases, type(layer)), members)
     with pytest.raises(ValueError) as raised:
-        models.wrap_stock(model)
+        wrap_stock(model)
     assert str(raised.value) == f"Qwen3_5ForCausalLM: Other {sentence}"
 
 
 def test_another_activation_is_refused() -> None:
     with pytest.raises(ValueError) as raised:
-        models.wrap_stock(theirs("qwen3_next", hidden_act="gelu"))
+        wrap_stock(theirs("qwen3_next", hidden_act="gelu"))
     assert str(raised.value) == (
         "Qwen3NextForCausalLM: Qwen3NextGatedDeltaNet has the activation 'gelu' behind its "
         "convolution, supported is 'silu'"
@@ -387,7 +388,7 @@ def test_a_layer_without_the_parts_of_a_gated_delta_net_is_refused() -> None:
     layer.gate_proj = layer.in_proj_z
     del layer.in_proj_z
     with pytest.raises(ValueError, match="has layers of kind linear_attention, only full_attent"):
-        models.wrap_stock(model)
+        wrap_stock(model)
 
 
 @pytest.mark.parametrize("name", [*NAMES, *STOCK])
@@ -399,7 +400,7 @@ def test_padding_and_a_cache_are_those_of_the_class(name: str) -> None:
     own = type(layer).forward
     expected, unmasked = own(layer, x, attention_mask=mask), own(layer, x)
     text = generated(model, [[5, 7, 9, 11]], 6)
-    models.wrap_stock(model)
+    wrap_stock(model)
     assert error(layer(x, attention_mask=mask), expected) < 1e-5
     assert error(unmasked, expected) > 0.01
 
@@ -501,7 +502,7 @@ def test_convolutions_gates_and_the_head_stay_in_16_bits(name: str) -> None:
     }[name]
     attention = {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert quantized == {"gate_proj", "up_proj", "down_proj"} | of_delta_net | attention
-    logits = models.wrap_stock(model)(IDS, POSITIONS)
+    logits = wrap_stock(model)(IDS, POSITIONS)
     assert 1e-5 < median_error(logits, expected) < 0.1
 
 
@@ -537,7 +538,7 @@ def test_an_unsupported_config_is_refused_in_one_sentence(
     differs: dict[str, object], sentence: str
 ) -> None:
     with pytest.raises(ValueError) as raised:
-        models.build(CONFIG | differs, device="meta")
+        create_model(CONFIG | differs, device="meta")
     assert str(raised.value) == f"qwen3_5_text: {sentence}"
 
 

@@ -16,7 +16,7 @@ from test_tensor_parallel_loading import assert_parts
 from torch import nn
 
 import atomc
-from atomc import models
+from atomc.models.create_model import create_model
 from atomc.models.loader import load
 from atomc.parallel import sizes
 from atomc.parallel.group import TensorParallel
@@ -198,7 +198,7 @@ WIDE = {
 )
 def test_a_rank_reads_its_heads(kind: str, how: dict[str, Any], tmp_path: Path) -> None:
     config = config_of(kind, **WIDE)
-    model = models.build(config, torch.bfloat16)
+    model = create_model(config, torch.bfloat16)
     fill(model)
     (tmp_path / "config.json").write_text(json.dumps(config))
     tensors = {name: weight.detach().contiguous() for name, weight in model.named_parameters()}

@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 import atomc
-from atomc import models, ops
+from atomc import ops
 from atomc.compiler.explain import explain
 from atomc.demo import PATH
 from atomc.dumps.replay import RECORDED, make
+from atomc.models.create_model import create_model
 from atomc.models.loader import load
 from atomc.ops.op import Kernel, Prepared
 from atomc.ops.state import GroupStep, Step
@@ -46,7 +47,7 @@ def own():
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
     }
-    return models.build(config, device="meta").eval().requires_grad_(False)
+    return create_model(config, device="meta").eval().requires_grad_(False)
 
 
 def stock():

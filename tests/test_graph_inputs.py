@@ -13,9 +13,9 @@ import torch
 from test_imports import PACKAGE, sources
 from torch import nn
 
-from atomc import models
 from atomc.capture.functional import capture, dynamo_graph
 from atomc.graph.inputs import graph_input
+from atomc.models.create_model import create_model
 from atomc.ops.inputs import MODEL_INPUTS, SCALES, StateInput, StepInput
 from atomc.ops.state import KINDS, GroupStep, Step
 from atomc.program import compile_model
@@ -51,7 +51,7 @@ IDS, X = torch.tensor([3, 1, 4, 1, 5]), torch.zeros(5)
 def model_of() -> nn.Module:
     """ApiKeys, values and their scales differ from layer to layer."""
     torch.manual_seed(0)
-    model = models.build(TINY, torch.float32).requires_grad_(False).eval()
+    model = create_model(TINY, torch.float32).requires_grad_(False).eval()
     for i, layer in enumerate(model.model.layers):
         layer.self_attn.register_buffer("k_scale", torch.tensor([0.3 * (i + 1)]), persistent=False)
         layer.self_attn.register_buffer("v_scale", torch.tensor([0.7 * (i + 1)]), persistent=False)

@@ -21,6 +21,7 @@ import atomc
 from atomc.cli import main
 from atomc.cli.explain import _names
 from atomc.graph.graph_printer import parse
+from atomc.models.create_model import create_model
 from atomc.report.records import (
     CacheOutcome,
     FusionOpportunity,
@@ -57,7 +58,6 @@ def qwen3():
 
 @pytest.fixture(scope="module")
 def fp8_llama():
-    from atomc import models
     from atomc.program import compile_model
 
     config = TINY | {
@@ -65,7 +65,7 @@ def fp8_llama():
         "num_hidden_layers": 2,
         "rms_norm_eps": 1e-5,
     }
-    model = atomc.quantize(models.build(config, dtype=torch.bfloat16, device="cpu"), "fp8")
+    model = atomc.quantize(create_model(config, dtype=torch.bfloat16, device="cpu"), "fp8")
     return compile_model(model.requires_grad_(False), {"glue": "eager"}, keep_texts=True).report
 
 

@@ -10,7 +10,7 @@ import torch
 from tiny_vl import IMAGE, theirs
 from torch import nn
 
-from atomc.models import wrap_stock
+from atomc.models.stock import wrap_stock
 from atomc.runtime.llm import LLM
 from atomc.runtime.prompt_image import PromptImage
 from atomc.runtime.sampling.sampling_params import SamplingParams

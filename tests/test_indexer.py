@@ -26,7 +26,9 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from atomc import models, ops
+from atomc.models.create_model import create_model
 from atomc.models.loader import load
+from atomc.models.stock import wrap_stock
 from atomc.platform import Platform
 from atomc.program import Program, compile_model
 from atomc.quantization.linear import QuantizedLinear
@@ -119,7 +121,7 @@ def test_in_the_runtime_each_layer_caches_its_latent_and_the_key_of_its_indexer(
         model.save_pretrained(tmp_path)
         model = load(tmp_path)
     else:
-        model = models.wrap_stock(model)
+        model = wrap_stock(model)
     check_layers(compile_model(model, UNCACHED), layers)
 
 
@@ -266,7 +268,7 @@ def test_an_unsupported_config_is_refused_in_one_sentence(
 ) -> None:
     config = TINY | KINDS["deepseek_v32"][1] | {"model_type": "deepseek_v32"} | differs
     with pytest.raises(ValueError) as raised:
-        models.build(config | {"architectures": ["DeepseekV32ForCausalLM"]}, device="meta")
+        create_model(config | {"architectures": ["DeepseekV32ForCausalLM"]}, device="meta")
     assert str(raised.value) == sentence
 
 
@@ -274,7 +276,7 @@ def test_on_a_gpu_each_step_runs_in_kernels_that_a_graph_can_capture(tmp_path: P
     kind, config = KINDS["deepseek_v32"]
     theirs_of(kind, **config | ONE_LAYER).save_pretrained(tmp_path)
     hf = json.loads((tmp_path / "config.json").read_text())
-    model = models.build(hf, torch.bfloat16, "meta")
+    model = create_model(hf, torch.bfloat16, "meta")
     program = compile_model(model, UNCACHED, platform=Platform.named("h200"))
     chosen = {(choice.op, choice.chosen) for choice in program.report.kernels}
     ours = {op for op, _ in chosen if op.startswith(("mla_", "index_", "paged_"))}
@@ -306,7 +308,7 @@ def test_queries_are_quantized_for_a_kernel_that_multiplies_codes(
 ) -> None:
     differs = KINDS["deepseek_v32"][1] | WIDE_INDEXER | ONE_LAYER
     config = theirs_of("deepseek_v32", **differs).config.to_dict()
-    model = models.build(
+    model = create_model(
         config | {"architectures": ["DeepseekV32ForCausalLM"]}, torch.bfloat16, "meta"
     )
     program = compile_model(model, UNCACHED | options, platform=Platform.named(machine))
@@ -324,7 +326,7 @@ def test_an_indexer_that_chooses_other_keys_is_refused() -> None:
 
     indexer.__class__ = type("Other", (type(indexer),), {"forward": of_other_queries})
     with pytest.raises(ValueError) as raised:
-        models.wrap_stock(model)
+        wrap_stock(model)
     assert str(raised.value) == (
         "DeepseekV32ForCausalLM: Other chooses other keys than ops.index_topk"
     )
@@ -333,7 +335,7 @@ def test_an_indexer_that_chooses_other_keys_is_refused() -> None:
 def test_a_wrapped_model_still_runs_its_own_indexers_with_its_own_attention() -> None:
     model = theirs("deepseek_v32")
     expected = stock_choices(model, IDS)
-    wrapped = models.wrap_stock(model)
+    wrapped = wrap_stock(model)
     found: list[Tensor] = []
     for layer in model.model.layers:
         layer.self_attn.indexer.register_forward_hook(lambda *given: found.append(given[-1][0]))

@@ -18,7 +18,8 @@ from test_tensor_parallel_loading import assert_parts
 from torch import Tensor, nn
 
 import atomc
-from atomc import models
+from atomc.models.create_model import create_model
+from atomc.models.stock import wrap_stock
 from atomc.parallel.group import TensorParallel
 from atomc.parallel.sharding import Sharding
 from atomc.planning.device_model import build_model
@@ -105,7 +106,7 @@ def test_a_rank_has_the_weights_of_its_heads_and_whole_latents(kind: str) -> Non
 def test_a_model_is_wrapped_after_it_is_divided() -> None:
     model = whole(KINDS["DeepSeek-V3, in a program"])
     Sharding.of(model, rank()).cut()
-    assert attention_of(models.wrap_stock(model)).kv.shape == (0, 2, 36)
+    assert attention_of(wrap_stock(model)).kv.shape == (0, 2, 36)
 
 
 def test_each_layer_has_two_sums() -> None:
@@ -187,7 +188,7 @@ def config_of(**differs: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("scheme", [None, "fp8_block", "mxfp4_a16"])
 def test_a_rank_reads_its_heads(scheme: str | None, tmp_path: Path) -> None:
-    model = models.build(config_of(), torch.bfloat16)
+    model = create_model(config_of(), torch.bfloat16)
     fill(model)
     (tmp_path / "config.json").write_text(json.dumps(config_of(dtype="bfloat16")))
     tensors = {

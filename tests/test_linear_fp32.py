@@ -13,7 +13,8 @@ from rewriting import after_passes, explained, rewritten
 from torch import Tensor, nn
 
 import atomc
-from atomc import models, ops, passes
+from atomc import ops, passes
+from atomc.models.create_model import create_model
 from atomc.models.loader import ready
 from atomc.ops.inputs import LoraShape
 from atomc.options import Options
@@ -229,7 +230,7 @@ def own(dtype: torch.dtype) -> nn.Module:
         "hidden_act": "silu",
         "rope_theta": 10000.0,
     }
-    return ready(models.build(config, dtype=dtype, device="meta"))
+    return ready(create_model(config, dtype=dtype, device="meta"))
 
 
 @pytest.mark.parametrize(

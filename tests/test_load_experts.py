@@ -10,8 +10,8 @@ import torch
 from test_loader import assert_holds, checkpoint, halves, refusal, weights
 from torch import Tensor
 
-from atomc.models import build
 from atomc.models.checkpoint_files import load_config, stored_tensors
+from atomc.models.create_model import create_model
 from atomc.models.load_plan import Copy, plan_load
 from atomc.models.loader import load
 
@@ -108,7 +108,7 @@ def test_every_parameter_owns_just_its_memory(tmp_path: Path) -> None:
 def test_a_plan_copies_each_expert_into_its_rows_without_reading_one(tmp_path: Path) -> None:
     stored = one_tensor_per_expert(weights(**QWEN3_MOE), "qwen3_moe")
     path = checkpoint(tmp_path, stored, **QWEN3_MOE)
-    model = build(load_config(path), device="meta")
+    model = create_model(load_config(path), device="meta")
     headers = stored_tensors(path)
     plan = plan_load(model, headers, path, torch.float32)
     assert len(plan.copies) == 2 * 3 * 3 and len(plan.fills) == len(stored) - len(plan.copies)

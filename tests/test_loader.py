@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import atomc.demo
 from atomc import models
 from atomc.models.checkpoint_files import load_config
+from atomc.models.create_model import create_model
 from atomc.models.limits import Stored
 from atomc.models.load_plan import LoadPlan, Quantize, plan_load
 from atomc.models.loader import load
@@ -38,7 +39,7 @@ def weights(**differs: object) -> dict[str, Tensor]:
     """The tensors of a random model with that config."""
     torch.manual_seed(0)
     return {
-        name: weight.detach() for name, weight in models.build(CONFIG | differs).named_parameters()
+        name: weight.detach() for name, weight in create_model(CONFIG | differs).named_parameters()
     }
 
 

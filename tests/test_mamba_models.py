@@ -17,8 +17,7 @@ from test_moe_models import EAGER, median_error
 from torch import Tensor, nn
 
 import atomc
-from atomc import models
-from atomc.models.stock import StockModel
+from atomc.models.stock import StockModel, wrap_stock
 from atomc.models.stock_mamba import MIXERS
 from atomc.program import Program, compile_model
 from atomc.runtime.engine import Engine, EngineConfig
@@ -160,7 +159,7 @@ def text_of(name: str, prompts: list[list[int]], count: int) -> list[list[int]]:
 
 
 def wrapped(name: str) -> StockModel:
-    return models.wrap_stock(theirs(name))
+    return wrap_stock(theirs(name))
 
 
 @cache
@@ -186,7 +185,7 @@ def test_a_wrapped_class_gives_the_same_logits(name: str) -> None:
         hf_logits(model, *given)
         for given in ((IDS, POSITIONS), (IDS[:1], POSITIONS[:1]), (ids, positions))
     ]
-    ours = models.wrap_stock(model)
+    ours = wrap_stock(model)
     assert error(ours(IDS, POSITIONS), expected[0]) < 1e-4
     assert error(ours(IDS[:1], POSITIONS[:1]), expected[1]) < 1e-4
     assert error(ours(ids, positions), expected[2]) < 1e-4
@@ -199,7 +198,7 @@ def test_bf16_is_as_close_to_fp32_as_the_class_is(name: str) -> None:
     expected = hf_logits(theirs(name), IDS, POSITIONS)
     model = theirs(name).to(torch.bfloat16)
     limit = 1.5 * median_error(hf_logits(model, IDS, POSITIONS), expected)
-    logits = models.wrap_stock(model)(IDS, POSITIONS)
+    logits = wrap_stock(model)(IDS, POSITIONS)
     assert logits.dtype == torch.bfloat16
     assert median_error(logits, expected) < limit
 
@@ -392,7 +391,7 @@ def test_a_mixer_with_another_activation_or_another_parameter_is_refused(monkeyp
     with pytest.raises(
         ValueError, match=r"BambaMixer has the activation 'gelu' behind its convolution"
     ):
-        models.wrap_stock(hf_model("bamba", **KINDS["bamba"][1] | {"hidden_act": "gelu"}))
+        wrap_stock(hf_model("bamba", **KINDS["bamba"][1] | {"hidden_act": "gelu"}))
     build = bamba.BambaMixer.__init__
 
     def with_gain(self: Any, *args: Any, **named: Any) -> None:
@@ -401,7 +400,7 @@ def test_a_mixer_with_another_activation_or_another_parameter_is_refused(monkeyp
 
     monkeypatch.setattr(bamba.BambaMixer, "__init__", with_gain)
     with pytest.raises(ValueError, match=r"BambaMixer has gain, which ops.causal_conv1d and ops"):
-        models.wrap_stock(hf_model("bamba", **KINDS["bamba"][1]))
+        wrap_stock(hf_model("bamba", **KINDS["bamba"][1]))
 
 
 def test_a_layer_of_a_kind_that_nothing_was_entered_for_is_refused(monkeypatch) -> None:

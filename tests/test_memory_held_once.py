@@ -19,7 +19,8 @@ from tracked_bytes import TrackedBytes
 import atomc
 from atomc import ops
 from atomc import program as programs
-from atomc.models import build, dummy_weights, loader
+from atomc.models import dummy_weights, loader
+from atomc.models.create_model import create_model
 from atomc.ops import GroupStep, Prepared, Step, Tokens
 from atomc.planning.device_model import build_model
 from atomc.planning.plan import compile_for, plan
@@ -221,7 +222,7 @@ def test_a_head_that_is_tied_to_the_embedding_is_not_relaid_on_a_gpu(
     if not small:
         monkeypatch.setattr("atomc.compiler.weight_forms.SMALL", 1)
     config = CONFIGS["qwen3_moe"] | {"tie_word_embeddings": True}
-    model = loader.ready(build(config, torch.bfloat16, "meta"))
+    model = loader.ready(create_model(config, torch.bfloat16, "meta"))
     with turning_linears():
         program = compile_model(
             model, providers("turned", "triton"), platform=Platform.named("h200"), owned=True

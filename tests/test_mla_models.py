@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from atomc import models
 from atomc.models.cache_scales import cache_scales
 from atomc.models.loader import load
+from atomc.models.stock import wrap_stock
 from atomc.quantization import QuantizedExperts
 from atomc.quantization.linear import QuantizedLinear
 from atomc.runtime.llm import LLM
@@ -60,13 +61,13 @@ def served(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_wrapped_class_has_handles_as_wide_as_its_keys(name: str) -> None:
-    model = models.wrap_stock(theirs(name))
+    model = wrap_stock(theirs(name))
     handles = [buffer for path, buffer in model.named_buffers() if path.endswith(".kv")]
     assert [tuple(handle.shape) for handle in handles] == [(0, 4, 24)] * 2
 
 
 def test_a_stored_scale_of_keys_is_that_of_keys_or_of_latents_as_either_may_be_cached() -> None:
-    model = models.wrap_stock(theirs("deepseek_v3"))
+    model = wrap_stock(theirs("deepseek_v3"))
     layer = "hf_model.model.layers.1.self_attn"
     found = cache_scales(model, [f"{layer}.k_scale", f"{layer}.v_scale"])
     assert [scale.buffers for scale in found.values()] == [("k_scale", "kv_scale"), ("v_scale",)]

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import atomc
 from atomc import models, ops
 from atomc.models.loader import load
+from atomc.models.stock import wrap_stock
 from atomc.planning.device_model import build_model
 from atomc.planning.plan import compile_for, plan
 from atomc.planning.plan_report import Workload
@@ -59,7 +60,7 @@ def model_of(
     dtype: torch.dtype = torch.float32,
 ) -> nn.Module:
     model = stock("deepseek_v3", layers, **SIZES).to(dtype)
-    return models.wrap_stock(atomc.quantize(model, scheme, ignore=ignore))
+    return wrap_stock(atomc.quantize(model, scheme, ignore=ignore))
 
 
 def dequantized(model: nn.Module) -> nn.Module:
@@ -115,7 +116,7 @@ def test_each_layer_caches_its_latent_whatever_the_scheme_of_kv_b_proj(
         model.save_pretrained(tmp_path)
         model = load(tmp_path, quantization=scheme, progress=False)
     else:
-        model = models.wrap_stock(atomc.quantize(model, scheme))
+        model = wrap_stock(atomc.quantize(model, scheme))
     report = (program := compile_model(model, UNCACHED)).report
     assert report.matches["mla_attention"] == layers
     assert report.matches[f"mla_attention[{STORED.get(scheme, scheme)}]"] == layers
@@ -306,7 +307,7 @@ def test_the_product_in_eight_bits_can_be_turned_off(off: bool | list[str]) -> N
 
 def test_heads_that_mxfp4_cannot_group_are_multiplied_in_16_bits() -> None:
     narrow = SIZES | {"qk_nope_head_dim": 24, "qk_rope_head_dim": 8}
-    model = models.wrap_stock(atomc.quantize(stock("deepseek_v3", 1, **narrow), "mxfp4"))
+    model = wrap_stock(atomc.quantize(stock("deepseek_v3", 1, **narrow), "mxfp4"))
     report = compile_model(
         model.bfloat16().to("meta"), UNCACHED, platform=Platform.named("h200"), owned=True
     ).report

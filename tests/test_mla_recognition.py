@@ -15,8 +15,8 @@ from test_moe_models import LATENT as SIZES
 from torch import Tensor, nn
 
 import atomc
-from atomc import models
 from atomc.models.loader import load
+from atomc.models.stock import wrap_stock
 from atomc.program import compile_model
 
 transformers = pytest.importorskip("transformers")
@@ -141,7 +141,7 @@ def test_in_the_runtime_each_layer_caches_its_latent(
         model.save_pretrained(tmp_path)
         model = load(tmp_path)
     else:
-        model = models.wrap_stock(model)
+        model = wrap_stock(model)
     program = compile_model(model, UNCACHED)
     counts = program.report.num_ops
     assert program.report.matches["mla_attention"] == layers

@@ -21,7 +21,7 @@ from tiny_experts import random_model
 from torch import nn
 
 import atomc
-from atomc import demo, models
+from atomc import demo
 from atomc.cache import library_code
 from atomc.cache.artifact import Uncacheable
 from atomc.cache.fingerprint import PACKAGE
@@ -29,6 +29,7 @@ from atomc.cache.model_fingerprint import model_parts
 from atomc.cache.store import differences
 from atomc.errors import RunError
 from atomc.models import experts_spec, layers, llama, loader
+from atomc.models.create_model import create_model
 from atomc.ops.inputs import TEXT, ModelInputs
 from atomc.ops.state import GroupStep, Step, groups_of
 from atomc.options import Options
@@ -81,7 +82,7 @@ IDS = torch.tensor([3, 1, 4, 1, 5])
 
 def model_of(name="untied", seed=0, **differs):
     torch.manual_seed(seed)
-    model = models.build({**TINY, **MODELS[name], **differs}, torch.float32)
+    model = create_model({**TINY, **MODELS[name], **differs}, torch.float32)
     for weight in model.parameters():
         # Larger than usual, so that a wrong weight shows.
         weight.data.normal_(1.0 if weight.dim() == 1 else 0.0, 0.3)

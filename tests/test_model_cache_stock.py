@@ -20,7 +20,7 @@ from torch import nn
 from atomc import LLM, SamplingParams, models
 from atomc.cache.artifact import Uncacheable
 from atomc.cache.store import differences
-from atomc.models import wrap_stock
+from atomc.models.stock import wrap_stock
 from atomc.quantization import quantize
 
 transformers = pytest.importorskip("transformers")

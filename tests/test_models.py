@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from atomc import models
+from atomc.models.create_model import create_model
 from atomc.models.llama import Config as LlamaConfig
 from atomc.models.llama import LlamaForCausalLM
 from atomc.models.loader import load
 from atomc.models.qwen3 import Config as Qwen3Config
 from atomc.models.rotary import Rotary, rope_parameters
+from atomc.models.stock import wrap_stock
 
 transformers = pytest.importorskip("transformers")
 
@@ -208,11 +209,11 @@ def test_a_wrapped_model_of_the_user_gives_the_same_logits(name: str) -> None:
     positions = torch.arange(33)
     expected = hf_logits(model, IDS, positions)
     with torch.no_grad():
-        assert error(models.wrap_stock(model)(IDS, positions), expected) < 1e-4
+        assert error(wrap_stock(model)(IDS, positions), expected) < 1e-4
 
 
 def test_every_attention_layer_of_a_wrapped_model_has_a_state_handle_of_its_own() -> None:
-    model = models.wrap_stock(hf_model("gemma3_text", head_dim=24, num_key_value_heads=1))
+    model = wrap_stock(hf_model("gemma3_text", head_dim=24, num_key_value_heads=1))
     handles = {name: buffer for name, buffer in model.named_buffers() if name.endswith(".kv")}
     assert [tuple(handle.shape) for handle in handles.values()] == [(0, 1, 24)] * 2
     assert len({id(handle) for handle in handles.values()}) == 2
@@ -221,7 +222,7 @@ def test_every_attention_layer_of_a_wrapped_model_has_a_state_handle_of_its_own(
 
 def test_a_stock_model_built_in_bf16_keeps_its_rotary_frequencies_in_fp32() -> None:
     config = hf_model("phi3").config.to_dict() | {"architectures": ["Phi3ForCausalLM"]}
-    model = models.build(config, torch.bfloat16)
+    model = create_model(config, torch.bfloat16)
     assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
     assert {b.dtype for name, b in model.named_buffers() if name.endswith("inv_freq")} == {
         torch.float32
@@ -239,11 +240,11 @@ def test_attention_that_cannot_be_given_a_state_is_refused(
     model_type: str, differs: dict[str, object], sentence: str
 ) -> None:
     with pytest.raises(ValueError, match=sentence):
-        models.wrap_stock(hf_model(model_type, **differs))
+        wrap_stock(hf_model(model_type, **differs))
 
 
 def test_a_state_handle_that_does_not_fit_the_keys_is_refused() -> None:
-    model = models.wrap_stock(hf_model("gpt2", num_key_value_heads=2))
+    model = wrap_stock(hf_model("gpt2", num_key_value_heads=2))
     with pytest.raises(
         ValueError, match=r"GPT2Attention: keys \[1, 4, 33, 16\] .* do not match its state handle"
     ):
@@ -265,7 +266,7 @@ def test_layers_whose_state_or_mask_we_do_not_know_are_refused(
         ValueError,
         match=rf"has layers of kind {kind}, only full_attention and sliding_attention are",
     ):
-        models.wrap_stock(hf_model(model_type, **differs))
+        wrap_stock(hf_model(model_type, **differs))
 
 
 HF = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | TINY
@@ -319,7 +320,7 @@ def test_an_unsupported_llama_config_is_refused_in_one_sentence(
     differs: dict[str, object], sentence: str
 ) -> None:
     with pytest.raises(ValueError) as raised:
-        models.build(HF | differs, device="meta")
+        create_model(HF | differs, device="meta")
     assert str(raised.value) == sentence
 
 

@@ -14,7 +14,7 @@ from atomc.compiler.explain import explain
 from atomc.cost import cost
 from atomc.cost.moe_layers import moe_layers
 from atomc.cost.quantized_weights import quantized_weights
-from atomc.models import build
+from atomc.models.create_model import create_model
 from atomc.planning.device_model import build_model
 from atomc.planning.plan import compile_for, plan
 from atomc.planning.plan_report import ExpertsRead, Workload
@@ -251,7 +251,7 @@ def test_all_experts_are_held_and_few_are_active(qwen3_moe):
 @pytest.fixture(scope="module")
 def tiny():
     """A model with a dense layer and two mixtures of experts, explained for an H200."""
-    model = build(TINY, dtype=torch.bfloat16, device="meta")
+    model = create_model(TINY, dtype=torch.bfloat16, device="meta")
     return compile_model(model, {"glue": "eager"}, Platform.named("h200")).report
 
 

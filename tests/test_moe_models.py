@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import atomc
-from atomc import models
+from atomc.models.create_model import create_model
 from atomc.models.glm4_moe import Config as Glm4MoeConfig
 from atomc.models.loader import load
+from atomc.models.stock import wrap_stock
 from atomc.runtime.llm import LLM
 from atomc.runtime.sampling.sampling_params import SamplingParams
 
@@ -505,7 +506,7 @@ def test_experts_that_the_op_cannot_express_are_refused_and_served_as_they_are(
         hf_logits(model, IDS, POSITIONS)
 
     model.set_experts_implementation("batched_mm")
-    assert models.wrap_stock(model).hf_model.config._experts_implementation == "batched_mm"
+    assert wrap_stock(model).hf_model.config._experts_implementation == "batched_mm"
 
 
 NAMES_OF_SIZES = {
@@ -626,7 +627,7 @@ def test_layers_of_experts_that_have_run_share_one_compiled_graph() -> None:
 
 
 def test_a_wrapped_model_calls_the_op_for_its_experts() -> None:
-    model = models.wrap_stock(theirs("gpt_oss"))
+    model = wrap_stock(theirs("gpt_oss"))
     assert model.hf_model.config._experts_implementation == "atom"
 
 
@@ -737,7 +738,7 @@ def test_an_unsupported_config_is_refused_in_one_sentence(
     }[architecture]
     config = HF | {"architectures": [architecture], "model_type": model_type} | differs
     with pytest.raises(ValueError) as raised:
-        models.build(config, device="meta")
+        create_model(config, device="meta")
     assert str(raised.value) == sentence
 
 
@@ -747,11 +748,11 @@ def test_half_of_each_head_of_glm_is_rotated_without_the_field() -> None:
 
 def test_the_bias_of_a_router_stays_fp32_and_survives_meta() -> None:
     config = HF | {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe"}
-    on_meta = models.build(config, torch.bfloat16, "meta")
+    on_meta = create_model(config, torch.bfloat16, "meta")
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     assert on_meta.get_parameter(name).dtype == torch.float32
     assert on_meta.get_parameter("model.layers.1.mlp.gate.weight").dtype == torch.bfloat16
-    model = models.build(config)
+    model = create_model(config)
     bias = torch.full((8,), 1.0 + 2.0**-20)
     model.get_parameter(name).data = bias.clone()
     assert torch.equal(model.to(torch.bfloat16).get_parameter(name), bias)

@@ -16,7 +16,8 @@ from rewriting import after_passes, explained, since
 from torch import Tensor, nn
 
 import atomc
-from atomc import models, ops, passes
+from atomc import ops, passes
+from atomc.models.create_model import create_model
 from atomc.passes.recognize.experts import TRANSFORMERS
 
 transformers = pytest.importorskip("transformers")
@@ -195,7 +196,7 @@ def test_each_sparse_layer_has_one_router_and_one_op_for_its_experts(
     model = stock(name, "grouped_mm", torch.bfloat16, device, num_hidden_layers=layers, **differs)
     if whose == "ours":
         config = model.config.to_dict() | {"architectures": [type(model).__name__]}
-        model = models.build(config, torch.bfloat16, device)
+        model = create_model(config, torch.bfloat16, device)
     report = atomc.explain(model, dynamic=dynamic, options={"strict": True, "glue": "eager"})
     sparse = layers - dense(layers)
     assert (report.matches["topk_route"], report.matches["moe_experts"]) == (sparse, sparse)

@@ -8,7 +8,7 @@ import torch
 from tiny_mtp import fill
 from tiny_vl import EXPERTS, HYBRID, IMAGE, TEXT, VIDEO, VISION
 
-from atomc import models
+from atomc.models.create_model import create_model
 from atomc.models.mrope import mrope_positions
 from atomc.models.vision_language import ImageDraftModel
 from atomc.runtime.batch import InputBatch
@@ -31,7 +31,7 @@ GRIDS = [(1, 4, 6), (1, 8, 4), (1, 2, 10)]
 def tiny_model(kind="qwen3_5"):
     architecture, text = CONFIGS[kind]
     torch.manual_seed(0)
-    model = models.build(
+    model = create_model(
         {
             "architectures": [architecture],
             "model_type": kind,

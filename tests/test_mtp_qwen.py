@@ -12,8 +12,8 @@ from test_mtp import Reference, compare_drafts, engine, prompt_of, run
 from tiny_mtp import CONFIG, QWENS, tensors_of, tiny_model, write
 from torch import nn
 
-from atomc import models
 from atomc.models import loader
+from atomc.models.create_model import create_model
 from atomc.models.experts import Experts
 from atomc.models.load_plan import PARTS
 from atomc.quantization import ONLINE, QuantizedExperts
@@ -268,4 +268,4 @@ def test_plans_and_engines_need_no_field_for_the_draft_layer_of_qwen3_next(tmp_p
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = loader.load(tmp_path, load_format="dummy", draft_layer=True)
     assert model.draft_model().layer is model.mtp
-    assert models.build(config).mtp is None
+    assert create_model(config).mtp is None

@@ -18,8 +18,9 @@ from test_quant_counts import ACTIVATIONS, quantized
 from torch import Tensor, nn
 
 import atomc
-from atomc import models, ops, passes
+from atomc import ops, passes
 from atomc.models.loader import load
+from atomc.models.stock import wrap_stock
 from atomc.ops.schemes import SCHEMES
 from atomc.passes.fuse.quantizers import QUANTIZERS, Quantizer
 from atomc.program import compile_model
@@ -200,7 +201,7 @@ def latent_model(name: str, whose: str, layers: int, path: Path) -> nn.Module:
     given = DENSE | config | WIDE | rank | kinds | {"num_hidden_layers": layers}
     model = theirs_of(model_type, **given)
     if whose == "stock":
-        return models.wrap_stock(model)
+        return wrap_stock(model)
     model.save_pretrained(path)
     return load(path)
 

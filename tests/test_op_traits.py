@@ -14,11 +14,12 @@ from test_imports import PACKAGE, sources
 from torch import Tensor, nn
 
 import atomc
-from atomc import models, ops
+from atomc import ops
 from atomc.compiler import ranges
 from atomc.cost import cost
 from atomc.cost.efficiency import LAUNCH
 from atomc.cost.quantized_weights import quantized_weights
+from atomc.models.create_model import create_model
 from atomc.models.loader import ready
 from atomc.ops import REGISTRY, Tokens
 from atomc.ops.op import PreferInductor, op
@@ -124,7 +125,7 @@ class Projected(nn.Module):
 @pytest.fixture(scope="module")
 def model(added):
     """A Llama on meta whose down projections are the new op."""
-    module = models.build(CONFIG, dtype=torch.bfloat16, device="meta")
+    module = create_model(CONFIG, dtype=torch.bfloat16, device="meta")
     for layer in module.model.layers:
         layer.mlp.down_proj = Projected(added, INNER, WIDTH).to("meta")
     return Model(ready(module), CONFIG, None, torch.bfloat16, None, 0)

@@ -12,9 +12,9 @@ from tiny_models import SIZES
 from torch import Tensor, nn
 
 import atomc
-from atomc import models
 from atomc.cache.model_fingerprint import model_parts
 from atomc.cache.store import differences
+from atomc.models.create_model import create_model
 from atomc.models.experts import Experts
 from atomc.ops.inputs import TEXT
 from atomc.options import Options
@@ -40,7 +40,7 @@ def rank(index: int = 0, size: int = 2) -> TensorParallel:
 
 def llama(**differs: object) -> nn.Module:
     torch.manual_seed(0)
-    return models.build(LLAMA | differs).requires_grad_(False).eval()
+    return create_model(LLAMA | differs).requires_grad_(False).eval()
 
 
 # ---- parts of tensors
@@ -293,7 +293,7 @@ def test_a_part_of_a_block_is_refused_with_the_parts_that_work() -> None:
 def test_each_segment_of_experts_ends_with_a_block() -> None:
     """384 rows of gate have three blocks, and two ranks one and a half."""
     config = CONFIGS["qwen3_moe"] | {"moe_intermediate_size": 384}
-    model = atomc.quantize(models.build(config), "fp8_block", ["re:.*self_attn.*"])
+    model = atomc.quantize(create_model(config), "fp8_block", ["re:.*self_attn.*"])
     with pytest.raises(
         ValueError, match=r"384 outputs in 2 gives 192, .* parts that work are 1, 3"
     ):
@@ -334,7 +334,7 @@ def test_ranks_share_what_is_compiled(kind: str, tmp_path: Path) -> None:
     config = LLAMA | {"attention_bias": True} if kind == "llama" else CONFIGS[kind]
     parts, kinds = [], []
     for index in range(2):
-        model = models.build(config, torch.float32).requires_grad_(False).eval()
+        model = create_model(config, torch.float32).requires_grad_(False).eval()
         atomc.parallelize(model, rank(index), ep=kind == "qwen3_moe")
         machine = Platform.detect("cpu")
         parts.append(model_parts(model, Options.of(options), machine, TEXT, owned=False))

@@ -11,7 +11,7 @@ import torch
 
 from atomc.cli import arguments, main
 from atomc.cost.efficiency import SHIPPED, Table, Timing, evaluated, fit, predict, shipped
-from atomc.models import build
+from atomc.models.create_model import create_model
 from atomc.ops import Tokens
 from atomc.planning.device_model import build_model
 from atomc.planning.plan import compile_for, plan
@@ -394,7 +394,9 @@ def test_weights_have_the_tensors_of_their_scheme_and_siblings_share_a_scale(fol
         name: (tuple(x.shape), x.dtype) for name, x in attention.k_proj.named_parameters()
     } == tensors
     assert (attention.k_proj.weight_scale is attention.v_proj.weight_scale) == (scheme == "fp8")
-    quantized = quantize(build({**SMALL, "num_hidden_layers": 1}, torch.bfloat16, "meta"), scheme)
+    quantized = quantize(
+        create_model({**SMALL, "num_hidden_layers": 1}, torch.bfloat16, "meta"), scheme
+    )
     assert shapes(module) == shapes(quantized)
 
 

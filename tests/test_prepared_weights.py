@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import atomc
 from atomc import kernels, ops
-from atomc.models import build
+from atomc.models.create_model import create_model
 from atomc.models.loader import ready
 from atomc.models.parameters import fill_randomly
 from atomc.ops.op import Prepared
@@ -336,7 +336,7 @@ QWEN3 = {
 
 
 def test_a_program_takes_new_copies_when_it_is_asked_to_check() -> None:
-    made = build(QWEN3, dtype=torch.float32)
+    made = create_model(QWEN3, dtype=torch.float32)
     fill_randomly(made, "cpu")
     program = compile_model(ready(made), EAGER)
     assert {(c.tokens, c.chosen) for c in program.report.kernels if c.op == "linear"} == {

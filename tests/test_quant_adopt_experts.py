@@ -10,6 +10,7 @@ from tiny_experts import CONFIGS, IDS, sqnr
 from torch import Tensor, nn
 
 import atomc
+from atomc.models.stock import wrap_stock
 from atomc.quantization import ONLINE, QuantizedExperts
 from atomc.quantization.scheme import Fp8
 
@@ -229,9 +230,8 @@ def test_experts_without_codes_that_atomc_reads_are_refused_in_a_sentence(
 
 
 def test_a_wrapped_model_leaves_experts_of_fp8_to_transformers() -> None:
-    from atomc import models
 
     model = quantized(plain(), "blocks")
     model.config._experts_implementation = "grouped_mm"
-    wrapped = models.wrap_stock(model)
+    wrapped = wrap_stock(model)
     assert wrapped.hf_model.config._experts_implementation == "grouped_mm"

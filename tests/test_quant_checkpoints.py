@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from atomc import models
+from atomc.models.create_model import create_model
 from atomc.models.loader import load
 from atomc.models.stock import StockModel
 from atomc.ops.formats import e2m1_values, e8m0_values, unpack_e2m1
@@ -47,7 +48,7 @@ def tensors() -> Tensors:
     torch.manual_seed(0)
     return {
         name: weight.detach()
-        for name, weight in models.build(CONFIG, torch.bfloat16).named_parameters()
+        for name, weight in create_model(CONFIG, torch.bfloat16).named_parameters()
     }
 
 

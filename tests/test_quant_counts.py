@@ -11,7 +11,8 @@ from test_counts import STRICT, counted, own, stock
 from torch import nn
 
 import atomc
-from atomc import models, program
+from atomc import program
+from atomc.models.stock import wrap_stock
 from atomc.quantization.linear import LinearMethod, QuantizedLinear
 from atomc.report.report import Report
 
@@ -111,7 +112,7 @@ def test_blocks_that_end_at_the_border_of_a_projection_follow_it() -> None:
     ("make", "scheme", "cache"),
     [
         (own, "fp8", "auto"),
-        (lambda *given: models.wrap_stock(stock(*given)), "int8", "fp8"),
+        (lambda *given: wrap_stock(stock(*given)), "int8", "fp8"),
     ],
     ids=["own", "stock"],
 )

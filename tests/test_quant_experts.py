@@ -12,7 +12,8 @@ from tiny_experts import CONFIGS, IDS, POSITIONS, random_model, sqnr, stored, wr
 from torch import Tensor, nn
 
 import atomc
-from atomc import models, ops
+from atomc import ops
+from atomc.models.create_model import create_model
 from atomc.models.experts import Experts
 from atomc.models.experts_spec import spec_of
 from atomc.models.gpt_oss import GptOssExperts
@@ -417,7 +418,7 @@ OPS = {"fp8": "moe_experts_fp8", "fp8_block": "moe_experts_fp8", "int8": "moe_ex
 def bf16_model(kind: str, layers: int, whose: str) -> nn.Module:
     config = CONFIGS[kind] | {"num_hidden_layers": layers}
     if whose == "ours":
-        model = models.build(config, torch.bfloat16, "cpu")
+        model = create_model(config, torch.bfloat16, "cpu")
     else:
         cls = getattr(transformers, config["architectures"][0])
         model = cls(cls.config_class.from_dict(config)).to(torch.bfloat16)

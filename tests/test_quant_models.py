@@ -19,6 +19,7 @@ import atomc
 from atomc import models, ops
 from atomc.demo import PATH
 from atomc.kernels.torch.attention import attention as attention_kernel
+from atomc.models.create_model import create_model
 from atomc.models.loader import load
 from atomc.ops.scaled_linear import mxfp4_values
 from atomc.quantization import ONLINE, QuantizedLinear, apply, quantize
@@ -61,7 +62,7 @@ def sqnr(exact: Tensor, other: Tensor) -> float:
 
 def random_model(**differs: Any) -> nn.Module:
     torch.manual_seed(0)
-    return models.build(CONFIG | differs, torch.float32).requires_grad_(False).eval()
+    return create_model(CONFIG | differs, torch.float32).requires_grad_(False).eval()
 
 
 def checkpoint(path: Path, **differs: Any) -> Path:

@@ -24,7 +24,8 @@ from tiny_experts import CONFIGS
 from torch import Tensor, nn
 
 import atomc
-from atomc import LLM, SamplingParams, models
+from atomc import LLM, SamplingParams
+from atomc.models.create_model import create_model
 from atomc.models.loader import load
 from atomc.quantization import QuantizedLinear
 from atomc.quantization.config import parse
@@ -287,7 +288,7 @@ def test_a_tied_head_is_not_quantized(tmp_path: Path) -> None:
 
 
 def test_experts_are_refused_by_name() -> None:
-    mixtral = models.build(CONFIGS["mixtral"], torch.bfloat16, "cpu").requires_grad_(False)
+    mixtral = create_model(CONFIGS["mixtral"], torch.bfloat16, "cpu").requires_grad_(False)
     with pytest.raises(ValueError) as raised:
         atomc.quantize(mixtral, "nvfp4_a16")
     assert str(raised.value) == (

@@ -20,7 +20,7 @@ from torch._guards import ChainedSource
 
 import atomc
 from atomc.capture import regions
-from atomc.models import build
+from atomc.models.create_model import create_model
 from atomc.models.parameters import allocate_buffers, fill_randomly
 from atomc.models.stock import wrap_stock
 from atomc.program import compile_model
@@ -154,7 +154,7 @@ def ours(depth: int) -> nn.Module:
         "model_type": "qwen3",
         "num_hidden_layers": depth,
     }
-    model = build(config, torch.float32, "meta")
+    model = create_model(config, torch.float32, "meta")
     allocate_buffers(model, "cpu")
     fill_randomly(model, "cpu")
     return model.eval().requires_grad_(False)

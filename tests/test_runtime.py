@@ -11,7 +11,9 @@ import torch
 
 from atomc.cli import main
 from atomc.errors import RunError
-from atomc.models import build, loader, wrap_stock
+from atomc.models import loader
+from atomc.models.create_model import create_model
+from atomc.models.stock import wrap_stock
 from atomc.ops import LAYOUTS
 from atomc.ops.state import groups_of
 from atomc.options import Options
@@ -67,7 +69,7 @@ def tiny(name):
         transformers = pytest.importorskip("transformers")
         plain = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**CONFIGS[name])).eval()
     else:
-        plain = build(CONFIGS[name])
+        plain = create_model(CONFIGS[name])
     for parameter in plain.parameters():
         # Larger than usual, so that tokens differ and a wrong key shows.
         parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.3)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import atomc
 from atomc import kernels, ops
 from atomc.compiler.select import Selection
-from atomc.models import build
+from atomc.models.create_model import create_model
 from atomc.models.loader import ready
 from atomc.models.parameters import fill_randomly
 from atomc.ops import GroupStep, Prepared, Refusal, Step
@@ -270,7 +270,7 @@ TINY = {
 
 @pytest.fixture
 def tiny() -> nn.Module:
-    model = build(TINY, dtype=torch.float32)
+    model = create_model(TINY, dtype=torch.float32)
     fill_randomly(model, "cpu")
     return ready(model)
 

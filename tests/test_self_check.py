@@ -192,7 +192,7 @@ def test_a_given_module_has_its_own_attention_after_the_check():
     own = model.config._attn_implementation
     llm = llm_of(model)
     assert model.config._attn_implementation == own != "atom"
-    from atomc.models import wrap_stock
+    from atomc.models.stock import wrap_stock
 
     assert compile_model(wrap_stock(model), {"glue": "eager"}).specs == llm.program.specs
 

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 
 import atomc
-from atomc import models, ops
-from atomc.models import wrap_stock
+from atomc import ops
+from atomc.models.create_model import create_model
 from atomc.models.loader import ready
 from atomc.models.parameters import fill_randomly
+from atomc.models.stock import wrap_stock
 from atomc.program import compile_model
 from atomc.runtime.llm import LLM
 from atomc.runtime.sampling.sampling_params import SamplingParams
@@ -65,7 +66,7 @@ def ours(**differs: object) -> nn.Module:
         "tie_word_embeddings": True,
         **differs,
     }
-    model = models.build(config, torch.float32, "cpu")
+    model = create_model(config, torch.float32, "cpu")
     fill_randomly(model, "cpu")
     return ready(model)
 

@@ -22,6 +22,7 @@ from tiny_experts import write as write_experts
 from torch import nn
 
 from atomc import models
+from atomc.models.create_model import create_model
 from atomc.models.loader import load
 from atomc.parallel.group import TensorParallel
 from atomc.parallel.sharding import Sharding
@@ -93,7 +94,7 @@ def test_a_vocabulary_is_padded_and_heads_of_keys_are_held_by_several(
     config = CONFIG | {"vocab_size": 49, "num_attention_heads": 12, "head_dim": 16}
     config |= {"num_key_value_heads": 1}
     torch.manual_seed(0)
-    model = models.build(config, torch.bfloat16)
+    model = create_model(config, torch.bfloat16)
     stored = {name: weight.detach() for name, weight in model.named_parameters()}
     write(tmp_path, stored, None, **{k: v for k, v in config.items() if CONFIG.get(k) != v})
     part = assert_parts(tmp_path, size)

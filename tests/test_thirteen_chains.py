@@ -20,7 +20,8 @@ from test_quant_counts import quantized
 from torch import Tensor, distributed, nn
 
 import atomc
-from atomc import models, program
+from atomc import program
+from atomc.models.stock import wrap_stock
 from atomc.parallel.group import TensorParallel
 from atomc.parallel.vocab import sum_lookups
 from atomc.platform import Platform
@@ -70,7 +71,7 @@ def compiled(model: nn.Module) -> Report:
 
 def served(model: nn.Module, platform: str | None = None, **options: str) -> Report:
     where = Platform.named(platform) if platform else None
-    model = models.wrap_stock(model)
+    model = wrap_stock(model)
     model = model.bfloat16().to("meta") if platform else model
     given = {**STRICT, **options, "cache": False}
     return program.compile_model(model, given, platform=where, owned=True).report

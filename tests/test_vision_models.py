@@ -11,9 +11,10 @@ from test_models import error
 from tiny_vl import DEEPSTACK, KINDS, ONE, OURS, THREE, VISION, made, prompt, theirs
 
 import atomc
-from atomc import models
 from atomc.encoder import EncoderProgram, compile_encoder
 from atomc.models import stock_vision, vision_patches
+from atomc.models.create_model import create_model
+from atomc.models.stock import wrap_stock
 from atomc.models.vision_patches import patch_inputs
 from atomc.quantization.apply import methods_of
 from atomc.quantization.config import online
@@ -317,10 +318,10 @@ def test_a_language_model_that_adds_embeddings_otherwise_is_refused(monkeypatch)
         match="Qwen3VLForConditionalGeneration: Qwen3VLTextModel adds embeddings of images "
         "otherwise than by a masked sum",
     ):
-        models.wrap_stock(model)
+        wrap_stock(model)
     monkeypatch.setattr(text, "_deepstack_process", lambda self, hidden: hidden)
     with pytest.raises(ValueError, match="cannot be compared with a masked sum: TypeError"):
-        models.wrap_stock(model)
+        wrap_stock(model)
 
 
 # ---- quantization
@@ -390,7 +391,7 @@ def configured(part: str = "", **differs: Any) -> dict[str, Any]:
 )
 def test_an_unsupported_config_is_refused_in_one_sentence(config, sentence):
     with pytest.raises(ValueError) as raised:
-        models.build(config, device="meta")
+        create_model(config, device="meta")
     assert str(raised.value) == sentence
 
 
@@ -399,7 +400,7 @@ def test_fields_that_a_config_leaves_out_have_transformers_defaults():
         text_config=dict(CONFIG["text_config"]), vision_config={"out_hidden_size": 64, "depth": 25}
     )
     given = configured(vision_config={"out_hidden_size": 64, "depth": 25})
-    ours = models.build(given, device="meta")
+    ours = create_model(given, device="meta")
     with torch.device("meta"):
         hf_model = type(theirs("qwen3_vl"))(config)
     assert {n: p.shape for n, p in ours.named_parameters()} == {

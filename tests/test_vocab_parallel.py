@@ -12,8 +12,8 @@ from torch import nn
 from vocab_model import IDS, Decoder, divided, rows
 from vocab_ranks import CASES, COMPILED, DTYPES, RANKS, some_logits
 
-from atomc import models
 from atomc.cache.model_fingerprint import model_parts
+from atomc.models.create_model import create_model
 from atomc.ops.inputs import ModelInputs
 from atomc.options import Options
 from atomc.parallel.group import TensorParallel
@@ -141,7 +141,7 @@ LLAMA = {
 def test_a_served_model_compiles_for_any_rows_of_logits_under_one_key_on_all_ranks():
     parts = []
     for rank in (0, 1):
-        model = models.build(LLAMA, dtype=torch.float32, device="cpu").eval().requires_grad_(False)
+        model = create_model(LLAMA, dtype=torch.float32, device="cpu").eval().requires_grad_(False)
         tp = TensorParallel(rank, 2, fake_group(2))
         cut_parameters(model, {"model.embed_tokens.weight": rows(tp)})
         sum_lookups(model.model.embed_tokens, tp)

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from tiny_models import SIZES
 from torch import Tensor, nn
 
-from atomc import models
+from atomc.models.create_model import create_model
 
 # Inner sizes that groups of 32 divide.
 SIZED: dict[str, Any] = SIZES | {
@@ -58,7 +58,7 @@ def sqnr(exact: Tensor, other: Tensor) -> float:
 def random_model(kind: str, dtype: torch.dtype = torch.float32, **differs: Any) -> nn.Module:
     """Ours, with biases and sinks, and with experts that matter."""
     torch.manual_seed(0)
-    model = models.build(CONFIGS[kind] | differs, torch.float32).requires_grad_(False).eval()
+    model = create_model(CONFIGS[kind] | differs, torch.float32).requires_grad_(False).eval()
     for name, weight in model.named_parameters():
         if weight.dim() == 3:
             weight.normal_(0, 0.1)

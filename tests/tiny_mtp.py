@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from tiny_models import SIZES
 from torch import Tensor, nn
 
-from atomc import models
+from atomc.models.create_model import create_model
 
 CONFIG: dict[str, Any] = SIZES | {
     "architectures": ["Glm4MoeForCausalLM"],
@@ -63,7 +63,7 @@ QWENS: dict[str, dict[str, Any]] = {
 
 def tiny_model(draft_layer: bool = True, **differs: Any) -> nn.Module:
     torch.manual_seed(0)
-    model = models.build(CONFIG | differs, torch.float64, draft_layer=draft_layer)
+    model = create_model(CONFIG | differs, torch.float64, draft_layer=draft_layer)
     return fill(model)
 
 

@@ -11,9 +11,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from atomc import models
 from atomc.models.loader import load
 from atomc.models.mrope import mrope_positions, num_image_tokens
+from atomc.models.stock import wrap_stock
 
 IMAGE, VIDEO = 90, 91
 TEXT = dict(
@@ -98,7 +98,7 @@ def made(whose: str, kind: str, **differs: Any) -> nn.Module:
         if whose == "ours":
             return load(folder, mmap=False, **differs)
         cls = type(theirs(kind))
-        return models.wrap_stock(cls.from_pretrained(folder)).eval().requires_grad_(False)
+        return wrap_stock(cls.from_pretrained(folder)).eval().requires_grad_(False)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ before anything is loaded.
 from collections.abc import Iterator, Mapping, Sequence
 
 from atomc.json_types import JSONLike
-from atomc.models.limits import NUM_EXPERTS
+from atomc.models.config import NUM_EXPERTS
 
 # Fields whose values are divided, and what they count.
 HEADS, KV_HEADS = "num_attention_heads", "num_key_value_heads"

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from atomc import models
 from atomc.json_types import JSONLike
 from atomc.models import stock
 from atomc.models.checkpoint_files import config_dtype, load_config
 from atomc.models.config import integer
+from atomc.models.create_model import create_model
 from atomc.models.draft_checkpoint import check_draft_layers
 from atomc.models.loader import check_parts, ready
 from atomc.models.mtp import DraftModel
@@ -99,7 +99,7 @@ def build_model(
     dtype = dtype or config_dtype(config) or torch.float32
     if drafts:
         check_draft_layers(config, None, folder)
-    module = models.build(
+    module = create_model(
         without_quantization(config), dtype=dtype, device="meta", draft_layer=drafts > 0
     )
     if stage is not None:

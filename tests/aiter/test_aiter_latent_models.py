@@ -13,8 +13,9 @@ from test_moe_models import KINDS, theirs_of
 from tiny_experts import sqnr
 from torch import Tensor, nn
 
-from atomc import models
 from atomc.kernels.aiter import indexer, latent_attention
+from atomc.models.create_model import create_model
+from atomc.models.stock import wrap_stock
 from atomc.ops.state import GroupStep, Step
 from atomc.platform import Platform
 from atomc.program import Program, compile_model
@@ -44,9 +45,9 @@ def built(whose: str) -> nn.Module:
     torch.manual_seed(0)
     stock = theirs_of("deepseek_v3", **DEEPSEEK).to(torch.bfloat16)
     if whose == "stock":
-        return models.wrap_stock(stock).eval()
+        return wrap_stock(stock).eval()
     config = stock.config.to_dict() | {"architectures": ["DeepseekV3ForCausalLM"]}
-    ours = models.build(config, torch.bfloat16).requires_grad_(False).eval()
+    ours = create_model(config, torch.bfloat16).requires_grad_(False).eval()
     for parameter in ours.parameters():
         parameter.copy_(torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
     return ours
@@ -138,7 +139,7 @@ def test_keys_chosen_by_aiter_lead_to_nearly_the_same_logits(
     monkeypatch.setattr(indexer, "TOPK", 64)
     more = {"index_n_heads": 32, "index_head_dim": 128, "index_topk": 64, "rope_interleave": True}
     stock = theirs_of("deepseek_v32", **KINDS["deepseek_v32"][1] | more).to(torch.bfloat16)
-    model = models.wrap_stock(stock).eval()
+    model = wrap_stock(stock).eval()
     fp8 = {"kv_cache_dtype": "fp8"}
     with stand_ins.installed("gfx950") as called:
         program, found = logits(model, ("aiter", "torch"), **fp8)

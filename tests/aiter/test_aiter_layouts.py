@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import atomc
-from atomc import OptionsError, models, ops
+from atomc import OptionsError, ops
+from atomc.models.create_model import create_model
 from atomc.platform import Platform
 from atomc.testing.layouts import in_plain_order
 
@@ -38,7 +39,7 @@ def gfx950(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def llama() -> nn.Module:
     torch.manual_seed(0)
-    return models.build(CONFIG, torch.bfloat16).requires_grad_(False).eval()
+    return create_model(CONFIG, torch.bfloat16).requires_grad_(False).eval()
 
 
 def generated(**options: Any) -> tuple[list[list[int]], set[str]]:

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_map_only
 from triton.compiler.errors import CompilationError
 
 import atomc
-from atomc import models
 from atomc.kernels.aiter import library
+from atomc.models.create_model import create_model
 from atomc.ops.op import REGISTRY, Kernel, refusal
 from atomc.platform import Platform
 from atomc.quantization import quantize
@@ -161,7 +161,7 @@ def whole_model(arch: str, scheme: str, device: str) -> dict[str, Any]:
 
     def made() -> Any:
         torch.manual_seed(0)
-        model = models.build(CONFIG, torch.float16).requires_grad_(False).eval().to(device)
+        model = create_model(CONFIG, torch.float16).requires_grad_(False).eval().to(device)
         return quantize(model, scheme) if scheme else model
 
     with torch.inference_mode():

@@ -1,0 +1,55 @@
+"""Builds a model of a config.json: a class of atomc, or one of transformers."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import nn
+from torch.fx.node import Argument
+from torch.overrides import TorchFunctionMode
+
+from atomc.json_types import JSONLike
+from atomc.models import REGISTRY, architectures_of, model_class, stock
+
+
+def create_model(
+    config: Mapping[str, JSONLike],
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    *,
+    draft_layer: bool = False,
+) -> nn.Module:
+    """The model of a config.json with random weights, in fp32 unless a dtype is given.
+
+    draft_layer  with its first draft layer, which it has (draft_checkpoint.check_draft_layers)
+
+    On device "meta" it needs no memory. Raises ValueError for an unknown architecture or an
+    unsupported config value.
+    """
+    architectures = architectures_of(config)
+    cls = model_class(architectures)
+    if cls is None:
+        return stock.build(stock.hf_class(architectures, sorted(REGISTRY)), config, dtype, device)
+    where = torch.device(device or "cpu")
+    with where, _Unfilled() if where.type == "meta" else nullcontext():
+        options = {"draft_layer": True} if draft_layer else {}
+        model: nn.Module = cls.from_hf(config, **options)  # type: ignore[attr-defined]
+    return model.to(dtype)
+
+
+class _Unfilled(TorchFunctionMode):
+    """Skips the initialization of weights, which has no effect on meta, but imports torch's
+    compiler.
+    """
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Argument],
+        types: Sequence[type],
+        args: tuple[Argument, ...] = (),
+        kwargs: dict[str, Argument] | None = None,
+    ) -> Argument:
+        given = kwargs or {}
+        if getattr(function, "__module__", None) == "torch.nn.init":
+            return args[0] if args else given["tensor"]
+        return function(*args, **given)
