@@ -7,10 +7,12 @@ V]`.
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from atomc.json_types import JSONLike
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["REGISTRY", "architectures_of", "model_class"]
 
@@ -56,7 +58,7 @@ def _is_class_name(name: str) -> bool:
     return name.isidentifier() and len(name) < 100
 
 
-def model_class(architectures: Sequence[str]) -> type[nn.Module] | None:
+def model_class(architectures: Sequence[str]) -> "type[nn.Module] | None":
     """The class in atomc for the first supported architecture; None if none is supported: see
     atomc.models.stock.hf_class.
     """

@@ -15,16 +15,8 @@ from torch import Tensor, nn
 
 from atomc.json_types import JSONLike
 from atomc.models.config import model_type
+from atomc.models.image_grid import Grid, num_image_tokens
 from atomc.models.rotary import Rope, Rotary
-
-# Number of patches: temporal, vertical, horizontal.
-Grid = tuple[int, int, int]
-
-
-def num_image_tokens(grid: Grid, merge_size: int) -> int:
-    """The number of tokens of an image: one for merge_size x merge_size patches."""
-    t, h, w = grid
-    return t * (h // merge_size) * (w // merge_size)
 
 
 def mrope_positions(

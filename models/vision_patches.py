@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from atomc.models.mrope import Grid
+from atomc.models.image_grid import Grid
 from atomc.ops.inputs import PatchInputs
 
 Array = npt.NDArray[Any]

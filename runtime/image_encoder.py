@@ -13,7 +13,7 @@ from torch import Tensor
 
 from atomc.compiler.cudagraphs import Pool
 from atomc.encoder import EncoderProgram
-from atomc.models.mrope import num_image_tokens
+from atomc.models.image_grid import num_image_tokens
 from atomc.runtime.encoder_graphs import EncoderGraphs
 from atomc.runtime.image_limits import FLOAT_BYTES
 from atomc.runtime.image_model import ImageModel

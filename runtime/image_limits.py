@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from atomc.models.mrope import num_image_tokens
+from atomc.models.image_grid import num_image_tokens
 from atomc.runtime.prompt_image import PromptImage
 
 FLOAT_BYTES = 4

@@ -5,7 +5,8 @@ import torch
 from transformers import Qwen3VLConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
-from atomc.models.mrope import mrope_positions, num_image_tokens
+from atomc.models.image_grid import num_image_tokens
+from atomc.models.mrope import mrope_positions
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
 # Text, images, and videos as frames; grids are in patches, text in tokens.

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from atomc import ops
-from atomc.models.mrope import mrope_positions, num_image_tokens
+from atomc.models.image_grid import num_image_tokens
+from atomc.models.mrope import mrope_positions
 from atomc.program import compile_model
 from atomc.runtime import programs
 from atomc.runtime.engine import Engine, EngineConfig

@@ -11,8 +11,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from atomc.models.image_grid import num_image_tokens
 from atomc.models.loader import load
-from atomc.models.mrope import mrope_positions, num_image_tokens
+from atomc.models.mrope import mrope_positions
 from atomc.models.stock import wrap_stock
 
 IMAGE, VIDEO = 90, 91
