@@ -83,6 +83,10 @@ REFUSED = {
 }
 
 
+def is_close(actual: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(actual, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_class_that_cannot_be_served_is_refused_with_its_line_and_compiles_in_a_program_of_ones_own(
     name,
@@ -98,7 +102,9 @@ def test_a_class_that_cannot_be_served_is_refused_with_its_line_and_compiles_in_
         expected = model(IDS, use_cache=False).logits
         before = atomc.reports()
         actual = torch.compile(model, backend="atom", options=EAGER)(IDS, use_cache=False).logits
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+        if not is_close(actual, expected):  # torch 2.11 traces Doge wrongly, for each backend
+            traced = torch.compile(model, backend="eager")(IDS, use_cache=False).logits
+            assert not is_close(traced, expected) and is_close(actual, traced)
     assert any(report.treated for report in since(before))
 
 
@@ -136,6 +142,10 @@ class Undecided(nn.Module):
             return x
         if self.what == "raises":
             raise KeyError("nothing of that name")
+        if self.what == "quotes":
+            raise ValueError(f"it's 'one' of \"{len(x.shape)}\"", 3)
+        if self.what == "without text":
+            raise IndexError
         if self.what == "shapes":
             return x @ x.new_zeros(3, 3)
         return x
@@ -155,6 +165,8 @@ class Undecided(nn.Module):
             "x.sum() > 0:",
         ),
         ("raises", "it raises KeyError: nothing of that name", "raise KeyError"),
+        ("quotes", """it raises ValueError: it's 'one' of "2", 3""", "raise ValueError"),
+        ("without text", "it raises IndexError", "raise IndexError"),
         ("shapes", "RuntimeError: a and b must have same reduction dim.*", "x @ x"),
     ],
 )

@@ -2,6 +2,7 @@
 user's code.
 """
 
+import ast
 import re
 from pathlib import Path
 from traceback import FrameSummary
@@ -17,6 +18,8 @@ _TORCH, _ATOMC = str(Path(torch.__file__).parent), str(Path(__file__).parents[1]
 _MODELS, _ADAPTER = f"{_ATOMC}/models/", f"{_ATOMC}/models/stock.py"
 _UNKNOWN_NUMBER = re.compile(r"[Cc]ould not guard on data-dependent expression (.*?) \(unhinted")
 _RAISED = re.compile(r"raised exception (\w+)\((.*)\)$", re.MULTILINE)
+# torch 2.11 writes the arguments of an exception as a list of these.
+_CONSTANT = re.compile(r"""ConstantVariable\(\w+: ('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^()]*)\)""")
 # What torch says in later lines: the error of a call with fake tensors.
 _FAKE_CALL = re.compile(r": got (\w+)\(['\"](.*?)['\"],?\)$", re.MULTILINE | re.DOTALL)
 
@@ -54,10 +57,22 @@ def trace_failure(error: BaseException) -> TraceFailure:
     raised = _RAISED.search(text)
     if raised is None:
         return TraceFailure(f"torch.compile cannot trace it as one graph: {reason}", where, True)
-    said = raised[2].strip("'\"")
+    said = _text_of(raised[2])
     if stack and stack[-1].filename == _ADAPTER:
         return TraceFailure(said, where, True)
-    return TraceFailure(f"it raises {raised[1]}: {said}", where, False)
+    return TraceFailure(f"it raises {raised[1]}" + f": {said}" * bool(said), where, False)
+
+
+def _text_of(arguments: str) -> str:
+    """The arguments of an exception as Dynamo writes them; without quotes if they are constants."""
+    constants = _CONSTANT.sub(r"\1", arguments)
+    try:
+        values = ast.literal_eval(f"[{constants}]")
+    except (ValueError, SyntaxError):
+        return arguments
+    if len(values) == 1 and isinstance(values[0], list):
+        (values,) = values
+    return ", ".join(map(str, values))
 
 
 def raised_by_backend(error: BaseException) -> BaseException:
