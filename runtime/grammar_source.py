@@ -41,9 +41,14 @@ def source(structured: Structured) -> tuple[str, str]:
     if structured.json_object:
         return "json_object", _json_grammar({"type": "object"})
     try:
-        schema = json.loads(str(structured.json_schema))
+        return "json_schema", _schema_grammar(structured)
     except RecursionError as error:
         raise ValueError("json_schema: it is nested too deeply") from error
+
+
+def _schema_grammar(structured: Structured) -> str:
+    try:
+        schema = json.loads(str(structured.json_schema))
     except ValueError as error:
         raise ValueError(f"json_schema is not JSON: {error}") from error
     if not isinstance(schema, dict):
@@ -53,7 +58,7 @@ def source(structured: Structured) -> tuple[str, str]:
         close_objects(schema)
     check_num_properties(schema)
     try:
-        return "json_schema", _json_grammar(schema)
+        return _json_grammar(schema)
     except ValueError as error:  # such as a lone surrogate
         raise ValueError(f"json_schema: {error}") from error
 

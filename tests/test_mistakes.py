@@ -65,7 +65,7 @@ def schema(depth):
         ("completions", {**TEXT, "guided_regex": r"[^\s\S]"}, "regex: no text matches it"),
         ("completions", {**TEXT, "guided_json": {"$ref": "#"}}, "json_schema: no text matches it"),
         ("completions", {**TEXT, "guided_json": {"enum": []}}, "json_schema: "),
-        ("completions", {**TEXT, "guided_json": "[" * 5000}, "json_schema: it is nested too deep"),
+        ("completions", {**TEXT, "guided_json": "[" * 10**5}, "json_schema: it is nested too deep"),
         (
             "completions",
             {**TEXT, "guided_json": deep(500)},

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from atomc import demo
 from atomc.runtime.detokenizer import TokenTexts
 from atomc.runtime.grammar_compiler import GrammarCompiler
+from atomc.runtime.grammar_source import source
 from atomc.runtime.sampling.sample_spec import SampleSpec
 from atomc.runtime.sampling.sampler import Sampler, allowed
 from atomc.runtime.sampling.sampling_params import SamplingParams, Structured
@@ -354,6 +355,18 @@ def test_a_grammar_over_its_limits_is_rejected_and_others_still_compile(form, me
     with pytest.raises(ValueError, match=f"^{message}"):
         SHORT_OF_TIME.compile(Structured(**form))
     assert SHORT_OF_TIME.compile(Structured(regex="ab")).matcher().accept(DEMO.token_to_id("a"))
+
+
+def test_a_schema_is_read_at_each_depth_or_refused_by_a_sentence():
+    refusals = set()
+    for depth in range(
+        900, 1010
+    ):  # the parsers of a schema and of its grammar end at different ones
+        try:
+            source(Structured(json_schema='{"a":' * depth + "1" + "}" * depth))
+        except ValueError as error:
+            refusals.add(str(error))
+    assert refusals <= {"json_schema: it is nested too deeply"}
 
 
 def test_a_form_whose_masks_take_long_is_refused():
