@@ -235,8 +235,14 @@ def theirs():
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(PATH / "tokenizer.json"), **SPECIAL
     )
+    # Since some version, templates get messages without null, and reasoning under both of its keys.
+    sample = {"role": "assistant", "content": None, "reasoning_content": "x"}
+    probe = "{{ messages[0].content is defined }} {{ messages[0].thinking }}"
+    adapts = tokenizer.apply_chat_template([sample], chat_template=probe, tokenize=False)
 
     def rendered(template, messages, tools, kwargs):
+        if adapts != "False x":
+            messages = list(map(adapted, messages))
         try:
             return tokenizer.apply_chat_template(
                 messages,
@@ -249,6 +255,14 @@ def theirs():
             return None
 
     return rendered
+
+
+def adapted(message):
+    """The message as a newer transformers gives it to templates."""
+    message = {key: value for key, value in message.items() if value is not None}
+    if "reasoning_content" in message:
+        message["thinking"] = message["reasoning_content"]
+    return message
 
 
 def with_objects(message):

@@ -361,7 +361,10 @@ def test_a_model_of_transformers_is_cut_by_its_own_plan(folder):
     model = build_model(folder(config), devices=2, layers=1)
     found = plan(model, Platform.named("h200"), Workload())
     assert found.model == "Qwen2ForCausalLM"
-    assert (found.communication.all_reduces, found.communication.gathers) == (3, 1)
+    # The plan of transformers 5.17 leaves the embedding whole.
+    is_cut = "model.embed_tokens" in model.module.hf_model.tp_plan
+    assert found.communication.all_reduces == 2 + is_cut
+    assert found.communication.gathers == 1
     whole = {name: x.shape for name, x in model.module.named_parameters() if "proj.weight" in name}
     assert {tuple(shape) for name, shape in whole.items() if "down_proj" in name} == {
         (WIDTH, INNER // 2)
