@@ -313,14 +313,30 @@ def of_torchao(name: str, dtype: torch.dtype) -> Any:
     return model.requires_grad_(False)
 
 
+def result_of_torchao(model: nn.Sequential, x: Tensor) -> Tensor:
+    try:
+        return model(x)
+    except RuntimeError as error:
+        if "only supports per-tensor scaling for CPU" not in str(error):
+            raise
+    # torch 2.11 does not multiply fp8 with scales of rows on a CPU.
+    norm, linear = model
+    settings = vars(linear.weight.act_quant_kwargs)
+    codes = type(linear.weight).from_hp(norm(x), granularity=settings["granularity"])
+    values = (each.dequantize(torch.float32) for each in (codes, linear.weight))
+    return F.linear(*values, linear.bias.float()).to(x.dtype)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["int8", "fp8 rows", "fp8 tensor", "int4", "int4 zeros"])
 def test_what_torchao_quantized_computes_the_same(name: str, dtype: torch.dtype) -> None:
     model = of_torchao(name, dtype)
     x = torch.randn(5, model[1].in_features, dtype=dtype)
-    expected, values = model(x), model[1].weight.dequantize()
+    expected, values = result_of_torchao(model, x), model[1].weight.dequantize()
     atomc.adopt(model)
     assert torch.equal(model[1].dequantized().to(dtype), values)
     error = (model(x) - expected).abs().max() / expected.abs().max()
-    assert error <= (5e-2 if name == "fp8 tensor" else 1e-2)  # a scale per row instead of one
+    # A scale per row instead of one; inputs of 16 bits often lie in the middle of two codes.
+    is_rounded = name == "fp8 tensor" or (name == "fp8 rows" and dtype == torch.bfloat16)
+    assert error <= (5e-2 if is_rounded else 1e-2)
     assert atomc.explain(model, x).treated
