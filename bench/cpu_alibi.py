@@ -1,17 +1,24 @@
-"""Attention with ALiBi, written out, on one thread of a CPU: what a bias for each head costs.
+"""Attention with ALiBi, written out, on a CPU: what a bias for each head costs.
 
     python bench/cpu_alibi.py | tee bench/results/cpu-alibi.txt
 
-8 heads of 64, as many keys as queries, or 256 keys for one query. All ways run in this process, one
-call of each in turn; figures are medians over --rounds of processor time, in milliseconds:
-    eager, inductor, atom   the written form
-    kernel                  scaled_dot_product_attention with the same bias, by atomc
+8 heads of 64. All ways run in this process, one call of each in turn; figures are milliseconds of
+one layer, over --rounds: of one thread medians of processor time; of more threads the fastest tenth
+of wall time, for a core that another program takes stops all threads.
+    arguments   one layer, whose bias and mask are arguments
+    positions   four layers, one after the other, that read a bias and a mask which the graph builds
+                from positions
+    eager, inductor   the written form
+    left        the written form by atomc without the rewrite `attention`
+    kernel      scaled_dot_product_attention with the same bias, by atomc
+    atom        the written form by atomc: it should be the faster one of left and kernel
 """
 
 import argparse
 import statistics
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +26,9 @@ from torch import Tensor
 
 from atomc.platform import Platform
 
-HEADS, WIDTH = 8, 64
-QUERIES = (1, 16, 64, 128, 256, 512, 1024)
+HEADS, WIDTH, LAYERS = 8, 64, 4
+SIZES = ((1, 256), (1, 4096), (16, 16), (16, 1024), (64, 64), (128, 128), (256, 256))
+LARGE = ((512, 512), (1024, 1024))
 
 
 def written(q: Tensor, k: Tensor, v: Tensor, alibi: Tensor, hidden: Tensor) -> Tensor:
@@ -34,48 +42,83 @@ def by_kernel(q: Tensor, k: Tensor, v: Tensor, alibi: Tensor, hidden: Tensor) ->
     return F.scaled_dot_product_attention(q, k, v, mask[None])
 
 
-def inputs(queries: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    keys = queries if queries > 1 else 256
-    q, k, v = (torch.randn(1, HEADS, n, WIDTH).to(dtype) for n in (queries, keys, keys))
+def from_positions(queries: int, keys: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """alibi [HEADS, 1, keys] and hidden [queries, keys]."""
+    columns = torch.arange(keys)
     slopes = 2.0 ** -torch.arange(1, HEADS + 1)[:, None, None]
-    alibi = (slopes * (torch.arange(keys) - keys + 1)).to(dtype)
-    return q, k, v, alibi, ~torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    rows = torch.arange(queries)[:, None] + keys - queries
+    return (slopes * (columns - keys + 1)).to(dtype), columns > rows
 
 
-def measure(queries: int, dtype: torch.dtype, rounds: int) -> dict[str, float]:
+def of_layers(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """LAYERS of attention to the same keys, each with the result of the one before as queries."""
+
+    def layers(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        masks = from_positions(q.shape[-2], k.shape[-2], q.dtype)
+        for _ in range(LAYERS):
+            q = attention(q, k, v, *masks)
+        return q
+
+    return layers
+
+
+def measure(form: str, args: tuple[Tensor, ...], rounds: int) -> dict[str, float]:
     torch._dynamo.reset()
-    args = inputs(queries, dtype)
+    by_hand, sdpa = written, by_kernel
+    if form == "positions":
+        by_hand, sdpa, args = of_layers(written), of_layers(by_kernel), args[:3]
+    left = {"passes": {"attention": False}}
     ways = {
-        "eager": written,
-        "inductor": torch.compile(written, dynamic=False),
-        "atom": torch.compile(written, backend="atom", dynamic=False),
-        "kernel": torch.compile(by_kernel, backend="atom", dynamic=False),
+        "eager": by_hand,
+        "inductor": torch.compile(by_hand, dynamic=False),
+        "left": torch.compile(by_hand, backend="atom", dynamic=False, options=left),
+        "kernel": torch.compile(sdpa, backend="atom", dynamic=False),
+        "atom": torch.compile(by_hand, backend="atom", dynamic=False),
     }
+    one = torch.get_num_threads() == 1
+    clock = time.thread_time if one else time.perf_counter
     times: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(rounds + 3):
         for way, call in ways.items():
-            start = time.thread_time()
+            start = clock()
             call(*args)
-            times[way].append(time.thread_time() - start)
-    return {way: 1e3 * statistics.median(taken[3:]) for way, taken in times.items()}
+            times[way].append(clock() - start)
+    layers = LAYERS if form == "positions" else 1
+    return {
+        way: 1e3 / layers * statistics.quantiles(taken[3:], n=10)[4 if one else 0]
+        for way, taken in times.items()
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", default=40, type=int)
+    parser.add_argument("--rounds", default=60, type=int, help="a sixth of it for large sizes")
+    parser.add_argument("--threads", default=[1, 2], type=int, nargs="+")
+    parser.add_argument("--dtypes", default=["bfloat16", "float32"], nargs="+")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
     print(" ".join(["python", *sys.argv]))
     print(f"{Platform.detect('cpu').name}, torch {torch.__version__}\n")
-    print(f"{'dtype':10}{'queries':>8}{'eager':>10}{'inductor':>10}{'atom':>10}{'kernel':>10}")
-    with torch.inference_mode():
-        for dtype in (torch.bfloat16, torch.float32):
-            for queries in QUERIES:
-                times = measure(queries, dtype, arguments.rounds)
-                name = str(dtype).removeprefix("torch.")
-                print(f"{name:10}{queries:8}" + "".join(f"{ms:10.3f}" for ms in times.values()))
+    ways = ("eager", "inductor", "left", "kernel", "atom")
+    print(f"threads  {'dtype':9}{'queries':>8}{'keys':>6}  {'form':9}", end="")
+    print("".join(f"{way:>10}" for way in ways))
+    for threads in arguments.threads:
+        torch.set_num_threads(threads)
+        for dtype in arguments.dtypes:
+            for size in SIZES + LARGE:
+                print_rows(*size, dtype, arguments.rounds // (6 if size in LARGE else 1))
+
+
+@torch.inference_mode()
+def print_rows(queries: int, keys: int, dtype_name: str, rounds: int) -> None:
+    dtype = getattr(torch, dtype_name)
+    q, k, v = (torch.randn(1, HEADS, n, WIDTH).to(dtype) for n in (queries, keys, keys))
+    args = q, k, v, *from_positions(queries, keys, dtype)
+    threads = torch.get_num_threads()
+    for form in ("arguments", "positions"):
+        figures = "".join(f"{ms:10.3f}" for ms in measure(form, args, rounds).values())
+        print(f"{threads:7}  {dtype_name:9}{queries:8}{keys:6}  {form:9}{figures}", flush=True)
 
 
 if __name__ == "__main__":

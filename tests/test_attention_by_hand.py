@@ -230,7 +230,7 @@ def test_a_mask_of_each_head_is_one_of_merged_heads_as_well():
         apart = scores.view(B, N, T, T) + bias
         return torch.bmm((apart.flatten(0, 1) * 0.5).softmax(-1), v.flatten(0, 1))
 
-    assert sites(masked, Q, K, V) == [{"causal": False, "mask": True}]
+    assert sites(masked, Q, K, V, glue="eager") == [{"causal": False, "mask": True}]
 
 
 def test_a_row_whose_keys_are_all_hidden_is_eagers_mean_of_the_values():
@@ -411,7 +411,8 @@ def test_eager_attention_of_transformers_with_padding_is_one_op_a_layer(name):
     def logits(ids, mask):
         return model.eval()(ids, attention_mask=mask, use_cache=False).logits
 
-    report = explained(logits, torch.randint(0, 64, (2, T)), mask, tolerance=1e-5)
+    ids = torch.randint(0, 64, (2, T))
+    report = explained(logits, ids, mask, tolerance=1e-5, glue="eager")  # else a CPU keeps ALiBi
     assert report.matches["attention"] == 1, report.why("attention")
 
 
@@ -420,27 +421,62 @@ def with_alibi(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, hidden: Tensor) ->
     return scores.masked_fill(hidden, -3e38).softmax(-1) @ v
 
 
-def alibi_inputs(rows: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    q, k, v = torch.randn(3, 1, 4, rows, 16).to(dtype)
-    bias = torch.arange(4)[:, None, None] * torch.arange(float(rows))
-    return q, k, v, bias.to(dtype), torch.ones(rows, rows, dtype=torch.bool).triu(1)
+def alibi_inputs(rows: int, dtype: torch.dtype, columns: int = 0) -> tuple[Tensor, ...]:
+    columns = columns or rows
+    q, k, v = (torch.randn(1, 4, n, 16).to(dtype) for n in (rows, columns, columns))
+    bias = torch.arange(4)[:, None, None] * torch.arange(float(columns))
+    return q, k, v, bias.to(dtype), torch.ones(rows, columns, dtype=torch.bool).triu(1)
 
 
 @pytest.mark.parametrize(
-    "rows, dtype, platform, fires",
+    "rows, columns, dtype, platform, glue, fires",
     [
-        (9, torch.bfloat16, "cpu-zen4", False),
-        (9, torch.bfloat16, "h200", True),
-        (9, torch.float32, "cpu-zen4", True),
-        (257, torch.bfloat16, "cpu-zen4", True),
+        (9, 9, torch.bfloat16, "cpu-zen4", "auto", False),
+        (1024, 1024, torch.float16, "cpu-zen4", "auto", False),
+        (1025, 9, torch.bfloat16, "cpu-zen4", "auto", True),
+        (9, 9, torch.bfloat16, "cpu-zen4", "eager", False),
+        (9, 9, torch.bfloat16, "h200", "auto", True),
+        (9, 9, torch.float32, "cpu-zen4", "auto", False),
+        (9, 9, torch.float32, "cpu-zen4", "eager", True),
+        (9, 9, torch.float32, "h200", "auto", True),
+        (64, 128, torch.float32, "cpu-zen4", "auto", False),
+        (64, 129, torch.float32, "cpu-zen4", "auto", True),
+        (1, 9000, torch.float32, "cpu-zen4", "auto", False),
+        (2, 9000, torch.float32, "cpu-zen4", "auto", True),
     ],
 )
 def test_few_queries_with_a_bias_of_each_head_stay_as_they_are_on_a_cpu(
-    rows: int, dtype: torch.dtype, platform: str, fires: bool
+    rows: int, columns: int, dtype: torch.dtype, platform: str, glue: str, fires: bool
 ) -> None:
-    report = explain(with_alibi, *alibi_inputs(rows, dtype), platform=platform)
+    inputs = alibi_inputs(rows, dtype, columns)
+    report = explain(with_alibi, *inputs, platform=platform, options={"glue": glue})
     assert report.matches["attention"] == fires
     assert fires or "slower than the written form" in report.why("attention")
+
+
+def with_alibi_of_positions(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    rows, columns = torch.arange(q.shape[-2]), torch.arange(k.shape[-2])
+    bias = torch.arange(1, q.shape[1] + 1)[:, None, None] * (columns - columns[-1])
+    return with_alibi(q, k, v, bias.to(q.dtype), columns > rows[:, None])
+
+
+@pytest.mark.parametrize(
+    "rows, dtype, fires",
+    [(90, torch.bfloat16, False), (90, torch.float32, False), (91, torch.float32, True)],
+)
+def test_a_bias_that_the_graph_builds_from_positions_is_one_of_each_head(
+    rows: int, dtype: torch.dtype, fires: bool
+) -> None:
+    inputs = alibi_inputs(rows, dtype)[:3]
+    report = explain(with_alibi_of_positions, *inputs, platform="cpu-zen4")
+    assert report.matches["attention"] == fires, report.why("attention")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_mask_of_all_heads_takes_the_op_on_a_cpu_at_any_size(dtype: torch.dtype) -> None:
+    q, k, v, bias, hidden = alibi_inputs(9, dtype)
+    report = explain(with_alibi, q, k, v, bias[:1], hidden, platform="cpu-zen4")
+    assert report.matches["attention"] == 1, report.why("attention")
 
 
 def test_a_mask_of_each_head_takes_the_fused_kernel_of_a_cpu() -> None:

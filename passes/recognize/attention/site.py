@@ -16,9 +16,11 @@ from atomc.ops.formats import HALVES
 from atomc.passes.recognize.attention.walk import Added, Unlike, Walk
 from atomc.rewriting.graph_pass import Context
 
-# In 16 bits, with a bias for each head, torch's attention of a CPU takes longer than what it
-# replaces, up to this number of queries: bench/cpu_alibi.py.
-BIASED_QUERIES = 256
+# With a bias for each head, torch's attention of a CPU takes longer than what it replaces: in 16 bits
+# up to this number of queries; in wider dtypes for one query, or up to this number of scores, if
+# Inductor compiles the glue (bench/cpu_alibi.py).
+BIASED_QUERIES = 1024
+BIASED_SCORES = 32_768
 
 
 class Site(NamedTuple):
@@ -50,16 +52,23 @@ def checked_site(walk: Walk, scores: Node, result: Node, context: Context) -> Si
 
 def _check_speed(site: Site, context: Context) -> None:
     """Raise Unlike where the kernel is known to be slower than the nodes of the site."""
-    queries = site.shape[-2]
     biases = [added for added in site.walk.added if added.fill is None and _is_of_heads(added)]
-    few = isinstance(queries, int) and queries <= BIASED_QUERIES
-    in_16_bits = value(site.result).dtype in HALVES
-    if biases and few and in_16_bits and context.platform.is_cpu and not context.paged:
+    if not biases or not context.platform.is_cpu or context.paged:
+        return
+    queries, scores = site.shape[-2], math.prod(site.shape)
+    if value(site.result).dtype in HALVES:
+        wanted = f"more than {BIASED_QUERIES} queries, or float32"
+        few = isinstance(queries, int) and queries <= BIASED_QUERIES
+    else:
+        wanted = f"several queries with more than {BIASED_SCORES} scores, or glue='eager'"
+        few = known_equal(queries, 1) or (isinstance(scores, int) and scores <= BIASED_SCORES)
+        few = few and context.options.glue != "eager"
+    if few:
         raise Unlike(
             "guard",
-            f"more than {BIASED_QUERIES} queries, or float32",
-            f"{queries} queries with a bias for each head, for which torch's attention of a CPU is "
-            "slower than the written form (bench/cpu_alibi.py)",
+            wanted,
+            f"{spell_shape(site.shape)} scores with a bias for each head, for which torch's "
+            "attention of a CPU is slower than the written form (bench/cpu_alibi.py)",
             biases[0].at,
         )
 
