@@ -16,9 +16,9 @@ from atomc.ops.formats import HALVES
 from atomc.passes.recognize.attention.walk import Added, Unlike, Walk
 from atomc.rewriting.graph_pass import Context
 
-# With a bias for each head, torch's attention of a CPU takes longer than what it replaces: in 16 bits
-# up to this number of queries; in wider dtypes for one query, or up to this number of scores, if
-# Inductor compiles the glue (bench/cpu_alibi.py).
+# With a bias for each head, torch's attention of a CPU takes longer than what it replaces: in 16
+# bits up to this number of queries; in wider dtypes for one query, or up to this number of scores,
+# if Inductor compiles the glue (bench/cpu_alibi.py).
 BIASED_QUERIES = 1024
 BIASED_SCORES = 32_768
 
