@@ -1,6 +1,7 @@
 """Attention with ALiBi, written out, on a CPU: what a bias for each head costs.
 
-    python bench/cpu_alibi.py | tee bench/results/cpu-alibi.txt
+    python bench/cpu_alibi.py --rounds 40 --threads 1 | tee bench/results/cpu-alibi.txt
+    python bench/cpu_alibi.py --rounds 60 --threads 2 | tee -a bench/results/cpu-alibi.txt
 
 8 heads of 64. All ways run in this process, one call of each in turn; figures are milliseconds of
 one layer, over --rounds: of one thread medians of processor time; of more threads the fastest tenth
