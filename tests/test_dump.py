@@ -5,6 +5,7 @@ With a record they run on what really went in, and say whether they give what re
 """
 
 import json
+import os
 import re
 import runpy
 import subprocess
@@ -178,7 +179,11 @@ def test_every_file_runs_as_a_program(dump, dumped, run):
 def test_a_file_runs_alone(dumped, tmp_path):
     lowered = dumped(dump_own)[-1]
     done = subprocess.run(
-        [sys.executable, "-I", lowered], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-P", lowered],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(
