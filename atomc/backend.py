@@ -14,7 +14,7 @@ from atomc.compiler.driver import inductor_patches, note_attention_patterns
 from atomc.compiler.entry import new_report, skip_reason
 from atomc.compiler.phases import timed
 from atomc.errors import OURS, OptionsError, RunError
-from atomc.json_types import JSONLike
+from atomc.files.json_types import JSONLike
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.report import contract

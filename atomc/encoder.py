@@ -14,7 +14,7 @@ from atomc.cache.compiled import Compiled, weight_inputs
 from atomc.cache.model_cache import ModelCache, TracedModel
 from atomc.compiler.cudagraphs import why_syncing
 from atomc.errors import OURS
-from atomc.json_types import JSONLike
+from atomc.files.json_types import JSONLike
 from atomc.ops.inputs import PatchInputs
 from atomc.options import Options
 from atomc.platform import Platform

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 from atomc.errors import OptionsError, suggestion
-from atomc.json_types import JSONLike
+from atomc.files.json_types import JSONLike
 
 Rounding = Literal["fp32", "hf"]
 Glue = Literal["auto", "inductor", "eager"]

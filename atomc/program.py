@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from atomc.cache.compiled import Compiled, weight_inputs
 from atomc.cache.model_cache import ModelCache, TracedModel
 from atomc.errors import OURS, RunError
-from atomc.json_types import JSONLike
+from atomc.files.json_types import JSONLike
 from atomc.ops.inputs import TEXT, ModelInputs, StateInput
 from atomc.ops.state import StateSpec, Step
 from atomc.options import Options

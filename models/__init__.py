@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from atomc.json_types import JSONLike
+from atomc.files.json_types import JSONLike
 
 if TYPE_CHECKING:
     from torch import nn

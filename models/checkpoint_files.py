@@ -7,8 +7,8 @@ from typing import NamedTuple
 import safetensors
 import torch
 
-from atomc.json_file import read_config, read_json
-from atomc.json_types import JSONLike
+from atomc.files.json_file import read_config, read_json
+from atomc.files.json_types import JSONLike
 from atomc.models.limits import MAX_TENSORS, Stored, check_headers, check_sizes
 from atomc.models.load_plan import FLOATS, first_names
 from atomc.models.shard_paths import INDEX, shard_path

@@ -5,7 +5,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from atomc.json_types import JSONLike
+from atomc.files.json_types import JSONLike
 
 NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 LARGEST = 3.4e38  # the largest fp32 number: norms and rotary positions are computed in fp32

@@ -8,7 +8,7 @@ from torch import nn
 from torch.fx.node import Argument
 from torch.overrides import TorchFunctionMode
 
-from atomc.json_types import JSONLike
+from atomc.files.json_types import JSONLike
 from atomc.models import REGISTRY, architectures_of, model_class, stock
 
 

@@ -11,7 +11,7 @@ from typing import ClassVar, Self
 from torch import Tensor, nn
 
 from atomc import ops
-from atomc.json_types import JSONLike
+from atomc.files.json_types import JSONLike
 from atomc.models import deepseek_v3
 from atomc.models.config import integer, model_type, only
 from atomc.models.decoder import Layer

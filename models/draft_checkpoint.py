@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from atomc.json_types import JSONLike
+from atomc.files.json_types import JSONLike
 from atomc.models import architectures_of, model_class
 from atomc.models.config import count
 from atomc.models.limits import Stored

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atomc import ops
-from atomc.json_types import JSONLike
+from atomc.files.json_types import JSONLike
 from atomc.models.config import integer, model_type
 from atomc.models.decoder import DecoderConfig
 from atomc.models.layers import OnePlusRMSNorm

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from atomc import ops
-from atomc.json_types import JSONLike
+from atomc.files.json_types import JSONLike
 from atomc.models.config import (
     count,
     expert_counts,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from atomc import ops
-from atomc.json_types import JSONLike
+from atomc.files.json_types import JSONLike
 from atomc.models.config import expert_counts, flag, head_counts, head_width, integer, number, only
 from atomc.models.decoder import DECODER_SHARD, CausalLM, Layer
 from atomc.models.experts import Experts

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from atomc import cgroup
-from atomc.json_types import JSONLike
+from atomc.files.json_types import JSONLike
 from atomc.models.config import NUM_EXPERTS
 
 MAX_LAYERS = 512

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from atomc import ops
-from atomc.json_types import JSONLike
+from atomc.files.json_types import JSONLike
 from atomc.models.config import flag, head_counts, head_width, integer, number, only
 from atomc.models.decoder import DECODER_SHARD, CausalLM, Layer
 from atomc.models.layers import MLP

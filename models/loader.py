@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from atomc.json_types import JSONLike
+from atomc.files.json_types import JSONLike
 from atomc.models import REGISTRY, architectures_of, model_class, stock
 from atomc.models.cache_scales import mark_fp8_state
 from atomc.models.checkpoint_files import (

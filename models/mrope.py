@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from atomc.json_types import JSONLike
+from atomc.files.json_types import JSONLike
 from atomc.models.config import model_type
 from atomc.models.image_grid import Grid, num_image_tokens
 from atomc.models.rotary import Rope, Rotary

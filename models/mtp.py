@@ -17,7 +17,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from atomc.json_types import JSONLike
+from atomc.files.json_types import JSONLike
 from atomc.models.config import count, integer, only, text_config
 from atomc.models.decoder import CausalLM, Decoder, DecoderConfig, Layer
 from atomc.models.layers import OnePlusRMSNorm, RMSNorm

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from atomc.json_types import JSONLike
+from atomc.files.json_types import JSONLike
 from atomc.models.config import (
     expert_counts,
     flag,

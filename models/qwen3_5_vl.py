@@ -5,7 +5,7 @@ is dense, or has experts.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from atomc.json_types import JSONLike
+from atomc.files.json_types import JSONLike
 from atomc.models import qwen3_5, qwen3_5_moe
 from atomc.models.config import flag
 from atomc.models.decoder import DECODER_SHARD

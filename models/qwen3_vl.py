@@ -6,7 +6,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from atomc.json_types import JSONLike
+from atomc.files.json_types import JSONLike
 from atomc.models import qwen3
 from atomc.models.config import flag
 from atomc.models.decoder import DECODER_SHARD, Layer

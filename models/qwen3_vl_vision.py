@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atomc import ops
-from atomc.json_types import JSONLike
+from atomc.files.json_types import JSONLike
 from atomc.models.config import integer, model_type, number, only
 from atomc.models.rotary import Rope, Rotary, apply_rope
 from atomc.ops.inputs import PatchInputs

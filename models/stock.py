@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from atomc import ops
-from atomc.json_types import JSONLike
+from atomc.files.json_types import JSONLike
 from atomc.models.stock_delta_net import DELTA_NETS
 from atomc.models.stock_delta_net import LAYER_TYPE as LINEAR
 from atomc.models.stock_experts import experts_of, read_settings, register_experts

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from atomc.json_types import JSONLike
+from atomc.files.json_types import JSONLike
 from atomc.models import stock
 from atomc.models.checkpoint_files import Checkpoint
 from atomc.models.limits import check_buffers, check_memory, check_stored

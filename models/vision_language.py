@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from atomc.json_types import JSONLike
+from atomc.files.json_types import JSONLike
 from atomc.models.config import integer, model_type
 from atomc.models.decoder import Decoder, DecoderConfig, Norm
 from atomc.models.layers import RMSNorm

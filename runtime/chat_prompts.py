@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atomc.json_file import read_json
+from atomc.files.json_file import read_json
 from atomc.runtime.detokenizer import encode
 from atomc.runtime.image_input.content_parts import ImageSource, has_images, split_images
 from atomc.runtime.image_input.decode import decode_image, to_rgb

@@ -10,7 +10,7 @@ from itertools import combinations
 from typing import NamedTuple
 from urllib.parse import unquote
 
-from atomc.json_types import JSON, JSONObject
+from atomc.files.json_types import JSON, JSONObject
 
 # Keywords whose values are a schema, a list of schemas, or an object of schemas: first those that
 # apply to the same value, then those that apply to its parts or only define.

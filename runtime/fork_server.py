@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from atomc.json_types import JSONObject
+from atomc.files.json_types import JSONObject
 
 # Lower the priority of forks.
 NICE = 10

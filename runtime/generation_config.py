@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from atomc.json_file import read_json
+from atomc.files.json_file import read_json
 from atomc.runtime.sampling.sampling_params import MIN_TEMPERATURE, SamplingParams
 
 FILE = "generation_config.json"

@@ -3,7 +3,7 @@
 import json
 from typing import TYPE_CHECKING
 
-from atomc.json_types import JSONObject
+from atomc.files.json_types import JSONObject
 from atomc.runtime.closed_schema import close_objects
 from atomc.runtime.sampling.sampling_params import Structured
 from atomc.runtime.schema_keywords import adapt_keywords, check_num_properties

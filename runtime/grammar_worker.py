@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from atomc.errors import first_line
-from atomc.json_types import JSONObject
+from atomc.files.json_types import JSONObject
 from atomc.runtime.fork_server import lower_limit, memory_use, serve_forks
 from atomc.runtime.grammar_source import parser_limits, source
 from atomc.runtime.sampling.sampling_params import Structured

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from atomc.json_file import read_config
+from atomc.files.json_file import read_config
 
 # Configs, tokenizers, chat templates, and safetensors weights; no files that can contain code or
 # pickles.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from safetensors import SafetensorError, safe_open
 
-from atomc.json_file import read_json
+from atomc.files.json_file import read_json
 from atomc.models.limits import check_headers
 from atomc.weights.lora import LoraPair
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from atomc.json_types import JSON, JSONObject
+from atomc.files.json_types import JSON, JSONObject
 from atomc.runtime.closed_schema import walk
 
 # Keywords of which null is a value: any JSON value is.

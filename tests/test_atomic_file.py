@@ -5,7 +5,7 @@ import stat
 
 import pytest
 
-from atomc.atomic_file import write_atomically
+from atomc.files.atomic_file import write_atomically
 
 
 def test_a_file_gets_the_new_content_and_the_given_permissions(tmp_path):

@@ -16,8 +16,8 @@ from typing import Any, Literal, TypedDict
 from torch import Tensor
 from torch.profiler import record_function
 
+from atomc.files.json_types import JSONLike
 from atomc.graph.profiler_ranges import with_ranges
-from atomc.json_types import JSONLike
 from atomc.ops.op import REGISTRY, Kernel
 from atomc.torch_compat.core import GraphFunction
 

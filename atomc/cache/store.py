@@ -26,10 +26,10 @@ from typing import Any, Generic, NotRequired, TypedDict, TypeVar
 
 import torch
 
-from atomc.atomic_file import write_atomically
 from atomc.cache.artifact import Fields
 from atomc.cache.compiled import CompiledData
 from atomc.cache.fingerprint import KERNEL_SOURCE, OUR_KERNELS, Parts
+from atomc.files.atomic_file import write_atomically
 from atomc.options import Options
 from atomc.report.records import PARTS
 from atomc.report.report import Report

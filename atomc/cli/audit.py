@@ -21,8 +21,8 @@ from atomc.cli.arguments import (
     dtype_named,
 )
 from atomc.cli.explain import ModelCall, load_function
-from atomc.file_of_flag import check_folder_of, file_of_flag
-from atomc.json_types import JSONLike
+from atomc.files.file_of_flag import check_folder_of, file_of_flag
+from atomc.files.json_types import JSONLike
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

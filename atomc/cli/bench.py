@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from atomc.cli.arguments import command
 from atomc.cli.serve import GROUPS, POSITIONAL
-from atomc.file_of_flag import file_of_flag
-from atomc.json_types import JSONLike
+from atomc.files.file_of_flag import file_of_flag
+from atomc.files.json_types import JSONLike
 
 if TYPE_CHECKING:
     import torch

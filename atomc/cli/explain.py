@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atomc.cli import planning
 from atomc.cli.arguments import add_quantization, command
-from atomc.file_of_flag import check_folder_of, file_of_flag
+from atomc.files.file_of_flag import check_folder_of, file_of_flag
 from atomc.runtime.config import DTYPES, SCHEMES
 from atomc.runtime.server.flags import named_value
 
@@ -229,7 +229,7 @@ def _print(
 def _write_page(
     arguments: argparse.Namespace, found: "Sequence[Report]", other: "Sequence[Report] | None"
 ) -> None:
-    from atomc.atomic_file import write_atomically
+    from atomc.files.atomic_file import write_atomically
     from atomc.report.render.html import page
 
     if not arguments.platform:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atomc.cli.arguments import command
-from atomc.file_of_flag import file_of_flag
+from atomc.files.file_of_flag import file_of_flag
 
 if TYPE_CHECKING:
     from atomc.cli.arguments import Commands

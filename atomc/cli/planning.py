@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atomc.cli.arguments import dtype_named
-from atomc.file_of_flag import file_of_flag
-from atomc.json_types import JSONLike
+from atomc.files.file_of_flag import file_of_flag
+from atomc.files.json_types import JSONLike
 from atomc.runtime.config import DTYPES, SCHEMES
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from atomc.cli.arguments import command
 from atomc.cli.serve import GROUPS, POSITIONAL
-from atomc.file_of_flag import file_of_flag
+from atomc.files.file_of_flag import file_of_flag
 from atomc.options import torchrun_place
 
 if TYPE_CHECKING:

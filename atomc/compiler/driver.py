@@ -29,8 +29,8 @@ from atomc.compiler.phases import timed
 from atomc.compiler.sink_glue import sink_glue
 from atomc.compiler.summarize_graph import summarize_graph
 from atomc.dumps.dump import Dumper
+from atomc.files.json_types import JSONLike
 from atomc.graph import structured_trace
-from atomc.json_types import JSONLike
 from atomc.options import Options
 from atomc.report.records import Glue
 from atomc.report.report import Report

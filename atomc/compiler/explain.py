@@ -18,8 +18,8 @@ from atomc.compiler.callable_of import runnable
 from atomc.compiler.driver import compile_graph
 from atomc.compiler.entry import new_report, skip_reason
 from atomc.errors import OURS
+from atomc.files.json_types import JSONLike
 from atomc.graph.expressions import Size, expression
-from atomc.json_types import JSONLike
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.report import contract

@@ -15,8 +15,8 @@ from torch.fx.passes.split_module import split_module
 from atomc.cache.generated import Function, of_graph, of_inductor, of_pieces
 from atomc.capture.structural_hash import structural_key
 from atomc.compiler.bind_sizes import bind_sizes, copy_numbers
+from atomc.files.json_types import JSONLike
 from atomc.graph.mutation import mutated
-from atomc.json_types import JSONLike
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.torch_compat.core import FakeTensorMode, Input

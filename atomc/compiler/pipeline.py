@@ -12,10 +12,10 @@ from torch.fx import GraphModule, Node
 
 from atomc.capture.variable_floats import readers_of_numbers
 from atomc.errors import OptionsError, suggestion
+from atomc.files.json_types import JSONLike
 from atomc.graph.canonical import GENERIC, call
 from atomc.graph.graph_printer import graph_text
 from atomc.graph.provenance import describe, layer_of, module_path, source_line
-from atomc.json_types import JSONLike
 from atomc.ops.op import op_of
 from atomc.report.records import Miss, Site, Stage
 from atomc.report.report import Report

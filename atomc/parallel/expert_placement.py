@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from atomc.json_types import json_kind
+from atomc.files.json_types import json_kind
 from atomc.parallel.sizes import check_that_experts_divide
 
 Ranks = tuple[int, ...]  # of each expert

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atomc.json_types import JSONLike
+from atomc.files.json_types import JSONLike
 from atomc.models.experts import Experts
 from atomc.models.parameters import assign, parameter_names, tensor_of
 from atomc.parallel import delta_nets, heads, latent_attention, layers, sizes

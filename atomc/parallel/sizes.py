@@ -4,7 +4,7 @@ before anything is loaded.
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from atomc.json_types import JSONLike
+from atomc.files.json_types import JSONLike
 from atomc.models.config import NUM_EXPERTS
 
 # Fields whose values are divided, and what they count.

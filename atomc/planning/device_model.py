@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from atomc.json_types import JSONLike
+from atomc.files.json_types import JSONLike
 from atomc.models import stock
 from atomc.models.checkpoint_files import config_dtype, load_config
 from atomc.models.config import integer

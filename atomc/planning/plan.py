@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule
 
 from atomc.cost.efficiency import Predicted, Table, predict, table_for
-from atomc.json_types import JSONLike
+from atomc.files.json_types import JSONLike
 from atomc.ops.inputs import TEXT, ModelInputs
 from atomc.ops.op_cost import distinct_experts
 from atomc.options import Options

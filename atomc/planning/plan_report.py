@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass, field
 
-from atomc.json_types import JSONLike
+from atomc.files.json_types import JSONLike
 from atomc.report.render.table import table
 
 

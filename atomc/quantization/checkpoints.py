@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from atomc.json_types import JSONLike
+from atomc.files.json_types import JSONLike
 from atomc.ops.formats import NVFP4_GROUP
 from atomc.quantization.linear import Format
 from atomc.quantization.nvfp4 import Nvfp4

@@ -13,8 +13,8 @@ from pathlib import Path
 from torch import nn
 
 from atomc.errors import suggestion
-from atomc.json_file import read_json
-from atomc.json_types import JSONLike, json_kind
+from atomc.files.json_file import read_json
+from atomc.files.json_types import JSONLike, json_kind
 from atomc.models.experts_spec import spec_of
 from atomc.quantization import checkpoints
 from atomc.quantization.checkpoints import EXPERTS

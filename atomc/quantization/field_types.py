@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from atomc.json_types import JSONLike
+from atomc.files.json_types import JSONLike
 
 OBJECT, NAMES, NUMBERS, TEXT = "an object", "a list of names", "a list of numbers", "a text"
 EXPECTED = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from atomc.errors import first_line
-from atomc.json_types import JSONLike
+from atomc.files.json_types import JSONLike
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from atomc.json_types import JSONLike
+from atomc.files.json_types import JSONLike
 from atomc.report.records import PARTS, CacheOutcome, GraphBreak, spans
 from atomc.report.render.text import report_text
 from atomc.report.report_data import ReportData

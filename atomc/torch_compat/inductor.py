@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from atomc.json_types import JSONLike
+from atomc.files.json_types import JSONLike
 from atomc.torch_compat.core import (
     FakeTensorMode,
     GraphFunction,

@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 
-from atomc.json_types import JSONLike, JSONObject
+from atomc.files.json_types import JSONLike, JSONObject
 from atomc.runtime.bench.datasets import SampleRequest
 from atomc.runtime.bench.http_client import ConnectionFailed, request
 from atomc.runtime.bench.metrics import RequestTiming

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from atomc.json_types import JSON
+from atomc.files.json_types import JSON
 
 # Token ids that exist in every vocabulary (the demo's has 3072) and are not special tokens, which
 # are first or last.

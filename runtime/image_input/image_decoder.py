@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from atomc.json_types import JSONObject
+from atomc.files.json_types import JSONObject
 from atomc.runtime.fork_server import ForkServer
 from atomc.runtime.image_input.image_error import ImageError
 from atomc.runtime.image_input.processor import ImageTokens, PreparedImage, Reserve, image_tokens

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from atomc.json_types import JSONObject
+from atomc.files.json_types import JSONObject
 from atomc.runtime.image_input.image_error import ImageError
 
 if TYPE_CHECKING:  # optional

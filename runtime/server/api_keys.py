@@ -4,7 +4,7 @@ import hmac
 from collections.abc import Sequence
 from pathlib import Path
 
-from atomc.file_of_flag import file_of_flag
+from atomc.files.file_of_flag import file_of_flag
 
 AUTHORIZATION = b"authorization"
 # The second one is that of Anthropic's API. Clients that have two keys send both.

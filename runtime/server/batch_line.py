@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from atomc.json_types import json_kind
+from atomc.files.json_types import json_kind
 from atomc.runtime.server.json_body import parse_json
 
 REQUIRED = ("custom_id", "method", "url", "body")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from atomc.json_types import JSONLike
+from atomc.files.json_types import JSONLike
 from atomc.runtime.image_input.content_parts import has_images, split_images
 from atomc.runtime.image_input.image_error import ImageError
 from atomc.runtime.image_input.placeholders import Placeholders, check_image_tokens, place_images

@@ -13,8 +13,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atomc.json_file import read_json
-from atomc.json_types import JSON, JSONLike, JSONObject, json_kind
+from atomc.files.json_file import read_json
+from atomc.files.json_types import JSON, JSONLike, JSONObject, json_kind
 from atomc.runtime.image_input.content_parts import IMAGE_PART
 from atomc.runtime.json_scan import scan_json
 

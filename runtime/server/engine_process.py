@@ -15,7 +15,7 @@ import msgspec
 import zmq
 from tqdm import tqdm
 
-from atomc.atomic_file import write_atomically
+from atomc.files.atomic_file import write_atomically
 from atomc.options import let_openmp_sleep
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.endpoint import use_tcp

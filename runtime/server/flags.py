@@ -9,7 +9,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
-from atomc.file_of_flag import file_of_flag
+from atomc.files.file_of_flag import file_of_flag
 from atomc.runtime.choices import choices
 
 Values = dict[str, Any]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sized
 
-from atomc.json_types import JSON
+from atomc.files.json_types import JSON
 from atomc.runtime.server.errors import invalid
 
 # Fields of one object of the API.

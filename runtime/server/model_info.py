@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atomc.json_types import JSONLike
+from atomc.files.json_types import JSONLike
 from atomc.runtime.detokenizer import TokenTexts, decode, encode, load_tokenizer
 from atomc.runtime.generation_config import sampling_defaults
 from atomc.runtime.image_input.image_decoder import ImageDecoder, start_image_decoder
@@ -207,7 +207,7 @@ def load_model_info(
     FileNotFoundError for invalid or missing files, and ValueError for an adapter with the name of
     the model.
     """
-    from atomc.json_file import read_config
+    from atomc.files.json_file import read_config
 
     model_config = read_config(folder)
     tokenizer = load_tokenizer(folder)

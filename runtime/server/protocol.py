@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from atomc.json_types import json_kind
+from atomc.files.json_types import json_kind
 from atomc.runtime.server.limits import BIASED_TOKENS, TOOLS, check_fields
 
 T = TypeVar("T")

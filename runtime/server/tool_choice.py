@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
-from atomc.json_types import JSON
+from atomc.files.json_types import JSON
 from atomc.runtime.server.message_deltas import DeltaBuilder, MessageDelta
 from atomc.runtime.server.protocol import Function, JSONObject
 from atomc.runtime.server.tool_parsers.json_call import JsonCallParser

@@ -4,7 +4,7 @@ from collections.abc import Hashable
 from dataclasses import asdict, replace
 from typing import Any
 
-from atomc.json_types import JSONLike
+from atomc.files.json_types import JSONLike
 from atomc.report.records import KernelChoice, another_kernel, spans
 from atomc.report.render import formula
 from atomc.report.render.graph_diff import Block, fold_layers

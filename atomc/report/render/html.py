@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from atomc.json_types import JSONLike
+from atomc.files.json_types import JSONLike
 from atomc.report.records import spans
 from atomc.report.render.compare import Comparison
 from atomc.report.render.first_sentence import first_sentence

@@ -1,7 +1,7 @@
 """Machines for the script of the HTML report, which computes times from them."""
 
 from atomc.cost.efficiency import LAUNCH, shipped
-from atomc.json_types import JSONLike
+from atomc.files.json_types import JSONLike
 from atomc.platform import DESCRIBED
 
 

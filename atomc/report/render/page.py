@@ -12,7 +12,7 @@ import threading
 import time
 from pathlib import Path
 
-from atomc.atomic_file import write_atomically
+from atomc.files.atomic_file import write_atomically
 from atomc.options import Options
 from atomc.report.report import Report
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Literal, TypeAlias
 
-from atomc.json_types import JSON
+from atomc.files.json_types import JSON
 from atomc.runtime.server.messages_api.request import (
     AssistantBlock,
     Base64Source,

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, JsonValue, SkipValidation
 
-from atomc.json_types import JSON, json_kind
+from atomc.files.json_types import JSON, json_kind
 from atomc.runtime.server.limits import CONTENT_BLOCKS, MESSAGES
 from atomc.runtime.server.protocol import (
     FailFastList,

@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from atomc.json_types import JSONObject
+from atomc.files.json_types import JSONObject
 from atomc.runtime.server.chat import Chat, ChoiceDelta, start_chat
 from atomc.runtime.server.errors import APIError, invalid
 from atomc.runtime.server.http import SSE_DONE, EventStream, JSONResponse, cancel_on_disconnect

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from atomc.json_types import JSONObject
+from atomc.files.json_types import JSONObject
 from atomc.runtime.server.chat import ChoiceDelta
 from atomc.runtime.server.message_deltas import (
     ContentDelta,

@@ -3,7 +3,7 @@
 import uuid
 from collections.abc import Iterable, Sequence
 
-from atomc.json_types import JSON, JSONObject, json_kind
+from atomc.files.json_types import JSON, JSONObject, json_kind
 from atomc.runtime.server.errors import APIError, invalid
 from atomc.runtime.server.limits import MESSAGES, check_length
 

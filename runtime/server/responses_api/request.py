@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, JsonValue
 
-from atomc.json_types import JSONObject as Item
+from atomc.files.json_types import JSONObject as Item
 from atomc.runtime.server.errors import invalid
 from atomc.runtime.server.protocol import (
     AllowedTools,

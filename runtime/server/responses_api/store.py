@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from atomc.json_types import JSONObject
+from atomc.files.json_types import JSONObject
 
 # Of a conversation's item, beyond its JSON.
 ITEM_BYTES = 512

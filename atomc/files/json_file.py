@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from atomc.json_types import json_kind
+from atomc.files.json_types import json_kind
 
 # How transformers writes numbers that JSON does not have: {"__float__": "Infinity"}.
 _FLOAT_TAG = "__float__"
