@@ -18,7 +18,7 @@ from atomc.files.json_types import JSONLike
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.report import contract
-from atomc.report.render.page import publish
+from atomc.report.page_file import publish
 from atomc.report.report import Report, forget, keep
 from atomc.torch_compat.core import GraphFunction, Input
 from atomc.torch_compat.inductor import inductor, inductor_option_names

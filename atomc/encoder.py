@@ -19,7 +19,7 @@ from atomc.ops.inputs import PatchInputs
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.report import contract
-from atomc.report.render.page import publish
+from atomc.report.page_file import publish
 from atomc.report.report import Report, keep
 from atomc.torch_compat.core import Input
 from atomc.weights.freed import with_freed_parameters

@@ -23,7 +23,7 @@ from atomc.graph.expressions import Size, expression
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.report import contract
-from atomc.report.render.page import publish
+from atomc.report.page_file import publish
 from atomc.report.report import Report, forget, keep
 from atomc.rewriting.graph_pass import Context
 from atomc.torch_compat.automatic_dynamic import isolated_dynamo_state
