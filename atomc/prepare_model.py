@@ -5,7 +5,7 @@ import logging
 from torch import nn
 
 from atomc.capture import regions
-from atomc.models.stock_delta_net import DELTA_NETS
+from atomc.stock.delta_net import DELTA_NETS
 
 log = logging.getLogger("atomc")
 

@@ -237,7 +237,7 @@ def compile_model(
 
     model   forward(input_ids [T], positions [T], logits_rows [R]) -> logits [R, V], whose attention
             calls ops.attention with a state handle (atomc.models; for a transformers
-            model, atomc.models.stock.wrap_stock)
+            model, atomc.stock.adapter.wrap_stock)
     observers   called with the graph after each pass that changed it
     keep_texts  the report gets the graph after each of these passes, as with options={"report":
                 FILE}

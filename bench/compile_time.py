@@ -71,9 +71,9 @@ def measure(way: str, glue: str, depth: int) -> dict[str, Any]:
 
     import atomc
     from atomc.backend import atom
-    from atomc.models.create_model import create_model
-    from atomc.models.parameters import allocate_buffers, fill_randomly
+    from atomc.loading.create_model import create_model
     from atomc.program import compile_model
+    from atomc.weights.parameters import allocate_buffers, fill_randomly
 
     model = create_model(TINY | {"num_hidden_layers": depth}, torch.float32, "meta")
     allocate_buffers(model, "cpu")

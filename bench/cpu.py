@@ -28,7 +28,7 @@ from tqdm import tqdm
 from transformers import Qwen3Config, Qwen3ForCausalLM, StaticCache
 
 import atomc
-from atomc.models.loader import load
+from atomc.loading.loader import load
 from atomc.ops import GroupStep, Step
 from atomc.ops.state import block_size_of
 from atomc.platform import Platform

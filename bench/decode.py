@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from model_shapes import MODELS
 
-from atomc.models.loader import load
+from atomc.loading.loader import load
 from atomc.ops.state import groups_of
 from atomc.program import compile_model
 from atomc.quantization.scheme import ONLINE

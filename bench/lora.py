@@ -26,7 +26,7 @@ from decode import BLOCK, milliseconds, profile, step_of
 from kernels import microseconds, normal
 from model_shapes import MODELS
 
-from atomc.models.loader import load
+from atomc.loading.loader import load
 from atomc.ops.inputs import TEXT, LoraShape
 from atomc.ops.state import groups_of
 from atomc.program import Program, compile_model

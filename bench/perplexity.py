@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atomc.models.loader import load
+from atomc.loading.loader import load
 from atomc.ops.scaled_linear import mxfp4_values
 from atomc.quantization import QuantizedExperts, QuantizedLinear, apply
 from atomc.quantization.scheme import Mxfp4, Scheme

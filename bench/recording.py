@@ -40,15 +40,15 @@ import equality
 
 import atomc
 from atomc import demo
-from atomc.models import loader
-from atomc.models.create_model import create_model
-from atomc.models.stock import wrap_stock
+from atomc.loading import loader
+from atomc.loading.create_model import create_model
 from atomc.platform import Platform
 from atomc.program import compile_model
 from atomc.report import contract
 from atomc.report.report import Report, reports
 from atomc.runtime.engine import Engine, EngineConfig
 from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.stock.adapter import wrap_stock
 
 WIDTHS: dict[str, Any] = dict(
     hidden_size=64,

@@ -60,7 +60,7 @@ def _is_class_name(name: str) -> bool:
 
 def model_class(architectures: Sequence[str]) -> "type[nn.Module] | None":
     """The class in atomc for the first supported architecture; None if none is supported: see
-    atomc.models.stock.hf_class.
+    atomc.stock.adapter.hf_class.
     """
     for name in architectures:
         if name in REGISTRY:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from atomc.models.limits import free_on_host
+from atomc.loading.limits import free_on_host
 from atomc.runtime.state_rows import StateRows
 
 CPU_SHARE = 0.25  # of the free memory; the rest is for other processes

@@ -8,8 +8,8 @@ from itertools import chain
 from torch import Tensor, nn
 
 from atomc.errors import RunError
-from atomc.models.stock import StockModel
 from atomc.runtime.evaluation_mode import evaluation_mode
+from atomc.stock.adapter import StockModel
 from atomc.weights.snapshot import num_writes
 
 # How the runtime calls a module; docs/compile.md has an example.

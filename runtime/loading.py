@@ -50,8 +50,8 @@ def load(
     Raises ValueError for inconsistent settings, FileNotFoundError for an incomplete checkpoint,
     ImportError if the tokenizer needs a library that is not installed.
     """
-    from atomc.models import loader
-    from atomc.models.stock import wrap_stock
+    from atomc.loading import loader
+    from atomc.stock.adapter import wrap_stock
 
     if module is not None:
         if (
@@ -150,7 +150,7 @@ def _max_len(module: nn.Module, max_model_len: int | None) -> int:
 
 
 def _is_without_attention(module: nn.Module) -> bool:
-    from atomc.models.stock import StockModel
+    from atomc.stock.adapter import StockModel
 
     return isinstance(module, StockModel) and not any(
         hasattr(layer, "kv") for layer in module.modules()

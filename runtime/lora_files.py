@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeGuard
 from safetensors import SafetensorError, safe_open
 
 from atomc.files.json_file import read_json
-from atomc.models.limits import check_headers
+from atomc.loading.limits import check_headers
 from atomc.weights.lora import LoraPair
 
 CONFIG, WEIGHTS, PICKLED = (

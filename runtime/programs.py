@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from atomc.encoder import compile_encoder
 from atomc.models.decoder import CausalLM
-from atomc.models.stock import StockModel
 from atomc.ops.inputs import TEXT, LoraShape, ModelInputs
 from atomc.ops.state import StateSpec
 from atomc.options import Options
@@ -33,6 +32,7 @@ from atomc.runtime.pipeline import Pipeline
 from atomc.runtime.runner import Runner
 from atomc.runtime.step import Grid
 from atomc.runtime.stock_head import separable_head
+from atomc.stock.adapter import StockModel
 
 log = logging.getLogger("atomc")
 

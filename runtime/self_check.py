@@ -23,17 +23,6 @@ from torch import Tensor, nn
 from atomc.cache.fingerprint import digest, file_digest, sources_in
 from atomc.cache.store import DamagedEntry, Entry
 from atomc.errors import first_line
-from atomc.models.logit_agreement import (
-    IN_8_BITS,
-    ROOM,
-    ROUNDING,
-    agreed,
-    difference,
-    plain_tokens,
-    rounding_noise,
-)
-from atomc.models.stock import StockModel
-from atomc.models.stock_implementations import attention_of
 from atomc.ops import REGISTRY
 from atomc.ops.op_traits import Kind
 from atomc.ops.state import StateSpec, block_size_of, groups_of
@@ -44,6 +33,17 @@ from atomc.quantization.linear import QuantizedLinear
 from atomc.report.report import Report
 from atomc.runtime.runner import Runner
 from atomc.runtime.step import Chunk, ScheduledStep
+from atomc.stock.adapter import StockModel
+from atomc.stock.implementations import attention_of
+from atomc.stock.logit_agreement import (
+    IN_8_BITS,
+    ROOM,
+    ROUNDING,
+    agreed,
+    difference,
+    plain_tokens,
+    rounding_noise,
+)
 
 # Kind of rows and number of new tokens, for each step and each of the two sequences.
 STEPS = (

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atomc.models.stock_model import StockModel
 from atomc.parallel.vocab import VocabParallelHead
 from atomc.runtime.headless_model import replaced
+from atomc.stock.model import StockModel
 
 ROWS = 2
 

@@ -7,7 +7,6 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from atomc.models.stock import StockModel
 from atomc.ops.state import StateSpec, block_size_of, groups_of
 from atomc.options import Options
 from atomc.parallel.group import Place
@@ -39,6 +38,7 @@ from atomc.runtime.stats import sum_of_loads
 from atomc.runtime.step import ScheduledStep
 from atomc.runtime.step_kernels import StepKernels
 from atomc.runtime.threads import Threads, choose, use
+from atomc.stock.adapter import StockModel
 
 log = logging.getLogger("atomc")
 

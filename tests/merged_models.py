@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import atomc
-from atomc.models.create_model import create_model
+from atomc.loading.create_model import create_model
 from atomc.weights import packed as packed_weights
 
 Model = TypeVar("Model", bound=nn.Module)

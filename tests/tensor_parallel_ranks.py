@@ -14,9 +14,9 @@ from tiny_models import SIZES
 from torch import Tensor, distributed, nn
 
 import atomc
-from atomc.models.create_model import create_model
-from atomc.models.stock import wrap_stock
+from atomc.loading.create_model import create_model
 from atomc.parallel.group import TensorParallel
+from atomc.stock.adapter import wrap_stock
 
 TINY = SIZES | dict(num_hidden_layers=2, pad_token_id=0, eos_token_id=0)
 IDS = torch.randint(0, 96, (7,), generator=torch.Generator().manual_seed(0))

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import atomc
-from atomc.models.loader import load
-from atomc.models.stock import wrap_stock
+from atomc.loading.loader import load
 from atomc.ops import GroupStep, Step
 from atomc.ops.state import groups_of
 from atomc.program import Program, compile_model
+from atomc.stock.adapter import wrap_stock
 
 transformers = pytest.importorskip("transformers", reason="the reference is transformers")
 

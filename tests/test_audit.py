@@ -21,7 +21,7 @@ from atomc.audit.recorder import Recorder
 from atomc.audit.sites import AuditSite
 from atomc.cli import main
 from atomc.compiler.explain import explain
-from atomc.models.create_model import create_model
+from atomc.loading.create_model import create_model
 from atomc.ops.state import GroupStep, Step
 from atomc.options import Options, read_options, written_options
 from atomc.program import compile_model

@@ -10,8 +10,8 @@ import atomc
 from atomc import ops
 from atomc.errors import OptionsError
 from atomc.kernels import INVARIANT, load
-from atomc.models.create_model import create_model
-from atomc.models.loader import ready
+from atomc.loading.create_model import create_model
+from atomc.loading.loader import ready
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.program import compile_model

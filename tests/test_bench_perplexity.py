@@ -11,7 +11,7 @@ from bench_script import loaded
 from safetensors.torch import save_file
 
 from atomc.demo import PATH
-from atomc.models.create_model import create_model
+from atomc.loading.create_model import create_model
 
 pytest.importorskip("tokenizers")
 

@@ -25,7 +25,7 @@ from atomc.cache import fingerprint, store
 from atomc.cache.artifact import Uncacheable
 from atomc.cache.graph_fingerprint import _target
 from atomc.cli import main
-from atomc.models.create_model import create_model
+from atomc.loading.create_model import create_model
 from atomc.ops.op import REGISTRY
 from atomc.ops.state import GroupStep, Step
 from atomc.options import Options

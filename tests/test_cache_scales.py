@@ -16,9 +16,9 @@ from test_blockers import QK_PAGED, ROPE_PAGED, qk_attention, rope_attention
 from torch import Tensor, nn
 
 from atomc import LLM, SamplingParams, kernels, ops, program
-from atomc.models.cache_scales import cache_scales, mark_fp8_state, set_cache_scale
-from atomc.models.create_model import create_model
-from atomc.models.loader import load
+from atomc.loading.cache_scales import cache_scales, mark_fp8_state, set_cache_scale
+from atomc.loading.create_model import create_model
+from atomc.loading.loader import load
 from atomc.platform import Platform
 
 CONFIG = {

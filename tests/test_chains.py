@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import atomc
 from atomc import ops, program
 from atomc.compiler.pipeline import register_pass
-from atomc.models.create_model import create_model
+from atomc.loading.create_model import create_model
 from atomc.ops.formats import FP8
 from atomc.passes import PIPELINE
 from atomc.rewriting.rewrite import Rewrite

@@ -19,7 +19,7 @@ from tiny_lora import write_adapter
 from atomc import cli
 from atomc.cli import explain, generate, main
 from atomc.demo import PATH
-from atomc.models import loader
+from atomc.loading import loader
 from atomc.platform import Platform
 
 pytestmark = [pytest.mark.xdist_group("cli"), pytest.mark.usefixtures("compiled_once")]

@@ -12,9 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import atomc
 from atomc.cli import main
-from atomc.models.stock import wrap_stock
 from atomc.program import compile_model
 from atomc.report import contract
+from atomc.stock.adapter import wrap_stock
 
 pytestmark = pytest.mark.xdist_group("contract")
 LAYERS = 3

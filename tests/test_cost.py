@@ -11,8 +11,8 @@ from atomc.compiler import pipeline
 from atomc.cost import cost
 from atomc.cost.efficiency import evaluated
 from atomc.graph.step_symbols import C, R, S, T
-from atomc.models.create_model import create_model
-from atomc.models.loader import ready
+from atomc.loading.create_model import create_model
+from atomc.loading.loader import ready
 from atomc.program import compile_model
 from atomc.rewriting.graph_pass import Pass
 

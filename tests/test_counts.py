@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import atomc
 from atomc import program
+from atomc.loading.create_model import create_model
 from atomc.models import qwen3
-from atomc.models.create_model import create_model
-from atomc.models.stock import wrap_stock
 from atomc.report.report import Report
+from atomc.stock.adapter import wrap_stock
 from atomc.torch_compat.tracing import mark_unbacked
 
 transformers = pytest.importorskip("transformers")

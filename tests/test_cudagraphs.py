@@ -21,14 +21,14 @@ from atomc.kernels import load
 from atomc.kernels.triton.attention_tiles import tiling
 from atomc.kernels.triton.linear import MAX_ROWS
 from atomc.kernels.triton.tiles import HEAD_ROWS, LINEAR
-from atomc.models.create_model import create_model
-from atomc.models.loader import ready
-from atomc.models.parameters import fill_randomly
+from atomc.loading.create_model import create_model
+from atomc.loading.loader import ready
 from atomc.report.report import Report
 from atomc.runtime.batch import StepShape
 from atomc.runtime.graphs import StepGraphs, decode_sizes, launched_shapes, step_shapes
 from atomc.runtime.llm import LLM
 from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.weights.parameters import fill_randomly
 
 TINY = {
     "architectures": ["Qwen3ForCausalLM"],

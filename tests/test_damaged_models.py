@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 pytest.importorskip("msgspec")  # of the server
 from atomc import demo
 from atomc.cli import main
-from atomc.models import execute_plan, limits, loader, stock
-from atomc.models.create_model import create_model
-from atomc.models.limits import MAX_TENSORS
+from atomc.loading import execute_plan, limits, loader
+from atomc.loading.create_model import create_model
+from atomc.loading.limits import MAX_TENSORS
 from atomc.models.mrope import MRotary
 from atomc.models.rotary import Rotary, rope_parameters
 from atomc.planning.device_model import build_model
@@ -32,6 +32,7 @@ from atomc.runtime.server.errors import to_api_error
 from atomc.runtime.server.http import AuthMiddleware
 from atomc.runtime.server.model_info import load_model_info
 from atomc.runtime.server.web_pages import WebPages
+from atomc.stock import adapter
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
@@ -712,7 +713,7 @@ def test_weights_that_are_quantized_while_loading_parse_the_header_of_a_file_onc
 
 
 def test_a_tied_weight_counts_once_among_the_parameters_that_a_config_describes() -> None:
-    outline = stock.empty_model(transformers.GPT2LMHeadModel, CONFIGS["gpt2"], torch.float32)
+    outline = adapter.empty_model(transformers.GPT2LMHeadModel, CONFIGS["gpt2"], torch.float32)
     counted = sum(weight.numel() for weight in outline.parameters())
     assert counted == sum(weight.numel() for weight in create_model(CONFIGS["gpt2"]).parameters())
 

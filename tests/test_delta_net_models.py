@@ -20,16 +20,16 @@ from test_moe_models import EAGER, median_error
 from torch import Tensor, nn
 
 import atomc
-from atomc.models.create_model import create_model
+from atomc.loading.create_model import create_model
+from atomc.loading.loader import load
 from atomc.models.gated_delta_net import hybrid_layer_types
-from atomc.models.loader import load
-from atomc.models.stock import wrap_stock
-from atomc.models.stock_delta_net import LAYER_TYPE as LINEAR
 from atomc.program import Program, compile_model
 from atomc.quantization.linear import QuantizedLinear
 from atomc.runtime.engine import Engine, EngineConfig
 from atomc.runtime.llm import LLM
 from atomc.runtime.self_check import own_attention
+from atomc.stock.adapter import wrap_stock
+from atomc.stock.delta_net import LAYER_TYPE as LINEAR
 
 transformers = pytest.importorskip("transformers")
 

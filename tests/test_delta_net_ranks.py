@@ -16,8 +16,8 @@ from test_tensor_parallel_loading import assert_parts
 from torch import nn
 
 import atomc
-from atomc.models.create_model import create_model
-from atomc.models.loader import load
+from atomc.loading.create_model import create_model
+from atomc.loading.loader import load
 from atomc.parallel import sizes
 from atomc.parallel.group import TensorParallel
 from atomc.parallel.sharding import Sharding

@@ -21,8 +21,8 @@ from atomc import ops
 from atomc.compiler.explain import explain
 from atomc.demo import PATH
 from atomc.dumps.replay import RECORDED, make
-from atomc.models.create_model import create_model
-from atomc.models.loader import load
+from atomc.loading.create_model import create_model
+from atomc.loading.loader import load
 from atomc.ops.op import Kernel, Prepared
 from atomc.ops.state import GroupStep, Step
 from atomc.program import compile_model

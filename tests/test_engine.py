@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from atomc.models import loader
+from atomc.loading import loader
 from atomc.runtime import capacity
 from atomc.runtime.engine import Engine, EngineConfig, QueueFull
 from atomc.runtime.grammar_compiler import GrammarCompiler

@@ -29,7 +29,7 @@ from atomc import models
 from atomc.cache.model_fingerprint import model_parts
 from atomc.cache.store import differences
 from atomc.cli import main
-from atomc.models.loader import check_expert_placement, load
+from atomc.loading.loader import check_expert_placement, load
 from atomc.ops.inputs import TEXT
 from atomc.options import Options
 from atomc.parallel.collectives import EXPERT_MAP, EXPERT_PLACES

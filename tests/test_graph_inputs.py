@@ -15,7 +15,7 @@ from torch import nn
 
 from atomc.capture.functional import capture, dynamo_graph
 from atomc.graph.inputs import graph_input
-from atomc.models.create_model import create_model
+from atomc.loading.create_model import create_model
 from atomc.ops.inputs import MODEL_INPUTS, SCALES, StateInput, StepInput
 from atomc.ops.state import KINDS, GroupStep, Step
 from atomc.program import compile_model

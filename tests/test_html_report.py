@@ -21,7 +21,7 @@ import atomc
 from atomc.cli import main
 from atomc.cli.explain import _names
 from atomc.graph.graph_printer import parse
-from atomc.models.create_model import create_model
+from atomc.loading.create_model import create_model
 from atomc.report.records import (
     CacheOutcome,
     FusionOpportunity,

@@ -10,10 +10,10 @@ import torch
 from tiny_vl import IMAGE, theirs
 from torch import nn
 
-from atomc.models.stock import wrap_stock
 from atomc.runtime.llm import LLM
 from atomc.runtime.prompt_image import PromptImage
 from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.stock.adapter import wrap_stock
 
 pytestmark = [pytest.mark.xdist_group("runtime"), pytest.mark.usefixtures("compiled_once")]
 

@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from atomc import models, ops
-from atomc.models.create_model import create_model
-from atomc.models.loader import load
-from atomc.models.stock import wrap_stock
+from atomc.loading.create_model import create_model
+from atomc.loading.loader import load
 from atomc.platform import Platform
 from atomc.program import Program, compile_model
 from atomc.quantization.linear import QuantizedLinear
 from atomc.runtime.self_check import own_attention
+from atomc.stock.adapter import wrap_stock
 
 transformers = pytest.importorskip("transformers")
 

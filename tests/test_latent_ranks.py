@@ -18,14 +18,14 @@ from test_tensor_parallel_loading import assert_parts
 from torch import Tensor, nn
 
 import atomc
-from atomc.models.create_model import create_model
-from atomc.models.stock import wrap_stock
+from atomc.loading.create_model import create_model
 from atomc.parallel.group import TensorParallel
 from atomc.parallel.sharding import Sharding
 from atomc.planning.device_model import build_model
 from atomc.planning.plan import plan
 from atomc.planning.plan_report import Workload
 from atomc.platform import Platform
+from atomc.stock.adapter import wrap_stock
 
 transformers = pytest.importorskip("transformers")
 

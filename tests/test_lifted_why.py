@@ -9,7 +9,7 @@ from rewriting import explained
 from tiny_experts import random_model
 
 import atomc
-from atomc.models.loader import ready
+from atomc.loading.loader import ready
 from atomc.passes.lift import LIFTED
 from atomc.program import compile_model
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import atomc
 from atomc import ops, passes
-from atomc.models.create_model import create_model
-from atomc.models.loader import ready
+from atomc.loading.create_model import create_model
+from atomc.loading.loader import ready
 from atomc.ops.inputs import LoraShape
 from atomc.ops.token_range import Tokens
 from atomc.options import Options

@@ -10,10 +10,10 @@ import torch
 from test_loader import assert_holds, checkpoint, halves, refusal, weights
 from torch import Tensor
 
-from atomc.models.checkpoint_files import load_config, stored_tensors
-from atomc.models.create_model import create_model
-from atomc.models.load_plan import Copy, plan_load
-from atomc.models.loader import load
+from atomc.loading.checkpoint_files import load_config, stored_tensors
+from atomc.loading.create_model import create_model
+from atomc.loading.load_plan import Copy, plan_load
+from atomc.loading.loader import load
 
 QWEN3_MOE = {
     "architectures": ["Qwen3MoeForCausalLM"],

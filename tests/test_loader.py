@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 import atomc.demo
 from atomc import models
-from atomc.models.checkpoint_files import load_config
-from atomc.models.create_model import create_model
-from atomc.models.limits import Stored
-from atomc.models.load_plan import LoadPlan, Quantize, plan_load
-from atomc.models.loader import load
+from atomc.loading.checkpoint_files import load_config
+from atomc.loading.create_model import create_model
+from atomc.loading.limits import Stored
+from atomc.loading.load_plan import LoadPlan, Quantize, plan_load
+from atomc.loading.loader import load
 from atomc.quantization.apply import methods_of
 from atomc.quantization.config import online
 

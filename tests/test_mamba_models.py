@@ -17,10 +17,10 @@ from test_moe_models import EAGER, median_error
 from torch import Tensor, nn
 
 import atomc
-from atomc.models.stock import StockModel, wrap_stock
-from atomc.models.stock_mamba import MIXERS
 from atomc.program import Program, compile_model
 from atomc.runtime.engine import Engine, EngineConfig
+from atomc.stock.adapter import StockModel, wrap_stock
+from atomc.stock.mamba import MIXERS
 
 transformers = pytest.importorskip("transformers")
 
@@ -404,8 +404,8 @@ def test_a_mixer_with_another_activation_or_another_parameter_is_refused(monkeyp
 
 
 def test_a_layer_of_a_kind_that_nothing_was_entered_for_is_refused(monkeypatch) -> None:
-    from atomc.models import stock
+    from atomc.stock import adapter
 
-    monkeypatch.setattr(stock, "SHORT_CONVS", replace(stock.SHORT_CONVS, has=lambda _: False))
+    monkeypatch.setattr(adapter, "SHORT_CONVS", replace(adapter.SHORT_CONVS, has=lambda _: False))
     with pytest.raises(ValueError, match=r"Lfm2ForCausalLM has layers of kind conv, only"):
         wrapped("lfm2")

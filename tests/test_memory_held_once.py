@@ -19,8 +19,8 @@ from tracked_bytes import TrackedBytes
 import atomc
 from atomc import ops
 from atomc import program as programs
-from atomc.models import dummy_weights, loader
-from atomc.models.create_model import create_model
+from atomc.loading import dummy_weights, loader
+from atomc.loading.create_model import create_model
 from atomc.ops import GroupStep, Prepared, Step, Tokens
 from atomc.planning.device_model import build_model
 from atomc.planning.plan import compile_for, plan

@@ -16,13 +16,13 @@ from tiny_experts import sqnr
 from torch import Tensor, nn
 
 from atomc import models
-from atomc.models.cache_scales import cache_scales
-from atomc.models.loader import load
-from atomc.models.stock import wrap_stock
+from atomc.loading.cache_scales import cache_scales
+from atomc.loading.loader import load
 from atomc.quantization import QuantizedExperts
 from atomc.quantization.linear import QuantizedLinear
 from atomc.runtime.llm import LLM
 from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.stock.adapter import wrap_stock
 
 transformers = pytest.importorskip("transformers")
 

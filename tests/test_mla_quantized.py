@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 import atomc
 from atomc import models, ops
-from atomc.models.loader import load
-from atomc.models.stock import wrap_stock
+from atomc.loading.loader import load
 from atomc.planning.device_model import build_model
 from atomc.planning.plan import compile_for, plan
 from atomc.planning.plan_report import Workload
@@ -32,6 +31,7 @@ from atomc.quantization import ONLINE
 from atomc.quantization.linear import QuantizedLinear
 from atomc.runtime.llm import LLM
 from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.stock.adapter import wrap_stock
 
 transformers = pytest.importorskip("transformers")
 

@@ -15,9 +15,9 @@ from test_moe_models import LATENT as SIZES
 from torch import Tensor, nn
 
 import atomc
-from atomc.models.loader import load
-from atomc.models.stock import wrap_stock
+from atomc.loading.loader import load
 from atomc.program import compile_model
+from atomc.stock.adapter import wrap_stock
 
 transformers = pytest.importorskip("transformers")
 

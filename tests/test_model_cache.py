@@ -28,14 +28,15 @@ from atomc.cache.fingerprint import PACKAGE
 from atomc.cache.model_fingerprint import model_parts
 from atomc.cache.store import differences
 from atomc.errors import RunError
-from atomc.models import experts_spec, layers, llama, loader
-from atomc.models.create_model import create_model
+from atomc.loading import loader
+from atomc.loading.create_model import create_model
+from atomc.models import layers, llama
 from atomc.ops.inputs import TEXT, ModelInputs
 from atomc.ops.state import GroupStep, Step, groups_of
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.program import compile_model
-from atomc.quantization import quantize
+from atomc.quantization import experts_spec, quantize
 from atomc.quantization.linear import QuantizedLinear
 from atomc.quantization.packing import AWQ, GPTQ, GPTQ_V2, MXFP4_PACK_QUANTIZED, PACK_QUANTIZED
 from atomc.rewriting.graph_pass import Pass

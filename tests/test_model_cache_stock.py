@@ -20,8 +20,8 @@ from torch import nn
 from atomc import LLM, SamplingParams, models
 from atomc.cache.artifact import Uncacheable
 from atomc.cache.store import differences
-from atomc.models.stock import wrap_stock
 from atomc.quantization import quantize
+from atomc.stock.adapter import wrap_stock
 
 transformers = pytest.importorskip("transformers")
 from transformers.models.llama import modeling_llama  # noqa: E402

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from atomc.models.create_model import create_model
+from atomc.loading.create_model import create_model
+from atomc.loading.loader import load
 from atomc.models.llama import Config as LlamaConfig
 from atomc.models.llama import LlamaForCausalLM
-from atomc.models.loader import load
 from atomc.models.qwen3 import Config as Qwen3Config
 from atomc.models.rotary import Rotary, rope_parameters
-from atomc.models.stock import wrap_stock
+from atomc.stock.adapter import wrap_stock
 
 transformers = pytest.importorskip("transformers")
 

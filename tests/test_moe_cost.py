@@ -14,7 +14,7 @@ from atomc.compiler.explain import explain
 from atomc.cost import cost
 from atomc.cost.moe_layers import moe_layers
 from atomc.cost.quantized_weights import quantized_weights
-from atomc.models.create_model import create_model
+from atomc.loading.create_model import create_model
 from atomc.planning.device_model import build_model
 from atomc.planning.plan import compile_for, plan
 from atomc.planning.plan_report import ExpertsRead, Workload

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import atomc
-from atomc.models.create_model import create_model
+from atomc.loading.create_model import create_model
+from atomc.loading.loader import load
 from atomc.models.glm4_moe import Config as Glm4MoeConfig
-from atomc.models.loader import load
-from atomc.models.stock import wrap_stock
 from atomc.runtime.llm import LLM
 from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.stock.adapter import wrap_stock
 
 transformers = pytest.importorskip("transformers")
 

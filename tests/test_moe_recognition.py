@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import atomc
 from atomc import ops, passes
-from atomc.models.create_model import create_model
+from atomc.loading.create_model import create_model
 from atomc.passes.recognize.experts import TRANSFORMERS
 
 transformers = pytest.importorskip("transformers")

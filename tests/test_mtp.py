@@ -18,7 +18,7 @@ from serving import COMPILED, serving
 from tiny_mtp import CONFIG, DEPTH, DRAFT, tensors_of, tiny_model, write
 from torch import nn
 
-from atomc.models import loader
+from atomc.loading import loader
 from atomc.models.experts import Experts
 from atomc.models.mtp import DraftModel
 from atomc.quantization import ONLINE, QuantizedExperts

@@ -8,7 +8,7 @@ import torch
 from tiny_mtp import fill
 from tiny_vl import EXPERTS, HYBRID, IMAGE, TEXT, VIDEO, VISION
 
-from atomc.models.create_model import create_model
+from atomc.loading.create_model import create_model
 from atomc.models.mrope import mrope_positions
 from atomc.models.vision_language import ImageDraftModel
 from atomc.runtime.batch import InputBatch

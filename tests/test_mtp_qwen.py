@@ -12,10 +12,10 @@ from test_mtp import Reference, compare_drafts, engine, prompt_of, run
 from tiny_mtp import CONFIG, QWENS, tensors_of, tiny_model, write
 from torch import nn
 
-from atomc.models import loader
-from atomc.models.create_model import create_model
+from atomc.loading import loader
+from atomc.loading.create_model import create_model
+from atomc.loading.load_plan import PARTS
 from atomc.models.experts import Experts
-from atomc.models.load_plan import PARTS
 from atomc.quantization import ONLINE, QuantizedExperts
 from atomc.quantization.linear import QuantizedLinear
 from atomc.runtime.sampling.sampling_params import SamplingParams

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 import atomc
 from atomc import ops, passes
-from atomc.models.loader import load
-from atomc.models.stock import wrap_stock
+from atomc.loading.loader import load
 from atomc.ops.schemes import SCHEMES
 from atomc.passes.fuse.quantizers import QUANTIZERS, Quantizer
 from atomc.program import compile_model
+from atomc.stock.adapter import wrap_stock
 
 transformers = pytest.importorskip("transformers")
 

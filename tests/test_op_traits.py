@@ -19,8 +19,8 @@ from atomc.compiler import ranges
 from atomc.cost import cost
 from atomc.cost.efficiency import LAUNCH
 from atomc.cost.quantized_weights import quantized_weights
-from atomc.models.create_model import create_model
-from atomc.models.loader import ready
+from atomc.loading.create_model import create_model
+from atomc.loading.loader import ready
 from atomc.ops import REGISTRY, Tokens
 from atomc.ops.op import PreferInductor, op
 from atomc.ops.op_cost import product
@@ -356,7 +356,7 @@ NAMED = ("ops", "kernels", "passes")
 # A name that is also another's.
 ALSO = {
     ("models/deepseek_v32.py", "index_topk"): "a field of a config.json",
-    ("models/stock_indexer.py", "index_topk"): "the same field",
+    ("atomc/stock/indexer.py", "index_topk"): "the same field",
     ("models/rotary.py", "linear"): "a scaling of rotary positions in a config.json",
     ("parallel/plan.py", "all_reduce"): "a word of transformers' plans",
     ("planning/stages.py", "embedding"): "what the first stage of a pipeline has, in a table",

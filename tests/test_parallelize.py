@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import atomc
 from atomc.cache.model_fingerprint import model_parts
 from atomc.cache.store import differences
-from atomc.models.create_model import create_model
+from atomc.loading.create_model import create_model
 from atomc.models.experts import Experts
 from atomc.ops.inputs import TEXT
 from atomc.options import Options
@@ -312,7 +312,7 @@ def test_dummy_weights_are_parts_of_those_of_one_process(
 ) -> None:
     import json
 
-    from atomc.models.loader import load
+    from atomc.loading.loader import load
 
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[kind]))
     how = {"load_format": "dummy", "quantization": quantized}

@@ -11,7 +11,7 @@ import torch
 
 from atomc.cli import arguments, main
 from atomc.cost.efficiency import SHIPPED, Table, Timing, evaluated, fit, predict, shipped
-from atomc.models.create_model import create_model
+from atomc.loading.create_model import create_model
 from atomc.ops import Tokens
 from atomc.planning.device_model import build_model
 from atomc.planning.plan import compile_for, plan

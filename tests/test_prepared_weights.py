@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 import atomc
 from atomc import kernels, ops
-from atomc.models.create_model import create_model
-from atomc.models.loader import ready
-from atomc.models.parameters import fill_randomly
+from atomc.loading.create_model import create_model
+from atomc.loading.loader import ready
 from atomc.ops.op import Prepared
 from atomc.platform import Platform
 from atomc.program import compile_model
 from atomc.weights import registry as weights
+from atomc.weights.parameters import fill_randomly
 
 pytestmark = pytest.mark.skipif(
     kernels.load("onednn") is not None, reason=str(kernels.load("onednn"))

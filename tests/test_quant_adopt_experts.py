@@ -10,9 +10,9 @@ from tiny_experts import CONFIGS, IDS, sqnr
 from torch import Tensor, nn
 
 import atomc
-from atomc.models.stock import wrap_stock
 from atomc.quantization import ONLINE, QuantizedExperts
 from atomc.quantization.scheme import Fp8
+from atomc.stock.adapter import wrap_stock
 
 transformers = pytest.importorskip("transformers")
 fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")

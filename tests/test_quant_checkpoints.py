@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from atomc import models
-from atomc.models.create_model import create_model
-from atomc.models.loader import load
-from atomc.models.stock import StockModel
+from atomc.loading.create_model import create_model
+from atomc.loading.loader import load
 from atomc.ops.formats import e2m1_values, e8m0_values, unpack_e2m1
 from atomc.program import compile_model
 from atomc.quantization import QuantizedLinear
 from atomc.quantization.scheme import ONLINE, Fp8, as_fnuz
+from atomc.stock.adapter import StockModel
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

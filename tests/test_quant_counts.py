@@ -12,9 +12,9 @@ from torch import nn
 
 import atomc
 from atomc import program
-from atomc.models.stock import wrap_stock
 from atomc.quantization.linear import LinearMethod, QuantizedLinear
 from atomc.report.report import Report
+from atomc.stock.adapter import wrap_stock
 
 # How a scheme of atomc.quantize quantizes activations. "static" stands for a checkpoint that brings
 # their scales.

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 import atomc
 from atomc import ops
-from atomc.models.create_model import create_model
+from atomc.loading.create_model import create_model
+from atomc.loading.loader import load
 from atomc.models.experts import Experts
-from atomc.models.experts_spec import spec_of
 from atomc.models.gpt_oss import GptOssExperts
-from atomc.models.loader import load
 from atomc.planning.device_model import build_model
 from atomc.quantization import ONLINE, QuantizedExperts, QuantizedLinear, apply, quantize
 from atomc.quantization.config import online, parse
 from atomc.quantization.experts import STACKED, ExpertsMethod
+from atomc.quantization.experts_spec import spec_of
 from atomc.quantization.scheme import Fp8, Int4, Mxfp4, Scheme
 
 transformers = pytest.importorskip("transformers")

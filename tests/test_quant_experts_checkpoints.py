@@ -10,15 +10,15 @@ from tiny_experts import IDS, POSITIONS, random_model, sqnr, write
 from torch import Tensor, nn
 
 from atomc import models
-from atomc.models.experts_spec import ExpertsSpec
-from atomc.models.loader import load
-from atomc.models.stock import StockModel
+from atomc.loading.loader import load
 from atomc.ops.experts import Gate
 from atomc.ops.formats import pack_int4
 from atomc.quantization import ONLINE, QuantizedExperts, apply
 from atomc.quantization.experts import ExpertsMethod
+from atomc.quantization.experts_spec import ExpertsSpec
 from atomc.quantization.scheme import Fp8, Int4
 from atomc.quantization.stored_experts import expect_scales, merge_scales, stack
+from atomc.stock.adapter import StockModel
 
 Tensors = dict[str, Tensor]
 Packed = Callable[[Tensor], Tensors]

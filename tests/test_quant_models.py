@@ -19,8 +19,8 @@ import atomc
 from atomc import models, ops
 from atomc.demo import PATH
 from atomc.kernels.torch.attention import attention as attention_kernel
-from atomc.models.create_model import create_model
-from atomc.models.loader import load
+from atomc.loading.create_model import create_model
+from atomc.loading.loader import load
 from atomc.ops.scaled_linear import mxfp4_values
 from atomc.quantization import ONLINE, QuantizedLinear, apply, quantize
 from atomc.quantization.scheme import Mxfp4, Scheme

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 import atomc
 from atomc import LLM, SamplingParams
-from atomc.models.create_model import create_model
-from atomc.models.loader import load
+from atomc.loading.create_model import create_model
+from atomc.loading.loader import load
 from atomc.quantization import QuantizedLinear
 from atomc.quantization.config import parse
 from atomc.quantization.nvfp4 import Nvfp4

@@ -11,8 +11,8 @@ from tiny_experts import random_model, stored, write
 from torch import nn
 from tracked_bytes import TrackedBytes
 
-from atomc.models import execute_plan
-from atomc.models.loader import load
+from atomc.loading import execute_plan
+from atomc.loading.loader import load
 from atomc.parallel.group import TensorParallel
 
 HALF = TensorParallel(1, 2, "ranks")

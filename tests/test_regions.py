@@ -20,11 +20,11 @@ from torch._guards import ChainedSource
 
 import atomc
 from atomc.capture import regions
-from atomc.models.create_model import create_model
-from atomc.models.parameters import allocate_buffers, fill_randomly
-from atomc.models.stock import wrap_stock
+from atomc.loading.create_model import create_model
 from atomc.program import compile_model
+from atomc.stock.adapter import wrap_stock
 from atomc.torch_compat import region_failures
+from atomc.weights.parameters import allocate_buffers, fill_randomly
 
 transformers = pytest.importorskip("transformers", reason="stock models")
 

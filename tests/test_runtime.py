@@ -11,9 +11,8 @@ import torch
 
 from atomc.cli import main
 from atomc.errors import RunError
-from atomc.models import loader
-from atomc.models.create_model import create_model
-from atomc.models.stock import wrap_stock
+from atomc.loading import loader
+from atomc.loading.create_model import create_model
 from atomc.ops import LAYOUTS
 from atomc.ops.state import groups_of
 from atomc.options import Options
@@ -32,6 +31,7 @@ from atomc.runtime.sampling.sampling_params import SamplingParams
 from atomc.runtime.scheduler import Scheduler
 from atomc.runtime.slots import Slots, sample_specs
 from atomc.runtime.step import Chunk, ScheduledStep
+from atomc.stock.adapter import wrap_stock
 
 # Else each worker compiles all the models.
 pytestmark = [pytest.mark.xdist_group("runtime"), pytest.mark.usefixtures("compiled_once")]

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 import atomc
 from atomc import kernels, ops
 from atomc.compiler.select import Selection
-from atomc.models.create_model import create_model
-from atomc.models.loader import ready
-from atomc.models.parameters import fill_randomly
+from atomc.loading.create_model import create_model
+from atomc.loading.loader import ready
 from atomc.ops import GroupStep, Prepared, Refusal, Step
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.program import compile_model
+from atomc.weights.parameters import fill_randomly
 
 kernels.load("torch")
 EAGER = {"glue": "eager"}

@@ -5,11 +5,11 @@ import torch
 
 from atomc import LLM
 from atomc.cache.store import usage
-from atomc.models.stock_implementations import Implementations
 from atomc.options import Options
 from atomc.program import compile_model
 from atomc.quantization import quantize
 from atomc.runtime.self_check import verdict_of
+from atomc.stock.implementations import Implementations
 
 transformers = pytest.importorskip("transformers")
 
@@ -192,7 +192,7 @@ def test_a_given_module_has_its_own_attention_after_the_check():
     own = model.config._attn_implementation
     llm = llm_of(model)
     assert model.config._attn_implementation == own != "atom"
-    from atomc.models.stock import wrap_stock
+    from atomc.stock.adapter import wrap_stock
 
     assert compile_model(wrap_stock(model), {"glue": "eager"}).specs == llm.program.specs
 

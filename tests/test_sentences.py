@@ -38,7 +38,7 @@ ALLOWED = {
     "atomc/torch_compat/exceptions.py": "messages of torch, where its exceptions have no class "
     "for it",
     "atomc/torch_compat/trace_failure.py": "messages of Dynamo, which has no code for it",
-    "models/limits.py: line.": "files of the system",
+    "atomc/loading/limits.py: line.": "files of the system",
     "runtime/bench/client.py: line.": "lines of HTTP",
     "runtime/bench/http_client.py: line.": "lines of HTTP",
     "runtime/grammar_worker.py: error.startswith('NoExtension')": "a message of llguidance, "

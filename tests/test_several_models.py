@@ -8,14 +8,14 @@ from torch import Tensor, nn
 
 import atomc
 from atomc import ops
-from atomc.models.create_model import create_model
-from atomc.models.loader import ready
-from atomc.models.parameters import fill_randomly
-from atomc.models.stock import wrap_stock
+from atomc.loading.create_model import create_model
+from atomc.loading.loader import ready
 from atomc.program import compile_model
 from atomc.runtime.llm import LLM
 from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.stock.adapter import wrap_stock
 from atomc.torch_compat.tracing import lifted_floats
+from atomc.weights.parameters import fill_randomly
 
 transformers = pytest.importorskip("transformers", reason="stock models")
 

@@ -17,8 +17,8 @@ from test_moe_models import GLM, theirs_of
 from torch import Tensor, nn
 
 import atomc
+from atomc.loading.loader import load
 from atomc.models.experts import Experts
-from atomc.models.loader import load
 from atomc.program import compile_model
 from atomc.report.report import Report
 from atomc.runtime.llm import LLM

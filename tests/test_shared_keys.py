@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import atomc
 from atomc import LLM, SamplingParams, ops
-from atomc.models.stock import wrap_stock
 from atomc.parallel.group import TensorParallel
 from atomc.program import compile_model
+from atomc.stock.adapter import wrap_stock
 
 # A prompt of several chunks and windows, one of a single chunk, and one that begins as the first.
 PROMPTS = [list(range(3, 40)), [5, 7, 9], [*range(3, 36), 50, 51]]

@@ -7,7 +7,7 @@ from test_mla_models import hub_checkpoint, prompts_of, served
 from test_moe_models import EAGER
 
 from atomc import models
-from atomc.models.loader import load
+from atomc.loading.loader import load
 from atomc.program import compile_model
 
 

@@ -17,9 +17,8 @@ from tensor_parallel_ranks import IDS, POSITIONS, TINY, fill
 from test_ranks_models import EXPERTS, LATENT
 from torch import nn
 
-from atomc.models import loader
-from atomc.models.loader import load
-from atomc.models.stock import wrap_stock
+from atomc.loading import loader
+from atomc.loading.loader import load
 from atomc.parallel import sizes
 from atomc.parallel.group import Stage
 from atomc.parallel.stages import StageModel, cut_stage
@@ -28,6 +27,7 @@ from atomc.runtime.config import EngineConfig
 from atomc.runtime.micro_batches import micro_batches
 from atomc.runtime.ranks.block_groups import BlockGroups
 from atomc.runtime.step import Chunk, ScheduledStep
+from atomc.stock.adapter import wrap_stock
 
 SLOW = pytest.mark.slow
 WINDOWS = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}

@@ -11,7 +11,7 @@ from rewriting import since
 from test_stock_programs import built, compile_config, ids
 
 import atomc
-from atomc.models.stock_batching import ATTENTION, _sequences
+from atomc.stock.batching import ATTENTION, _sequences
 from atomc.weights import registry
 
 transformers = pytest.importorskip("transformers", reason="its generate_batch is tested")
@@ -83,7 +83,7 @@ def test_a_batch_of_an_attention_that_misses_the_cache_is_refused() -> None:
 
 def test_a_batch_that_fails_is_refused_with_its_error(monkeypatch) -> None:
     model = atomc.prepare_batching(built("Llama"))
-    monkeypatch.delattr("atomc.models.stock_batching._sequences")
+    monkeypatch.delattr("atomc.stock.batching._sequences")
     with pytest.raises(ValueError, match=r"prepared batching fails: .*_sequences"):
         batched(model)
 

@@ -16,11 +16,11 @@ from tensor_parallel_ranks import IDS, POSITIONS, Case, whole
 from test_self_check import llm_of, stock
 
 import atomc
-from atomc.models.stock import StockModel
 from atomc.parallel.group import TensorParallel
 from atomc.parallel.vocab import LogitsOfRank, VocabParallelHead, leave_apart
 from atomc.runtime.self_check import verdict_of
 from atomc.runtime.stock_head import separable_head
+from atomc.stock.adapter import StockModel
 
 RANKS = 2
 # What classes compute of the outputs of their heads.

@@ -22,8 +22,8 @@ from tiny_experts import write as write_experts
 from torch import nn
 
 from atomc import models
-from atomc.models.create_model import create_model
-from atomc.models.loader import load
+from atomc.loading.create_model import create_model
+from atomc.loading.loader import load
 from atomc.parallel.group import TensorParallel
 from atomc.parallel.sharding import Sharding
 

@@ -21,11 +21,11 @@ from torch import Tensor, distributed, nn
 
 import atomc
 from atomc import program
-from atomc.models.stock import wrap_stock
 from atomc.parallel.group import TensorParallel
 from atomc.parallel.vocab import sum_lookups
 from atomc.platform import Platform
 from atomc.report.report import Report
+from atomc.stock.adapter import wrap_stock
 
 transformers = pytest.importorskip("transformers")
 

@@ -12,15 +12,16 @@ from tiny_vl import DEEPSTACK, KINDS, ONE, OURS, THREE, VISION, made, prompt, th
 
 import atomc
 from atomc.encoder import EncoderProgram, compile_encoder
-from atomc.models import stock_vision, vision_patches
-from atomc.models.create_model import create_model
-from atomc.models.stock import wrap_stock
+from atomc.loading.create_model import create_model
+from atomc.models import vision_patches
 from atomc.models.vision_patches import patch_inputs
 from atomc.quantization.apply import methods_of
 from atomc.quantization.config import online
 from atomc.runtime.llm import LLM
 from atomc.runtime.sampling.sampling_params import SamplingParams
 from atomc.runtime.self_check import own_attention
+from atomc.stock import vision
+from atomc.stock.adapter import wrap_stock
 
 vision_utils = pytest.importorskip("transformers.vision_utils")
 
@@ -302,7 +303,7 @@ def test_the_self_check_leaves_the_attention_of_each_part_as_it_was():
     with own_attention(model.hf_model):
         assert config.vision_config._attn_implementation == "eager"
     assert config._attn_implementation == config.text_config._attn_implementation == "atom"
-    assert config.vision_config._attn_implementation == stock_vision.ATTENTION
+    assert config.vision_config._attn_implementation == vision.ATTENTION
 
 
 def test_a_language_model_that_adds_embeddings_otherwise_is_refused(monkeypatch):

@@ -13,7 +13,7 @@ from vocab_model import IDS, Decoder, divided, rows
 from vocab_ranks import CASES, COMPILED, DTYPES, RANKS, some_logits
 
 from atomc.cache.model_fingerprint import model_parts
-from atomc.models.create_model import create_model
+from atomc.loading.create_model import create_model
 from atomc.ops.inputs import ModelInputs
 from atomc.options import Options
 from atomc.parallel.group import TensorParallel

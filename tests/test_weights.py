@@ -16,7 +16,7 @@ from merged_models import weights as weights_of
 from torch import Tensor, nn
 
 from atomc import demo, kernels, ops
-from atomc.models import loader
+from atomc.loading import loader
 from atomc.ops.op import Prepared
 from atomc.program import Program, compile_model
 from atomc.quantization import quantize

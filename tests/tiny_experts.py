@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from tiny_models import SIZES
 from torch import Tensor, nn
 
-from atomc.models.create_model import create_model
+from atomc.loading.create_model import create_model
 
 # Inner sizes that groups of 32 divide.
 SIZED: dict[str, Any] = SIZES | {

@@ -11,10 +11,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from atomc.loading.loader import load
 from atomc.models.image_grid import num_image_tokens
-from atomc.models.loader import load
 from atomc.models.mrope import mrope_positions
-from atomc.models.stock import wrap_stock
+from atomc.stock.adapter import wrap_stock
 
 IMAGE, VIDEO = 90, 91
 TEXT = dict(

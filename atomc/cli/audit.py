@@ -186,7 +186,7 @@ def _model(arguments: argparse.Namespace) -> ModelCall:
     if name is not None and ":" in name and not Path(name).exists():
         return _load_function_model(name, arguments)
     from atomc.demo import PATH
-    from atomc.models import loader
+    from atomc.loading import loader
     from atomc.runtime.detokenizer import load_tokenizer
     from atomc.runtime.hub import model_folder
     from atomc.runtime.loading import present_device

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from atomc.models.stock_delta_net import spelling_of
 from atomc.parallel.cut import Cut
 from atomc.parallel.group import TensorParallel
+from atomc.stock.delta_net import spelling_of
 
 # Projections to queries, keys and values of all heads, one after the other. In all others, what
 # belongs to a head is together.

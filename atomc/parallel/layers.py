@@ -11,9 +11,9 @@ from typing import Literal
 import torch
 from torch import nn
 
-from atomc.models.experts_spec import is_experts, spec_of
 from atomc.parallel.cut import Cut
 from atomc.quantization.experts import QuantizedExperts, sizes, stacked
+from atomc.quantization.experts_spec import is_experts, spec_of
 from atomc.quantization.layer_weights import Shapes
 from atomc.quantization.linear import Format, QuantizedLinear
 from atomc.quantization.scheme import Scheme

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from atomc.files.json_types import JSONLike
 from atomc.models.experts import Experts
-from atomc.models.parameters import assign, parameter_names, tensor_of
 from atomc.parallel import delta_nets, heads, latent_attention, layers, sizes
 from atomc.parallel.collectives import (
     COLUMNS,
@@ -32,6 +31,7 @@ from atomc.parallel.plan import EXPERTS, GATHERED, SPLIT_INPUT, SUMMED, Plan, pl
 from atomc.parallel.vocab import gather_logits, sum_lookups
 from atomc.quantization.experts import QuantizedExperts
 from atomc.quantization.linear import QuantizedLinear
+from atomc.weights.parameters import assign, parameter_names, tensor_of
 
 # How the sides of linear layers are divided.
 SIDES: dict[str, Side] = {"colwise": "out", "packed_colwise": "out", "rowwise": "in"}

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from atomc.models.decoder import DECODER_FRAME, Decoder
-from atomc.models.parameters import parameter_names
 from atomc.parallel.group import Stage
+from atomc.weights.parameters import parameter_names
 
 T = TypeVar("T")
 PLAIN = (str, int, float, bool)

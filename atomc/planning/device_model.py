@@ -8,12 +8,11 @@ import torch
 from torch import nn
 
 from atomc.files.json_types import JSONLike
-from atomc.models import stock
-from atomc.models.checkpoint_files import config_dtype, load_config
+from atomc.loading.checkpoint_files import config_dtype, load_config
+from atomc.loading.create_model import create_model
+from atomc.loading.draft_checkpoint import check_draft_layers
+from atomc.loading.loader import check_parts, ready
 from atomc.models.config import integer
-from atomc.models.create_model import create_model
-from atomc.models.draft_checkpoint import check_draft_layers
-from atomc.models.loader import check_parts, ready
 from atomc.models.mtp import DraftModel
 from atomc.parallel import sizes
 from atomc.parallel.group import Stage, TensorParallel
@@ -31,6 +30,7 @@ from atomc.quantization.config import (
 from atomc.quantization.linear import LinearMethod, QuantizedLinear
 from atomc.quantization.scheme import Fp8, Fp8Block, Scheme
 from atomc.runtime.draft import draft_model_of
+from atomc.stock import adapter
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def build_model(
     )
     if stage is not None:
         cut_stage(module, stage)
-    prefix = stock.PREFIX if isinstance(module, stock.StockModel) else ""
+    prefix = adapter.PREFIX if isinstance(module, adapter.StockModel) else ""
     methods = Methods() if chosen is None else apply.methods_of(module, chosen, prefix)
     sharding = _divided(module, methods, devices, data_ranks, ep=ep)
     parameters = sum(x.numel() for x in module.parameters())  # before some are packed as codes

@@ -11,10 +11,10 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor, nn
 
-from atomc.models.experts_spec import spec_of
 from atomc.quantization import apply
 from atomc.quantization.config import QuantizationConfig, parse
 from atomc.quantization.experts import ExpertsMethod, QuantizedExperts
+from atomc.quantization.experts_spec import spec_of
 from atomc.quantization.linear import LinearMethod, QuantizedLayer, QuantizedLinear
 from atomc.quantization.stored_experts import expect_scales
 from atomc.quantization.torchao import is_of_torchao, read_weight

@@ -10,10 +10,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from atomc.models.experts_spec import is_experts, spec_of
 from atomc.platform import Platform
 from atomc.quantization.config import QuantizationConfig, online
 from atomc.quantization.experts import STACKED, ExpertsMethod, QuantizedExperts
+from atomc.quantization.experts_spec import is_experts, spec_of
 from atomc.quantization.kept_layers import kept_layers, unwrapped
 from atomc.quantization.linear import LinearMethod, QuantizedLinear, share_scales, siblings_of
 from atomc.quantization.scheme import Fp8, Fp8Block, as_fnuz

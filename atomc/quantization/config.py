@@ -15,10 +15,10 @@ from torch import nn
 from atomc.errors import suggestion
 from atomc.files.json_file import read_json
 from atomc.files.json_types import JSONLike, json_kind
-from atomc.models.experts_spec import spec_of
 from atomc.quantization import checkpoints
 from atomc.quantization.checkpoints import EXPERTS
 from atomc.quantization.experts import ExpertsMethod
+from atomc.quantization.experts_spec import spec_of
 from atomc.quantization.field_types import check_types
 from atomc.quantization.linear import LinearMethod
 from atomc.quantization.scheme import ONLINE, Scheme

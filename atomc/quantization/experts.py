@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from atomc.models.experts_spec import ExpertsSpec
 from atomc.ops.experts import Gate
+from atomc.quantization.experts_spec import ExpertsSpec
 from atomc.quantization.layer_weights import Shapes, Tensors
 from atomc.quantization.linear import Format, QuantizedLayer
 from atomc.quantization.nvfp4 import Nvfp4

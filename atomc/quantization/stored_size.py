@@ -4,9 +4,9 @@ import math
 
 from torch import nn
 
-from atomc.models.experts_spec import spec_of
 from atomc.quantization.apply import Methods, groups, linear
 from atomc.quantization.experts import STACKED, sizes, stacked
+from atomc.quantization.experts_spec import spec_of
 from atomc.quantization.layer_weights import Shapes
 
 

@@ -21,7 +21,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 REASON = (
     "the runtime holds weights of this module only as its kernels read them, and freed the "
-    "originals: load the checkpoint again (atomc.models.loader.load) to save, read or change them"
+    "originals: load the checkpoint again (atomc.loading.loader.load) to save, read or change them"
 )
 
 

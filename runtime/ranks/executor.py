@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from atomc.models.checkpoint_files import load_config
-from atomc.models.loader import check_expert_placement
+from atomc.loading.checkpoint_files import load_config
+from atomc.loading.loader import check_expert_placement
 from atomc.parallel import sizes
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.executor import Launched, Result, StepCounts

@@ -14,11 +14,11 @@ from tiny_experts import sqnr
 from torch import Tensor, nn
 
 from atomc.kernels.aiter import indexer, latent_attention
-from atomc.models.create_model import create_model
-from atomc.models.stock import wrap_stock
+from atomc.loading.create_model import create_model
 from atomc.ops.state import GroupStep, Step
 from atomc.platform import Platform
 from atomc.program import Program, compile_model
+from atomc.stock.adapter import wrap_stock
 
 pytest.importorskip("transformers")
 

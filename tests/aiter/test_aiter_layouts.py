@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import atomc
 from atomc import OptionsError, ops
-from atomc.models.create_model import create_model
+from atomc.loading.create_model import create_model
 from atomc.platform import Platform
 from atomc.testing.layouts import in_plain_order
 

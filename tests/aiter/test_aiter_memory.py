@@ -15,7 +15,7 @@ from tracked_bytes import TrackedBytes
 import atomc
 from atomc import ops
 from atomc import program as programs
-from atomc.models import loader
+from atomc.loading import loader
 from atomc.platform import Platform
 from atomc.program import compile_model
 

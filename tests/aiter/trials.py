@@ -20,7 +20,7 @@ from triton.compiler.errors import CompilationError
 
 import atomc
 from atomc.kernels.aiter import library
-from atomc.models.create_model import create_model
+from atomc.loading.create_model import create_model
 from atomc.ops.op import REGISTRY, Kernel, refusal
 from atomc.platform import Platform
 from atomc.quantization import quantize

@@ -71,7 +71,7 @@ BUGS = [
         "tests/test_shared_keys.py -k equal_rows",
     ),
     Bug(
-        "models/stock_implementations.py",
+        "atomc/stock/implementations.py",
         "setattr(module, ROWS_DROPPED_FROM, -1)",
         "setattr(module, ROWS_DROPPED_FROM, 1)",
         "tests/test_shared_keys.py -k traced",
@@ -173,7 +173,7 @@ BUGS = [
         "tests/test_moe_models.py -k 'logits_and and deepseek_v32'",
     ),
     Bug(
-        "models/stock_indexer.py",
+        "atomc/stock/indexer.py",
         'indexer.config._attn_implementation != "atom"',
         "not hidden_states.numel()",
         "tests/test_indexer.py -k own_indexers",

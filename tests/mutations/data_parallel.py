@@ -23,7 +23,7 @@ BUGS = [
     Bug("passes/fuse/experts_ep.py", "tensor_example(3, 7, dtype=OneOf(torch.int64", "tensor_example(3, 2, dtype=OneOf(torch.int64", "tests/test_blockers.py -k moe_experts_ep"),
     Bug("runtime/ranks/reports.py", "first = stages.index(stage)", "first = 0", "tests/test_rank_reports.py -k their_stage"),
     Bug("runtime/ranks/reports.py", "        log.error(", "        log.debug(", "tests/test_rank_reports.py -k log"),
-    Bug("models/execute_plan.py", "        if not mmap:\n", "        if mmap:\n", "tests/test_rank_memory.py"),
+    Bug("atomc/loading/execute_plan.py", "        if not mmap:\n", "        if mmap:\n", "tests/test_rank_memory.py"),
     Bug("atomc/cost/router.py", "        if isinstance(sent, Node):\n", "        if False:\n", "tests/test_plan_experts.py -k own"),
     Bug("atomc/ops/op_cost.py", "share = 1 if among == count else count / among", "share = 1", "tests/test_plan_experts.py -k same_tokens"),
     Bug("atomc/planning/stages.py", "sent = plan.load.tokens * width", "sent = plan.load.sequences * 2 * width", "tests/test_plan_stages.py -k bytes_and_time"),

@@ -75,7 +75,7 @@ BUGS = [
     ),
     bug("atomc/program", "before_free(key, compiled.state, report)", "pass", "stock_class"),
     bug(
-        "models/dummy_weights",
+        "atomc/loading/dummy_weights",
         "stored_bytes(model, methods) + unquantized_bytes",
         "0 * unquantized_bytes",
         "counted_as_they_are_stored",

@@ -53,7 +53,7 @@ BUGS = [
     of_qwen("models/mtp.py", '= ("model.norm",)', '= ("model.layers.1",)', "before_the_models_head"),
     of_qwen("models/mtp.py", 'field, 1), field, "mtp."', 'field, 0), field, "mtp."', "need_no_field"),
     of_qwen("models/mtp.py", 'only(text, "mtp_use_dedicated_embeddings", False)', "pass", "other_draft_layers"),
-    of_qwen("models/load_plan.py", "part[0] not in modules", "True", "without_the_draft_layer"),
+    of_qwen("atomc/loading/load_plan.py", "part[0] not in modules", "True", "without_the_draft_layer"),
     of_qwen("models/qwen3_next.py", "experts=bool(config.moe_layers)", "experts=False", "is_a_layer_of_the_model"),
     of_images("runtime/batch.py", "following = self.embeddings[:rows].roll(-1, 0)", "following = self.embeddings[:rows]", IMAGES),
     of_images("runtime/batch.py", "following = np.roll(mask, -1)", "following = mask.copy()", IMAGES),

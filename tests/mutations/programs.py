@@ -6,7 +6,7 @@ from mutations import Bug
 
 
 def batching(old: str, new: str, tests: str = "as_one_graph") -> Bug:
-    return Bug("models/stock_batching.py", old, new, f"tests/test_stock_batching.py -k {tests}")
+    return Bug("atomc/stock/batching.py", old, new, f"tests/test_stock_batching.py -k {tests}")
 
 
 def in_place(old: str, new: str, tests: str) -> Bug:
@@ -37,7 +37,7 @@ BUGS = [
     batching("read if read.shape[0] else slots", "slots"),
     batching("num_tokens + 1 - seq_lens.shape[0]", "0", "not_a_decode_step"),
     Bug(
-        "models/stock_batching_check.py",
+        "atomc/stock/batching_check.py",
         "if not all(error <= limit for error in by_kind.values()):",
         "if False:",
         "tests/test_stock_batching.py -k misses_the_cache",

@@ -13,30 +13,29 @@ import torch
 from torch import nn
 
 from atomc.files.json_types import JSONLike
-from atomc.models import REGISTRY, architectures_of, model_class, stock
-from atomc.models.cache_scales import mark_fp8_state
-from atomc.models.checkpoint_files import (
+from atomc.loading.cache_scales import mark_fp8_state
+from atomc.loading.checkpoint_files import (
     Checkpoint,
     config_dtype,
     load_config,
     stored_dtype,
     stored_tensors,
 )
-from atomc.models.create_model import create_model
-from atomc.models.draft_checkpoint import check_draft_layers, draft_prefix, methods_as_stored
-from atomc.models.dummy_weights import load_dummy
-from atomc.models.execute_plan import execute
-from atomc.models.experts_spec import is_experts, spec_of
-from atomc.models.limits import Stored, check_layers
-from atomc.models.load_parts import part_of_plan
-from atomc.models.load_plan import LoadPlan, first_names, plan_load
-from atomc.models.stock_loading import (
+from atomc.loading.create_model import create_model
+from atomc.loading.draft_checkpoint import check_draft_layers, draft_prefix, methods_as_stored
+from atomc.loading.dummy_weights import load_dummy
+from atomc.loading.execute_plan import execute
+from atomc.loading.limits import Stored, check_layers
+from atomc.loading.load_parts import part_of_plan
+from atomc.loading.load_plan import LoadPlan, first_names, plan_load
+from atomc.loading.stock_checkpoint import (
     build_stock_on_meta,
     check_stock_size,
     decide_for_stock,
     load_stock,
     load_stock_and_cut,
 )
+from atomc.models import REGISTRY, architectures_of, model_class
 from atomc.parallel import sizes
 from atomc.parallel.expert_placement import Placement
 from atomc.parallel.group import Stage, TensorParallel
@@ -50,6 +49,8 @@ from atomc.quantization.config import (
     decide,
     without_quantization,
 )
+from atomc.quantization.experts_spec import is_experts, spec_of
+from atomc.stock import adapter
 
 log = logging.getLogger("atomc")
 
@@ -110,7 +111,7 @@ def load(
         quant_config = decide(quantization, path, config)
         model = create_model(config, dtype, "meta", draft_layer=draft_layer)
     else:
-        cls = stock.hf_class(architectures, sorted(REGISTRY))
+        cls = adapter.hf_class(architectures, sorted(REGISTRY))
         quant_config = decide_for_stock(quantization, path, config)
         check_stock_size(cls, checkpoint, quant_config, device)
         if quant_config is None and is_whole:
@@ -130,7 +131,7 @@ def load(
     try:
         plan = _plan(model, stored, quant_config, methods, path, dtype, own)
     except ValueError as error:
-        if is_whole or quant_config is not None or not isinstance(model, stock.StockModel):
+        if is_whole or quant_config is not None or not isinstance(model, adapter.StockModel):
             raise
         log.warning("each rank reads all weights through transformers: %s", error)
         hf_class = type(model.hf_model)
@@ -227,7 +228,7 @@ def check_parts(model: nn.Module, methods: Methods) -> None:
 
 def _prefix(model: nn.Module) -> str:
     """The prefix of parameter names that names in a checkpoint do not have."""
-    return stock.PREFIX if isinstance(model, stock.StockModel) else ""
+    return adapter.PREFIX if isinstance(model, adapter.StockModel) else ""
 
 
 def _quantized_layers(

@@ -22,7 +22,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from atomc import ops
-from atomc.models.stock_batching_check import check_batching
+from atomc.stock.batching_check import check_batching
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

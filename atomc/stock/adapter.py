@@ -14,16 +14,16 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from atomc import ops
 from atomc.files.json_types import JSONLike
-from atomc.models.stock_delta_net import DELTA_NETS
-from atomc.models.stock_delta_net import LAYER_TYPE as LINEAR
-from atomc.models.stock_experts import experts_of, read_settings, register_experts
-from atomc.models.stock_implementations import Implementations, keep_all_rows
-from atomc.models.stock_indexer import enter_indexers, is_indexer
-from atomc.models.stock_mamba import MIXERS, is_mixer
-from atomc.models.stock_model import PREFIX, StockModel
-from atomc.models.stock_short_conv import LAYER_TYPE as SHORT_CONV
-from atomc.models.stock_short_conv import SHORT_CONVS
-from atomc.models.stock_vision import StockVisionModel, enter_encoder, has_encoder
+from atomc.stock.delta_net import DELTA_NETS
+from atomc.stock.delta_net import LAYER_TYPE as LINEAR
+from atomc.stock.experts import experts_of, read_settings, register_experts
+from atomc.stock.implementations import Implementations, keep_all_rows
+from atomc.stock.indexer import enter_indexers, is_indexer
+from atomc.stock.mamba import MIXERS, is_mixer
+from atomc.stock.model import PREFIX, StockModel
+from atomc.stock.short_conv import LAYER_TYPE as SHORT_CONV
+from atomc.stock.short_conv import SHORT_CONVS
+from atomc.stock.vision import StockVisionModel, enter_encoder, has_encoder
 from atomc.torch_compat.exceptions import is_failure, out_of_memory
 from atomc.weights.registry import parameter_of
 

@@ -5,13 +5,13 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from atomc.models.limits import check_memory
-from atomc.models.parameters import allocate_buffers, fill_randomly, parameter_names
+from atomc.loading.limits import check_memory
 from atomc.parallel.sharding import Sharding, cut_parameters
 from atomc.parallel.stages import OwnNames
 from atomc.quantization import apply
 from atomc.quantization.apply import Methods
 from atomc.quantization.stored_size import stored_bytes, unquantized_bytes
+from atomc.weights.parameters import allocate_buffers, fill_randomly, parameter_names
 
 
 def load_dummy(

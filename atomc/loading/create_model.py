@@ -9,7 +9,8 @@ from torch.fx.node import Argument
 from torch.overrides import TorchFunctionMode
 
 from atomc.files.json_types import JSONLike
-from atomc.models import REGISTRY, architectures_of, model_class, stock
+from atomc.models import REGISTRY, architectures_of, model_class
+from atomc.stock import adapter
 
 
 def create_model(
@@ -29,7 +30,9 @@ def create_model(
     architectures = architectures_of(config)
     cls = model_class(architectures)
     if cls is None:
-        return stock.build(stock.hf_class(architectures, sorted(REGISTRY)), config, dtype, device)
+        return adapter.build(
+            adapter.hf_class(architectures, sorted(REGISTRY)), config, dtype, device
+        )
     where = torch.device(device or "cpu")
     with where, _Unfilled() if where.type == "meta" else nullcontext():
         options = {"draft_layer": True} if draft_layer else {}

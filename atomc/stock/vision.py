@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from atomc import ops
-from atomc.models.stock_implementations import Implementations
-from atomc.models.stock_model import StockModel
 from atomc.models.vision_patches import EncodesImages
 from atomc.ops.inputs import PatchInputs
+from atomc.stock.implementations import Implementations
+from atomc.stock.model import StockModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from atomc import ops
-from atomc.models.experts_spec import is_experts, spec_of
+from atomc.quantization.experts_spec import is_experts, spec_of
 from atomc.torch_compat.core import CONSTANTS_OF_MODULES, constant_in_traces
 
 # Whether weights are stored transposed; activation, interleaved, alpha and limit of the op.

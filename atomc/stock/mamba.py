@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atomc import ops
-from atomc.models.entered_layers import LayerKind
+from atomc.stock.replaced_forwards import LayerKind
 
 MODULES, PARAMETERS = ("in_proj", "conv1d", "out_proj"), ("A_log", "D", "dt_bias")
 KNOWN = frozenset(

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from atomc.models.stock_implementations import Implementations
+from atomc.stock.implementations import Implementations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

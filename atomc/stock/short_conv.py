@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from atomc import ops
-from atomc.models.entered_layers import LayerKind
+from atomc.stock.replaced_forwards import LayerKind
 
 LAYER_TYPE = "conv"  # of such layers in config.layer_types
 MODULES = ("in_proj", "conv", "out_proj")

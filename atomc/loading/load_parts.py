@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from torch import nn
 
-from atomc.models.load_plan import Copy, Fill, LoadPlan, Quantize, QuantizeExperts
-from atomc.models.parameters import tensor_of
+from atomc.loading.load_plan import Copy, Fill, LoadPlan, Quantize, QuantizeExperts
 from atomc.parallel.cut import Cut
+from atomc.weights.parameters import tensor_of
 
 
 def part_of_plan(plan: LoadPlan, model: nn.Module, cuts: Mapping[str, Cut]) -> LoadPlan:

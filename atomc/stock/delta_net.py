@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from atomc import ops
-from atomc.models.entered_layers import LayerKind
 from atomc.models.gated_delta_net import Projected, recur
 from atomc.models.qwen3_next import unpacked
+from atomc.stock.replaced_forwards import LayerKind
 
 LAYER_TYPE = "linear_attention"  # of such layers in config.layer_types
 RECURRENCE = ("conv1d.weight", "conv1d.bias", "A_log", "dt_bias")

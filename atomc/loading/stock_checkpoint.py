@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from atomc.files.json_types import JSONLike
-from atomc.models import stock
-from atomc.models.checkpoint_files import Checkpoint
-from atomc.models.limits import check_buffers, check_memory, check_stored
-from atomc.models.parameters import fill_randomly
+from atomc.loading.checkpoint_files import Checkpoint
+from atomc.loading.limits import check_buffers, check_memory, check_stored
 from atomc.parallel.group import Stage
 from atomc.parallel.sharding import Sharding
 from atomc.parallel.stages import cut_stage
 from atomc.quantization import checkpoints
 from atomc.quantization.config import QuantizationConfig, Request, decide, stored_config
+from atomc.stock import adapter
+from atomc.weights.parameters import fill_randomly
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -51,7 +51,7 @@ def check_stock_size(
     tables, or if its random weights exceed the free memory.
     """
     path, config, stored, dtype = checkpoint
-    model = stock.empty_model(cls, config, dtype)
+    model = adapter.empty_model(cls, config, dtype)
     check_buffers(model, cls.__name__)
     if stored is None and quant_config is not None:
         return  # load_dummy counts the bytes of quantized weights
@@ -65,26 +65,26 @@ def check_stock_size(
 
 def build_stock_on_meta(
     cls: "type[PreTrainedModel]", checkpoint: Checkpoint, quant_config: QuantizationConfig | None
-) -> stock.StockModel:
+) -> adapter.StockModel:
     """A transformers model on meta, whose weights atomc reads. Raises ValueError for a format that
     only transformers can load.
     """
     path, config, _, dtype = checkpoint
     if quant_config is None and stored_config(path, config) is not None:
         raise ValueError(f"{path}: weights that transformers quantized do not divide over ranks")
-    return stock.build_on_meta(cls, config, dtype)
+    return adapter.build_on_meta(cls, config, dtype)
 
 
 def load_stock(
     cls: "type[PreTrainedModel]", checkpoint: Checkpoint, device: torch.device | str
-) -> stock.StockModel:
+) -> adapter.StockModel:
     """A transformers model with the weights of the checkpoint, loaded by transformers, or with
     random weights.
     """
     path, config, stored, dtype = checkpoint
     if stored is not None:
-        return stock.load(cls, path, dtype, device)
-    model = stock.build(cls, config, dtype, device)
+        return adapter.load(cls, path, dtype, device)
+    model = adapter.build(cls, config, dtype, device)
     fill_randomly(model, device)
     return model
 

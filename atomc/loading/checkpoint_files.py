@@ -9,9 +9,9 @@ import torch
 
 from atomc.files.json_file import read_config, read_json
 from atomc.files.json_types import JSONLike
-from atomc.models.limits import MAX_TENSORS, Stored, check_headers, check_sizes
-from atomc.models.load_plan import FLOATS, first_names
-from atomc.models.shard_paths import INDEX, shard_path
+from atomc.loading.limits import MAX_TENSORS, Stored, check_headers, check_sizes
+from atomc.loading.load_plan import FLOATS, first_names
+from atomc.loading.shard_paths import INDEX, shard_path
 
 
 class Checkpoint(NamedTuple):

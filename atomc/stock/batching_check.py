@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from atomc.models.logit_agreement import (
+from atomc.stock.logit_agreement import (
     IN_8_BITS,
     ROOM,
     agreed,

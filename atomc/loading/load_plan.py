@@ -1,8 +1,8 @@
 """The plan of a load: which stored tensor becomes which parameter. It is made from names and
 headers, before any weight is read.
 
-A plan has files, names, shapes and dtypes, and no tensors. atomc.models.loader makes it,
-atomc.models.execute_plan executes it.
+A plan has files, names, shapes and dtypes, and no tensors. atomc.loading.loader makes it,
+atomc.loading.execute_plan executes it.
 """
 
 import re
@@ -14,18 +14,18 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from atomc.models.cache_scales import CacheScale, cache_scales
-from atomc.models.expert_names import (
+from atomc.loading.cache_scales import CacheScale, cache_scales
+from atomc.loading.expert_names import (
     ExpertPart,
     absent_parts,
     expert_parts,
     wrong_numbers_of_experts,
 )
-from atomc.models.limits import Stored
-from atomc.models.parameters import tensor_names, tensor_of
+from atomc.loading.limits import Stored
 from atomc.parallel.cut import Cut
 from atomc.quantization import apply
 from atomc.quantization.apply import Methods
+from atomc.weights.parameters import tensor_names, tensor_of
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Dtypes of quantized weights, which are never converted.

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from atomc.models.cache_scales import set_cache_scale
-from atomc.models.limits import Stored
-from atomc.models.load_plan import Copy, Fill, LoadPlan, Quantize
-from atomc.models.parameters import allocate_buffers, assign, empty, tensor_of
+from atomc.loading.cache_scales import set_cache_scale
+from atomc.loading.limits import Stored
+from atomc.loading.load_plan import Copy, Fill, LoadPlan, Quantize
 from atomc.parallel.cut import Cut
 from atomc.quantization import apply
 from atomc.quantization.apply import Methods
 from atomc.quantization.linear import LinearMethod
+from atomc.weights.parameters import allocate_buffers, assign, empty, tensor_of
 
 # An open file of weights: safetensors' class has no type.
 Opener = Callable[[Path], Any]

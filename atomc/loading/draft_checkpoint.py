@@ -4,10 +4,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from atomc.files.json_types import JSONLike
+from atomc.loading.limits import Stored
+from atomc.loading.load_plan import FLOATS
 from atomc.models import architectures_of, model_class
 from atomc.models.config import count
-from atomc.models.limits import Stored
-from atomc.models.load_plan import FLOATS
 from atomc.models.mtp import WithDraftLayer
 from atomc.quantization.apply import Methods
 from atomc.quantization.config import QuantizationConfig

@@ -1,0 +1,1 @@
+"""The classes of transformers, run through the ops of atomc."""
