@@ -15,7 +15,7 @@ _PUBLIC = {
     "Report": "atomc.report.report",
     "Rewrite": "atomc.rewriting.rewrite",
     "RunError": "atomc.errors",
-    "SamplingParams": "atomc.runtime.sampling.sampling_params",
+    "SamplingParams": "atomc.runtime.requests.sampling_params",
     "adopt": "atomc.quantization",
     "explain": "atomc.compiler.explain",
     "ops": "",

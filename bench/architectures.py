@@ -39,7 +39,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import atomc.compiler.trace_model  # noqa: F401
 from atomc import LLM
 from atomc.passes import PIPELINE
-from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.runtime.requests.sampling_params import SamplingParams
 
 # What configs call their sizes; each gets those that it has.
 SIZES: dict[str, Any] = {

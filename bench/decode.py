@@ -30,9 +30,9 @@ from atomc.loading.loader import load
 from atomc.ops.state import groups_of
 from atomc.program import compile_model
 from atomc.quantization.scheme import ONLINE
-from atomc.runtime.batch import StepShape
-from atomc.runtime.runner import Runner
-from atomc.runtime.step import Chunk, ScheduledStep
+from atomc.runtime.execution.input_batch import StepShape
+from atomc.runtime.execution.runner import Runner
+from atomc.runtime.scheduling.step import Chunk, ScheduledStep
 
 BLOCK = 16
 

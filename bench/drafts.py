@@ -12,7 +12,7 @@ import argparse
 import torch
 
 from atomc import LLM, SamplingParams
-from atomc.runtime.request import Completion
+from atomc.runtime.requests.request import Completion
 
 SEED = 0
 PROMPT_TOKENS = 24

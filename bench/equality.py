@@ -29,8 +29,8 @@ from typing import Any
 import torch
 
 from atomc.runtime.engine import Engine, EngineConfig
-from atomc.runtime.request import Output, Request, siblings
-from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.runtime.requests.request import Output, Request, siblings
+from atomc.runtime.requests.sampling_params import SamplingParams
 
 LONGEST_ANSWER = 24
 # Of the engine, besides --device, --dtype and --options.

@@ -34,11 +34,11 @@ import torch
 from decode import profile
 from torch import Tensor, nn
 
-from atomc.runtime.image_input.processor import ImageProcessor, PreparedImage
+from atomc.runtime.images.processor import ImageProcessor, PreparedImage
 from atomc.runtime.llm import LLM
-from atomc.runtime.prompt_image import PromptImage
-from atomc.runtime.sampling.sampling_params import SamplingParams
-from atomc.runtime.step import ImagePixels
+from atomc.runtime.requests.prompt_image import PromptImage
+from atomc.runtime.requests.sampling_params import SamplingParams
+from atomc.runtime.scheduling.step import ImagePixels
 
 # The sizes of Qwen3-VL-2B; token ids and rotary settings, which cost nothing, like those of its family.
 QWEN3_VL_2B: dict[str, Any] = {

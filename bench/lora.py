@@ -31,10 +31,10 @@ from atomc.ops.inputs import TEXT, LoraShape
 from atomc.ops.state import groups_of
 from atomc.program import Program, compile_model
 from atomc.quantization.scheme import ONLINE
-from atomc.runtime.batch import StepShape
-from atomc.runtime.runner import Runner
-from atomc.runtime.sampling.sampling_params import SamplingParams
-from atomc.runtime.step import Admission, ScheduledStep
+from atomc.runtime.execution.input_batch import StepShape
+from atomc.runtime.execution.runner import Runner
+from atomc.runtime.requests.sampling_params import SamplingParams
+from atomc.runtime.scheduling.step import Admission, ScheduledStep
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

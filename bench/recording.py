@@ -47,7 +47,7 @@ from atomc.program import compile_model
 from atomc.report import contract
 from atomc.report.report import Report, reports
 from atomc.runtime.engine import Engine, EngineConfig
-from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.stock.adapter import wrap_stock
 
 WIDTHS: dict[str, Any] = dict(

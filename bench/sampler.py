@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atomc.runtime.sampling.request_counts import RequestCounts
-from atomc.runtime.sampling.sample_spec import SampleSpec, uniform
+from atomc.runtime.requests.request_counts import RequestCounts
+from atomc.runtime.requests.sample_spec import SampleSpec, uniform
+from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.sampling.sampler import Sampler
-from atomc.runtime.sampling.sampling_params import SamplingParams
 
 VOCABULARY = 151936
 KINDS: dict[str, dict[str, Any]] = {

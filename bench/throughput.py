@@ -32,8 +32,8 @@ from model_shapes import MODELS
 
 from atomc.quantization.scheme import ONLINE
 from atomc.runtime.engine import Engine, EngineConfig
-from atomc.runtime.sampling.sampling_params import SamplingParams
-from atomc.runtime.worker import Worker
+from atomc.runtime.execution.worker import Worker
+from atomc.runtime.requests.sampling_params import SamplingParams
 
 
 def generate(engine: Engine, prompts: list[list[int]], new: int) -> float:

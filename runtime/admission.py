@@ -1,8 +1,8 @@
 """Why a request cannot run on a model: its token ids, images, or LoRA adapter."""
 
-from atomc.runtime.image_limits import ImageLimits
 from atomc.runtime.lora_adapters import LoraAdapters
-from atomc.runtime.request import Request
+from atomc.runtime.requests.request import Request
+from atomc.runtime.scheduling.image_limits import ImageLimits
 
 
 def refuse_tokens(request: Request, vocab_size: int | None) -> None:

@@ -5,12 +5,12 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from atomc.runtime.prompt_image import PromptImage
-from atomc.runtime.request import Completion, FinishReason, Output, Request
-from atomc.runtime.request_errors import RequestError
-from atomc.runtime.sampling.logprobs import TokenLogprobs
-from atomc.runtime.sampling.sampling_params import SamplingParams
-from atomc.runtime.text_stream import TextStream
+from atomc.runtime.requests.logprobs import TokenLogprobs
+from atomc.runtime.requests.prompt_image import PromptImage
+from atomc.runtime.requests.request import Completion, FinishReason, Output, Request
+from atomc.runtime.requests.request_errors import RequestError
+from atomc.runtime.requests.sampling_params import SamplingParams
+from atomc.runtime.text.text_stream import TextStream
 
 if TYPE_CHECKING:  # optional
     from tokenizers import Tokenizer

@@ -1,13 +1,13 @@
 """The scheduler of an engine, from its settings and what its executor has room for."""
 
-from atomc.runtime.blocks import BlockPool
 from atomc.runtime.config import EngineConfig
-from atomc.runtime.data_parallel import DataParallelScheduler
-from atomc.runtime.executor import Limits
-from atomc.runtime.request_errors import RequestErrors
-from atomc.runtime.scheduler import Scheduler
-from atomc.runtime.snapshots import Snapshots
-from atomc.runtime.speculative import ForcedAcceptance
+from atomc.runtime.execution.executor import Limits
+from atomc.runtime.requests.request_errors import RequestErrors
+from atomc.runtime.scheduling.blocks import BlockPool
+from atomc.runtime.scheduling.data_parallel import DataParallelScheduler
+from atomc.runtime.scheduling.scheduler import Scheduler
+from atomc.runtime.scheduling.snapshots import Snapshots
+from atomc.runtime.scheduling.speculative import ForcedAcceptance
 
 
 def create_scheduler(

@@ -12,31 +12,36 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from atomc.runtime.admission import refuse_adapter, refuse_images, refuse_tokens
-from atomc.runtime.caller_modes import caller_modes_off
 from atomc.runtime.config import EngineConfig
+from atomc.runtime.constrained.grammar_compiler import GrammarCompiler
+from atomc.runtime.constrained.request_state import RequestState
+from atomc.runtime.constrained.structured_outputs import StructuredOutputs, accept_tokens
+from atomc.runtime.constrained.token_masks import TokenMasks
 from atomc.runtime.create_scheduler import create_scheduler
-from atomc.runtime.executor import Executor, Launched, Result
-from atomc.runtime.grammar_compiler import GrammarCompiler
+from atomc.runtime.execution.executor import Executor, Launched, Result
+from atomc.runtime.execution.loading.load import LoadedModel
+from atomc.runtime.execution.timings import Phases, gc_disabled
+from atomc.runtime.execution.worker import Worker
 from atomc.runtime.interrupts import interrupts_delayed
-from atomc.runtime.loading import LoadedModel
 from atomc.runtime.lora_adapters import LoraAdapters
-from atomc.runtime.phases import Phases, gc_disabled
-from atomc.runtime.prompt_image import PromptImage
 from atomc.runtime.ranks.rank_failed import RankFailed
 from atomc.runtime.ranks.rank_launcher import RankLauncher
-from atomc.runtime.request import Output, Pooling, Request
-from atomc.runtime.request_errors import RequestError, RequestErrors, RequestFailed, is_recoverable
-from atomc.runtime.request_state import RequestState
-from atomc.runtime.sampling.sampling_params import SamplingParams
-from atomc.runtime.scheduler import QueueFull
+from atomc.runtime.requests.prompt_image import PromptImage
+from atomc.runtime.requests.request import Output, Pooling, Request
+from atomc.runtime.requests.request_errors import (
+    RequestError,
+    RequestErrors,
+    RequestFailed,
+    is_recoverable,
+)
+from atomc.runtime.requests.sampling_params import SamplingParams
+from atomc.runtime.scheduling.scheduler import QueueFull
+from atomc.runtime.scheduling.speculative import NGramProposer
+from atomc.runtime.scheduling.stats import Stats
+from atomc.runtime.scheduling.step import ScheduledStep
 from atomc.runtime.sleeping import EngineAsleep, refuse_level, refuse_running, wakes_state
-from atomc.runtime.speculative import NGramProposer
 from atomc.runtime.start_executor import out_of_memory_message, start_executor
-from atomc.runtime.stats import Stats
-from atomc.runtime.step import ScheduledStep
-from atomc.runtime.structured_outputs import StructuredOutputs, accept_tokens
-from atomc.runtime.token_masks import TokenMasks
-from atomc.runtime.worker import Worker
+from atomc.runtime.torch_modes import caller_modes_off
 from atomc.torch_compat.exceptions import out_of_memory
 
 if TYPE_CHECKING:  # needs pyzmq
@@ -73,7 +78,7 @@ class Engine:
     module     used instead of config.model: one of ours, a stock transformers model (its attention
                is replaced in place, see wrap_stock), or any module called as
                `model(input_ids [T], positions [T], logits_rows [R]) -> logits [R, V]`; one with
-               a vision encoder as in atomc.runtime.image_model
+               a vision encoder as in atomc.runtime.execution.images.model
     progress   show progress bars during the start
     spare_cores   CPU cores left to other processes, if there are more than two
     on_rank_failure   called in another thread if a rank fails and this thread does not return to

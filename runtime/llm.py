@@ -18,19 +18,19 @@ from atomc.options import Options
 from atomc.runtime.async_calls import AsyncCalls
 from atomc.runtime.calls import AsyncCall, Call, CompletionBuilder, Query, ThreadCall
 from atomc.runtime.config import EngineConfig
-from atomc.runtime.detokenizer import encode
 from atomc.runtime.engine import Engine
+from atomc.runtime.execution.loading.load import config_folder
 from atomc.runtime.interrupts import interrupts_delayed
-from atomc.runtime.loading import config_folder
-from atomc.runtime.prompt_image import PromptImage
-from atomc.runtime.prompt_truncation import truncated
-from atomc.runtime.request import Completion, Request, siblings
-from atomc.runtime.request_errors import RequestErrors, RequestFailed
-from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.runtime.requests.prompt_image import PromptImage
+from atomc.runtime.requests.request import Completion, Request, siblings
+from atomc.runtime.requests.request_errors import RequestErrors, RequestFailed
+from atomc.runtime.requests.sampling_params import SamplingParams
+from atomc.runtime.text.detokenizer import encode
+from atomc.runtime.text.prompt_truncation import truncated
 from atomc.runtime.turns import Turns
 
 if TYPE_CHECKING:  # optional
-    from atomc.runtime.chat_prompts import ChatPrompts
+    from atomc.runtime.text.chat_prompts import ChatPrompts
 
 
 class ImagePrompt(TypedDict):
@@ -278,7 +278,7 @@ class LLM:
         return self.generate(prompts, sampling_params, lora=lora, progress=progress)
 
     def _load_chat_prompts(self) -> "ChatPrompts":
-        from atomc.runtime.chat_prompts import ChatPrompts
+        from atomc.runtime.text.chat_prompts import ChatPrompts
 
         if self._folder is None:
             raise ValueError("this model is a module, which has no chat template: use generate")

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from atomc.runtime.config import EngineConfig
-from atomc.runtime.phases import Phases
+from atomc.runtime.execution.timings import Phases
+from atomc.runtime.execution.worker import Worker
 from atomc.runtime.ranks.rank_failed import RankFailed
 from atomc.runtime.ranks.rank_launcher import RankLauncher
-from atomc.runtime.worker import Worker
 
 if TYPE_CHECKING:  # needs pyzmq
     from atomc.runtime.ranks.executor import RankExecutor

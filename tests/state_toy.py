@@ -17,7 +17,7 @@ from atomc.ops.op import op
 from atomc.ops.op_traits import Kind, StateBinding
 from atomc.ops.state import StateSpec, state_before
 from atomc.runtime.engine import Engine, EngineConfig
-from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.runtime.requests.sampling_params import SamplingParams
 
 VOCAB, WIDTH, ODD, DECAY, MAX_LEN = 61, 16, 7, 0.8, 96
 OPTIONS = {"strict": True, "glue": "eager", "layout": "paged"}

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from atomc.runtime.allowed_tokens import AllowedTokens
-from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.runtime.constrained.allowed_tokens import AllowedTokens
+from atomc.runtime.requests.sampling_params import SamplingParams
 
 
 def excluded(output, draft=(), **params):

@@ -16,7 +16,7 @@ from atomc.options import Options
 from atomc.platform import Platform
 from atomc.program import compile_model
 from atomc.runtime.llm import LLM
-from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.runtime.requests.sampling_params import SamplingParams
 
 assert load(INVARIANT) is None
 # The Triton kernels run in its interpreter where there is no GPU.

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atomc.runtime.blocks import BlockPool
+from atomc.runtime.scheduling.blocks import BlockPool
 
 
 def test_a_table_grows_only_at_block_borders():

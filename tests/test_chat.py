@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("jinja2")
 
 from atomc.demo import PATH
-from atomc.runtime.server.chat_template import ChatTemplate, load_chat_template
+from atomc.runtime.text.chat_template import ChatTemplate, load_chat_template
 
 # Templates modeled on published ones, with the features of each family.
 LLAMA = """\

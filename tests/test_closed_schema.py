@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from atomc.runtime.closed_schema import close_objects
+from atomc.runtime.constrained.closed_schema import close_objects
 
 A, B = {"properties": {"a": {"type": "integer"}}}, {"properties": {"b": {"type": "integer"}}}
 CLOSED_A, CLOSED_B = A | {"additionalProperties": False}, B | {"additionalProperties": False}
@@ -114,8 +114,8 @@ def test_a_grammar_closes_unless_it_is_asked_not_to():
     pytest.importorskip("llguidance")
     from llguidance import LLMatcher, LLTokenizer
 
-    from atomc.runtime.grammar_source import source
-    from atomc.runtime.sampling.sampling_params import Structured
+    from atomc.runtime.constrained.grammar_source import source
+    from atomc.runtime.requests.sampling_params import Structured
 
     tokenizer = LLTokenizer("byte")
     text = json.dumps({"a": 1, "b": 2}, separators=(",", ":"))

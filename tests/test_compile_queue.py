@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("msgspec")
 
-from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.server.compile_queue import CompileQueue
 from atomc.runtime.server.messages import Submit
 

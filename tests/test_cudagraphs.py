@@ -24,10 +24,10 @@ from atomc.kernels.triton.tiles import HEAD_ROWS, LINEAR
 from atomc.loading.create_model import create_model
 from atomc.loading.loader import ready
 from atomc.report.report import Report
-from atomc.runtime.batch import StepShape
-from atomc.runtime.graphs import StepGraphs, decode_sizes, launched_shapes, step_shapes
+from atomc.runtime.execution.graphs import StepGraphs, decode_sizes, launched_shapes, step_shapes
+from atomc.runtime.execution.input_batch import StepShape
 from atomc.runtime.llm import LLM
-from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.weights.parameters import fill_randomly
 
 TINY = {

@@ -23,15 +23,15 @@ from atomc.models.mrope import MRotary
 from atomc.models.rotary import Rotary, rope_parameters
 from atomc.planning.device_model import build_model
 from atomc.runtime.config import EngineConfig
-from atomc.runtime.detokenizer import load_tokenizer
-from atomc.runtime.loading import load
-from atomc.runtime.request_errors import TokenizerError
+from atomc.runtime.execution.loading.load import load
+from atomc.runtime.requests.request_errors import TokenizerError
 from atomc.runtime.server.api_keys import ApiKeys
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.errors import to_api_error
 from atomc.runtime.server.http import AuthMiddleware
 from atomc.runtime.server.model_info import load_model_info
 from atomc.runtime.server.web_pages import WebPages
+from atomc.runtime.text.detokenizer import load_tokenizer
 from atomc.stock import adapter
 
 transformers = pytest.importorskip("transformers")

@@ -8,16 +8,16 @@ from torch import nn
 
 from atomc.parallel import sizes
 from atomc.parallel.group import Place, TensorParallel
-from atomc.runtime.batch import InputBatch
-from atomc.runtime.blocks import BlockPool
 from atomc.runtime.config import EngineConfig
-from atomc.runtime.data_parallel import DataParallelScheduler
-from atomc.runtime.programs import Programs
-from atomc.runtime.request import Request, siblings
-from atomc.runtime.sampling.sampling_params import SamplingParams
-from atomc.runtime.scheduler import QueueFull, Scheduler
+from atomc.runtime.execution.input_batch import InputBatch
+from atomc.runtime.execution.programs import Programs
+from atomc.runtime.requests.request import Request, siblings
+from atomc.runtime.requests.sampling_params import SamplingParams
+from atomc.runtime.scheduling.blocks import BlockPool
+from atomc.runtime.scheduling.data_parallel import DataParallelScheduler
+from atomc.runtime.scheduling.scheduler import QueueFull, Scheduler
+from atomc.runtime.scheduling.step import ScheduledStep, StepSize
 from atomc.runtime.server.gpus import engine_environments
-from atomc.runtime.step import ScheduledStep, StepSize
 
 SAMPLED = SamplingParams(max_tokens=5, ignore_eos=True)
 

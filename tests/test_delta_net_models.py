@@ -26,8 +26,8 @@ from atomc.models.gated_delta_net import hybrid_layer_types
 from atomc.program import Program, compile_model
 from atomc.quantization.linear import QuantizedLinear
 from atomc.runtime.engine import Engine, EngineConfig
+from atomc.runtime.execution.self_check import own_attention
 from atomc.runtime.llm import LLM
-from atomc.runtime.self_check import own_attention
 from atomc.stock.adapter import wrap_stock
 from atomc.stock.delta_net import LAYER_TYPE as LINEAR
 

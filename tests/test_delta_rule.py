@@ -15,7 +15,7 @@ import atomc
 from atomc import ops
 from atomc.ops.state import StateSpec, rows_of
 from atomc.runtime.engine import Engine, EngineConfig
-from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.runtime.requests.sampling_params import SamplingParams
 
 qwen = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
 

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atomc import demo
-from atomc.runtime.detokenizer import Detokenizer, TokenTexts, decode, encode
-from atomc.runtime.request_errors import TokenizerError
+from atomc.runtime.requests.request_errors import TokenizerError
+from atomc.runtime.text.detokenizer import Detokenizer, TokenTexts, decode, encode
 
 tokenizers = pytest.importorskip("tokenizers")
 DEMO = tokenizers.Tokenizer.from_file(str(demo.PATH / "tokenizer.json"))

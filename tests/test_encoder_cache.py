@@ -10,7 +10,7 @@ from atomc.encoder import TAKES, compile_encoder
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.runtime.engine import Engine, EngineConfig
-from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.runtime.requests.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.xdist_group("mtp_images")
 

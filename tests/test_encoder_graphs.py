@@ -12,12 +12,12 @@ from test_mtp_images import WIDTH, image, tiny_model
 from tiny_vl import made
 
 from atomc.encoder import EncoderProgram, compile_encoder
-from atomc.runtime import encoder_graphs
-from atomc.runtime.encoder_graphs import EncoderGraphs
 from atomc.runtime.engine import Engine, EngineConfig
-from atomc.runtime.image_encoder import ImageEncoder
-from atomc.runtime.image_model import ImageModel
-from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.runtime.execution.images import encoder_graphs
+from atomc.runtime.execution.images.encoder import ImageEncoder
+from atomc.runtime.execution.images.encoder_graphs import EncoderGraphs
+from atomc.runtime.execution.images.model import ImageModel
+from atomc.runtime.requests.sampling_params import SamplingParams
 
 __all__ = ["memory"]  # the fixture
 pytestmark = pytest.mark.xdist_group("mtp_images")

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from atomc.loading import loader
-from atomc.runtime import capacity
+from atomc.runtime.constrained.grammar_compiler import GrammarCompiler
 from atomc.runtime.engine import Engine, EngineConfig, QueueFull
-from atomc.runtime.grammar_compiler import GrammarCompiler
-from atomc.runtime.headless_model import headless_model
+from atomc.runtime.execution import capacity
+from atomc.runtime.execution.loading.load import load
+from atomc.runtime.execution.views.headless_model import headless_model
 from atomc.runtime.llm import LLM
-from atomc.runtime.loading import load
-from atomc.runtime.request import Request, siblings
-from atomc.runtime.sampling.sampling_params import SamplingParams, Structured
-from atomc.runtime.scheduler import Scheduler
+from atomc.runtime.requests.request import Request, siblings
+from atomc.runtime.requests.sampling_params import SamplingParams, Structured
+from atomc.runtime.scheduling.scheduler import Scheduler
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import equality

@@ -14,7 +14,7 @@ from tiny_mtp import QWENS, tensors_of, tiny_model, write
 from tiny_vl import theirs
 
 from atomc.runtime.engine import Engine, EngineConfig
-from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.runtime.requests.sampling_params import SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import equality

@@ -11,10 +11,10 @@ import httpx
 from atomc import models, ops
 from atomc.program import compile_model
 from atomc.runtime.llm import LLM
-from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.runtime.requests.sampling_params import SamplingParams
+from atomc.runtime.scheduling.stats import Stats
 from atomc.runtime.server.engines import Engines
 from atomc.runtime.server.metrics import Metrics
-from atomc.runtime.stats import Stats
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("compiled_once")

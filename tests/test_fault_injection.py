@@ -7,23 +7,23 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from atomc.runtime import chunks, prefix_sharing
-from atomc.runtime.blocks import BlockPool
-from atomc.runtime.detokenizer import Detokenizer
+from atomc.runtime.constrained.grammar_compiler import GrammarCompiler, GrammarMatcher
+from atomc.runtime.constrained.structured_outputs import StructuredOutputs
 from atomc.runtime.engine import Engine, EngineConfig
-from atomc.runtime.grammar_compiler import GrammarCompiler, GrammarMatcher
+from atomc.runtime.execution import output_processor
 from atomc.runtime.llm import LLM
-from atomc.runtime.request import Request
-from atomc.runtime.request_errors import RequestErrors, RequestFailed
-from atomc.runtime.sampling import output_processor
+from atomc.runtime.requests.request import Request
+from atomc.runtime.requests.request_errors import RequestErrors, RequestFailed
+from atomc.runtime.requests.sample_spec import SampleSpec
+from atomc.runtime.requests.sampling_params import SamplingParams, Structured
 from atomc.runtime.sampling.row_logprobs import LogprobsRow
-from atomc.runtime.sampling.sample_spec import SampleSpec
-from atomc.runtime.sampling.sampling_params import SamplingParams, Structured
 from atomc.runtime.sampling.token_counts import TokenCounts
-from atomc.runtime.scheduler import Scheduler
-from atomc.runtime.speculative import NGramProposer
-from atomc.runtime.structured_outputs import StructuredOutputs
-from atomc.runtime.text_stream import TextStream
+from atomc.runtime.scheduling import chunks, prefix_sharing
+from atomc.runtime.scheduling.blocks import BlockPool
+from atomc.runtime.scheduling.scheduler import Scheduler
+from atomc.runtime.scheduling.speculative import NGramProposer
+from atomc.runtime.text.detokenizer import Detokenizer
+from atomc.runtime.text.text_stream import TextStream
 
 pytestmark = [pytest.mark.xdist_group("engine"), pytest.mark.usefixtures("compiled_once")]
 

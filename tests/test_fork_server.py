@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from processes import is_running, wait_until
 
-from atomc.runtime.fork_server import ForkServer, serve_forks
+from atomc.runtime.processes.fork_server import ForkServer, serve_forks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from atomc import LLM, SamplingParams
-from atomc.runtime.sampling.sampling_params import Structured
+from atomc.runtime.requests.sampling_params import Structured
 
 pytest.importorskip("tokenizers")
 # Otherwise each worker compiles the model.

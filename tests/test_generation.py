@@ -9,9 +9,9 @@ import pytest
 for package in ("fastapi", "prometheus_client", "zmq"):
     pytest.importorskip(package)
 
-from atomc.runtime.request import Output  # noqa: E402
-from atomc.runtime.request_errors import RequestError  # noqa: E402
-from atomc.runtime.sampling.sampling_params import SamplingParams  # noqa: E402
+from atomc.runtime.requests.request import Output  # noqa: E402
+from atomc.runtime.requests.request_errors import RequestError  # noqa: E402
+from atomc.runtime.requests.sampling_params import SamplingParams  # noqa: E402
 from atomc.runtime.server.errors import APIError  # noqa: E402
 from atomc.runtime.server.generation import Generation, RequestSummary  # noqa: E402
 from atomc.runtime.server.metrics import Metrics  # noqa: E402

@@ -10,9 +10,9 @@ pytest.importorskip("prometheus_client")
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from atomc.runtime.scheduling.stats import Stats
 from atomc.runtime.server.engines import Engines
 from atomc.runtime.server.metrics import Metrics
-from atomc.runtime.stats import Stats
 
 DASHBOARD = json.loads((Path(__file__).parents[1] / "docs/grafana.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]

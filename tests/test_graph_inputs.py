@@ -227,7 +227,7 @@ ALSO = {
     ): "the printed name of an argument",
     ("graph/graph_printer.py", "self.name.rpartition('.')"): "the printed path of a parameter",
     ("passes/fuse/kv_write.py", "'k_scale' in given"): "an argument of a pattern",
-    ("runtime/batch.py", "'slots_'"): "a buffer of the batch",
+    ("runtime/execution/input_batch.py", "'slots_'"): "a buffer of the batch",
     ("runtime/sleeping.py", "'kv_cache' in tags"): "a tag of vLLM's wake_up",
     ("testing/layouts.py", "role == 'k_cache'"): "a parameter of an op",
 }

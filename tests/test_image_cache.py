@@ -7,17 +7,17 @@ import random
 import pytest
 from tiny_vision import IMAGE, MERGE, W, image_at
 
-from atomc.runtime.blocks import BlockPool
-from atomc.runtime.image_cache import ImageCache
-from atomc.runtime.image_limits import ImageLimits
-from atomc.runtime.pixel_store import PixelStore
-from atomc.runtime.prefix_cache import extend_keys
-from atomc.runtime.prompt_image import overlapping
-from atomc.runtime.request import Request
-from atomc.runtime.sampling.sampling_params import SamplingParams
-from atomc.runtime.scheduler import Scheduler
+from atomc.runtime.requests.prompt_image import overlapping
+from atomc.runtime.requests.request import Request
+from atomc.runtime.requests.sampling_params import SamplingParams
+from atomc.runtime.scheduling.blocks import BlockPool
+from atomc.runtime.scheduling.image_cache import ImageCache
+from atomc.runtime.scheduling.image_limits import ImageLimits
+from atomc.runtime.scheduling.pixel_store import PixelStore
+from atomc.runtime.scheduling.prefix_cache import extend_keys
+from atomc.runtime.scheduling.scheduler import Scheduler
+from atomc.runtime.scheduling.step import ImageRows, ScheduledStep
 from atomc.runtime.server.messages import Submit
-from atomc.runtime.step import ImageRows, ScheduledStep
 
 msgspec = pytest.importorskip("msgspec")
 encode, decode = msgspec.msgpack.encode, msgspec.msgpack.Decoder(ScheduledStep).decode

@@ -13,8 +13,8 @@ pytest.importorskip("PIL")
 from image_files import encoded, picture, png_of_zeros
 from PIL import Image
 
-from atomc.runtime.image_input.decode import MAX_PIXELS, decode_image
-from atomc.runtime.image_input.image_error import ImageError
+from atomc.runtime.images.decode import MAX_PIXELS, decode_image
+from atomc.runtime.images.image_error import ImageError
 
 
 def same(image, expected):
@@ -154,7 +154,7 @@ def test_a_file_that_cannot_be_decoded_is_refused_in_one_sentence(name):
 
 
 def test_the_size_of_real_webp_files_is_read_from_their_header():
-    from atomc.runtime.image_input.decode import _webp_size
+    from atomc.runtime.images.decode import _webp_size
 
     for more in ({}, {"lossless": True}, {"exif": b"Exif\0\0II*\0\x08\0\0\0\0\0"}):
         assert _webp_size(encoded(picture(300, 77), "WEBP", **more)) == (300, 77)
@@ -181,8 +181,8 @@ GROWTH = """
 import resource, sys
 from PIL import Image, BmpImagePlugin, GifImagePlugin, JpegImagePlugin, PngImagePlugin
 from PIL import WebPImagePlugin
-from atomc.runtime.image_input.decode import decode_image
-from atomc.runtime.image_input.image_error import ImageError
+from atomc.runtime.images.decode import decode_image
+from atomc.runtime.images.image_error import ImageError
 
 data = sys.stdin.buffer.read()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -28,14 +28,14 @@ from PIL import Image
 from processes import children, wait_until
 from test_image_decode import DAMAGED, segments
 
-from atomc.runtime.image_input.decode import decode_image
-from atomc.runtime.image_input.image_decoder import (
+from atomc.runtime.images.decode import decode_image
+from atomc.runtime.images.image_decoder import (
     ImageDecoder,
     LargeImage,
 )
-from atomc.runtime.image_input.image_error import ImageError
-from atomc.runtime.image_input.media_access import MediaAccess
-from atomc.runtime.image_input.processor import ImageProcessor, ImageTokens
+from atomc.runtime.images.image_error import ImageError
+from atomc.runtime.images.media_access import MediaAccess
+from atomc.runtime.images.processor import ImageProcessor, ImageTokens
 from atomc.runtime.server.image_budget import ImageBudget, ImageReservation
 from atomc.runtime.server.image_reader import REQUEST_DECODES, ImageReader, RequestLimits
 

@@ -23,10 +23,10 @@ from test_mtp_images import started as started_with_drafts
 from test_mtp_images import tiny_model
 from tiny_vision import HybridVision, started, tiny_vision
 
-from atomc.runtime import runner as runners
-from atomc.runtime.capacity import GRAPH_SHARE
-from atomc.runtime.graphs import step_shapes
-from atomc.runtime.worker import Worker
+from atomc.runtime.execution import runner as runners
+from atomc.runtime.execution.capacity import GRAPH_SHARE
+from atomc.runtime.execution.graphs import step_shapes
+from atomc.runtime.execution.worker import Worker
 
 pytestmark = pytest.mark.xdist_group("runtime")
 GPU = torch.device("cuda")

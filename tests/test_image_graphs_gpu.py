@@ -8,7 +8,7 @@ from test_mtp_images import image
 from tiny_vl import IMAGE, theirs
 
 from atomc.runtime.llm import LLM
-from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.runtime.requests.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.gpu
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)

@@ -27,11 +27,11 @@ from image_files import (  # noqa: E402
 from PIL import Image  # noqa: E402
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor  # noqa: E402
 
-from atomc.runtime.chat_prompts import ChatPrompts  # noqa: E402
-from atomc.runtime.image_input.content_parts import has_images, split_images  # noqa: E402
-from atomc.runtime.image_input.image_error import ImageError  # noqa: E402
-from atomc.runtime.image_input.placeholders import Placeholders  # noqa: E402
-from atomc.runtime.image_input.processor import ImageProcessor, image_tokens, load_image_processor  # noqa: E402
+from atomc.runtime.images.content_parts import has_images, split_images  # noqa: E402
+from atomc.runtime.images.image_error import ImageError  # noqa: E402
+from atomc.runtime.images.placeholders import Placeholders  # noqa: E402
+from atomc.runtime.images.processor import ImageProcessor, image_tokens, load_image_processor  # noqa: E402
+from atomc.runtime.text.chat_prompts import ChatPrompts  # noqa: E402
 
 SIZES = [(40, 24), (17, 90), (64, 64)]
 

@@ -26,15 +26,15 @@ from tiny_vision import (
     whole_logits,
 )
 
-from atomc.runtime import image_encoder
-from atomc.runtime.batch import InputBatch
 from atomc.runtime.engine import QueueFull
-from atomc.runtime.image_encoder import ImageEncoder
-from atomc.runtime.image_model import ImageModel
+from atomc.runtime.execution.images import encoder as image_encoder
+from atomc.runtime.execution.images.encoder import ImageEncoder
+from atomc.runtime.execution.images.model import ImageModel
+from atomc.runtime.execution.input_batch import InputBatch
 from atomc.runtime.llm import LLM
-from atomc.runtime.request import siblings
-from atomc.runtime.sampling.sampling_params import SamplingParams
-from atomc.runtime.step import Admission, Chunk, ImagePixels, ImageRows, ScheduledStep
+from atomc.runtime.requests.request import siblings
+from atomc.runtime.requests.sampling_params import SamplingParams
+from atomc.runtime.scheduling.step import Admission, Chunk, ImagePixels, ImageRows, ScheduledStep
 
 pytestmark = [pytest.mark.xdist_group("runtime"), pytest.mark.usefixtures("compiled_once")]
 

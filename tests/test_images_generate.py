@@ -11,8 +11,8 @@ from tiny_vl import IMAGE, theirs
 from torch import nn
 
 from atomc.runtime.llm import LLM
-from atomc.runtime.prompt_image import PromptImage
-from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.runtime.requests.prompt_image import PromptImage
+from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.stock.adapter import wrap_stock
 
 pytestmark = [pytest.mark.xdist_group("runtime"), pytest.mark.usefixtures("compiled_once")]

@@ -173,7 +173,12 @@ def test_an_import_of_the_own_or_a_lower_layer_is_allowed():
         violations("models/llama.py", "from atomc import ops\nfrom atomc.models.layers import MLP")
         == []
     )
-    assert violations("runtime/runner.py", "from atomc.ops import Step\nimport atomc.backend") == []
+    assert (
+        violations(
+            "runtime/execution/runner.py", "from atomc.ops import Step\nimport atomc.backend"
+        )
+        == []
+    )
 
 
 IMPORT_ALL = """

@@ -31,7 +31,7 @@ from atomc.loading.loader import load
 from atomc.platform import Platform
 from atomc.program import Program, compile_model
 from atomc.quantization.linear import QuantizedLinear
-from atomc.runtime.self_check import own_attention
+from atomc.runtime.execution.self_check import own_attention
 from atomc.stock.adapter import wrap_stock
 
 transformers = pytest.importorskip("transformers")

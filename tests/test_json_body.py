@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 pytest.importorskip("fastapi")
 pytest.importorskip("msgspec")
 
-from atomc.runtime import json_scan
-from atomc.runtime.json_scan import (
+from atomc.runtime.server.json_body import parse_json
+from atomc.runtime.text import json_scan
+from atomc.runtime.text.chat_template import _parse_arguments
+from atomc.runtime.text.json_scan import (
     BLOCK_BYTES,
     DEPTH,
     DIGITS,
@@ -20,8 +22,6 @@ from atomc.runtime.json_scan import (
     JSONScan,
     scan_json,
 )
-from atomc.runtime.server.chat_template import _parse_arguments
-from atomc.runtime.server.json_body import parse_json
 
 TEXT = '{"user": "\u2200", "z": [1, 2.5, null, "a\\"[\\\\"]}'
 

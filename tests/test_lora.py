@@ -7,9 +7,9 @@ import torch
 from tiny_lora import merge, shapes_of, write_adapter
 
 from atomc import models
+from atomc.runtime.execution.lora.files import read_config, read_pairs
 from atomc.runtime.llm import LLM
-from atomc.runtime.lora_files import read_config, read_pairs
-from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.runtime.requests.sampling_params import SamplingParams
 
 transformers = pytest.importorskip("transformers", reason="it computes what is expected")
 

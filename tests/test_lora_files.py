@@ -11,8 +11,8 @@ from tiny_lora import CONFIG, WEIGHTS, write_adapter
 
 from atomc.ops.inputs import LoraWeights
 from atomc.runtime.config import EngineConfig
-from atomc.runtime.lora_files import read_config, read_pairs
-from atomc.runtime.lora_program import lora_shape
+from atomc.runtime.execution.lora.files import read_config, read_pairs
+from atomc.runtime.execution.lora.program import lora_shape
 from atomc.weights.lora import LoraLayers, LoraPair
 
 PATH = "model.layers.0.self_attn.q_proj"

@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from atomc.runtime.image_input.image_error import ImageError
-from atomc.runtime.image_input.media_access import MediaAccess, real_folders
-from atomc.runtime.image_input.web_fetch import WebFetch, is_public
+from atomc.runtime.images.image_error import ImageError
+from atomc.runtime.images.media_access import MediaAccess, real_folders
+from atomc.runtime.images.web_fetch import WebFetch, is_public
 
 DATA = b"\x89PNG some bytes"
 
@@ -132,7 +132,7 @@ def test_a_file_above_the_limit_is_refused(folder):
 
 
 def test_a_path_that_becomes_a_link_after_the_check_is_not_followed(folder):
-    from atomc.runtime.image_input.media_access import _read_below
+    from atomc.runtime.images.media_access import _read_below
 
     real = folder.resolve()
     for names in (("out.png",), ("out", "secret.png"), ("..", "secret.png")[1:]):

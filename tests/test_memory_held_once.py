@@ -29,7 +29,7 @@ from atomc.platform import Platform
 from atomc.program import Program, compile_model
 from atomc.quantization.stored_size import stored_bytes
 from atomc.runtime.llm import LLM
-from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.weights import registry as weights
 
 EAGER = {"glue": "eager", "cache": False}

@@ -21,7 +21,7 @@ from atomc.loading.loader import load
 from atomc.quantization import QuantizedExperts
 from atomc.quantization.linear import QuantizedLinear
 from atomc.runtime.llm import LLM
-from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.stock.adapter import wrap_stock
 
 transformers = pytest.importorskip("transformers")

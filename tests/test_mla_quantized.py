@@ -30,7 +30,7 @@ from atomc.program import Program, compile_model
 from atomc.quantization import ONLINE
 from atomc.quantization.linear import QuantizedLinear
 from atomc.runtime.llm import LLM
-from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.stock.adapter import wrap_stock
 
 transformers = pytest.importorskip("transformers")

@@ -40,7 +40,7 @@ from atomc.quantization import experts_spec, quantize
 from atomc.quantization.linear import QuantizedLinear
 from atomc.quantization.packing import AWQ, GPTQ, GPTQ_V2, MXFP4_PACK_QUANTIZED, PACK_QUANTIZED
 from atomc.rewriting.graph_pass import Pass
-from atomc.runtime.headless_model import headless_model
+from atomc.runtime.execution.views.headless_model import headless_model
 from atomc.torch_compat.core import compiler_variables
 
 pytestmark = pytest.mark.xdist_group("known")
@@ -631,7 +631,7 @@ def test_a_changed_kernel_is_named_and_compiled_anew(start, tmp_path):
 TOKENS = """
 import json, sys
 from atomc.runtime.llm import LLM
-from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.runtime.requests.sampling_params import SamplingParams
 
 llm = LLM(sys.argv[1], device="cpu", options={"glue": "eager"})
 (answer,) = llm.generate(["once upon a time"], SamplingParams(max_tokens=8, temperature=0))

@@ -17,7 +17,7 @@ from atomc.loading.create_model import create_model
 from atomc.loading.loader import load
 from atomc.models.glm4_moe import Config as Glm4MoeConfig
 from atomc.runtime.llm import LLM
-from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.stock.adapter import wrap_stock
 
 transformers = pytest.importorskip("transformers")

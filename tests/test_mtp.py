@@ -23,17 +23,17 @@ from atomc.models.experts import Experts
 from atomc.models.mtp import DraftModel
 from atomc.quantization import ONLINE, QuantizedExperts
 from atomc.quantization.linear import QuantizedLinear
-from atomc.runtime.batch import InputBatch, StepShape
-from atomc.runtime.blocks import BlockPool
 from atomc.runtime.engine import Engine, EngineConfig
-from atomc.runtime.graphs import _uneven
-from atomc.runtime.hidden_states import WithHiddenStates
+from atomc.runtime.execution.graphs import _uneven
+from atomc.runtime.execution.input_batch import InputBatch, StepShape
+from atomc.runtime.execution.views.hidden_states import WithHiddenStates
 from atomc.runtime.llm import LLM
-from atomc.runtime.request import Request
-from atomc.runtime.sampling.sampling_params import SamplingParams, Structured
-from atomc.runtime.scheduler import Scheduler
-from atomc.runtime.speculative import ForcedAcceptance
-from atomc.runtime.step import Chunk, ScheduledStep
+from atomc.runtime.requests.request import Request
+from atomc.runtime.requests.sampling_params import SamplingParams, Structured
+from atomc.runtime.scheduling.blocks import BlockPool
+from atomc.runtime.scheduling.scheduler import Scheduler
+from atomc.runtime.scheduling.speculative import ForcedAcceptance
+from atomc.runtime.scheduling.step import Chunk, ScheduledStep
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import equality
@@ -155,7 +155,7 @@ def test_without_drafts_the_draft_layer_is_not_loaded(checkpoint):
 )
 def test_drafts_are_those_of_the_draft_layer_over_the_whole_sequence(checkpoint, config):
     """Also after chunks of a prompt, rejected drafts, and in a sequence that was preempted. Not for
-    prefixes shared with other requests, see atomc.runtime.draft.
+    prefixes shared with other requests, see atomc.runtime.execution.draft.
     """
     one = engine(
         checkpoint, speculative="mtp", max_model_len=160, enable_prefix_caching=False, **config

@@ -11,12 +11,12 @@ from tiny_vl import EXPERTS, HYBRID, IMAGE, TEXT, VIDEO, VISION
 from atomc.loading.create_model import create_model
 from atomc.models.mrope import mrope_positions
 from atomc.models.vision_language import ImageDraftModel
-from atomc.runtime.batch import InputBatch
 from atomc.runtime.engine import Engine, EngineConfig
-from atomc.runtime.hidden_states import WithHiddenStates
-from atomc.runtime.prompt_image import PromptImage
-from atomc.runtime.sampling.sampling_params import SamplingParams
-from atomc.runtime.step import Admission, Chunk, ImageRows, ScheduledStep
+from atomc.runtime.execution.input_batch import InputBatch
+from atomc.runtime.execution.views.hidden_states import WithHiddenStates
+from atomc.runtime.requests.prompt_image import PromptImage
+from atomc.runtime.requests.sampling_params import SamplingParams
+from atomc.runtime.scheduling.step import Admission, Chunk, ImageRows, ScheduledStep
 
 pytestmark = [pytest.mark.xdist_group("mtp_images"), pytest.mark.usefixtures("compiled_once")]
 

@@ -18,7 +18,7 @@ from atomc.loading.load_plan import PARTS
 from atomc.models.experts import Experts
 from atomc.quantization import ONLINE, QuantizedExperts
 from atomc.quantization.linear import QuantizedLinear
-from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.runtime.requests.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.xdist_group("mtp_qwen")
 

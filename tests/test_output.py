@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atomc import demo
-from atomc.runtime.request import Output
-from atomc.runtime.sampling.logprobs import TokenLogprobs
-from atomc.runtime.sampling.sampling_params import SamplingParams
-from atomc.runtime.text_stream import TextDelta, TextStream
+from atomc.runtime.requests.logprobs import TokenLogprobs
+from atomc.runtime.requests.request import Output
+from atomc.runtime.requests.sampling_params import SamplingParams
+from atomc.runtime.text.text_stream import TextDelta, TextStream
 
 tokenizers = pytest.importorskip("tokenizers")
 DEMO = tokenizers.Tokenizer.from_file(str(demo.PATH / "tokenizer.json"))

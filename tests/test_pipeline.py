@@ -18,7 +18,7 @@ from serving import serving
 from test_ranks import CONFIG, ENGINES, LONG, PROMPT, SOON, check_equal, failing
 from test_ranks import no_groups_of_other_tests as no_groups_of_other_tests  # a fixture
 
-from atomc.runtime import worker
+from atomc.runtime.execution import worker
 from atomc.runtime.llm import LLM, SamplingParams
 
 pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.usefixtures("compiled_once")]

@@ -18,9 +18,9 @@ from fake_group import without_groups
 from atomc import demo
 from atomc.report.records import KernelChoice, Site
 from atomc.report.report_data import ReportData
-from atomc.runtime import programs
+from atomc.runtime.execution import programs
+from atomc.runtime.execution.reports import differences, what_runs
 from atomc.runtime.llm import LLM
-from atomc.runtime.ranks.reports import differences, what_runs
 
 pytestmark = pytest.mark.xdist_group("ranks")
 SIZES = {

@@ -28,13 +28,13 @@ from torch import distributed, nn
 from atomc import demo
 from atomc.errors import RunError
 from atomc.parallel.vocab import LogitsOfRank
-from atomc.runtime import worker
+from atomc.runtime.execution import worker
 from atomc.runtime.llm import LLM, SamplingParams
 from atomc.runtime.ranks import executor, monitor
 from atomc.runtime.ranks.messages import Sample
 from atomc.runtime.ranks.rank_failed import RankFailed
-from atomc.runtime.sampling.sampling_params import Structured
-from atomc.runtime.step import Chunk, ScheduledStep
+from atomc.runtime.requests.sampling_params import Structured
+from atomc.runtime.scheduling.step import Chunk, ScheduledStep
 from atomc.torch_compat import peer_memory
 
 pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.usefixtures("compiled_once")]

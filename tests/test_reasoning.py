@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atomc.runtime.sampling.sampling_params import Structured
+from atomc.runtime.requests.sampling_params import Structured
 from atomc.runtime.server import chat
 from atomc.runtime.server.message_deltas import ContentDelta, ReasoningDelta, merge_deltas
 from atomc.runtime.server.reasoning_parsers import (

@@ -13,7 +13,7 @@ from atomc import ops
 from atomc.program import compile_model
 from atomc.refusal import refusal
 from atomc.runtime.llm import LLM
-from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.torch_compat.trace_failure import BackendCompilerFailed
 
 transformers = pytest.importorskip("transformers", reason="stock models")

@@ -9,7 +9,7 @@ import torch
 from atomc import demo
 from atomc.errors import RunError
 from atomc.runtime.llm import LLM
-from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.runtime.requests.sampling_params import SamplingParams
 
 transformers = pytest.importorskip("transformers", reason="a stock class is trained")
 

@@ -18,19 +18,19 @@ from atomc.ops.state import groups_of
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.program import compile_model
-from atomc.runtime import programs
-from atomc.runtime.batch import InputBatch, StepShape
-from atomc.runtime.blocks import BlockPool
-from atomc.runtime.capacity import Capacity, capacity
-from atomc.runtime.detokenizer import Detokenizer
+from atomc.runtime.execution import programs
+from atomc.runtime.execution.capacity import Capacity, capacity
+from atomc.runtime.execution.input_batch import InputBatch, StepShape
+from atomc.runtime.execution.runner import Runner
+from atomc.runtime.execution.slots import Slots, sample_specs
 from atomc.runtime.llm import LLM
-from atomc.runtime.request import Request
-from atomc.runtime.runner import Runner
+from atomc.runtime.requests.request import Request
+from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.sampling.sampler import Sampler
-from atomc.runtime.sampling.sampling_params import SamplingParams
-from atomc.runtime.scheduler import Scheduler
-from atomc.runtime.slots import Slots, sample_specs
-from atomc.runtime.step import Chunk, ScheduledStep
+from atomc.runtime.scheduling.blocks import BlockPool
+from atomc.runtime.scheduling.scheduler import Scheduler
+from atomc.runtime.scheduling.step import Chunk, ScheduledStep
+from atomc.runtime.text.detokenizer import Detokenizer
 from atomc.stock.adapter import wrap_stock
 
 # Else each worker compiles all the models.

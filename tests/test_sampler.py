@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atomc.runtime.requests.request_counts import RequestCounts
+from atomc.runtime.requests.sample_spec import SampleSpec, uniform
+from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.sampling.inverse_transform import inverse_transform
-from atomc.runtime.sampling.request_counts import RequestCounts
 from atomc.runtime.sampling.row_logprobs import logprobs
-from atomc.runtime.sampling.sample_spec import SampleSpec, uniform
 from atomc.runtime.sampling.sampler import Sampler
-from atomc.runtime.sampling.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
 # Probabilities 0.5, 0.25, 0.15, 0.1 at ids 2, 0, 3, 1, and an impossible id 4.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from atomc.runtime.sampling.sampling_params import SamplingParams, Structured
+from atomc.runtime.requests.sampling_params import SamplingParams, Structured
 
 
 @pytest.mark.parametrize(

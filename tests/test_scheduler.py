@@ -10,15 +10,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from atomc.runtime.blocks import BlockPool
-from atomc.runtime.prefix_cache import first_read
-from atomc.runtime.request import Request, siblings
-from atomc.runtime.sampling.sample_spec import uniform
-from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.runtime.execution.slots import Slots
+from atomc.runtime.requests.request import Request, siblings
+from atomc.runtime.requests.sample_spec import uniform
+from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.sampling.token_counts import TokenCounts
-from atomc.runtime.scheduler import QueueFull, Scheduler
-from atomc.runtime.slots import Slots
-from atomc.runtime.step import Admission, Chunk, ScheduledStep
+from atomc.runtime.scheduling.blocks import BlockPool
+from atomc.runtime.scheduling.prefix_cache import first_read
+from atomc.runtime.scheduling.scheduler import QueueFull, Scheduler
+from atomc.runtime.scheduling.step import Admission, Chunk, ScheduledStep
 
 
 def scheduler(

@@ -8,7 +8,7 @@ from atomc.cache.store import usage
 from atomc.options import Options
 from atomc.program import compile_model
 from atomc.quantization import quantize
-from atomc.runtime.self_check import verdict_of
+from atomc.runtime.execution.self_check import verdict_of
 from atomc.stock.implementations import Implementations
 
 transformers = pytest.importorskip("transformers")

@@ -41,15 +41,15 @@ ALLOWED = {
     "atomc/loading/limits.py: line.": "files of the system",
     "runtime/bench/client.py: line.": "lines of HTTP",
     "runtime/bench/http_client.py: line.": "lines of HTTP",
-    "runtime/grammar_worker.py: error.startswith('NoExtension')": "a message of llguidance, "
+    "runtime/constrained/grammar_worker.py: error.startswith('NoExtension')": "a message of llguidance, "
     "which has no code for "
     "it",
-    "runtime/grammar_worker.py: message.partition": "a message of llguidance, without its state",
-    "runtime/image_input/placeholders.py: text.replace(mark, token)": "a rendered prompt",
+    "runtime/constrained/grammar_worker.py: message.partition": "a message of llguidance, without its state",
+    "runtime/images/placeholders.py: text.replace(mark, token)": "a rendered prompt",
     "runtime/server/json_body.py: SURROGATE.search(text)": "a body",
     "runtime/server/errors.py: message.removeprefix('Value error, ')": "a message of pydantic",
     "runtime/server/messages_api/chat_request.py: text.startswith(BILLING)": "a client's prompt",
-    "runtime/server/chat_template.py: 'tool_calls' in message": "a mapping: the message of a chat",
+    "runtime/text/chat_template.py: 'tool_calls' in message": "a mapping: the message of a chat",
     "runtime/server/flags.py: text.partition('=')": "a flag",
     "runtime/server/tool_choice.py: text.": "what a model wrote",
     "runtime/server/text_buffer.py: text.": "what a model wrote",

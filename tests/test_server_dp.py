@@ -22,6 +22,7 @@ from test_server_lifecycle import health, until  # noqa: E402
 
 from atomc.runtime.config import EngineConfig  # noqa: E402
 from atomc.runtime.llm import LLM  # noqa: E402
+from atomc.runtime.scheduling.stats import Stats, total  # noqa: E402
 from atomc.runtime.server.client import (  # noqa: E402
     EngineDead,
     EngineLost,
@@ -31,7 +32,6 @@ from atomc.runtime.server.client import (  # noqa: E402
 from atomc.runtime.server.engines import Engines  # noqa: E402
 from atomc.runtime.server.errors import to_api_error  # noqa: E402
 from atomc.runtime.server.gpus import engine_environments  # noqa: E402
-from atomc.runtime.stats import Stats, total  # noqa: E402
 
 pytestmark = [
     pytest.mark.xdist_group("server lifecycle"),

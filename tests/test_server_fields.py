@@ -14,7 +14,7 @@ httpx = pytest.importorskip("httpx")
 from serving import KEY  # noqa: E402
 from test_server_lifecycle import until  # noqa: E402
 
-from atomc.runtime.sampling.logprobs import TokenLogprobs  # noqa: E402
+from atomc.runtime.requests.logprobs import TokenLogprobs  # noqa: E402
 from atomc.runtime.server import protocol  # noqa: E402
 from atomc.runtime.server.config import ServerConfig  # noqa: E402
 from atomc.runtime.server.errors import APIError  # noqa: E402

@@ -12,7 +12,7 @@ from atomc.loading.create_model import create_model
 from atomc.loading.loader import ready
 from atomc.program import compile_model
 from atomc.runtime.llm import LLM
-from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.stock.adapter import wrap_stock
 from atomc.torch_compat.tracing import lifted_floats
 from atomc.weights.parameters import fill_randomly

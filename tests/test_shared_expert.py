@@ -22,7 +22,7 @@ from atomc.models.experts import Experts
 from atomc.program import compile_model
 from atomc.report.report import Report
 from atomc.runtime.llm import LLM
-from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.weights.packed import packed_together
 
 # T tokens, E experts, K of each token, D width of the model, I width of an expert.

@@ -11,7 +11,7 @@ from tracked_bytes import TrackedBytes
 from atomc.errors import RunError
 from atomc.ops.state import StateSpec
 from atomc.runtime.llm import LLM
-from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.runtime.requests.sampling_params import SamplingParams
 
 pytestmark = [pytest.mark.xdist_group("runtime"), pytest.mark.usefixtures("compiled_once")]
 SMALL = 4096  # bytes of what steps leave behind

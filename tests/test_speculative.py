@@ -5,11 +5,11 @@ import random
 import pytest
 import torch
 
-from atomc.runtime.sampling.request_counts import RequestCounts
-from atomc.runtime.sampling.sample_spec import SampleSpec
+from atomc.runtime.requests.request_counts import RequestCounts
+from atomc.runtime.requests.sample_spec import SampleSpec
+from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.sampling.sampler import Sampler
-from atomc.runtime.sampling.sampling_params import SamplingParams
-from atomc.runtime.speculative import NGramProposer, accepted
+from atomc.runtime.scheduling.speculative import NGramProposer, accepted
 
 V = 6
 CPU = torch.device("cpu")

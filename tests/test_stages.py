@@ -22,11 +22,11 @@ from atomc.loading.loader import load
 from atomc.parallel import sizes
 from atomc.parallel.group import Stage
 from atomc.parallel.stages import StageModel, cut_stage
-from atomc.runtime.capacity import Capacity
 from atomc.runtime.config import EngineConfig
-from atomc.runtime.micro_batches import micro_batches
-from atomc.runtime.ranks.block_groups import BlockGroups
-from atomc.runtime.step import Chunk, ScheduledStep
+from atomc.runtime.execution.block_groups import BlockGroups
+from atomc.runtime.execution.capacity import Capacity
+from atomc.runtime.execution.micro_batches import micro_batches
+from atomc.runtime.scheduling.step import Chunk, ScheduledStep
 from atomc.stock.adapter import wrap_stock
 
 SLOW = pytest.mark.slow

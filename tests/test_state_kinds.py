@@ -42,13 +42,13 @@ from atomc.planning.plan import TimedProgram, plan
 from atomc.planning.plan_report import Workload
 from atomc.platform import Platform
 from atomc.program import compile_model
-from atomc.runtime.capacity import Capacity, capacity
-from atomc.runtime.request import Request
-from atomc.runtime.runner import Runner
-from atomc.runtime.sampling.output_processor import OutputProcessor
-from atomc.runtime.sampling.sampling_params import SamplingParams
-from atomc.runtime.state_rows import StateRows
-from atomc.runtime.step import Chunk, ScheduledStep
+from atomc.runtime.execution.capacity import Capacity, capacity
+from atomc.runtime.execution.output_processor import OutputProcessor
+from atomc.runtime.execution.runner import Runner
+from atomc.runtime.requests.request import Request
+from atomc.runtime.requests.sampling_params import SamplingParams
+from atomc.runtime.scheduling.state_rows import StateRows
+from atomc.runtime.scheduling.step import Chunk, ScheduledStep
 
 __all__ = ["made"]  # a fixture
 

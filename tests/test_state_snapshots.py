@@ -27,17 +27,17 @@ from atomc.planning.device_model import Model
 from atomc.planning.plan import plan
 from atomc.planning.plan_report import Workload
 from atomc.platform import Platform
-from atomc.runtime.blocks import BlockPool
-from atomc.runtime.capacity import Capacity, capacity
 from atomc.runtime.engine import EngineConfig
-from atomc.runtime.graphs import StepGraphs, step_shapes
-from atomc.runtime.request import Request, siblings
-from atomc.runtime.sampling.sampling_params import SamplingParams
-from atomc.runtime.scheduler import Scheduler
-from atomc.runtime.sequence_states import SequenceStates
-from atomc.runtime.snapshots import Snapshots
-from atomc.runtime.state_rows import StateRows
-from atomc.runtime.step import Chunk, ScheduledStep
+from atomc.runtime.execution.capacity import Capacity, capacity
+from atomc.runtime.execution.graphs import StepGraphs, step_shapes
+from atomc.runtime.execution.sequence_states import SequenceStates
+from atomc.runtime.requests.request import Request, siblings
+from atomc.runtime.requests.sampling_params import SamplingParams
+from atomc.runtime.scheduling.blocks import BlockPool
+from atomc.runtime.scheduling.scheduler import Scheduler
+from atomc.runtime.scheduling.snapshots import Snapshots
+from atomc.runtime.scheduling.state_rows import StateRows
+from atomc.runtime.scheduling.step import Chunk, ScheduledStep
 
 __all__ = ["made"]  # a fixture
 

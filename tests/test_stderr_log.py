@@ -7,11 +7,11 @@ import time
 
 import pytest
 
-from atomc.runtime import stderr_log
+from atomc.runtime.processes import stderr_log
 
 SETUP = """
 import logging, os, sys, time, warnings
-from atomc.runtime.stderr_log import exit_process, log_to_stderr
+from atomc.runtime.processes.stderr_log import exit_process, log_to_stderr
 log_to_stderr("%(levelname)s %(message)s")
 log = logging.getLogger("atomc.server")
 """

@@ -7,13 +7,13 @@ import random
 import pytest
 import torch
 
-from atomc.runtime.blocks import BlockPool
-from atomc.runtime.request import Request
-from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.runtime.execution.slots import Slots
+from atomc.runtime.requests.request import Request
+from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.sampling.token_counts import TokenCounts
-from atomc.runtime.scheduler import Scheduler
-from atomc.runtime.slots import Slots
-from atomc.runtime.step import Admission, Chunk, ScheduledStep
+from atomc.runtime.scheduling.blocks import BlockPool
+from atomc.runtime.scheduling.scheduler import Scheduler
+from atomc.runtime.scheduling.step import Admission, Chunk, ScheduledStep
 
 msgspec = pytest.importorskip("msgspec")
 encode = msgspec.msgpack.encode

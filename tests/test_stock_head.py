@@ -18,8 +18,8 @@ from test_self_check import llm_of, stock
 import atomc
 from atomc.parallel.group import TensorParallel
 from atomc.parallel.vocab import LogitsOfRank, VocabParallelHead, leave_apart
-from atomc.runtime.self_check import verdict_of
-from atomc.runtime.stock_head import separable_head
+from atomc.runtime.execution.self_check import verdict_of
+from atomc.runtime.execution.views.stock_head import separable_head
 from atomc.stock.adapter import StockModel
 
 RANKS = 2

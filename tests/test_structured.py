@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atomc import demo
-from atomc.runtime.detokenizer import TokenTexts
-from atomc.runtime.grammar_compiler import GrammarCompiler
-from atomc.runtime.grammar_source import source
-from atomc.runtime.sampling.sample_spec import SampleSpec
+from atomc.runtime.constrained.grammar_compiler import GrammarCompiler
+from atomc.runtime.constrained.grammar_source import source
+from atomc.runtime.requests.sample_spec import SampleSpec
+from atomc.runtime.requests.sampling_params import SamplingParams, Structured
 from atomc.runtime.sampling.sampler import Sampler, allowed
-from atomc.runtime.sampling.sampling_params import SamplingParams, Structured
+from atomc.runtime.text.detokenizer import TokenTexts
 
 pytest.importorskip("llguidance")
 tokenizers = pytest.importorskip("tokenizers")
@@ -390,7 +390,7 @@ def test_an_output_whose_masks_turn_out_slow_ends_and_its_neighbour_goes_on(monk
     slow, other = (
         grammars.compile(Structured(regex=regex)).matcher() for regex in ("[a-z]{9}", "[0-9]{9}")
     )
-    monkeypatch.setattr("atomc.runtime.grammar_compiler.SLOW_SECONDS", 0.0)
+    monkeypatch.setattr("atomc.runtime.constrained.grammar_compiler.SLOW_SECONDS", 0.0)
     mask = grammars.mask(1)
     grammars.fill(mask, [(slow, 0, ())])
     assert not slow.stop_reason  # known: a matcher was slow; unknown: which one

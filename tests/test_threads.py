@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from atomc import LLM
-from atomc.runtime import threads
 from atomc.runtime.config import EngineConfig
-from atomc.runtime.threads import Threads, choose
+from atomc.runtime.execution import threads
+from atomc.runtime.execution.threads import Threads, choose
 
 ROOT = Path(__file__).parents[1]
 

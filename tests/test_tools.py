@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atomc.demo import PATH
-from atomc.runtime.sampling.sampling_params import Structured
+from atomc.runtime.requests.sampling_params import Structured
 from atomc.runtime.server.chat import output_parser
 from atomc.runtime.server.message_deltas import (
     ContentDelta,

@@ -26,9 +26,9 @@ from torch.distributed import PrefixStore, TCPStore
 
 from atomc.options import TorchrunPlace, torchrun_place
 from atomc.runtime.config import EngineConfig
-from atomc.runtime.endpoint import bind, use_tcp
 from atomc.runtime.llm import LLM, SamplingParams
 from atomc.runtime.ranks import torchrun
+from atomc.runtime.ranks.endpoint import bind, use_tcp
 from atomc.runtime.ranks.rank_settings import RankSettings, TorchSettings
 from atomc.runtime.ranks.torchrun import (
     TorchrunLauncher,

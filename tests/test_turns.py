@@ -14,7 +14,7 @@ import pytest
 from atomc.errors import RunError
 from atomc.runtime.interrupts import interrupts_delayed
 from atomc.runtime.llm import LLM
-from atomc.runtime.sampling.sampling_params import SamplingParams, Structured
+from atomc.runtime.requests.sampling_params import SamplingParams, Structured
 
 pytestmark = [pytest.mark.xdist_group("runtime"), pytest.mark.usefixtures("compiled_once")]
 

@@ -17,9 +17,9 @@ from atomc.models import vision_patches
 from atomc.models.vision_patches import patch_inputs
 from atomc.quantization.apply import methods_of
 from atomc.quantization.config import online
+from atomc.runtime.execution.self_check import own_attention
 from atomc.runtime.llm import LLM
-from atomc.runtime.sampling.sampling_params import SamplingParams
-from atomc.runtime.self_check import own_attention
+from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.stock import vision
 from atomc.stock.adapter import wrap_stock
 

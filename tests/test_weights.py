@@ -21,7 +21,7 @@ from atomc.ops.op import Prepared
 from atomc.program import Program, compile_model
 from atomc.quantization import quantize
 from atomc.runtime.llm import LLM
-from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.weights import inputs as weight_inputs
 from atomc.weights import packed as packed_weights
 from atomc.weights import registry as weights

@@ -142,7 +142,7 @@ def test_a_wrong_setting_of_llm_is_refused_before_a_weight_is_read(
     def load(*args, **kwargs):
         raise AssertionError("the model is loaded")
 
-    monkeypatch.setattr("atomc.runtime.worker.load", load)
+    monkeypatch.setattr("atomc.runtime.execution.worker.load", load)
     with pytest.raises(error, match=message):
         LLM(device="cpu", progress=False, **settings)
 
@@ -155,7 +155,7 @@ def test_names_of_a_dtype_are_those_of_torch_and_others(dtype, monkeypatch):
     def load(config, *args, **kwargs):
         raise LoadedError(config.dtype)
 
-    monkeypatch.setattr("atomc.runtime.worker.load", load)
+    monkeypatch.setattr("atomc.runtime.execution.worker.load", load)
     with pytest.raises(LoadedError, match=r"^float16$"):
         LLM(device="cpu", dtype=dtype, progress=False)
 

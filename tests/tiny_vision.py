@@ -18,9 +18,9 @@ from atomc import ops
 from atomc.models.image_grid import num_image_tokens
 from atomc.models.mrope import mrope_positions
 from atomc.program import compile_model
-from atomc.runtime import programs
 from atomc.runtime.engine import Engine, EngineConfig
-from atomc.runtime.prompt_image import PromptImage
+from atomc.runtime.execution import programs
+from atomc.runtime.requests.prompt_image import PromptImage
 
 VOCAB, D, W, MERGE, IMAGE, MAX_LEN = 61, 16, 6, 2, 60, 96
 OPTIONS = {"strict": True, "glue": "eager", "layout": "paged"}

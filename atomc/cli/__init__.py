@@ -70,7 +70,7 @@ def _user_error(error: BaseException) -> BaseException | None:
     tracing.
     """
     from atomc.errors import RunError
-    from atomc.runtime.request_errors import RequestFailed
+    from atomc.runtime.requests.request_errors import RequestFailed
 
     inner = getattr(error, "inner_exception", None)
     if inner is not None:

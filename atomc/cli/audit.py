@@ -187,9 +187,9 @@ def _model(arguments: argparse.Namespace) -> ModelCall:
         return _load_function_model(name, arguments)
     from atomc.demo import PATH
     from atomc.loading import loader
-    from atomc.runtime.detokenizer import load_tokenizer
-    from atomc.runtime.hub import model_folder
-    from atomc.runtime.loading import present_device
+    from atomc.runtime.execution.loading.hub import model_folder
+    from atomc.runtime.execution.loading.load import present_device
+    from atomc.runtime.text.detokenizer import load_tokenizer
 
     device = present_device(arguments.device)
     folder = model_folder(str(name or PATH))
@@ -234,7 +234,7 @@ def _ids_and_positions(
 ) -> "tuple[Tensor, Tensor]":
     import torch
 
-    from atomc.runtime.detokenizer import encode
+    from atomc.runtime.text.detokenizer import encode
 
     prompts = list(arguments.prompt or [])
     if arguments.prompts:

@@ -379,7 +379,7 @@ def _samples(arguments: argparse.Namespace) -> "list[SampleRequest]":
 def _config(arguments: argparse.Namespace) -> "EngineConfig":
     """Raises ValueError and OSError for wrong settings and for a folder without a model."""
     from atomc.runtime.config import EngineConfig
-    from atomc.runtime.hub import model_folder
+    from atomc.runtime.execution.loading.hub import model_folder
     from atomc.runtime.server.flags import values_of
 
     config = EngineConfig(**values_of(arguments, {}, EngineConfig))

@@ -162,7 +162,7 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
 
 def _beside_without_compiling(beside: str | None) -> "list[Report] | None":
     """The reports of a file; None for a model. Raises FileNotFoundError for neither."""
-    from atomc.runtime.hub import local_folder
+    from atomc.runtime.execution.loading.hub import local_folder
 
     if beside is None:
         return None
@@ -340,7 +340,7 @@ def _model(arguments: argparse.Namespace, name: str | None) -> ModelCall:
                 )
         return load_function(name)
     from atomc.demo import PATH
-    from atomc.runtime.hub import model_folder
+    from atomc.runtime.execution.loading.hub import model_folder
 
     folder = model_folder(str(name or PATH), weights=False)
     return ModelCall(planning.model_of(folder, arguments).module, (), {})

@@ -11,7 +11,7 @@ from atomc.cli.arguments import GLUES, add_dtype, add_quantization, command
 if TYPE_CHECKING:
     from atomc.cli.arguments import Commands
     from atomc.runtime.llm import LLM
-    from atomc.runtime.sampling.sampling_params import SamplingParams
+    from atomc.runtime.requests.sampling_params import SamplingParams
 
 DEMO_PROMPT = "She looked at him and said"
 # Fixed, so that the demo generates the same text each time.
@@ -102,7 +102,7 @@ def add(commands: "Commands") -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     from atomc.demo import PATH
-    from atomc.runtime.hub import local_folder, model_folder
+    from atomc.runtime.execution.loading.hub import local_folder, model_folder
 
     if arguments.model is not None and not arguments.prompt:
         local_folder(arguments.model)  # a path that is none is the first mistake
@@ -136,8 +136,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _sampling_params(arguments: argparse.Namespace, folder: Path) -> "SamplingParams":
     """The flags, else the model's generation_config.json, else greedy."""
-    from atomc.runtime.generation_config import do_sample, sampling_defaults
-    from atomc.runtime.sampling.sampling_params import SamplingParams
+    from atomc.runtime.requests.sampling_params import SamplingParams
+    from atomc.runtime.text.generation_config import do_sample, sampling_defaults
 
     defaults = sampling_defaults(folder)
     given: dict[str, Any] = {"temperature": 0.0}
@@ -156,7 +156,7 @@ def _print_texts(
     """Stream one prompt; batch several and print them at the end. Raises RequestFailed, after the
     texts, if a prompt failed.
     """
-    from atomc.runtime.request_errors import RequestFailed
+    from atomc.runtime.requests.request_errors import RequestFailed
 
     if len(prompts) == 1:
         pieces = llm.stream(prompts[0], params, lora=lora)

@@ -126,7 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from atomc.demo import PATH
     from atomc.report.report import reports
-    from atomc.runtime.hub import model_folder
+    from atomc.runtime.execution.loading.hub import model_folder
 
     others = [
         f"--{name}" for name in INCOMPATIBLE_FLAGS if getattr(arguments, name) not in (None, False)

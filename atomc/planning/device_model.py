@@ -29,7 +29,7 @@ from atomc.quantization.config import (
 )
 from atomc.quantization.linear import LinearMethod, QuantizedLinear
 from atomc.quantization.scheme import Fp8, Fp8Block, Scheme
-from atomc.runtime.draft import draft_model_of
+from atomc.runtime.execution.draft import draft_model_of
 from atomc.stock import adapter
 
 

@@ -9,15 +9,15 @@ from atomc.planning.device_model import Model
 from atomc.planning.plan_report import Memory
 from atomc.platform import Platform
 from atomc.program import Program
-from atomc.runtime.capacity import (
+from atomc.runtime.execution.capacity import (
     CPU_SHARE,
     GRAPH_SHARE,
     capacity,
     default_snapshots,
     max_blocks_per_sequence,
 )
-from atomc.runtime.draft import DraftProgram
-from atomc.runtime.state_rows import StateRows
+from atomc.runtime.execution.draft import DraftProgram
+from atomc.runtime.scheduling.state_rows import StateRows
 
 MAX_NUM_BATCHED_TOKENS = 2048
 UTILIZATION = 0.9

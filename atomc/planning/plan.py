@@ -35,8 +35,8 @@ from atomc.program import Program, compile_model
 from atomc.report.records import MoeLayer
 from atomc.report.render.table import collapsed
 from atomc.report.report import Report
-from atomc.runtime.draft import DraftProgram, compile_draft
-from atomc.runtime.hidden_states import WithHiddenStates
+from atomc.runtime.execution.draft import DraftProgram, compile_draft
+from atomc.runtime.execution.views.hidden_states import WithHiddenStates
 from atomc.torch_compat.core import GraphFunction
 
 

@@ -7,9 +7,9 @@ from tqdm import tqdm
 
 from atomc.runtime.bench.datasets import SampleRequest
 from atomc.runtime.bench.metrics import RequestTiming
-from atomc.runtime.detokenizer import encode
 from atomc.runtime.engine import Engine
-from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.runtime.requests.sampling_params import SamplingParams
+from atomc.runtime.text.detokenizer import encode
 
 
 def run(

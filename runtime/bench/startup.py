@@ -198,7 +198,7 @@ def main(config: str, spawned: float) -> None:
     phases = {"python": time.time() - spawned}
     mark = time.perf_counter()
     from atomc.runtime.engine import Engine
-    from atomc.runtime.sampling.sampling_params import SamplingParams
+    from atomc.runtime.requests.sampling_params import SamplingParams
 
     phases["import"] = time.perf_counter() - mark
     kernels = triton_kernels()

@@ -12,9 +12,11 @@ from atomc.loading.checkpoint_files import load_config
 from atomc.loading.loader import check_expert_placement
 from atomc.parallel import sizes
 from atomc.runtime.config import EngineConfig
-from atomc.runtime.executor import Launched, Result, StepCounts
-from atomc.runtime.loading import config_folder, expert_placement
-from atomc.runtime.phases import Phases
+from atomc.runtime.execution.executor import Launched, Result, StepCounts
+from atomc.runtime.execution.loading.load import config_folder, expert_placement
+from atomc.runtime.execution.threads import choose
+from atomc.runtime.execution.timings import Phases
+from atomc.runtime.execution.worker import Worker
 from atomc.runtime.ranks.local_launcher import LocalLauncher
 from atomc.runtime.ranks.messages import (
     IMPORTED,
@@ -34,10 +36,8 @@ from atomc.runtime.ranks.process_group import create_store, join
 from atomc.runtime.ranks.rank_failed import RankFailed
 from atomc.runtime.ranks.rank_launcher import RankLauncher, place_of
 from atomc.runtime.ranks.rank_settings import RankSettings, TorchSettings
-from atomc.runtime.stats import sum_of_loads
-from atomc.runtime.step import ScheduledStep
-from atomc.runtime.threads import choose
-from atomc.runtime.worker import Worker
+from atomc.runtime.scheduling.stats import sum_of_loads
+from atomc.runtime.scheduling.step import ScheduledStep
 
 STEP_SECONDS = {"cpu": 120.0, "cuda": 8.0}
 

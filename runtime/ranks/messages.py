@@ -5,8 +5,8 @@ Rank 0 numbers its commands; all ranks execute them in this order.
 
 import msgspec
 
-from atomc.runtime.executor import Result
-from atomc.runtime.step import ScheduledStep
+from atomc.runtime.execution.executor import Result
+from atomc.runtime.scheduling.step import ScheduledStep
 
 # Before the first command, a rank is done with these numbers when it has imported torch, and when
 # its Worker is complete.

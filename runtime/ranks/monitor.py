@@ -18,9 +18,9 @@ import msgspec
 import zmq
 
 from atomc.errors import first_line
-from atomc.runtime.endpoint import bind
-from atomc.runtime.executor import Result
+from atomc.runtime.execution.executor import Result
 from atomc.runtime.ranks import messages
+from atomc.runtime.ranks.endpoint import bind
 from atomc.runtime.ranks.messages import Command, Counts, Done, Failed, Pulse, Results
 from atomc.runtime.ranks.process_group import abort_collectives, leave
 from atomc.runtime.ranks.rank_failed import RankFailed

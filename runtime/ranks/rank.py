@@ -10,16 +10,16 @@ from torch import Tensor
 from zmq.utils.monitor import recv_monitor_message
 
 from atomc.errors import first_line
-from atomc.runtime.endpoint import use_tcp
-from atomc.runtime.executor import Launched
-from atomc.runtime.phases import Phases, freeze_heap
+from atomc.runtime.execution.executor import Launched
+from atomc.runtime.execution.timings import Phases, freeze_heap
+from atomc.runtime.execution.worker import Worker
+from atomc.runtime.processes.stderr_log import exit_process
 from atomc.runtime.ranks import messages
+from atomc.runtime.ranks.endpoint import use_tcp
 from atomc.runtime.ranks.messages import IMPORTED, LOADED, Counts, Done, Failed, Pulse, Results
 from atomc.runtime.ranks.process_group import connect_store, join, open_device
 from atomc.runtime.ranks.rank_settings import RankSettings
 from atomc.runtime.ranks.results_digest import results_digest
-from atomc.runtime.stderr_log import exit_process
-from atomc.runtime.worker import Worker
 
 log = logging.getLogger("atomc")
 PULSE_SECONDS = 0.5

@@ -8,7 +8,7 @@ import sys
 import threading
 
 from atomc.options import let_openmp_sleep
-from atomc.runtime.stderr_log import exit_process, log_to_stderr
+from atomc.runtime.processes.stderr_log import exit_process, log_to_stderr
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from atomc.runtime.executor import Result
+from atomc.runtime.execution.executor import Result
 
 _encode = msgspec.msgpack.Encoder().encode
 

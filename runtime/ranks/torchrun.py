@@ -29,9 +29,9 @@ from torch.distributed import DistError
 
 from atomc.options import TorchrunPlace
 from atomc.runtime.config import EngineConfig
+from atomc.runtime.processes.stderr_log import exit_process
 from atomc.runtime.ranks.process_group import TIMEOUT
 from atomc.runtime.ranks.rank_settings import RankSettings, TorchSettings
-from atomc.runtime.stderr_log import exit_process
 
 log = logging.getLogger("atomc")
 POLL_SECONDS = 0.1

@@ -18,12 +18,12 @@ from tqdm import tqdm
 
 from atomc.options import let_openmp_sleep
 from atomc.runtime.config import EngineConfig
-from atomc.runtime.endpoint import bind, use_tcp
+from atomc.runtime.processes.stderr_log import log_to_stderr
+from atomc.runtime.ranks.endpoint import bind, use_tcp
 from atomc.runtime.ray_actors.cluster import connect, create_actor, own_address
 from atomc.runtime.ray_actors.placement import bundles, check_resources, with_device
 from atomc.runtime.ray_actors.rank_actors import ActorLauncher
 from atomc.runtime.server.engine_process import LINGER_MS, run_engine
-from atomc.runtime.stderr_log import log_to_stderr
 
 PLACEMENT_SECONDS = 60.0
 

@@ -11,9 +11,9 @@ from ray.util.placement_group import PlacementGroup
 
 from atomc.options import let_openmp_sleep
 from atomc.runtime.config import EngineConfig
+from atomc.runtime.processes.stderr_log import log_to_stderr
 from atomc.runtime.ray_actors.cluster import create_actor, own_address
 from atomc.runtime.ray_actors.placement import bundles
-from atomc.runtime.stderr_log import log_to_stderr
 
 if TYPE_CHECKING:
     from atomc.runtime.ranks.rank_settings import RankSettings

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.sampling.pack_to_device import pack_to_device
-from atomc.runtime.sampling.sampling_params import SamplingParams
 
 # A row is searched in two levels: first the block in which the cumulative probability exceeds the
 # random number, then the token.

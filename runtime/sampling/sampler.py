@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from atomc.runtime.requests.logprobs import TokenLogprobs
+from atomc.runtime.requests.sample_spec import SampleSpec, uniform
 from atomc.runtime.sampling.inverse_transform import inverse_transform
-from atomc.runtime.sampling.logprobs import TokenLogprobs
 from atomc.runtime.sampling.pack_to_device import pack_to_device
 from atomc.runtime.sampling.row_logprobs import Logprobs, logprobs
-from atomc.runtime.sampling.sample_spec import SampleSpec, uniform
 from atomc.runtime.sampling.token_counts import TokenCounts
 
 
@@ -55,7 +55,7 @@ class Sampler:
 
         Greedy rows are the exact argmax, the smallest id among equals. Where bit t % 32 of mask[i,
         t // 32] is 0, token t is excluded from row i; mask [R, W] i32 may be on the host. Rows of
-        one request with a draft (see atomc.runtime.speculative) are adjacent.
+        one request with a draft (see atomc.runtime.scheduling.speculative) are adjacent.
         """
         sampled = self.sample(logits, specs, mask=mask)
         penalized = [i for i, spec in enumerate(specs) if spec.params.penalized]

@@ -16,7 +16,6 @@ from starlette.responses import Response
 from tqdm import tqdm
 
 from atomc.errors import RunError
-from atomc.runtime.json_scan import scan_json
 from atomc.runtime.server.batch_line import (
     BatchRequest,
     LineError,
@@ -36,6 +35,7 @@ from atomc.runtime.server.protocol import ChatRequest, CompletionRequest, Embedd
 from atomc.runtime.server.running_service import running_service
 from atomc.runtime.server.service import Service
 from atomc.runtime.server.unknown_fields import check_unknown_fields
+from atomc.runtime.text.json_scan import scan_json
 
 log = logging.getLogger("atomc.server")
 # Requests that are prepared, wait for the engine or run; enough to fill its batches.

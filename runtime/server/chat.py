@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from atomc.runtime.sampling.logprobs import TokenLogprobs
-from atomc.runtime.sampling.sampling_params import Structured
+from atomc.runtime.requests.logprobs import TokenLogprobs
+from atomc.runtime.requests.sampling_params import Structured
 from atomc.runtime.server.chat_prompt import ChatPrompt, chat_prompt
 from atomc.runtime.server.errors import invalid
 from atomc.runtime.server.generation import Generation
@@ -36,7 +36,7 @@ from atomc.runtime.server.sampling import (
 from atomc.runtime.server.service import Service
 from atomc.runtime.server.tool_mode import ToolMode, tool_mode
 from atomc.runtime.server.tool_parsers.harmony import HARMONY, HarmonyParser
-from atomc.runtime.text_stream import TextDelta
+from atomc.runtime.text.text_stream import TextDelta
 
 
 @dataclass(frozen=True)

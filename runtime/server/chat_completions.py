@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from atomc.runtime.sampling.logprobs import TokenLogprobs
+from atomc.runtime.requests.logprobs import TokenLogprobs
 from atomc.runtime.server.chat import Chat, ChoiceDelta, start_chat
 from atomc.runtime.server.http import (
     SSE_DONE,

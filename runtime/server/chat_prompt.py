@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from atomc.files.json_types import JSONLike
-from atomc.runtime.image_input.content_parts import has_images, split_images
-from atomc.runtime.image_input.image_error import ImageError
-from atomc.runtime.image_input.placeholders import Placeholders, check_image_tokens, place_images
-from atomc.runtime.prompt_image import PromptImage
-from atomc.runtime.server.chat_template import Message
+from atomc.runtime.images.content_parts import has_images, split_images
+from atomc.runtime.images.image_error import ImageError
+from atomc.runtime.images.placeholders import Placeholders, check_image_tokens, place_images
+from atomc.runtime.requests.prompt_image import PromptImage
 from atomc.runtime.server.errors import invalid
 from atomc.runtime.server.http import cancel_on_disconnect
 from atomc.runtime.server.image_budget import image_reservation
 from atomc.runtime.server.image_reader import ImageReader, RequestLimits
 from atomc.runtime.server.limits import MESSAGES, check_length
 from atomc.runtime.server.service import Service
+from atomc.runtime.text.chat_template import Message
 
 Tools = Sequence[Mapping[str, JSONLike]] | None
 

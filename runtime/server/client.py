@@ -23,6 +23,7 @@ import zmq
 import zmq.asyncio
 
 from atomc.runtime.config import EngineConfig
+from atomc.runtime.scheduling.stats import Stats
 from atomc.runtime.server import messages
 from atomc.runtime.server.engine_handle import EngineHandle
 from atomc.runtime.server.engine_process import run_engine_process
@@ -37,7 +38,6 @@ from atomc.runtime.server.messages import (
     Submit,
 )
 from atomc.runtime.server.request_stream import RequestStream
-from atomc.runtime.stats import Stats
 
 if TYPE_CHECKING:
     from atomc.runtime.ranks.rank_launcher import RankLauncher

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Literal
 
-from atomc.runtime.request_errors import RequestError, RequestFailed
-from atomc.runtime.sampling.sampling_params import Structured
+from atomc.runtime.requests.request_errors import RequestError, RequestFailed
+from atomc.runtime.requests.sampling_params import Structured
 from atomc.runtime.server.messages import Submit
 
 if TYPE_CHECKING:
+    from atomc.runtime.constrained.grammar_compiler import GrammarCompiler
     from atomc.runtime.engine import Engine
-    from atomc.runtime.grammar_compiler import GrammarCompiler
 
 log = logging.getLogger("atomc.engine")
 # Several, so that a slow compile does not delay the others.

@@ -9,7 +9,7 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
-from atomc.runtime.sampling.logprobs import TokenLogprobs
+from atomc.runtime.requests.logprobs import TokenLogprobs
 from atomc.runtime.server.errors import invalid
 from atomc.runtime.server.generation import Choice, Generation
 from atomc.runtime.server.http import (
@@ -39,7 +39,7 @@ from atomc.runtime.server.sampling import (
     truncated_prompt,
 )
 from atomc.runtime.server.service import Service
-from atomc.runtime.text_stream import TextDelta
+from atomc.runtime.text.text_stream import TextDelta
 
 MAX_TOKENS = 16  # OpenAI's default
 # Log-probabilities of more tokens are formatted in a thread.

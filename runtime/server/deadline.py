@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
-from atomc.runtime.stderr_log import exit_process
+from atomc.runtime.processes.stderr_log import exit_process
 
 log = logging.getLogger("atomc.server")
 # Time for a regular shutdown: answering clients, closing connections, ending the engine.

@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.server.errors import from_request_error, invalid
 from atomc.runtime.server.http import JSONResponse, cancel_on_disconnect, request_id
 from atomc.runtime.server.messages import Submit

@@ -18,14 +18,14 @@ from tqdm import tqdm
 from atomc.files.atomic_file import write_atomically
 from atomc.options import let_openmp_sleep
 from atomc.runtime.config import EngineConfig
-from atomc.runtime.endpoint import use_tcp
-from atomc.runtime.phases import freeze_heap
+from atomc.runtime.execution.timings import freeze_heap
+from atomc.runtime.processes.stderr_log import exit_process, log_to_stderr
+from atomc.runtime.ranks.endpoint import use_tcp
 from atomc.runtime.ranks.rank_failed import RankFailed
 from atomc.runtime.ranks.rank_launcher import place_of
 from atomc.runtime.server import messages
 from atomc.runtime.server.compile_queue import CompileQueue, CompileUnavailable
 from atomc.runtime.server.messages import Call, Failed, Progress, Refused, Reply, Submit
-from atomc.runtime.stderr_log import exit_process, log_to_stderr
 from atomc.torch_compat.exceptions import is_failure
 
 if TYPE_CHECKING:
@@ -276,8 +276,8 @@ class EngineLoop:
 
     def _submit(self, command: Submit, error: Exception | None = None) -> None:
         """Add a request to the engine, or reject it if its compile ended with `error`."""
-        from atomc.runtime.request_errors import RequestFailed
-        from atomc.runtime.scheduler import QueueFull
+        from atomc.runtime.requests.request_errors import RequestFailed
+        from atomc.runtime.scheduling.scheduler import QueueFull
         from atomc.runtime.sleeping import EngineAsleep
 
         try:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import count, groupby
 from typing import Literal
 
+from atomc.runtime.scheduling.stats import Stats, total
 from atomc.runtime.server.client import (
     EngineClient,
     EngineDead,
@@ -14,7 +15,6 @@ from atomc.runtime.server.client import (
 from atomc.runtime.server.messages import Submit
 from atomc.runtime.server.request_stream import RequestStream
 from atomc.runtime.sleeping import refuse_running
-from atomc.runtime.stats import Stats, total
 
 
 class Engines:

@@ -5,7 +5,7 @@ trace.
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
-from atomc.runtime.request_errors import RequestError, TokenizerError
+from atomc.runtime.requests.request_errors import RequestError, TokenizerError
 from atomc.runtime.server.client import (
     EngineDead,
     EngineLost,

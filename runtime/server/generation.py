@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
-from atomc.runtime.prompt_image import PromptImage
-from atomc.runtime.request import Output
-from atomc.runtime.request_errors import RequestError, to_request_error
-from atomc.runtime.sampling.logprobs import TokenLogprobs
-from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.runtime.requests.logprobs import TokenLogprobs
+from atomc.runtime.requests.prompt_image import PromptImage
+from atomc.runtime.requests.request import Output
+from atomc.runtime.requests.request_errors import RequestError, to_request_error
+from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.server.client import RequestRefused
 from atomc.runtime.server.engines import Engines
 from atomc.runtime.server.errors import APIError, from_request_error, to_api_error
@@ -22,7 +22,7 @@ from atomc.runtime.server.metrics import Metrics
 from atomc.runtime.server.model_info import ModelInfo
 from atomc.runtime.server.request_stream import RequestStream
 from atomc.runtime.server.response_types import PromptTokensDetails, Usage
-from atomc.runtime.text_stream import TextDelta, TextStream
+from atomc.runtime.text.text_stream import TextDelta, TextStream
 from atomc.torch_compat.exceptions import is_failure
 
 log = logging.getLogger("atomc.requests")

@@ -9,7 +9,7 @@ import threading
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from atomc.runtime.image_input.image_error import ImageError
+from atomc.runtime.images.image_error import ImageError
 from atomc.runtime.server.errors import APIError, invalid
 
 RETRY_SECONDS = 1

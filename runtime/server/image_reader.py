@@ -13,18 +13,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-from atomc.runtime.image_input.content_parts import ImageSource
-from atomc.runtime.image_input.decode import MAX_PIXELS
-from atomc.runtime.image_input.image_decoder import ImageDecoder, LargeImage
-from atomc.runtime.image_input.image_error import ImageError
-from atomc.runtime.image_input.media_access import (
+from atomc.runtime.images.content_parts import ImageSource
+from atomc.runtime.images.decode import MAX_PIXELS
+from atomc.runtime.images.image_decoder import ImageDecoder, LargeImage
+from atomc.runtime.images.image_error import ImageError
+from atomc.runtime.images.media_access import (
     MediaAccess,
     is_data_url,
     is_web_url,
     real_folders,
 )
-from atomc.runtime.image_input.processor import PreparedImage
-from atomc.runtime.image_input.web_fetch import WebFetch
+from atomc.runtime.images.processor import PreparedImage
+from atomc.runtime.images.web_fetch import WebFetch
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.errors import invalid
 from atomc.runtime.server.image_budget import ImageReservation

@@ -9,9 +9,9 @@ import msgspec
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
-from atomc.runtime.json_scan import JSONScan
-from atomc.runtime.phases import gc_disabled
+from atomc.runtime.execution.timings import gc_disabled
 from atomc.runtime.server.errors import invalid
+from atomc.runtime.text.json_scan import JSONScan
 
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 

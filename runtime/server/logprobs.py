@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import msgspec
 
 from atomc.files.json_types import JSONLike
-from atomc.runtime.sampling.logprobs import TokenLogprobs
+from atomc.runtime.requests.logprobs import TokenLogprobs
 from atomc.runtime.server.model_info import ModelInfo
 from atomc.runtime.server.response_types import (
     ChatLogprobs,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from starlette.responses import Response
 
-from atomc.runtime.image_input.media_access import real_folders
+from atomc.runtime.images.media_access import real_folders
 from atomc.runtime.server.errors import APIError, invalid
 from atomc.runtime.server.http import JSONResponse
 from atomc.runtime.server.protocol import LoadAdapterRequest, UnloadAdapterRequest

@@ -4,10 +4,10 @@ from typing import Literal
 
 import msgspec
 
-from atomc.runtime.prompt_image import PromptImage
-from atomc.runtime.request import Output, Pooling
-from atomc.runtime.sampling.sampling_params import SamplingParams
-from atomc.runtime.stats import Stats
+from atomc.runtime.requests.prompt_image import PromptImage
+from atomc.runtime.requests.request import Output, Pooling
+from atomc.runtime.requests.sampling_params import SamplingParams
+from atomc.runtime.scheduling.stats import Stats
 
 # To the engine
 

@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atomc.files.json_types import JSONLike
-from atomc.runtime.detokenizer import TokenTexts, decode, encode, load_tokenizer
-from atomc.runtime.generation_config import sampling_defaults
-from atomc.runtime.image_input.image_decoder import ImageDecoder, start_image_decoder
-from atomc.runtime.server.chat_template import ChatTemplate, Message, load_chat_template
+from atomc.runtime.images.image_decoder import ImageDecoder, start_image_decoder
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.errors import APIError, invalid
 from atomc.runtime.server.limits import TOOLS, check_length
 from atomc.runtime.server.reasoning_parsers import detect_reasoning_parser
 from atomc.runtime.server.timeout import run_with_timeout
 from atomc.runtime.server.tool_parsers import detect_tool_parser
+from atomc.runtime.text.chat_template import ChatTemplate, Message, load_chat_template
+from atomc.runtime.text.detokenizer import TokenTexts, decode, encode, load_tokenizer
+from atomc.runtime.text.generation_config import sampling_defaults
 
 if TYPE_CHECKING:  # optional
     from tokenizers import Tokenizer

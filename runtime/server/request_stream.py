@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
-from atomc.runtime.request import FinishReason, Output
-from atomc.runtime.sampling.logprobs import TokenLogprobs
+from atomc.runtime.requests.logprobs import TokenLogprobs
+from atomc.runtime.requests.request import FinishReason, Output
 
 
 class RequestStream:

@@ -4,9 +4,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from atomc.runtime.allowed_tokens import bad_word_tokens
-from atomc.runtime.prompt_truncation import truncated
-from atomc.runtime.sampling.sampling_params import ParameterError, SamplingParams, Structured
+from atomc.runtime.constrained.allowed_tokens import bad_word_tokens
+from atomc.runtime.requests.sampling_params import ParameterError, SamplingParams, Structured
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.errors import invalid
 from atomc.runtime.server.limits import (
@@ -22,6 +21,7 @@ from atomc.runtime.server.limits import (
 )
 from atomc.runtime.server.model_info import ModelInfo
 from atomc.runtime.server.protocol import GenerationRequest, ResponseFormat
+from atomc.runtime.text.prompt_truncation import truncated
 
 DEFAULT_TEMPERATURE = 1.0
 SHARED_FIELDS = (

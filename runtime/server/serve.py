@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 
 from atomc.options import TorchrunPlace, torchrun_place
 from atomc.runtime.config import EngineConfig
-from atomc.runtime.hub import model_folder
-from atomc.runtime.image_input.media_access import real_folders
+from atomc.runtime.execution.loading.hub import model_folder
+from atomc.runtime.images.media_access import real_folders
+from atomc.runtime.processes.stderr_log import log_to_stderr
 from atomc.runtime.server.api_keys import read_keys
 from atomc.runtime.server.client import EngineClient, EngineFailed
 from atomc.runtime.server.config import ServerConfig
@@ -27,7 +28,6 @@ from atomc.runtime.server.engine_handle import EngineHandle
 from atomc.runtime.server.engines import Engines
 from atomc.runtime.server.start_engines import start_engines
 from atomc.runtime.server.supervisor import Supervisor
-from atomc.runtime.stderr_log import log_to_stderr
 
 if TYPE_CHECKING:
     import uvicorn
@@ -230,7 +230,7 @@ async def _run(
     traces: "Traces | None",
 ) -> int:
     """Serve until shutdown; returns the exit status of the process."""
-    from atomc.runtime.phases import freeze_heap
+    from atomc.runtime.execution.timings import freeze_heap
     from atomc.runtime.server.app import create_app
     from atomc.runtime.server.running_service import running_service
     from atomc.runtime.server.shutdown import ShutdownMiddleware

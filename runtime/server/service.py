@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import ClientDisconnect, Request
 
-from atomc.runtime.prompt_image import PromptImage
-from atomc.runtime.sampling.sampling_params import SamplingParams
+from atomc.runtime.requests.prompt_image import PromptImage
+from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.engines import Engines
 from atomc.runtime.server.errors import APIError, to_api_error

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from atomc.runtime.sampling.sampling_params import Structured
+from atomc.runtime.requests.sampling_params import Structured
 from atomc.runtime.server.errors import invalid
 from atomc.runtime.server.limits import TOOLS, check_length
 from atomc.runtime.server.message_deltas import Parser

@@ -8,22 +8,22 @@ BATCH = "runtime/server/batch.py"
 TRACES = "tests/test_traces.py -k below_the_clients"
 
 ROLLOUTS = "tests/test_rollouts.py -k"
-GIVEN = "runtime/given_module.py"
+GIVEN = "runtime/execution/views/user_module.py"
 CLOSED = "tests/test_closed_schema.py"
 
 BUGS = [
     Bug("runtime/engine.py", "and self.executor.check()", "and self.executor.check() is None", f"{ROLLOUTS} optimizer"),
     Bug(GIVEN, "            with evaluation_mode(self._module):\n                yield", "            yield", f"{ROLLOUTS} dropout"),
     Bug(GIVEN, "if id(parameter) not in known:", "if False:", f"{ROLLOUTS} other_storage"),
-    Bug("runtime/closed_schema.py", "not one.excludes(other)", "one", CLOSED),
-    Bug("runtime/closed_schema.py", "waiting += _combined_parts(applied)", "pass", CLOSED),
+    Bug("runtime/constrained/closed_schema.py", "not one.excludes(other)", "one", CLOSED),
+    Bug("runtime/constrained/closed_schema.py", "waiting += _combined_parts(applied)", "pass", CLOSED),
     Bug("runtime/server/generation.py", "            self._raise_error(output)\n", "", "tests/test_generation.py"),
-    Bug("runtime/caller_modes.py", "torch.autocast(kind, enabled=False)", "torch.no_grad()", f"{ROLLOUTS} change_no_request"),
-    Bug("runtime/caller_modes.py", "torch.inference_mode(False)", "torch.no_grad()", f"{ROLLOUTS} inside_and_outside"),
+    Bug("runtime/torch_modes.py", "torch.autocast(kind, enabled=False)", "torch.no_grad()", f"{ROLLOUTS} change_no_request"),
+    Bug("runtime/torch_modes.py", "torch.inference_mode(False)", "torch.no_grad()", f"{ROLLOUTS} inside_and_outside"),
     Bug("runtime/engine.py", "if not self.scheduler.requests and", "if not self.has_work and", f"{ROLLOUTS} stop_token"),
     Bug(GIVEN, "return before != self._writes", "return False", f"{ROLLOUTS} optimizer"),
-    Bug("runtime/worker.py", "for program in self.programs.all", "for program in self.programs.of_steps", f"{ROLLOUTS} pooled"),
-    Bug("runtime/scheduler.py", "        self.images.clear()\n\n    def evict", "\n    def evict", "tests/test_images.py -k that_is_updated"),
+    Bug("runtime/execution/worker.py", "for program in self.programs.all", "for program in self.programs.of_steps", f"{ROLLOUTS} pooled"),
+    Bug("runtime/scheduling/scheduler.py", "        self.images.clear()\n\n    def evict", "\n    def evict", "tests/test_images.py -k that_is_updated"),
     Bug(GIVEN, "self._borrowed.own.set_in", "self._borrowed.ours.set_in", f"{ROLLOUTS} own_attention"),
     Bug("runtime/server/traces.py", "context=self._propagator.extract(dict(headers)),", "", TRACES),
     Bug("runtime/server/traces.py", "self._provider.shutdown()", "pass", TRACES),
@@ -33,8 +33,8 @@ BUGS = [
     Bug("runtime/server/http.py", "            self._close()", "", "tests/test_event_stream.py"),
     Bug("runtime/server/unread_body.py", "            await discard()\n", "", "tests/test_unread_body.py"),
     Bug("runtime/server/unread_body.py", "if complete or not", "if not", "tests/test_unread_body.py"),
-    Bug("runtime/prefix_sharing.py", "            request.shares_prefix = False\n", "", SCHEDULER),
-    Bug("runtime/snapshots.py", "request.shares_prefix and not end", "not end", SCHEDULER),
+    Bug("runtime/scheduling/prefix_sharing.py", "            request.shares_prefix = False\n", "", SCHEDULER),
+    Bug("runtime/scheduling/snapshots.py", "request.shares_prefix and not end", "not end", SCHEDULER),
     Bug(BATCH, "self.num_failed += status != 200", "pass", "tests/test_batch.py -k internal_error"),
     Bug(BATCH, " and not isinstance(error, EngineLost)", "", "tests/test_batch.py -k waits_while"),
 ]  # fmt: skip

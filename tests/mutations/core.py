@@ -12,7 +12,9 @@ def triton(file: str, old: str, new: str, name: str) -> Bug:
 
 
 def blocks(old: str, new: str) -> Bug:
-    return Bug("runtime/blocks.py", old, new, "tests/test_blocks.py tests/test_scheduler.py")
+    return Bug(
+        "runtime/scheduling/blocks.py", old, new, "tests/test_blocks.py tests/test_scheduler.py"
+    )
 
 
 def prefix(file: str, old: str, new: str, test: str) -> Bug:
@@ -227,7 +229,7 @@ BUGS = [
         "tests/test_mla_quantized.py -k 'on_a_gpu and fp8-h200-1'",
     ),
     Bug(
-        "runtime/self_check.py",
+        "runtime/execution/self_check.py",
         ", _rows_of_latents(model, report):",
         ":",
         "tests/test_mla_quantized.py -k 'served_from and stock'",

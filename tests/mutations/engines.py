@@ -16,5 +16,5 @@ BUGS = [
     bug(f"{SERVER}/engines", "return min(restarting", "return max(restarting", "soonest_restart"),
     bug(f"{SERVER}/engines", " or isinstance(why, EngineRestarting) for", " for", "engines_remain"),
     bug(f"{SERVER}/gpus", "names[engine * each :", "names[engine :", "gpus_are_divided"),
-    bug("runtime/stats", "min(stats.max_len", "max(stats.max_len", "stats_of_engines"),
+    bug("runtime/scheduling/stats", "min(stats.max_len", "max(stats.max_len", "stats_of_engines"),
 ]

@@ -9,7 +9,7 @@ FOLDER = "atomc/trusted_folder.py"
 FOLDER_TESTS = "tests/test_trusted_folder.py"
 PARSERS = "runtime/server/tool_parsers"
 WORK = "tests/test_parser_work.py"
-LOG = "runtime/stderr_log.py"
+LOG = "runtime/processes/stderr_log.py"
 LOG_TESTS = "tests/test_stderr_log.py"
 
 BUGS = [
@@ -32,5 +32,5 @@ BUGS = [
     Bug("runtime/server/text_buffer.py", "self._text[self._start :] + text, 0", "self._text + text, self._start", WORK),
     Bug(f"{PARSERS}/state_machine.py", "read = self._text.take_read(call.feed)", "read = self._text.take(call.feed(self._text._text[self._text._start :]))", WORK),
     Bug("runtime/server/operations.py", "                renderer.kill()\n", "", "tests/test_compiler_page.py"),
-    Bug("runtime/lora_files.py", " or not a.shape[0]:", ":", "tests/test_lora_files.py -k rank_0"),
+    Bug("runtime/execution/lora/files.py", " or not a.shape[0]:", ":", "tests/test_lora_files.py -k rank_0"),
 ]  # fmt: skip

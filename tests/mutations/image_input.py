@@ -2,7 +2,7 @@
 
 from mutations import Bug
 
-INPUT = "runtime/image_input"
+INPUT = "runtime/images"
 
 
 def decode(old: str, new: str, tests: str) -> Bug:
@@ -51,7 +51,7 @@ BUGS = [
     decoder("runtime/server/image_reader", "lambda: asyncio.Semaphore(REQUEST_DECODES)", "lambda: asyncio.Semaphore(DECODES)", "does_not_wait"),
     decoder("runtime/server/image_reader", "connection.shutdown(socket.SHUT_RDWR)", "pass", "stops_its_work"),
     Bug(
-        "runtime/fork_server.py",
+        "runtime/processes/fork_server.py",
         "    poll.register(connection, 0)\n",
         "",
         "tests/test_fork_server.py -k closing",
@@ -63,7 +63,7 @@ BUGS = [
     prompt("processor", "repr(grid).encode()", 'b""', "its_tokens"),
     prompt("content_parts", "len(sources) > limit", "len(sources) > limit + 1", "is_limited"),
     Bug(
-        "runtime/chat_prompts.py",
+        "runtime/text/chat_prompts.py",
         "hidden.hide(messages),",
         "messages,",
         "tests/test_image_prompts.py -k literal",

@@ -9,14 +9,14 @@ def bug(file: str, old: str, new: str, test: str, words: str) -> Bug:
 
 KERNEL, FEW = "atomc/kernels/triton/lora.py", "atomc/kernels/triton/lora_few.py"
 BUGS = [
-    bug("runtime/prefix_cache.py", 'b"" if lora is None else b"lora %d " % lora', 'b""', "lora", "one_load"),
-    bug("runtime/prefix_sharing.py", "request.lora.identity", "request.lora.number", "lora", "one_load"),
+    bug("runtime/scheduling/prefix_cache.py", 'b"" if lora is None else b"lora %d " % lora', 'b""', "lora", "one_load"),
+    bug("runtime/scheduling/prefix_sharing.py", "request.lora.identity", "request.lora.number", "lora", "one_load"),
     bug("runtime/lora_adapters.py", "(*self.loaded.values(), *self._in_use())", "self.loaded.values()", "lora", "keeps_its"),
-    bug("runtime/lora_rows.py", "self._of_slots[chunk.slot] = NONE if number is None else number", "self._of_slots[chunk.slot] = number or 0", "lora", "mixed_batch"),
+    bug("runtime/execution/lora/rows.py", "self._of_slots[chunk.slot] = NONE if number is None else number", "self._of_slots[chunk.slot] = number or 0", "lora", "mixed_batch"),
     Bug("passes/lora.py", "x = quantizer.args[0]", "pass", "tests/test_lora.py -m '' -k quantized_layers"),
     bug("atomc/weights/lora.py", "layer.lora_b[number].zero_()", "pass", "lora_files", "replaces_all"),
     bug("atomc/weights/lora.py", "a.isfinite().all() and b.isfinite().all()", "True", "lora_files", "changes_nothing"),
-    bug("runtime/lora_files.py", "math.sqrt(rank) if self.rslora else rank", "rank", "lora_files", "its_root"),
+    bug("runtime/execution/lora/files.py", "math.sqrt(rank) if self.rslora else rank", "rank", "lora_files", "its_root"),
     bug(KERNEL, "layer[None, :] == (r // RANK)[:, None]", "r[:, None] >= 0", "kernels", "lora and twenty"),
     bug(KERNEL, "for part in tl.static_range(PARTS)", "for part in tl.static_range(1)", "kernels", "lora and twenty"),
     bug(KERNEL, "WIDE_INPUTS if wide else INPUTS", "INPUTS", "triton_compiles", "sm90 and not experts"),

@@ -30,13 +30,13 @@ BUGS = [
         "tests/test_ops.py -k no_host_has_memory",
     ),
     Bug(
-        "runtime/worker.py",
+        "runtime/execution/worker.py",
         "self._check_host()\n        self.runner.allocate()",
         "self.runner.allocate()",
         "tests/test_engine.py -k whose_pages",
     ),
     Bug(
-        "runtime/capacity.py",
+        "runtime/execution/capacity.py",
         "if needed > (free := free_on_host()):",
         "if needed > 2**62 + (free := free_on_host()):",
         "tests/test_engine.py -k whose_pages",

@@ -8,13 +8,13 @@ PLUGIN = "tests/test_vllm_plugin.py -k"
 
 BUGS = [
     Bug(
-        "runtime/given_module.py",
+        "runtime/execution/views/user_module.py",
         "logits.dim() != 2 or len(logits) != num_rows",
         "logits.dim() != 2",
         "tests/test_refused_models.py -k llm_cannot_call",
     ),
     Bug(
-        "runtime/given_module.py",
+        "runtime/execution/views/user_module.py",
         "signature.bind(None, None, None)",
         "pass",
         "tests/test_refused_models.py -k llm_cannot_call",

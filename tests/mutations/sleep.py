@@ -7,15 +7,17 @@ TESTS = "tests/test_sleep.py -k"
 ALL_KINDS = "tests/test_sleep.py -m '' -k 'asleep_no and drafts'"
 
 BUGS = [
-    Bug("runtime/runner.py", "program.unbind()", "pass", f"{TESTS} asleep_no"),
-    Bug("runtime/runner.py", "self.draft.caches = []", "pass", ALL_KINDS),
+    Bug("runtime/execution/runner.py", "program.unbind()", "pass", f"{TESTS} asleep_no"),
+    Bug("runtime/execution/runner.py", "self.draft.caches = []", "pass", ALL_KINDS),
     Bug(
-        "runtime/runner.py",
+        "runtime/execution/runner.py",
         'SequenceStates((), self._state_rows, "cpu"), []',
         "self._states, []",
         ALL_KINDS,
     ),
-    Bug("runtime/worker.py", "self.programs.hidden.unbind()", "pass", f"{TESTS} asleep_no"),
+    Bug(
+        "runtime/execution/worker.py", "self.programs.hidden.unbind()", "pass", f"{TESTS} asleep_no"
+    ),
     Bug(
         "runtime/engine.py",
         "refuse_running(len(self.scheduler.requests))",

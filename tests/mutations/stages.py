@@ -33,22 +33,22 @@ BUGS = [
         f"{STAGES} -k tied",
     ),
     Bug(
-        "runtime/micro_batches.py",
+        "runtime/execution/micro_batches.py",
         "start=chunk.start + start,",
         "",
         f"{STAGES} -k micro_batches",
     ),
     Bug(
-        "runtime/micro_batches.py",
+        "runtime/execution/micro_batches.py",
         "chunk.blocks if start == 0 else tuple((0, ()) for _ in chunk.blocks)",
         "chunk.blocks",
         f"{STAGES} -k micro_batches",
     ),
     Bug(
-        "runtime/ranks/block_groups.py",
+        "runtime/execution/block_groups.py",
         "tuple(chunk.blocks[i] for i in self.own)",
         "chunk.blocks",
         f"{STAGES} -k own_groups",
     ),
-    Bug("runtime/runner.py", "self.input_batch.keep_tokens(*expected)", "pass", PIPELINE),
+    Bug("runtime/execution/runner.py", "self.input_batch.keep_tokens(*expected)", "pass", PIPELINE),
 ]

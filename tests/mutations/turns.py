@@ -13,7 +13,7 @@ BUGS = [
     Bug("runtime/calls.py", "error = self.error = None", "pass", f"{TESTS} dropped"),
     Bug("runtime/engine.py", "        self._in_flight.popleft()  #", "        pass  #", f"{TESTS} results"),
     Bug("runtime/engine.py", "partial(_grammar_compiler, config, loaded)", "lambda: _grammar_compiler(self.config, loaded)", f"{TESTS} dropped"),
-    Bug("runtime/hub.py", "    read_config(folder)\n", "", f"{WRONG} 'no and config'"),
-    Bug("runtime/worker.py", "        _check_names(Options.of(config.options))\n", "", f"{WRONG} weight_is_read"),
+    Bug("runtime/execution/loading/hub.py", "    read_config(folder)\n", "", f"{WRONG} 'no and config'"),
+    Bug("runtime/execution/worker.py", "        _check_names(Options.of(config.options))\n", "", f"{WRONG} weight_is_read"),
     Bug("runtime/config.py", "        check_choices(self)\n", "", f"{WRONG} other_value"),
 ]  # fmt: skip

@@ -46,5 +46,5 @@ BUGS = [
     bug("atomc/stock/vision.py", "if reason := _why_unlike(type(text)):", "if reason := '':", "otherwise"),
     bug("atomc/encoder.py", "if self._refresh is not None:  # a user", "if not self._made:  # a user", "user_writes"),
     bug("atomc/quantization/kept_layers.py", " | _vision_encoders(model)", "", "stays_in_16_bits"),
-    bug("runtime/self_check.py", "set_attn_implementation(ours)", 'set_attn_implementation("atom")', "self_check"),
+    bug("runtime/execution/self_check.py", "set_attn_implementation(ours)", 'set_attn_implementation("atom")', "self_check"),
 ]  # fmt: skip

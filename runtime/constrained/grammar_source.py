@@ -1,0 +1,92 @@
+"""Converts structured output requests to llguidance grammars, and sets llguidance's limits."""
+
+import json
+from typing import TYPE_CHECKING
+
+from atomc.files.json_types import JSONObject
+from atomc.runtime.constrained.closed_schema import close_objects
+from atomc.runtime.constrained.schema_keywords import adapt_keywords, check_num_properties
+from atomc.runtime.requests.sampling_params import Structured
+
+if TYPE_CHECKING:  # optional
+    from llguidance import LLParserLimits
+
+# Tokens that a text forces are found by the mask, too. llguidance would tokenize the text: added
+# tokens and Unicode normal forms make of it tokens whose bytes contradict the grammar.
+BY_MASK = '%llguidance {"no_forcing": true}'
+
+
+def parser_limits() -> "LLParserLimits":
+    """Limits per step. llguidance's defaults are four to five times higher and allow steps of 200
+    ms, which delay all requests. Typical schemas need a hundredth of these limits."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(step_lexer_fuel=50_000, step_max_items=10_000, max_lexer_states=50_000)
+
+
+def source(structured: Structured) -> tuple[str, str]:
+    """The name of the field that is set, and llguidance's grammar. Raises ValueError for an invalid
+    schema.
+    """
+    from llguidance import LLMatcher as of
+
+    if structured.regex is not None:
+        return "regex", _by_mask(of.grammar_from_regex(structured.regex))
+    if structured.choice is not None:
+        regex = "|".join(map(_literal, structured.choice))
+        return "choice", _by_mask(of.grammar_from_regex(regex))
+    if structured.grammar is not None:
+        is_lark = not structured.grammar.lstrip().startswith("{")
+        return "grammar", f"{structured.grammar}\n{BY_MASK}" if is_lark else structured.grammar
+    if structured.json_object:
+        return "json_object", _json_grammar({"type": "object"})
+    try:
+        return "json_schema", _schema_grammar(structured)
+    except RecursionError as error:
+        raise ValueError("json_schema: it is nested too deeply") from error
+
+
+def _schema_grammar(structured: Structured) -> str:
+    try:
+        schema = json.loads(str(structured.json_schema))
+    except ValueError as error:
+        raise ValueError(f"json_schema is not JSON: {error}") from error
+    if not isinstance(schema, dict):
+        raise ValueError(f"json_schema is {schema!r:.100}, expected an object")
+    adapt_keywords(schema, _knows_format)
+    if not structured.additional_properties:
+        close_objects(schema)
+    check_num_properties(schema)
+    try:
+        return _json_grammar(schema)
+    except ValueError as error:  # such as a lone surrogate
+        raise ValueError(f"json_schema: {error}") from error
+
+
+def _json_grammar(schema: JSONObject) -> str:
+    """Without white space between JSON tokens, of which a small model tends to generate much. A
+    schema can override this with "x-guidance".
+    """
+    from llguidance import LLMatcher
+
+    grammar = LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": False})
+    return _by_mask(grammar)
+
+
+def _by_mask(grammar: str) -> str:
+    """The grammar, in llguidance's JSON form, with the option BY_MASK."""
+    (grammar_fields,) = json.loads(grammar)["grammars"]
+    start = {"lark_grammar": f"{BY_MASK}\nstart: @root"}
+    return json.dumps({"grammars": [start, {**grammar_fields, "name": "root"}]})
+
+
+def _knows_format(name: str) -> bool:
+    from llguidance import LLMatcher
+
+    schema: JSONObject = {"type": "string", "format": name}
+    return not LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema))
+
+
+def _literal(text: str) -> str:
+    """A regular expression that matches this text."""
+    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)

@@ -1,0 +1,60 @@
+"""The block groups of a model with layers in several stages: the scheduler knows all of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import distributed
+
+from atomc.ops.state import StateSpec, groups_of
+from atomc.runtime.execution.capacity import Capacity
+from atomc.runtime.scheduling.step import ScheduledStep
+
+UNLIMITED = 2**62  # blocks of a group without layers in a stage
+
+
+@dataclass(frozen=True)
+class BlockGroups:
+    """windows: of all groups of the model; own: the numbers of those with layers in this stage."""
+
+    windows: tuple[int, ...]
+    own: tuple[int, ...]
+
+    @classmethod
+    def of(cls, specs: Sequence[StateSpec], *, in_stages: bool) -> "BlockGroups":
+        """All ranks call this. Raises ValueError if only some stages have state per sequence, which
+        the scheduler would manage for all.
+        """
+        windows = tuple(group.window for group in groups_of(specs))
+        if not in_stages:
+            return cls(windows, tuple(range(len(windows))))
+        found: list[tuple[tuple[int, ...], bool]] = [((), False)] * distributed.get_world_size()
+        per_sequence = any(spec.per_sequence for spec in specs)
+        distributed.all_gather_object(found, (windows, per_sequence))
+        if len({has for _, has in found}) > 1:
+            raise ValueError(
+                "layers with state per sequence are in some stages only: choose a pp with which "
+                "each stage has such a layer"
+            )
+        every = tuple(sorted({window for of_rank, _ in found for window in of_rank}))
+        return cls(every, tuple(every.index(window) for window in windows))
+
+    def whole(self, size: Capacity) -> Capacity:
+        """A size of the groups of this stage, as one of all groups."""
+        counts = dict(zip(self.own, size.num_blocks, strict=True))
+        numbers = range(len(self.windows))
+        return replace(size, num_blocks=tuple(counts.get(i, UNLIMITED) for i in numbers))
+
+    def own_blocks(self, size: Capacity) -> tuple[int, ...]:
+        """Of a size of all groups, the blocks of those of this stage."""
+        return tuple(size.num_blocks[i] for i in self.own)
+
+    def own_part(self, step: ScheduledStep) -> ScheduledStep:
+        """The step with the blocks of the groups of this stage."""
+        if self.own == tuple(range(len(self.windows))):
+            return step
+        return step._replace(
+            chunks=tuple(
+                chunk._replace(blocks=tuple(chunk.blocks[i] for i in self.own))
+                for chunk in step.chunks
+            )
+        )

@@ -1,0 +1,155 @@
+"""What the engine needs of whatever runs its steps.
+
+`atomc.runtime.execution.worker.Worker` runs them in this process, `atomc.runtime.ranks.executor.RankExecutor`
+in several: a step is plain data (atomc.runtime.scheduling.step), and so is a Result.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from atomc.runtime.execution.capacity import Capacity
+from atomc.runtime.requests.logprobs import TokenLogprobs
+from atomc.runtime.requests.request_errors import RequestError
+from atomc.runtime.scheduling.image_limits import ImageLimits
+from atomc.runtime.scheduling.state_rows import StateRows
+from atomc.runtime.scheduling.step import ScheduledStep
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Resources of an executor that the scheduler manages.
+
+    capacity         blocks of the caches
+    windows          attention window of each block group in tokens; 0: all tokens
+    max_num_seqs     number of slots
+    max_num_batched_tokens   maximum tokens of a step
+    no_prefix_cache  why blocks cannot be shared; empty if they can
+    images           None: the model takes no images
+    can_roll_back    whether computed tokens can be computed again. False: after a failed step, its
+                     sequences start over, because it may have advanced their state; after a
+                     rejected draft, they continue from the state before it
+    state_rows       the rows of state per sequence; None: there is none
+    """
+
+    capacity: Capacity
+    windows: tuple[int, ...]
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    no_prefix_cache: str = ""
+    can_roll_back: bool = True
+    images: ImageLimits | None = None
+    state_rows: StateRows | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """Result of one chunk.
+
+    tokens      sampled tokens, with logprobs if requested
+    scores      log-probabilities of the chunk's prompt tokens
+    embedding   pooled hidden state
+    draft       draft tokens after the last of `tokens`, by a draft model
+    error       why the request failed
+    """
+
+    tokens: Sequence[int] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    scores: Sequence[TokenLogprobs] = ()
+    embedding: tuple[float, ...] | None = None
+    draft: tuple[int, ...] = ()
+    error: RequestError | None = None
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """Number of steps by kind, rows of those that ran as a CUDA graph, and tokens of each expert;
+    see Stats.
+    """
+
+    steps: Mapping[str, int]
+    graph_rows: int
+    graph_padding: int
+    expert_load: Mapping[str, Sequence[int]]
+
+
+class Launched(Protocol):
+    """A launched step. Its results stay on the device until `results` is called."""
+
+    def sample(self, mask: Tensor | None = None) -> None:
+        """Sample the step's tokens; does nothing for a pooling step. Called once, before the next
+        step is launched.
+
+        mask  [num_samples, W] i32, the allowed tokens (see Sampler)
+        """
+
+    def results(self) -> list[Result]:
+        """One for each chunk; waits for the device."""
+
+
+class Executor(Protocol):
+    """Runs steps in launch order; several may be in flight. The last token sampled for a slot is an
+    input of the next step.
+
+    An error of a single request is in its Result. An error of a whole step is raised; the step may
+    be launched again if limits.can_roll_back.
+    """
+
+    limits: Limits
+
+    @property
+    def places(self) -> Mapping[int, str]:
+        """Where each other rank runs, such as "process 2013"."""
+
+    @property
+    def pools(self) -> bool:
+        """Whether pooling steps can be launched: their program is compiled."""
+
+    def launch(self, step: ScheduledStep) -> Launched:
+        """Start to compute the step's logits, or its pooled hidden states."""
+
+    def prepare_pooling(self) -> None:
+        """Compile the model without its head, over the same weights and caches. Steps may run
+        meanwhile.
+
+        Raises ValueError for a model whose head is not known.
+        """
+
+    @property
+    def max_loras(self) -> int:
+        """How many LoRA adapters it has place for."""
+
+    def write_adapter(self, number: int, folder: str) -> None:
+        """Read an adapter into the place with this number, for later steps. Raises ValueError for
+        one that cannot be used, which changes nothing.
+        """
+
+    def ready(self) -> None:
+        """The start is over: from now on, no step compiles anything."""
+
+    def raise_failure(self) -> None:
+        """Raise RankFailed if another process of the executor has failed."""
+
+    def check(self) -> bool:
+        """Whether parameters of a user's module were written since the last call, by in-place
+        operations: autograd does not count those on `parameter.data`. Raises RunError if they were
+        replaced.
+        """
+
+    def sleep(self) -> None:
+        """Free the state of all layers, the CUDA graphs and embeddings of images; weights stay. No
+        step is in flight, and none is launched until `wake_up`.
+        """
+
+    def wake_up(self) -> None:
+        """Allocate and capture again what `sleep` has freed; the state is zeroed."""
+
+    def counts(self) -> StepCounts:
+        """Since the start, or since `forget_counts`."""
+
+    def forget_counts(self) -> None: ...
+
+    def close(self) -> None:
+        """End the other processes of the executor, if it has any."""

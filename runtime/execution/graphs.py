@@ -1,0 +1,168 @@
+"""CUDA graphs of whole steps, one per program and shape, in one memory pool.
+
+A decode step has one row per sequence, or 1 + k with drafts of k tokens. Other steps (prefill, and
+prefill mixed with decode) are padded to the next captured number of rows, with few sequences or
+max_num_seqs of them.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from atomc.compiler.cudagraphs import Captured, Pool
+from atomc.report.report import Report
+from atomc.runtime.execution.input_batch import StepShape
+
+MOST_PREFILL_ROWS = 2048  # larger steps take longer on the device than their launch on the host
+# A prompt alone is not padded to max_num_seqs sequences, whose logits cost as much as a layer.
+FEW_SEQUENCES = 8
+
+
+def decode_sizes(max_num_seqs: int) -> list[int]:
+    """1, 2, 4, 8, then multiples of 8 up to 64, of 16 up to 256, of 64 beyond."""
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(320, max_num_seqs + 64, 64)]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+def step_shapes(
+    max_num_seqs: int, max_num_rows: int, columns: int, drafts: int = 0, *, rewinds: bool = False
+) -> list[StepShape]:
+    """Shapes to capture: decode steps, decode steps with drafts, then mixed steps up to the token
+    budget.
+
+    rewinds   the tokens after a rejected draft are computed again: up to `drafts` of a sequence,
+              besides its next draft
+    """
+    most = min(max_num_rows, MOST_PREFILL_ROWS)
+    mixed = [rows for rows in (64, 128, *range(256, MOST_PREFILL_ROWS + 1, 256)) if rows < most] + [
+        most
+    ]
+    sizes = [size for size in decode_sizes(max_num_seqs) if size <= max_num_rows]
+    decode = [StepShape(size, size, size, columns) for size in sizes]
+    drafted = [
+        StepShape(size * (again + 1 + drafts), size, size * (1 + drafts), columns)
+        for again in ((0, drafts) if rewinds else (0,))
+        for size in sizes
+        if drafts and size * (again + 1 + drafts) <= max_num_rows
+    ]
+    others = [
+        StepShape(rows, _uneven(rows, count), min(rows, count * (1 + drafts)), columns)
+        for rows in mixed
+        for count in sorted({min(FEW_SEQUENCES, max_num_seqs), max_num_seqs})
+    ]
+    # The largest of a kind first: smaller ones reuse its memory.
+    return [*decode[::-1], *drafted[::-1], *others[::-1]]
+
+
+def launched_shapes(
+    max_num_seqs: int, max_num_rows: int, columns: int, drafts: int = 0, *, rewinds: bool = False
+) -> list[StepShape]:
+    """Shapes that together launch every kernel variant a step may need, the largest first.
+
+    Variants change at powers of two, so one shape between two powers is enough; a long prompt alone
+    is split differently from all captured steps.
+    """
+    largest = StepShape(
+        max_num_rows, _uneven(max_num_rows, max_num_seqs), min(max_num_rows, max_num_seqs), columns
+    )
+    return [
+        largest,
+        StepShape(max_num_rows, 1, 1, columns),
+        *[
+            shape
+            for shape in step_shapes(max_num_seqs, max_num_rows, columns, drafts, rewinds=rewinds)
+            if _power_of_two(shape.rows)
+            or _power_of_two(shape.sequences)
+            or shape.sequences == max_num_seqs
+        ],
+    ]
+
+
+def _power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
+def _uneven(rows: int, sequences: int) -> int:
+    """The smallest number >= sequences that does not divide rows: kernels recognize decode steps by
+    equal numbers of rows per sequence.
+    """
+    while rows % sequences == 0 and rows > 1:
+        sequences += 1
+    return sequences
+
+
+class StepGraphs:
+    """One CUDA graph per shape; `call(shape)` runs the step in the static input tensors.
+
+    pool             of all graphs of a runner, of which one runs at a time
+    budget           maximum bytes of the pool; further shapes are not captured, with a note
+    agree            the memory left in the budget of all processes that capture the same graphs
+    kernels_loaded   all kernels of these steps are compiled and loaded: only the first shape is run
+                     before it is captured
+    """
+
+    def __init__(
+        self,
+        call: Callable[[StepShape], Tensor],
+        shapes: Sequence[StepShape],
+        report: Report,
+        *,
+        pool: Pool,
+        budget: int | None = None,
+        agree: Callable[[int], int] = lambda left: left,
+        kernels_loaded: bool = False,
+        progress: bool = True,
+    ):
+        self.captured: dict[StepShape, Captured[Tensor]] = {}
+        left_out: list[StepShape] = []
+        for shape in tqdm(
+            shapes, desc="capturing", unit="graph", disable=None if progress else True
+        ):
+            if budget is not None and agree(budget - pool.bytes) <= 0:
+                left_out.append(shape)
+                continue
+            try:
+                with torch.no_grad():
+                    self.captured[shape] = pool.capture(
+                        partial(call, shape), warm_up=not (kernels_loaded and self.captured)
+                    )
+            except BaseException:
+                # The traceback holds them, and NCCL ends a group only after its last graph.
+                self.captured.clear()
+                raise
+            size = self.captured[shape].bytes
+            report.cuda_graphs.append(
+                {"rows": shape.rows, "sequences": shape.sequences, "bytes": size}
+            )
+        if left_out:
+            note = (
+                f"{len(left_out)} of {len(shapes)} CUDA graphs are left out: the others take "
+                f"{pool.bytes / 2**20:.0f} MiB already; raise gpu_memory_utilization"
+            )
+            if note not in report.notes:  # of a capture before the engine slept
+                report.notes.append(note)
+        self._shapes = sorted(self.captured)
+
+    def shape_for(self, rows: int, sequences: int, wanted: int, longest: int) -> StepShape | None:
+        """The smallest captured shape for such a step, or None. longest: maximum rows of one
+        sequence.
+        """
+        return next(
+            (
+                shape
+                for shape in self._shapes
+                if shape.rows >= rows
+                and shape.sequences >= sequences
+                and shape.wanted >= wanted
+                and (shape.rows % shape.sequences or longest <= shape.rows // shape.sequences)
+            ),
+            None,
+        )
+
+    def __call__(self, shape: StepShape) -> Tensor:
+        """Logits [R, V] of the step in the static input tensors; the next call overwrites them."""
+        logits: Tensor = self.captured[shape].replay()
+        return logits

@@ -1,0 +1,1 @@
+"""The vision encoder of a model, its graphs and its cache."""

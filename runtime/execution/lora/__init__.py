@@ -1,0 +1,1 @@
+"""LoRA adapters: their files, their programs and the rows of a batch."""

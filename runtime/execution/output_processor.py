@@ -1,0 +1,295 @@
+"""Converts the logits of a step to results: tokens, log-probabilities, pooled hidden states."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+from math import isfinite, isnan
+
+import torch
+from torch import Tensor
+
+from atomc.parallel.vocab import LogitsOfRank
+from atomc.runtime.execution.executor import Result
+from atomc.runtime.execution.slots import SlotState, sample_specs
+from atomc.runtime.requests.request_errors import RequestError, RequestFailed, is_recoverable
+from atomc.runtime.requests.sample_spec import SampleSpec
+from atomc.runtime.sampling.copy_to_host import HostCopier, HostCopy
+from atomc.runtime.sampling.pack_to_device import pack_to_device
+from atomc.runtime.sampling.row_logprobs import Logprobs, LogprobsRow, logprobs
+from atomc.runtime.sampling.sampler import Sampled, Sampler
+from atomc.runtime.scheduling.speculative import accepted
+from atomc.runtime.scheduling.step import Chunk, ScheduledStep
+
+
+@dataclass
+class StepOutputs:
+    """Results of one step, on their way to the host.
+
+    states   one per chunk
+    specs    one per sampled token
+    """
+
+    step: ScheduledStep
+    states: Sequence[SlotState]
+    specs: Sequence[SampleSpec] = ()
+    sent: HostCopy | None = None
+    drafts: HostCopy | None = None  # [chunks that sample, k]
+    sampled: Sampled | None = None
+    scores: dict[int, Logprobs] = field(default_factory=dict)  # by chunk
+    pooled: dict[int, Tensor] = field(default_factory=dict)  # by chunk
+
+    def results(self) -> list[Result]:
+        """One for each chunk; waits for the device."""
+        arrived = self._wait()
+        results, row = [], 0
+        drafts = iter(arrived.drafts)
+        for i, (chunk, state) in enumerate(zip(self.step.chunks, self.states, strict=True)):
+            result = None
+            if state.error is None:
+                specs = self.specs[row : row + chunk.num_samples]
+                result = state.run("reading its results", arrived.result, chunk, specs, i, row)
+            if chunk.num_samples and arrived.drafts:
+                draft = tuple(next(drafts))
+                result = result and replace(result, draft=draft)
+            results.append(result or Result(error=state.error))
+            row += chunk.num_samples
+        return results
+
+    def _wait(self) -> "_HostResults":
+        arrived = iter(self.sent.wait() if self.sent is not None else ())
+        found = _HostResults()
+        if self.pooled:
+            found.pooled = dict(zip(self.pooled, next(arrived).tolist(), strict=True))
+        if self.sampled is not None:
+            found.tokens, found.max_logits = next(arrived).tolist(), next(arrived).tolist()
+            if self.sampled.logprobs is not None:
+                found.logprobs = dict(
+                    zip(self.sampled.rows, self.sampled.logprobs.rows(next(arrived)), strict=True)
+                )
+        if self.drafts is not None:
+            found.drafts = self.drafts.wait()[0].tolist()
+        found.scores = {i: scores.rows(next(arrived)) for i, scores in self.scores.items()}
+        return found
+
+
+@dataclass
+class _HostResults:
+    """Results of one step on the host, by sampled row or by chunk."""
+
+    tokens: list[int] = field(default_factory=list)
+    max_logits: list[float] = field(default_factory=list)
+    logprobs: dict[int, LogprobsRow] = field(default_factory=dict)
+    scores: dict[int, list[LogprobsRow]] = field(default_factory=dict)
+    pooled: dict[int, list[float]] = field(default_factory=dict)
+    drafts: list[list[int]] = field(default_factory=list)
+
+    def result(self, chunk: Chunk, specs: Sequence[SampleSpec], number: int, row: int) -> Result:
+        """The result of chunk `number`, whose first sampled row is `row`. Raises RequestFailed for
+        NaN and infinite values.
+        """
+        tokens: Sequence[int] = self.tokens[row : row + len(specs)]
+        if len(tokens) > 1:
+            tokens = accepted(chunk.draft[: chunk.most_accepted], tokens)
+        for spec, max_logit in zip(
+            specs[: len(tokens)], self.max_logits[row : row + len(tokens)], strict=True
+        ):
+            if not isfinite(max_logit):
+                raise RequestFailed(_sampling_error(spec, max_logit))
+        rows = range(row, row + len(specs)) if self.logprobs else ()
+        logprobs = tuple([self.logprobs[i].read() for i in rows if i in self.logprobs])
+        scores = [score.read() for score in self.scores.get(number, ())]
+        if any(isnan(score.logprob) for score in scores):
+            raise RequestFailed(
+                RequestError(
+                    "the model produced logits that are NaN for the prompt, at positions "
+                    f"{chunk.start} to {chunk.end - 1}"
+                )
+            )
+        pooled = self.pooled.get(number)
+        if pooled is not None and not all(map(isfinite, pooled)):
+            raise RequestFailed(
+                RequestError(
+                    "the model produced hidden states that are NaN or infinite: nothing to pool"
+                )
+            )
+        return Result(tokens, logprobs or None, scores, None if pooled is None else tuple(pooled))
+
+
+def _sampling_error(spec: SampleSpec, max_logit: float) -> RequestError:
+    """The error of a row that cannot be sampled because of its largest logit."""
+    step = f"in step {spec.index + 1} of this request (position {spec.length})"
+    if max_logit == float("-inf"):
+        names = spec.params.constraints
+        if names == ("structured output",):
+            return RequestError(
+                f"no token can continue the requested structured output, {step}",
+                by_client=True,
+            )
+        if names:
+            also = ("min_tokens",) if spec.banned else ()
+            return RequestError(
+                f"no token can be sampled {step}: {', '.join(names + also)} exclude all tokens; "
+                "allow more of them",
+                by_client=True,
+            )
+        if spec.banned:
+            return RequestError(
+                f"no token can be sampled {step}: min_tokens excludes stop_token_ids and "
+                "end-of-sequence tokens, and the model excludes all others; lower min_tokens",
+                by_client=True,
+            )
+    what = "NaN" if isnan(max_logit) else "infinite"
+    return RequestError(
+        f"the model produced logits that are {what} {step}: no token can be sampled"
+    )
+
+
+class OutputProcessor:
+    """Samples tokens and pools hidden states. Errors of a single request go to its SlotState.
+
+    apart  the logits of the model are those of this rank only
+    """
+
+    def __init__(
+        self, device: torch.device, max_num_seqs: int, apart: LogitsOfRank | None = None
+    ) -> None:
+        self.sampler = Sampler(device, max_num_seqs)
+        self._apart = apart
+        self.host_copier = HostCopier(device)
+
+    def sample(self, outputs: StepOutputs, logits: Tensor, mask: Tensor | None) -> Tensor | None:
+        """Sample from the model's logits [R, V] and start the copy to the host; returns the tokens
+        on the device.
+        """
+        step, states = outputs.step, outputs.states
+        only_largest = self._apart is not None and mask is None and _only_largest(outputs)
+        if not only_largest:
+            logits = self.whole(logits)
+        bounds = list(
+            pairwise(accumulate([chunk.num_output_rows for chunk in step.chunks], initial=0))
+        )
+        drawing: list[int] = []
+        for i, (chunk, (start, end)) in enumerate(zip(step.chunks, bounds, strict=True)):
+            if chunk.scored:
+                asked = states[i].run(
+                    "computing its prompt logprobs", _scores, chunk, logits[start:end], states[i]
+                )
+                outputs.scores |= {i: asked} if asked is not None else {}
+            drawing.extend(range(end - chunk.num_samples, end))
+        tables = [scores.table for scores in outputs.scores.values()]
+        if not drawing:
+            outputs.sent = self.host_copier.send(*tables)
+            return None
+        if len(drawing) < len(logits):
+            logits = logits[torch.tensor(drawing, device=logits.device)]
+        outputs.specs = sample_specs(step, states)
+        if self._apart is not None and only_largest:
+            outputs.sampled = Sampled(*self._apart.largest(logits))
+        else:
+            outputs.sampled = self._sample(outputs, logits, mask)
+        _force(step, outputs.sampled.tokens)
+        if outputs.sampled.logprobs is not None:
+            tables.insert(0, outputs.sampled.logprobs.table)
+        outputs.sent = self.host_copier.send(
+            outputs.sampled.tokens, outputs.sampled.max_logits, *tables
+        )
+        return outputs.sampled.tokens
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """The logits of all tokens, from those of the model."""
+        return logits if self._apart is None else self._apart.gathered(logits)
+
+    def keep_drafts(self, outputs: StepOutputs, drafts: Tensor | None) -> None:
+        """Start the copy of the step's draft tokens [chunks that sample, k] to the host."""
+        if drafts is not None:
+            outputs.drafts = self.host_copier.send(drafts)
+
+    def _sample(self, outputs: StepOutputs, logits: Tensor, mask: Tensor | None) -> Sampled:
+        """Sample; if that raises, fail the requests that cause it and repeat."""
+        try:
+            return self.sampler(logits, outputs.specs, mask=mask)
+        except BaseException as error:  # a panic in Rust is no Exception
+            if not is_recoverable(error):
+                raise
+            self._fail_individually(outputs, logits, mask, error)
+            outputs.specs = sample_specs(outputs.step, outputs.states)
+            return self.sampler(logits, outputs.specs, mask=mask)
+
+    def _fail_individually(
+        self, outputs: StepOutputs, logits: Tensor, mask: Tensor | None, error: BaseException
+    ) -> None:
+        """Sample each request alone and fail those that raise. Re-raises the error if none or all
+        of several do.
+        """
+        failed: list[tuple[SlotState, BaseException]] = []
+        start, num_requests = 0, 0
+        for chunk, state in zip(outputs.step.chunks, outputs.states, strict=True):
+            rows = slice(start, start := start + chunk.num_samples)
+            num_requests += chunk.num_samples > 0
+            try:
+                if chunk.num_samples:
+                    self.sampler.sample(
+                        logits[rows], outputs.specs[rows], mask=None if mask is None else mask[rows]
+                    )
+            except BaseException as its:  # as in _sample
+                if not is_recoverable(its):
+                    raise
+                failed.append((state, its))
+        if not failed or len(failed) == num_requests > 1:
+            raise error
+        for state, found in failed:
+            state.fail("sampling its next token", found)
+
+    def pool(self, outputs: StepOutputs, hidden: Tensor) -> None:
+        """Pool hidden states [R, D] of prompts that end in this step, and start the copy to the
+        host."""
+        rows = torch.split(
+            hidden.to(torch.float32), [chunk.num_output_rows for chunk in outputs.step.chunks]
+        )
+        for i, (chunk, state, states) in enumerate(
+            zip(outputs.step.chunks, outputs.states, rows, strict=True)
+        ):
+            pooled = state.run("pooling its hidden states", _pooled, chunk, state, states)
+            outputs.pooled |= {i: pooled} if pooled is not None else {}
+        if outputs.pooled:
+            outputs.sent = self.host_copier.send(torch.stack([*outputs.pooled.values()]))
+
+
+def _only_largest(outputs: StepOutputs) -> bool:
+    """Whether only the largest logits of the step are read. Equal on all ranks: it does not depend
+    on what failed.
+    """
+    return not any(
+        chunk.scored or (chunk.num_samples and not state.request.params.only_largest)
+        for chunk, state in zip(outputs.step.chunks, outputs.states, strict=True)
+    )
+
+
+def _force(step: ScheduledStep, tokens: Tensor) -> None:
+    """Replace sampled tokens by the draft tokens that are to be accepted in any case."""
+    found: list[tuple[int, int]] = []
+    row = 0
+    for chunk in step.chunks:
+        found += enumerate(chunk.draft[: chunk.accept or 0], row)
+        row += chunk.num_samples
+    if found:
+        rows, forced = pack_to_device(tokens.device, found)[..., 0].long()
+        tokens[rows] = forced
+
+
+def _pooled(chunk: Chunk, state: SlotState, hidden: Tensor) -> Tensor | None:
+    """The pooled state [D] of a prompt that ends with this chunk; None before."""
+    of, total = state.request, hidden.sum(0)
+    if of.pooling == "mean" and state.total is not None:
+        total = total + state.total
+    if chunk.end < of.num_prompt:
+        state.total = total
+        return None
+    return total / of.num_prompt if of.pooling == "mean" else total
+
+
+def _scores(chunk: Chunk, logits: Tensor, state: SlotState) -> Logprobs:
+    """Log-probabilities of the prompt tokens chunk.scored."""
+    count = state.request.params.prompt_logprobs or 0
+    tokens = torch.tensor(chunk.scored, device=logits.device)
+    return logprobs(logits[: len(tokens)], tokens, [count] * len(tokens))

@@ -1,0 +1,82 @@
+"""What the stages of a pipeline send each other in a step, outside of their programs: states [T, D]
+to the next stage, and sampled tokens from the last one to the first.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, distributed
+
+from atomc.parallel.group import Stage
+from atomc.runtime.execution.micro_batches import LEAST_ROWS, PER_STAGE, micro_batches
+from atomc.runtime.scheduling.step import ScheduledStep
+
+
+class Pipeline:
+    """The place of this process between its neighbors. Nothing waits for a send: a stage computes
+    its next micro-batch meanwhile.
+
+    width, dtype  of the states
+    """
+
+    def __init__(self, stage: Stage, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.stage = stage
+        self.width, self.dtype, self.device = width, dtype, device
+        self.most_micro_batches = PER_STAGE * len(stage.ranks)
+        self._sends: deque[tuple[distributed.Work, Tensor]] = deque()
+        self._expected: tuple[distributed.Work, Tensor, Tensor] | None = None
+        self._filled = 0
+
+    def micro_batches(self, step: ScheduledStep) -> list[ScheduledStep]:
+        least = LEAST_ROWS.get(self.device.type, LEAST_ROWS["cuda"])
+        return micro_batches(step, len(self.stage.ranks), least)
+
+    def receive(self, states: Tensor, rows: int) -> None:
+        """Fill so many rows of the static states of this stage, which is not the first. Rows behind
+        them, which are padding, are zero.
+        """
+        states[rows : self._filled].zero_()
+        self._filled = rows
+        _wait(distributed.irecv(states[:rows], self.stage.ranks[self.stage.index - 1]))
+
+    def send(self, states: Tensor) -> None:
+        """Send states [T, D] to the next stage. They may be overwritten then."""
+        if states.shape[1:] != (self.width,) or states.dtype != self.dtype:
+            raise ValueError(
+                f"the layers of a stage give states {states.dtype} {list(states.shape)}, and the "
+                f"embedding gives {self.dtype} [{len(states)}, {self.width}]: pp cannot cut this "
+                "model"
+            )
+        self._send(states.clone(), self.stage.ranks[self.stage.index + 1])
+
+    def send_tokens(self, tokens: Tensor) -> None:
+        """Send the tokens sampled in a step to the first stage."""
+        self._send(tokens.clone(), self.stage.ranks[0])
+
+    def expect_tokens(self, slots: Sequence[int]) -> None:
+        """The last stage samples a token for each of these slots."""
+        tokens = torch.empty(len(slots), dtype=torch.int64, device=self.device)
+        received = distributed.irecv(tokens, self.stage.ranks[-1])
+        assert received is not None
+        self._expected = received, tokens, torch.tensor(slots, device=self.device)
+
+    def expected_tokens(self) -> tuple[Tensor, Tensor] | None:
+        """The tokens that are expected, and their slots; waits for them. Once, then None."""
+        if self._expected is None:
+            return None
+        (received, tokens, slots), self._expected = self._expected, None
+        _wait(received)
+        return tokens, slots
+
+    def _send(self, tensor: Tensor, rank: int) -> None:
+        while len(self._sends) >= self.most_micro_batches:
+            _wait(self._sends.popleft()[0])
+        sent = distributed.isend(tensor, rank)
+        assert sent is not None
+        self._sends.append((sent, tensor))
+
+
+def _wait(work: distributed.Work | None) -> None:
+    assert work is not None, "this process has a stage"
+    work.wait()

@@ -1,0 +1,105 @@
+"""State of the running requests in a worker, one per slot, updated from the steps alone."""
+
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
+
+from torch import Tensor
+
+from atomc.runtime.requests.request_counts import RequestCounts
+from atomc.runtime.requests.request_errors import RequestError, to_request_error
+from atomc.runtime.requests.sample_spec import GREEDY, SampleSpec
+from atomc.runtime.sampling.token_counts import TokenCounts
+from atomc.runtime.scheduling.step import Admission, Chunk, ScheduledStep
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class SlotState:
+    """A request in its slot.
+
+    counts   token counts, if it has penalties
+    total    sum of the prompt's hidden states so far [D], for mean pooling
+    error    why the request failed: it is its result, and further tokens are ignored
+    """
+
+    def __init__(self, request_id: str, request: Admission) -> None:
+        self.request_id = request_id
+        self.request = request
+        self.counts = (
+            RequestCounts(request.num_prompt, list(request.tokens))
+            if request.params.penalized
+            else None
+        )
+        self.total: Tensor | None = None
+        self.error: RequestError | None = None
+
+    def specs(self, chunk: Chunk) -> list[SampleSpec]:
+        """How the tokens of this chunk are sampled; greedy if the request has failed."""
+        of, draft = self.request, chunk.draft
+        params, counts = (of.params, self.counts) if self.error is None else (GREEDY, None)
+        index = chunk.end - len(draft) - of.num_prompt
+        return [
+            SampleSpec(params, of.seed, index + i, of.num_prompt, of.eos_ids, draft[:i], counts)
+            for i in range(chunk.num_samples)
+        ]
+
+    def run(self, doing: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """What `work` returns; None if it raised, which fails the request. doing: as in
+        `to_request_error`.
+        """
+        try:
+            return work(*args, **kwargs)
+        except BaseException as error:  # a panic in Rust is no Exception; `fail` raises the rest
+            self.fail(doing, error)
+            return None
+
+    def fail(self, doing: str, error: BaseException) -> None:
+        """Raises the error itself if it is not recoverable."""
+        found = to_request_error(self.request_id, doing, error)
+        self.error = self.error or found
+
+
+class Slots:
+    """The states of all slots. A request's first chunk creates its state; `released` of a step
+    drops it.
+    """
+
+    def __init__(self, counts: TokenCounts) -> None:
+        self.counts = counts
+        self.states: dict[int, SlotState] = {}
+
+    def update(self, step: ScheduledStep) -> list[SlotState]:
+        """Apply the admissions and released slots of a step; returns the state of each chunk.
+        Idempotent.
+        """
+        for slot in step.released:
+            self.release(slot)
+        return [self._state(chunk) for chunk in step.chunks]
+
+    def release(self, slot: int) -> None:
+        state = self.states.pop(slot, None)
+        if state is not None and state.counts is not None:
+            self.counts.release(state.counts)
+
+    def _state(self, chunk: Chunk) -> SlotState:
+        if chunk.admission is not None:
+            self.release(chunk.slot)
+            self.states[chunk.slot] = SlotState(chunk.request_id, chunk.admission)
+        state = self.states[chunk.slot]
+        assert state.request_id == chunk.request_id, (
+            f"slot {chunk.slot} belongs to {state.request_id}, not {chunk.request_id}"
+        )
+        if state.counts is not None and not state.counts.length:
+            known = len(chunk.tokens) - len(chunk.draft)
+            state.counts.tokens[chunk.start :] = chunk.tokens[:known]
+        return state
+
+
+def sample_specs(step: ScheduledStep, states: Sequence[SlotState]) -> list[SampleSpec]:
+    """One for each token that the step samples, in the order of the chunks."""
+    return [
+        spec
+        for chunk, state in zip(step.chunks, states, strict=True)
+        for spec in state.specs(chunk)
+    ]

@@ -1,0 +1,90 @@
+"""Compiles and loads the Triton kernels of steps in parallel, while an engine starts."""
+
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atomc import kernels
+from atomc.runtime.config import EngineConfig
+from atomc.runtime.execution.graphs import launched_shapes
+from atomc.runtime.execution.output_processor import OutputProcessor
+from atomc.runtime.execution.runner import Runner
+from atomc.runtime.requests.sample_spec import SampleSpec
+from atomc.runtime.requests.sampling_params import SamplingParams
+from atomc.runtime.sampling.sampler import Sampler
+
+
+class StepKernels:
+    """The kernels of one engine start. Call `end` after the start, also if it failed.
+
+    kernels_loaded  all kernels are loaded: a step may be captured without a warm-up run
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.kernels_loaded = False
+        self._helper: Any = None  # a process that compiles kernels
+
+    def begin(self, module: nn.Module, vocab_size: int | None) -> None:
+        """Start a helper process that compiles the sampling kernels during tracing, if they are not
+        in Triton's cache.
+        """
+        # An error here is raised again, with its reason, when the kernels are launched.
+        with suppress(Exception):
+            weight = next(module.parameters())
+            if weight.is_cuda and kernels.load("triton") is None:
+                from atomc.kernels.triton.compile_worker import start_worker
+
+                of = self.config
+                self._helper = start_worker(
+                    f"{type(module)} {of.model} {of.dtype} {of.quantization} {of.options}"
+                )
+                if self._helper is not None and vocab_size is not None:
+                    with self._helper.submitting(only=True):
+                        _sample_with_and_without_filters(
+                            Sampler(weight.device, 1), weight.new_zeros(1, vocab_size)
+                        )
+
+    def load(self, runner: Runner, outputs: OutputProcessor | None, max_num_seqs: int) -> None:
+        """Compile and load all kernels that steps of this runner may need. outputs: None if it
+        gives no logits.
+        """
+        if runner.program.device.type != "cuda" or runner.program.syncing:
+            return
+        from atomc.kernels.triton.parallel_compile import compile_in_parallel
+
+        helper, self._helper = self._helper, None
+        kernels_loaded = compile_in_parallel(
+            partial(self._launch_all, runner, outputs, max_num_seqs), worker=helper
+        )
+        self.kernels_loaded = (
+            kernels_loaded and torch.version.hip is None
+        )  # loading during a capture is not tested on HIP
+
+    def end(self) -> None:
+        if self._helper is not None:
+            self._helper.end()
+
+    def _launch_all(
+        self, runner: Runner, outputs: OutputProcessor | None, max_num_seqs: int
+    ) -> None:
+        at = runner.input_batch
+        for shape in launched_shapes(
+            max_num_seqs,
+            at.rows,
+            at.columns,
+            self.config.speculative_tokens,
+            rewinds=not all(spec.can_roll_back for spec in runner.program.specs),
+        ):
+            logits = runner.empty_step(shape)
+            if outputs is not None and shape.rows == at.rows:
+                _sample_with_and_without_filters(outputs.sampler, outputs.whole(logits))
+
+
+def _sample_with_and_without_filters(sampler: Sampler, logits: Tensor) -> None:
+    """Two kernels: one filters by top_k and top_p, one does not."""
+    for params in (SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9)):
+        sampler(logits, [SampleSpec(params)] * len(logits))

@@ -1,0 +1,541 @@
+"""Worker: the Executor in this process. Owns the model, caches and state of running requests."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from atomc.ops.state import StateSpec, block_size_of, groups_of
+from atomc.options import Options
+from atomc.parallel.group import Place
+from atomc.program import Program
+from atomc.runtime.config import EngineConfig
+from atomc.runtime.execution.block_groups import BlockGroups
+from atomc.runtime.execution.capacity import (
+    GRAPH_SHARE,
+    Capacity,
+    capacity,
+    check_free,
+    free_memory,
+)
+from atomc.runtime.execution.collective_min import minimum, smallest
+from atomc.runtime.execution.executor import Limits, Result, StepCounts
+from atomc.runtime.execution.expert_load import ExpertLoad, of_all_experts, rows_of_experts
+from atomc.runtime.execution.graphs import step_shapes
+from atomc.runtime.execution.images.encoder import ImageEncoder
+from atomc.runtime.execution.input_batch import StepShape
+from atomc.runtime.execution.loading.load import LoadedModel, load
+from atomc.runtime.execution.lora.program import lora_shape
+from atomc.runtime.execution.output_processor import OutputProcessor, StepOutputs
+from atomc.runtime.execution.programs import Programs
+from atomc.runtime.execution.reports import compare_reports
+from atomc.runtime.execution.runner import Runner
+from atomc.runtime.execution.slots import Slots
+from atomc.runtime.execution.step_kernels import StepKernels
+from atomc.runtime.execution.threads import Threads, choose, use
+from atomc.runtime.execution.timings import Phases, gc_disabled
+from atomc.runtime.execution.views.evaluation_mode import evaluation_mode
+from atomc.runtime.execution.views.user_module import GivenModule, check_logits
+from atomc.runtime.requests.sample_spec import SampleSpec
+from atomc.runtime.requests.sampling_params import SamplingParams
+from atomc.runtime.scheduling.image_limits import ImageLimits
+from atomc.runtime.scheduling.state_rows import StateRows
+from atomc.runtime.scheduling.stats import sum_of_loads
+from atomc.runtime.scheduling.step import ScheduledStep
+from atomc.stock.adapter import StockModel
+
+log = logging.getLogger("atomc")
+
+MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
+# A step delays all its requests. On a CPU, a prompt of 1,000 tokens takes as long in chunks of 256
+# as in one.
+MAX_NUM_BATCHED_TOKENS = {"cpu": 256, "cuda": 2048}
+
+
+class Worker:
+    """Executes steps of one model on one device. Call `warm_up` once, before the first step.
+
+    module, spare_cores   as in Engine
+    place                 of this worker among the ranks of the model, if it has several
+    phases                receives "load", "compile" and "allocate"
+
+    Raises what Engine raises, and RuntimeError if memory runs out.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        phases: Phases,
+        *,
+        module: nn.Module | None = None,
+        progress: bool = True,
+        spare_cores: int = 0,
+        place: Place | None = None,
+    ) -> None:
+        self.config, self.place = config, place or Place()
+        self.num_ranks = 1 if place is None else config.num_ranks
+        self.progress = progress
+        self.threads: Threads | None = None
+        self._given: GivenModule | None = None
+        self._kernels = StepKernels(config)
+        # Before the model is loaded: what they refuse would be refused minutes later.
+        _check_names(Options.of(config.options))
+        lora = lora_shape(config)
+        try:
+            with phases.phase("load"):
+                self.loaded = load(config, module, progress=progress, place=self.place)
+                self.module = self.loaded.module
+                if module is not None:
+                    self._given = GivenModule(self.module, self._borrowed(module))
+                # Before compilation: CPU code is specialized to the number of threads.
+                self._set_threads(spare_cores)
+            with phases.phase("compile"), gc_disabled():
+                self._kernels.begin(self.module, self.loaded.vocab_size)
+                self.programs = Programs(config, self.module, self.place, self._given, lora)
+                if self.threads is not None:
+                    self.program.report.notes.append(str(self.threads))
+            if self.num_ranks > 1:
+                stage = self.place.stage
+                compare_reports(self.program.report, 0 if stage is None else stage.index)
+            with phases.phase("allocate"), gc_disabled():
+                self._allocate(self.loaded)
+            if self._given is not None:
+                self._check_logits()
+                self._given.remember()
+        finally:
+            self._kernels.end()
+
+    def _borrowed(self, given: nn.Module) -> StockModel | None:
+        """The wrapper around a module of transformers that was given."""
+        module = self.module
+        return module if module is not given and isinstance(module, StockModel) else None
+
+    @property
+    def program(self) -> Program:
+        """Of steps without images and adapters; its report is that of the model."""
+        return self.programs.main
+
+    def _check_logits(self) -> None:
+        """Raises ValueError unless a module of the user's has logits of the rows asked for."""
+        if self.runner.input_batch.rows > 1 and not isinstance(self.module, StockModel):
+            logits = self.runner.empty_step(StepShape(rows=2, sequences=1, wanted=1, columns=1))
+            check_logits(self.module, logits, num_rows=1)
+
+    def _set_threads(self, spare_cores: int) -> None:
+        if next(self.module.parameters()).device.type != "cpu":
+            return
+        self.threads = choose(
+            self.config.threads, spare=spare_cores, processes=self.config.num_processes
+        )
+        use(self.threads)
+        log.info("%s", self.threads)
+
+    def _allocate(self, loaded: LoadedModel) -> None:
+        """Size the caches, and create the runner and the output processor."""
+        config, specs, device = self.config, self.programs.specs, self.program.device
+        if not specs:
+            raise ValueError(
+                f"{type(loaded.module).__name__} has no state: each attention layer must create a "
+                "handle (ops.kv_state) and pass it to ops.attention"
+            )
+        no_prefix_cache = _no_prefix_cache(config, specs)
+        max_num_seqs, max_num_batched_tokens = _step_sizes(config, device)
+        self.outputs = OutputProcessor(device, max_num_seqs, self.programs.apart)
+        self.encoder = None
+        if self.programs.images is not None and self.programs.encode is not None:
+            self.encoder = ImageEncoder(self.programs.encode, self.programs.images, device)
+        self.slots = Slots(self.outputs.sampler.counts)
+        self._groups = BlockGroups.of(specs, in_stages=self.programs.pipeline is not None)
+        self.limits = self._sized_limits(
+            max_num_seqs, max_num_batched_tokens, loaded.max_len, no_prefix_cache
+        )
+        # Before the scheduler's block pool: here, too many blocks fail before a list of them is
+        # built.
+        self._check_host()
+        self.runner = self._allocated_runner(self.limits)
+        # Load kernels for this cache if none was measured, or only a small one: kernels use 64-bit
+        # offsets in a large cache.
+        large = any(
+            tensor.numel() >= 2**31 for tensors in self.runner.caches for tensor in tensors.values()
+        )
+        if block_size_of(specs) is not None and (_is_sized(config) or large):
+            self._load_kernels(self.runner, max_num_seqs)
+
+    def _sized_limits(
+        self, max_num_seqs: int, max_num_batched_tokens: int, longest: int, no_prefix_cache: str
+    ) -> Limits:
+        """The limits with the size of the caches that all ranks have memory for.
+
+        longest          maximum sequence length of the model
+        no_prefix_cache  why there is none, whatever the memory; empty if there can be one
+        """
+        config, device = self.config, self.program.device
+        fixed = next((spec for spec in self.programs.specs if not spec.can_roll_back), None)
+        rewinds = fixed is not None and config.speculative_tokens > 0
+        own_size = self._capacity(
+            max_num_seqs,
+            max_num_batched_tokens,
+            longest,
+            rewinds=rewinds,
+            shares=not no_prefix_cache,
+        )
+        size = smallest(self._groups.whole(own_size), self.num_ranks, device)
+        if fixed is not None and not (no_prefix_cache or size.snapshots):
+            no_prefix_cache = (
+                f"{fixed.why_snapshots}, and there is no memory for one: lower max_num_seqs, or "
+                "set state_snapshots"
+            )
+            if config.enable_prefix_caching:
+                raise ValueError(f"enable_prefix_caching: {no_prefix_cache}")
+        if no_prefix_cache and config.enable_prefix_caching is None:
+            self.program.report.notes.append(f"no prefix cache: {no_prefix_cache}")
+            log.info("no prefix cache: %s", no_prefix_cache)
+        return Limits(
+            size,
+            self._groups.windows,
+            max_num_seqs,
+            max_num_batched_tokens,
+            no_prefix_cache,
+            can_roll_back=fixed is None,
+            images=self._image_limits(),
+            state_rows=None if fixed is None else StateRows(max_num_seqs, rewinds, size.snapshots),
+        )
+
+    def _allocated_runner(self, limits: Limits) -> Runner:
+        """The runner of all programs, with caches of this size."""
+        size = limits.capacity
+        return Runner(
+            self.program,
+            num_blocks=self._groups.own_blocks(size),
+            block_size=size.block_size,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_rows=limits.max_num_batched_tokens,
+            max_columns=-(-size.max_model_len // size.block_size),
+            state_rows=limits.state_rows,
+            draft=self.programs.draft,
+            image_program=self.programs.image_program,
+            merge_size=1 if self.programs.images is None else self.programs.images.merge_size,
+            lora_program=self.programs.lora_program,
+            pipeline=self.programs.pipeline,
+        )
+
+    def _check_host(self) -> None:
+        """Raises RuntimeError, as torch does, if a host lacks the memory of the caches. Their pages
+        are taken when they are written, by steps, and then there would be no error to catch.
+        """
+        if self.program.device.type == "cpu":
+            size = self.limits.capacity
+            blocks = zip(self._groups.own_blocks(size), groups_of(self.programs.specs), strict=True)
+            needed = sum(count * group.bytes_per_token for count, group in blocks)
+            check_free(needed * size.block_size * self.config.num_processes)
+
+    def _load_kernels(self, runner: Runner, max_num_seqs: int) -> None:
+        """Load the kernels of this runner's steps, and those that sample."""
+        self._kernels.load(runner, self.outputs if self.samples else None, max_num_seqs)
+
+    def _image_limits(self) -> ImageLimits | None:
+        if self.programs.images is None:
+            return None
+        return ImageLimits(
+            self.programs.images.token_ids,
+            self.programs.images.merge_size,
+            self.programs.images.patch_width,
+            self.programs.images.bytes_per_token,
+            self.config.image_cache_bytes,
+            self.config.max_image_patches,
+        )
+
+    def _capacity(
+        self,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        longest: int,
+        *,
+        rewinds: bool,
+        shares: bool,
+    ) -> Capacity:
+        """shares: there is a prefix cache."""
+        config, specs, device = self.config, self.programs.specs, self.program.device
+        return capacity(
+            groups=groups_of(specs),
+            block_size=block_size_of(specs),
+            available=0
+            if _is_sized(config)
+            else free_memory(
+                device,
+                config.gpu_memory_utilization,
+                self._activations(max_num_seqs, max_num_batched_tokens, longest),
+                processes=config.num_processes,
+            ),
+            image_bytes=self._image_bytes(max_num_batched_tokens),
+            max_num_seqs=max_num_seqs,
+            longest=longest,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=config.max_model_len,
+            num_blocks=config.num_blocks,
+            kv_bytes=config.kv_bytes,
+            bytes_per_sequence=sum(spec.bytes_per_sequence() for spec in specs),
+            rewinds=rewinds,
+            snapshots=config.state_snapshots if shares else 0,
+        )
+
+    def _image_bytes(self, rows: int) -> int:
+        """Bytes of the cache of embeddings, and of those of a step."""
+        if self.programs.images is None:
+            return 0
+        return self.config.image_cache_bytes + rows * self.programs.images.bytes_per_token
+
+    def _activations(self, max_num_seqs: int, rows: int, longest: int) -> int:
+        """Bytes of activations of a step of `rows` rows on a GPU, measured with a cache of one
+        block; 0 on a CPU.
+        """
+        device, block_size = self.program.device, block_size_of(self.program.specs)
+        if device.type != "cuda" or block_size is None:
+            return 0
+        runner = Runner(
+            self.program,
+            num_blocks=1,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_rows=rows,
+            max_columns=-(-longest // block_size),
+            state_rows=StateRows(0),
+            draft=self.programs.draft,
+            image_program=self.programs.image_program,
+            lora_program=self.programs.lora_program,
+        )
+        self._load_kernels(runner, max_num_seqs)
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        logits = runner.padding_only(min(rows, max_num_seqs))
+        if self.samples:
+            self.outputs.sampler(
+                self.outputs.whole(logits),
+                [SampleSpec(SamplingParams(temperature=1.0, top_p=0.9))] * len(logits),
+            )
+        if self.encoder is not None:
+            self.encoder.encode_largest(self.config.max_image_patches)
+        torch.cuda.synchronize(device)
+        return int(torch.cuda.max_memory_allocated(device)) - before
+
+    def warm_up(self) -> None:
+        """Run the self check of a transformers class and a step with adapters, and capture CUDA
+        graphs.
+        """
+        with gc_disabled(), evaluation_mode(self.module):
+            if self.programs.lora is not None:
+                self.runner.empty_step(StepShape(1, 1, 1, 1))
+            self.programs.self_check(self.runner)
+            if not self.config.enforce_eager:
+                self._capture()
+
+    def _capture(self) -> None:
+        """Capture CUDA graphs, within GRAPH_SHARE of the memory."""
+        device, input_batch = self.program.device, self.runner.input_batch
+        shapes = step_shapes(
+            self.limits.max_num_seqs,
+            input_batch.rows,
+            input_batch.columns,
+            self.config.speculative_tokens,
+            rewinds=not self.limits.can_roll_back,
+        )
+        budget = (
+            int(GRAPH_SHARE * torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else None
+        )
+        self.runner.capture(
+            shapes,
+            budget=budget,
+            agree=lambda left: minimum([left], self.num_ranks, device)[0],
+            kernels_loaded=self._kernels.kernels_loaded,
+            progress=self.progress,
+        )
+        pool = self.runner.pool
+        # Ranks that share an encoder would have to capture in the same steps.
+        if pool is not None and budget is not None and self.num_ranks == 1 and self.encoder:
+            self.encoder.capture(pool, budget)
+
+    @property
+    def samples(self) -> bool:
+        """Whether this worker has the results of steps, as in Programs."""
+        return self.programs.samples
+
+    def ready(self) -> None:
+        """Nothing changes: no other process waits for this one."""
+
+    def raise_failure(self) -> None:
+        """There are no other processes."""
+
+    def launch(self, step: ScheduledStep) -> "LaunchedStep":
+        sampled = step.sample_rows(self.place.data_rank)
+        step = self._groups.own_part(step.of_rank(self.place.data_rank))
+        states = self.slots.update(step)
+        if self.encoder is not None:
+            self.encoder.update(step)
+            embeddings = self.runner.input_batch.embeddings
+            if embeddings is not None and step.has_images:
+                self.encoder.place(step, states, embeddings)
+        outputs = StepOutputs(step, states)
+        if not step.pooled:
+            return LaunchedStep(self, outputs, self.runner.logits(step), sampled)
+        assert self.programs.hidden is not None, "prepare_pooling was not called"
+        hidden = self.runner.hidden(self.programs.hidden, step)
+        if self.samples:
+            self.outputs.pool(outputs, hidden)
+        return LaunchedStep(self, outputs)
+
+    @property
+    def places(self) -> Mapping[int, str]:
+        return {}
+
+    @property
+    def pools(self) -> bool:
+        return self.programs.hidden is not None
+
+    def prepare_pooling(self) -> None:
+        self.programs.prepare_pooling(self.runner)
+
+    @property
+    def max_loras(self) -> int:
+        return 0 if self.programs.lora is None else self.programs.lora.shape.adapters
+
+    def write_adapter(self, number: int, folder: str) -> None:
+        assert self.programs.lora is not None, "there is no place for adapters"
+        self.programs.lora.write(number, folder)
+
+    def sleep(self) -> None:
+        self.runner.free()
+        if self.programs.hidden is not None:
+            self.programs.hidden.unbind()
+        if self.encoder is not None:
+            self.encoder.clear()
+            self.encoder.drop_graphs()
+        if self.program.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake_up(self) -> None:
+        self._check_host()
+        self.runner.allocate()
+        if self.programs.hidden is not None:
+            self.programs.hidden.bind(self.runner.caches)
+        with gc_disabled():
+            if not self.config.enforce_eager:
+                self._capture()
+
+    def check(self) -> bool:
+        if self._given is None:
+            return False
+        written = self._given.written()
+        for program in self.programs.all:
+            program.check()
+        return written
+
+    @cached_property
+    def _expert_rows(self) -> ExpertLoad:
+        return rows_of_experts(self.programs.module)
+
+    def counts(self) -> StepCounts:
+        runner = self.runner
+        load = sum_of_loads(
+            of_all_experts(program.expert_load(), self._expert_rows)
+            for program in self.programs.of_steps
+        )
+        return StepCounts(dict(runner.steps), runner.rows, runner.padding, load)
+
+    def forget_counts(self) -> None:
+        self.runner.forget_counts()
+        for program in self.programs.of_steps:
+            program.forget_expert_load()
+
+    def close(self) -> None:
+        """There are no other processes."""
+
+
+class LaunchedStep:
+    """A launched step of a Worker.
+
+    logits   None for a pooling step
+    sampled  the rows of a mask that are those of this worker
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        outputs: StepOutputs,
+        logits: Tensor | None = None,
+        sampled: slice = slice(None),
+    ) -> None:
+        self._worker, self._outputs, self._logits = worker, outputs, logits
+        self._sampled = sampled
+
+    def sample(self, mask: Tensor | None = None) -> None:
+        logits, self._logits = self._logits, None
+        if logits is None:
+            return
+        mask = None if mask is None else mask[self._sampled]
+        worker, outputs = self._worker, self._outputs
+        # With speculation, the host knows all tokens before the next step.
+        keeps, pipeline = not worker.config.speculative_tokens, worker.programs.pipeline
+        if pipeline is not None and not pipeline.stage.is_last:
+            if keeps and pipeline.stage.is_first and outputs.step.num_samples:
+                pipeline.expect_tokens(outputs.step.sampled_slots)
+            return
+        tokens = worker.outputs.sample(outputs, logits, mask)
+        if tokens is not None and keeps:
+            if pipeline is None:
+                worker.runner.input_batch.keep_tokens(tokens)
+            else:
+                pipeline.send_tokens(tokens)
+        worker.outputs.keep_drafts(outputs, worker.runner.propose(outputs.step, tokens))
+
+    def results(self) -> list[Result]:
+        return self._outputs.results() if self._worker.samples else []
+
+
+def _check_names(options: Options) -> None:
+    """Raise OptionsError for unknown passes and providers. Imports the compiler only for them."""
+    if options.passes:
+        from atomc.compiler.pipeline import check_switches
+        from atomc.passes import PIPELINE
+
+        check_switches(PIPELINE, options.passes, paged=True)
+    if options.providers:
+        from atomc.compiler.select import check_providers
+
+        check_providers(options.providers)
+
+
+def _step_sizes(config: EngineConfig, device: torch.device) -> tuple[int, int]:
+    """(sequences, tokens) of a step at most."""
+    max_num_seqs = config.max_num_seqs or MAX_NUM_SEQS.get(device.type, 256)
+    max_num_batched_tokens = config.max_num_batched_tokens or max(
+        MAX_NUM_BATCHED_TOKENS.get(device.type, 2048), max_num_seqs
+    )
+    return max_num_seqs, max_num_batched_tokens
+
+
+def _is_sized(config: EngineConfig) -> bool:
+    """Whether the config sets the size of the cache; otherwise it depends on free memory."""
+    return config.kv_bytes is not None or config.num_blocks is not None
+
+
+def _no_prefix_cache(config: EngineConfig, specs: Sequence[StateSpec]) -> str:
+    """Why there is no prefix cache; empty if there is one. Raises ValueError if the config requires
+    one and the model does not support it, or snapshots of state that the model does not have.
+    """
+    fixed = next((spec for spec in specs if spec.per_sequence), None)
+    if config.state_snapshots and fixed is None:
+        raise ValueError(
+            f"state_snapshots is {config.state_snapshots}, but the model keeps no state per "
+            "sequence: leave it out"
+        )
+    if config.enable_prefix_caching is False:
+        return "enable_prefix_caching is off"
+    why = next((spec.why_unshared for spec in specs if spec.why_unshared), "")
+    if fixed is not None and not why and config.state_snapshots == 0:
+        why = f"{fixed.why_snapshots}, and state_snapshots is 0"
+    if why and config.enable_prefix_caching:
+        raise ValueError(f"enable_prefix_caching: {why}")
+    return why

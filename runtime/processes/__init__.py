@@ -1,0 +1,1 @@
+"""Processes of our own: forks from a clean template, and their log."""

@@ -1,0 +1,1 @@
+"""What a client asked, and how it failed: plain values."""

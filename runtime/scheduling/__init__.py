@@ -1,0 +1,1 @@
+"""Who runs next: numbers only, no torch."""

@@ -1,0 +1,192 @@
+"""The chunks of requests: the next tokens of a request as a value, and what its result changes."""
+
+from collections.abc import Sequence
+
+from atomc.runtime.requests.prompt_image import overlapping
+from atomc.runtime.requests.request import Output, Request
+from atomc.runtime.scheduling.blocks import BlockPool
+from atomc.runtime.scheduling.prefix_sharing import PrefixSharing
+from atomc.runtime.scheduling.speculative import ForcedAcceptance
+from atomc.runtime.scheduling.state_rows import StateRows
+from atomc.runtime.scheduling.stats import Counters
+from atomc.runtime.scheduling.step import Admission, Chunk, ImageRows
+
+SEED_BITS = 2**64 - 1
+
+
+class Chunks:
+    """Makes the chunks of running requests, and brings a request to where it is after one.
+
+    Arguments as in Scheduler.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        prefixes: PrefixSharing,
+        counters: Counters,
+        *,
+        max_len: int,
+        can_roll_back: bool,
+        state_rows: StateRows | None,
+        forced: ForcedAcceptance | None,
+    ) -> None:
+        self.pool, self.prefixes, self.counters, self.max_len = pool, prefixes, counters, max_len
+        self.can_roll_back, self.state_rows, self.forced = can_roll_back, state_rows, forced
+
+    def make(self, request: Request, count: int) -> Chunk:
+        """The chunk of the next `count` tokens; marks them as computed."""
+        assert request.slot is not None
+        start, end = request.computed, request.computed + count
+        known = len(request.tokens)
+        tokens = request.tokens[start:end] if start < known else []
+        last = end == request.length + len(request.draft)
+        num_output_rows = num_samples = (
+            1 + len(request.draft) if last and not request.pooling else 0
+        )
+        scored: list[int] = []
+        if request.pooling:
+            num_output_rows = count if request.pooling == "mean" else int(last)
+        elif request.scores_prompt and request.scored < min(end, request.num_prompt - 1):
+            first = max(start, request.scored)
+            num_output_rows = end - first
+            scored = request.tokens[first + 1 : min(end + 1, request.num_prompt)]
+            request.scored = min(end, request.num_prompt - 1)
+        snapshots = self.prefixes.snapshots
+        chunk = Chunk(
+            request.id,
+            request.slot,
+            (*tokens, *request.draft) if last else tuple(tokens),
+            start,
+            self.pool.take_new_blocks(request.id),
+            request.num_in_flight > 0 and end > known,
+            num_samples,
+            num_output_rows,
+            tuple(scored),
+            None if request.admission_sent else _admission(request),
+            request.tokens[end] if end < known else 0,
+            self.num_forced(request) if num_samples > 1 else None,
+            _image_rows(request, start, end),
+            request.state_from,
+            self._row_before_draft(request) if num_samples > 1 else None,
+            snapshots.take(request, end) if snapshots and num_samples <= 1 else None,
+        )
+        request.state_from = None
+        request.admission_sent = True
+        request.computed = end
+        request.num_in_flight += num_samples > 0
+        return chunk
+
+    def undo(self, request: Request, chunk: Chunk) -> None:
+        """Go back to before a chunk that did not run. Not for state that cannot roll back, unless
+        the chunk is the first.
+        """
+        request.admission_sent = chunk.admission is None
+        request.computed = chunk.start
+        request.last_snapshot = min(request.last_snapshot, chunk.start)
+        request.scored -= len(chunk.scored)
+        self.pool.resend_blocks(request.id)
+
+    def finish(
+        self, request: Request, chunk: Chunk, admission: int, new: Sequence[int]
+    ) -> Output | None:
+        """The Output of a request after its chunk, with finish_reason if it has ended; None without
+        new tokens.
+
+        admission   num_admissions of the request when the step was scheduled
+        new         the tokens that were sampled
+        """
+        known = len(request.tokens)
+        if chunk.num_samples:
+            self._accept(request, chunk, new)
+        if request.slot is not None and request.num_admissions == admission:  # not preempted since
+            self._reject(request, chunk, chunk.num_samples - len(new))
+            computed = min(chunk.end, request.computed)  # larger if another step is in flight
+            self.prefixes.cache_full_blocks(request, computed)
+            self.pool.trim(request.id, computed)
+        if request.pooling and chunk.end == request.num_prompt:
+            request.finish_reason = "stop"
+        ended = request.finish_reason is not None
+        return request.output(known) if ended or len(request.tokens) > known else None
+
+    def check(self, request: Request) -> None:
+        """Assert that the numbers of a request that has not ended agree."""
+        assert request.finish_reason is None, f"finished but still queued: {request}"
+        pending = request.pending + (len(request.draft) if request.num_in_flight else 0)
+        assert pending > 0 or (request.pooling and pending == 0), f"no pending tokens: {request}"
+        assert request.length <= self.max_len, f"longer than max_len: {request}"
+        assert (
+            request.num_cached_blocks * self.pool.block_size <= request.computed
+            or request.slot is None
+        ), f"blocks cached before they were computed: {request}"
+        assert request.computed == 0 or request.slot is not None, (
+            f"{request.id} is waiting, but computed is {request.computed}"
+        )
+
+    def _accept(self, request: Request, chunk: Chunk, tokens: Sequence[int]) -> None:
+        """Append sampled tokens up to one that finishes the request."""
+        request.num_in_flight -= 1
+        drafted = chunk.num_samples - 1
+        if drafted:
+            self.counters.drafts += 1
+            self.counters.drafted += drafted
+            self.counters.accepted += len(tokens) - 1
+            request.draft = ()
+            request.num_drafts += 1
+        for token in tokens:
+            request.accept(token, self.max_len)
+            self.counters.generated_tokens += 1
+            if request.finish_reason is not None:
+                break
+        if chunk.end - drafted == request.num_prompt:
+            self.counters.prompt_tokens += request.num_prompt
+
+    def _reject(self, request: Request, chunk: Chunk, count: int) -> None:
+        """Go back to the state before the last `count` tokens of the chunk, which were rejected."""
+        if count and self.state_rows is not None and not self.can_roll_back:
+            assert request.slot is not None
+            request.computed = chunk.start
+            request.state_from = self.state_rows.before_draft(request.slot)
+        else:
+            request.computed -= count
+
+    def num_forced(self, request: Request) -> int | None:
+        """How many tokens of its draft to accept; None: those that are equal."""
+        if self.forced is None or request.params.constraints:
+            return None
+        return min(self.forced.count(request.seed, request.num_drafts), len(request.draft))
+
+    def _row_before_draft(self, request: Request) -> int | None:
+        """The row that is to keep the state before a draft; None if it is there, or can be rolled
+        back.
+        """
+        assert request.slot is not None
+        if self.can_roll_back or self.state_rows is None:
+            return None
+        row = self.state_rows.before_draft(request.slot)
+        return None if row == request.state_from else row
+
+
+def _admission(request: Request) -> Admission:
+    """What the worker needs to know of the request, sent with its first chunk."""
+    cached = request.tokens[: request.computed] if request.params.penalized else ()
+    return Admission(
+        request.params,
+        request.seed & SEED_BITS,
+        request.num_prompt,
+        request.eos_ids,
+        request.pooling,
+        tuple(cached),
+        tuple([(image.start, image.grid) for image in request.images]),
+        None if request.lora is None else request.lora.number,
+    )
+
+
+def _image_rows(request: Request, start: int, end: int) -> tuple[ImageRows, ...]:
+    """The images with tokens in a chunk of the tokens start to end - 1."""
+    found = []
+    for image in overlapping(request.images, start, end) if request.images else ():
+        first = max(start, image.start)
+        count = min(end, image.end) - first
+        found.append(ImageRows(image.digest, first - start, first - image.start, count))
+    return tuple(found)

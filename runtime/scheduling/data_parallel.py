@@ -1,0 +1,144 @@
+"""The schedulers of data-parallel ranks that run one model together, as one scheduler.
+
+Each rank has requests and blocks of its own. The ranks step together, because the tokens of a step
+travel to the ranks of their experts: a rank without work takes part with padding.
+"""
+
+from collections import ChainMap, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from itertools import chain
+
+from atomc.runtime.requests.request import FinishReason, Output, Request
+from atomc.runtime.scheduling.blocks import BlockPool
+from atomc.runtime.scheduling.scheduler import QueueFull, Scheduler
+from atomc.runtime.scheduling.stats import Counters
+from atomc.runtime.scheduling.step import RankPart, ScheduledStep
+
+Parts = list[ScheduledStep | None]
+
+
+class DataParallelScheduler:
+    """Has the methods of a Scheduler that the engine calls. A request goes to the rank with the
+    fewest, of several the first; the choices of one prompt go to one rank, whose blocks they share.
+
+    max_queue  requests that wait, of all ranks
+    """
+
+    def __init__(self, ranks: Sequence[Scheduler], max_queue: int) -> None:
+        self.ranks, self.max_queue = ranks, max_queue
+        self.max_len = min(rank.max_len for rank in ranks)
+        self.can_roll_back = ranks[0].can_roll_back
+        self._in_flight: deque[tuple[ScheduledStep, Parts]] = deque()
+        self._last = "", ranks[0]  # prompt and rank of the last request
+
+    @property
+    def pools(self) -> Sequence[BlockPool]:
+        return [rank.pool for rank in self.ranks]
+
+    @property
+    def requests(self) -> Mapping[str, Request]:
+        return ChainMap(*[rank.queues.requests for rank in self.ranks])
+
+    @property
+    def running(self) -> Sequence[Request]:
+        return [request for rank in self.ranks for request in rank.running]
+
+    @property
+    def waiting(self) -> Sequence[Request]:
+        return [request for rank in self.ranks for request in rank.waiting]
+
+    @property
+    def num_snapshots(self) -> int:
+        return sum(rank.num_snapshots for rank in self.ranks)
+
+    @property
+    def counters(self) -> Counters:
+        """The sums over ranks."""
+        names = [counter.name for counter in fields(Counters)]
+        return Counters(
+            **{name: sum(getattr(rank.counters, name) for rank in self.ranks) for name in names}
+        )
+
+    @property
+    def num_steps_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def first_requests(self) -> Sequence[Request]:
+        _, parts = self._in_flight[0]
+        return [
+            request
+            for rank, part in zip(self.ranks, parts, strict=True)
+            if part is not None
+            for request in rank.first_requests
+        ]
+
+    def forget_counts(self) -> None:
+        for rank in self.ranks:
+            rank.forget_counts()
+
+    def reset_prefix_cache(self) -> None:
+        for rank in self.ranks:
+            rank.reset_prefix_cache()
+
+    def evict(self, request_id: str) -> None:
+        for rank in self.ranks:
+            rank.evict(request_id)
+
+    def refuse(self, request: Request) -> None:
+        for rank in self.ranks:
+            rank.refuse(request)
+
+    def add(self, request: Request) -> None:
+        self.refuse(request)
+        if (waiting := len(self.waiting)) >= self.max_queue:
+            raise QueueFull(f"{waiting} requests wait already", retry_after=1.0)
+        prompt = request.id.partition("/")[0]
+        of_last, rank = self._last
+        if prompt != of_last:
+            rank = min(self.ranks, key=lambda rank: len(rank.requests))
+        rank.add(request)
+        self._last = prompt, rank
+
+    def abort(self, request_id: str, reason: FinishReason = "abort") -> bool:
+        return any([rank.abort(request_id, reason) for rank in self.ranks])
+
+    def next_step(self) -> ScheduledStep | None:
+        """The next steps of all ranks as one; None if no rank has any."""
+        parts: Parts = [rank.next_step() for rank in self.ranks]
+        if not any(parts):
+            return None
+        step = ScheduledStep(
+            tuple(chain.from_iterable(part.chunks for part in parts if part is not None)),
+            parts=tuple(
+                RankPart(0)
+                if part is None
+                else RankPart(len(part.chunks), part.pooled, part.released)
+                for part in parts
+            ),
+        )
+        self._in_flight.append((step, parts))
+        return step
+
+    def finish_step(self, step: ScheduledStep, tokens: Sequence[Sequence[int]]) -> list[Output]:
+        first, parts = self._in_flight.popleft()
+        assert first is step, "steps finish in the order in which they were scheduled"
+        outputs, start = [], 0
+        for rank, part in zip(self.ranks, parts, strict=True):
+            if part is not None:
+                end = start + sum(chunk.num_samples > 0 for chunk in part.chunks)
+                outputs += rank.finish_step(part, tokens[start:end])
+                start = end
+        return outputs
+
+    def undo_step(self, step: ScheduledStep) -> None:
+        last, parts = self._in_flight.pop()
+        assert last is step, "only the last step can be undone"
+        for rank, part in zip(self.ranks, parts, strict=True):
+            if part is not None:
+                rank.undo_step(part)
+
+    def check(self) -> None:
+        for rank in self.ranks:
+            rank.check()

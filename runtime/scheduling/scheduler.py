@@ -1,0 +1,491 @@
+"""The scheduler: selects the requests of each step, and how many of their tokens it computes."""
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from atomc.runtime.requests.request import FinishReason, Output, Request
+from atomc.runtime.requests.request_errors import RequestErrors
+from atomc.runtime.scheduling.blocks import BlockPool
+from atomc.runtime.scheduling.chunks import Chunks
+from atomc.runtime.scheduling.image_cache import ImageCache, computed_in_part
+from atomc.runtime.scheduling.image_limits import ImageLimits
+from atomc.runtime.scheduling.pixel_store import PixelStore
+from atomc.runtime.scheduling.prefix_sharing import PrefixSharing
+from atomc.runtime.scheduling.request_queues import RequestQueues
+from atomc.runtime.scheduling.snapshots import Snapshots
+from atomc.runtime.scheduling.speculative import ForcedAcceptance
+from atomc.runtime.scheduling.state_rows import StateRows
+from atomc.runtime.scheduling.stats import Counters
+from atomc.runtime.scheduling.step import Chunk, ScheduledStep
+from atomc.runtime.scheduling.step_builder import StepBuilder, StepInFlight
+
+# Each prompt token with log-probabilities takes a row of V fp32 logits.
+MOST_SCORED_ROWS = 128
+
+
+class QueueFull(Exception):
+    """The queue is full. what: of what there is too much; retry_after: seconds."""
+
+    def __init__(self, what: str, retry_after: float) -> None:
+        super().__init__(f"{what}, the queue takes no more: try again in {retry_after:.0f} s")
+        self.retry_after = retry_after
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill; preempts the last request when blocks run out.
+
+    Requests are ordered by arrival; with policy "priority" by priority (lowest value first), then
+    by arrival. `running` requests own blocks, `waiting` ones do not; both lists are sorted. A
+    preempted request waits again and recomputes the tokens that left the prefix cache.
+
+    State per sequence cannot go back to an earlier token. A request starts from a snapshot of it,
+    and after a rejected draft from the state before the draft: the accepted tokens are computed
+    again, in the step of the next draft.
+
+    Several steps may be in flight; they finish in the order in which they were scheduled. The next
+    step may reuse released blocks and slots at once, because the device runs steps in order.
+
+    Errors of a single request go to `request_errors`; the request may still be in steps until it is
+    aborted.
+
+    can_roll_back   as in Limits
+    state_rows      the rows of state per sequence; None: there is none. Without snapshots of it, no
+                    prefix is shared
+    lookahead       blocks are reserved for this many tokens after those of a step, because a draft
+                    model writes there
+    forced          accepts drafts, instead of their comparison with the sampled tokens
+    images          None: the model takes no images
+    image_queue_bytes   limit of the pixels of all requests
+
+    Raises ValueError for limits below 1.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        max_queue: int = 1024,
+        policy: str = "fcfs",
+        request_errors: RequestErrors | None = None,
+        can_roll_back: bool = True,
+        state_rows: StateRows | None = None,
+        snapshots: Snapshots | None = None,
+        lookahead: int = 0,
+        forced: ForcedAcceptance | None = None,
+        images: ImageLimits | None = None,
+        image_queue_bytes: int = 2**62,
+    ) -> None:
+        for name, value in (
+            ("max_num_seqs", max_num_seqs),
+            ("max_num_batched_tokens", max_num_batched_tokens),
+            ("max_model_len", max_model_len),
+        ):
+            if value < 1:
+                raise ValueError(f"{name} is {value}, it must be at least 1")
+        self.pool, self.counters = pool, Counters()
+        self.request_errors = request_errors or RequestErrors()
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_queue = max_queue
+        self.can_roll_back, self.snapshots, self.lookahead = can_roll_back, snapshots, lookahead
+        # Maximum sequence length: such a request must fit if it has the whole pool.
+        self.max_len = min(max_model_len, pool.longest(2 * max_num_batched_tokens))
+        self.queues = RequestQueues(max_num_seqs, by_priority=policy == "priority")
+        self.prefixes = PrefixSharing(pool, snapshots, self.request_errors)
+        self.chunks = Chunks(
+            pool,
+            self.prefixes,
+            self.counters,
+            max_len=self.max_len,
+            can_roll_back=can_roll_back,
+            state_rows=state_rows,
+            forced=forced,
+        )
+        self.images = ImageCache(images)
+        self.pixels = PixelStore(image_queue_bytes)
+        self._in_flight: deque[StepInFlight] = deque()
+        self._pooled_last = False
+
+    @property
+    def pools(self) -> Sequence[BlockPool]:
+        """The blocks of each data-parallel rank."""
+        return (self.pool,)
+
+    @property
+    def num_snapshots(self) -> int:
+        """States of prefixes that are held."""
+        return self.snapshots.num_cached if self.snapshots is not None else 0
+
+    @property
+    def requests(self) -> Mapping[str, Request]:
+        """All requests by id."""
+        return self.queues.requests
+
+    @property
+    def running(self) -> Sequence[Request]:
+        """Requests that own a slot and blocks, in order."""
+        return self.queues.running
+
+    @property
+    def waiting(self) -> Sequence[Request]:
+        """Requests that do not, in order."""
+        return self.queues.waiting
+
+    @property
+    def num_steps_in_flight(self) -> int:
+        """Number of scheduled steps that are not finished."""
+        return len(self._in_flight)
+
+    @property
+    def first_requests(self) -> Sequence[Request]:
+        """The requests of the next step to finish, one per chunk."""
+        return self._in_flight[0].requests
+
+    def forget_counts(self) -> None:
+        """Reset the counters and the caches. There must be no requests."""
+        assert not self.requests, "requests are running"
+        self.reset_prefix_cache()
+        self.counters.clear()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes and embeddings of images. No step may be in flight."""
+        assert not self._in_flight, "a step is in flight"
+        self.prefixes.clear(self.running)
+        self.images.clear()
+
+    def evict(self, request_id: str) -> None:
+        """Remove what the request computed from the prefix cache, and what it shares. The
+        embeddings of its images are not used again.
+        """
+        request = self.requests.get(request_id)
+        if request is not None:
+            self.prefixes.evict(request)
+            for image in request.images:
+                self.images.forget(image.digest)
+
+    def refuse(self, request: Request) -> None:
+        """Raise ValueError if the request's prompt can never fit, or its id is in use."""
+        longest = self.max_len if request.pooling else self.max_len - 1
+        if request.num_prompt > longest:
+            raise ValueError(
+                f"request {request.id!r}: a prompt of {request.num_prompt} tokens does not "
+                f"fit, at most {longest} do"
+                + (
+                    ""
+                    if request.pooling
+                    else f" (one token is to follow, and a sequence has at most {self.max_len})"
+                )
+                + "; shorten it, or raise max_model_len or the size of the cache"
+            )
+        if request.id in self.requests:
+            raise ValueError(f"request id {request.id!r} is in use")
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises what `refuse` raises, and QueueFull if too many wait."""
+        self.refuse(request)
+        if len(self.waiting) >= self.max_queue:
+            raise QueueFull(f"{len(self.waiting)} requests wait already", retry_after=1.0)
+        if not self.pixels.has_room(request.images):
+            held = f"images of {len(self.requests)} requests take {self.pixels.num_bytes} bytes"
+            raise QueueFull(held, retry_after=1.0)
+        request.images = self.pixels.add(request.images)
+        request.queued_since = time.monotonic()
+        self.queues.add(request)
+
+    def next_step(self) -> ScheduledStep | None:
+        """Schedule running requests, then admit waiting ones while the token budget, slots and
+        blocks suffice.
+
+        None if there is nothing to schedule, or not before a step in flight has finished. Pooling
+        steps alternate with generation steps.
+        """
+        kinds = (not self._pooled_last, self._pooled_last) if self.queues.num_pooled else (False,)
+        for pooled in kinds:
+            in_flight = self._schedule(pooled)
+            if in_flight is not None:
+                self._pooled_last = pooled
+                self._in_flight.append(in_flight)
+                return in_flight.step
+        assert self._in_flight or not self.requests or self.request_errors.failed, (
+            "there are requests, but none can be scheduled"
+        )
+        return None
+
+    def finish_step(self, step: ScheduledStep, tokens: Sequence[Sequence[int]]) -> list[Output]:
+        """Append the sampled tokens and return an Output for each request with new ones.
+
+        tokens   for each chunk that samples: the accepted tokens of its draft and one more
+
+        Requests that were aborted or finished while the step ran are skipped.
+        """
+        in_flight = self._in_flight.popleft()
+        assert in_flight.step is step, "steps finish in the order in which they were scheduled"
+        sampled = iter(tokens)
+        outputs = []
+        for chunk, request, admission in in_flight:
+            new = next(sampled) if chunk.num_samples else ()
+            if request.finish_reason is None:
+                output = self.request_errors.run(
+                    request.id,
+                    "appending its new tokens",
+                    self._finish,
+                    request,
+                    chunk,
+                    admission,
+                    new,
+                )
+                outputs += [output] if output is not None else []
+            if chunk.snapshot is not None and self.snapshots is not None:
+                failed = request.id in self.request_errors.failed
+                self.counters.snapshots += self.snapshots.finish(
+                    chunk.snapshot, None if failed else request, chunk.end, admission
+                )
+        assert next(sampled, None) is None, (
+            f"{len(tokens)} token lists, but fewer chunks that sample"
+        )
+        return outputs
+
+    def undo_step(self, step: ScheduledStep) -> None:
+        """Revert the last scheduled step, which failed before or while it ran."""
+        in_flight = self._in_flight.pop()
+        assert in_flight.step is step, "only the last step can be undone"
+        self.queues.undo_take(step.released)
+        self.images.undo(step.images, step.dropped)
+        for chunk, request, admission in in_flight:
+            request.num_in_flight -= bool(chunk.num_samples)
+            if chunk.snapshot is not None and self.snapshots is not None:
+                self.snapshots.drop(chunk.snapshot)
+            if request.slot is not None and request.num_admissions == admission:
+                self.chunks.undo(request, chunk)
+                if chunk.start and not self.can_roll_back:
+                    self._preempt(request)
+
+    def abort(self, request_id: str, reason: FinishReason = "abort") -> bool:
+        """Remove a request and free its blocks; False if the id is unknown (it may just have
+        finished).
+        """
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        request.finish_reason = reason
+        self._remove(request)
+        return True
+
+    def check(self) -> None:
+        """Assert the invariants between two calls."""
+        self.pool.check()
+        self.pixels.check([image for request in self.requests.values() for image in request.images])
+        self.images.check()
+        self.prefixes.check()
+        if self.snapshots is not None:
+            chunks = [chunk for in_flight in self._in_flight for chunk in in_flight.step.chunks]
+            self.snapshots.check({x.snapshot for x in chunks if x.snapshot is not None})
+        self.queues.check()
+        assert self.pool.owners == {request.id for request in self.running}, (
+            "running requests and block owners differ"
+        )
+        for request in (*self.running, *self.waiting):
+            self.chunks.check(request)
+        expected = sum(
+            bool(chunk.num_samples)
+            for in_flight in self._in_flight
+            for chunk, request, _ in in_flight
+            if request.finish_reason is None
+        )
+        counted = sum(request.num_in_flight for request in (*self.running, *self.waiting))
+        assert expected == counted, "num_in_flight is wrong"
+
+    def _schedule(self, pooled: bool) -> StepInFlight | None:
+        """The next generation or pooling step; None if it would be empty."""
+        builder = StepBuilder(pooled, self.max_num_batched_tokens)
+        if self.queues.by_priority:
+            self._preempt_for_waiting(pooled)
+        self.images.begin(computed_in_part(self.running))
+        preempted = self.counters.preemptions
+        self._schedule_running(builder)
+        if preempted == self.counters.preemptions:
+            self._schedule_waiting(builder)
+        if not builder.chunks:
+            return None
+        images, dropped = self.images.end()
+        self.counters.images_encoded += len(images)
+        released = self.queues.take_released()
+        step = ScheduledStep(tuple(builder.chunks), pooled, released, images, dropped)
+        return StepInFlight(step, builder.requests)
+
+    def _schedule_running(self, builder: StepBuilder) -> None:
+        """Add chunks of running requests, in order."""
+        for request in list(self.running):
+            if not builder.budget or request.slot is None:  # preempted, and so are all after it
+                return
+            count = self._num_new_tokens(request, builder.budget) if builder.accepts(request) else 0
+            if count and self._reserve(request, self._ahead(request.computed + count)):
+                self._add_chunk(builder, request, count)
+
+    def _schedule_waiting(self, builder: StepBuilder) -> None:
+        """Admit waiting requests in order, up to the first one that does not fit. Those whose first
+        image must wait are passed by others, but not by others with images.
+        """
+        image_waits = False
+        for request in list(self.waiting):
+            if not builder.budget or not self.queues.has_slot:
+                return
+            if (
+                request.num_in_flight
+                or not builder.accepts(request)
+                or self.prefixes.must_wait(request)
+                or (image_waits and request.images)
+            ):
+                continue
+            # Admitted only for a chunk: the state from which it starts is not kept for a later one.
+            if request.images and self._awaits_image(request):
+                image_waits = True
+                continue
+            if not self._admit(request, builder.budget):
+                return
+            self._add_chunk(builder, request, self._num_new_tokens(request, builder.budget))
+
+    def _add_chunk(self, builder: StepBuilder, request: Request, count: int) -> None:
+        chunk = self.request_errors.run(
+            request.id, "scheduling it", self.chunks.make, request, count
+        )
+        if chunk is not None:
+            builder.add(request, chunk)
+
+    def _num_new_tokens(self, request: Request, budget: int) -> int:
+        """Number of tokens of the request to schedule; 0 while a draft of it is verified, and if
+        the next one belongs to an image that this step cannot encode. May shorten the draft.
+        """
+        if request.num_in_flight and request.draft:
+            return 0
+        due = self.snapshots is not None and self.snapshots.due(request, request.length)
+        if request.draft and due:
+            request.draft = ()  # the state after it would be that of rejected tokens, too
+        if request.pending + len(request.draft) == 1:
+            # Decode. Nothing to compute if the token in flight is the last one.
+            if request.num_in_flight and not request.room(self.max_len):
+                return 0
+            return self._take_images(request, 1)
+        count = min(request.pending + len(request.draft), budget)
+        if request.scores_prompt and request.scored < request.num_prompt - 1:
+            count = min(count, MOST_SCORED_ROWS)
+        ahead = [at - request.computed for at in request.snapshot_points if at > request.computed]
+        count = min([count, *ahead])
+        count = self._take_images(request, count)
+        if count < request.pending + len(request.draft):
+            request.draft = request.draft[: max(count - request.pending, 0)]
+        return count
+
+    def _take_images(self, request: Request, count: int) -> int:
+        """How many of the next `count` tokens can be computed: those before the first image whose
+        embeddings this step cannot have. The images of the others are in the step.
+        """
+        if not request.images:
+            return count
+        count, num_held = self.images.take_rows(request, count)
+        self.counters.image_cache_hits += num_held
+        return count
+
+    def _awaits_image(self, request: Request) -> bool:
+        """Whether the first token that this waiting request would compute belongs to an image that
+        the step cannot encode.
+        """
+        start = self.prefixes.num_cached_blocks(request) * self.pool.block_size
+        return not self.images.can_compute(request, start)
+
+    def _admit(self, request: Request, budget: int) -> bool:
+        """Give a waiting request a slot, its cached prefix, and blocks for all its tokens, even if
+        they take several steps, so that prefill is not preempted. False if there are not enough
+        blocks.
+        """
+        found = self.prefixes.num_cached_blocks(request)
+        computed = found * self.pool.block_size
+        now = computed + min(len(request.tokens) - computed, budget)
+        ahead = self._ahead(len(request.tokens))
+        if not self.pool.admit(request.id, request.keys[:found], self._ahead(now), ahead):
+            return False
+        if not request.num_admissions:
+            request.queue_seconds = time.monotonic() - request.queued_since
+            request.num_cached = computed
+            self.counters.prefix_queries += len(request.tokens) if self.pool.shares else 0
+            self.counters.prefix_hits += computed
+        self.queues.start(request)
+        request.num_admissions += 1
+        request.admission_sent = False
+        request.computed = computed
+        self.prefixes.start(request, found)
+        self.counters.snapshot_hits += self.snapshots is not None and found > 0
+        return True
+
+    def _preempt_for_waiting(self, pooled: bool) -> None:
+        """Preempt running requests for waiting ones of higher priority."""
+        for request in list(self.waiting):
+            if (
+                request.num_in_flight
+                or (request.pooling is not None) != pooled
+                or self.prefixes.must_wait(request)
+            ):
+                continue
+            while (
+                self.running
+                and self.running[-1].priority > request.priority
+                and not self._fits(request)
+            ):
+                self._preempt(self.running[-1])
+            if not self._fits(request):
+                return
+
+    def _fits(self, request: Request) -> bool:
+        if not self.queues.has_slot:
+            return False
+        found = self.prefixes.num_cached_blocks(request)
+        now = min(found * self.pool.block_size + self.max_num_batched_tokens, len(request.tokens))
+        ahead = self._ahead(len(request.tokens))
+        return self.pool.has_room(request.keys[:found], self._ahead(now), ahead)
+
+    def _ahead(self, num_tokens: int) -> int:
+        """Number of tokens for which to reserve blocks, to compute the first num_tokens."""
+        return min(num_tokens + self.lookahead, self.max_len)
+
+    def _reserve(self, request: Request, num_tokens: int) -> bool:
+        """Reserve blocks for num_tokens, preempting from the end of `running`. False if the request
+        itself was preempted.
+        """
+        while not self.pool.reserve(request.id, num_tokens):
+            last = self.running[-1]
+            self._preempt(last)
+            if last is request:
+                return False
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self._release(request)
+        self.queues.stop(request)
+        request.computed = 0
+        request.draft = ()
+        self.counters.preemptions += 1
+
+    def _remove(self, request: Request) -> None:
+        """Remove a finished or aborted request."""
+        if request.slot is not None:
+            self._release(request)
+        self.pixels.remove(request.images)
+        request.images = ()
+        self.queues.remove(request)
+
+    def _release(self, request: Request) -> None:
+        """Free the blocks of a running request."""
+        self.pool.release(request.id)
+        self.prefixes.stop(request)
+
+    def _finish(
+        self, request: Request, chunk: Chunk, admission: int, new: Sequence[int]
+    ) -> Output | None:
+        output = self.chunks.finish(request, chunk, admission, new)
+        if request.finish_reason is not None:
+            self._remove(request)
+        return output

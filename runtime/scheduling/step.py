@@ -1,0 +1,247 @@
+"""A scheduled step: plain values without references to live objects, which msgspec can encode for
+another process.
+
+The worker keeps state for each slot (atomc.runtime.execution.slots). A step has what this state lacks: the
+request's parameters when it gets a slot, later only new tokens and blocks.
+"""
+
+from itertools import accumulate, pairwise
+from math import prod
+from typing import NamedTuple
+
+from atomc.runtime.requests.request import Pooling
+from atomc.runtime.requests.sampling_params import SamplingParams
+from atomc.runtime.scheduling.blocks import NewBlocks
+
+Grid = tuple[int, int, int]
+
+
+class ImagePixels(NamedTuple):
+    """An image to encode. length: number of its tokens; the others as in PromptImage."""
+
+    digest: bytes
+    length: int
+    grid: Grid
+    pixels: bytes
+
+    @property
+    def num_patches(self) -> int:
+        return prod(self.grid)
+
+
+class ImageRows(NamedTuple):
+    """The tokens of an image in a chunk: `length` rows from `row` on, whose embeddings are those of
+    the image from `first` on.
+    """
+
+    digest: bytes
+    row: int
+    first: int
+    length: int
+
+
+Copy = tuple[int, int]  # of a row of state per sequence: from, to
+
+
+class Admission(NamedTuple):
+    """Parameters of a request, sent when it gets a slot.
+
+    seed      64 bits
+    eos_ids   tokens that end generation, unless params.ignore_eos
+    tokens    the cached prefix before the first chunk, for requests with penalties; else ()
+    images    first position and grid of each image of the prompt
+    lora      the number of its LoRA adapter; None: it has none
+    """
+
+    params: SamplingParams
+    seed: int
+    num_prompt: int
+    eos_ids: frozenset[int]
+    pooling: Pooling | None = None
+    tokens: tuple[int, ...] = ()
+    images: tuple[tuple[int, Grid], ...] = ()
+    lora: int | None = None
+
+
+class Chunk(NamedTuple):
+    """The tokens of one request in a step: a prompt, a part of one, or the last sampled token and a
+    draft.
+
+    slot             row of block tables and of per-sequence state, while the request runs
+    start            position of the first token; all earlier tokens are in the cache
+    blocks           for each group, the blocks added since the previous chunk
+    has_placeholder  one more token follows `tokens`: the one that the previous step samples for
+                     this slot
+    num_samples      a token is sampled after each of the last num_samples rows: 0 if the request is
+                     not complete yet, else 1, plus 1 for each draft token at the end of `tokens`
+    num_output_rows  logits, or hidden states, are computed for this many last rows
+    scored           prompt tokens whose log-probabilities are computed, from the first len(scored)
+                     output rows
+    admission        set in the first chunk after the request got its slot
+    next_token       the token after the chunk, if it is known: not after a sampled row
+    accept           accept this many draft tokens, whatever is sampled; None: those that are equal
+    images           which rows are tokens of images
+    state_from       the row that has the state per sequence before the chunk; None: it is in the
+                     slot, or the sequence begins
+    state_kept       the row that keeps the state before the chunk, until its draft is verified
+    snapshot         the row that gets a copy of the state after the chunk
+    """
+
+    request_id: str
+    slot: int
+    tokens: tuple[int, ...]
+    start: int
+    blocks: tuple[NewBlocks, ...]
+    has_placeholder: bool = False
+    num_samples: int = 0
+    num_output_rows: int = 0
+    scored: tuple[int, ...] = ()
+    admission: Admission | None = None
+    next_token: int = 0
+    accept: int | None = None
+    images: tuple[ImageRows, ...] = ()
+    state_from: int | None = None
+    state_kept: int | None = None
+    snapshot: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) + self.has_placeholder
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+    @property
+    def draft(self) -> tuple[int, ...]:
+        return (
+            self.tokens[len(self.tokens) - self.num_samples + 1 :] if self.num_samples > 1 else ()
+        )
+
+    @property
+    def most_accepted(self) -> int:
+        """How many draft tokens may be accepted."""
+        return max(self.num_samples - 1, 0) if self.accept is None else self.accept
+
+
+class StepSize(NamedTuple):
+    """The sizes by which a step is padded.
+
+    rows      tokens
+    wanted    rows whose logits are computed
+    longest   the most rows of one sequence
+    pooled    whether hidden states are computed instead of logits
+    """
+
+    rows: int
+    sequences: int
+    wanted: int
+    longest: int
+    pooled: bool
+
+
+class RankPart(NamedTuple):
+    """What a data-parallel rank has of a step: this many chunks, and what ScheduledStep has of a
+    step of one rank.
+    """
+
+    num_chunks: int
+    pooled: bool = False
+    released: tuple[int, ...] = ()
+
+
+class ScheduledStep(NamedTuple):
+    """The chunks of one step: at least one, unless it is the part of a data-parallel rank.
+
+    pooled     a pooling step: computes hidden states instead of logits
+    released   slots released since the previous step; this step may reuse them
+    images     encoded before the step, and held until a later step drops them
+    dropped    digests of images whose embeddings are dropped before that
+    parts      of data-parallel ranks, which have the chunks one after the other; (): all ranks have
+               all chunks
+    size       of the largest parts of such a step, to which its ranks pad; None: of the chunks
+    """
+
+    chunks: tuple[Chunk, ...]
+    pooled: bool = False
+    released: tuple[int, ...] = ()
+    images: tuple[ImagePixels, ...] = ()
+    dropped: tuple[bytes, ...] = ()
+    parts: tuple[RankPart, ...] = ()
+    size: StepSize | None = None
+
+    def of_rank(self, rank: int) -> "ScheduledStep":
+        """The part of a data-parallel rank; the step itself if it has no parts. A rank without
+        chunks computes padding, because the others wait for it.
+        """
+        if not self.parts:
+            return self
+        part, chunks = self.parts[rank], self._chunks_of_parts[rank]
+        return ScheduledStep(chunks, part.pooled, part.released, size=self.padded_size)
+
+    @property
+    def padded_size(self) -> StepSize:
+        """Of a step of one rank, its own; of one with parts, the largest of each."""
+        if self.size is not None:
+            return self.size
+        if self.parts:
+            sizes = [
+                self._replace(chunks=chunks, pooled=part.pooled, parts=()).padded_size
+                for part, chunks in zip(self.parts, self._chunks_of_parts, strict=True)
+            ]
+            return StepSize(*map(max, zip(*sizes, strict=True)))
+        return StepSize(
+            self.num_tokens,
+            len(self.chunks),
+            sum([chunk.num_output_rows for chunk in self.chunks]),
+            max([chunk.num_tokens for chunk in self.chunks], default=0),
+            self.pooled,
+        )
+
+    @property
+    def _chunks_of_parts(self) -> list[tuple[Chunk, ...]]:
+        ends = list(accumulate([part.num_chunks for part in self.parts], initial=0))
+        return [self.chunks[start:end] for start, end in pairwise(ends)]
+
+    def sample_rows(self, rank: int) -> slice:
+        """The rows of the tokens that a data-parallel rank samples, among those of all."""
+        if not self.parts:
+            return slice(None)
+        counts = [sum(c.num_samples for c in chunks) for chunks in self._chunks_of_parts]
+        first = sum(counts[:rank])
+        return slice(first, first + counts[rank])
+
+    @property
+    def has_images(self) -> bool:
+        """Whether any row is a token of an image."""
+        return any([chunk.images for chunk in self.chunks])
+
+    @property
+    def num_tokens(self) -> int:
+        return sum([chunk.num_tokens for chunk in self.chunks])
+
+    @property
+    def num_samples(self) -> int:
+        """Number of tokens that the step samples."""
+        return sum([chunk.num_samples for chunk in self.chunks])
+
+    @property
+    def sampled_slots(self) -> list[int]:
+        """The slot of each token that the step samples."""
+        return [chunk.slot for chunk in self.chunks for _ in range(chunk.num_samples)]
+
+    @property
+    def copies_before(self) -> list[Copy]:
+        """Copies of state per sequence before the step; no row is both source and destination."""
+        copies = []
+        for chunk in self.chunks:
+            source = chunk.slot if chunk.state_from is None else chunk.state_from
+            if chunk.state_from is not None:
+                copies.append((source, chunk.slot))
+            if chunk.state_kept is not None:
+                copies.append((source, chunk.state_kept))
+        return copies
+
+    @property
+    def copies_after(self) -> list[Copy]:
+        return [(chunk.slot, chunk.snapshot) for chunk in self.chunks if chunk.snapshot is not None]

@@ -1,0 +1,1 @@
+"""From the text of a client to token ids, and back."""
