@@ -18,12 +18,12 @@ pytest.importorskip("tokenizers")
 httpx = pytest.importorskip("httpx")
 from serving import COMPILED, KEY  # noqa: E402
 
-from atomc.runtime.server import batch as running  # noqa: E402
-from atomc.runtime.server.batch_line import LineError, read_request  # noqa: E402
-from atomc.runtime.server.client import EngineDead, EngineLost, RequestRefused  # noqa: E402
-from atomc.runtime.server.http import JSONResponse  # noqa: E402
-from atomc.runtime.server.image_budget import ImageBudget  # noqa: E402
-from atomc.runtime.server.messages import Refused  # noqa: E402
+from atomc.runtime.server.engines.client import EngineDead, EngineLost, RequestRefused  # noqa: E402
+from atomc.runtime.server.engines.ipc import Refused  # noqa: E402
+from atomc.runtime.server.http.responses import JSONResponse  # noqa: E402
+from atomc.runtime.server.openai import batch as running  # noqa: E402
+from atomc.runtime.server.openai.batch_line import LineError, read_request  # noqa: E402
+from atomc.runtime.server.service.image_budget import ImageBudget  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("server")
 CHAT, TEXT, EMBED = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"

@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("msgspec")
 
 from atomc.runtime.requests.sampling_params import SamplingParams
-from atomc.runtime.server.compile_queue import CompileQueue
-from atomc.runtime.server.messages import Submit
+from atomc.runtime.server.engines.compile_queue import CompileQueue
+from atomc.runtime.server.engines.ipc import Submit
 
 
 def no_compiler() -> None:

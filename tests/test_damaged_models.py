@@ -25,12 +25,12 @@ from atomc.planning.device_model import build_model
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.execution.loading.load import load
 from atomc.runtime.requests.request_errors import TokenizerError
-from atomc.runtime.server.api_keys import ApiKeys
 from atomc.runtime.server.config import ServerConfig
-from atomc.runtime.server.errors import to_api_error
-from atomc.runtime.server.http import AuthMiddleware
-from atomc.runtime.server.model_info import load_model_info
-from atomc.runtime.server.web_pages import WebPages
+from atomc.runtime.server.http.api_keys import ApiKeys
+from atomc.runtime.server.http.errors import to_api_error
+from atomc.runtime.server.http.responses import AuthMiddleware
+from atomc.runtime.server.http.web_pages import WebPages
+from atomc.runtime.server.service.model_info import load_model_info
 from atomc.runtime.text.detokenizer import load_tokenizer
 from atomc.stock import adapter
 

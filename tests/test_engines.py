@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 pytest.importorskip("zmq")
-from atomc.runtime.server.client import EngineDead, EngineRestarting
-from atomc.runtime.server.engines import Engines
+from atomc.runtime.server.engines.client import EngineDead, EngineRestarting
+from atomc.runtime.server.engines.engine_group import Engines
 
 
 class Client:

@@ -11,7 +11,7 @@ for package in ("msgspec", "starlette"):
 
 from starlette.requests import ClientDisconnect  # noqa: E402
 
-from atomc.runtime.server.http import EventStream  # noqa: E402
+from atomc.runtime.server.http.responses import EventStream  # noqa: E402
 
 EVENTS = [b"data: 1\n\n", b"data: 2\n\n"]
 

@@ -13,7 +13,7 @@ from atomc.program import compile_model
 from atomc.runtime.llm import LLM
 from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.scheduling.stats import Stats
-from atomc.runtime.server.engines import Engines
+from atomc.runtime.server.engines.engine_group import Engines
 from atomc.runtime.server.metrics import Metrics
 
 pytest.importorskip("transformers")

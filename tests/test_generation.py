@@ -12,10 +12,10 @@ for package in ("fastapi", "prometheus_client", "zmq"):
 from atomc.runtime.requests.request import Output  # noqa: E402
 from atomc.runtime.requests.request_errors import RequestError  # noqa: E402
 from atomc.runtime.requests.sampling_params import SamplingParams  # noqa: E402
-from atomc.runtime.server.errors import APIError  # noqa: E402
-from atomc.runtime.server.generation import Generation, RequestSummary  # noqa: E402
+from atomc.runtime.server.engines.request_stream import RequestStream  # noqa: E402
+from atomc.runtime.server.http.errors import APIError  # noqa: E402
 from atomc.runtime.server.metrics import Metrics  # noqa: E402
-from atomc.runtime.server.request_stream import RequestStream  # noqa: E402
+from atomc.runtime.server.service.generation import Generation, RequestSummary  # noqa: E402
 
 
 class Engines:

@@ -11,7 +11,7 @@ pytest.importorskip("prometheus_client")
 from prometheus_client.parser import text_string_to_metric_families
 
 from atomc.runtime.scheduling.stats import Stats
-from atomc.runtime.server.engines import Engines
+from atomc.runtime.server.engines.engine_group import Engines
 from atomc.runtime.server.metrics import Metrics
 
 DASHBOARD = json.loads((Path(__file__).parents[1] / "docs/grafana.json").read_text())

@@ -17,7 +17,7 @@ from atomc.runtime.scheduling.pixel_store import PixelStore
 from atomc.runtime.scheduling.prefix_cache import extend_keys
 from atomc.runtime.scheduling.scheduler import Scheduler
 from atomc.runtime.scheduling.step import ImageRows, ScheduledStep
-from atomc.runtime.server.messages import Submit
+from atomc.runtime.server.engines.ipc import Submit
 
 msgspec = pytest.importorskip("msgspec")
 encode, decode = msgspec.msgpack.encode, msgspec.msgpack.Decoder(ScheduledStep).decode

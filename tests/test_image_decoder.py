@@ -36,8 +36,8 @@ from atomc.runtime.images.image_decoder import (
 from atomc.runtime.images.image_error import ImageError
 from atomc.runtime.images.media_access import MediaAccess
 from atomc.runtime.images.processor import ImageProcessor, ImageTokens
-from atomc.runtime.server.image_budget import ImageBudget, ImageReservation
-from atomc.runtime.server.image_reader import REQUEST_DECODES, ImageReader, RequestLimits
+from atomc.runtime.server.service.image_budget import ImageBudget, ImageReservation
+from atomc.runtime.server.service.image_reader import REQUEST_DECODES, ImageReader, RequestLimits
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),

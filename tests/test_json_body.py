@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 pytest.importorskip("fastapi")
 pytest.importorskip("msgspec")
 
-from atomc.runtime.server.json_body import parse_json
+from atomc.runtime.server.http.json_body import parse_json
 from atomc.runtime.text import json_scan
 from atomc.runtime.text.chat_template import _parse_arguments
 from atomc.runtime.text.json_scan import (

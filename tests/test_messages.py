@@ -11,10 +11,10 @@ httpx = pytest.importorskip("httpx")
 anthropic = pytest.importorskip("anthropic")
 from serving import KEY  # noqa: E402
 
-from atomc.runtime.server.api_keys import ApiKeys  # noqa: E402
-from atomc.runtime.server.messages_api.chat_request import generation_request  # noqa: E402
-from atomc.runtime.server.messages_api.endpoints import _parsed_arguments  # noqa: E402
-from atomc.runtime.server.messages_api.request import MessagesRequest  # noqa: E402
+from atomc.runtime.server.anthropic.chat_request import generation_request  # noqa: E402
+from atomc.runtime.server.anthropic.endpoints import _parsed_arguments  # noqa: E402
+from atomc.runtime.server.anthropic.request import MessagesRequest  # noqa: E402
+from atomc.runtime.server.http.api_keys import ApiKeys  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("server")
 HELLO = [{"role": "user", "content": "She looked at him and said"}]

@@ -15,9 +15,9 @@ httpx = pytest.importorskip("httpx")
 from serving import serving  # noqa: E402
 
 from atomc import demo  # noqa: E402
-from atomc.runtime.server import model_info  # noqa: E402
 from atomc.runtime.server.config import ServerConfig  # noqa: E402
-from atomc.runtime.server.errors import APIError  # noqa: E402
+from atomc.runtime.server.http.errors import APIError  # noqa: E402
+from atomc.runtime.server.service import model_info  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("mistakes")
 USER = {"role": "user", "content": "Once"}

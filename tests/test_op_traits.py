@@ -360,9 +360,9 @@ ALSO = {
     ("models/rotary.py", "linear"): "a scaling of rotary positions in a config.json",
     ("parallel/plan.py", "all_reduce"): "a word of transformers' plans",
     ("planning/stages.py", "embedding"): "what the first stage of a pipeline has, in a table",
-    ("runtime/server/embeddings.py", "embedding"): "a field of OpenAI's API",
-    ("runtime/server/response_types.py", "embedding"): "a field of OpenAI's API",
-    ("runtime/server/openapi_fields.py", "embedding"): "a field of OpenAI's API",
+    ("runtime/server/openai/embeddings.py", "embedding"): "a field of OpenAI's API",
+    ("runtime/server/service/response_types.py", "embedding"): "a field of OpenAI's API",
+    ("runtime/server/openapi/fields.py", "embedding"): "a field of OpenAI's API",
     ("vllm_plugin.py", "rms_norm"): "an op of vLLM",
 }
 

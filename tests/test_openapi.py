@@ -12,10 +12,10 @@ from fastapi import FastAPI  # noqa: E402
 from fastapi.testclient import TestClient  # noqa: E402
 from serving import KEY  # noqa: E402
 
-from atomc.runtime.server import docs_page  # noqa: E402
 from atomc.runtime.server.app import OPEN_PATHS  # noqa: E402
-from atomc.runtime.server.errors import APIError  # noqa: E402
-from atomc.runtime.server.openapi import OPERATIONS  # noqa: E402
+from atomc.runtime.server.http.errors import APIError  # noqa: E402
+from atomc.runtime.server.openapi import docs_page  # noqa: E402
+from atomc.runtime.server.openapi.schema import OPERATIONS  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("server")
 HI = {"messages": [{"role": "user", "content": "Hi"}]}

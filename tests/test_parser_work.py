@@ -7,12 +7,18 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from atomc.runtime.server import text_buffer
-from atomc.runtime.server.message_deltas import merge_deltas
-from atomc.runtime.server.output_parser import OutputParser
-from atomc.runtime.server.reasoning_parsers import reasoning_parser
-from atomc.runtime.server.tool_parsers import tool_parser
-from atomc.runtime.server.tool_parsers.deepseek import CALL, CALL_END, CALLS, CALLS_END, SEPARATOR
+from atomc.runtime.server.parsers import text_buffer
+from atomc.runtime.server.parsers.message_deltas import merge_deltas
+from atomc.runtime.server.parsers.output_parser import OutputParser
+from atomc.runtime.server.parsers.reasoning_parsers import reasoning_parser
+from atomc.runtime.server.parsers.tool_parsers import tool_parser
+from atomc.runtime.server.parsers.tool_parsers.deepseek import (
+    CALL,
+    CALL_END,
+    CALLS,
+    CALLS_END,
+    SEPARATOR,
+)
 
 # Pieces of one character take most of the time.
 LENGTHS = {1: 400, 4000: 4000}

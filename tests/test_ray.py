@@ -32,13 +32,13 @@ from test_server_lifecycle import health, until  # noqa: E402
 from atomc.demo import PATH  # noqa: E402
 from atomc.runtime.config import EngineConfig  # noqa: E402
 from atomc.runtime.llm import LLM, SamplingParams  # noqa: E402
-from atomc.runtime.ray_actors.placement import (  # noqa: E402
+from atomc.runtime.server.engines.ray_actors.placement import (  # noqa: E402
     bundles,
     check_address,
     check_resources,
     with_device,
 )
-from atomc.runtime.server.start_engines import start_engines  # noqa: E402
+from atomc.runtime.server.engines.start_engines import start_engines  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("server lifecycle")
 GPUS = {"GPU": 8.0, "CPU": 32.0}
@@ -84,7 +84,7 @@ def test_a_cluster_with_too_few_free_gpus_is_refused():
 
 def test_folders_are_named_by_whole_paths_which_other_hosts_find(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    start = "atomc.runtime.server.start_engines._start_on_ray"
+    start = "atomc.runtime.server.engines.start_engines._start_on_ray"
     monkeypatch.setattr(start, lambda config: config)
     (tmp_path / "model").mkdir()
     given = EngineConfig(model="model", lora={"a": "adapters/a"})
@@ -107,7 +107,9 @@ def test_an_address_without_a_cluster_is_refused_soon():
 
 
 def test_without_ray_the_error_says_what_to_install(monkeypatch):
-    for name in [name for name in sys.modules if name.startswith("atomc.runtime.ray_actors.")]:
+    for name in [
+        name for name in sys.modules if name.startswith("atomc.runtime.server.engines.ray_actors.")
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError, match=r"--ray needs ray: pip install 'atomc\[ray\]'"):

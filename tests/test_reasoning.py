@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atomc.runtime.requests.sampling_params import Structured
-from atomc.runtime.server import chat
-from atomc.runtime.server.message_deltas import ContentDelta, ReasoningDelta, merge_deltas
-from atomc.runtime.server.reasoning_parsers import (
+from atomc.runtime.server.chat import chat
+from atomc.runtime.server.parsers.message_deltas import ContentDelta, ReasoningDelta, merge_deltas
+from atomc.runtime.server.parsers.reasoning_parsers import (
     REASONING_PARSERS,
     PromptEnd,
     detect_reasoning_parser,

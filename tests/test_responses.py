@@ -18,19 +18,19 @@ from openai.types.responses.response_item_list import ResponseItemList  # noqa: 
 from pydantic import BaseModel, TypeAdapter  # noqa: E402
 from serving import KEY  # noqa: E402
 
-from atomc.runtime.server.chat import ChoiceDelta  # noqa: E402
-from atomc.runtime.server.errors import APIError  # noqa: E402
-from atomc.runtime.server.message_deltas import (  # noqa: E402
+from atomc.runtime.server.chat.chat import ChoiceDelta  # noqa: E402
+from atomc.runtime.server.http.errors import APIError  # noqa: E402
+from atomc.runtime.server.parsers.message_deltas import (  # noqa: E402
     ContentDelta,
     ReasoningDelta,
     ToolCallArguments,
     ToolCallStart,
 )
-from atomc.runtime.server.responses_api.endpoints import _translate  # noqa: E402
-from atomc.runtime.server.responses_api.events import OutputItems  # noqa: E402
-from atomc.runtime.server.responses_api.items import chat_messages, input_items  # noqa: E402
-from atomc.runtime.server.responses_api.request import ResponsesRequest  # noqa: E402
-from atomc.runtime.server.responses_api.store import (  # noqa: E402
+from atomc.runtime.server.responses.endpoints import _translate  # noqa: E402
+from atomc.runtime.server.responses.events import OutputItems  # noqa: E402
+from atomc.runtime.server.responses.items import chat_messages, input_items  # noqa: E402
+from atomc.runtime.server.responses.request import ResponsesRequest  # noqa: E402
+from atomc.runtime.server.service.response_store import (  # noqa: E402
     ResponseStore,
     StoredResponse,
     item_bytes,

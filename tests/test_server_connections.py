@@ -13,8 +13,8 @@ pytest.importorskip("tokenizers")
 httpx = pytest.importorskip("httpx")
 from serving import serving  # noqa: E402
 
-from atomc.runtime.server.api_keys import ApiKeys, read_keys  # noqa: E402
 from atomc.runtime.server.config import ServerConfig  # noqa: E402
+from atomc.runtime.server.http.api_keys import ApiKeys, read_keys  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("server connections")
 KEY, IN_FILE = "schl\u00fcssel", "\u9375"

@@ -23,15 +23,15 @@ from test_server_lifecycle import health, until  # noqa: E402
 from atomc.runtime.config import EngineConfig  # noqa: E402
 from atomc.runtime.llm import LLM  # noqa: E402
 from atomc.runtime.scheduling.stats import Stats, total  # noqa: E402
-from atomc.runtime.server.client import (  # noqa: E402
+from atomc.runtime.server.engines.client import (  # noqa: E402
     EngineDead,
     EngineLost,
     EngineRestarting,
     ShuttingDown,
 )
-from atomc.runtime.server.engines import Engines  # noqa: E402
-from atomc.runtime.server.errors import to_api_error  # noqa: E402
-from atomc.runtime.server.gpus import engine_environments  # noqa: E402
+from atomc.runtime.server.engines.engine_group import Engines  # noqa: E402
+from atomc.runtime.server.engines.gpus import engine_environments  # noqa: E402
+from atomc.runtime.server.http.errors import to_api_error  # noqa: E402
 
 pytestmark = [
     pytest.mark.xdist_group("server lifecycle"),

@@ -15,14 +15,14 @@ from serving import KEY  # noqa: E402
 from test_server_lifecycle import until  # noqa: E402
 
 from atomc.runtime.requests.logprobs import TokenLogprobs  # noqa: E402
-from atomc.runtime.server import protocol  # noqa: E402
+from atomc.runtime.server.anthropic.request import MessagesRequest  # noqa: E402
 from atomc.runtime.server.config import ServerConfig  # noqa: E402
-from atomc.runtime.server.errors import APIError  # noqa: E402
-from atomc.runtime.server.logprobs import TextOffsets, prompt_logprobs  # noqa: E402
-from atomc.runtime.server.messages_api.request import MessagesRequest  # noqa: E402
-from atomc.runtime.server.model_info import ModelInfo  # noqa: E402
-from atomc.runtime.server.responses_api.request import ResponsesRequest  # noqa: E402
-from atomc.runtime.server.unknown_fields import check_unknown_fields  # noqa: E402
+from atomc.runtime.server.http.errors import APIError  # noqa: E402
+from atomc.runtime.server.http.unknown_fields import check_unknown_fields  # noqa: E402
+from atomc.runtime.server.responses.request import ResponsesRequest  # noqa: E402
+from atomc.runtime.server.service import protocol  # noqa: E402
+from atomc.runtime.server.service.logprobs import TextOffsets, prompt_logprobs  # noqa: E402
+from atomc.runtime.server.service.model_info import ModelInfo  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("server")
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

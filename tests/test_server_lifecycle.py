@@ -15,8 +15,8 @@ pytest.importorskip("tokenizers")
 httpx = pytest.importorskip("httpx")
 from serving import serving  # noqa: E402
 
-from atomc.runtime.server.deadline import ALARM_SECONDS, CLOSE_SECONDS  # noqa: E402
-from atomc.runtime.server.supervisor import backoff  # noqa: E402
+from atomc.runtime.server.engines.supervisor import backoff  # noqa: E402
+from atomc.runtime.server.http.deadline import ALARM_SECONDS, CLOSE_SECONDS  # noqa: E402
 
 pytestmark = [
     pytest.mark.xdist_group("server lifecycle"),
@@ -187,7 +187,7 @@ def test_sigterm_does_not_wait_for_a_client_that_does_not_read():
 
 DEADLINE = """
 import sys, threading, time
-from atomc.runtime.server.deadline import Deadline
+from atomc.runtime.server.http.deadline import Deadline
 deadline = Deadline(lambda: print("last", flush=True))
 if sys.argv[1] == "stuck":
     threading.Thread(target=time.sleep, args=(600,)).start()

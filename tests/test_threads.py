@@ -121,7 +121,7 @@ def test_threads_sleep_while_they_wait_unless_the_user_decided_and_that_is_set_b
 
 
 def test_the_engines_process_decides_how_threads_wait_before_torch_is_there():
-    code = "import sys, atomc.runtime.server.engine_process; print('torch' in sys.modules)"
+    code = "import sys, atomc.runtime.server.engines.engine_process; print('torch' in sys.modules)"
     found = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"PYTHONPATH": str(ROOT)},

@@ -14,19 +14,25 @@ from hypothesis import strategies as st
 
 from atomc.demo import PATH
 from atomc.runtime.requests.sampling_params import Structured
-from atomc.runtime.server.chat import output_parser
-from atomc.runtime.server.message_deltas import (
+from atomc.runtime.server.chat.chat import output_parser
+from atomc.runtime.server.chat.tool_mode import ToolMode
+from atomc.runtime.server.parsers.message_deltas import (
     ContentDelta,
     ReasoningDelta,
     ToolCallArguments,
     ToolCallStart,
     merge_deltas,
 )
-from atomc.runtime.server.output_parser import OutputParser, uses_special_tokens
-from atomc.runtime.server.reasoning_parsers import reasoning_parser
-from atomc.runtime.server.tool_mode import ToolMode
-from atomc.runtime.server.tool_parsers import TOOL_PARSERS, detect_tool_parser, tool_parser
-from atomc.runtime.server.tool_parsers.deepseek import CALL, CALL_END, CALLS, CALLS_END, SEPARATOR
+from atomc.runtime.server.parsers.output_parser import OutputParser, uses_special_tokens
+from atomc.runtime.server.parsers.reasoning_parsers import reasoning_parser
+from atomc.runtime.server.parsers.tool_parsers import TOOL_PARSERS, detect_tool_parser, tool_parser
+from atomc.runtime.server.parsers.tool_parsers.deepseek import (
+    CALL,
+    CALL_END,
+    CALLS,
+    CALLS_END,
+    SEPARATOR,
+)
 
 CITY = '{"city": "Paris"}'
 

@@ -6,9 +6,9 @@ pytest.importorskip("fastapi")
 from starlette.requests import Request
 
 from atomc.runtime.server.config import ServerConfig
-from atomc.runtime.server.errors import APIError
-from atomc.runtime.server.protocol import ChatRequest
-from atomc.runtime.server.unknown_fields import check_unknown_fields
+from atomc.runtime.server.http.errors import APIError
+from atomc.runtime.server.http.unknown_fields import check_unknown_fields
+from atomc.runtime.server.service.protocol import ChatRequest
 
 HELLO = [{"role": "user", "content": "Hello", "x": 1}]
 

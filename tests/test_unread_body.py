@@ -9,8 +9,8 @@ pytest.importorskip("starlette")
 
 from starlette.responses import Response
 
-from atomc.runtime.server import unread_body
-from atomc.runtime.server.unread_body import UnreadBodyMiddleware
+from atomc.runtime.server.http import unread_body
+from atomc.runtime.server.http.unread_body import UnreadBodyMiddleware
 
 CLOSES, STAYS = {"Connection": "close"}, {"X": "y"}
 

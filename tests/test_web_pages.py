@@ -11,13 +11,13 @@ httpx = pytest.importorskip("httpx")
 from fastapi import FastAPI, Request  # noqa: E402
 from fastapi.routing import APIRoute  # noqa: E402
 
-from atomc.runtime.server.api_keys import ApiKeys  # noqa: E402
 from atomc.runtime.server.app import OPEN_PATHS, OPERATION_PATHS, create_app  # noqa: E402
 from atomc.runtime.server.config import ServerConfig  # noqa: E402
-from atomc.runtime.server.image_budget import ImageBudget  # noqa: E402
+from atomc.runtime.server.http.api_keys import ApiKeys  # noqa: E402
 from atomc.runtime.server.metrics import Metrics  # noqa: E402
 from atomc.runtime.server.serve import read_key_files  # noqa: E402
-from atomc.runtime.server.service import Service  # noqa: E402
+from atomc.runtime.server.service.image_budget import ImageBudget  # noqa: E402
+from atomc.runtime.server.service.service import Service  # noqa: E402
 
 # Paths of the model's users.
 USE_PATHS = {

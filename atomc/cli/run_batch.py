@@ -94,10 +94,10 @@ def run(arguments: argparse.Namespace) -> None:
             "`atomc run-batch`, for several hosts with --ray"
         )
     try:
-        from atomc.runtime.server.batch import run_batch
-        from atomc.runtime.server.client import EngineFailed
+        from atomc.runtime.server.engines.client import EngineFailed
+        from atomc.runtime.server.engines.start_engines import start_engines
+        from atomc.runtime.server.openai.batch import run_batch
         from atomc.runtime.server.serve import model_folder_and_name
-        from atomc.runtime.server.start_engines import start_engines
     except ImportError as error:
         raise ImportError(
             f"`atomc run-batch` needs {error.name}: pip install 'atomc[serve]'"

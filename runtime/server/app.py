@@ -15,29 +15,32 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from atomc.runtime.server import docs_page, lora, operations, protocol, status
-from atomc.runtime.server.api_keys import ApiKeys
-from atomc.runtime.server.body_budget import BodyBudgetMiddleware
-from atomc.runtime.server.body_timeout import BodyTimeoutMiddleware
-from atomc.runtime.server.chat_completions import chat_completions
-from atomc.runtime.server.client import EngineDead, RequestRefused
-from atomc.runtime.server.completions import completions
-from atomc.runtime.server.embeddings import embeddings
-from atomc.runtime.server.errors import APIError, invalid_field, to_api_error
-from atomc.runtime.server.http import AuthMiddleware, JSONResponse, error_response
-from atomc.runtime.server.image_budget import ImageBudgetMiddleware
-from atomc.runtime.server.json_body import checked_json_route
-from atomc.runtime.server.messages_api.endpoints import count_tokens, messages
-from atomc.runtime.server.messages_api.errors import COUNT_TOKENS, ERROR_FORMAT, MESSAGES
-from atomc.runtime.server.messages_api.errors import ErrorResponse as AnthropicError
-from atomc.runtime.server.messages_api.request import MessagesRequest, PromptRequest
-from atomc.runtime.server.openapi import openapi_schema
-from atomc.runtime.server.responses_api import endpoints as responses_api
-from atomc.runtime.server.responses_api.request import ResponsesRequest
-from atomc.runtime.server.service import Service
-from atomc.runtime.server.unknown_fields import IGNORED_FIELDS, check_unknown_fields
-from atomc.runtime.server.unread_body import UnreadBodyMiddleware
-from atomc.runtime.server.web_pages import WebPages
+from atomc.runtime.server import operations, status
+from atomc.runtime.server.anthropic.endpoints import count_tokens, messages
+from atomc.runtime.server.anthropic.errors import COUNT_TOKENS, ERROR_FORMAT, MESSAGES
+from atomc.runtime.server.anthropic.errors import ErrorResponse as AnthropicError
+from atomc.runtime.server.anthropic.request import MessagesRequest, PromptRequest
+from atomc.runtime.server.engines.client import EngineDead, RequestRefused
+from atomc.runtime.server.http.api_keys import ApiKeys
+from atomc.runtime.server.http.body_budget import BodyBudgetMiddleware
+from atomc.runtime.server.http.body_timeout import BodyTimeoutMiddleware
+from atomc.runtime.server.http.errors import APIError, invalid_field, to_api_error
+from atomc.runtime.server.http.json_body import checked_json_route
+from atomc.runtime.server.http.responses import AuthMiddleware, JSONResponse, error_response
+from atomc.runtime.server.http.unknown_fields import IGNORED_FIELDS, check_unknown_fields
+from atomc.runtime.server.http.unread_body import UnreadBodyMiddleware
+from atomc.runtime.server.http.web_pages import WebPages
+from atomc.runtime.server.openai import lora
+from atomc.runtime.server.openai.chat_completions import chat_completions
+from atomc.runtime.server.openai.completions import completions
+from atomc.runtime.server.openai.embeddings import embeddings
+from atomc.runtime.server.openapi import docs_page
+from atomc.runtime.server.openapi.schema import openapi_schema
+from atomc.runtime.server.responses import endpoints as responses_api
+from atomc.runtime.server.responses.request import ResponsesRequest
+from atomc.runtime.server.service import protocol
+from atomc.runtime.server.service.image_budget import ImageBudgetMiddleware
+from atomc.runtime.server.service.service import Service
 
 # The page at / is static; it loads its data from /status, which needs a key.
 # The schema describes every server of this version.

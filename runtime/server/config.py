@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from atomc.runtime.choices import check_choices
-from atomc.runtime.server.api_keys import check_key
-from atomc.runtime.server.reasoning_parsers import REASONING_PARSERS
-from atomc.runtime.server.tool_parsers import TOOL_PARSERS
+from atomc.runtime.server.http.api_keys import check_key
+from atomc.runtime.server.parsers.reasoning_parsers import REASONING_PARSERS
+from atomc.runtime.server.parsers.tool_parsers import TOOL_PARSERS
 
 T = TypeVar("T")
 

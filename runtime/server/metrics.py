@@ -11,8 +11,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from atomc.runtime.server.client import EngineClient
-from atomc.runtime.server.engines import Engines
+from atomc.runtime.server.engines.client import EngineClient
+from atomc.runtime.server.engines.engine_group import Engines
 
 Family = CounterMetricFamily | GaugeMetricFamily
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

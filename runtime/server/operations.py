@@ -11,15 +11,15 @@ from contextlib import suppress
 from starlette.requests import Request
 from starlette.responses import Response
 
-from atomc.runtime.server.chat_prompt import chat_prompt
-from atomc.runtime.server.client import EngineDead, EngineRestarting
-from atomc.runtime.server.errors import APIError, invalid
-from atomc.runtime.server.http import JSONResponse
-from atomc.runtime.server.limits import TOKENS, check_length
+from atomc.runtime.server.chat.chat_prompt import chat_prompt
+from atomc.runtime.server.engines.client import EngineDead, EngineRestarting
+from atomc.runtime.server.http.errors import APIError, invalid
+from atomc.runtime.server.http.limits import TOKENS, check_length
+from atomc.runtime.server.http.responses import JSONResponse
 from atomc.runtime.server.metrics import CONTENT_TYPE
-from atomc.runtime.server.model_info import ModelInfo
-from atomc.runtime.server.protocol import DetokenizeRequest, TokenizeRequest
-from atomc.runtime.server.service import Service
+from atomc.runtime.server.service.model_info import ModelInfo
+from atomc.runtime.server.service.protocol import DetokenizeRequest, TokenizeRequest
+from atomc.runtime.server.service.service import Service
 from atomc.runtime.sleeping import refuse_level, wakes_state
 
 STATS_SECONDS = 2.0

@@ -5,18 +5,18 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atomc.runtime.server.client import EngineClient
 from atomc.runtime.server.config import ServerConfig
-from atomc.runtime.server.engine_handle import EngineHandle
-from atomc.runtime.server.engines import Engines
-from atomc.runtime.server.image_budget import ImageBudget
-from atomc.runtime.server.image_reader import image_reader
+from atomc.runtime.server.engines.client import EngineClient
+from atomc.runtime.server.engines.engine_group import Engines
+from atomc.runtime.server.engines.engine_handle import EngineHandle
 from atomc.runtime.server.metrics import Metrics
-from atomc.runtime.server.model_info import load_model_info
-from atomc.runtime.server.service import Service
+from atomc.runtime.server.service.image_budget import ImageBudget
+from atomc.runtime.server.service.image_reader import image_reader
+from atomc.runtime.server.service.model_info import load_model_info
+from atomc.runtime.server.service.service import Service
 
 if TYPE_CHECKING:
-    from atomc.runtime.server.traces import Traces
+    from atomc.runtime.server.service.traces import Traces
 
 
 @asynccontextmanager

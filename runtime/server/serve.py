@@ -20,22 +20,22 @@ from atomc.runtime.config import EngineConfig
 from atomc.runtime.execution.loading.hub import model_folder
 from atomc.runtime.images.media_access import real_folders
 from atomc.runtime.processes.stderr_log import log_to_stderr
-from atomc.runtime.server.api_keys import read_keys
-from atomc.runtime.server.client import EngineClient, EngineFailed
 from atomc.runtime.server.config import ServerConfig
-from atomc.runtime.server.deadline import CLOSE_SECONDS, Deadline
-from atomc.runtime.server.engine_handle import EngineHandle
-from atomc.runtime.server.engines import Engines
-from atomc.runtime.server.start_engines import start_engines
-from atomc.runtime.server.supervisor import Supervisor
+from atomc.runtime.server.engines.client import EngineClient, EngineFailed
+from atomc.runtime.server.engines.engine_group import Engines
+from atomc.runtime.server.engines.engine_handle import EngineHandle
+from atomc.runtime.server.engines.start_engines import start_engines
+from atomc.runtime.server.engines.supervisor import Supervisor
+from atomc.runtime.server.http.api_keys import read_keys
+from atomc.runtime.server.http.deadline import CLOSE_SECONDS, Deadline
 
 if TYPE_CHECKING:
     import uvicorn
     from starlette.types import ASGIApp
 
-    from atomc.runtime.server.service import Service
-    from atomc.runtime.server.traces import Traces
-    from atomc.runtime.server.web_server import WebServer
+    from atomc.runtime.server.http.web_server import WebServer
+    from atomc.runtime.server.service.service import Service
+    from atomc.runtime.server.service.traces import Traces
 
 log = logging.getLogger("atomc.server")
 DEMO_NAME = "atomc-demo"
@@ -125,7 +125,7 @@ def _traces(server: ServerConfig) -> "Traces | None":
     """Raises ImportError without OpenTelemetry."""
     if server.otlp_traces_endpoint is None:
         return None
-    from atomc.runtime.server.traces import Traces
+    from atomc.runtime.server.service.traces import Traces
 
     return Traces(server.otlp_traces_endpoint)
 
@@ -232,9 +232,9 @@ async def _run(
     """Serve until shutdown; returns the exit status of the process."""
     from atomc.runtime.execution.timings import freeze_heap
     from atomc.runtime.server.app import create_app
+    from atomc.runtime.server.http.shutdown import ShutdownMiddleware
+    from atomc.runtime.server.http.web_server import WebServer
     from atomc.runtime.server.running_service import running_service
-    from atomc.runtime.server.shutdown import ShutdownMiddleware
-    from atomc.runtime.server.web_server import WebServer
 
     assert config.drain_seconds is not None, "with_drain_seconds sets it"
     async with running_service(config, processes, folder, name, traces) as service:
@@ -269,7 +269,7 @@ async def _run(
 def _uvicorn_config(app: "ASGIApp", config: ServerConfig) -> "uvicorn.Config":
     import uvicorn
 
-    from atomc.runtime.server.header_timeout import header_timeout_protocol
+    from atomc.runtime.server.http.header_timeout import header_timeout_protocol
 
     return uvicorn.Config(
         app,

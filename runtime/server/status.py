@@ -18,8 +18,8 @@ from fastapi import APIRouter
 from starlette.responses import HTMLResponse
 
 from atomc.report.render.text import NOT_REWRITES
-from atomc.runtime.server.client import EngineDead
-from atomc.runtime.server.service import Service
+from atomc.runtime.server.engines.client import EngineDead
+from atomc.runtime.server.service.service import Service
 
 PAGE = Path(__file__).with_name("status.html")
 # Pages that poll within this time share one response of the engine.

@@ -2,8 +2,8 @@
 
 from mutations import Bug
 
-CHAT = "runtime/server/messages_api/chat_request.py"
-KEYS = "runtime/server/api_keys.py"
+CHAT = "runtime/server/anthropic/chat_request.py"
+KEYS = "runtime/server/http/api_keys.py"
 
 
 def translated(old: str, new: str, tests: str) -> Bug:
@@ -16,7 +16,7 @@ BUGS = [
     translated("_content(texts) if texts else None", "_content(texts)", "blocks_become"),
     translated('    "cache_salt",\n', "", "sampling_fields"),
     translated('body.thinking.type != "disabled"', 'body.thinking.type == "enabled"', "switch"),
-    Bug("runtime/server/messages_api/endpoints.py", "allow_partial=True, ", "", "tests/test_messages.py -k cut_are_read"),
+    Bug("runtime/server/anthropic/endpoints.py", "allow_partial=True, ", "", "tests/test_messages.py -k cut_are_read"),
     Bug(KEYS, " or any(number is None for number in found)", "", "tests/test_messages.py -k header_of"),
     Bug(KEYS, "len({name for name, _ in given}) != len(given)", "False", "tests/test_messages.py -k header_of"),
 ]  # fmt: skip

@@ -48,8 +48,8 @@ BUGS = [
     decoder(f"{INPUT}/decode_worker", "    limits.extend(num_pixels)\n", "    limits._seconds = 0\n", "same_process"),
     decoder(f"{INPUT}/decode_worker", "RLIMIT_AS, (most, hard)", "RLIMIT_AS, (hard, hard)", "memory_is_limited"),
     decoder(f"{INPUT}/decode_worker", "num_pixels > request", "num_pixels >= request", "more_pixels"),
-    decoder("runtime/server/image_reader", "lambda: asyncio.Semaphore(REQUEST_DECODES)", "lambda: asyncio.Semaphore(DECODES)", "does_not_wait"),
-    decoder("runtime/server/image_reader", "connection.shutdown(socket.SHUT_RDWR)", "pass", "stops_its_work"),
+    decoder("runtime/server/service/image_reader", "lambda: asyncio.Semaphore(REQUEST_DECODES)", "lambda: asyncio.Semaphore(DECODES)", "does_not_wait"),
+    decoder("runtime/server/service/image_reader", "connection.shutdown(socket.SHUT_RDWR)", "pass", "stops_its_work"),
     Bug(
         "runtime/processes/fork_server.py",
         "    poll.register(connection, 0)\n",

@@ -28,6 +28,6 @@ BUGS = [
     bug("atomc/quantization/kept_layers.py", "if WRAPPED in wrapper._modules", "if None in wrapper._modules", "lora_peft", "keep_them_apart"),
     bug("atomc/quantization/linear.py", "unwrapped(name).rpartition", "name.rpartition", "lora_peft", "keep_them_apart"),
     bug("passes/recognize/lora_linear.py", "op.quantized_weight for op in found", "False for op in found", "lora_peft", "keep_them_apart"),
-    bug("runtime/server/engines.py", "if isinstance(error, EngineRestarting) or not", "if not", "engines", "refuses"),
-    bug("runtime/server/engines.py", "self.check_none_restarts()", "self._check()", "engines", "engines_sleep"),
+    bug("runtime/server/engines/engine_group.py", "if isinstance(error, EngineRestarting) or not", "if not", "engines", "refuses"),
+    bug("runtime/server/engines/engine_group.py", "self.check_none_restarts()", "self._check()", "engines", "engines_sleep"),
 ]  # fmt: skip

@@ -51,7 +51,7 @@ BUGS = [
         f"{PLUGIN} mode_2",
     ),
     Bug(
-        "runtime/server/model_info.py",
+        "runtime/server/service/model_info.py",
         "if name is not None and name not in self.names and name not in self.adapters:",
         "if name not in self.names and name not in self.adapters:",
         "tests/test_server_fields.py -k all_names",

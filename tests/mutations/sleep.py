@@ -37,7 +37,7 @@ BUGS = [
         "tests/test_ranks.py -m '' -k returns_the_memory",
     ),
     Bug(
-        "runtime/server/engine_process.py",
+        "runtime/server/engines/engine_process.py",
         "self.engine.is_sleeping or not self",
         "not self",
         "tests/test_server_fields.py -k sleeps",

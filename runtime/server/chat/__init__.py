@@ -1,0 +1,1 @@
+"""One conversation: its prompt, its images, and the tools that it may call."""

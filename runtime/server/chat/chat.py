@@ -1,0 +1,228 @@
+"""A chat from its request to the deltas of its messages. Each endpoint that serves chats writes
+them in its own format.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from starlette.requests import Request
+
+from atomc.runtime.requests.logprobs import TokenLogprobs
+from atomc.runtime.requests.sampling_params import Structured
+from atomc.runtime.server.chat.chat_prompt import ChatPrompt, chat_prompt
+from atomc.runtime.server.chat.tool_mode import ToolMode, tool_mode
+from atomc.runtime.server.http.errors import invalid
+from atomc.runtime.server.http.limits import check_total_size
+from atomc.runtime.server.parsers.message_deltas import (
+    MessageDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from atomc.runtime.server.parsers.output_parser import OutputParser, uses_special_tokens
+from atomc.runtime.server.parsers.reasoning_parsers import CLOSE, PromptEnd, reasoning_parser
+from atomc.runtime.server.parsers.tool_parsers.harmony import HARMONY, HarmonyParser
+from atomc.runtime.server.service.generation import Generation
+from atomc.runtime.server.service.image_budget import image_reservation
+from atomc.runtime.server.service.model_info import ModelInfo
+from atomc.runtime.server.service.prompts import check_num_choices
+from atomc.runtime.server.service.protocol import ChatRequest
+from atomc.runtime.server.service.sampling import (
+    check_context_length,
+    check_logprobs,
+    check_prompt_logprobs,
+    prompt_limit,
+    sampling_params,
+    structured_output,
+    truncated_prompt,
+)
+from atomc.runtime.server.service.service import Service
+from atomc.runtime.text.text_stream import TextDelta
+
+
+@dataclass(frozen=True)
+class ChoiceDelta:
+    """What is new in one choice.
+
+    tokens         the generated tokens; the text may lag behind them
+    logprobs       one per token, if the request asks for them
+    finish_reason  set in the last delta of a choice: stop, length or tool_calls
+    stop_reason    the stop string or token id that ended the choice
+    """
+
+    index: int
+    deltas: list[MessageDelta]
+    tokens: tuple[int, ...] = ()
+    logprobs: Sequence[TokenLogprobs] = ()
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class Chat:
+    """A chat that the engine has accepted: iterate once, in a `with` block of its generation."""
+
+    def __init__(self, generation: Generation, parsers: Sequence[OutputParser], mode: ToolMode):
+        self.generation = generation
+        self._parsers = parsers
+        self._mode = mode
+        self._calls_tools = [False] * len(parsers)
+
+    async def __aiter__(self) -> AsyncIterator[ChoiceDelta]:
+        """The deltas until all choices have finished. Raises as Generation does."""
+        async for choice, delta in self.generation:
+            yield self._parse(choice.index, delta)
+
+    def _parse(self, index: int, delta: TextDelta) -> ChoiceDelta:
+        deltas = self._parsers[index].feed(delta.text)
+        if delta.finish_reason is not None:
+            deltas += self._parsers[index].finish()
+        if self._mode.single_call:
+            deltas = [each for each in deltas if not _is_further_call(each)]
+        self._calls_tools[index] |= any(isinstance(each, ToolCallStart) for each in deltas)
+        finish_reason: str | None = delta.finish_reason
+        # OpenAI: "stop" if tool_choice names the function.
+        if self._calls_tools[index] and self._mode.function_name is None:
+            finish_reason = "tool_calls" if finish_reason == "stop" else finish_reason
+        return ChoiceDelta(
+            index,
+            deltas,
+            delta.token_ids,
+            delta.logprobs or (),
+            finish_reason,
+            delta.stop_reason,
+        )
+
+
+async def rendered_prompt(service: Service, body: ChatRequest, request: Request) -> ChatPrompt:
+    """The prompt of the chat. Raises as tool_mode and chat_prompt do."""
+    service.model.check_name(body.model)
+    return await _prompt(service, body, request, tool_mode(service, body))
+
+
+async def start_chat(
+    service: Service, body: ChatRequest, request: Request, *, fit_max_tokens: bool = False
+) -> Chat:
+    """Returns when the engine has accepted the chat. Raises a 400 for a request that cannot be
+    served, and as Service.start does.
+
+    fit_max_tokens: a max_tokens above what the context has left is reduced to it
+    """
+    model = service.model
+    model.check_name(body.model)
+    check_num_choices(service, body.n, "n")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs needs logprobs=true", "top_logprobs")
+    check_logprobs(body.top_logprobs, "top_logprobs", service.config)
+    check_prompt_logprobs(body, service.config)
+    num_logprobs = max(body.top_logprobs or 0, body.prompt_logprobs or 0)
+    check_total_size(body.n, num_logprobs, 0, model.max_len, "messages")
+    mode = tool_mode(service, body)
+    chat = await _prompt(service, body, request, mode)
+    assert model.tokenizer is not None, "chat_prompt raises an error without a tokenizer"
+    max_tokens = (
+        body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    )
+    prompt = _truncated(chat, body, max_tokens, model)
+    if not prompt:
+        raise invalid("the chat template rendered an empty prompt", "messages")
+    check_total_size(body.n, num_logprobs, body.n * len(prompt), model.max_len, "messages")
+    if fit_max_tokens and max_tokens is not None:
+        max_tokens = min(max_tokens, max(model.max_len - len(prompt), 1))
+    check_context_length(len(prompt), max_tokens, model)
+    structured = _structured(service, body, mode)
+    end = None if _is_content(structured) else PromptEnd(chat.text, _prefill(body))
+    parsers = [output_parser(model.reasoning, mode, end) for _ in range(body.n)]
+    keep_special_tokens = not body.skip_special_tokens or uses_special_tokens(
+        model.tokenizer, *parsers[0].parsers
+    )
+    params = await sampling_params(
+        body,
+        model,
+        num_choices=body.n,
+        max_tokens=max_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
+        structured=structured,
+        skip_special_tokens=not keep_special_tokens,
+    )
+    generation = service.generation(request, [prompt], params, body, chat.images)
+    await service.start(generation, request)
+    # The engine has the images now.
+    del chat
+    image_reservation(request).release()
+    return Chat(generation, parsers, mode)
+
+
+def _structured(service: Service, body: ChatRequest, mode: ToolMode) -> Structured | None:
+    """The structure of the answer: that of the tool calls, if they are required."""
+    structured = structured_output(body, body.response_format, service.config)
+    if mode.structured is None:
+        return structured
+    # As with OpenAI, response_format is of text; the answer is a tool call and has none.
+    if structured_output(body, None, service.config) is not None:
+        raise invalid(
+            "tool_choice requires a tool call: it excludes structured_outputs", "tool_choice"
+        )
+    return mode.structured
+
+
+def _is_content(structured: Structured | None) -> bool:
+    """Whether a grammar forces content from the first token on, even if the prompt ends with an
+    opening reasoning tag: one that has the closing tag begins with the reasoning.
+    """
+    if structured is None:
+        return False
+    sources = (structured.regex or "", structured.grammar or "", *(structured.choice or ()))
+    return not any(CLOSE in source.replace("\\", "") for source in sources)
+
+
+def _prefill(body: ChatRequest) -> str | None:
+    """The text of the last message, if the answer continues it."""
+    if not body.continue_final_message:
+        return None
+    content = body.messages[-1].get("content")
+    last = content[-1] if isinstance(content, list) and content else content
+    text = last.get("text") if isinstance(last, dict) else last
+    return text if isinstance(text, str) else None
+
+
+def output_parser(reasoning: str | None, mode: ToolMode, end: PromptEnd | None) -> OutputParser:
+    """A parser for one choice. reasoning: the name of the reasoning parser. end: as there."""
+    if mode.structured is not None:  # the text is JSON, whose strings may have any markers
+        return OutputParser(None, mode.parser())
+    if mode.parser_name == reasoning == HARMONY:
+        # One parser of all messages: a second one would not see where those of the first begin.
+        return OutputParser(None, HarmonyParser(reasoning=True))
+    found = None if reasoning is None else reasoning_parser(reasoning, end)
+    return OutputParser(found, mode.parser())
+
+
+def _is_further_call(delta: MessageDelta) -> bool:
+    return isinstance(delta, ToolCallStart | ToolCallArguments) and delta.index > 0
+
+
+async def _prompt(
+    service: Service, body: ChatRequest, request: Request, mode: ToolMode
+) -> ChatPrompt:
+    kwargs = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+    return await chat_prompt(
+        service,
+        request,
+        body.messages,
+        mode.template_tools,
+        body.add_generation_prompt,
+        kwargs,
+        body.continue_final_message,
+        prompt_limit(body, service.model),
+    )
+
+
+def _truncated(
+    chat: ChatPrompt, body: ChatRequest, max_tokens: int | None, model: ModelInfo
+) -> list[int]:
+    """The tokens of the prompt that truncate_prompt_tokens keeps."""
+    name = "truncate_prompt_tokens"
+    if chat.images and body.truncate_prompt_tokens is not None:
+        raise invalid(f"{name} would cut images of the prompt: leave it out, or send text", name)
+    return truncated_prompt(chat.tokens, body, max_tokens, model)

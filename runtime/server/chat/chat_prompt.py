@@ -1,0 +1,107 @@
+"""The prompt of a chat: rendered by the chat template, tokenized, with its images."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from starlette.requests import Request
+
+from atomc.files.json_types import JSONLike
+from atomc.runtime.images.content_parts import has_images, split_images
+from atomc.runtime.images.image_error import ImageError
+from atomc.runtime.images.placeholders import Placeholders, check_image_tokens, place_images
+from atomc.runtime.requests.prompt_image import PromptImage
+from atomc.runtime.server.http.errors import invalid
+from atomc.runtime.server.http.limits import MESSAGES, check_length
+from atomc.runtime.server.http.responses import cancel_on_disconnect
+from atomc.runtime.server.service.image_budget import image_reservation
+from atomc.runtime.server.service.image_reader import ImageReader, RequestLimits
+from atomc.runtime.server.service.service import Service
+from atomc.runtime.text.chat_template import Message
+
+Tools = Sequence[Mapping[str, JSONLike]] | None
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """text: as rendered, with one image token per image."""
+
+    text: str
+    tokens: list[int]
+    images: tuple[PromptImage, ...] = ()
+
+
+async def chat_prompt(
+    service: Service,
+    request: Request,
+    messages: Sequence[Message],
+    tools: Tools,
+    add_generation_prompt: bool,
+    kwargs: Mapping[str, JSONLike],
+    continue_final_message: bool = False,
+    limit: int | None = None,
+) -> ChatPrompt:
+    """limit: maximum number of tokens of the text; None: max_len.
+
+    Raises a 400 for messages that the template or the model does not support, and for an image
+    that cannot be used.
+    """
+    model = service.model
+    check_length(MESSAGES, messages, "messages", "messages")
+    if service.images is not None:
+        try:
+            return await _with_images(
+                service,
+                service.images,
+                request,
+                messages,
+                tools,
+                add_generation_prompt,
+                kwargs,
+                continue_final_message,
+                limit,
+            )
+        except ImageError as error:
+            raise invalid(str(error), "messages", error.code) from error
+    if has_images(messages):
+        raise invalid(f"this model reads no images: {model.no_images}", "messages")
+    text = await model.render_chat(
+        messages, tools, add_generation_prompt, kwargs, continue_final_message
+    )
+    return ChatPrompt(text, await model.encode_chat([text], limit))
+
+
+async def _with_images(
+    service: Service,
+    reader: ImageReader,
+    request: Request,
+    messages: Sequence[Message],
+    tools: Tools,
+    add_generation_prompt: bool,
+    kwargs: Mapping[str, JSONLike],
+    continue_final_message: bool,
+    limit: int | None,
+) -> ChatPrompt:
+    model, image_tokens = service.model, reader.decoder.tokens
+    messages, sources = split_images(messages, service.config.limit_images)
+    hidden = Placeholders(image_tokens.texts)
+    text = await model.render_chat(
+        hidden.hide(messages),
+        hidden.hide(tools),
+        add_generation_prompt,
+        hidden.hide(kwargs),
+        continue_final_message,
+    )
+    tokens = await model.encode_chat(hidden.pieces(text), limit)
+    check_image_tokens(tokens, image_tokens.image, len(sources))
+    text = hidden.restore(text)
+    if not sources:
+        return ChatPrompt(text, tokens)
+    limits = RequestLimits(
+        model.max_len,
+        model.max_len - len(tokens),
+        service.config.max_body_bytes,
+        image_reservation(request),
+    )
+    images = await cancel_on_disconnect(request, reader.prepare(sources, limits))
+    prompt, placed = place_images(tokens, image_tokens.image, images)
+    return ChatPrompt(text, prompt, placed)

@@ -1,0 +1,137 @@
+"""How the choices of a chat may call tools: its tools and tool_choice."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from atomc.runtime.requests.sampling_params import Structured
+from atomc.runtime.server.chat.tool_choice import (
+    NamedToolParser,
+    RequiredToolParser,
+    arguments_schema,
+    calls_schema,
+)
+from atomc.runtime.server.http.errors import invalid
+from atomc.runtime.server.http.limits import TOOLS, check_length
+from atomc.runtime.server.parsers.message_deltas import Parser
+from atomc.runtime.server.parsers.tool_parsers import TOOL_PARSERS, tool_parser
+from atomc.runtime.server.service.protocol import (
+    AllowedTools,
+    ChatRequest,
+    Function,
+    JSONObject,
+    NamedTool,
+    Tool,
+)
+from atomc.runtime.server.service.sampling import additional_properties, check_structured
+from atomc.runtime.server.service.service import Service
+
+
+@dataclass(frozen=True)
+class ToolMode:
+    """How the choices of a request may call tools.
+
+    template_tools   the tools passed to the chat template
+    parser_name      the tool parser, for tool_choice "auto"
+    function_name    the function that tool_choice names
+    required         tool_choice is "required"
+    single_call      calls after the first one are left out, for tool_choice "auto"
+    structured       the structured output that forces the calls, for a named function and for
+                     "required"
+    """
+
+    template_tools: list[JSONObject] | None = None
+    parser_name: str | None = None
+    function_name: str | None = None
+    required: bool = False
+    single_call: bool = False
+    structured: Structured | None = None
+
+    def parser(self) -> Parser | None:
+        """A new parser for one choice."""
+        if self.function_name is not None:
+            return NamedToolParser(self.function_name)
+        if self.required:
+            return RequiredToolParser()
+        return tool_parser(self.parser_name) if self.parser_name is not None else None
+
+
+def tool_mode(service: Service, body: ChatRequest) -> ToolMode:
+    """Raises a 400 for a tool_choice that is not possible."""
+    check_length(TOOLS, body.tools, "tools", "tools")
+    tools, choice = _allowed(body)
+    choice = choice or ("auto" if tools else "none")
+    if not tools and choice in ("none", "auto"):
+        return ToolMode()
+    if not tools:
+        raise invalid("tool_choice requires a tool call, but tools is empty", "tool_choice")
+    template_tools = [tool.model_dump(exclude_none=True) for tool in tools]
+    if choice == "none":
+        return ToolMode()
+    if choice == "auto":
+        parser_name = service.model.tools
+        if parser_name is None:
+            raise invalid(
+                "the tool call format of this model is unknown: use tool_choice 'required' or "
+                "a named function, "
+                f"or start the server with --tool-call-parser, one of {', '.join(TOOL_PARSERS)}",
+                "tools",
+            )
+        return ToolMode(template_tools, parser_name, single_call=body.parallel_tool_calls is False)
+    functions = [tool.function for tool in tools]
+    named = _function_named(functions, choice.function.name) if choice != "required" else None
+    return _forced_mode(service, body, template_tools, functions, named)
+
+
+def _allowed(
+    body: ChatRequest,
+) -> tuple[Sequence[Tool], Literal["none", "auto", "required"] | NamedTool | None]:
+    """The tools that tool_choice allows, and which of these are called."""
+    tools, choice = body.tools or [], body.tool_choice
+    if not isinstance(choice, AllowedTools):
+        return tools, choice
+    names = [tool.function.name for tool in tools]
+    allowed = [tool.function.name for tool in choice.allowed_tools.tools]
+    if missing := [name for name in allowed if name not in names]:
+        raise invalid(
+            f"tool_choice allows {missing[0]!r:.80}, expected one of the tools: {', '.join(names)}",
+            "tool_choice",
+        )
+    return [tool for tool in tools if tool.function.name in allowed], choice.allowed_tools.mode
+
+
+def _forced_mode(
+    service: Service,
+    body: ChatRequest,
+    template_tools: list[JSONObject],
+    functions: Sequence[Function],
+    function: Function | None,
+) -> ToolMode:
+    """For a tool_choice that requires a call, of `function` if it names one. A grammar then forces
+    its arguments.
+    """
+    try:
+        schema = (
+            calls_schema(functions, body.parallel_tool_calls is not False)
+            if function is None
+            else arguments_schema(function)
+        )
+        structured = Structured(
+            json_schema=schema, additional_properties=additional_properties(body, service.config)
+        )
+    except ValueError as error:
+        raise invalid(str(error), "tools") from error
+    check_structured(structured)
+    if function is None:
+        return ToolMode(template_tools, required=True, structured=structured)
+    return ToolMode(template_tools, function_name=function.name, structured=structured)
+
+
+def _function_named(functions: Sequence[Function], name: str) -> Function:
+    found = next((function for function in functions if function.name == name), None)
+    if found is None:
+        names = ", ".join(function.name for function in functions)
+        raise invalid(
+            f"tool_choice names {name!r}, expected one of the tools: {names}", "tool_choice"
+        )
+    return found

@@ -1,0 +1,1 @@
+"""The processes of engines, and their clients in the server."""

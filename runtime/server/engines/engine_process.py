@@ -1,0 +1,368 @@
+"""The engine process: receives commands, runs engine steps and sends the outputs."""
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import parent_process
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import zmq
+from tqdm import tqdm
+
+from atomc.files.atomic_file import write_atomically
+from atomc.options import let_openmp_sleep
+from atomc.runtime.config import EngineConfig
+from atomc.runtime.execution.timings import freeze_heap
+from atomc.runtime.processes.stderr_log import exit_process, log_to_stderr
+from atomc.runtime.ranks.endpoint import use_tcp
+from atomc.runtime.ranks.rank_failed import RankFailed
+from atomc.runtime.ranks.rank_launcher import place_of
+from atomc.runtime.server.engines import ipc
+from atomc.runtime.server.engines.compile_queue import CompileQueue, CompileUnavailable
+from atomc.runtime.server.engines.ipc import Call, Failed, Progress, Refused, Reply, Submit
+from atomc.torch_compat.exceptions import is_failure
+
+if TYPE_CHECKING:
+    from atomc.runtime.engine import Engine
+    from atomc.runtime.ranks.rank_launcher import RankLauncher
+
+log = logging.getLogger("atomc.engine")
+LINGER_MS = 2000
+COMMANDS_SECONDS = 0.005
+# How often an idle engine polls for finished compiles, and for failures of other ranks.
+POLL_COMPILE_MS, POLL_RANKS_MS = 5, 250
+FRONTEND_CORES = 1  # cores left to the frontend process
+
+
+def run_engine_process(
+    config: EngineConfig,
+    address: str,
+    failure_file: Path,
+    environment: Mapping[str, str],
+    progress: bool,
+    rank_launcher: "RankLauncher | None" = None,
+) -> None:
+    """The entry point of the process: starts an engine, serves the frontend at `address`, and exits
+    with the frontend.
+
+    failure_file   gets the reason if a rank fails and the engine's thread cannot send it
+    environment    variables of this process only
+    """
+    os.environ.update(environment)  # before torch is imported
+    # Ctrl-C reaches all processes of the terminal, and SIGTERM all processes of a service; the
+    # frontend handles them.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    let_openmp_sleep()
+    # tqdm's default lock is a system semaphore, which leaks if the process is killed.
+    tqdm.set_lock(threading.RLock())
+    log_to_stderr()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    failed = run_engine(
+        config,
+        address,
+        lambda reason: write_atomically(failure_file, reason.encode()),
+        progress=progress,
+        rank_launcher=rank_launcher,
+    )
+    if failed:
+        # Skip the interpreter's cleanup, which a failed device can block.
+        exit_process(1)
+    logging.shutdown()  # which multiprocessing does not call
+
+
+def run_engine(
+    config: EngineConfig,
+    address: str,
+    report_failure: Callable[[str], None],
+    *,
+    progress: bool,
+    host: str | None = None,
+    rank_launcher: "RankLauncher | None" = None,
+) -> bool:
+    """Start an engine, and serve the frontend at `address`. Returns False after Stop; True if the
+    engine failed, after reporting the error to the frontend.
+
+    report_failure   called with the reason if a rank fails and this thread cannot send it; the
+                     process then exits
+    host             the name of this machine, if the frontend may be on another one
+    """
+    socket = zmq.Context().socket(zmq.PAIR)
+    # No limit, so that nothing is dropped or blocks; the accepted requests bound the number of
+    # messages.
+    socket.set_hwm(0)
+    socket.linger = LINGER_MS
+    if address.startswith("tcp:"):
+        use_tcp(socket, address)
+    socket.connect(address)
+
+    def exit_with(failure: RankFailed) -> None:
+        report_failure(str(failure))
+        exit_process(1)
+
+    try:
+        engine = create_engine(config, progress, exit_with, rank_launcher)
+        try:
+            EngineLoop(engine, socket, place_of(os.getpid(), host)).run()
+        finally:
+            engine.close()
+    except BaseException as error:  # every error must be reported to the frontend
+        if not is_failure(error):
+            raise
+        message = _user_error_message(error)
+        by_user = message is not None
+        if isinstance(error, RankFailed):  # which is in the log
+            message, by_user = str(error), error.by_user
+        if message is None:
+            log.exception("the engine failed")
+        failed = Failed(message or f"the engine failed: {type(error).__name__}", by_user)
+        socket.send(msgspec.msgpack.encode(failed))
+        return True
+    finally:
+        socket.close()
+        socket.context.term()
+    return False
+
+
+def _exit_with_parent() -> None:
+    """Exits this process when the frontend has ended, even during a step."""
+    parent = parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    exit_process(1)
+
+
+def _user_error_message(error: BaseException) -> str | None:
+    """The message of an error that a user can fix; None for other errors."""
+    from atomc.errors import RunError
+    from atomc.torch_compat.exceptions import out_of_memory
+
+    inner = getattr(error, "inner_exception", None)
+    if inner is not None:
+        return _user_error_message(inner)
+    if out_of_memory(error):
+        return (
+            "out of memory on the device: lower --gpu-memory-utilization, --max-num-seqs, "
+            "--max-num-batched-tokens or "
+            "--max-model-len"
+        )
+    known = isinstance(error, ValueError | OSError | ImportError | RunError)
+    return " ".join(str(error).split()) if known else None
+
+
+def create_engine(
+    config: EngineConfig,
+    progress: bool,
+    on_rank_failure: Callable[[RankFailed], None],
+    rank_launcher: "RankLauncher | None" = None,
+) -> "Engine":
+    from atomc.runtime.engine import Engine
+
+    return Engine(
+        config,
+        progress=progress,
+        spare_cores=FRONTEND_CORES,
+        on_rank_failure=on_rank_failure,
+        rank_launcher=rank_launcher,
+    )
+
+
+class EngineLoop:
+    """Receives commands, runs one engine step, sends the progress; sleeps while there is no
+    work. place: where it runs, for the log.
+    """
+
+    def __init__(self, engine: "Engine", socket: "zmq.Socket[bytes]", place: str) -> None:
+        self.engine = engine
+        self.socket = socket
+        self.place = place
+        self.profile: Any = None
+        self.compile_queue = CompileQueue(engine)
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(ipc.Command).decode
+        self._progress = Progress()
+        self._idle_ms = POLL_RANKS_MS if engine.config.num_ranks > 1 else None
+
+    def run(self) -> None:
+        """Runs until a Stop command."""
+        freeze_heap()
+        stats = self.engine.stats()
+        self._send(
+            ipc.Started(
+                model=self.engine.program.report.model,
+                device=str(self.engine.program.device),
+                max_len=self.engine.max_len,
+                vocab_size=self.engine.vocab_size,
+                kv_tokens=stats.kv_tokens,
+                num_sequences=stats.kv_tokens // self.engine.max_len,
+                phases=self.engine.phases,
+                threads=str(self.engine.threads or ""),
+                place=self.place,
+                ranks=dict(self.engine.executor.places),
+            )
+        )
+        while True:
+            for command in self._receive_commands():
+                if isinstance(command, ipc.Stop):
+                    return
+                self._handle(command)
+            until = time.monotonic() + COMMANDS_SECONDS
+            for submit, error in self.compile_queue.completed():
+                self._submit(submit, error)
+                if time.monotonic() > until:
+                    break
+            self.engine.raise_failure()
+            if self.engine.has_work:
+                self._progress.outputs += self.engine.step()
+            if self._progress != Progress():
+                self._send(self._progress)
+                self._progress = Progress()
+
+    def _receive_commands(self) -> Iterator[ipc.Command]:
+        """The commands that have arrived; blocks for one if there is no work."""
+        if not self.engine.has_work:
+            self.socket.poll(POLL_COMPILE_MS if self.compile_queue else self._idle_ms)
+        # Limited in time, so that running requests progress while many new ones arrive.
+        until = time.monotonic() + COMMANDS_SECONDS
+        while time.monotonic() < until:
+            try:
+                message = self.socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            yield self._decode(message)
+
+    def _handle(self, command: ipc.Command) -> None:
+        match command:
+            case Submit():
+                if self.engine.is_sleeping or not self.compile_queue.enqueue(command):
+                    self._submit(command)
+            case ipc.Abort(ids):
+                self.compile_queue.drop(ids)
+                for request_id in ids:
+                    self.engine.abort(request_id)
+            # These finish a step: an error of that ends the engine, as in `step`.
+            case Call(number, "reset_prefix_cache"):
+                self.engine.reset_prefix_cache()
+                self._send(Reply(number))
+            case Call(number, "sleep"):
+                self._sleep(number)
+            case Call(number):
+                try:
+                    self._send(Reply(number, self._call(command)))
+                except ValueError as error:
+                    self._send(Reply(number, error=str(error)))
+                except Exception:  # fails this call only; requests continue
+                    log.exception("%s failed", command.name)
+                    self._send(Reply(number, error=f"{command.name} failed"))
+
+    def _sleep(self, number: int) -> None:
+        try:
+            if self.compile_queue.is_busy:
+                raise ValueError(
+                    "sleep: grammars, or the model for embeddings, are being compiled: call it "
+                    "when requests have ended"
+                )
+            self.engine.sleep()
+        except ValueError as error:
+            self._send(Reply(number, error=str(error)))
+        else:
+            self._send(Reply(number))
+
+    def _submit(self, command: Submit, error: Exception | None = None) -> None:
+        """Add a request to the engine, or reject it if its compile ended with `error`."""
+        from atomc.runtime.requests.request_errors import RequestFailed
+        from atomc.runtime.scheduling.scheduler import QueueFull
+        from atomc.runtime.sleeping import EngineAsleep
+
+        try:
+            if error is not None:
+                raise error
+            self.engine.add(
+                self.engine.request(
+                    command.id,
+                    command.tokens,
+                    command.params,
+                    priority=command.priority,
+                    salt=command.salt,
+                    pooling=command.pooling,
+                    images=command.images,
+                    lora=command.lora,
+                )
+            )
+        except (ValueError, ImportError) as error:
+            self._progress.refused.append(Refused(command.id, str(error)))
+        except RequestFailed as error:
+            self._progress.refused.append(
+                Refused(command.id, str(error), by_client=error.error.by_client)
+            )
+        except EngineAsleep as error:
+            self._progress.refused.append(
+                Refused(command.id, str(error), error.retry_after, asleep=True)
+            )
+        except (QueueFull, CompileUnavailable) as error:
+            self._progress.refused.append(Refused(command.id, str(error), error.retry_after))
+        else:
+            self._progress.accepted.append(command.id)
+
+    def _call(self, call: Call) -> str:
+        match call.name:
+            case "stats":
+                self._send(Progress(stats=self.engine.stats()))
+                return ""
+            case "report":
+                stats = self.engine.stats()
+                report = self.engine.program.report.to_dict() | {
+                    "steps": stats.steps,
+                    "expert_load": stats.expert_load,
+                }
+                return msgspec.json.encode(report, enc_hook=str).decode()
+            case "start_profile":
+                return self._start_profile()
+            case "stop_profile":
+                return self._stop_profile(Path(call.folder))
+            case "load_adapter":
+                self.engine.adapters.load(call.adapter, call.folder)
+                return ""
+            case "unload_adapter":
+                self.engine.adapters.unload(call.adapter)
+                return ""
+            case "wake_up":
+                self.engine.wake_up()
+                return ""
+            case "is_sleeping":
+                return "yes" if self.engine.is_sleeping else ""
+            case "reset_prefix_cache" | "sleep":
+                raise AssertionError("_handle does it")
+
+    def _start_profile(self) -> str:
+        import torch
+        from torch.profiler import ProfilerActivity
+
+        if self.profile is not None:
+            raise ValueError("a profile is already running: call /stop_profile first")
+        activities = [
+            ProfilerActivity.CPU,
+            *([ProfilerActivity.CUDA] if torch.cuda.is_available() else []),
+        ]
+        self.profile = torch.profiler.profile(activities=activities)
+        self.profile.start()
+        return "started"
+
+    def _stop_profile(self, folder: Path) -> str:
+        if self.profile is None:
+            raise ValueError("no profile is running: call /start_profile first")
+        profile, self.profile = self.profile, None
+        profile.stop()
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / f"engine-{time.strftime('%Y%m%d-%H%M%S')}.json.gz"
+        profile.export_chrome_trace(str(file))
+        return file.name
+
+    def _send(self, event: ipc.Event) -> None:
+        self.socket.send(self._encode(event))

@@ -1,0 +1,1 @@
+"""Bytes, headers, limits and errors of HTTP."""

@@ -1,0 +1,130 @@
+"""Errors that clients receive, in the form of the OpenAI API. No message contains a path or a stack
+trace.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
+
+from atomc.runtime.requests.request_errors import RequestError, TokenizerError
+from atomc.runtime.server.engines.client import (
+    EngineDead,
+    EngineLost,
+    EngineRestarting,
+    RequestRefused,
+    ShuttingDown,
+)
+
+MAX_MESSAGE_CHARACTERS = 1000
+
+
+class ErrorFields(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorObject(TypedDict):
+    error: ErrorFields
+
+
+class APIError(Exception):
+    """A response with this status and the body {"error": {"message", "type", "param", "code"}}."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = "invalid_request_error",
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        # The message may quote the request, which can be long or contain lone surrogates.
+        message = message[:MAX_MESSAGE_CHARACTERS].encode(errors="backslashreplace").decode()
+        super().__init__(message)
+        self.status, self.message, self.kind, self.code = status, message, kind, code
+        self.param = param and param.encode(errors="backslashreplace").decode()
+        self.headers = dict(headers or {})
+
+    def body(self) -> ErrorObject:
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> APIError:
+    return APIError(400, message, param=param, code=code)
+
+
+def invalid_field(location: Sequence[str], message: str) -> APIError:
+    """A 400 for a field that pydantic refused with this message. location: "" is the body."""
+    # Lone surrogates become ?.
+    parts = [part.encode(errors="replace").decode() for part in location]
+    text = message.removeprefix("Value error, ")
+    return invalid(f"{'.'.join(parts) or 'the body'}: {text}", parts[0] if parts else None)
+
+
+def from_request_error(error: RequestError, request_id: str) -> APIError:
+    """The response to a request that failed in the engine."""
+    if error.by_client:
+        return invalid(error.message)
+    return APIError(500, f"{error.message} (request {request_id})", "server_error")
+
+
+def to_api_error(error: BaseException) -> APIError:
+    """The response to a request that ended with this error."""
+    match error:
+        case APIError():
+            return error
+        case ShuttingDown():
+            return APIError(503, str(error), "service_unavailable", code="shutting_down")
+        case EngineRestarting(retry_after=seconds):
+            return APIError(
+                503,
+                str(error),
+                "service_unavailable",
+                code="engine_restarting",
+                headers=_retry_after(seconds),
+            )
+        case EngineLost():
+            return APIError(
+                503,
+                f"{error}; another engine takes over: send the request again",
+                "service_unavailable",
+                code="engine_dead",
+                headers=_retry_after(0),
+            )
+        case EngineDead():
+            return APIError(
+                503, f"{error}; no request can be served", "service_unavailable", code="engine_dead"
+            )
+        case RequestRefused(asleep=True, retry_after=float() | int() as seconds):
+            return APIError(
+                503,
+                str(error),
+                "service_unavailable",
+                code="engine_asleep",
+                headers=_retry_after(seconds),
+            )
+        case RequestRefused(retry_after=float() | int() as seconds):
+            return APIError(
+                503, str(error), "overloaded", code="queue_full", headers=_retry_after(seconds)
+            )
+        case RequestRefused(by_client=False):
+            return APIError(500, str(error), "server_error")
+        case RequestRefused():
+            return invalid(str(error))
+        case TokenizerError():
+            return APIError(500, str(error), "server_error")
+    return APIError(500, "internal error; see the server's log", "server_error")
+
+
+def _retry_after(seconds: float) -> dict[str, str]:
+    return {"Retry-After": str(max(1, round(seconds)))}

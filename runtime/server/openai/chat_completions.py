@@ -1,0 +1,222 @@
+"""POST /v1/chat/completions."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from atomc.runtime.requests.logprobs import TokenLogprobs
+from atomc.runtime.server.chat.chat import Chat, ChoiceDelta, start_chat
+from atomc.runtime.server.http.responses import (
+    SSE_DONE,
+    EventStream,
+    JSONResponse,
+    cancel_on_disconnect,
+    request_id,
+    sse_event,
+)
+from atomc.runtime.server.parsers.message_deltas import (
+    ContentDelta,
+    MessageDelta,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallStart,
+    merge_deltas,
+)
+from atomc.runtime.server.service.logprobs import chat_logprobs, encoded, prompt_logprobs
+from atomc.runtime.server.service.protocol import ChatRequest
+from atomc.runtime.server.service.response_types import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+    ChatTokenLogprob,
+    FunctionCall,
+    ToolCall,
+)
+from atomc.runtime.server.service.service import Service
+
+
+async def chat_completions(service: Service, body: ChatRequest, request: Request) -> Response:
+    chat = await start_chat(service, body, request)
+    response = _ResponseBuilder(service, body, request_id(request), chat)
+    if body.stream:
+        return EventStream(response.stream(), chat.generation.close)
+    return JSONResponse(await cancel_on_disconnect(request, response.complete()))
+
+
+@dataclass
+class _ChoiceState:
+    """One choice of a response without stream: its deltas and log-probabilities so far."""
+
+    deltas: list[MessageDelta] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[ChatTokenLogprob | msgspec.Raw] = field(
+        default_factory=list
+    )  # encoded per delta, to keep the event loop free
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class _ResponseBuilder:
+    """Builds the response to one request: one JSON body, or a stream of events."""
+
+    def __init__(self, service: Service, body: ChatRequest, name: str, chat: Chat) -> None:
+        self.service, self.body, self.chat = service, body, chat
+        self.id, self.created = f"chatcmpl-{name}", int(time.time())
+
+    async def complete(self) -> ChatCompletion:
+        states = [_ChoiceState() for _ in range(self.body.n)]
+        with self.chat.generation:
+            async for delta in self.chat:
+                state = states[delta.index]
+                state.deltas += delta.deltas
+                state.tokens += delta.tokens
+                state.finish_reason, state.stop_reason = delta.finish_reason, delta.stop_reason
+                if self.body.logprobs:
+                    state.logprobs += encoded(self._logprobs(delta.logprobs)["content"])
+        choices: list[ChatChoice] = [
+            {
+                "index": index,
+                "message": _message(state.deltas),
+                "logprobs": self._all_logprobs(state),
+                "finish_reason": state.finish_reason,
+                "stop_reason": state.stop_reason,
+            }
+            for index, state in enumerate(states)
+        ]
+        response: ChatCompletion = {
+            "id": self.id,
+            "created": self.created,
+            "model": self.chat.generation.model_name,
+            "object": "chat.completion",
+            "choices": choices,
+            "usage": self.chat.generation.usage(),
+        }
+        if self.body.prompt_logprobs is not None:
+            scored = next(iter(self.chat.generation.choices.values())).prompt_logprobs or ()
+            response["prompt_logprobs"] = await asyncio.to_thread(
+                prompt_logprobs, self.service.model, scored
+            )
+        if self.body.return_token_ids:
+            response["prompt_token_ids"] = self.chat.generation.prompts[0]
+            for choice, state in zip(choices, states, strict=True):
+                choice["token_ids"] = state.tokens
+        return response
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        options = self.body.stream_options
+        started: set[int] = set()
+        try:
+            with self.chat.generation as generation:
+                async for delta in self.chat:
+                    is_first = not started
+                    for chunk in self._chunks(delta, started):
+                        event = self._event([chunk])
+                        if self.body.return_token_ids and is_first:
+                            event["prompt_token_ids"] = generation.prompts[0]
+                            is_first = False
+                        if options is not None and options.continuous_usage_stats:
+                            event["usage"] = generation.usage()
+                        yield sse_event(event)
+                if options is not None and options.include_usage:
+                    yield sse_event(self._event([]) | {"usage": generation.usage()})
+                yield SSE_DONE
+        except Exception as error:  # the response has begun: its last event says what failed
+            yield sse_event(self.service.stream_error(error).body())
+
+    def _event(self, choices: list[ChatChunkChoice]) -> ChatChunk:
+        return {
+            "id": self.id,
+            "created": self.created,
+            "model": self.chat.generation.model_name,
+            "object": "chat.completion.chunk",
+            "choices": choices,
+        }
+
+    def _chunks(self, delta: ChoiceDelta, started: set[int]) -> list[ChatChunkChoice]:
+        """One chunk per message delta; the first has the log-probabilities and tokens. A separate
+        last one has the finish reason. started: the choices that had a chunk, to which this one is
+        added.
+        """
+        deltas = [_delta(each) for each in delta.deltas]
+        if delta.index not in started and (deltas or delta.tokens or delta.finish_reason):
+            started.add(delta.index)
+            deltas = deltas or [{"content": ""}]
+            deltas[0] = {"role": "assistant", **deltas[0]}
+        empty: ChatChunkChoice = {
+            "index": delta.index,
+            "delta": {},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        chunks: list[ChatChunkChoice] = [{**empty, "delta": each} for each in deltas]
+        if self.body.logprobs and delta.logprobs:
+            chunks = chunks or [empty.copy()]
+            chunks[0]["logprobs"] = self._logprobs(delta.logprobs)
+        if self.body.return_token_ids and delta.tokens:
+            chunks = chunks or [empty.copy()]
+            chunks[0]["token_ids"] = delta.tokens
+        if delta.finish_reason is not None:
+            chunks.append(
+                {**empty, "finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+            )
+        return chunks
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
+        return chat_logprobs(self.service.model, logprobs, self.body.top_logprobs or 0)
+
+    def _all_logprobs(self, state: _ChoiceState) -> ChatLogprobs | None:
+        return {"content": state.logprobs, "refusal": None} if self.body.logprobs else None
+
+
+def _delta(delta: MessageDelta) -> ChatDelta:
+    match delta:
+        case ReasoningDelta(text):
+            return {"reasoning_content": text}
+        case ContentDelta(text):
+            return {"content": text}
+        case ToolCallStart(index, call_id, name):
+            function: FunctionCall = {"name": name, "arguments": ""}
+            return {
+                "tool_calls": [
+                    {"index": index, "id": call_id, "type": "function", "function": function}
+                ]
+            }
+        case ToolCallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def _message(deltas: Sequence[MessageDelta]) -> ChatMessage:
+    """The message that the deltas add up to; content is null if there are only tool calls."""
+    content = "".join(delta.text for delta in deltas if isinstance(delta, ContentDelta))
+    reasoning = "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))
+    calls: list[ToolCall] = []
+    for delta in merge_deltas(deltas):
+        if isinstance(delta, ToolCallStart):
+            calls.append(
+                {
+                    "id": delta.id,
+                    "type": "function",
+                    "function": {"name": delta.name, "arguments": ""},
+                }
+            )
+        elif isinstance(delta, ToolCallArguments):
+            calls[delta.index]["function"]["arguments"] += delta.text
+    message: ChatMessage = {
+        "role": "assistant",
+        "content": content if content or not calls else None,
+        "refusal": None,
+    }
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = calls
+    return message

@@ -1,0 +1,272 @@
+"""POST /v1/completions."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from functools import partial
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from atomc.runtime.requests.logprobs import TokenLogprobs
+from atomc.runtime.server.http.errors import invalid
+from atomc.runtime.server.http.responses import (
+    SSE_DONE,
+    EventStream,
+    JSONResponse,
+    cancel_on_disconnect,
+    request_id,
+    sse_event,
+)
+from atomc.runtime.server.service.generation import Choice, Generation
+from atomc.runtime.server.service.logprobs import (
+    TextOffsets,
+    completion_logprobs,
+    encoded,
+    prompt_logprobs,
+)
+from atomc.runtime.server.service.prompts import tokenize_prompts
+from atomc.runtime.server.service.protocol import CompletionRequest
+from atomc.runtime.server.service.response_types import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    Usage,
+)
+from atomc.runtime.server.service.sampling import (
+    check_context_length,
+    check_logprobs,
+    check_prompt_logprobs,
+    prompt_limit,
+    sampling_params,
+    structured_output,
+    truncated_prompt,
+)
+from atomc.runtime.server.service.service import Service
+from atomc.runtime.text.text_stream import TextDelta
+
+MAX_TOKENS = 16  # OpenAI's default
+# Log-probabilities of more tokens are formatted in a thread.
+THREAD_TOKENS = 128
+
+
+@dataclass
+class ChoiceDelta:
+    """What is new of one choice.
+
+    new_tokens       the tokens without those of an echoed prompt
+    openai_logprobs  the log-probabilities so far, as the API returns them
+    """
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    new_tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    openai_logprobs: CompletionLogprobs | None = None
+
+
+async def completions(service: Service, body: CompletionRequest, request: Request) -> Response:
+    model = service.model
+    model.check_name(body.model)
+    if body.suffix:
+        raise invalid("suffix is not supported: the server does not insert text", "suffix")
+    if body.best_of not in (None, 1) and body.best_of != body.n:
+        raise invalid(f"best_of={body.best_of} is not supported: use n", "best_of")
+    check_logprobs(body.logprobs, "logprobs", service.config)
+    check_prompt_logprobs(body, service.config)
+    max_tokens = MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    prompts = await tokenize_prompts(
+        service,
+        body.prompt,
+        "prompt",
+        body.add_special_tokens,
+        n=body.n,
+        logprobs=max(body.logprobs or 0, body.prompt_logprobs or 0),
+        limit=prompt_limit(body, model),
+        truncate=partial(truncated_prompt, body=body, max_tokens=max_tokens, model=model),
+    )
+    for prompt in prompts:
+        check_context_length(len(prompt), max_tokens, model)
+    # A request for the prompt log-probabilities only, as evaluations send, still computes one
+    # token.
+    prompt_only = max_tokens == 0 and body.echo
+    params = await sampling_params(
+        body,
+        model,
+        num_choices=len(prompts) * body.n,
+        max_tokens=1 if prompt_only else max_tokens,
+        logprobs=body.logprobs,
+        prompt_logprobs=body.logprobs
+        if body.echo and body.prompt_logprobs is None
+        else body.prompt_logprobs,
+        structured=structured_output(body, body.response_format, service.config),
+        skip_special_tokens=body.skip_special_tokens,
+    )
+    generation = service.generation(request, prompts, params, body)
+    await service.start(generation, request)
+    response = _ResponseBuilder(service, body, request_id(request), generation, prompt_only)
+    if body.stream:
+        return EventStream(response.stream(), generation.close)
+    return JSONResponse(await cancel_on_disconnect(request, response.complete()))
+
+
+class _ResponseBuilder:
+    """Builds the response to one request: one JSON body, or a stream of events."""
+
+    def __init__(
+        self,
+        service: Service,
+        body: CompletionRequest,
+        name: str,
+        generation: Generation,
+        prompt_only: bool,
+    ) -> None:
+        self.service, self.body, self.generation, self.prompt_only = (
+            service,
+            body,
+            generation,
+            prompt_only,
+        )
+        self.id, self.created = f"cmpl-{name}", int(time.time())
+        self.offsets = {
+            choice.index: TextOffsets(service.model, body.skip_special_tokens)
+            for choice in generation.choices.values()
+        }
+
+    def _response(self, choices: list[CompletionChoice]) -> Completion:
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.generation.model_name,
+            "choices": choices,
+        }
+
+    async def complete(self) -> Completion:
+        parts = {choice.index: ChoiceDelta() for choice in self.generation.choices.values()}
+        texts: dict[int, list[str]] = {index: [] for index in parts}
+        with self.generation:
+            async for choice, delta in self.generation:
+                part, new = parts[choice.index], await self._part(choice, delta)
+                texts[choice.index].append(new.text)
+                part.tokens += new.tokens
+                part.new_tokens += new.new_tokens
+                if self.body.logprobs is not None:
+                    # Encoded per delta: encoding all of them at the end would block the event loop.
+                    logprobs = await self._logprobs(choice.index, new)
+                    if part.openai_logprobs is None:
+                        part.openai_logprobs = {
+                            "tokens": [],
+                            "token_logprobs": [],
+                            "top_logprobs": [],
+                            "text_offset": [],
+                        }
+                    _extend(part.openai_logprobs, logprobs)
+                part.finish_reason, part.stop_reason = new.finish_reason, new.stop_reason
+        for index, part in parts.items():
+            part.text = "".join(texts[index])
+        choices = [
+            _choice(index, part, part.openai_logprobs) for index, part in sorted(parts.items())
+        ]
+        if self.body.return_token_ids:
+            for choice in self.generation.choices.values():
+                choices[choice.index]["prompt_token_ids"] = choice.prompt
+                choices[choice.index]["token_ids"] = parts[choice.index].new_tokens
+        if self.body.prompt_logprobs is not None:
+            for choice in self.generation.choices.values():
+                choices[choice.index]["prompt_logprobs"] = await asyncio.to_thread(
+                    prompt_logprobs, self.service.model, choice.prompt_logprobs or ()
+                )
+        return self._response(choices) | {"usage": self._usage()}
+
+    def _usage(self) -> Usage:
+        usage = self.generation.usage()
+        if self.prompt_only:  # the client did not ask for the token that was computed
+            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+        return usage
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        options = self.body.stream_options
+        try:
+            with self.generation:
+                async for choice, delta in self.generation:
+                    part = await self._part(choice, delta)
+                    if part.tokens or part.text or part.finish_reason:
+                        logprobs = (
+                            None
+                            if self.body.logprobs is None
+                            else await self._logprobs(choice.index, part)
+                        )
+                        found = _choice(choice.index, part, logprobs)
+                        if self.body.return_token_ids:
+                            found["token_ids"] = part.new_tokens
+                            if choice.num_new == len(part.new_tokens):
+                                found["prompt_token_ids"] = choice.prompt
+                        chunk = self._response([found])
+                        if options is not None and options.continuous_usage_stats:
+                            chunk["usage"] = self._usage()
+                        yield sse_event(chunk)
+                if options is not None and options.include_usage:
+                    yield sse_event(self._response([]) | {"usage": self._usage()})
+                yield SSE_DONE
+        except Exception as error:  # the response has begun: its last event says what failed
+            yield sse_event(self.service.stream_error(error).body())
+
+    async def _part(self, choice: Choice, delta: TextDelta) -> ChoiceDelta:
+        """The new part of a choice; the first one includes the prompt if `echo` is set."""
+        new = ChoiceDelta(
+            delta.text,
+            list(delta.token_ids),
+            list(delta.token_ids),
+            list(delta.logprobs or ()),
+            delta.finish_reason,
+            delta.stop_reason,
+        )
+        if self.prompt_only:
+            new = ChoiceDelta(finish_reason="length" if delta.finish_reason else None)
+        if self.body.echo and choice.num_new == len(delta.token_ids):
+            new.text = await self._echo_text(choice) + new.text
+            new.tokens = [*choice.prompt, *new.tokens]
+            new.logprobs = [*(choice.prompt_logprobs or ()), *new.logprobs]
+        return new
+
+    async def _echo_text(self, choice: Choice) -> str:
+        prompt = self.body.prompt
+        texts = [prompt] if isinstance(prompt, str) else prompt
+        text = texts[choice.index // self.generation.n]
+        return (
+            text
+            if isinstance(text, str) and self.body.truncate_prompt_tokens is None
+            else await self.service.model.decode(choice.prompt, skip_special_tokens=True)
+        )
+
+    async def _logprobs(self, index: int, part: ChoiceDelta) -> CompletionLogprobs:
+        """Log-probabilities of `part`, in OpenAI's format; formatted in a thread if they are
+        many.
+        """
+        given = (self.service.model, part.tokens, part.logprobs, self.offsets[index])
+        many = len(part.tokens) > THREAD_TOKENS
+        if many:
+            return await asyncio.to_thread(completion_logprobs, *given)
+        return completion_logprobs(*given)
+
+
+def _choice(index: int, part: ChoiceDelta, logprobs: CompletionLogprobs | None) -> CompletionChoice:
+    return {
+        "index": index,
+        "text": part.text,
+        "logprobs": logprobs,
+        "finish_reason": part.finish_reason,
+        "stop_reason": part.stop_reason,
+    }
+
+
+def _extend(logprobs: CompletionLogprobs, new: CompletionLogprobs) -> None:
+    """Append the new items, with top_logprobs encoded."""
+    logprobs["tokens"] += new["tokens"]
+    logprobs["token_logprobs"] += new["token_logprobs"]
+    logprobs["top_logprobs"] += encoded(new["top_logprobs"])
+    logprobs["text_offset"] += new["text_offset"]

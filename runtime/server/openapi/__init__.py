@@ -1,0 +1,1 @@
+"""The description of the server's endpoints for clients, and its page."""

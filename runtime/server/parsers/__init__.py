@@ -1,0 +1,1 @@
+"""What a model writes, as reasoning, text and calls of tools."""

@@ -1,0 +1,58 @@
+"""Splits the streamed text of one choice into reasoning, content and tool calls."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from atomc.runtime.server.parsers.message_deltas import (
+    ContentDelta,
+    MessageDelta,
+    Parser,
+    merge_deltas,
+)
+
+if TYPE_CHECKING:  # optional
+    from tokenizers import Tokenizer
+
+
+class OutputParser:
+    """Feeds the text to the reasoning parser, and the content it returns to the tool parser; either
+    may be None.
+    """
+
+    def __init__(self, reasoning: Parser | None, tools: Parser | None) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+
+    @property
+    def parsers(self) -> Sequence[Parser | None]:
+        return self._reasoning, self._tools
+
+    def feed(self, text: str) -> list[MessageDelta]:
+        if not text:
+            return []
+        return self._parse_tool_calls(
+            self._reasoning.feed(text) if self._reasoning else [ContentDelta(text)]
+        )
+
+    def finish(self) -> list[MessageDelta]:
+        deltas = self._parse_tool_calls(self._reasoning.finish()) if self._reasoning else []
+        return merge_deltas(deltas + (self._tools.finish() if self._tools else []))
+
+    def _parse_tool_calls(self, deltas: list[MessageDelta]) -> list[MessageDelta]:
+        if self._tools is None:
+            return deltas
+        found: list[MessageDelta] = []
+        for delta in deltas:
+            found += self._tools.feed(delta.text) if isinstance(delta, ContentDelta) else [delta]
+        return merge_deltas(found)
+
+
+def uses_special_tokens(tokenizer: "Tokenizer", *parsers: Parser | None) -> bool:
+    """Whether a marker of these parsers is a special token, so that the text must include special
+    tokens.
+    """
+    markers = {marker for parser in parsers if parser is not None for marker in parser.markers}
+    return any(
+        token.special and token.content in markers
+        for token in tokenizer.get_added_tokens_decoder().values()
+    )

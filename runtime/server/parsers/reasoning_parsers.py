@@ -1,0 +1,160 @@
+"""Streaming parsers that split the model's text into ReasoningDelta and ContentDelta."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from atomc.runtime.server.parsers.message_deltas import (
+    ContentDelta,
+    MessageDelta,
+    Parser,
+    ReasoningDelta,
+    merge_deltas,
+)
+from atomc.runtime.server.parsers.text_buffer import TextBuffer
+from atomc.runtime.server.parsers.tool_parsers.harmony import CHANNEL, HARMONY, START, HarmonyParser
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+class ThinkParser:
+    """<think>...</think> at the start of the text, as in Qwen3, DeepSeek-R1 and QwQ.
+
+    opened   the prompt ends within the reasoning
+
+    Newlines next to the tags are dropped. Later tags are content. Format: chat templates and model
+    cards of Qwen/Qwen3-8B, Qwen/QwQ-32B and deepseek-ai/DeepSeek-R1.
+    """
+
+    markers: ClassVar[tuple[str, ...]] = (OPEN, CLOSE)
+
+    def __init__(self, opened: bool = False) -> None:
+        self._opened = opened
+        self._text = TextBuffer()
+        self._deltas: list[MessageDelta] = []
+        self._has_content = self._has_reasoning = False
+        self._space: list[str] = []  # before the text
+        # Trailing newlines of the reasoning, emitted only if more reasoning follows.
+        self._newlines: list[str] = []
+        self._state = self._at_start
+
+    def feed(self, text: str) -> list[MessageDelta]:
+        self._text.feed(text)
+        while self._state():
+            pass
+        return self._take()
+
+    def finish(self) -> list[MessageDelta]:
+        rest = "".join((*self._space, self._text.take_all()))
+        if self._state == self._in_reasoning or (self._state == self._at_start and self._opened):
+            self._add_reasoning(rest)
+        elif rest:
+            self._deltas.append(ContentDelta(rest))
+        return self._take()
+
+    def _at_start(self) -> bool:
+        self._space.append(self._text.take_characters(r"\s*"))
+        if self._text.is_prefix_of(OPEN):  # also if nothing is left
+            return False
+        if self._text.startswith(OPEN):
+            self._text.take(len(OPEN))
+            self._opened = True
+            self._space.clear()
+        space = "".join(self._space)
+        self._space.clear()
+        if self._opened:
+            self._state = self._in_reasoning
+            self._add_reasoning(space)
+        else:
+            self._state, self._has_content = self._in_content, True
+            if space:
+                self._deltas.append(ContentDelta(space))
+        return True
+
+    def _in_reasoning(self) -> bool:
+        text, marker = self._text.take_until(CLOSE)
+        self._add_reasoning(text)
+        if marker:
+            self._state = self._in_content
+        return bool(marker)
+
+    def _add_reasoning(self, text: str) -> None:
+        """Emits reasoning without leading newlines; holds trailing ones back."""
+        text = text if self._has_reasoning else text.lstrip("\n")
+        stripped = text.rstrip("\n")
+        if stripped:
+            self._has_reasoning = True
+            self._deltas.append(ReasoningDelta("".join((*self._newlines, stripped))))
+            self._newlines.clear()
+        self._newlines.append(text[len(stripped) :])
+
+    def _in_content(self) -> bool:
+        text = self._text.take_all()
+        text = text if self._has_content else text.lstrip("\n")
+        if text:
+            self._has_content = True
+            self._deltas.append(ContentDelta(text))
+        return False
+
+    def _take(self) -> list[MessageDelta]:
+        taken, self._deltas = merge_deltas(self._deltas), []
+        return taken
+
+
+@dataclass(frozen=True)
+class PromptEnd:
+    """Where the text of a response begins.
+
+    prompt    the rendered chat; some templates end with the opening tag
+    prefill   the beginning of the response that the client wrote
+    """
+
+    prompt: str = ""
+    prefill: str | None = None
+
+
+def _think(end: PromptEnd | None) -> Parser:
+    if end is None:
+        return ThinkParser()
+    if end.prefill is not None:
+        return ThinkParser(end.prefill.rfind(OPEN) > end.prefill.rfind(CLOSE))
+    return ThinkParser(end.prompt.rstrip().endswith(OPEN))
+
+
+def _deepseek_r1(end: PromptEnd | None) -> Parser:
+    """The model may leave out the opening tag: a text is reasoning up to the closing one."""
+    if end is None or end.prefill is not None:
+        return _think(end)
+    return ThinkParser(not end.prompt.rstrip().endswith(CLOSE))
+
+
+def _harmony(end: PromptEnd | None) -> Parser:
+    return HarmonyParser(reasoning=True, tools=False)
+
+
+REASONING_PARSERS: Mapping[str, Callable[[PromptEnd | None], Parser]] = {
+    "think": _think,
+    "qwen3": _think,
+    "deepseek-r1": _deepseek_r1,
+    HARMONY: _harmony,
+}
+
+
+def reasoning_parser(name: str, end: PromptEnd | None = None) -> Parser:
+    """A parser for one response. end: None for one that does not begin within the reasoning. Raises
+    ValueError for an unknown name.
+    """
+    if name not in REASONING_PARSERS:
+        raise ValueError(
+            f"unknown reasoning parser {name!r}, expected one of {', '.join(REASONING_PARSERS)}"
+        )
+    return REASONING_PARSERS[name](end)
+
+
+def detect_reasoning_parser(chat_template: str, model_type: str | None = None) -> str | None:
+    """The name of the parser for the reasoning format of this chat template; None if it is
+    unknown.
+    """
+    if model_type == "gpt_oss" or (START in chat_template and CHANNEL in chat_template):
+        return HARMONY
+    return "think" if CLOSE in chat_template else None

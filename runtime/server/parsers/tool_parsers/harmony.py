@@ -1,0 +1,150 @@
+"""The harmony format of GPT-OSS: messages on channels, including tool calls.
+
+    <|channel|>analysis<|message|>...<|end|>
+    <|start|>assistant<|channel|>commentary to=functions.weather
+    <|constrain|>json<|message|>{"city": "Paris"}<|call|>
+    <|start|>assistant<|channel|>final<|message|>...<|return|>
+
+without the newlines. The prompt ends with "<|start|>assistant", so the text starts inside a header.
+Format: cookbook.openai.com/articles/openai-harmony and the chat template of openai/gpt-oss-20b.
+"""
+
+import re
+from collections.abc import Callable
+from typing import ClassVar
+
+from atomc.runtime.server.parsers.message_deltas import call_id
+from atomc.runtime.server.parsers.tool_parsers.json_call import SPACE, JsonScanner
+from atomc.runtime.server.parsers.tool_parsers.state_machine import StateMachineParser
+
+HARMONY = "gpt-oss"  # the name of the parsers
+START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
+END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
+ENDS = (END, CALL, RETURN, START)
+# Starts of a header after the "<|start|>assistant" of the prompt.
+HEADERS = (START, CHANNEL, "to=")
+SPACES = f"[{SPACE}]*"
+SEPARATOR = "\n\n"  # between messages of the same channel
+
+
+class HarmonyParser(StateMachineParser):
+    """Parses all channels.
+
+    reasoning, tools   whether to parse these messages. If not, they stay in the content verbatim
+                       for a second parser: the tool parser reads the content of the reasoning
+                       parser
+    """
+
+    markers: ClassVar[tuple[str, ...]] = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN)
+
+    def __init__(
+        self, new_id: Callable[[], str] = call_id, *, reasoning: bool = False, tools: bool = True
+    ) -> None:
+        super().__init__(new_id)
+        self._reasoning, self._tools = reasoning, tools
+        self._arguments = JsonScanner()
+        self._name = ""
+        self._separators = {"content": "", "reasoning": ""}
+        self._state = self._at_start
+
+    def _finish_content(self, rest: str) -> None:
+        if self._state == self._in_reasoning:
+            self._deltas.reasoning(rest)
+        elif self._state != self._after_arguments:
+            self._deltas.content(rest)
+
+    def _at_start(self) -> bool:
+        self._raw.append(self._text.take_characters(SPACES))
+        if self._text.is_prefix_of(*HEADERS):  # also if nothing is left
+            return False
+        if self._text.startswith(*HEADERS):
+            self._state = self._in_header
+        else:
+            self._content(self._outside)
+        return True
+
+    def _outside(self) -> bool:
+        """Text outside of messages is content."""
+        text, marker = self._text.take_until(START)
+        self._deltas.content(text)
+        if marker:
+            self._enter(self._in_header, marker)
+        return bool(marker)
+
+    def _in_header(self) -> bool:
+        text, marker = self._text.take_until(MESSAGE, END, CALL, RETURN)
+        self._raw.append(text)
+        if marker == MESSAGE:
+            self._start_message("".join(self._raw))
+        elif marker:
+            self._content(self._outside, marker)
+        return bool(marker)
+
+    def _start_message(self, raw: str) -> None:
+        """Choose the state for the message of this header, which may have its start."""
+        header = raw.removeprefix(START)
+        channel = re.search(re.escape(CHANNEL) + r"\s*(\w+)", header)
+        function = re.search(r"(?:^|\s|assistant)to=functions\.([^\s<]+)", header)
+        analysis = channel is not None and channel[1] == "analysis"
+        if function and self._tools:
+            self._name = function[1]
+            self._enter(self._before_arguments, raw + MESSAGE)
+        elif function or (analysis and not self._reasoning):
+            start = "" if raw.startswith(START) else f"{START}assistant"
+            self._deltas.content(start + raw + MESSAGE)
+            self._enter(self._verbatim)
+        else:
+            self._enter(self._in_reasoning if analysis else self._in_message)
+
+    def _before_arguments(self) -> bool:
+        self._raw.append(self._text.take_characters(SPACES))
+        if not self._text:
+            return False
+        if self._text.startswith("{"):
+            self._deltas.call(self._name)
+            self._arguments = JsonScanner()
+            self._enter(self._in_arguments)
+        else:
+            self._content(self._verbatim)
+        return True
+
+    def _in_arguments(self) -> bool:
+        self._deltas.arguments(self._text.take_read(self._arguments.feed))
+        ended = self._arguments.done or self._arguments.stopped
+        if ended:
+            self._state = self._after_arguments
+        return ended
+
+    def _after_arguments(self) -> bool:
+        return self._end_message(self._text.take_until(*ENDS)[1])
+
+    def _in_reasoning(self) -> bool:
+        text, marker = self._text.take_until(*ENDS)
+        self._deltas.reasoning(self._with_separator("reasoning", text))
+        return self._end_message(marker, "reasoning")
+
+    def _in_message(self) -> bool:
+        text, marker = self._text.take_until(*ENDS)
+        self._deltas.content(self._with_separator("content", text))
+        return self._end_message(marker, "content")
+
+    def _verbatim(self) -> bool:
+        text, marker = self._text.take_until(*ENDS)
+        self._deltas.content(text + (marker if marker != START else ""))
+        return self._end_message(marker)
+
+    def _with_separator(self, channel: str, text: str) -> str:
+        """The text, after a separator if an earlier message of this channel had text."""
+        if not text:
+            return ""
+        separator, self._separators[channel] = self._separators[channel], ""
+        return separator + text
+
+    def _end_message(self, marker: str, channel: str = "") -> bool:
+        if marker and channel:
+            self._separators[channel] = SEPARATOR
+        if marker == START:
+            self._enter(self._in_header, marker)
+        elif marker:
+            self._enter(self._outside)
+        return bool(marker)

@@ -1,0 +1,51 @@
+"""Tool calls between tags, as in Hermes 2 Pro, Qwen2.5 and Qwen3.
+
+    <tool_call>
+    {"name": "weather", "arguments": {"city": "Paris"}}
+    </tool_call>
+
+Format: model cards of NousResearch/Hermes-2-Pro-Llama-3-8B (with
+github.com/NousResearch/Hermes-Function-Calling) and the chat template of Qwen/Qwen3-8B. Several
+calls are several pairs of tags.
+"""
+
+from collections.abc import Callable
+from typing import ClassVar
+
+from atomc.runtime.server.parsers.message_deltas import call_id
+from atomc.runtime.server.parsers.tool_parsers.json_call import JsonCallParser
+from atomc.runtime.server.parsers.tool_parsers.state_machine import JsonCallStateMachine
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+
+
+class HermesToolParser(JsonCallStateMachine):
+    markers: ClassVar[tuple[str, ...]] = (BEGIN, END)
+
+    def __init__(self, new_id: Callable[[], str] = call_id) -> None:
+        super().__init__(new_id)
+        self._state = self._in_content
+
+    def _finish_content(self, rest: str) -> None:
+        if self._state != self._after_call:
+            self._deltas.content(rest)
+
+    def _in_content(self) -> bool:
+        text, marker = self._text.take_until(BEGIN)
+        self._deltas.content(text)
+        if marker:
+            self._begin(marker)
+        return bool(marker)
+
+    def _begin(self, marker: str) -> None:
+        self._call = JsonCallParser()
+        self._enter(self._in_call, marker)
+
+    def _after_call(self) -> bool:
+        """Up to the closing tag, or to the next opening tag if it is missing."""
+        _, marker = self._text.take_until(END, BEGIN)
+        if marker == BEGIN:
+            self._begin(marker)
+        elif marker == END:
+            self._state = self._in_content
+        return bool(marker)

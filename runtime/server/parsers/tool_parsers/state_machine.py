@@ -1,0 +1,80 @@
+"""Base classes of tool call parsers: state machines over a text buffer."""
+
+from collections.abc import Callable
+
+from atomc.runtime.server.parsers.message_deltas import DeltaBuilder, MessageDelta, call_id
+from atomc.runtime.server.parsers.text_buffer import TextBuffer
+from atomc.runtime.server.parsers.tool_parsers.json_call import JsonCallParser
+
+
+class StateMachineParser:
+    """A Parser whose `_state` is called while there is text. A state returns False if it needs more
+    text.
+
+    A subclass sets the first `_state` and implements `_finish_content`.
+    """
+
+    def __init__(self, new_id: Callable[[], str] = call_id) -> None:
+        self._text = TextBuffer()
+        self._deltas = DeltaBuilder(new_id)
+        self._raw: list[str] = []  # becomes content if this is not a call
+        self._state: Callable[[], bool]
+
+    def feed(self, text: str) -> list[MessageDelta]:
+        self._text.feed(text)
+        while self._text and self._state():
+            pass
+        return self._deltas.take()
+
+    def finish(self) -> list[MessageDelta]:
+        self._finish_content("".join((*self._raw, self._text.take_all())))
+        self._deltas.finish()
+        return self._deltas.take()
+
+    def _enter(self, state: Callable[[], bool], raw: str = "") -> None:
+        """Go on in this state, with the text `raw` taken, which may become content."""
+        self._state, self._raw = state, [raw] if raw else []
+
+    def _content(self, state: Callable[[], bool], text: str = "") -> None:
+        """The text taken, and this text, are content. Go on in this state."""
+        self._deltas.content("".join((*self._raw, text)))
+        self._enter(state)
+
+    def _finish_content(self, rest: str) -> None:
+        """Add what is left of the text to the deltas, or drop it."""
+        raise NotImplementedError
+
+
+class JsonCallStateMachine(StateMachineParser):
+    """A StateMachineParser of calls as one JSON object. `_in_call` goes on with `_after_call`, or
+    with `_in_content` if it is no call.
+    """
+
+    def __init__(self, new_id: Callable[[], str] = call_id) -> None:
+        super().__init__(new_id)
+        self._call = JsonCallParser()
+
+    def _in_call(self) -> bool:
+        call = self._call
+        was_started = call.started
+        read = self._text.take_read(call.feed)
+        if not call.started:
+            self._raw.append(read)
+            if call.invalid:
+                self._content(self._in_content)
+            return call.invalid
+        if not was_started:
+            self._deltas.call(call.name)
+            self._raw = []
+        self._deltas.arguments(call.take())
+        if call.done or call.invalid:
+            self._state = self._after_call
+        return call.done or call.invalid
+
+    def _after_call(self) -> bool:
+        """The state after a call."""
+        raise NotImplementedError
+
+    def _in_content(self) -> bool:
+        """The state outside of calls."""
+        raise NotImplementedError

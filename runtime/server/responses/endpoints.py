@@ -1,0 +1,305 @@
+"""POST /v1/responses, and the endpoints of stored responses."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from atomc.files.json_types import JSONObject
+from atomc.runtime.server.chat.chat import Chat, ChoiceDelta, start_chat
+from atomc.runtime.server.http.errors import APIError, invalid
+from atomc.runtime.server.http.responses import (
+    SSE_DONE,
+    EventStream,
+    JSONResponse,
+    cancel_on_disconnect,
+)
+from atomc.runtime.server.responses.events import Event, OutputItems, encoded_event
+from atomc.runtime.server.responses.items import input_items, new_id
+from atomc.runtime.server.responses.request import (
+    ResponsesRequest,
+    chat_request,
+    check_supported,
+)
+from atomc.runtime.server.service.logprobs import chat_logprobs, encoded
+from atomc.runtime.server.service.protocol import ChatRequest
+from atomc.runtime.server.service.response_store import StoredResponse, item_bytes
+from atomc.runtime.server.service.sampling import DEFAULT_TEMPERATURE
+from atomc.runtime.server.service.service import Service
+
+# Fields of a chat request -> those of this API, for errors.
+PARAMS = {
+    "messages": "input",
+    "prompt": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text",
+}
+MAX_LISTED = 100
+
+
+async def create_response(service: Service, body: ResponsesRequest, request: Request) -> Response:
+    check_supported(body)
+    previous = None
+    if body.previous_response_id is not None:
+        name = body.previous_response_id
+        previous = _stored(service, request, name, "previous_response_id")
+    # In a thread: the input can have many items.
+    conversation, chat_body = await asyncio.to_thread(_translate, body, previous)
+    try:
+        chat = await start_chat(service, chat_body, request)
+    except APIError as error:
+        error.param = PARAMS.get(error.param or "", error.param)
+        raise
+    response = _ResponseBuilder(service, body, request.state.caller, conversation, chat)
+    if body.stream:
+        return EventStream(response.stream(), chat.generation.close)
+    return JSONResponse(await cancel_on_disconnect(request, response.complete()))
+
+
+@dataclass(frozen=True)
+class _Conversation:
+    """The items before a response; num_bytes: item_bytes of them."""
+
+    items: Sequence[JSONObject]
+    num_bytes: int
+
+
+def _translate(
+    body: ResponsesRequest, previous: StoredResponse | None
+) -> tuple[_Conversation, ChatRequest]:
+    before = [] if previous is None else [*previous.input, *previous.output]
+    given = input_items(body.input, before)
+    # The response repeats both. When it is built, it is too late for a 400 for lone surrogates.
+    msgspec.json.encode([given, body.model_dump(exclude={"input"})])
+    items = [*before, *given]
+    num_bytes = item_bytes(given) + (0 if previous is None else previous.conversation_bytes)
+    return _Conversation(items, num_bytes), chat_request(body, items)
+
+
+async def retrieve_response(
+    service: Service, request: Request, name: str, stream: bool
+) -> Response:
+    found = _stored(service, request, name, "response_id")
+    if stream:
+        raise invalid("a stored response cannot be streamed: retrieve it without stream", "stream")
+    return Response(found.body, media_type="application/json")
+
+
+async def delete_response(service: Service, request: Request, name: str) -> Response:
+    _stored(service, request, name, "response_id")
+    service.responses.delete(name)
+    return JSONResponse({"id": name, "object": "response", "deleted": True})
+
+
+async def list_input_items(
+    service: Service,
+    request: Request,
+    name: str,
+    order: Literal["asc", "desc"],
+    limit: int,
+    after: str | None,
+) -> Response:
+    """A page of the whole conversation before the response."""
+    found = _stored(service, request, name, "response_id")
+    if not 1 <= limit <= MAX_LISTED:
+        raise invalid(f"limit is {limit}, expected 1 to {MAX_LISTED}", "limit")
+    items = found.input if order == "asc" else found.input[::-1]
+    if after is not None:
+        names = [item["id"] for item in items]
+        if after not in names:
+            raise invalid(f"after is {after!r:.80}, expected the id of an input item", "after")
+        items = items[names.index(after) + 1 :]
+    listed = items[:limit]
+    return JSONResponse(
+        {
+            "object": "list",
+            "data": listed,
+            "first_id": listed[0]["id"] if listed else None,
+            "last_id": listed[-1]["id"] if listed else None,
+            "has_more": len(items) > limit,
+        }
+    )
+
+
+def _stored(service: Service, request: Request, name: str, param: str) -> StoredResponse:
+    found = service.responses.get(name, request.state.caller)
+    if found is None:
+        raise APIError(
+            404,
+            f"response {name!r:.80} does not exist: it was not stored, was deleted, made room "
+            "for others, or was made with another API key",
+            param=param,
+            code="response_not_found",
+        )
+    return found
+
+
+class _ResponseBuilder:
+    """Builds the response to one request: one JSON body, or a stream of events.
+
+    caller         the number of the API key of the request
+    conversation   that it answers
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        body: ResponsesRequest,
+        caller: int,
+        conversation: _Conversation,
+        chat: Chat,
+    ) -> None:
+        self.service, self.body, self.caller, self.chat = service, body, caller, chat
+        self.conversation = conversation
+        # Not the request's id, which a client chooses: whoever knows it can retrieve the response.
+        self.id, self.created = new_id("resp"), int(time.time())
+        self.store = body.store is not False and service.responses.max_bytes > 0
+        self.output = OutputItems()
+        self.status = "in_progress"
+
+    async def complete(self) -> Event:
+        with self.chat.generation:
+            async for delta in self.chat:
+                for _ in self._events(delta):
+                    pass
+        return self._finished()
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        number = 0
+
+        def sent(event: Event) -> bytes:
+            nonlocal number
+            event["sequence_number"] = number
+            number += 1
+            return encoded_event(event)
+
+        try:
+            with self.chat.generation:
+                for kind in ("response.created", "response.in_progress"):
+                    yield sent({"type": kind, "response": self._response()})
+                async for delta in self.chat:
+                    for event in self._events(delta):
+                        yield sent(event)
+            response = self._finished()
+            yield sent({"type": f"response.{self.status}", "response": response})
+        except Exception as error:  # the response has begun: its last events say what failed
+            failed = self.service.stream_error(error)
+            self.status = "failed"
+            self.output.interrupt()
+            yield sent(
+                {
+                    "type": "error",
+                    "code": failed.code or failed.kind,
+                    "message": failed.message,
+                    "param": failed.param,
+                }
+            )
+            code = "server_error" if failed.status >= 500 else "invalid_prompt"
+            response = self._response(error={"code": code, "message": failed.message})
+            yield sent({"type": "response.failed", "response": response})
+        yield SSE_DONE
+
+    def _events(self, delta: ChoiceDelta) -> Iterator[Event]:
+        logprobs: list[msgspec.Raw] = []
+        if self.body.logprobs and delta.logprobs:
+            found = chat_logprobs(self.service.model, delta.logprobs, self.body.top_logprobs or 0)
+            logprobs = encoded(found["content"])
+        yield from self.output.add(delta, logprobs)
+        if delta.finish_reason is not None:
+            self.status = "incomplete" if delta.finish_reason == "length" else "completed"
+            yield from self.output.finish(self.status == "completed")
+
+    def _finished(self) -> Event:
+        """The response; it is stored before the client gets it."""
+        response = self._response()
+        if self.store:
+            self.service.responses.put(
+                StoredResponse(
+                    self.id,
+                    self.caller,
+                    msgspec.json.encode(response),
+                    self.conversation.items,
+                    self.conversation.num_bytes,
+                    self.output.conversation_items(),
+                )
+            )
+        return response
+
+    def _response(self, error: dict[str, str] | None = None) -> Event:
+        body, finished = self.body, self.status in ("completed", "incomplete")
+        incomplete = {"reason": "max_output_tokens"} if self.status == "incomplete" else None
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "completed_at": int(time.time()) if self.status == "completed" else None,
+            "status": self.status,
+            "error": error,
+            "incomplete_details": incomplete,
+            "model": self.chat.generation.model_name,
+            "output": self.output.items() if self.status != "in_progress" else [],
+            "usage": self._usage() if finished else None,
+            **self._settings(),
+            "background": False,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": body.max_tool_calls,
+            "metadata": body.metadata or {},
+            "previous_response_id": body.previous_response_id,
+            "prompt_cache_key": body.prompt_cache_key,
+            "safety_identifier": body.safety_identifier,
+            "service_tier": "default",
+            "store": self.store,
+            "truncation": "disabled",
+            "user": body.user,
+        }
+
+    def _settings(self) -> Event:
+        """How the output was chosen, with defaults."""
+        body = self.body
+        given: dict[str, Any] = {
+            "temperature": DEFAULT_TEMPERATURE,
+            "top_p": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+        }
+        for name in given:
+            value = getattr(body, name)
+            given[name] = self.service.model.defaults.get(name, given[name])
+            given[name] = given[name] if value is None else value
+        choice, text, reasoning = body.tool_choice, body.text, body.reasoning
+        format = (
+            {"type": "text"}
+            if text is None or text.format is None
+            else text.format.model_dump(by_alias=True, exclude_unset=True)
+        )
+        return {
+            **given,
+            "top_logprobs": body.top_logprobs or 0,
+            "tools": [tool.model_dump() for tool in body.tools or ()],
+            "tool_choice": choice.model_dump()
+            if choice is not None and not isinstance(choice, str)
+            else choice or "auto",
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "text": {"format": format},
+            "reasoning": {
+                "effort": reasoning.effort if reasoning is not None else None,
+                "summary": None,
+            },
+        }
+
+    def _usage(self) -> Event:
+        usage = self.chat.generation.usage()
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            # Writing to the prefix cache costs nothing, so no tokens are counted for it.
+            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": self.output.num_reasoning_tokens},
+            "total_tokens": usage["total_tokens"],
+        }

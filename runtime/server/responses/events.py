@@ -1,0 +1,215 @@
+"""Output items, and the events of a stream, from the deltas of a chat.
+
+An item is open while deltas of its kind arrive; one of another kind closes it and opens the next.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import msgspec
+
+from atomc.files.json_types import JSONObject
+from atomc.runtime.server.chat.chat import ChoiceDelta
+from atomc.runtime.server.parsers.message_deltas import (
+    ContentDelta,
+    MessageDelta,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from atomc.runtime.server.responses.items import new_id
+
+# Values of any JSON type, and msgspec.Raw.
+Event: TypeAlias = dict[str, Any]
+Logprobs: TypeAlias = Sequence[msgspec.Raw]
+
+
+def encoded_event(event: Event) -> bytes:
+    """One server-sent event, with its type as the name."""
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event))
+
+
+@dataclass
+class _Message:
+    id: str = field(default_factory=lambda: new_id("msg"))
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[msgspec.Raw] = field(default_factory=list)
+    status: str = "in_progress"
+
+    events = "response.output_text"
+
+    def part(self) -> Event:
+        text = "".join(self.texts)
+        return {
+            "type": "output_text",
+            "text": text,
+            "annotations": [],
+            "logprobs": list(self.logprobs),
+        }
+
+    def item(self, with_logprobs: bool = True) -> Event:
+        content = [self.part()] if self.status != "in_progress" else []
+        for part in content:
+            if not with_logprobs:
+                del part["logprobs"]
+        return {
+            "id": self.id,
+            "type": "message",
+            "status": self.status,
+            "role": "assistant",
+            "content": content,
+        }
+
+
+@dataclass
+class _Reasoning:
+    id: str = field(default_factory=lambda: new_id("rs"))
+    texts: list[str] = field(default_factory=list)
+    status: str = "in_progress"
+
+    events = "response.reasoning_text"
+
+    def part(self) -> Event:
+        return {"type": "reasoning_text", "text": "".join(self.texts)}
+
+    def item(self, with_logprobs: bool = True) -> Event:
+        content = [self.part()] if self.status != "in_progress" else []
+        return {
+            "id": self.id,
+            "type": "reasoning",
+            "summary": [],
+            "content": content,
+            "status": self.status,
+        }
+
+
+@dataclass
+class _FunctionCall:
+    call_id: str
+    name: str
+    id: str = field(default_factory=lambda: new_id("fc"))
+    texts: list[str] = field(default_factory=list)
+    status: str = "in_progress"
+
+    events = "response.function_call_arguments"
+
+    def item(self, with_logprobs: bool = True) -> Event:
+        return {
+            "id": self.id,
+            "type": "function_call",
+            "status": self.status,
+            "call_id": self.call_id,
+            "name": self.name,
+            "arguments": "".join(self.texts),
+        }
+
+
+class OutputItems:
+    """The items of one response. `add` each delta, then `finish`; both yield events, without
+    sequence numbers.
+
+    num_reasoning_tokens   tokens count for the item that is open after them, the first ones for
+                           the first item
+    """
+
+    def __init__(self) -> None:
+        self.num_reasoning_tokens = 0
+        self._items: list[_Message | _Reasoning | _FunctionCall] = []
+        self._num_tokens = 0  # of no item yet
+        self._logprobs: list[msgspec.Raw] = []
+
+    def items(self) -> list[Event]:
+        return [item.item() for item in self._items]
+
+    def conversation_items(self) -> list[JSONObject]:
+        """The items as those of a later request have them."""
+        return [item.item(with_logprobs=False) for item in self._items]
+
+    def add(self, delta: ChoiceDelta, logprobs: Logprobs) -> Iterator[Event]:
+        self._num_tokens += len(delta.tokens)
+        self._logprobs += logprobs
+        last = len(delta.deltas) - 1
+        for number, each in enumerate(delta.deltas):
+            yield from self._add(each, last=number == last)
+        item = self._items[-1] if self._items else None
+        if item is None:
+            return
+        if isinstance(item, _Reasoning):
+            self.num_reasoning_tokens += self._num_tokens
+        elif isinstance(item, _Message) and self._logprobs:
+            yield self._delta("")  # tokens without text
+        self._num_tokens = 0
+        self._logprobs.clear()
+
+    def finish(self, complete: bool) -> Iterator[Event]:
+        """Closes the last item. A response without text is an empty message."""
+        if not self._items:
+            yield from self._open(_Message())
+        yield from self._close("completed" if complete else "incomplete")
+
+    def interrupt(self) -> None:
+        """The last item ends here, without events."""
+        if self._items:
+            self._items[-1].status = "incomplete"
+
+    def _add(self, delta: MessageDelta, last: bool) -> Iterator[Event]:
+        item = self._items[-1] if self._items else None
+        match delta:
+            case ToolCallStart(_, call_id, name):
+                yield from self._open(_FunctionCall(call_id, name))
+                return
+            case ToolCallArguments():
+                assert isinstance(item, _FunctionCall), "arguments follow the start of their call"
+            case ContentDelta() if not isinstance(item, _Message):
+                yield from self._open(_Message())
+            case ReasoningDelta() if not isinstance(item, _Reasoning):
+                yield from self._open(_Reasoning())
+        yield self._delta(delta.text, with_logprobs=last)
+
+    def _delta(self, text: str, with_logprobs: bool = True) -> Event:
+        item = self._items[-1]
+        item.texts.append(text)
+        event = self._event(f"{item.events}.delta") | {"delta": text}
+        if isinstance(item, _Message):
+            event["logprobs"] = self._logprobs.copy() if with_logprobs else []
+            if with_logprobs:
+                item.logprobs += self._logprobs
+                self._logprobs.clear()
+        return event
+
+    def _open(self, item: _Message | _Reasoning | _FunctionCall) -> Iterator[Event]:
+        if self._items:
+            yield from self._close("completed")
+        self._items.append(item)
+        yield {
+            "type": "response.output_item.added",
+            "output_index": len(self._items) - 1,
+            "item": item.item(),
+        }
+        if not isinstance(item, _FunctionCall):
+            yield self._event("response.content_part.added") | {"part": item.part()}
+
+    def _close(self, status: str) -> Iterator[Event]:
+        item = self._items[-1]
+        item.status = status
+        done = self._event(f"{item.events}.done")
+        if isinstance(item, _FunctionCall):
+            yield done | {"name": item.name, "arguments": "".join(item.texts)}
+        else:
+            part = item.part()
+            if isinstance(item, _Message):
+                done["logprobs"] = part["logprobs"]
+            yield done | {"text": part["text"]}
+            yield self._event("response.content_part.done") | {"part": part}
+        yield {
+            "type": "response.output_item.done",
+            "output_index": len(self._items) - 1,
+            "item": item.item(),
+        }
+
+    def _event(self, kind: str) -> Event:
+        """An event of the open item."""
+        item = self._items[-1]
+        event = {"type": kind, "item_id": item.id, "output_index": len(self._items) - 1}
+        return event if isinstance(item, _FunctionCall) else event | {"content_index": 0}

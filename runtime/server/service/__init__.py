@@ -1,0 +1,1 @@
+"""What all endpoints share: the service, its model, and one generation."""

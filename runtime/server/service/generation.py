@@ -1,0 +1,278 @@
+"""Generates the choices of one HTTP request, `n` per prompt, with usage, metrics and the request's
+log line.
+"""
+
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import ParamSpec, Self, TypeVar
+
+from atomc.runtime.requests.logprobs import TokenLogprobs
+from atomc.runtime.requests.prompt_image import PromptImage
+from atomc.runtime.requests.request import Output
+from atomc.runtime.requests.request_errors import RequestError, to_request_error
+from atomc.runtime.requests.sampling_params import SamplingParams
+from atomc.runtime.server.engines.client import RequestRefused
+from atomc.runtime.server.engines.engine_group import Engines
+from atomc.runtime.server.engines.ipc import Submit
+from atomc.runtime.server.engines.request_stream import RequestStream
+from atomc.runtime.server.http.errors import APIError, from_request_error, to_api_error
+from atomc.runtime.server.metrics import Metrics
+from atomc.runtime.server.service.model_info import ModelInfo
+from atomc.runtime.server.service.response_types import PromptTokensDetails, Usage
+from atomc.runtime.text.text_stream import TextDelta, TextStream
+from atomc.torch_compat.exceptions import is_failure
+
+log = logging.getLogger("atomc.requests")
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass
+class Choice:
+    """One choice in progress. first, last: time.monotonic of its first and last token."""
+
+    index: int
+    prompt: Sequence[int]
+    stream: TextStream
+    num_new: int = 0
+    num_cached: int = 0
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    finish_reason: str | None = None
+    first: float = 0.0
+    last: float = 0.0
+    queue_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class RequestSummary:
+    """What the log and the traces tell of a request that has ended.
+
+    num_prompt, num_cached, num_new   tokens of all choices; a prompt with several counts once
+    queue_seconds                     the longest time of a choice in the engine's queue
+    ttft_seconds                      until the first token of any choice; None: there was none
+    error                             the code of what ended the request early, or "disconnect"
+    """
+
+    request_id: str
+    params: SamplingParams
+    num_choices: int
+    num_prompt: int
+    num_cached: int
+    num_new: int
+    queue_seconds: float
+    ttft_seconds: float | None
+    seconds: float
+    finish_reasons: tuple[str, ...]
+    error: str | None
+
+
+class Generation:
+    """`await start()`, then iterate in a `with` block, which closes it.
+
+    Choice i * n + j is number j of prompt i. images: of the only prompt. lora: the name of a LoRA
+    adapter. on_close: called once, with the summary.
+    """
+
+    def __init__(
+        self,
+        engines: Engines,
+        model: ModelInfo,
+        metrics: Metrics,
+        request_id: str,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        images: Sequence[PromptImage] = (),
+        n: int = 1,
+        priority: int = 0,
+        salt: str | None = None,
+        lora: str | None = None,
+        log_requests: bool = True,
+    ) -> None:
+        self._engines, self._metrics = engines, metrics
+        self._request_id, self._log_requests = request_id, log_requests
+        self._params = params
+        self.on_close: Callable[[RequestSummary], None] | None = None
+        self.n, self.prompts = n, prompts
+        self.model_name = lora or model.names[0]
+        self._image_tokens = sum(image.length for image in images)
+        self.choices: dict[str, Choice] = {}
+        self._submits: list[Submit] = []
+        for number, prompt in enumerate(prompts):
+            group = engines.next_id()
+            for offset in range(n):
+                submit = Submit(
+                    f"{group}/{offset}",
+                    list(prompt),
+                    _choice_params(params, offset),
+                    priority,
+                    salt,
+                    images=tuple(images),
+                    lora=lora,
+                )
+                self._submits.append(submit)
+                stream = self._run_isolated(TextStream, model.tokenizer, prompt, params)
+                self.choices[submit.id] = Choice(number * n + offset, prompt, stream)
+        self._request_stream: RequestStream | None = None
+        self.started = time.monotonic()
+        self._closed = False
+
+    async def start(self) -> None:
+        """Returns when the engine has accepted all. Raises RequestRefused, APIError if the engine
+        failed, or EngineDead.
+        """
+        self._request_stream = self._engines.submit(self._submits)
+        self._submits = []  # they hold the images
+        try:
+            await self._request_stream.wait_accepted()
+        except RequestRefused as refused:
+            if refused.by_client:
+                raise
+            log.error("request %s failed: %s", self._request_id, refused)
+            raise from_request_error(RequestError(str(refused)), self._request_id) from refused
+
+    async def __aiter__(self) -> AsyncIterator[tuple[Choice, TextDelta]]:
+        """Yields (choice, new text) until all choices have finished. Raises EngineDead, or APIError
+        if one failed.
+        """
+        assert self._request_stream is not None, "start() comes first"
+        async for output in self._request_stream:
+            choice = self.choices[output.request_id]
+            self._raise_error(output)
+            before, choice.last = choice.last, time.monotonic()
+            if choice.num_new:
+                self._metrics.inter_token_latency.observe(choice.last - before)
+            else:
+                choice.first, choice.num_cached = choice.last, output.num_cached
+                choice.prompt_logprobs = output.prompt_logprobs
+                self._metrics.observe_ttft(choice.last - self.started)
+                choice.queue_seconds = output.queue_seconds
+                self._metrics.queue_time.observe(choice.queue_seconds)
+            delta = self._run_isolated(choice.stream.add, output)
+            choice.num_new += len(delta.token_ids)
+            choice.finish_reason = delta.finish_reason
+            if delta.finish_reason is not None:
+                if output.finish_reason is None:  # a stop string, which the engine does not check
+                    self._request_stream.close(output.request_id)
+                self._record_metrics(choice)
+            yield choice, delta
+
+    def _raise_error(self, output: Output) -> None:
+        """Raises APIError for an output that ends its request without tokens."""
+        if output.error is not None:
+            if not output.error.by_client:
+                log.error(
+                    "request %s failed (%s in the engine): %s",
+                    self._request_id,
+                    output.request_id,
+                    output.error.message,
+                )
+            raise from_request_error(output.error, self._request_id)
+        if output.finish_reason == "abort":
+            raise APIError(500, "the engine aborted this request", "server_error")
+
+    def usage(self) -> Usage:
+        """Token counts in OpenAI's format; a prompt with several choices counts once."""
+        prompt = sum(len(prompt) for prompt in self.prompts)
+        new = sum(choice.num_new for choice in self.choices.values())
+        details: PromptTokensDetails = {"cached_tokens": self._num_cached()}
+        if self._image_tokens:
+            details["image_tokens"] = self._image_tokens
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": new,
+            "total_tokens": prompt + new,
+            "prompt_tokens_details": details,
+        }
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(error)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Aborts unfinished choices and logs the request, with the error that ended it, if any."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._request_stream is not None:
+            self._request_stream.close()
+        summary = self._summary(error)
+        if self._log_requests:
+            log.info(
+                "request %s: prompt %d, cached %d, new %d, ttft %s, seconds %.3f, finish %s",
+                summary.request_id,
+                summary.num_prompt,
+                summary.num_cached,
+                summary.num_new,
+                "-" if summary.ttft_seconds is None else f"{summary.ttft_seconds:.3f}",
+                summary.seconds,
+                "+".join(summary.finish_reasons),
+            )
+        if self.on_close is not None:
+            self.on_close(summary)
+
+    def _summary(self, error: BaseException | None) -> RequestSummary:
+        choices = self.choices.values()
+        first = min((choice.first for choice in choices if choice.first), default=None)
+        ended = "disconnect"
+        if error is not None and is_failure(error):
+            ended = to_api_error(error).code or "error"
+        return RequestSummary(
+            self._request_id,
+            self._params,
+            num_choices=len(choices),
+            num_prompt=sum(len(prompt) for prompt in self.prompts),
+            num_cached=self._num_cached(),
+            num_new=sum(choice.num_new for choice in choices),
+            queue_seconds=max((choice.queue_seconds for choice in choices), default=0.0),
+            ttft_seconds=None if first is None else first - self.started,
+            seconds=time.monotonic() - self.started,
+            finish_reasons=tuple(sorted({choice.finish_reason or ended for choice in choices})),
+            error=None if all(choice.finish_reason for choice in choices) else ended,
+        )
+
+    def _num_cached(self) -> int:
+        return sum(
+            choice.num_cached for choice in self.choices.values() if choice.index % self.n == 0
+        )
+
+    def _run_isolated(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The result of `work`. Raises APIError if it fails."""
+        try:
+            return work(*args, **kwargs)
+        except BaseException as error:  # a panic in Rust is no Exception
+            failed = to_request_error(self._request_id, "detokenizing", error)
+            raise from_request_error(failed, self._request_id) from error
+
+    def _record_metrics(self, choice: Choice) -> None:
+        metrics = self._metrics
+        metrics.e2e_latency.observe(choice.last - self.started)
+        waited = choice.first - self.started - choice.queue_seconds
+        metrics.prefill_time.observe(max(waited, 0.0))
+        metrics.decode_time.observe(choice.last - choice.first)
+        metrics.prompt_tokens.observe(len(choice.prompt))
+        metrics.new_tokens.observe(choice.num_new)
+        metrics.finished.labels(metrics.model, choice.finish_reason).inc()
+        if choice.num_new > 1:
+            metrics.tpot.observe((choice.last - choice.first) / (choice.num_new - 1))
+
+
+def _choice_params(params: SamplingParams, number: int) -> SamplingParams:
+    """A different seed for each choice of a prompt; with the same seed all choices would be
+    equal.
+    """
+    return (
+        params
+        if params.seed is None or number == 0
+        else replace(params, seed=(params.seed + number) % 2**63)
+    )

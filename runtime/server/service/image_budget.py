@@ -1,0 +1,90 @@
+"""Limits the memory of images that are being prepared.
+
+Images grow when they are prepared: a file of a few bytes can have millions of pixels. When the
+engine has accepted them, its own limit applies (image_queue_bytes).
+"""
+
+import threading
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from atomc.runtime.images.image_error import ImageError
+from atomc.runtime.server.http.errors import APIError, invalid
+
+RETRY_SECONDS = 1
+STATE = "image_reservation"
+
+
+class ImageReservation:
+    """The bytes of one request's images. Thread-safe."""
+
+    def __init__(self, budget: "ImageBudget") -> None:
+        self._budget = budget
+        self._held = 0
+        self._ended = False
+
+    def add(self, num_bytes: int) -> None:
+        """Raises a 400 if this request alone is above the limit, and a 429 if all requests
+        together are.
+        """
+        limit = self._budget.max_bytes
+        with self._budget.lock:
+            if self._ended:  # the client has disconnected, and a thread still prepares an image
+                raise ImageError("the request has ended")
+            if self._held + num_bytes > limit:
+                raise invalid(
+                    f"the images of this request exceed the limit of {limit} bytes of pixels: send "
+                    "fewer or smaller images",
+                    "messages",
+                )
+            if self._budget.bytes_held + num_bytes > limit:
+                raise APIError(
+                    429,
+                    f"the images of all new requests have {self._budget.bytes_held} bytes of "
+                    f"pixels, the limit is {limit}: try again later",
+                    "overloaded",
+                    code="too_many_bytes",
+                    headers={"Retry-After": str(RETRY_SECONDS)},
+                )
+            self._held += num_bytes
+            self._budget.bytes_held += num_bytes
+
+    def release(self) -> None:
+        """Release all bytes; none can be added later."""
+        with self._budget.lock:
+            self._ended = True
+            self._budget.bytes_held -= self._held
+            self._held = 0
+
+
+class ImageBudget:
+    """max_bytes: the limit for all requests together."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.bytes_held = 0
+        self.lock = threading.Lock()
+
+
+class ImageBudgetMiddleware:
+    """ASGI middleware: gives each request an ImageReservation, which ends with the response at
+    the latest.
+    """
+
+    def __init__(self, app: ASGIApp, budget: ImageBudget) -> None:
+        self.app = app
+        self.budget = budget
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reservation = ImageReservation(self.budget)
+        scope.setdefault("state", {})[STATE] = reservation
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            reservation.release()
+
+
+def image_reservation(request: Request) -> ImageReservation:
+    found: ImageReservation = request.scope["state"][STATE]
+    return found

@@ -1,0 +1,241 @@
+"""What the frontend knows of the model: names, tokenizer, chat template, parsers and sampling
+defaults.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atomc.files.json_types import JSONLike
+from atomc.runtime.images.image_decoder import ImageDecoder, start_image_decoder
+from atomc.runtime.server.config import ServerConfig
+from atomc.runtime.server.http.errors import APIError, invalid
+from atomc.runtime.server.http.limits import TOOLS, check_length
+from atomc.runtime.server.http.timeout import run_with_timeout
+from atomc.runtime.server.parsers.reasoning_parsers import detect_reasoning_parser
+from atomc.runtime.server.parsers.tool_parsers import detect_tool_parser
+from atomc.runtime.text.chat_template import ChatTemplate, Message, load_chat_template
+from atomc.runtime.text.detokenizer import TokenTexts, decode, encode, load_tokenizer
+from atomc.runtime.text.generation_config import sampling_defaults
+
+if TYPE_CHECKING:  # optional
+    from tokenizers import Tokenizer
+
+# Longer texts are tokenized in a thread, to keep the event loop free.
+LONG_TEXT = 1024
+# Long texts are first counted in pieces of this many characters; cutting a text adds at most this
+# many tokens per piece.
+PIECE_CHARACTERS, EXTRA_TOKENS = 2**16, 64
+RENDER_SECONDS = 10.0
+
+
+@dataclass
+class ModelInfo:
+    """The served model.
+
+    names              names for clients; responses have the first
+    defaults           sampling parameters of requests that do not set them
+    tools, reasoning   names of the parsers; None: the model's format is unknown
+    images             decodes images; None: the model reads none, for the reason no_images
+    adapters           LoRA adapters, whose names clients use as the model's; name -> folder
+    max_len            maximum sequence length in tokens; with vocab_size, set when the engine is
+                       ready
+    """
+
+    names: tuple[str, ...]
+    tokenizer: "Tokenizer | None"
+    template: ChatTemplate | None
+    defaults: Mapping[str, Any]
+    tools: str | None
+    reasoning: str | None
+    images: ImageDecoder | None = None
+    no_images: str = ""
+    adapters: dict[str, str] = field(default_factory=dict)
+    max_len: int = 0
+    vocab_size: int | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self._texts = None if self.tokenizer is None else TokenTexts(self.tokenizer)
+        added = {} if self.tokenizer is None else self.tokenizer.get_added_tokens_decoder()
+        self._special_ids = {token_id for token_id, token in added.items() if token.special}
+
+    def check_name(self, name: str | None) -> None:
+        """Raises a 404 for a name that is neither this model's nor an adapter's; None is the
+        model.
+        """
+        if name is not None and name not in self.names and name not in self.adapters:
+            expected = ", ".join([*self.names, *self.adapters])
+            raise APIError(
+                404,
+                f"the model {name!r} does not exist, expected {expected}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def adapter(self, name: str | None) -> str | None:
+        """The LoRA adapter that this name of a request stands for; None: the model as it is."""
+        return name if name in self.adapters and name not in self.names else None
+
+    def check_tokens(self, tokens: Sequence[int], param: str) -> None:
+        """Raises a 400 for a token id outside of the vocabulary."""
+        size = self.vocab_size
+        if size is not None and tokens and max(tokens) >= size:
+            raise invalid(
+                f"{param}: token id {max(tokens)} is not in the vocabulary of {size} tokens", param
+            )
+
+    async def encode(
+        self,
+        texts: Sequence[str],
+        add_special_tokens: bool = True,
+        *,
+        param: str = "prompt",
+        limit: int | None = None,
+    ) -> list[list[int]]:
+        """The tokens of each text. Raises a 400 for a text of more than `limit` tokens (None:
+        max_len), and if the model has no tokenizer."""
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise invalid("this model has no tokenizer: send token ids", param)
+        limit = self.max_len if limit is None else limit
+
+        def work() -> list[list[int]]:
+            return [self._ids(text, add_special_tokens, limit, param) for text in texts]
+
+        return work() if sum(map(len, texts)) < LONG_TEXT else await asyncio.to_thread(work)
+
+    def _ids(self, text: str, add_special_tokens: bool, limit: int, param: str) -> list[int]:
+        """The tokens of one text."""
+        assert self.tokenizer is not None
+        if len(text) > PIECE_CHARACTERS:
+            # Count in pieces, to stop early in a text that is far too long.
+            least = 0
+            for start in range(0, len(text), PIECE_CHARACTERS):
+                piece = text[start : start + PIECE_CHARACTERS]
+                tokens = encode(self.tokenizer, piece, add_special_tokens=False)
+                least += max(len(tokens) - EXTRA_TOKENS, 0)
+                if least > limit:
+                    raise context_length_error(limit, f"at least {least}", param)
+        return encode(self.tokenizer, text, add_special_tokens=add_special_tokens)
+
+    async def render_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, JSONLike]] | None,
+        add_generation_prompt: bool,
+        kwargs: Mapping[str, JSONLike],
+        continue_final_message: bool = False,
+    ) -> str:
+        """The prompt that the chat template renders. Raises a 400 with the template's error message
+        if it fails.
+        """
+        if self.template is None or self.tokenizer is None:
+            raise invalid(
+                "this model has no chat template: use /v1/completions or start the server with "
+                "--chat-template"
+            )
+        template = self.template
+        check_length(TOOLS, tools, "tools", "tools")
+
+        def render() -> str:
+            set_here = ("add_generation_prompt", "continue_final_message")
+            variables = {k: v for k, v in kwargs.items() if k not in set_here}
+            return template.render(
+                messages,
+                tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **variables,
+            )
+
+        try:
+            return await asyncio.to_thread(run_with_timeout, RENDER_SECONDS, render)
+        except TimeoutError as error:
+            raise invalid(
+                f"rendering the chat template exceeded the limit of {RENDER_SECONDS:.0f} s",
+                "messages",
+            ) from error
+        except ValueError as error:
+            raise invalid(str(error), "messages") from error
+
+    async def encode_chat(self, pieces: Sequence[str], limit: int | None = None) -> list[int]:
+        """The tokens of the pieces of a rendered chat; adds no BOS, which the template writes
+        itself. limit: as in `encode`, of each piece.
+        """
+        encoded = await self.encode(pieces, add_special_tokens=False, param="messages", limit=limit)
+        return list(chain.from_iterable(encoded))
+
+    async def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise invalid("this model has no tokenizer")
+
+        work = partial(decode, tokenizer, tokens, skip_special_tokens=skip_special_tokens)
+        return work() if len(tokens) < LONG_TEXT else await asyncio.to_thread(work)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether skip_special_tokens leaves the token out of the text."""
+        return token_id in self._special_ids
+
+    def token_text_and_bytes(self, token_id: int) -> tuple[str, list[int]]:
+        """Text and bytes of one token; an incomplete character is U+FFFD in the text."""
+        if self._texts is None:
+            return f"token_id:{token_id}", []
+        raw = self._texts.bytes(token_id)
+        return raw.decode(errors="replace"), list(raw)
+
+
+def context_length_error(limit: int, length: str, param: str) -> APIError:
+    return invalid(
+        f"this model's maximum context length is {limit} tokens, and {param} has {length}: "
+        "shorten it",
+        param,
+        "context_length_exceeded",
+    )
+
+
+def load_model_info(
+    folder: Path, name: str, config: ServerConfig, adapters: Mapping[str, str] | None = None
+) -> ModelInfo:
+    """Reads a model's folder. adapters: its LoRA adapters by name. Raises ValueError and
+    FileNotFoundError for invalid or missing files, and ValueError for an adapter with the name of
+    the model.
+    """
+    from atomc.files.json_file import read_config
+
+    model_config = read_config(folder)
+    tokenizer = load_tokenizer(folder)
+    images = start_image_decoder(folder, model_config, tokenizer)
+    template = load_chat_template(
+        folder,
+        Path(config.chat_template) if config.chat_template else None,
+        keeps_parts=isinstance(images, ImageDecoder),
+    )
+    source, model_type = template.source if template else "", model_config.get("model_type")
+    names = config.served_model_name or (name,)
+    for adapter in adapters or {}:
+        if adapter in names:
+            raise ValueError(f"lora: {adapter!r} is the name of the model, choose another one")
+    return ModelInfo(
+        names=names,
+        tokenizer=tokenizer,
+        template=template,
+        defaults=sampling_defaults(folder) if config.generation_config == "model" else {},
+        tools=config.tool_call_parser or detect_tool_parser(source, model_type),
+        reasoning=_reasoning(config.reasoning_parser, source, model_type),
+        images=images if isinstance(images, ImageDecoder) else None,
+        no_images=images if isinstance(images, str) else "",
+        adapters=dict(adapters or {}),
+    )
+
+
+def _reasoning(name: str | None, source: str, model_type: str | None) -> str | None:
+    if name == "none":
+        return None
+    return name or detect_reasoning_parser(source, model_type)

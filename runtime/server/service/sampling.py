@@ -1,0 +1,259 @@
+"""Converts a request body to SamplingParams."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from atomc.runtime.constrained.allowed_tokens import bad_word_tokens
+from atomc.runtime.requests.sampling_params import ParameterError, SamplingParams, Structured
+from atomc.runtime.server.config import ServerConfig
+from atomc.runtime.server.http.errors import invalid
+from atomc.runtime.server.http.limits import (
+    BAD_WORDS,
+    CHOICES,
+    STOP_STRINGS,
+    STOP_TOKENS,
+    TOKENS,
+    check_constraint_size,
+    check_grammar_length,
+    check_length,
+    check_stop_strings,
+)
+from atomc.runtime.server.service.model_info import ModelInfo
+from atomc.runtime.server.service.protocol import GenerationRequest, ResponseFormat
+from atomc.runtime.text.prompt_truncation import truncated
+
+DEFAULT_TEMPERATURE = 1.0
+SHARED_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+
+
+async def sampling_params(
+    body: GenerationRequest,
+    model: ModelInfo,
+    *,
+    num_choices: int,
+    max_tokens: int | None,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+    structured: Structured | None = None,
+    skip_special_tokens: bool = True,
+) -> SamplingParams:
+    """The request's values, else the model's defaults, else OpenAI's. Raises a 400 for values out
+    of range.
+
+    num_choices   of all prompts
+    """
+    check_length(STOP_TOKENS, body.stop_token_ids, "stop_token_ids", "tokens")
+    stop_token_ids = tuple(body.stop_token_ids or ())
+    model.check_tokens(stop_token_ids, "stop_token_ids")
+    model.check_tokens(tuple(body.logit_bias or ()), "logit_bias")
+    given: dict[str, Any] = {"temperature": DEFAULT_TEMPERATURE, **model.defaults}
+    given |= {name: value for name in SHARED_FIELDS if (value := getattr(body, name)) is not None}
+    # vLLM's -1 means all tokens; here that is 0.
+    given["top_k"] = (
+        max(given.get("top_k", 0), 0) if given.get("top_k", 0) >= -1 else given["top_k"]
+    )
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    check_length(STOP_STRINGS, stop, "stop", "strings")
+    check_stop_strings(stop)
+    if stop and model.tokenizer is None:
+        raise invalid(
+            "this model has no tokenizer, so stop strings cannot be found: use stop_token_ids",
+            "stop",
+        )
+    allowed = _allowed_token_ids(body, model, num_choices)
+    bad_words = await _bad_words(body, model, num_choices)
+    try:
+        return SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=body.min_tokens,
+            seed=body.seed,
+            stop=stop,
+            stop_token_ids=stop_token_ids,
+            include_stop_str_in_output=body.include_stop_str_in_output,
+            ignore_eos=body.ignore_eos,
+            logit_bias=body.logit_bias or {},
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            structured=structured,
+            skip_special_tokens=skip_special_tokens,
+            allowed_token_ids=allowed,
+            bad_words=bad_words,
+            **given,
+        )
+    except ParameterError as error:
+        raise invalid(str(error), error.name) from error
+
+
+def _allowed_token_ids(
+    body: GenerationRequest, model: ModelInfo, num_choices: int
+) -> tuple[int, ...] | None:
+    name, ids = "allowed_token_ids", body.allowed_token_ids
+    if ids is None:
+        return None
+    check_constraint_size(name, len(ids), "tokens", num_choices)
+    model.check_tokens(ids, name)
+    return tuple(ids)
+
+
+async def _bad_words(
+    body: GenerationRequest, model: ModelInfo, num_choices: int
+) -> tuple[tuple[int, ...], ...]:
+    """As token ids: the engine does not tokenize."""
+    name, words = "bad_words", body.bad_words
+    if not words:
+        return ()
+    check_length(BAD_WORDS, words, name, "strings")
+    check_constraint_size(name, sum(map(len, words)), "characters", num_choices)
+    if not all(word.strip() for word in words):
+        raise invalid(f"{name} has an empty or blank string, expected words: remove it", name)
+    try:
+        return await asyncio.to_thread(bad_word_tokens, words, model.tokenizer)
+    except UnicodeError:
+        raise
+    except ValueError as error:
+        raise invalid(str(error), name) from error
+
+
+def truncated_prompt(
+    tokens: Sequence[int], body: GenerationRequest, max_tokens: int | None, model: ModelInfo
+) -> list[int]:
+    """The end of the prompt that truncate_prompt_tokens keeps. Raises a 400 for a value out of
+    range.
+    """
+    try:
+        return truncated(
+            tokens, body.truncate_prompt_tokens, max_tokens=max_tokens, max_len=model.max_len
+        )
+    except ParameterError as error:
+        raise invalid(str(error), error.name) from error
+
+
+def prompt_limit(body: GenerationRequest, model: ModelInfo) -> int:
+    """How many tokens a prompt may have before it is truncated."""
+    return model.max_len if body.truncate_prompt_tokens is None else max(TOKENS, model.max_len)
+
+
+def check_prompt_logprobs(body: GenerationRequest, config: ServerConfig) -> None:
+    """Raises a 400 for too many, and for a stream, which has no place for them."""
+    check_logprobs(body.prompt_logprobs, "prompt_logprobs", config)
+    if body.prompt_logprobs is not None and body.stream:
+        raise invalid(
+            "prompt_logprobs are not available in a stream: leave out stream, or prompt_logprobs",
+            "prompt_logprobs",
+        )
+
+
+def check_context_length(num_prompt: int, max_tokens: int | None, model: ModelInfo) -> None:
+    """Raises a 400 if prompt and new tokens together exceed max_len."""
+    num_available = model.max_len - num_prompt
+    num_requested = 1 if max_tokens is None else max_tokens
+    if num_requested > num_available:
+        least = "at least " if max_tokens is None else ""
+        raise invalid(
+            f"this model's maximum context length is {model.max_len} tokens, and the request "
+            f"has {num_prompt} in "
+            f"the prompt and asks for {least}{num_requested} more: shorten the prompt or "
+            "reduce max_tokens",
+            "max_tokens" if num_prompt < model.max_len else "prompt",
+            "context_length_exceeded",
+        )
+
+
+def additional_properties(body: GenerationRequest, config: ServerConfig) -> bool:
+    """Whether objects of the request's JSON schemas may have properties that these do not name."""
+    outputs = body.structured_outputs
+    if outputs is None or outputs.disable_additional_properties is None:
+        return config.additional_properties
+    return not outputs.disable_additional_properties
+
+
+def structured_output(
+    body: GenerationRequest, response_format: ResponseFormat | None, config: ServerConfig
+) -> Structured | None:
+    """The requested structured output, from any of the fields that can request it; None if there is
+    none.
+    """
+    requested: list[Mapping[str, Any]] = []
+    for one in _structured_outputs(body, response_format):
+        if one not in requested:  # clients for all versions of vLLM send old and new fields
+            requested.append(one)
+    if not requested:
+        return None
+    try:
+        if len(requested) > 1:
+            raise ValueError(
+                "the request has several kinds of structured output, expected one: "
+                f"{', '.join(sorted({key for one in requested for key in one}))}"
+            )
+        check_length(CHOICES, requested[0].get("choice"), "choice", "strings")
+        is_open = additional_properties(body, config)
+        return check_structured(Structured(**requested[0], additional_properties=is_open))
+    except (ValueError, TypeError) as error:
+        raise invalid(
+            str(error), "response_format" if response_format else "structured_outputs"
+        ) from error
+
+
+def check_structured(structured: Structured) -> Structured:
+    """Returns its argument. Raises a 400 if the schema, expression, grammar or choices are too
+    long.
+    """
+    for name in ("json_schema", "regex", "choice", "grammar"):
+        value = getattr(structured, name)
+        check_grammar_length(
+            str(value) if name == "json_schema" and value is not None else value, name
+        )
+    return structured
+
+
+def _structured_outputs(
+    body: GenerationRequest, response_format: ResponseFormat | None
+) -> Sequence[Mapping[str, Any]]:
+    requested: list[dict[str, Any]] = []
+    if response_format is not None and response_format.type == "json_object":
+        requested.append({"json_object": True})
+    elif response_format is not None and response_format.type == "json_schema":
+        if response_format.json_schema is None:
+            raise invalid(
+                "response_format 'json_schema' needs a field json_schema: {name, schema}",
+                "response_format",
+            )
+        schema = response_format.json_schema.schema_
+        requested.append({"json_object": True} if schema is None else {"json_schema": schema})
+    if (outputs := body.structured_outputs) is not None:
+        named = {
+            "json_schema": outputs.json_,
+            "regex": outputs.regex,
+            "choice": outputs.choice,
+            "grammar": outputs.grammar,
+            "json_object": outputs.json_object or None,
+        }
+        given = {name: value for name, value in named.items() if value is not None}
+        if given or outputs.disable_additional_properties is None:
+            requested.append(given)
+    for name, value in (
+        ("json_schema", body.guided_json),
+        ("regex", body.guided_regex),
+        ("choice", body.guided_choice),
+        ("grammar", body.guided_grammar),
+    ):
+        if value is not None:
+            requested.append({name: value})
+    return requested
+
+
+def check_logprobs(number: int | None, param: str, config: ServerConfig) -> None:
+    """Raises a 400 for more log-probabilities than --max-logprobs."""
+    if number is not None and not 0 <= number <= config.max_logprobs:
+        raise invalid(
+            f"{param} is {number}, it must be at least 0 and at most {config.max_logprobs}", param
+        )
