@@ -69,7 +69,7 @@ class Rank:
 
     def check(self, width: int) -> None:
         """Raises AssertionError for wrong results, and for ranks with different bits."""
-        from atomc.kernels.triton import allreduce
+        from atomc.kernels.triton.collective import allreduce
 
         graphs = []
         for tokens in CHECKED:
@@ -100,7 +100,7 @@ class Rank:
         torch.cuda.synchronize()
 
     def times(self, tokens: int, width: int, warps: int | None) -> dict[str, float | None]:
-        from atomc.kernels.triton import allreduce, collective
+        from atomc.kernels.triton.collective import allreduce, collective
 
         if warps is not None:
             allreduce.warps_for = lambda block: warps  # type: ignore[assignment]

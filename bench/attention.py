@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from atomc import ops
-from atomc.kernels.triton.attention import attend, paged_attention
-from atomc.kernels.triton.attention_tiles import Tiling, multiprocessors, tiling
+from atomc.kernels.triton.attention.attention import attend, paged_attention
+from atomc.kernels.triton.attention.attention_tiles import Tiling, multiprocessors, tiling
 
 EXAMPLES = """examples:
   all cases:              python bench/attention.py --json bench/results/attention-h200.json

@@ -14,10 +14,11 @@ from kernels import copy_bandwidth
 from latent_attention import seconds
 from torch import Tensor
 
-from atomc.kernels.triton import conv, conv_delta_rule, delta_rule, norm_gated
-from atomc.kernels.triton.delta_chunks import Rows, launch_chunks
-from atomc.kernels.triton.tile_table import Launch, RowTile
-from atomc.kernels.triton.tiles import DELTA_DECODE, NORM_GATED
+from atomc.kernels.triton.launch.tile_table import Launch, RowTile
+from atomc.kernels.triton.launch.tiles import DELTA_DECODE, NORM_GATED
+from atomc.kernels.triton.recurrent import conv, conv_delta_rule, delta_rule
+from atomc.kernels.triton.recurrent.delta_chunks import Rows, launch_chunks
+from atomc.kernels.triton.rows import norm_gated
 
 EXAMPLES = """examples:
   all cases:           python bench/delta_rule.py

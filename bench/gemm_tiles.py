@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atomc.kernels.triton import linear, scaled_linear, strip_rows, unpacking, w4a16
-from atomc.kernels.triton.tile_table import StripTile, Tile
+from atomc.kernels.triton.launch.tile_table import StripTile, Tile
+from atomc.kernels.triton.linear import linear, scaled_linear
+from atomc.kernels.triton.w4a16 import unpacking, w4a16, w4a16_mma_rows
 
 Tiles = Iterator[tuple[str, Callable[..., Any]]]
 
@@ -91,7 +92,7 @@ def _multiply_in_strips(
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """Of what by_strips.py prepares, with the arguments of linear_w4a16 and linear_mxfp4."""
-    return strip_rows.multiply(x, *weight, *weight_scale, None, None, group, tile, int4=int4)
+    return w4a16_mma_rows.multiply(x, *weight, *weight_scale, None, None, group, tile, int4=int4)
 
 
 def _four_bits(rows: int) -> Tiles:

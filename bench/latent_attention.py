@@ -14,9 +14,9 @@ from kernels import copy_bandwidth
 from torch import Tensor
 from triton import next_power_of_2
 
-from atomc.kernels.triton.indexer import choose, index_scores
-from atomc.kernels.triton.mla_attention import LatentTiling, attend, tiling
-from atomc.kernels.triton.mla_chosen import attend_chosen
+from atomc.kernels.triton.latent.indexer import choose, index_scores
+from atomc.kernels.triton.latent.mla_attention import LatentTiling, attend, tiling
+from atomc.kernels.triton.latent.mla_chosen import attend_chosen
 
 EXAMPLES = """examples:
   all cases:           python bench/latent_attention.py

@@ -134,8 +134,8 @@ def layers(model: str) -> dict[str, tuple[int, list[int]]]:
 
 def tiles(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Time of the adapters of a decoder layer with each tile, rows having adapters in turn."""
-    from atomc.kernels.triton import lora, lora_few
-    from atomc.kernels.triton.tiles import LORA_FEW
+    from atomc.kernels.triton.launch.tiles import LORA_FEW
+    from atomc.kernels.triton.linear import lora, lora_few
 
     def arguments(rows: int, inputs: int, widths: list[int]) -> dict[str, Any]:
         thin, outputs = len(widths) * args.rank, sum(widths)

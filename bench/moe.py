@@ -32,7 +32,7 @@ from atomc import kernels
 from atomc.ops.op import Kernel
 
 if TYPE_CHECKING:
-    from atomc.kernels.triton.tile_table import ExpertsFewTile, FragmentTile, GroupedTile
+    from atomc.kernels.triton.launch.tile_table import ExpertsFewTile, FragmentTile, GroupedTile
 
 TOKENS = (1, 2, 4, 8, 16, 17, 64, 256, 1024, 4096, 16384)
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
@@ -181,7 +181,7 @@ def quantized(of: Format, x: Tensor, name: str = "x") -> Arguments:
 
 def few_tiles() -> "Iterator[ExpertsFewTile]":
     """The tiles worth a try of the kernels for few tokens."""
-    from atomc.kernels.triton.tile_table import ExpertsFewTile
+    from atomc.kernels.triton.launch.tile_table import ExpertsFewTile
 
     for up in (4096, 8192, 16384):
         for down in (2048, 4096, 8192, 16384):
@@ -197,7 +197,7 @@ def worth_a_try(block: int, per_expert: int) -> bool:
 
 def grouped_tiles(per_expert: int) -> "Iterator[GroupedTile]":
     """The tiles worth a try of the kernels for many tokens."""
-    from atomc.kernels.triton.tile_table import GroupedTile
+    from atomc.kernels.triton.launch.tile_table import GroupedTile
 
     for block in (16, 32, 64, 128):
         if not worth_a_try(block, per_expert):
@@ -224,7 +224,7 @@ FRAGMENT_ROWS = ((16, 1), (32, 1), (32, 2), (64, 2), (128, 2), (64, 4), (128, 4)
 
 def fragment_tiles(per_expert: int) -> "Iterator[FragmentTile]":
     """The tiles worth a try of the kernels for 4-bit weights."""
-    from atomc.kernels.triton.tile_table import FragmentTile
+    from atomc.kernels.triton.launch.tile_table import FragmentTile
 
     for block in (8, 16, 32, 64, 128, 256):
         if not worth_a_try(block, per_expert):
@@ -254,8 +254,8 @@ def packed_launches(
     model: Model, given: Arguments, tile: "FragmentTile"
 ) -> dict[str, Callable[[], Any]]:
     """The PARTS of the kernels for 4-bit weights, each by itself."""
-    from atomc.kernels.triton.experts_4_bits import PairsOfExperts
-    from atomc.kernels.triton.weighted_sum import weighted_sum
+    from atomc.kernels.triton.experts.experts_4_bits import PairsOfExperts
+    from atomc.kernels.triton.experts.weighted_sum import weighted_sum
 
     sort = partial(PairsOfExperts, given["ids"], model.experts, tile)
     of = {"int4": "group" in given, "group": given.get("group", 32), "out_dtype": torch.bfloat16}
@@ -275,9 +275,9 @@ def packed_launches(
 
 def launches(model: Model, given: Arguments, tile: Any) -> dict[str, Callable[[], Any]]:
     """The PARTS of the kernels for many tokens, each by itself; without the quantizer."""
-    from atomc.kernels.triton import grouped
-    from atomc.kernels.triton.expert_sort import in_blocks
-    from atomc.kernels.triton.weighted_sum import weighted_sum
+    from atomc.kernels.triton.experts import grouped
+    from atomc.kernels.triton.experts.expert_sort import in_blocks
+    from atomc.kernels.triton.experts.weighted_sum import weighted_sum
 
     if isinstance(given["w13"], tuple):
         return packed_launches(model, given, tile)
@@ -343,9 +343,9 @@ def apart(
 
 def taken_tile(of: Format, model: Model, given: Arguments) -> "GroupedTile | FragmentTile":
     """The tile of the kernels for many tokens."""
-    from atomc.kernels.triton import tiles
-    from atomc.kernels.triton.experts_4_bits import PairsOfExperts
-    from atomc.kernels.triton.experts_many import tile_for
+    from atomc.kernels.triton.experts.experts_4_bits import PairsOfExperts
+    from atomc.kernels.triton.experts.experts_prefill import tile_for
+    from atomc.kernels.triton.launch import tiles
 
     if of.tiles == WORDS:
         return PairsOfExperts(given["ids"], model.experts).tile
@@ -375,7 +375,7 @@ def calls(
     args: argparse.Namespace,
 ) -> Iterator[Call]:
     """What the options ask to be timed, given the kernel that is taken."""
-    from atomc.kernels.triton.expert_sort import pairs_per_expert
+    from atomc.kernels.triton.experts.expert_sort import pairs_per_expert
 
     tokens = len(sets[0]["x"])
     function = found.function

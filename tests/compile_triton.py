@@ -22,7 +22,8 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from atomc import kernels, ops
-from atomc.kernels.triton import attention_tiles, strip_pairs
+from atomc.kernels.triton.attention import attention_tiles
+from atomc.kernels.triton.w4a16 import w4a16_mma_pair
 from atomc.ops.op import refusal
 from atomc.platform import Platform
 
@@ -97,7 +98,7 @@ if __name__ == "__main__":
     JITFunction.run = compiling(target)
     assert kernels.load("triton") is None
     attention_tiles.shared_memory = lambda device: SHARED_BYTES[target.arch]
-    strip_pairs.overlap = lambda device: {"PDL": args.target == "sm90"}  # it is for such GPUs
+    w4a16_mma_pair.overlap = lambda device: {"PDL": args.target == "sm90"}  # it is for such GPUs
     for name in args.cases:
         op, case = name.split("/")
         arguments = CASES[op][case](Draw(torch.bfloat16))

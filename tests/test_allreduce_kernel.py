@@ -8,7 +8,7 @@ from atomc.torch_compat.peer_memory import EMPTY, PeerMemory, new_buffer, new_ha
 
 pytest.importorskip("triton")
 assert kernels.load("triton") is None
-from atomc.kernels.triton.allreduce import push, reduce  # noqa: E402
+from atomc.kernels.triton.collective.allreduce import push, reduce  # noqa: E402
 
 DRAW = torch.Generator().manual_seed(0)
 

@@ -17,7 +17,7 @@ from atomc.platform import Platform
 
 pytest.importorskip("triton")
 assert kernels.load("triton") is None
-from atomc.kernels.triton.allreduce_norm import NOTE, refuse_all_reduce  # noqa: E402
+from atomc.kernels.triton.collective.allreduce_norm import NOTE, refuse_all_reduce  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 H100 = Platform.named("sm90")

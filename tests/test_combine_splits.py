@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 pytest.importorskip("triton")
 
-from atomc.kernels.triton.combine_splits import FEW_ROWS, combined
+from atomc.kernels.triton.attention.combine_splits import FEW_ROWS, combined
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from atomc import kernels, ops
-from atomc.kernels.triton import conv_delta_rule
+from atomc.kernels.triton.recurrent import conv_delta_rule
 from atomc.passes.recognize.delta_gates import DELTA_GATES
 from atomc.platform import Platform
 

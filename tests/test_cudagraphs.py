@@ -18,9 +18,9 @@ from atomc.compiler import cudagraphs
 from atomc.compiler.cudagraphs import Captured, Pool
 from atomc.compiler.static_buffer import StaticBuffer
 from atomc.kernels import load
-from atomc.kernels.triton.attention_tiles import tiling
-from atomc.kernels.triton.linear import MAX_ROWS
-from atomc.kernels.triton.tiles import HEAD_ROWS, LINEAR
+from atomc.kernels.triton.attention.attention_tiles import tiling
+from atomc.kernels.triton.launch.tiles import HEAD_ROWS, LINEAR
+from atomc.kernels.triton.linear.linear import MAX_ROWS
 from atomc.loading.create_model import create_model
 from atomc.loading.loader import ready
 from atomc.report.report import Report

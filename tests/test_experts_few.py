@@ -21,8 +21,10 @@ from atomc.platform import Platform
 
 pytest.importorskip("triton")
 assert kernels.load("triton") is None
-few = importlib.import_module("atomc.kernels.triton.experts_few")  # only where there is Triton
-unquantized = importlib.import_module("atomc.kernels.triton.experts_few_unquantized")
+few = importlib.import_module(
+    "atomc.kernels.triton.experts.experts_decode"
+)  # only where there is Triton
+unquantized = importlib.import_module("atomc.kernels.triton.experts.experts_decode_unquantized")
 
 H200 = Platform.named("h200")
 # Where it is a CPU, Triton's interpreter runs.

@@ -19,16 +19,16 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from atomc import ops
-from atomc.kernels.torch import experts_grouped_mm
-from atomc.kernels.triton import (
+from atomc.kernels.torch.experts import experts_grouped_mm
+from atomc.kernels.triton.experts import (
     expert_sort,
     experts_4_bits,
-    experts_many,
-    experts_many_packed,
-    experts_many_scaled,
+    experts_prefill,
+    experts_prefill_packed,
+    experts_prefill_scaled,
 )
-from atomc.kernels.triton.expert_sort import Routing, most_blocks, sort_by_expert
-from atomc.kernels.triton.tile_table import FragmentTile
+from atomc.kernels.triton.experts.expert_sort import Routing, most_blocks, sort_by_expert
+from atomc.kernels.triton.launch.tile_table import FragmentTile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [  # T, k, E, block
@@ -99,9 +99,9 @@ def test_no_pairs_need_no_blocks() -> None:
 @pytest.mark.parametrize(
     "function",
     [
-        experts_many.moe_experts,
-        experts_many_scaled.moe_experts_fp8,
-        experts_many_scaled.moe_experts_int8,
+        experts_prefill.moe_experts,
+        experts_prefill_scaled.moe_experts_fp8,
+        experts_prefill_scaled.moe_experts_int8,
     ],
     ids=lambda function: function.__name__,
 )
@@ -200,11 +200,11 @@ def test_of_a_block_with_few_pairs_a_quarter_is_multiplied(
 
 
 FUNCTIONS = [
-    experts_many.moe_experts,
-    experts_many_scaled.moe_experts_fp8,
-    experts_many_scaled.moe_experts_int8,
-    experts_many_packed.moe_experts_w4a16,
-    experts_many_packed.moe_experts_mxfp4,
+    experts_prefill.moe_experts,
+    experts_prefill_scaled.moe_experts_fp8,
+    experts_prefill_scaled.moe_experts_int8,
+    experts_prefill_packed.moe_experts_w4a16,
+    experts_prefill_packed.moe_experts_mxfp4,
     experts_grouped_mm.moe_experts,
     experts_4_bits.moe_experts_w4a16,
     experts_4_bits.moe_experts_mxfp4,
@@ -231,13 +231,13 @@ def test_the_host_reads_no_value_of_the_device(
 @pytest.mark.gpu
 def test_a_cuda_graph_of_experts_computes_the_same_bits_for_other_choices() -> None:
     given = CASES["moe_experts"]["many tokens"](Draw(torch.bfloat16, "cuda"))
-    experts_many.moe_experts(**given)  # compiles
+    experts_prefill.moe_experts(**given)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = experts_many.moe_experts(**given)
+        out = experts_prefill.moe_experts(**given)
     given["ids"].copy_(torch.randint_like(given["ids"], 4))
     graph.replay()
-    assert torch.equal(out, experts_many.moe_experts(**given))
+    assert torch.equal(out, experts_prefill.moe_experts(**given))
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ from kernel_cases.draw import Draw
 from torch.testing import assert_close
 
 from atomc import ops
-from atomc.kernels.triton.mla_attention import LatentTiling, attend, tiling
+from atomc.kernels.triton.latent.mla_attention import LatentTiling, attend, tiling
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = ["decode", "mixed, some without new tokens", "more heads than a tile", "odd widths"]

@@ -15,8 +15,9 @@ from torch.testing import assert_close
 from atomc import ops
 
 pytest.importorskip("triton")
-from atomc.kernels.triton import by_head, mla_prefix
-from atomc.kernels.triton.mla_attention import LatentTiling
+from atomc.kernels.triton.latent import mla_prefix
+from atomc.kernels.triton.latent.mla_attention import LatentTiling
+from atomc.kernels.triton.linear import batched_head_linear
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"  # there in Triton's interpreter
@@ -52,11 +53,11 @@ def drawn(sequences: list[tuple[int, int]]) -> tuple[dict[str, Tensor], Tensor]:
 def test_queries_are_projected_in_tiles_with_a_prefix_only(
     case: str, heads_each: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(by_head, "_heads_each", lambda *_: heads_each)
+    monkeypatch.setattr(batched_head_linear, "_heads_each", lambda *_: heads_each)
     given, has_prefix = drawn(MIXTURES[case])
     q, of_head = given["q"], given["weight"].view(3, 44, 32)
     with PoisonedMemory():
-        found = by_head.queries_to_latents(
+        found = batched_head_linear.queries_to_latents(
             q, of_head, given["query_start"], given["seq_lens"], rotated=16
         )
     expected = torch.cat(
@@ -104,7 +105,7 @@ def test_attention_over_prefixes_is_that_of_their_rows(
 def test_results_are_weighed_where_there_are_keys(
     heads_each: int, values: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(by_head, "_heads_each", lambda *_: heads_each)
+    monkeypatch.setattr(batched_head_linear, "_heads_each", lambda *_: heads_each)
     draw = Draw(torch.float32, DEVICE)
     tokens, heads, latent = 130, 3, 40
     new, latents = draw.normal(tokens, heads, values), draw.normal(tokens, heads, latent)
@@ -120,7 +121,7 @@ def test_results_are_weighed_where_there_are_keys(
     expected = (of_old * old + of_new * new) / (of_old + of_new)
     expected[no_old & no_new] = 0
     latents[no_old], new[no_new] = float("nan"), float("nan")
-    by_head.add_values(new, new_lse, latents, old_lse, weight)
+    batched_head_linear.add_values(new, new_lse, latents, old_lse, weight)
     assert_close(new, expected, **CLOSE)
 
 
@@ -132,7 +133,7 @@ def test_values_of_tiles_without_old_keys_are_not_written() -> None:
     # There are new keys for the first head, which decides. The others would get zeros.
     new_lse[:64, 1:] = -torch.inf
     new[:64] = float("nan")
-    by_head.add_values(new, new_lse, latents, old_lse, draw.normal(3, 16, 32))
+    batched_head_linear.add_values(new, new_lse, latents, old_lse, draw.normal(3, 16, 32))
     assert new[:64].isnan().all() and not new[64:].isnan().any()
 
 
@@ -147,5 +148,5 @@ def test_latent_attention_of_any_mixture_is_that_of_its_op(case: str) -> None:
 
 def test_heads_of_a_tile_are_taken_together_when_there_are_many_programs() -> None:
     device = torch.device("cpu")  # where an H200 is assumed, of 132 multiprocessors
-    each = {tiles: by_head._heads_each(tiles, 128, device) for tiles in (1, 8, 32, 64)}
+    each = {tiles: batched_head_linear._heads_each(tiles, 128, device) for tiles in (1, 8, 32, 64)}
     assert each == {1: 1, 8: 1, 32: 4, 64: 8}

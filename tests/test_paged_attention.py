@@ -17,8 +17,8 @@ from atomc.ops.state import Layout
 from atomc.platform import Platform
 
 triton = pytest.importorskip("triton")
-from atomc.kernels.triton import attention as kernel  # noqa: E402
-from atomc.kernels.triton.attention_tiles import MAX_SPLITS, Tiling, tiling  # noqa: E402
+from atomc.kernels.triton.attention import attention as kernel  # noqa: E402
+from atomc.kernels.triton.attention.attention_tiles import MAX_SPLITS, Tiling, tiling  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # there in Triton's interpreter
 CPU = torch.device("cpu")  # where tiles are those of an H200

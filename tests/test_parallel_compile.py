@@ -14,7 +14,7 @@ from torch._inductor.runtime import compile_tasks
 
 from atomc import ops
 from atomc.kernels import load
-from atomc.kernels.triton.parallel_compile import compile_in_parallel
+from atomc.kernels.triton.launch.parallel_compile import compile_in_parallel
 from atomc.torch_compat import inductor
 
 assert load("triton") is None
@@ -43,9 +43,9 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
-from atomc.kernels.triton.compile_worker import start_worker
-from atomc.kernels.triton.norm import _rms_norm
-from atomc.kernels.triton.parallel_compile import compile_in_parallel
+from atomc.kernels.triton.launch.compile_worker import start_worker
+from atomc.kernels.triton.rows.norm import _rms_norm
+from atomc.kernels.triton.launch.parallel_compile import compile_in_parallel
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from atomc.platform import Platform
 
 pytest.importorskip("triton")
 assert kernels.load("triton") is None
-route = importlib.import_module("atomc.kernels.triton.route")  # only where there is Triton
+route = importlib.import_module("atomc.kernels.triton.experts.route")  # only where there is Triton
 
 # Where it is a CPU, Triton's interpreter runs.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -15,7 +15,7 @@ from atomc import kernels
 
 pytest.importorskip("triton")
 assert kernels.load("triton") is None
-strip_pairs = importlib.import_module("atomc.kernels.triton.strip_pairs")
+strip_pairs = importlib.import_module("atomc.kernels.triton.w4a16.w4a16_mma_pair")
 
 Array = NDArray[Any]
 

@@ -26,7 +26,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # on a CPU, Triton's in
 
 def kernel_of(op: str) -> ops.Kernel:
     """The kernel for strips."""
-    module = "atomc.kernels.triton.by_strips"
+    module = "atomc.kernels.triton.w4a16.w4a16_mma"
     [found] = [each for each in ops.REGISTRY[op].kernels if each.function.__module__ == module]
     return found
 

@@ -12,8 +12,11 @@ from atomc import kernels, ops
 from atomc.platform import Platform
 
 pytest.importorskip("triton")
-from atomc.kernels.triton import activation_quant, attention_tiles, norm, tile_table, tiles, w4a16
-from atomc.kernels.triton.quant import Quantized
+from atomc.kernels.triton.attention import attention_tiles
+from atomc.kernels.triton.launch import tile_table, tiles
+from atomc.kernels.triton.rows import activation_quant, norm
+from atomc.kernels.triton.rows.quant import Quantized
+from atomc.kernels.triton.w4a16 import w4a16
 
 CPU = torch.device("cpu")  # where Triton's interpreter uses the tiles of sm90
 TABLES = {

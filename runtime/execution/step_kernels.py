@@ -36,7 +36,7 @@ class StepKernels:
         with suppress(Exception):
             weight = next(module.parameters())
             if weight.is_cuda and kernels.load("triton") is None:
-                from atomc.kernels.triton.compile_worker import start_worker
+                from atomc.kernels.triton.launch.compile_worker import start_worker
 
                 of = self.config
                 self._helper = start_worker(
@@ -54,7 +54,7 @@ class StepKernels:
         """
         if runner.program.device.type != "cuda" or runner.program.syncing:
             return
-        from atomc.kernels.triton.parallel_compile import compile_in_parallel
+        from atomc.kernels.triton.launch.parallel_compile import compile_in_parallel
 
         helper, self._helper = self._helper, None
         kernels_loaded = compile_in_parallel(

@@ -5,7 +5,7 @@ from mutations import Bug
 
 def decode(old: str, new: str) -> Bug:
     tests = "tests/test_conv_delta_rule.py -k only_the_last_program"
-    return Bug("atomc/kernels/triton/conv_delta_rule.py", old, new, tests)
+    return Bug("atomc/kernels/triton/recurrent/conv_delta_rule.py", old, new, tests)
 
 
 def fuse(old: str, new: str) -> Bug:
@@ -18,7 +18,7 @@ def padded(file: str, old: str, new: str) -> Bug:
 
 def gates(old: str, new: str) -> Bug:
     tests = "tests/test_conv_delta_rule.py -k would_broadcast"
-    return Bug("atomc/kernels/triton/delta_gates.py", old, new, tests)
+    return Bug("atomc/kernels/triton/recurrent/delta_gates.py", old, new, tests)
 
 
 BUGS = [

@@ -247,7 +247,7 @@ BUGS = [
         "mla_absorbed_attention",
     ),
     Bug(
-        "atomc/kernels/triton/mla_attention.py",
+        "atomc/kernels/triton/latent/mla_attention.py",
         "    scores += of_rope\n",
         "    scores = scores\n",
         "tests/test_mla_branches.py -k decode",
@@ -319,13 +319,13 @@ BUGS = [
     prefix("mla_prefix", "each // num_tiles * TILE_HEADS", "0 * TILE_HEADS", "rows"),
     prefix("mla_prefix", '-float("inf"), dtype=', "0.0, dtype=", "rows"),
     Bug(
-        "atomc/kernels/triton/attention.py",
+        "atomc/kernels/triton/attention/attention.py",
         "scores = tl.dot(q_rest, tl.trans(k_rest), scores,",
         "scores = tl.dot(q_rest, tl.trans(k_rest), 0 * scores,",
         "tests/test_paged_attention.py -k 'any_width and 192'",
     ),
     Bug(
-        "atomc/kernels/triton/attention.py",
+        "atomc/kernels/triton/attention/attention.py",
         "q_at + D + r,",
         "q_at + r,",
         "tests/test_paged_attention.py -k 'any_width and 192'",
@@ -391,13 +391,13 @@ BUGS = [
         "topk_route",
     ),
     Bug(
-        "atomc/kernels/triton/route.py",
+        "atomc/kernels/triton/experts/route.py",
         "rows > MAX_ROWS and x.dtype == logits_dtype",
         "rows > MAX_ROWS",
         "tests/test_route_kernel.py",
     ),
     Bug(
-        "atomc/kernels/triton/fragments.py",
+        "atomc/kernels/triton/w4a16/fragments.py",
         "or (WARPS >= 4 and not ALONE):",
         "or (WARPS >= 1 and not ALONE):",
         "tests/test_triton_compiles.py -k 16_bytes",
@@ -476,7 +476,7 @@ BUGS = [
         "tests/test_parallel_compile.py -k settings",
     ),
     Bug(
-        "atomc/kernels/triton/experts_4_bits.py",
+        "atomc/kernels/triton/experts/experts_4_bits.py",
         "tl.sum((pair < P).to(tl.int32)) <= FEW",
         "tl.sum((pair < P).to(tl.int32)) <= FEW + 1",
         "tests/test_grouped.py -k quarter",
@@ -504,13 +504,13 @@ BUGS = [
         "grouped", "tl.where(m == 0, block, P)", "tl.where(m == 0, block + 1, P)", "moe_experts_fp8"
     ),
     Bug(
-        "atomc/kernels/triton/experts_few.py",
+        "atomc/kernels/triton/experts/experts_decode.py",
         "_most_tokens(w13.shape[0] // 2, ids",
         "_most_tokens(w13.shape[0], ids",
         "tests/test_experts_few.py -k experts_of_their_own",
     ),
     Bug(
-        "atomc/kernels/triton/combine_splits.py",
+        "atomc/kernels/triton/attention/combine_splits.py",
         '(lse == -float("inf"))[:, None], 0.0, partial',
         '(lse == float("inf"))[:, None], 0.0, partial',
         "tests/test_combine_splits.py",

@@ -34,7 +34,7 @@ BUGS = [
         "tests/test_ops.py -k linear_fp32",
     ),
     Bug(
-        "atomc/kernels/triton/linear.py",
+        "atomc/kernels/triton/linear/linear.py",
         "multiply(x, weight, None, tile, torch.float32)",
         "multiply(x, weight, None, tile).to(torch.float32)",
         "tests/test_kernels.py -k '[linear_fp32-triton-'",

@@ -7,7 +7,7 @@ def bug(file: str, old: str, new: str, test: str, words: str) -> Bug:
     return Bug(file, old, new, f"tests/test_{test}.py -k '{words}'")
 
 
-KERNEL, FEW = "atomc/kernels/triton/lora.py", "atomc/kernels/triton/lora_few.py"
+KERNEL, FEW = "atomc/kernels/triton/linear/lora.py", "atomc/kernels/triton/linear/lora_few.py"
 BUGS = [
     bug("runtime/scheduling/prefix_cache.py", 'b"" if lora is None else b"lora %d " % lora', 'b""', "lora", "one_load"),
     bug("runtime/scheduling/prefix_sharing.py", "request.lora.identity", "request.lora.number", "lora", "one_load"),

@@ -7,7 +7,7 @@ MODELS = "tests/test_mamba_models.py"
 
 
 def triton(old: str, new: str, tests: str = f"{SCAN} -k padding_of_any_value") -> Bug:
-    return Bug("atomc/kernels/triton/ssm.py", old, new, tests)
+    return Bug("atomc/kernels/triton/recurrent/ssm.py", old, new, tests)
 
 
 def in_torch(old: str, new: str, tests: str = f"{SCAN} -k steps_of_any_size") -> Bug:

@@ -12,7 +12,9 @@ def triton(file: str, old: str, new: str, name: str) -> Bug:
 
 
 def pairs(old: str, new: str) -> Bug:
-    return Bug("atomc/kernels/triton/strip_pairs.py", old, new, "tests/test_strip_pairs.py")
+    return Bug(
+        "atomc/kernels/triton/w4a16/w4a16_mma_pair.py", old, new, "tests/test_strip_pairs.py"
+    )
 
 
 BUGS = [
@@ -31,7 +33,7 @@ BUGS = [
     triton("strip_rows", "bias if splits == 1 else None,", "bias,", "linear_w4a16"),
     triton("strip_rows", "sums * E2M1_UNIT", "sums", "linear_mxfp4"),
     Bug(
-        "atomc/kernels/triton/strip_values.py",
+        "atomc/kernels/triton/w4a16/strip_values.py",
         "True) * E2M1_UNIT",
         "True)",
         "tests/test_strips.py -k e2m1_code",
@@ -52,13 +54,13 @@ BUGS = [
     ),
     triton("strip_values", "(column < K)", "(column <= K)", "linear_w4a16"),
     Bug(
-        "atomc/kernels/triton/by_strips.py",
+        "atomc/kernels/triton/w4a16/w4a16_mma.py",
         "if rows % STRIP.value == 0:",
         "if rows % 8 == 0:",
         "tests/test_strips.py -k not_held_in_strips",
     ),
     Bug(
-        "atomc/kernels/triton/by_strips.py",
+        "atomc/kernels/triton/w4a16/w4a16_mma.py",
         "if num_rows(x) <= MAX_ROWS:\n        return strip_rows.multiply(x, *stored, bias, group)",
         "if True:\n        return strip_rows.multiply(x, *stored, None, group)",
         kernel("linear_w4a16"),

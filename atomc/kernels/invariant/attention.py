@@ -6,9 +6,9 @@ import triton
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.triton import attention as varying
-from atomc.kernels.triton import varlen_attention as packed
-from atomc.kernels.triton.attention_tiles import Tiling
+from atomc.kernels.triton.attention import attention as varying
+from atomc.kernels.triton.attention import varlen_attention as packed
+from atomc.kernels.triton.attention.attention_tiles import Tiling
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 

@@ -5,8 +5,8 @@ order, and have the same tile here for any number of tokens.
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.triton.experts_few import Gate, Stored, unfit_arguments
-from atomc.kernels.triton.experts_few_unquantized import unfit_weights, with_tile_of
+from atomc.kernels.triton.experts.experts_decode import Gate, Stored, unfit_arguments
+from atomc.kernels.triton.experts.experts_decode_unquantized import unfit_weights, with_tile_of
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 

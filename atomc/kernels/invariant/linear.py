@@ -10,7 +10,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.checks import unlike
 from atomc.kernels.invariant.adapter import adapted, several
-from atomc.kernels.triton.launch import unfit
+from atomc.kernels.triton.launch.launch import unfit
 from atomc.ops.formats import FLOATS, HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform

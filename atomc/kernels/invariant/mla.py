@@ -8,10 +8,10 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.checks import unlike
 from atomc.kernels.invariant.linear import multiply
-from atomc.kernels.triton import mla_attention as varying
-from atomc.kernels.triton.attention_tiles import has_room
-from atomc.kernels.triton.launch import unfit
-from atomc.kernels.triton.tiles import LATENT_ATTENTION
+from atomc.kernels.triton.attention.attention_tiles import has_room
+from atomc.kernels.triton.latent import mla_attention as varying
+from atomc.kernels.triton.launch.launch import unfit
+from atomc.kernels.triton.launch.tiles import LATENT_ATTENTION
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 from atomc.platform import Platform

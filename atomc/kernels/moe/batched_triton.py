@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from atomc.kernels.triton.expert_gate import activated
+from atomc.kernels.triton.experts.expert_gate import activated
 
 ROWS, OUTPUTS, INPUTS = 16, 64, 64  # of a tile; not measured yet
 

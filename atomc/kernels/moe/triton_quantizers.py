@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from atomc.kernels.moe.schemes import Fp8Block, Fp8PerToken, Int8PerToken, Scheme
-from atomc.kernels.triton.quant import (
+from atomc.kernels.triton.rows.quant import (
     quant_fp8_group,
     quant_fp8_per_token,
     quant_int8_per_token,

@@ -1,4 +1,4 @@
-"""Experts of the standard format with the Triton kernels of atomc/kernels/triton/grouped.py."""
+"""Experts of the standard format with the Triton kernels of atomc/kernels/triton/experts/grouped.py."""
 
 import importlib.util
 
@@ -64,11 +64,11 @@ class Triton(Experts):
     ) -> None:
         # Triton is optional.
         from atomc.kernels.moe.triton_quantizers import quantize
-        from atomc.kernels.triton import grouped
-        from atomc.kernels.triton.expert_sort import in_blocks
-        from atomc.kernels.triton.experts_many import tile_for
-        from atomc.kernels.triton.tiles import MOE_EXPERTS, MOE_EXPERTS_8_BITS
-        from atomc.kernels.triton.weighted_sum import weighted_sum
+        from atomc.kernels.triton.experts import grouped
+        from atomc.kernels.triton.experts.expert_sort import in_blocks
+        from atomc.kernels.triton.experts.experts_prefill import tile_for
+        from atomc.kernels.triton.experts.weighted_sum import weighted_sum
+        from atomc.kernels.triton.launch.tiles import MOE_EXPERTS, MOE_EXPERTS_8_BITS
 
         x, w, scheme = dispatched.x, weights, config.scheme
         ids = local_ids(dispatched.ids, expert_map, w.num_experts)

@@ -10,7 +10,7 @@ from atomc.kernels.torch import kv_write  # isort: split
 
 from atomc.kernels.torch import attention  # isort: split
 
-from atomc.kernels.torch import experts_grouped_mm  # isort: split
+from atomc.kernels.torch.experts import experts_grouped_mm  # isort: split
 
 from atomc.kernels.torch import (
     activation,
@@ -18,10 +18,6 @@ from atomc.kernels.torch import (
     conv,
     conv_delta_rule,
     delta_rule,
-    expert_load,
-    experts,
-    experts_quantized,
-    experts_sent,
     indexer,
     kv_b_weight,
     linear,
@@ -29,14 +25,20 @@ from atomc.kernels.torch import (
     mla_attention,
     norm,
     rope,
-    route,
     scaled_linear_fp8,
     ssm,
     varlen_attention,
 )
+from atomc.kernels.torch.experts import (
+    expert_load,
+    experts,
+    experts_all_to_all,
+    experts_quantized,
+    route,
+)
 
 # isort: split
-from atomc.kernels.torch import experts_by_reference
+from atomc.kernels.torch.experts import experts_by_reference
 
 __all__ = [
     "activation",
@@ -47,10 +49,10 @@ __all__ = [
     "delta_rule",
     "expert_load",
     "experts",
+    "experts_all_to_all",
     "experts_by_reference",
     "experts_grouped_mm",
     "experts_quantized",
-    "experts_sent",
     "indexer",
     "kv_b_weight",
     "kv_write",

@@ -1,35 +1,38 @@
 """Ops run by Triton kernels, on NVIDIA and AMD GPUs."""
 
-from atomc.kernels.triton import (
-    activation,
-    activation_quant,
-    allreduce_norm,
-    attention,
-    by_strips,
-    collective,
-    conv,
-    conv_delta_rule,
-    decode_dense,
-    delta_gates,
-    delta_rule,
-    dequantized,
+from atomc.kernels.triton import experts_all_to_all
+from atomc.kernels.triton.attention import attention, decode_dense, varlen_attention
+from atomc.kernels.triton.collective import allreduce_norm, collective
+from atomc.kernels.triton.experts import (
     experts_4_bits,
-    experts_few_4_bits,
-    experts_few_unquantized,
-    experts_many,
-    experts_many_packed,
-    experts_many_scaled,
-    experts_sent,
+    experts_decode_4_bits,
+    experts_decode_unquantized,
+    experts_prefill,
+    experts_prefill_packed,
+    experts_prefill_scaled,
+    route,
+)
+from atomc.kernels.triton.latent import (
     indexer,
-    kv_write,
-    linear,
-    linear_split_cat,
-    lora,
     mla,
     mla_attention,
     mla_bmm,
     mla_chosen,
     mla_prompts,
+)
+from atomc.kernels.triton.linear import (
+    linear,
+    linear_split_cat,
+    lora,
+    scaled_linear,
+    scaled_linear_by_row,
+    scaled_linear_tiles,
+)
+from atomc.kernels.triton.recurrent import conv, conv_delta_rule, delta_gates, delta_rule, ssm
+from atomc.kernels.triton.rows import (
+    activation,
+    activation_quant,
+    kv_write,
     norm,
     norm_gated,
     norm_pair,
@@ -37,22 +40,15 @@ from atomc.kernels.triton import (
     quant,
     rope,
     rope_kv_write,
-    route,
-    scaled_linear,
-    scaled_linear_by_row,
-    scaled_linear_tiles,
     sigmoid_gate,
-    ssm,
-    varlen_attention,
-    w4a16,
 )
+from atomc.kernels.triton.w4a16 import dequantized, w4a16, w4a16_mma
 
 __all__ = [
     "activation",
     "activation_quant",
     "allreduce_norm",
     "attention",
-    "by_strips",
     "collective",
     "conv",
     "conv_delta_rule",
@@ -61,12 +57,12 @@ __all__ = [
     "delta_rule",
     "dequantized",
     "experts_4_bits",
-    "experts_few_4_bits",
-    "experts_few_unquantized",
-    "experts_many",
-    "experts_many_packed",
-    "experts_many_scaled",
-    "experts_sent",
+    "experts_all_to_all",
+    "experts_decode_4_bits",
+    "experts_decode_unquantized",
+    "experts_prefill",
+    "experts_prefill_packed",
+    "experts_prefill_scaled",
     "indexer",
     "kv_write",
     "linear",
@@ -92,4 +88,5 @@ __all__ = [
     "ssm",
     "varlen_attention",
     "w4a16",
+    "w4a16_mma",
 ]

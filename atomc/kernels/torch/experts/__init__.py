@@ -1,0 +1,1 @@
+"""Mixtures of experts in PyTorch, and their routing."""

@@ -1,0 +1,213 @@
+"""Experts with quantized weights on a CPU, one after another; the codes of an expert are converted
+to fp32 a few rows at a time.
+"""
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.cpu_linears import finish
+from atomc.kernels.dequantized import fp8_values, multiply, mxfp4_values
+from atomc.kernels.torch import scaled_linear_fp8 as fp8
+from atomc.kernels.torch.experts.experts import of_expert, one_by_one
+from atomc.ops.experts import gated
+from atomc.ops.op import Refusal
+from atomc.ops.quant import (
+    quant_fp8_group,
+    quant_fp8_per_token,
+    quant_fp8_static,
+    quant_int8_per_token,
+    quant_mxfp4,
+)
+from atomc.ops.scaled_linear import int4_weight
+from atomc.platform import Platform
+
+
+def refuse_moe_experts_quantized(platform: Platform, *_: object, **__: object) -> Refusal | None:
+    return None if platform.is_cpu else Refusal("hardware", "written for the CPU")
+
+
+@ops.moe_experts_fp8.kernel("torch", refuses=refuse_moe_experts_quantized, syncs=True)
+def moe_experts_fp8(
+    x: Tensor,
+    x_scale: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    act_scale: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    block: int = 0,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+) -> Tensor:
+    def product(
+        codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        if block:
+            return fp8.scaled_linear_fp8_block(
+                codes, weight, scale, weight_scale, bias, out_dtype=out_dtype, block=block
+            )
+        return fp8.scaled_linear_fp8(codes, weight, scale, weight_scale, bias, out_dtype=out_dtype)
+
+    def between(h: Tensor) -> tuple[Tensor, ...]:
+        h = gated(h, activation, interleaved, alpha, limit)
+        if block:
+            return quant_fp8_group.reference(h, block, dtype=x.dtype)
+        if act_scale is None:
+            return quant_fp8_per_token.reference(h, x.dtype)
+        return (quant_fp8_static.reference(h, act_scale, x.dtype),)
+
+    def up(e: int, codes: Tensor, scale: Tensor = x_scale) -> Tensor:
+        return product(codes, scale, w13[e], w13_scale[e], of_expert(b13, e))
+
+    def down(e: int, codes: Tensor, scale: Tensor | None = act_scale) -> Tensor:
+        assert scale is not None
+        return product(codes, scale, w2[e], w2_scale[e], of_expert(b2, e))
+
+    given = (x,) if x_scale.dim() == 1 else (x, x_scale)
+    return one_by_one(ids, weights, len(w13), given, up, between, down)
+
+
+@ops.moe_experts_int8.kernel("torch", refuses=refuse_moe_experts_quantized, syncs=True)
+def moe_experts_int8(
+    x: Tensor,
+    x_scale: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+) -> Tensor:
+    def product(
+        codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        rows = codes.to(torch.float32)
+        total = multiply(rows, len(weight), lambda a, b: weight[a:b].to(torch.float32))
+        return finish(total.mul_(weight_scale.flatten()), rows, scale, bias, out_dtype)
+
+    return one_by_one(
+        ids,
+        weights,
+        len(w13),
+        (x, x_scale),
+        up=lambda e, codes, scale: product(codes, scale, w13[e], w13_scale[e], of_expert(b13, e)),
+        between=lambda h: quant_int8_per_token.reference(
+            gated(h, activation, interleaved, alpha, limit)
+        ),
+        down=lambda e, codes, scale: product(codes, scale, w2[e], w2_scale[e], of_expert(b2, e)),
+    )
+
+
+@ops.moe_experts_w4a16.kernel("torch", refuses=refuse_moe_experts_quantized, syncs=True)
+def moe_experts_w4a16(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    w13_zeros: Tensor | None = None,
+    w2_zeros: Tensor | None = None,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    *,
+    group: int,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+) -> Tensor:
+    def product(
+        rows: Tensor, weight: Tensor, scale: Tensor, zeros: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        def values(a: int, b: int) -> Tensor:
+            part = None if zeros is None else zeros[a:b]
+            return int4_weight(weight[a:b], scale[a:b], part, group)
+
+        total = multiply(rows.to(torch.float32), len(weight), values)
+        return finish(total, rows, None, bias, x.dtype)
+
+    return one_by_one(
+        ids,
+        weights,
+        len(w13),
+        (x,),
+        up=lambda e, rows: product(
+            rows, w13[e], w13_scale[e], of_expert(w13_zeros, e), of_expert(b13, e)
+        ),
+        between=lambda h: (gated(h, activation, interleaved, alpha, limit),),
+        down=lambda e, rows: product(
+            rows, w2[e], w2_scale[e], of_expert(w2_zeros, e), of_expert(b2, e)
+        ),
+    )
+
+
+@ops.moe_experts_mxfp4.kernel("torch", refuses=refuse_moe_experts_quantized, syncs=True)
+def moe_experts_mxfp4(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+) -> Tensor:
+    def values(codes: Tensor, scale: Tensor | None) -> Tensor:
+        if codes.dtype == torch.uint8:
+            assert scale is not None
+            return mxfp4_values(codes, scale)
+        return codes.to(torch.float32) if scale is None else fp8_values(codes) * scale
+
+    def between(h: Tensor) -> tuple[Tensor, ...]:
+        h = gated(h, activation, interleaved, alpha, limit)
+        if x_scale is None:
+            return (h.to(torch.float32),)
+        coded = (
+            quant_mxfp4.reference(h)
+            if x.dtype == torch.uint8
+            else quant_fp8_per_token.reference(h, x.dtype)
+        )
+        return (values(*coded),)
+
+    def product(rows: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+        total = multiply(
+            rows, len(weight), lambda a, b: mxfp4_values(weight[a:b], weight_scale[a:b])
+        )
+        return finish(total, rows, None, bias, out_dtype)
+
+    return one_by_one(
+        ids,
+        weights,
+        len(w13),
+        (values(x, x_scale),),
+        up=lambda e, rows: product(rows, w13[e], w13_scale[e], of_expert(b13, e)),
+        between=between,
+        down=lambda e, rows: product(rows, w2[e], w2_scale[e], of_expert(b2, e)),
+    )

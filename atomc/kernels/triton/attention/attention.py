@@ -1,0 +1,602 @@
+"""Attention over a paged cache in Triton: one kernel for any mix of sequences.
+
+A program computes a tile of query rows against some keys of one key/value head. The rows of a tile
+are the G query heads that share this head, for consecutive new tokens of one sequence, so that each
+key is read once for all of them.
+
+The host decides by shapes only, so that a step can be captured in a CUDA graph and replayed with
+other lengths. An fp8 cache is read as bytes; the scale of keys is applied to the scores, the scale
+of values to the result. T rows of q, S sequences, N query heads, K key/value heads, G = N /
+K, D head width.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atomc import ops
+from atomc.graph.sizes import known_equal
+from atomc.kernels.checks import no_bf16_products, too_wide, unlike
+from atomc.kernels.triton.attention.attention_tiles import Tiling, tiling, with_room
+from atomc.kernels.triton.attention.combine_splits import combined, empty_splits
+from atomc.kernels.triton.attention.sequences import tokens_of
+from atomc.kernels.triton.launch.launch import overlap, unfit
+from atomc.kernels.triton.launch.tiles import PAGED_DECODE
+from atomc.kernels.triton.rows.kv_write import (
+    as_numbers,
+    codes_of,
+    in_bytes,
+    scale_of_numbers,
+    uncachable,
+)
+from atomc.ops.formats import FP8
+from atomc.ops.op import Refusal
+from atomc.platform import Platform
+
+MAX_WIDTH, MAX_GROUP = 256, 128
+LOG2_E = math.log2(math.e)
+
+
+@triton.jit
+def _walk(
+    acc,
+    total,
+    peak,
+    q,
+    q_rest,
+    table,
+    k_ptr,
+    rest_ptr,
+    v_ptr,
+    k_block,
+    k_slot,
+    rest_block,
+    rest_slot,
+    v_block,
+    v_slot,
+    first,
+    last,
+    position,
+    inner,
+    unit,
+    D: tl.constexpr,
+    REST: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SPLIT: tl.constexpr,
+    MASKED: tl.constexpr,
+    CODES: tl.constexpr,
+):
+    """Update the running softmax (weighted values, sum of weights, maximum in base 2) with the keys
+    from `first` to `last`.
+
+    Without MASKED, each row sees all of these keys, and their number is a multiple of BLOCK_N.
+    BLOCK_SIZE: None where all keys of a sequence are in its first block.
+    """
+    d = tl.arange(0, q.shape[1])
+    dv = tl.arange(0, acc.shape[1])
+    if BLOCK_SIZE is None:
+        block = tl.load(table, mask=first < last, other=0).to(OFFSET)
+    for n in range(first, last, BLOCK_N):
+        key = n + tl.arange(0, BLOCK_N)
+        if BLOCK_SIZE is None:
+            slot = key
+        elif MASKED:
+            block = tl.load(table + key // BLOCK_SIZE, mask=key < last, other=0).to(OFFSET)
+            slot = key % BLOCK_SIZE
+        else:
+            block = tl.load(table + key // BLOCK_SIZE).to(OFFSET)
+            slot = key % BLOCK_SIZE
+        k_at = k_ptr + ((block * k_block + slot * k_slot)[:, None] + d[None, :])
+        v_at = v_ptr + ((block * v_block + slot * v_slot)[:, None] + dv[None, :])
+        if MASKED or q.shape[1] > D:
+            k = tl.load(k_at, mask=(key < last)[:, None] & (d < D)[None, :], other=0)
+        else:
+            k = tl.load(k_at)
+        if MASKED or acc.shape[1] != DV:
+            v = tl.load(v_at, mask=(key < last)[:, None] & (dv < DV)[None, :], other=0)
+        else:
+            v = tl.load(v_at)
+        k = as_numbers(k, q.dtype, CODES)
+        v = as_numbers(v, q.dtype, CODES)
+
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if REST:
+            r = tl.arange(0, q_rest.shape[1])
+            r_at = rest_ptr + ((block * rest_block + slot * rest_slot)[:, None] + r[None, :])
+            if MASKED or q_rest.shape[1] > REST:
+                k_rest = tl.load(r_at, mask=(key < last)[:, None] & (r < REST)[None, :], other=0)
+            else:
+                k_rest = tl.load(r_at)
+            k_rest = as_numbers(k_rest, q.dtype, CODES)
+            scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
+        if SOFTCAP:
+            # cap * tanh(scores / cap), by a sigmoid, which does not overflow.
+            scores = 2.0 * tl.sigmoid(scores * inner) - 1.0
+        if MASKED:
+            seen = key[None, :] <= position[:, None]
+            if SPLIT:
+                seen = seen & (key < last)[None, :]
+            if WINDOW:
+                seen = seen & (key[None, :] > position[:, None] - WINDOW)
+            scores = tl.where(seen, scores, -float("inf"))
+        highest = tl.maximum(peak, tl.max(scores, 1) * unit)
+        shift = highest
+        if SPLIT or WINDOW:
+            # For a row that has not seen a key, -inf - -inf would be NaN.
+            shift = tl.where(highest == -float("inf"), 0.0, highest)
+        weights = tl.exp2(scores * unit - shift[:, None])
+        decay = tl.exp2(peak - shift)
+        total = total * decay + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+        peak = highest
+    return acc, total, peak
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_sequences", "table_row"])
+def _attend(
+    q_ptr,
+    k_ptr,
+    rest_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    query_start,
+    seq_lens,
+    block_tables,
+    sinks,
+    k_scale,
+    v_scale,
+    num_rows,
+    num_sequences,
+    table_row,
+    q_row,
+    q_head,
+    k_block,
+    k_slot,
+    k_head,
+    rest_block,
+    rest_slot,
+    rest_head,
+    v_block,
+    v_slot,
+    v_head,
+    inner,
+    unit,
+    N: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    REST: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    BY_SEQUENCE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    LOG2_E: tl.constexpr,
+    CODES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One tile, or with BY_SEQUENCE all tiles of a sequence, over this program's split of the keys
+    that a tile sees. REST: how many columns of q and k are multiplied after the first D.
+    """
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    tile = tl.program_id(0)
+    if not BY_SEQUENCE:
+        # The last rows of a sequence see the most keys, so they start first.
+        tile = tl.num_programs(0) - 1 - tile
+        if num_sequences == 1:
+            # Heads vary fastest, so that the longest tiles do not share a multiprocessor. H200,
+            # heads of 128: 1 x 1,024 tokens, 32 heads 32 us (43 otherwise); 1 x 8,192, 16 heads
+            # 597 (669). But 63 decodes and a chunk of 512, where computing overlaps reading: 93
+            # (81).
+            program = tl.program_id(0) + tl.num_programs(0) * kv_head
+            tile = tl.num_programs(0) - 1 - program // tl.num_programs(1)
+            kv_head = program % tl.num_programs(1)
+    s, start, end, length, first_tile, end_tile = tokens_of(
+        tile, query_start, seq_lens, num_rows, num_sequences, BLOCK_Q, BY_SEQUENCE
+    )
+
+    if SOFTCAP:
+        inner *= scale_of_numbers(k_scale, CODES)
+    else:
+        unit *= scale_of_numbers(k_scale, CODES)
+    num_new = end - start
+    table = block_tables + tl.cast(s, tl.int64) * table_row
+    k_ptr += kv_head * k_head
+    rest_ptr += kv_head * rest_head
+    v_ptr += kv_head * v_head
+    m = tl.arange(0, BLOCK_M)
+    head = kv_head * GROUP + m % GROUP
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    for first_token in range(first_tile, end_tile, BLOCK_Q):
+        token = first_token + m // GROUP
+        valid = (m < BLOCK_Q * GROUP) & (token < num_new)
+        position = length - num_new + token
+
+        # The keys that any row sees, and this program's split of them.
+        lowest_position = length - num_new + first_token
+        first = 0
+        if WINDOW:
+            first = tl.maximum(lowest_position - WINDOW + 1, 0)
+        last = length - num_new + tl.minimum(first_token + BLOCK_Q, num_new)
+        if not CAUSAL:  # each row sees the keys that the last one sees
+            lowest_position = length - 1
+            position = tl.full([BLOCK_M], 0, tl.int32) + lowest_position
+            last = length
+        if not BY_SEQUENCE:
+            last = tl.where(first_token < num_new, last, 0)
+        if SPLIT:
+            chunk = tl.maximum(tl.cdiv(tl.cdiv(last - first, tl.num_programs(2)), 16) * 16, BLOCK_N)
+            first += split * chunk
+            last = tl.minimum(last, first + chunk)
+        first_key = first
+
+        q_at = q_ptr + ((start + token).to(tl.int64) * q_row + head * q_head)[:, None]
+        q = tl.load(q_at + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0)
+        q_rest = q
+        if REST:
+            r = tl.arange(0, BLOCK_REST)[None, :]
+            q_rest = tl.load(q_at + D + r, mask=valid[:, None] & (r < REST), other=0.0)
+        peak = tl.full([BLOCK_M], -float("inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        if SINKS and split == 0:
+            # A sink is a key without value; only the first split counts it.
+            peak = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2_E
+            total += 1.0
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        if not BY_SEQUENCE and not WINDOW:
+            # All rows of a wide tile see most of its keys.
+            whole = (
+                tl.maximum(tl.minimum(last, lowest_position + 1) - first, 0) // BLOCK_N * BLOCK_N
+            )
+            acc, total, peak = _walk(
+                acc,
+                total,
+                peak,
+                q,
+                q_rest,
+                table,
+                k_ptr,
+                rest_ptr,
+                v_ptr,
+                k_block,
+                k_slot,
+                rest_block,
+                rest_slot,
+                v_block,
+                v_slot,
+                first,
+                first + whole,
+                position,
+                inner,
+                unit,
+                D,
+                REST,
+                DV,
+                BLOCK_N,
+                BLOCK_SIZE,
+                OFFSET,
+                WINDOW,
+                SOFTCAP,
+                SPLIT,
+                False,
+                CODES,
+            )
+            first += whole
+        acc, total, peak = _walk(
+            acc,
+            total,
+            peak,
+            q,
+            q_rest,
+            table,
+            k_ptr,
+            rest_ptr,
+            v_ptr,
+            k_block,
+            k_slot,
+            rest_block,
+            rest_slot,
+            v_block,
+            v_slot,
+            first,
+            last,
+            position,
+            inner,
+            unit,
+            D,
+            REST,
+            DV,
+            BLOCK_N,
+            BLOCK_SIZE,
+            OFFSET,
+            WINDOW,
+            SOFTCAP,
+            SPLIT,
+            True,
+            CODES,
+        )
+
+        if PDL:
+            # Launched earlier, `combined` takes room from running programs. H200, 8 x 1,024
+            # keys, 8 splits: 18.3 us; here 14.4.
+            tl.extra.cuda.gdc_launch_dependents()
+        # A row that sees no key has the result 0, and the peak -inf.
+        total = tl.where(total == 0.0, 1.0, total)
+        acc = acc / total[:, None] * scale_of_numbers(v_scale, CODES)
+        out_row = ((start + token).to(tl.int64) * N + head) * tl.num_programs(2) + split
+        if SPLIT:
+            lse = tl.where(first_key < last, peak + tl.log2(total), -float("inf"))
+            tl.store(lse_ptr + out_row, lse, mask=valid)
+            valid = valid & (first_key < last)
+        out_at = out_ptr + out_row[:, None] * DV + dv[None, :]
+        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=valid[:, None] & (dv < DV)[None, :])
+
+
+def attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    cut: Tiling,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:
+    """paged_attention of q [T, N, D] with the given tiling."""
+    into, lse = empty_splits(q, v_cache.shape[-1], cut.splits)
+    launch(
+        q,
+        k_cache,
+        v_cache,
+        into,
+        lse,
+        query_start,
+        seq_lens,
+        block_tables,
+        sinks,
+        scale,
+        window,
+        softcap,
+        cut,
+        k_scale,
+        v_scale,
+        block_size=v_cache.shape[1],
+    )
+    return into if lse is None else combined(into, lse, q.dtype)
+
+
+def launch(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    into: Tensor,
+    lse: Tensor | None,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    cut: Tiling,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    *,
+    block_size: int | None,
+    causal: bool = True,
+    k_rest: Tensor | None = None,
+) -> None:
+    """Launch the kernel. With `lse` [T, N, splits], fp32, it gets the logarithms in base 2 of the
+    softmax masses, -inf for a split without keys, and `into` [T, N, splits, D] the results of the
+    splits, uninitialized there; otherwise `into` [T, N, D] gets the result.
+
+    block_size  None: all keys of a sequence are in its first block
+    k_rest      the last columns of keys, where these are not in k_cache; it has its dtype
+    """
+    num_rows, num_heads, width = q.shape
+    if k_rest is None:
+        first, _ = in_two(width)
+        k_cache, k_rest = k_cache[..., :first], k_cache[..., first:]
+    rest = k_rest.shape[-1]
+    kv_heads, value_width = v_cache.shape[-2:]
+    num_sequences = seq_lens.shape[0]
+    group = num_heads // kv_heads
+    limit = {} if cut.registers is None else {"maxnreg": cut.registers}
+    tiles = num_sequences + 1 + (0 if cut.by_sequence else num_rows // (cut.rows // group))
+    _attend[(tiles, kv_heads, cut.splits)](
+        q,
+        in_bytes(k_cache),
+        in_bytes(k_rest),
+        in_bytes(v_cache),
+        into,
+        lse,
+        query_start,
+        seq_lens,
+        block_tables,
+        sinks,
+        k_scale,
+        v_scale,
+        num_rows,
+        num_sequences,
+        block_tables.stride(0),
+        q.stride(0),
+        q.stride(1),
+        *k_cache.stride()[:3],
+        *k_rest.stride()[:3],
+        *v_cache.stride()[:3],
+        2 * scale / softcap if softcap else 1.0,
+        (softcap or scale) * LOG2_E,
+        N=num_heads,
+        GROUP=group,
+        D=width - rest,
+        REST=rest,
+        DV=value_width,
+        BLOCK_D=max(16, triton.next_power_of_2(width - rest)),
+        BLOCK_REST=max(16, triton.next_power_of_2(rest)),
+        BLOCK_DV=max(16, triton.next_power_of_2(value_width)),
+        BLOCK_M=cut.rows,
+        BLOCK_N=cut.keys,
+        BLOCK_SIZE=block_size,
+        OFFSET=tl.int32 if max(map(reach, (k_cache, k_rest, v_cache))) < 2**31 else tl.int64,
+        WINDOW=window,
+        SOFTCAP=softcap != 0.0,
+        SINKS=sinks is not None,
+        BY_SEQUENCE=cut.by_sequence,
+        SPLIT=lse is not None,
+        CAUSAL=causal,
+        LOG2_E=LOG2_E,
+        CODES=codes_of(k_cache)["CODES"],
+        num_warps=cut.warps,
+        num_stages=cut.stages,
+        **limit,
+        **overlap(q.device),
+    )
+
+
+def in_two(width: int) -> tuple[int, int]:
+    """How many columns of q and k a program multiplies first, and after them: of 192, 128 and 64.
+    All at once, where two powers of two are not less than the next one.
+    """
+    half = triton.next_power_of_2(width) // 2
+    if half + max(16, triton.next_power_of_2(width - half)) < 2 * half:
+        return half, width - half
+    return width, 0
+
+
+def reach(cache: Tensor) -> int:
+    """The distance from the first to the last element."""
+    return sum(
+        (size - 1) * stride for size, stride in zip(cache.shape, cache.stride(), strict=True)
+    )
+
+
+def odd_sequences(
+    query_start: Tensor, seq_lens: Tensor, block_tables: Tensor, scale: float
+) -> Refusal | None:
+    """Refuse descriptions of sequences, or a scale, that the kernels cannot read."""
+    return odd_numbers(scale, query_start=query_start, seq_lens=seq_lens, block_tables=block_tables)
+
+
+def odd_numbers(scale: float, **described: Tensor) -> Refusal | None:
+    """Refuse tensors that are not contiguous int32, or a scale that the kernels cannot use."""
+    for name, numbers in described.items():
+        if numbers.dtype != torch.int32 or not known_equal(numbers.stride(-1), 1):
+            return Refusal("dtype", f"{name} is not a contiguous int32 tensor")
+    if scale <= 0:
+        return Refusal("argument", f"the scale {scale} is not positive")
+    return None
+
+
+def crowded_group(group: int) -> Refusal | None:
+    """Refuse more query heads for a key/value head than a tile has rows."""
+    if group <= MAX_GROUP:
+        return None
+    return Refusal("shape", f"{group} query heads share a key/value head, the limit is {MAX_GROUP}")
+
+
+def refuse_paged_attention(
+    platform: Platform,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    scale: float,
+    **_: object,
+) -> Refusal | None:
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    if reason := unfit(platform, q=q) or uncachable(
+        platform, scales, k_cache=k_cache, v_cache=v_cache
+    ):
+        return reason
+    if reason := no_bf16_products(platform, q.dtype) or unlike((q.dtype, *FP8), k_cache=k_cache):
+        return reason
+    if reason := odd_sequences(query_start, seq_lens, block_tables, scale):
+        return reason
+    width, group = max(k_cache.shape[-1], v_cache.shape[-1]), q.shape[-2] // k_cache.shape[-2]
+    if reason := too_wide(width, MAX_WIDTH, "heads"):
+        return reason
+    return crowded_group(group)
+
+
+@ops.paged_attention.kernel(
+    "triton", layout="paged", refuses=refuse_paged_attention, tuned_for=PAGED_DECODE.archs
+)
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    token: Tensor,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    rows = q.reshape(-1, *q.shape[-2:])
+    if rows.shape[0] == 0:
+        return q.new_empty((*q.shape[:-1], v_cache.shape[-1]))
+    block_size, kv_heads = k_cache.shape[1:3]
+    cut = tiling(
+        rows.shape[0],
+        seq_lens.shape[0],
+        rows.shape[1] // kv_heads,
+        kv_heads,
+        max(rows.shape[2], v_cache.shape[-1]),
+        q.element_size(),
+        block_tables.shape[1] * block_size,
+        q.device,
+    )
+    cut = with_room(cut, rows.shape[2], q.device)
+    out = attend(
+        rows,
+        k_cache,
+        v_cache,
+        query_start,
+        seq_lens,
+        block_tables,
+        sinks,
+        scale,
+        window,
+        softcap,
+        cut,
+        k_scale,
+        v_scale,
+    )
+    return out.view(*q.shape[:-1], v_cache.shape[-1])

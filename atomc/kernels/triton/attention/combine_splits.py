@@ -1,0 +1,82 @@
+"""The results of attention of which several programs computed a part of the keys each.
+
+R any number of rows and heads, D width of values.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atomc.kernels.triton.launch.launch import begin, overlap
+
+# Columns of a program, of few and of more rows, and the numbers of a warp. H200, us with 64 / 128 /
+# 512 columns by one warp: 16 rows of 512 in 32 splits 1.5 / 1.6 / 17.5, 128 in 16 splits 2.0 / 2.3
+# / 4.5, 256 of 128 in 8 splits 1.4 / 1.4 / -, 1,024 of 512 in 4 splits 10.6 / 5.6 / 3.6 and in two
+# 10.6 / 5.7 / 1.8. With 64 by four warps 1.6, 3.5, 2.4, 10.5 and 10.6.
+COLUMNS, FEW_ROWS, COLUMNS_OF_MORE = 64, 256, 512
+A_WARP = 2048
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _combine_splits(
+    partial_ptr,
+    lse_ptr,
+    out_ptr,
+    num_splits,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Some columns of one head of one row: the sum of the splits' results, weighted by the softmax
+    mass of their keys.
+    """
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, BLOCK_SPLITS)
+    dv = tl.program_id(1) * BLOCK_DV + tl.arange(0, BLOCK_DV)
+    at = row * num_splits + split
+    lse = tl.load(lse_ptr + at, mask=split < num_splits, other=-float("inf"))
+    there = (split < num_splits)[:, None] & (dv < DV)[None, :]
+    partial = tl.load(partial_ptr + at[:, None] * DV + dv[None, :], mask=there, other=0.0)
+    peak = tl.max(lse, 0)
+    weights = tl.exp2(lse - tl.where(peak == -float("inf"), 0.0, peak))
+    total = tl.sum(weights, 0)
+    # A split without keys wrote no values; its memory is uninitialized.
+    partial = tl.where((lse == -float("inf"))[:, None], 0.0, partial)
+    out = tl.sum(weights[:, None] * partial, 0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(out_ptr + row * DV + dv, out.to(out_ptr.dtype.element_ty), mask=dv < DV)
+
+
+def empty_splits(q: Tensor, width: int, splits: int) -> tuple[Tensor, Tensor | None]:
+    """Where a kernel writes for q [..., any]: for one split, the result [..., D]; for more, their
+    results [..., splits, D] in fp32, and the logarithms in base 2 of their softmax masses
+    [..., splits], -inf for a split without keys, whose result is not read.
+    """
+    rows = q.shape[:-1]
+    if splits == 1:
+        return q.new_empty((*rows, width)), None
+    lse = q.new_empty((*rows, splits), dtype=torch.float32)
+    return lse.new_empty((*lse.shape, width)), lse
+
+
+def combined(parts: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
+    """The result [..., D] of the splits of empty_splits."""
+    *rows, splits, width = parts.shape
+    out = parts.new_empty((*rows, width), dtype=dtype)
+    num_rows, block_splits = lse.numel() // splits, triton.next_power_of_2(splits)
+    most = COLUMNS if num_rows <= FEW_ROWS else COLUMNS_OF_MORE
+    columns = min(max(16, triton.next_power_of_2(width)), most)
+    _combine_splits[(num_rows, triton.cdiv(width, columns))](
+        parts,
+        lse,
+        out,
+        splits,
+        DV=width,
+        BLOCK_DV=columns,
+        BLOCK_SPLITS=block_splits,
+        num_warps=min(max(1, columns * block_splits // A_WARP), 8),
+        **overlap(parts.device),
+    )
+    return out

@@ -1,0 +1,199 @@
+"""Norms behind a sum over the GPUs of one host, for few tokens: sum, add and norm are one launch,
+and a norm with a quantized result is a second one.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.triton.collective.allreduce import all_reduce, all_reduce_rms_norm
+from atomc.kernels.triton.rows.norm import refuse_rms_norm
+from atomc.kernels.triton.rows.norm_quant import (
+    add_rms_norm_quant,
+    refuse_rms_norm_quant,
+    rms_norm_quant,
+)
+from atomc.ops.op import Refusal
+from atomc.ops.token_range import Tokens
+from atomc.platform import Platform
+from atomc.torch_compat import peer_memory
+from atomc.torch_compat.process_groups import process_group as group_of
+
+# The bytes of x up to which this is faster than NCCL and a norm, by the number of ranks: python
+# bench/all_reduce.py. Two and four ranks: measured on H100s, where it is faster for all rows that
+# fit. Three: as four; more: a guess, by the bytes that each receives.
+CUT_OVER = {2: 2**22, 3: 2**21, 4: 2**21, 5: 2**19, 6: 2**19, 7: 2**19, 8: 2**19}
+TOKENS = Tokens(1, peer_memory.rows_of(2))
+NOTE = "one launch over peer memory"
+
+
+def most_tokens(platform: Platform, x: Tensor, process_group: str, **_: object) -> int:
+    """The most tokens that the kernels are for: a power of two, since a step of each is launched
+    before the first request.
+    """
+    ranks = group_of(process_group).size()
+    rows = int(CUT_OVER[ranks] // (x.shape[-1] * x.element_size()))
+    return min(1 << (rows.bit_length() - 1), peer_memory.rows_of(ranks))
+
+
+def refuse_all_reduce(platform: Platform, x: Tensor, process_group: str) -> Refusal | None:
+    if not platform.is_cuda:
+        return Refusal("hardware", "ranks write each other's memory on NVIDIA GPUs only")
+    reason = dict(platform.peer_groups).get(process_group, "they did not ask for it")
+    if reason:
+        return Refusal("hardware", f"ranks have no memory of each other: {reason}")
+    width = x.shape[-1] * x.element_size()
+    if width > peer_memory.ROW_BYTES:
+        return Refusal(
+            "shape", f"rows of {width} bytes exceed the limit of {peer_memory.ROW_BYTES}"
+        )
+    return None
+
+
+def refuse_allreduce_rms_norm(
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    process_group: str,
+    style: str = "after",
+    residual: Tensor | None = None,
+) -> Refusal | None:
+    return refuse_rms_norm(platform, x, weight, style, residual) or refuse_all_reduce(
+        platform, x, process_group
+    )
+
+
+def refuse_allreduce_rms_norm_quant(
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    process_group: str,
+    scale: Tensor | None = None,
+    style: str = "after",
+    *,
+    scheme: str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128,
+    column_major: bool = False,
+    rounding: str = "even",
+    keep: bool = False,
+    residual: Tensor | None = None,
+) -> Refusal | None:
+    return refuse_rms_norm_quant(
+        platform,
+        x,
+        weight,
+        eps,
+        scale,
+        style,
+        scheme=scheme,
+        dtype=dtype,
+        group=group,
+        rounding=rounding,
+        residual=residual,
+    )
+
+
+def refuse_quantized(
+    platform: Platform, x: Tensor, process_group: str, **arguments: Any
+) -> Refusal | None:
+    return refuse_allreduce_rms_norm_quant(
+        platform, x, process_group=process_group, **arguments
+    ) or refuse_all_reduce(platform, x, process_group)
+
+
+@ops.allreduce_rms_norm.kernel(
+    "triton", refuses=refuse_allreduce_rms_norm, tokens=TOKENS, limit=most_tokens, note=NOTE
+)
+def allreduce_rms_norm(
+    x: Tensor, weight: Tensor, eps: float, process_group: str, style: str = "after"
+) -> tuple[Tensor, Tensor]:
+    return all_reduce_rms_norm(x, None, weight, eps, peer_memory.of(process_group), style)
+
+
+@ops.allreduce_add_rms_norm.kernel(
+    "triton", refuses=refuse_allreduce_rms_norm, tokens=TOKENS, limit=most_tokens, note=NOTE
+)
+def allreduce_add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    process_group: str,
+    style: str = "after",
+) -> tuple[Tensor, Tensor]:
+    return all_reduce_rms_norm(x, residual, weight, eps, peer_memory.of(process_group), style)
+
+
+@ops.allreduce_rms_norm_quant.kernel(
+    "triton", refuses=refuse_quantized, tokens=TOKENS, limit=most_tokens, note=NOTE
+)
+def allreduce_rms_norm_quant(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    process_group: str,
+    scale: Tensor | None = None,
+    style: str = "after",
+    *,
+    scheme: str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128,
+    column_major: bool = False,
+    rounding: str = "even",
+    keep: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    total = all_reduce(x, peer_memory.of(process_group))
+    codes, scales, y = rms_norm_quant(
+        total,
+        weight,
+        eps,
+        scale,
+        style,
+        scheme=scheme,
+        dtype=dtype,
+        group=group,
+        column_major=column_major,
+        rounding=rounding,
+        keep=keep,
+    )
+    return codes, scales, total, y
+
+
+@ops.allreduce_add_rms_norm_quant.kernel(
+    "triton", refuses=refuse_quantized, tokens=TOKENS, limit=most_tokens, note=NOTE
+)
+def allreduce_add_rms_norm_quant(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    process_group: str,
+    scale: Tensor | None = None,
+    style: str = "after",
+    *,
+    scheme: str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128,
+    column_major: bool = False,
+    rounding: str = "even",
+    keep: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return add_rms_norm_quant(
+        all_reduce(x, peer_memory.of(process_group)),
+        residual,
+        weight,
+        eps,
+        scale,
+        style,
+        scheme=scheme,
+        dtype=dtype,
+        group=group,
+        column_major=column_major,
+        rounding=rounding,
+        keep=keep,
+    )

@@ -1,0 +1,104 @@
+"""Norms behind a sum over processes: the sum of torch.distributed, then the norm of Triton. Kernels
+for few tokens are in allreduce_norm.py, which is imported first so that they are preferred.
+"""
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.triton.collective.allreduce_norm import refuse_allreduce_rms_norm_quant
+from atomc.kernels.triton.launch.tiles import NORM
+from atomc.kernels.triton.rows.norm import add_rms_norm, refuse_rms_norm, rms_norm
+from atomc.kernels.triton.rows.norm_quant import add_rms_norm_quant, rms_norm_quant
+
+all_reduce = ops.all_reduce.reference
+
+
+@ops.allreduce_rms_norm.kernel("triton", refuses=refuse_rms_norm, tuned_for=NORM.archs)
+def allreduce_rms_norm(
+    x: Tensor, weight: Tensor, eps: float, process_group: str, style: str = "after"
+) -> tuple[Tensor, Tensor]:
+    total = all_reduce(x, process_group)
+    return rms_norm(total, weight, eps, style), total
+
+
+@ops.allreduce_add_rms_norm.kernel("triton", refuses=refuse_rms_norm, tuned_for=NORM.archs)
+def allreduce_add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    process_group: str,
+    style: str = "after",
+) -> tuple[Tensor, Tensor]:
+    return add_rms_norm(all_reduce(x, process_group), residual, weight, eps, style)
+
+
+@ops.allreduce_rms_norm_quant.kernel(
+    "triton", refuses=refuse_allreduce_rms_norm_quant, tuned_for=NORM.archs
+)
+def allreduce_rms_norm_quant(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    process_group: str,
+    scale: Tensor | None = None,
+    style: str = "after",
+    *,
+    scheme: str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128,
+    column_major: bool = False,
+    rounding: str = "even",
+    keep: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    total = all_reduce(x, process_group)
+    codes, scales, y = rms_norm_quant(
+        total,
+        weight,
+        eps,
+        scale,
+        style,
+        scheme=scheme,
+        dtype=dtype,
+        group=group,
+        column_major=column_major,
+        rounding=rounding,
+        keep=keep,
+    )
+    return codes, scales, total, y
+
+
+@ops.allreduce_add_rms_norm_quant.kernel(
+    "triton", refuses=refuse_allreduce_rms_norm_quant, tuned_for=NORM.archs
+)
+def allreduce_add_rms_norm_quant(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    process_group: str,
+    scale: Tensor | None = None,
+    style: str = "after",
+    *,
+    scheme: str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128,
+    column_major: bool = False,
+    rounding: str = "even",
+    keep: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return add_rms_norm_quant(
+        all_reduce(x, process_group),
+        residual,
+        weight,
+        eps,
+        scale,
+        style,
+        scheme=scheme,
+        dtype=dtype,
+        group=group,
+        column_major=column_major,
+        rounding=rounding,
+        keep=keep,
+    )

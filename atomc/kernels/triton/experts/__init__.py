@@ -1,0 +1,1 @@
+"""Mixtures of experts: routing, sorting, and products for few and for many tokens."""

@@ -1,0 +1,470 @@
+"""Experts with 4-bit weights in Triton, for any number of tokens, from weights that are held in the
+order of fragments.py. Letters as in grouped.py.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.checks import strided, unlike, unsupported, wrong_result
+from atomc.kernels.triton.experts.expert_checks import scattered, unfit, unreadable
+from atomc.kernels.triton.experts.expert_sort import in_blocks, pairs_per_expert
+from atomc.kernels.triton.experts.grouped import pairs_of, store_pairs, tile_of, weight_rows
+from atomc.kernels.triton.experts.weighted_sum import weighted_sum
+from atomc.kernels.triton.launch.launch import TRITON_DTYPE, let_next_start, overlap, wait_for_last
+from atomc.kernels.triton.launch.tile_table import FragmentTile
+from atomc.kernels.triton.launch.tiles import EXPERTS_FRAGMENTS
+from atomc.kernels.triton.w4a16.fragment_products import add_e2m1, add_int4, in_words
+from atomc.kernels.triton.w4a16.fragments import (
+    E2M1_UNIT,
+    STRIP,
+    e2m1_fragments,
+    fragment_row,
+    in_strips,
+    int4_fragments,
+    packed_groups,
+    raised_exponents,
+)
+from atomc.kernels.triton.w4a16.unpacking import other_group
+from atomc.ops.experts import Gate
+from atomc.ops.formats import HALVES
+from atomc.ops.op import Refusal
+from atomc.platform import Platform
+
+
+@triton.jit
+def _tile(
+    pair,
+    expert,
+    tile,
+    x_ptr,
+    words_ptr,
+    scale_ptr,
+    zeros_ptr,
+    bias_ptr,
+    out_ptr,
+    P,
+    per_row,
+    x_row,
+    bias_step,
+    alpha,
+    limit,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    INT4: tl.constexpr,
+    SIXTEEN: tl.constexpr,
+    NUMBER: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WARPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The products of some pairs of an expert with a tile of the rows of its weight. pair: their
+    numbers, P where there is none
+    """
+    GATED: tl.constexpr = ACTIVATION is not None
+    ROWS: tl.constexpr = 2 * N if GATED else N
+    PARTS: tl.constexpr = (K + 127) // 128
+    n = tl.arange(0, BLOCK_N)
+    row = weight_rows(n, tile, N, BLOCK_N, GATED, INTERLEAVED, True)
+    read = weight_rows(fragment_row(n, WARPS), tile, N, BLOCK_N, GATED, INTERLEAVED, True)
+    inside, in_rows, in_x = (read < ROWS)[:, None], (row < ROWS)[:, None], (pair < P)[:, None]
+    first = expert.to(tl.int64) * ROWS
+    x_at = x_ptr + (pair // per_row).to(tl.int64)[:, None] * x_row
+    read, of_expert = (first + read)[:, None], (first + row)[:, None]
+    words_at = words_ptr + read // STRIP * (PARTS * STRIP * 16) + read % STRIP * 16
+    words_at += tl.arange(0, 16)[None, :]
+    sums = tl.zeros((BLOCK_N, pair.shape[0]), tl.float32)
+    for part in range(PARTS):
+        words = tl.reshape(tl.load(words_at + part * (STRIP * 16), inside, 0), (BLOCK_N, 4, 4))
+        k = tl.arange(0, 128)[None, :]
+        there = in_x & (k < K - part * 128) if K % 128 else in_x
+        x = tl.load(x_at + part * 128 + k, there, 0.0).to(NUMBER)
+        at = in_strips(read, part, PARTS) + tl.zeros((1, 4), tl.int32)
+        if INT4:
+            sums = add_int4(
+                sums,
+                x,
+                words,
+                scale_ptr,
+                zeros_ptr,
+                at,
+                in_strips(of_expert, part, PARTS),
+                inside,
+                in_rows,
+                GROUP,
+                SIXTEEN,
+                WARPS,
+            )
+        else:
+            sums = add_e2m1(sums, x, words, scale_ptr + at, inside, WARPS)
+    let_next_start(PDL)
+    store_pairs(
+        tl.trans(sums if INT4 else sums * E2M1_UNIT),
+        bias_ptr,
+        out_ptr,
+        expert,
+        bias_step,
+        pair,
+        P,
+        row,
+        tile,
+        alpha,
+        limit,
+        N,
+        ACTIVATION,
+        True,
+    )
+
+
+@triton.jit(do_not_specialize=["P", "blocks"])
+def _product(
+    x_ptr,
+    words_ptr,
+    scale_ptr,
+    zeros_ptr,
+    bias_ptr,
+    out_ptr,
+    order_ptr,
+    expert_ptr,
+    P,
+    blocks,
+    per_row,
+    x_row,
+    bias_step,
+    alpha,
+    limit,
+    E: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    INT4: tl.constexpr,
+    SIXTEEN: tl.constexpr,
+    NUMBER: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TALL: tl.constexpr,
+    num_warps: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Without order_ptr a block is one pair, and expert_ptr has the experts of the pairs."""
+    # The last block of an expert may have few pairs: then only a quarter of it is multiplied.
+    FEW: tl.constexpr = BLOCK_M // 4 if BLOCK_M >= 64 else BLOCK_M
+    ROWS: tl.constexpr = N if ACTIVATION is None else 2 * N
+    wait_for_last(PDL)
+    block, tile = tile_of(blocks, tl.cdiv(ROWS, BLOCK_N), TALL)
+    expert = tl.load(expert_ptr + block).to(tl.int32)
+    # Read before the expert is known, on which all that follows waits.
+    pair = pairs_of(order_ptr, block, P, BLOCK_M)
+    if (expert >= 0) & (expert < E):
+        few = pair
+        if FEW != BLOCK_M:
+            few = tl.load(order_ptr + block * BLOCK_M + tl.arange(0, FEW))
+        if FEW == BLOCK_M or tl.sum((pair < P).to(tl.int32)) <= FEW:
+            _tile(
+                few,
+                expert,
+                tile,
+                x_ptr,
+                words_ptr,
+                scale_ptr,
+                zeros_ptr,
+                bias_ptr,
+                out_ptr,
+                P,
+                per_row,
+                x_row,
+                bias_step,
+                alpha,
+                limit,
+                N,
+                K,
+                GROUP,
+                INT4,
+                SIXTEEN,
+                NUMBER,
+                ACTIVATION,
+                INTERLEAVED,
+                BLOCK_N,
+                num_warps,
+                PDL,
+            )
+        else:
+            _tile(
+                pair,
+                expert,
+                tile,
+                x_ptr,
+                words_ptr,
+                scale_ptr,
+                zeros_ptr,
+                bias_ptr,
+                out_ptr,
+                P,
+                per_row,
+                x_row,
+                bias_step,
+                alpha,
+                limit,
+                N,
+                K,
+                GROUP,
+                INT4,
+                SIXTEEN,
+                NUMBER,
+                ACTIVATION,
+                INTERLEAVED,
+                BLOCK_N,
+                num_warps,
+                PDL,
+            )
+
+
+class PairsOfExperts:
+    """The pairs of ids [T, k] in blocks of experts. tile: None for that of the table."""
+
+    def __init__(self, ids: Tensor, num_experts: int, tile: FragmentTile | None = None):
+        self.pairs, self.num_experts = ids.numel(), num_experts
+        self.tile = tile or EXPERTS_FRAGMENTS.choose(
+            ids.device, pairs_per_expert(self.pairs, num_experts), self.pairs
+        )
+        self.routing = in_blocks(ids, num_experts, self.tile.block)
+
+    def multiply(
+        self,
+        x: Tensor,
+        words: Tensor,
+        scale: Tensor,
+        zeros: Tensor | None,
+        bias: Tensor | None,
+        *,
+        int4: bool,
+        group: int,
+        out_dtype: torch.dtype,
+        activation: str | None = None,
+        interleaved: bool = False,
+        alpha: float = 1.702,
+        limit: float | None = None,
+    ) -> Tensor:
+        """x @ values.T + bias of the expert of each pair, [P, N] in out_dtype, or gated, [P, N/2],
+        if there is an activation. x [P, K], or [T, K] with a row per token; bias [E, N].
+
+        words  of int4 codes with packed scales and zeros, or of e2m1 codes with raised exponents,
+               as fragments.py has them
+        """
+        rows = words.shape[1] * words.shape[3]
+        n = rows if activation is None else rows // 2
+        out = x.new_empty((self.pairs, n), dtype=out_dtype)
+        if self.pairs:
+            blocks = len(self.routing.expert)
+            sixteen = TRITON_DTYPE[x.dtype if int4 else torch.bfloat16]
+            _product[(blocks * triton.cdiv(rows, self.tile.weight_rows),)](
+                x,
+                words,
+                in_words(scale),
+                None if zeros is None else in_words(zeros),
+                bias,
+                out,
+                self.routing.order,
+                self.routing.expert,
+                self.pairs,
+                blocks,
+                self.pairs // len(x),
+                x.stride(0),
+                0 if bias is None else bias.stride(0),
+                alpha,
+                limit,
+                E=self.num_experts,
+                N=n,
+                K=x.shape[1],
+                GROUP=group,
+                INT4=int4,
+                SIXTEEN=sixteen,
+                # The interpreter does not multiply bf16.
+                NUMBER=tl.float32 if triton.knobs.runtime.interpret else sixteen,
+                ACTIVATION=activation,
+                INTERLEAVED=interleaved,
+                BLOCK_M=self.tile.block,
+                BLOCK_N=self.tile.weight_rows,
+                TALL=self.tile.tall,
+                num_warps=self.tile.warps,
+                num_stages=self.tile.stages,
+                **overlap(x.device),
+            )
+        return out
+
+
+def _both_products(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    up: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    down: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    gate: Gate,
+    *,
+    int4: bool,
+    group: int,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """The weighted sums of the experts, [T, H]. up, down: words, scales, zeros and bias."""
+    experts = PairsOfExperts(ids, len(up[0]))
+    act = experts.multiply(x, *up, int4=int4, group=group, out_dtype=out_dtype, **gate)
+    products = experts.multiply(act, *down, int4=int4, group=group, out_dtype=out_dtype)
+    return weighted_sum(products, ids, weights, experts.num_experts)
+
+
+def refuse_moe_experts_w4a16(
+    platform: Platform,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    w13_zeros: Tensor | None = None,
+    w2_zeros: Tensor | None = None,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    *,
+    group: int,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+) -> Refusal | None:
+    return (
+        unfit(platform, ids, weights, w13.shape[0], b13, b2, activation)
+        or unlike(HALVES, x=x)
+        or unlike((x.dtype,), w13_scale=w13_scale, w2_scale=w2_scale)
+        or other_group(group)
+        or strided(x=x)
+        or unreadable(w13=w13, w2=w2)
+        or scattered(w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale)
+        or scattered(w13_zeros=w13_zeros, w2_zeros=w2_zeros)
+    )
+
+
+@ops.moe_experts_w4a16.kernel(
+    "triton",
+    refuses=refuse_moe_experts_w4a16,
+    prepare={
+        "w13": int4_fragments,
+        "w13_scale": packed_groups,
+        "w13_zeros": packed_groups,
+        "w2": int4_fragments,
+        "w2_scale": packed_groups,
+        "w2_zeros": packed_groups,
+    },
+    attributes=("group",),
+    tuned_for=EXPERTS_FRAGMENTS.archs,
+)
+def moe_experts_w4a16(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: tuple[Tensor],
+    w13_scale: tuple[Tensor],
+    w2: tuple[Tensor],
+    w2_scale: tuple[Tensor],
+    w13_zeros: tuple[Tensor] | None = None,
+    w2_zeros: tuple[Tensor] | None = None,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    *,
+    group: int,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+) -> Tensor:
+    return _both_products(
+        x,
+        ids,
+        weights,
+        (*w13, *w13_scale, w13_zeros[0] if w13_zeros else None, b13),
+        (*w2, *w2_scale, w2_zeros[0] if w2_zeros else None, b2),
+        Gate(activation=activation, interleaved=interleaved, alpha=alpha, limit=limit),
+        int4=True,
+        group=group,
+        out_dtype=x.dtype,
+    )
+
+
+def refuse_moe_experts_mxfp4(
+    platform: Platform,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+) -> Refusal | None:
+    taken = (torch.bfloat16,)  # fp16 cannot represent all scales
+    return (
+        unfit(platform, ids, weights, w13.shape[0], b13, b2, activation)
+        or unsupported("the kernel for 16-bit rows", x_scale=x_scale)
+        or unlike(taken, x=x)
+        or wrong_result(taken, out_dtype)
+        or strided(x=x)
+        or unreadable(w13=w13, w2=w2)
+        or scattered(w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale)
+    )
+
+
+@ops.moe_experts_mxfp4.kernel(
+    "triton",
+    refuses=refuse_moe_experts_mxfp4,
+    prepare={
+        "w13": e2m1_fragments,
+        "w13_scale": raised_exponents,
+        "w2": e2m1_fragments,
+        "w2_scale": raised_exponents,
+    },
+    tuned_for=EXPERTS_FRAGMENTS.archs,
+)
+def moe_experts_mxfp4(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: tuple[Tensor],
+    w13_scale: tuple[Tensor],
+    w2: tuple[Tensor],
+    w2_scale: tuple[Tensor],
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+) -> Tensor:
+    return _both_products(
+        x,
+        ids,
+        weights,
+        (*w13, *w13_scale, None, b13),
+        (*w2, *w2_scale, None, b2),
+        Gate(activation=activation, interleaved=interleaved, alpha=alpha, limit=limit),
+        int4=False,
+        group=32,
+        out_dtype=out_dtype,
+    )

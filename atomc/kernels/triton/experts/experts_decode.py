@@ -1,0 +1,445 @@
+"""Mixtures of experts for few tokens in Triton, bound by the bandwidth of reading the weights.
+
+Two kernels, without sorting tokens by experts: a program of the first takes a choice of a token and
+some rows of gate and up, one of the second a token and some rows of down, of all of its experts,
+which it adds in a fixed order. Programs of one choice of rows run side by side, so that tokens of
+the same expert share reads through the L2 cache.
+
+The first kernel waits for the ids before it reads anything. It lets the second one start as soon as
+it has them, and that one reads its first weights before it waits for the activations.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.checks import strided, too_wide, unknown, unlike, wrong_rank
+from atomc.kernels.triton.experts.expert_gate import activated
+from atomc.kernels.triton.experts.experts_decode_sums import sums_of_numbers, sums_of_words
+from atomc.kernels.triton.experts.weighted_sum import weighted_sum
+from atomc.kernels.triton.launch.launch import (
+    TRITON_DTYPE,
+    by_fours,
+    let_next_start,
+    overlap,
+    wait_for_last,
+)
+from atomc.kernels.triton.launch.tile_table import ExpertsFewTile
+from atomc.ops.experts import ACTIVATIONS
+from atomc.ops.formats import FLOATS, HALVES
+from atomc.ops.op import Refusal
+from atomc.platform import Platform
+
+MAX_TOKENS = 16
+FEW = ops.Tokens(1, MAX_TOKENS)
+MAX_CHOICES = 32
+
+
+def _most_tokens(pairs: int, choices: int) -> int:
+    """Those of so many pairs, as a power of two: a step of each is launched before the first
+    request.
+    """
+    return 1 << (min(max(1, pairs // choices), MAX_TOKENS).bit_length() - 1)
+
+
+def up_to_half(platform: Platform, ids: Tensor, w13: Tensor, **others: object) -> int:
+    """The most tokens with at most half as many pairs as there are experts.
+
+    Of more, the kernels for many tokens read each expert once, not once for each pair, and are
+    faster (H200): DeepSeek-V2-Lite's 64 experts in bf16, 24 pairs 94 us and 93, 96 pairs 309 and
+    204. Qwen3-30B's 128 in int4, in the order of the checkpoint: 32 pairs 62 and 66, 64 114 and 97.
+    """
+    return _most_tokens(w13.shape[0] // 2, ids.shape[-1])
+
+
+def up_to_all(platform: Platform, ids: Tensor, w13: Tensor, **others: object) -> int:
+    """The most tokens with at most as many pairs as there are experts: GPT-OSS' 32 experts in the
+    order of the checkpoint, H200, us, 32 pairs 334 and with the kernels for many tokens 399, 64
+    pairs 659 and 519.
+    """
+    return _most_tokens(w13.shape[0], ids.shape[-1])
+
+
+@triton.jit
+def _rounded(x, like):
+    """x, fp32, rounded to the type of the elements of a pointer."""
+    return x.to(like.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _sums(
+    x_ptr,
+    x_row,
+    weight_ptr,
+    weight_row,
+    column_step,
+    scale_ptr,
+    zeros_ptr,
+    scale_row,
+    here,
+    there,
+    K: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
+    SIXTEEN: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The sums of experts_few_sums.py for weights stored in this FORM."""
+    if FORM == "numbers":
+        return sums_of_numbers(
+            x_ptr, x_row, weight_ptr, weight_row, column_step, here, there, K, BLOCK_K, PDL
+        )
+    else:
+        return sums_of_words(
+            x_ptr,
+            x_row,
+            weight_ptr,
+            weight_row,
+            scale_ptr,
+            zeros_ptr,
+            scale_row,
+            here,
+            there,
+            K,
+            GROUP,
+            FORM == "int4",
+            SIXTEEN,
+            BLOCK_K,
+            PDL,
+        )
+
+
+@triton.jit
+def _gate_and_up(
+    x_ptr,
+    ids_ptr,
+    weight_ptr,
+    scale_ptr,
+    zeros_ptr,
+    bias_ptr,
+    out_ptr,
+    x_step,
+    weight_expert,
+    weight_row,
+    weight_column,
+    scale_expert,
+    scale_row,
+    E: tl.constexpr,
+    I: tl.constexpr,  # noqa: E741
+    K: tl.constexpr,
+    CHOICES: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
+    SIXTEEN: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The gated activation [T, k, I], of a choice of a token and BLOCK_N columns; 2 * BLOCK_N rows
+    of the weight.
+    """
+    # The next kernel starts when all programs of this one have the ids: it needs not wait for them.
+    wait_for_last(PDL)
+    let_next_start(PDL)
+    pair = tl.program_id(0)
+    first = tl.program_id(1) * BLOCK_N
+    j = tl.arange(0, 2 * BLOCK_N)[:, None, None]
+    if INTERLEAVED:
+        row = 2 * first + j
+        inside = row < 2 * I
+    else:
+        row = first + j % BLOCK_N
+        inside = row < I
+        row += j // BLOCK_N * I
+    token = tl.zeros((1, 1, 1), tl.int32) + pair // CHOICES
+    expert = tl.load(ids_ptr + pair).to(tl.int64)
+    known = (expert >= 0) & (expert < E)
+    here = (token >= 0) & known
+    there = here & inside
+    sums = _sums(
+        x_ptr,
+        token * x_step,
+        weight_ptr,
+        expert * weight_expert + row * weight_row,
+        weight_column,
+        scale_ptr,
+        zeros_ptr,
+        expert * scale_expert + row * scale_row,
+        here,
+        there,
+        K,
+        FORM,
+        GROUP,
+        SIXTEEN,
+        BLOCK_K,
+        False,
+    )
+    h = tl.reshape(sums, (2 * BLOCK_N, 1, 1))
+    if bias_ptr is not None:
+        h += tl.load(bias_ptr + expert * (2 * I) + row, there, 0.0).to(tl.float32)
+    h = _rounded(h, out_ptr)
+    if INTERLEAVED:
+        gate, up = tl.split(tl.reshape(h, (BLOCK_N, 2)))
+    else:
+        gate, up = tl.split(tl.permute(tl.reshape(h, (2, BLOCK_N)), (1, 0)))
+    out = activated(gate, up, ALPHA, LIMIT, ACTIVATION, out_ptr.dtype.element_ty)
+    column = first + tl.arange(0, BLOCK_N)
+    out_at = out_ptr + pair.to(tl.int64) * I + column
+    tl.store(out_at, out.to(out_ptr.dtype.element_ty), known & (column < I))
+
+
+@triton.jit
+def _down(
+    x_ptr,
+    ids_ptr,
+    weights_ptr,
+    weight_ptr,
+    scale_ptr,
+    zeros_ptr,
+    bias_ptr,
+    out_ptr,
+    weight_expert,
+    weight_row,
+    weight_column,
+    scale_expert,
+    scale_row,
+    E: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    CHOICES: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
+    SIXTEEN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Of the rows [T, k, K] of x, out [T, H], of a token and BLOCK_N columns. With fewer experts
+    than choices a program (BLOCK_C < CHOICES), their results before weighting, out [T, k, H].
+    """
+    PARTS: tl.constexpr = (CHOICES + BLOCK_C - 1) // BLOCK_C
+    let_next_start(PDL)
+    token = tl.program_id(0) // PARTS
+    begin_choice = tl.program_id(0) % PARTS * BLOCK_C
+    n = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None, None]
+    choice = begin_choice + tl.arange(0, BLOCK_C)[None, :, None]
+    pair = token * CHOICES + choice
+    expert = tl.load(ids_ptr + pair, choice < CHOICES, -1).to(tl.int64)
+    here = (expert >= 0) & (expert < E)
+    there = here & (n < H)
+    sums = _sums(
+        x_ptr,
+        # Numbers are those of any number of tokens, where bits do not depend on it.
+        (pair.to(tl.int64) if FORM == "numbers" else pair) * K,
+        weight_ptr,
+        expert * weight_expert + n * weight_row,
+        weight_column,
+        scale_ptr,
+        zeros_ptr,
+        expert * scale_expert + n * scale_row,
+        here,
+        there,
+        K,
+        FORM,
+        GROUP,
+        SIXTEEN,
+        BLOCK_K,
+        PDL,
+    )
+    n = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
+    choice = begin_choice + tl.arange(0, BLOCK_C)[None, :]
+    pair = token * CHOICES + choice
+    expert = tl.load(ids_ptr + pair, choice < CHOICES, -1).to(tl.int64)
+    here = (expert >= 0) & (expert < E)
+    there = here & (n < H)
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + expert * H + n, there, 0.0).to(tl.float32)
+    results = _rounded(sums, out_ptr)
+    if PARTS == 1:
+        weight = tl.load(weights_ptr + pair, here, 0.0)
+        weighted = results * weight.to(tl.float32)
+        if weights_ptr.dtype.element_ty == out_ptr.dtype.element_ty:
+            weighted = _rounded(weighted, out_ptr)
+        total = tl.sum(tl.where(here, weighted, 0.0), 1)[:, None]
+        tl.store(out_ptr + token * H + n, total.to(out_ptr.dtype.element_ty), n < H)
+    else:
+        tl.store(
+            out_ptr + pair.to(tl.int64) * H + n,
+            tl.where(here, results, 0.0).to(out_ptr.dtype.element_ty),
+            (choice < CHOICES) & (n < H),
+        )
+
+
+class Gate(NamedTuple):
+    """How gate and up are joined; see atomc.ops.experts.gated."""
+
+    activation: str
+    interleaved: bool
+    alpha: float
+    limit: float | None
+
+
+class Stored(NamedTuple):
+    """The weights of all experts [E, rows, ...], and what belongs to them."""
+
+    values: Tensor
+    scale: Tensor | None
+    zeros: Tensor | None
+    bias: Tensor | None
+
+
+class Form(NamedTuple):
+    """How weights are stored: "numbers"; "int4" or "e2m1", eight codes in a word of 32 bits, with a
+    scale for each group of columns.
+    """
+
+    name: str
+    group: int = 0
+
+    @property
+    def packed(self) -> bool:
+        return self.name != "numbers"
+
+    def read(self, x: Tensor) -> Tensor:
+        """x, a matrix, as a kernel reads it: beside words four 16-bit values at a time."""
+        return by_fours(x) if self.packed and x.dtype in HALVES else x
+
+    def constants(self, x: Tensor) -> dict[str, object]:
+        return {
+            "FORM": self.name,
+            "GROUP": self.group,
+            "SIXTEEN": TRITON_DTYPE[x.dtype] if self.packed and x.dtype in HALVES else None,
+        }
+
+
+def _strides(of: Stored) -> tuple[int, ...]:
+    """Of the values three, and of the scales those of experts and rows."""
+    return *of.values.stride(), *((0, 0) if of.scale is None else of.scale.stride()[:2])
+
+
+def compute(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    up: Stored,
+    down: Stored,
+    form: Form,
+    gate: Gate,
+    out_dtype: torch.dtype,
+    tile: ExpertsFewTile,
+) -> Tensor:
+    """The op, with the given tile. x [T, H]."""
+    experts, hidden = down.values.shape[:2]
+    inner = up.values.shape[1] // 2
+    columns = up.values.shape[2] * (8 if form.packed else 1)
+    tokens, choices = ids.shape
+    if not tokens:
+        return x.new_empty((0, hidden), dtype=out_dtype)
+    ids, weights = ids.contiguous(), weights.contiguous()
+    x = x.contiguous() if form.packed else x
+    h = x.new_empty((tokens * choices, inner), dtype=out_dtype)
+    launch = {"num_warps": tile.warps, **overlap(x.device)}
+    rows, width = tile.of_up(columns)
+    _gate_and_up[(tokens * choices, triton.cdiv(inner, rows // 2))](
+        form.read(x),
+        ids,
+        *up,
+        h,
+        x.stride(0),
+        *_strides(up),
+        E=experts,
+        I=inner,
+        K=columns,
+        CHOICES=choices,
+        INTERLEAVED=gate.interleaved,
+        ACTIVATION=gate.activation,
+        ALPHA=gate.alpha,
+        LIMIT=gate.limit,
+        BLOCK_N=rows // 2,
+        BLOCK_K=width,
+        **form.constants(x),
+        **launch,
+    )
+    block = 1 if tile.apart else triton.next_power_of_2(choices)
+    parts = triton.cdiv(choices, block)
+    rows, width = tile.of_down(inner, block)
+    results = x.new_empty((tokens, parts if parts == 1 else choices, hidden), dtype=out_dtype)
+    _down[(tokens * parts, triton.cdiv(hidden, rows))](
+        form.read(h),
+        ids,
+        weights,
+        *down,
+        results,
+        *_strides(down),
+        E=experts,
+        H=hidden,
+        K=inner,
+        CHOICES=choices,
+        BLOCK_N=rows,
+        BLOCK_C=block,
+        BLOCK_K=width,
+        **form.constants(h),
+        **launch,
+    )
+    return (
+        results[:, 0] if parts == 1 else weighted_sum(results.flatten(0, 1), ids, weights, experts)
+    )
+
+
+def unfit_call(
+    platform: Platform,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    b13: Tensor | None,
+    b2: Tensor | None,
+    activation: str,
+) -> Refusal | None:
+    """Refuse what no kernel for few tokens reads, whatever the format of the weights, and more
+    tokens.
+    """
+    if isinstance(x.shape[0], int) and x.shape[0] > MAX_TOKENS:
+        return Refusal("slower", f"more than {MAX_TOKENS} tokens, whose experts meet again")
+    return unfit_arguments(platform, x, ids, weights, w13, w2, b13, b2, activation)
+
+
+def unfit_arguments(
+    platform: Platform,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    b13: Tensor | None,
+    b2: Tensor | None,
+    activation: str,
+) -> Refusal | None:
+    """As unfit_call, for any number of tokens."""
+    choices = ids.shape[-1]
+    if platform.is_cpu:
+        return Refusal("hardware", "Triton kernels run on a GPU")
+    if not all(isinstance(size, int) for size in (*w13.shape, *w2.shape, choices)):
+        return Refusal("shape", "the size of a weight, or the number of choices, is dynamic")
+    for name, bias in (("b13", b13), ("b2", b2)):
+        if bias is not None and not bias.is_contiguous():
+            return Refusal("layout", f"{name} is not contiguous")
+    return (
+        wrong_rank((2,), x=x, ids=ids, weights=weights)
+        or unlike((torch.int32, torch.int64), ids=ids)
+        or unlike(FLOATS, weights=weights)
+        or strided(x=x)
+        or too_wide(choices, MAX_CHOICES, "choices")
+        or unknown(ACTIVATIONS, activation=activation)
+    )

@@ -1,0 +1,170 @@
+"""Mixtures of experts for few tokens with weights in int4 or MXFP4 and activations of 16 bits or
+fp32, in Triton; see experts_few.py. Codes are unpacked in registers.
+"""
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.checks import unlike, unsupported, wrong_result
+from atomc.kernels.triton.experts.expert_checks import scattered
+from atomc.kernels.triton.experts.experts_decode import (
+    FEW,
+    Form,
+    Gate,
+    Stored,
+    compute,
+    unfit_call,
+    up_to_all,
+    up_to_half,
+)
+from atomc.kernels.triton.launch.tiles import EXPERTS_FEW_4_BITS
+from atomc.kernels.triton.w4a16.unpacking import as_words, other_group
+from atomc.ops.formats import FLOATS
+from atomc.ops.op import Refusal
+from atomc.platform import Platform
+
+ARCHS = EXPERTS_FEW_4_BITS.archs
+
+
+def refuse_moe_experts_w4a16_few(
+    platform: Platform,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    w13_zeros: Tensor | None = None,
+    w2_zeros: Tensor | None = None,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    *,
+    group: int,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+) -> Refusal | None:
+    return (
+        unfit_call(platform, x, ids, weights, w13, w2, b13, b2, activation)
+        or unlike(FLOATS, x=x)
+        or unlike(FLOATS, w13_scale=w13_scale, w2_scale=w2_scale)
+        or unlike(FLOATS, b13=b13, b2=b2)
+        or other_group(group)
+        or scattered(
+            w13=w13,
+            w2=w2,
+            w13_scale=w13_scale,
+            w2_scale=w2_scale,
+            w13_zeros=w13_zeros,
+            w2_zeros=w2_zeros,
+        )
+    )
+
+
+@ops.moe_experts_w4a16.kernel(
+    "triton",
+    tokens=FEW,
+    limit=up_to_half,
+    refuses=refuse_moe_experts_w4a16_few,
+    tuned_for=ARCHS,
+)
+def moe_experts_w4a16(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    w13_zeros: Tensor | None = None,
+    w2_zeros: Tensor | None = None,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    *,
+    group: int,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+) -> Tensor:
+    return compute(
+        x,
+        ids,
+        weights,
+        Stored(w13, w13_scale, w13_zeros, b13),
+        Stored(w2, w2_scale, w2_zeros, b2),
+        Form("int4", group),
+        Gate(activation, interleaved, alpha, limit),
+        x.dtype,
+        EXPERTS_FEW_4_BITS.choose(x.device, len(x)),
+    )
+
+
+def refuse_moe_experts_mxfp4_few(
+    platform: Platform,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+) -> Refusal | None:
+    return (
+        unfit_call(platform, x, ids, weights, w13, w2, b13, b2, activation)
+        or unsupported("the kernel for few tokens", x_scale=x_scale)
+        or unlike(FLOATS, x=x)
+        or unlike(FLOATS, b13=b13, b2=b2)
+        or wrong_result(FLOATS, out_dtype)
+        or scattered(w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale)
+    )
+
+
+@ops.moe_experts_mxfp4.kernel(
+    "triton",
+    tokens=FEW,
+    limit=up_to_all,
+    refuses=refuse_moe_experts_mxfp4_few,
+    tuned_for=ARCHS,
+)
+def moe_experts_mxfp4(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+) -> Tensor:
+    return compute(
+        x,
+        ids,
+        weights,
+        Stored(as_words(w13), w13_scale, None, b13),
+        Stored(as_words(w2), w2_scale, None, b2),
+        Form("e2m1", 32),
+        Gate(activation, interleaved, alpha, limit),
+        out_dtype,
+        EXPERTS_FEW_4_BITS.choose(x.device, len(x)),
+    )

@@ -1,0 +1,113 @@
+"""Mixtures of experts for few tokens with unquantized weights, in Triton; see experts_few.py."""
+
+from torch import Tensor
+
+from atomc import ops
+from atomc.graph.sizes import known_equal
+from atomc.kernels.checks import unlike, unsupported
+from atomc.kernels.triton.experts.experts_decode import (
+    FEW,
+    Form,
+    Gate,
+    Stored,
+    compute,
+    unfit_call,
+    up_to_half,
+)
+from atomc.kernels.triton.launch.tile_table import ExpertsFewTile
+from atomc.kernels.triton.launch.tiles import EXPERTS_FEW
+from atomc.ops.formats import FLOATS
+from atomc.ops.op import Refusal
+from atomc.platform import Platform
+
+# Rows are contiguous, not columns: 64 of them, 128 bytes, a program. A token of GPT-OSS takes 74 us
+# (H200), and 55 with the kernels for many tokens, so that this is for results that must not depend
+# on the number of tokens.
+TRANSPOSED = ExpertsFewTile(8192, 4096, 128, 8, apart=True)
+
+
+def _order(weight: Tensor) -> str | None:
+    """Which of the last two dimensions is contiguous, "columns" or "rows"."""
+    if known_equal(weight.stride(2), 1):
+        return "columns"
+    return "rows" if known_equal(weight.stride(1), 1) else None
+
+
+def refuse_moe_experts_few(
+    platform: Platform,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    *,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+    weight_on_input: bool = False,
+) -> Refusal | None:
+    if _order(w13) == "rows":
+        return Refusal("slower", "the rows of the weights are contiguous, not their columns")
+    return unfit_call(platform, x, ids, weights, w13, w2, b13, b2, activation) or unfit_weights(
+        x, w13, w2, b13, b2, weight_on_input
+    )
+
+
+def unfit_weights(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    b13: Tensor | None,
+    b2: Tensor | None,
+    weight_on_input: bool,
+) -> Refusal | None:
+    if _order(w13) is None or _order(w13) != _order(w2):
+        return Refusal("layout", "neither the rows nor the columns of both weights are contiguous")
+    return unlike(FLOATS, x=x, w13=w13, w2=w2, b13=b13, b2=b2) or unsupported(
+        "the kernel for few tokens", weight_on_input=weight_on_input
+    )
+
+
+@ops.moe_experts.kernel(
+    "triton",
+    tokens=FEW,
+    limit=up_to_half,
+    refuses=refuse_moe_experts_few,
+    tuned_for=EXPERTS_FEW.archs,
+)
+def moe_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    *,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+    weight_on_input: bool = False,
+) -> Tensor:
+    gate = Gate(activation, interleaved, alpha, limit)
+    up, down = Stored(w13, None, None, b13), Stored(w2, None, None, b2)
+    return with_tile_of(len(x), x, ids, weights, up, down, gate)
+
+
+def with_tile_of(
+    tokens: int,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    up: Stored,
+    down: Stored,
+    gate: Gate,
+) -> Tensor:
+    """The op, with the tile for this number of tokens."""
+    by_columns = _order(up.values) == "columns"
+    tile = EXPERTS_FEW.choose(x.device, tokens) if by_columns else TRANSPOSED
+    return compute(x, ids, weights, up, down, Form("numbers"), gate, x.dtype, tile)

@@ -1,0 +1,92 @@
+"""Experts for many tokens, in Triton: pairs sorted by expert, a product with gate and up, a product
+with down, and a sum over the choices.
+"""
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.checks import strided, unlike
+from atomc.kernels.triton.experts.expert_checks import unfit, unreadable
+from atomc.kernels.triton.experts.expert_sort import in_blocks, pairs_per_expert
+from atomc.kernels.triton.experts.grouped import grouped_down, grouped_gate_up
+from atomc.kernels.triton.experts.weighted_sum import weighted_sum
+from atomc.kernels.triton.launch.tile_table import GroupedTile, TileTable
+from atomc.kernels.triton.launch.tiles import MOE_EXPERTS
+from atomc.ops.formats import FLOATS
+from atomc.ops.op import Refusal
+from atomc.platform import Platform
+
+# On CUDA cores; operands are twice as large.
+_FP32 = dict(BLOCK_N=64, BLOCK_K=32, TALL=1, num_warps=4, num_stages=2)
+FP32_TILE = GroupedTile(16, _FP32, _FP32)
+
+
+def tile_for(
+    table: TileTable[GroupedTile], dtype: torch.dtype, ids: Tensor, experts: int
+) -> GroupedTile:
+    """The tile for ids [T, k] and rows of x in this dtype."""
+    if dtype == torch.float32:
+        return FP32_TILE
+    return table.choose(ids.device, pairs_per_expert(ids.numel(), experts))
+
+
+def refuse_moe_experts(
+    platform: Platform,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    *,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+    weight_on_input: bool = False,
+) -> Refusal | None:
+    return (
+        unfit(platform, ids, weights, w13.shape[0], b13, b2, activation)
+        or unlike(FLOATS, x=x, w13=w13, w2=w2)
+        or strided(x=x)
+        or unreadable(w13=w13, w2=w2)
+    )
+
+
+@ops.moe_experts.kernel("triton", refuses=refuse_moe_experts, tuned_for=MOE_EXPERTS.archs)
+def moe_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    *,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+    weight_on_input: bool = False,
+) -> Tensor:
+    experts = len(w13)
+    tile = tile_for(MOE_EXPERTS, x.dtype, ids, experts)
+    routing = in_blocks(ids, experts, tile.block)
+    if weight_on_input:
+        x = (x.unsqueeze(1) * weights.unsqueeze(-1)).to(x.dtype).flatten(0, 1)
+    act = grouped_gate_up(
+        x,
+        w13,
+        routing,
+        tile.up,
+        pairs=ids.numel(),
+        b13=b13,
+        activation=activation,
+        interleaved=interleaved,
+        alpha=alpha,
+        limit=limit,
+    )
+    products = grouped_down(act, w2, routing, tile.down, b2=b2)
+    return weighted_sum(products, ids, None if weight_on_input else weights, experts)

@@ -1,0 +1,346 @@
+"""Experts with 4-bit weights for many tokens, in Triton; the codes are unpacked in registers.
+
+Letters as in grouped.py; N rows of a weight, K columns in words of eight codes, groups of columns
+that share a scale and, with int4, a zero.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.checks import strided, unlike, wrong_result
+from atomc.kernels.triton.experts.expert_checks import scattered, unfit, unreadable
+from atomc.kernels.triton.experts.expert_sort import Routing, sort_by_expert
+from atomc.kernels.triton.experts.experts_prefill import tile_for
+from atomc.kernels.triton.experts.grouped import store_pairs, tile_of, weight_rows
+from atomc.kernels.triton.experts.weighted_sum import weighted_sum
+from atomc.kernels.triton.launch.launch import let_next_start, overlap, wait_for_last
+from atomc.kernels.triton.launch.tile_table import Launch
+from atomc.kernels.triton.launch.tiles import MOE_EXPERTS_4_BITS
+from atomc.kernels.triton.w4a16.unpacking import as_words, other_group, scale_of, unpacked, zero_of
+from atomc.ops.formats import FLOATS
+from atomc.ops.op import Refusal
+from atomc.platform import Platform
+
+
+@triton.jit(do_not_specialize=["P", "blocks"])
+def _product(
+    x_ptr,
+    words_ptr,
+    scale_ptr,
+    zeros_ptr,
+    bias_ptr,
+    out_ptr,
+    order_ptr,
+    expert_ptr,
+    P,
+    blocks,
+    per_row,
+    x_row,
+    bias_step,
+    alpha,
+    limit,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    INT4: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TALL: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Rows of the weight go down the tile of the tensor cores, which can read them from registers.
+    INT4: BLOCK_K columns are in one group.
+    """
+    GATED: tl.constexpr = ACTIVATION is not None
+    ROWS: tl.constexpr = 2 * N if GATED else N
+    WORDS: tl.constexpr = K // 8
+    wait_for_last(PDL)
+    block, tile = tile_of(blocks, tl.cdiv(ROWS, BLOCK_N), TALL)
+    expert = tl.load(expert_ptr + block)
+    if expert >= 0:
+        pair = tl.load(order_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
+        n = tl.arange(0, BLOCK_N)
+        row = weight_rows(n, tile, N, BLOCK_N, GATED, INTERLEAVED, True)
+        inside = (row < ROWS)[:, None]
+        of_expert = (expert.to(tl.int64) * ROWS + row)[:, None]
+        k = tl.arange(0, BLOCK_K)
+        word = tl.arange(0, BLOCK_K // 8)[None, :]
+        x_at = x_ptr + (pair // per_row).to(tl.int64)[:, None] * x_row + k[None, :]
+        TYPE: tl.constexpr = x_ptr.dtype.element_ty
+        sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for start in range(0, K, BLOCK_K):
+            word_now = start // 8 + word
+            in_x, in_words = (pair < P)[:, None], inside
+            if K % BLOCK_K:
+                in_x, in_words = in_x & (k < K - start)[None, :], inside & (word_now < WORDS)
+            x = tl.load(x_at + start, in_x, 0.0)
+            words = tl.load(words_ptr + of_expert * WORDS + word_now, in_words, 0)
+            if INT4:
+                # Codes minus zeros are exact in 16 bits, and times their scales they are not.
+                at = of_expert * (K // GROUP) + start // GROUP
+                scale, zero = scale_of(scale_ptr, at, inside, INT4), zero_of(zeros_ptr, at, inside)
+                if zeros_ptr is not None:
+                    zero = tl.broadcast_to(zero, words.shape)
+                weight = tl.reshape(unpacked(words, 1.0, zero, INT4, TYPE), (BLOCK_N, BLOCK_K))
+                sums += tl.dot(weight, tl.trans(x), input_precision="ieee") * scale
+            else:
+                at = of_expert * (K // GROUP) + word_now // (GROUP // 8)
+                scale = scale_of(scale_ptr, at, in_words, INT4)
+                weight = tl.reshape(unpacked(words, scale, 0.0, INT4, TYPE), (BLOCK_N, BLOCK_K))
+                sums = tl.dot(weight, tl.trans(x), sums, input_precision="ieee")
+        let_next_start(PDL)
+        store_pairs(
+            tl.trans(sums),
+            bias_ptr,
+            out_ptr,
+            expert,
+            bias_step,
+            pair,
+            P,
+            row,
+            tile,
+            alpha,
+            limit,
+            N,
+            ACTIVATION,
+            True,
+        )
+
+
+def multiply(
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    routing: Routing,
+    tile: Launch,
+    *,
+    group: int,
+    pairs: int,
+    out_dtype: torch.dtype,
+    activation: str | None = None,
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+) -> Tensor:
+    """x @ values.T + bias of the expert of each pair, [P, N] in out_dtype, or gated, [P, N/2], if
+    there is an activation. x [P, K], or [T, K] with a row per token; bias [E, N].
+
+    words  int32 [E, N, K/8] with scales and zeros [E, N, K/group]; of int4 if scales are floats
+    """
+    rows, k = words.shape[1], words.shape[2] * 8
+    n = rows if activation is None else rows // 2
+    out = x.new_empty((pairs, n), dtype=out_dtype)
+    if pairs:
+        blocks = len(routing.expert)
+        int4 = scale.dtype != torch.uint8
+        cut = {**tile, "BLOCK_K": min(tile["BLOCK_K"], group)} if int4 else tile
+        _product[(blocks * triton.cdiv(rows, tile["BLOCK_N"]),)](
+            x,
+            words,
+            scale,
+            zeros,
+            bias,
+            out,
+            routing.order,
+            routing.expert,
+            pairs,
+            blocks,
+            pairs // len(x),
+            x.stride(0),
+            0 if bias is None else bias.stride(0),
+            alpha,
+            limit,
+            N=n,
+            K=k,
+            GROUP=group,
+            INT4=int4,
+            ACTIVATION=activation,
+            INTERLEAVED=interleaved,
+            BLOCK_M=routing.block,
+            **cut,
+            **overlap(x.device),
+        )
+    return out
+
+
+def refuse_moe_experts_w4a16(
+    platform: Platform,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    w13_zeros: Tensor | None = None,
+    w2_zeros: Tensor | None = None,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    *,
+    group: int,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+) -> Refusal | None:
+    return (
+        unfit(platform, ids, weights, w13.shape[0], b13, b2, activation)
+        or unlike(FLOATS, x=x)
+        or unlike(FLOATS, w13_scale=w13_scale)
+        or unlike(FLOATS, w2_scale=w2_scale)
+        or other_group(group)
+        or strided(x=x)
+        or unreadable(w13=w13, w2=w2)
+        or scattered(w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale)
+        or scattered(w13_zeros=w13_zeros, w2_zeros=w2_zeros)
+    )
+
+
+@ops.moe_experts_w4a16.kernel(
+    "triton", refuses=refuse_moe_experts_w4a16, tuned_for=MOE_EXPERTS_4_BITS.archs
+)
+def moe_experts_w4a16(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    w13_zeros: Tensor | None = None,
+    w2_zeros: Tensor | None = None,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    *,
+    group: int,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+) -> Tensor:
+    experts, pairs = len(w13), ids.numel()
+    tile = tile_for(MOE_EXPERTS_4_BITS, x.dtype, ids, experts)
+    routing = sort_by_expert(ids, experts, tile.block)
+    act = multiply(
+        x,
+        w13,
+        w13_scale,
+        w13_zeros,
+        b13,
+        routing,
+        tile.up,
+        group=group,
+        pairs=pairs,
+        out_dtype=x.dtype,
+        activation=activation,
+        interleaved=interleaved,
+        alpha=alpha,
+        limit=limit,
+    )
+    products = multiply(
+        act,
+        w2,
+        w2_scale,
+        w2_zeros,
+        b2,
+        routing,
+        tile.down,
+        group=group,
+        pairs=pairs,
+        out_dtype=x.dtype,
+    )
+    return weighted_sum(products, ids, weights, experts)
+
+
+def refuse_moe_experts_mxfp4(
+    platform: Platform,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+) -> Refusal | None:
+    # Not float16, which cannot represent all scales.
+    taken = (torch.bfloat16, torch.float32)
+    return (
+        unfit(platform, ids, weights, w13.shape[0], b13, b2, activation)
+        or unlike(taken, x=x)
+        or wrong_result(taken, out_dtype)
+        or strided(x=x)
+        or unreadable(w13=w13, w2=w2)
+        or scattered(w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale)
+    )
+
+
+@ops.moe_experts_mxfp4.kernel(
+    "triton", refuses=refuse_moe_experts_mxfp4, tuned_for=MOE_EXPERTS_4_BITS.archs
+)
+def moe_experts_mxfp4(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+) -> Tensor:
+    experts, pairs = len(w13), ids.numel()
+    tile = tile_for(MOE_EXPERTS_4_BITS, x.dtype, ids, experts)
+    routing = sort_by_expert(ids, experts, tile.block)
+    act = multiply(
+        x,
+        as_words(w13),
+        w13_scale,
+        None,
+        b13,
+        routing,
+        tile.up,
+        group=32,
+        pairs=pairs,
+        out_dtype=out_dtype,
+        activation=activation,
+        interleaved=interleaved,
+        alpha=alpha,
+        limit=limit,
+    )
+    products = multiply(
+        act,
+        as_words(w2),
+        w2_scale,
+        None,
+        b2,
+        routing,
+        tile.down,
+        group=32,
+        pairs=pairs,
+        out_dtype=out_dtype,
+    )
+    return weighted_sum(products, ids, weights, experts)

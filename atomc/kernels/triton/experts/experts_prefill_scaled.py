@@ -1,0 +1,216 @@
+"""Experts with weights in fp8 or int8 for many tokens, in Triton: the products are those of codes,
+and the gated activation is quantized between them.
+"""
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.checks import no_fp8_products, strided, unlike, wrong_result
+from atomc.kernels.triton.experts.expert_checks import unfit, unreadable
+from atomc.kernels.triton.experts.expert_sort import in_blocks
+from atomc.kernels.triton.experts.experts_prefill import tile_for
+from atomc.kernels.triton.experts.grouped import grouped_down, grouped_gate_up
+from atomc.kernels.triton.experts.weighted_sum import weighted_sum
+from atomc.kernels.triton.launch.tiles import MOE_EXPERTS_8_BITS
+from atomc.kernels.triton.rows.quant import (
+    quant_fp8_group,
+    quant_fp8_per_token,
+    quant_fp8_static,
+    quant_int8_per_token,
+)
+from atomc.ops.formats import FLOATS, HALVES
+from atomc.ops.op import Refusal
+from atomc.platform import Platform
+
+BLOCK = 128
+
+
+def refuse_moe_experts_fp8(
+    platform: Platform,
+    x: Tensor,
+    x_scale: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    act_scale: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    block: int = 0,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+) -> Refusal | None:
+    """Refuse operands that are not all fp8, or all int8, with rows that are contiguous."""
+    return (
+        unfit(platform, ids, weights, w13.shape[0], b13, b2, activation)
+        or unlike((torch.float8_e4m3fn, torch.int8), x=x, w13=w13, w2=w2)
+        or no_fp8_products(platform, x.dtype)
+        # Sums of fp8 products are too inexact for fp32 results.
+        or wrong_result(HALVES if x.dtype == torch.float8_e4m3fn else FLOATS, out_dtype)
+        or strided(x=x, w13=w13, w2=w2)
+        or unreadable(w13=w13, w2=w2)
+        or (
+            Refusal("shape", f"blocks of {block}: written for {BLOCK}")
+            if block not in (0, BLOCK)
+            else None
+        )
+    )
+
+
+def refuse_moe_experts_int8(
+    platform: Platform,
+    x: Tensor,
+    x_scale: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+) -> Refusal | None:
+    return refuse_moe_experts_fp8(
+        platform,
+        x,
+        x_scale,
+        ids,
+        weights,
+        w13,
+        w13_scale,
+        w2,
+        w2_scale,
+        b13,
+        b2,
+        out_dtype=out_dtype,
+        activation=activation,
+    )
+
+
+@ops.moe_experts_fp8.kernel(
+    "triton", refuses=refuse_moe_experts_fp8, tuned_for=MOE_EXPERTS_8_BITS.archs
+)
+def moe_experts_fp8(
+    x: Tensor,
+    x_scale: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    act_scale: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    block: int = 0,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+) -> Tensor:
+    experts = len(w13)
+    tile = tile_for(MOE_EXPERTS_8_BITS, x.dtype, ids, experts)
+    routing = in_blocks(ids, experts, tile.block)
+    act = grouped_gate_up(
+        x,
+        w13,
+        routing,
+        tile.up,
+        pairs=ids.numel(),
+        x_scale=x_scale,
+        w13_scale=w13_scale,
+        b13=b13,
+        square=block,
+        out_dtype=out_dtype,
+        activation=activation,
+        interleaved=interleaved,
+        alpha=alpha,
+        limit=limit,
+    )
+    scale = act_scale
+    if block:
+        codes, scale = quant_fp8_group(act, block, dtype=x.dtype)
+    elif act_scale is None:
+        codes, scale = quant_fp8_per_token(act, x.dtype)
+    else:
+        codes = quant_fp8_static(act, act_scale, x.dtype)
+    products = grouped_down(
+        codes,
+        w2,
+        routing,
+        tile.down,
+        act_scale=scale,
+        w2_scale=w2_scale,
+        b2=b2,
+        square=block,
+        out_dtype=out_dtype,
+    )
+    return weighted_sum(products, ids, weights, experts)
+
+
+@ops.moe_experts_int8.kernel(
+    "triton", refuses=refuse_moe_experts_int8, tuned_for=MOE_EXPERTS_8_BITS.archs
+)
+def moe_experts_int8(
+    x: Tensor,
+    x_scale: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+) -> Tensor:
+    experts = len(w13)
+    tile = tile_for(MOE_EXPERTS_8_BITS, x.dtype, ids, experts)
+    routing = in_blocks(ids, experts, tile.block)
+    act = grouped_gate_up(
+        x,
+        w13,
+        routing,
+        tile.up,
+        pairs=ids.numel(),
+        x_scale=x_scale,
+        w13_scale=w13_scale,
+        b13=b13,
+        out_dtype=out_dtype,
+        activation=activation,
+        interleaved=interleaved,
+        alpha=alpha,
+        limit=limit,
+    )
+    codes, scale = quant_int8_per_token(act)
+    products = grouped_down(
+        codes,
+        w2,
+        routing,
+        tile.down,
+        act_scale=scale,
+        w2_scale=w2_scale,
+        b2=b2,
+        out_dtype=out_dtype,
+    )
+    return weighted_sum(products, ids, weights, experts)

@@ -1,0 +1,396 @@
+"""Products of rows with the weights of their experts, in Triton.
+
+T tokens, k choices of each, P = T * k pairs; pair p is choice p % k of token p // k. E experts.
+`expert_sort` arranges the pairs in blocks of one expert each; a product takes one block and a tile
+of the rows of that expert's weight. Rows of x are gathered, and results are scattered, by the
+numbers of the pairs: neither x nor a result is copied into another order. Nothing here waits for
+the device, and nothing adds atomically: results do not vary from run to run, and a CUDA graph can
+capture it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atomc.kernels.triton.experts.expert_gate import activated
+from atomc.kernels.triton.experts.expert_sort import Routing
+from atomc.kernels.triton.launch.launch import let_next_start, overlap, wait_for_last
+from atomc.kernels.triton.launch.tile_table import Launch
+
+
+@triton.jit
+def tile_of(blocks, across, TALL: tl.constexpr):
+    """The number of the block of pairs, and that of the tile of weight rows, of this program."""
+    # Programs that run at the same time share a band of TALL blocks, so that their operands stay
+    # in the L2 cache.
+    program = tl.program_id(0)
+    top = program // (TALL * across) * TALL
+    height = tl.minimum(blocks - top, TALL)
+    inside_band = program % (TALL * across)
+    return top + inside_band % height, inside_band // height
+
+
+@triton.jit
+def pairs_of(order_ptr, block, P, BLOCK_M: tl.constexpr):
+    """The numbers of the pairs of a block, P where there is none; without an order it is one."""
+    m = tl.arange(0, BLOCK_M)
+    if order_ptr is None:
+        return tl.where(m == 0, block, P)
+    else:
+        return tl.load(order_ptr + block * BLOCK_M + m)
+
+
+@triton.jit
+def weight_rows(
+    index,
+    tile,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    PAIRED: tl.constexpr,
+):
+    """The rows of the weight at these indices of a tile of BLOCK_N; some may be behind the last.
+
+    GATED   columns j of gate and up are in one tile: side by side if PAIRED, else in its halves
+    N       columns of the result: half the rows of the weight if GATED
+    """
+    if INTERLEAVED or not GATED:
+        return tile * BLOCK_N + index
+    else:
+        HALF: tl.constexpr = BLOCK_N // 2
+        part, inside = (index % 2, index // 2) if PAIRED else (index // HALF, index % HALF)
+        return part * N + tile * HALF + inside
+
+
+@triton.jit
+def store_pairs(
+    sums,
+    bias_ptr,
+    out_ptr,
+    expert,
+    bias_step,
+    pair,
+    P,
+    row,
+    tile,
+    alpha,
+    limit,
+    N: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PAIRED: tl.constexpr,
+):
+    """Store a tile of sums [BLOCK_M, BLOCK_N] fp32 plus bias, gated if there is an ACTIVATION, in
+    the rows of their pairs.
+    """
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    BLOCK_M: tl.constexpr = sums.shape[0]
+    BLOCK_N: tl.constexpr = sums.shape[1]
+    if bias_ptr is not None:
+        ROWS: tl.constexpr = N if ACTIVATION is None else 2 * N
+        bias = tl.load(bias_ptr + expert.to(tl.int64) * bias_step + row, row < ROWS, 0.0)
+        sums += bias.to(tl.float32)[None, :]
+    at = pair.to(tl.int64)[:, None] * N
+    out = sums.to(DTYPE)
+    if ACTIVATION is None:
+        tl.store(out_ptr + at + row[None, :], out, (pair < P)[:, None] & (row < N)[None, :])
+    else:
+        HALF: tl.constexpr = BLOCK_N // 2
+        if PAIRED:
+            gate, up = tl.split(tl.reshape(out, (BLOCK_M, HALF, 2)))
+        else:
+            gate, up = tl.split(tl.permute(tl.reshape(out, (BLOCK_M, 2, HALF)), (0, 2, 1)))
+        half = tile * HALF + tl.arange(0, HALF)
+        tl.store(
+            out_ptr + at + half[None, :],
+            activated(gate, up, alpha, limit, ACTIVATION, DTYPE),
+            (pair < P)[:, None] & (half < N)[None, :],
+        )
+
+
+@triton.jit
+def square_scale(x_at, weight_at, up, in_x, in_weight, SQUARES: tl.constexpr, SWAP: tl.constexpr):
+    """The products of the scales of x [BLOCK_M] and of the weight, in the shape of the sums.
+
+    SQUARES  that the rows of the weight are in: 1; or 2, even rows (gate) in one, odd ones (up) in
+             that `up` elements further; 0: a scale is read per row
+    """
+    of_x = tl.load(x_at, in_x, 0.0)
+    if SQUARES == 1:
+        scale = of_x * tl.load(weight_at)
+        return scale[None, :] if SWAP else scale[:, None]
+    else:
+        if SQUARES == 2:
+            odd = tl.arange(0, in_weight.shape[0]) % 2 == 1
+            of_weight = tl.where(odd, tl.load(weight_at + up), tl.load(weight_at))
+        else:
+            of_weight = tl.load(weight_at, in_weight, 0.0)
+        if SWAP:
+            return of_weight[:, None] * of_x[None, :]
+        else:
+            return of_x[:, None] * of_weight[None, :]
+
+
+@triton.jit(do_not_specialize=["P", "blocks"])
+def _product(
+    x_ptr,
+    x_scale_ptr,
+    weight_ptr,
+    weight_scale_ptr,
+    bias_ptr,
+    out_ptr,
+    order_ptr,
+    expert_ptr,
+    P,
+    blocks,
+    per_row,
+    x_row,
+    x_scale_row,
+    x_scale_group,
+    weight_expert,
+    weight_row,
+    weight_column,
+    scale_expert,
+    scale_row,
+    scale_group,
+    bias_step,
+    alpha,
+    limit,
+    E: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    PAIRED: tl.constexpr,
+    SQUARE: tl.constexpr,
+    SQUARES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TALL: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """x of pair p is in row p // per_row. SQUARE: the size of the squares that share a scale of the
+    weight, 0 for scales of rows; SQUARES: see _squares.
+    """
+    # Rows of the weight go down the tile of the tensor cores, which is 64 high.
+    SWAP: tl.constexpr = BLOCK_M < 64
+    wait_for_last(PDL)
+    GATED: tl.constexpr = ACTIVATION is not None
+    ROWS: tl.constexpr = 2 * N if GATED else N
+    block, tile = tile_of(blocks, tl.cdiv(ROWS, BLOCK_N), TALL)
+    expert = tl.load(expert_ptr + block)
+    if (expert >= 0) & (expert < E):
+        pair = pairs_of(order_ptr, block, P, BLOCK_M)
+        n = tl.arange(0, BLOCK_N)
+        row = weight_rows(n, tile, N, BLOCK_N, GATED, INTERLEAVED, PAIRED)
+        x_of = pair // per_row
+        k = tl.arange(0, BLOCK_K)
+        x_at = x_ptr + x_of.to(tl.int64)[:, None] * x_row + k[None, :]
+        weight_at = weight_ptr + expert.to(tl.int64) * weight_expert
+        weight_at += row[:, None] * weight_row + k[None, :] * weight_column
+        FP8: tl.constexpr = x_ptr.dtype.element_ty == tl.float8e4nv
+        WIDE: tl.constexpr = tl.int32 if x_ptr.dtype.element_ty == tl.int8 else tl.float32
+        sums = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), WIDE)
+        scale_at = weight_scale_ptr
+        if weight_scale_ptr is not None:
+            scale_at += expert.to(tl.int64) * scale_expert
+            if SQUARES:
+                scale_at += tile * (BLOCK_N // SQUARES) // SQUARE * scale_row
+            else:
+                scale_at += (row // SQUARE if SQUARE else row) * scale_row
+        for start in range(0, K, BLOCK_K):
+            in_x, in_weight = (pair < P)[:, None], (row < ROWS)[:, None]
+            if K % BLOCK_K:
+                there = (k < K - start)[None, :]
+                in_x, in_weight = in_x & there, in_weight & there
+            x = tl.load(x_at + start, in_x, 0.0)
+            weight = tl.load(weight_at + start * weight_column, in_weight, 0.0)
+            if SQUARE:
+                scale = square_scale(
+                    x_scale_ptr + x_of * x_scale_row + start // SQUARE * x_scale_group,
+                    scale_at + start // SQUARE * scale_group,
+                    N // SQUARE * scale_row,
+                    pair < P,
+                    row < ROWS,
+                    SQUARES,
+                    SWAP,
+                )
+            left, right = (weight, tl.trans(x)) if SWAP else (x, tl.trans(weight))
+            if SQUARE:
+                sums += tl.dot(left, right, out_dtype=WIDE) * scale
+            elif FP8:  # tensor cores accumulate fp8 products with 14 bits
+                sums += tl.dot(left, right, out_dtype=WIDE)
+            else:
+                sums = tl.dot(left, right, sums, input_precision="ieee", out_dtype=WIDE)
+        let_next_start(PDL)
+        out = (tl.trans(sums) if SWAP else sums).to(tl.float32)
+        if weight_scale_ptr is not None and not SQUARE:
+            out *= tl.load(x_scale_ptr + x_of * x_scale_row, pair < P, 0.0)[:, None]
+            out *= tl.load(scale_at, row < ROWS, 0.0)[None, :]
+        store_pairs(
+            out,
+            bias_ptr,
+            out_ptr,
+            expert,
+            bias_step,
+            pair,
+            P,
+            row,
+            tile,
+            alpha,
+            limit,
+            N,
+            ACTIVATION,
+            PAIRED,
+        )
+
+
+def _squares(square: int, block: int, n: int, gated: bool, interleaved: bool, paired: bool) -> int:
+    """In how many squares the rows of the weight in a tile of `block` are: 1; 2 if gate and up are
+    in one each; 0: in any number, or there are no squares. n: columns of the result.
+    """
+    if not square:
+        return 0
+    if interleaved or not gated:
+        return 1 if square % block == 0 else 0
+    return 2 if paired and n % square == 0 and 2 * square % block == 0 else 0
+
+
+def _scale_steps(x_scale: Tensor | None, weight_scale: Tensor | None, square: int) -> list[int]:
+    """The strides of x_scale along rows and groups, and of weight_scale along experts, rows and
+    groups; 0 where one scale serves all.
+    """
+    if x_scale is None or weight_scale is None:
+        return [0] * 5
+    if square:
+        return [*x_scale.stride(), *weight_scale.stride()]
+    by_row = weight_scale.stride(1) if weight_scale.shape[1] > 1 else 0
+    return [x_scale.stride(0) if x_scale.dim() > 1 else 0, 0, weight_scale.stride(0), by_row, 0]
+
+
+def _multiply(
+    x: Tensor,
+    weight: Tensor,
+    routing: Routing,
+    tile: Launch,
+    pairs: int,
+    x_scale: Tensor | None,
+    weight_scale: Tensor | None,
+    bias: Tensor | None,
+    square: int,
+    out_dtype: torch.dtype | None,
+    activation: str | None = None,
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+) -> Tensor:
+    rows, k = weight.shape[1:]
+    n = rows if activation is None else rows // 2
+    out = x.new_empty((pairs, n), dtype=out_dtype or x.dtype)
+    if pairs:
+        blocks = len(routing.expert)
+        x_row, x_group, *of_weight = _scale_steps(x_scale, weight_scale, square)
+        gated, block = activation is not None, tile["BLOCK_N"]
+        # Where neighbouring rows of the weight are neighbours in memory, they stay together.
+        paired = interleaved or weight.stride(2) == 1
+        _product[(blocks * triton.cdiv(rows, block),)](
+            x,
+            x_scale,
+            weight,
+            weight_scale,
+            bias,
+            out,
+            routing.order,
+            routing.expert,
+            pairs,
+            blocks,
+            pairs // len(x),
+            x.stride(0),
+            x_row,
+            x_group,
+            *weight.stride(),
+            *of_weight,
+            0 if bias is None else bias.stride(0),
+            alpha,
+            limit,
+            E=len(weight),
+            N=n,
+            K=k,
+            ACTIVATION=activation,
+            INTERLEAVED=interleaved,
+            PAIRED=paired,
+            SQUARE=square,
+            SQUARES=_squares(square, block, n, gated, interleaved, paired),
+            BLOCK_M=routing.block,
+            **tile,
+            **overlap(x.device),
+        )
+    return out
+
+
+def grouped_gate_up(
+    x: Tensor,
+    w13: Tensor,
+    routing: Routing,
+    tile: Launch,
+    *,
+    pairs: int,
+    x_scale: Tensor | None = None,
+    w13_scale: Tensor | None = None,
+    b13: Tensor | None = None,
+    square: int = 0,
+    out_dtype: torch.dtype | None = None,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+) -> Tensor:
+    """atomc.ops.experts.gated of the first products, [P, I] in out_dtype (None: that of x); rows of
+    pairs that are not in the routing are not written.
+
+    x        [T, H], or [P, H] with a row per pair; its last dimension is contiguous
+    w13      [E, 2I, H] of the same dtype, of any strides with one of 1 in the last two dimensions
+    pairs    P
+    scales   of x and w13 in fp8 or int8, fp32: [1] or one per row of x, and [E, 1, 1] or
+             [E, 2I, 1]; or, by squares, [.., ceil(H / square)] and [E, ceil(2I / square),
+             ceil(H / square)]
+    b13      [E, 2I], contiguous rows
+    tile     BLOCK_N (rows of w13, of gate and up together), BLOCK_K, TALL and launch options;
+             square is 0 or a multiple of BLOCK_K
+    """
+    return _multiply(
+        x,
+        w13,
+        routing,
+        tile,
+        pairs,
+        x_scale,
+        w13_scale,
+        b13,
+        square,
+        out_dtype,
+        activation,
+        interleaved,
+        alpha,
+        limit,
+    )
+
+
+def grouped_down(
+    act: Tensor,
+    w2: Tensor,
+    routing: Routing,
+    tile: Launch,
+    *,
+    act_scale: Tensor | None = None,
+    w2_scale: Tensor | None = None,
+    b2: Tensor | None = None,
+    square: int = 0,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The second products, not weighted, [P, H] in out_dtype (None: that of act). act [P, I],
+    w2 [E, H, I], b2 [E, H]; the rest as grouped_gate_up.
+    """
+    return _multiply(act, w2, routing, tile, len(act), act_scale, w2_scale, b2, square, out_dtype)

@@ -1,0 +1,561 @@
+"""Attention over a paged latent cache in Triton, with the projections of keys and values absorbed:
+one kernel for any mix of sequences.
+
+A program computes a tile of query rows against some rows of the cache, which all heads share. The
+rows of a tile are so many heads for consecutive new tokens of one sequence. A row of the cache is
+read once: its L + R columns are the key, the first L of them, still in shared memory, the value.
+
+As in attention.py, the host decides by shapes only, and an fp8 cache is read as bytes. T rows of q,
+S sequences, H heads.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atomc import ops
+from atomc.graph.sizes import known_equal
+from atomc.kernels.checks import no_bf16_products, too_wide, unlike, unsupported
+from atomc.kernels.triton.attention.attention import LOG2_E, odd_sequences, reach
+from atomc.kernels.triton.attention.attention_tiles import MAX_SPLITS, has_room, multiprocessors
+from atomc.kernels.triton.attention.combine_splits import combined, empty_splits
+from atomc.kernels.triton.attention.sequences import tokens_of
+from atomc.kernels.triton.launch.launch import overlap, unfit
+from atomc.kernels.triton.launch.tiles import LATENT_ATTENTION, LATENT_ATTENTION_CODES
+from atomc.kernels.triton.rows.kv_write import (
+    as_numbers,
+    codes_of,
+    in_bytes,
+    scale_of_numbers,
+    uncachable,
+)
+from atomc.ops.formats import FP8
+from atomc.ops.op import Refusal
+from atomc.platform import Platform
+
+MAX_LATENT, MAX_ROTATED = 512, 128
+
+
+@triton.jit
+def _weigh(
+    acc,
+    total,
+    peak,
+    scores,
+    latent,
+    seen,
+    unit,
+    MASKED: tl.constexpr,
+):
+    """The running softmax with the latents of these scores."""
+    if MASKED:
+        scores = tl.where(seen, scores, -float("inf"))
+    highest = tl.maximum(peak, tl.max(scores, 1) * unit)
+    # For a row that has not seen a key, -inf - -inf would be NaN.
+    shift = tl.where(highest == -float("inf"), 0.0, highest)
+    weights = tl.exp2(scores * unit - shift[:, None])
+    decay = tl.exp2(peak - shift)
+    total = total * decay + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(latent.dtype), latent, acc * decay[:, None], input_precision="ieee")
+    return acc, total, highest
+
+
+@triton.jit
+def add_keys(
+    acc,
+    total,
+    peak,
+    q_latent,
+    q_rope,
+    latent,
+    k_rope,
+    seen,
+    unit,
+    here,
+    some,
+    MASKED: tl.constexpr,
+    BRANCHES: tl.constexpr,
+):
+    """Update the running softmax (weighted latents, sum of weights, maximum in base 2) with some
+    rows of the cache; MASKED: with those that are `seen`.
+
+    BRANCHES  for 64 rows by two groups of four warps; `here` and `some` are true, which the
+              compiler does not know
+    """
+    # Of two products, one after the other, Triton gives each warp 16 rows of the first: of 64 rows
+    # both groups compute all scores. Out of a branch it sees no second product, and each group
+    # computes half of the keys. What the branch is without would be free to move into it if it was
+    # a constant, with the conversion of the layout.
+    if BRANCHES:
+        if here:
+            scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
+            of_rope = tl.dot(q_rope, tl.trans(k_rope), input_precision="ieee")
+        else:
+            scores = tl.dot(q_rope, tl.trans(k_rope), input_precision="ieee")
+            of_rope = scores
+        scores += of_rope
+        # The next rows of the cache are requested before a branch at the end of the loop, not after
+        # the last product.
+        if some:
+            acc, total, peak = _weigh(acc, total, peak, scores, latent, seen, unit, MASKED)
+    else:
+        scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
+        scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision="ieee")
+        acc, total, peak = _weigh(acc, total, peak, scores, latent, seen, unit, MASKED)
+    return acc, total, peak
+
+
+@triton.jit
+def _walk(
+    acc,
+    total,
+    peak,
+    q_latent,
+    q_rope,
+    table,
+    cache_ptr,
+    c_block,
+    c_slot,
+    first,
+    last,
+    position,
+    unit,
+    L: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    MASKED: tl.constexpr,
+    BRANCHES: tl.constexpr,
+    CODES: tl.constexpr,
+):
+    """add_keys for the rows of the cache from `first` to `last`.
+
+    Without MASKED, each query sees all of them, and their number is a multiple of BLOCK_N.
+    """
+    c = tl.arange(0, q_latent.shape[1])[None, :]
+    r = tl.arange(0, q_rope.shape[1])[None, :]
+    # In branches, two stages are what fits.
+    for n in tl.range(first, last, BLOCK_N, num_stages=2 if BRANCHES else None):
+        key = n + tl.arange(0, BLOCK_N)
+        if MASKED:
+            block = tl.load(table + key // BLOCK_SIZE, mask=key < last, other=0).to(OFFSET)
+        else:
+            block = tl.load(table + key // BLOCK_SIZE).to(OFFSET)
+        at = cache_ptr + (block * c_block + key % BLOCK_SIZE * c_slot)[:, None]
+        if MASKED:
+            there = (key < last)[:, None]
+            latent = tl.load(at + c, mask=there & (c < L), other=0)
+            k_rope = tl.load(at + L + r, mask=there & (r < R), other=0)
+        else:
+            latent = tl.load(at + c, mask=c < L, other=0)
+            k_rope = tl.load(at + L + r, mask=r < R, other=0)
+        latent = as_numbers(latent, q_latent.dtype, CODES)
+        k_rope = as_numbers(k_rope, q_latent.dtype, CODES)
+
+        seen = (key[None, :] <= position[:, None]) & (key < last)[None, :]
+        acc, total, peak = add_keys(
+            acc,
+            total,
+            peak,
+            q_latent,
+            q_rope,
+            latent,
+            k_rope,
+            seen,
+            unit,
+            n < last,
+            first < last,
+            MASKED,
+            BRANCHES,
+        )
+    return acc, total, peak
+
+
+@triton.jit
+def over_keys(
+    q_ptr,
+    cache_ptr,
+    table,
+    row,
+    head,
+    there,
+    position,
+    lowest_position,
+    first,
+    last,
+    unit,
+    q_row,
+    q_head,
+    c_block,
+    c_slot,
+    L: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BRANCHES: tl.constexpr,
+    CODES: tl.constexpr,
+):
+    """The weighted latents, sum of weights and maximum in base 2 of a tile, whose queries are those
+    of `row` and `head` where they are `there`, over the rows of the cache from `first` to `last`.
+
+    position, lowest_position  of the queries, and the lowest of them
+    """
+    c = tl.arange(0, BLOCK_L)[None, :]
+    r = tl.arange(0, BLOCK_R)[None, :]
+    q_at = q_ptr + (row.to(tl.int64) * q_row + head * q_head)[:, None]
+    q_latent = tl.load(q_at + c, mask=there[:, None] & (c < L), other=0.0)
+    q_rope = tl.load(q_at + L + r, mask=there[:, None] & (r < R), other=0.0)
+    peak = tl.full([row.shape[0]], -float("inf"), tl.float32)
+    total = tl.zeros([row.shape[0]], tl.float32)
+    acc = tl.zeros([row.shape[0], BLOCK_L], tl.float32)
+    whole = tl.maximum(tl.minimum(last, lowest_position + 1) - first, 0) // BLOCK_N * BLOCK_N
+    acc, total, peak = _walk(
+        acc,
+        total,
+        peak,
+        q_latent,
+        q_rope,
+        table,
+        cache_ptr,
+        c_block,
+        c_slot,
+        first,
+        first + whole,
+        position,
+        unit,
+        L,
+        R,
+        BLOCK_N,
+        BLOCK_SIZE,
+        OFFSET,
+        False,
+        BRANCHES,
+        CODES,
+    )
+    return _walk(
+        acc,
+        total,
+        peak,
+        q_latent,
+        q_rope,
+        table,
+        cache_ptr,
+        c_block,
+        c_slot,
+        first + whole,
+        last,
+        position,
+        unit,
+        L,
+        R,
+        BLOCK_N,
+        BLOCK_SIZE,
+        OFFSET,
+        True,
+        BRANCHES,
+        CODES,
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_sequences", "table_row"])
+def _attend_latent(
+    q_ptr,
+    cache_ptr,
+    out_ptr,
+    lse_ptr,
+    query_start,
+    seq_lens,
+    block_tables,
+    kv_scale,
+    num_rows,
+    num_sequences,
+    table_row,
+    q_row,
+    q_head,
+    c_block,
+    c_slot,
+    unit,
+    H: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+    L: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BY_SEQUENCE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BRANCHES: tl.constexpr,
+    CODES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One tile, or with BY_SEQUENCE all tiles of a sequence, for TILE_HEADS of the heads, over this
+    program's split of the rows of the cache that a tile sees.
+    """
+    BLOCK_Q: tl.constexpr = BLOCK_M // TILE_HEADS
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    split = tl.program_id(2)
+    tile = tl.program_id(0)
+    if not BY_SEQUENCE:
+        # The last rows of a sequence see the most keys, so they start first.
+        tile = tl.num_programs(0) - 1 - tile
+    s, start, end, length, first_tile, end_tile = tokens_of(
+        tile, query_start, seq_lens, num_rows, num_sequences, BLOCK_Q, BY_SEQUENCE
+    )
+
+    unit *= scale_of_numbers(kv_scale, CODES)
+    num_new = end - start
+    table = block_tables + tl.cast(s, tl.int64) * table_row
+    m = tl.arange(0, BLOCK_M)
+    head = tl.program_id(1) * TILE_HEADS + m % TILE_HEADS
+    c = tl.arange(0, BLOCK_L)[None, :]
+    for first_token in range(first_tile, end_tile, BLOCK_Q):
+        token = first_token + m // TILE_HEADS
+        valid = (m < BLOCK_Q * TILE_HEADS) & (token < num_new) & (head < H)
+        position = length - num_new + token
+
+        # The keys that any row sees, and this program's split of them.
+        lowest_position = length - num_new + first_token
+        last = length - num_new + tl.minimum(first_token + BLOCK_Q, num_new)
+        if not BY_SEQUENCE:
+            last = tl.where(first_token < num_new, last, 0)
+        first = 0
+        if SPLIT:
+            chunk = tl.maximum(tl.cdiv(tl.cdiv(last, tl.num_programs(2)), 16) * 16, BLOCK_N)
+            first = split * chunk
+            last = tl.minimum(last, first + chunk)
+
+        acc, total, peak = over_keys(
+            q_ptr,
+            cache_ptr,
+            table,
+            start + token,
+            head,
+            valid & (first < last),
+            position,
+            lowest_position,
+            first,
+            last,
+            unit,
+            q_row,
+            q_head,
+            c_block,
+            c_slot,
+            L,
+            R,
+            BLOCK_L,
+            BLOCK_R,
+            BLOCK_N,
+            BLOCK_SIZE,
+            OFFSET,
+            BRANCHES,
+            CODES,
+        )
+
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+        # A row that sees no key has the result 0, and the peak -inf.
+        total = tl.where(total == 0.0, 1.0, total)
+        acc = acc / total[:, None] * scale_of_numbers(kv_scale, CODES)
+        out_row = ((start + token).to(tl.int64) * H + head) * tl.num_programs(2) + split
+        if SPLIT:
+            lse = tl.where(first < last, peak + tl.log2(total), -float("inf"))
+            tl.store(lse_ptr + out_row, lse, mask=valid)
+            valid = valid & (first < last)
+        tl.store(
+            out_ptr + out_row[:, None] * L + c,
+            acc.to(out_ptr.dtype.element_ty),
+            mask=valid[:, None] & (c < L),
+        )
+
+
+class LatentTiling(NamedTuple):
+    """Tiles of `rows` x `keys`, `heads` of the rows for each token, and `splits` programs for the
+    keys of one tile; by_sequence as in Tiling. branches: as in add_keys.
+    """
+
+    rows: int
+    keys: int
+    heads: int
+    splits: int
+    warps: int
+    stages: int
+    by_sequence: bool
+    branches: bool = False
+
+
+def tiling(
+    num_rows: int,
+    num_sequences: int,
+    num_heads: int,
+    itemsize: int,
+    longest: int,
+    kv_cache: Tensor,
+) -> LatentTiling:
+    """The tiling for these shapes. `longest` is the capacity of a row of the block tables."""
+    device = kv_cache.device
+    table = LATENT_ATTENTION_CODES if kv_cache.dtype in FP8 else LATENT_ATTENTION
+    by_sequence = num_rows == num_sequences
+    per_sequence = triton.cdiv(num_rows, max(num_sequences, 1)) * num_heads
+    tile = table.choose(device, per_sequence)
+    rows, keys, stages = tile.rows, tile.keys, tile.stages
+    if itemsize == 4 or not has_room(device):
+        rows, keys, stages = 16, 16, 1
+    parts = triton.cdiv(num_heads, rows)
+    heads = triton.cdiv(num_heads, parts)
+    tiles = num_sequences
+    if not by_sequence:
+        tiles = num_rows // (rows // heads) + min(num_sequences, num_rows)
+    splits = min(
+        tile.programs * multiprocessors(device) // max(tiles * parts, 1),
+        triton.cdiv(longest, keys),
+        MAX_SPLITS,
+    )
+    # 128 heads, 64 x 8,192 rows of the cache, H100, us: in branches 399, else 553.
+    branches = (rows, tile.warps) == (64, 8)
+    return LatentTiling(
+        rows, keys, heads, max(splits, 1), tile.warps, stages, by_sequence, branches
+    )
+
+
+def attend(
+    q: Tensor,
+    kv_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    latent: int,
+    scale: float,
+    cut: LatentTiling,
+    kv_scale: Tensor | None = None,
+) -> Tensor:
+    """mla_absorbed_attention of q [T, H, L + R] with the given tiling."""
+    into, lse = empty_splits(q, latent, cut.splits)
+    launch(
+        q, kv_cache, into, lse, query_start, seq_lens, block_tables, latent, scale, cut, kv_scale
+    )
+    return into if lse is None else combined(into, lse, q.dtype)
+
+
+def launch(
+    q: Tensor,
+    kv_cache: Tensor,
+    into: Tensor,
+    lse: Tensor | None,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    latent: int,
+    scale: float,
+    cut: LatentTiling,
+    kv_scale: Tensor | None,
+) -> None:
+    """Launch the kernel; `into` and `lse` as in attention.launch."""
+    num_rows, num_heads, width = q.shape
+    num_sequences = seq_lens.shape[0]
+    tiles = num_sequences + 1 + (0 if cut.by_sequence else num_rows // (cut.rows // cut.heads))
+    _attend_latent[(tiles, triton.cdiv(num_heads, cut.heads), cut.splits)](
+        q,
+        in_bytes(kv_cache),
+        into,
+        lse,
+        query_start,
+        seq_lens,
+        block_tables,
+        kv_scale,
+        num_rows,
+        num_sequences,
+        block_tables.stride(0),
+        q.stride(0),
+        q.stride(1),
+        *kv_cache.stride()[:2],
+        scale * LOG2_E,
+        H=num_heads,
+        TILE_HEADS=cut.heads,
+        L=latent,
+        R=width - latent,
+        BLOCK_L=max(16, triton.next_power_of_2(latent)),
+        BLOCK_R=max(16, triton.next_power_of_2(width - latent)),
+        BLOCK_M=cut.rows,
+        BLOCK_N=cut.keys,
+        BLOCK_SIZE=kv_cache.shape[1],
+        OFFSET=tl.int32 if reach(kv_cache) < 2**31 else tl.int64,
+        BY_SEQUENCE=cut.by_sequence,
+        SPLIT=lse is not None,
+        BRANCHES=cut.branches,
+        CODES=codes_of(kv_cache)["CODES"],
+        num_warps=cut.warps,
+        num_stages=cut.stages,
+        **overlap(q.device),
+    )
+
+
+def refuse_mla_absorbed_attention(
+    platform: Platform,
+    q: Tensor,
+    kv_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    token: Tensor,
+    kv_scale: Tensor | None = None,
+    *,
+    latent: int,
+    scale: float,
+    chosen: Tensor | None = None,
+) -> Refusal | None:
+    if reason := unfit(platform, q=q) or uncachable(
+        platform, {"kv_scale": kv_scale}, kv_cache=kv_cache
+    ):
+        return reason
+    if not known_equal(kv_cache.stride(-1), 1):
+        return Refusal("layout", "the rows of the cache are not contiguous")
+    return (
+        no_bf16_products(platform, q.dtype)
+        or unlike((q.dtype, *FP8), kv_cache=kv_cache)
+        or odd_sequences(query_start, seq_lens, block_tables, scale)
+        or too_wide(latent, MAX_LATENT, "latents")
+        or too_wide(q.shape[-1] - latent, MAX_ROTATED, "rotated keys")
+        or unsupported("a kernel for all keys", chosen=chosen)
+    )
+
+
+@ops.mla_absorbed_attention.kernel(
+    "triton",
+    layout="paged",
+    refuses=refuse_mla_absorbed_attention,
+    tuned_for=LATENT_ATTENTION.archs,
+)
+def mla_absorbed_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    token: Tensor,
+    kv_scale: Tensor | None = None,
+    *,
+    latent: int,
+    scale: float,
+    chosen: Tensor | None = None,
+) -> Tensor:
+    rows = q.reshape(-1, *q.shape[-2:])
+    out = rows.new_empty((0,))
+    if rows.shape[0]:
+        longest = block_tables.shape[1] * kv_cache.shape[1]
+        cut = tiling(
+            rows.shape[0], seq_lens.shape[0], rows.shape[1], q.element_size(), longest, kv_cache
+        )
+        out = attend(
+            rows, kv_cache, query_start, seq_lens, block_tables, latent, scale, cut, kv_scale
+        )
+    return out.view(*q.shape[:-1], latent)

@@ -1,0 +1,295 @@
+"""Latent attention over chosen rows of a paged cache in Triton (DeepSeek-V3.2): one kernel for any
+mix of sequences.
+
+A program computes some heads of one token against some of the token's chosen rows, which it reads
+through the block table. The positions of all heads are the same, so that a row is read once for a
+tile of heads. T rows of q, K chosen rows of each.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atomc import ops
+from atomc.graph.sizes import known_equal
+from atomc.kernels.checks import unlike
+from atomc.kernels.triton.attention.attention import LOG2_E, reach
+from atomc.kernels.triton.attention.combine_splits import combined, empty_splits
+from atomc.kernels.triton.latent import mla_attention as dense
+from atomc.kernels.triton.latent.mla_attention import LatentTiling, add_keys, tiling
+from atomc.kernels.triton.launch.launch import overlap
+from atomc.kernels.triton.launch.tiles import LATENT_ATTENTION
+from atomc.kernels.triton.rows.kv_write import as_numbers, codes_of, in_bytes, scale_of_numbers
+from atomc.ops.op import Refusal
+from atomc.platform import Platform
+
+
+@triton.jit
+def sequence_of_row(row, query_start, seq_lens, num_sequences):
+    """The number of the sequence of a row, and the row's position in it; -1 for a row of no
+    sequence.
+    """
+    SEARCH: tl.constexpr = 128
+    s, after = 0, 0
+    for lowest in range(0, num_sequences, SEARCH):
+        each = lowest + tl.arange(0, SEARCH)
+        inside = each < num_sequences
+        starts = tl.load(query_start + each, mask=inside, other=0)
+        ends = tl.load(query_start + each + 1, mask=inside, other=0)
+        lengths = tl.load(seq_lens + each, mask=inside, other=0)
+        owns = (starts <= row) & (row < ends)
+        s += tl.sum(tl.where(owns, each, 0))
+        after += tl.sum(tl.where(owns, lengths - (ends - row) + 1, 0))
+    return s, after - 1
+
+
+@triton.jit(do_not_specialize=["num_sequences", "table_row"])
+def _attend_chosen(
+    q_ptr,
+    cache_ptr,
+    chosen_ptr,
+    out_ptr,
+    lse_ptr,
+    query_start,
+    seq_lens,
+    block_tables,
+    kv_scale,
+    num_sequences,
+    table_row,
+    q_row,
+    q_head,
+    chosen_row,
+    c_block,
+    c_slot,
+    unit,
+    H: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+    L: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BRANCHES: tl.constexpr,
+    CODES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """TILE_HEADS heads of one token over this program's split of its chosen rows."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0)
+    split = tl.program_id(2)
+    s, position = sequence_of_row(row, query_start, seq_lens, num_sequences)
+    table = block_tables + tl.cast(s, tl.int64) * table_row
+    own = chosen_ptr + row.to(tl.int64) * chosen_row
+
+    first = 0
+    last = tl.minimum(position + 1, K)
+    if SPLIT:
+        chunk = tl.cdiv(tl.cdiv(last, tl.num_programs(2)), BLOCK_N) * BLOCK_N
+        first = split * chunk
+        last = tl.minimum(last, first + chunk)
+
+    unit *= scale_of_numbers(kv_scale, CODES)
+    m = tl.arange(0, BLOCK_M)
+    head = tl.program_id(1) * TILE_HEADS + m
+    valid = (m < TILE_HEADS) & (head < H)
+    c = tl.arange(0, BLOCK_L)[None, :]
+    r = tl.arange(0, BLOCK_R)[None, :]
+    q_at = q_ptr + (row.to(tl.int64) * q_row + head * q_head)[:, None]
+    read = (valid & (first < last))[:, None]
+    q_latent = tl.load(q_at + c, mask=read & (c < L), other=0.0)
+    q_rope = tl.load(q_at + L + r, mask=read & (r < R), other=0.0)
+    peak = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_L], tl.float32)
+    for n in tl.range(first, last, BLOCK_N, num_stages=2 if BRANCHES else None):
+        number = n + tl.arange(0, BLOCK_N)
+        there = number < last
+        key = tl.load(own + number, mask=there, other=0)
+        block = tl.load(table + key // BLOCK_SIZE, mask=there, other=0).to(OFFSET)
+        at = cache_ptr + (block * c_block + key % BLOCK_SIZE * c_slot)[:, None]
+        latent = tl.load(at + c, mask=there[:, None] & (c < L), other=0)
+        k_rope = tl.load(at + L + r, mask=there[:, None] & (r < R), other=0)
+        latent = as_numbers(latent, q_latent.dtype, CODES)
+        k_rope = as_numbers(k_rope, q_latent.dtype, CODES)
+        acc, total, peak = add_keys(
+            acc,
+            total,
+            peak,
+            q_latent,
+            q_rope,
+            latent,
+            k_rope,
+            there[None, :],
+            unit,
+            n < last,
+            first < last,
+            True,
+            BRANCHES,
+        )
+
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    # A row that sees no key has the result 0, and the peak -inf.
+    total = tl.where(total == 0.0, 1.0, total)
+    acc = acc / total[:, None] * scale_of_numbers(kv_scale, CODES)
+    out_row = (row.to(tl.int64) * H + head) * tl.num_programs(2) + split
+    if SPLIT:
+        lse = tl.where(first < last, peak + tl.log2(total), -float("inf"))
+        tl.store(lse_ptr + out_row, lse, mask=valid)
+        valid = valid & (first < last)
+    tl.store(
+        out_ptr + out_row[:, None] * L + c,
+        acc.to(out_ptr.dtype.element_ty),
+        mask=valid[:, None] & (c < L),
+    )
+
+
+def attend_chosen(
+    q: Tensor,
+    kv_cache: Tensor,
+    chosen: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    latent: int,
+    scale: float,
+    cut: LatentTiling,
+    kv_scale: Tensor | None = None,
+) -> Tensor:
+    """mla_absorbed_attention of q [T, H, L + R] over the rows chosen [T, K], with the given
+    tiling.
+    """
+    num_rows, num_heads, width = q.shape
+    into, lse = empty_splits(q, latent, cut.splits)
+    _attend_chosen[(num_rows, triton.cdiv(num_heads, cut.heads), cut.splits)](
+        q,
+        in_bytes(kv_cache),
+        chosen,
+        into,
+        lse,
+        query_start,
+        seq_lens,
+        block_tables,
+        kv_scale,
+        seq_lens.shape[0],
+        block_tables.stride(0),
+        q.stride(0),
+        q.stride(1),
+        chosen.stride(0),
+        *kv_cache.stride()[:2],
+        scale * LOG2_E,
+        H=num_heads,
+        TILE_HEADS=cut.heads,
+        L=latent,
+        R=width - latent,
+        BLOCK_L=max(16, triton.next_power_of_2(latent)),
+        BLOCK_R=max(16, triton.next_power_of_2(width - latent)),
+        BLOCK_M=cut.rows,
+        BLOCK_N=cut.keys,
+        K=chosen.shape[-1],
+        BLOCK_SIZE=kv_cache.shape[1],
+        OFFSET=tl.int32 if reach(kv_cache) < 2**31 else tl.int64,
+        SPLIT=lse is not None,
+        BRANCHES=cut.branches,
+        CODES=codes_of(kv_cache)["CODES"],
+        num_warps=cut.warps,
+        num_stages=cut.stages,
+        **overlap(q.device),
+    )
+    return into if lse is None else combined(into, lse, q.dtype)
+
+
+def refuse_chosen(chosen: Tensor) -> Refusal | None:
+    if not known_equal(chosen.stride(-1), 1):
+        return Refusal("layout", "the positions of chosen keys are not contiguous")
+    return unlike((torch.int32,), chosen=chosen)
+
+
+def refuse_mla_absorbed_attention(
+    platform: Platform,
+    q: Tensor,
+    kv_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    token: Tensor,
+    kv_scale: Tensor | None = None,
+    *,
+    latent: int,
+    scale: float,
+    chosen: Tensor | None = None,
+) -> Refusal | None:
+    if chosen is None:
+        return Refusal("argument", "a kernel for chosen keys")
+    return refuse_chosen(chosen) or dense.refuse_mla_absorbed_attention(
+        platform,
+        q,
+        kv_cache,
+        query_start,
+        seq_lens,
+        block_tables,
+        token,
+        kv_scale,
+        latent=latent,
+        scale=scale,
+    )
+
+
+@ops.mla_absorbed_attention.kernel(
+    "triton",
+    layout="paged",
+    refuses=refuse_mla_absorbed_attention,
+    tuned_for=LATENT_ATTENTION.archs,
+)
+def mla_absorbed_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    token: Tensor,
+    kv_scale: Tensor | None = None,
+    *,
+    latent: int,
+    scale: float,
+    chosen: Tensor | None = None,
+) -> Tensor:
+    assert chosen is not None
+    longest = block_tables.shape[1] * kv_cache.shape[1]
+    if longest <= chosen.shape[-1]:  # all keys are chosen
+        return dense.mla_absorbed_attention(
+            q,
+            kv_cache,
+            query_start,
+            seq_lens,
+            block_tables,
+            token,
+            kv_scale,
+            latent=latent,
+            scale=scale,
+        )
+    rows = q.reshape(-1, *q.shape[-2:])
+    out = rows.new_empty((0,))
+    if num_rows := rows.shape[0]:
+        by_row = chosen.reshape(-1, chosen.shape[-1])
+        cut = tiling(num_rows, num_rows, rows.shape[1], q.element_size(), by_row.shape[1], kv_cache)
+        out = attend_chosen(
+            rows,
+            kv_cache,
+            by_row,
+            query_start,
+            seq_lens,
+            block_tables,
+            latent,
+            scale,
+            cut,
+            kv_scale,
+        )
+    return out.view(*q.shape[:-1], latent)

@@ -1,0 +1,162 @@
+"""Attention of the new tokens of a step over the rows of a latent cache from before the step, of
+the sequences that have such rows.
+
+As many programs as a GPU runs at once, and a few more, share the tiles of these sequences: a step
+of prompts without cached prefixes has no tile, and takes no time. The host does not know how many
+there are.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atomc.kernels.triton.attention.attention import LOG2_E, reach
+from atomc.kernels.triton.attention.attention_tiles import multiprocessors
+from atomc.kernels.triton.attention.sequences import num_tiles_with_prefix, tokens_with_prefix
+from atomc.kernels.triton.latent.mla_attention import LatentTiling, over_keys
+from atomc.kernels.triton.launch.launch import let_next_start, overlap, wait_for_last
+from atomc.kernels.triton.rows.kv_write import codes_of, in_bytes, scale_of_numbers
+
+# Per multiprocessor: more than run at once, so that one that is late gets less to do.
+PROGRAMS = 4
+
+
+@triton.jit(do_not_specialize=["num_sequences", "table_row"])
+def _attend_prefixes(
+    q_ptr,
+    cache_ptr,
+    out_ptr,
+    lse_ptr,
+    query_start,
+    seq_lens,
+    block_tables,
+    kv_scale,
+    num_sequences,
+    table_row,
+    q_row,
+    q_head,
+    c_block,
+    c_slot,
+    unit,
+    H: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+    L: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BRANCHES: tl.constexpr,
+    CODES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """This program's part of the tiles: some new tokens of a sequence for TILE_HEADS of the heads,
+    over all rows of the cache from before the step.
+    """
+    BLOCK_Q: tl.constexpr = BLOCK_M // TILE_HEADS
+    PARTS: tl.constexpr = (H + TILE_HEADS - 1) // TILE_HEADS
+    wait_for_last(PDL)
+    unit *= scale_of_numbers(kv_scale, CODES)
+    m = tl.arange(0, BLOCK_M)
+    c = tl.arange(0, BLOCK_L)[None, :]
+    num_tiles = num_tiles_with_prefix(query_start, seq_lens, num_sequences, BLOCK_Q)
+    for each in range(tl.program_id(0), num_tiles * PARTS, tl.num_programs(0)):
+        s, start, end, length, first_token = tokens_with_prefix(
+            each % num_tiles, query_start, seq_lens, num_sequences, BLOCK_Q
+        )
+        old = length - (end - start)
+        head = each // num_tiles * TILE_HEADS + m % TILE_HEADS
+        row = start + first_token + m // TILE_HEADS
+        valid = (m < BLOCK_Q * TILE_HEADS) & (row < end) & (head < H)
+        acc, total, peak = over_keys(
+            q_ptr,
+            cache_ptr,
+            block_tables + tl.cast(s, tl.int64) * table_row,
+            row,
+            head,
+            valid,
+            old + row - start,
+            old,
+            0,
+            old,
+            unit,
+            q_row,
+            q_head,
+            c_block,
+            c_slot,
+            L,
+            R,
+            BLOCK_L,
+            BLOCK_R,
+            BLOCK_N,
+            BLOCK_SIZE,
+            OFFSET,
+            BRANCHES,
+            CODES,
+        )
+        acc = acc / total[:, None] * scale_of_numbers(kv_scale, CODES)
+        out_row = row.to(tl.int64) * H + head
+        tl.store(lse_ptr + out_row, peak + tl.log2(total), mask=valid)
+        tl.store(
+            out_ptr + out_row[:, None] * L + c,
+            acc.to(out_ptr.dtype.element_ty),
+            mask=valid[:, None] & (c < L),
+        )
+    let_next_start(PDL)
+
+
+def attend_prefixes(
+    q: Tensor,
+    kv_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    latent: int,
+    scale: float,
+    cut: LatentTiling,
+    kv_scale: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of q [T, H, L + R] over what was cached before the step, with tiles of `cut`:
+    [T, H, L], and the logarithms in base 2 of the softmax masses, [T, H] in fp32. These are -inf
+    for rows of sequences without such keys, whose results are uninitialized.
+    """
+    num_rows, num_heads, width = q.shape
+    attended = q.new_empty((num_rows, num_heads, latent))
+    lse = q.new_full((num_rows, num_heads), -float("inf"), dtype=torch.float32)
+    tiles = num_rows // (cut.rows // cut.heads) + min(num_rows, seq_lens.shape[0])
+    tiles *= triton.cdiv(num_heads, cut.heads)
+    _attend_prefixes[(min(tiles, PROGRAMS * multiprocessors(q.device)),)](
+        q,
+        in_bytes(kv_cache),
+        attended,
+        lse,
+        query_start,
+        seq_lens,
+        block_tables,
+        kv_scale,
+        seq_lens.shape[0],
+        block_tables.stride(0),
+        q.stride(0),
+        q.stride(1),
+        *kv_cache.stride()[:2],
+        scale * LOG2_E,
+        H=num_heads,
+        TILE_HEADS=cut.heads,
+        L=latent,
+        R=width - latent,
+        BLOCK_L=max(16, triton.next_power_of_2(latent)),
+        BLOCK_R=max(16, triton.next_power_of_2(width - latent)),
+        BLOCK_M=cut.rows,
+        BLOCK_N=cut.keys,
+        BLOCK_SIZE=kv_cache.shape[1],
+        OFFSET=tl.int32 if reach(kv_cache) < 2**31 else tl.int64,
+        BRANCHES=cut.branches,
+        CODES=codes_of(kv_cache)["CODES"],
+        num_warps=cut.warps,
+        num_stages=cut.stages,
+        **overlap(q.device),
+    )
+    return attended, lse

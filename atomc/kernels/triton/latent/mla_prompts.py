@@ -1,0 +1,287 @@
+"""Latent attention of steps with prompts in Triton: keys and values are computed for the tokens of
+the step, and attention over what was cached before it is absorbed.
+
+Both parts and their sum have shapes that do not depend on lengths, so the host waits for nothing.
+Programs of the second part leave out sequences of which nothing was cached.
+Per pair of a query and a key, the first takes P + R + V multiplications, the second 2 L + R; to
+compute keys and values of cached tokens again, and where to keep them, is saved. The tokens of the
+step are read back from the cache: the result is that of the cached values, as in later steps.
+
+Attention over chosen keys is absorbed for all tokens, unless no sequence can be longer than the
+number of them.
+"""
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atomc import ops
+from atomc.graph.sizes import known_equal
+from atomc.kernels.checks import too_wide, unlike
+from atomc.kernels.triton.attention import attention as dense
+from atomc.kernels.triton.attention.attention import MAX_WIDTH
+from atomc.kernels.triton.attention.attention_tiles import tiling, with_room
+from atomc.kernels.triton.attention.sequences import tokens_of
+from atomc.kernels.triton.latent import mla_attention as absorbed
+from atomc.kernels.triton.latent.mla_chosen import attend_chosen, refuse_chosen
+from atomc.kernels.triton.latent.mla_prefix import attend_prefixes
+from atomc.kernels.triton.launch.launch import begin, overlap, unfit
+from atomc.kernels.triton.launch.tiles import LATENT_ATTENTION
+from atomc.kernels.triton.linear.batched_head_linear import add_values, queries_to_latents
+from atomc.kernels.triton.rows.kv_write import as_numbers, codes_of, in_bytes, scale_of_numbers
+from atomc.ops.op import Refusal
+from atomc.platform import Platform
+
+# Steps of fewer tokens are absorbed as a whole: most of them only decode. Not measured.
+PROMPTS = ops.Tokens(257)
+TOKENS = 4  # of a program that reads rows of the cache
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_sequences", "table_row"])
+def _read_rows(
+    cache_ptr,
+    out_ptr,
+    query_start,
+    seq_lens,
+    block_tables,
+    kv_scale,
+    num_rows,
+    num_sequences,
+    table_row,
+    c_block,
+    c_slot,
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CODES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The rows of the cache of BLOCK_Q new tokens of a sequence; zeros for rows of no sequence."""
+    begin(PDL)
+    s, start, end, length, first, _ = tokens_of(
+        tl.program_id(0), query_start, seq_lens, num_rows, num_sequences, BLOCK_Q
+    )
+    token = first + tl.arange(0, BLOCK_Q)
+    own = token < end - start
+    cached = own & (s < num_sequences)
+    key = length - (end - start) + token
+    table = block_tables + tl.cast(s, tl.int64) * table_row
+    block = tl.load(table + key // BLOCK_SIZE, mask=cached, other=0).to(tl.int64)
+    column = tl.arange(0, BLOCK_WIDTH)[None, :]
+    at = cache_ptr + (block * c_block + key % BLOCK_SIZE * c_slot)[:, None] + column
+    row = tl.load(at, mask=cached[:, None] & (column < WIDTH), other=0)
+    number = as_numbers(row, tl.float32, CODES).to(tl.float32) * scale_of_numbers(kv_scale, CODES)
+    to = out_ptr + (start + token).to(tl.int64)[:, None] * WIDTH + column
+    tl.store(to, number.to(out_ptr.dtype.element_ty), own[:, None] & (column < WIDTH))
+
+
+def refuse_mla_paged_attention(
+    platform: Platform,
+    q: Tensor,
+    weight: Tensor,
+    kv_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    token: Tensor,
+    kv_scale: Tensor | None = None,
+    *,
+    scale: float,
+    chosen: Tensor | None = None,
+) -> Refusal | None:
+    latent = weight.shape[-1]
+    in_latent_space = q.new_empty((*q.shape[:-1], kv_cache.shape[-1]))
+    return (
+        unfit(platform, q=q, weight=weight)
+        or (None if chosen is None else refuse_chosen(chosen))
+        or absorbed.refuse_mla_absorbed_attention(
+            platform,
+            in_latent_space,
+            kv_cache,
+            query_start,
+            seq_lens,
+            block_tables,
+            token,
+            kv_scale,
+            latent=latent,
+            scale=scale,
+        )
+        or unlike((q.dtype,), weight=weight)
+        or too_wide(max(q.shape[-1], weight.shape[0] // q.shape[-2]), MAX_WIDTH, "heads")
+        or (
+            None
+            if known_equal(weight.stride(0), latent)
+            else Refusal("layout", "the weight is not contiguous")
+        )
+    )
+
+
+@ops.mla_paged_attention.kernel(
+    "triton",
+    layout="paged",
+    tokens=PROMPTS,
+    refuses=refuse_mla_paged_attention,
+    tuned_for=LATENT_ATTENTION.archs,
+)
+def mla_paged_attention(
+    q: Tensor,
+    weight: Tensor,
+    kv_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    token: Tensor,
+    kv_scale: Tensor | None = None,
+    *,
+    scale: float,
+    chosen: Tensor | None = None,
+) -> Tensor:
+    rows = q.reshape(-1, *q.shape[-2:])
+    tokens, heads, width = rows.shape
+    latent = weight.shape[-1]
+    of_head = weight.view(heads, weight.shape[0] // heads, latent)
+    nope = width - (kv_cache.shape[-1] - latent)
+    values = of_head.shape[1] - nope
+    out = q.new_empty((tokens, heads, values))
+    longest = block_tables.shape[1] * kv_cache.shape[1]
+    if tokens and chosen is not None and longest > chosen.shape[-1]:
+        attended = attend_chosen(
+            _projected(rows, of_head, kv_cache, nope),
+            kv_cache,
+            chosen.reshape(tokens, -1),
+            query_start,
+            seq_lens,
+            block_tables,
+            latent,
+            scale,
+            absorbed.tiling(tokens, tokens, heads, q.element_size(), chosen.shape[-1], kv_cache),
+            kv_scale,
+        )
+        out = ops.linear_by_head.reference(attended, of_head[:, nope:])
+    elif tokens:
+        sequences = query_start, seq_lens, block_tables
+        out, new_lse = _over_new(rows, of_head, kv_cache, *sequences, kv_scale, nope, scale)
+        latents, old_lse = _over_old(rows, of_head, kv_cache, *sequences, kv_scale, nope, scale)
+        add_values(out, new_lse, latents, old_lse, of_head[:, nope:])
+    return out.view(*q.shape[:-1], values)
+
+
+def _projected(q: Tensor, of_head: Tensor, kv_cache: Tensor, nope: int) -> Tensor:
+    """The queries [T, H, P + R] in the latent space: [T, H, L + R]."""
+    latent = of_head.shape[-1]
+    projected = q.new_empty((*q.shape[:2], kv_cache.shape[-1]))
+    torch.bmm(
+        q[..., :nope].transpose(0, 1),
+        of_head[:, :nope],
+        out=projected[..., :latent].transpose(0, 1),
+    )
+    projected[..., latent:] = q[..., nope:]
+    return projected
+
+
+def _over_new(
+    q: Tensor,
+    of_head: Tensor,
+    kv_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    kv_scale: Tensor | None,
+    nope: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attention of q [T, H, P + R] over the tokens of the step: [T, H, V], and [T, H] its lse in
+    fp32.
+    """
+    tokens, heads, width = q.shape
+    _, outputs, latent = of_head.shape
+    cached = q.new_empty((tokens, kv_cache.shape[-1]))
+    _read_rows[(tokens // TOKENS + seq_lens.shape[0] + 1,)](
+        in_bytes(kv_cache),
+        cached,
+        query_start,
+        seq_lens,
+        block_tables,
+        kv_scale,
+        tokens,
+        seq_lens.shape[0],
+        block_tables.stride(0),
+        *kv_cache.stride()[:2],
+        WIDTH=cached.shape[-1],
+        BLOCK_WIDTH=triton.next_power_of_2(cached.shape[-1]),
+        BLOCK_Q=TOKENS,
+        BLOCK_SIZE=kv_cache.shape[1],
+        CODES=codes_of(kv_cache)["CODES"],
+        **overlap(q.device),
+    )
+    both = F.linear(cached[:, :latent], of_head.flatten(0, 1)).view(tokens, heads, outputs)
+    k, v = both[..., :nope], both[..., nope:]
+    k_rope = cached[:, None, latent:].expand(tokens, heads, -1)
+    apart = nope == triton.next_power_of_2(nope)
+    if not apart:  # padded by themselves, they would have more columns in all
+        k = torch.cat((k, k_rope), -1)
+    out = q.new_empty((tokens, heads, v.shape[-1]))
+    lse = q.new_empty((tokens, heads), dtype=torch.float32)
+    cut = tiling(
+        tokens, seq_lens.shape[0], 1, heads, width, q.element_size(), tokens, q.device
+    )._replace(splits=1)
+    dense.launch(
+        q,
+        _as_one_block(k),
+        _as_one_block(v),
+        out,
+        lse,
+        query_start,
+        query_start.diff(),
+        query_start[:-1, None],
+        None,
+        scale,
+        0,
+        0.0,
+        with_room(cut, width, q.device),
+        None,
+        None,
+        block_size=None,
+        k_rest=_as_one_block(k_rope) if apart else None,
+    )
+    return out, lse
+
+
+def _as_one_block(x: Tensor) -> Tensor:
+    """A cache whose block of a sequence starts at its first row of x, and has room for any number
+    of tokens.
+    """
+    return x.as_strided((x.shape[0], 1, *x.shape[1:]), (x.stride(0), *x.stride()))
+
+
+def _over_old(
+    q: Tensor,
+    of_head: Tensor,
+    kv_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    kv_scale: Tensor | None,
+    nope: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attention of q [T, H, P + R] over what was cached before the step: the weighted latents
+    [T, H, L], and [T, H] its lse in fp32.
+    """
+    tokens, heads, width = q.shape
+    latent = of_head.shape[-1]
+    longest = block_tables.shape[1] * kv_cache.shape[1]
+    return attend_prefixes(
+        queries_to_latents(q, of_head, query_start, seq_lens, width - nope),
+        kv_cache,
+        query_start,
+        seq_lens,
+        block_tables,
+        latent,
+        scale,
+        absorbed.tiling(tokens, seq_lens.shape[0], heads, q.element_size(), longest, kv_cache),
+        kv_scale,
+    )

@@ -1,0 +1,1 @@
+"""How kernels are launched, tiled, and compiled in other processes."""

@@ -1,0 +1,1 @@
+"""Matrix products: plain, scaled, of adapters, and of a batch of heads."""

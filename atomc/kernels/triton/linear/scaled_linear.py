@@ -1,0 +1,368 @@
+"""Linear layers of few rows with 8-bit operands, in Triton, bound by the bandwidth of reading the
+weight.
+
+A program takes some rows of the weight and sums over all of K. Scales of rows multiply the sum;
+scales of blocks of columns multiply the sum of each block. M rows of x, N rows of the weight, K
+columns, G blocks of columns.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.checks import no_fp8_products, unlike, wrong_result
+from atomc.kernels.triton.launch.launch import (
+    let_next_start,
+    not_nvidia,
+    num_rows,
+    overlap,
+    scattered,
+    wait_for_last,
+)
+from atomc.kernels.triton.launch.tile_table import Tile
+from atomc.kernels.triton.launch.tiles import SCALED_LINEAR
+from atomc.ops.formats import FLOATS, HALVES
+from atomc.ops.op import Refusal
+from atomc.platform import Platform
+
+MAX_ROWS = 16
+BLOCK = 128
+
+
+@triton.jit
+def finished(
+    sums,
+    x_scale_ptr,
+    weight_scale_ptr,
+    bias_ptr,
+    m,
+    n,
+    M,
+    N,
+    x_row,
+    weight_row,
+    BLOCKS: tl.constexpr,
+):
+    """The sums in fp32, times the scales of rows unless BLOCKS, plus the bias. m and n broadcast
+    to the shape of the sums.
+    """
+    out = sums.to(tl.float32)
+    if not BLOCKS:
+        out *= tl.load(x_scale_ptr + m * x_row, m < M, 0.0) * tl.load(
+            weight_scale_ptr + n * weight_row, n < N, 0.0
+        )
+    if bias_ptr is not None:
+        out += tl.load(bias_ptr + n, n < N, 0.0).to(tl.float32)
+    return out
+
+
+@triton.jit
+def _row(
+    x_ptr,
+    weight_ptr,
+    x_scale_ptr,
+    weight_scale_ptr,
+    bias_ptr,
+    out_ptr,
+    M,
+    N,
+    x_row,
+    x_group,
+    weight_row,
+    K: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row of x a program. A thread sums CODES neighbours, one load of each operand, by itself:
+    sums and scales of blocks are then held and multiplied once for CODES columns.
+    """
+    CODES: tl.constexpr = 16
+    WIDE: tl.constexpr = tl.int32 if WHOLE else tl.float32
+    m = tl.program_id(1)
+    first = tl.program_id(0) * BLOCK_N
+    n = first + tl.arange(0, BLOCK_N)
+    chunk = tl.arange(0, BLOCK_K // CODES)
+    k = chunk[None, :, None] * CODES + tl.arange(0, CODES)[None, None, :]
+    x_at = x_ptr + m.to(tl.int64) * K + k
+    weight_at = weight_ptr + n.to(tl.int64)[:, None, None] * K + k
+    if EARLY:
+        let_next_start(PDL)
+    wait_for_last(PDL)
+    sums = tl.zeros((BLOCK_N, BLOCK_K // CODES), WIDE)
+    for start in tl.static_range(0, K, BLOCK_K):
+        inside = k < K - start
+        inside_weight = (n < N)[:, None, None] & inside
+        weight = tl.load(weight_at + start, inside_weight, 0.0, cache_modifier=".cg").to(WIDE)
+        x = tl.load(x_at + start, inside, 0.0).to(WIDE)
+        part = tl.sum(x * weight, 2)
+        if BLOCKS:
+            group = (start + chunk * CODES) // 128
+            there = group * 128 < K
+            factor = tl.load(weight_scale_ptr + first // 128 * weight_row + group, there, 0.0)
+            factor *= tl.load(x_scale_ptr + m * x_row + group * x_group, there, 0.0)
+            part *= factor[None, :]
+        sums += part
+    if not EARLY:
+        let_next_start(PDL)
+    out = finished(
+        tl.sum(sums, 1),
+        x_scale_ptr,
+        weight_scale_ptr,
+        bias_ptr,
+        m,
+        n,
+        M,
+        N,
+        x_row,
+        weight_row,
+        BLOCKS,
+    )
+    tl.store(out_ptr + m.to(tl.int64) * N + n, out.to(out_ptr.dtype.element_ty), n < N)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _by_tensor_core(
+    x_ptr,
+    weight_ptr,
+    x_scale_ptr,
+    weight_scale_ptr,
+    bias_ptr,
+    out_ptr,
+    M,
+    N,
+    x_row,
+    x_group,
+    weight_row,
+    K: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    first = tl.program_id(0) * BLOCK_N
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = first + tl.arange(0, BLOCK_N)
+    # K is split into PARTS, each computed by its own warps.
+    LENGTH: tl.constexpr = (K + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K) * BLOCK_K
+    part = tl.arange(0, PARTS)
+    k = part[:, None, None] * LENGTH + tl.arange(0, BLOCK_K)[None, None, :]
+    x_at = x_ptr + m.to(tl.int64)[None, :, None] * K + k
+    weight_at = weight_ptr + n.to(tl.int64)[None, :, None] * K + k
+    WIDE: tl.constexpr = tl.int32 if WHOLE else tl.float32
+    # The MMA instruction is 16 rows by 8 columns.
+    SWAP: tl.constexpr = BLOCK_M < 16
+    wait_for_last(PDL)
+    sums = tl.zeros((PARTS, BLOCK_N if SWAP else BLOCK_M, BLOCK_M if SWAP else BLOCK_N), WIDE)
+    for start in range(0, LENGTH, BLOCK_K):
+        weight = tl.load(
+            weight_at + start, (n < N)[None, :, None] & (k < K - start), 0.0, cache_modifier=".cg"
+        )
+        x = tl.load(x_at + start, (m < M)[None, :, None] & (k < K - start), 0.0)
+        if BLOCKS:
+            group = part * (LENGTH // 128) + start // 128
+            there = group * 128 < K
+            of_weight = tl.load(weight_scale_ptr + (first // 128) * weight_row + group, there, 0.0)
+            of_x = (
+                tl.load(
+                    x_scale_ptr + m[None, :] * x_row + group[:, None] * x_group,
+                    (m < M)[None, :] & there[:, None],
+                    0.0,
+                )
+                * of_weight[:, None]
+            )
+            if SWAP:
+                sums += tl.dot(weight, tl.permute(x, (0, 2, 1)), out_dtype=WIDE) * of_x[:, None, :]
+            else:
+                sums += tl.dot(x, tl.permute(weight, (0, 2, 1)), out_dtype=WIDE) * of_x[:, :, None]
+        elif SWAP:
+            sums = tl.dot(weight, tl.permute(x, (0, 2, 1)), sums, out_dtype=WIDE)
+        else:
+            sums = tl.dot(x, tl.permute(weight, (0, 2, 1)), sums, out_dtype=WIDE)
+    let_next_start(PDL)
+    out = tl.sum(sums, 0)
+    if SWAP:
+        out = tl.trans(out)
+    out = finished(
+        out,
+        x_scale_ptr,
+        weight_scale_ptr,
+        bias_ptr,
+        m[:, None],
+        n[None, :],
+        M,
+        N,
+        x_row,
+        weight_row,
+        BLOCKS,
+    )
+    tl.store(
+        out_ptr + m.to(tl.int64)[:, None] * N + n[None, :],
+        out.to(out_ptr.dtype.element_ty),
+        (m < M)[:, None] & (n < N)[None, :],
+    )
+
+
+def steps(
+    x: Tensor, x_scale: Tensor, weight_scale: Tensor, blocks: bool
+) -> tuple[Tensor, int, int, int]:
+    """x_scale by rows, its strides of rows and groups, and the stride of rows (or of rows of
+    blocks) of weight_scale.
+    """
+    if blocks:
+        by_row = x_scale.reshape(num_rows(x), -1)
+        return by_row, by_row.stride(0), by_row.stride(1), weight_scale.stride(0)
+    return x_scale.reshape(-1), int(x_scale.numel() > 1), 0, int(weight_scale.numel() > 1)
+
+
+def multiply(
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    tile: Tile,
+    blocks: bool = False,
+) -> Tensor:
+    """The op, with the given tile. `blocks`: scales are of blocks of 128."""
+    n, k = weight.shape
+    out = x.new_empty((*x.shape[:-1], n), dtype=out_dtype)
+    if rows := num_rows(out):
+        by_row, *strides = steps(x, x_scale, weight_scale, blocks)
+        kernel, more = (
+            (_by_tensor_core, {"PARTS": tile.parts, "BLOCK_M": tile.rows})
+            if tile.parts
+            else (_row, {"EARLY": k >= 4096})
+        )
+        kernel[(triton.cdiv(n, tile.weight_rows), triton.cdiv(rows, tile.rows))](
+            x.reshape(rows, k),
+            weight,
+            by_row,
+            weight_scale,
+            bias,
+            out,
+            rows,
+            n,
+            *strides,
+            K=k,
+            BLOCKS=blocks,
+            WHOLE=x.dtype == torch.int8,
+            BLOCK_N=tile.weight_rows,
+            BLOCK_K=tile.columns,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            **more,
+            **overlap(x.device),
+        )
+    return out
+
+
+def refuse_scaled_linear(
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    block: int = BLOCK,
+) -> Refusal | None:
+    """Refuse operands that neither the kernel for few rows nor that for many rows can multiply."""
+    return (
+        not_nvidia(platform)
+        or unlike((torch.float8_e4m3fn, torch.int8), x=x, weight=weight)
+        or no_fp8_products(platform, x.dtype)
+        # Sums of fp8 products are too inexact for fp32 results.
+        or wrong_result(HALVES if x.dtype == torch.float8_e4m3fn else FLOATS, out_dtype)
+        or unlike(FLOATS, bias=bias)
+        or (Refusal("shape", f"blocks of {block}: written for {BLOCK}") if block != BLOCK else None)
+        or scattered(weight)
+    )
+
+
+def refuse_scaled_linear_few_rows(
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    block: int = BLOCK,
+) -> Refusal | None:
+    reason = refuse_scaled_linear(
+        platform, x, weight, x_scale, weight_scale, bias, out_dtype=out_dtype, block=block
+    )
+    if (
+        reason is None
+        and math.prod(size for size in x.shape[:-1] if isinstance(size, int)) > MAX_ROWS
+    ):
+        return Refusal(
+            "slower", f"x has more than {MAX_ROWS} rows, for which another kernel is faster"
+        )
+    return reason
+
+
+FEW = ops.Tokens(1, MAX_ROWS)
+
+
+@ops.scaled_linear_fp8.kernel(
+    "triton", tokens=FEW, refuses=refuse_scaled_linear_few_rows, tuned_for=SCALED_LINEAR.archs
+)
+def scaled_linear_fp8(
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    tile = SCALED_LINEAR.choose(x.device, num_rows(x), weight.shape[1])
+    return multiply(x, weight, x_scale, weight_scale, bias, out_dtype, tile)
+
+
+@ops.scaled_linear_fp8_block.kernel(
+    "triton", tokens=FEW, refuses=refuse_scaled_linear_few_rows, tuned_for=SCALED_LINEAR.archs
+)
+def scaled_linear_fp8_block(
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    block: int = 128,
+) -> Tensor:
+    tile = SCALED_LINEAR.choose(x.device, num_rows(x), weight.shape[1])
+    return multiply(x, weight, x_scale, weight_scale, bias, out_dtype, tile, blocks=True)
+
+
+@ops.scaled_linear_int8.kernel(
+    "triton", tokens=FEW, refuses=refuse_scaled_linear_few_rows, tuned_for=SCALED_LINEAR.archs
+)
+def scaled_linear_int8(
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    tile = SCALED_LINEAR.choose(x.device, num_rows(x), weight.shape[1])
+    return multiply(x, weight, x_scale, weight_scale, bias, out_dtype, tile)

@@ -1,0 +1,212 @@
+"""Linear layers of many rows with 8-bit operands, in Triton: a tiled matrix product.
+
+With blocks of 128, the sum of each block is multiplied by its two scales in fp32. Tensor cores
+accumulate fp8 products with 14 bits; here at most 128 products, before the sum is added in fp32.
+Letters as in scaled_linear.py.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.triton.launch.launch import num_rows
+from atomc.kernels.triton.launch.tile_table import Launch
+from atomc.kernels.triton.launch.tiles import SCALED_LINEAR_BLOCK_TILES, SCALED_LINEAR_TILES
+from atomc.kernels.triton.linear.scaled_linear import BLOCK, finished, refuse_scaled_linear, steps
+from atomc.ops.op import Refusal
+from atomc.platform import Platform
+
+
+@triton.jit(do_not_specialize=["M"])
+def _tiles(
+    x_ptr,
+    weight_ptr,
+    x_scale_ptr,
+    weight_scale_ptr,
+    bias_ptr,
+    out_ptr,
+    M,
+    N,
+    x_row,
+    x_group,
+    weight_row,
+    K: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TALL: tl.constexpr,
+):
+    # Programs that run at the same time share a band of TALL tiles of x, so that their operands
+    # stay in the L2 cache.
+    program, across, down = tl.program_id(0), tl.cdiv(N, BLOCK_N), tl.cdiv(M, BLOCK_M)
+    top = program // (TALL * across) * TALL
+    height = tl.minimum(down - top, TALL)
+    inside_band = program % (TALL * across)
+    first = inside_band // height * BLOCK_N
+    m = (top + inside_band % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = first + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    x_at = x_ptr + m.to(tl.int64)[:, None] * K + k[None, :]
+    weight_at = weight_ptr + n.to(tl.int64)[None, :] * K + k[:, None]
+    WIDE: tl.constexpr = tl.int32 if WHOLE else tl.float32
+    sums = tl.zeros((BLOCK_M, BLOCK_N), WIDE)
+    for start in range(0, K, BLOCK_K):
+        in_x, in_weight = (m < M)[:, None], (n < N)[None, :]
+        if K % BLOCK_K:
+            in_x, in_weight = in_x & (k < K - start)[None, :], in_weight & (k < K - start)[:, None]
+        x = tl.load(x_at + start, in_x, 0.0)
+        weight = tl.load(weight_at + start, in_weight, 0.0)
+        if BLOCKS:
+            factor = tl.load(weight_scale_ptr + (first // 128) * weight_row + start // 128)
+            factor *= tl.load(x_scale_ptr + m * x_row + start // 128 * x_group, m < M, 0.0)
+            sums += tl.dot(x, weight, out_dtype=WIDE) * factor[:, None]
+        elif WHOLE:
+            sums = tl.dot(x, weight, sums, out_dtype=WIDE)
+        else:
+            sums += tl.dot(x, weight, out_dtype=WIDE)
+    out = finished(
+        sums,
+        x_scale_ptr,
+        weight_scale_ptr,
+        bias_ptr,
+        m[:, None],
+        n[None, :],
+        M,
+        N,
+        x_row,
+        weight_row,
+        BLOCKS,
+    )
+    tl.store(
+        out_ptr + m.to(tl.int64)[:, None] * N + n[None, :],
+        out.to(out_ptr.dtype.element_ty),
+        (m < M)[:, None] & (n < N)[None, :],
+    )
+
+
+def multiply(
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    tile: Launch,
+    blocks: bool = False,
+) -> Tensor:
+    n, k = weight.shape
+    out = x.new_empty((*x.shape[:-1], n), dtype=out_dtype)
+    if rows := num_rows(out):
+        by_row, *strides = steps(x, x_scale, weight_scale, blocks)
+        _tiles[(triton.cdiv(rows, tile["BLOCK_M"]) * triton.cdiv(n, tile["BLOCK_N"]),)](
+            x.reshape(rows, k),
+            weight,
+            by_row,
+            weight_scale,
+            bias,
+            out,
+            rows,
+            n,
+            *strides,
+            K=k,
+            BLOCKS=blocks,
+            WHOLE=x.dtype == torch.int8,
+            **tile,
+        )
+    return out
+
+
+def refuse_scaled_linear_fp8(
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> Refusal | None:
+    if reason := refuse_scaled_linear(
+        platform, x, weight, x_scale, weight_scale, bias, out_dtype=out_dtype
+    ):
+        return reason
+    if not any(size % 16 for size in weight.shape):
+        return Refusal(
+            "slower", "rows and columns of the weight are multiples of 16, where cuBLAS is faster"
+        )
+    return None
+
+
+@ops.scaled_linear_fp8.kernel(
+    "triton", refuses=refuse_scaled_linear_fp8, tuned_for=SCALED_LINEAR_TILES.archs
+)
+def scaled_linear_fp8(
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    return multiply(
+        x,
+        weight,
+        x_scale,
+        weight_scale,
+        bias,
+        out_dtype,
+        SCALED_LINEAR_TILES.choose(x.device, num_rows(x), len(weight)),
+    )
+
+
+@ops.scaled_linear_fp8_block.kernel(
+    "triton", refuses=refuse_scaled_linear, tuned_for=SCALED_LINEAR_BLOCK_TILES.archs
+)
+def scaled_linear_fp8_block(
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    block: int = BLOCK,
+) -> Tensor:
+    return multiply(
+        x,
+        weight,
+        x_scale,
+        weight_scale,
+        bias,
+        out_dtype,
+        SCALED_LINEAR_BLOCK_TILES.choose(x.device, num_rows(x), len(weight)),
+        blocks=True,
+    )
+
+
+@ops.scaled_linear_int8.kernel(
+    "triton", refuses=refuse_scaled_linear, tuned_for=SCALED_LINEAR_TILES.archs
+)
+def scaled_linear_int8(
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    return multiply(
+        x,
+        weight,
+        x_scale,
+        weight_scale,
+        bias,
+        out_dtype,
+        SCALED_LINEAR_TILES.choose(x.device, num_rows(x), len(weight)),
+    )

@@ -1,0 +1,1 @@
+"""Recurrent layers: short convolutions, the delta rule, state space models."""

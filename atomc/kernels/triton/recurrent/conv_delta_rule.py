@@ -1,0 +1,363 @@
+"""A step of decoding of a gated delta net in Triton: convolution, gates and the delta rule in one
+program per sequence, value head and block of its columns. Steps of many heads, and those with
+prompts, run them one by one.
+
+The convolved queries and keys of a key head are computed by each program that reads them. Its
+inputs are replaced once, by the last of these programs to have read them: they count. Columns of
+the values belong to one program, which replaces their inputs itself.
+
+T rows, C channels, H key heads, N value heads, K key width, V value width, S sequences.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.checks import strided, too_wide
+from atomc.kernels.triton.launch.launch import begin, overlap
+from atomc.kernels.triton.launch.tile_table import Launch
+from atomc.kernels.triton.launch.tiles import DELTA_DECODE
+from atomc.kernels.triton.recurrent.conv import causal_conv1d_update, refuse_causal_conv1d_update
+from atomc.kernels.triton.recurrent.delta_chunks import MAX_WIDTH
+from atomc.kernels.triton.recurrent.delta_gates import (
+    decay_of,
+    delta_gates,
+    rate_of,
+    refuse_delta_gates,
+)
+from atomc.kernels.triton.recurrent.delta_rule import gated_delta_rule_update
+from atomc.ops.conv_delta_rule import split_channels
+from atomc.ops.delta_rule import L2_EPS
+from atomc.ops.op import Refusal, Shared
+from atomc.platform import Platform
+
+# Of all sequences. H200, us, in one / one by one without the gates, 32 heads of 128: 1 sequence 5.4
+# / 5.6, 8 sequences 15.4 / 13.7, 64 sequences 103.6 / 77.8. (`DELTA_DECODE.command`)
+MOST_HEADS = 256
+
+
+@triton.jit
+def _convolved(
+    x_at,
+    weight_ptr,
+    bias_ptr,
+    state_at,
+    channel,
+    inside,
+    remembers,
+    w_channel,
+    w_tap,
+    state_row,
+    TAPS: tl.constexpr,
+    SILU: tl.constexpr,
+):
+    """The convolution of one row in these channels, rounded as the reference rounds it, in fp32.
+    x_at, state_at: of channel 0.
+    """
+    x = tl.load(x_at + channel, inside, 0.0)
+    total = tl.zeros(channel.shape, tl.float32)
+    for tap in tl.static_range(TAPS - 1):
+        earlier = tl.load(state_at + tap * state_row + channel, inside & remembers, 0.0)
+        weight = tl.load(weight_ptr + channel * w_channel + tap * w_tap, inside, 0.0)
+        total += earlier.to(tl.float32) * weight.to(tl.float32)
+    weight = tl.load(weight_ptr + channel * w_channel + (TAPS - 1) * w_tap, inside, 0.0)
+    total += x.to(tl.float32) * weight.to(tl.float32)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + channel, inside, 0.0).to(tl.float32)
+    if SILU:
+        total *= tl.sigmoid(total)
+    return total.to(x.dtype).to(tl.float32)
+
+
+@triton.jit
+def _replace_inputs(
+    x_at,
+    state_at,
+    channel,
+    inside,
+    remembers,
+    state_row,
+    TAPS: tl.constexpr,
+    BLOCK_TAPS: tl.constexpr,
+):
+    """Move the inputs of these channels by one row, the last of which is that of x. No other
+    program reads them any more.
+    """
+    row = tl.arange(0, BLOCK_TAPS)[:, None]
+    at, inside = state_at + row * state_row + channel[None, :], inside[None, :]
+    kept = tl.load(at + state_row, inside & remembers & (row < TAPS - 2), 0.0)
+    x = tl.load(x_at + channel[None, :] + row * 0, inside & (row == TAPS - 2), 0.0)
+    new = tl.where(row < TAPS - 2, kept, x.to(kept.dtype))
+    # All threads have read the old inputs.
+    tl.debug_barrier()
+    tl.store(at, new, inside & (row < TAPS - 1))
+
+
+@triton.jit
+def _decode(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    conv_state_ptr,
+    a_ptr,
+    b_ptr,
+    A_log_ptr,
+    dt_bias_ptr,
+    state_ptr,
+    out_ptr,
+    query_start,
+    seq_lens,
+    state_slots,
+    arrived_ptr,
+    x_row,
+    w_channel,
+    w_tap,
+    conv_slot,
+    conv_row,
+    a_row,
+    b_row,
+    state_slot,
+    scale,
+    N: tl.constexpr,
+    GROUP: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    TAPS: tl.constexpr,
+    SILU: tl.constexpr,
+    RATE_SCALE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_TAPS: tl.constexpr,
+    EPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Row s is the new token of sequence s, or both are padding."""
+    begin(PDL)
+    s, head = tl.program_id(2), tl.program_id(1)
+    key_head = head // GROUP
+    column = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    start = tl.load(query_start + s)
+    num_new = tl.load(query_start + s + 1) - start
+    out_at = out_ptr + (s.to(tl.int64) * N + head) * V + column
+    if num_new == 0:
+        tl.store(out_at, tl.zeros([BLOCK_V], out_ptr.dtype.element_ty), column < V)
+    else:
+        remembers = tl.load(seq_lens + s) > 1
+        slot = tl.load(state_slots + s).to(tl.int64)
+        key = tl.arange(0, BLOCK_K)
+        inside = (key < K)[:, None] & (column < V)[None, :]
+        state_at = key[:, None] * V + column[None, :]
+        state_at = state_ptr + slot * state_slot + head * (K * V) + state_at
+        state = tl.load(state_at, inside & remembers, 0.0)
+
+        row = start.to(tl.int64)
+        x_at = x_ptr + row * x_row
+        conv_at = conv_state_ptr + slot * conv_slot
+        q_channel = key_head * K + key
+        k_channel = (N // GROUP + key_head) * K + key
+        v_channel = 2 * (N // GROUP) * K + head * V + column
+        q = _convolved(
+            x_at, weight_ptr, bias_ptr, conv_at, q_channel, key < K, remembers,
+            w_channel, w_tap, conv_row, TAPS, SILU,
+        )  # fmt: skip
+        k = _convolved(
+            x_at, weight_ptr, bias_ptr, conv_at, k_channel, key < K, remembers,
+            w_channel, w_tap, conv_row, TAPS, SILU,
+        )  # fmt: skip
+        v = _convolved(
+            x_at, weight_ptr, bias_ptr, conv_at, v_channel, column < V, remembers,
+            w_channel, w_tap, conv_row, TAPS, SILU,
+        )  # fmt: skip
+        # All threads have read the inputs; then the program says so.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrived_ptr + s * (N // GROUP) + key_head, 1, sem="acq_rel")
+
+        a = tl.load(a_ptr + row * a_row + head).to(tl.float32)
+        A_log = tl.load(A_log_ptr + head).to(tl.float32)
+        dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
+        decay = tl.exp(decay_of(a, A_log, dt_bias))
+        beta = rate_of(tl.load(b_ptr + row * b_row + head), RATE_SCALE)
+        k *= tl.rsqrt(tl.sum(k * k, 0) + EPS)
+        q *= tl.rsqrt(tl.sum(q * q, 0) + EPS) * scale
+        state *= decay
+        # Both sums read the same state: the second adds what this token stores.
+        delta = beta * (v - tl.sum(k[:, None] * state, 0))
+        out = tl.sum(q[:, None] * state, 0) + tl.sum(q * k, 0) * delta
+        state += k[:, None] * delta[None, :]
+        tl.store(out_at, out.to(out_ptr.dtype.element_ty), column < V)
+        tl.store(state_at, state, inside)
+
+        _replace_inputs(x_at, conv_at, v_channel, column < V, remembers, conv_row, TAPS, BLOCK_TAPS)
+        if arrived == GROUP * tl.num_programs(0) - 1:
+            _replace_inputs(
+                x_at, conv_at, q_channel, key < K, remembers, conv_row, TAPS, BLOCK_TAPS
+            )
+            _replace_inputs(
+                x_at, conv_at, k_channel, key < K, remembers, conv_row, TAPS, BLOCK_TAPS
+            )
+            # For the next layer.
+            tl.store(arrived_ptr + s * (N // GROUP) + key_head, 0)
+
+
+def arrivals(seq_lens: Tensor, key_heads: int) -> tuple[Tensor, ...]:
+    """(zeros [S, H],): how many programs have read the inputs of a key head. Zeros again after each
+    call, so that all layers count in them.
+    """
+    return (torch.zeros(len(seq_lens), key_heads, dtype=torch.int32, device=seq_lens.device),)
+
+
+def _key_heads(x: Tensor, recurrent_state: Tensor, **_: object) -> tuple[int]:
+    heads, key_width, width = recurrent_state.shape[1:]
+    return ((x.shape[-1] - heads * width) // (2 * key_width),)
+
+
+def refuse_conv_gated_delta_rule_update(
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_state: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    recurrent_state: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    state_slots: Tensor,
+    *,
+    activation: str,
+    **_: object,
+) -> Refusal | None:
+    step = query_start, seq_lens, state_slots
+    return (
+        refuse_causal_conv1d_update(
+            platform, x, weight, bias, conv_state, *step, activation=activation
+        )
+        or refuse_delta_gates(platform, a, b, A_log, dt_bias)
+        or strided(recurrent_state=recurrent_state)
+        or too_wide(max(recurrent_state.shape[-2:]), MAX_WIDTH, "heads")
+    )
+
+
+@ops.conv_gated_delta_rule_update.kernel(
+    "triton",
+    refuses=refuse_conv_gated_delta_rule_update,
+    shared=Shared(arrivals, ("seq_lens",), _key_heads),
+    tuned_for=DELTA_DECODE.archs,
+)
+def conv_gated_delta_rule_update(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_state: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    recurrent_state: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    state_slots: Tensor,
+    *,
+    activation: str,
+    scale: float,
+    rate_scale: float = 1.0,
+    shared: tuple[Tensor, ...],
+) -> Tensor:
+    step = query_start, seq_lens, state_slots
+    rows = x.reshape(-1, x.shape[-1])
+    heads, _, width = recurrent_state.shape[1:]
+    # As many rows as sequences: each has one token, or is padding.
+    if len(rows) == len(seq_lens) and heads * len(rows) <= MOST_HEADS:
+        out = x.new_empty((*x.shape[:-1], heads, width))
+        if len(rows):
+            launch_decode(
+                rows,
+                weight,
+                bias,
+                conv_state,
+                a.reshape(-1, heads),
+                b.reshape(-1, heads),
+                A_log,
+                dt_bias,
+                recurrent_state,
+                *step,
+                activation=activation,
+                scale=scale,
+                rate_scale=rate_scale,
+                out=out,
+                arrived=shared[0],
+                tile=DELTA_DECODE.choose(x.device, heads * len(rows)),
+            )
+        return out
+    convolved = causal_conv1d_update(x, weight, bias, conv_state, *step, activation=activation)
+    g, beta = delta_gates(a, b, A_log, dt_bias, rate_scale)
+    q, k, v = split_channels(convolved, recurrent_state)
+    return gated_delta_rule_update(q, k, v, g, beta, recurrent_state, *step, scale=scale)
+
+
+def launch_decode(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_state: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    recurrent_state: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    state_slots: Tensor,
+    *,
+    activation: str,
+    scale: float,
+    rate_scale: float = 1.0,
+    out: Tensor,
+    arrived: Tensor,
+    tile: Launch,
+) -> None:
+    """Fill `out` and replace both states, of rows x [S, C], a and b [S, N], one of a sequence each.
+    arrived: as of `arrivals`
+    """
+    heads, key_width, width = recurrent_state.shape[1:]
+    block = min(tile["BLOCK_V"], triton.next_power_of_2(width))
+    _decode[(triton.cdiv(width, block), heads, len(x))](
+        x,
+        weight,
+        bias,
+        conv_state,
+        a,
+        b,
+        A_log,
+        dt_bias,
+        recurrent_state,
+        out,
+        query_start,
+        seq_lens,
+        state_slots,
+        arrived,
+        x.stride(0),
+        *weight.stride(),
+        *conv_state.stride()[:2],
+        a.stride(0),
+        b.stride(0),
+        recurrent_state.stride(0),
+        scale,
+        N=heads,
+        GROUP=heads // arrived.shape[1],
+        K=key_width,
+        V=width,
+        TAPS=weight.shape[1],
+        SILU=activation == "silu",
+        RATE_SCALE=rate_scale,
+        BLOCK_K=max(16, triton.next_power_of_2(key_width)),
+        BLOCK_V=block,
+        BLOCK_TAPS=triton.next_power_of_2(weight.shape[1] - 1),
+        EPS=L2_EPS,
+        num_warps=tile["num_warps"],
+        **overlap(x.device),
+    )

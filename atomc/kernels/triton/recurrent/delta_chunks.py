@@ -1,0 +1,404 @@
+"""The gated delta rule of long sequences in Triton, in chunks of 64 tokens (Yang et al. 2024,
+"Gated Delta Networks", section 3.3).
+
+`_systems` computes for each chunk what does not depend on the state: the inverse of the triangular
+system that says what its tokens store, the weights with which its queries read it, and the factors
+of its tokens. `_walk` carries some columns of the state of a head over the chunks of a sequence.
+The host knows a bound of the number of programs by shapes (`tokens_of`).
+
+Where q, k and v have 16 bits, a factor in fp32 is the sum of two in bf16 (the rest is below 2^-16
+of it), and a product is the sum of theirs on tensor cores, without that of both low parts.
+
+T rows, H key heads, N value heads, K key width, V value width, S sequences, C = 64.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atomc.kernels.triton.attention.sequences import tokens_of
+from atomc.kernels.triton.launch.launch import begin, overlap
+from atomc.kernels.triton.launch.tile_table import Launch
+from atomc.ops.delta_rule import L2_EPS
+
+CHUNK, MAX_WIDTH = 64, 256
+# Of 16 columns Triton 3.6 makes reads of shared memory outside of it, for sm90.
+LEAST_COLUMNS = 32
+
+
+class Rows(NamedTuple):
+    """The arguments of a call; state and state_slots None: all sequences begin, and nothing is
+    kept.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    state: Tensor | None
+    query_start: Tensor
+    seq_lens: Tensor
+    state_slots: Tensor | None
+    scale: float
+
+    def flat(self) -> "Rows":
+        """With T rows instead of a batch."""
+        q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in (self.q, self.k, self.v))
+        g, beta = (x.reshape(-1, x.shape[-1]) for x in (self.g, self.beta))
+        return self._replace(q=q, k=k, v=v, g=g, beta=beta)
+
+    def strides(self) -> tuple[int, ...]:
+        """Of rows and heads, and of a slot."""
+        of_heads = [x.stride()[:2] for x in (self.q, self.k, self.v)]
+        slot = 0 if self.state is None else self.state.stride(0)
+        scalars = self.g.stride(0), self.beta.stride(0)
+        return (*(stride for pair in of_heads for stride in pair), *scalars, slot)
+
+    def sizes(self) -> dict[str, int]:
+        heads, width = self.v.shape[-2:]
+        key_width = self.k.shape[-1]
+        return {
+            "N": heads,
+            "GROUP": heads // self.k.shape[-2],
+            "K": key_width,
+            "V": width,
+            "BLOCK_K": max(16, triton.next_power_of_2(key_width)),
+        }
+
+
+@triton.jit
+def _normed_rows(
+    x_ptr, row, valid, x_row, K: tl.constexpr, BLOCK_K: tl.constexpr, EPS: tl.constexpr
+):
+    """Rows [C, BLOCK_K] as they are in memory, and the factors [C] that normalize them."""
+    column = tl.arange(0, BLOCK_K)
+    at = x_ptr + row.to(tl.int64)[:, None] * x_row + column[None, :]
+    x = tl.load(at, valid[:, None] & (column < K)[None, :], 0.0)
+    wide = x.to(tl.float32)
+    return x, tl.rsqrt(tl.sum(wide * wide, 1) + EPS)
+
+
+@triton.jit
+def _decays(g_ptr, row, valid, g_row):
+    """The sums of g [C] since the chunk began, as exact multiples of 1/16 and what is left: a
+    difference of both is small without a loss where the sums are large.
+    """
+    g = tl.load(g_ptr + row.to(tl.int64) * g_row, valid, 0.0).to(tl.float32)
+    g = tl.maximum(g, -1000.0)  # as good as -inf
+    coarse = tl.floor(g * 16.0) / 16.0
+    return tl.cumsum(coarse, 0), tl.cumsum(g - coarse, 0)
+
+
+@triton.jit
+def _in_two(x):
+    """x as the sum of two terms in bf16."""
+    high = x.to(tl.bfloat16)
+    return high, (x.to(tl.float32) - high.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def _product(x, low, y, sums, TERMS: tl.constexpr):
+    """sums + (x + low) @ y in fp32, y in fp32. TERMS 1: all in fp32, without low; 2: low is 0."""
+    if TERMS == 1:
+        return tl.dot(x.to(tl.float32), y, sums, input_precision="ieee")
+    else:
+        y, y_low = _in_two(y)
+        if TERMS == 3:
+            sums = tl.dot(low, y, sums)
+        return tl.dot(x, y, tl.dot(x, y_low, sums))
+
+
+@triton.jit
+def _of_matrices(x, y, TERMS: tl.constexpr):
+    """x @ y, both in fp32 and square."""
+    if TERMS == 1:
+        return tl.dot(x, y, input_precision="ieee")
+    else:
+        high, low = _in_two(x)
+        return _product(high, low, y, tl.zeros(x.shape, tl.float32), 3)
+
+
+@triton.jit
+def _inverse(lower, TERMS: tl.constexpr):
+    """The inverse of 1 + lower [64, 64], which is zero on its diagonal and above.
+
+    By blocks on the diagonal, each of two whose inverses A and B are known: with X below them, the
+    inverse is A and B, and -B X A below.
+    """
+    index = tl.arange(0, 64)
+    row, column = index[:, None], index[None, :]
+    pair = row // 2 == column // 2
+    inverse = tl.where(row == column, 1.0, tl.where(pair, -lower, 0.0))
+    for bits in range(1, 6):  # of the index in a block
+        below = (row >> bits > column >> bits) & (row >> (bits + 1) == column >> (bits + 1))
+        x = _of_matrices(tl.where(below, lower, 0.0), inverse, TERMS)
+        inverse -= _of_matrices(inverse, x, TERMS)
+    return inverse
+
+
+@triton.jit
+def _store(at, x, valid, plane, TERMS: tl.constexpr):
+    """x in fp32, or as two terms in bf16 in two planes."""
+    if TERMS == 1:
+        tl.store(at, x, valid)
+    else:
+        high, low = _in_two(x)
+        tl.store(at, high, valid)
+        tl.store(at + plane, low, valid)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_sequences"])
+def _systems(
+    q_ptr,
+    k_ptr,
+    g_ptr,
+    beta_ptr,
+    out_ptr,
+    inverse_ptr,
+    weights_ptr,
+    factors_ptr,
+    query_start,
+    seq_lens,
+    num_rows,
+    num_sequences,
+    plane,
+    q_row,
+    q_head,
+    k_row,
+    k_head,
+    g_row,
+    beta_row,
+    scale,
+    N: tl.constexpr,
+    GROUP: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    MOST: tl.constexpr,
+    EPS: tl.constexpr,
+    TERMS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """For one chunk of one head, if its sequence has more than MOST new tokens: the rows of inverse
+    (times beta) and weights [planes, T, N, C] and of factors [T, N, 4]. Zeros in the rows of the
+    result that belong to no sequence.
+
+    factors  of a token: of what the state knows of its key, of what its query reads there, of its
+             key where it is stored, and of the state, from the chunk before
+    """
+    begin(PDL)
+    C: tl.constexpr = 64
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    s, start, end, _, first, _ = tokens_of(tile, query_start, seq_lens, num_rows, num_sequences, C)
+    each = tl.arange(0, C)
+    row = start + first + each
+    valid = row < end
+    if s >= num_sequences:
+        column = tl.arange(0, BLOCK_V)
+        at = out_ptr + (row.to(tl.int64)[:, None] * N + head) * V + column[None, :]
+        zeros = tl.zeros([C, BLOCK_V], out_ptr.dtype.element_ty)
+        tl.store(at, zeros, valid[:, None] & (column < V)[None, :])
+    elif (end - start > MOST) & (start + first < end):
+        key_head = head // GROUP
+        k, k_norm = _normed_rows(k_ptr + key_head * k_head, row, valid, k_row, K, BLOCK_K, EPS)
+        q, q_norm = _normed_rows(q_ptr + key_head * q_head, row, valid, q_row, K, BLOCK_K, EPS)
+        beta_at = beta_ptr + row.to(tl.int64) * beta_row + head
+        beta = tl.load(beta_at, valid, 0.0).to(tl.float32)
+        coarse, fine = _decays(g_ptr + head, row, valid, g_row)
+        earlier = each[:, None] > each[None, :]
+        since = (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :])
+        same = each[:, None] == each[None, :]
+        between = tl.exp(tl.where(earlier, since, tl.where(same, 0.0, -float("inf"))))
+        turned = tl.trans(k)
+        products = tl.dot(k, turned, input_precision="ieee")
+        products *= k_norm[:, None] * k_norm[None, :] * beta[:, None]
+        inverse = _inverse(tl.where(earlier, products * between, 0.0), TERMS)
+        weights = tl.dot(q, turned, input_precision="ieee") * between
+        weights *= (q_norm * scale)[:, None] * k_norm[None, :]
+        into = (row.to(tl.int64)[:, None] * N + head) * C + each[None, :]
+        _store(inverse_ptr + into, inverse * beta[None, :], valid[:, None], plane, TERMS)
+        _store(weights_ptr + into, weights, valid[:, None], plane, TERMS)
+        is_last = each == C - 1
+        last_coarse = tl.sum(tl.where(is_last, coarse, 0.0), 0)
+        last_fine = tl.sum(tl.where(is_last, fine, 0.0), 0)
+        decay = tl.exp(coarse + fine)
+        of_token = factors_ptr + (row.to(tl.int64) * N + head) * 4
+        tl.store(of_token, decay * k_norm, valid)
+        tl.store(of_token + 1, decay * q_norm * scale, valid)
+        to_last = tl.exp((last_coarse - coarse) + (last_fine - fine))
+        tl.store(of_token + 2, k_norm * to_last, valid)
+        tl.store(of_token + 3, tl.exp(last_coarse + last_fine) + tl.zeros_like(decay), valid)
+
+
+@triton.jit
+def _walk(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    state_ptr,
+    out_ptr,
+    inverse_ptr,
+    weights_ptr,
+    factors_ptr,
+    query_start,
+    seq_lens,
+    state_slots,
+    plane,
+    q_row,
+    q_head,
+    k_row,
+    k_head,
+    v_row,
+    v_head,
+    state_slot,
+    N: tl.constexpr,
+    GROUP: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    MOST: tl.constexpr,
+    TERMS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Some columns of the values of one head, over all chunks of a sequence."""
+    begin(PDL)
+    C: tl.constexpr = 64
+    MATRIX_TERMS: tl.constexpr = 1 if TERMS == 1 else 3
+    head = tl.program_id(1)
+    s = tl.program_id(2)
+    start = tl.load(query_start + s)
+    end = tl.load(query_start + s + 1)
+    if end - start > MOST:
+        key = tl.arange(0, BLOCK_K)
+        column = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+        inside = (key < K)[:, None] & (column < V)[None, :]
+        state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+        state_at = key[:, None] * V + column[None, :]
+        if state_ptr is not None:
+            length = tl.load(seq_lens + s)
+            slot = tl.load(state_slots + s).to(tl.int64)
+            state_at = state_ptr + slot * state_slot + head * (K * V) + state_at
+            state = tl.load(state_at, inside & (length > end - start), 0.0)
+        each = tl.arange(0, C)
+        k_at = k_ptr + head // GROUP * k_head + key[None, :]
+        q_at = q_ptr + head // GROUP * q_head + key[None, :]
+        passes_at = factors_ptr + (start.to(tl.int64) * N + head) * 4 + 3
+        none = tl.zeros([C, BLOCK_V], tl.float32)
+        for first in range(start, end, C):
+            row = first + each
+            valid = row < end
+            at = row.to(tl.int64)
+            there = valid[:, None] & (key < K)[None, :]
+            k = tl.load(k_at + at[:, None] * k_row, there, 0.0)
+            q = tl.load(q_at + at[:, None] * q_row, there, 0.0)
+            there = valid[:, None] & (column < V)[None, :]
+            v = tl.load(v_ptr + at[:, None] * v_row + head * v_head + column[None, :], there, 0.0)
+            square = (at[:, None] * N + head) * C + each[None, :]
+            inverse = tl.load(inverse_ptr + square, valid[:, None], 0.0)
+            weights = tl.load(weights_ptr + square, valid[:, None], 0.0)
+            inverse_low, weights_low, k_low, q_low = inverse, weights, k, q
+            if TERMS > 1:
+                inverse_low = tl.load(inverse_ptr + plane + square, valid[:, None], 0.0)
+                weights_low = tl.load(weights_ptr + plane + square, valid[:, None], 0.0)
+            if TERMS == 3:
+                k, k_low = _in_two(k)
+                q, q_low = _in_two(q)
+            of_token = factors_ptr + (at * N + head) * 4
+            knows = tl.load(of_token, valid, 0.0)
+            reads = tl.load(of_token + 1, valid, 0.0)
+            stores = tl.load(of_token + 2, valid, 0.0)
+            passes = tl.load(passes_at)
+            passes_at += C * N * 4
+
+            known = _product(k, k_low, state, none, TERMS)
+            wanted = v.to(tl.float32) - knows[:, None] * known
+            stored = _product(inverse, inverse_low, wanted, none, MATRIX_TERMS)
+            out = reads[:, None] * _product(q, q_low, state, none, TERMS)
+            out = _product(weights, weights_low, stored, out, MATRIX_TERMS)
+            stored *= stores[:, None]
+            state = _product(tl.trans(k), tl.trans(k_low), stored, state * passes, TERMS)
+            out_at = out_ptr + (at[:, None] * N + head) * V + column[None, :]
+            tl.store(out_at, out.to(out_ptr.dtype.element_ty), there)
+        if state_ptr is not None:
+            tl.store(state_at, state, inside)
+
+
+def launch_chunks(rows: Rows, out: Tensor, most: int, tile: Launch) -> None:
+    """Fill `out` and replace the states of sequences with more than `most` new tokens; zeros for
+    rows of no sequence. rows: flat
+    """
+    num_rows, heads, width = rows.v.shape
+    num_sequences = rows.seq_lens.shape[0]
+    tiles = num_rows // CHUNK + num_sequences + 1
+    terms = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}[rows.k.dtype]
+    # Row t of the matrices of its chunk.
+    shape = (1, num_rows, heads, CHUNK) if terms == 1 else (2, num_rows, heads, CHUNK)
+    stored = torch.float32 if terms == 1 else torch.bfloat16
+    inverse, weights = (out.new_empty(shape, dtype=stored) for _ in range(2))
+    factors = out.new_empty((num_rows, heads, 4), dtype=torch.float32)
+    q_row, q_head, k_row, k_head, v_row, v_head, g_row, beta_row, slot = rows.strides()
+    _systems[(tiles, heads)](
+        rows.q,
+        rows.k,
+        rows.g,
+        rows.beta,
+        out,
+        inverse,
+        weights,
+        factors,
+        rows.query_start,
+        rows.seq_lens,
+        num_rows,
+        num_sequences,
+        inverse.stride(0),
+        q_row,
+        q_head,
+        k_row,
+        k_head,
+        g_row,
+        beta_row,
+        rows.scale,
+        **rows.sizes(),
+        BLOCK_V=triton.next_power_of_2(width),
+        MOST=most,
+        EPS=L2_EPS,
+        TERMS=terms,
+        num_warps=4,
+        **overlap(out.device),
+    )
+    block = max(LEAST_COLUMNS, min(tile["BLOCK_V"], triton.next_power_of_2(width)))
+    _walk[(triton.cdiv(width, block), heads, num_sequences)](
+        rows.q,
+        rows.k,
+        rows.v,
+        rows.state,
+        out,
+        inverse,
+        weights,
+        factors,
+        rows.query_start,
+        rows.seq_lens,
+        rows.state_slots,
+        inverse.stride(0),
+        q_row,
+        q_head,
+        k_row,
+        k_head,
+        v_row,
+        v_head,
+        slot,
+        **rows.sizes(),
+        BLOCK_V=block,
+        MOST=most,
+        TERMS=terms,
+        num_warps=tile["num_warps"],
+        num_stages=tile["num_stages"],
+        **overlap(out.device),
+    )

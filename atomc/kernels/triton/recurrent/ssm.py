@@ -1,0 +1,309 @@
+"""The scan of Mamba-2 in Triton: a program has the state of some columns of one head of one
+sequence in registers.
+
+Sequences with few new tokens walk over them. Those with many take chunks, in which a result is a
+sum over the tokens of the chunk, weighted by B, C and the decay between two tokens, plus what the
+state before the chunk adds (Dao and Gu 2024, section 6). The host decides by shapes only: a step
+with prompts launches both kernels, and each leaves the sequences of the other alone.
+
+T rows, N heads, P width of a head, G groups, S width of the state, L tokens of a chunk.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atomc import ops
+from atomc.graph.sizes import known_equal
+from atomc.kernels.checks import no_bf16_products, too_wide, unlike
+from atomc.kernels.triton.launch.launch import begin, overlap, unfit
+from atomc.ops.formats import FLOATS
+from atomc.ops.op import Refusal
+from atomc.platform import Platform
+
+MAX_STATE = 256
+# Not measured: rows of a sequence that are walked, numbers of the state in a program that walks,
+# tokens of a chunk, columns of a program that takes chunks.
+FEW, WALKED, CHUNK, COLUMNS = 8, 4096, 64, 64
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)), exact where 1 + exp(x) is rounded; x in fp32."""
+    e = tl.exp(tl.minimum(x, 20.0))
+    wide = 1.0 + e
+    log = tl.where(wide == 1.0, e, tl.log(wide) * tl.div_rn(e, tl.maximum(wide - 1.0, 1e-30)))
+    return tl.where(x > 20.0, x, log)
+
+
+@triton.jit
+def _step_sizes(dt, bias, DT_MIN: tl.constexpr, DT_MAX: tl.constexpr):
+    """softplus(dt + bias) within its limits; dt in fp32."""
+    step = tl.maximum(softplus(dt + bias), DT_MIN)
+    return step if DT_MAX is None else tl.minimum(step, DT_MAX)
+
+
+@triton.jit
+def _state_before(at, s, start, end, seq_lens, inside):
+    """The state of a sequence before the step: zeros if it begins with it."""
+    begins = tl.load(seq_lens + s) == end - start
+    return tl.load(at, inside & (begins == 0), 0.0)
+
+
+@triton.jit
+def _walk(
+    x_ptr,
+    dt_ptr,
+    a_log_ptr,
+    b_ptr,
+    c_ptr,
+    d_ptr,
+    bias_ptr,
+    state_ptr,
+    out_ptr,
+    query_start,
+    seq_lens,
+    state_slots,
+    most,
+    x_row,
+    x_head,
+    dt_row,
+    b_row,
+    b_group,
+    c_row,
+    c_group,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    S: tl.constexpr,
+    HEADS_PER_GROUP: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    DT_MIN: tl.constexpr,
+    DT_MAX: tl.constexpr,
+    ALL_ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Sequences of 1 to `most` new tokens. ALL_ROWS: also writes zeros to row s of a sequence
+    without any, which is padding.
+    """
+    begin(PDL)
+    s, n = tl.program_id(0), tl.program_id(1)
+    p = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
+    j = tl.arange(0, BLOCK_S)
+    start, end = tl.load(query_start + s), tl.load(query_start + s + 1)
+    if (start < end) & (end - start <= most):
+        slot = tl.load(state_slots + s)
+        at = state_ptr + (slot * N + n) * (P * S) + p[:, None] * S + j[None, :]
+        inside = (p < P)[:, None] & (j < S)[None, :]
+        state = _state_before(at, s, start, end, seq_lens, inside)
+        a = -tl.exp(tl.load(a_log_ptr + n).to(tl.float32))
+        d = tl.load(d_ptr + n).to(tl.float32)
+        bias = tl.load(bias_ptr + n).to(tl.float32)
+        g = n // HEADS_PER_GROUP
+        for t in range(start, end):
+            row = tl.cast(t, tl.int64)
+            dt = tl.load(dt_ptr + row * dt_row + n).to(tl.float32)
+            step = _step_sizes(dt, bias, DT_MIN, DT_MAX)
+            x = tl.load(x_ptr + row * x_row + n * x_head + p, p < P, 0.0).to(tl.float32)
+            b = tl.load(b_ptr + row * b_row + g * b_group + j, j < S, 0.0).to(tl.float32)
+            c = tl.load(c_ptr + row * c_row + g * c_group + j, j < S, 0.0).to(tl.float32)
+            state = state * tl.exp(a * step) + (x * step)[:, None] * b[None, :]
+            y = tl.sum(state * c[None, :], 1) + d * x
+            tl.store(out_ptr + (row * N + n) * P + p, y.to(out_ptr.dtype.element_ty), p < P)
+        tl.store(at, state, inside)
+    elif ALL_ROWS & (start == end):
+        zeros = tl.zeros([BLOCK_P], out_ptr.dtype.element_ty)
+        tl.store(out_ptr + (s * N + n) * P + p, zeros, p < P)
+
+
+@triton.jit
+def _chunks(
+    x_ptr,
+    dt_ptr,
+    a_log_ptr,
+    b_ptr,
+    c_ptr,
+    d_ptr,
+    bias_ptr,
+    state_ptr,
+    out_ptr,
+    query_start,
+    seq_lens,
+    state_slots,
+    few,
+    x_row,
+    x_head,
+    dt_row,
+    b_row,
+    b_group,
+    c_row,
+    c_group,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    S: tl.constexpr,
+    HEADS_PER_GROUP: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    DT_MIN: tl.constexpr,
+    DT_MAX: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Sequences of more than `few` new tokens."""
+    begin(PDL)
+    s, n = tl.program_id(0), tl.program_id(1)
+    p = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
+    j = tl.arange(0, BLOCK_S)
+    start, end = tl.load(query_start + s), tl.load(query_start + s + 1)
+    if end - start > few:
+        slot = tl.load(state_slots + s)
+        at = state_ptr + (slot * N + n) * (P * S) + p[:, None] * S + j[None, :]
+        inside = (p < P)[:, None] & (j < S)[None, :]
+        state = _state_before(at, s, start, end, seq_lens, inside)
+        a = -tl.exp(tl.load(a_log_ptr + n).to(tl.float32))
+        d = tl.load(d_ptr + n).to(tl.float32)
+        bias = tl.load(bias_ptr + n).to(tl.float32)
+        g = n // HEADS_PER_GROUP
+        token = tl.arange(0, CHUNK)
+        for first in range(start, end, CHUNK):
+            there = token < end - first
+            row = tl.cast(first, tl.int64) + token
+            dt = tl.load(dt_ptr + row * dt_row + n, there, 0.0).to(tl.float32)
+            step = tl.where(there, _step_sizes(dt, bias, DT_MIN, DT_MAX), 0.0)
+            real_x = there[:, None] & (p < P)[None, :]
+            real_s = there[:, None] & (j < S)[None, :]
+            x_at = x_ptr + row[:, None] * x_row + n * x_head + p[None, :]
+            x = tl.load(x_at, real_x, 0.0).to(tl.float32)
+            b = tl.load(b_ptr + row[:, None] * b_row + g * b_group + j[None, :], real_s, 0.0)
+            c = tl.load(c_ptr + row[:, None] * c_row + g * c_group + j[None, :], real_s, 0.0)
+            u = x * step[:, None]
+            # Logarithms of decays since the chunk began, and between two tokens: as the difference
+            # of two of the first, a small one would lose its digits.
+            total = tl.cumsum(a * step, 0)
+            later = tl.where(token[:, None] > token[None, :], (a * step)[:, None], 0.0)
+            between = tl.where(token[:, None] >= token[None, :], tl.cumsum(later, 0), -1e30)
+            weights = tl.dot(c, tl.trans(b), input_precision=PRECISION) * tl.exp(between)
+            b, c = b.to(tl.float32), c.to(tl.float32)
+            before = tl.dot(c, tl.trans(state), input_precision=PRECISION)
+            y = tl.dot(weights, u, input_precision=PRECISION) + before * tl.exp(total)[:, None]
+            y += d * x
+            y_at = out_ptr + (row[:, None] * N + n) * P + p[None, :]
+            tl.store(y_at, y.to(out_ptr.dtype.element_ty), real_x)
+            left = u * tl.exp(tl.sum(later, 0))[:, None]
+            state = state * tl.exp(tl.sum(a * step)) + tl.dot(
+                tl.trans(left), b, input_precision=PRECISION
+            )
+        tl.store(at, state, inside)
+
+
+def refuse_ssm_scan_update(
+    platform: Platform,
+    x: Tensor,
+    dt: Tensor,
+    a_log: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor,
+    dt_bias: Tensor,
+    recurrent_state: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    state_slots: Tensor,
+    *,
+    dt_min: float,
+    dt_max: float | None,
+) -> Refusal | None:
+    return (
+        unfit(platform, x=x, dt=dt, b=b, c=c, a_log=a_log, d=d, dt_bias=dt_bias)
+        or no_bf16_products(platform, x.dtype)
+        or unlike(FLOATS, x=x, b=b, c=c)
+        or unlike((torch.float32,), recurrent_state=recurrent_state)
+        or unlike((torch.int32,), query_start=query_start, seq_lens=seq_lens)
+        or too_wide(b.shape[-1], MAX_STATE, "states")
+        or _scattered(
+            recurrent_state=recurrent_state,
+            query_start=query_start,
+            seq_lens=seq_lens,
+            state_slots=state_slots,
+        )
+    )
+
+
+def _scattered(**tensors: Tensor) -> Refusal | None:
+    """Refuse tensors that are not contiguous."""
+    for name, tensor in tensors.items():
+        stride: int | torch.SymInt = 1
+        for size, own in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+            if not known_equal(own, stride):
+                return Refusal("layout", f"{name} is not contiguous")
+            stride = stride * size
+    return None
+
+
+@ops.ssm_scan_update.kernel("triton", refuses=refuse_ssm_scan_update)
+def ssm_scan_update(
+    x: Tensor,
+    dt: Tensor,
+    a_log: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor,
+    dt_bias: Tensor,
+    recurrent_state: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    state_slots: Tensor,
+    *,
+    dt_min: float,
+    dt_max: float | None,
+) -> Tensor:
+    rows, by_head = x.reshape(-1, *x.shape[-2:]), dt.reshape(-1, dt.shape[-1])
+    b, c = (part.reshape(-1, *part.shape[-2:]) for part in (b, c))
+    (num_rows, heads, width), (groups, state) = rows.shape, b.shape[1:]
+    sequences = seq_lens.shape[0]
+    # As many rows as sequences: row s is of sequence s, or padding.
+    decode = num_rows == sequences
+    out = (torch.empty if decode else torch.zeros)(x.shape, dtype=x.dtype, device=x.device)
+    tensors = (rows, by_head, a_log, b, c, d, dt_bias, recurrent_state, out)
+    steps = (query_start, seq_lens, state_slots)
+    strides = (*rows.stride()[:2], by_head.stride(0), *b.stride()[:2], *c.stride()[:2])
+    sizes = {
+        "N": heads,
+        "P": width,
+        "S": state,
+        "HEADS_PER_GROUP": heads // groups,
+        "DT_MIN": dt_min,
+        "DT_MAX": dt_max,
+    }
+    wide_s = triton.next_power_of_2(state)
+    block_p = min(triton.next_power_of_2(width), max(1, WALKED // wide_s))
+    _walk[(sequences, heads, triton.cdiv(width, block_p))](
+        *tensors,
+        *steps,
+        num_rows if decode else FEW,
+        *strides,
+        **sizes,
+        BLOCK_P=block_p,
+        BLOCK_S=wide_s,
+        ALL_ROWS=decode,
+        num_warps=4,
+        **overlap(x.device),
+    )
+    if not decode:
+        block_p = min(max(16, triton.next_power_of_2(width)), COLUMNS)
+        _chunks[(sequences, heads, triton.cdiv(width, block_p))](
+            *tensors,
+            *steps,
+            FEW,
+            *strides,
+            **sizes,
+            BLOCK_P=block_p,
+            BLOCK_S=max(16, wide_s),
+            CHUNK=CHUNK,
+            PRECISION="ieee" if x.dtype == torch.float32 or torch.version.hip else "tf32",
+            num_warps=8,
+            **overlap(x.device),
+        )
+    return out

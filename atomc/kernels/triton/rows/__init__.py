@@ -1,0 +1,1 @@
+"""Kernels of single rows: norms, activations, quantization, RoPE and cache writes."""

@@ -1,0 +1,282 @@
+"""Write new keys and values into a paged cache, in Triton.
+
+An fp8 cache is viewed as bytes, so that every device and the interpreter can write it; CODES is the
+kind of its codes, "fn" or "fnuz", and "" for other caches. Codes equal those of the reference bit
+for bit.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atomc import ops
+from atomc.graph.sizes import known_equal
+from atomc.kernels.checks import scattered_blocks, scattered_slots, strided, unlike, unsupported
+from atomc.kernels.triton.launch.launch import (
+    begin,
+    inner_sizes,
+    num_rows,
+    overlap,
+    row_offset,
+    row_strides,
+    unfit,
+)
+from atomc.kernels.triton.launch.tiles import HEAD_ROWS
+from atomc.kernels.triton.rows.quant import by_bits, fp8_codes
+from atomc.ops.formats import FLOATS, FP8
+from atomc.ops.op import Refusal
+from atomc.platform import Platform
+
+
+@triton.jit
+def cache_offset(slots_ptr, row, inside, HEADS: tl.constexpr, token_stride, head_stride):
+    """Offsets of rows (token * HEADS + head) in a cache, and which of them have a slot."""
+    slot = tl.load(slots_ptr + row // HEADS, inside, -1)
+    return slot * token_stride + (row % HEADS).to(tl.int64) * head_stride, slot >= 0
+
+
+@triton.jit
+def inverse_scale(scale_ptr):
+    """The factor of values before they are rounded to codes; 1 for a cache without scales."""
+    inverse = 1.0
+    if scale_ptr is not None:
+        inverse = tl.div_rn(1.0, tl.load(scale_ptr).to(tl.float32))
+    return inverse
+
+
+@triton.jit
+def as_cached(x, inverse, DTYPE: tl.constexpr, CODES: tl.constexpr, BY_BITS: tl.constexpr):
+    """x as it is stored in a cache: in DTYPE, or as a code."""
+    if CODES != "":
+        return fp8_codes(x.to(tl.float32) * inverse, CODES == "fnuz", BY_BITS)
+    else:
+        return x.to(tl.float32).to(DTYPE)
+
+
+@triton.jit
+def as_numbers(code, DTYPE: tl.constexpr, CODES: tl.constexpr):
+    """Elements loaded from a cache, in DTYPE; of codes (bytes) the value / 256, or / 128 for
+    "fnuz".
+
+    The bits of a code are moved to the bits of an fp16 number, which is exact on every device.
+    """
+    if CODES == "":
+        return code
+    else:
+        bits = code.to(tl.int32)
+        nan = bits == 0x80 if CODES == "fnuz" else (bits & 0x7F) == 0x7F
+        half = tl.where(nan, 0x7E00, ((bits & 0x80) << 8) | ((bits & 0x7F) << 7))
+        return half.to(tl.int16).to(tl.float16, bitcast=True).to(DTYPE)
+
+
+@triton.jit
+def scale_of_numbers(scale_ptr, CODES: tl.constexpr):
+    """The factor from results of `as_numbers` to the cached values."""
+    scale = 1.0
+    if CODES != "":
+        scale = 128.0 if CODES == "fnuz" else 256.0
+        if scale_ptr is not None:
+            scale *= tl.load(scale_ptr).to(tl.float32)
+    return scale
+
+
+@triton.jit
+def copy_rows(
+    from_ptr,
+    from_at,
+    to_ptr,
+    to_at,
+    inside,
+    inverse,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CODES: tl.constexpr,
+    BY_BITS: tl.constexpr,
+):
+    """Copy WIDTH columns from offsets to offsets, converted for a cache. from_at, to_at and inside
+    are [ROWS, 1].
+    """
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = inside & (column < WIDTH)
+    value = tl.load(from_ptr + from_at + column, inside, 0.0)
+    tl.store(
+        to_ptr + to_at + column,
+        as_cached(value, inverse, to_ptr.dtype.element_ty, CODES, BY_BITS),
+        inside,
+    )
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _kv_write(
+    k_ptr,
+    v_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    slots_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    rows,
+    d1,
+    k0,
+    k1,
+    k2,
+    v0,
+    v1,
+    v2,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ROWS: tl.constexpr,
+    CODES: tl.constexpr,
+    BY_BITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    begin(PDL)
+    k_at, inside = cache_offset(slots_ptr, row, row < rows, HEADS, k_token, k_head)
+    v_at, _ = cache_offset(slots_ptr, row, row < rows, HEADS, v_token, v_head)
+    copy_rows(
+        k_ptr,
+        row_offset(row, d1, HEADS, k0, k1, k2),
+        k_cache_ptr,
+        k_at,
+        inside,
+        inverse_scale(k_scale_ptr),
+        D,
+        BLOCK_D,
+        CODES,
+        BY_BITS,
+    )
+    copy_rows(
+        v_ptr,
+        row_offset(row, d1, HEADS, v0, v1, v2),
+        v_cache_ptr,
+        v_at,
+        inside,
+        inverse_scale(v_scale_ptr),
+        DV,
+        BLOCK_DV,
+        CODES,
+        BY_BITS,
+    )
+
+
+def in_bytes(cache: Tensor) -> Tensor:
+    """The cache as kernels take it: fp8 viewed as uint8."""
+    return cache.view(torch.uint8) if cache.dtype in FP8 else cache
+
+
+def codes_of(cache: Tensor) -> dict[str, str | bool]:
+    """Launch arguments that describe the elements of a cache to a kernel that writes it.
+
+    Fused multiply-add is disabled for codes. It would be more accurate, but where product and sum
+    cancel, a code could be several steps from that of the reference.
+    """
+    if cache.dtype not in FP8:
+        return {"CODES": "", "BY_BITS": False}
+    codes = "fnuz" if cache.dtype == torch.float8_e4m3fnuz else "fn"
+    return {
+        "CODES": codes,
+        "BY_BITS": by_bits(cache.dtype, cache.device),
+        "enable_fp_fusion": False,
+    }
+
+
+def uncachable(
+    platform: Platform, scales: dict[str, Tensor | None], **caches: Tensor
+) -> Refusal | None:
+    """Refuse caches, or scales of their codes, that the Triton kernels cannot read or write."""
+    plain = {name: cache for name, cache in caches.items() if cache.dtype not in FP8}
+    codes = {name: cache for name, cache in caches.items() if cache.dtype in FP8}
+    return (
+        unfit(platform, **plain)
+        or unlike((*FLOATS, *FP8), **caches)
+        or strided(**codes)
+        or (
+            unsupported(f"a cache of {next(iter(plain.values())).dtype}", **scales)
+            if plain
+            else _not_numbers(**scales)
+        )
+    )
+
+
+def _not_numbers(**scales: Tensor | None) -> Refusal | None:
+    """Refuse scales that are not one number in fp32."""
+    for name, scale in scales.items():
+        if scale is not None and (
+            scale.dtype != torch.float32 or not known_equal(scale.numel(), 1)
+        ):
+            return Refusal(
+                "dtype",
+                f"{name} is {scale.dtype} {list(scale.shape)}: expected one number of fp32",
+            )
+    return None
+
+
+def refuse_kv_write(
+    platform: Platform,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Refusal | None:
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    if reason := unfit(platform, k=k, v=v) or uncachable(
+        platform, scales, k_cache=k_cache, v_cache=v_cache
+    ):
+        return reason
+    if k.dim() not in (3, 4) or v.dim() != k.dim():
+        return Refusal("shape", "keys and values must be [T, K, D] or [B, T, K, D]")
+    return scattered_slots(slots) or scattered_blocks(k_cache, v_cache)
+
+
+@ops.kv_write.kernel("triton", layout="paged", refuses=refuse_kv_write, tuned_for=HEAD_ROWS.archs)
+def kv_write(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:
+    if rows := num_rows(k):
+        d1, heads = inner_sizes(k)
+        rows_a_program = HEAD_ROWS.choose(k.device, rows)
+        _kv_write[(triton.cdiv(rows, rows_a_program),)](
+            k,
+            v,
+            in_bytes(k_cache),
+            in_bytes(v_cache),
+            slots,
+            k_scale,
+            v_scale,
+            rows,
+            d1,
+            *row_strides(k),
+            *row_strides(v),
+            k_cache.stride(1),
+            k_cache.stride(2),
+            v_cache.stride(1),
+            v_cache.stride(2),
+            HEADS=heads,
+            D=k.shape[-1],
+            DV=v.shape[-1],
+            BLOCK_D=triton.next_power_of_2(k.shape[-1]),
+            BLOCK_DV=triton.next_power_of_2(v.shape[-1]),
+            ROWS=rows_a_program,
+            num_warps=4,
+            **codes_of(k_cache),
+            **overlap(k.device),
+        )
+    return k.new_empty((0,))

@@ -1,0 +1,382 @@
+"""Norms in Triton: a row is read once, stays in registers, and is rounded where the reference
+rounds. A program takes one wide row or several narrow ones.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.checks import too_wide, unknown, unlike, unlike_shapes
+from atomc.kernels.triton.launch.launch import (
+    begin,
+    inner_sizes,
+    num_rows,
+    overlap,
+    row_offset,
+    row_strides,
+    unfit,
+)
+from atomc.kernels.triton.launch.tiles import NORM
+from atomc.ops.formats import FLOATS
+from atomc.ops.norm import RMS_NORM_STYLES
+from atomc.ops.op import Refusal
+from atomc.platform import Platform
+
+MAX_COLUMNS = 65536
+
+
+@triton.jit
+def row_sum(x_ptr, residual_ptr, sum_ptr, x_at, residual_at, sum_at, inside, ADD: tl.constexpr):
+    """x, or x + residual rounded to their dtype and stored, in fp32."""
+    x = tl.load(x_ptr + x_at, inside, 0.0).to(tl.float32)
+    if ADD:
+        residual = tl.load(residual_ptr + residual_at, inside, 0.0).to(tl.float32)
+        total = (x + residual).to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + sum_at, total, inside)
+        x = total.to(tl.float32)
+    return x
+
+
+@triton.jit
+def weighted(y, weight, DTYPE: tl.constexpr, STYLE: tl.constexpr):
+    """The normalized y times the weight, both fp32, rounded as the style requires; DTYPE is the
+    dtype of the norm's input.
+    """
+    if STYLE == "after":
+        return weight * y.to(DTYPE).to(tl.float32)
+    elif STYLE == "one_plus":
+        return y * (1.0 + weight)
+    else:
+        return weight * y
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _rms_norm(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    sum_ptr,
+    rows,
+    d1,
+    d2,
+    x0,
+    x1,
+    x2,
+    r0,
+    r1,
+    r2,
+    o0,
+    o1,
+    o2,
+    s0,
+    s1,
+    s2,
+    eps,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    STYLE: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < D)
+    begin(PDL)
+    weight = tl.load(weight_ptr + column, column < D, 0.0).to(tl.float32)
+    x = row_sum(
+        x_ptr,
+        residual_ptr,
+        sum_ptr,
+        row_offset(row, d1, d2, x0, x1, x2) + column,
+        row_offset(row, d1, d2, r0, r1, r2) + column,
+        row_offset(row, d1, d2, s0, s1, s2) + column,
+        inside,
+        ADD,
+    )
+    y = x * tl.rsqrt(tl.sum(x * x, 1)[:, None] / D + eps)
+    y = weighted(y, weight, x_ptr.dtype.element_ty, STYLE)
+    if WIDTH > D:
+        y = tl.where(column < D, y, 0.0)
+    tl.store(
+        out_ptr + row_offset(row, d1, d2, o0, o1, o2) + column,
+        y.to(out_ptr.dtype.element_ty),
+        (row < rows) & (column < WIDTH),
+    )
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _layer_norm(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    sum_ptr,
+    rows,
+    d1,
+    d2,
+    x0,
+    x1,
+    x2,
+    r0,
+    r1,
+    r2,
+    o0,
+    o1,
+    o2,
+    s0,
+    s1,
+    s2,
+    eps,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < D)
+    begin(PDL)
+    x = row_sum(
+        x_ptr,
+        residual_ptr,
+        sum_ptr,
+        row_offset(row, d1, d2, x0, x1, x2) + column,
+        row_offset(row, d1, d2, r0, r1, r2) + column,
+        row_offset(row, d1, d2, s0, s1, s2) + column,
+        inside,
+        ADD,
+    )
+    centred = tl.where(column < D, x - tl.sum(x, 1)[:, None] / D, 0.0)
+    y = centred * tl.rsqrt(tl.sum(centred * centred, 1)[:, None] / D + eps)
+    if WEIGHT:
+        y *= tl.load(weight_ptr + column, column < D, 0.0).to(tl.float32)
+    if BIAS:
+        y += tl.load(bias_ptr + column, column < D, 0.0).to(tl.float32)
+    tl.store(
+        out_ptr + row_offset(row, d1, d2, o0, o1, o2) + column,
+        y.to(out_ptr.dtype.element_ty),
+        inside,
+    )
+
+
+def tile_for(x: Tensor, columns: int) -> dict[str, int]:
+    """The launch arguments for the rows of x, with this number of columns in the result."""
+    block = triton.next_power_of_2(columns)
+    return NORM.choose(x.device, num_rows(x), block).launch(block)
+
+
+def refuse_layer_norm(
+    platform: Platform,
+    x: Tensor,
+    residual: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    **_: object,
+) -> Refusal | None:
+    return (
+        unfit(platform, x=x, residual=residual, weight=weight, bias=bias)
+        or too_wide(x.shape[-1], MAX_COLUMNS)
+        or unlike(FLOATS, x=x, residual=residual)
+        or unlike_shapes(x, residual=residual)
+    )
+
+
+def refuse_rms_norm(
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    style: str = "after",
+    residual: Tensor | None = None,
+    **_: object,
+) -> Refusal | None:
+    return unknown(RMS_NORM_STYLES, style=style) or refuse_layer_norm(platform, x, residual, weight)
+
+
+@ops.rms_norm.kernel("triton", refuses=refuse_rms_norm, tuned_for=NORM.archs)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Tensor:
+    out = torch.empty_like(
+        x, dtype=torch.promote_types(x.dtype, weight.dtype) if style == "after" else x.dtype
+    )
+    if rows := num_rows(out):
+        cut = tile_for(x, x.shape[-1])
+        _rms_norm[(triton.cdiv(rows, cut["ROWS"]),)](
+            x,
+            None,
+            weight,
+            out,
+            None,
+            rows,
+            *inner_sizes(x),
+            *row_strides(x),
+            0,
+            0,
+            0,
+            *row_strides(out),
+            0,
+            0,
+            0,
+            eps,
+            D=x.shape[-1],
+            WIDTH=x.shape[-1],
+            STYLE=style,
+            ADD=False,
+            **cut,
+            **overlap(x.device),
+        )
+    return out
+
+
+@ops.add_rms_norm.kernel("triton", refuses=refuse_rms_norm, tuned_for=NORM.archs)
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str = "after"
+) -> tuple[Tensor, Tensor]:
+    total = torch.empty_like(x)
+    out = torch.empty_like(
+        x, dtype=torch.promote_types(x.dtype, weight.dtype) if style == "after" else x.dtype
+    )
+    if rows := num_rows(out):
+        cut = tile_for(x, x.shape[-1])
+        _rms_norm[(triton.cdiv(rows, cut["ROWS"]),)](
+            x,
+            residual,
+            weight,
+            out,
+            total,
+            rows,
+            *inner_sizes(x),
+            *row_strides(x),
+            *row_strides(residual),
+            *row_strides(out),
+            *row_strides(total),
+            eps,
+            D=x.shape[-1],
+            WIDTH=out.shape[-1],
+            STYLE=style,
+            ADD=True,
+            **cut,
+            **overlap(x.device),
+        )
+    return out, total
+
+
+def refuse_add_rms_norm_pad(
+    platform: Platform,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    columns: int,
+    style: str = "after",
+) -> Refusal | None:
+    if x.shape[-1] + columns > MAX_COLUMNS:
+        return Refusal(
+            "shape",
+            f"rows of {x.shape[-1]} + {columns} exceed the limit of {MAX_COLUMNS}",
+        )
+    return refuse_rms_norm(platform, x, weight, style, residual)
+
+
+@ops.add_rms_norm_pad.kernel("triton", refuses=refuse_add_rms_norm_pad, tuned_for=NORM.archs)
+def add_rms_norm_pad(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, columns: int, style: str = "after"
+) -> tuple[Tensor, Tensor]:
+    total = torch.empty_like(x)
+    dtype = torch.promote_types(x.dtype, weight.dtype) if style == "after" else x.dtype
+    out = x.new_empty((*x.shape[:-1], x.shape[-1] + columns), dtype=dtype)
+    if rows := num_rows(out):
+        cut = tile_for(x, out.shape[-1])
+        _rms_norm[(triton.cdiv(rows, cut["ROWS"]),)](
+            x,
+            residual,
+            weight,
+            out,
+            total,
+            rows,
+            *inner_sizes(x),
+            *row_strides(x),
+            *row_strides(residual),
+            *row_strides(out),
+            *row_strides(total),
+            eps,
+            D=x.shape[-1],
+            WIDTH=out.shape[-1],
+            STYLE=style,
+            ADD=True,
+            **cut,
+            **overlap(x.device),
+        )
+    return out, total
+
+
+@ops.layer_norm.kernel("triton", refuses=refuse_layer_norm, tuned_for=NORM.archs)
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if rows := num_rows(out):
+        cut = tile_for(x, x.shape[-1])
+        _layer_norm[(triton.cdiv(rows, cut["ROWS"]),)](
+            x,
+            None,
+            weight,
+            bias,
+            out,
+            None,
+            rows,
+            *inner_sizes(x),
+            *row_strides(x),
+            0,
+            0,
+            0,
+            *row_strides(out),
+            0,
+            0,
+            0,
+            eps,
+            D=x.shape[-1],
+            WEIGHT=weight is not None,
+            BIAS=bias is not None,
+            ADD=False,
+            **cut,
+            **overlap(x.device),
+        )
+    return out
+
+
+@ops.add_layer_norm.kernel("triton", refuses=refuse_layer_norm, tuned_for=NORM.archs)
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    total = torch.empty_like(x)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if rows := num_rows(out):
+        cut = tile_for(x, x.shape[-1])
+        _layer_norm[(triton.cdiv(rows, cut["ROWS"]),)](
+            x,
+            residual,
+            weight,
+            bias,
+            out,
+            total,
+            rows,
+            *inner_sizes(x),
+            *row_strides(x),
+            *row_strides(residual),
+            *row_strides(out),
+            *row_strides(total),
+            eps,
+            D=x.shape[-1],
+            WEIGHT=weight is not None,
+            BIAS=bias is not None,
+            ADD=True,
+            **cut,
+            **overlap(x.device),
+        )
+    return out, total

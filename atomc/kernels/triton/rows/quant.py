@@ -1,0 +1,420 @@
+"""Quantizers in Triton, and the quantized store of fused kernels.
+
+Codes equal those of the reference bit for bit: the operations are the same, with the same
+roundings. Magnitudes are compared by their bits, as integers, in which order NaN is the largest.
+
+A tile is ROWS x BLOCK values, padded by zeros. SCHEME is one of atomc.ops.schemes.
+"""
+
+import functools
+import struct
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.checks import odd_group, too_wide, unknown
+from atomc.kernels.triton.launch.launch import (
+    begin,
+    inner_sizes,
+    num_rows,
+    overlap,
+    row_offset,
+    row_strides,
+    unfit,
+)
+from atomc.kernels.triton.launch.tiles import QUANT, QUANT_BLOCK
+from atomc.ops.formats import AMAX_FLOOR, FP8, MX_ROUNDINGS
+from atomc.ops.op import Refusal
+from atomc.ops.quant import empty_group_scales
+from atomc.ops.schemes import SCHEMES
+from atomc.platform import Platform
+
+MAX_COLUMNS = 65536
+FLOOR_BITS = tl.constexpr(struct.unpack("<i", struct.pack("<f", AMAX_FLOOR))[0])
+
+
+@triton.jit
+def amax_bits(y, AXIS: tl.constexpr):
+    return tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, AXIS)
+
+
+@triton.jit
+def amax_scale(y, AXIS: tl.constexpr, LARGEST: tl.constexpr):
+    """The scale of the values along an axis."""
+    return tl.maximum(amax_bits(y, AXIS), FLOOR_BITS).to(tl.float32, bitcast=True) * (1.0 / LARGEST)
+
+
+@triton.jit
+def fp8_codes(x, FNUZ: tl.constexpr, BY_BITS: tl.constexpr):
+    """x, fp32, clamped and rounded to a code in uint8; BY_BITS if the device has no instruction for
+    it.
+    """
+    LARGEST: tl.constexpr = 240.0 if FNUZ else 448.0
+    x = tl.clamp(x, -LARGEST, LARGEST, tl.PropagateNan.ALL)
+    if BY_BITS:
+        size = tl.abs(x)
+        bits = size.to(tl.int32, bitcast=True)
+        # Keep three bits of mantissa. Subnormal codes are evenly spaced, like fp32 numbers near
+        # 2^14 (2^13).
+        LEAST_BITS: tl.constexpr = 0x3C000000 if FNUZ else 0x3C800000
+        code = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((LEAST_BITS >> 20) - 8)
+        small = (size + (8192.0 if FNUZ else 16384.0)).to(tl.int32, bitcast=True) & 15
+        code = tl.where(bits < LEAST_BITS, small, code)
+        sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+        if FNUZ:
+            return tl.where(x == x, tl.where(code == 0, 0, code | sign), 0x80).to(tl.uint8)
+        return tl.where(x == x, code | sign, 0x7F).to(tl.uint8)
+    elif FNUZ:
+        return x.to(tl.float8e4b8).to(tl.uint8, bitcast=True)
+    else:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def _int8(x):
+    """x, fp32, clamped and rounded to nearest even."""
+    # Near 1.5 * 2^23 the spacing of fp32 is 1.
+    return (tl.clamp(x, -127.0, 127.0) + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
+def _number(value: tl.constexpr, like):
+    return tl.full((), value, like.dtype)
+
+
+@triton.jit
+def e2m1_codes(x):
+    """The codes of x, fp32 or fp16, as integers of the same width; 16-bit values are computed two
+    per instruction.
+    """
+    SHORT: tl.constexpr = x.dtype == tl.float16
+    BITS: tl.constexpr = tl.int16 if SHORT else tl.int32
+    bits = x.to(BITS, bitcast=True)
+    size = tl.minimum(tl.maximum(tl.abs(x), _number(0.0, x)), _number(6.0, x))  # NaN becomes 0
+    # Codes near `size` are spaced by half of `power`, which is 1, 2 or 4. So is the last bit of 512
+    # * power in fp16, and of 2^22 * power in fp32: adding that rounds to a code. An offset (0, 2 or
+    # 4, and 8 for the sign) makes its last four bits the code.
+    power = tl.maximum(size, _number(1.0, x)).to(BITS, bitcast=True) & _number(
+        0x7C00 if SHORT else 0x7F800000, bits
+    )
+    signed = (power | (bits & _number(-0x8000 if SHORT else -0x80000000, bits))).to(
+        x.dtype, bitcast=True
+    )
+    power = power.to(x.dtype, bitcast=True)
+    start = tl.maximum(power * _number(3.0, x) - _number(4.0, x), _number(0.0, x))
+    start += power * _number(514.0 if SHORT else 4194306.0, x) + signed * _number(-2.0, x)
+    return (start + size).to(BITS, bitcast=True) & _number(15, bits)
+
+
+@triton.jit
+def store_quantized(
+    y,
+    codes_ptr,
+    scales_ptr,
+    static_ptr,
+    row,
+    first,
+    rows,
+    D,
+    row_step,
+    group_step,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SCHEME: tl.constexpr,
+    GROUP: tl.constexpr,
+    FNUZ: tl.constexpr,
+    BY_BITS: tl.constexpr,
+    MX_BIAS: tl.constexpr,
+):
+    """Quantize a floating-point tile, and store its codes and scales.
+
+    row [ROWS, 1], less than `rows`; the columns start at `first`, and are all D columns if a row
+    has one scale. row_step, group_step: strides of the scales.
+    """
+    row = row.to(tl.int64)
+    column = first + tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < D)
+    LARGEST: tl.constexpr = 240.0 if FNUZ else 448.0
+    DTYPE: tl.constexpr = y.dtype
+    y = y.to(tl.float32)
+    if SCHEME == "fp8_static":
+        inverse = tl.div_rn(1.0, tl.load(static_ptr).to(tl.float32))
+        tl.store(codes_ptr + row * D + column, fp8_codes(y * inverse, FNUZ, BY_BITS), inside)
+    elif SCHEME == "fp8_per_token":
+        scale = amax_scale(y, 1, LARGEST)[:, None]
+        tl.store(scales_ptr + row, scale, row < rows)
+        tl.store(
+            codes_ptr + row * D + column,
+            fp8_codes(y * tl.div_rn(1.0, scale), FNUZ, BY_BITS),
+            inside,
+        )
+    elif SCHEME == "int8_per_token":
+        scale = amax_scale(y, 1, 127.0)[:, None]
+        tl.store(scales_ptr + row, scale, row < rows)
+        tl.store(codes_ptr + row * D + column, _int8(y * tl.div_rn(1.0, scale)), inside)
+    else:
+        group = first // GROUP + tl.arange(0, BLOCK // GROUP)[None, :]
+        scale_at = scales_ptr + row * row_step + group * group_step
+        there = (row < rows) & (group < (D + GROUP - 1) // GROUP)
+        grouped = tl.reshape(y, (ROWS, BLOCK // GROUP, GROUP))
+        if SCHEME == "fp8_group":
+            scale = amax_scale(grouped, 2, LARGEST)
+            tl.store(scale_at, scale, there)
+            scaled = tl.reshape(grouped * tl.div_rn(1.0, scale)[:, :, None], (ROWS, BLOCK))
+            tl.store(codes_ptr + row * D + column, fp8_codes(scaled, FNUZ, BY_BITS), inside)
+        else:
+            amax = amax_bits(grouped, 2)
+            code = tl.maximum(((amax + MX_BIAS) >> 23) - 2, 0)
+            code = tl.where(amax >= 0x7F800000, 255, code)
+            tl.store(scale_at, code.to(tl.uint8), there)
+            # 2^-127 is a subnormal.
+            exponent = tl.maximum(254 - code, 0)
+            inverse = tl.where(exponent == 0, 0x400000, exponent << 23).to(tl.float32, bitcast=True)
+            # Of a 16-bit y, values of at least 0.25 are exact in fp16, and smaller ones become 0 as
+            # in fp32.
+            scaled = (grouped * inverse[:, :, None]).to(
+                tl.float32 if tl.float32 == DTYPE else tl.float16
+            )
+            low, high = tl.split(e2m1_codes(tl.reshape(scaled, (ROWS, BLOCK // 2, 2))))
+            pair = first // 2 + tl.arange(0, BLOCK // 2)[None, :]
+            tl.store(
+                codes_ptr + row * (D // 2) + pair,
+                (low | (high << 4)).to(tl.uint8),
+                (row < rows) & (pair < D // 2),
+            )
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _quantize(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    static_ptr,
+    rows,
+    d1,
+    d2,
+    x0,
+    x1,
+    x2,
+    row_step,
+    group_step,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    SCHEME: tl.constexpr,
+    GROUP: tl.constexpr,
+    FNUZ: tl.constexpr,
+    BY_BITS: tl.constexpr,
+    MX_BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    first = tl.program_id(1) * BLOCK
+    column = first + tl.arange(0, BLOCK)[None, :]
+    begin(PDL)
+    x = tl.load(
+        x_ptr + row_offset(row, d1, d2, x0, x1, x2) + column, (row < rows) & (column < D), 0.0
+    )
+    store_quantized(
+        x,
+        codes_ptr,
+        scales_ptr,
+        static_ptr,
+        row,
+        first,
+        rows,
+        D,
+        row_step,
+        group_step,
+        ROWS,
+        BLOCK,
+        SCHEME,
+        GROUP,
+        FNUZ,
+        BY_BITS,
+        MX_BIAS,
+    )
+
+
+@functools.cache
+def by_bits(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a device has no instruction that rounds to this fp8 dtype. (Triton's interpreter
+    rounds some values down.)
+    """
+    if device.type != "cuda":
+        return True
+    fnuz = dtype == torch.float8_e4m3fnuz
+    if torch.version.hip:
+        arch = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+        return arch != ("gfx942" if fnuz else "gfx950")
+    return fnuz or torch.cuda.get_device_capability(device) < (8, 9)
+
+
+class Quantized:
+    """Empty codes and scales for rows shaped as x, and their arguments for store_quantized."""
+
+    def __init__(
+        self,
+        x: Tensor,
+        scale: Tensor | None,
+        scheme: str,
+        dtype: torch.dtype = torch.float8_e4m3fn,
+        group: int = 128,
+        column_major: bool = False,
+        rounding: str = "even",
+    ):
+        lead, width = x.shape[:-1], x.shape[-1]
+        self.steps = (1, 0)
+        self.static = scale
+        self.whole_rows = scheme.endswith("per_token")
+        self.group = 32 if scheme == "mxfp4" else group if scheme == "fp8_group" else 1
+        if scheme == "mxfp4":
+            self.codes = x.new_empty((*lead, width // 2), dtype=torch.uint8)
+            self.scales = x.new_empty((*lead, width // 32), dtype=torch.uint8)
+            self.steps = (width // 32, 1)
+        else:
+            self.codes = x.new_empty(
+                x.shape, dtype=torch.int8 if scheme == "int8_per_token" else dtype
+            )
+            self.scales = x.new_empty((*lead, 1) if self.whole_rows else 0, dtype=torch.float32)
+        if scheme == "fp8_group":
+            groups = triton.cdiv(width, group)
+            self.scales = empty_group_scales(x, groups, column_major)
+            self.steps = (1, num_rows(x)) if column_major else (groups, 1)
+        fp8 = scheme.startswith("fp8")
+        self.constants: dict[str, str | int] = {
+            "SCHEME": scheme,
+            "GROUP": self.group,
+            "FNUZ": dtype == torch.float8_e4m3fnuz,
+            "BY_BITS": fp8 and by_bits(dtype, x.device),
+            "MX_BIAS": MX_ROUNDINGS[rounding],
+        }
+
+    @property
+    def pointers(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        codes = self.codes if self.codes.dtype == torch.int8 else self.codes.view(torch.uint8)
+        return codes, self.scales, self.static
+
+    def tile(self, rows: int, columns: int) -> dict[str, int]:
+        """The launch arguments for this number of rows and columns; whole rows, if a row has one
+        scale.
+        """
+        block = triton.next_power_of_2(columns)
+        if not self.whole_rows:
+            block = min(block, QUANT_BLOCK)
+        block = max(block, self.group)
+        return QUANT.choose(self.codes.device, rows, block).launch(block)
+
+
+def unquantizable(
+    platform: Platform,
+    x: Tensor,
+    scheme: str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128,
+    rounding: str = "even",
+    name: str = "x",
+) -> Refusal | None:
+    """Refuse rows of x that `store_quantized` cannot quantize in this scheme."""
+    if reason := unfit(platform, **{name: x}):
+        return reason
+    width = x.shape[-1]
+    if reason := unknown(SCHEMES, scheme=scheme):
+        return reason
+    if scheme.startswith("fp8") and dtype not in FP8:
+        return Refusal("dtype", f"fp8 dtype {dtype} is not one of {FP8}")
+    if scheme == "fp8_group" and (reason := odd_group(group, 16)):
+        return reason
+    if scheme == "mxfp4" and (width % 32 or rounding not in MX_ROUNDINGS):
+        return Refusal(
+            "shape",
+            f"mxfp4 takes rows of a multiple of 32, here {width}, rounded as one of "
+            f"{tuple(MX_ROUNDINGS)}",
+        )
+    return too_wide(width, MAX_COLUMNS)
+
+
+def _launch(x: Tensor, out: Quantized) -> tuple[Tensor, Tensor]:
+    if rows := num_rows(x):
+        tile = out.tile(rows, x.shape[-1])
+        columns = triton.cdiv(x.shape[-1], tile["BLOCK"])
+        _quantize[(triton.cdiv(rows, tile["ROWS"]), columns)](
+            x,
+            *out.pointers,
+            rows,
+            *inner_sizes(x),
+            *row_strides(x),
+            *out.steps,
+            D=x.shape[-1],
+            **out.constants,
+            **tile,
+            **overlap(x.device),
+        )
+    return out.codes, out.scales
+
+
+def refuse_quant_fp8_static(
+    platform: Platform, x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
+) -> Refusal | None:
+    return unquantizable(platform, x, "fp8_static", dtype)
+
+
+@ops.quant_fp8_static.kernel("triton", refuses=refuse_quant_fp8_static, tuned_for=QUANT.archs)
+def quant_fp8_static(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    return _launch(x, Quantized(x, scale, "fp8_static", dtype))[0]
+
+
+def refuse_quant_fp8_per_token(
+    platform: Platform, x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
+) -> Refusal | None:
+    return unquantizable(platform, x, "fp8_per_token", dtype)
+
+
+@ops.quant_fp8_per_token.kernel("triton", refuses=refuse_quant_fp8_per_token, tuned_for=QUANT.archs)
+def quant_fp8_per_token(
+    x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
+) -> tuple[Tensor, Tensor]:
+    return _launch(x, Quantized(x, None, "fp8_per_token", dtype))
+
+
+def refuse_quant_fp8_group(
+    platform: Platform,
+    x: Tensor,
+    group: int = 128,
+    column_major_scales: bool = False,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+) -> Refusal | None:
+    return unquantizable(platform, x, "fp8_group", dtype, group)
+
+
+@ops.quant_fp8_group.kernel("triton", refuses=refuse_quant_fp8_group, tuned_for=QUANT.archs)
+def quant_fp8_group(
+    x: Tensor,
+    group: int = 128,
+    column_major_scales: bool = False,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+) -> tuple[Tensor, Tensor]:
+    return _launch(x, Quantized(x, None, "fp8_group", dtype, group, column_major_scales))
+
+
+def refuse_quant_mxfp4(platform: Platform, x: Tensor, rounding: str = "even") -> Refusal | None:
+    return unquantizable(platform, x, "mxfp4", rounding=rounding)
+
+
+@ops.quant_mxfp4.kernel("triton", refuses=refuse_quant_mxfp4, tuned_for=QUANT.archs)
+def quant_mxfp4(x: Tensor, rounding: str = "even") -> tuple[Tensor, Tensor]:
+    return _launch(x, Quantized(x, None, "mxfp4", rounding=rounding))
+
+
+def refuse_quant_int8_per_token(platform: Platform, x: Tensor) -> Refusal | None:
+    return unquantizable(platform, x, "int8_per_token")
+
+
+@ops.quant_int8_per_token.kernel(
+    "triton", refuses=refuse_quant_int8_per_token, tuned_for=QUANT.archs
+)
+def quant_int8_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
+    return _launch(x, Quantized(x, None, "int8_per_token"))

@@ -1,0 +1,79 @@
+"""Unpacks 4-bit weights in the order of fragments.py; their values are rounded to 16 bits."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atomc.kernels.triton.launch.launch import TRITON_DTYPE
+from atomc.kernels.triton.w4a16.fragment_products import e2m1_part, in_words, int4_part
+from atomc.kernels.triton.w4a16.fragments import E2M1_UNIT, STRIP, fragment_row, in_strips
+
+
+@triton.jit
+def _unpack(
+    words_ptr,
+    scale_ptr,
+    zeros_ptr,
+    out_ptr,
+    N,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    INT4: tl.constexpr,
+    SIXTEEN: tl.constexpr,
+    NUMBER: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    num_warps: tl.constexpr,
+):
+    PARTS: tl.constexpr = (K + 127) // 128
+    part = tl.program_id(1)
+    place = tl.arange(0, BLOCK_N)[:, None]
+    read = tl.program_id(0) * BLOCK_N + fragment_row(place, num_warps)
+    inside = read < N
+    at = in_strips(read, part, PARTS).to(tl.int64)
+    words = tl.load(words_ptr + at * 16 + tl.arange(0, 16)[None, :], inside, 0)
+    of_row = at + tl.zeros((1, 4), tl.int32)
+    words = tl.reshape(words, (BLOCK_N, 4, 4))
+    if INT4:
+        values = int4_part(
+            words, scale_ptr, zeros_ptr, of_row, inside, GROUP, SIXTEEN, num_warps, NUMBER, True
+        )
+    else:
+        values = e2m1_part(words, scale_ptr + of_row, inside, num_warps, NUMBER, True) * E2M1_UNIT
+    row = tl.program_id(0) * BLOCK_N + place
+    column = part * 128 + tl.arange(0, 128)[None, :]
+    to = out_ptr + row.to(tl.int64) * K + column
+    tl.store(to, values.to(out_ptr.dtype.element_ty), (row < N) & (column < K))
+
+
+def unpacked(
+    words: Tensor,
+    scale: Tensor,
+    zeros: Tensor | None,
+    group: int,
+    columns: int,
+    dtype: torch.dtype,
+    *,
+    int4: bool = True,
+) -> Tensor:
+    """The values [N, columns] of the weight, scales and zeros that by_strips.py prepares, rounded
+    to dtype: that of the scales of int4, bf16 of MXFP4.
+    """
+    n = len(words) * STRIP.value
+    out = words.new_empty((n, columns), dtype=dtype)
+    sixteen = TRITON_DTYPE[dtype]
+    _unpack[(triton.cdiv(n, 64), triton.cdiv(columns, 128))](
+        words,
+        in_words(scale),
+        None if zeros is None else in_words(zeros),
+        out,
+        n,
+        K=columns,
+        GROUP=group,
+        INT4=int4,
+        SIXTEEN=sixteen,
+        NUMBER=tl.float32 if triton.knobs.runtime.interpret else sixteen,
+        BLOCK_N=64,
+        num_warps=4,
+    )
+    return out

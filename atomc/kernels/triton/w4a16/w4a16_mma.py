@@ -1,0 +1,158 @@
+"""Linear layers with 4-bit weights that are held in the order of fragments.py, in Triton for NVIDIA
+GPUs. The runtime holds this form alone. A user's module keeps its own weights beside it; where such
+copies would take too much memory, w4a16.py and dequantized.py read the weights as they are stored.
+
+Up to MAX_ROWS rows, codes are unpacked in registers. More rows are multiplied by cuBLAS with a
+weight that each call unpacks to 16 bits.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.checks import unlike, unsupported, wrong_result
+from atomc.kernels.triton.launch.launch import num_rows
+from atomc.kernels.triton.launch.tiles import LINEAR_4_BITS
+from atomc.kernels.triton.w4a16 import strip_values, w4a16_mma_pair, w4a16_mma_rows
+from atomc.kernels.triton.w4a16.fragments import (
+    STRIP,
+    e2m1_fragments,
+    int4_fragments,
+    packed_groups,
+    raised_exponents,
+)
+from atomc.kernels.triton.w4a16.unpacking import other_group, unfit
+from atomc.ops.formats import HALVES
+from atomc.ops.op import Prepared, Refusal
+from atomc.platform import Platform
+
+# Up to this number of rows of x. us, unpacked in registers / to memory, 192 and 256 rows:
+# 4096->4096 25 / 28, 25 / 25, 4096->24576 103 / 133, 97 / 141, 2048->5120 21 / 17, 22 / 17.
+MAX_ROWS = 256
+Prepare = Mapping[str | tuple[str, ...], Callable[..., Prepared]]
+
+
+def _strips(rows: Tensor) -> Tensor:
+    """[N/16, 16, ...] of [N, ...]: each strip as an expert of its own."""
+    return rows.view(-1, STRIP.value, *rows.shape[1:])
+
+
+def int4_strips(words: Tensor, group: int) -> Prepared:
+    """int32 [N/16, 1, parts, 16, 16] of int4 codes, int32 [N, K/8]."""
+    return int4_fragments(_strips(words), group)
+
+
+def groups_in_strips(values: Tensor, group: int) -> Prepared:
+    """Integers [N/16, 1, parts, 16] of scales or zeros [N, K/group]."""
+    return packed_groups(_strips(values), group)
+
+
+def e2m1_strips(packed: Tensor) -> Prepared:
+    """int32 [N/16, 1, parts, 16, 16] of e2m1 codes, uint8 [N, K/2]."""
+    return e2m1_fragments(_strips(packed))
+
+
+def exponents_in_strips(scale: Tensor) -> Prepared:
+    """Integers [N/16, 1, parts, 16] of e8m0 scales, uint8 [N, K/32]."""
+    return raised_exponents(_strips(scale))
+
+
+OF_INT4: Prepare = {
+    "weight": int4_strips,
+    "weight_scale": groups_in_strips,
+    "zeros": groups_in_strips,
+}
+OF_MXFP4: Prepare = {"weight": e2m1_strips, "weight_scale": exponents_in_strips}
+
+
+def _no_strips(weight: Tensor) -> Refusal | None:
+    rows = weight.shape[0]
+    if rows % STRIP.value == 0:
+        return None
+    return Refusal("shape", f"the weight has {rows} rows: written for multiples of {STRIP.value}")
+
+
+def refuse_linear_w4a16(
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    zeros: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    group: int,
+) -> Refusal | None:
+    return (
+        unfit(platform, weight, weight_scale, bias)
+        or unlike(HALVES, x=x, weight_scale=weight_scale, bias=bias)
+        or other_group(group)
+        or _no_strips(weight)
+    )
+
+
+@ops.linear_w4a16.kernel(
+    "triton",
+    refuses=refuse_linear_w4a16,
+    prepare=OF_INT4,
+    attributes=("group",),
+    tuned_for=LINEAR_4_BITS.archs,
+)
+def linear_w4a16(
+    x: Tensor,
+    weight: tuple[Tensor],
+    weight_scale: tuple[Tensor],
+    zeros: tuple[Tensor] | None = None,
+    bias: Tensor | None = None,
+    *,
+    group: int,
+) -> Tensor:
+    stored = *weight, *weight_scale, zeros[0] if zeros else None
+    if w4a16_mma_pair.serves(x):
+        return w4a16_mma_pair.multiply(x, *stored, bias, group)
+    if num_rows(x) <= MAX_ROWS:
+        return w4a16_mma_rows.multiply(x, *stored, bias, group)
+    return F.linear(x, strip_values.unpacked(*stored, group, x.shape[-1], x.dtype), bias)
+
+
+def refuse_linear_mxfp4(
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    x_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> Refusal | None:
+    taken = (torch.bfloat16,)  # fp16 cannot represent all scales
+    return (
+        unfit(platform, weight, weight_scale, bias)
+        or unsupported("the kernel for 16-bit rows", x_scale=x_scale)
+        or unlike(taken, x=x, bias=bias)
+        or wrong_result(taken, out_dtype)
+        or _no_strips(weight)
+    )
+
+
+@ops.linear_mxfp4.kernel(
+    "triton",
+    refuses=refuse_linear_mxfp4,
+    prepare=OF_MXFP4,
+    tuned_for=LINEAR_4_BITS.archs,
+)
+def linear_mxfp4(
+    x: Tensor,
+    weight: tuple[Tensor],
+    weight_scale: tuple[Tensor],
+    x_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    stored = *weight, *weight_scale, None
+    if num_rows(x) <= MAX_ROWS:
+        return w4a16_mma_rows.multiply(x, *stored, bias, 32, int4=False)
+    return F.linear(x, strip_values.unpacked(*stored, 32, x.shape[-1], x.dtype, int4=False), bias)
