@@ -11,7 +11,7 @@ from expert_cases import COLUMNS, WHOLE
 from kernel_cases.draw import Draw
 from kernel_cases.experts import DEEPSEEK, OAI, fp8, fp8_block, full, mxfp4, route
 
-from atomc.kernels.aiter import experts as over_aiter
+from atomc.kernels.aiter.experts import experts as over_aiter
 from atomc.ops.op import refusal
 from atomc.platform import Platform
 

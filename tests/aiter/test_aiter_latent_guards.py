@@ -20,7 +20,8 @@ from kernel_cases.mla import (
     split_and_joined,
 )
 
-from atomc.kernels.aiter import latent_attention, latent_cache, linear_shuffled_split_cat_mxfp4
+from atomc.kernels.aiter.latent import latent_attention, latent_cache
+from atomc.kernels.aiter.linear import linear_shuffled_split_cat_mxfp4
 from atomc.ops.op import Refusal, refusal
 from atomc.platform import Platform
 

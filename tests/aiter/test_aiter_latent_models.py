@@ -13,7 +13,7 @@ from test_moe_models import KINDS, theirs_of
 from tiny_experts import sqnr
 from torch import Tensor, nn
 
-from atomc.kernels.aiter import indexer, latent_attention
+from atomc.kernels.aiter.latent import indexer, latent_attention
 from atomc.loading.create_model import create_model
 from atomc.ops.state import GroupStep, Step
 from atomc.platform import Platform

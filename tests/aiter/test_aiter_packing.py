@@ -5,7 +5,7 @@ import torch
 from stand_ins.formats import e8m0, unshuffled_scale, unshuffled_weight
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from atomc.kernels.aiter.packing import relaid_scale, relaid_weight, shuffled_scale
+from atomc.kernels.aiter.linear.packing import relaid_scale, relaid_weight, shuffled_scale
 
 
 @pytest.mark.parametrize("shape", [(16, 32), (48, 96), (272, 1024)])

@@ -2,46 +2,10 @@
 refuse.
 """
 
-from atomc.kernels.aiter import (
-    activation,
-    activation_quant,
+from atomc.kernels.aiter.attention import (
     attention,
-    collective,
-    collective_quant,
-    experts,
-    experts_blocks,
-    experts_mxfp4_triton,
-    experts_triton,
-    indexer,
-    kv_write,
-    latent_attention,
-    latent_attention_triton,
-    latent_cache,
-    latent_chosen_triton,
-    latent_prompts,
-    linear,
-    linear_shuffled_split_cat,
-    linear_shuffled_split_cat_mxfp4,
-    linear_split_cat,
-    mla,
-    mla_unfused,
-    norm,
-    norm_quant,
-    norm_quant_triton,
-    norm_rope_kv_write,
-    norm_triton,
     paged_attention,
     paged_attention_triton,
-    quant,
-    quant_triton,
-    rope,
-    rope_kv_write,
-    rope_triton,
-    route,
-    scaled_linear,
-    scaled_linear_blocks,
-    scaled_linear_rows,
-    scaled_linear_triton,
     shuffled_attention,
     shuffled_attention_gluon,
     shuffled_attention_triton,
@@ -49,6 +13,49 @@ from atomc.kernels.aiter import (
     shuffled_norm_rope_kv_write,
     shuffled_rope_kv_write,
     shuffled_unfused,
+)
+from atomc.kernels.aiter.collective import collective, collective_quant
+from atomc.kernels.aiter.experts import (
+    experts,
+    experts_blocks,
+    experts_mxfp4_triton,
+    experts_triton,
+    route,
+)
+from atomc.kernels.aiter.latent import (
+    indexer,
+    latent_attention,
+    latent_attention_triton,
+    latent_cache,
+    latent_chosen_triton,
+    latent_prompts,
+    mla,
+    mla_unfused,
+)
+from atomc.kernels.aiter.linear import (
+    linear,
+    linear_shuffled_split_cat,
+    linear_shuffled_split_cat_mxfp4,
+    linear_split_cat,
+    scaled_linear,
+    scaled_linear_blocks,
+    scaled_linear_rows,
+    scaled_linear_triton,
+)
+from atomc.kernels.aiter.rows import (
+    activation,
+    activation_quant,
+    kv_write,
+    norm,
+    norm_quant,
+    norm_quant_triton,
+    norm_rope_kv_write,
+    norm_triton,
+    quant,
+    quant_triton,
+    rope,
+    rope_kv_write,
+    rope_triton,
 )
 
 __all__ = [

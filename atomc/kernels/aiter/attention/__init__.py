@@ -1,0 +1,1 @@
+"""Attention over AITER's paged and shuffled caches, and the writes into them."""

@@ -1,0 +1,141 @@
+"""Attention over a paged cache for long prompts by AITER's kernels for dense keys (CK, or assembly
+where it has one for the shape): the keys of all sequences are gathered first, which is little
+beside what attention of as many rows costs. Other steps take the Triton kernels.
+"""
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.aiter.attention.attention import single_key
+from atomc.kernels.aiter.attention.unified_attention import attended, unattended
+from atomc.kernels.aiter.library import Function, unfit
+from atomc.kernels.checks import scattered_blocks, unaligned_heads, unlike, unsupported
+from atomc.ops.op import Refusal
+from atomc.platform import Platform
+
+flash_attn_varlen_func = Function(
+    "flash_attn_varlen_func",
+    "aiter",
+    takes=["softmax_scale", "logits_soft_cap", "causal", "window_size", "out"],
+)
+WIDEST = 256
+# Keys are gathered where there is room in the block tables for at most so many a row: a bound of
+# the memory that they take, 16 MiB for 1,024 rows and 8 key heads of 128. Not measured on an AMD
+# GPU.
+KEYS_PER_ROW = 4
+
+
+def _refuse(
+    platform: Platform,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    token: Tensor,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Refusal | None:
+    return (
+        unfit(platform, flash_attn_varlen_func)
+        or single_key(window)
+        or unattended(platform, q, k_cache, v_cache, k_scale, v_scale)
+        or unlike((q.dtype,), k_cache=k_cache, v_cache=v_cache)
+        # Its assembly does not look at sinks, and is not told apart.
+        or unsupported("AITER's attention", sinks=sinks, k_scale=k_scale, v_scale=v_scale)
+        or unaligned_heads(q, v_cache, WIDEST)
+        or scattered_blocks(k_cache, v_cache)
+    )
+
+
+@ops.paged_attention.kernel("aiter", layout="paged", refuses=_refuse)
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    token: Tensor,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    rows = q.reshape(-1, *q.shape[-2:])
+    room = block_tables.numel() * k_cache.shape[1]
+    if rows.shape[0] > seq_lens.shape[0] and 0 < room <= KEYS_PER_ROW * rows.shape[0]:
+        out = _of_prompts(
+            rows, k_cache, v_cache, query_start, seq_lens, block_tables, scale, window, softcap
+        )
+    else:
+        out = attended(
+            rows,
+            k_cache,
+            v_cache,
+            query_start,
+            seq_lens,
+            block_tables,
+            None,
+            None,
+            None,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+        )
+    return out.view(*q.shape[:-1], v_cache.shape[-1])
+
+
+def _of_prompts(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    key_start = torch.zeros_like(query_start)
+    torch.cumsum(seq_lens, 0, dtype=key_start.dtype, out=key_start[1:])
+    slots = slots_of_keys(key_start, block_tables, k_cache.shape[1])
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)  # rows of no sequence stay 0
+    with torch.no_grad():  # it is an autograd function
+        flash_attn_varlen_func(
+            q,
+            k_cache.flatten(0, 1).index_select(0, slots),
+            v_cache.flatten(0, 1).index_select(0, slots),
+            query_start,
+            key_start,
+            q.shape[0],
+            slots.shape[0],
+            softmax_scale=scale,
+            logits_soft_cap=softcap,
+            causal=True,
+            window_size=(window - 1 if window else -1, -1, 0),
+            out=out,
+        )
+    return out
+
+
+def slots_of_keys(key_start: Tensor, block_tables: Tensor, block_size: int) -> Tensor:
+    """Where the keys of all sequences lie, one sequence behind the other, as many as there is room
+    for. key_start [S + 1], block_tables [S, B] -> [S * B * block_size] int64; what is behind the
+    last key is a slot of some sequence.
+    """
+    sequences, blocks = block_tables.shape
+    key = torch.arange(sequences * blocks * block_size, device=key_start.device)
+    of = torch.searchsorted(key_start[1:], key, right=True).clamp_(max=sequences - 1)
+    position = (key - key_start[of]).clamp_(max=blocks * block_size - 1)
+    return block_tables[of, position // block_size].long() * block_size + position % block_size

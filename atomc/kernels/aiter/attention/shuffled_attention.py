@@ -1,0 +1,110 @@
+"""Attention of decode steps over a shuffled cache in assembly, for heads of 128. Other steps take
+AITER's Triton kernels.
+"""
+
+import math
+
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.aiter.attention.shuffled_cache import as_shuffled
+from atomc.kernels.aiter.attention.unified_attention import (
+    attended,
+    blank_padding,
+    unattended_shuffled,
+)
+from atomc.kernels.aiter.library import Function, unfit
+from atomc.kernels.checks import unsupported
+from atomc.ops.op import Refusal
+from atomc.platform import Platform
+
+pa_fwd_asm = Function("pa_fwd_asm", "aiter", takes=["Q", "K", "V"])
+# What its assembly is written for: the width of a head, by which it scales, and query heads that
+# share a key head.
+WIDTH, MOST_SHARING = 128, 16
+
+
+def _refuse(
+    platform: Platform,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    token: Tensor,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Refusal | None:
+    return (
+        unfit(platform, pa_fwd_asm)
+        or _unwritten(q, k_cache, scale)
+        or unsupported("AITER's assembly", sinks=sinks, window=window, softcap=softcap)
+        or unattended_shuffled(platform, q, k_cache, v_cache, k_scale, v_scale)
+    )
+
+
+def _unwritten(q: Tensor, k_cache: Tensor, scale: float) -> Refusal | None:
+    """Why there is no assembly for such heads, or with another scale."""
+    heads, width = q.shape[-2:]
+    sharing = heads // k_cache.shape[2]
+    if width != WIDTH or sharing > MOST_SHARING:
+        return Refusal(
+            "shape",
+            f"{sharing} heads of {width} share a key head: AITER's assembly takes heads of "
+            f"{WIDTH}, up to {MOST_SHARING}",
+        )
+    if not math.isclose(scale, WIDTH**-0.5, rel_tol=1e-6):
+        return Refusal("argument", f"AITER's assembly scales by 1 / sqrt({WIDTH})")
+    return None
+
+
+@ops.paged_attention.kernel("aiter", layout="shuffled", refuses=_refuse)
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    token: Tensor,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    rows = q.reshape(-1, *q.shape[-2:])
+    if rows.numel() and rows.shape[0] == seq_lens.shape[0]:
+        out: Tensor = pa_fwd_asm(
+            rows.contiguous(),
+            *as_shuffled(k_cache, v_cache),
+            block_tables,
+            seq_lens,
+            block_tables.stride(0),
+        )
+        blank_padding(out, query_start, seq_lens)
+    else:
+        out = attended(
+            rows,
+            k_cache,
+            v_cache,
+            query_start,
+            seq_lens,
+            block_tables,
+            None,
+            None,
+            None,
+            scale=scale,
+            window=0,
+            softcap=0.0,
+            shuffled=True,
+        )
+    return out.view(*q.shape[:-1], v_cache.shape[-1])

@@ -1,0 +1,105 @@
+"""Attention of decode steps over a shuffled cache in Gluon, with sinks and windows. Other steps
+take AITER's Triton kernels.
+"""
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.aiter.attention.shuffled_cache import as_shuffled
+from atomc.kernels.aiter.attention.unified_attention import (
+    attended,
+    blank_padding,
+    unattended_shuffled,
+)
+from atomc.kernels.aiter.library import Function, unfit
+from atomc.kernels.checks import too_wide, unsupported
+from atomc.ops.op import Refusal
+from atomc.platform import Platform
+
+PLACE = "aiter.ops.triton.gluon.pa_decode_gluon"
+pa_decode_gluon = Function("pa_decode_gluon", PLACE, takes=["sinks", "sliding_window", "ps"])
+get_recommended_splits = Function("get_recommended_splits", PLACE)
+MOST_SHARING = 64  # query heads that share a key head
+
+
+def _refuse(
+    platform: Platform,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    token: Tensor,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Refusal | None:
+    return (
+        unfit(platform, pa_decode_gluon, get_recommended_splits)
+        or too_wide(q.shape[-2] // k_cache.shape[2], MOST_SHARING, "groups of heads")
+        or unsupported("AITER's Gluon kernel", softcap=softcap)
+        or unattended_shuffled(platform, q, k_cache, v_cache, k_scale, v_scale)
+    )
+
+
+@ops.paged_attention.kernel("aiter", layout="shuffled", refuses=_refuse)
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    token: Tensor,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    rows = q.reshape(-1, *q.shape[-2:])
+    if rows.numel() and rows.shape[0] == seq_lens.shape[0]:
+        out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        keys, values = as_shuffled(k_cache, v_cache)
+        pa_decode_gluon(
+            out,
+            rows.contiguous(),
+            keys,
+            values,
+            seq_lens,
+            block_tables,
+            scale,
+            1,
+            get_recommended_splits(rows.shape[0], keys.shape[1]),
+            compute_type=q.dtype,
+            sinks=sinks,
+            # AITER counts the place behind the last key to the window.
+            sliding_window=window + 1 if window else 0,
+            ps=True,
+        )
+        blank_padding(out, query_start, seq_lens)
+    else:
+        out = attended(
+            rows,
+            k_cache,
+            v_cache,
+            query_start,
+            seq_lens,
+            block_tables,
+            sinks,
+            None,
+            None,
+            scale=scale,
+            window=window,
+            softcap=0.0,
+            shuffled=True,
+        )
+    return out.view(*q.shape[:-1], v_cache.shape[-1])

@@ -1,0 +1,136 @@
+"""AITER's Triton attention over paged caches: what it refuses, and how it is called. Kernels in
+`paged_attention_triton` and its neighbours take it for all that theirs do not serve.
+
+Everything that the host decides comes from shapes, so that a captured step can be replayed with
+other lengths. As many rows as sequences are a decode step (atomc.ops.paged_attention).
+"""
+
+import torch
+from torch import Tensor
+
+from atomc.graph.sizes import known_equal
+from atomc.kernels.aiter.attention.shuffled_cache import as_shuffled, unshuffled
+from atomc.kernels.aiter.library import FP8_OF, Function, unfit
+from atomc.kernels.aiter.rows.kv_write import odd_blocks
+from atomc.kernels.checks import strided, unlike
+from atomc.ops.formats import HALVES
+from atomc.ops.op import Refusal
+from atomc.platform import Platform
+
+PLACES = ("aiter.ops.triton.attention.unified_attention", "aiter.ops.triton.unified_attention")
+unified_attention = Function("unified_attention", *PLACES, takes=["sinks"])
+# Versions that read codes without a scale, too; older ones load the scale that is not there.
+unscaled_attention = Function("unified_attention", *PLACES, takes=["sinks", "q_scales"])
+# Versions that read the shuffled layout.
+shuffled_attention = Function("unified_attention", *PLACES, takes=["sinks", "shuffled_kv_cache"])
+# Up to so many keys AITER's kernel walks them in one program a tile. Beyond, it may split them, and
+# its second kernel, which joins the parts, writes to rows of no sequence what it finds in memory.
+UNSPLIT = 512
+
+
+def unattended(
+    platform: Platform,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> Refusal | None:
+    """Why `attended` does not serve these."""
+    codes = k_cache.dtype.itemsize == 1
+    if reason := unfit(
+        platform, unscaled_attention if codes and k_scale is None else unified_attention
+    ):
+        return reason
+    if reason := unlike(HALVES, q=q):
+        return reason
+    if k_cache.dtype not in (q.dtype, FP8_OF[platform.arch]) or v_cache.dtype != k_cache.dtype:
+        return Refusal(
+            "dtype",
+            f"the cache is {k_cache.dtype}, the query {q.dtype}: AITER reads one like it, or "
+            f"{FP8_OF[platform.arch]}",
+        )
+    if (k_scale is None) != (v_scale is None):
+        return Refusal("argument", "AITER takes a scale for keys and for values, or none")
+    if not known_equal(k_cache.shape[-1], v_cache.shape[-1]):
+        return Refusal("shape", "keys and values differ in width")
+    return strided(q=q, k_cache=k_cache, v_cache=v_cache) or odd_blocks(k_cache)
+
+
+def unattended_shuffled(
+    platform: Platform,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> Refusal | None:
+    """Why `attended` does not serve these in the shuffled layout, which has no codes."""
+    if reason := unfit(platform, shuffled_attention):
+        return reason
+    width = q.shape[-1]
+    if width & (width - 1):
+        return Refusal("shape", f"heads of {width}: AITER takes a power of two")
+    return (
+        unlike(HALVES, q=q, k_cache=k_cache, v_cache=v_cache)
+        or unattended(platform, q, k_cache, v_cache, k_scale, v_scale)
+        or unshuffled(k_cache, v_cache)
+    )
+
+
+def attended(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    *,
+    scale: float,
+    window: int,
+    softcap: float,
+    shuffled: bool = False,
+) -> Tensor:
+    """paged_attention of rows q [T, N, D] -> [T, N, D]. shuffled: the layout of the caches."""
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    count, sequences = q.shape[0], seq_lens.shape[0]
+    if not count or not sequences:
+        return out
+    longest = block_tables.shape[1] * k_cache.shape[1]
+    splits = not window and longest > UNSPLIT
+    # 1: row s is taken for sequence s.
+    most = 1 if count == sequences else max(2, count // sequences)
+    unified_attention(
+        q,
+        *(as_shuffled(k_cache, v_cache) if shuffled else (k_cache, v_cache)),
+        out,
+        query_start,
+        most,
+        seq_lens,
+        longest if splits else UNSPLIT,
+        scale,
+        True,
+        (window - 1, 0),
+        block_tables,
+        softcap,
+        None,
+        k_scale,
+        v_scale,
+        sinks=sinks,
+        **({"shuffled_kv_cache": True} if shuffled else {}),
+    )
+    if splits or most == 1:
+        blank_padding(out, query_start, seq_lens)
+    return out
+
+
+def blank_padding(out: Tensor, query_start: Tensor, seq_lens: Tensor) -> None:
+    """Zero the rows of no sequence."""
+    if out.shape[0] == seq_lens.shape[0]:
+        padding = seq_lens == 0
+    else:
+        padding = torch.arange(out.shape[0], device=out.device) >= query_start[-1]
+    out.masked_fill_(padding[:, None, None], 0.0)

@@ -1,0 +1,1 @@
+"""AITER's collectives of several GPUs, fused with norm and quantization."""

@@ -1,0 +1,1 @@
+"""AITER's mixtures of experts and their routing."""

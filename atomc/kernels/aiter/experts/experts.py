@@ -1,0 +1,235 @@
+"""Mixtures of experts by AITER's fused_moe: it sorts the choices by expert and runs CK's or
+assembly's kernels, which its tables choose for a shape.
+
+Its weights lie in tiles (packing). It takes codes with their scales as it takes 16 bits, where no
+kernel of its tables quantizes x itself: not by blocks (experts_blocks.py), nor in MXFP4.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from atomc import ops
+from atomc.kernels.aiter.library import Function, foreign_fp8, scattered, unfit
+from atomc.kernels.aiter.linear.packing import shuffled_weight
+from atomc.kernels.checks import unknown, unlike, unsupported, wrong_result
+from atomc.ops.formats import HALVES
+from atomc.ops.op import Prepared, Refusal
+from atomc.platform import Platform
+
+fused_moe = Function(
+    "fused_moe",
+    "aiter.fused_moe",
+    takes=["expert_mask", "doweight_stage1", "a1_scale", "a2_scale", "dtype"],
+)
+# Enums: a number -> the member.
+QuantType = Function("QuantType", "aiter")
+ActivationType = Function("ActivationType", "aiter")
+UNQUANTIZED, PER_TENSOR, PER_TOKEN = 0, 1, 2
+ACTIVATIONS = {"silu": 0, "gelu": 1}
+# Up to this inner width, CK's kernels have narrower tiles.
+NARROW = 192
+
+
+def relaid_down(weight: Tensor) -> Prepared:
+    return Prepared((shuffled_weight(weight),))
+
+
+def relaid_gate_up(weight: Tensor) -> Prepared:
+    """And which ids of `numbered` are experts: [E + 2] int32, 0 for the first and the last."""
+    experts = torch.ones(len(weight), dtype=torch.int32, device=weight.device)
+    return Prepared((shuffled_weight(weight), pad(experts, (1, 1))))
+
+
+def numbered(ids: Tensor, experts: int) -> Tensor:
+    """Expert e as e + 1, and experts of other devices as 0 or experts + 1; contiguous int32."""
+    return (ids.clamp(-1, experts) + 1).to(torch.int32).contiguous()
+
+
+def _choices(ids: Tensor, weights: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """The weights and ids that AITER wants, [T, k + 1]. Its tables count one choice more, of no
+    expert, wherever experts are masked.
+    """
+    return pad(weights.to(torch.float32), (0, 1)), pad(numbered(ids, experts), (0, 1))
+
+
+def tiled(weight: Tensor) -> Tensor:
+    """Says on the tensor itself that it lies in tiles: AITER looks there."""
+    vars(weight)["is_shuffled"] = True
+    return weight
+
+
+def unfilled(w13: Tensor, w2: Tensor, arch: str) -> Refusal | None:
+    """Why these do not fill the tiles of CK's kernels for each number of tokens, or None."""
+    hidden, inner = w2.shape[1:]
+    if w13.shape[1] != 2 * inner:
+        return Refusal("shape", "AITER's experts have a gate and an up of one width")
+    columns = 64 if inner <= NARROW else 128
+    if w2.dtype.itemsize == 1 and arch == "gfx950":
+        columns = 256
+    if hidden % 128 or inner % columns:
+        return Refusal(
+            "shape",
+            f"experts of {hidden} x {inner} do not fill CK's tiles of 128 x {columns}",
+        )
+    return None
+
+
+def _refuse(
+    platform: Platform,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    *,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+    weight_on_input: bool = False,
+) -> Refusal | None:
+    return (
+        unfit(platform, fused_moe, QuantType, ActivationType)
+        or unlike(HALVES, x=x, w13=w13, w2=w2)
+        or unsupported("AITER's kernel", b13=b13, b2=b2, interleaved=interleaved, limit=limit)
+        or unknown(tuple(ACTIVATIONS), activation=activation)
+        or unfilled(w13, w2, platform.arch)
+    )
+
+
+@ops.moe_experts.kernel(
+    "aiter",
+    refuses=_refuse,
+    prepare={"w13": relaid_gate_up, "w2": relaid_down},
+    rounds="once",
+)
+def moe_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: tuple[Tensor, Tensor],
+    w2: tuple[Tensor],
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    *,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+    weight_on_input: bool = False,
+) -> Tensor:
+    (gate_up, is_expert), [down] = w13, w2
+    if not x.shape[0]:
+        return torch.empty_like(x)
+    routed, chosen = _choices(ids, weights, len(gate_up))
+    out: Tensor = fused_moe(
+        x.contiguous(),
+        tiled(gate_up),
+        tiled(down),
+        routed,
+        chosen,
+        is_expert,
+        ActivationType(ACTIVATIONS[activation]),
+        QuantType(UNQUANTIZED),
+        doweight_stage1=weight_on_input,
+    )
+    return out
+
+
+def _refuse_fp8(
+    platform: Platform,
+    x: Tensor,
+    x_scale: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    act_scale: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    block: int = 0,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+) -> Refusal | None:
+    if reason := unfit(platform, fused_moe, QuantType, ActivationType):
+        return reason
+    if block:
+        return Refusal("argument", "AITER's tables have kernels by blocks that read x in 16 bits")
+    per_tensor = x_scale.dim() == 1
+    if per_tensor and (act_scale is None or w13_scale.shape[1] > 1 or w2_scale.shape[1] > 1):
+        return Refusal(
+            "argument",
+            "under one scale for x, AITER takes one for the gated activation and for each expert",
+        )
+    return (
+        foreign_fp8(platform, x.dtype)
+        or foreign_fp8(platform, w13.dtype)
+        or foreign_fp8(platform, w2.dtype)
+        or wrong_result(HALVES, out_dtype)
+        or unsupported("AITER's kernel", b13=b13, b2=b2, interleaved=interleaved, limit=limit)
+        # The assembly of rows under scales of their own: which GELU it has, is not known.
+        or unknown(tuple(ACTIVATIONS) if per_tensor else ("silu",), activation=activation)
+        or unfilled(w13, w2, platform.arch)
+        or scattered(w13_scale=w13_scale, w2_scale=w2_scale)
+    )
+
+
+@ops.moe_experts_fp8.kernel(
+    "aiter",
+    refuses=_refuse_fp8,
+    prepare={"w13": relaid_gate_up, "w2": relaid_down},
+    rounds="once",
+)
+def moe_experts_fp8(
+    x: Tensor,
+    x_scale: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: tuple[Tensor, Tensor],
+    w13_scale: Tensor,
+    w2: tuple[Tensor],
+    w2_scale: Tensor,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    act_scale: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    block: int = 0,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+) -> Tensor:
+    (gate_up, is_expert), [down] = w13, w2
+    if not x.shape[0]:
+        return torch.empty_like(x, dtype=out_dtype)
+    per_tensor = x_scale.dim() == 1
+    if not per_tensor:  # one scale of an expert is one for each of its outputs
+        w13_scale = w13_scale.expand(*gate_up.shape[:2], 1)
+        w2_scale = w2_scale.expand(*down.shape[:2], 1)
+    routed, chosen = _choices(ids, weights, len(gate_up))
+    out: Tensor = fused_moe(
+        x.contiguous(),
+        tiled(gate_up),
+        tiled(down),
+        routed,
+        chosen,
+        is_expert,
+        ActivationType(ACTIVATIONS[activation]),
+        QuantType(PER_TENSOR if per_tensor else PER_TOKEN),
+        w1_scale=w13_scale.contiguous(),
+        w2_scale=w2_scale.contiguous(),
+        a1_scale=x_scale.contiguous(),
+        a2_scale=act_scale,
+        dtype=out_dtype,
+    )
+    return out

@@ -1,0 +1,147 @@
+"""Mixtures of experts in fp8 with scales by blocks: AITER's sorting and CK's two products, with its
+quantizer in between.
+
+Not fused_moe: for some shapes its tables choose kernels that read x in 16 bits, whatever it is.
+"""
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.aiter.experts.experts import (
+    ACTIVATIONS,
+    ActivationType,
+    QuantType,
+    numbered,
+    relaid_down,
+    relaid_gate_up,
+    tiled,
+)
+from atomc.kernels.aiter.library import Function, foreign_fp8, gapped, unfit
+from atomc.kernels.aiter.rows.quant import dynamic_per_token_scaled_quant
+from atomc.kernels.checks import unknown, unsupported, wrong_result
+from atomc.ops.formats import HALVES
+from atomc.ops.op import Refusal
+from atomc.platform import Platform
+
+moe_sorting = Function("moe_sorting", "aiter.fused_moe", takes=["expert_mask"])
+ck_moe_stage1_fwd = Function("ck_moe_stage1_fwd", "aiter", takes=["quant_type", "splitk"])
+ck_moe_stage2_fwd = Function("ck_moe_stage2_fwd", "aiter", takes=["quant_type"])
+PER_BLOCK = 4
+BLOCK = 128
+# Choices of an expert in a tile, for many tokens and for few.
+MANY, FEW = 64, 32
+FEW_TOKENS = 32
+
+
+def _refuse(
+    platform: Platform,
+    x: Tensor,
+    x_scale: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    act_scale: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    block: int = 0,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+) -> Refusal | None:
+    if not block:
+        return Refusal("argument", "this kernel takes scales by blocks")
+    if reason := (
+        unfit(platform, moe_sorting, ck_moe_stage1_fwd, ck_moe_stage2_fwd)
+        or unfit(platform, dynamic_per_token_scaled_quant, QuantType, ActivationType)
+        or foreign_fp8(platform, x.dtype)
+        or foreign_fp8(platform, w13.dtype)
+        or foreign_fp8(platform, w2.dtype)
+        or wrong_result(HALVES, out_dtype)
+        or unsupported("AITER's kernel", b13=b13, b2=b2, interleaved=interleaved, limit=limit)
+        or unknown(tuple(ACTIVATIONS), activation=activation)
+        or gapped(w13_scale=w13_scale, w2_scale=w2_scale)
+    ):
+        return reason
+    hidden, inner = w2.shape[1:]
+    if block != BLOCK or hidden % BLOCK or inner % BLOCK or w13.shape[1] != 2 * inner:
+        return Refusal(
+            "shape",
+            f"blocks of {block} in experts of {hidden} x {inner}: AITER takes whole blocks of "
+            f"{BLOCK}",
+        )
+    return None
+
+
+@ops.moe_experts_fp8.kernel(
+    "aiter",
+    refuses=_refuse,
+    prepare={"w13": relaid_gate_up, "w2": relaid_down},
+    rounds="once",
+)
+def moe_experts_fp8(
+    x: Tensor,
+    x_scale: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: tuple[Tensor, Tensor],
+    w13_scale: Tensor,
+    w2: tuple[Tensor],
+    w2_scale: Tensor,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    act_scale: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    block: int = 0,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+) -> Tensor:
+    (gate_up, is_expert), [down] = w13, w2
+    if not x.shape[0]:
+        return torch.empty_like(x, dtype=out_dtype)
+    (tokens, k), (hidden, inner) = ids.shape, down.shape[1:]
+    rows = MANY if tokens > FEW_TOKENS else FEW
+    found: tuple[Tensor, ...] = moe_sorting(
+        numbered(ids, len(gate_up)),
+        weights.to(torch.float32).contiguous(),
+        len(is_expert),
+        hidden,
+        out_dtype,
+        rows,
+        is_expert,
+    )
+    places, routed, experts, count, out = found
+    products = tiled(gate_up), tiled(down), places, experts, count
+    how = {
+        "block_m": rows,
+        "quant_type": QuantType(PER_BLOCK),
+        "activation": ActivationType(ACTIVATIONS[activation]),
+    }
+    gated = x.new_empty((tokens, k, inner), dtype=out_dtype)
+    ck_moe_stage1_fwd(
+        x.contiguous(),
+        *products,
+        gated,
+        k,
+        w1_scale=w13_scale,
+        a1_scale=x_scale.contiguous(),
+        splitk=0,
+        dst_type=out_dtype,
+        **how,
+    )
+    codes = torch.empty_like(gated, dtype=x.dtype)
+    scales = gated.new_empty((tokens, k, inner // BLOCK), dtype=torch.float32)
+    dynamic_per_token_scaled_quant(codes, gated.view(-1, BLOCK), scales)
+    ck_moe_stage2_fwd(
+        codes, *products, out, k, w2_scale=w2_scale, a2_scale=scales, sorted_weights=routed, **how
+    )
+    return out

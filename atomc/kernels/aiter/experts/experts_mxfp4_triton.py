@@ -1,0 +1,132 @@
+"""Mixtures of experts in MXFP4 by AITER's Triton kernel, with rows in bf16 and weights as they are
+(GPT-OSS).
+
+It adds no biases: where there are some, products stay in fp32 until they are added.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from atomc import ops
+from atomc.kernels.aiter.experts.experts_triton import (
+    Choices,
+    moe_align_block_size_triton,
+    summed,
+    triton_dtype,
+)
+from atomc.kernels.aiter.library import Function, gapped, no_mxfp4, scattered, unfit
+from atomc.kernels.checks import unlike, wrong_result
+from atomc.ops.experts import gated
+from atomc.ops.op import Refusal
+from atomc.platform import Platform
+
+fused_moe_mxfp4 = Function("fused_moe_mxfp4", "aiter.ops.triton.moe.moe_op_mxfp4")
+# Columns of a tile of inputs. The kernel masks the last tile by columns where bytes are meant.
+COLUMNS = 64
+
+
+def _product(
+    choices: Choices, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
+) -> Tensor:
+    """x, a row for each token or for each choice, by its experts [E, N, K/2]: [T, k, N], in fp32 if
+    a bias is added.
+    """
+    tokens, k = choices.ids.shape
+    dtype = x.dtype if bias is None else torch.float32
+    out = x.new_empty((tokens, k, weight.shape[1]), dtype=dtype)
+    ones = x.new_ones(len(weight), dtype=torch.float32)
+    fused_moe_mxfp4(
+        x,
+        weight,
+        out,
+        ones,
+        ones,
+        None,
+        scale,
+        choices.weights,
+        choices.ids,
+        choices.order,
+        choices.experts,
+        choices.length,
+        False,
+        k if len(x) == tokens else 1,
+        False,
+        False,
+        {
+            "BLOCK_SIZE_M": choices.block,
+            "BLOCK_SIZE_N": 64,
+            "BLOCK_SIZE_K": COLUMNS,
+            "GROUP_SIZE_M": 4,
+        },
+        triton_dtype(dtype),
+    )
+    if bias is None:
+        return out
+    # Choice 0 is an expert of another device.
+    return out + pad(bias, (0, 0, 1, 0))[choices.ids]
+
+
+def _refuse(
+    platform: Platform,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+) -> Refusal | None:
+    if reason := unfit(platform, moe_align_block_size_triton, fused_moe_mxfp4):
+        return reason
+    if x_scale is not None:
+        return Refusal("argument", "AITER's kernel gets x in bf16, not in codes with scales")
+    hidden, inner = w2.shape[1], w13.shape[1] // 2
+    if hidden % COLUMNS or inner % COLUMNS:
+        return Refusal(
+            "shape", f"experts of {hidden} x {inner}: AITER's kernel needs multiples of {COLUMNS}"
+        )
+    return (
+        no_mxfp4(platform)
+        or unlike((torch.bfloat16,), x=x)
+        or wrong_result((torch.bfloat16,), out_dtype)
+        or scattered(x=x)
+        or gapped(w13=w13, w2=w2, w13_scale=w13_scale, w2_scale=w2_scale)
+    )
+
+
+@ops.moe_experts_mxfp4.kernel("aiter", refuses=_refuse)
+def moe_experts_mxfp4(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float | None = None,
+) -> Tensor:
+    if not x.shape[0]:
+        return torch.empty_like(x)
+    choices = Choices(ids, weights, len(w13))
+    h = _product(choices, x, w13, w13_scale, b13).flatten(0, 1).to(out_dtype)
+    h = gated(h, activation, interleaved, alpha, limit)
+    results = _product(choices, h, w2, w2_scale, b2).to(out_dtype)
+    return summed(results * choices.weights.unsqueeze(-1), out_dtype)

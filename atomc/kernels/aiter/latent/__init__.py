@@ -1,0 +1,1 @@
+"""Latent attention (MLA) and the indexer of its keys with AITER."""

@@ -1,0 +1,277 @@
+"""Attention over a paged latent cache by AITER's assembly, with the projections of keys and values
+absorbed.
+
+A row of the cache is a page of one token, as ATOM has it, so that a page is a slot. The indices of
+these pages and AITER's division of the work are the same for all layers and computed once a step.
+Assembly has heads by 16: rows of zeros are added, and their results dropped. Decode steps take its
+persistent kernel; other steps its kernel for prompts where that has the heads, or the Triton
+kernels.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.aiter.attention.paged_attention import slots_of_keys
+from atomc.kernels.aiter.attention.unified_attention import blank_padding
+from atomc.kernels.aiter.latent.latent_walk import attended_latents, unattended_latents
+from atomc.kernels.aiter.library import FP8_OF, Function, unfit
+from atomc.kernels.checks import scattered_blocks, strided, unlike, unsupported
+from atomc.ops.op import Refusal
+from atomc.ops.state import LAYOUTS
+from atomc.platform import Platform
+
+mla_decode_fwd = Function(
+    "mla_decode_fwd",
+    "aiter.mla",
+    takes=["page_size", "sm_scale", "num_kv_splits", "work_info_set", "kv_scale"],
+)
+mla_prefill_fwd = Function("mla_prefill_fwd", "aiter.mla", takes=["sm_scale"])
+get_mla_metadata_info_v1 = Function(
+    "get_mla_metadata_info_v1", "aiter", takes=["is_sparse", "max_split_per_batch"]
+)
+get_mla_metadata_v1 = Function(
+    "get_mla_metadata_v1", "aiter", takes=["page_size", "uni_seqlen_qo", "dtype_q", "dtype_kv"]
+)
+LATENT, ROTATED = 512, 64  # the widths of its assembly
+HEADS, MOST_HEADS = 16, 128
+# Of the keys of a sequence, at most so many parts: the number that AITER's tests take.
+PARTS = 32
+# Heads, as assembly counts them, of its kernel for prompts.
+PROMPT_HEADS = (16, 128)
+
+
+class Schedule(NamedTuple):
+    """A decode step as AITER describes it: rows and pages of each sequence, then what
+    get_mla_metadata_v1 writes, in the order of get_mla_metadata_info_v1.
+    """
+
+    query_start: Tensor  # [S + 1] i32: row s is of sequence s
+    page_start: Tensor  # [S + 1] i32
+    pages: Tensor  # [>= number of keys] i32
+    last_page_lens: Tensor  # [S] i32
+    work_meta_data: Tensor
+    work_indptr: Tensor
+    work_info_set: Tensor
+    reduce_indptr: Tensor
+    reduce_final_map: Tensor
+    reduce_partial_map: Tensor
+
+
+def schedule(
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    heads: int,
+    block_size: int,
+    q_dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+) -> tuple[Tensor, ...]:
+    """The Schedule of a step. A sequence without keys, which is padding, gets one."""
+    sequences, device = seq_lens.shape[0], seq_lens.device
+    page_start = torch.zeros(sequences + 1, dtype=torch.int32, device=device)
+    torch.cumsum(seq_lens.clamp(min=1), 0, dtype=torch.int32, out=page_start[1:])
+    rows = torch.arange(sequences + 1, dtype=torch.int32, device=device)
+    last_page_lens = torch.ones_like(seq_lens)
+    sizes = get_mla_metadata_info_v1(
+        sequences,
+        1,
+        heads,
+        q_dtype,
+        kv_dtype,
+        is_sparse=False,
+        num_kv_splits=PARTS,
+        max_split_per_batch=PARTS,
+    )
+    pointers, work_indptr, work_info_set, *reduced = (
+        torch.empty(size, dtype=dtype, device=device) for size, dtype in sizes
+    )
+    get_mla_metadata_v1(
+        rows,
+        page_start,
+        last_page_lens,
+        heads,
+        1,
+        True,
+        pointers,
+        work_info_set,
+        work_indptr,
+        *reduced,
+        page_size=1,
+        kv_granularity=16,
+        max_seqlen_qo=1,
+        uni_seqlen_qo=1,
+        max_split_per_batch=PARTS,
+        dtype_q=q_dtype,
+        dtype_kv=kv_dtype,
+    )
+    pages = slots_of_keys(page_start, block_tables, block_size).to(torch.int32)
+    return Schedule(
+        rows, page_start, pages, last_page_lens, pointers, work_indptr, work_info_set, *reduced
+    )
+
+
+def _constants(
+    q: Tensor, kv_cache: Tensor, **_: object
+) -> tuple[int, int, torch.dtype, torch.dtype]:
+    block_size = kv_cache.shape[1]
+    if not isinstance(block_size, int):  # where a graph leaves it open it is the layout's
+        block_size = LAYOUTS["paged"].block_size
+    return _padded(q.shape[-2]), block_size, q.dtype, kv_cache.dtype
+
+
+def _padded(heads: int) -> int:
+    return -(-heads // HEADS) * HEADS
+
+
+def _refuse(
+    platform: Platform,
+    q: Tensor,
+    kv_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    token: Tensor,
+    kv_scale: Tensor | None = None,
+    *,
+    latent: int,
+    scale: float,
+    chosen: Tensor | None = None,
+) -> Refusal | None:
+    return (
+        unsupported("AITER's attention over all keys", chosen=chosen)
+        or unfit(
+            platform,
+            mla_decode_fwd,
+            mla_prefill_fwd,
+            get_mla_metadata_info_v1,
+            get_mla_metadata_v1,
+        )
+        or unlike((torch.bfloat16,), q=q)
+        or _other_widths(q, latent)
+        or _other_heads(platform, q.shape[-2], kv_cache.dtype)
+        or _unread(platform, kv_cache, kv_scale)
+        or scattered_blocks(kv_cache)
+        or strided(q=q, kv_cache=kv_cache)
+        or _no_prompts(platform, q, kv_cache, kv_scale, latent)
+    )
+
+
+def _other_widths(q: Tensor, latent: int) -> Refusal | None:
+    rotated = q.shape[-1] - latent
+    if (latent, rotated) == (LATENT, ROTATED):
+        return None
+    return Refusal(
+        "shape",
+        f"a latent of {latent} and {rotated} rotated columns: AITER's assembly has {LATENT} and "
+        f"{ROTATED}",
+    )
+
+
+def _other_heads(platform: Platform, heads: int, kv_dtype: torch.dtype) -> Refusal | None:
+    if heads > MOST_HEADS:
+        return Refusal("shape", f"{heads} heads: AITER's assembly takes up to {MOST_HEADS}")
+    if platform.arch == "gfx942" and _padded(heads) == 32 and kv_dtype == torch.bfloat16:
+        return Refusal("shape", f"{heads} heads: AITER does not support 32 on gfx942 in bfloat16")
+    return None
+
+
+def _unread(platform: Platform, kv_cache: Tensor, kv_scale: Tensor | None) -> Refusal | None:
+    codes = FP8_OF[platform.arch]
+    if kv_cache.dtype == torch.bfloat16 and kv_scale is None:
+        return None
+    if kv_cache.dtype != codes or kv_scale is None:
+        return Refusal(
+            "dtype",
+            f"the cache is {kv_cache.dtype}: AITER's assembly reads torch.bfloat16, or {codes} "
+            "with a scale",
+        )
+    return None
+
+
+def _no_prompts(
+    platform: Platform, q: Tensor, kv_cache: Tensor, kv_scale: Tensor | None, latent: int
+) -> Refusal | None:
+    if _in_assembly(_padded(q.shape[-2]), kv_cache.dtype):
+        return None
+    return unattended_latents(platform, q, kv_cache, kv_scale, latent)
+
+
+def _in_assembly(heads: int, kv_dtype: torch.dtype) -> bool:
+    """Whether steps other than decode steps run in assembly."""
+    return heads in PROMPT_HEADS and kv_dtype == torch.bfloat16
+
+
+@ops.mla_absorbed_attention.kernel(
+    "aiter",
+    layout="paged",
+    refuses=_refuse,
+    shared=ops.Shared(schedule, ("seq_lens", "block_tables"), _constants),
+)
+def mla_absorbed_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    token: Tensor,
+    kv_scale: Tensor | None = None,
+    *,
+    latent: int,
+    scale: float,
+    chosen: Tensor | None = None,
+    shared: tuple[Tensor, ...],
+) -> Tensor:
+    rows = q.reshape(-1, *q.shape[-2:])
+    tokens, heads, _ = rows.shape
+    padded = _padded(heads)
+    decode = tokens == seq_lens.shape[0]
+    if not decode and not _in_assembly(padded, kv_cache.dtype):
+        out = attended_latents(
+            rows, kv_cache, query_start, seq_lens, block_tables, kv_scale, latent, scale
+        )
+        return out.view(*q.shape[:-1], latent)
+    # Rows of no sequence are not written.
+    out = q.new_zeros((tokens, padded, latent))
+    if tokens:
+        plan = Schedule(*shared)
+        given = (
+            F.pad(rows, (0, 0, 0, padded - heads)).contiguous(),
+            kv_cache.view(-1, 1, 1, kv_cache.shape[-1]),
+            out,
+            plan.query_start if decode else query_start,
+            plan.page_start,
+            plan.pages,
+            plan.last_page_lens,
+        )
+        if decode:
+            _decode(given, plan, kv_scale, scale)
+            blank_padding(out, query_start, seq_lens)
+        else:
+            # So many rows a sequence has at most.
+            mla_prefill_fwd(*given, tokens, sm_scale=scale)
+    return out[:, :heads].contiguous().view(*q.shape[:-1], latent)
+
+
+def _decode(
+    given: tuple[Tensor, ...], plan: Schedule, kv_scale: Tensor | None, scale: float
+) -> None:
+    # Where AITER folds heads into rows it gives `out` another memory, if there are several tokens a
+    # sequence; here is one.
+    mla_decode_fwd(
+        *given,
+        1,
+        page_size=1,
+        nhead_kv=1,
+        sm_scale=scale,
+        num_kv_splits=PARTS,
+        work_meta_data=plan.work_meta_data,
+        work_indptr=plan.work_indptr,
+        work_info_set=plan.work_info_set,
+        reduce_indptr=plan.reduce_indptr,
+        reduce_final_map=plan.reduce_final_map,
+        reduce_partial_map=plan.reduce_partial_map,
+        kv_scale=kv_scale,
+    )

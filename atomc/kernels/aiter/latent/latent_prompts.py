@@ -1,0 +1,215 @@
+"""Latent attention over keys and values that are computed from the latents, by AITER's kernels for
+dense keys (CK, or assembly where it has one for the widths): without state, and over a paged cache
+for steps with prompts. Keys may be wider than values.
+
+The rows of the cache of all sequences are gathered first. Where the block tables have room for many
+more keys than the step has rows, AITER's Triton kernels walk the latents instead.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.aiter.attention.attention import WIDEST, flash_attn_func
+from atomc.kernels.aiter.attention.paged_attention import (
+    KEYS_PER_ROW,
+    flash_attn_varlen_func,
+    slots_of_keys,
+)
+from atomc.kernels.aiter.latent.latent_walk import attended_latents, unattended_latents
+from atomc.kernels.aiter.library import unfit
+from atomc.kernels.checks import scattered_blocks, strided, unlike, unsupported, wrong_rank
+from atomc.ops.attention import from_cache
+from atomc.ops.formats import HALVES
+from atomc.ops.op import Refusal
+from atomc.platform import Platform
+
+# As for NVIDIA GPUs: from here on a step has prompts. Not measured on an AMD GPU.
+PROMPTS = ops.Tokens(257)
+
+
+def _odd_widths(key: int, value: int) -> Refusal | None:
+    if key % 8 == 0 and value % 8 == 0 and value <= key <= WIDEST:
+        return None
+    return Refusal(
+        "shape",
+        f"keys of {key} columns and values of {value}: AITER takes multiples of 8 up to {WIDEST}, "
+        "and values that are not wider than keys",
+    )
+
+
+def _expanded(
+    latents: Tensor, k_rope: Tensor, weight: Tensor, heads: int, nope: int
+) -> list[Tensor]:
+    """Keys [..., H, P + R] and values [..., H, V] of latents [..., L] and k_rope [..., 1, R]."""
+    both = F.linear(latents, weight).view(*latents.shape[:-1], heads, weight.shape[0] // heads)
+    rotated = k_rope.expand(*both.shape[:-1], k_rope.shape[-1])
+    return [torch.cat((both[..., :nope], rotated), -1), both[..., nope:].contiguous()]
+
+
+def _refuse_mla_attention(
+    platform: Platform,
+    q_nope: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    weight: Tensor,
+    kv: Tensor | None = None,
+    *,
+    scale: float,
+    chosen: Tensor | None = None,
+) -> Refusal | None:
+    *_, heads, nope = q_nope.shape
+    return (
+        unsupported("AITER's attention over all keys", chosen=chosen)
+        or unfit(platform, flash_attn_func)
+        or unlike(HALVES, q_nope=q_nope, q_rope=q_rope, latent=latent, k_rope=k_rope, weight=weight)
+        or wrong_rank((3, 4), q_nope=q_nope)
+        or _odd_widths(nope + q_rope.shape[-1], weight.shape[0] // heads - nope)
+    )
+
+
+@ops.mla_attention.kernel("aiter", refuses=_refuse_mla_attention)
+def mla_attention(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    weight: Tensor,
+    kv: Tensor | None = None,
+    *,
+    scale: float,
+    chosen: Tensor | None = None,
+) -> Tensor:
+    heads, nope = q_nope.shape[-2:]
+    value = weight.shape[0] // heads - nope
+    if not q_nope.numel():
+        return q_nope.new_empty((*q_nope.shape[:-1], value))
+    given = [
+        torch.cat((q_nope, q_rope), -1),
+        *_expanded(latent, k_rope, weight, heads, nope),
+    ]
+    with torch.no_grad():  # it is an autograd function
+        out: Tensor = flash_attn_func(
+            *(x if x.dim() == 4 else x.unsqueeze(0) for x in given),
+            softmax_scale=scale,
+            causal=True,
+            window_size=(-1, -1, 0),
+        )
+    return out.contiguous().view(*q_nope.shape[:-1], value)
+
+
+def _refuse_mla_paged_attention(
+    platform: Platform,
+    q: Tensor,
+    weight: Tensor,
+    kv_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    token: Tensor,
+    kv_scale: Tensor | None = None,
+    *,
+    scale: float,
+    chosen: Tensor | None = None,
+) -> Refusal | None:
+    heads, width = q.shape[-2:]
+    nope = width - (kv_cache.shape[-1] - weight.shape[-1])
+    return (
+        unsupported("AITER's attention over all keys", chosen=chosen)
+        or unfit(platform, flash_attn_varlen_func)
+        or unlike(HALVES, q=q, weight=weight)
+        or _odd_widths(width, weight.shape[0] // heads - nope)
+        or scattered_blocks(kv_cache)
+        or strided(weight=weight)
+        or unattended_latents(platform, q, kv_cache, kv_scale, weight.shape[-1])
+    )
+
+
+@ops.mla_paged_attention.kernel(
+    "aiter", layout="paged", tokens=PROMPTS, refuses=_refuse_mla_paged_attention
+)
+def mla_paged_attention(
+    q: Tensor,
+    weight: Tensor,
+    kv_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    token: Tensor,
+    kv_scale: Tensor | None = None,
+    *,
+    scale: float,
+    chosen: Tensor | None = None,
+) -> Tensor:
+    rows = q.reshape(-1, *q.shape[-2:])
+    room = block_tables.numel() * kv_cache.shape[1]
+    form = _of_keys if 0 < room <= KEYS_PER_ROW * rows.shape[0] else _of_latents
+    out = form(rows, weight, kv_cache, query_start, seq_lens, block_tables, kv_scale, scale)
+    return out.view(*q.shape[:-1], out.shape[-1])
+
+
+def _of_keys(
+    q: Tensor,
+    weight: Tensor,
+    kv_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    kv_scale: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """Attention of q [T, H, P + R] over keys and values of all sequences -> [T, H, V]."""
+    heads, latent = q.shape[1], weight.shape[-1]
+    nope = q.shape[-1] - (kv_cache.shape[-1] - latent)
+    key_start = torch.zeros_like(query_start)
+    torch.cumsum(seq_lens, 0, dtype=key_start.dtype, out=key_start[1:])
+    slots = slots_of_keys(key_start, block_tables, kv_cache.shape[1])
+    cached = from_cache(kv_cache.flatten(0, 1).index_select(0, slots), kv_scale, q.dtype)
+    k, v = _expanded(cached[:, :latent], cached[:, None, latent:], weight, heads, nope)
+    out = q.new_zeros((q.shape[0], heads, v.shape[-1]))  # rows of no sequence stay 0
+    with torch.no_grad():  # it is an autograd function
+        flash_attn_varlen_func(
+            q.contiguous(),
+            k,
+            v,
+            query_start,
+            key_start,
+            q.shape[0],
+            slots.shape[0],
+            softmax_scale=scale,
+            causal=True,
+            window_size=(-1, -1, 0),
+            out=out,
+        )
+    return out
+
+
+def _of_latents(
+    q: Tensor,
+    weight: Tensor,
+    kv_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    kv_scale: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """The same with the projections absorbed (DeepSeek-V2, section 2.1.2)."""
+    heads, latent = q.shape[1], weight.shape[-1]
+    nope = q.shape[-1] - (kv_cache.shape[-1] - latent)
+    of_head = weight.view(heads, -1, latent)
+    projected = torch.bmm(q[..., :nope].transpose(0, 1), of_head[:, :nope]).transpose(0, 1)
+    attended = attended_latents(
+        torch.cat((projected, q[..., nope:]), -1),
+        kv_cache,
+        query_start,
+        seq_lens,
+        block_tables,
+        kv_scale,
+        latent,
+        scale,
+    )
+    values: Tensor = ops.linear_by_head.reference(attended, of_head[:, nope:])
+    return values

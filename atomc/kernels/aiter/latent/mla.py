@@ -1,0 +1,210 @@
+"""What stands around latent attention, by AITER's Triton kernels: rotary positions and the write,
+behind a product by head in fp8 or MXFP4 where the op has one. The latent is a power of two wide.
+"""
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.graph.sizes import known_equal
+from atomc.kernels.aiter.latent.latent_rows import LatentRows, latent_rows
+from atomc.kernels.aiter.library import Function, foreign_fp8, no_mxfp4, rounded_up, unfit
+from atomc.kernels.aiter.rows.kv_write import coded
+from atomc.kernels.aiter.rows.rope import moving, not_by_token, partly_rotated
+from atomc.kernels.checks import odd_group, scattered_blocks, strided, unlike, wrong_rank
+from atomc.ops.formats import HALVES
+from atomc.ops.op import Refusal
+from atomc.platform import Platform
+
+fused_qk_rope_cat_and_cache_mla = Function(
+    "fused_qk_rope_cat_and_cache_mla",
+    "aiter.ops.triton.fusions.fused_kv_cache",
+    "aiter.ops.triton.fused_kv_cache",
+    takes=["apply_scale", "q_out"],
+)
+BMM = "aiter.ops.triton.fusions.fused_bmm_rope_kv_cache"
+fused_fp8_bmm_rope_cat_and_cache_mla = Function(
+    "fused_fp8_bmm_rope_cat_and_cache_mla", BMM, takes=["group_size", "is_neox", "q_out_dtype"]
+)
+fused_fp4_bmm_rope_cat_and_cache_mla = Function(
+    "fused_fp4_bmm_rope_cat_and_cache_mla", BMM, takes=["is_neox", "q_out_dtype"]
+)
+
+
+def _unwritable(rows: LatentRows, kv_cache: Tensor, scale: Tensor | None) -> Refusal | None:
+    q_nope, q_pe, kv_c, k_pe, cos, sin, style = rows
+    return (
+        unlike(HALVES, q_nope=q_nope, q_pe=q_pe, kv_c=kv_c, k_pe=k_pe, cos=cos, sin=sin)
+        or coded(scale, kv_cache=kv_cache)
+        or moving(style)
+        or wrong_rank((3,), q_pe=q_pe)
+        or wrong_rank((2,), kv_c=kv_c)
+        or _odd_widths(kv_c.shape[-1], q_pe.shape[-1])
+        or partly_rotated(q_pe.shape[-1], cos, style)
+        or not_by_token(q_pe, cos, sin)
+        or scattered_blocks(kv_cache)
+        or strided(kv_cache=kv_cache)
+    )
+
+
+def _odd_widths(latent: int, rotated: int) -> Refusal | None:
+    if latent & (latent - 1) or rotated & (rotated - 1):
+        return Refusal(
+            "shape",
+            f"a latent of {latent} and {rotated} rotated columns: AITER takes powers of two",
+        )
+    return None
+
+
+def _by_token(kv_cache: Tensor) -> Tensor:
+    """[blocks, block_size, columns] as a page for each token, [tokens, 1, columns]."""
+    return kv_cache.flatten(0, 1).unsqueeze(1)
+
+
+def _refuse_mla_rope_kv_write(
+    platform: Platform,
+    q_nope: Tensor,
+    q_pe: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv_cache: Tensor,
+    slots: Tensor,
+    scale: Tensor | None = None,
+    rope_style: str = "neox",
+) -> Refusal | None:
+    if reason := unfit(platform, fused_qk_rope_cat_and_cache_mla):
+        return reason
+    rows = latent_rows(q_nope, q_pe, kv_c, k_pe, cos, sin, rope_style)
+    if reason := _unwritable(rows, kv_cache, scale):
+        return reason
+    if not known_equal(q_nope.shape[-1], kv_c.shape[-1]):
+        return Refusal(
+            "shape",
+            f"queries of {q_nope.shape[-1]} columns and a latent of {kv_c.shape[-1]}: AITER takes "
+            "queries in the latent space",
+        )
+    return None
+
+
+@ops.mla_rope_kv_write.kernel("aiter", layout="paged", refuses=_refuse_mla_rope_kv_write)
+def mla_rope_kv_write(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv_cache: Tensor,
+    slots: Tensor,
+    scale: Tensor | None = None,
+    rope_style: str = "neox",
+) -> tuple[Tensor, Tensor]:
+    rows = latent_rows(q_nope, q_pe, kv_c, k_pe, cos, sin, rope_style)
+    out = q_nope.new_empty((*rows.q_nope.shape[:-1], q_nope.shape[-1] + q_pe.shape[-1]))
+    if q_nope.numel():
+        fused_qk_rope_cat_and_cache_mla(
+            rows.q_nope,
+            rows.q_pe,
+            *_written(rows, kv_cache, slots),
+            None,
+            rows.style != "gptj",
+            apply_scale=False,
+            q_out=out,
+        )
+    return out.view(*q_nope.shape[:-1], out.shape[-1]), kv_c.new_empty((0,))
+
+
+def _written(rows: LatentRows, kv_cache: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
+    """The arguments from the latent to the tables."""
+    return (
+        rows.kv_c.unsqueeze(1),
+        rows.k_pe,
+        _by_token(kv_cache),
+        slots,
+        # Token t has row t of the tables.
+        torch.arange(rows.kv_c.shape[0], device=kv_cache.device),
+        rows.cos.flatten(0, 1),
+        rows.sin.flatten(0, 1),
+    )
+
+
+def _refuse_bmm_rope_kv_write(
+    platform: Platform,
+    q_nope: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    q_pe: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv_cache: Tensor,
+    slots: Tensor,
+    scale: Tensor | None = None,
+    *,
+    scheme: str,
+    rope_style: str = "neox",
+    group: int = 128,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    rounding: str = "even",
+) -> Refusal | None:
+    if scheme not in ("fp8", "mxfp4"):
+        return Refusal("argument", f"AITER has no product by head in {scheme}")
+    function = (
+        fused_fp8_bmm_rope_cat_and_cache_mla
+        if scheme == "fp8"
+        else fused_fp4_bmm_rope_cat_and_cache_mla
+    )
+    if reason := unfit(platform, function):
+        return reason
+    if scheme == "fp8" and (
+        reason := foreign_fp8(platform, weight.dtype) or foreign_fp8(platform, dtype)
+    ):
+        return reason
+    product = odd_group(group) if scheme == "fp8" else rounded_up(rounding) or no_mxfp4(platform)
+    rows = latent_rows(q_nope, q_pe, kv_c, k_pe, cos, sin, rope_style)
+    return product or _unwritable(rows, kv_cache, scale)
+
+
+@ops.bmm_rope_kv_write.kernel(
+    "aiter", layout="paged", refuses=_refuse_bmm_rope_kv_write, rounds="once"
+)
+def bmm_rope_kv_write(
+    q_nope: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    q_pe: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv_cache: Tensor,
+    slots: Tensor,
+    scale: Tensor | None = None,
+    *,
+    scheme: str,
+    rope_style: str = "neox",
+    group: int = 128,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    rounding: str = "even",
+) -> tuple[Tensor, Tensor]:
+    rows = latent_rows(q_nope, q_pe, kv_c, k_pe, cos, sin, rope_style)
+    shape = (*q_nope.shape[:-1], weight.shape[1] + q_pe.shape[-1])
+    token = kv_c.new_empty((0,))
+    if not q_nope.numel():
+        return q_nope.new_empty(shape), token
+    given = (
+        rows.q_nope.transpose(0, 1),
+        weight,
+        weight_scale,
+        rows.q_pe,
+        *_written(rows, kv_cache, slots),
+    )
+    how = {"is_neox": rows.style != "gptj", "q_out_dtype": q_nope.dtype}
+    if scheme == "fp8":
+        out = fused_fp8_bmm_rope_cat_and_cache_mla(*given, group_size=group, **how)[0]
+    else:
+        out = fused_fp4_bmm_rope_cat_and_cache_mla(*given, **how)[0]
+    return out.view(shape), token

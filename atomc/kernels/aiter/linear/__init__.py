@@ -1,0 +1,1 @@
+"""AITER's matrix products, plain, scaled and packed."""

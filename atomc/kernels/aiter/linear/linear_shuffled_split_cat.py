@@ -1,0 +1,98 @@
+"""Keys and values of all heads from the latent by AITER's Triton kernels over a shuffled weight: a
+product in fp8 by blocks, whose result is split and joined to the rotated keys.
+"""
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.aiter.library import Function, foreign_fp8, rows, unfit
+from atomc.kernels.aiter.linear.packing import shuffled_weight, untiled
+from atomc.kernels.checks import unlike, wrong_result
+from atomc.ops.formats import HALVES
+from atomc.ops.op import Prepared, Refusal
+from atomc.platform import Platform
+
+FUSED = "aiter.ops.triton.gemm.fused."
+fused_gemm_a8w8_blockscale_preshuffle_split_cat = Function(
+    "fused_gemm_a8w8_blockscale_preshuffle_split_cat",
+    f"{FUSED}fused_gemm_a8w8_blockscale_split_cat",
+    takes=["is_x_scale_transposed"],
+)
+# Outputs of the widest tile in AITER's tables: it reads whole tiles of a shuffled weight.
+OUTPUTS = 256
+BLOCK = 128
+
+
+def partial_tiles(weight: Tensor, inputs: int) -> Refusal | None:
+    """Unless the weight consists of whole tiles of so many bytes a row."""
+    n, k = weight.shape
+    if reason := untiled(weight):
+        return reason
+    if n % OUTPUTS or k % inputs:
+        return Refusal(
+            "shape",
+            f"a weight of {n} x {k} bytes: AITER reads whole tiles of a shuffled one, of {OUTPUTS} "
+            f"x {inputs}",
+        )
+    return None
+
+
+def tile_rows(weight: Tensor) -> Prepared:
+    """The shuffled weight [N, K bytes] as rows of tiles, [N/16, 16 K]."""
+    return Prepared((shuffled_weight(weight).view(weight.shape[0] // 16, -1),))
+
+
+def _refuse(
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    k_pe: Tensor,
+    *,
+    nope: int,
+    scheme: str,
+    out_dtype: torch.dtype,
+) -> Refusal | None:
+    if scheme != "fp8_block":
+        return Refusal("argument", f"AITER's kernel multiplies in fp8 by blocks, not in {scheme}")
+    return (
+        unfit(platform, fused_gemm_a8w8_blockscale_preshuffle_split_cat)
+        or unlike(HALVES, k_pe=k_pe)
+        or wrong_result((k_pe.dtype,), out_dtype)
+        or foreign_fp8(platform, weight.dtype)
+        or foreign_fp8(platform, x.dtype)
+        or partial_tiles(weight, BLOCK)
+    )
+
+
+@ops.linear_split_cat.kernel("aiter", refuses=_refuse, prepare={"weight": tile_rows})
+def linear_split_cat(
+    x: Tensor,
+    weight: tuple[Tensor],
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    k_pe: Tensor,
+    *,
+    nope: int,
+    scheme: str,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    [tiles] = weight
+    *lead, heads, rotated = k_pe.shape
+    value = 16 * tiles.shape[0] // heads - nope
+    if not x.numel():
+        return k_pe.new_empty((*lead, heads, nope + rotated)), k_pe.new_empty((*lead, heads, value))
+    k, v = fused_gemm_a8w8_blockscale_preshuffle_split_cat(
+        rows(x),
+        tiles,
+        k_pe.reshape(-1, heads, rotated),
+        rows(x_scale),
+        weight_scale,
+        nope,
+        value,
+        dtype=out_dtype,
+        is_x_scale_transposed=False,
+    )
+    return k.view(*lead, heads, nope + rotated), v.view(*lead, heads, value)

@@ -1,0 +1,101 @@
+"""Keys and values of all heads from the latent by AITER's Triton kernels over a shuffled weight and
+its shuffled scales: a product in MXFP4, whose result is split and joined to the rotated keys.
+"""
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.aiter.library import Function, no_mxfp4, rows, unfit
+from atomc.kernels.aiter.linear.linear_shuffled_split_cat import FUSED, partial_tiles, tile_rows
+from atomc.kernels.aiter.linear.packing import relaid_scale, shuffled_scale
+from atomc.kernels.checks import unlike, wrong_result
+from atomc.ops.formats import HALVES
+from atomc.ops.op import Prepared, Refusal
+from atomc.platform import Platform
+
+fused_gemm_afp4wfp4_preshuffle_split_cat = Function(
+    "fused_gemm_afp4wfp4_preshuffle_split_cat", f"{FUSED}fused_gemm_afp4wfp4_split_cat"
+)
+# Scales of so many inputs at a time AITER reads in MXFP4, or of a smaller power of two; behind the
+# last row may be a NaN.
+AT_ONCE = 1024
+# From so many rows on it reads shuffled scales of x.
+SHUFFLED = 32
+# A tile of scales has so many columns, those of this number of bytes of codes.
+TILE_BYTES = 128
+
+
+def scale_rows(weight_scale: Tensor) -> Prepared:
+    """The shuffled scales [N, K/32] as rows of tiles, [N/32, K]."""
+    [tiles] = relaid_scale(weight_scale).tensors
+    return Prepared((_tile_rows(tiles),))
+
+
+def _tile_rows(scales: Tensor) -> Tensor:
+    return scales.view(scales.shape[0] // 32, -1)
+
+
+def _refuse(
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    k_pe: Tensor,
+    *,
+    nope: int,
+    scheme: str,
+    out_dtype: torch.dtype,
+) -> Refusal | None:
+    if scheme != "mxfp4":
+        return Refusal("argument", f"AITER's kernel multiplies in MXFP4, not in {scheme}")
+    if (
+        reason := unfit(platform, fused_gemm_afp4wfp4_preshuffle_split_cat)
+        or no_mxfp4(platform)
+        or unlike(HALVES, k_pe=k_pe)
+        or wrong_result((k_pe.dtype,), out_dtype)
+        or partial_tiles(weight, TILE_BYTES)
+    ):
+        return reason
+    width = 2 * weight.shape[1]
+    if width % AT_ONCE and width & (width - 1):
+        return Refusal(
+            "shape", f"rows of {width}: AITER takes a power of two, or a multiple of {AT_ONCE}"
+        )
+    return None
+
+
+@ops.linear_split_cat.kernel(
+    "aiter", refuses=_refuse, prepare={"weight": tile_rows, "weight_scale": scale_rows}
+)
+def linear_split_cat(
+    x: Tensor,
+    weight: tuple[Tensor],
+    x_scale: Tensor,
+    weight_scale: tuple[Tensor],
+    k_pe: Tensor,
+    *,
+    nope: int,
+    scheme: str,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    [tiles], [scale_tiles] = weight, weight_scale
+    *lead, heads, rotated = k_pe.shape
+    value = 16 * tiles.shape[0] // heads - nope
+    if not x.numel():
+        return k_pe.new_empty((*lead, heads, nope + rotated)), k_pe.new_empty((*lead, heads, value))
+    scales = rows(x_scale)
+    if scales.shape[0] >= SHUFFLED:
+        scales = _tile_rows(shuffled_scale(scales.contiguous()))
+    k, v = fused_gemm_afp4wfp4_preshuffle_split_cat(
+        rows(x),
+        tiles,
+        k_pe.reshape(-1, heads, rotated),
+        scales,
+        scale_tiles,
+        nope,
+        value,
+        dtype=out_dtype,
+    )
+    return k.view(*lead, heads, nope + rotated), v.view(*lead, heads, value)

@@ -1,0 +1,223 @@
+"""Linear layers in 8 and 4 bits by AITER's compiled products (CK, hipBLASLt, assembly).
+
+Some want the weight in tiles that a wave reads as they lie (packing): a copy, made once.
+"""
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.aiter.library import (
+    Function,
+    foreign_fp8,
+    gapped,
+    no_mxfp4,
+    rows,
+    scattered,
+    unfit,
+)
+from atomc.kernels.aiter.linear.linear import gemm_a16w16
+from atomc.kernels.aiter.linear.packing import (
+    as_e2m1,
+    as_e8m0,
+    relaid_scale,
+    relaid_weight,
+    shuffled_scale,
+    untiled,
+)
+from atomc.kernels.checks import uneven, unsupported, wrong_result
+from atomc.ops.formats import HALVES
+from atomc.ops.op import Refusal
+from atomc.platform import Platform
+
+gemm_a8w8 = Function("gemm_a8w8", "aiter")
+gemm_a8w8_bpreshuffle = Function("gemm_a8w8_bpreshuffle", "aiter")
+gemm_a8w8_blockscale = Function("gemm_a8w8_blockscale", "aiter")
+gemm_a8w8_blockscale_bpreshuffle = Function("gemm_a8w8_blockscale_bpreshuffle", "aiter")
+gemm_a4w4 = Function("gemm_a4w4", "aiter", takes=["dtype", "bpreshuffle"])
+# The inputs that the assembly of gemm_a4w4 reads at a time.
+AT_ONCE = 256
+
+
+def unmultiplied(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Refusal | None:
+    """What AITER's products in few bits have in common, and do not take."""
+    if reason := wrong_result(HALVES, out_dtype) or unsupported("AITER's kernel", bias=bias):
+        return reason
+    n, k = weight.shape
+    if not isinstance(n, int) or not isinstance(k, int) or n % 16 or k % 16:
+        return Refusal("shape", f"a weight of {n} x {k}: AITER takes multiples of 16")
+    return scattered(x=x, weight=weight)
+
+
+def _refuse_fp8_tensor(
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> Refusal | None:
+    if (
+        reason := unfit(platform, gemm_a16w16)
+        or foreign_fp8(platform, weight.dtype)
+        or foreign_fp8(platform, x.dtype)
+    ):
+        return reason
+    if x_scale.dim() != 1 or weight_scale.dim() != 1:
+        return Refusal("argument", "AITER's tuned products take one scale a tensor")
+    return unmultiplied(x, weight, bias, out_dtype) or gapped(x=x, weight=weight)
+
+
+@ops.scaled_linear_fp8.kernel("aiter", refuses=_refuse_fp8_tensor)
+def scaled_linear_fp8(
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    if not x.numel():
+        return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
+    out: Tensor = gemm_a16w16(
+        rows(x), weight, otype=out_dtype, scale_a=x_scale, scale_b=weight_scale
+    )
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def _refuse_blocks(
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    block: int = 128,
+) -> Refusal | None:
+    if reason := unfit(platform, gemm_a8w8_blockscale) or foreign_fp8(platform, weight.dtype):
+        return reason
+    if reason := foreign_fp8(platform, x.dtype) or unmultiplied(x, weight, bias, out_dtype):
+        return reason
+    if block != 128 or weight.shape[1] % 128:
+        return Refusal(
+            "shape",
+            f"blocks of {block} in rows of {weight.shape[1]}: AITER takes whole blocks of 128",
+        )
+    if scattered(x_scale=x_scale):
+        return Refusal("layout", "AITER's kernel reads the scales row by row")
+    return gapped(weight_scale=weight_scale)
+
+
+@ops.scaled_linear_fp8_block.kernel("aiter", refuses=_refuse_blocks)
+def scaled_linear_fp8_block(
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    block: int = 128,
+) -> Tensor:
+    if not x.numel():
+        return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
+    out: Tensor = gemm_a8w8_blockscale(
+        rows(x).contiguous(), weight, rows(x_scale).contiguous(), weight_scale, dtype=out_dtype
+    )
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def _refuse_int8(
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> Refusal | None:
+    return (
+        unfit(platform, gemm_a8w8)
+        or unmultiplied(x, weight, bias, out_dtype)
+        or gapped(weight=weight, weight_scale=weight_scale)
+    )
+
+
+@ops.scaled_linear_int8.kernel("aiter", refuses=_refuse_int8)
+def scaled_linear_int8(
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    if not x.numel():
+        return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
+    out: Tensor = gemm_a8w8(
+        rows(x).contiguous(), weight, rows(x_scale).contiguous(), weight_scale, dtype=out_dtype
+    )
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def not_mxfp4(x: Tensor, x_scale: Tensor | None) -> Refusal | None:
+    if x.dtype == torch.uint8 and x_scale is not None:
+        return None
+    return Refusal("dtype", f"AITER's kernel multiplies MXFP4 by MXFP4, here x is {x.dtype}")
+
+
+def _refuse_mxfp4(
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    x_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> Refusal | None:
+    return (
+        unfit(platform, gemm_a4w4)
+        or no_mxfp4(platform)
+        or not_mxfp4(x, x_scale)
+        or wrong_result((torch.bfloat16,), out_dtype)
+        or unmultiplied(x, weight, bias, out_dtype)
+        or untiled(weight)
+        or uneven(2 * weight.shape[1], AT_ONCE)
+    )
+
+
+@ops.linear_mxfp4.kernel(
+    "aiter", refuses=_refuse_mxfp4, prepare={"weight": relaid_weight, "weight_scale": relaid_scale}
+)
+def linear_mxfp4(
+    x: Tensor,
+    weight: tuple[Tensor],
+    weight_scale: tuple[Tensor],
+    x_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    [tiles], [scale_tiles] = weight, weight_scale
+    if not x.numel():
+        return x.new_empty((*x.shape[:-1], tiles.shape[0]), dtype=out_dtype)
+    assert x_scale is not None
+    out: Tensor = gemm_a4w4(
+        as_e2m1(rows(x).contiguous()),
+        as_e2m1(tiles),
+        as_e8m0(shuffled_scale(rows(x_scale))),
+        as_e8m0(scale_tiles),
+        dtype=out_dtype,
+        bpreshuffle=True,
+    )
+    return out.view(*x.shape[:-1], tiles.shape[0])

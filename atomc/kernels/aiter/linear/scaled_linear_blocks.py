@@ -1,0 +1,73 @@
+"""Linear layers in fp8 with scales by blocks, by AITER's product over a shuffled weight.
+
+It reads the scales of x column by column; the product in scaled_linear.py reads them row by row.
+"""
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.graph.sizes import known_equal
+from atomc.kernels.aiter.library import foreign_fp8, gapped, rows, unfit
+from atomc.kernels.aiter.linear.packing import relaid_weight, untiled
+from atomc.kernels.aiter.linear.scaled_linear import gemm_a8w8_blockscale_bpreshuffle, unmultiplied
+from atomc.ops.op import Refusal
+from atomc.platform import Platform
+
+BLOCK = 128
+# CK's kernel for weights that AITER's table does not list has whole tiles of so many outputs.
+OUTPUTS = 64
+
+
+def _refuse(
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    block: int = 128,
+) -> Refusal | None:
+    if reason := (
+        unfit(platform, gemm_a8w8_blockscale_bpreshuffle)
+        or foreign_fp8(platform, weight.dtype)
+        or foreign_fp8(platform, x.dtype)
+        or unmultiplied(x, weight, bias, out_dtype)
+        or untiled(weight)
+        or gapped(weight_scale=weight_scale)
+    ):
+        return reason
+    n, k = weight.shape
+    if block != BLOCK or n % OUTPUTS or k % BLOCK:
+        return Refusal(
+            "shape",
+            f"blocks of {block} in a weight of {n} x {k}: AITER's kernel takes blocks of {BLOCK}, "
+            f"and whole tiles of {OUTPUTS} x {BLOCK}",
+        )
+    if x_scale.dim() != 2 or not (
+        known_equal(x_scale.stride(0), 1) and known_equal(x_scale.stride(1), x_scale.shape[0])
+    ):
+        return Refusal("layout", "AITER's kernel reads the scales column by column")
+    return None
+
+
+@ops.scaled_linear_fp8_block.kernel("aiter", refuses=_refuse, prepare={"weight": relaid_weight})
+def scaled_linear_fp8_block(
+    x: Tensor,
+    weight: tuple[Tensor],
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    block: int = 128,
+) -> Tensor:
+    [tiles] = weight
+    if not x.numel():
+        return x.new_empty((*x.shape[:-1], tiles.shape[0]), dtype=out_dtype)
+    out: Tensor = gemm_a8w8_blockscale_bpreshuffle(
+        rows(x).contiguous(), tiles, x_scale, weight_scale, dtype=out_dtype
+    )
+    return out.view(*x.shape[:-1], tiles.shape[0])

@@ -1,0 +1,74 @@
+"""Linear layers in fp8 with a scale a token and one an output, by AITER's product over a shuffled
+weight.
+"""
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.aiter.library import foreign_fp8, gapped, rows, unfit
+from atomc.kernels.aiter.linear.packing import relaid_weight, untiled
+from atomc.kernels.aiter.linear.scaled_linear import gemm_a8w8_bpreshuffle, unmultiplied
+from atomc.ops.op import Refusal
+from atomc.platform import Platform
+
+# CK's kernels with a shuffled weight need whole tiles of the weight. Which kernel runs depends on
+# the number of rows, too; these are the tiles of all of them: from so many inputs on, a multiple of
+# so many outputs by so many inputs.
+TILES = ((1536, 64, 128), (512, 128, 128), (192, 256, 64))
+
+
+def _unfilled(outputs: int, inputs: int) -> Refusal | None:
+    for least, n, k in TILES:
+        if inputs >= least:
+            if outputs % n == 0 and inputs % k == 0:
+                return None
+            return Refusal(
+                "shape",
+                f"a weight of {outputs} x {inputs} does not fill CK's tiles of {n} x {k}",
+            )
+    return Refusal("shape", f"rows of {inputs}: CK's kernels take {TILES[-1][0]} and more")
+
+
+def _refuse(
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> Refusal | None:
+    if reason := unfit(platform, gemm_a8w8_bpreshuffle) or foreign_fp8(platform, weight.dtype):
+        return reason
+    if x_scale.dim() < 2 or weight_scale.dim() != 2:
+        return Refusal(
+            "argument", "AITER's kernel takes a scale for each token and for each output"
+        )
+    return (
+        foreign_fp8(platform, x.dtype)
+        or unmultiplied(x, weight, bias, out_dtype)
+        or untiled(weight)
+        or _unfilled(*weight.shape)
+        or gapped(weight_scale=weight_scale)
+    )
+
+
+@ops.scaled_linear_fp8.kernel("aiter", refuses=_refuse, prepare={"weight": relaid_weight})
+def scaled_linear_fp8(
+    x: Tensor,
+    weight: tuple[Tensor],
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    [tiles] = weight
+    if not x.numel():
+        return x.new_empty((*x.shape[:-1], tiles.shape[0]), dtype=out_dtype)
+    out: Tensor = gemm_a8w8_bpreshuffle(
+        rows(x).contiguous(), tiles, rows(x_scale).contiguous(), weight_scale, dtype=out_dtype
+    )
+    return out.view(*x.shape[:-1], tiles.shape[0])

@@ -1,0 +1,207 @@
+"""Linear layers in 8 and 4 bits by AITER's Triton kernels, over weights as they lie."""
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.aiter.library import Function, foreign_fp8, no_mxfp4, rows, scattered, unfit
+from atomc.kernels.aiter.linear.scaled_linear import not_mxfp4
+from atomc.kernels.checks import unsupported, wrong_result
+from atomc.ops.formats import FLOATS
+from atomc.ops.op import Refusal
+from atomc.platform import Platform
+
+triton_gemm_a8w8 = Function(
+    "gemm_a8w8", "aiter.ops.triton.gemm.basic.gemm_a8w8", "aiter.ops.triton.gemm_a8w8"
+)
+triton_gemm_a8w8_blockscale = Function(
+    "gemm_a8w8_blockscale",
+    "aiter.ops.triton.gemm.basic.gemm_a8w8_blockscale",
+    "aiter.ops.triton.gemm_a8w8_blockscale",
+)
+triton_gemm_afp4wfp4 = Function(
+    "gemm_afp4wfp4", "aiter.ops.triton.gemm.basic.gemm_afp4wfp4", "aiter.ops.triton.gemm_afp4wfp4"
+)
+# It came after the loads of MXFP4's scales that end with a row. Before, 256 inputs at a time are
+# read, and what lies behind the last row may be a NaN.
+joins_splits = Function(
+    "_gemm_splitk_reduce_kernel", "aiter.ops.triton._triton_kernels.common.splitk_reduce"
+)
+AT_ONCE = 256
+
+
+def _unmultiplied(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Refusal | None:
+    return wrong_result(FLOATS, out_dtype) or scattered(x=x, weight=weight)
+
+
+def _per_row(x_scale: Tensor, weight_scale: Tensor) -> Refusal | None:
+    if x_scale.dim() < 2 or weight_scale.dim() != 2:
+        return Refusal(
+            "argument", "AITER's Triton kernel takes a scale for each token and for each output"
+        )
+    return None
+
+
+def _refuse_fp8(
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> Refusal | None:
+    return (
+        unfit(platform, triton_gemm_a8w8)
+        or foreign_fp8(platform, weight.dtype)
+        or foreign_fp8(platform, x.dtype)
+        or _per_row(x_scale, weight_scale)
+        or _unmultiplied(x, weight, out_dtype)
+    )
+
+
+def _multiplied(
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    if not x.numel():
+        return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
+    scale = rows(x_scale).contiguous()
+    out: Tensor = triton_gemm_a8w8(
+        rows(x), weight, scale, weight_scale.contiguous(), bias=bias, dtype=out_dtype
+    )
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+@ops.scaled_linear_fp8.kernel("aiter", refuses=_refuse_fp8)
+def scaled_linear_fp8(
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    return _multiplied(x, weight, x_scale, weight_scale, bias, out_dtype)
+
+
+def _refuse_int8(
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> Refusal | None:
+    return unfit(platform, triton_gemm_a8w8) or _unmultiplied(x, weight, out_dtype)
+
+
+@ops.scaled_linear_int8.kernel("aiter", refuses=_refuse_int8)
+def scaled_linear_int8(
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    return _multiplied(x, weight, x_scale, weight_scale, bias, out_dtype)
+
+
+def _refuse_blocks(
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    block: int = 128,
+) -> Refusal | None:
+    if reason := unfit(platform, triton_gemm_a8w8_blockscale) or foreign_fp8(
+        platform, weight.dtype
+    ):
+        return reason
+    if bias is not None:
+        return Refusal("argument", "AITER's kernel adds no bias")
+    if block != 128 or weight.shape[1] <= 64:
+        return Refusal(
+            "shape",
+            f"blocks of {block} in rows of {weight.shape[1]}: AITER takes blocks of 128, and "
+            "more than half of one",
+        )
+    return foreign_fp8(platform, x.dtype) or _unmultiplied(x, weight, out_dtype)
+
+
+@ops.scaled_linear_fp8_block.kernel("aiter", refuses=_refuse_blocks)
+def scaled_linear_fp8_block(
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    block: int = 128,
+) -> Tensor:
+    if not x.numel():
+        return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
+    out: Tensor = triton_gemm_a8w8_blockscale(
+        rows(x), weight, rows(x_scale), weight_scale, dtype=out_dtype
+    )
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def _refuse_mxfp4(
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    x_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> Refusal | None:
+    if (
+        reason := unfit(platform, triton_gemm_afp4wfp4)
+        or no_mxfp4(platform)
+        or not_mxfp4(x, x_scale)
+    ):
+        return reason
+    width = 2 * weight.shape[1]
+    if width % AT_ONCE and unfit(platform, joins_splits):
+        return Refusal(
+            "shape",
+            f"rows of {width}: this AITER reads scales of {AT_ONCE} at a time, past the end of "
+            "the last row",
+        )
+    return unsupported("AITER's kernel", bias=bias) or _unmultiplied(x, weight, out_dtype)
+
+
+@ops.linear_mxfp4.kernel("aiter", refuses=_refuse_mxfp4)
+def linear_mxfp4(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    x_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    if not x.numel():
+        return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
+    assert x_scale is not None
+    out: Tensor = triton_gemm_afp4wfp4(
+        rows(x), weight, rows(x_scale), weight_scale, dtype=out_dtype
+    )
+    return out.view(*x.shape[:-1], weight.shape[0])

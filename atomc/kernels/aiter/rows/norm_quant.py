@@ -1,0 +1,240 @@
+"""Norms whose result AITER's HIP kernels quantize: fp8 per token and in groups, MXFP4 with scales
+rounded up.
+
+The norm stays in fp32 until it is quantized.
+"""
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.aiter.library import (
+    Function,
+    dense_rows,
+    foreign_fp8,
+    scattered,
+    unfit,
+)
+from atomc.kernels.aiter.linear.packing import as_e2m1, as_e8m0
+from atomc.kernels.checks import too_wide, uneven, unlike
+from atomc.ops.formats import HALVES
+from atomc.ops.op import Refusal
+from atomc.platform import Platform
+
+rmsnorm_quant = Function(
+    "rmsnorm_quant", "aiter", takes=["group_size", "shuffle_scale", "gemma_norm"]
+)
+add_rmsnorm_quant = Function(
+    "add_rmsnorm_quant", "aiter", takes=["group_size", "shuffle_scale", "gemma_norm"]
+)
+
+MAX_COLUMNS = 8192
+# Wider than the first, up to the second: a thread has 24 columns, which make up no group, and
+# AITER aborts.
+GROUPLESS = (4096, 6144)
+# The kernels store whole dwords: a row of codes that does not end on one would end in the next row.
+STORED_CODES = 4
+
+
+def _refuse(
+    platform: Platform,
+    function: Function,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    scheme: str,
+    dtype: torch.dtype,
+    group: int,
+    rounding: str,
+    keep: bool,
+) -> Refusal | None:
+    if reason := (
+        unfit(platform, function)
+        or unlike(HALVES, x=x, residual=residual, weight=weight)
+        or scattered(x=x, residual=residual)
+        or too_wide(x.shape[-1], MAX_COLUMNS)
+        or uneven(x.shape[-1], STORED_CODES)
+    ):
+        return reason
+    if keep:
+        return Refusal(
+            "argument", "AITER's compiled kernel does not write the norm besides its codes"
+        )
+    if scheme == "fp8_static":
+        return Refusal(
+            "argument", "AITER's compiled kernel finds its scale itself, here it is given"
+        )
+    if scheme == "int8_per_token":
+        return Refusal(
+            "argument", "AITER's compiled kernel truncates to int8, where the op rounds to nearest"
+        )
+    if scheme in ("fp8_group", "mxfp4") and GROUPLESS[0] < x.shape[-1] <= GROUPLESS[1]:
+        return Refusal(
+            "shape",
+            f"rows of {x.shape[-1]}: AITER's compiled kernel forms no groups in rows of more than "
+            f"{GROUPLESS[0]} columns, up to {GROUPLESS[1]}",
+        )
+    if scheme.startswith("fp8") and (reason := foreign_fp8(platform, dtype)):
+        return reason
+    if scheme == "fp8_group" and (group not in (64, 128) or x.shape[-1] % group):
+        return Refusal(
+            "shape",
+            f"groups of {group} in rows of {x.shape[-1]}: AITER's kernel takes whole "
+            "groups of 64 or 128",
+        )
+    if scheme == "mxfp4" and rounding != "up":
+        return Refusal(
+            "argument",
+            f"AITER's compiled kernel rounds the scales of MXFP4 up, here rounding={rounding!r}",
+        )
+    return None
+
+
+def _refuse_rms_norm_quant(
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    scale: Tensor | None = None,
+    style: str = "after",
+    *,
+    scheme: str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128,
+    column_major: bool = False,
+    rounding: str = "even",
+    keep: bool = False,
+) -> Refusal | None:
+    return _refuse(platform, rmsnorm_quant, x, None, weight, scheme, dtype, group, rounding, keep)
+
+
+def _refuse_add_rms_norm_quant(
+    platform: Platform,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    scale: Tensor | None = None,
+    style: str = "after",
+    *,
+    scheme: str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128,
+    column_major: bool = False,
+    rounding: str = "even",
+    keep: bool = False,
+) -> Refusal | None:
+    return _refuse(
+        platform,
+        add_rmsnorm_quant,
+        x,
+        residual,
+        weight,
+        scheme,
+        dtype,
+        group,
+        rounding,
+        keep,
+    )
+
+
+def _outputs(
+    flat: Tensor, scheme: str, dtype: torch.dtype, group: int, column_major: bool
+) -> tuple[Tensor, Tensor, int]:
+    """Codes and scales to be written, and AITER's size of a group (0: the row). Scales that lie
+    column by column are [groups, rows].
+    """
+    count, width = flat.shape
+    if scheme == "mxfp4":
+        codes = flat.new_empty((count, width // 2), dtype=torch.uint8)
+        return codes, flat.new_empty((count, width // 32), dtype=torch.uint8), 32
+    codes = flat.new_empty((count, width), dtype=dtype)
+    size = group if scheme == "fp8_group" else 0
+    groups = width // group if size else 1
+    shape = (groups, count) if size and column_major else (count, groups)
+    return codes, flat.new_empty(shape, dtype=torch.float32), size
+
+
+def _typed(codes: Tensor, scales: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
+    return (as_e2m1(codes), as_e8m0(scales)) if scheme == "mxfp4" else (codes, scales)
+
+
+@ops.rms_norm_quant.kernel("aiter", refuses=_refuse_rms_norm_quant, rounds="once")
+def rms_norm_quant(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    scale: Tensor | None = None,
+    style: str = "after",
+    *,
+    scheme: str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128,
+    column_major: bool = False,
+    rounding: str = "even",
+    keep: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    flat = dense_rows(x)
+    codes, scales, size = _outputs(flat, scheme, dtype, group, column_major)
+    out, found = _typed(codes, scales, scheme)
+    by_column = column_major and scheme == "fp8_group"
+    if by_column:
+        scales = scales.t()
+    if x.numel():
+        rmsnorm_quant(
+            out,
+            flat,
+            found,
+            weight,
+            eps,
+            group_size=size,
+            shuffle_scale=by_column,
+            gemma_norm=style == "one_plus",
+        )
+    lead = x.shape[:-1]
+    return codes.view(*lead, codes.shape[-1]), scales.view(*lead, scales.shape[-1]), x.new_empty(0)
+
+
+@ops.add_rms_norm_quant.kernel("aiter", refuses=_refuse_add_rms_norm_quant, rounds="once")
+def add_rms_norm_quant(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    scale: Tensor | None = None,
+    style: str = "after",
+    *,
+    scheme: str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128,
+    column_major: bool = False,
+    rounding: str = "even",
+    keep: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    flat, other = dense_rows(x), dense_rows(residual)
+    codes, scales, size = _outputs(flat, scheme, dtype, group, column_major)
+    out, found = _typed(codes, scales, scheme)
+    by_column = column_major and scheme == "fp8_group"
+    if by_column:
+        scales = scales.t()
+    total = torch.empty_like(flat)
+    if x.numel():
+        add_rmsnorm_quant(
+            out,
+            flat,
+            other,
+            total,
+            found,
+            weight,
+            eps,
+            group_size=size,
+            shuffle_scale=by_column,
+            gemma_norm=style == "one_plus",
+        )
+    lead = x.shape[:-1]
+    return (
+        codes.view(*lead, codes.shape[-1]),
+        scales.view(*lead, scales.shape[-1]),
+        total.view(x.shape),
+        x.new_empty(0),
+    )

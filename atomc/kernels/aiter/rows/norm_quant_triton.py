@@ -1,0 +1,236 @@
+"""Norms whose result AITER's Triton kernels quantize: static fp8, fp8 in groups, MXFP4 whose scales
+are rounded to even.
+
+Static fp8 rounds the norm to the model's dtype before it is quantized, as the meaning does; the
+others keep it in fp32.
+"""
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.aiter.library import Function, foreign_fp8, rounded_up, rows, unfit
+from atomc.kernels.aiter.rows.norm_triton import unreadable
+from atomc.kernels.checks import odd_group, too_wide, uneven
+from atomc.ops.op import Refusal
+from atomc.platform import Platform
+
+FP8 = ("aiter.ops.triton.quant.fused_fp8_quant", "aiter.ops.triton.fused_fp8_quant")
+fused_rms_fp8_per_tensor_static_quant = Function(
+    "fused_rms_fp8_per_tensor_static_quant",
+    *FP8,
+    takes=["dtype_quant", "res1", "output_unquantized_inp1", "rmsnorm_convert_to_inp1_type"],
+)
+fused_rms_fp8_group_quant = Function(
+    "fused_rms_fp8_group_quant",
+    *FP8,
+    takes=["group_size", "dtype_quant", "res1", "output_unquantized_inp1", "transpose_scale"],
+)
+fused_rms_mxfp4_quant = Function(
+    "fused_rms_mxfp4_quant",
+    "aiter.ops.triton.quant.fused_mxfp4_quant",
+    "aiter.ops.triton.fused_mxfp4_quant",
+    takes=["res1", "shuffle", "output_unquantized_inp1"],
+)
+FUNCTIONS = {
+    "fp8_static": fused_rms_fp8_per_tensor_static_quant,
+    "fp8_group": fused_rms_fp8_group_quant,
+    "mxfp4": fused_rms_mxfp4_quant,
+}
+WIDEST = 16384
+
+
+def _refuse(
+    platform: Platform,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    style: str,
+    scheme: str,
+    dtype: torch.dtype,
+    group: int,
+    rounding: str,
+) -> Refusal | None:
+    if scheme not in FUNCTIONS:
+        return Refusal("argument", f"AITER has no Triton norm that quantizes as {scheme}")
+    if reason := (
+        unfit(platform, FUNCTIONS[scheme])
+        or unreadable(x, residual, weight, style)
+        or too_wide(x.shape[-1], WIDEST)
+    ):
+        return reason
+    if scheme == "mxfp4":
+        return rounded_up(rounding) or uneven(x.shape[-1], 32)
+    if scheme == "fp8_group" and (reason := odd_group(group)):
+        return reason
+    return foreign_fp8(platform, dtype)
+
+
+def _refuse_rms_norm_quant(
+    platform: Platform,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    scale: Tensor | None = None,
+    style: str = "after",
+    *,
+    scheme: str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128,
+    column_major: bool = False,
+    rounding: str = "even",
+    keep: bool = False,
+) -> Refusal | None:
+    return _refuse(platform, x, None, weight, style, scheme, dtype, group, rounding)
+
+
+def _refuse_add_rms_norm_quant(
+    platform: Platform,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    scale: Tensor | None = None,
+    style: str = "after",
+    *,
+    scheme: str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128,
+    column_major: bool = False,
+    rounding: str = "even",
+    keep: bool = False,
+) -> Refusal | None:
+    return _refuse(platform, x, residual, weight, style, scheme, dtype, group, rounding)
+
+
+def _quantized(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    scale: Tensor | None,
+    scheme: str,
+    dtype: torch.dtype,
+    group: int,
+    column_major: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Codes, scales, sum and norm, each in rows."""
+    flat, other = rows(x), None if residual is None else rows(residual)
+    if scheme == "fp8_static":
+        codes, norm, _, total = fused_rms_fp8_per_tensor_static_quant(
+            flat,
+            weight,
+            eps,
+            scale,
+            dtype_quant=dtype,
+            res1=other,
+            output_unquantized_inp1=keep,
+            rmsnorm_convert_to_inp1_type=True,
+        )
+        scales = x.new_empty(0, dtype=torch.float32)
+    elif scheme == "fp8_group":
+        (codes, scales), norm, _, total = fused_rms_fp8_group_quant(
+            flat,
+            weight,
+            eps,
+            group_size=group,
+            dtype_quant=dtype,
+            res1=other,
+            output_unquantized_inp1=keep,
+            transpose_scale=column_major,
+        )
+        if column_major:
+            # It comes with the shape of rows over the bytes of columns.
+            scales = scales.view(scales.shape[1], scales.shape[0]).t()
+    else:
+        (codes, scales), norm, _, total = fused_rms_mxfp4_quant(
+            flat, weight, eps, res1=other, shuffle=False, output_unquantized_inp1=keep
+        )
+    return codes, scales, total, norm if keep else x.new_empty(0)
+
+
+def _shaped(
+    x: Tensor, codes: Tensor, scales: Tensor, norm: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """These in the leading dimensions of x."""
+    lead = x.shape[:-1]
+    return (
+        codes.view(*lead, codes.shape[-1]),
+        scales.view(*lead, scales.shape[-1]) if scales.dim() > 1 else scales,
+        norm.view(x.shape) if norm.dim() > 1 else norm,
+    )
+
+
+@ops.rms_norm_quant.kernel("aiter", refuses=_refuse_rms_norm_quant, rounds="once")
+def rms_norm_quant(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    scale: Tensor | None = None,
+    style: str = "after",
+    *,
+    scheme: str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128,
+    column_major: bool = False,
+    rounding: str = "even",
+    keep: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not x.numel():
+        return ops.rms_norm_quant.reference(
+            x,
+            weight,
+            eps,
+            scale,
+            style,
+            scheme=scheme,
+            dtype=dtype,
+            group=group,
+            column_major=column_major,
+            rounding=rounding,
+            keep=keep,
+        )
+    codes, scales, _, norm = _quantized(
+        x, None, weight, eps, scale, scheme, dtype, group, column_major, keep
+    )
+    return _shaped(x, codes, scales, norm)
+
+
+@ops.add_rms_norm_quant.kernel("aiter", refuses=_refuse_add_rms_norm_quant, rounds="once")
+def add_rms_norm_quant(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    scale: Tensor | None = None,
+    style: str = "after",
+    *,
+    scheme: str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128,
+    column_major: bool = False,
+    rounding: str = "even",
+    keep: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if not x.numel():
+        return ops.add_rms_norm_quant.reference(
+            x,
+            residual,
+            weight,
+            eps,
+            scale,
+            style,
+            scheme=scheme,
+            dtype=dtype,
+            group=group,
+            column_major=column_major,
+            rounding=rounding,
+            keep=keep,
+        )
+    codes, scales, total, norm = _quantized(
+        x, residual, weight, eps, scale, scheme, dtype, group, column_major, keep
+    )
+    assert total is not None
+    codes, scales, norm = _shaped(x, codes, scales, norm)
+    return codes, scales, total.view(x.shape), norm

@@ -1,0 +1,164 @@
+"""The norms of queries and keys, rotary positions and the write into a paged cache in one Triton
+kernel of AITER's.
+
+q, k and v are parts of one projection's rows. AITER multiplies by 1 + weight: it gets the weight
+less one, in fp32.
+"""
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.graph.sizes import known_equal
+from atomc.kernels.aiter.library import Function, unfit
+from atomc.kernels.aiter.rows.kv_write import odd_blocks, odd_heads, scaled, unpaged
+from atomc.kernels.aiter.rows.rope import moving, not_by_token, rotated_width
+from atomc.kernels.checks import unlike
+from atomc.ops.formats import HALVES
+from atomc.ops.op import Prepared, Refusal
+from atomc.platform import Platform
+
+fused_qkv_split_qk_norm_rope_cache = Function(
+    "fused_qkv_split_qk_norm_rope_cache",
+    "aiter.ops.triton.rope.fused_qkv_split_qk_norm_rope_cache",
+    takes=["reuse_freqs_front_part", "eps", "kv_cache_layout"],
+)
+
+
+def _less_one(weight: Tensor) -> Prepared:
+    """The weight as AITER wants it of norms that multiply by it, and of those that multiply by 1 +
+    weight.
+    """
+    return Prepared((weight.detach().to(torch.float32) - 1.0, weight.detach().clone()))
+
+
+def _in_one_row(*parts: Tensor) -> bool:
+    """Whether these [T, heads, D] follow each other in the rows of one tensor."""
+    first = parts[0]
+    at = first.storage_offset()
+    for part in parts:
+        if (
+            part.untyped_storage()._cdata != first.untyped_storage()._cdata
+            or part.dtype != first.dtype
+        ):
+            return False
+        if not known_equal(part.storage_offset(), at) or not known_equal(
+            part.stride(0), first.stride(0)
+        ):
+            return False
+        if not known_equal(part.stride(1), part.shape[2]) or not known_equal(part.stride(2), 1):
+            return False
+        at = at + part.shape[1] * part.shape[2]
+    return True
+
+
+def _rows_of(*parts: Tensor) -> Tensor:
+    """The rows [T, columns] that hold them, without a copy where there are such rows."""
+    if _in_one_row(*parts):
+        columns = sum(part.shape[1] * part.shape[2] for part in parts)
+        return parts[0].as_strided((parts[0].shape[0], columns), (parts[0].stride(0), 1))
+    return torch.cat([part.flatten(1) for part in parts], 1)
+
+
+def _separate(q: Tensor, k: Tensor, v: Tensor) -> Refusal | None:
+    if _in_one_row(q, k, v):
+        return None
+    return Refusal(
+        "layout",
+        "q, k and v do not follow each other in one row, as a merged projection leaves them",
+    )
+
+
+def _wider_than_head(q: Tensor, cos: Tensor, rope_style: str) -> Refusal | None:
+    rotated, width = rotated_width(cos, rope_style), q.shape[-1]
+    return (
+        Refusal("shape", f"the tables rotate {rotated} columns, a head has {width}")
+        if rotated > width
+        else None
+    )
+
+
+def _refuse(
+    platform: Platform,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    norm_style: str = "after",
+    rope_style: str = "neox",
+) -> Refusal | None:
+    return (
+        unfit(platform, fused_qkv_split_qk_norm_rope_cache)
+        or unlike(HALVES, q=q, k=k, v=v, cos=cos, sin=sin, k_cache=k_cache, v_cache=v_cache)
+        or (
+            unlike((q.dtype,), q_weight=q_weight, k_weight=k_weight)
+            if norm_style == "after"
+            else None
+        )
+        or scaled(k_scale=k_scale, v_scale=v_scale)
+        or moving(rope_style)
+        or odd_heads(q, k, v)
+        or _separate(q, k, v)
+        or _wider_than_head(q, cos, rope_style)
+        or not_by_token(q, cos, sin)
+        or odd_blocks(k_cache)
+        or unpaged(k_cache, v_cache, slots)
+    )
+
+
+@ops.qk_norm_rope_kv_write.kernel(
+    "aiter",
+    layout="paged",
+    refuses=_refuse,
+    rounds="once",
+    prepare={"q_weight": _less_one, "k_weight": _less_one},
+)
+def qk_norm_rope_kv_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_weight: tuple[Tensor, Tensor],
+    k_weight: tuple[Tensor, Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    norm_style: str = "after",
+    rope_style: str = "neox",
+) -> tuple[Tensor, Tensor]:
+    if not q.numel():
+        return q.new_empty(q.shape), q.new_empty((0,))
+    style = norm_style == "one_plus"
+    positions = torch.arange(q.shape[0], device=q.device)  # token t has row t of the tables
+    rotated, _, _ = fused_qkv_split_qk_norm_rope_cache(
+        _rows_of(q, k, v),
+        q_weight[style],
+        k_weight[style],
+        cos.flatten(0, 1),
+        sin.flatten(0, 1),
+        positions,
+        k_cache,
+        v_cache,
+        slots,
+        q.shape[1],
+        k.shape[1],
+        q.shape[2],
+        rope_style != "gptj",
+        reuse_freqs_front_part=rope_style != "neox",
+        eps=eps,
+        kv_cache_layout="NHD",
+    )
+    return rotated, rotated.new_empty((0,))

@@ -1,0 +1,141 @@
+"""Quantizers by AITER's HIP kernels: fp8, and MXFP4 whose scales are rounded up.
+
+Not int8, which AITER truncates toward zero where the op rounds to nearest.
+"""
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.aiter.library import Function, dense_rows, foreign_fp8, unfit
+from atomc.kernels.aiter.linear.packing import as_e2m1, as_e8m0
+from atomc.kernels.checks import uneven, unlike
+from atomc.ops.formats import HALVES
+from atomc.ops.op import Refusal
+from atomc.platform import Platform
+
+static_per_tensor_quant = Function("static_per_tensor_quant", "aiter")
+dynamic_per_token_scaled_quant = Function(
+    "dynamic_per_token_scaled_quant", "aiter", takes=["shuffle_scale"]
+)
+dynamic_per_group_scaled_quant_fp4 = Function(
+    "dynamic_per_group_scaled_quant_fp4", "aiter", takes=["group_size", "shuffle_scale"]
+)
+
+
+# The kernels store whole dwords: a row that does not end on one would end in the next row.
+STORED_CODES = 4
+
+
+def _rows_of_halves(x: Tensor) -> Refusal | None:
+    if not isinstance(x.shape[-1], int):
+        return unlike(HALVES, x=x) or Refusal("shape", "the rows of x have no fixed width")
+    return unlike(HALVES, x=x) or uneven(x.shape[-1], STORED_CODES)
+
+
+def refuse_static(
+    platform: Platform, x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
+) -> Refusal | None:
+    return (
+        unfit(platform, static_per_tensor_quant)
+        or foreign_fp8(platform, dtype)
+        or _rows_of_halves(x)
+    )
+
+
+@ops.quant_fp8_static.kernel("aiter", refuses=refuse_static)
+def quant_fp8_static(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    flat = dense_rows(x)
+    codes = torch.empty_like(flat, dtype=dtype)
+    if x.numel():
+        static_per_tensor_quant(codes, flat, scale)
+    return codes.view(x.shape)
+
+
+def refuse_per_token(
+    platform: Platform, x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
+) -> Refusal | None:
+    return (
+        unfit(platform, dynamic_per_token_scaled_quant)
+        or foreign_fp8(platform, dtype)
+        or _rows_of_halves(x)
+    )
+
+
+@ops.quant_fp8_per_token.kernel("aiter", refuses=refuse_per_token)
+def quant_fp8_per_token(
+    x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
+) -> tuple[Tensor, Tensor]:
+    flat = dense_rows(x)
+    codes = torch.empty_like(flat, dtype=dtype)
+    scales = flat.new_empty((flat.shape[0], 1), dtype=torch.float32)
+    if x.numel():
+        dynamic_per_token_scaled_quant(codes, flat, scales)
+    return codes.view(x.shape), scales.view(*x.shape[:-1], 1)
+
+
+def refuse_group(
+    platform: Platform,
+    x: Tensor,
+    group: int = 128,
+    column_major_scales: bool = False,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+) -> Refusal | None:
+    if (
+        reason := unfit(platform, dynamic_per_token_scaled_quant)
+        or foreign_fp8(platform, dtype)
+        or _rows_of_halves(x)
+    ):
+        return reason
+    if group not in (32, 64, 128) or x.shape[-1] % group:
+        return Refusal(
+            "shape",
+            f"groups of {group} in rows of {x.shape[-1]}: AITER's kernel takes whole groups of "
+            "32, 64 or 128",
+        )
+    return None
+
+
+@ops.quant_fp8_group.kernel("aiter", refuses=refuse_group)
+def quant_fp8_group(
+    x: Tensor,
+    group: int = 128,
+    column_major_scales: bool = False,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+) -> tuple[Tensor, Tensor]:
+    flat, groups = dense_rows(x), x.shape[-1] // group
+    codes = torch.empty_like(flat, dtype=dtype)
+    lead = (groups, flat.shape[0]) if column_major_scales else (flat.shape[0], groups)
+    scales = flat.new_empty(lead, dtype=torch.float32)
+    if x.numel():
+        dynamic_per_token_scaled_quant(
+            codes, flat.view(-1, group), scales, shuffle_scale=column_major_scales
+        )
+    rows = scales.t() if column_major_scales else scales
+    return codes.view(x.shape), rows.view(*x.shape[:-1], groups)
+
+
+def refuse_mxfp4(platform: Platform, x: Tensor, rounding: str = "even") -> Refusal | None:
+    if (
+        reason := unfit(platform, dynamic_per_group_scaled_quant_fp4)
+        or _rows_of_halves(x)
+        or uneven(x.shape[-1], 32)
+    ):
+        return reason
+    if rounding != "up":
+        return Refusal(
+            "argument", f"AITER's compiled kernel rounds scales up, here rounding={rounding!r}"
+        )
+    return None
+
+
+@ops.quant_mxfp4.kernel("aiter", refuses=refuse_mxfp4)
+def quant_mxfp4(x: Tensor, rounding: str = "even") -> tuple[Tensor, Tensor]:
+    flat = dense_rows(x)
+    codes = flat.new_empty((flat.shape[0], flat.shape[1] // 2), dtype=torch.uint8)
+    scales = flat.new_empty((flat.shape[0], flat.shape[1] // 32), dtype=torch.uint8)
+    if x.numel():
+        dynamic_per_group_scaled_quant_fp4(
+            as_e2m1(codes), flat, as_e8m0(scales), group_size=32, shuffle_scale=False
+        )
+    return codes.view(*x.shape[:-1], codes.shape[-1]), scales.view(*x.shape[:-1], scales.shape[-1])

@@ -1,0 +1,54 @@
+"""Rotary positions by AITER's Triton kernel: all columns, or half of them, and a power of two."""
+
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.aiter.library import Function, unfit
+from atomc.kernels.aiter.rows.rope import (
+    ROTATIONS,
+    by_token,
+    empty_rotated,
+    rotated_width,
+    table_dimension,
+    table_rows,
+    unrotatable,
+)
+from atomc.ops.op import Refusal
+from atomc.platform import Platform
+
+triton_rope_cached_fwd = Function(
+    "rope_cached_fwd", "aiter.ops.triton.rope.rope", "aiter.ops.triton.rope"
+)
+
+
+def _refuse(
+    platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox"
+) -> Refusal | None:
+    if reason := unfit(platform, triton_rope_cached_fwd) or unrotatable(x, cos, sin, style):
+        return reason
+    width, rotated = x.shape[-1], rotated_width(cos, style)
+    if rotated not in (width, width // 2) or rotated & (rotated - 1):
+        return Refusal(
+            "shape",
+            f"{rotated} of {width} columns rotate: AITER's Triton kernel rotates all or half, "
+            "a power of two",
+        )
+    return None
+
+
+@ops.rope.kernel("aiter", refuses=_refuse, rounds="once")
+def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Tensor:
+    out = empty_rotated(x, cos, style)
+    if x.numel():
+        dimension = table_dimension(x, cos)
+        assert dimension is not None
+        rotated = triton_rope_cached_fwd(
+            by_token(x, dimension),
+            table_rows(cos),
+            table_rows(sin),
+            ROTATIONS[style],
+            style != "neox",
+            False,
+        )
+        by_token(out, dimension).copy_(rotated)
+    return out
