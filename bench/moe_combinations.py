@@ -33,8 +33,8 @@ from atomc.kernels.moe import (
     ModularExperts,
     PrepareFinalize,
 )
-from atomc.kernels.moe.parts import EXPERTS, PREPARE, REFUSED, names, why_not
-from atomc.kernels.moe.reference import experts_reference
+from atomc.kernels.moe.combinations.parts import EXPERTS, PREPARE, REFUSED, names, why_not
+from atomc.kernels.moe.combinations.reference import experts_reference
 from atomc.platform import Platform
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -1,4 +1,4 @@
-"""Compile the kernel of atomc/kernels/moe/batched_triton.py for a GPU that need not be here: python
+"""Compile the kernel of atomc/kernels/moe/combinations/batched_triton.py for a GPU that need not be here: python
 compile_batched_triton.py sm90. Prints as compile_triton.py does, which removes the interpreter.
 """
 
@@ -8,7 +8,7 @@ import torch
 from compile_triton import TARGETS, compiling
 from triton.runtime.jit import JITFunction
 
-from atomc.kernels.moe.batched_triton import batched_product
+from atomc.kernels.moe.combinations.batched_triton import batched_product
 from atomc.ops.experts import ACTIVATIONS
 
 L, C, K, N = 4, 32, 256, 128

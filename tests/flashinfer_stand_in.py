@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atomc.kernels.moe import FlashInfer, flashinfer
+from atomc.kernels.moe import FlashInfer
+from atomc.kernels.moe.combinations import flashinfer
 
 
 def checked(name: str, given: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -26,7 +26,7 @@ from atomc.kernels.moe import (
     Naive,
     PrepareFinalize,
 )
-from atomc.kernels.moe.parts import EXPERTS
+from atomc.kernels.moe.combinations.parts import EXPERTS
 
 RANKS = 2
 OP = "the op"

@@ -9,7 +9,7 @@ import torch
 from bench_script import loaded
 
 from atomc.kernels.moe import SCHEMES
-from atomc.kernels.moe.parts import EXPERTS, PREPARE, REFUSED
+from atomc.kernels.moe.combinations.parts import EXPERTS, PREPARE, REFUSED
 
 SMALL = [
     "--tokens",

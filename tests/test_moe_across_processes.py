@@ -12,7 +12,7 @@ import pytest
 import torch
 from moe_ranks import OP, RANKS, Case
 
-from atomc.kernels.moe.reference import experts_reference
+from atomc.kernels.moe.combinations.reference import experts_reference
 
 pytestmark = pytest.mark.xdist_group("moe_ranks")
 STANDARD = ("naive", "naive of a fixed size", "all_to_all", "mori")

@@ -12,15 +12,9 @@ import torch
 from kernel_cases import experts as cases
 from kernel_cases.draw import Draw
 
-from atomc.kernels.moe import (
-    ExpertsConfig,
-    ExpertWeights,
-    FlashInfer,
-    ModularExperts,
-    NoEP,
-    flashinfer,
-)
-from atomc.kernels.moe.reference import experts_reference
+from atomc.kernels.moe import ExpertsConfig, ExpertWeights, FlashInfer, ModularExperts, NoEP
+from atomc.kernels.moe.combinations import flashinfer
+from atomc.kernels.moe.combinations.reference import experts_reference
 
 GATES: dict[str, dict[str, Any]] = {
     "silu": {},

@@ -48,9 +48,9 @@ from atomc.kernels.moe import (
     WorkspaceShapes,
     weight_and_reduce,
 )
-from atomc.kernels.moe.batching import slots_of
-from atomc.kernels.moe.parts import EXPERTS, PREPARE, REFUSED, markdown, names, why_not
-from atomc.kernels.moe.reference import experts_reference
+from atomc.kernels.moe.combinations.batching import slots_of
+from atomc.kernels.moe.combinations.parts import EXPERTS, PREPARE, REFUSED, markdown, names, why_not
+from atomc.kernels.moe.combinations.reference import experts_reference
 from atomc.ops.experts import moe_experts
 
 PAGE = Path(__file__).parents[1] / "docs/moe.md"
@@ -304,7 +304,7 @@ def test_a_weight_can_have_one_scale_per_expert(experts: Experts) -> None:
 
 def test_the_batched_kernel_leaves_unused_rows_alone() -> None:
     pytest.importorskip("triton")
-    from atomc.kernels.moe.batched_triton import batched_product
+    from atomc.kernels.moe.combinations.batched_triton import batched_product
 
     x, weight, out = torch.randn(3, 5, 32), torch.randn(3, 48, 32), torch.full((3, 5, 48), 7.0)
     batched_product(x, None, weight, None, None, torch.tensor([2, 0, 5]).int(), out)

@@ -2,7 +2,7 @@
 
 from mutations import Bug
 
-FILE = "atomc/kernels/moe/flashinfer.py"
+FILE = "atomc/kernels/moe/combinations/flashinfer.py"
 GRID = "tests/test_moe_modular.py -k 'flashinfer"
 GATES = "tests/test_moe_flashinfer.py -k"
 BUGS = [

@@ -2,7 +2,7 @@
 
 from mutations import Bug
 
-FILE = "atomc/kernels/moe/mori.py"
+FILE = "atomc/kernels/moe/combinations/mori.py"
 GRID = "tests/test_moe_modular.py -k 'mori and reference"
 RANKS = "tests/test_moe_across_processes.py -k 'mori'"
 OWN = "tests/test_moe_mori.py -k"

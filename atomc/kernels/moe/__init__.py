@@ -5,22 +5,22 @@ y = moe(x, ids, weights, ExpertWeights(w13, w2))
 """
 
 from atomc.kernels.moe.all_to_all import AllToAll
-from atomc.kernels.moe.batched_all_to_all import BatchedAllToAll
-from atomc.kernels.moe.batched_reference import BatchedReference
+from atomc.kernels.moe.combinations.batched_all_to_all import BatchedAllToAll
+from atomc.kernels.moe.combinations.batched_reference import BatchedReference
+from atomc.kernels.moe.combinations.flashinfer import FlashInfer
+from atomc.kernels.moe.combinations.mori import Mori
+from atomc.kernels.moe.combinations.naive import Naive
+from atomc.kernels.moe.combinations.naive_batched import NaiveBatched
+from atomc.kernels.moe.combinations.no_ep import NoEP
+from atomc.kernels.moe.combinations.reference import Reference
+from atomc.kernels.moe.combinations.triton_batched import TritonBatched
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
 from atomc.kernels.moe.experts import Experts, Sizes, WorkspaceShapes
-from atomc.kernels.moe.flashinfer import FlashInfer
 from atomc.kernels.moe.grouped import Grouped
 from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
 from atomc.kernels.moe.modular_experts import ModularExperts, incompatible
-from atomc.kernels.moe.mori import Mori
-from atomc.kernels.moe.naive import Naive
-from atomc.kernels.moe.naive_batched import NaiveBatched
-from atomc.kernels.moe.no_ep import NoEP
 from atomc.kernels.moe.prepare_finalize import PrepareFinalize
-from atomc.kernels.moe.reference import Reference
 from atomc.kernels.moe.schemes import SCHEMES, Fp8Block, Fp8PerToken, Int8PerToken, Unquantized
-from atomc.kernels.moe.triton_batched import TritonBatched
 from atomc.kernels.moe.triton_standard import Triton
 from atomc.kernels.moe.weight_and_reduce import WeightAndReduce
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, distributed
 
-from atomc.kernels.moe.batching import into_batch, slots_of
 from atomc.kernels.moe.collectives import Pending, Ranks
+from atomc.kernels.moe.combinations.batching import into_batch, slots_of
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched, Sent
 from atomc.kernels.moe.experts import local_ids
 from atomc.kernels.moe.placement import placement

@@ -44,7 +44,7 @@ class TritonBatched(Experts):
         config: ExpertsConfig,
     ) -> None:
         # Triton is optional.
-        from atomc.kernels.moe.batched_triton import batched_product
+        from atomc.kernels.moe.combinations.batched_triton import batched_product
         from atomc.kernels.moe.triton_quantizers import quantize
 
         assert dispatched.expert_num_tokens is not None

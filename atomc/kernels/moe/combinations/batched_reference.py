@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from atomc.kernels.moe.batching import into_batch, slots_of
+from atomc.kernels.moe.combinations.batching import into_batch, slots_of
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched, Sent
 from atomc.kernels.moe.experts import local_ids
 from atomc.kernels.moe.prepare_finalize import PrepareFinalize, Receiver, quantized

@@ -7,21 +7,21 @@ from typing import Literal
 from torch import Tensor
 
 from atomc.kernels.moe.all_to_all import AllToAll
-from atomc.kernels.moe.batched_all_to_all import BatchedAllToAll
-from atomc.kernels.moe.batched_reference import BatchedReference
+from atomc.kernels.moe.combinations.batched_all_to_all import BatchedAllToAll
+from atomc.kernels.moe.combinations.batched_reference import BatchedReference
+from atomc.kernels.moe.combinations.flashinfer import FlashInfer
+from atomc.kernels.moe.combinations.mori import Mori
+from atomc.kernels.moe.combinations.naive import Naive
+from atomc.kernels.moe.combinations.naive_batched import NaiveBatched
+from atomc.kernels.moe.combinations.no_ep import NoEP
+from atomc.kernels.moe.combinations.reference import Reference
+from atomc.kernels.moe.combinations.triton_batched import TritonBatched
 from atomc.kernels.moe.dispatched import ActivationFormat
 from atomc.kernels.moe.experts import Experts
-from atomc.kernels.moe.flashinfer import FlashInfer
 from atomc.kernels.moe.grouped import Grouped
 from atomc.kernels.moe.modular_experts import incompatible
-from atomc.kernels.moe.mori import Mori
-from atomc.kernels.moe.naive import Naive
-from atomc.kernels.moe.naive_batched import NaiveBatched
-from atomc.kernels.moe.no_ep import NoEP
 from atomc.kernels.moe.prepare_finalize import PrepareFinalize
-from atomc.kernels.moe.reference import Reference
 from atomc.kernels.moe.schemes import ALL_SCHEMES
-from atomc.kernels.moe.triton_batched import TritonBatched
 from atomc.kernels.moe.triton_standard import Triton
 
 Kind = Literal["prepare", "experts"]
