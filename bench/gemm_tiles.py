@@ -91,7 +91,7 @@ def _multiply_in_strips(
     x_scale: None = None,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """Of what by_strips.py prepares, with the arguments of linear_w4a16 and linear_mxfp4."""
+    """Of what w4a16_mma.py prepares, with the arguments of linear_w4a16 and linear_mxfp4."""
     return w4a16_mma_rows.multiply(x, *weight, *weight_scale, None, None, group, tile, int4=int4)
 
 

@@ -392,7 +392,7 @@ def calls(
             return function(**arguments)
 
     per_expert = pairs_per_expert(tokens * model.k, model.experts)
-    is_few = "experts_few" in module
+    is_few = "experts_decode" in module
     if args.tiles and is_few:
         for few in few_tiles():
             yield Call("experts", ",".join(map(str, few)), partial(under, few), sets)

@@ -41,7 +41,7 @@ from atomc.runtime.scheduling.stats import Stats
 from atomc.runtime.scheduling.step import ScheduledStep
 from atomc.runtime.sleeping import EngineAsleep, refuse_level, refuse_running, wakes_state
 from atomc.runtime.start_executor import out_of_memory_message, start_executor
-from atomc.runtime.torch_modes import caller_modes_off
+from atomc.runtime.torch_modes import torch_modes_off
 from atomc.torch_compat.exceptions import out_of_memory
 
 if TYPE_CHECKING:  # needs pyzmq
@@ -105,7 +105,7 @@ class Engine:
     is not installed.
     """
 
-    @caller_modes_off()
+    @torch_modes_off()
     def __init__(
         self,
         config: EngineConfig,
@@ -241,7 +241,7 @@ class Engine:
         refuse_adapter(request, self.adapters)
         self.scheduler.refuse(request)
 
-    @caller_modes_off()
+    @torch_modes_off()
     def add(self, request: Request) -> None:
         """Queue a request. Raises what `refuse` raises, QueueFull if the queue is full,
         ValueError for a grammar that cannot be compiled (ImportError without llguidance), and
@@ -286,7 +286,7 @@ class Engine:
         return bool(self.scheduler.requests or self._outputs or self._in_flight)
 
     @interrupts_delayed()
-    @caller_modes_off()
+    @torch_modes_off()
     def step(self) -> list[Output]:
         """Schedule and launch a step, then finish the previous one.
 
@@ -366,7 +366,7 @@ class Engine:
         """Whether the program for pooling is compiled."""
         return self.executor.pools
 
-    @caller_modes_off()
+    @torch_modes_off()
     def prepare_pooling(self) -> None:
         """Compile the model without its head, over the same weights and caches. Steps may run
         meanwhile.
@@ -525,7 +525,7 @@ class Engine:
             **vars(done),
         )
 
-    @caller_modes_off()
+    @torch_modes_off()
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, and embeddings of images. Running requests go on, and share
         nothing of what they have computed or will compute.
@@ -551,7 +551,7 @@ class Engine:
         self.is_sleeping = True
         log.info("the engine sleeps: KV cache and CUDA graphs are freed")
 
-    @caller_modes_off()
+    @torch_modes_off()
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Allocate what `sleep` has freed; does nothing if the engine does not sleep.
 

@@ -7,7 +7,7 @@ import torch
 
 
 @contextmanager
-def caller_modes_off() -> Iterator[None]:
+def torch_modes_off() -> Iterator[None]:
     """Also a decorator.
 
     inference mode   tensors that are allocated in it cannot be written outside of it

@@ -19,8 +19,8 @@ assert kernels.load("triton") is None
 @pytest.mark.parametrize(
     ("op", "given", "module"),
     [
-        ("linear_w4a16", lambda draw: int4_operands(draw, 3, 160, out=48), "by_strips"),
-        ("linear_mxfp4", lambda draw: mxfp4_operands(draw, 3, 160, out=48), "by_strips"),
+        ("linear_w4a16", lambda draw: int4_operands(draw, 3, 160, out=48), "w4a16_mma"),
+        ("linear_mxfp4", lambda draw: mxfp4_operands(draw, 3, 160, out=48), "w4a16_mma"),
         (
             "linear_mxfp4",
             lambda draw: mxfp4_operands(draw, 3, 160, out=48, activation="mxfp4"),
@@ -35,7 +35,7 @@ def test_a_tile_computes_the_layer(op: str, given: Any, module: str) -> None:
     [kernel] = [
         each
         for each in ops.REGISTRY[op].kernels
-        if each.function.__module__ == f"atomc.kernels.triton.{module}"
+        if each.function.__module__ == f"atomc.kernels.triton.w4a16.{module}"
     ]
     wanted = ops.REGISTRY[op].reference(**arguments).float()
     named = {name: value for name, value in arguments.items() if name not in ("bias", "zeros")}

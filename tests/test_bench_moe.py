@@ -54,9 +54,9 @@ def bench() -> Iterator[ModuleType]:
 @pytest.mark.parametrize(
     ("name", "few", "many"),
     [
-        ("bf16", "experts_few_unquantized", "experts_many"),
-        ("bf16_transposed", "experts_many", "experts_many"),
-        ("fp8_block", "experts_many_scaled", "experts_many_scaled"),
+        ("bf16", "experts_decode_unquantized", "experts_prefill"),
+        ("bf16_transposed", "experts_prefill", "experts_prefill"),
+        ("fp8_block", "experts_prefill_scaled", "experts_prefill_scaled"),
         ("mxfp4", "experts_4_bits", "experts_4_bits"),
         ("route", "route", "route"),
     ],

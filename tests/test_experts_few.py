@@ -153,13 +153,13 @@ def test_weights_that_are_contiguous_in_neither_dimension_are_refused() -> None:
     assert sentence == "w2_scale is not contiguous"
 
 
-@pytest.mark.parametrize("module", ["experts_few_unquantized", "experts_many"])
+@pytest.mark.parametrize("module", ["experts_decode_unquantized", "experts_prefill"])
 @pytest.mark.parametrize("activation", ops.experts.ACTIVATIONS)
 def test_a_token_that_is_not_a_number_stays_none_under_a_limit(
     activation: str, module: str
 ) -> None:
     given = full(Draw(torch.bfloat16, DEVICE), activation=activation, limit=2.0)
     given["x"][1] = torch.nan
-    kernel = importlib.import_module(f"atomc.kernels.triton.{module}").moe_experts
+    kernel = importlib.import_module(f"atomc.kernels.triton.experts.{module}").moe_experts
     by_token = kernel(**given).isnan().all(-1)
     assert by_token.tolist() == [token == 1 for token in range(len(by_token))]

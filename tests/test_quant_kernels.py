@@ -30,7 +30,7 @@ assert kernels.load("triton") is None
 assert kernels.load("cuda") is None
 # Only where there is Triton.
 w4a16, unpacking = (
-    importlib.import_module(f"atomc.kernels.triton.{name}") for name in ("w4a16", "unpacking")
+    importlib.import_module(f"atomc.kernels.triton.w4a16.{name}") for name in ("w4a16", "unpacking")
 )
 
 H200 = Platform.named("h200")
@@ -113,11 +113,13 @@ def test_every_e2m1_code_at_every_place_of_a_word_is_read_exactly_under_every_sc
 def test_a_scale_that_is_not_finite_shows_in_the_outputs_it_belongs_to_and_in_no_others() -> None:
     given = mxfp4_operands(Draw(torch.float32, DEVICE), 1, 64, out=4)
     given["weight_scale"][2, 1] = 255
-    out = kernel_of("linear_mxfp4", "triton.w4a16").function(**given)
+    out = kernel_of("linear_mxfp4", "triton.w4a16.w4a16").function(**given)
     assert out.isnan().tolist() == [[False, False, True, False]]
 
 
-@pytest.mark.parametrize("module", ["triton.scaled_linear", "triton.scaled_linear_tiles"])
+@pytest.mark.parametrize(
+    "module", ["triton.linear.scaled_linear", "triton.linear.scaled_linear_tiles"]
+)
 @pytest.mark.parametrize("rows", [1, 5])
 def test_sums_of_int8_products_are_exact(module: str, rows: int) -> None:
     draw = Draw(torch.float32, DEVICE)
@@ -150,28 +152,28 @@ E4M3 = torch.float8_e4m3fn
     [
         (
             "scaled_linear_fp8",
-            "triton.scaled_linear",
+            "triton.linear.scaled_linear",
             "sm80",
             {},
             "sm80 has no fp8 instructions; sm89 and later have",
         ),
         (
             "scaled_linear_fp8",
-            "triton.scaled_linear",
+            "triton.linear.scaled_linear",
             "gfx942",
             {},
             "its tiles are chosen for NVIDIA GPUs",
         ),
         (
             "scaled_linear_fp8",
-            "triton.scaled_linear",
+            "triton.linear.scaled_linear",
             "h200",
             {"out_dtype": torch.float32},
             "the result is torch.float32: written for torch.bfloat16 or torch.float16",
         ),
         (
             "scaled_linear_fp8",
-            "triton.scaled_linear",
+            "triton.linear.scaled_linear",
             "h200",
             {"x": torch.zeros(3, 128).to(torch.float8_e5m2)},
             "x is torch.float8_e5m2, weight is torch.float8_e4m3fn: written for "
@@ -179,35 +181,35 @@ E4M3 = torch.float8_e4m3fn
         ),
         (
             "scaled_linear_fp8",
-            "triton.scaled_linear",
+            "triton.linear.scaled_linear",
             "h200",
             {"x": torch.zeros(17, 128).to(E4M3)},
             "x has more than 16 rows, for which another kernel is faster",
         ),
         (
             "scaled_linear_fp8",
-            "triton.scaled_linear",
+            "triton.linear.scaled_linear",
             "h200",
             {"weight": torch.zeros(128, 48).to(E4M3).t()},
             "the weight is not contiguous, or its size is dynamic",
         ),
         (
             "scaled_linear_fp8",
-            "triton.scaled_linear_tiles",
+            "triton.linear.scaled_linear_tiles",
             "h200",
             {},
             "rows and columns of the weight are multiples of 16, where cuBLAS is faster",
         ),
         (
             "scaled_linear_fp8",
-            "triton.scaled_linear_by_row",
+            "triton.linear.scaled_linear_by_row",
             "h200",
             {"x": torch.zeros(129, 128).to(E4M3)},
             "x has more than 128 rows, which are left to cuBLAS",
         ),
         (
             "scaled_linear_fp8",
-            "triton.scaled_linear_by_row",
+            "triton.linear.scaled_linear_by_row",
             "h200",
             {"x_scale": torch.ones(1), "weight_scale": torch.ones(1)},
             "one scale for all rows, which cuBLAS takes as fast",
@@ -271,28 +273,28 @@ E4M3 = torch.float8_e4m3fn
         ),
         (
             "scaled_linear_fp8_block",
-            "triton.scaled_linear_tiles",
+            "triton.linear.scaled_linear_tiles",
             "h200",
             {"block": 64},
             "blocks of 64: written for 128",
         ),
         (
             "linear_w4a16",
-            "triton.w4a16",
+            "triton.w4a16.w4a16",
             "h200",
             {"group": 16},
             "groups of 16: written for 32, 64 and 128",
         ),
         (
             "linear_w4a16",
-            "triton.dequantized",
+            "triton.w4a16.dequantized",
             "h200",
             {"x": torch.zeros(3, 128)},
             "x is torch.float32: written for torch.bfloat16 or torch.float16",
         ),
         (
             "linear_mxfp4",
-            "triton.w4a16",
+            "triton.w4a16.w4a16",
             "h200",
             {"x": torch.zeros(3, 128).half()},
             "x is torch.float16: written for torch.float32 or torch.bfloat16 or "
@@ -300,14 +302,14 @@ E4M3 = torch.float8_e4m3fn
         ),
         (
             "linear_mxfp4",
-            "triton.w4a16",
+            "triton.w4a16.w4a16",
             "sm80",
             {"x": torch.zeros(3, 128).to(E4M3), "x_scale": torch.ones(1)},
             "sm80 has no fp8 instructions; sm89 and later have",
         ),
         (
             "linear_mxfp4",
-            "triton.dequantized",
+            "triton.w4a16.dequantized",
             "h200",
             {"x": torch.zeros(3, 128).to(E4M3), "x_scale": torch.ones(1)},
             "x is torch.float8_e4m3fn: written for torch.bfloat16 or torch.uint8",
@@ -355,8 +357,8 @@ def test_a_number_of_rows_decides_which_kernel_multiplies(
 @pytest.mark.parametrize(
     ("op", "in_strips"),
     [
-        ("linear_w4a16", [("by_strips", True)]),
-        ("linear_mxfp4", [("by_strips", True)]),
+        ("linear_w4a16", [("w4a16_mma", True)]),
+        ("linear_mxfp4", [("w4a16_mma", True)]),
         ("linear_nvfp4", []),
     ],
 )
@@ -431,7 +433,7 @@ def test_layers_read_what_the_quantizer_before_them_wrote_in_a_graph_that_is_rep
     layer = fp8_operands(draw, rows, 4096, out=4096)
     scale = torch.full((1,), 2e-4, device="cuda")
     x = draw.normal(rows, 4096)
-    quant = kernel_of("quant_fp8_per_token", "triton.quant").function
+    quant = kernel_of("quant_fp8_per_token", "triton.rows.quant").function
     kernel = next(
         kernel
         for provider in ("triton", "cuda")

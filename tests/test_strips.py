@@ -18,7 +18,12 @@ assert kernels.load("triton") is None
 # Only where there is Triton.
 strip_pairs, strip_rows, strip_values, tile_table = (
     importlib.import_module(f"atomc.kernels.triton.{name}")
-    for name in ("strip_pairs", "strip_rows", "strip_values", "tile_table")
+    for name in (
+        "w4a16.w4a16_mma_pair",
+        "w4a16.w4a16_mma_rows",
+        "w4a16.strip_values",
+        "launch.tile_table",
+    )
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # on a CPU, Triton's interpreter runs

@@ -146,7 +146,7 @@ def test_int4_layers_are_multiplied_in_the_registers_that_read_them(tmp_path: Pa
     cases = ("parts that are not full", "groups of 128, several programs")
     compiled("sm90", tuple(f"linear_w4a16/{case}" for case in cases), tmp_path)
     texts = [path.read_text() for path in tmp_path.rglob("_rows.ptx")]
-    texts = [text for text in texts if "strip_rows.py" in text]
+    texts = [text for text in texts if "w4a16_mma_rows.py" in text]
     assert len(texts) == 2
     for text in texts:
         # Instructions of 16 columns each; from Triton 3.9 on, those of a warp group, with the

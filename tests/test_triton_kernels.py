@@ -42,7 +42,7 @@ def example_of(kernel: ops.Kernel, *, rows: bool = False) -> dict[str, Any]:
         for name, make in named
         if not rows or name not in ("one row", "one token")
     )
-    if kernel.function.__module__.endswith("by_strips"):
+    if kernel.function.__module__.endswith("w4a16_mma"):
         return next(given for given in made if given["weight"].shape[0] % 16 == 0)
     if not kernel.function.__module__.endswith("_chosen"):
         return next(made)

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from atomc.rewriting.graph_pass import Pass
 
 Parts = dict[str, str]
-# Parts are named "source of kernel triton rms_norm" and "source of atomc/kernels/triton/rows/norm.py".
+# Parts are named "source of kernel triton rms_norm" and "source of
+# atomc/kernels/triton/rows/norm.py".
 KERNEL_SOURCE, OUR_KERNELS = "source of kernel", "source of atomc/kernels/"
 
 # These change reports and files, but not the compiled code.

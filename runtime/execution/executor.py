@@ -1,7 +1,8 @@
 """What the engine needs of whatever runs its steps.
 
-`atomc.runtime.execution.worker.Worker` runs them in this process, `atomc.runtime.ranks.executor.RankExecutor`
-in several: a step is plain data (atomc.runtime.scheduling.step), and so is a Result.
+`atomc.runtime.execution.worker.Worker` runs them in this process,
+`atomc.runtime.ranks.executor.RankExecutor` in several: a step is plain data
+(atomc.runtime.scheduling.step), and so is a Result.
 """
 
 from collections.abc import Mapping, Sequence

@@ -34,7 +34,7 @@ class Request:
                   in `tokens` yet
     scored        prompt rows whose log-probabilities are computed or in flight
     num_cached    prompt tokens from the prefix cache
-    keys          keys of the full blocks of `tokens` (atomc.runtime.scheduling.prefix_cache); the first
+    keys          keys of the full blocks of `tokens` (runtime.scheduling.prefix_cache); the first
                   num_cached_blocks are in its index
     shares_prefix   what it computes enters the prefix cache: not after a reset, until it is
                     admitted again

@@ -1,8 +1,8 @@
 """A scheduled step: plain values without references to live objects, which msgspec can encode for
 another process.
 
-The worker keeps state for each slot (atomc.runtime.execution.slots). A step has what this state lacks: the
-request's parameters when it gets a slot, later only new tokens and blocks.
+The worker keeps state for each slot (atomc.runtime.execution.slots). A step has what this state
+lacks: the request's parameters when it gets a slot, later only new tokens and blocks.
 """
 
 from itertools import accumulate, pairwise

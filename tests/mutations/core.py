@@ -51,14 +51,17 @@ BUGS = [
         "tests/test_quant_nvfp4.py -k merged",
     ),
     triton(
-        "w4a16",
+        "w4a16/w4a16",
         "tl.load(global_ptr + n, n < N",
         "tl.load(global_ptr + 0 * n, n < N",
         "linear_nvfp4",
     ),
-    triton("mxfp4", "((code & 127) << 20)", "((code & 63) << 20)", "linear_nvfp4"),
+    triton("w4a16/mxfp4", "((code & 127) << 20)", "((code & 63) << 20)", "linear_nvfp4"),
     triton(
-        "dequantized", "tl.load(global_ptr + row,", "tl.load(global_ptr + 0 * row,", "linear_nvfp4"
+        "w4a16/dequantized",
+        "tl.load(global_ptr + row,",
+        "tl.load(global_ptr + 0 * row,",
+        "linear_nvfp4",
     ),
     Bug(
         "passes/bind_state.py",
@@ -151,7 +154,7 @@ BUGS = [
         "tests/test_norm_pair.py -k read_elsewhere",
     ),
     triton(
-        "norm_pair",
+        "rows/norm_pair",
         "y_static_ptr,\n            rows,",
         "x_static_ptr,\n            rows,",
         "rms_norm_pair_quant",
@@ -241,7 +244,7 @@ BUGS = [
         "tests/test_mla_attention.py -k both_forms",
     ),
     triton(
-        "mla_attention",
+        "latent/mla_attention",
         "(key[None, :] <= position[:, None]) & (key < last)[None, :]",
         "(key < last)[None, :]",
         "mla_absorbed_attention",
@@ -259,33 +262,44 @@ BUGS = [
         "tests/test_batch_invariant.py -k 'token_of_latent and triton'",
     ),
     triton(
-        "mla_chosen",
+        "latent/mla_chosen",
         "last = tl.minimum(position + 1, K)",
         "last = K",
         "mla_absorbed_attention",
     ),
     triton(
-        "mla_chosen",
+        "latent/mla_chosen",
         "lengths - (ends - row) + 1, 0",
         "lengths - (ends - row), 0",
         "mla_absorbed_attention",
     ),
-    triton("indexer", "(rank <= left)", "(rank < left)", "paged_index_topk"),
-    triton("indexer", "written += tl.sum(taken)", "written += 0", "paged_index_topk"),
-    triton("indexer", "tl.maximum(products, 0.0)", "products", "paged_index_topk"),
-    triton("indexer", "key * tl.div_rn(1.0, scale)", "key", "index_write"),
-    triton("conv", "token - (TAPS - 1 - tap)", "token - tap", "causal_conv1d"),
-    triton("conv", "real & (length > num_new)", "real", "causal_conv1d_update"),
-    triton("conv", "num_new - (TAPS - 1) + row", "num_new - TAPS + row", "causal_conv1d_update"),
-    triton("norm_gated", "y *= gate * tl.sigmoid(gate)", "y *= tl.sigmoid(gate)", "rms_norm_gated"),
-    triton("delta_rule", " + tl.sum(q * k, 0) * delta", "", "gated_delta_rule_update"),
-    triton("delta_rule", "real & (length > num_new)", "real", "gated_delta_rule_update"),
-    triton("delta_chunks", "if end - start > MOST:", "if True:", "gated_delta_rule_update"),
-    triton("delta_chunks", "inverse -= _of", "inverse += _of", "gated_delta_rule"),
-    triton("delta_chunks", "tl.dot(x, y_low, sums)", "sums", "gated_delta_rule"),
-    triton("delta_chunks", "tl.dot(low, y, sums)", "sums", "gated_delta_rule"),
-    triton("delta_chunks", "inverse * beta[None, :]", "inverse", "gated_delta_rule"),
-    triton("delta_chunks", "if s >= num_sequences:", "if False:", "gated_delta_rule_update"),
+    triton("latent/indexer", "(rank <= left)", "(rank < left)", "paged_index_topk"),
+    triton("latent/indexer", "written += tl.sum(taken)", "written += 0", "paged_index_topk"),
+    triton("latent/indexer", "tl.maximum(products, 0.0)", "products", "paged_index_topk"),
+    triton("latent/indexer", "key * tl.div_rn(1.0, scale)", "key", "index_write"),
+    triton("recurrent/conv", "token - (TAPS - 1 - tap)", "token - tap", "causal_conv1d"),
+    triton("recurrent/conv", "real & (length > num_new)", "real", "causal_conv1d_update"),
+    triton(
+        "recurrent/conv",
+        "num_new - (TAPS - 1) + row",
+        "num_new - TAPS + row",
+        "causal_conv1d_update",
+    ),
+    triton(
+        "rows/norm_gated", "y *= gate * tl.sigmoid(gate)", "y *= tl.sigmoid(gate)", "rms_norm_gated"
+    ),
+    triton("recurrent/delta_rule", " + tl.sum(q * k, 0) * delta", "", "gated_delta_rule_update"),
+    triton("recurrent/delta_rule", "real & (length > num_new)", "real", "gated_delta_rule_update"),
+    triton(
+        "recurrent/delta_chunks", "if end - start > MOST:", "if True:", "gated_delta_rule_update"
+    ),
+    triton("recurrent/delta_chunks", "inverse -= _of", "inverse += _of", "gated_delta_rule"),
+    triton("recurrent/delta_chunks", "tl.dot(x, y_low, sums)", "sums", "gated_delta_rule"),
+    triton("recurrent/delta_chunks", "tl.dot(low, y, sums)", "sums", "gated_delta_rule"),
+    triton("recurrent/delta_chunks", "inverse * beta[None, :]", "inverse", "gated_delta_rule"),
+    triton(
+        "recurrent/delta_chunks", "if s >= num_sequences:", "if False:", "gated_delta_rule_update"
+    ),
     Bug(
         "atomc/kernels/torch/delta_rule.py",
         "if lengths[s] == end - start:",
@@ -299,25 +313,50 @@ BUGS = [
         "tests/test_kernels.py -k '[causal_conv1d_update-torch-'",
     ),
     triton(
-        "mla_prompts",
+        "latent/mla_prompts",
         "k_rest=_as_one_block(k_rope)",
         "k_rest=_as_one_block(k_rope.flip(0))",
         "mla_paged_attention",
     ),
-    prefix("by_head", "tl.load(q_at + P + r, rotated)", "tl.load(q_at + r, rotated)", "projected"),
-    prefix("by_head", "if some_have_prefix(", "if True or some_have_prefix(", "projected"),
-    prefix("by_head", "old_there[:, None] & inside", "inside", "weighed"),
-    prefix("by_head", "inside & (new_lse > without)[:, None]", "inside", "weighed"),
-    prefix("by_head", "(old_there | (new_lse == without))", "old_there", "weighed"),
-    prefix("by_head", "of_old[:, None] * old)", "old)", "weighed"),
-    prefix("by_head", "(old_there | (new_lse == without))", "(row >= 0)", "not_written"),
-    prefix("sequences", "(starts < last) & (first < ends)", "(starts < last)", "projected"),
-    prefix("sequences", "lengths > ends - starts", "lengths >= ends - starts", "projected"),
-    prefix("sequences", "passed + tl.cumsum", "tl.cumsum", "rows and many"),
-    prefix("sequences", "tile - through + tiles, 0)) * BLOCK_Q", "0, 0)) * BLOCK_Q", "rows"),
-    prefix("mla_prefix", "num_tiles * PARTS, tl.num_programs(0)", "2, 1", "rows"),
-    prefix("mla_prefix", "each // num_tiles * TILE_HEADS", "0 * TILE_HEADS", "rows"),
-    prefix("mla_prefix", '-float("inf"), dtype=', "0.0, dtype=", "rows"),
+    prefix(
+        "linear/batched_head_linear",
+        "tl.load(q_at + P + r, rotated)",
+        "tl.load(q_at + r, rotated)",
+        "projected",
+    ),
+    prefix(
+        "linear/batched_head_linear",
+        "if some_have_prefix(",
+        "if True or some_have_prefix(",
+        "projected",
+    ),
+    prefix("linear/batched_head_linear", "old_there[:, None] & inside", "inside", "weighed"),
+    prefix(
+        "linear/batched_head_linear", "inside & (new_lse > without)[:, None]", "inside", "weighed"
+    ),
+    prefix(
+        "linear/batched_head_linear", "(old_there | (new_lse == without))", "old_there", "weighed"
+    ),
+    prefix("linear/batched_head_linear", "of_old[:, None] * old)", "old)", "weighed"),
+    prefix(
+        "linear/batched_head_linear",
+        "(old_there | (new_lse == without))",
+        "(row >= 0)",
+        "not_written",
+    ),
+    prefix(
+        "attention/sequences", "(starts < last) & (first < ends)", "(starts < last)", "projected"
+    ),
+    prefix(
+        "attention/sequences", "lengths > ends - starts", "lengths >= ends - starts", "projected"
+    ),
+    prefix("attention/sequences", "passed + tl.cumsum", "tl.cumsum", "rows and many"),
+    prefix(
+        "attention/sequences", "tile - through + tiles, 0)) * BLOCK_Q", "0, 0)) * BLOCK_Q", "rows"
+    ),
+    prefix("latent/mla_prefix", "num_tiles * PARTS, tl.num_programs(0)", "2, 1", "rows"),
+    prefix("latent/mla_prefix", "each // num_tiles * TILE_HEADS", "0 * TILE_HEADS", "rows"),
+    prefix("latent/mla_prefix", '-float("inf"), dtype=', "0.0, dtype=", "rows"),
     Bug(
         "atomc/kernels/triton/attention/attention.py",
         "scores = tl.dot(q_rest, tl.trans(k_rest), scores,",
@@ -373,19 +412,19 @@ BUGS = [
         "tests/test_passes.py -k the_rotation_and_the_write",
     ),
     triton(
-        "norm",
+        "rows/norm",
         "tl.sum(x * x, 1)[:, None] / D + eps",
         "tl.sum(x * x, 1)[:, None] / BLOCK + eps",
         "rms_norm",
     ),
     triton(
-        "norm",
+        "rows/norm",
         "centred = tl.where(column < D, x - tl.sum(x, 1)[:, None] / D, 0.0)",
         "centred = x - tl.sum(x, 1)[:, None] / D",
         "layer_norm",
     ),
     triton(
-        "route",
+        "experts/route",
         "choice += tl.load(bias_ptr",
         "scores += tl.load(bias_ptr",
         "topk_route",
@@ -402,14 +441,19 @@ BUGS = [
         "or (WARPS >= 1 and not ALONE):",
         "tests/test_triton_compiles.py -k 16_bytes",
     ),
-    triton("fragments", "scale.int() + RAISED", "scale.int() + RAISED + 1", "moe_experts_mxfp4"),
-    triton("fragments", "(4, 10)[j - 1]", "(4, 9)[j - 1]", "moe_experts_mxfp4"),
-    triton("fragments", "(low | (high << 16))", "(high | (low << 16))", "moe_experts_w4a16"),
     triton(
-        "fragments", "+ place // 8 % WARPS * 16", "+ place // 8 % WARPS * 8", "moe_experts_w4a16"
+        "w4a16/fragments", "scale.int() + RAISED", "scale.int() + RAISED + 1", "moe_experts_mxfp4"
+    ),
+    triton("w4a16/fragments", "(4, 10)[j - 1]", "(4, 9)[j - 1]", "moe_experts_mxfp4"),
+    triton("w4a16/fragments", "(low | (high << 16))", "(high | (low << 16))", "moe_experts_w4a16"),
+    triton(
+        "w4a16/fragments",
+        "+ place // 8 % WARPS * 16",
+        "+ place // 8 % WARPS * 8",
+        "moe_experts_w4a16",
     ),
     triton(
-        "fragments",
+        "w4a16/fragments",
         "(row // STRIP * PARTS + part) * STRIP",
         "(row // STRIP * PARTS) * STRIP",
         "moe_experts_mxfp4",
@@ -421,7 +465,7 @@ BUGS = [
         "tests/test_pieces.py -k number_computed",
     ),
     triton(
-        "experts_4_bits",
+        "experts/experts_4_bits",
         "pairs_of(order_ptr, block, P, BLOCK_M)",
         "pairs_of(order_ptr, block + 1, P, BLOCK_M)",
         "moe_experts_mxfp4",
@@ -451,14 +495,14 @@ BUGS = [
         "tests/test_spellings.py -k sigmoid",
     ),
     triton(
-        "sigmoid_gate",
+        "rows/sigmoid_gate",
         "gate.expand_as(up) if added is None",
         "up if added is None",
         "sigmoid_and_mul",
     ),
-    triton("sigmoid_gate", "if ONE_GATE:", "if True:", "sigmoid_and_mul"),
+    triton("rows/sigmoid_gate", "if ONE_GATE:", "if True:", "sigmoid_and_mul"),
     triton(
-        "sigmoid_gate",
+        "rows/sigmoid_gate",
         "*row_strides(first)",
         "*row_strides(up)",
         "sigmoid_and_mul",
@@ -482,26 +526,29 @@ BUGS = [
         "tests/test_grouped.py -k quarter",
     ),
     triton(
-        "fragment_products",
+        "w4a16/fragment_products",
         "return sums + product * scale.to(tl.float32)",
         "return sums + product",
         "moe_experts_w4a16",
     ),
-    triton("fragments", "* 32 // GROUP * BITS", "* 64 // GROUP * BITS", "moe_experts_w4a16"),
+    triton("w4a16/fragments", "* 32 // GROUP * BITS", "* 64 // GROUP * BITS", "moe_experts_w4a16"),
     triton(
-        "fragment_products",
+        "w4a16/fragment_products",
         "inside, 128 // GROUP), GROUP, 8)",
         "inside, 128 // GROUP), GROUP, 4)",
         "moe_experts_w4a16",
     ),
     triton(
-        "experts_few",
+        "experts/experts_decode",
         "row += j // BLOCK_N * I",
         "row += j // BLOCK_N * BLOCK_N",
         "moe_experts",
     ),
     triton(
-        "grouped", "tl.where(m == 0, block, P)", "tl.where(m == 0, block + 1, P)", "moe_experts_fp8"
+        "experts/grouped",
+        "tl.where(m == 0, block, P)",
+        "tl.where(m == 0, block + 1, P)",
+        "moe_experts_fp8",
     ),
     Bug(
         "atomc/kernels/triton/experts/experts_decode.py",
@@ -515,35 +562,44 @@ BUGS = [
         '(lse == float("inf"))[:, None], 0.0, partial',
         "tests/test_combine_splits.py",
     ),
-    triton("experts_few", "pair.to(tl.int64) * I + column", "token * I + column", "moe_experts"),
     triton(
-        "experts_few_sums",
+        "experts/experts_decode",
+        "pair.to(tl.int64) * I + column",
+        "token * I + column",
+        "moe_experts",
+    ),
+    triton(
+        "experts/experts_decode_sums",
         "(words << (12 - 4 * NUMBER)) & -0x7FFF8000",
         "(words << (12 - 4 * NUMBER)) & 0x8000",
         "moe_experts_mxfp4",
     ),
-    triton("activation", "inside = column < WIDTH", "inside = column <= WIDTH", "silu_and_mul"),
-    triton("linear", "(m < M) & (n < N))", "(m < M) & (n <= N))", "linear"),
     triton(
-        "quant",
+        "rows/activation", "inside = column < WIDTH", "inside = column <= WIDTH", "silu_and_mul"
+    ),
+    triton("linear/linear", "(m < M) & (n < N))", "(m < M) & (n <= N))", "linear"),
+    triton(
+        "rows/quant",
         "(group < (D + GROUP - 1) // GROUP)",
         "(group <= (D + GROUP - 1) // GROUP)",
         "quant_fp8_group",
     ),
-    triton("kv_write", "inside = inside & (column < WIDTH)", "inside = inside", "kv_write"),
+    triton("rows/kv_write", "inside = inside & (column < WIDTH)", "inside = inside", "kv_write"),
     blocks("return -(-num_tokens // self.block_size)", "return num_tokens // self.block_size"),
     blocks("self.ref_counts[block] += 1", "self.ref_counts[block] = 1"),
     blocks("for block in reversed(table.blocks):", "for block in reversed(table.blocks[1:]):"),
-    scheduling("scheduler", "request.computed = 0\n", "request.computed = 1\n"),
-    scheduling("request_queues", "_free_slots.append(request.slot)", "_free_slots.append(0)"),
-    scheduling("step_builder", "self.budget -= chunk.num_tokens", "self.budget -= 1"),
+    scheduling("scheduling/scheduler", "request.computed = 0\n", "request.computed = 1\n"),
     scheduling(
-        "prefix_sharing",
+        "scheduling/request_queues", "_free_slots.append(request.slot)", "_free_slots.append(0)"
+    ),
+    scheduling("scheduling/step_builder", "self.budget -= chunk.num_tokens", "self.budget -= 1"),
+    scheduling(
+        "scheduling/prefix_sharing",
         "keys = request.keys[: (len(request.tokens) - 1) // self.pool.block_size]",
         "keys = request.keys[: len(request.tokens) // self.pool.block_size]",
     ),
     scheduling(
-        "chunks",
+        "scheduling/chunks",
         "start, end = request.computed, request.computed + count",
         "start, end = request.computed, request.computed + count + 1",
     ),

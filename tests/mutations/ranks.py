@@ -6,7 +6,7 @@ RANKS = "tests/test_ranks.py"
 
 
 def bug(file: str, old: str, new: str, tests: str) -> Bug:
-    return Bug(f"runtime/ranks/{file}.py", old, new, f"{RANKS} -k {tests}")
+    return Bug(f"runtime/{file}.py", old, new, f"{RANKS} -k {tests}")
 
 
 LARGEST = "tests/test_vocab_parallel.py -k largest"
@@ -28,14 +28,14 @@ BUGS = [
     Bug("runtime/execution/views/stock_head.py", "50 * torch.randn", "torch.zeros", f"{HEADS} needs_other"),
     Bug("runtime/execution/self_check.py", "logits if apart is None else apart.gathered(logits)", "logits", f"{HEADS} compared_with"),
     Bug("runtime/execution/programs.py", "        elif type(model) is StockModel:\n", "        elif False:\n", STOCK),
-    bug("process_group", "    except RuntimeError as error:  # the device", "    except OSError as error:  # the device", "broken"),
-    bug("rank", "        open_device(device)\n", "", "without_its_device"),
-    bug("executor", "    monitor.end_watch()\n", "", "dropped_after"),
+    bug("ranks/process_group", "    except RuntimeError as error:  # the device", "    except OSError as error:  # the device", "broken"),
+    bug("ranks/rank", "        open_device(device)\n", "", "without_its_device"),
+    bug("ranks/executor", "    monitor.end_watch()\n", "", "dropped_after"),
     Bug("runtime/execution/graphs.py", "self.captured.clear()", "pass", "tests/test_cudagraphs.py -k no_graph_is_left"),
-    bug("agreement", "distributed.ReduceOp.MIN", "distributed.ReduceOp.MAX", "outputs_of_one"),
-    bug("rank", "sample(_tensor(mask, num_rows))", "sample(None)", "outputs_of_one"),
+    bug("execution/collective_min", "distributed.ReduceOp.MIN", "distributed.ReduceOp.MAX", "outputs_of_one"),
+    bug("ranks/rank", "sample(_tensor(mask, num_rows))", "sample(None)", "outputs_of_one"),
     Bug("runtime/interrupts.py", "signal.signal(number, self.receive)", "pass", f"{RANKS} -k ctrl_c"),
-    bug("monitor", "(alike or not self.started)", "not self.started", "alike"),
+    bug("ranks/monitor", "(alike or not self.started)", "not self.started", "alike"),
     Bug("runtime/ranks/torchrun.py", 'if offer["id"] != answered:', "if not answered:", f"{TORCHRUN} not_those_of_a_group"),
     Bug("runtime/ranks/torchrun.py", 'f"{answered}/go/{key}"]', 'f"{answered}/go/other"]', f"{TORCHRUN} not_those_of_a_group"),
     Bug("runtime/ranks/torchrun.py", 'not in ("device", "threads")', "in ()", f"{TORCHRUN} other_flags"),

@@ -1,4 +1,4 @@
-"""Experts of the standard format with the Triton kernels of atomc/kernels/triton/experts/grouped.py."""
+"""Experts of the standard format with the Triton kernels of kernels/triton/experts/grouped.py."""
 
 import importlib.util
 

@@ -89,7 +89,7 @@ def _sums(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The sums of experts_few_sums.py for weights stored in this FORM."""
+    """The sums of experts_decode_sums.py for weights stored in this FORM."""
     if FORM == "numbers":
         return sums_of_numbers(
             x_ptr, x_row, weight_ptr, weight_row, column_step, here, there, K, BLOCK_K, PDL

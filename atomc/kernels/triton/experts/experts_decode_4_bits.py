@@ -1,5 +1,5 @@
 """Mixtures of experts for few tokens with weights in int4 or MXFP4 and activations of 16 bits or
-fp32, in Triton; see experts_few.py. Codes are unpacked in registers.
+fp32, in Triton; see experts_decode.py. Codes are unpacked in registers.
 """
 
 import torch

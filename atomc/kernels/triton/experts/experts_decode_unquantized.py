@@ -1,4 +1,4 @@
-"""Mixtures of experts for few tokens with unquantized weights, in Triton; see experts_few.py."""
+"""Mixtures of experts for few tokens with unquantized weights, in Triton; see experts_decode.py."""
 
 from torch import Tensor
 

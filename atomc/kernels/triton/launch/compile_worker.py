@@ -1,10 +1,10 @@
 """Compile Triton kernels in processes. Half of the work is Python code, for which threads share one
 interpreter lock.
 
-`python -m atomc.kernels.triton.launch.compile_worker` is the worker. It imports the compiler while its
-parent traces a model, reads one line per kernel, forks a process that compiles it, and exits at the
-end of its input. It uses no threads and no GPU, because it forks. The kernels go to Triton's cache,
-where the parent finds them; the parent compiles kernels that are missing there.
+`python -m atomc.kernels.triton.launch.compile_worker` is the worker. It imports the compiler while
+its parent traces a model, reads one line per kernel, forks a process that compiles it, and exits at
+the end of its input. It uses no threads and no GPU, because it forks. The kernels go to Triton's
+cache, where the parent finds them; the parent compiles kernels that are missing there.
 """
 
 import contextlib

@@ -56,7 +56,7 @@ def unpacked(
     *,
     int4: bool = True,
 ) -> Tensor:
-    """The values [N, columns] of the weight, scales and zeros that by_strips.py prepares, rounded
+    """The values [N, columns] of the weight, scales and zeros that w4a16_mma.py prepares, rounded
     to dtype: that of the scales of int4, bf16 of MXFP4.
     """
     n = len(words) * STRIP.value

@@ -145,7 +145,7 @@ def serves(x: Tensor) -> bool:
 def multiply(
     x: Tensor, words: Tensor, scale: Tensor, zeros: Tensor | None, bias: Tensor | None, group: int
 ) -> Tensor:
-    """The op linear_w4a16, of the weight, scales and zeros that by_strips.py prepares."""
+    """The op linear_w4a16, of the weight, scales and zeros that w4a16_mma.py prepares."""
     n, k = len(words) * STRIP.value, x.shape[-1]
     out = x.new_empty((*x.shape[:-1], n))
     _row[(n // 4,)](

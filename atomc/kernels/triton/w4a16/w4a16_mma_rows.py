@@ -129,7 +129,7 @@ def multiply(
     int4: bool = True,
 ) -> Tensor:
     """The op linear_w4a16, or linear_mxfp4 of bf16, of the weight, scales and zeros that
-    by_strips.py prepares. tile: None for that of the table.
+    w4a16_mma.py prepares. tile: None for that of the table.
     """
     n, k = len(words) * STRIP.value, x.shape[-1]
     out = x.new_empty((*x.shape[:-1], n))
