@@ -43,9 +43,9 @@ test-gpu: ## the tests that need a GPU, from the tree, with the Python that is t
 	PYTHONPATH=. $(PYTHON) -m pytest tests -m gpu $(PYTEST_ARGS)
 
 test-libraries: $(VENV)/installed-test $(LIBRARIES)/installed ## the tests over AITER's Triton code, zentorch and flash-linear-attention, from the package index
-	$(TEST_ENV) ATOMC_AITER_SOURCE=$(LIBRARIES)/aiter $(BIN)/python -m pytest $(PARALLEL) tests/aiter/test_aiter_proofs.py $(PYTEST_ARGS)
-	$(TEST_ENV) PYTHONPATH=$(LIBRARIES)/zentorch $(BIN)/python -m pytest $(PARALLEL) tests/test_zentorch.py tests/test_cpu_quant.py tests/test_kernels.py -k zentorch $(PYTEST_ARGS)
-	$(TEST_ENV) PYTHONPATH=$(LIBRARIES)/fla $(BIN)/python -m pytest $(PARALLEL) -m "" tests/test_fla.py $(PYTEST_ARGS)
+	$(TEST_ENV) ATOMC_AITER_SOURCE=$(LIBRARIES)/aiter $(BIN)/python -m pytest $(PARALLEL) tests/kernels/aiter/test_aiter_proofs.py $(PYTEST_ARGS)
+	$(TEST_ENV) PYTHONPATH=$(LIBRARIES)/zentorch $(BIN)/python -m pytest $(PARALLEL) tests/kernels/test_zentorch.py tests/kernels/linear/test_cpu_quant.py tests/kernels/test_kernels.py -k zentorch $(PYTEST_ARGS)
+	$(TEST_ENV) PYTHONPATH=$(LIBRARIES)/fla $(BIN)/python -m pytest $(PARALLEL) -m "" tests/kernels/recurrent/test_fla.py $(PYTEST_ARGS)
 
 test-mutations: $(VENV)/installed-test ## apply one-line bugs, one after the other: each must turn a test red (BUGS=word selects)
 	$(BIN)/python tests/mutations/run.py $(BUGS)

@@ -9,6 +9,7 @@ import random
 import shutil
 import sys
 import zlib
+from pathlib import Path
 
 from gpus import gpu_of_worker
 
@@ -17,6 +18,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("ATOMC_STRICT", "1")
 os.environ.setdefault("ATOMC_CACHE", "0")  # every test compiles; those of the cache say so
 os.environ.update(gpu_of_worker())
+
+# Tests use what the tests of other rooms define.
+sys.path += sorted({str(path.parent) for path in Path(__file__).parent.glob("*/**/test_*.py")})
 
 import pytest
 import shared_objects
@@ -53,7 +57,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--grid-seed",
         type=int,
-        help="draws the cells of tests/kernel_grid.py that run beside the fixed ones",
+        help="draws the cells of tests/_support/kernel_grid.py that run beside the fixed ones",
     )
     parser.addoption(
         "--third",

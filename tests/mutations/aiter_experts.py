@@ -7,7 +7,7 @@ ROUTE = values("route.topk_route")
 EXPERTS = values("experts.moe_experts")
 FP8 = values("experts.moe_experts_fp8")
 BLOCKS = values("experts_blocks.moe_experts_fp8")
-GUARDS = "tests/aiter/test_aiter_expert_guards.py"
+GUARDS = "tests/kernels/aiter/test_aiter_expert_guards.py"
 
 BUGS: list[Bug] = [
     bug(

@@ -15,8 +15,8 @@ SPLIT_MXFP4 = values("linear_shuffled_split_cat_mxfp4.linear_split_cat")
 INDEX_WRITE = values("indexer.index_write")
 INDEX_TOPK = values("indexer.paged_index_topk")
 STATELESS = values("latent_prompts.mla_attention")
-GUARDS = "tests/aiter/test_aiter_latent_guards.py"
-MODELS = "tests/aiter/test_aiter_latent_models.py -k ours"
+GUARDS = "tests/kernels/aiter/test_aiter_latent_guards.py"
+MODELS = "tests/kernels/aiter/test_aiter_latent_models.py -k ours"
 
 BUGS: list[Bug] = [
     # writes

@@ -6,7 +6,7 @@ KERNELS = "atomc/kernels/aiter"
 
 
 def values(name: str) -> str:
-    return f"tests/aiter/test_aiter_values.py -k '{name}-'"
+    return f"tests/kernels/aiter/test_aiter_values.py -k '{name}-'"
 
 
 def bug(file: str, old: str, new: str, tests: str) -> Bug:
@@ -152,7 +152,7 @@ BUGS = [
         "linear/scaled_linear_rows",
         "(512, 128, 128)",
         "(512, 64, 128)",
-        "tests/aiter/test_aiter_guards.py -k tiles",
+        "tests/kernels/aiter/test_aiter_guards.py -k tiles",
     ),
     bug(
         "linear/scaled_linear_rows",
@@ -188,13 +188,13 @@ BUGS = [
         "linear/packing",
         "permute(0, 5, 3, 1, 4, 2)",
         "permute(0, 4, 3, 1, 5, 2)",
-        "tests/aiter/test_aiter_packing.py -k scales",
+        "tests/kernels/aiter/test_aiter_packing.py -k scales",
     ),
     bug(
         "linear/packing",
         "enumerate(range(32 * whole, m, 16))",
         "enumerate(range(32 * whole, m - 15, 16))",
-        "tests/aiter/test_aiter_packing.py -k scales",
+        "tests/kernels/aiter/test_aiter_packing.py -k scales",
     ),
     bug(
         "linear/scaled_linear",

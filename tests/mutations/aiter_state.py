@@ -3,12 +3,12 @@
 from mutations import Bug
 
 KERNELS = "atomc/kernels/aiter"
-GUARDS = "tests/aiter/test_aiter_state_guards.py"
-LAYOUTS = "tests/aiter/test_aiter_layouts.py"
+GUARDS = "tests/kernels/aiter/test_aiter_state_guards.py"
+LAYOUTS = "tests/kernels/aiter/test_aiter_layouts.py"
 
 
 def values(name: str) -> str:
-    return f"tests/aiter/test_aiter_values.py -k '{name}-'"
+    return f"tests/kernels/aiter/test_aiter_values.py -k '{name}-'"
 
 
 def bug(file: str, old: str, new: str, tests: str) -> Bug:

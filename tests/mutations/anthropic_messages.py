@@ -7,7 +7,7 @@ KEYS = "runtime/server/http/api_keys.py"
 
 
 def translated(old: str, new: str, tests: str) -> Bug:
-    return Bug(CHAT, old, new, f"tests/test_messages.py -k '{tests}'")
+    return Bug(CHAT, old, new, f"tests/runtime/server/protocols/test_messages.py -k '{tests}'")
 
 
 BUGS = [
@@ -16,7 +16,7 @@ BUGS = [
     translated("_content(texts) if texts else None", "_content(texts)", "blocks_become"),
     translated('    "cache_salt",\n', "", "sampling_fields"),
     translated('body.thinking.type != "disabled"', 'body.thinking.type == "enabled"', "switch"),
-    Bug("runtime/server/anthropic/endpoints.py", "allow_partial=True, ", "", "tests/test_messages.py -k cut_are_read"),
-    Bug(KEYS, " or any(number is None for number in found)", "", "tests/test_messages.py -k header_of"),
-    Bug(KEYS, "len({name for name, _ in given}) != len(given)", "False", "tests/test_messages.py -k header_of"),
+    Bug("runtime/server/anthropic/endpoints.py", "allow_partial=True, ", "", "tests/runtime/server/protocols/test_messages.py -k cut_are_read"),
+    Bug(KEYS, " or any(number is None for number in found)", "", "tests/runtime/server/protocols/test_messages.py -k header_of"),
+    Bug(KEYS, "len({name for name, _ in given}) != len(given)", "False", "tests/runtime/server/protocols/test_messages.py -k header_of"),
 ]  # fmt: skip

@@ -3,7 +3,12 @@
 from mutations import Bug
 
 FUSION, VOCAB, PLAN = (
-    f"tests/test_{name}.py" for name in ("collective_fusion", "vocab_parallel", "plan_collectives")
+    f"tests/{name}.py"
+    for name in (
+        "passes/test_collective_fusion",
+        "parallel/test_vocab_parallel",
+        "planning/test_plan_collectives",
+    )
 )
 HELD = f"{VOCAB}::test_every_id_is_held_once_and_the_last_rows_are_zeros"
 SCALED = f"{VOCAB}::test_a_class_that_scales_its_lookup_scales_the_rows_of_its_process"

@@ -4,20 +4,25 @@ from mutations import Bug
 
 
 def decode(old: str, new: str) -> Bug:
-    tests = "tests/test_conv_delta_rule.py -k only_the_last_program"
+    tests = "tests/kernels/recurrent/test_conv_delta_rule.py -k only_the_last_program"
     return Bug("atomc/kernels/triton/recurrent/conv_delta_rule.py", old, new, tests)
 
 
 def fuse(old: str, new: str) -> Bug:
-    return Bug("passes/fuse/conv_delta_rule.py", old, new, "tests/test_conv_delta_rule.py -k apart")
+    return Bug(
+        "passes/fuse/conv_delta_rule.py",
+        old,
+        new,
+        "tests/kernels/recurrent/test_conv_delta_rule.py -k apart",
+    )
 
 
 def padded(file: str, old: str, new: str) -> Bug:
-    return Bug(file, old, new, "tests/test_padded_weights.py -k 'odd_number or dump'")
+    return Bug(file, old, new, "tests/weights/test_padded_weights.py -k 'odd_number or dump'")
 
 
 def gates(old: str, new: str) -> Bug:
-    tests = "tests/test_conv_delta_rule.py -k would_broadcast"
+    tests = "tests/kernels/recurrent/test_conv_delta_rule.py -k would_broadcast"
     return Bug("atomc/kernels/triton/recurrent/delta_gates.py", old, new, tests)
 
 

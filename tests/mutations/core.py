@@ -4,7 +4,7 @@ from mutations import Bug
 
 
 def kernel(name: str) -> str:
-    return f"tests/test_kernels.py -k '[{name}-triton-'"
+    return f"tests/kernels/test_kernels.py -k '[{name}-triton-'"
 
 
 def triton(file: str, old: str, new: str, name: str) -> Bug:
@@ -13,16 +13,24 @@ def triton(file: str, old: str, new: str, name: str) -> Bug:
 
 def blocks(old: str, new: str) -> Bug:
     return Bug(
-        "runtime/scheduling/blocks.py", old, new, "tests/test_blocks.py tests/test_scheduler.py"
+        "runtime/scheduling/blocks.py",
+        old,
+        new,
+        "tests/runtime/scheduling/test_blocks.py tests/runtime/scheduling/test_scheduler.py",
     )
 
 
 def prefix(file: str, old: str, new: str, test: str) -> Bug:
-    return Bug(f"atomc/kernels/triton/{file}.py", old, new, f"tests/test_mla_prefix.py -k '{test}'")
+    return Bug(
+        f"atomc/kernels/triton/{file}.py",
+        old,
+        new,
+        f"tests/kernels/latent/test_mla_prefix.py -k '{test}'",
+    )
 
 
 def scheduling(file: str, old: str, new: str) -> Bug:
-    return Bug(f"runtime/{file}.py", old, new, "tests/test_scheduler.py")
+    return Bug(f"runtime/{file}.py", old, new, "tests/runtime/scheduling/test_scheduler.py")
 
 
 BUGS = [
@@ -30,25 +38,25 @@ BUGS = [
         "atomc/compiler/select.py",
         " | Kind.EXPERTS)",
         ")",
-        "tests/test_batch_invariant.py -k quantized_experts",
+        "tests/kernels/test_batch_invariant.py -k quantized_experts",
     ),
     Bug(
         "atomc/compiler/pipeline.py",
         "        except OptionsError:  # it is about what the caller asked for, not about the pass\n            raise\n",
         "",
-        "tests/test_batch_invariant.py -k quantized_experts",
+        "tests/kernels/test_batch_invariant.py -k quantized_experts",
     ),
     Bug(
         "atomc/quantization/packing.py",
         "(1.0 / factor).repeat",
         "factor.repeat",
-        "tests/test_quant_nvfp4.py -k decompresses",
+        "tests/quantization/test_quant_nvfp4.py -k decompresses",
     ),
     Bug(
         "atomc/ops/scaled_linear.py",
         '_with_bias(("weight", "weight_scale", "global_scale"), calls)',
         '_with_bias(("weight", "weight_scale"), calls)',
-        "tests/test_quant_nvfp4.py -k merged",
+        "tests/quantization/test_quant_nvfp4.py -k merged",
     ),
     triton(
         "w4a16/w4a16",
@@ -67,91 +75,91 @@ BUGS = [
         "passes/bind_state.py",
         'replace(site.spec, name="")',
         'replace(site.spec, name="", paging=None, group=None)',
-        "tests/test_shared_keys.py -k equal_rows",
+        "tests/models/test_shared_keys.py -k equal_rows",
     ),
     Bug(
         "passes/bind_state.py",
         "layers.index(writer), inputs",
         "writer, inputs",
-        "tests/test_shared_keys.py -k equal_rows",
+        "tests/models/test_shared_keys.py -k equal_rows",
     ),
     Bug(
         "atomc/stock/implementations.py",
         "setattr(module, ROWS_DROPPED_FROM, -1)",
         "setattr(module, ROWS_DROPPED_FROM, 1)",
-        "tests/test_shared_keys.py -k traced",
+        "tests/models/test_shared_keys.py -k traced",
     ),
     Bug(
         "passes/lift.py",
         '_arguments(node, ("weight", "indices"))',
         '_arguments(node, ("indices", "weight"))',
-        "tests/test_lift_in_bf16.py -k first",
+        "tests/passes/test_lift_in_bf16.py -k first",
     ),
     Bug(
         "passes/lift.py",
         "torch.finfo(torch.float32).eps if",
         "torch.finfo(x.dtype).eps if",
-        "tests/test_lift_in_bf16.py -k eps",
+        "tests/passes/test_lift_in_bf16.py -k eps",
     ),
     Bug(
         "passes/lift.py",
         "if same_strides(found, wanted) or",
         "if True or",
-        "tests/test_strides.py -k heads_of",
+        "tests/compiler/test_strides.py -k heads_of",
     ),
     Bug(
         "passes/recognize/attention/mask_argument.py",
         "for added in reversed(masks):",
         "for added in masks:",
-        "tests/test_attention_by_hand.py -k hidden_twice",
+        "tests/passes/test_attention_by_hand.py -k hidden_twice",
     ),
     Bug(
         "passes/recognize/rope.py",
         "for table in (cos, sin):",
         "for table in ():",
-        "tests/test_passes.py -k angle_of_each",
+        "tests/passes/test_passes.py -k angle_of_each",
     ),
     Bug(
         "atomc/compiler/lower_ranges.py",
         'weights |= dict.fromkeys(written, "the graph writes it in each call")',
         "",
-        "tests/test_prepared_weights.py -k graph_writes",
+        "tests/weights/test_prepared_weights.py -k graph_writes",
     ),
     Bug(
         "passes/fuse/add_norm.py",
         "ops.add_rms_norm(x, residual, weight, eps, style)",
         "ops.add_rms_norm(x, x, weight, eps, style)",
-        "tests/test_passes.py -k add_then_norm",
+        "tests/passes/test_passes.py -k add_then_norm",
     ),
     Bug(
         "passes/fuse/add_norm.py",
         "ops.add_layer_norm(x, residual, weight, bias, eps)",
         "ops.add_layer_norm(x, residual, bias, weight, eps)",
-        "tests/test_passes.py -k layer_norm_is_lifted_and_folds",
+        "tests/passes/test_passes.py -k layer_norm_is_lifted_and_folds",
     ),
     Bug(
         "passes/fuse/activation_quant.py",
         "gate, up, scale, scheme=quantizer.scheme",
         "up, gate, scale, scheme=quantizer.scheme",
-        "tests/test_quant_fusion.py -k gated",
+        "tests/passes/test_quant_fusion.py -k gated",
     ),
     Bug(
         "passes/recognize/mla.py",
         "*state, scale=scale, **some)",
         "*state, scale=0.2, **some)",
-        "tests/test_mla_recognition.py -k without_anything",
+        "tests/passes/test_mla_recognition.py -k without_anything",
     ),
     Bug(
         "passes/fuse/norm_pair.py",
         'operands = (x.x, y.x, x["weight"], y["weight"], x["eps"])',
         'operands = (x.x, y.x, y["weight"], x["weight"], x["eps"])',
-        "tests/test_norm_pair.py -k two_ranges",
+        "tests/passes/test_norm_pair.py -k two_ranges",
     ),
     Bug(
         "passes/fuse/norm_pair.py",
         "(2, 3, 5) if y.quantizes",
         "(2, 3, 4) if y.quantizes",
-        "tests/test_norm_pair.py -k read_elsewhere",
+        "tests/passes/test_norm_pair.py -k read_elsewhere",
     ),
     triton(
         "rows/norm_pair",
@@ -163,85 +171,85 @@ BUGS = [
         "passes/recognize/rope_before_transpose.py",
         "ops.rope(transpose(x, 1, 2), transpose(cos, 1, 2), transpose(sin, 1, 2), style)",
         "ops.rope(transpose(x, 1, 2), transpose(sin, 1, 2), transpose(cos, 1, 2), style)",
-        "tests/test_mla_recognition.py -k one_op_under",
+        "tests/passes/test_mla_recognition.py -k one_op_under",
     ),
     Bug(
         "models/deepseek_v3.py",
         "return scale * mscale * mscale",
         "return scale * mscale",
-        "tests/test_moe_models.py -k 'logits_and and deepseek_v3'",
+        "tests/models/test_moe_models.py -k 'logits_and and deepseek_v3'",
     ),
     Bug(
         "models/deepseek_v32.py",
         "self.k_norm(self.wk(x_TD))",
         "self.wk(x_TD)",
-        "tests/test_moe_models.py -k 'logits_and and deepseek_v32'",
+        "tests/models/test_moe_models.py -k 'logits_and and deepseek_v32'",
     ),
     Bug(
         "atomc/stock/indexer.py",
         'indexer.config._attn_implementation != "atom"',
         "not hidden_states.numel()",
-        "tests/test_indexer.py -k own_indexers",
+        "tests/passes/test_indexer.py -k own_indexers",
     ),
     Bug(
         "atomc/ops/indexer.py",
         "dim=-1, descending=True",
         "dim=-1, descending=False",
-        "tests/test_indexer.py -k largest_scores",
+        "tests/passes/test_indexer.py -k largest_scores",
     ),
     Bug(
         "atomc/kernels/torch/mla_attention.py",
         "chosen[:, None] < 0,",
         "chosen[:, None] < -1,",
-        "tests/test_kernels.py -k 'mla_absorbed_attention-torch and chosen'",
+        "tests/kernels/test_kernels.py -k 'mla_absorbed_attention-torch and chosen'",
     ),
     Bug(
         "passes/absorb.py",
         "of_head, 1, nope, rows // heads)",
         "of_head, 1, 0, rows // heads - nope)",
-        "tests/test_mla_attention.py -k both_forms",
+        "tests/passes/test_mla_attention.py -k both_forms",
     ),
     Bug(
         "passes/absorb.py",
         "return kernel is not None and not kernel.syncs",
         "return False",
-        "tests/test_mla_quantized.py -k 'on_a_gpu and fp8-h200-1'",
+        "tests/quantization/test_mla_quantized.py -k 'on_a_gpu and fp8-h200-1'",
     ),
     Bug(
         "passes/recognize/mla_quantized.py",
         "        zeros,\n        scheme=linear.scheme,",
         "        None,\n        scheme=linear.scheme,",
-        "tests/test_mla_quantized.py -k with_a_static_scale",
+        "tests/quantization/test_mla_quantized.py -k with_a_static_scale",
     ),
     Bug(
         "atomc/ops/kv_b_weight.py",
         "of_head[:, :nope].mT.contiguous()",
         "of_head[:, -nope:].mT.contiguous()",
-        "tests/test_mla_quantized.py -k 'with_a_kernel and fp8-25'",
+        "tests/quantization/test_mla_quantized.py -k 'with_a_kernel and fp8-25'",
     ),
     Bug(
         "atomc/compiler/weight_forms.py",
         "if all(Kind.WEIGHT in _op(node).kind for _, node in reading.readers):",
         "if False:",
-        "tests/test_mla_quantized.py -k plan_counts",
+        "tests/quantization/test_mla_quantized.py -k plan_counts",
     ),
     Bug(
         "atomc/compiler/lower_ranges.py",
         "            shown = Report(report.model)\n",
         "",
-        "tests/test_mla_quantized.py -k 'on_a_gpu and fp8-h200-1'",
+        "tests/quantization/test_mla_quantized.py -k 'on_a_gpu and fp8-h200-1'",
     ),
     Bug(
         "runtime/execution/self_check.py",
         ", _rows_of_latents(model, report):",
         ":",
-        "tests/test_mla_quantized.py -k 'served_from and stock'",
+        "tests/quantization/test_mla_quantized.py -k 'served_from and stock'",
     ),
     Bug(
         "atomc/kernels/torch/mla_attention.py",
         "cached[:, None, latent:].expand(-1, heads, -1)",
         "cached[:, None, latent:].flip(0).expand(-1, heads, -1)",
-        "tests/test_mla_attention.py -k both_forms",
+        "tests/passes/test_mla_attention.py -k both_forms",
     ),
     triton(
         "latent/mla_attention",
@@ -253,13 +261,13 @@ BUGS = [
         "atomc/kernels/triton/latent/mla_attention.py",
         "    scores += of_rope\n",
         "    scores = scores\n",
-        "tests/test_mla_branches.py -k decode",
+        "tests/kernels/latent/test_mla_branches.py -k decode",
     ),
     Bug(
         "atomc/kernels/invariant/mla.py",
         "_tiling(q),\n        kv_scale",
         "varying.tiling(len(rows), len(seq_lens), q.shape[-2], 4, 64, q.device),\n        kv_scale",
-        "tests/test_batch_invariant.py -k 'token_of_latent and triton'",
+        "tests/kernels/test_batch_invariant.py -k 'token_of_latent and triton'",
     ),
     triton(
         "latent/mla_chosen",
@@ -304,13 +312,13 @@ BUGS = [
         "atomc/kernels/torch/delta_rule.py",
         "if lengths[s] == end - start:",
         "if False:",
-        "tests/test_kernels.py -k '[gated_delta_rule_update-torch-'",
+        "tests/kernels/test_kernels.py -k '[gated_delta_rule_update-torch-'",
     ),
     Bug(
         "atomc/kernels/torch/conv.py",
         "inputs[:, -kept:]",
         "inputs[:, :kept]",
-        "tests/test_kernels.py -k '[causal_conv1d_update-torch-'",
+        "tests/kernels/test_kernels.py -k '[causal_conv1d_update-torch-'",
     ),
     triton(
         "latent/mla_prompts",
@@ -361,55 +369,55 @@ BUGS = [
         "atomc/kernels/triton/attention/attention.py",
         "scores = tl.dot(q_rest, tl.trans(k_rest), scores,",
         "scores = tl.dot(q_rest, tl.trans(k_rest), 0 * scores,",
-        "tests/test_paged_attention.py -k 'any_width and 192'",
+        "tests/kernels/test_paged_attention.py -k 'any_width and 192'",
     ),
     Bug(
         "atomc/kernels/triton/attention/attention.py",
         "q_at + D + r,",
         "q_at + r,",
-        "tests/test_paged_attention.py -k 'any_width and 192'",
+        "tests/kernels/test_paged_attention.py -k 'any_width and 192'",
     ),
     Bug(
         "passes/recognize/gated.py",
         "ops.gelu_and_mul(gate, up, approximate)",
         "ops.gelu_and_mul(up, gate, approximate)",
-        "tests/test_passes.py -k both_gelus",
+        "tests/passes/test_passes.py -k both_gelus",
     ),
     Bug(
         "passes/recognize/rope.py",
         "ops.rope(x, cos, sin, style)",
         "ops.rope(x, sin, cos, style)",
-        "tests/test_passes.py -k every_style_of_rotation",
+        "tests/passes/test_passes.py -k every_style_of_rotation",
     ),
     Bug(
         "passes/recognize/attention/causal_mask.py",
         "return known if kept else None",
         "return known",
-        "tests/test_attention_by_hand.py -k is_broadcast_stays_a_mask",
+        "tests/passes/test_attention_by_hand.py -k is_broadcast_stays_a_mask",
     ),
     Bug(
         "passes/recognize/attention/causal_mask.py",
         "if rounded := a.rounded or b.rounded:",
         "if rounded := a.rounded and b.rounded:",
-        "tests/test_attention_by_hand.py -k rounded_positions",
+        "tests/passes/test_attention_by_hand.py -k rounded_positions",
     ),
     Bug(
         "passes/recognize/attention/site.py",
         "leading = _of_masks(walk, leading)",
         "leading = leading",
-        "tests/test_attention_by_hand.py -k heads_apart",
+        "tests/passes/test_attention_by_hand.py -k heads_apart",
     ),
     Bug(
         "passes/recognize/attention/mask_argument.py",
         "band.high == 0 and (",
         "band.high >= 0 and (",
-        "tests/test_attention_by_hand.py -k triangle_from_the_first_key",
+        "tests/passes/test_attention_by_hand.py -k triangle_from_the_first_key",
     ),
     Bug(
         "passes/fuse/kv_write.py",
         "_rope_kv_write(q, k, v, cos, sin",
         "_rope_kv_write(q, v, k, cos, sin",
-        "tests/test_passes.py -k the_rotation_and_the_write",
+        "tests/passes/test_passes.py -k the_rotation_and_the_write",
     ),
     triton(
         "rows/norm",
@@ -433,13 +441,13 @@ BUGS = [
         "atomc/kernels/triton/experts/route.py",
         "rows > MAX_ROWS and x.dtype == logits_dtype",
         "rows > MAX_ROWS",
-        "tests/test_route_kernel.py",
+        "tests/kernels/test_route_kernel.py",
     ),
     Bug(
         "atomc/kernels/triton/w4a16/fragments.py",
         "or (WARPS >= 4 and not ALONE):",
         "or (WARPS >= 1 and not ALONE):",
-        "tests/test_triton_compiles.py -k 16_bytes",
+        "tests/kernels/test_triton_compiles.py -k 16_bytes",
     ),
     triton(
         "w4a16/fragments", "scale.int() + RAISED", "scale.int() + RAISED + 1", "moe_experts_mxfp4"
@@ -462,7 +470,7 @@ BUGS = [
         "atomc/compiler/bind_sizes.py",
         "if not _is_computed(node) or piece_of[node] == piece:",
         "if True:",
-        "tests/test_pieces.py -k number_computed",
+        "tests/compiler/test_partition.py -k number_computed",
     ),
     triton(
         "experts/experts_4_bits",
@@ -474,25 +482,25 @@ BUGS = [
         "atomc/compiler/partition.py",
         "for count in in_piece.values() if count > 1",
         "for count in in_piece.values()",
-        "tests/test_pieces.py -k handful",
+        "tests/compiler/test_partition.py -k handful",
     ),
     Bug(
         "atomc/compiler/partition.py",
         "for count in in_piece.values() if count > 1",
         "for count in in_piece.values() if count > 2",
-        "tests/test_pieces.py -k many_layers",
+        "tests/compiler/test_partition.py -k many_layers",
     ),
     Bug(
         "atomc/passes/recognize/gated.py",
         "ops.sigmoid_and_mul(gate, up, added)",
         "ops.sigmoid_and_mul(up, gate, added)",
-        "tests/test_spellings.py -k sigmoid",
+        "tests/passes/chains/test_spellings.py -k sigmoid",
     ),
     Bug(
         "atomc/rewriting/rewrite.py",
         "if one is other or other in one.all_input_nodes:",
         "if one is other:",
-        "tests/test_spellings.py -k sigmoid",
+        "tests/passes/chains/test_spellings.py -k sigmoid",
     ),
     triton(
         "rows/sigmoid_gate",
@@ -511,19 +519,19 @@ BUGS = [
         "atomc/torch_compat/inductor.py",
         "set_ptxas.cache_clear()",
         "set_ptxas.cache_info()",
-        "tests/test_parallel_compile.py -k settings",
+        "tests/kernels/test_parallel_compile.py -k settings",
     ),
     Bug(
         "atomc/torch_compat/inductor.py",
         "os.environ.pop(name, None)",
         "os.environ.get(name)",
-        "tests/test_parallel_compile.py -k settings",
+        "tests/kernels/test_parallel_compile.py -k settings",
     ),
     Bug(
         "atomc/kernels/triton/experts/experts_4_bits.py",
         "tl.sum((pair < P).to(tl.int32)) <= FEW",
         "tl.sum((pair < P).to(tl.int32)) <= FEW + 1",
-        "tests/test_grouped.py -k quarter",
+        "tests/kernels/test_experts_prefill.py -k quarter",
     ),
     triton(
         "w4a16/fragment_products",
@@ -554,13 +562,13 @@ BUGS = [
         "atomc/kernels/triton/experts/experts_decode.py",
         "_most_tokens(w13.shape[0] // 2, ids",
         "_most_tokens(w13.shape[0], ids",
-        "tests/test_experts_few.py -k experts_of_their_own",
+        "tests/kernels/test_experts_decode.py -k experts_of_their_own",
     ),
     Bug(
         "atomc/kernels/triton/attention/combine_splits.py",
         '(lse == -float("inf"))[:, None], 0.0, partial',
         '(lse == float("inf"))[:, None], 0.0, partial',
-        "tests/test_combine_splits.py",
+        "tests/kernels/test_combine_splits.py",
     ),
     triton(
         "experts/experts_decode",

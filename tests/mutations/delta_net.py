@@ -4,7 +4,7 @@ from mutations import Bug
 
 
 def bug(file: str, old: str, new: str, tests: str) -> Bug:
-    return Bug(file, old, new, f"tests/test_delta_net_models.py -k '{tests}'")
+    return Bug(file, old, new, f"tests/models/test_delta_net_models.py -k '{tests}'")
 
 
 NAMES = "logits_and_names"

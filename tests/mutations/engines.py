@@ -2,7 +2,7 @@
 
 from mutations import Bug
 
-ENGINES, SERVER = "tests/test_server_dp.py", "runtime/server"
+ENGINES, SERVER = "tests/runtime/server/engines/test_server_dp.py", "runtime/server"
 
 
 def bug(file: str, old: str, new: str, tests: str) -> Bug:

@@ -3,11 +3,11 @@
 from mutations import Bug
 
 RULE, LIBRARY = "atomc/kernels/fla/delta_rule.py", "atomc/kernels/fla/library.py"
-VALUES = "tests/test_fla.py -k rule_is_that"
+VALUES = "tests/kernels/recurrent/test_fla.py -k rule_is_that"
 
 
 def bug(file: str, old: str, new: str, tests: str) -> Bug:
-    return Bug(file, old, new, f"tests/test_fla.py -k '{tests}'")
+    return Bug(file, old, new, f"tests/kernels/recurrent/test_fla.py -k '{tests}'")
 
 
 BUGS = [

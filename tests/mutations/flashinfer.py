@@ -3,12 +3,12 @@
 from mutations import Bug
 
 FILE = "atomc/kernels/moe/combinations/flashinfer.py"
-GRID = "tests/test_moe_modular.py -k 'flashinfer"
-GATES = "tests/test_moe_flashinfer.py -k"
+GRID = "tests/kernels/moe/test_moe_modular.py -k 'flashinfer"
+GATES = "tests/kernels/moe/test_moe_flashinfer.py -k"
 BUGS = [
     Bug(FILE, "torch.cat((up, gate), -1)", "torch.cat((gate, up), -1)", f"{GRID} and usual'"),
     Bug(FILE, "swapped(weights.w13.mT).mT.contiguous()", "swapped(weights.w13.mT).mT", f"{GRID} and usual'"),
-    Bug(FILE, "w2=weights.w2.contiguous()", "w2=weights.w2", "tests/test_moe_modular.py -k any_strides"),
+    Bug(FILE, "w2=weights.w2.contiguous()", "w2=weights.w2", "tests/kernels/moe/test_moe_modular.py -k any_strides"),
     Bug(FILE, "None if weights.b13 is None else swapped(weights.b13)", "weights.b13", f"{GRID} and GPT'"),
     Bug(FILE, "ids.masked_fill(ids < 0, num_experts)", "ids.clamp(min=0)", f"{GRID} and of_no_expert'"),
     Bug(FILE, "ep_size=2", "ep_size=1", f"{GRID} and of_no_expert'"),

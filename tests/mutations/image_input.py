@@ -6,23 +6,34 @@ INPUT = "runtime/images"
 
 
 def decode(old: str, new: str, tests: str) -> Bug:
-    return Bug(f"{INPUT}/decode.py", old, new, f"tests/test_image_decode.py -k '{tests}'")
+    return Bug(
+        f"{INPUT}/decode.py", old, new, f"tests/runtime/images/test_image_decode.py -k '{tests}'"
+    )
 
 
 def access(old: str, new: str, tests: str) -> Bug:
-    return Bug(f"{INPUT}/media_access.py", old, new, f"tests/test_media_access.py -k '{tests}'")
+    return Bug(
+        f"{INPUT}/media_access.py",
+        old,
+        new,
+        f"tests/runtime/images/test_media_access.py -k '{tests}'",
+    )
 
 
 def fetch(old: str, new: str, tests: str) -> Bug:
-    return Bug(f"{INPUT}/web_fetch.py", old, new, f"tests/test_media_access.py -k '{tests}'")
+    return Bug(
+        f"{INPUT}/web_fetch.py", old, new, f"tests/runtime/images/test_media_access.py -k '{tests}'"
+    )
 
 
 def decoder(file: str, old: str, new: str, tests: str) -> Bug:
-    return Bug(f"{file}.py", old, new, f"tests/test_image_decoder.py -k '{tests}'")
+    return Bug(f"{file}.py", old, new, f"tests/runtime/images/test_image_decoder.py -k '{tests}'")
 
 
 def prompt(file: str, old: str, new: str, tests: str) -> Bug:
-    return Bug(f"{INPUT}/{file}.py", old, new, f"tests/test_image_prompts.py -k '{tests}'")
+    return Bug(
+        f"{INPUT}/{file}.py", old, new, f"tests/runtime/images/test_image_prompts.py -k '{tests}'"
+    )
 
 
 BUGS = [
@@ -54,7 +65,7 @@ BUGS = [
         "runtime/processes/fork_server.py",
         "    poll.register(connection, 0)\n",
         "",
-        "tests/test_fork_server.py -k closing",
+        "tests/runtime/test_fork_server.py -k closing",
     ),
     prompt("placeholders", "found != num_images", "found < num_images", "two_parts"),
     prompt("placeholders", "PromptImage(len(prompt), ", "PromptImage(len(placed), ", "its_tokens"),
@@ -66,6 +77,6 @@ BUGS = [
         "runtime/text/chat_prompts.py",
         "hidden.hide(messages),",
         "messages,",
-        "tests/test_image_prompts.py -k literal",
+        "tests/runtime/images/test_image_prompts.py -k literal",
     ),
 ]  # fmt: skip

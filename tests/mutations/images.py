@@ -2,11 +2,11 @@
 
 from mutations import Bug
 
-DECISIONS = "tests/test_image_cache.py"
+DECISIONS = "tests/runtime/scheduling/test_image_cache.py"
 
 
 def served(file: str, old: str, new: str, tests: str) -> Bug:
-    return Bug(file, old, new, f"tests/test_images.py -k '{tests}'")
+    return Bug(file, old, new, f"tests/runtime/test_images.py -k '{tests}'")
 
 
 def encoder(old: str, new: str, tests: str) -> Bug:
@@ -14,12 +14,17 @@ def encoder(old: str, new: str, tests: str) -> Bug:
         "runtime/execution/images/encoder_graphs.py",
         old,
         new,
-        f"tests/test_encoder_graphs.py -k '{tests}'",
+        f"tests/runtime/execution/test_encoder_graphs.py -k '{tests}'",
     )
 
 
 def graphs(old: str, new: str, tests: str) -> Bug:
-    return Bug("runtime/execution/runner.py", old, new, f"tests/test_image_graphs.py -k '{tests}'")
+    return Bug(
+        "runtime/execution/runner.py",
+        old,
+        new,
+        f"tests/runtime/execution/test_image_graphs.py -k '{tests}'",
+    )
 
 
 BUGS = [
@@ -32,7 +37,7 @@ BUGS = [
     Bug("runtime/scheduling/image_cache.py", "set(kept) if self.held else set()", "set()", DECISIONS),
     Bug("runtime/scheduling/image_cache.py", "        self._dropped.update(dropped)\n", "", DECISIONS),
     Bug("runtime/scheduling/image_cache.py", "            self._patches -= image.num_patches\n", "", DECISIONS),
-    Bug("runtime/scheduling/image_cache.py", "        self.held.move_to_end(digest)\n", "", "tests/test_images.py -k least_recently"),
+    Bug("runtime/scheduling/image_cache.py", "        self.held.move_to_end(digest)\n", "", "tests/runtime/test_images.py -k least_recently"),
     Bug("runtime/scheduling/scheduler.py", "self.images.undo(step.images, step.dropped)", "pass", DECISIONS),
     Bug("runtime/scheduling/chunks.py", "first - start, first - image.start,", "first - start, 0,", DECISIONS),
     Bug("runtime/scheduling/image_cache.py", "return max(image.start - start, 0)", "return image.start - start or 1", DECISIONS),
@@ -55,7 +60,7 @@ BUGS = [
     graphs("and not self.image_program.syncing", "", "waits_for"),
     graphs("[s for s in captured if s.rows > s.sequences and not s.is_decode]", "captured", "no_decode"),
     graphs("if self.graphs is None else why_syncing(program.syncing)", "", "waits_for"),
-    Bug("runtime/execution/graphs.py", "agree(budget - pool.bytes) <= 0", "agree(budget) <= 0", "tests/test_image_graphs.py -k captured_first"),
+    Bug("runtime/execution/graphs.py", "agree(budget - pool.bytes) <= 0", "agree(budget) <= 0", "tests/runtime/execution/test_image_graphs.py -k captured_first"),
     # CUDA graphs of the encoder.
     encoder("self._pixels[: len(pixels)].copy_(pixels)", "pass", "came_twice"),
     encoder("return graph.captured.replay().clone()", "return graph.captured.replay()", "came_twice"),
@@ -64,12 +69,12 @@ BUGS = [
     encoder("            self._seen.popitem(last=False)\n", "            pass\n", "few_graphs"),
     encoder("self.pool.bytes + size > self.budget", "self.pool.bytes > self.budget", "large_images"),
     encoder("if self.why_not or len(pixels)", "if len(pixels)", "cannot_be_captured"),
-    Bug("atomc/encoder.py", "if self._refresh is not None:\n            return", "if False:\n            return", "tests/test_encoder_graphs.py -k others_may_write"),
+    Bug("atomc/encoder.py", "if self._refresh is not None:\n            return", "if False:\n            return", "tests/runtime/execution/test_encoder_graphs.py -k others_may_write"),
     encoder("_Graph(captured, patches, self._calls)", "_Graph(captured, None, self._calls)", "is_held"),
-    Bug("runtime/execution/worker.py", "            self.encoder.drop_graphs()\n", "", "tests/test_encoder_graphs.py -k sleeps"),
+    Bug("runtime/execution/worker.py", "            self.encoder.drop_graphs()\n", "", "tests/runtime/execution/test_encoder_graphs.py -k sleeps"),
     # One request hurts another.
     served("runtime/execution/images/encoder.py", "            self._encode_alone(step.images, error)", "            raise", "encoder_that_fails"),
     served("runtime/scheduling/scheduler.py", "                self.images.forget(image.digest)", "                pass", "nan or encoder_that_fails"),
-    Bug("atomc/cache/model_fingerprint.py", "        \"inputs\": str(takes),\n", "", "tests/test_model_cache.py -k other_inputs"),
-    Bug("atomc/cache/model_fingerprint.py", "and wrapped.__code__.co_filename.startswith(_PACKAGE)", "", "tests/test_model_cache.py -k only_if_it_is_ours"),
+    Bug("atomc/cache/model_fingerprint.py", "        \"inputs\": str(takes),\n", "", "tests/cache/test_model_cache.py -k other_inputs"),
+    Bug("atomc/cache/model_fingerprint.py", "and wrapped.__code__.co_filename.startswith(_PACKAGE)", "", "tests/cache/test_model_cache.py -k only_if_it_is_ours"),
 ]  # fmt: skip

@@ -3,11 +3,11 @@
 from mutations import Bug
 
 PASS, OP = "passes/recognize/linear_fp32.py", "atomc/ops/linear.py"
-INVARIANT = "tests/test_batch_invariant.py -k product_to_fp32"
+INVARIANT = "tests/kernels/test_batch_invariant.py -k product_to_fp32"
 
 
 def bug(old: str, new: str, tests: str) -> Bug:
-    return Bug(PASS, old, new, f"tests/test_linear_fp32.py -k '{tests}'")
+    return Bug(PASS, old, new, f"tests/kernels/linear/test_linear_fp32.py -k '{tests}'")
 
 
 BUGS = [
@@ -25,19 +25,19 @@ BUGS = [
         OP,
         "F.linear(x.to(torch.float32), weight.to(torch.float32))",
         "F.linear(x, weight).to(torch.float32)",
-        "tests/test_ops.py -k formulas",
+        "tests/ops/test_ops.py -k formulas",
     ),
     Bug(
         OP,
         "(*x.shape[:-1], weight.shape[0]), dtype=torch.float32)",
         "(*x.shape[:-1], weight.shape[0]))",
-        "tests/test_ops.py -k linear_fp32",
+        "tests/ops/test_ops.py -k linear_fp32",
     ),
     Bug(
         "atomc/kernels/triton/linear/linear.py",
         "multiply(x, weight, None, tile, torch.float32)",
         "multiply(x, weight, None, tile).to(torch.float32)",
-        "tests/test_kernels.py -k '[linear_fp32-triton-'",
+        "tests/kernels/test_kernels.py -k '[linear_fp32-triton-'",
     ),
     Bug(
         "atomc/kernels/invariant/linear.py",
@@ -55,6 +55,6 @@ BUGS = [
         "atomc/kernels/cuda/linear.py",
         "unlike(HALVES, x=x, weight=weight) or no_bf16_products(platform, x.dtype)",
         "unlike(HALVES, x=x, weight=weight)",
-        "tests/test_cuda_kernels.py -k products_to_fp32",
+        "tests/kernels/test_cuda_kernels.py -k products_to_fp32",
     ),
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 from mutations import Bug
 
-HELD_ONCE = "tests/test_memory_held_once.py"
+HELD_ONCE = "tests/weights/test_memory_held_once.py"
 
 
 def bug(file: str, old: str, new: str, tests: str) -> Bug:
@@ -15,31 +15,31 @@ BUGS = [
         "atomc/ops/state.py",
         "memory = np.zeros(size + ALIGNMENT, np.uint8)",
         "memory = np.full(size + ALIGNMENT, 0, np.uint8)",
-        "tests/test_ops.py -k pages_of",
+        "tests/ops/test_ops.py -k pages_of",
     ),
     Bug(
         "atomc/ops/state.py",
         "start = -memory.ctypes.data % ALIGNMENT",
         "start = 0",
-        "tests/test_ops.py -k pages_of",
+        "tests/ops/test_ops.py -k pages_of",
     ),
     Bug(
         "atomc/ops/state.py",
         "except MemoryError as error:",
         "except OSError as error:",
-        "tests/test_ops.py -k no_host_has_memory",
+        "tests/ops/test_ops.py -k no_host_has_memory",
     ),
     Bug(
         "runtime/execution/worker.py",
         "self._check_host()\n        self.runner.allocate()",
         "self.runner.allocate()",
-        "tests/test_engine.py -k whose_pages",
+        "tests/runtime/test_engine.py -k whose_pages",
     ),
     Bug(
         "runtime/execution/capacity.py",
         "if needed > (free := free_on_host()):",
         "if needed > 2**62 + (free := free_on_host()):",
-        "tests/test_engine.py -k whose_pages",
+        "tests/runtime/test_engine.py -k whose_pages",
     ),
     bug(
         "atomc/compiler/weight_forms",

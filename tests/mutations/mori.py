@@ -3,9 +3,9 @@
 from mutations import Bug
 
 FILE = "atomc/kernels/moe/combinations/mori.py"
-GRID = "tests/test_moe_modular.py -k 'mori and reference"
-RANKS = "tests/test_moe_across_processes.py -k 'mori'"
-OWN = "tests/test_moe_mori.py -k"
+GRID = "tests/kernels/moe/test_moe_modular.py -k 'mori and reference"
+RANKS = "tests/kernels/moe/test_moe_across_processes.py -k 'mori'"
+OWN = "tests/kernels/moe/test_moe_mori.py -k"
 BUGS = [
     Bug(FILE, "max(found.held) + 1", "max(found.held)", f"{GRID} and of_no_expert'"),
     Bug(FILE, "found.owner * self.slots + found.row", "found.owner * self.slots", RANKS),
@@ -14,7 +14,7 @@ BUGS = [
     Bug(FILE, "row_slots.masked_fill(unused, -1)", "row_slots", f"{OWN} nobody_sent"),
     Bug(FILE, ">= used", "> used", f"{OWN} nobody_sent"),
     Bug(FILE, "weights.float().contiguous()", "weights.contiguous()", f"{OWN} made_once"),
-    Bug(FILE, "chosen.apply(results, dispatched.weights)", "chosen.apply(results, torch.ones_like(dispatched.weights))", "tests/test_moe_modular.py -k 'mori and grouped and usual'"),
+    Bug(FILE, "chosen.apply(results, dispatched.weights)", "chosen.apply(results, torch.ones_like(dispatched.weights))", "tests/kernels/moe/test_moe_modular.py -k 'mori and grouped and usual'"),
     Bug(FILE, "[: record.tokens].clone()", "[: record.tokens]", f"{OWN} same_memory"),
     Bug(FILE, "        if key not in self._operators:", "        if True:", f"{OWN} made_once"),
     Bug(FILE, "num_experts_per_rank=self.slots", "num_experts_per_rank=self.slots - 1", RANKS),

@@ -4,19 +4,19 @@ from mutations import Bug
 
 
 def bug(file: str, old: str, new: str, tests: str) -> Bug:
-    return Bug(file, old, new, f"tests/test_mtp.py -k '{tests}'")
+    return Bug(file, old, new, f"tests/runtime/test_mtp.py -k '{tests}'")
 
 
 def of_qwen(file: str, old: str, new: str, tests: str) -> Bug:
-    return Bug(file, old, new, f"tests/test_mtp_qwen.py -k '{tests}'")
+    return Bug(file, old, new, f"tests/models/test_mtp_qwen.py -k '{tests}'")
 
 
 def of_images(file: str, old: str, new: str, tests: str) -> Bug:
-    return Bug(file, old, new, f"tests/test_mtp_images.py -k '{tests}'")
+    return Bug(file, old, new, f"tests/runtime/test_mtp_images.py -k '{tests}'")
 
 
 def of_cache(file: str, old: str, new: str, tests: str) -> Bug:
-    return Bug(file, old, new, f"tests/test_encoder_cache.py -k '{tests}'")
+    return Bug(file, old, new, f"tests/runtime/execution/test_encoder_cache.py -k '{tests}'")
 
 
 WHOLE = "over_the_whole_sequence and chunks"

@@ -4,20 +4,20 @@ and what LLM says of a module that it cannot call.
 
 from mutations import Bug
 
-PLUGIN = "tests/test_vllm_plugin.py -k"
+PLUGIN = "tests/compiler/test_vllm_plugin.py -k"
 
 BUGS = [
     Bug(
         "runtime/execution/views/user_module.py",
         "logits.dim() != 2 or len(logits) != num_rows",
         "logits.dim() != 2",
-        "tests/test_refused_models.py -k llm_cannot_call",
+        "tests/stock/test_refused_models.py -k llm_cannot_call",
     ),
     Bug(
         "runtime/execution/views/user_module.py",
         "signature.bind(None, None, None)",
         "pass",
-        "tests/test_refused_models.py -k llm_cannot_call",
+        "tests/stock/test_refused_models.py -k llm_cannot_call",
     ),
     Bug(
         "atomc/vllm_plugin.py",
@@ -54,6 +54,6 @@ BUGS = [
         "runtime/server/service/model_info.py",
         "if name is not None and name not in self.names and name not in self.adapters:",
         "if name not in self.names and name not in self.adapters:",
-        "tests/test_server_fields.py -k all_names",
+        "tests/runtime/server/test_server_fields.py -k all_names",
     ),
 ]

@@ -2,17 +2,17 @@
 
 from mutations import Bug
 
-CUTS = "tests/test_parallelize.py -k"
-NETS = "tests/test_delta_net_ranks.py -k"
-LATENT = "tests/test_latent_ranks.py -k"
-LOADS = "tests/test_tensor_parallel_loading.py -m '' -k"
+CUTS = "tests/parallel/test_parallelize.py -k"
+NETS = "tests/parallel/test_delta_net_ranks.py -k"
+LATENT = "tests/parallel/test_latent_ranks.py -k"
+LOADS = "tests/parallel/test_tensor_parallel_loading.py -m '' -k"
 PART = f"{LOADS} 'stored_experts and zeros'"
 
 
-PLACED = "tests/test_expert_placement.py -k"
+PLACED = "tests/parallel/test_expert_placement.py -k"
 
 
-DTENSORS = "tests/test_dtensors.py -k"
+DTENSORS = "tests/compiler/test_dtensors.py -k"
 
 
 def bug(file: str, old: str, new: str, tests: str) -> Bug:
@@ -24,7 +24,7 @@ BUGS = [
         "atomc/kernels/moe/collectives.py",
         'if x.device.type != "cpu":\n            return pending\n',
         "return pending\n",
-        "tests/test_dispatch.py -k begins_after",
+        "tests/kernels/moe/test_dispatch.py -k begins_after",
     ),
     bug("heads.py", "place.rank * heads // place.size", "place.rank % heads", f"{CUTS} heads_and_their_state"),
     bug("heads.py", "max(1, groups * parts // size)", "groups", f"{CUTS} share_a_head"),
@@ -37,7 +37,7 @@ BUGS = [
     bug("delta_nets.py", '("num_k_heads", "num_v_heads", "key_dim"', '("num_v_heads", "key_dim"', f"{NETS} 'sum_up and packed'"),
     bug("delta_nets.py", "    if heads % place.size:\n", "    if False:\n", f"{NETS} heads_that_do_not_divide"),
     bug("delta_nets.py", "recurrent.new_empty(0, heads // size, *head)", "recurrent.new_empty(0, heads, *head)", f"{NETS} state_of_its_heads"),
-    bug("latent_attention.py", '"colwise") | {OUT: "rowwise"}', '"colwise") | {OUT: "rowwise_split_input"}', "tests/test_tensor_parallel.py -k 'computes and deepseek_v3'"),
+    bug("latent_attention.py", '"colwise") | {OUT: "rowwise"}', '"colwise") | {OUT: "rowwise_split_input"}', "tests/parallel/test_tensor_parallel.py -k 'computes and deepseek_v3'"),
     bug("latent_attention.py", "if name in owners or not", "if not", f"{LATENT} words_of_a_plan"),
     bug("latent_attention.py", 'if others := ", ".join(_others(module)):', 'if others := "":', f"{LATENT} unknown_use"),
     bug("latent_attention.py", "            continue\n        parts", "        parts", f"{LATENT} unknown_use"),
@@ -45,7 +45,7 @@ BUGS = [
     bug("latent_attention.py", '"q_proj", "q_b_proj")\n', '"q_proj",)\n', f"{LATENT} weights_of_its_heads"),
     bug("heads.py", 'vars(attention)["num_heads"] = cut.size_of(number)', "pass", f"{LATENT} 'wrapped_after or weights_of_its_heads'"),
     bug("sharding.py", "_without(plan, nets)", "dict(plan)", f"{NETS} gathers_no_projection"),
-    bug("sharding.py", '            if how == "rowwise":\n', "            if False:\n", "tests/test_tensor_parallel.py -k 'computes and qwen3_next'"),
+    bug("sharding.py", '            if how == "rowwise":\n', "            if False:\n", "tests/parallel/test_tensor_parallel.py -k 'computes and qwen3_next'"),
     bug("layers.py", "if whole // cut.parts % block), None)", "if part % block), None)", f"{NETS} part_of_a_block"),
     bug("sizes.py", " or LINEAR in types", "", f"{NETS} sizes_are_refused"),
     bug("sharding.py", "if self.place.rank:\n", "if False:\n", f"{CUTS} linear_layer_is_cut"),
@@ -58,7 +58,7 @@ BUGS = [
     bug("sizes.py", "of_keys % size and size % of_keys", "of_keys % size", f"{CUTS} heads_and_their_state"),
     bug("sizes.py", "size > 1 and width // size % block:", "size > 1 and width % block:", f"{CUTS} sizes_that_do_not"),
     bug("sharding.py", "len(names) > 1 and not divided.issuperset(names)", "False", f"{CUTS} shares_a_weight"),
-    bug("layers.py", "(1,) if spec.gate[\"interleaved\"] else GATE_AND_UP", "GATE_AND_UP", "tests/test_tensor_parallel.py -k 'gpt_oss and not ep'"),
+    bug("layers.py", "(1,) if spec.gate[\"interleaved\"] else GATE_AND_UP", "GATE_AND_UP", "tests/parallel/test_tensor_parallel.py -k 'gpt_oss and not ep'"),
     bug("cut.py", "            return chosen\n", "            pass\n", f"{PLACED} 'any_members or one_by_one'"),
     bug("cut.py", "self.members.index(index) if index in self.members else None", "self.index", f"{PLACED} int4"),
     bug("expert_placement.py", "key=lambda each: -tokens[each]", "key=lambda each: each", f"{PLACED} largest_expert"),

@@ -6,15 +6,21 @@ from mutations import Bug
 
 
 def batching(old: str, new: str, tests: str = "as_one_graph") -> Bug:
-    return Bug("atomc/stock/batching.py", old, new, f"tests/test_stock_batching.py -k {tests}")
+    return Bug(
+        "atomc/stock/batching.py", old, new, f"tests/stock/test_stock_batching.py -k {tests}"
+    )
 
 
 def in_place(old: str, new: str, tests: str) -> Bug:
-    return Bug("passes/calls_in_place.py", old, new, f"tests/test_calls_in_place.py -k {tests}")
+    return Bug(
+        "passes/calls_in_place.py", old, new, f"tests/passes/test_calls_in_place.py -k {tests}"
+    )
 
 
 def sinking(old: str, new: str, tests: str) -> Bug:
-    return Bug("atomc/compiler/sink_glue.py", old, new, f"tests/test_sink_glue.py -k {tests}")
+    return Bug(
+        "atomc/compiler/sink_glue.py", old, new, f"tests/passes/test_sink_glue.py -k {tests}"
+    )
 
 
 BUGS = [
@@ -24,7 +30,7 @@ BUGS = [
         "atomc/graph/mutation.py",
         "{**named, **node.kwargs}.get(name)",
         "named.get(name)",
-        "tests/test_sink_glue.py -k lowered_op",
+        "tests/passes/test_sink_glue.py -k lowered_op",
     ),
     sinking(" and _is_smaller(read, reader)", "", "more_memory"),
     sinking("and _is_glue(reader)", "", "kernel_reads_first"),
@@ -40,7 +46,7 @@ BUGS = [
         "atomc/stock/batching_check.py",
         "if not all(error <= limit for error in by_kind.values()):",
         "if False:",
-        "tests/test_stock_batching.py -k misses_the_cache",
+        "tests/stock/test_stock_batching.py -k misses_the_cache",
     ),
     in_place(
         "storage(node) is not old for node in operands",

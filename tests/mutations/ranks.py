@@ -2,18 +2,20 @@
 
 from mutations import Bug
 
-RANKS = "tests/test_ranks.py"
+RANKS = "tests/runtime/ranks/test_ranks.py"
 
 
 def bug(file: str, old: str, new: str, tests: str) -> Bug:
     return Bug(f"runtime/{file}.py", old, new, f"{RANKS} -k {tests}")
 
 
-LARGEST = "tests/test_vocab_parallel.py -k largest"
-HEADS = "tests/test_stock_head.py -k"
-STOCK = "tests/test_ranks_models.py -m '' -k 'latent and class and not fp8 and not read'"
+LARGEST = "tests/parallel/test_vocab_parallel.py -k largest"
+HEADS = "tests/stock/test_stock_head.py -k"
+STOCK = (
+    "tests/runtime/ranks/test_ranks_models.py -m '' -k 'latent and class and not fp8 and not read'"
+)
 GREEDY = f"{RANKS} -k gather_no_logits"
-TORCHRUN, RAY = "tests/test_torchrun.py -k", "tests/test_ray.py -k"
+TORCHRUN, RAY = "tests/runtime/ranks/test_torchrun.py -k", "tests/runtime/ranks/test_ray.py -k"
 BUGS = [
     Bug("atomc/parallel/vocab.py", "column + self.first]", "column]", LARGEST),
     Bug("atomc/parallel/vocab.py", "logits[..., : self.size - self.first].max(-1)", "logits.max(-1)", LARGEST),
@@ -31,7 +33,7 @@ BUGS = [
     bug("ranks/process_group", "    except RuntimeError as error:  # the device", "    except OSError as error:  # the device", "broken"),
     bug("ranks/rank", "        open_device(device)\n", "", "without_its_device"),
     bug("ranks/executor", "    monitor.end_watch()\n", "", "dropped_after"),
-    Bug("runtime/execution/graphs.py", "self.captured.clear()", "pass", "tests/test_cudagraphs.py -k no_graph_is_left"),
+    Bug("runtime/execution/graphs.py", "self.captured.clear()", "pass", "tests/compiler/test_cudagraphs.py -k no_graph_is_left"),
     bug("execution/collective_min", "distributed.ReduceOp.MIN", "distributed.ReduceOp.MAX", "outputs_of_one"),
     bug("ranks/rank", "sample(_tensor(mask, num_rows))", "sample(None)", "outputs_of_one"),
     Bug("runtime/interrupts.py", "signal.signal(number, self.receive)", "pass", f"{RANKS} -k ctrl_c"),

@@ -5,7 +5,7 @@ from mutations import Bug
 
 def api(file: str, old: str, new: str, tests: str) -> Bug:
     path = f"runtime/server/{file}.py"
-    return Bug(path, old, new, f"tests/test_responses.py -k '{tests}'")
+    return Bug(path, old, new, f"tests/runtime/server/protocols/test_responses.py -k '{tests}'")
 
 
 BUGS = [

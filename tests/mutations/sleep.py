@@ -2,9 +2,9 @@
 
 from mutations import Bug
 
-TESTS = "tests/test_sleep.py -k"
+TESTS = "tests/runtime/test_sleep.py -k"
 # With a draft layer and state per sequence.
-ALL_KINDS = "tests/test_sleep.py -m '' -k 'asleep_no and drafts'"
+ALL_KINDS = "tests/runtime/test_sleep.py -m '' -k 'asleep_no and drafts'"
 
 BUGS = [
     Bug("runtime/execution/runner.py", "program.unbind()", "pass", f"{TESTS} asleep_no"),
@@ -34,12 +34,12 @@ BUGS = [
         "runtime/ranks/rank.py",
         "worker.sleep()",
         "pass",
-        "tests/test_ranks.py -m '' -k returns_the_memory",
+        "tests/runtime/ranks/test_ranks.py -m '' -k returns_the_memory",
     ),
     Bug(
         "runtime/server/engines/engine_process.py",
         "self.engine.is_sleeping or not self",
         "not self",
-        "tests/test_server_fields.py -k sleeps",
+        "tests/runtime/server/test_server_fields.py -k sleeps",
     ),
 ]

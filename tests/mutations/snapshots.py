@@ -4,7 +4,7 @@ from mutations import Bug
 
 
 def bug(file: str, old: str, new: str, tests: str) -> Bug:
-    return Bug(file, old, new, f"tests/test_state_snapshots.py -k '{tests}'")
+    return Bug(file, old, new, f"tests/runtime/test_state_snapshots.py -k '{tests}'")
 
 
 ALONE = "start_from_snapshots_give and some"

@@ -2,8 +2,8 @@
 
 from mutations import Bug
 
-SCAN = "tests/test_ssm_scan.py"
-MODELS = "tests/test_mamba_models.py"
+SCAN = "tests/ops/test_ssm_scan.py"
+MODELS = "tests/models/test_mamba_models.py"
 
 
 def triton(old: str, new: str, tests: str = f"{SCAN} -k padding_of_any_value") -> Bug:
@@ -25,12 +25,12 @@ BUGS = [
     triton(
         "state * tl.exp(tl.sum(a * step))",
         "state",
-        "tests/test_kernels.py -k 'ssm_scan_update-triton-long'",
+        "tests/kernels/test_kernels.py -k 'ssm_scan_update-triton-long'",
     ),
     triton(
         "tl.minimum(step, DT_MAX)",
         "step",
-        "tests/test_kernels.py -k 'ssm_scan_update-triton-limits'",
+        "tests/kernels/test_kernels.py -k 'ssm_scan_update-triton-limits'",
     ),
     in_torch("* total.exp()", "* 1.0"),
     in_torch("state * total[..., -1:, :].exp()", "state"),

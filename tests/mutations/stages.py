@@ -2,8 +2,8 @@
 
 from mutations import Bug
 
-STAGES = "tests/test_stages.py"
-PIPELINE = "tests/test_pipeline.py -k outputs_of_one_process"
+STAGES = "tests/parallel/test_stages.py"
+PIPELINE = "tests/runtime/ranks/test_pipeline.py -k outputs_of_one_process"
 
 BUGS = [
     # A class that scales its embeddings would scale the received states, too.

@@ -4,7 +4,7 @@ from mutations import Bug
 
 
 def kernel(name: str) -> str:
-    return f"tests/test_kernels.py -k '[{name}-triton-'"
+    return f"tests/kernels/test_kernels.py -k '[{name}-triton-'"
 
 
 def triton(file: str, old: str, new: str, name: str) -> Bug:
@@ -13,7 +13,10 @@ def triton(file: str, old: str, new: str, name: str) -> Bug:
 
 def pairs(old: str, new: str) -> Bug:
     return Bug(
-        "atomc/kernels/triton/w4a16/w4a16_mma_pair.py", old, new, "tests/test_strip_pairs.py"
+        "atomc/kernels/triton/w4a16/w4a16_mma_pair.py",
+        old,
+        new,
+        "tests/kernels/linear/test_w4a16_pair.py",
     )
 
 
@@ -41,7 +44,7 @@ BUGS = [
         "atomc/kernels/triton/w4a16/strip_values.py",
         "True) * E2M1_UNIT",
         "True)",
-        "tests/test_strips.py -k e2m1_code",
+        "tests/kernels/linear/test_w4a16.py -k e2m1_code",
     ),
     triton("w4a16/w4a16_mma_rows", "(k < K - part * 128)", "(k < K)", "linear_w4a16"),
     triton(
@@ -64,7 +67,7 @@ BUGS = [
         "atomc/kernels/triton/w4a16/w4a16_mma.py",
         "if rows % STRIP.value == 0:",
         "if rows % 8 == 0:",
-        "tests/test_strips.py -k not_held_in_strips",
+        "tests/kernels/linear/test_w4a16.py -k not_held_in_strips",
     ),
     Bug(
         "atomc/kernels/triton/w4a16/w4a16_mma.py",

@@ -2,8 +2,8 @@
 
 from mutations import Bug
 
-TESTS = "tests/test_turns.py -k"
-WRONG = "tests/test_wrong_values.py -k"
+TESTS = "tests/runtime/test_turns.py -k"
+WRONG = "tests/runtime/test_wrong_values.py -k"
 BUGS = [
     Bug("runtime/turns.py", "        self._try_deferred()\n\n    def step_until", "        pass\n\n    def step_until", f"{TESTS} collected"),
     Bug("runtime/turns.py", "                    if interrupts is not None:\n                        interrupts.deliver()\n            finally:", "            finally:", f"{TESTS} another_runs"),

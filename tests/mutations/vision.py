@@ -4,11 +4,11 @@ from mutations import Bug
 
 
 def bug(file: str, old: str, new: str, tests: str) -> Bug:
-    return Bug(file, old, new, f"tests/test_vision_models.py -k '{tests}'")
+    return Bug(file, old, new, f"tests/models/test_vision_models.py -k '{tests}'")
 
 
 def mrope(old: str, new: str) -> Bug:
-    return Bug("models/mrope.py", old, new, "tests/test_mrope.py")
+    return Bug("models/mrope.py", old, new, "tests/models/test_mrope.py")
 
 
 def patches(old: str, new: str) -> Bug:
@@ -16,11 +16,13 @@ def patches(old: str, new: str) -> Bug:
 
 
 def packed(file: str, old: str, new: str) -> Bug:
-    return Bug(file, old, new, "tests/test_kernels.py -k '[varlen_attention-triton-'")
+    return Bug(file, old, new, "tests/kernels/test_kernels.py -k '[varlen_attention-triton-'")
 
 
 def lifted(old: str, new: str) -> Bug:
-    return Bug("passes/lift.py", old, new, "tests/test_patch_embedding.py -k another_convolution")
+    return Bug(
+        "passes/lift.py", old, new, "tests/passes/test_patch_embedding.py -k another_convolution"
+    )
 
 
 OURS = "embeddings_and_logits and ours and qwen3_vl"
