@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atomc import demo
+from atomc.runtime.constrained import grammar_validator
 from atomc.runtime.constrained.grammar_compiler import GrammarCompiler
 from atomc.runtime.constrained.grammar_source import source
 from atomc.runtime.requests.sample_spec import SampleSpec
@@ -351,17 +352,18 @@ WIDE = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in ra
         ({"choice": ("a", "\ud800")}, "choice: "),
     ],
 )
-def test_a_grammar_over_its_limits_is_rejected_and_others_still_compile(form, message):
+def test_a_grammar_over_its_limits_is_rejected_and_others_still_compile(form, message, monkeypatch):
+    # On a machine that is busy the process of low priority gets its 0.3 s of CPU late.
+    monkeypatch.setattr(grammar_validator, "WALL_PER_CPU", 200)
     with pytest.raises(ValueError, match=f"^{message}"):
         SHORT_OF_TIME.compile(Structured(**form))
     assert SHORT_OF_TIME.compile(Structured(regex="ab")).matcher().accept(DEMO.token_to_id("a"))
 
 
 def test_a_schema_is_read_at_each_depth_or_refused_by_a_sentence():
+    """The parsers of a schema and of its grammar end at different depths."""
     refusals = set()
-    for depth in range(
-        900, 1010
-    ):  # the parsers of a schema and of its grammar end at different ones
+    for depth in range(900, 1010):
         try:
             source(Structured(json_schema='{"a":' * depth + "1" + "}" * depth))
         except ValueError as error:
