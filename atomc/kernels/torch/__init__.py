@@ -6,63 +6,33 @@ paged layout to the contiguous one, and the writes for CPUs to those for any dev
 experts that need not wait for the host.
 """
 
-from atomc.kernels.torch import kv_write  # isort: split
+from importlib import import_module
 
-from atomc.kernels.torch import attention  # isort: split
-
-from atomc.kernels.torch.experts import experts_grouped_mm  # isort: split
-
-from atomc.kernels.torch import (
-    activation,
-    contiguous,
-    conv,
-    conv_delta_rule,
-    delta_rule,
-    indexer,
-    kv_b_weight,
-    linear,
-    mla,
-    mla_attention,
-    norm,
-    rope,
-    scaled_linear_fp8,
-    ssm,
-    varlen_attention,
-)
-from atomc.kernels.torch.experts import (
-    expert_load,
-    experts,
-    experts_all_to_all,
-    experts_quantized,
-    route,
-)
-
-# isort: split
-from atomc.kernels.torch.experts import experts_by_reference
-
-__all__ = [
-    "activation",
+MODULES = (
+    "kv_write",
     "attention",
+    "experts.experts_grouped_mm",
+    "activation",
     "contiguous",
     "conv",
     "conv_delta_rule",
     "delta_rule",
-    "expert_load",
-    "experts",
-    "experts_all_to_all",
-    "experts_by_reference",
-    "experts_grouped_mm",
-    "experts_quantized",
     "indexer",
     "kv_b_weight",
-    "kv_write",
     "linear",
     "mla",
     "mla_attention",
     "norm",
     "rope",
-    "route",
     "scaled_linear_fp8",
     "ssm",
     "varlen_attention",
-]
+    "experts.expert_load",
+    "experts.experts",
+    "experts.experts_all_to_all",
+    "experts.experts_quantized",
+    "experts.route",
+    "experts.experts_by_reference",
+)
+for _module in MODULES:
+    import_module(f"{__name__}.{_module}")
