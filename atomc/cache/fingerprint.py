@@ -56,13 +56,17 @@ _REPORTING_OPTIONS = (
     "cache_dir",
     "cache_size",
 )
+# Folders of the package with the code of models.
+MODEL_CODE = ("models", "stock", "loading")
 # Folders and files of the package that do not influence what is compiled.
 _NOT_COMPILING = (
+    *MODEL_CODE,
     "runtime",
-    "models",
     "planning",
     "demo",
     "report/render",
+    "report/__main__.py",
+    "report/page_file.py",
     "cli",
     "kernels",
     "__main__.py",

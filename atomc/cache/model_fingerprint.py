@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from atomc.cache.artifact import Uncacheable
 from atomc.cache.fingerprint import (
+    MODEL_CODE,
     PACKAGE,
     PLAIN_TENSORS,
     Parts,
@@ -95,7 +96,7 @@ def model_parts(
         "kind of program": f"runtime, by its modules{', weights owned' * owned}",
         "inputs": str(takes),
         **environment_parts(options, platform),
-        **sources_in("models"),
+        **{key: part for folder in MODEL_CODE for key, part in sources_in(folder).items()},
     }
     parts |= {f"setting of {name}": ", ".join(changed_settings(name)) for name in _SETTINGS}
     parts |= {

@@ -25,7 +25,7 @@ class Provenance(TypedDict):
 
 
 _NOT_USER_CODE = {
-    str(Path(__file__).parents[1] / file) for file in ("ops/op.py", "atomc/stock/adapter.py")
+    str(Path(__file__).parents[1] / file) for file in ("ops/op.py", "stock/adapter.py")
 }
 _SELF = re.compile(r"^L\['\w+'\]|^G\['\w+'\]")
 _KEY = re.compile(r"\['?([^'\]]+)'?\]")

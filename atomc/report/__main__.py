@@ -1,4 +1,4 @@
-"""`python -m atomc.report.render`: converts reports as JSON on stdin to an HTML page on stdout."""
+"""`python -m atomc.report`: converts reports as JSON on stdin to an HTML page on stdout."""
 
 import json
 import sys

@@ -20,7 +20,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, nn
 
-from atomc.cache.fingerprint import digest, file_digest, sources_in
+from atomc.cache.fingerprint import MODEL_CODE, digest, file_digest, sources_in
 from atomc.cache.store import DamagedEntry, Entry
 from atomc.errors import first_line
 from atomc.ops import REGISTRY
@@ -191,7 +191,7 @@ def _entry(model: StockModel, key: str | None, options: Options) -> Entry[_Verdi
             f"{file_digest(Path(inspect.getfile(kind)))}",
             "configuration": digest(model.config.to_json_string(use_diff=False)),
             "version of transformers": transformers.__version__,
-            **sources_in("models"),
+            **{key: part for folder in MODEL_CODE for key, part in sources_in(folder).items()},
             **sources_in("runtime/execution/self_check.py"),
         },
         options,

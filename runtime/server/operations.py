@@ -183,7 +183,7 @@ async def compiler_page(service: Service) -> Response:
     report = await service.engines.call("report")
     async with _rendering:
         renderer = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "atomc.report.render", stdin=PIPE, stdout=PIPE, stderr=PIPE
+            sys.executable, "-m", "atomc.report", stdin=PIPE, stdout=PIPE, stderr=PIPE
         )
         try:
             async with asyncio.timeout(RENDER_SECONDS):

@@ -356,7 +356,7 @@ NAMED = ("ops", "kernels", "passes")
 # A name that is also another's.
 ALSO = {
     ("models/deepseek_v32.py", "index_topk"): "a field of a config.json",
-    ("atomc/stock/indexer.py", "index_topk"): "the same field",
+    ("stock/indexer.py", "index_topk"): "the same field",
     ("models/rotary.py", "linear"): "a scaling of rotary positions in a config.json",
     ("parallel/plan.py", "all_reduce"): "a word of transformers' plans",
     ("planning/stages.py", "embedding"): "what the first stage of a pipeline has, in a table",

@@ -607,7 +607,7 @@ def test_without_jinja2_the_error_says_what_to_install(monkeypatch):
 def test_a_process_of_its_own_renders_json():
     data = json.dumps(Report("M", treated=True).to_dict())
     done = subprocess.run(
-        [sys.executable, "-m", "atomc.report.render"], input=data, capture_output=True, text=True
+        [sys.executable, "-m", "atomc.report"], input=data, capture_output=True, text=True
     )
     assert done.stdout == html_of([Report("M", treated=True)]), done.stderr
 

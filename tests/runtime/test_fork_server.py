@@ -43,7 +43,8 @@ def ask(server, word):
 def module_path():
     """The processes import this file."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        folders = (Path(__file__).parent, Path(__file__).parents[1] / "_support")
+        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, folders)), prepend=os.pathsep)
         yield
 
 

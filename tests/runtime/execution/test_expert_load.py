@@ -8,7 +8,8 @@ from test_models import hf_model
 pytest.importorskip("msgspec")  # of the server
 import httpx
 
-from atomc import models, ops
+from atomc import ops
+from atomc.loading import loader
 from atomc.program import compile_model
 from atomc.runtime.llm import LLM
 from atomc.runtime.requests.sampling_params import SamplingParams
@@ -57,7 +58,7 @@ def test_a_served_mixture_counts_what_its_routers_chose(checkpoint):
     assert llm.engine.stats().expert_load == {path: [0] * EXPERTS for path in PATHS}  # warmed up
     outputs = llm.generate(PROMPTS, GREEDY)
     expected = {path: torch.zeros(EXPERTS, dtype=torch.int64) for path in PATHS}
-    model = models.loader.load(checkpoint)
+    model = loader.load(checkpoint)
 
     def count(path):
         def hook(module, args):
@@ -76,7 +77,7 @@ def test_a_served_mixture_counts_what_its_routers_chose(checkpoint):
 
 
 def test_without_the_option_the_graph_is_the_same_as_without_the_pass(checkpoint):
-    model = models.loader.load(checkpoint)
+    model = loader.load(checkpoint)
     graphs = {}
     for name, options in {
         "off": {},

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_lora import merge, shapes_of, write_adapter
 
-from atomc import models
+from atomc.loading import loader
 from atomc.runtime.execution.lora.files import read_config, read_pairs
 from atomc.runtime.llm import LLM
 from atomc.runtime.requests.sampling_params import SamplingParams
@@ -203,7 +203,7 @@ def test_steps_without_an_adapter_run_the_program_without_them(llm):
 
 def quantized_tokens(root, name, prompt, count):
     """Those of the quantized model, to whose layers the adapter's products are added."""
-    model = models.loader.load(root / "Llama", quantization="int8")
+    model = loader.load(root / "Llama", quantization="int8")
     pairs = read_pairs(read_config(str(root / name)))
     for path, (a, b, scale) in pairs.items():
 

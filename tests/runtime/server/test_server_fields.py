@@ -16,7 +16,6 @@ from test_server_lifecycle import until  # noqa: E402
 
 from atomc.runtime.requests.logprobs import TokenLogprobs  # noqa: E402
 from atomc.runtime.server.anthropic.request import MessagesRequest  # noqa: E402
-from atomc.runtime.server.config import ServerConfig  # noqa: E402
 from atomc.runtime.server.http.errors import APIError  # noqa: E402
 from atomc.runtime.server.http.unknown_fields import check_unknown_fields  # noqa: E402
 from atomc.runtime.server.responses.request import ResponsesRequest  # noqa: E402
@@ -296,7 +295,7 @@ def test_tools_that_the_server_cannot_run_are_left_out_and_named(http, path):
     models = dict(zip(TOOLS_OF, (MODELS[0], *MODELS[-2:]), strict=True))
     read = models[path].model_validate({"model": "atomc-demo", **body})
     with pytest.raises(APIError, match=r"tools\.1 is of a type that this server cannot run"):
-        check_unknown_fields(read, request, ServerConfig(strict_requests=True))
+        check_unknown_fields(read, request, strict=True)
 
 
 def allowed_tools(mode, *names):

@@ -5,7 +5,6 @@ import pytest
 pytest.importorskip("fastapi")
 from starlette.requests import Request
 
-from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.http.errors import APIError
 from atomc.runtime.server.http.unknown_fields import check_unknown_fields
 from atomc.runtime.server.service.protocol import ChatRequest
@@ -15,9 +14,7 @@ HELLO = [{"role": "user", "content": "Hello", "x": 1}]
 
 def check(body):
     request = Request({"type": "http", "state": {"headers": {}, "request_id": "x"}})
-    check_unknown_fields(
-        ChatRequest(model="m", messages=HELLO, **body), request, ServerConfig(strict_requests=True)
-    )
+    check_unknown_fields(ChatRequest(model="m", messages=HELLO, **body), request, strict=True)
 
 
 def test_the_first_unknown_field_is_refused_by_name():
