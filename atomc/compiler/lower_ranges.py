@@ -15,9 +15,9 @@ from atomc.compiler.select import Selection
 from atomc.compiler.weight_forms import WeightForms
 from atomc.graph.mutation import mutated, storage
 from atomc.ops.op import Extra
-from atomc.ops.token_range import Tokens
 from atomc.report.report import Report
 from atomc.rewriting.graph_pass import Context, Pass
+from atomc.token_range import Tokens
 from atomc.weights.prepared import unpreparable
 from atomc.weights.registry import is_freed, is_read, location_of
 

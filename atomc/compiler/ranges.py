@@ -14,7 +14,7 @@ from atomc.cache.compiled import Dispatch
 from atomc.graph.canonical import value
 from atomc.graph.expressions import expression
 from atomc.ops.op import op_of
-from atomc.ops.token_range import ALL_TOKENS, Tokens
+from atomc.token_range import ALL_TOKENS, Tokens
 from atomc.torch_compat.tracing import bounds
 
 

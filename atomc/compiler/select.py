@@ -23,10 +23,10 @@ from atomc.ops.op import (
 )
 from atomc.ops.op_traits import Kind
 from atomc.ops.state import LAYOUTS
-from atomc.ops.token_range import ALL_TOKENS, Tokens
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.report.records import KernelChoice
+from atomc.token_range import ALL_TOKENS, Tokens
 
 INLINE = "inline"
 

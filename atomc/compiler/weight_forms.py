@@ -17,8 +17,8 @@ from torch.fx import GraphModule, Node
 
 from atomc.ops.op import Kernel, Op, Prepared, Refusal, op_of
 from atomc.ops.op_traits import Kind
-from atomc.ops.token_range import Tokens
 from atomc.platform import Platform
+from atomc.token_range import Tokens
 
 # The fraction of the machine's memory that copies of weights may take.
 MOST_COPIED = 0.25

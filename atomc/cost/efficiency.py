@@ -17,9 +17,9 @@ from typing import Any
 import sympy
 
 from atomc.ops.op import REGISTRY
-from atomc.ops.token_range import Tokens
 from atomc.platform import Platform
 from atomc.report.records import KernelChoice, OpCost
+from atomc.token_range import Tokens
 
 SHIPPED = Path(__file__).with_suffix(".json")
 VERSION = 1

@@ -9,7 +9,7 @@ from torch.fx import Graph, GraphModule, Node
 from atomc.graph.graph_printer import graph_text
 from atomc.graph.provenance import module_path
 from atomc.graph.views import ZERO_COST, name_of
-from atomc.ops.token_range import ALL_TOKENS
+from atomc.token_range import ALL_TOKENS
 from atomc.torch_compat.core import structured_trace, traces_structured
 
 Observer = Callable[[str, GraphModule], None]

@@ -75,8 +75,8 @@ from atomc.ops.scaled_linear import (
 )
 from atomc.ops.ssm import ssm_scan, ssm_scan_update, ssm_state
 from atomc.ops.state import LAYOUTS, GroupStep, Layout, StateSpec, Step, kv_state, state_handle
-from atomc.ops.token_range import Tokens
 from atomc.ops.varlen_attention import varlen_attention
+from atomc.token_range import Tokens
 
 __all__ = [
     "LAYOUTS",

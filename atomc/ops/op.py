@@ -18,8 +18,8 @@ from torch import Tensor
 
 from atomc.ops.op_cost import CostRule, SentRule, read_and_write
 from atomc.ops.op_traits import Arguments, Kind, QuantizedWeight, StateBinding
-from atomc.ops.token_range import ALL_TOKENS, Tokens
 from atomc.platform import Platform
+from atomc.token_range import ALL_TOKENS, Tokens
 from atomc.torch_compat.core import derivatives_recorded, redispatch_below_autograd
 
 P = ParamSpec("P")

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from atomc.ops.token_range import Tokens
 from atomc.report.records import KernelChoice
+from atomc.token_range import Tokens
 
 
 def kernels_by_tokens(choices: Iterable[KernelChoice]) -> list[tuple[str, str]]:

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "atomc"
 # From the lowest. A name stands for a module or for a whole folder below atomc/; where several fit, the
 # longest decides. A new module goes into the lowest layer that holds all it imports.
 LAYERS = [
-    {"cgroup", "demo", "errors", "files", "tested_versions"},
+    {"cgroup", "demo", "errors", "files", "tested_versions", "token_range"},
     {"options", "platform", "torch_compat", "trusted_folder"},
     {"ops"},
     {"graph", "vllm_plugin", "weights"},

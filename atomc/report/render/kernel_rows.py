@@ -9,12 +9,12 @@ from typing import Any, TypedDict
 from atomc.cost.efficiency import GLUE, name_in_table
 from atomc.files.json_types import JSONLike
 from atomc.graph.graph_printer import NodeLine
-from atomc.ops.token_range import ALL_TOKENS, Tokens
 from atomc.report.kernel_ranges import kernels_by_tokens
 from atomc.report.records import KernelChoice, MoeLayer, OpCost, spans
 from atomc.report.render import formula
 from atomc.report.render.table import collapsed
 from atomc.report.report_data import ReportData
+from atomc.token_range import ALL_TOKENS, Tokens
 
 # Codes of refusals that do not depend on the op's arguments: by the machine, and by design.
 MACHINE_CODES = ("hardware", "library")

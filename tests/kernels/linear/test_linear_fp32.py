@@ -17,12 +17,12 @@ from atomc import ops, passes
 from atomc.loading.create_model import create_model
 from atomc.loading.loader import ready
 from atomc.ops.inputs import LoraShape
-from atomc.ops.token_range import Tokens
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.program import compile_model
 from atomc.report.report import Report
 from atomc.rewriting.graph_pass import Context
+from atomc.token_range import Tokens
 
 transformers = pytest.importorskip("transformers")
 

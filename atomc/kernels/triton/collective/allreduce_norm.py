@@ -16,8 +16,8 @@ from atomc.kernels.triton.rows.norm_quant import (
     rms_norm_quant,
 )
 from atomc.ops.op import Refusal
-from atomc.ops.token_range import Tokens
 from atomc.platform import Platform
+from atomc.token_range import Tokens
 from atomc.torch_compat import peer_memory
 from atomc.torch_compat.process_groups import process_group as group_of
 
