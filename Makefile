@@ -48,7 +48,7 @@ test-libraries: $(VENV)/installed-test $(LIBRARIES)/installed ## the tests over 
 	$(TEST_ENV) PYTHONPATH=$(LIBRARIES)/fla $(BIN)/python -m pytest $(PARALLEL) -m "" tests/kernels/recurrent/test_fla.py $(PYTEST_ARGS)
 
 test-mutations: $(VENV)/installed-test ## apply one-line bugs, one after the other: each must turn a test red (BUGS=word selects)
-	$(BIN)/python tests/mutations/run.py $(BUGS)
+	$(BIN)/python tests/repo/mutations/run.py $(BUGS)
 
 test-newest: .venv-newest/installed ## a third of the tests with the newest version of each library
 	$(TEST_ENV) .venv-newest/bin/python -m pytest $(PARALLEL) --third $(THIRD) $(PYTEST_ARGS)

@@ -19,15 +19,18 @@ os.environ.setdefault("ATOMC_STRICT", "1")
 os.environ.setdefault("ATOMC_CACHE", "0")  # every test compiles; those of the cache say so
 os.environ.update(gpu_of_worker())
 
-# Tests use what the tests of other rooms define.
-sys.path += sorted({str(path.parent) for path in Path(__file__).parent.glob("*/**/test_*.py")})
-
 import pytest
 import shared_objects
 import torch
 from serving import COMPILED, KEY, serving
 
 from atomc import kernels
+
+# Tests use what the tests of other rooms define. Rooms themselves are no packages: tests/kernels is
+# not the library `kernels` that transformers looks for, nor bench/kernels.py.
+TESTS = Path(__file__).parent
+sys.path += sorted({str(path.parent) for path in TESTS.glob("*/**/test_*.py")})
+sys.path.remove(str(TESTS))
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:

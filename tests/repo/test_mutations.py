@@ -1,4 +1,4 @@
-"""The list of bugs (tests/mutations) fits the tree: `make test-mutations` can apply each of them."""
+"""The list of bugs (tests/repo/mutations) fits the tree: `make test-mutations` can apply each of them."""
 
 import shlex
 import sys

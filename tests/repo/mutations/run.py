@@ -1,7 +1,7 @@
 """Apply each bug to a copy of the tree, and run the tests that are to turn red.
 
-    python tests/mutations/run.py           # all
-    python tests/mutations/run.py lora      # those with this word in their file, text or tests
+    python tests/repo/mutations/run.py           # all
+    python tests/repo/mutations/run.py lora      # those with this word in their file, text or tests
 
 As many at once as there are cores, each in a process forked from one that has imported torch. Exits
 with 1 if a bug is not noticed, if its tests cannot be run or do not end, or if they fail without a
@@ -21,7 +21,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 LEFT_OUT = (".git", ".venv", "__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache", "build")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "ATOMC_CACHE": "0", "PYTHONDONTWRITEBYTECODE": "1"}
 # pytest's exit codes, and that of a process that an alarm ended.
@@ -45,7 +45,7 @@ def asked() -> str:
 def main(word: str = "") -> int:
     os.environ.update(ENVIRONMENT)
     sys.dont_write_bytecode = True
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path.insert(0, str(ROOT / "tests/repo"))
     from mutations import all_bugs
 
     bugs = [bug for bug in all_bugs() if word in f"{bug.file} {bug.old} {bug.tests}"]
