@@ -81,7 +81,7 @@ PINS_oldest := $(shell sed -n 's/.*"\([a-z][a-z]*>=[0-9.]*\)".*/"\1.*"/p' pyproj
 
 .venv-%/installed: pyproject.toml
 	$(PYTHON) -m venv .venv-$*
-	.venv-$*/bin/python -m pip install $(PIP_ARGS) setuptools
+	.venv-$*/bin/python -m pip install $(PIP_ARGS) "setuptools>=77.0.3"
 	.venv-$*/bin/python -m pip install $(PIP_ARGS) --no-build-isolation --editable '.[serve,bench,test]' $(PINS_$*)
 	touch $@
 
