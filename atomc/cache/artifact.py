@@ -150,7 +150,7 @@ def _functions_of(kernel: Kernel) -> Iterator[tuple[str, Callable[..., Any]]]:
         yield "plan", kernel.plan
     if kernel.shared is not None:
         yield "shared", kernel.shared.function
-    for names, prepare in kernel.prepare.items():
+    for names, prepare in kernel.prepares.items():
         yield f"prepare {', '.join(names)}", prepare
 
 

@@ -302,7 +302,7 @@ def _spelled(refused: Sequence[tuple[str, Refusal]]) -> list[tuple[str, str]]:
 
 def _prepared(kernel: Kernel, nodes: Mapping[str, Argument]) -> Iterator[tuple[str, Node]]:
     """The weights that the kernel prepares: (argument, node)."""
-    for names in kernel.prepare:
+    for names in kernel.prepares:
         for name in names:
             if isinstance(weight := nodes[name], Node):
                 yield name, weight

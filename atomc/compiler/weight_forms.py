@@ -199,7 +199,7 @@ def uses(node: Node, kernel: Kernel | None) -> Iterator[Use]:
     """The graph inputs that this kernel, None for the reference, reads for an op's node."""
     arguments = _op(node).bind(*node.args, **node.kwargs)
     # A prepared weight is passed for the first of its parameters, the others as they are.
-    prepared = {names[0]: made for names, made in kernel.prepare.items()} if kernel else {}
+    prepared = {names[0]: made for names, made in kernel.prepares.items()} if kernel else {}
     for name, given in arguments.items():
         for weight in given if isinstance(given, list | tuple) else [given]:
             if not isinstance(weight, Node) or weight.op != "placeholder":

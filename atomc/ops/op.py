@@ -9,9 +9,9 @@ declared there, too: no other module lists ops by name. Faster kernels are regis
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from enum import Enum, auto
-from typing import Any, Generic, Literal, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from atomc.token_range import ALL_TOKENS, Tokens
 from atomc.torch_compat.core import derivatives_recorded, redispatch_below_autograd
 
 P = ParamSpec("P")
+Fields = ParamSpec("Fields")  # the arguments of a decorator
 Results = Tensor | tuple[Tensor, ...]
 R = TypeVar("R", bound=Results, covariant=True)
 Function = TypeVar("Function", bound=Callable[..., Results])
@@ -107,54 +108,66 @@ class PreferInductor(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """An implementation of an op. `function` has the arguments and results of the reference.
+    """An implementation of an op. The fields after `function` are the arguments of `Op.kernel`.
 
-    refuses:   (platform, *args) -> Refusal, or None. The args are fake tensors and numbers. A
-               sentence alone has the code "other".
-    tokens:    the numbers of tokens that the kernel is for.
-    limit:     (platform, *args) -> the largest of these that it is for with such arguments; None:
-               all of `tokens`.
-    layout:    the memory layout of the state it reads or writes (atomc.ops.state.LAYOUTS); None: it
-               uses no state.
-    prepare:   names of parameters -> function(*weights) -> Prepared. The kernel then receives the
-               prepared tensors as a tuple for the first name. Runs once, after selection, and not
-               if the first parameter is None.
-    attributes: the parameters, no tensors, that the functions of `prepare` take as well, by name.
-    keeps_original: the prepared tensors share memory with the weights, of which the kernel's
-               library keeps a form of its own. False: the weights may be freed if nothing else
-               reads them.
-    plan:      (step, spec) -> tuple of tensors, computed once per step into static buffers, before
-               the layers run; the kernel receives it as `plan=`.
-    workspace: (*args) -> bytes; the kernel receives a uint8 tensor of that size as `workspace=`.
-    shared:    what is computed once for all calls with equal inputs and constants, in the graph,
-               before the first of them; the kernel receives it as `shared=`.
-    rounds:    "as meaning": like the reference; "once": it keeps fp32 where the reference rounds
-               intermediate results.
-    syncs:     the host waits for the device, so that it cannot be captured in a CUDA graph.
-    prefer_inductor:  when Inductor's code for the reference is preferred.
-    tuned_for: the GPU architectures on which its tile sizes were measured; None if there are none
-               to choose.
-    note:      what the report says of it beside its provider.
+    Raises TypeError if `tokens` are no Tokens.
     """
 
     op: str
     provider: str
+    # With the arguments and results of the reference.
     function: Callable[..., Results]
+    _: KW_ONLY
+    # (platform, arguments by name, tensors are fake) -> why it cannot run; a sentence alone has the
+    # code "other".
     refuses: Callable[..., Refusal | str | None] | None = None
+    # The numbers of tokens that it is for; `limit` of (platform, arguments by name) is the largest
+    # of them that it is for with such arguments.
     tokens: Tokens = ALL_TOKENS
+    limit: Callable[..., int] | None = None
+    # Of the state it reads or writes (atomc.ops.state.LAYOUTS); None: it uses no state.
     layout: str | None = None
-    prepare: dict[tuple[str, ...], Callable[..., Prepared]] = field(default_factory=dict)
+    # A parameter, or several -> function(*weights) -> Prepared. The kernel then receives the
+    # prepared tensors as a tuple for the first name. Runs once, after selection, and not if the
+    # first parameter is None.
+    prepare: Mapping[str | tuple[str, ...], Callable[..., Prepared]] = field(default_factory=dict)
+    # The parameters, no tensors, that the functions of `prepare` take as well, by name.
     attributes: tuple[str, ...] = ()
+    # The prepared tensors share memory with the weights, of which the kernel's library keeps a form
+    # of its own. False: the weights may be freed if nothing else reads them.
     keeps_original: bool = False
+    # (step, spec) -> tensors, computed once per step into static buffers, before the layers run;
+    # the kernel receives them as `plan=`.
     plan: Callable[..., tuple[Tensor, ...]] | None = None
+    # (arguments by name) -> bytes; the kernel receives a uint8 tensor of that size as `workspace=`.
     workspace: Callable[..., int] | None = None
+    # What is computed once for all calls with equal inputs and constants, in the graph, before the
+    # first of them; the kernel receives it as `shared=`.
     shared: Shared | None = None
+    # "as meaning": like the reference; "once": in fp32 where the reference rounds in between.
     rounds: str = "as meaning"
+    # The host waits for the device, so that it cannot be captured in a CUDA graph.
     syncs: bool = False
     prefer_inductor: PreferInductor = PreferInductor.NEVER
+    # The GPU architectures on which its tile sizes were measured; None if there are none to choose.
     tuned_for: tuple[str, ...] | None = None
-    limit: Callable[..., int] | None = None
+    # What the report says of it beside its provider.
     note: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tokens, Tokens):
+            raise TypeError(
+                f"kernel of {self.op}: tokens is {self.tokens!r}, expected atomc.ops.Tokens(1, "
+                "16) or the like"
+            )
+
+    @property
+    def prepares(self) -> dict[tuple[str, ...], Callable[..., Prepared]]:
+        """`prepare` by tuples of parameters."""
+        return {
+            (names,) if isinstance(names, str) else names: function
+            for names, function in self.prepare.items()
+        }
 
     def tokens_for(self, platform: Platform, arguments: Arguments) -> Tokens:
         """The numbers of tokens that it is for, with arguments that it does not refuse."""
@@ -167,7 +180,7 @@ class Kernel:
         attributes = {name: arguments[name] for name in self.attributes if name in arguments}
         return {
             names[0]: prepare(*map(arguments.get, names), **attributes).tensors
-            for names, prepare in self.prepare.items()
+            for names, prepare in self.prepares.items()
             if arguments.get(names[0]) is not None
         }
 
@@ -200,54 +213,90 @@ class Extra:
 Concat = Callable[[Sequence[Arguments]], tuple[str, ...] | str]
 
 
+def _kernel_decorator(
+    create: Callable[Concatenate[str, str, Callable[..., Results], Fields], Kernel],
+) -> Callable[Concatenate["Op", str, Fields], Callable[[Function], Function]]:
+    def kernel(
+        op: "Op", provider: str, /, *args: Fields.args, **fields: Fields.kwargs
+    ) -> Callable[[Function], Function]:
+        """Register the decorated function as a kernel of this op, with the fields of Kernel.
+
+        Raises ValueError if `prepare` or `attributes` name no parameter of the op, or the same
+        function is registered twice for one layout, TypeError if `tokens` are no Tokens.
+        """
+
+        # Checked before there is a function: the reference holds its place.
+        described = create(op.name, provider, op.reference, *args, **fields)
+        op._check_names(described)
+
+        def register(function: Function) -> Function:
+            op._add(replace(described, function=function))
+            return function
+
+        return register
+
+    return kernel
+
+
 # Kinds whose cost is not that of one operation per element.
 COST_DIFFERS = (
     Kind.LINEAR | Kind.BMM | Kind.ATTENTION | Kind.LOOKUP | Kind.STATE_WRITE | Kind.EXPERTS
 )
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Op:
-    """A registered op as the compiler sees it. `reference` is its definition in PyTorch; the other
-    attributes are the arguments of `op`.
+    """A registered op as the compiler sees it. The fields after `reference` are the arguments of
+    `op`.
+
+    Raises ValueError if a trait that its kind requires is missing, or a trait names a parameter
+    that the op does not have.
     """
 
-    def __init__(
-        self,
-        reference: Callable[..., Results],
-        kind: Kind,
-        rows: str | None,
-        cost: CostRule | None,
-        quantized_weight: QuantizedWeight | Mapping[str, QuantizedWeight] | None,
-        rounds_once: Callable[[Arguments], bool] | None,
-        mutates: Sequence[str],
-        shape: Callable[..., Results] | None,
-        concat: Concat | None,
-        state: StateBinding | None,
-        linear: "Callable[[Arguments], Op] | None",
-        sent: SentRule | None,
-    ):
-        self.name = reference.__name__
-        self.reference: Callable[..., Results] = reference
-        self.kind, self.rows = kind, rows
-        self.cost = cost or read_and_write
-        self.quantized_weight = quantized_weight
-        self.rounds_once = rounds_once or (lambda _: False)
-        self.mutates = tuple(mutates)
-        self.concat = concat
-        self.state = state
-        self.linear = linear
-        self.sent = sent
-        self.signature = inspect.signature(reference)
-        self.kernels: list[Kernel] = []
-        self.__doc__ = reference.__doc__
-        self._check(cost)
+    # Its definition in PyTorch.
+    reference: Callable[..., Results]
+    _: KW_ONLY
+    # What it computes; passes and kernel selection decide by it.
+    kind: Kind
+    # The parameter [..., K] whose leading dimensions are the tokens of the step; None if no
+    # parameter has them.
+    rows: str | None
+    # Its bytes and FLOPs; default: each operand is read and each result written once.
+    cost: CostRule = read_and_write
+    # Of a linear whose weight is quantized; a mapping if it depends on the argument `scheme`.
+    quantized_weight: QuantizedWeight | Mapping[str, QuantizedWeight] | None = None
+    # (arguments by name) -> whether the reference rounds only its result; default: it also rounds
+    # intermediate results.
+    rounds_once: Callable[[Arguments], bool] = lambda arguments: False
+    # The parameters written in place.
+    mutates: tuple[str, ...] = ()
+    # The fake kernel, if the reference depends on data or is slow on fake tensors.
+    shape: Callable[..., Results] | None = None
+    # How several calls with one input become one.
+    concat: Concat | None = None
+    # How it is bound for the runtime, if it takes a state handle.
+    state: StateBinding | None = None
+    # Of experts: (arguments by name) -> the op that multiplies as each of them does.
+    linear: "Callable[[Arguments], Op] | None" = None
+    # Of collectives: the bytes that each process sends.
+    sent: SentRule | None = None
+    name: str = field(init=False)
+    signature: inspect.Signature = field(init=False)
+    overload: torch._ops.OpOverload = field(init=False)
+    kernels: list[Kernel] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        reference, name = self.reference, self.reference.__name__
+        signature = inspect.signature(reference)
+        vars(self).update(name=name, signature=signature, __doc__=reference.__doc__)
+        self._check()
         schema = torch.library.infer_schema(reference, mutates_args=self.mutates)
-        _library.define(self.name + schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
-        _library.impl(self.name, reference, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-        _library.impl(self.name, self._differentiated, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
-        _library.impl(self.name, reference, "FuncTorchBatched")  # type: ignore[no-untyped-call]
-        torch.library.register_fake(f"atom::{self.name}", shape or reference, lib=_library)
-        self.overload: torch._ops.OpOverload = getattr(torch.ops.atom, self.name).default
+        _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+        _library.impl(name, reference, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        _library.impl(name, self._differentiated, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+        _library.impl(name, reference, "FuncTorchBatched")  # type: ignore[no-untyped-call]
+        torch.library.register_fake(f"atom::{name}", self.shape or reference, lib=_library)
+        vars(self).update(overload=getattr(torch.ops.atom, name).default)
 
     def _differentiated(
         self, keys: torch._C.DispatchKeySet, *args: object, **kwargs: object
@@ -258,7 +307,7 @@ class Op:
         results: Results = redispatch_below_autograd(self.overload, keys, args, kwargs)
         return results
 
-    def _check(self, cost: CostRule | None) -> None:
+    def _check(self) -> None:
         """Raises ValueError for a missing trait, or one that names an unknown parameter."""
         parameters = self.signature.parameters
         weight = self.quantized_weight
@@ -274,7 +323,7 @@ class Op:
                 f"op {self.name}: no parameter {sorted(map(str, unknown))}, it has "
                 f"{list(parameters)}"
             )
-        if cost is None and self.kind & COST_DIFFERS:
+        if self.cost is read_and_write and self.kind & COST_DIFFERS:
             raise ValueError(
                 f"op {self.name}: give its cost=, which has no default for "
                 f"{self.kind & COST_DIFFERS}"
@@ -310,79 +359,24 @@ class Op:
             return declared[arguments["scheme"]]
         return declared
 
-    def kernel(
-        self,
-        provider: str,
-        *,
-        refuses: Callable[..., Refusal | str | None] | None = None,
-        tokens: Tokens = ALL_TOKENS,
-        layout: str | None = None,
-        prepare: Mapping[str | tuple[str, ...], Callable[..., Prepared]] | None = None,
-        attributes: tuple[str, ...] = (),
-        keeps_original: bool = False,
-        plan: Callable[..., tuple[Tensor, ...]] | None = None,
-        workspace: Callable[..., int] | None = None,
-        shared: Shared | None = None,
-        rounds: str = "as meaning",
-        syncs: bool = False,
-        prefer_inductor: PreferInductor = PreferInductor.NEVER,
-        tuned_for: tuple[str, ...] | None = None,
-        limit: Callable[..., int] | None = None,
-        note: str = "",
-    ) -> Callable[[Function], Function]:
-        """Register the decorated function as a kernel of this op (see Kernel for the arguments).
-
-        Raises ValueError if `prepare` or `attributes` name no parameter of the op, or the same
-        function is registered twice for one layout, TypeError if `tokens` are no Tokens.
-        """
-        if not isinstance(tokens, Tokens):
-            raise TypeError(
-                f"kernel of {self.name}: tokens is {tokens!r}, expected atomc.ops.Tokens(1, "
-                "16) or the like"
-            )
-        preparing = {
-            (names,) if isinstance(names, str) else names: made
-            for names, made in (prepare or {}).items()
-        }
-        named = {*attributes, *(name for names in preparing for name in names)}
-        unknown = named - set(self.signature.parameters)
-        if unknown:
+    def _check_names(self, kernel: Kernel) -> None:
+        named = {*kernel.attributes, *(name for names in kernel.prepares for name in names)}
+        if unknown := named - set(self.signature.parameters):
             raise ValueError(
                 f"kernel of {self.name}: prepare names {sorted(unknown)}, "
                 f"the op has {list(self.signature.parameters)}"
             )
 
-        def register(function: Function) -> Function:
-            if any(known.function is function and known.layout == layout for known in self.kernels):
-                raise ValueError(
-                    f"kernel {function.__module__}.{function.__qualname__} of {self.name} "
-                    "is registered already"
-                )
-            self.kernels.append(
-                Kernel(
-                    self.name,
-                    provider,
-                    function,
-                    refuses,
-                    tokens,
-                    layout,
-                    preparing,
-                    attributes,
-                    keeps_original,
-                    plan,
-                    workspace,
-                    shared,
-                    rounds,
-                    syncs,
-                    prefer_inductor,
-                    tuned_for,
-                    limit,
-                    note,
-                )
+    def _add(self, kernel: Kernel) -> None:
+        function, layout = kernel.function, kernel.layout
+        if any(other.function is function and other.layout == layout for other in self.kernels):
+            raise ValueError(
+                f"kernel {function.__module__}.{function.__qualname__} of {self.name} "
+                "is registered already"
             )
-            return function
+        self.kernels.append(kernel)
 
-        return register
+    kernel = _kernel_decorator(Kernel)
 
 
 class OpFunction(Op, Generic[P, R]):
@@ -398,60 +392,25 @@ class OpFunction(Op, Generic[P, R]):
 REGISTRY: dict[str, Op] = {}
 
 
-def op(
-    *,
-    kind: Kind,
-    rows: str | None,
-    cost: CostRule | None = None,
-    quantized_weight: QuantizedWeight | Mapping[str, QuantizedWeight] | None = None,
-    rounds_once: Callable[[Arguments], bool] | None = None,
-    mutates: Sequence[str] = (),
-    shape: Callable[..., Results] | None = None,
-    concat: Concat | None = None,
-    state: StateBinding | None = None,
-    linear: Callable[[Arguments], Op] | None = None,
-    sent: SentRule | None = None,
-) -> Callable[[Callable[P, R]], OpFunction[P, R]]:
-    """Define an op by its reference, the decorated function.
+def _op_decorator(
+    create: Callable[Concatenate[Callable[..., Results], Fields], Op],
+) -> Callable[Fields, Callable[[Callable[P, R]], OpFunction[P, R]]]:
+    def op(
+        *args: Fields.args, **fields: Fields.kwargs
+    ) -> Callable[[Callable[P, R]], OpFunction[P, R]]:
+        """Define an op by its reference, the decorated function, and the fields of Op."""
 
-    kind      what it computes; passes and kernel selection decide by it
-    rows      the parameter [..., K] whose leading dimensions are the tokens of the step; None if no
-              parameter has them
-    cost      its bytes and FLOPs; default: each operand is read and each result written once
-    quantized_weight  of a linear whose weight is quantized; a mapping if it depends on the argument
-                      `scheme`
-    rounds_once  (arguments by name) -> whether the reference rounds only its result; default: it
-                 also rounds intermediate results
-    mutates   the parameters written in place
-    shape     the fake kernel, if the reference depends on data or is slow on fake tensors
-    concat    how several calls with one input become one (see Concat)
-    state     how it is bound for the runtime, if it takes a state handle (see StateBinding)
-    linear    of experts: (arguments by name) -> the op that multiplies as each of them does
-    sent      of collectives: the bytes that each process sends
+        def define(reference: Callable[P, R]) -> OpFunction[P, R]:
+            defined = create(reference, *args, **fields)
+            REGISTRY[defined.name] = defined
+            return cast(OpFunction[P, R], defined)
 
-    Raises ValueError if a trait that this kind requires is missing, or a trait names a parameter
-    that the op does not have.
-    """
+        return define
 
-    def register(reference: Callable[P, R]) -> OpFunction[P, R]:
-        made: OpFunction[P, R] = OpFunction(
-            reference,
-            kind,
-            rows,
-            cost,
-            quantized_weight,
-            rounds_once,
-            mutates,
-            shape,
-            concat,
-            state,
-            linear,
-            sent,
-        )
-        REGISTRY[made.name] = made
-        return made
+    return op
 
-    return register
+
+op = _op_decorator(OpFunction)
 
 
 def register_kernel(op_name: str, provider: str, **protocol: Any) -> Callable[[Function], Function]:

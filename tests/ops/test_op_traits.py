@@ -346,7 +346,7 @@ def test_an_op_that_leaves_out_what_its_kind_needs_is_refused(traits, said):
 
 def test_kind_and_rows_have_no_default():
     with pytest.raises(TypeError, match="'kind' and 'rows'"):
-        op()
+        op()(turned)
 
 
 # No table

@@ -37,7 +37,7 @@ def test_python_blocks_run_one_after_another_and_print_what_they_say(
     for provider in kernels.PROVIDERS:
         kernels.load(provider)
     for op in REGISTRY.values():  # a page may register more, which must not stay
-        monkeypatch.setattr(op, "kernels", list(op.kernels))
+        monkeypatch.setitem(vars(op), "kernels", list(op.kernels))
     code = "\n".join(blocks(page, "python"))
     name = f"page_{page.stem.lower()}"
     (tmp_path / f"{name}.py").write_text(code)

@@ -605,7 +605,7 @@ def attention(q, k, v, *rest, **more):
 def test_what_the_model_calls_itself_cannot_be_left_out_and_that_is_said(
     tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(ops.attention, "kernels", list(ops.attention.kernels))
+    monkeypatch.setitem(vars(ops.attention), "kernels", list(ops.attention.kernels))
     (tmp_path / "attending.py").write_text(WRONG_ATTENTION)
     monkeypatch.chdir(tmp_path)
     assert main(["audit", "attending:own", "--write-options", "without.toml"]) == 1

@@ -219,7 +219,7 @@ def test_a_copy_that_is_made_of_two_weights_follows_both(
     def linear(x: Tensor, weight: tuple[Tensor], bias: Tensor | None = None) -> Tensor:
         return F.linear(F.pad(x, (0, 1), value=1.0), weight[0])
 
-    monkeypatch.setattr(ops.linear, "kernels", list(ops.linear.kernels))
+    monkeypatch.setitem(vars(ops.linear), "kernels", list(ops.linear.kernels))
     ops.linear.kernel("mine", prepare={("weight", "bias"): joined})(linear)
     module = nn.Sequential(nn.Linear(32, 8), nn.Linear(8, 5, bias=False)).requires_grad_(False)
     compiled = torch.compile(
@@ -297,7 +297,7 @@ def test_copies_for_other_numbers_of_rows_count_too(monkeypatch: pytest.MonkeyPa
         return x @ weight[0] + (0 if bias is None else bias)
 
     monkeypatch.setattr("atomc.compiler.weight_forms.MOST_COPIED", 1.5 * 48 * 32 * 4 / HERE.memory)
-    monkeypatch.setattr(ops.linear, "kernels", list(ops.linear.kernels))
+    monkeypatch.setitem(vars(ops.linear), "kernels", list(ops.linear.kernels))
     ops.linear.kernel("mine", prepare={"weight": transposed}, tokens=ops.Tokens(1, 8))(linear)
     module = nn.Linear(32, 48).requires_grad_(False)
     options = {"glue": "eager", "providers": ("mine", "onednn", "torch")}
