@@ -53,7 +53,7 @@ def _call_kernel(
     every = op.bind(*node.args, **node.kwargs)
     attributes = tuple((name, _plain(every[name])) for name in kernel.attributes)
     added: dict[str, Node] = {}
-    for names, prepare in kernel.prepare.items():
+    for names, prepare in kernel.prepares.items():
         weights = [arguments.get(name) for name in names]
         if weights[0] is None:
             continue

@@ -56,50 +56,48 @@ class Rewrite:
 
     The pattern is traced, so it may use all of torch. The replacement is called once per site with
     graph nodes, so it uses atomc.ops and torch.ops.aten.<name>.<overload>. An argument is a node or
-    a captured attribute (Pattern); one that is neither has the value of the example.
-
-    example        returns argument -> tensor, number or choice; it specifies which sizes, ranks and
-                   dtypes are equal (Pattern)
-    guard          (arguments as fake tensors and numbers) -> why the site does not qualify, or None
-    variant        distinguishes rewrites of the same name
-    cases          the patterns, most specific first; each is traced with an example of its own
-    cases_in       index of a graph -> further cases, for patterns that are traced with numbers of
-                   the graph, such as the number of experts (equal numbers give the same Case), or
-                   that only a few graphs are compared with
-    attrs          attributes of a site for the report, besides the captured ones; or a function
-                   with the arguments of `guard` that returns them
-    sees_through   views that keep the last dimension may occur between the pattern's nodes
-    read_together  the pattern's outputs are operands of one node, in this order; writes into a
-                   static cache may occur in between
-    needs          op of atomc, or "aten::cat" -> attributes that one of its nodes must have (OneOf:
-                   one of these values); without such a node in the graph nothing is traced, and
-                   without one at a place it is no near miss
-    nests          its result may be part of another site: it is applied until no site is left
-    explained      whether places where it nearly matches are near misses
-    apart          two arguments of which the first may not be the second, or computed from it: what
-                   computes both is fused better by Inductor
-    paged          applies only for the runtime: its results differ by more than roundings, and a
-                   user's program computes what it is
-    patterns       of the cases that were traced
+    a captured attribute (Pattern); one that is neither has the value of the example. Where both are
+    one function, each match is a near miss with the guard's reason.
     """
 
     name: str
     pattern: Callable[..., Tensor | tuple[Tensor, ...]]
     replacement: Callable[..., Replaced]
+    # Returns argument -> tensor, number or choice; it specifies which sizes, ranks and dtypes are
+    # equal (Pattern).
     example: Callable[..., Mapping[str, ExampleValue]]
+    # (arguments as fake tensors and numbers) -> why the site does not qualify, or None.
     guard: Callable[..., str | None] | None = None
+    # Distinguishes rewrites of the same name.
     variant: str = ""
+    # Of a site, for the report, besides the captured ones; or a function with the arguments of
+    # `guard` that returns them.
     attrs: Attrs | Callable[..., Attrs] = field(default_factory=dict)
+    # Views that keep the last dimension may occur between the pattern's nodes.
     sees_through: bool = False
+    # The pattern's outputs are operands of one node, in this order; writes into a static cache may
+    # occur in between.
     read_together: bool = False
+    # Op of atomc, or "aten::cat" -> attributes that one of its nodes must have (OneOf: one of these
+    # values); without such a node in the graph nothing is traced, and without one at a place it is
+    # no near miss.
     needs: Needs = field(default_factory=dict)
+    # Its result may be part of another site: it is applied until no site is left.
     nests: bool = False
-    explained: bool = True
+    # Two arguments of which the first may not be the second, or computed from it: what computes
+    # both is fused better by Inductor.
     apart: tuple[str, str] | None = None
+    # Applies only for the runtime: its results differ by more than roundings, and a user's program
+    # computes what it is.
     paged: bool = False
+    # The patterns, most specific first; each is traced with an example of its own.
     cases: Sequence[Case] = (Case(),)
+    # Index of a graph -> further cases, for patterns that are traced with numbers of the graph,
+    # such as the number of experts (equal numbers give the same Case), or that only a few graphs
+    # are compared with.
     cases_in: Callable[[Index], Sequence[Case]] = lambda index: ()
-    patterns: dict[Case, Pattern] = field(default_factory=dict, repr=False)
+    # Of the cases that were traced.
+    patterns: dict[Case, Pattern] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if (
@@ -109,6 +107,11 @@ class Rewrite:
             raise ValueError(
                 f"rewrite {self.name!r}: pattern and replacement take different arguments"
             )
+
+    @property
+    def explained(self) -> bool:
+        """Whether places where it nearly matches are near misses."""
+        return self.replacement is not self.pattern
 
     def traced(self, case: Case | None = None) -> Pattern:
         """The pattern of a case, by default the first; traced on first use."""
@@ -161,7 +164,6 @@ def unsupported(
         guard=lambda **_: reason,
         variant=variant,
         needs={op: {} for op in needs},
-        explained=False,
     )
 
 

@@ -355,7 +355,7 @@ def prepared(kernel: Kernel, given: dict[str, Any]) -> dict[str, Any]:
     """The arguments as the kernel gets them."""
     made = {
         names[0]: prepare(*map(given.get, names)).tensors
-        for names, prepare in kernel.prepare.items()
+        for names, prepare in kernel.prepares.items()
         if given.get(names[0]) is not None
     }
     shared = {} if kernel.shared is None else {"shared": kernel.shared.of(given)}

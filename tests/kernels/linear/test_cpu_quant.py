@@ -39,7 +39,7 @@ def kernels_of(op: str, provider: str = "onednn") -> list[ops.Kernel]:
 def run(kernel: ops.Kernel, given: dict[str, Any]) -> Tensor:
     prepared = {
         names[0]: prepare(*map(given.get, names)).tensors
-        for names, prepare in kernel.prepare.items()
+        for names, prepare in kernel.prepares.items()
     }
     return kernel.function(**given | prepared)
 
