@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc.kernels.triton.launch.launch import begin, overlap
-from atomc.kernels.triton.rows.norm import weighted
+from atomc.kernels.triton.rows.norm import normed_dtype, weighted
 from atomc.torch_compat.peer_memory import EMPTY, MAX_RANKS, ROW_BYTES, PeerMemory
 
 _EMPTY_16 = tl.constexpr(EMPTY)
@@ -196,7 +196,7 @@ def _launch(
     total = torch.empty_like(x)
     out = None
     if weight is not None:
-        dtype = torch.promote_types(x.dtype, weight.dtype) if style == "after" else x.dtype
+        dtype = normed_dtype(x, weight, style)
         out = torch.empty_like(x, dtype=dtype)
     bits = torch.int32 if x.element_size() == 4 else torch.int16
     if rows:

@@ -76,9 +76,9 @@ def inner_sizes(x: Tensor) -> tuple[int, int]:
     return x.shape[1] if x.dim() > 3 else 1, x.shape[-2] if x.dim() > 2 else 1
 
 
-def row_strides(x: Tensor) -> tuple[int, int, int]:
-    """Strides of d0, d1 and d2."""
-    s = x.stride()
+def row_strides(x: Tensor | None) -> tuple[int, int, int]:
+    """Strides of d0, d1 and d2; 0 without a tensor."""
+    s = () if x is None else x.stride()
     return s[0] if len(s) > 1 else 0, s[1] if len(s) > 3 else 0, s[-2] if len(s) > 2 else 0
 
 

@@ -201,54 +201,23 @@ def refuse_rms_norm(
     return unknown(RMS_NORM_STYLES, style=style) or refuse_layer_norm(platform, x, residual, weight)
 
 
-@ops.rms_norm.kernel("triton", refuses=refuse_rms_norm, tuned_for=NORM.archs)
-def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Tensor:
-    out = torch.empty_like(
-        x, dtype=torch.promote_types(x.dtype, weight.dtype) if style == "after" else x.dtype
-    )
+def _launch(
+    kernel: triton.JITFunction,
+    x: Tensor,
+    residual: Tensor | None,
+    weights: tuple[Tensor | None, ...],
+    out: Tensor,
+    eps: float,
+    **constants: int | str,
+) -> Tensor:
+    """Writes the norm of x, or of x + residual, to out. Returns that sum, or x."""
+    total = None if residual is None else torch.empty_like(x)
     if rows := num_rows(out):
-        cut = tile_for(x, x.shape[-1])
-        _rms_norm[(triton.cdiv(rows, cut["ROWS"]),)](
-            x,
-            None,
-            weight,
-            out,
-            None,
-            rows,
-            *inner_sizes(x),
-            *row_strides(x),
-            0,
-            0,
-            0,
-            *row_strides(out),
-            0,
-            0,
-            0,
-            eps,
-            D=x.shape[-1],
-            WIDTH=x.shape[-1],
-            STYLE=style,
-            ADD=False,
-            **cut,
-            **overlap(x.device),
-        )
-    return out
-
-
-@ops.add_rms_norm.kernel("triton", refuses=refuse_rms_norm, tuned_for=NORM.archs)
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str = "after"
-) -> tuple[Tensor, Tensor]:
-    total = torch.empty_like(x)
-    out = torch.empty_like(
-        x, dtype=torch.promote_types(x.dtype, weight.dtype) if style == "after" else x.dtype
-    )
-    if rows := num_rows(out):
-        cut = tile_for(x, x.shape[-1])
-        _rms_norm[(triton.cdiv(rows, cut["ROWS"]),)](
+        cut = tile_for(x, out.shape[-1])
+        kernel[(triton.cdiv(rows, cut["ROWS"]),)](
             x,
             residual,
-            weight,
+            *weights,
             out,
             total,
             rows,
@@ -259,13 +228,31 @@ def add_rms_norm(
             *row_strides(total),
             eps,
             D=x.shape[-1],
-            WIDTH=out.shape[-1],
-            STYLE=style,
-            ADD=True,
+            ADD=residual is not None,
+            **constants,
             **cut,
             **overlap(x.device),
         )
-    return out, total
+    return x if total is None else total
+
+
+def normed_dtype(x: Tensor, weight: Tensor, style: str) -> torch.dtype:
+    return torch.promote_types(x.dtype, weight.dtype) if style == "after" else x.dtype
+
+
+@ops.rms_norm.kernel("triton", refuses=refuse_rms_norm, tuned_for=NORM.archs)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, style: str = "after") -> Tensor:
+    out = torch.empty_like(x, dtype=normed_dtype(x, weight, style))
+    _launch(_rms_norm, x, None, (weight,), out, eps, WIDTH=x.shape[-1], STYLE=style)
+    return out
+
+
+@ops.add_rms_norm.kernel("triton", refuses=refuse_rms_norm, tuned_for=NORM.archs)
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, style: str = "after"
+) -> tuple[Tensor, Tensor]:
+    out = torch.empty_like(x, dtype=normed_dtype(x, weight, style))
+    return out, _launch(_rms_norm, x, residual, (weight,), out, eps, WIDTH=x.shape[-1], STYLE=style)
 
 
 def refuse_add_rms_norm_pad(
@@ -289,94 +276,26 @@ def refuse_add_rms_norm_pad(
 def add_rms_norm_pad(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, columns: int, style: str = "after"
 ) -> tuple[Tensor, Tensor]:
-    total = torch.empty_like(x)
-    dtype = torch.promote_types(x.dtype, weight.dtype) if style == "after" else x.dtype
-    out = x.new_empty((*x.shape[:-1], x.shape[-1] + columns), dtype=dtype)
-    if rows := num_rows(out):
-        cut = tile_for(x, out.shape[-1])
-        _rms_norm[(triton.cdiv(rows, cut["ROWS"]),)](
-            x,
-            residual,
-            weight,
-            out,
-            total,
-            rows,
-            *inner_sizes(x),
-            *row_strides(x),
-            *row_strides(residual),
-            *row_strides(out),
-            *row_strides(total),
-            eps,
-            D=x.shape[-1],
-            WIDTH=out.shape[-1],
-            STYLE=style,
-            ADD=True,
-            **cut,
-            **overlap(x.device),
-        )
-    return out, total
+    width = x.shape[-1] + columns
+    out = x.new_empty((*x.shape[:-1], width), dtype=normed_dtype(x, weight, style))
+    return out, _launch(_rms_norm, x, residual, (weight,), out, eps, WIDTH=width, STYLE=style)
+
+
+def _layer_norms(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    has = {"WEIGHT": weight is not None, "BIAS": bias is not None}
+    return out, _launch(_layer_norm, x, residual, (weight, bias), out, eps, **has)
 
 
 @ops.layer_norm.kernel("triton", refuses=refuse_layer_norm, tuned_for=NORM.archs)
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if rows := num_rows(out):
-        cut = tile_for(x, x.shape[-1])
-        _layer_norm[(triton.cdiv(rows, cut["ROWS"]),)](
-            x,
-            None,
-            weight,
-            bias,
-            out,
-            None,
-            rows,
-            *inner_sizes(x),
-            *row_strides(x),
-            0,
-            0,
-            0,
-            *row_strides(out),
-            0,
-            0,
-            0,
-            eps,
-            D=x.shape[-1],
-            WEIGHT=weight is not None,
-            BIAS=bias is not None,
-            ADD=False,
-            **cut,
-            **overlap(x.device),
-        )
-    return out
+    return _layer_norms(x, None, weight, bias, eps)[0]
 
 
 @ops.add_layer_norm.kernel("triton", refuses=refuse_layer_norm, tuned_for=NORM.archs)
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    total = torch.empty_like(x)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if rows := num_rows(out):
-        cut = tile_for(x, x.shape[-1])
-        _layer_norm[(triton.cdiv(rows, cut["ROWS"]),)](
-            x,
-            residual,
-            weight,
-            bias,
-            out,
-            total,
-            rows,
-            *inner_sizes(x),
-            *row_strides(x),
-            *row_strides(residual),
-            *row_strides(out),
-            *row_strides(total),
-            eps,
-            D=x.shape[-1],
-            WEIGHT=weight is not None,
-            BIAS=bias is not None,
-            ADD=True,
-            **cut,
-            **overlap(x.device),
-        )
-    return out, total
+    return _layer_norms(x, residual, weight, bias, eps)

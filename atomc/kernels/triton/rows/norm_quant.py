@@ -21,7 +21,13 @@ from atomc.kernels.triton.launch.launch import (
     row_strides,
 )
 from atomc.kernels.triton.launch.tiles import NORM
-from atomc.kernels.triton.rows.norm import refuse_rms_norm, row_sum, tile_for, weighted
+from atomc.kernels.triton.rows.norm import (
+    normed_dtype,
+    refuse_rms_norm,
+    row_sum,
+    tile_for,
+    weighted,
+)
 from atomc.kernels.triton.rows.quant import Quantized, store_quantized, unquantizable
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -181,14 +187,13 @@ def _launch(
     rounding: str,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    normed = torch.promote_types(x.dtype, weight.dtype) if style == "after" else x.dtype
+    normed = normed_dtype(x, weight, style)
     out = Quantized(x, scale, scheme, dtype, group, column_major, rounding)
     total = None if residual is None else torch.empty_like(x)
     kept = torch.empty_like(x, dtype=normed) if keep else x.new_empty(0, dtype=normed)
     if rows := num_rows(x):
         cut = tile_for(x, x.shape[-1])
         cut["BLOCK"] = max(cut["BLOCK"], out.group)
-        nowhere = (0, 0, 0)
         _norm_quant[(triton.cdiv(rows, cut["ROWS"]),)](
             x,
             residual,
@@ -199,9 +204,9 @@ def _launch(
             rows,
             *inner_sizes(x),
             *row_strides(x),
-            *(nowhere if residual is None else row_strides(residual)),
-            *(nowhere if total is None else row_strides(total)),
-            *(row_strides(kept) if keep else nowhere),
+            *row_strides(residual),
+            *row_strides(total),
+            *row_strides(kept if keep else None),
             *out.steps,
             eps,
             NORMED=TRITON_DTYPE[normed],
@@ -228,10 +233,9 @@ def refuse_rms_norm_quant(
     scheme: str,
     dtype: torch.dtype = torch.float8_e4m3fn,
     group: int = 128,
-    column_major: bool = False,
     rounding: str = "even",
-    keep: bool = False,
     residual: Tensor | None = None,
+    **_: object,
 ) -> Refusal | None:
     reason = unquantizable(platform, x, scheme, dtype, group, rounding)
     return reason or refuse_rms_norm(platform, x, weight, style, residual)

@@ -26,7 +26,7 @@ from atomc.kernels.triton.launch.tiles import HEAD_ROWS
 from atomc.kernels.triton.rows.kv_write import (
     as_cached,
 )
-from atomc.kernels.triton.rows.norm import weighted
+from atomc.kernels.triton.rows.norm import normed_dtype, weighted
 from atomc.ops.formats import FLOATS
 from atomc.ops.norm import RMS_NORM_STYLES
 from atomc.ops.op import Refusal
@@ -307,10 +307,6 @@ def empty_rows(x: Tensor, cos: Tensor, style: str, dtype: torch.dtype) -> Tensor
     )
 
 
-def normed_dtype(x: Tensor, weight: Tensor, style: str) -> torch.dtype:
-    return torch.promote_types(x.dtype, weight.dtype) if style == "after" else x.dtype
-
-
 def refuse_rope(
     platform: Platform, x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox"
 ) -> Refusal | None:
@@ -336,49 +332,64 @@ def refuse_rope(
     return None
 
 
-@ops.rope.kernel("triton", refuses=refuse_rope, tuned_for=HEAD_ROWS.archs)
-def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Tensor:
-    out = empty_rows(x, cos, style, torch.promote_types(x.dtype, cos.dtype))
-    if rows := num_rows(x):
-        rows_a_program = HEAD_ROWS.choose(x.device, rows)
-        programs = triton.cdiv(rows, rows_a_program)
-        _rope[(programs,)](
-            x,
-            None,
-            None,
-            None,
+def _launch(
+    q: Tensor,
+    k: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    norm: str,
+    style: str,
+    normed: torch.dtype,
+) -> list[Tensor]:
+    """The rotated q, and the rotated k if there is one."""
+    rotated = [x for x in (q, k) if x is not None]
+    outs = [empty_rows(x, cos, style, torch.promote_types(normed, cos.dtype)) for x in rotated]
+    q_rows, k_rows = num_rows(q), 0 if k is None else num_rows(k)
+    if q_rows + k_rows:
+        rows_a_program = HEAD_ROWS.choose(q.device, q_rows + k_rows)
+        q_programs = triton.cdiv(q_rows, rows_a_program)
+        k_out = None if k is None else outs[1]
+        _rope[(q_programs + triton.cdiv(k_rows, rows_a_program),)](
+            q,
+            k,
+            q_weight,
+            k_weight,
             cos,
             sin,
-            out,
-            None,
-            rows,
-            0,
-            programs,
-            *inner_sizes(x),
-            1,
-            1,
-            *row_strides(x),
-            0,
-            0,
-            0,
-            *table_strides(cos, x),
-            *row_strides(out),
-            0,
-            0,
-            0,
-            0.0,
-            NORMED=None,
-            NORM="",
+            outs[0],
+            k_out,
+            q_rows,
+            k_rows,
+            q_programs,
+            *inner_sizes(q),
+            *((1, 1) if k is None else inner_sizes(k)),
+            *row_strides(q),
+            *row_strides(k),
+            *table_strides(cos, q),
+            *row_strides(outs[0]),
+            *row_strides(k_out),
+            eps,
+            NORMED=TRITON_DTYPE[normed],
+            NORM=norm,
             STYLE=style,
             ROWS=rows_a_program,
             num_warps=warps_of(rows_a_program),
-            **cut_rows(x, cos, style),
-            **overlap(x.device),
+            **cut_rows(q, cos, style),
+            **overlap(q.device),
         )
+    return outs
+
+
+@ops.rope.kernel("triton", refuses=refuse_rope, tuned_for=HEAD_ROWS.archs)
+def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Tensor:
+    [out] = _launch(x, None, None, None, cos, sin, 0.0, "", style, x.dtype)
     return out
 
 
-def unrotatable_pair(
+def refuse_qk_norm_rope(
     platform: Platform,
     q: Tensor,
     k: Tensor,
@@ -388,6 +399,7 @@ def unrotatable_pair(
     k_weight: Tensor | None = None,
     norm_style: str = "after",
     rope_style: str = "neox",
+    **_: object,
 ) -> Refusal | None:
     """Refuse q and k that cannot be rotated by these tables in one launch."""
     if reason := (
@@ -404,21 +416,6 @@ def unrotatable_pair(
     )
 
 
-def refuse_qk_norm_rope(
-    platform: Platform,
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float = 0.0,
-    norm_style: str = "after",
-    rope_style: str = "neox",
-) -> Refusal | None:
-    return unrotatable_pair(platform, q, k, cos, sin, q_weight, k_weight, norm_style, rope_style)
-
-
 @ops.qk_norm_rope.kernel("triton", refuses=refuse_qk_norm_rope, tuned_for=HEAD_ROWS.archs)
 def qk_norm_rope(
     q: Tensor,
@@ -432,38 +429,5 @@ def qk_norm_rope(
     rope_style: str = "neox",
 ) -> tuple[Tensor, Tensor]:
     normed = normed_dtype(q, q_weight, norm_style)
-    dtype = torch.promote_types(normed, cos.dtype)
-    q_out, k_out = empty_rows(q, cos, rope_style, dtype), empty_rows(k, cos, rope_style, dtype)
-    q_rows, k_rows = num_rows(q), num_rows(k)
-    if q_rows + k_rows:
-        rows_a_program = HEAD_ROWS.choose(q.device, q_rows + k_rows)
-        q_programs = triton.cdiv(q_rows, rows_a_program)
-        _rope[(q_programs + triton.cdiv(k_rows, rows_a_program),)](
-            q,
-            k,
-            q_weight,
-            k_weight,
-            cos,
-            sin,
-            q_out,
-            k_out,
-            q_rows,
-            k_rows,
-            q_programs,
-            *inner_sizes(q),
-            *inner_sizes(k),
-            *row_strides(q),
-            *row_strides(k),
-            *table_strides(cos, q),
-            *row_strides(q_out),
-            *row_strides(k_out),
-            eps,
-            NORMED=TRITON_DTYPE[normed],
-            NORM=norm_style,
-            STYLE=rope_style,
-            ROWS=rows_a_program,
-            num_warps=warps_of(rows_a_program),
-            **cut_rows(q, cos, rope_style),
-            **overlap(q.device),
-        )
-    return q_out, k_out
+    q, k = _launch(q, k, q_weight, k_weight, cos, sin, eps, norm_style, rope_style, normed)
+    return q, k

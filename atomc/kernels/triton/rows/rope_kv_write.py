@@ -27,14 +27,14 @@ from atomc.kernels.triton.rows.kv_write import (
     inverse_scale,
     refuse_kv_write,
 )
+from atomc.kernels.triton.rows.norm import normed_dtype
 from atomc.kernels.triton.rows.rope import (
     cut_rows,
     empty_rows,
-    normed_dtype,
+    refuse_qk_norm_rope,
     rotated,
     store_parts,
     table_strides,
-    unrotatable_pair,
     warps_of,
 )
 from atomc.ops.op import Refusal
@@ -208,7 +208,7 @@ def refuse_rope_kv_write(
     rope_style: str = "neox",
 ) -> Refusal | None:
     reason = refuse_kv_write(platform, k, v, k_cache, v_cache, slots, k_scale, v_scale)
-    return reason or unrotatable_pair(
+    return reason or refuse_qk_norm_rope(
         platform, q, k, cos, sin, q_weight, k_weight, norm_style, rope_style
     )
 
