@@ -287,31 +287,17 @@ def launches(model: Model, given: Arguments, tile: Any) -> dict[str, Callable[[]
     w13, w2, w13_scale, w2_scale, b13, b2 = map(
         given.get, ("w13", "w2", "w13_scale", "w2_scale", "b13", "b2")
     )
-    more = {"square": given.get("block", 0), "out_dtype": torch.bfloat16}
-    up = partial(
-        grouped.grouped_gate_up,
-        given["x"],
-        w13,
-        routing,
-        tile.up,
+    product = partial(
+        grouped.grouped_product,
+        routing=routing,
         pairs=pairs,
-        x_scale=given.get("x_scale"),
-        w13_scale=w13_scale,
-        b13=b13,
-        **more,
-        **model.gate,
+        out_dtype=torch.bfloat16,
+        square=given.get("block", 0),
     )
-    down = partial(
-        grouped.grouped_down,
-        given["act"],
-        w2,
-        routing,
-        tile.down,
-        act_scale=given.get("act_scale"),
-        w2_scale=w2_scale,
-        b2=b2,
-        **more,
+    up = partial(
+        product, given["x"], given.get("x_scale"), w13, w13_scale, b13, tile=tile.up, **model.gate
     )
+    down = partial(product, given["act"], given.get("act_scale"), w2, w2_scale, b2, tile=tile.down)
     add = partial(weighted_sum, given["products"], ids, given["weights"], model.experts)
     return dict(zip(PARTS, (sort, up, down, add), strict=True))
 

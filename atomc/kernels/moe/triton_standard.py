@@ -64,44 +64,24 @@ class Triton(Experts):
     ) -> None:
         # Triton is optional.
         from atomc.kernels.moe.triton_quantizers import quantize
-        from atomc.kernels.triton.experts import grouped
-        from atomc.kernels.triton.experts.expert_sort import in_blocks
-        from atomc.kernels.triton.experts.experts_prefill import tile_for
-        from atomc.kernels.triton.experts.weighted_sum import weighted_sum
+        from atomc.kernels.triton.experts.experts_prefill import sum_of_experts
         from atomc.kernels.triton.launch.tiles import MOE_EXPERTS, MOE_EXPERTS_8_BITS
 
-        x, w, scheme = dispatched.x, weights, config.scheme
-        ids = local_ids(dispatched.ids, expert_map, w.num_experts)
-        square = scheme.block if isinstance(scheme, Fp8Block) else 0
-        table = MOE_EXPERTS if scheme.name == "none" else MOE_EXPERTS_8_BITS
-        tile = tile_for(table, x.dtype, ids, w.num_experts)
-        routing = in_blocks(ids, w.num_experts, tile.block)
-        act = grouped.grouped_gate_up(
-            x,
-            w.w13,
-            routing,
-            tile.up,
-            pairs=ids.numel(),
-            x_scale=dispatched.x_scale,
-            w13_scale=w.w13_scale,
-            b13=w.b13,
-            square=square,
-            out_dtype=output.dtype,
-            **config.gate,
+        w, scheme = weights, config.scheme
+        sums = sum_of_experts(
+            MOE_EXPERTS if scheme.name == "none" else MOE_EXPERTS_8_BITS,
+            dispatched.x,
+            dispatched.x_scale,
+            local_ids(dispatched.ids, expert_map, w.num_experts),
+            dispatched.weights,
+            (w.w13, w.w13_scale, w.b13),
+            (w.w2, w.w2_scale, w.b2),
+            lambda act: quantize(scheme, act),
+            output.dtype,
+            config.gate,
+            scheme.block if isinstance(scheme, Fp8Block) else 0,
         )
-        codes, scale = quantize(scheme, act)
-        products = grouped.grouped_down(
-            codes,
-            w.w2,
-            routing,
-            tile.down,
-            act_scale=scale,
-            w2_scale=w.w2_scale,
-            b2=w.b2,
-            square=square,
-            out_dtype=output.dtype,
-        )
-        output.copy_(weighted_sum(products, ids, dispatched.weights, w.num_experts))
+        output.copy_(sums)
 
     def finalize_weight_and_reduce(self) -> WeightAndReduce:
         return NoOp()

@@ -335,9 +335,7 @@ def refuse_moe_experts_w4a16(
     *,
     group: int,
     activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
+    **_: object,
 ) -> Refusal | None:
     return (
         unfit(platform, ids, weights, w13.shape[0], b13, b2, activation)
@@ -412,9 +410,7 @@ def refuse_moe_experts_mxfp4(
     *,
     out_dtype: torch.dtype,
     activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
+    **_: object,
 ) -> Refusal | None:
     taken = (torch.bfloat16,)  # fp16 cannot represent all scales
     return (

@@ -43,9 +43,7 @@ def refuse_moe_experts_w4a16_few(
     *,
     group: int,
     activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
+    **_: object,
 ) -> Refusal | None:
     return (
         unfit_call(platform, x, ids, weights, w13, w2, b13, b2, activation)
@@ -118,9 +116,7 @@ def refuse_moe_experts_mxfp4_few(
     *,
     out_dtype: torch.dtype,
     activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
+    **_: object,
 ) -> Refusal | None:
     return (
         unfit_call(platform, x, ids, weights, w13, w2, b13, b2, activation)

@@ -44,10 +44,8 @@ def refuse_moe_experts_few(
     b2: Tensor | None = None,
     *,
     activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
     weight_on_input: bool = False,
+    **_: object,
 ) -> Refusal | None:
     if _order(w13) == "rows":
         return Refusal("slower", "the rows of the weights are contiguous, not their columns")

@@ -2,6 +2,8 @@
 with down, and a sum over the choices.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -9,10 +11,11 @@ from atomc import ops
 from atomc.kernels.checks import strided, unlike
 from atomc.kernels.triton.experts.expert_checks import unfit, unreadable
 from atomc.kernels.triton.experts.expert_sort import in_blocks, pairs_per_expert
-from atomc.kernels.triton.experts.grouped import grouped_down, grouped_gate_up
+from atomc.kernels.triton.experts.grouped import grouped_product
 from atomc.kernels.triton.experts.weighted_sum import weighted_sum
 from atomc.kernels.triton.launch.tile_table import GroupedTile, TileTable
 from atomc.kernels.triton.launch.tiles import MOE_EXPERTS
+from atomc.ops.experts import Gate
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -31,6 +34,38 @@ def tile_for(
     return table.choose(ids.device, pairs_per_expert(ids.numel(), experts))
 
 
+# A weight, its scales and its bias.
+Stored = tuple[Tensor, Tensor | None, Tensor | None]
+
+
+def sum_of_experts(
+    table: TileTable[GroupedTile],
+    x: Tensor,
+    x_scale: Tensor | None,
+    ids: Tensor,
+    weights: Tensor | None,
+    up: Stored,
+    down: Stored,
+    quantize: Callable[[Tensor], tuple[Tensor, Tensor | None]],
+    out_dtype: torch.dtype,
+    gate: Gate,
+    square: int = 0,
+) -> Tensor:
+    """The weighted sums of the experts of each row of x, [T, H]; `quantize` is between their
+    products. Other arguments as in grouped_product and weighted_sum.
+    """
+    experts, pairs = len(up[0]), ids.numel()
+    tile = tile_for(table, x.dtype, ids, experts)
+    routing = in_blocks(ids, experts, tile.block)
+    act = grouped_product(
+        x, x_scale, *up, routing, tile.up, pairs, out_dtype, square=square, **gate
+    )
+    products = grouped_product(
+        *quantize(act), *down, routing, tile.down, pairs, out_dtype, square=square
+    )
+    return weighted_sum(products, ids, weights, experts)
+
+
 def refuse_moe_experts(
     platform: Platform,
     x: Tensor,
@@ -42,10 +77,7 @@ def refuse_moe_experts(
     b2: Tensor | None = None,
     *,
     activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
-    weight_on_input: bool = False,
+    **_: object,
 ) -> Refusal | None:
     return (
         unfit(platform, ids, weights, w13.shape[0], b13, b2, activation)
@@ -71,22 +103,17 @@ def moe_experts(
     limit: float | None = None,
     weight_on_input: bool = False,
 ) -> Tensor:
-    experts = len(w13)
-    tile = tile_for(MOE_EXPERTS, x.dtype, ids, experts)
-    routing = in_blocks(ids, experts, tile.block)
     if weight_on_input:
         x = (x.unsqueeze(1) * weights.unsqueeze(-1)).to(x.dtype).flatten(0, 1)
-    act = grouped_gate_up(
+    return sum_of_experts(
+        MOE_EXPERTS,
         x,
-        w13,
-        routing,
-        tile.up,
-        pairs=ids.numel(),
-        b13=b13,
-        activation=activation,
-        interleaved=interleaved,
-        alpha=alpha,
-        limit=limit,
+        None,
+        ids,
+        None if weight_on_input else weights,
+        (w13, None, b13),
+        (w2, None, b2),
+        lambda act: (act, None),
+        x.dtype,
+        Gate(activation=activation, interleaved=interleaved, alpha=alpha, limit=limit),
     )
-    products = grouped_down(act, w2, routing, tile.down, b2=b2)
-    return weighted_sum(products, ids, None if weight_on_input else weights, experts)

@@ -20,6 +20,7 @@ from atomc.kernels.triton.launch.launch import let_next_start, overlap, wait_for
 from atomc.kernels.triton.launch.tile_table import Launch
 from atomc.kernels.triton.launch.tiles import MOE_EXPERTS_4_BITS
 from atomc.kernels.triton.w4a16.unpacking import as_words, other_group, scale_of, unpacked, zero_of
+from atomc.ops.experts import Gate
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -121,7 +122,6 @@ def multiply(
     bias: Tensor | None,
     routing: Routing,
     tile: Launch,
-    *,
     group: int,
     pairs: int,
     out_dtype: torch.dtype,
@@ -171,6 +171,30 @@ def multiply(
     return out
 
 
+# Words, scales, zeros and bias of a weight.
+Stored = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+
+
+def _sum_of_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    up: Stored,
+    down: Stored,
+    gate: Gate,
+    *,
+    group: int,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """The weighted sums of the experts, [T, H]."""
+    experts, pairs = len(up[0]), ids.numel()
+    tile = tile_for(MOE_EXPERTS_4_BITS, x.dtype, ids, experts)
+    routing = sort_by_expert(ids, experts, tile.block)
+    act = multiply(x, *up, routing, tile.up, group, pairs, out_dtype, **gate)
+    products = multiply(act, *down, routing, tile.down, group, pairs, out_dtype)
+    return weighted_sum(products, ids, weights, experts)
+
+
 def refuse_moe_experts_w4a16(
     platform: Platform,
     x: Tensor,
@@ -187,9 +211,7 @@ def refuse_moe_experts_w4a16(
     *,
     group: int,
     activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
+    **_: object,
 ) -> Refusal | None:
     return (
         unfit(platform, ids, weights, w13.shape[0], b13, b2, activation)
@@ -226,38 +248,16 @@ def moe_experts_w4a16(
     alpha: float = 1.702,
     limit: float | None = None,
 ) -> Tensor:
-    experts, pairs = len(w13), ids.numel()
-    tile = tile_for(MOE_EXPERTS_4_BITS, x.dtype, ids, experts)
-    routing = sort_by_expert(ids, experts, tile.block)
-    act = multiply(
+    return _sum_of_experts(
         x,
-        w13,
-        w13_scale,
-        w13_zeros,
-        b13,
-        routing,
-        tile.up,
+        ids,
+        weights,
+        (w13, w13_scale, w13_zeros, b13),
+        (w2, w2_scale, w2_zeros, b2),
+        Gate(activation=activation, interleaved=interleaved, alpha=alpha, limit=limit),
         group=group,
-        pairs=pairs,
-        out_dtype=x.dtype,
-        activation=activation,
-        interleaved=interleaved,
-        alpha=alpha,
-        limit=limit,
-    )
-    products = multiply(
-        act,
-        w2,
-        w2_scale,
-        w2_zeros,
-        b2,
-        routing,
-        tile.down,
-        group=group,
-        pairs=pairs,
         out_dtype=x.dtype,
     )
-    return weighted_sum(products, ids, weights, experts)
 
 
 def refuse_moe_experts_mxfp4(
@@ -271,13 +271,10 @@ def refuse_moe_experts_mxfp4(
     w2_scale: Tensor,
     b13: Tensor | None = None,
     b2: Tensor | None = None,
-    x_scale: Tensor | None = None,
     *,
     out_dtype: torch.dtype,
     activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
+    **_: object,
 ) -> Refusal | None:
     # Not float16, which cannot represent all scales.
     taken = (torch.bfloat16, torch.float32)
@@ -312,35 +309,13 @@ def moe_experts_mxfp4(
     alpha: float = 1.702,
     limit: float | None = None,
 ) -> Tensor:
-    experts, pairs = len(w13), ids.numel()
-    tile = tile_for(MOE_EXPERTS_4_BITS, x.dtype, ids, experts)
-    routing = sort_by_expert(ids, experts, tile.block)
-    act = multiply(
+    return _sum_of_experts(
         x,
-        as_words(w13),
-        w13_scale,
-        None,
-        b13,
-        routing,
-        tile.up,
+        ids,
+        weights,
+        (as_words(w13), w13_scale, None, b13),
+        (as_words(w2), w2_scale, None, b2),
+        Gate(activation=activation, interleaved=interleaved, alpha=alpha, limit=limit),
         group=32,
-        pairs=pairs,
-        out_dtype=out_dtype,
-        activation=activation,
-        interleaved=interleaved,
-        alpha=alpha,
-        limit=limit,
-    )
-    products = multiply(
-        act,
-        as_words(w2),
-        w2_scale,
-        None,
-        b2,
-        routing,
-        tile.down,
-        group=32,
-        pairs=pairs,
         out_dtype=out_dtype,
     )
-    return weighted_sum(products, ids, weights, experts)

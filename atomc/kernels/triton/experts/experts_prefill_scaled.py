@@ -8,10 +8,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.checks import no_fp8_products, strided, unlike, wrong_result
 from atomc.kernels.triton.experts.expert_checks import unfit, unreadable
-from atomc.kernels.triton.experts.expert_sort import in_blocks
-from atomc.kernels.triton.experts.experts_prefill import tile_for
-from atomc.kernels.triton.experts.grouped import grouped_down, grouped_gate_up
-from atomc.kernels.triton.experts.weighted_sum import weighted_sum
+from atomc.kernels.triton.experts.experts_prefill import sum_of_experts
 from atomc.kernels.triton.launch.tiles import MOE_EXPERTS_8_BITS
 from atomc.kernels.triton.rows.quant import (
     quant_fp8_group,
@@ -19,6 +16,7 @@ from atomc.kernels.triton.rows.quant import (
     quant_fp8_static,
     quant_int8_per_token,
 )
+from atomc.ops.experts import Gate
 from atomc.ops.formats import FLOATS, HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -38,14 +36,11 @@ def refuse_moe_experts_fp8(
     w2_scale: Tensor,
     b13: Tensor | None = None,
     b2: Tensor | None = None,
-    act_scale: Tensor | None = None,
     *,
     out_dtype: torch.dtype,
     block: int = 0,
     activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
+    **_: object,
 ) -> Refusal | None:
     """Refuse operands that are not all fp8, or all int8, with rows that are contiguous."""
     return (
@@ -61,42 +56,6 @@ def refuse_moe_experts_fp8(
             if block not in (0, BLOCK)
             else None
         )
-    )
-
-
-def refuse_moe_experts_int8(
-    platform: Platform,
-    x: Tensor,
-    x_scale: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    w13_scale: Tensor,
-    w2: Tensor,
-    w2_scale: Tensor,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype,
-    activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
-) -> Refusal | None:
-    return refuse_moe_experts_fp8(
-        platform,
-        x,
-        x_scale,
-        ids,
-        weights,
-        w13,
-        w13_scale,
-        w2,
-        w2_scale,
-        b13,
-        b2,
-        out_dtype=out_dtype,
-        activation=activation,
     )
 
 
@@ -123,48 +82,30 @@ def moe_experts_fp8(
     alpha: float = 1.702,
     limit: float | None = None,
 ) -> Tensor:
-    experts = len(w13)
-    tile = tile_for(MOE_EXPERTS_8_BITS, x.dtype, ids, experts)
-    routing = in_blocks(ids, experts, tile.block)
-    act = grouped_gate_up(
+    def quantize(act: Tensor) -> tuple[Tensor, Tensor]:
+        if block:
+            return quant_fp8_group(act, block, dtype=x.dtype)
+        if act_scale is None:
+            return quant_fp8_per_token(act, x.dtype)
+        return quant_fp8_static(act, act_scale, x.dtype), act_scale
+
+    return sum_of_experts(
+        MOE_EXPERTS_8_BITS,
         x,
-        w13,
-        routing,
-        tile.up,
-        pairs=ids.numel(),
-        x_scale=x_scale,
-        w13_scale=w13_scale,
-        b13=b13,
-        square=block,
-        out_dtype=out_dtype,
-        activation=activation,
-        interleaved=interleaved,
-        alpha=alpha,
-        limit=limit,
+        x_scale,
+        ids,
+        weights,
+        (w13, w13_scale, b13),
+        (w2, w2_scale, b2),
+        quantize,
+        out_dtype,
+        Gate(activation=activation, interleaved=interleaved, alpha=alpha, limit=limit),
+        block,
     )
-    scale = act_scale
-    if block:
-        codes, scale = quant_fp8_group(act, block, dtype=x.dtype)
-    elif act_scale is None:
-        codes, scale = quant_fp8_per_token(act, x.dtype)
-    else:
-        codes = quant_fp8_static(act, act_scale, x.dtype)
-    products = grouped_down(
-        codes,
-        w2,
-        routing,
-        tile.down,
-        act_scale=scale,
-        w2_scale=w2_scale,
-        b2=b2,
-        square=block,
-        out_dtype=out_dtype,
-    )
-    return weighted_sum(products, ids, weights, experts)
 
 
 @ops.moe_experts_int8.kernel(
-    "triton", refuses=refuse_moe_experts_int8, tuned_for=MOE_EXPERTS_8_BITS.archs
+    "triton", refuses=refuse_moe_experts_fp8, tuned_for=MOE_EXPERTS_8_BITS.archs
 )
 def moe_experts_int8(
     x: Tensor,
@@ -184,33 +125,15 @@ def moe_experts_int8(
     alpha: float = 1.702,
     limit: float | None = None,
 ) -> Tensor:
-    experts = len(w13)
-    tile = tile_for(MOE_EXPERTS_8_BITS, x.dtype, ids, experts)
-    routing = in_blocks(ids, experts, tile.block)
-    act = grouped_gate_up(
+    return sum_of_experts(
+        MOE_EXPERTS_8_BITS,
         x,
-        w13,
-        routing,
-        tile.up,
-        pairs=ids.numel(),
-        x_scale=x_scale,
-        w13_scale=w13_scale,
-        b13=b13,
-        out_dtype=out_dtype,
-        activation=activation,
-        interleaved=interleaved,
-        alpha=alpha,
-        limit=limit,
+        x_scale,
+        ids,
+        weights,
+        (w13, w13_scale, b13),
+        (w2, w2_scale, b2),
+        quant_int8_per_token,
+        out_dtype,
+        Gate(activation=activation, interleaved=interleaved, alpha=alpha, limit=limit),
     )
-    codes, scale = quant_int8_per_token(act)
-    products = grouped_down(
-        codes,
-        w2,
-        routing,
-        tile.down,
-        act_scale=scale,
-        w2_scale=w2_scale,
-        b2=b2,
-        out_dtype=out_dtype,
-    )
-    return weighted_sum(products, ids, weights, experts)

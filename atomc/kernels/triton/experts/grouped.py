@@ -270,25 +270,39 @@ def _scale_steps(x_scale: Tensor | None, weight_scale: Tensor | None, square: in
     return [x_scale.stride(0) if x_scale.dim() > 1 else 0, 0, weight_scale.stride(0), by_row, 0]
 
 
-def _multiply(
+def grouped_product(
     x: Tensor,
+    x_scale: Tensor | None,
     weight: Tensor,
+    weight_scale: Tensor | None,
+    bias: Tensor | None,
     routing: Routing,
     tile: Launch,
     pairs: int,
-    x_scale: Tensor | None,
-    weight_scale: Tensor | None,
-    bias: Tensor | None,
-    square: int,
-    out_dtype: torch.dtype | None,
+    out_dtype: torch.dtype,
+    square: int = 0,
     activation: str | None = None,
     interleaved: bool = False,
     alpha: float = 1.702,
     limit: float | None = None,
 ) -> Tensor:
+    """The products of the rows of P pairs with their experts, [P, N] in out_dtype, or
+    atomc.ops.experts.gated of them, [P, N/2]; rows of pairs that are not in the routing are not
+    written.
+
+    x        [T, K], or [P, K] with a row per pair; its last dimension is contiguous
+    weight   [E, N, K] of the same dtype, of any strides with one of 1 in the last two dimensions
+    pairs    P
+    scales   of x and weight in fp8 or int8, fp32: [1] or one per row of x, and [E, 1, 1] or
+             [E, N, 1]; or, by squares, [.., ceil(K / square)] and [E, ceil(N / square),
+             ceil(K / square)]
+    bias     [E, N], contiguous rows
+    tile     BLOCK_N (rows of weight, of gate and up together), BLOCK_K, TALL and launch options;
+             square is 0 or a multiple of BLOCK_K
+    """
     rows, k = weight.shape[1:]
     n = rows if activation is None else rows // 2
-    out = x.new_empty((pairs, n), dtype=out_dtype or x.dtype)
+    out = x.new_empty((pairs, n), dtype=out_dtype)
     if pairs:
         blocks = len(routing.expert)
         x_row, x_group, *of_weight = _scale_steps(x_scale, weight_scale, square)
@@ -328,69 +342,3 @@ def _multiply(
             **overlap(x.device),
         )
     return out
-
-
-def grouped_gate_up(
-    x: Tensor,
-    w13: Tensor,
-    routing: Routing,
-    tile: Launch,
-    *,
-    pairs: int,
-    x_scale: Tensor | None = None,
-    w13_scale: Tensor | None = None,
-    b13: Tensor | None = None,
-    square: int = 0,
-    out_dtype: torch.dtype | None = None,
-    activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
-) -> Tensor:
-    """atomc.ops.experts.gated of the first products, [P, I] in out_dtype (None: that of x); rows of
-    pairs that are not in the routing are not written.
-
-    x        [T, H], or [P, H] with a row per pair; its last dimension is contiguous
-    w13      [E, 2I, H] of the same dtype, of any strides with one of 1 in the last two dimensions
-    pairs    P
-    scales   of x and w13 in fp8 or int8, fp32: [1] or one per row of x, and [E, 1, 1] or
-             [E, 2I, 1]; or, by squares, [.., ceil(H / square)] and [E, ceil(2I / square),
-             ceil(H / square)]
-    b13      [E, 2I], contiguous rows
-    tile     BLOCK_N (rows of w13, of gate and up together), BLOCK_K, TALL and launch options;
-             square is 0 or a multiple of BLOCK_K
-    """
-    return _multiply(
-        x,
-        w13,
-        routing,
-        tile,
-        pairs,
-        x_scale,
-        w13_scale,
-        b13,
-        square,
-        out_dtype,
-        activation,
-        interleaved,
-        alpha,
-        limit,
-    )
-
-
-def grouped_down(
-    act: Tensor,
-    w2: Tensor,
-    routing: Routing,
-    tile: Launch,
-    *,
-    act_scale: Tensor | None = None,
-    w2_scale: Tensor | None = None,
-    b2: Tensor | None = None,
-    square: int = 0,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """The second products, not weighted, [P, H] in out_dtype (None: that of act). act [P, I],
-    w2 [E, H, I], b2 [E, H]; the rest as grouped_gate_up.
-    """
-    return _multiply(act, w2, routing, tile, len(act), act_scale, w2_scale, b2, square, out_dtype)

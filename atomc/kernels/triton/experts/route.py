@@ -158,13 +158,9 @@ def refuse_topk_route(
     k: int,
     score: str = "softmax",
     groups: int = 1,
-    topk_groups: int = 1,
     group_score: str = "max",
-    renormalize: bool = False,
-    eps: float = 0.0,
-    min_sum: float = 0.0,
-    scale: float = 1.0,
     dtype: torch.dtype = torch.float32,
+    **_: object,
 ) -> Refusal | None:
     return unfit(platform, logits=logits, bias=bias) or _unroutable(
         logits.shape[-1], k, score, groups, group_score, dtype
@@ -242,13 +238,9 @@ def refuse_linear_topk_route(
     k: int,
     score: str = "softmax",
     groups: int = 1,
-    topk_groups: int = 1,
     group_score: str = "max",
-    renormalize: bool = False,
-    eps: float = 0.0,
-    min_sum: float = 0.0,
-    scale: float = 1.0,
     dtype: torch.dtype = torch.float32,
+    **_: object,
 ) -> Refusal | None:
     reason = (
         unfit(platform, x=x, weight=weight, linear_bias=linear_bias, bias=bias)
