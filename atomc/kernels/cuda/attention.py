@@ -27,7 +27,6 @@ def refuse_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    kv: Tensor | None = None,
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
     *,

@@ -22,10 +22,8 @@ def refuse_moe_experts(
     b2: Tensor | None = None,
     *,
     activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
     weight_on_input: bool = False,
+    **_: object,
 ) -> Refusal | None:
     return unfit_arguments(
         platform, x, ids, weights, w13, w2, b13, b2, activation

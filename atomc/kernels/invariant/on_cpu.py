@@ -22,9 +22,7 @@ from atomc.platform import Platform
 TILE = 8
 
 
-def refuse_linear(
-    platform: Platform, x: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> Refusal | None:
+def refuse_linear(platform: Platform, **_: object) -> Refusal | None:
     return not_a_cpu(platform)
 
 
@@ -42,7 +40,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out[: len(rows)].view(*x.shape[:-1], weight.shape[0])
 
 
-def refuse_linear_fp32(platform: Platform, x: Tensor, weight: Tensor) -> Refusal | None:
+def refuse_linear_fp32(platform: Platform, **_: object) -> Refusal | None:
     return not_a_cpu(platform)
 
 
@@ -53,13 +51,10 @@ def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
 
 def refuse_lora_linear(
     platform: Platform,
-    y: Tensor,
-    x: Tensor,
     a: Tensor,
-    b: Tensor,
     rows: Tensor | None = None,
     widths: list[int] | None = None,
-    scale: float = 1.0,
+    **_: object,
 ) -> Refusal | None:
     return not_a_cpu(platform) or several(a, rows, widths)
 
@@ -77,7 +72,7 @@ def lora_linear(
     return adapted(linear, y, x, a, b, scale)
 
 
-def refuse_linear_by_head(platform: Platform, x: Tensor, weight: Tensor) -> Refusal | None:
+def refuse_linear_by_head(platform: Platform, **_: object) -> Refusal | None:
     return not_a_cpu(platform)
 
 
@@ -152,12 +147,7 @@ def mla_absorbed_attention(
 
 
 def refuse_paged_attention(
-    platform: Platform,
-    q: Tensor,
-    k_cache: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    **_: object,
+    platform: Platform, k_scale: Tensor | None = None, v_scale: Tensor | None = None, **_: object
 ) -> Refusal | None:
     return not_a_cpu(platform) or no_scales(platform, k_scale, v_scale)
 

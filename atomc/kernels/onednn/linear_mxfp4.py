@@ -12,16 +12,7 @@ from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 
-def refuse_linear_mxfp4(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    x_scale: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype,
-) -> Refusal | None:
+def refuse_linear_mxfp4(platform: Platform, weight: Tensor, **_: object) -> Refusal | None:
     return elsewhere(platform) or scattered(weight)
 
 

@@ -10,14 +10,7 @@ from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 
-def refuse_linear_nvfp4(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    global_scale: Tensor,
-    bias: Tensor | None = None,
-) -> Refusal | None:
+def refuse_linear_nvfp4(platform: Platform, weight: Tensor, **_: object) -> Refusal | None:
     return elsewhere(platform) or scattered(weight)
 
 

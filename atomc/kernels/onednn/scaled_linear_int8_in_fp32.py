@@ -15,16 +15,7 @@ from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
 
-def refuse_scaled_linear_int8(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype,
-) -> Refusal | None:
+def refuse_scaled_linear_int8(platform: Platform, weight: Tensor, **_: object) -> Refusal | None:
     return not_a_cpu(platform) or scattered(weight)
 
 

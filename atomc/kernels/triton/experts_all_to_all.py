@@ -8,34 +8,10 @@ from atomc.kernels.moe.layer import ExpertWeights
 from atomc.kernels.moe.triton_standard import Triton
 from atomc.kernels.triton.experts.experts_prefill import refuse_moe_experts
 from atomc.kernels.triton.launch.tiles import MOE_EXPERTS
-from atomc.ops.op import Refusal
-from atomc.platform import Platform
-
-
-def refuse_moe_experts_ep(
-    platform: Platform,
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    places: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    *,
-    nowhere: int,
-    ranks: int,
-    process_group: str,
-    activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
-) -> Refusal | None:
-    return refuse_moe_experts(platform, x, ids, weights, w13, w2, b13, b2, activation=activation)
 
 
 @ops.moe_experts_ep.kernel(
-    "triton", refuses=refuse_moe_experts_ep, syncs=True, tuned_for=MOE_EXPERTS.archs
+    "triton", refuses=refuse_moe_experts, syncs=True, tuned_for=MOE_EXPERTS.archs
 )
 def moe_experts_ep(
     x: Tensor,

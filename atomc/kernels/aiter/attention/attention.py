@@ -22,14 +22,13 @@ def _refuse(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    kv: Tensor | None = None,
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
     *,
-    scale: float,
     causal: bool = True,
     window: int = 0,
     softcap: float = 0.0,
+    **_: object,
 ) -> Refusal | None:
     return (
         unfit(platform, flash_attn_func)

@@ -6,31 +6,9 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.aiter.attention.unified_attention import attended, unattended
-from atomc.ops.op import Refusal
-from atomc.platform import Platform
 
 
-def _refuse(
-    platform: Platform,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    token: Tensor,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    *,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> Refusal | None:
-    return unattended(platform, q, k_cache, v_cache, k_scale, v_scale)
-
-
-@ops.paged_attention.kernel("aiter", layout="paged", refuses=_refuse)
+@ops.paged_attention.kernel("aiter", layout="paged", refuses=unattended)
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,

@@ -29,10 +29,6 @@ def _refuse(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    token: Tensor,
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
@@ -40,6 +36,7 @@ def _refuse(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    **_: object,
 ) -> Refusal | None:
     return (
         unfit(platform, pa_fwd_asm)

@@ -33,8 +33,9 @@ def unattended(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    **_: object,
 ) -> Refusal | None:
     """Why `attended` does not serve these."""
     codes = k_cache.dtype.itemsize == 1
@@ -62,8 +63,9 @@ def unattended_shuffled(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    **_: object,
 ) -> Refusal | None:
     """Why `attended` does not serve these in the shuffled layout, which has no codes."""
     if reason := unfit(platform, shuffled_attention):

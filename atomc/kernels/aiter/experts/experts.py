@@ -78,8 +78,6 @@ def unfilled(w13: Tensor, w2: Tensor, arch: str) -> Refusal | None:
 def _refuse(
     platform: Platform,
     x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
     w13: Tensor,
     w2: Tensor,
     b13: Tensor | None = None,
@@ -87,9 +85,8 @@ def _refuse(
     *,
     activation: str = "silu",
     interleaved: bool = False,
-    alpha: float = 1.702,
     limit: float | None = None,
-    weight_on_input: bool = False,
+    **_: object,
 ) -> Refusal | None:
     return (
         unfit(platform, fused_moe, QuantType, ActivationType)
@@ -143,8 +140,6 @@ def _refuse_fp8(
     platform: Platform,
     x: Tensor,
     x_scale: Tensor,
-    ids: Tensor,
-    weights: Tensor,
     w13: Tensor,
     w13_scale: Tensor,
     w2: Tensor,
@@ -157,8 +152,8 @@ def _refuse_fp8(
     block: int = 0,
     activation: str = "silu",
     interleaved: bool = False,
-    alpha: float = 1.702,
     limit: float | None = None,
+    **_: object,
 ) -> Refusal | None:
     if reason := unfit(platform, fused_moe, QuantType, ActivationType):
         return reason

@@ -37,23 +37,19 @@ FEW_TOKENS = 32
 def _refuse(
     platform: Platform,
     x: Tensor,
-    x_scale: Tensor,
-    ids: Tensor,
-    weights: Tensor,
     w13: Tensor,
     w13_scale: Tensor,
     w2: Tensor,
     w2_scale: Tensor,
     b13: Tensor | None = None,
     b2: Tensor | None = None,
-    act_scale: Tensor | None = None,
     *,
     out_dtype: torch.dtype,
     block: int = 0,
     activation: str = "silu",
     interleaved: bool = False,
-    alpha: float = 1.702,
     limit: float | None = None,
+    **_: object,
 ) -> Refusal | None:
     if not block:
         return Refusal("argument", "this kernel takes scales by blocks")

@@ -70,21 +70,14 @@ def _product(
 def _refuse(
     platform: Platform,
     x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
     w13: Tensor,
     w13_scale: Tensor,
     w2: Tensor,
     w2_scale: Tensor,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
     x_scale: Tensor | None = None,
     *,
     out_dtype: torch.dtype,
-    activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
+    **_: object,
 ) -> Refusal | None:
     if reason := unfit(platform, moe_align_block_size_triton, fused_moe_mxfp4):
         return reason

@@ -95,18 +95,11 @@ def summed(results: Tensor, dtype: torch.dtype) -> Tensor:
 def _refuse(
     platform: Platform,
     x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
     w13: Tensor,
     w2: Tensor,
     b13: Tensor | None = None,
     b2: Tensor | None = None,
-    *,
-    activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
-    weight_on_input: bool = False,
+    **_: object,
 ) -> Refusal | None:
     return (
         unfit(platform, moe_align_block_size_triton, fused_moe)
@@ -149,22 +142,11 @@ def _pairs(zeros: Tensor) -> Prepared:
 def _refuse_int4(
     platform: Platform,
     x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
     w13: Tensor,
-    w13_scale: Tensor,
     w2: Tensor,
-    w2_scale: Tensor,
-    w13_zeros: Tensor | None = None,
-    w2_zeros: Tensor | None = None,
     b13: Tensor | None = None,
     b2: Tensor | None = None,
-    *,
-    group: int,
-    activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
+    **_: object,
 ) -> Refusal | None:
     if w13.shape[1] % 2 or w2.shape[1] % 2:
         return Refusal("shape", "AITER's kernel takes the zeros of two outputs at a time")

@@ -71,12 +71,10 @@ def refuse_paged_index_topk(
     q: Tensor,
     weights: Tensor,
     index_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
     block_tables: Tensor,
-    token: Tensor,
     *,
     topk: int,
+    **_: object,
 ) -> Refusal | None:
     if reason := unfit(platform, deepgemm_fp8_paged_mqa_logits, top_k_per_row_decode):
         return reason

@@ -15,15 +15,11 @@ def _refuse(
     platform: Platform,
     q: Tensor,
     kv_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    token: Tensor,
     kv_scale: Tensor | None = None,
     *,
     latent: int,
-    scale: float,
     chosen: Tensor | None = None,
+    **_: object,
 ) -> Refusal | None:
     return unsupported("AITER's attention over all keys", chosen=chosen) or unattended_latents(
         platform, q, kv_cache, kv_scale, latent

@@ -28,15 +28,10 @@ def _refuse(
     platform: Platform,
     q: Tensor,
     kv_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    token: Tensor,
-    kv_scale: Tensor | None = None,
     *,
     latent: int,
-    scale: float,
     chosen: Tensor | None = None,
+    **_: object,
 ) -> Refusal | None:
     if chosen is None:
         return Refusal("argument", "AITER's kernel for chosen keys, and none are chosen")

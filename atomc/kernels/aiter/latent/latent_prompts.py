@@ -55,10 +55,9 @@ def _refuse_mla_attention(
     latent: Tensor,
     k_rope: Tensor,
     weight: Tensor,
-    kv: Tensor | None = None,
     *,
-    scale: float,
     chosen: Tensor | None = None,
+    **_: object,
 ) -> Refusal | None:
     *_, heads, nope = q_nope.shape
     return (
@@ -105,14 +104,10 @@ def _refuse_mla_paged_attention(
     q: Tensor,
     weight: Tensor,
     kv_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    token: Tensor,
     kv_scale: Tensor | None = None,
     *,
-    scale: float,
     chosen: Tensor | None = None,
+    **_: object,
 ) -> Refusal | None:
     heads, width = q.shape[-2:]
     nope = width - (kv_cache.shape[-1] - weight.shape[-1])

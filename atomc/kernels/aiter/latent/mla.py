@@ -134,14 +134,12 @@ def _refuse_bmm_rope_kv_write(
     platform: Platform,
     q_nope: Tensor,
     weight: Tensor,
-    weight_scale: Tensor,
     q_pe: Tensor,
     kv_c: Tensor,
     k_pe: Tensor,
     cos: Tensor,
     sin: Tensor,
     kv_cache: Tensor,
-    slots: Tensor,
     scale: Tensor | None = None,
     *,
     scheme: str,
@@ -149,6 +147,7 @@ def _refuse_bmm_rope_kv_write(
     group: int = 128,
     dtype: torch.dtype = torch.float8_e4m3fn,
     rounding: str = "even",
+    **_: object,
 ) -> Refusal | None:
     if scheme not in ("fp8", "mxfp4"):
         return Refusal("argument", f"AITER has no product by head in {scheme}")

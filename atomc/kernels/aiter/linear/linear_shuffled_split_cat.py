@@ -47,13 +47,11 @@ def _refuse(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
     k_pe: Tensor,
     *,
-    nope: int,
     scheme: str,
     out_dtype: torch.dtype,
+    **_: object,
 ) -> Refusal | None:
     if scheme != "fp8_block":
         return Refusal("argument", f"AITER's kernel multiplies in fp8 by blocks, not in {scheme}")

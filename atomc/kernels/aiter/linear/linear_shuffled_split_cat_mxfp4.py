@@ -38,15 +38,12 @@ def _tile_rows(scales: Tensor) -> Tensor:
 
 def _refuse(
     platform: Platform,
-    x: Tensor,
     weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
     k_pe: Tensor,
     *,
-    nope: int,
     scheme: str,
     out_dtype: torch.dtype,
+    **_: object,
 ) -> Refusal | None:
     if scheme != "mxfp4":
         return Refusal("argument", f"AITER's kernel multiplies in MXFP4, not in {scheme}")

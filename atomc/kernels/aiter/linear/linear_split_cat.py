@@ -30,13 +30,11 @@ def _refuse(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
     k_pe: Tensor,
     *,
-    nope: int,
     scheme: str,
     out_dtype: torch.dtype,
+    **_: object,
 ) -> Refusal | None:
     if scheme not in FUNCTIONS:
         return Refusal("argument", f"AITER splits no product in {scheme}")

@@ -92,14 +92,7 @@ def scaled_linear_fp8(
 
 
 def _refuse_int8(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype,
+    platform: Platform, x: Tensor, weight: Tensor, *, out_dtype: torch.dtype, **_: object
 ) -> Refusal | None:
     return unfit(platform, triton_gemm_a8w8) or _unmultiplied(x, weight, out_dtype)
 
@@ -121,12 +114,11 @@ def _refuse_blocks(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
     bias: Tensor | None = None,
     *,
     out_dtype: torch.dtype,
     block: int = 128,
+    **_: object,
 ) -> Refusal | None:
     if reason := unfit(platform, triton_gemm_a8w8_blockscale) or foreign_fp8(
         platform, weight.dtype

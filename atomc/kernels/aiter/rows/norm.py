@@ -32,12 +32,7 @@ def refuse_rms_norm(
 
 
 def _refuse_add_rms_norm(
-    platform: Platform,
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    style: str = "after",
+    platform: Platform, x: Tensor, residual: Tensor, weight: Tensor, **_: object
 ) -> Refusal | None:
     return (
         unfit(platform, rmsnorm2d_fwd_with_add)

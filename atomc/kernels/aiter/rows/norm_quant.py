@@ -94,16 +94,13 @@ def _refuse_rms_norm_quant(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
-    eps: float,
-    scale: Tensor | None = None,
-    style: str = "after",
     *,
     scheme: str,
     dtype: torch.dtype = torch.float8_e4m3fn,
     group: int = 128,
-    column_major: bool = False,
     rounding: str = "even",
     keep: bool = False,
+    **_: object,
 ) -> Refusal | None:
     return _refuse(platform, rmsnorm_quant, x, None, weight, scheme, dtype, group, rounding, keep)
 
@@ -113,16 +110,13 @@ def _refuse_add_rms_norm_quant(
     x: Tensor,
     residual: Tensor,
     weight: Tensor,
-    eps: float,
-    scale: Tensor | None = None,
-    style: str = "after",
     *,
     scheme: str,
     dtype: torch.dtype = torch.float8_e4m3fn,
     group: int = 128,
-    column_major: bool = False,
     rounding: str = "even",
     keep: bool = False,
+    **_: object,
 ) -> Refusal | None:
     return _refuse(
         platform,

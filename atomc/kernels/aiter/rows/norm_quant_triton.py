@@ -70,16 +70,13 @@ def _refuse_rms_norm_quant(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
-    eps: float,
-    scale: Tensor | None = None,
     style: str = "after",
     *,
     scheme: str,
     dtype: torch.dtype = torch.float8_e4m3fn,
     group: int = 128,
-    column_major: bool = False,
     rounding: str = "even",
-    keep: bool = False,
+    **_: object,
 ) -> Refusal | None:
     return _refuse(platform, x, None, weight, style, scheme, dtype, group, rounding)
 
@@ -89,16 +86,13 @@ def _refuse_add_rms_norm_quant(
     x: Tensor,
     residual: Tensor,
     weight: Tensor,
-    eps: float,
-    scale: Tensor | None = None,
     style: str = "after",
     *,
     scheme: str,
     dtype: torch.dtype = torch.float8_e4m3fn,
     group: int = 128,
-    column_major: bool = False,
     rounding: str = "even",
-    keep: bool = False,
+    **_: object,
 ) -> Refusal | None:
     return _refuse(platform, x, residual, weight, style, scheme, dtype, group, rounding)
 

@@ -92,9 +92,8 @@ def _refuse_add_rms_norm_pad(
     x: Tensor,
     residual: Tensor,
     weight: Tensor,
-    eps: float,
-    columns: int,
     style: str = "after",
+    **_: object,
 ) -> Refusal | None:
     return unfit(platform, fused_add_rmsnorm_pad) or unreadable(x, residual, weight, style)
 

@@ -18,19 +18,9 @@ def refuse_moe_experts_ep(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    places: Tensor,
     w13: Tensor,
     w2: Tensor,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    *,
-    nowhere: int,
-    ranks: int,
-    process_group: str,
-    activation: str = "silu",
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float | None = None,
+    **_: object,
 ) -> Refusal | None:
     if platform.is_cpu:
         return unlike((torch.bfloat16, torch.float32), x=x, w13=w13, w2=w2)

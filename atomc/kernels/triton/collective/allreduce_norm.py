@@ -78,10 +78,9 @@ def refuse_allreduce_rms_norm_quant(
     scheme: str,
     dtype: torch.dtype = torch.float8_e4m3fn,
     group: int = 128,
-    column_major: bool = False,
     rounding: str = "even",
-    keep: bool = False,
     residual: Tensor | None = None,
+    **_: object,
 ) -> Refusal | None:
     return refuse_rms_norm_quant(
         platform,

@@ -260,9 +260,7 @@ def refuse_paged_index_topk(
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
-    token: Tensor,
-    *,
-    topk: int,
+    **_: object,
 ) -> Refusal | None:
     return (
         unfit(platform, q=q, weights=weights)

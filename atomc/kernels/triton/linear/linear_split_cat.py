@@ -148,13 +148,11 @@ def refuse_linear_split_cat(
     platform: Platform,
     x: Tensor,
     weight: Tensor,
-    x_scale: Tensor,
     weight_scale: Tensor,
     k_pe: Tensor,
     *,
-    nope: int,
     scheme: str,
-    out_dtype: torch.dtype,
+    **_: object,
 ) -> Refusal | None:
     return (
         unfit(platform, k_pe=k_pe)

@@ -114,13 +114,12 @@ def refuse_silu_and_mul_quant(
     platform: Platform,
     gate: Tensor,
     up: Tensor,
-    scale: Tensor | None = None,
     *,
     scheme: str,
     dtype: torch.dtype = torch.float8_e4m3fn,
     group: int = 128,
-    column_major: bool = False,
     rounding: str = "even",
+    **_: object,
 ) -> Refusal | None:
     return (
         unquantizable(platform, gate, scheme, dtype, group, rounding, "gate")

@@ -325,18 +325,14 @@ def refuse_rms_norm_pair_quant(
     x_weight: Tensor,
     y_weight: Tensor,
     eps: float,
-    x_scale: Tensor | None = None,
-    y_scale: Tensor | None = None,
     style: str = "after",
     *,
     scheme: str,
     dtype: torch.dtype = torch.float8_e4m3fn,
     group: int = 128,
-    column_major: bool = False,
     rounding: str = "even",
     quantize_y: bool = True,
-    keep_x: bool = False,
-    keep_y: bool = False,
+    **_: object,
 ) -> Refusal | None:
     reason = unquantizable(platform, x, scheme, dtype, group, rounding)
     if reason is None and quantize_y:
