@@ -70,8 +70,8 @@ BUGS = [
     ),
     bug(
         "rows/norm_quant",
-        "            other,\n            total,\n",
-        "            total,\n            other,\n",
+        "                other,\n                total,\n",
+        "                total,\n                other,\n",
         values("norm_quant.add_rms_norm_quant"),
     ),
     bug(

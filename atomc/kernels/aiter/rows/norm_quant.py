@@ -38,18 +38,19 @@ STORED_CODES = 4
 
 def _refuse(
     platform: Platform,
-    function: Function,
     x: Tensor,
-    residual: Tensor | None,
     weight: Tensor,
+    residual: Tensor | None = None,
+    *,
     scheme: str,
-    dtype: torch.dtype,
-    group: int,
-    rounding: str,
-    keep: bool,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128,
+    rounding: str = "even",
+    keep: bool = False,
+    **_: object,
 ) -> Refusal | None:
     if reason := (
-        unfit(platform, function)
+        unfit(platform, rmsnorm_quant if residual is None else add_rmsnorm_quant)
         or unlike(HALVES, x=x, residual=residual, weight=weight)
         or scattered(x=x, residual=residual)
         or too_wide(x.shape[-1], MAX_COLUMNS)
@@ -90,48 +91,6 @@ def _refuse(
     return None
 
 
-def _refuse_rms_norm_quant(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    *,
-    scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128,
-    rounding: str = "even",
-    keep: bool = False,
-    **_: object,
-) -> Refusal | None:
-    return _refuse(platform, rmsnorm_quant, x, None, weight, scheme, dtype, group, rounding, keep)
-
-
-def _refuse_add_rms_norm_quant(
-    platform: Platform,
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    *,
-    scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128,
-    rounding: str = "even",
-    keep: bool = False,
-    **_: object,
-) -> Refusal | None:
-    return _refuse(
-        platform,
-        add_rmsnorm_quant,
-        x,
-        residual,
-        weight,
-        scheme,
-        dtype,
-        group,
-        rounding,
-        keep,
-    )
-
-
 def _outputs(
     flat: Tensor, scheme: str, dtype: torch.dtype, group: int, column_major: bool
 ) -> tuple[Tensor, Tensor, int]:
@@ -153,7 +112,53 @@ def _typed(codes: Tensor, scales: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
     return (as_e2m1(codes), as_e8m0(scales)) if scheme == "mxfp4" else (codes, scales)
 
 
-@ops.rms_norm_quant.kernel("aiter", refuses=_refuse_rms_norm_quant, rounds="once")
+def _quantized(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    style: str,
+    scheme: str,
+    dtype: torch.dtype,
+    group: int,
+    column_major: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and the sum, which is x without a residual."""
+    flat, total = dense_rows(x), x
+    codes, scales, size = _outputs(flat, scheme, dtype, group, column_major)
+    by_column = column_major and scheme == "fp8_group"
+    outputs = _typed(codes, scales, scheme)
+    if by_column:
+        scales = scales.t()
+    how = {
+        "group_size": size,
+        "shuffle_scale": by_column,
+        "gemma_norm": style == "one_plus",
+    }
+    if residual is not None:
+        other, total = dense_rows(residual), torch.empty_like(flat)
+        if x.numel():
+            add_rmsnorm_quant(
+                outputs[0],
+                flat,
+                other,
+                total,
+                outputs[1],
+                weight,
+                eps,
+                **how,
+            )
+    elif x.numel():
+        rmsnorm_quant(outputs[0], flat, outputs[1], weight, eps, **how)
+    lead = x.shape[:-1]
+    return (
+        codes.view(*lead, codes.shape[-1]),
+        scales.view(*lead, scales.shape[-1]),
+        total.view(x.shape),
+    )
+
+
+@ops.rms_norm_quant.kernel("aiter", refuses=_refuse, rounds="once")
 def rms_norm_quant(
     x: Tensor,
     weight: Tensor,
@@ -168,28 +173,11 @@ def rms_norm_quant(
     rounding: str = "even",
     keep: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    flat = dense_rows(x)
-    codes, scales, size = _outputs(flat, scheme, dtype, group, column_major)
-    out, found = _typed(codes, scales, scheme)
-    by_column = column_major and scheme == "fp8_group"
-    if by_column:
-        scales = scales.t()
-    if x.numel():
-        rmsnorm_quant(
-            out,
-            flat,
-            found,
-            weight,
-            eps,
-            group_size=size,
-            shuffle_scale=by_column,
-            gemma_norm=style == "one_plus",
-        )
-    lead = x.shape[:-1]
-    return codes.view(*lead, codes.shape[-1]), scales.view(*lead, scales.shape[-1]), x.new_empty(0)
+    codes, scales, _ = _quantized(x, None, weight, eps, style, scheme, dtype, group, column_major)
+    return codes, scales, x.new_empty(0)
 
 
-@ops.add_rms_norm_quant.kernel("aiter", refuses=_refuse_add_rms_norm_quant, rounds="once")
+@ops.add_rms_norm_quant.kernel("aiter", refuses=_refuse, rounds="once")
 def add_rms_norm_quant(
     x: Tensor,
     residual: Tensor,
@@ -205,30 +193,5 @@ def add_rms_norm_quant(
     rounding: str = "even",
     keep: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    flat, other = dense_rows(x), dense_rows(residual)
-    codes, scales, size = _outputs(flat, scheme, dtype, group, column_major)
-    out, found = _typed(codes, scales, scheme)
-    by_column = column_major and scheme == "fp8_group"
-    if by_column:
-        scales = scales.t()
-    total = torch.empty_like(flat)
-    if x.numel():
-        add_rmsnorm_quant(
-            out,
-            flat,
-            other,
-            total,
-            found,
-            weight,
-            eps,
-            group_size=size,
-            shuffle_scale=by_column,
-            gemma_norm=style == "one_plus",
-        )
-    lead = x.shape[:-1]
-    return (
-        codes.view(*lead, codes.shape[-1]),
-        scales.view(*lead, scales.shape[-1]),
-        total.view(x.shape),
-        x.new_empty(0),
-    )
+    results = _quantized(x, residual, weight, eps, style, scheme, dtype, group, column_major)
+    return *results, x.new_empty(0)

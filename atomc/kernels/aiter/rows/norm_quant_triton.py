@@ -43,13 +43,15 @@ WIDEST = 16384
 def _refuse(
     platform: Platform,
     x: Tensor,
-    residual: Tensor | None,
     weight: Tensor,
-    style: str,
+    style: str = "after",
+    residual: Tensor | None = None,
+    *,
     scheme: str,
-    dtype: torch.dtype,
-    group: int,
-    rounding: str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    group: int = 128,
+    rounding: str = "even",
+    **_: object,
 ) -> Refusal | None:
     if scheme not in FUNCTIONS:
         return Refusal("argument", f"AITER has no Triton norm that quantizes as {scheme}")
@@ -64,37 +66,6 @@ def _refuse(
     if scheme == "fp8_group" and (reason := odd_group(group)):
         return reason
     return foreign_fp8(platform, dtype)
-
-
-def _refuse_rms_norm_quant(
-    platform: Platform,
-    x: Tensor,
-    weight: Tensor,
-    style: str = "after",
-    *,
-    scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128,
-    rounding: str = "even",
-    **_: object,
-) -> Refusal | None:
-    return _refuse(platform, x, None, weight, style, scheme, dtype, group, rounding)
-
-
-def _refuse_add_rms_norm_quant(
-    platform: Platform,
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    style: str = "after",
-    *,
-    scheme: str,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    group: int = 128,
-    rounding: str = "even",
-    **_: object,
-) -> Refusal | None:
-    return _refuse(platform, x, residual, weight, style, scheme, dtype, group, rounding)
 
 
 def _quantized(
@@ -156,7 +127,7 @@ def _shaped(
     )
 
 
-@ops.rms_norm_quant.kernel("aiter", refuses=_refuse_rms_norm_quant, rounds="once")
+@ops.rms_norm_quant.kernel("aiter", refuses=_refuse, rounds="once")
 def rms_norm_quant(
     x: Tensor,
     weight: Tensor,
@@ -191,7 +162,7 @@ def rms_norm_quant(
     return _shaped(x, codes, scales, norm)
 
 
-@ops.add_rms_norm_quant.kernel("aiter", refuses=_refuse_add_rms_norm_quant, rounds="once")
+@ops.add_rms_norm_quant.kernel("aiter", refuses=_refuse, rounds="once")
 def add_rms_norm_quant(
     x: Tensor,
     residual: Tensor,

@@ -71,8 +71,8 @@ def _refuse_add_rms_norm(
     x: Tensor,
     residual: Tensor,
     weight: Tensor,
-    eps: float,
     style: str = "after",
+    **_: object,
 ) -> Refusal | None:
     return unfit(platform, fused_add_rmsnorm_pad) or unreadable(x, residual, weight, style)
 
@@ -87,18 +87,7 @@ def add_rms_norm(
     return out.view(x.shape), total.view(x.shape)
 
 
-def _refuse_add_rms_norm_pad(
-    platform: Platform,
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    style: str = "after",
-    **_: object,
-) -> Refusal | None:
-    return unfit(platform, fused_add_rmsnorm_pad) or unreadable(x, residual, weight, style)
-
-
-@ops.add_rms_norm_pad.kernel("aiter", refuses=_refuse_add_rms_norm_pad, rounds="once")
+@ops.add_rms_norm_pad.kernel("aiter", refuses=_refuse_add_rms_norm, rounds="once")
 def add_rms_norm_pad(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, columns: int, style: str = "after"
 ) -> tuple[Tensor, Tensor]:
