@@ -5,31 +5,20 @@ The first registered kernel that accepts the arguments is selected. For int8 the
 weight, unpacked weight, weight converted to fp32.
 """
 
+from importlib import import_module
+
 import torch
 
 if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
     raise ImportError("this torch is built without oneDNN (MKLDNN)")
 
-from atomc.kernels.onednn import (
-    linear,
-    linear_bf16,
-    linear_mxfp4,
-    linear_nvfp4,
-    linear_w4a16,
-    scaled_linear_int8,
-    scaled_linear_int8_unpacked,
-)
-
-# isort: split
-from atomc.kernels.onednn import scaled_linear_int8_in_fp32
-
-__all__ = [
+MODULES = (
     "linear",
     "linear_bf16",
-    "linear_mxfp4",
-    "linear_nvfp4",
     "linear_w4a16",
     "scaled_linear_int8",
-    "scaled_linear_int8_in_fp32",
     "scaled_linear_int8_unpacked",
-]
+    "dequantized",
+)
+for _module in MODULES:
+    import_module(f"{__name__}.{_module}")

@@ -12,18 +12,12 @@ MODULES = (
     "kv_write",
     "attention",
     "experts.experts_grouped_mm",
-    "activation",
     "contiguous",
     "conv",
     "conv_delta_rule",
     "delta_rule",
-    "indexer",
     "kv_b_weight",
-    "linear",
-    "mla",
     "mla_attention",
-    "norm",
-    "rope",
     "scaled_linear_fp8",
     "ssm",
     "varlen_attention",
@@ -31,8 +25,7 @@ MODULES = (
     "experts.experts",
     "experts.experts_all_to_all",
     "experts.experts_quantized",
-    "experts.route",
-    "experts.experts_by_reference",
+    "references",
 )
 for _module in MODULES:
     import_module(f"{__name__}.{_module}")

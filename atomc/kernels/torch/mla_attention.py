@@ -11,7 +11,6 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.checks import not_a_cpu, unsupported
 from atomc.kernels.torch.attention import attention
-from atomc.kernels.torch.mla import linear_by_head
 from atomc.kernels.torch.sequence import attend, sequences
 from atomc.ops.attention import from_cache
 from atomc.ops.op import Refusal
@@ -21,6 +20,15 @@ from atomc.platform import Platform
 # decode step of that many sequences is rare. Not measured.
 PROMPTS = ops.Tokens(257)
 GATHERED = 16  # tokens whose chosen rows are copied at a time
+
+
+@ops.linear_by_head.kernel("torch")
+def linear_by_head(x: Tensor, weight: Tensor) -> Tensor:
+    rows = x.reshape(-1, *x.shape[-2:])
+    out = x.new_empty((*rows.shape[:-1], weight.shape[1]))
+    # Without `out`, heads would be before tokens in memory.
+    torch.bmm(rows.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
+    return out.view(*x.shape[:-1], weight.shape[1])
 
 
 @ops.mla_attention.kernel("torch")

@@ -427,6 +427,30 @@ def tiling(
     )
 
 
+def launch_arguments(
+    q: Tensor, kv_cache: Tensor, latent: int, cut: LatentTiling
+) -> dict[str, int | bool | str | tl.dtype]:
+    """What kernels over latents are compiled and launched with, for q [T, H, L + R]."""
+    _, num_heads, width = q.shape
+    return dict(
+        H=num_heads,
+        TILE_HEADS=cut.heads,
+        L=latent,
+        R=width - latent,
+        BLOCK_L=max(16, triton.next_power_of_2(latent)),
+        BLOCK_R=max(16, triton.next_power_of_2(width - latent)),
+        BLOCK_M=cut.rows,
+        BLOCK_N=cut.keys,
+        BLOCK_SIZE=kv_cache.shape[1],
+        OFFSET=tl.int32 if reach(kv_cache) < 2**31 else tl.int64,
+        BRANCHES=cut.branches,
+        CODES=codes_of(kv_cache)["CODES"],
+        num_warps=cut.warps,
+        num_stages=cut.stages,
+        **overlap(q.device),
+    )
+
+
 def attend(
     q: Tensor,
     kv_cache: Tensor,
@@ -460,7 +484,7 @@ def launch(
     kv_scale: Tensor | None,
 ) -> None:
     """Launch the kernel; `into` and `lse` as in attention.launch."""
-    num_rows, num_heads, width = q.shape
+    num_rows, num_heads, _ = q.shape
     num_sequences = seq_lens.shape[0]
     tiles = num_sequences + 1 + (0 if cut.by_sequence else num_rows // (cut.rows // cut.heads))
     _attend_latent[(tiles, triton.cdiv(num_heads, cut.heads), cut.splits)](
@@ -479,23 +503,9 @@ def launch(
         q.stride(1),
         *kv_cache.stride()[:2],
         scale * LOG2_E,
-        H=num_heads,
-        TILE_HEADS=cut.heads,
-        L=latent,
-        R=width - latent,
-        BLOCK_L=max(16, triton.next_power_of_2(latent)),
-        BLOCK_R=max(16, triton.next_power_of_2(width - latent)),
-        BLOCK_M=cut.rows,
-        BLOCK_N=cut.keys,
-        BLOCK_SIZE=kv_cache.shape[1],
-        OFFSET=tl.int32 if reach(kv_cache) < 2**31 else tl.int64,
         BY_SEQUENCE=cut.by_sequence,
         SPLIT=lse is not None,
-        BRANCHES=cut.branches,
-        CODES=codes_of(kv_cache)["CODES"],
-        num_warps=cut.warps,
-        num_stages=cut.stages,
-        **overlap(q.device),
+        **launch_arguments(q, kv_cache, latent, cut),
     )
 
 

@@ -14,13 +14,17 @@ from torch import Tensor
 from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import unlike
-from atomc.kernels.triton.attention.attention import LOG2_E, reach
+from atomc.kernels.triton.attention.attention import LOG2_E
 from atomc.kernels.triton.attention.combine_splits import combined, empty_splits
 from atomc.kernels.triton.latent import mla_attention as dense
-from atomc.kernels.triton.latent.mla_attention import LatentTiling, add_keys, tiling
-from atomc.kernels.triton.launch.launch import overlap
+from atomc.kernels.triton.latent.mla_attention import (
+    LatentTiling,
+    add_keys,
+    launch_arguments,
+    tiling,
+)
 from atomc.kernels.triton.launch.tiles import LATENT_ATTENTION
-from atomc.kernels.triton.rows.kv_write import as_numbers, codes_of, in_bytes, scale_of_numbers
+from atomc.kernels.triton.rows.kv_write import as_numbers, in_bytes, scale_of_numbers
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -166,7 +170,7 @@ def attend_chosen(
     """mla_absorbed_attention of q [T, H, L + R] over the rows chosen [T, K], with the given
     tiling.
     """
-    num_rows, num_heads, width = q.shape
+    num_rows, num_heads, _ = q.shape
     into, lse = empty_splits(q, latent, cut.splits)
     _attend_chosen[(num_rows, triton.cdiv(num_heads, cut.heads), cut.splits)](
         q,
@@ -185,23 +189,9 @@ def attend_chosen(
         chosen.stride(0),
         *kv_cache.stride()[:2],
         scale * LOG2_E,
-        H=num_heads,
-        TILE_HEADS=cut.heads,
-        L=latent,
-        R=width - latent,
-        BLOCK_L=max(16, triton.next_power_of_2(latent)),
-        BLOCK_R=max(16, triton.next_power_of_2(width - latent)),
-        BLOCK_M=cut.rows,
-        BLOCK_N=cut.keys,
         K=chosen.shape[-1],
-        BLOCK_SIZE=kv_cache.shape[1],
-        OFFSET=tl.int32 if reach(kv_cache) < 2**31 else tl.int64,
         SPLIT=lse is not None,
-        BRANCHES=cut.branches,
-        CODES=codes_of(kv_cache)["CODES"],
-        num_warps=cut.warps,
-        num_stages=cut.stages,
-        **overlap(q.device),
+        **launch_arguments(q, kv_cache, latent, cut),
     )
     return into if lse is None else combined(into, lse, q.dtype)
 

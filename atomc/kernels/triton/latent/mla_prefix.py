@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from atomc.kernels.triton.attention.attention import LOG2_E, reach
+from atomc.kernels.triton.attention.attention import LOG2_E
 from atomc.kernels.triton.attention.attention_tiles import multiprocessors
 from atomc.kernels.triton.attention.sequences import num_tiles_with_prefix, tokens_with_prefix
-from atomc.kernels.triton.latent.mla_attention import LatentTiling, over_keys
-from atomc.kernels.triton.launch.launch import let_next_start, overlap, wait_for_last
-from atomc.kernels.triton.rows.kv_write import codes_of, in_bytes, scale_of_numbers
+from atomc.kernels.triton.latent.mla_attention import LatentTiling, launch_arguments, over_keys
+from atomc.kernels.triton.launch.launch import let_next_start, wait_for_last
+from atomc.kernels.triton.rows.kv_write import in_bytes, scale_of_numbers
 
 # Per multiprocessor: more than run at once, so that one that is late gets less to do.
 PROGRAMS = 4
@@ -123,7 +123,7 @@ def attend_prefixes(
     [T, H, L], and the logarithms in base 2 of the softmax masses, [T, H] in fp32. These are -inf
     for rows of sequences without such keys, whose results are uninitialized.
     """
-    num_rows, num_heads, width = q.shape
+    num_rows, num_heads, _ = q.shape
     attended = q.new_empty((num_rows, num_heads, latent))
     lse = q.new_full((num_rows, num_heads), -float("inf"), dtype=torch.float32)
     tiles = num_rows // (cut.rows // cut.heads) + min(num_rows, seq_lens.shape[0])
@@ -143,20 +143,6 @@ def attend_prefixes(
         q.stride(1),
         *kv_cache.stride()[:2],
         scale * LOG2_E,
-        H=num_heads,
-        TILE_HEADS=cut.heads,
-        L=latent,
-        R=width - latent,
-        BLOCK_L=max(16, triton.next_power_of_2(latent)),
-        BLOCK_R=max(16, triton.next_power_of_2(width - latent)),
-        BLOCK_M=cut.rows,
-        BLOCK_N=cut.keys,
-        BLOCK_SIZE=kv_cache.shape[1],
-        OFFSET=tl.int32 if reach(kv_cache) < 2**31 else tl.int64,
-        BRANCHES=cut.branches,
-        CODES=codes_of(kv_cache)["CODES"],
-        num_warps=cut.warps,
-        num_stages=cut.stages,
-        **overlap(q.device),
+        **launch_arguments(q, kv_cache, latent, cut),
     )
     return attended, lse

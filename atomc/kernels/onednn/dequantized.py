@@ -1,0 +1,79 @@
+"""Quantized linear layers on CPUs that convert their weights to fp32: MXFP4 and NVFP4, and int8 for
+those without int8 instructions. T rows, N outputs, K inputs.
+
+Sums of up to 1,040 products of int8 codes are exact in fp32; longer ones are rounded.
+"""
+
+import torch
+from torch import Tensor
+
+from atomc import ops
+from atomc.kernels.checks import not_a_cpu
+from atomc.kernels.cpu_linears import elsewhere, finish, scattered
+from atomc.kernels.dequantized import fp8_values, multiply, mxfp4_values, nvfp4_values
+from atomc.ops.op import Refusal
+from atomc.platform import Platform
+
+
+def refuse_linear_fp4(platform: Platform, weight: Tensor, **_: object) -> Refusal | None:
+    return elsewhere(platform) or scattered(weight)
+
+
+# Zen 4, 2560x2560, 1 row: 6 ms; the reference compiled by Inductor takes 35, the layer in fp32 2.
+@ops.linear_mxfp4.kernel("onednn", refuses=refuse_linear_fp4)
+def linear_mxfp4(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    x_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    if x.dtype == torch.uint8:
+        assert x_scale is not None
+        values = mxfp4_values(rows, x_scale.reshape(-1, x_scale.shape[-1]))
+    else:
+        values = rows.to(torch.float32) if x.dtype.itemsize > 1 else fp8_values(rows)
+        if x_scale is not None:
+            values = values * x_scale.reshape(-1, 1)
+    total = multiply(
+        values, weight.shape[0], lambda a, b: mxfp4_values(weight[a:b], weight_scale[a:b])
+    )
+    return finish(total, x, None, bias, out_dtype)
+
+
+@ops.linear_nvfp4.kernel("onednn", refuses=refuse_linear_fp4)
+def linear_nvfp4(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    global_scale: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1]).to(torch.float32)
+    total = multiply(
+        rows, weight.shape[0], lambda a, b: nvfp4_values(weight[a:b], weight_scale[a:b])
+    )
+    return finish(total * global_scale.t(), x, None, bias, x.dtype)
+
+
+def refuse_scaled_linear_int8(platform: Platform, weight: Tensor, **_: object) -> Refusal | None:
+    return not_a_cpu(platform) or scattered(weight)
+
+
+# Zen 4, 2560x2560, 1 row: 2.9 ms. The reference compiled by Inductor, with sums in fp64, takes 33.
+@ops.scaled_linear_int8.kernel("onednn", refuses=refuse_scaled_linear_int8)
+def scaled_linear_int8(
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1]).to(torch.float32)
+    total = multiply(rows, weight.shape[0], lambda a, b: weight[a:b].to(torch.float32))
+    return finish(total.mul_(weight_scale.t()), x, x_scale, bias, out_dtype)

@@ -1,0 +1,42 @@
+"""Ops for which a few torch calls are fast enough: their references, with every rounding, which
+Inductor does not guarantee.
+"""
+
+from atomc import ops
+from atomc.kernels.torch.eager import eager
+
+silu_and_mul = eager(ops.silu_and_mul, __name__)
+gelu_and_mul = eager(ops.gelu_and_mul, __name__)
+sigmoid_and_mul = eager(ops.sigmoid_and_mul, __name__)
+
+linear = eager(ops.linear, __name__)
+linear_fp32 = eager(ops.linear_fp32, __name__)
+embedding = eager(ops.embedding, __name__)
+
+rms_norm = eager(ops.rms_norm, __name__)
+add_rms_norm = eager(ops.add_rms_norm, __name__)
+rms_norm_pair = eager(ops.rms_norm_pair, __name__)
+rms_norm_gated = eager(ops.rms_norm_gated, __name__)
+layer_norm = eager(ops.layer_norm, __name__)
+add_layer_norm = eager(ops.add_layer_norm, __name__)
+
+rope = eager(ops.rope, __name__)
+qk_norm_rope = eager(ops.qk_norm_rope, __name__)
+rope_kv_write = eager(ops.rope_kv_write, __name__, layout="paged")
+qk_norm_rope_kv_write = eager(ops.qk_norm_rope_kv_write, __name__, layout="paged")
+
+mla_kv_write = eager(ops.mla_kv_write, __name__, layout="paged")
+mla_rope_kv_write = eager(ops.mla_rope_kv_write, __name__, layout="paged")
+bmm_rope_kv_write = eager(ops.bmm_rope_kv_write, __name__, layout="paged")
+
+index_topk = eager(ops.index_topk, __name__)
+chosen_mask = eager(ops.chosen_mask, __name__)
+index_write = eager(ops.index_write, __name__, layout="paged")
+paged_index_topk = eager(ops.paged_index_topk, __name__, layout="paged")
+
+topk_route = eager(ops.topk_route, __name__)
+linear_topk_route = eager(ops.linear_topk_route, __name__)
+moe_experts_fp8 = eager(ops.moe_experts_fp8, __name__, syncs=True)
+moe_experts_int8 = eager(ops.moe_experts_int8, __name__, syncs=True)
+moe_experts_w4a16 = eager(ops.moe_experts_w4a16, __name__, syncs=True)
+moe_experts_mxfp4 = eager(ops.moe_experts_mxfp4, __name__, syncs=True)
