@@ -128,7 +128,7 @@ def _multiply_four_bits(
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """The arguments of linear_w4a16, linear_mxfp4 and linear_nvfp4."""
-    words = weight if weight.dtype == torch.int32 else unpacking.as_words(weight)
+    words = weight if weight.dtype == torch.int32 else unpacking.code_words(weight)
     if global_scale is not None:
         weight_scale, group = weight_scale.view(torch.int8), 16
     none = (None, x_scale, None)

@@ -276,13 +276,13 @@ def packed_launches(
 def launches(model: Model, given: Arguments, tile: Any) -> dict[str, Callable[[], Any]]:
     """The PARTS of the kernels for many tokens, each by itself; without the quantizer."""
     from atomc.kernels.triton.experts import grouped
-    from atomc.kernels.triton.experts.expert_sort import in_blocks
+    from atomc.kernels.triton.experts.expert_sort import expert_blocks
     from atomc.kernels.triton.experts.weighted_sum import weighted_sum
 
     if isinstance(given["w13"], tuple):
         return packed_launches(model, given, tile)
     ids = given["ids"]
-    sort = partial(in_blocks, ids, model.experts, tile.block)
+    sort = partial(expert_blocks, ids, model.experts, tile.block)
     routing, pairs = sort(), ids.numel()
     w13, w2, w13_scale, w2_scale, b13, b2 = map(
         given.get, ("w13", "w2", "w13_scale", "w2_scale", "b13", "b2")

@@ -229,7 +229,7 @@ class KernelComparison:
         for node in site.between:
             self._step(node, known)
         for node, value in outputs.items():
-            known[node.name] = _with_strides_of(value, known[node.name])
+            known[node.name] = _restrided(value, known[node.name])
 
 
 def _reader(values: Values) -> Callable[[Node], Argument]:
@@ -250,7 +250,7 @@ def _tensor(value: Argument) -> Tensor:
     return value
 
 
-def _with_strides_of(value: Argument, like: Argument) -> Argument:
+def _restrided(value: Argument, like: Argument) -> Argument:
     """The value with the strides of `like`, on which readers may rely."""
     if isinstance(value, Tensor) and isinstance(like, Tensor) and value.stride() != like.stride():
         return torch.empty_like(like).copy_(value)

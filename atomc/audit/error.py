@@ -44,7 +44,7 @@ def error(found: Argument, expected: Argument) -> Error:
         return Error(LARGEST, LARGEST, -LARGEST)
     if not a.numel() or (a.dtype == b.dtype and _equal(a, b)):
         return Error()
-    a, b = _to_fp64(a), _to_fp64(b).to(a.device)
+    a, b = _fp64(a), _fp64(b).to(a.device)
     same = (a == b) | (a.isnan() & b.isnan())
     differs = torch.where(same, 0.0, a - b).abs().nan_to_num(LARGEST, LARGEST).clamp(max=LARGEST)
     signal = torch.where(b.isfinite(), b, 0.0)
@@ -71,6 +71,6 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b.to(a.device))
 
 
-def _to_fp64(x: Tensor) -> Tensor:
+def _fp64(x: Tensor) -> Tensor:
     """As fp64; 8-bit dtypes are converted via fp32."""
     return (x.to(torch.float32) if x.dtype.itemsize == 1 else x).to(torch.float64)

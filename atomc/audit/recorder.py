@@ -61,7 +61,7 @@ class Recorder:
         """The function, with its first call audited or recorded. lowered: its graph."""
 
         def call(*args: Input) -> Outputs:
-            if self._done or _in_capture(args) or _only_padding(lowered, args):
+            if self._done or _is_capturing(args) or _only_padding(lowered, args):
                 return function.call(*args)
             with self._lock:
                 first, self._done = not self._done, True
@@ -124,7 +124,7 @@ class Audit:
         self.report, self.given_bound = report, bound
         start = time.perf_counter()
         inputs = placeholders(lowered, args)
-        self.whole = _from_start(lowered, args)
+        self.whole = _starts_here(lowered, args)
         sites = audit_sites(lowered, correspondence, from_start=self.whole)
         self.comparison = KernelComparison(correspondence, lowered, inputs, sites)
         self.kernels, self.measured = self.comparison.measured(_progress_bar)
@@ -210,7 +210,7 @@ def _progress_bar(nodes: Iterable[Node]) -> Iterable[Node]:
     return bar
 
 
-def _in_capture(args: Sequence[Argument]) -> bool:
+def _is_capturing(args: Sequence[Argument]) -> bool:
     """Whether a CUDA graph is being captured, during which tensors cannot be read."""
     return (
         any(isinstance(x, Tensor) and x.is_cuda for x in args)
@@ -226,7 +226,7 @@ def _only_padding(lowered: GraphModule, args: Sequence[Argument]) -> bool:
     return bool(slots) and all(bool((x < 0).all()) for x in slots)
 
 
-def _from_start(lowered: GraphModule, args: Sequence[Argument]) -> bool:
+def _starts_here(lowered: GraphModule, args: Sequence[Argument]) -> bool:
     """Whether attention reads only rows of this call: no runtime, or one sequence from its first
     token on.
     """

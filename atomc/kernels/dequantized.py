@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atomc.ops.formats import NVFP4_GROUP, e2m1_values, e8m0_values, in_groups
+from atomc.ops.formats import NVFP4_GROUP, e2m1_values, e8m0_values, grouped_columns
 
 # Bytes of fp32 weight per step. Zen 4, 1 MiB of L2, MXFP4 2560x2560, 1 row: 0.5: 8.1 ms, 1: 6.7,
 # 1.3: 6.1, 2.6: 6.0.
@@ -50,12 +50,14 @@ def e2m1_pairs(packed: Tensor) -> Tensor:
 
 def mxfp4_values(packed: Tensor, scale: Tensor) -> Tensor:
     """fp32 [n, K] of codes [n, K/2] and scales [n, K/32], both uint8."""
-    return in_groups(e2m1_pairs(packed), 32).mul_(e8m0_values(scale).unsqueeze(-1)).flatten(-2)
+    return (
+        grouped_columns(e2m1_pairs(packed), 32).mul_(e8m0_values(scale).unsqueeze(-1)).flatten(-2)
+    )
 
 
 def nvfp4_values(packed: Tensor, scale: Tensor) -> Tensor:
     """fp32 [n, K] of codes [n, K/2] and e4m3 scales [n, K/16], without the global scale."""
-    groups = in_groups(e2m1_pairs(packed), NVFP4_GROUP)
+    groups = grouped_columns(e2m1_pairs(packed), NVFP4_GROUP)
     return groups.mul_(fp8_values(scale).unsqueeze(-1)).flatten(-2)
 
 

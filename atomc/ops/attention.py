@@ -17,7 +17,7 @@ from atomc.ops.formats import FP8
 from atomc.ops.op import op
 from atomc.ops.op_cost import OpCall, Work, bytes_of, least, state_write
 from atomc.ops.op_traits import Arguments, Kind, StateBinding, StepFields
-from atomc.ops.quant import to_fp8
+from atomc.ops.quant import rounded_fp8
 from atomc.ops.state import StateSpec
 
 
@@ -170,14 +170,16 @@ def attention(
     return _weighted_values(scores, v, sinks).to(q.dtype).contiguous()
 
 
-def as_cached(x: Tensor, cache: Tensor, scale: Tensor | None) -> Tensor:
+def stored_values(x: Tensor, cache: Tensor, scale: Tensor | None) -> Tensor:
     """x as it is stored in the cache: in an fp8 cache clamped to the largest number and rounded."""
     if scale is not None:
         x = x.to(torch.float32) * (1.0 / scale)
-    return to_fp8(x.to(torch.float32), cache.dtype) if cache.dtype in FP8 else x.to(cache.dtype)
+    return (
+        rounded_fp8(x.to(torch.float32), cache.dtype) if cache.dtype in FP8 else x.to(cache.dtype)
+    )
 
 
-def from_cache(cached: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+def loaded_values(cached: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The values of stored codes, in `dtype`."""
     return cached.to(dtype) if scale is None else (cached.to(torch.float32) * scale).to(dtype)
 
@@ -211,8 +213,8 @@ def kv_write(
     block_size = k_cache.shape[1]
     rows = slots >= 0
     block, offset = slots[rows] // block_size, slots[rows] % block_size
-    k_cache[block, offset] = as_cached(k.reshape(-1, *k.shape[-2:])[rows], k_cache, k_scale)
-    v_cache[block, offset] = as_cached(v.reshape(-1, *v.shape[-2:])[rows], v_cache, v_scale)
+    k_cache[block, offset] = stored_values(k.reshape(-1, *k.shape[-2:])[rows], k_cache, k_scale)
+    v_cache[block, offset] = stored_values(v.reshape(-1, *v.shape[-2:])[rows], v_cache, v_scale)
     return k.new_empty((0,))
 
 
@@ -270,8 +272,8 @@ def paged_attention(
         if start == end:
             continue
         blocks = block_tables[s, : -(-length // k_cache.shape[1])].long()
-        keys = from_cache(k_cache[blocks].flatten(0, 1)[:length], k_scale, torch.float32)
-        values = from_cache(v_cache[blocks].flatten(0, 1)[:length], v_scale, torch.float32)
+        keys = loaded_values(k_cache[blocks].flatten(0, 1)[:length], k_scale, torch.float32)
+        values = loaded_values(v_cache[blocks].flatten(0, 1)[:length], v_scale, torch.float32)
         position = torch.arange(length - (end - start), length, device=q.device)[:, None]
         columns = torch.arange(length, device=q.device)[None, :]
         hidden = columns > position

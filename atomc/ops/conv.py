@@ -54,7 +54,7 @@ def _update_cost(call: OpCall) -> Work:
     return moved + 2 * sequences * of_one, operations
 
 
-def _like_x(x: Tensor, *_: object, **__: object) -> Tensor:
+def _empty_result(x: Tensor, *_: object, **__: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -64,7 +64,7 @@ def _like_x(x: Tensor, *_: object, **__: object) -> Tensor:
     cost=_update_cost,
     mutates=("conv_state",),
     rounds_once=lambda _: True,
-    shape=_like_x,
+    shape=_empty_result,
 )
 def causal_conv1d_update(
     x: Tensor,
@@ -143,7 +143,7 @@ def _update(arguments: Arguments, state: Mapping[str, Tensor], step: StepFields)
     rows=None,
     cost=_work,
     rounds_once=lambda _: True,
-    shape=_like_x,
+    shape=_empty_result,
     state=StateBinding(handle="state", tokens=_tokens, spec=_spec, form=_update),
 )
 def causal_conv1d(

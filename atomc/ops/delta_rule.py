@@ -32,7 +32,7 @@ def l2_normed(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
 
 
-def by_value_head(x: Tensor, heads: int) -> Tensor:
+def repeat_key_heads(x: Tensor, heads: int) -> Tensor:
     """Keys or queries [..., H, K] of each value head: [..., N, K]. Value head n reads key head n //
     (N // H).
     """
@@ -44,7 +44,7 @@ def _recurrent(
 ) -> tuple[Tensor, Tensor]:
     """The result [..., T, N, V] in v.dtype, and the state [..., N, K, V] after the last token."""
     heads = v.shape[-2]
-    q, k = (by_value_head(l2_normed(x), heads) for x in (q, k))
+    q, k = (repeat_key_heads(l2_normed(x), heads) for x in (q, k))
     values, decay, rate = (x.to(torch.float32) for x in (v, g, beta))
     decay, outs = decay.exp(), []
     for t in range(v.shape[-3]):
@@ -72,7 +72,7 @@ def _update_cost(call: OpCall) -> Work:
     return moved + 2 * sequences * of_one, operations
 
 
-def _like_v(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> Tensor:
+def _empty_result(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> Tensor:
     return v.new_empty(v.shape)
 
 
@@ -82,7 +82,7 @@ def _like_v(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> Tensor
     cost=_update_cost,
     mutates=("recurrent_state",),
     rounds_once=lambda _: True,
-    shape=_like_v,
+    shape=_empty_result,
 )
 def gated_delta_rule_update(
     q: Tensor,
@@ -149,7 +149,7 @@ def _update(arguments: Arguments, state: Mapping[str, Tensor], step: StepFields)
     rows=None,
     cost=_work,
     rounds_once=lambda _: True,
-    shape=_like_v,
+    shape=_empty_result,
     state=StateBinding(handle="state", tokens=_tokens, spec=_spec, form=_update),
 )
 def gated_delta_rule(

@@ -69,7 +69,7 @@ def activated(gate: Tensor, up: Tensor, activation: str, alpha: float) -> Tensor
     raise ValueError(f"activation of experts {activation!r} is not one of {ACTIVATIONS}")
 
 
-def for_each_expert(
+def sum_over_experts(
     ids: Tensor,
     weights: Tensor,
     num_experts: int,
@@ -89,7 +89,7 @@ def for_each_expert(
     return weighted.sum(1, dtype=torch.float32).to(products.dtype)
 
 
-def by_expert(
+def sequential_experts(
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor],
     x: Tensor,
     ids: Tensor,
@@ -115,7 +115,7 @@ def by_expert(
 
     products = x.new_zeros(*ids.shape, x.shape[-1])
     applied = torch.ones_like(weights) if weight_on_input else weights
-    return for_each_expert(ids, applied, len(w13), products, expert)
+    return sum_over_experts(ids, applied, len(w13), products, expert)
 
 
 def _experts_shape(
@@ -164,4 +164,4 @@ def moe_experts(
     """
 
     gate = Gate(activation=activation, interleaved=interleaved, alpha=alpha, limit=limit)
-    return by_expert(F.linear, x, ids, weights, w13, w2, b13, b2, gate, weight_on_input)
+    return sequential_experts(F.linear, x, ids, weights, w13, w2, b13, b2, gate, weight_on_input)

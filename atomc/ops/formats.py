@@ -28,7 +28,7 @@ MX_ROUNDINGS = {
 }
 
 
-def in_groups(x: Tensor, size: int) -> Tensor:
+def grouped_columns(x: Tensor, size: int) -> Tensor:
     """x [..., K] as [..., K / size, size]."""
     return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
 
@@ -81,7 +81,7 @@ def unpack_e2m1(packed: Tensor) -> Tensor:
 
 def pack_int4(codes: Tensor) -> Tensor:
     """Integers 0..15 [..., K] -> int32 [..., K/8]."""
-    words = in_groups(codes.to(torch.int32), 8)
+    words = grouped_columns(codes.to(torch.int32), 8)
     packed = words[..., 0]
     for i in range(1, 8):
         packed = packed | (words[..., i] << (4 * i))

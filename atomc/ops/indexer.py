@@ -198,7 +198,7 @@ def index_topk(
     return _chosen(_scores(q, k, weights), rows[None, :] <= rows[:, None], topk)
 
 
-def among_chosen(chosen: Tensor, keys: int) -> Tensor:
+def chosen_key_mask(chosen: Tensor, keys: int) -> Tensor:
     """Whether each of so many keys is chosen. [..., K] -> [..., keys] bool."""
     marked = chosen.new_zeros((*chosen.shape[:-1], keys + 1), dtype=torch.bool)
     return marked.scatter(-1, torch.where(chosen < 0, keys, chosen).long(), True)[..., :keys]
@@ -214,4 +214,4 @@ def chosen_mask(chosen: Tensor) -> Tensor:
     """The mask of `ops.attention` that shows the chosen keys (index_topk) of T tokens. chosen
     [..., T, K] -> [..., 1, T, T] bool.
     """
-    return among_chosen(chosen, chosen.shape[-2]).unsqueeze(-3).contiguous()
+    return chosen_key_mask(chosen, chosen.shape[-2]).unsqueeze(-3).contiguous()

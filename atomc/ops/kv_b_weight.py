@@ -13,7 +13,7 @@ from atomc.ops.mla import BMM_SCHEMES
 from atomc.ops.op import op
 from atomc.ops.op_cost import OpCall, Work
 from atomc.ops.op_traits import Kind
-from atomc.ops.quant import quant_mxfp4, to_fp8
+from atomc.ops.quant import quant_mxfp4, rounded_fp8
 from atomc.ops.scaled_linear import fp8_block_values, int4_weight, mxfp4_values
 
 # Scheme -> columns per element of the stored weight.
@@ -132,4 +132,4 @@ def kv_b_keys(
     if product == "mxfp4":
         return quant_mxfp4.reference(keys)
     scale = (keys.abs().max().clamp(min=AMAX_FLOOR) / torch.finfo(codes).max).reshape(1)
-    return to_fp8(keys * (1.0 / scale), codes), scale
+    return rounded_fp8(keys * (1.0 / scale), codes), scale

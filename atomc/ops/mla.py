@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from atomc.ops.attention import as_cached
+from atomc.ops.attention import stored_values
 from atomc.ops.op import op
 from atomc.ops.op_cost import OpCall, Work, bytes_of, product, state_write
 from atomc.ops.op_traits import Kind
@@ -51,7 +51,8 @@ def mla_kv_write(
     rows = slots >= 0
     block, offset = slots[rows] // kv_cache.shape[1], slots[rows] % kv_cache.shape[1]
     parts = [
-        as_cached(part.reshape(-1, part.shape[-1])[rows], kv_cache, scale) for part in (kv_c, k_pe)
+        stored_values(part.reshape(-1, part.shape[-1])[rows], kv_cache, scale)
+        for part in (kv_c, k_pe)
     ]
     kv_cache[block, offset] = torch.cat(parts, -1)
     return kv_c.new_empty((0,))
@@ -151,7 +152,7 @@ def scaled_bmm_fp8(
     weight_scale  fp32 [1]
     """
     by_row = x_scale.to(torch.float32).repeat_interleave(group, -1)[..., : x.shape[-1]]
-    return _by_head(x.to(torch.float32) * by_row, weight.to(torch.float32) * weight_scale).to(
+    return _head_products(x.to(torch.float32) * by_row, weight.to(torch.float32) * weight_scale).to(
         out_dtype
     )
 
@@ -171,10 +172,12 @@ def bmm_mxfp4(
     x [..., H, P/2] and weight [H, L, P/2] uint8, two e2m1 codes per byte; their scales [..., P/32]
     uint8, e8m0.
     """
-    return _by_head(mxfp4_values(x, x_scale), mxfp4_values(weight, weight_scale)).to(out_dtype)
+    return _head_products(mxfp4_values(x, x_scale), mxfp4_values(weight, weight_scale)).to(
+        out_dtype
+    )
 
 
-def _by_head(x: Tensor, weight: Tensor) -> Tensor:
+def _head_products(x: Tensor, weight: Tensor) -> Tensor:
     """x [..., H, P] and weight [H, L, P], fp32 -> [..., H, L]."""
     return (x.unsqueeze(-2) @ weight.transpose(-1, -2)).squeeze(-2)
 

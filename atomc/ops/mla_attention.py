@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atomc.ops.attention import attention, from_cache
-from atomc.ops.indexer import among_chosen, chosen_mask
+from atomc.ops.attention import attention, loaded_values
+from atomc.ops.indexer import chosen_key_mask, chosen_mask
 from atomc.ops.mla import mla_kv_write
 from atomc.ops.op import op
 from atomc.ops.op_cost import Formula, OpCall, Work, bytes_of, least
@@ -109,7 +109,7 @@ def mla_absorbed_attention(
     out = q.new_zeros((*rows.shape[:-1], latent))
     sequences = _sequences(kv_cache, query_start, seq_lens, block_tables, chosen)
     for new, found, seen in sequences:
-        keys = from_cache(found, kv_scale, torch.float32).unsqueeze(1)
+        keys = loaded_values(found, kv_scale, torch.float32).unsqueeze(1)
         out[new] = attention.reference(
             rows[new], keys, keys[..., :latent], None, seen, scale=scale, causal=False
         )
@@ -138,7 +138,7 @@ def _sequences(
             position = torch.arange(length - count, length, device=kv_cache.device)[:, None]
             seen = torch.arange(length, device=kv_cache.device) <= position
         else:
-            seen = among_chosen(by_row[new], length)
+            seen = chosen_key_mask(by_row[new], length)
         yield new, kv_cache[blocks].flatten(0, 1)[:length], seen
 
 
@@ -187,7 +187,7 @@ def mla_paged_attention(
     out = q.new_zeros((*rows.shape[:-1], width - nope))
     sequences = _sequences(kv_cache, query_start, seq_lens, block_tables, chosen)
     for new, found, seen in sequences:
-        cached = from_cache(found, kv_scale, q.dtype)
+        cached = loaded_values(found, kv_scale, q.dtype)
         both = F.linear(cached[:, :latent], weight).view(-1, heads, width)
         k_rope = cached[:, None, latent:].expand(-1, heads, -1)
         k = torch.cat((both[..., :nope], k_rope), -1)

@@ -21,7 +21,7 @@ from atomc.ops.formats import (
     e2m1_codes,
     e8m0_scales,
     e8m0_values,
-    in_groups,
+    grouped_columns,
     pack_e2m1,
 )
 from atomc.ops.op import op
@@ -30,7 +30,7 @@ from atomc.ops.op_traits import Kind
 INT8_MAX = 127.0
 
 
-def to_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
+def rounded_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x (fp32) clamped and rounded to fp8. Raises ValueError for another dtype."""
     if dtype not in FP8:
         raise ValueError(f"fp8 dtype {dtype} is not one of {FP8}")
@@ -47,17 +47,17 @@ def _quant_fp8_static_shape(
 @op(kind=Kind.QUANTIZE, rows=None, shape=_quant_fp8_static_shape)
 def quant_fp8_static(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
     """x / scale in fp8, with a given scale. x [..., K], scale [1] fp32 -> [..., K] fp8."""
-    return to_fp8(x.to(torch.float32) * (1.0 / scale.to(torch.float32)), dtype).contiguous()
+    return rounded_fp8(x.to(torch.float32) * (1.0 / scale.to(torch.float32)), dtype).contiguous()
 
 
-def _per_token_shape(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _empty_codes(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=dtype), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
 
 def _quant_fp8_per_token_shape(
     x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> tuple[Tensor, Tensor]:
-    return _per_token_shape(x, dtype)
+    return _empty_codes(x, dtype)
 
 
 @op(kind=Kind.QUANTIZE, rows=None, shape=_quant_fp8_per_token_shape)
@@ -69,7 +69,7 @@ def quant_fp8_per_token(
     scale = x_f32.abs().amax(-1, keepdim=True).clamp(min=AMAX_FLOOR) * (
         1.0 / torch.finfo(dtype).max
     )
-    return to_fp8(x_f32 * (1.0 / scale), dtype).contiguous(), scale.contiguous()
+    return rounded_fp8(x_f32 * (1.0 / scale), dtype).contiguous(), scale.contiguous()
 
 
 def empty_group_scales(x: Tensor, groups: int, column_major: bool) -> Tensor:
@@ -105,11 +105,11 @@ def quant_fp8_group(
     """
     width = x.shape[-1]
     groups = -(-width // group)
-    padded = in_groups(F.pad(x.to(torch.float32), (0, groups * group - width)), group)
+    padded = grouped_columns(F.pad(x.to(torch.float32), (0, groups * group - width)), group)
     scale = padded.abs().amax(-1, keepdim=True).clamp(min=AMAX_FLOOR) * (
         1.0 / torch.finfo(dtype).max
     )
-    q = to_fp8(padded * (1.0 / scale), dtype).flatten(-2)[..., :width].contiguous()
+    q = rounded_fp8(padded * (1.0 / scale), dtype).flatten(-2)[..., :width].contiguous()
     return q, empty_group_scales(x, groups, column_major_scales).copy_(scale.squeeze(-1))
 
 
@@ -133,7 +133,7 @@ def quant_mxfp4(x: Tensor, rounding: str = "even") -> tuple[Tensor, Tensor]:
         raise ValueError(f"quant_mxfp4: rounding {rounding!r} is not one of {tuple(MX_ROUNDINGS)}")
     if x.shape[-1] % 32:
         raise ValueError(f"quant_mxfp4: {x.shape[-1]} columns are not a multiple of 32")
-    blocks = in_groups(x.to(torch.float32), 32)
+    blocks = grouped_columns(x.to(torch.float32), 32)
     scale = e8m0_scales(blocks.abs().amax(-1), rounding)
     # 254 - code is the code of the reciprocal, except for NaN, which only the scale keeps.
     inverse = e8m0_values((254 - scale.to(torch.int32)).clamp(min=0).to(torch.uint8))
@@ -143,7 +143,7 @@ def quant_mxfp4(x: Tensor, rounding: str = "even") -> tuple[Tensor, Tensor]:
 
 
 def _quant_int8_per_token_shape(x: Tensor) -> tuple[Tensor, Tensor]:
-    return _per_token_shape(x, torch.int8)
+    return _empty_codes(x, torch.int8)
 
 
 @op(kind=Kind.QUANTIZE, rows=None, shape=_quant_int8_per_token_shape)

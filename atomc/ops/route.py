@@ -26,7 +26,7 @@ def _scores(logits: Tensor, score: str) -> Tensor:
     raise ValueError(f"router score {score!r} is not one of {SCORES}")
 
 
-def _in_best_groups(scores: Tensor, groups: int, topk_groups: int, group_score: str) -> Tensor:
+def _masked_scores(scores: Tensor, groups: int, topk_groups: int, group_score: str) -> Tensor:
     """The scores, -inf outside the best groups. Groups are neighbouring experts, all of one
     size.
     """
@@ -95,7 +95,7 @@ def topk_route(
     scores = _scores(logits, score)
     choice = scores if bias is None else scores + bias.to(torch.float32)
     if groups > 1:
-        choice = _in_best_groups(choice, groups, topk_groups, group_score)
+        choice = _masked_scores(choice, groups, topk_groups, group_score)
     ids = choice.topk(k, -1).indices
     weights = scores.gather(-1, ids)
     if score == "softmax_of_chosen":

@@ -7,7 +7,7 @@ products. Where x is quantized, the gated activation in between is quantized in 
 import torch
 from torch import Tensor
 
-from atomc.ops.experts import for_each_expert, gated
+from atomc.ops.experts import gated, sum_over_experts
 from atomc.ops.op import Op, op
 from atomc.ops.op_cost import experts
 from atomc.ops.op_traits import Arguments, Kind, QuantizedWeight
@@ -34,25 +34,25 @@ def _linear_fp8(arguments: Arguments) -> Op:
     return scaled_linear_fp8_block if arguments["block"] else scaled_linear_fp8
 
 
-def _of_fp8(arguments: Arguments) -> str:
+def _fp8_scales(arguments: Arguments) -> str:
     if block := arguments["block"]:
         return f"one scale per square of {block}"
     of_rows = arguments["w13_scale"].shape[1] > 1
     return "one scale per output" if of_rows else "one scale per expert"
 
 
-def _of_groups(arguments: Arguments) -> str:
+def _group_scales(arguments: Arguments) -> str:
     zeros = "" if arguments["w13_zeros"] is None else ", with zeros"
     return f"one scale per {arguments['group']} inputs{zeros}"
 
 
-FP8_EXPERTS = QuantizedWeight("fp8", _of_fp8, codes=1, rate=2, stored=STORED, weights=2)
+FP8_EXPERTS = QuantizedWeight("fp8", _fp8_scales, codes=1, rate=2, stored=STORED, weights=2)
 INT8_EXPERTS = QuantizedWeight(
     "int8", lambda _: "one scale per output", codes=1, rate=2, stored=STORED, weights=2
 )
 INT4_EXPERTS = QuantizedWeight(
     "int4",
-    _of_groups,
+    _group_scales,
     codes=8,
     rate=1,
     stored=(*STORED, "w13_zeros", "w2_zeros"),
@@ -63,7 +63,7 @@ MXFP4_EXPERTS = QuantizedWeight(
 )
 
 
-def _of(bias: Tensor | None, e: int) -> Tensor | None:
+def _expert_bias(bias: Tensor | None, e: int) -> Tensor | None:
     return None if bias is None else bias[e]
 
 
@@ -130,7 +130,7 @@ def moe_experts_fp8(
 
     def expert(e: int, rows: Tensor) -> Tensor:
         scale = x_scale if x_scale.dim() == 1 else x_scale[rows]
-        h = product(x[rows], scale, w13[e], w13_scale[e], _of(b13, e))
+        h = product(x[rows], scale, w13[e], w13_scale[e], _expert_bias(b13, e))
         h = gated(h, activation, interleaved, alpha, limit)
         if block:
             codes, scale = quant_fp8_group.reference(h, block, dtype=x.dtype)
@@ -138,7 +138,7 @@ def moe_experts_fp8(
             codes, scale = quant_fp8_per_token.reference(h, x.dtype)
         else:
             codes, scale = quant_fp8_static.reference(h, act_scale, x.dtype), act_scale
-        return product(codes, scale, w2[e], w2_scale[e], _of(b2, e))
+        return product(codes, scale, w2[e], w2_scale[e], _expert_bias(b2, e))
 
     def product(
         codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None
@@ -151,7 +151,7 @@ def moe_experts_fp8(
         return scaled_linear_fp8.reference(codes, weight, scale, flat, bias, out_dtype=out_dtype)
 
     products = x.new_zeros(*ids.shape, x.shape[-1], dtype=out_dtype)
-    return for_each_expert(ids, weights, len(w13), products, expert)
+    return sum_over_experts(ids, weights, len(w13), products, expert)
 
 
 def _moe_experts_int8_shape(
@@ -207,17 +207,17 @@ def moe_experts_int8(
 
     def expert(e: int, rows: Tensor) -> Tensor:
         h = scaled_linear_int8.reference(
-            x[rows], w13[e], x_scale[rows], w13_scale[e], _of(b13, e), out_dtype=out_dtype
+            x[rows], w13[e], x_scale[rows], w13_scale[e], _expert_bias(b13, e), out_dtype=out_dtype
         )
         codes, scale = quant_int8_per_token.reference(
             gated(h, activation, interleaved, alpha, limit)
         )
         return scaled_linear_int8.reference(
-            codes, w2[e], scale, w2_scale[e], _of(b2, e), out_dtype=out_dtype
+            codes, w2[e], scale, w2_scale[e], _expert_bias(b2, e), out_dtype=out_dtype
         )
 
     products = x.new_zeros(*ids.shape, x.shape[-1], dtype=out_dtype)
-    return for_each_expert(ids, weights, len(w13), products, expert)
+    return sum_over_experts(ids, weights, len(w13), products, expert)
 
 
 def _moe_experts_w4a16_shape(
@@ -277,15 +277,20 @@ def moe_experts_w4a16(
 
     def expert(e: int, rows: Tensor) -> Tensor:
         h = linear_w4a16.reference(
-            x[rows], w13[e], w13_scale[e], _of(w13_zeros, e), _of(b13, e), group=group
+            x[rows],
+            w13[e],
+            w13_scale[e],
+            _expert_bias(w13_zeros, e),
+            _expert_bias(b13, e),
+            group=group,
         )
         h = gated(h, activation, interleaved, alpha, limit)
         return linear_w4a16.reference(
-            h, w2[e], w2_scale[e], _of(w2_zeros, e), _of(b2, e), group=group
+            h, w2[e], w2_scale[e], _expert_bias(w2_zeros, e), _expert_bias(b2, e), group=group
         )
 
     products = x.new_zeros(*ids.shape, x.shape[-1])
-    return for_each_expert(ids, weights, len(w13), products, expert)
+    return sum_over_experts(ids, weights, len(w13), products, expert)
 
 
 def _moe_experts_mxfp4_shape(
@@ -344,14 +349,14 @@ def moe_experts_mxfp4(
 
     def expert(e: int, rows: Tensor) -> Tensor:
         scale = None if x_scale is None else x_scale[rows]
-        h = product(x[rows], scale, w13[e], w13_scale[e], _of(b13, e))
+        h = product(x[rows], scale, w13[e], w13_scale[e], _expert_bias(b13, e))
         h = gated(h, activation, interleaved, alpha, limit)
         if x_scale is None:
-            return product(h, None, w2[e], w2_scale[e], _of(b2, e))
+            return product(h, None, w2[e], w2_scale[e], _expert_bias(b2, e))
         if x.dtype == torch.uint8:
-            return product(*quant_mxfp4.reference(h), w2[e], w2_scale[e], _of(b2, e))
+            return product(*quant_mxfp4.reference(h), w2[e], w2_scale[e], _expert_bias(b2, e))
         codes, scale = quant_fp8_per_token.reference(h, x.dtype)
-        return product(codes, scale, w2[e], w2_scale[e], _of(b2, e))
+        return product(codes, scale, w2[e], w2_scale[e], _expert_bias(b2, e))
 
     def product(
         codes: Tensor,
@@ -363,4 +368,4 @@ def moe_experts_mxfp4(
         return linear_mxfp4.reference(codes, weight, weight_scale, scale, bias, out_dtype=out_dtype)
 
     products = x.new_zeros(*ids.shape, w2.shape[1], dtype=out_dtype)
-    return for_each_expert(ids, weights, len(w13), products, expert)
+    return sum_over_experts(ids, weights, len(w13), products, expert)

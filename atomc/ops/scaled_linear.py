@@ -15,7 +15,7 @@ from atomc.ops.formats import (
     NVFP4_GROUP,
     e2m1_values,
     e8m0_values,
-    in_groups,
+    grouped_columns,
     unpack_e2m1,
     unpack_int4,
 )
@@ -28,33 +28,33 @@ def _finish(total: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tenso
     return (total if bias is None else total + bias.to(torch.float32)).to(out_dtype)
 
 
-def _with_bias(names: tuple[str, ...], calls: Sequence[Arguments]) -> tuple[str, ...]:
+def _merged_parameters(names: tuple[str, ...], calls: Sequence[Arguments]) -> tuple[str, ...]:
     return names if calls[0]["bias"] is None else (*names, "bias")
 
 
-def _per_row(calls: Sequence[Arguments]) -> bool:
+def _has_row_scales(calls: Sequence[Arguments]) -> bool:
     return bool(calls[0]["weight_scale"].dim() == 2)
 
 
-def _of_outputs(arguments: Arguments) -> str:
+def _output_scales(arguments: Arguments) -> str:
     return "one scale" if arguments["weight_scale"].numel() == 1 else "one scale per output"
 
 
-def _of_squares(arguments: Arguments) -> str:
+def _square_scales(arguments: Arguments) -> str:
     return f"one scale per square of {arguments['block']}"
 
 
-def _of_groups(arguments: Arguments) -> str:
+def _group_scales(arguments: Arguments) -> str:
     zeros = "" if arguments["zeros"] is None else ", with zeros"
     return f"one scale per {arguments['group']} inputs{zeros}"
 
 
 # Rates of quantized products relative to the bf16 peak, the same on all machines that have them.
-FP8_WEIGHT = QuantizedWeight("fp8", _of_outputs, codes=1, rate=2)
-FP8_BLOCK_WEIGHT = QuantizedWeight("fp8", _of_squares, codes=1, rate=2)
-INT8_WEIGHT = QuantizedWeight("int8", _of_outputs, codes=1, rate=2)
+FP8_WEIGHT = QuantizedWeight("fp8", _output_scales, codes=1, rate=2)
+FP8_BLOCK_WEIGHT = QuantizedWeight("fp8", _square_scales, codes=1, rate=2)
+INT8_WEIGHT = QuantizedWeight("int8", _output_scales, codes=1, rate=2)
 INT4_WEIGHT = QuantizedWeight(
-    "int4", _of_groups, codes=8, rate=1, stored=("weight", "weight_scale", "zeros")
+    "int4", _group_scales, codes=8, rate=1, stored=("weight", "weight_scale", "zeros")
 )
 
 
@@ -93,7 +93,9 @@ def _stacked_fp8(calls: Sequence[Arguments]) -> tuple[str, ...]:
     """A scale per output is concatenated with its row. One scale per weight must be the same
     parameter in all calls.
     """
-    return _with_bias(("weight", "weight_scale") if _per_row(calls) else ("weight",), calls)
+    return _merged_parameters(
+        ("weight", "weight_scale") if _has_row_scales(calls) else ("weight",), calls
+    )
 
 
 @op(
@@ -150,7 +152,7 @@ def _stacked_blocks(calls: Sequence[Arguments]) -> tuple[str, ...] | str:
         rows = arguments["weight"].shape[0]
         if rows % block:
             return f"{rows} rows end inside a block of {block} that shares one scale"
-    return _with_bias(("weight", "weight_scale"), calls)
+    return _merged_parameters(("weight", "weight_scale"), calls)
 
 
 @op(
@@ -183,7 +185,7 @@ def scaled_linear_fp8_block(
 
 
 def _stacked_int8(calls: Sequence[Arguments]) -> tuple[str, ...]:
-    return _with_bias(("weight", "weight_scale"), calls)
+    return _merged_parameters(("weight", "weight_scale"), calls)
 
 
 @op(
@@ -215,7 +217,7 @@ def scaled_linear_int8(
 
 def int4_weight(weight: Tensor, weight_scale: Tensor, zeros: Tensor | None, group: int) -> Tensor:
     """fp32 [N, K] of the parameters of linear_w4a16."""
-    codes = in_groups(unpack_int4(weight).to(torch.float32), group)
+    codes = grouped_columns(unpack_int4(weight).to(torch.float32), group)
     offset = 8.0 if zeros is None else zeros.to(torch.float32).unsqueeze(-1)
     return ((codes - offset) * weight_scale.to(torch.float32).unsqueeze(-1)).flatten(-2)
 
@@ -234,7 +236,7 @@ def _linear_w4a16_shape(
 
 def _stacked_int4(calls: Sequence[Arguments]) -> tuple[str, ...]:
     names = ("weight", "weight_scale")
-    return _with_bias(names if calls[0]["zeros"] is None else (*names, "zeros"), calls)
+    return _merged_parameters(names if calls[0]["zeros"] is None else (*names, "zeros"), calls)
 
 
 @op(
@@ -270,7 +272,7 @@ def linear_w4a16(
 
 def mxfp4_values(packed: Tensor, scale: Tensor) -> Tensor:
     """fp32 [..., K] of packed e2m1 [..., K/2] and e8m0 scales [..., K/32]."""
-    values = in_groups(e2m1_values(unpack_e2m1(packed)), 32)
+    values = grouped_columns(e2m1_values(unpack_e2m1(packed)), 32)
     return (values * e8m0_values(scale).unsqueeze(-1)).flatten(-2)
 
 
@@ -321,7 +323,7 @@ def linear_mxfp4(
 def nvfp4_values(packed: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
     """fp32 [N, K] of the parameters of linear_nvfp4."""
     # A code times its scale has 6 bits and is exact; only the last product rounds.
-    groups = in_groups(e2m1_values(unpack_e2m1(packed)), NVFP4_GROUP)
+    groups = grouped_columns(e2m1_values(unpack_e2m1(packed)), NVFP4_GROUP)
     return (groups * scale.to(torch.float32).unsqueeze(-1)).flatten(-2) * global_scale
 
 
@@ -336,7 +338,7 @@ def _linear_nvfp4_shape(
 
 
 def _stacked_nvfp4(calls: Sequence[Arguments]) -> tuple[str, ...]:
-    return _with_bias(("weight", "weight_scale", "global_scale"), calls)
+    return _merged_parameters(("weight", "weight_scale", "global_scale"), calls)
 
 
 @op(

@@ -30,7 +30,7 @@ def time_steps(dt: Tensor, dt_bias: Tensor, dt_min: float, dt_max: float | None)
     return steps.clamp(dt_min, dt_max)
 
 
-def by_head(x: Tensor, heads: int) -> Tensor:
+def repeat_groups(x: Tensor, heads: int) -> Tensor:
     """B or C [..., G, S] of each head in fp32, [..., N, S]."""
     return x.to(torch.float32).repeat_interleave(heads // x.shape[-2], -2)
 
@@ -74,7 +74,7 @@ def _update_cost(call: OpCall) -> Work:
     return moved + 2 * sequences * math.prod(state.shape[1:]) * state.dtype.itemsize, operations
 
 
-def _like_x(x: Tensor, *_: object, **__: object) -> Tensor:
+def _empty_result(x: Tensor, *_: object, **__: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -84,7 +84,7 @@ def _like_x(x: Tensor, *_: object, **__: object) -> Tensor:
     cost=_update_cost,
     mutates=("recurrent_state",),
     rounds_once=lambda _: True,
-    shape=_like_x,
+    shape=_empty_result,
 )
 def ssm_scan_update(
     x: Tensor,
@@ -112,7 +112,7 @@ def ssm_scan_update(
     rows, heads = x.reshape(-1, *x.shape[-2:]).to(torch.float32), x.shape[-2]
     steps = time_steps(dt.reshape(-1, heads), dt_bias, dt_min, dt_max)
     a = -torch.exp(a_log.to(torch.float32))
-    b, c = (by_head(part.reshape(-1, *part.shape[-2:]), heads) for part in (b, c))
+    b, c = (repeat_groups(part.reshape(-1, *part.shape[-2:]), heads) for part in (b, c))
     before = state_before(recurrent_state, query_start, seq_lens, state_slots)
     out = torch.zeros_like(rows, memory_format=torch.contiguous_format)
     for s, (start, end) in enumerate(pairwise(query_start.tolist())):
@@ -148,7 +148,7 @@ def _update(arguments: Arguments, state: Mapping[str, Tensor], step: StepFields)
     rows=None,
     cost=_work,
     rounds_once=lambda _: True,
-    shape=_like_x,
+    shape=_empty_result,
     state=StateBinding(handle="state", tokens=_tokens, spec=_spec, form=_update),
 )
 def ssm_scan(
@@ -178,7 +178,7 @@ def ssm_scan(
     """
     heads, rows = x.shape[-2], x.to(torch.float32)
     steps = time_steps(dt, dt_bias, dt_min, dt_max)
-    b, c = by_head(b, heads), by_head(c, heads)
+    b, c = repeat_groups(b, heads), repeat_groups(c, heads)
     before = rows.new_zeros((*x.shape[:-3], *x.shape[-2:], b.shape[-1]))
     out, _ = _scan(-torch.exp(a_log.to(torch.float32)), before, rows, steps, b, c)
     return (out + d.to(torch.float32)[:, None] * rows).to(x.dtype)

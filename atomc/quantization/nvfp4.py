@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.ops.formats import AMAX_FLOOR, NVFP4_GROUP, e2m1_codes, in_groups, pack_e2m1
+from atomc.ops.formats import AMAX_FLOOR, NVFP4_GROUP, e2m1_codes, grouped_columns, pack_e2m1
 from atomc.ops.scaled_linear import nvfp4_values
 from atomc.quantization.layer_weights import (
     ExpertsWeights,
@@ -49,7 +49,7 @@ class Nvfp4:
         return [self._quantize(weight.to(torch.float32)) for weight in weights]
 
     def _quantize(self, weight: Tensor) -> Tensors:
-        groups = in_groups(weight, NVFP4_GROUP)
+        groups = grouped_columns(weight, NVFP4_GROUP)
         amax = groups.abs().amax(-1)
         # The largest scale of the weight is the largest number of e4m3.
         whole = amax.max().clamp(min=AMAX_FLOOR) / (E2M1_MAX * torch.finfo(E4M3).max)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.ops.formats import AMAX_FLOOR, in_groups, pack_int4
-from atomc.ops.quant import to_fp8
+from atomc.ops.formats import AMAX_FLOOR, grouped_columns, pack_int4
+from atomc.ops.quant import rounded_fp8
 from atomc.ops.scaled_linear import fp8_block_values, int4_weight, mxfp4_values
 from atomc.quantization.layer_weights import (
     ExpertsWeights,
@@ -112,7 +112,7 @@ class Fp8:
         scale = (amax / torch.finfo(self.dtype).max).reshape(1)
         return [
             {
-                "weight": to_fp8(weight.to(torch.float32) * (1.0 / scale), self.dtype),
+                "weight": rounded_fp8(weight.to(torch.float32) * (1.0 / scale), self.dtype),
                 "weight_scale": scale,
             }
             for weight in weights
@@ -192,7 +192,7 @@ class Fp8Block:
             squares.abs().amax((1, 3), keepdim=True).clamp(min=AMAX_FLOOR)
             / torch.finfo(self.dtype).max
         )
-        codes = to_fp8(squares * (1.0 / scale), self.dtype).view(padded.shape)[:rows, :columns]
+        codes = rounded_fp8(squares * (1.0 / scale), self.dtype).view(padded.shape)[:rows, :columns]
         if codes.shape != padded.shape:  # without the memory of the padding
             codes = codes.clone(memory_format=torch.contiguous_format)
         return {"weight": codes, "weight_scale": scale[:, 0, :, 0].contiguous()}
@@ -334,7 +334,7 @@ class Int4:
         return [self._quantize(weight) for weight in weights]
 
     def _quantize(self, weight: Tensor) -> Tensors:
-        groups = in_groups(weight.to(torch.float32), self.group)
+        groups = grouped_columns(weight.to(torch.float32), self.group)
         # The range -8..7 has 15 steps: 7.5 on each side minimizes the largest error.
         scale = (groups.abs().amax(-1, keepdim=True).clamp(min=AMAX_FLOOR) / 7.5).to(weight.dtype)
         codes = (groups / scale.to(torch.float32)).round().clamp(-8, 7) + 8

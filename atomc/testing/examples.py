@@ -72,7 +72,7 @@ def _lora(n: RandomInputs) -> Arguments:
     }
 
 
-def _of_codes(op: Quantizer, n: RandomInputs) -> Arguments:
+def _code_inputs(op: Quantizer, n: RandomInputs) -> Arguments:
     x, x_scale = n.quantized(op, n.T, D)
     weight, weight_scale = n.quantized(op, M, D)
     return {
@@ -86,7 +86,7 @@ def _of_codes(op: Quantizer, n: RandomInputs) -> Arguments:
 
 def _blocks(n: RandomInputs) -> Arguments:
     scales = n(M // 128, D // 128, dtype=torch.float32).abs() / 20
-    return _of_codes(ops.quant_fp8_group, n) | {"weight_scale": scales}
+    return _code_inputs(ops.quant_fp8_group, n) | {"weight_scale": scales}
 
 
 def _w4a16(n: RandomInputs) -> Arguments:
@@ -148,7 +148,7 @@ def _experts_mxfp4(n: RandomInputs) -> Arguments:
 
 def _keys_and_values(n: RandomInputs) -> Arguments:
     """The rows of each head have P columns of the key and P of the value."""
-    return _of_codes(ops.quant_fp8_per_token, n) | {
+    return _code_inputs(ops.quant_fp8_per_token, n) | {
         "k_pe": n(n.T, M // (2 * P), R),
         "nope": P,
         "scheme": "fp8",
@@ -213,12 +213,12 @@ EXAMPLES: Examples = {
     ops.moe_experts_mxfp4: {"": _experts_mxfp4},
     ops.linear: {"": _linear, "bias": lambda n: _linear(n) | {"bias": n(M)}},
     ops.linear_fp32: {"": _linear},
-    ops.scaled_linear_fp8: {"": partial(_of_codes, ops.quant_fp8_per_token)},
+    ops.scaled_linear_fp8: {"": partial(_code_inputs, ops.quant_fp8_per_token)},
     ops.scaled_linear_fp8_block: {"": _blocks},
-    ops.scaled_linear_int8: {"": partial(_of_codes, ops.quant_int8_per_token)},
+    ops.scaled_linear_int8: {"": partial(_code_inputs, ops.quant_int8_per_token)},
     ops.linear_w4a16: {"": _w4a16},
     ops.linear_nvfp4: {"": _nvfp4_a16},
-    ops.linear_mxfp4: {"16 bits": _mxfp4_a16, "mxfp4": partial(_of_codes, ops.quant_mxfp4)},
+    ops.linear_mxfp4: {"16 bits": _mxfp4_a16, "mxfp4": partial(_code_inputs, ops.quant_mxfp4)},
     ops.lora_linear: {"": _lora},
     ops.embedding: {"": lambda n: {"ids": n.below(100, n.T), "weight": n(100, D)}},
     ops.linear_split_cat: {"": _keys_and_values},

@@ -13,7 +13,7 @@ PIECE = 16  # bytes
 ROLES = ("k_cache", "v_cache")
 
 
-def in_plain_order(kernel: Kernel) -> Kernel:
+def plain_order_kernel(kernel: Kernel) -> Kernel:
     """The kernel, with caches shuffled before it runs and put in order again behind it; itself
     unless its layout is shuffled.
     """
@@ -26,7 +26,7 @@ def in_plain_order(kernel: Kernel) -> Kernel:
         moved = {role: _shuffled(given[role], role) for role in ROLES}
         result = kernel.function(**given | moved)
         for role, cache in moved.items():
-            given[role].copy_(_in_order(cache, role))
+            given[role].copy_(_plain_order(cache, role))
         return result
 
     return replace(kernel, function=function)
@@ -43,7 +43,7 @@ def _shuffled(cache: Tensor, role: str) -> Tensor:
     return moved.contiguous().view(cache.shape)
 
 
-def _in_order(cache: Tensor, role: str) -> Tensor:
+def _plain_order(cache: Tensor, role: str) -> Tensor:
     """What `_shuffled` was given."""
     blocks, size, heads, width = cache.shape
     x = PIECE // cache.dtype.itemsize

@@ -18,7 +18,7 @@ from atomc.ops.op_traits import Kind
 from atomc.platform import Platform
 from atomc.report.render.table import table
 from atomc.testing.examples import EXAMPLES
-from atomc.testing.layouts import in_plain_order
+from atomc.testing.layouts import plain_order_kernel
 from atomc.testing.random_inputs import Argument, Arguments, RandomInputs
 
 # One token, and more than the kernels for few tokens accept.
@@ -142,7 +142,7 @@ def _run(kernel: Kernel, given: Arguments) -> Results:
         )
     if kernel.shared is not None:
         arguments["shared"] = kernel.shared.of(given)
-    return in_plain_order(kernel).function(**arguments)
+    return plain_order_kernel(kernel).function(**arguments)
 
 
 def _upcast(arguments: Arguments) -> Arguments:

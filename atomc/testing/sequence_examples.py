@@ -130,7 +130,7 @@ def _latent_queries(n: RandomInputs) -> Arguments:
     return _latent(n) | n.angles(R) | {"q_nope": n(n.T, N, L), "q_pe": n(n.T, N, R)}
 
 
-def _by_head(scheme: str, n: RandomInputs) -> Arguments:
+def _head_linear_inputs(scheme: str, n: RandomInputs) -> Arguments:
     if scheme == "mxfp4":
         (x, x_scale), (weight, scale) = (
             n.quantized(ops.quant_mxfp4, *shape) for shape in ((n.T, N, P), (N, L, P))
@@ -166,8 +166,8 @@ def _stored_keys(scheme: str, n: RandomInputs) -> Arguments:
     return _stored(scheme, n) | shape | {"product": scheme, "codes": torch.float8_e4m3fn}
 
 
-def _by_head_and_written(scheme: str, n: RandomInputs) -> Arguments:
-    weights = _by_head(scheme, n)
+def _head_write_inputs(scheme: str, n: RandomInputs) -> Arguments:
+    weights = _head_linear_inputs(scheme, n)
     return (
         _latent(n)
         | n.angles(R)
@@ -192,7 +192,7 @@ def _ruled(n: RandomInputs) -> Arguments:
     return {"q": q, "k": k, "v": v, "g": decay, "beta": beta, "scale": H**-0.5}
 
 
-def _with_slot(given: Arguments, name: str, state: Tensor, n: RandomInputs) -> Arguments:
+def _slot_inputs(given: Arguments, name: str, state: Tensor, n: RandomInputs) -> Arguments:
     """The last T tokens of a sequence of CONTEXT, whose state is in the second of these slots."""
     starts, length = (
         torch.tensor(given, dtype=torch.int32, device=n.device) for given in ([0, n.T], [CONTEXT])
@@ -202,11 +202,11 @@ def _with_slot(given: Arguments, name: str, state: Tensor, n: RandomInputs) -> A
 
 
 def _convolved_in_steps(n: RandomInputs) -> Arguments:
-    return _with_slot(_convolved(n), "conv_state", n(3, 3, D), n)
+    return _slot_inputs(_convolved(n), "conv_state", n(3, 3, D), n)
 
 
 def _ruled_in_steps(n: RandomInputs) -> Arguments:
-    return _with_slot(_ruled(n), "recurrent_state", n(3, N, H, H, dtype=torch.float32), n)
+    return _slot_inputs(_ruled(n), "recurrent_state", n(3, N, H, H, dtype=torch.float32), n)
 
 
 def _delta_gates(n: RandomInputs) -> Arguments:
@@ -218,7 +218,7 @@ def _convolved_and_ruled(n: RandomInputs) -> Arguments:
     channels = (2 * 2 + N) * H
     given = {"x": n(n.T, channels), "weight": n(channels, 4), "bias": None, **_delta_gates(n)}
     given |= {"conv_state": n(3, 3, channels), "activation": "silu", "scale": H**-0.5}
-    return _with_slot(given, "recurrent_state", n(3, N, H, H, dtype=torch.float32), n)
+    return _slot_inputs(given, "recurrent_state", n(3, N, H, H, dtype=torch.float32), n)
 
 
 def _scanned(n: RandomInputs) -> Arguments:
@@ -231,7 +231,7 @@ def _scanned(n: RandomInputs) -> Arguments:
 
 
 def _scanned_in_steps(n: RandomInputs) -> Arguments:
-    return _with_slot(_scanned(n), "recurrent_state", n(3, N, H, P, dtype=torch.float32), n)
+    return _slot_inputs(_scanned(n), "recurrent_state", n(3, N, H, P, dtype=torch.float32), n)
 
 
 SEQUENCE_EXAMPLES: Examples = {
@@ -261,8 +261,8 @@ SEQUENCE_EXAMPLES: Examples = {
     ops.linear_by_head: {"": lambda n: {"x": n(n.T, N, P), "weight": n(N, L, P)}},
     ops.mla_kv_write: {"": _latent},
     ops.mla_rope_kv_write: {"": _latent_queries},
-    ops.scaled_bmm_fp8: {"": partial(_by_head, "fp8")},
-    ops.bmm_mxfp4: {"": partial(_by_head, "mxfp4")},
+    ops.scaled_bmm_fp8: {"": partial(_head_linear_inputs, "fp8")},
+    ops.bmm_mxfp4: {"": partial(_head_linear_inputs, "mxfp4")},
     ops.causal_conv1d: {"": _convolved},
     ops.causal_conv1d_update: {"": _convolved_in_steps},
     ops.gated_delta_rule: {"": _ruled},
@@ -272,6 +272,6 @@ SEQUENCE_EXAMPLES: Examples = {
     ops.ssm_scan: {"": _scanned},
     ops.ssm_scan_update: {"": _scanned_in_steps},
     ops.bmm_rope_kv_write: {
-        scheme: partial(_by_head_and_written, scheme) for scheme in ("fp8", "mxfp4")
+        scheme: partial(_head_write_inputs, scheme) for scheme in ("fp8", "mxfp4")
     },
 }

@@ -103,7 +103,7 @@ def test_heads_have_any_width_up_to_256(width: int, sequences: list[tuple[int, i
 def test_a_width_between_powers_of_two_is_multiplied_in_two_parts(
     width: int, expected: tuple[int, int]
 ) -> None:
-    assert kernel.in_two(width) == expected
+    assert kernel.split_width(width) == expected
 
 
 def test_what_stands_in_a_block_table_behind_a_sequence_is_not_read() -> None:

@@ -453,7 +453,8 @@ def test_amds_zentorch_multiplies_odd_sizes_right(rows: int, inputs: int, output
         "out_dtype": torch.float32,
     }
     prepared = {
-        names[0]: prepare(*map(given.get, names)).tensors for names, prepare in INT8.prepares.items()
+        names[0]: prepare(*map(given.get, names)).tensors
+        for names, prepare in INT8.prepares.items()
     }
     found = INT8.function(**given | prepared)
     torch.testing.assert_close(

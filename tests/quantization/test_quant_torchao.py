@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import atomc
-from atomc.ops.quant import to_fp8
+from atomc.ops.quant import rounded_fp8
 from atomc.quantization import QuantizedLinear
 
 E4M3 = torch.float8_e4m3fn
@@ -100,7 +100,7 @@ def dynamic(**changes: Any) -> SimpleNamespace:
 
 def fp8(rows: int = N, columns: int = 33, **changes: Any) -> nn.Parameter:
     given: dict[str, Any] = {
-        "qdata": to_fp8(torch.randn(rows, columns), E4M3),
+        "qdata": rounded_fp8(torch.randn(rows, columns), E4M3),
         "scale": torch.rand(rows, 1) + 0.1,
         "block_size": [1, columns],
         "act_quant_kwargs": dynamic(),

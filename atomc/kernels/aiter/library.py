@@ -139,7 +139,7 @@ def rounded_up(rounding: str) -> Refusal | None:
     )
 
 
-def by_column(column_major: bool) -> Refusal | None:
+def refuse_column_major(column_major: bool) -> Refusal | None:
     """If scales are to be written column by column."""
     return (
         Refusal("layout", "AITER's kernel writes the scales row by row") if column_major else None

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.triton.experts.experts_decode import Gate, Stored, unfit_arguments
-from atomc.kernels.triton.experts.experts_decode_unquantized import unfit_weights, with_tile_of
+from atomc.kernels.triton.experts.experts_decode_unquantized import compute_tiled, unfit_weights
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -48,4 +48,4 @@ def moe_experts(
 ) -> Tensor:
     gate = Gate(activation, interleaved, alpha, limit)
     up, down = Stored(w13, None, None, b13), Stored(w2, None, None, b2)
-    return with_tile_of(1, x, ids, weights, up, down, gate)
+    return compute_tiled(1, x, ids, weights, up, down, gate)

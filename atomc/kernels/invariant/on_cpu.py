@@ -13,8 +13,8 @@ from atomc.kernels.checks import not_a_cpu
 from atomc.kernels.invariant.adapter import adapted, several
 from atomc.kernels.torch.sequence import attend, gathered, no_scales, sequences
 from atomc.kernels.torch.varlen_attention import varlen_attention as by_sequence
-from atomc.ops.attention import from_cache
-from atomc.ops.experts import Gate, by_expert
+from atomc.ops.attention import loaded_values
+from atomc.ops.experts import Gate, sequential_experts
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -106,7 +106,7 @@ def moe_experts(
     weight_on_input: bool = False,
 ) -> Tensor:
     gate = Gate(activation=activation, interleaved=interleaved, alpha=alpha, limit=limit)
-    return by_expert(linear, x, ids, weights, w13, w2, b13, b2, gate, weight_on_input)
+    return sequential_experts(linear, x, ids, weights, w13, w2, b13, b2, gate, weight_on_input)
 
 
 def refuse_mla_absorbed_attention(platform: Platform, **_: object) -> Refusal | None:
@@ -136,7 +136,9 @@ def mla_absorbed_attention(
     wide = q.dtype if kv_scale is None else torch.float32
     for s, new, _, length in sequences(query_start, seq_lens, 0):
         blocks = block_tables[s, : -(-length // kv_cache.shape[1])]
-        cached = from_cache(kv_cache.index_select(0, blocks).flatten(0, 1)[:length], kv_scale, wide)
+        cached = loaded_values(
+            kv_cache.index_select(0, blocks).flatten(0, 1)[:length], kv_scale, wide
+        )
         for row in range(new.start, new.stop):
             keys = cached[: length - (new.stop - row) + 1, None]
             if positions is not None:

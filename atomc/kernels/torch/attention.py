@@ -7,7 +7,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.torch.eager import eager
 from atomc.kernels.torch.sequence import attend, gathered
-from atomc.ops.attention import from_cache
+from atomc.ops.attention import loaded_values
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -132,6 +132,6 @@ def paged_attention(
     for new, _, keys, values in gathered(
         k_cache, v_cache, query_start, seq_lens, block_tables, window
     ):
-        keys, values = from_cache(keys, k_scale, wide), from_cache(values, v_scale, wide)
+        keys, values = loaded_values(keys, k_scale, wide), loaded_values(values, v_scale, wide)
         out[new] = attend(rows[new].to(wide), keys, values, sinks, scale, window, softcap)
     return out.view(*q.shape[:-1], v_cache.shape[-1])

@@ -60,7 +60,7 @@ def causal_conv1d_update(
     rows, kept = x.reshape(-1, x.shape[-1]), weight.shape[-1] - 1
     out = rows.new_zeros(rows.shape)
     before = state_before(conv_state, query_start, seq_lens, state_slots)
-    for count, members, starts in _by_length(query_start):
+    for count, members, starts in _sequences_by_length(query_start):
         new = (starts[:, None] + torch.arange(count, device=x.device)).flatten()
         given = rows.index_select(0, new).view(-1, count, rows.shape[-1])
         inputs = torch.cat((before[members].to(rows.dtype), given), 1)
@@ -71,7 +71,7 @@ def causal_conv1d_update(
     return out.view(x.shape)
 
 
-def _by_length(query_start: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+def _sequences_by_length(query_start: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
     """(number of new tokens, the sequences with this number, their first rows), without 0."""
     bounds, found = query_start.tolist(), dict[int, list[int]]()
     for s, (start, end) in enumerate(pairwise(bounds)):

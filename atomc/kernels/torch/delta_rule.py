@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.ops.delta_rule import by_value_head, l2_normed
+from atomc.ops.delta_rule import l2_normed, repeat_key_heads
 
 CHUNK = 64
 
@@ -23,7 +23,7 @@ def _chunk(
     al. 2024, "Gated Delta Networks", section 3.3: the extended WY form).
     """
     tokens, heads = v.shape[-3:-1]
-    queries, keys = (by_value_head(l2_normed(x), heads).transpose(-2, -3) for x in (q, k))
+    queries, keys = (repeat_key_heads(l2_normed(x), heads).transpose(-2, -3) for x in (q, k))
     # Since the chunk began. In fp64: sums may be in the thousands where a difference is small.
     decayed = g.to(torch.float64).transpose(-1, -2).cumsum(-1).unsqueeze(-1)
     later = torch.ones(tokens, tokens, dtype=torch.bool, device=v.device).triu_(1)
@@ -70,7 +70,7 @@ def _step(
 
     exp(g) q^T S + (q . k) delta is the result without a second pass over the new state.
     """
-    query, key = (by_value_head(l2_normed(x), v.shape[-2]) for x in (q, k))
+    query, key = (repeat_key_heads(l2_normed(x), v.shape[-2]) for x in (q, k))
     decay, rate = (x.to(torch.float32).unsqueeze(-1) for x in (g.exp(), beta))
     known, read = torch.bmm(torch.stack((key, query), 1), state).mul_(decay[..., None]).unbind(1)
     delta = rate * (v.to(torch.float32) - known)

@@ -12,7 +12,7 @@ from atomc import ops
 from atomc.kernels.checks import not_a_cpu, unsupported
 from atomc.kernels.torch.attention import attention
 from atomc.kernels.torch.sequence import attend, sequences
-from atomc.ops.attention import from_cache
+from atomc.ops.attention import loaded_values
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -72,12 +72,12 @@ def mla_absorbed_attention(
     wide = q.dtype if kv_scale is None else torch.float32
     by_row = None if chosen is None else chosen.flatten(0, -2)
     for new, found in _gathered(kv_cache, query_start, seq_lens, block_tables):
-        cached, queries = from_cache(found, kv_scale, wide), rows[new].to(wide)
+        cached, queries = loaded_values(found, kv_scale, wide), rows[new].to(wide)
         # Fewer tokens than are chosen read all of them.
         if by_row is None or len(found) <= by_row.shape[-1]:
-            out[new] = _over_latents(queries, cached, latent, scale)
+            out[new] = _attend_latents(queries, cached, latent, scale)
         else:
-            out[new] = _over_chosen(queries, cached, by_row[new], latent, scale)
+            out[new] = _attend_chosen(queries, cached, by_row[new], latent, scale)
     return out.view(*q.shape[:-1], latent)
 
 
@@ -115,7 +115,7 @@ def mla_paged_attention(
     nope = q.shape[-1] - (kv_cache.shape[-1] - latent)
     out = q.new_zeros((*rows.shape[:-1], of_head.shape[1] - nope))
     for new, found in _gathered(kv_cache, query_start, seq_lens, block_tables):
-        cached = from_cache(found, kv_scale, q.dtype)
+        cached = loaded_values(found, kv_scale, q.dtype)
         form = _expanded if expands(new.stop - new.start, len(found), of_head) else _absorbed
         out[new] = form(rows[new], of_head, cached, nope, scale)
     return out.view(*q.shape[:-1], out.shape[-1])
@@ -157,13 +157,13 @@ def _expanded(q: Tensor, of_head: Tensor, cached: Tensor, nope: int, scale: floa
 def _absorbed(q: Tensor, of_head: Tensor, cached: Tensor, nope: int, scale: float) -> Tensor:
     """The same with queries and results in the latent space."""
     projected = linear_by_head(q[..., :nope], of_head[:, :nope].transpose(1, 2))
-    attended = _over_latents(
+    attended = _attend_latents(
         torch.cat((projected, q[..., nope:]), -1), cached, of_head.shape[-1], scale
     )
     return linear_by_head(attended, of_head[:, nope:])
 
 
-def _over_latents(q: Tensor, cached: Tensor, latent: int, scale: float) -> Tensor:
+def _attend_latents(q: Tensor, cached: Tensor, latent: int, scale: float) -> Tensor:
     """Attention of q [T, H, L + R] over the rows of the cache of a sequence [S, L + R]."""
     # With whole rows as values, scaled_dot_product_attention has one width on a CPU, where it has a
     # fused kernel for that alone.
@@ -171,7 +171,7 @@ def _over_latents(q: Tensor, cached: Tensor, latent: int, scale: float) -> Tenso
     return attend(q, keys, keys, None, scale, 0, 0.0)[..., :latent]
 
 
-def _over_chosen(q: Tensor, cached: Tensor, chosen: Tensor, latent: int, scale: float) -> Tensor:
+def _attend_chosen(q: Tensor, cached: Tensor, chosen: Tensor, latent: int, scale: float) -> Tensor:
     """The same over the chosen rows of each query, [T, K]; -1: none."""
     parts = zip(torch.split(q, GATHERED), torch.split(chosen, GATHERED), strict=True)
     return torch.cat([_gathered_by_token(*part, cached, latent, scale) for part in parts])

@@ -172,11 +172,11 @@ def attend(
             :, :, : num_new * group
         ]
     else:
-        out = _with_sinks_and_softcap(folded, keys, values, seen, sinks, scale, softcap)
+        out = _attend_in_fp32(folded, keys, values, seen, sinks, scale, softcap)
     return out.reshape(kv_heads, num_new, group, -1).transpose(0, 1).reshape(num_new, num_heads, -1)
 
 
-def _with_sinks_and_softcap(
+def _attend_in_fp32(
     q: Tensor,
     keys: Tensor,
     values: Tensor,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.ops.ssm import by_head, time_steps
+from atomc.ops.ssm import repeat_groups, time_steps
 from atomc.ops.state import state_before
 
 CHUNK = 64  # not measured
@@ -61,7 +61,7 @@ def ssm_scan(
 ) -> Tensor:
     heads, rows = x.shape[-2], x.to(torch.float32)
     steps = time_steps(dt, dt_bias, dt_min, dt_max)
-    b, c = by_head(b, heads), by_head(c, heads)
+    b, c = repeat_groups(b, heads), repeat_groups(c, heads)
     before = rows.new_zeros((*x.shape[:-3], *x.shape[-2:], b.shape[-1]))
     out, _ = chunked_scan(-torch.exp(a_log.to(torch.float32)), before, rows, steps, b, c)
     return (out + d.to(torch.float32)[:, None] * rows).to(x.dtype)
@@ -88,7 +88,7 @@ def ssm_scan_update(
     rows = x.reshape(-1, *x.shape[-2:]).to(torch.float32)
     steps = time_steps(dt.reshape(-1, heads), dt_bias, dt_min, dt_max)
     a = -torch.exp(a_log.to(torch.float32))
-    b, c = (by_head(part.reshape(-1, *part.shape[-2:]), heads) for part in (b, c))
+    b, c = (repeat_groups(part.reshape(-1, *part.shape[-2:]), heads) for part in (b, c))
     before = state_before(recurrent_state, query_start, seq_lens, state_slots)
     out = torch.zeros_like(rows, memory_format=torch.contiguous_format)
     skip, spans = d.to(torch.float32)[:, None], list(pairwise(query_start.tolist()))

@@ -19,7 +19,7 @@ from atomc.platform import Platform
 FEWEST_ROWS = 32
 
 
-def _by_group(weight_scale: Tensor, zeros: Tensor | None) -> Prepared:
+def _group_major(weight_scale: Tensor, zeros: Tensor | None) -> Prepared:
     """Scales and zero points [N, G] as [G, N]; the zero points are 8 for layers without."""
     scale = weight_scale.detach().t().contiguous()
     zero = (
@@ -52,7 +52,7 @@ def refuse_linear_w4a16(
 
 PREPARE: dict[str | tuple[str, ...], Callable[..., Prepared]] = {
     "weight": unpacked,
-    ("weight_scale", "zeros"): _by_group,
+    ("weight_scale", "zeros"): _group_major,
 }
 
 

@@ -34,14 +34,14 @@ from row_cases import of_rows
 from atomc import kernels, ops
 from atomc.ops.norm import RMS_NORM_STYLES
 from atomc.ops.op import Kernel
-from atomc.testing.layouts import in_plain_order
+from atomc.testing.layouts import plain_order_kernel
 
 HERE = Path(__file__).parent
 ARCHS = ("gfx942", "gfx950")
 FP8_OF = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 assert kernels.load("aiter") is None
 KERNELS = {
-    f"{kernel.function.__module__.rpartition('.')[2]}.{kernel.op}": in_plain_order(kernel)
+    f"{kernel.function.__module__.rpartition('.')[2]}.{kernel.op}": plain_order_kernel(kernel)
     for op in ops.REGISTRY.values()
     for kernel in op.kernels
     if kernel.provider == "aiter"

@@ -13,7 +13,7 @@ import atomc
 from atomc import OptionsError, ops
 from atomc.loading.create_model import create_model
 from atomc.platform import Platform
-from atomc.testing.layouts import in_plain_order
+from atomc.testing.layouts import plain_order_kernel
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -90,7 +90,7 @@ def test_shuffling_a_cache_moves_whole_pieces() -> None:
 
     kernel = ops.Kernel("kv_write", "mine", kv_write, layout="shuffled")
     caches = {name: numbered(2, 16, 3, 24) for name in ("k_cache", "v_cache")}
-    function: Callable[..., None] = in_plain_order(kernel).function
+    function: Callable[..., None] = plain_order_kernel(kernel).function
     function(**caches)
     assert all(torch.equal(cache, numbered(2, 16, 3, 24)) for cache in caches.values())
     token, head, column = 11, 2, 21

@@ -97,7 +97,7 @@ def test_every_e2m1_code_at_every_place_of_a_word_is_read_exactly_under_every_sc
     scales = torch.tensor([1, 100, 127, 200, 250], dtype=torch.uint8).repeat_interleave(16)[:, None]
     out = w4a16.multiply(
         one_hot(32),
-        unpacking.as_words(pack_e2m1(codes)).to(DEVICE),
+        unpacking.code_words(pack_e2m1(codes)).to(DEVICE),
         scales.to(DEVICE),
         None,
         None,

@@ -60,8 +60,8 @@ BUGS: list[Bug] = [
     bug("latent/latent_rows", ".transpose(-1, -2).flatten(-2)", ".flatten(-2)", ROPE_WRITE),
     bug(
         "latent/latent_rows",
-        "_as_halves(q_pe), _as_halves(k_pe)",
-        "_as_halves(q_pe), k_pe",
+        "_split_pairs(q_pe), _split_pairs(k_pe)",
+        "_split_pairs(q_pe), k_pe",
         ROPE_WRITE,
     ),
     bug(

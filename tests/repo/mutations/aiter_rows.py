@@ -138,8 +138,8 @@ BUGS = [
     ),
     bug(
         "linear/scaled_linear",
-        "as_e8m0(shuffled_scale(rows(x_scale)))",
-        "as_e8m0(rows(x_scale).contiguous())",
+        "e8m0_view(shuffled_scale(rows(x_scale)))",
+        "e8m0_view(rows(x_scale).contiguous())",
         values("scaled_linear.linear_mxfp4"),
     ),
     bug(

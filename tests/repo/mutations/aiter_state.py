@@ -113,8 +113,8 @@ BUGS = [
     ),
     bug(
         "attention/shuffled_attention",
-        "*as_shuffled(k_cache, v_cache),",
-        "*as_shuffled(v_cache, k_cache),",
+        "*shuffled_views(k_cache, v_cache),",
+        "*shuffled_views(v_cache, k_cache),",
         values("shuffled_attention.paged_attention"),
     ),
     bug(
@@ -137,8 +137,8 @@ BUGS = [
     ),
     bug(
         "attention/shuffled_kv_write",
-        "reshape_and_cache(k, v, *as",
-        "reshape_and_cache(v, k, *as",
+        "reshape_and_cache(k, v, *shuffled_views",
+        "reshape_and_cache(v, k, *shuffled_views",
         values("shuffled_kv_write.kv_write"),
     ),
     bug(

@@ -54,8 +54,8 @@ BUGS = [
     ),
     Bug(
         "atomc/ops/scaled_linear.py",
-        '_with_bias(("weight", "weight_scale", "global_scale"), calls)',
-        '_with_bias(("weight", "weight_scale"), calls)',
+        '_merged_parameters(("weight", "weight_scale", "global_scale"), calls)',
+        '_merged_parameters(("weight", "weight_scale"), calls)',
         "tests/quantization/test_quant_nvfp4.py -k merged",
     ),
     triton(
@@ -301,7 +301,7 @@ BUGS = [
     triton(
         "recurrent/delta_chunks", "if end - start > MOST:", "if True:", "gated_delta_rule_update"
     ),
-    triton("recurrent/delta_chunks", "inverse -= _of", "inverse += _of", "gated_delta_rule"),
+    triton("recurrent/delta_chunks", "inverse -= _matrix", "inverse += _matrix", "gated_delta_rule"),
     triton("recurrent/delta_chunks", "tl.dot(x, y_low, sums)", "sums", "gated_delta_rule"),
     triton("recurrent/delta_chunks", "tl.dot(low, y, sums)", "sums", "gated_delta_rule"),
     triton("recurrent/delta_chunks", "inverse * beta[None, :]", "inverse", "gated_delta_rule"),
@@ -322,8 +322,8 @@ BUGS = [
     ),
     triton(
         "latent/mla_prompts",
-        "k_rest=_as_one_block(k_rope)",
-        "k_rest=_as_one_block(k_rope.flip(0))",
+        "k_rest=_one_block_cache(k_rope)",
+        "k_rest=_one_block_cache(k_rope.flip(0))",
         "mla_paged_attention",
     ),
     prefix(

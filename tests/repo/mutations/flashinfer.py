@@ -18,6 +18,6 @@ BUGS = [
     Bug(FILE, "dispatched.weights.float()", "dispatched.weights.float().flip(1)", f"{GRID} and usual'"),
     Bug(FILE, "config.alpha if alpha is None else alpha", "config.alpha", f"{GATES} limit"),
     Bug(FILE, '"swiglu_oai": (None, 1.0)', '"swiglu_oai": (None, 0.0)', f"{GATES} given_by"),
-    Bug(FILE, '"swiglu_limit": by_expert(config.limit)', '"swiglu_limit": None', f"{GATES} given_by"),
+    Bug(FILE, '"swiglu_limit": expert_values(config.limit)', '"swiglu_limit": None', f"{GATES} given_by"),
     Bug(FILE, "return NoOp()", "from atomc.kernels.moe.weight_and_reduce import Contiguous; return Contiguous()", f"{GRID} and usual'"),
 ]  # fmt: skip

@@ -70,7 +70,7 @@ def paged_attention(
     rows = q.reshape(-1, *q.shape[-2:])
     room = block_tables.numel() * k_cache.shape[1]
     if rows.shape[0] > seq_lens.shape[0] and 0 < room <= KEYS_PER_ROW * rows.shape[0]:
-        out = _of_prompts(
+        out = _attend_prompts(
             rows, k_cache, v_cache, query_start, seq_lens, block_tables, scale, window, softcap
         )
     else:
@@ -91,7 +91,7 @@ def paged_attention(
     return out.view(*q.shape[:-1], v_cache.shape[-1])
 
 
-def _of_prompts(
+def _attend_prompts(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,

@@ -7,7 +7,7 @@ import math
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.attention.shuffled_cache import as_shuffled
+from atomc.kernels.aiter.attention.shuffled_cache import shuffled_views
 from atomc.kernels.aiter.attention.unified_attention import (
     attended,
     blank_padding,
@@ -82,7 +82,7 @@ def paged_attention(
     if rows.numel() and rows.shape[0] == seq_lens.shape[0]:
         out: Tensor = pa_fwd_asm(
             rows.contiguous(),
-            *as_shuffled(k_cache, v_cache),
+            *shuffled_views(k_cache, v_cache),
             block_tables,
             seq_lens,
             block_tables.stride(0),

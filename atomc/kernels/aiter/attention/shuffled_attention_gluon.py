@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.attention.shuffled_cache import as_shuffled
+from atomc.kernels.aiter.attention.shuffled_cache import shuffled_views
 from atomc.kernels.aiter.attention.unified_attention import (
     attended,
     blank_padding,
@@ -62,7 +62,7 @@ def paged_attention(
     rows = q.reshape(-1, *q.shape[-2:])
     if rows.numel() and rows.shape[0] == seq_lens.shape[0]:
         out = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        keys, values = as_shuffled(k_cache, v_cache)
+        keys, values = shuffled_views(k_cache, v_cache)
         pa_decode_gluon(
             out,
             rows.contiguous(),

@@ -11,7 +11,7 @@ from atomc.ops.op import Refusal
 PIECE = 16  # bytes
 
 
-def as_shuffled(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
+def shuffled_views(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
     """Keys [blocks, K, D/x, block_size, x] and values [blocks, K, block_size/x, D, x] of caches
     [blocks, block_size, K, D].
     """

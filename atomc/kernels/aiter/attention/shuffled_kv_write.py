@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.attention.shuffled_cache import as_shuffled, unwritable
+from atomc.kernels.aiter.attention.shuffled_cache import shuffled_views, unwritable
 from atomc.kernels.aiter.library import Function, unfit
 from atomc.kernels.aiter.rows.kv_write import apart, scaled
 from atomc.kernels.checks import unlike, wrong_rank
@@ -45,5 +45,5 @@ def kv_write(
     v_scale: Tensor | None = None,
 ) -> Tensor:
     if k.numel():
-        reshape_and_cache(k, v, *as_shuffled(k_cache, v_cache), slots, "auto", asm_layout=True)
+        reshape_and_cache(k, v, *shuffled_views(k_cache, v_cache), slots, "auto", asm_layout=True)
     return k.new_empty((0,))

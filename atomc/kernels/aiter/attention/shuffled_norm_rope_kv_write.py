@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.attention.shuffled_cache import as_shuffled, unwritable
+from atomc.kernels.aiter.attention.shuffled_cache import shuffled_views, unwritable
 from atomc.kernels.aiter.library import Function, unfit
 from atomc.kernels.aiter.rows.kv_write import scaled
 from atomc.kernels.aiter.rows.rope import moving, not_by_token, rotated_width
@@ -117,7 +117,7 @@ def qk_norm_rope_kv_write(
             torch.cat((cos, sin), -1).flatten(0, 1),
             rope_style == "half",
             rows,
-            *as_shuffled(k_cache, v_cache),
+            *shuffled_views(k_cache, v_cache),
             slots,
             "auto",
             one,

@@ -5,7 +5,7 @@ power of two wide.
 from torch import Tensor
 
 from atomc import ops
-from atomc.kernels.aiter.attention.shuffled_cache import as_shuffled, unwritable
+from atomc.kernels.aiter.attention.shuffled_cache import shuffled_views, unwritable
 from atomc.kernels.aiter.library import Function, unfit
 from atomc.kernels.aiter.rows.rope_kv_write import unrotatable_heads, written
 from atomc.ops.op import Refusal
@@ -57,5 +57,5 @@ def rope_kv_write(
     v_scale: Tensor | None = None,
     rope_style: str = "neox",
 ) -> tuple[Tensor, Tensor]:
-    caches = as_shuffled(k_cache, v_cache)
+    caches = shuffled_views(k_cache, v_cache)
     return written(q, k, v, cos, sin, *caches, slots, rope_style, flash_layout=False)

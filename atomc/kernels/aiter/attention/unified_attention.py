@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from atomc.graph.sizes import known_equal
-from atomc.kernels.aiter.attention.shuffled_cache import as_shuffled, unshuffled
+from atomc.kernels.aiter.attention.shuffled_cache import shuffled_views, unshuffled
 from atomc.kernels.aiter.library import FP8_OF, Function, unfit
 from atomc.kernels.aiter.rows.kv_write import odd_blocks
 from atomc.kernels.checks import strided, unlike
@@ -107,7 +107,7 @@ def attended(
     most = 1 if count == sequences else max(2, count // sequences)
     unified_attention(
         q,
-        *(as_shuffled(k_cache, v_cache) if shuffled else (k_cache, v_cache)),
+        *(shuffled_views(k_cache, v_cache) if shuffled else (k_cache, v_cache)),
         out,
         query_start,
         most,

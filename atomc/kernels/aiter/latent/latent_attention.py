@@ -190,12 +190,12 @@ def _unread(platform: Platform, kv_cache: Tensor, kv_scale: Tensor | None) -> Re
 def _no_prompts(
     platform: Platform, q: Tensor, kv_cache: Tensor, kv_scale: Tensor | None, latent: int
 ) -> Refusal | None:
-    if _in_assembly(_padded(q.shape[-2]), kv_cache.dtype):
+    if _runs_in_assembly(_padded(q.shape[-2]), kv_cache.dtype):
         return None
     return unattended_latents(platform, q, kv_cache, kv_scale, latent)
 
 
-def _in_assembly(heads: int, kv_dtype: torch.dtype) -> bool:
+def _runs_in_assembly(heads: int, kv_dtype: torch.dtype) -> bool:
     """Whether steps other than decode steps run in assembly."""
     return heads in PROMPT_HEADS and kv_dtype == torch.bfloat16
 
@@ -224,7 +224,7 @@ def mla_absorbed_attention(
     tokens, heads, _ = rows.shape
     padded = _padded(heads)
     decode = tokens == seq_lens.shape[0]
-    if not decode and not _in_assembly(padded, kv_cache.dtype):
+    if not decode and not _runs_in_assembly(padded, kv_cache.dtype):
         out = attended_latents(
             rows, kv_cache, query_start, seq_lens, block_tables, kv_scale, latent, scale
         )

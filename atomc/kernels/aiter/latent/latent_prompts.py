@@ -20,7 +20,7 @@ from atomc.kernels.aiter.attention.paged_attention import (
 from atomc.kernels.aiter.latent.latent_walk import attended_latents, unattended_latents
 from atomc.kernels.aiter.library import unfit
 from atomc.kernels.checks import scattered_blocks, strided, unlike, unsupported, wrong_rank
-from atomc.ops.attention import from_cache
+from atomc.ops.attention import loaded_values
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -59,7 +59,7 @@ def _refuse_mla_attention(
     chosen: Tensor | None = None,
     **_: object,
 ) -> Refusal | None:
-    *_, heads, nope = q_nope.shape
+    heads, nope = q_nope.shape[-2:]
     return (
         unsupported("AITER's attention over all keys", chosen=chosen)
         or unfit(platform, flash_attn_func)
@@ -140,12 +140,12 @@ def mla_paged_attention(
 ) -> Tensor:
     rows = q.reshape(-1, *q.shape[-2:])
     room = block_tables.numel() * kv_cache.shape[1]
-    form = _of_keys if 0 < room <= KEYS_PER_ROW * rows.shape[0] else _of_latents
+    form = _attend_keys if 0 < room <= KEYS_PER_ROW * rows.shape[0] else _attend_latents
     out = form(rows, weight, kv_cache, query_start, seq_lens, block_tables, kv_scale, scale)
     return out.view(*q.shape[:-1], out.shape[-1])
 
 
-def _of_keys(
+def _attend_keys(
     q: Tensor,
     weight: Tensor,
     kv_cache: Tensor,
@@ -161,7 +161,7 @@ def _of_keys(
     key_start = torch.zeros_like(query_start)
     torch.cumsum(seq_lens, 0, dtype=key_start.dtype, out=key_start[1:])
     slots = slots_of_keys(key_start, block_tables, kv_cache.shape[1])
-    cached = from_cache(kv_cache.flatten(0, 1).index_select(0, slots), kv_scale, q.dtype)
+    cached = loaded_values(kv_cache.flatten(0, 1).index_select(0, slots), kv_scale, q.dtype)
     k, v = _expanded(cached[:, :latent], cached[:, None, latent:], weight, heads, nope)
     out = q.new_zeros((q.shape[0], heads, v.shape[-1]))  # rows of no sequence stay 0
     with torch.no_grad():  # it is an autograd function
@@ -181,7 +181,7 @@ def _of_keys(
     return out
 
 
-def _of_latents(
+def _attend_latents(
     q: Tensor,
     weight: Tensor,
     kv_cache: Tensor,

@@ -40,7 +40,7 @@ def latent_rows(
     of_heads = (unbatched(x, 3) for x in (q_nope, q_pe, k_pe, cos, sin))
     q_nope, q_pe, k_pe, cos, sin = of_heads
     if rope_style == "pairs_to_half":
-        q_pe, k_pe, rope_style = _as_halves(q_pe), _as_halves(k_pe), "half"
+        q_pe, k_pe, rope_style = _split_pairs(q_pe), _split_pairs(k_pe), "half"
     return LatentRows(q_nope, q_pe, unbatched(kv_c, 2), k_pe, cos, sin, rope_style)
 
 
@@ -51,6 +51,6 @@ def unbatched(x: Tensor, rank: int) -> Tensor:
     return x
 
 
-def _as_halves(x: Tensor) -> Tensor:
+def _split_pairs(x: Tensor) -> Tensor:
     """The first columns of all pairs, then the second ones: a copy."""
     return x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)

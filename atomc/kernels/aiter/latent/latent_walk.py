@@ -72,7 +72,7 @@ def attended_latents(
     if not tokens or not sequences:
         return out
     if tokens != sequences and kv_cache.dtype != q.dtype:
-        _by_token(q, kv_cache, out, query_start, seq_lens, block_tables, kv_scale, scale)
+        _attend_tokens(q, kv_cache, out, query_start, seq_lens, block_tables, kv_scale, scale)
         return out
     run = mla_decode_fwd if tokens == sequences else mla_prefill_fwd
     starts = query_start
@@ -98,7 +98,7 @@ def attended_latents(
     return out
 
 
-def _by_token(
+def _attend_tokens(
     q: Tensor,
     kv_cache: Tensor,
     out: Tensor,

@@ -56,7 +56,7 @@ def _odd_widths(latent: int, rotated: int) -> Refusal | None:
     return None
 
 
-def _by_token(kv_cache: Tensor) -> Tensor:
+def _token_pages(kv_cache: Tensor) -> Tensor:
     """[blocks, block_size, columns] as a page for each token, [tokens, 1, columns]."""
     return kv_cache.flatten(0, 1).unsqueeze(1)
 
@@ -121,7 +121,7 @@ def _written(rows: LatentRows, kv_cache: Tensor, slots: Tensor) -> tuple[Tensor,
     return (
         rows.kv_c.unsqueeze(1),
         rows.k_pe,
-        _by_token(kv_cache),
+        _token_pages(kv_cache),
         slots,
         # Token t has row t of the tables.
         torch.arange(rows.kv_c.shape[0], device=kv_cache.device),

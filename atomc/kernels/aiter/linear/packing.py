@@ -6,12 +6,12 @@ from torch import Tensor
 from atomc.ops.op import Prepared, Refusal
 
 
-def as_e2m1(packed: Tensor) -> Tensor:
+def e2m1_view(packed: Tensor) -> Tensor:
     """uint8 of two codes each, under torch's name for that."""
     return packed.view(torch.float4_e2m1fn_x2)
 
 
-def as_e8m0(scale: Tensor) -> Tensor:
+def e8m0_view(scale: Tensor) -> Tensor:
     """uint8 exponents under torch's name for them."""
     return scale.view(torch.float8_e8m0fnu)
 

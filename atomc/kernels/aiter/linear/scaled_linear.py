@@ -18,8 +18,8 @@ from atomc.kernels.aiter.library import (
 )
 from atomc.kernels.aiter.linear.linear import gemm_a16w16
 from atomc.kernels.aiter.linear.packing import (
-    as_e2m1,
-    as_e8m0,
+    e2m1_view,
+    e8m0_view,
     relaid_scale,
     relaid_weight,
     shuffled_scale,
@@ -213,10 +213,10 @@ def linear_mxfp4(
         return x.new_empty((*x.shape[:-1], tiles.shape[0]), dtype=out_dtype)
     assert x_scale is not None
     out: Tensor = gemm_a4w4(
-        as_e2m1(rows(x).contiguous()),
-        as_e2m1(tiles),
-        as_e8m0(shuffled_scale(rows(x_scale))),
-        as_e8m0(scale_tiles),
+        e2m1_view(rows(x).contiguous()),
+        e2m1_view(tiles),
+        e8m0_view(shuffled_scale(rows(x_scale))),
+        e8m0_view(scale_tiles),
         dtype=out_dtype,
         bpreshuffle=True,
     )

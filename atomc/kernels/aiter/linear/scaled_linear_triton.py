@@ -34,7 +34,7 @@ def _unmultiplied(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Refusal 
     return wrong_result(FLOATS, out_dtype) or scattered(x=x, weight=weight)
 
 
-def _per_row(x_scale: Tensor, weight_scale: Tensor) -> Refusal | None:
+def _other_scales(x_scale: Tensor, weight_scale: Tensor) -> Refusal | None:
     if x_scale.dim() < 2 or weight_scale.dim() != 2:
         return Refusal(
             "argument", "AITER's Triton kernel takes a scale for each token and for each output"
@@ -56,7 +56,7 @@ def _refuse_fp8(
         unfit(platform, triton_gemm_a8w8)
         or foreign_fp8(platform, weight.dtype)
         or foreign_fp8(platform, x.dtype)
-        or _per_row(x_scale, weight_scale)
+        or _other_scales(x_scale, weight_scale)
         or _unmultiplied(x, weight, out_dtype)
     )
 

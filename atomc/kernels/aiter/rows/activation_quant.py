@@ -11,8 +11,8 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.aiter.library import (
     Function,
-    by_column,
     foreign_fp8,
+    refuse_column_major,
     rounded_up,
     side_by_side,
     unfit,
@@ -69,7 +69,7 @@ def _refuse(
         return reason
     if scheme == "mxfp4":
         return rounded_up(rounding) or uneven(gate.shape[-1], 32)
-    if scheme == "fp8_group" and (reason := by_column(column_major) or odd_group(group)):
+    if scheme == "fp8_group" and (reason := refuse_column_major(column_major) or odd_group(group)):
         return reason
     return foreign_fp8(platform, dtype)
 

@@ -15,7 +15,7 @@ from atomc.kernels.aiter.library import (
     scattered,
     unfit,
 )
-from atomc.kernels.aiter.linear.packing import as_e2m1, as_e8m0
+from atomc.kernels.aiter.linear.packing import e2m1_view, e8m0_view
 from atomc.kernels.checks import too_wide, uneven, unlike
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
@@ -109,7 +109,7 @@ def _outputs(
 
 
 def _typed(codes: Tensor, scales: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
-    return (as_e2m1(codes), as_e8m0(scales)) if scheme == "mxfp4" else (codes, scales)
+    return (e2m1_view(codes), e8m0_view(scales)) if scheme == "mxfp4" else (codes, scales)
 
 
 def _quantized(

@@ -32,7 +32,7 @@ def _less_one(weight: Tensor) -> Prepared:
     return Prepared((weight.detach().to(torch.float32) - 1.0, weight.detach().clone()))
 
 
-def _in_one_row(*parts: Tensor) -> bool:
+def _share_rows(*parts: Tensor) -> bool:
     """Whether these [T, heads, D] follow each other in the rows of one tensor."""
     first = parts[0]
     at = first.storage_offset()
@@ -54,14 +54,14 @@ def _in_one_row(*parts: Tensor) -> bool:
 
 def _rows_of(*parts: Tensor) -> Tensor:
     """The rows [T, columns] that hold them, without a copy where there are such rows."""
-    if _in_one_row(*parts):
+    if _share_rows(*parts):
         columns = sum(part.shape[1] * part.shape[2] for part in parts)
         return parts[0].as_strided((parts[0].shape[0], columns), (parts[0].stride(0), 1))
     return torch.cat([part.flatten(1) for part in parts], 1)
 
 
 def _separate(q: Tensor, k: Tensor, v: Tensor) -> Refusal | None:
-    if _in_one_row(q, k, v):
+    if _share_rows(q, k, v):
         return None
     return Refusal(
         "layout",

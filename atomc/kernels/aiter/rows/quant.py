@@ -8,7 +8,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.aiter.library import Function, dense_rows, foreign_fp8, unfit
-from atomc.kernels.aiter.linear.packing import as_e2m1, as_e8m0
+from atomc.kernels.aiter.linear.packing import e2m1_view, e8m0_view
 from atomc.kernels.checks import uneven, unlike
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Refusal
@@ -136,6 +136,6 @@ def quant_mxfp4(x: Tensor, rounding: str = "even") -> tuple[Tensor, Tensor]:
     scales = flat.new_empty((flat.shape[0], flat.shape[1] // 32), dtype=torch.uint8)
     if x.numel():
         dynamic_per_group_scaled_quant_fp4(
-            as_e2m1(codes), flat, as_e8m0(scales), group_size=32, shuffle_scale=False
+            e2m1_view(codes), flat, e8m0_view(scales), group_size=32, shuffle_scale=False
         )
     return codes.view(*x.shape[:-1], codes.shape[-1]), scales.view(*x.shape[:-1], scales.shape[-1])

@@ -76,7 +76,7 @@ def unrotatable(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Refusal | No
     return strided(x=x, cos=cos, sin=sin)
 
 
-def by_token(x: Tensor, dimension: int) -> Tensor:
+def token_view(x: Tensor, dimension: int) -> Tensor:
     """x seen as [S, B, H, D]."""
     front = x.movedim(dimension, 0)
     return front if front.dim() == 4 else front.unsqueeze(1)
@@ -109,8 +109,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Tensor:
         dimension = table_dimension(x, cos)
         assert dimension is not None
         rope_cached_fwd_impl(
-            by_token(out, dimension),
-            by_token(x, dimension),
+            token_view(out, dimension),
+            token_view(x, dimension),
             table_rows(cos),
             table_rows(sin),
             ROTATIONS[style],

@@ -97,7 +97,7 @@ def written(
     *,
     flash_layout: bool,
 ) -> tuple[Tensor, Tensor]:
-    """rope_kv_write into caches [blocks, block_size, K, D] (flash_layout) or as_shuffled."""
+    """rope_kv_write into caches [blocks, block_size, K, D] (flash_layout) or shuffled_views."""
     out = empty_rotated(q, cos, rope_style)
     if q.numel():
         rows = torch.arange(q.shape[0], device=q.device)  # token t has row t of the tables

@@ -6,11 +6,11 @@ from atomc import ops
 from atomc.kernels.aiter.library import Function, unfit
 from atomc.kernels.aiter.rows.rope import (
     ROTATIONS,
-    by_token,
     empty_rotated,
     rotated_width,
     table_dimension,
     table_rows,
+    token_view,
     unrotatable,
 )
 from atomc.ops.op import Refusal
@@ -43,12 +43,12 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, style: str = "neox") -> Tensor:
         dimension = table_dimension(x, cos)
         assert dimension is not None
         rotated = triton_rope_cached_fwd(
-            by_token(x, dimension),
+            token_view(x, dimension),
             table_rows(cos),
             table_rows(sin),
             ROTATIONS[style],
             style != "neox",
             False,
         )
-        by_token(out, dimension).copy_(rotated)
+        token_view(out, dimension).copy_(rotated)
     return out

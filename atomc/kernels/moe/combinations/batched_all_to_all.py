@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, distributed
 
 from atomc.kernels.moe.collectives import Pending, Ranks
-from atomc.kernels.moe.combinations.batching import into_batch, slots_of
+from atomc.kernels.moe.combinations.batching import batch_rows, slots_of
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched, Sent
 from atomc.kernels.moe.experts import local_ids
 from atomc.kernels.moe.placement import placement
@@ -75,7 +75,7 @@ class BatchedAllToAll(PrepareFinalize):
         slots, counts = slots_of(local_ids(ids, self.position, experts), experts, capacity)
 
         def send(rows: Tensor) -> Pending:
-            return self.ranks.all_to_all(into_batch(rows, slots, experts, capacity))
+            return self.ranks.all_to_all(batch_rows(rows, slots, experts, capacity))
 
         received_counts = self.ranks.all_to_all(counts)
         received = send(codes)
@@ -87,10 +87,10 @@ class BatchedAllToAll(PrepareFinalize):
             used = (row < by_rank.unsqueeze(-1)).transpose(0, 1).flatten(1)  # [L, ranks * m]
             order = (~used).to(torch.uint8).argsort(dim=1, stable=True)
             return Dispatched(
-                _in_order(self._by_expert(received()), order),
+                _reordered(self._by_expert(received()), order),
                 None
                 if received_scales is None
-                else _in_order(self._by_expert(received_scales()), order),
+                else _reordered(self._by_expert(received_scales()), order),
                 ids,
                 weights,
                 by_rank.sum(0, dtype=torch.int32),
@@ -104,7 +104,7 @@ class BatchedAllToAll(PrepareFinalize):
     ) -> Tensor:
         record = dispatched.sent
         assert isinstance(record, _Batch)
-        in_places = _in_order(results, record.order.argsort(1))
+        in_places = _reordered(results, record.order.argsort(1))
         experts, _, width = results.shape
         by_rank = in_places.view(experts, self.ranks.size, -1, width).transpose(0, 1)
         back = self.ranks.all_to_all(by_rank.flatten(0, 1))()  # [E, m, H]
@@ -117,7 +117,7 @@ class BatchedAllToAll(PrepareFinalize):
         return by_rank.transpose(0, 1).flatten(1, 2)
 
 
-def _in_order(x: Tensor, order: Tensor) -> Tensor:
+def _reordered(x: Tensor, order: Tensor) -> Tensor:
     """x[e, order[e, c]] for each expert and row. x [L, C, W], order [L, C]."""
     expert = torch.arange(len(x), device=x.device).unsqueeze(1)
     return x[expert, order]

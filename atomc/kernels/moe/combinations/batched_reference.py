@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from atomc.kernels.moe.combinations.batching import into_batch, slots_of
+from atomc.kernels.moe.combinations.batching import batch_rows, slots_of
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched, Sent
 from atomc.kernels.moe.experts import local_ids
 from atomc.kernels.moe.prepare_finalize import PrepareFinalize, Receiver, quantized
@@ -44,8 +44,8 @@ class BatchedReference(PrepareFinalize):
         capacity = len(x) if self.max_tokens_per_rank is None else self.max_tokens_per_rank
         local = local_ids(ids, self.expert_map, num_local_experts)
         slots, counts = slots_of(local, num_local_experts, capacity)
-        batch = into_batch(codes, slots, num_local_experts, capacity)
-        scales = None if scale is None else into_batch(scale, slots, num_local_experts, capacity)
+        batch = batch_rows(codes, slots, num_local_experts, capacity)
+        scales = None if scale is None else batch_rows(scale, slots, num_local_experts, capacity)
         dispatched = Dispatched(batch, scales, ids, weights, counts, _Slots(slots))
         return lambda: dispatched
 

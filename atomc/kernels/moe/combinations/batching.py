@@ -19,7 +19,7 @@ def slots_of(ids: Tensor, num_experts: int, capacity: int) -> tuple[Tensor, Tens
     return slots.masked_fill(absent, -1), chosen.sum(0, dtype=torch.int32)
 
 
-def into_batch(x: Tensor, slots: Tensor, num_experts: int, capacity: int) -> Tensor:
+def batch_rows(x: Tensor, slots: Tensor, num_experts: int, capacity: int) -> Tensor:
     """x [T, W] -> [E, C, W]; rows without a token are undefined."""
     rows = num_experts * capacity
     batch = x.new_empty(rows + 1, x.shape[-1])  # the last for choices without an expert

@@ -122,11 +122,11 @@ def _gate(config: ExpertsConfig, num_experts: int, device: torch.device) -> dict
         return {}
     alpha, beta = ALPHA_AND_BETA[config.activation]
 
-    def by_expert(value: float | None) -> Tensor | None:
+    def expert_values(value: float | None) -> Tensor | None:
         return None if value is None else torch.full((num_experts,), value, device=device)
 
     return {
-        "swiglu_alpha": by_expert(config.alpha if alpha is None else alpha),
-        "swiglu_beta": by_expert(beta),
-        "swiglu_limit": by_expert(config.limit),
+        "swiglu_alpha": expert_values(config.alpha if alpha is None else alpha),
+        "swiglu_beta": expert_values(beta),
+        "swiglu_limit": expert_values(config.limit),
     }

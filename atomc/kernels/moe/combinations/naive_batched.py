@@ -36,8 +36,8 @@ class NaiveBatched(Experts):
         for e, rows in enumerate(dispatched.expert_num_tokens.tolist()):
             x = dispatched.x[e, :rows]
             scale = None if dispatched.x_scale is None else dispatched.x_scale[e, :rows]
-            w13, w13_scale, b13 = _of(e, weights.w13, weights.w13_scale, weights.b13)
-            w2, w2_scale, b2 = _of(e, weights.w2, weights.w2_scale, weights.b2)
+            w13, w13_scale, b13 = _expert_weights(e, weights.w13, weights.w13_scale, weights.b13)
+            w2, w2_scale, b2 = _expert_weights(e, weights.w2, weights.w2_scale, weights.b2)
             h = linear(x, scale, w13, w13_scale, b13, output.dtype)
             codes, scale = config.scheme.quantize(config.gated(h))
             output[e, :rows] = linear(codes, scale, w2, w2_scale, b2, output.dtype)
@@ -46,7 +46,7 @@ class NaiveBatched(Experts):
         return Delegate()
 
 
-def _of(
+def _expert_weights(
     e: int, weight: Tensor, scale: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     return weight[e], None if scale is None else scale[e], None if bias is None else bias[e]

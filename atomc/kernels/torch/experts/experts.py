@@ -71,7 +71,7 @@ def weighted_input(x: Tensor, weights: Tensor) -> Tensor:
     return (x.unsqueeze(1) * weights.unsqueeze(-1)).to(x.dtype).flatten(0, 1)
 
 
-def of_expert(x: Tensor | None, e: int) -> Tensor | None:
+def expert_slice(x: Tensor | None, e: int) -> Tensor | None:
     return None if x is None else x[e]
 
 
@@ -99,7 +99,7 @@ def moe_experts(
         None if weight_on_input else weights,
         len(w13),
         (weighted_input(x, weights) if weight_on_input else x,),
-        up=lambda e, rows: F.linear(rows, w13[e], of_expert(b13, e)),
+        up=lambda e, rows: F.linear(rows, w13[e], expert_slice(b13, e)),
         between=lambda h: (gated(h, activation, interleaved, alpha, limit),),
-        down=lambda e, rows: F.linear(rows, w2[e], of_expert(b2, e)),
+        down=lambda e, rows: F.linear(rows, w2[e], expert_slice(b2, e)),
     )

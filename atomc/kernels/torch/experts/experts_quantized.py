@@ -9,7 +9,7 @@ from atomc import ops
 from atomc.kernels.cpu_linears import finish
 from atomc.kernels.dequantized import fp8_values, multiply, mxfp4_values
 from atomc.kernels.torch import scaled_linear_fp8 as fp8
-from atomc.kernels.torch.experts.experts import of_expert, one_by_one
+from atomc.kernels.torch.experts.experts import expert_slice, one_by_one
 from atomc.ops.experts import gated
 from atomc.ops.op import Refusal
 from atomc.ops.quant import (
@@ -66,11 +66,11 @@ def moe_experts_fp8(
         return (quant_fp8_static.reference(h, act_scale, x.dtype),)
 
     def up(e: int, codes: Tensor, scale: Tensor = x_scale) -> Tensor:
-        return product(codes, scale, w13[e], w13_scale[e], of_expert(b13, e))
+        return product(codes, scale, w13[e], w13_scale[e], expert_slice(b13, e))
 
     def down(e: int, codes: Tensor, scale: Tensor | None = act_scale) -> Tensor:
         assert scale is not None
-        return product(codes, scale, w2[e], w2_scale[e], of_expert(b2, e))
+        return product(codes, scale, w2[e], w2_scale[e], expert_slice(b2, e))
 
     given = (x,) if x_scale.dim() == 1 else (x, x_scale)
     return one_by_one(ids, weights, len(w13), given, up, between, down)
@@ -107,11 +107,13 @@ def moe_experts_int8(
         weights,
         len(w13),
         (x, x_scale),
-        up=lambda e, codes, scale: product(codes, scale, w13[e], w13_scale[e], of_expert(b13, e)),
+        up=lambda e, codes, scale: product(
+            codes, scale, w13[e], w13_scale[e], expert_slice(b13, e)
+        ),
         between=lambda h: quant_int8_per_token.reference(
             gated(h, activation, interleaved, alpha, limit)
         ),
-        down=lambda e, codes, scale: product(codes, scale, w2[e], w2_scale[e], of_expert(b2, e)),
+        down=lambda e, codes, scale: product(codes, scale, w2[e], w2_scale[e], expert_slice(b2, e)),
     )
 
 
@@ -151,11 +153,11 @@ def moe_experts_w4a16(
         len(w13),
         (x,),
         up=lambda e, rows: product(
-            rows, w13[e], w13_scale[e], of_expert(w13_zeros, e), of_expert(b13, e)
+            rows, w13[e], w13_scale[e], expert_slice(w13_zeros, e), expert_slice(b13, e)
         ),
         between=lambda h: (gated(h, activation, interleaved, alpha, limit),),
         down=lambda e, rows: product(
-            rows, w2[e], w2_scale[e], of_expert(w2_zeros, e), of_expert(b2, e)
+            rows, w2[e], w2_scale[e], expert_slice(w2_zeros, e), expert_slice(b2, e)
         ),
     )
 
@@ -207,7 +209,7 @@ def moe_experts_mxfp4(
         weights,
         len(w13),
         (values(x, x_scale),),
-        up=lambda e, rows: product(rows, w13[e], w13_scale[e], of_expert(b13, e)),
+        up=lambda e, rows: product(rows, w13[e], w13_scale[e], expert_slice(b13, e)),
         between=between,
-        down=lambda e, rows: product(rows, w2[e], w2_scale[e], of_expert(b2, e)),
+        down=lambda e, rows: product(rows, w2[e], w2_scale[e], expert_slice(b2, e)),
     )

@@ -20,15 +20,15 @@ from torch import Tensor
 from atomc import ops
 from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import no_bf16_products, too_wide, unlike
-from atomc.kernels.triton.attention.attention_tiles import Tiling, tiling, with_room
+from atomc.kernels.triton.attention.attention_tiles import Tiling, fitted_tiling, tiling
 from atomc.kernels.triton.attention.combine_splits import combined, empty_splits
 from atomc.kernels.triton.attention.sequences import tokens_of
 from atomc.kernels.triton.launch.launch import overlap, unfit
 from atomc.kernels.triton.launch.tiles import PAGED_DECODE
 from atomc.kernels.triton.rows.kv_write import (
-    as_numbers,
+    byte_view,
+    code_numbers,
     codes_of,
-    in_bytes,
     scale_of_numbers,
     uncachable,
 )
@@ -104,8 +104,8 @@ def _walk(
             v = tl.load(v_at, mask=(key < last)[:, None] & (dv < DV)[None, :], other=0)
         else:
             v = tl.load(v_at)
-        k = as_numbers(k, q.dtype, CODES)
-        v = as_numbers(v, q.dtype, CODES)
+        k = code_numbers(k, q.dtype, CODES)
+        v = code_numbers(v, q.dtype, CODES)
 
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if REST:
@@ -115,7 +115,7 @@ def _walk(
                 k_rest = tl.load(r_at, mask=(key < last)[:, None] & (r < REST)[None, :], other=0)
             else:
                 k_rest = tl.load(r_at)
-            k_rest = as_numbers(k_rest, q.dtype, CODES)
+            k_rest = code_numbers(k_rest, q.dtype, CODES)
             scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
         if SOFTCAP:
             # cap * tanh(scores / cap), by a sigmoid, which does not overflow.
@@ -422,7 +422,7 @@ def launch(
     """
     num_rows, num_heads, width = q.shape
     if k_rest is None:
-        first, _ = in_two(width)
+        first, _ = split_width(width)
         k_cache, k_rest = k_cache[..., :first], k_cache[..., first:]
     rest = k_rest.shape[-1]
     kv_heads, value_width = v_cache.shape[-2:]
@@ -432,9 +432,9 @@ def launch(
     tiles = num_sequences + 1 + (0 if cut.by_sequence else num_rows // (cut.rows // group))
     _attend[(tiles, kv_heads, cut.splits)](
         q,
-        in_bytes(k_cache),
-        in_bytes(k_rest),
-        in_bytes(v_cache),
+        byte_view(k_cache),
+        byte_view(k_rest),
+        byte_view(v_cache),
         into,
         lse,
         query_start,
@@ -480,7 +480,7 @@ def launch(
     )
 
 
-def in_two(width: int) -> tuple[int, int]:
+def split_width(width: int) -> tuple[int, int]:
     """How many columns of q and k a program multiplies first, and after them: of 192, 128 and 64.
     All at once, where two powers of two are not less than the next one.
     """
@@ -583,7 +583,7 @@ def paged_attention(
         block_tables.shape[1] * block_size,
         q.device,
     )
-    cut = with_room(cut, rows.shape[2], q.device)
+    cut = fitted_tiling(cut, rows.shape[2], q.device)
     out = attend(
         rows,
         k_cache,

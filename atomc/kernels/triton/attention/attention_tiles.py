@@ -88,7 +88,7 @@ def shared_memory(device: torch.device) -> int:
     return getattr(properties, "shared_memory_per_block_optin", 64 * 2**10)  # absent on ROCm
 
 
-def with_room(cut: Tiling, width: int, device: torch.device) -> Tiling:
+def fitted_tiling(cut: Tiling, width: int, device: torch.device) -> Tiling:
     """The tiling, smaller where a program has less shared memory than the tables of tiles take."""
     if not has_room(device):
         keys = 4096 // triton.next_power_of_2(width)

@@ -8,7 +8,7 @@ from atomc import ops
 from atomc.kernels.checks import no_bf16_products, too_wide, unlike, wrong_rank
 from atomc.kernels.triton.attention import attention as paged
 from atomc.kernels.triton.attention.attention import MAX_WIDTH
-from atomc.kernels.triton.attention.attention_tiles import Tiling, tiling, with_room
+from atomc.kernels.triton.attention.attention_tiles import Tiling, fitted_tiling, tiling
 from atomc.kernels.triton.launch.launch import unfit
 from atomc.kernels.triton.launch.tiles import PAGED_PREFILL
 from atomc.ops.op import Refusal
@@ -77,4 +77,4 @@ def varlen_attention(
         rows,
         q.device,
     )._replace(splits=1)
-    return attend(q, k, v, query_start, scale, with_room(cut, widest, q.device))
+    return attend(q, k, v, query_start, scale, fitted_tiling(cut, widest, q.device))

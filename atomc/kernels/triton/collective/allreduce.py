@@ -38,7 +38,7 @@ _EMPTY_32 = tl.constexpr(EMPTY * 2**16 + 2**15)  # two of them
 
 
 @triton.jit
-def _of_rank(b0, b1, b2, b3, b4, b5, b6, b7, RANK: tl.constexpr):
+def _rank_value(b0, b1, b2, b3, b4, b5, b6, b7, RANK: tl.constexpr):
     found = b0
     if RANK == 1:
         found = b1
@@ -102,7 +102,7 @@ def _exchange(
     if PUSH:
         for peer in tl.static_range(N):
             if peer != RANK:
-                buffer = _of_rank(b0, b1, b2, b3, b4, b5, b6, b7, peer)
+                buffer = _rank_value(b0, b1, b2, b3, b4, b5, b6, b7, peer)
                 tl.store(buffer + slot + RANK * ROWS * STRIDE + column, bits, inside)
         tl.debug_barrier()  # the compiler keeps these stores before the loop that waits
     if REDUCE:
@@ -110,7 +110,7 @@ def _exchange(
             residual = tl.load(residual_ptr + at, inside, 0.0).to(tl.float32)
         if NORM:
             weight = tl.load(weight_ptr + column, inside, 0.0).to(tl.float32)
-        own = _of_rank(b0, b1, b2, b3, b4, b5, b6, b7, RANK)
+        own = _rank_value(b0, b1, b2, b3, b4, b5, b6, b7, RANK)
         total = tl.zeros([BLOCK], tl.float32)
         for source in tl.static_range(N):
             if source == RANK:

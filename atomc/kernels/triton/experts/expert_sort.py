@@ -150,7 +150,7 @@ def pairs_per_expert(pairs: int, num_experts: int) -> int:
     return 0 if are_apart(pairs, num_experts) else triton.cdiv(pairs, num_experts)
 
 
-def in_blocks(ids: Tensor, num_experts: int, block: int) -> Routing:
+def expert_blocks(ids: Tensor, num_experts: int, block: int) -> Routing:
     """The pairs of ids [T, k] sorted by expert, or, where they are apart, one in each block."""
     if are_apart(ids.numel(), num_experts):
         return Routing(block, ids.contiguous().view(-1))

@@ -10,22 +10,22 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.checks import strided, unlike, unsupported, wrong_result
 from atomc.kernels.triton.experts.expert_checks import scattered, unfit, unreadable
-from atomc.kernels.triton.experts.expert_sort import in_blocks, pairs_per_expert
+from atomc.kernels.triton.experts.expert_sort import expert_blocks, pairs_per_expert
 from atomc.kernels.triton.experts.grouped import pairs_of, store_pairs, tile_of, weight_rows
 from atomc.kernels.triton.experts.weighted_sum import weighted_sum
 from atomc.kernels.triton.launch.launch import TRITON_DTYPE, let_next_start, overlap, wait_for_last
 from atomc.kernels.triton.launch.tile_table import FragmentTile
 from atomc.kernels.triton.launch.tiles import EXPERTS_FRAGMENTS
-from atomc.kernels.triton.w4a16.fragment_products import add_e2m1, add_int4, in_words
+from atomc.kernels.triton.w4a16.fragment_products import add_e2m1, add_int4, packed_words
 from atomc.kernels.triton.w4a16.fragments import (
     E2M1_UNIT,
     STRIP,
     e2m1_fragments,
     fragment_row,
-    in_strips,
     int4_fragments,
     packed_groups,
     raised_exponents,
+    strip_offset,
 )
 from atomc.kernels.triton.w4a16.unpacking import other_group
 from atomc.ops.experts import Gate
@@ -84,7 +84,7 @@ def _tile(
         k = tl.arange(0, 128)[None, :]
         there = in_x & (k < K - part * 128) if K % 128 else in_x
         x = tl.load(x_at + part * 128 + k, there, 0.0).to(NUMBER)
-        at = in_strips(read, part, PARTS) + tl.zeros((1, 4), tl.int32)
+        at = strip_offset(read, part, PARTS) + tl.zeros((1, 4), tl.int32)
         if INT4:
             sums = add_int4(
                 sums,
@@ -93,7 +93,7 @@ def _tile(
                 scale_ptr,
                 zeros_ptr,
                 at,
-                in_strips(of_expert, part, PARTS),
+                strip_offset(of_expert, part, PARTS),
                 inside,
                 in_rows,
                 GROUP,
@@ -234,7 +234,7 @@ class PairsOfExperts:
         self.tile = tile or EXPERTS_FRAGMENTS.choose(
             ids.device, pairs_per_expert(self.pairs, num_experts), self.pairs
         )
-        self.routing = in_blocks(ids, num_experts, self.tile.block)
+        self.routing = expert_blocks(ids, num_experts, self.tile.block)
 
     def multiply(
         self,
@@ -267,8 +267,8 @@ class PairsOfExperts:
             _product[(blocks * triton.cdiv(rows, self.tile.weight_rows),)](
                 x,
                 words,
-                in_words(scale),
-                None if zeros is None else in_words(zeros),
+                packed_words(scale),
+                None if zeros is None else packed_words(zeros),
                 bias,
                 out,
                 self.routing.order,

@@ -23,7 +23,7 @@ from atomc.kernels.triton.experts.experts_decode_sums import sums_of_numbers, su
 from atomc.kernels.triton.experts.weighted_sum import weighted_sum
 from atomc.kernels.triton.launch.launch import (
     TRITON_DTYPE,
-    by_fours,
+    int64_view,
     let_next_start,
     overlap,
     wait_for_last,
@@ -312,7 +312,7 @@ class Form(NamedTuple):
 
     def read(self, x: Tensor) -> Tensor:
         """x, a matrix, as a kernel reads it: beside words four 16-bit values at a time."""
-        return by_fours(x) if self.packed and x.dtype in HALVES else x
+        return int64_view(x) if self.packed and x.dtype in HALVES else x
 
     def constants(self, x: Tensor) -> dict[str, object]:
         return {

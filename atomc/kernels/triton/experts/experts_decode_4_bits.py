@@ -19,7 +19,7 @@ from atomc.kernels.triton.experts.experts_decode import (
     up_to_half,
 )
 from atomc.kernels.triton.launch.tiles import EXPERTS_FEW_4_BITS
-from atomc.kernels.triton.w4a16.unpacking import as_words, other_group
+from atomc.kernels.triton.w4a16.unpacking import code_words, other_group
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -157,8 +157,8 @@ def moe_experts_mxfp4(
         x,
         ids,
         weights,
-        Stored(as_words(w13), w13_scale, None, b13),
-        Stored(as_words(w2), w2_scale, None, b2),
+        Stored(code_words(w13), w13_scale, None, b13),
+        Stored(code_words(w2), w2_scale, None, b2),
         Form("e2m1", 32),
         Gate(activation, interleaved, alpha, limit),
         out_dtype,

@@ -93,10 +93,10 @@ def moe_experts(
 ) -> Tensor:
     gate = Gate(activation, interleaved, alpha, limit)
     up, down = Stored(w13, None, None, b13), Stored(w2, None, None, b2)
-    return with_tile_of(len(x), x, ids, weights, up, down, gate)
+    return compute_tiled(len(x), x, ids, weights, up, down, gate)
 
 
-def with_tile_of(
+def compute_tiled(
     tokens: int,
     x: Tensor,
     ids: Tensor,

@@ -10,7 +10,7 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.checks import strided, unlike
 from atomc.kernels.triton.experts.expert_checks import unfit, unreadable
-from atomc.kernels.triton.experts.expert_sort import in_blocks, pairs_per_expert
+from atomc.kernels.triton.experts.expert_sort import expert_blocks, pairs_per_expert
 from atomc.kernels.triton.experts.grouped import grouped_product
 from atomc.kernels.triton.experts.weighted_sum import weighted_sum
 from atomc.kernels.triton.launch.tile_table import GroupedTile, TileTable
@@ -56,12 +56,13 @@ def sum_of_experts(
     """
     experts, pairs = len(up[0]), ids.numel()
     tile = tile_for(table, x.dtype, ids, experts)
-    routing = in_blocks(ids, experts, tile.block)
+    routing = expert_blocks(ids, experts, tile.block)
     act = grouped_product(
         x, x_scale, *up, routing, tile.up, pairs, out_dtype, square=square, **gate
     )
+    codes, scale = quantize(act)
     products = grouped_product(
-        *quantize(act), *down, routing, tile.down, pairs, out_dtype, square=square
+        codes, scale, *down, routing, tile.down, pairs, out_dtype, square=square
     )
     return weighted_sum(products, ids, weights, experts)
 

@@ -19,7 +19,13 @@ from atomc.kernels.triton.experts.weighted_sum import weighted_sum
 from atomc.kernels.triton.launch.launch import let_next_start, overlap, wait_for_last
 from atomc.kernels.triton.launch.tile_table import Launch
 from atomc.kernels.triton.launch.tiles import MOE_EXPERTS_4_BITS
-from atomc.kernels.triton.w4a16.unpacking import as_words, other_group, scale_of, unpacked, zero_of
+from atomc.kernels.triton.w4a16.unpacking import (
+    code_words,
+    other_group,
+    scale_of,
+    unpacked,
+    zero_of,
+)
 from atomc.ops.experts import Gate
 from atomc.ops.formats import FLOATS
 from atomc.ops.op import Refusal
@@ -313,8 +319,8 @@ def moe_experts_mxfp4(
         x,
         ids,
         weights,
-        (as_words(w13), w13_scale, None, b13),
-        (as_words(w2), w2_scale, None, b2),
+        (code_words(w13), w13_scale, None, b13),
+        (code_words(w2), w2_scale, None, b2),
         Gate(activation=activation, interleaved=interleaved, alpha=alpha, limit=limit),
         group=32,
         out_dtype=out_dtype,

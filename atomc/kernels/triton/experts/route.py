@@ -62,7 +62,7 @@ def _scored(x, SCORE: tl.constexpr):
 
 
 @triton.jit
-def _in_best_groups(
+def _masked_scores(
     scores, real, GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, BY_TWO: tl.constexpr
 ):
     """The scores [groups, experts of one], -inf outside the best groups."""
@@ -121,7 +121,7 @@ def _route(
     if bias_ptr is not None:
         choice += tl.load(bias_ptr + expert, real, 0.0).to(tl.float32)
     if GROUPS > 1:
-        choice = _in_best_groups(choice, real, GROUPS, TOPK_GROUPS, BY_TWO)
+        choice = _masked_scores(choice, real, GROUPS, TOPK_GROUPS, BY_TWO)
 
     # Maxima and sums of int32 take one instruction per warp.
     order = tl.where(real, _ordered(choice), -0x80000000)

@@ -20,7 +20,7 @@ from atomc.kernels.triton.attention.attention import odd_sequences, reach
 from atomc.kernels.triton.attention.attention_tiles import multiprocessors
 from atomc.kernels.triton.latent.mla_chosen import sequence_of_row
 from atomc.kernels.triton.launch.launch import begin, overlap, unfit
-from atomc.kernels.triton.rows.kv_write import as_numbers, codes_of, in_bytes, uncachable
+from atomc.kernels.triton.rows.kv_write import byte_view, code_numbers, codes_of, uncachable
 from atomc.kernels.triton.rows.quant import amax_scale, fp8_codes
 from atomc.ops.formats import FP8
 from atomc.ops.indexer import SCALE_BYTES
@@ -124,7 +124,7 @@ def _index_scores(
             block = tl.load(table + key // BLOCK_SIZE, there, 0).to(OFFSET)
             at = block * c_block + key % BLOCK_SIZE * c_slot
             cached = tl.load(cache_ptr + at[:, None] + c, there[:, None] & (c < C)[None, :], 0)
-            products = tl.dot(as_numbers(cached, q.dtype, CODES), q, input_precision="ieee")
+            products = tl.dot(code_numbers(cached, q.dtype, CODES), q, input_precision="ieee")
             score = tl.sum(tl.maximum(products, 0.0) * weights[None, :], 1)
             if CODES != "":
                 score *= tl.load(scales_ptr + block * s_block + key % BLOCK_SIZE * s_slot, there, 0)
@@ -235,7 +235,7 @@ def index_write(k: Tensor, index_cache: Tensor, slots: Tensor) -> Tensor:
         scales = _scales(index_cache)
         _index_write[(triton.cdiv(len(rows), ROWS),)](
             rows,
-            in_bytes(index_cache),
+            byte_view(index_cache),
             scales,
             slots,
             len(rows),
@@ -329,7 +329,7 @@ def index_scores(
     _index_scores[(count, min(programs, triton.cdiv(capacity, KEYS)))](
         q,
         weights,
-        in_bytes(index_cache),
+        byte_view(index_cache),
         scales,
         scores,
         query_start,

@@ -28,9 +28,9 @@ from atomc.kernels.triton.launch.launch import (
 )
 from atomc.kernels.triton.launch.tiles import HEAD_ROWS
 from atomc.kernels.triton.rows.kv_write import (
+    byte_view,
     codes_of,
     copy_rows,
-    in_bytes,
     inverse_scale,
     uncachable,
 )
@@ -437,7 +437,7 @@ def mla_kv_write(
         _mla_kv_write[(triton.cdiv(rows, rows_a_program),)](
             kv_c,
             k_pe,
-            in_bytes(kv_cache),
+            byte_view(kv_cache),
             slots,
             scale,
             rows,
@@ -524,7 +524,7 @@ def mla_rope_kv_write(
             cos,
             sin,
             out,
-            in_bytes(kv_cache),
+            byte_view(kv_cache),
             slots,
             scale,
             q_rows,

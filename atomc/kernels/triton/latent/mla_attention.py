@@ -25,9 +25,9 @@ from atomc.kernels.triton.attention.sequences import tokens_of
 from atomc.kernels.triton.launch.launch import overlap, unfit
 from atomc.kernels.triton.launch.tiles import LATENT_ATTENTION, LATENT_ATTENTION_CODES
 from atomc.kernels.triton.rows.kv_write import (
-    as_numbers,
+    byte_view,
+    code_numbers,
     codes_of,
-    in_bytes,
     scale_of_numbers,
     uncachable,
 )
@@ -152,8 +152,8 @@ def _walk(
         else:
             latent = tl.load(at + c, mask=c < L, other=0)
             k_rope = tl.load(at + L + r, mask=r < R, other=0)
-        latent = as_numbers(latent, q_latent.dtype, CODES)
-        k_rope = as_numbers(k_rope, q_latent.dtype, CODES)
+        latent = code_numbers(latent, q_latent.dtype, CODES)
+        k_rope = code_numbers(k_rope, q_latent.dtype, CODES)
 
         seen = (key[None, :] <= position[:, None]) & (key < last)[None, :]
         acc, total, peak = add_keys(
@@ -175,7 +175,7 @@ def _walk(
 
 
 @triton.jit
-def over_keys(
+def attend_keys(
     q_ptr,
     cache_ptr,
     table,
@@ -334,7 +334,7 @@ def _attend_latent(
             first = split * chunk
             last = tl.minimum(last, first + chunk)
 
-        acc, total, peak = over_keys(
+        acc, total, peak = attend_keys(
             q_ptr,
             cache_ptr,
             table,
@@ -489,7 +489,7 @@ def launch(
     tiles = num_sequences + 1 + (0 if cut.by_sequence else num_rows // (cut.rows // cut.heads))
     _attend_latent[(tiles, triton.cdiv(num_heads, cut.heads), cut.splits)](
         q,
-        in_bytes(kv_cache),
+        byte_view(kv_cache),
         into,
         lse,
         query_start,

@@ -34,11 +34,17 @@ from atomc.kernels.triton.launch.launch import (
     row_strides,
 )
 from atomc.kernels.triton.rows.kv_write import (
-    as_numbers,
+    byte_view,
+    code_numbers,
     codes_of,
-    in_bytes,
 )
-from atomc.kernels.triton.rows.quant import amax_bits, amax_scale, by_bits, e2m1_codes, fp8_codes
+from atomc.kernels.triton.rows.quant import (
+    amax_bits,
+    amax_scale,
+    e2m1_codes,
+    fp8_codes,
+    lacks_fp8_rounding,
+)
 from atomc.kernels.triton.rows.rope import (
     cut_rows,
     table_strides,
@@ -91,10 +97,10 @@ def _product(
             LARGEST: tl.constexpr = 240.0 if W_CODES == "fnuz" else 448.0
             scale = amax_scale(q, 1, LARGEST)[:, None]
             codes = fp8_codes(q * tl.div_rn(1.0, scale), W_CODES == "fnuz", Q_BY_BITS)
-            weight = as_numbers(
+            weight = code_numbers(
                 tl.load(weight_ptr + w_at + p[None, :], there, 0), tl.float16, W_CODES
             )
-            acc += tl.dot(as_numbers(codes, tl.float16, W_CODES), tl.trans(weight)) * scale
+            acc += tl.dot(code_numbers(codes, tl.float16, W_CODES), tl.trans(weight)) * scale
         else:
             amax = amax_bits(q, 1)
             code = tl.maximum(((amax + MX_BIAS) >> 23) - 2, 0)
@@ -355,7 +361,7 @@ def bmm_rope_kv_write(
         fp8, whole = scheme == "fp8", triton.next_power_of_2(latent)
         _bmm_rope_kv_write[(triton.cdiv(rows, BLOCK_M), heads * triton.cdiv(latent, BLOCK_L) + 1)](
             q_nope,
-            in_bytes(weight),
+            byte_view(weight),
             weight_scale,
             q_pe,
             kv_c,
@@ -363,7 +369,7 @@ def bmm_rope_kv_write(
             cos,
             sin,
             out,
-            in_bytes(kv_cache),
+            byte_view(kv_cache),
             slots,
             scale,
             rows,
@@ -387,7 +393,7 @@ def bmm_rope_kv_write(
             BLOCK_L=BLOCK_L,
             SCHEME=scheme,
             W_CODES=codes_of(weight)["CODES"],
-            Q_BY_BITS=fp8 and by_bits(dtype, weight.device),
+            Q_BY_BITS=fp8 and lacks_fp8_rounding(dtype, weight.device),
             MX_BIAS=MX_ROUNDINGS[rounding],
             OUT=TRITON_DTYPE[turned],
             STYLE=rope_style,

@@ -24,7 +24,7 @@ from atomc.kernels.triton.latent.mla_attention import (
     tiling,
 )
 from atomc.kernels.triton.launch.tiles import LATENT_ATTENTION
-from atomc.kernels.triton.rows.kv_write import as_numbers, in_bytes, scale_of_numbers
+from atomc.kernels.triton.rows.kv_write import byte_view, code_numbers, scale_of_numbers
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -120,8 +120,8 @@ def _attend_chosen(
         at = cache_ptr + (block * c_block + key % BLOCK_SIZE * c_slot)[:, None]
         latent = tl.load(at + c, mask=there[:, None] & (c < L), other=0)
         k_rope = tl.load(at + L + r, mask=there[:, None] & (r < R), other=0)
-        latent = as_numbers(latent, q_latent.dtype, CODES)
-        k_rope = as_numbers(k_rope, q_latent.dtype, CODES)
+        latent = code_numbers(latent, q_latent.dtype, CODES)
+        k_rope = code_numbers(k_rope, q_latent.dtype, CODES)
         acc, total, peak = add_keys(
             acc,
             total,
@@ -174,7 +174,7 @@ def attend_chosen(
     into, lse = empty_splits(q, latent, cut.splits)
     _attend_chosen[(num_rows, triton.cdiv(num_heads, cut.heads), cut.splits)](
         q,
-        in_bytes(kv_cache),
+        byte_view(kv_cache),
         chosen,
         into,
         lse,

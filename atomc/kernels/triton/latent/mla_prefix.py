@@ -14,9 +14,9 @@ from torch import Tensor
 from atomc.kernels.triton.attention.attention import LOG2_E
 from atomc.kernels.triton.attention.attention_tiles import multiprocessors
 from atomc.kernels.triton.attention.sequences import num_tiles_with_prefix, tokens_with_prefix
-from atomc.kernels.triton.latent.mla_attention import LatentTiling, launch_arguments, over_keys
+from atomc.kernels.triton.latent.mla_attention import LatentTiling, attend_keys, launch_arguments
 from atomc.kernels.triton.launch.launch import let_next_start, wait_for_last
-from atomc.kernels.triton.rows.kv_write import in_bytes, scale_of_numbers
+from atomc.kernels.triton.rows.kv_write import byte_view, scale_of_numbers
 
 # Per multiprocessor: more than run at once, so that one that is late gets less to do.
 PROGRAMS = 4
@@ -71,7 +71,7 @@ def _attend_prefixes(
         head = each // num_tiles * TILE_HEADS + m % TILE_HEADS
         row = start + first_token + m // TILE_HEADS
         valid = (m < BLOCK_Q * TILE_HEADS) & (row < end) & (head < H)
-        acc, total, peak = over_keys(
+        acc, total, peak = attend_keys(
             q_ptr,
             cache_ptr,
             block_tables + tl.cast(s, tl.int64) * table_row,
@@ -130,7 +130,7 @@ def attend_prefixes(
     tiles *= triton.cdiv(num_heads, cut.heads)
     _attend_prefixes[(min(tiles, PROGRAMS * multiprocessors(q.device)),)](
         q,
-        in_bytes(kv_cache),
+        byte_view(kv_cache),
         attended,
         lse,
         query_start,

@@ -22,7 +22,7 @@ from atomc.graph.sizes import known_equal
 from atomc.kernels.checks import too_wide, unlike
 from atomc.kernels.triton.attention import attention as dense
 from atomc.kernels.triton.attention.attention import MAX_WIDTH
-from atomc.kernels.triton.attention.attention_tiles import tiling, with_room
+from atomc.kernels.triton.attention.attention_tiles import fitted_tiling, tiling
 from atomc.kernels.triton.attention.sequences import tokens_of
 from atomc.kernels.triton.latent import mla_attention as absorbed
 from atomc.kernels.triton.latent.mla_chosen import attend_chosen, refuse_chosen
@@ -30,7 +30,7 @@ from atomc.kernels.triton.latent.mla_prefix import attend_prefixes
 from atomc.kernels.triton.launch.launch import begin, overlap, unfit
 from atomc.kernels.triton.launch.tiles import LATENT_ATTENTION
 from atomc.kernels.triton.linear.batched_head_linear import add_values, queries_to_latents
-from atomc.kernels.triton.rows.kv_write import as_numbers, codes_of, in_bytes, scale_of_numbers
+from atomc.kernels.triton.rows.kv_write import byte_view, code_numbers, codes_of, scale_of_numbers
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
 
@@ -73,7 +73,7 @@ def _read_rows(
     column = tl.arange(0, BLOCK_WIDTH)[None, :]
     at = cache_ptr + (block * c_block + key % BLOCK_SIZE * c_slot)[:, None] + column
     row = tl.load(at, mask=cached[:, None] & (column < WIDTH), other=0)
-    number = as_numbers(row, tl.float32, CODES).to(tl.float32) * scale_of_numbers(kv_scale, CODES)
+    number = code_numbers(row, tl.float32, CODES).to(tl.float32) * scale_of_numbers(kv_scale, CODES)
     to = out_ptr + (start + token).to(tl.int64)[:, None] * WIDTH + column
     tl.store(to, number.to(out_ptr.dtype.element_ty), own[:, None] & (column < WIDTH))
 
@@ -163,8 +163,8 @@ def mla_paged_attention(
         out = ops.linear_by_head.reference(attended, of_head[:, nope:])
     elif tokens:
         sequences = query_start, seq_lens, block_tables
-        out, new_lse = _over_new(rows, of_head, kv_cache, *sequences, kv_scale, nope, scale)
-        latents, old_lse = _over_old(rows, of_head, kv_cache, *sequences, kv_scale, nope, scale)
+        out, new_lse = _attend_new(rows, of_head, kv_cache, *sequences, kv_scale, nope, scale)
+        latents, old_lse = _attend_old(rows, of_head, kv_cache, *sequences, kv_scale, nope, scale)
         add_values(out, new_lse, latents, old_lse, of_head[:, nope:])
     return out.view(*q.shape[:-1], values)
 
@@ -182,7 +182,7 @@ def _projected(q: Tensor, of_head: Tensor, kv_cache: Tensor, nope: int) -> Tenso
     return projected
 
 
-def _over_new(
+def _attend_new(
     q: Tensor,
     of_head: Tensor,
     kv_cache: Tensor,
@@ -200,7 +200,7 @@ def _over_new(
     _, outputs, latent = of_head.shape
     cached = q.new_empty((tokens, kv_cache.shape[-1]))
     _read_rows[(tokens // TOKENS + seq_lens.shape[0] + 1,)](
-        in_bytes(kv_cache),
+        byte_view(kv_cache),
         cached,
         query_start,
         seq_lens,
@@ -230,8 +230,8 @@ def _over_new(
     )._replace(splits=1)
     dense.launch(
         q,
-        _as_one_block(k),
-        _as_one_block(v),
+        _one_block_cache(k),
+        _one_block_cache(v),
         out,
         lse,
         query_start,
@@ -241,23 +241,23 @@ def _over_new(
         scale,
         0,
         0.0,
-        with_room(cut, width, q.device),
+        fitted_tiling(cut, width, q.device),
         None,
         None,
         block_size=None,
-        k_rest=_as_one_block(k_rope) if apart else None,
+        k_rest=_one_block_cache(k_rope) if apart else None,
     )
     return out, lse
 
 
-def _as_one_block(x: Tensor) -> Tensor:
+def _one_block_cache(x: Tensor) -> Tensor:
     """A cache whose block of a sequence starts at its first row of x, and has room for any number
     of tokens.
     """
     return x.as_strided((x.shape[0], 1, *x.shape[1:]), (x.stride(0), *x.stride()))
 
 
-def _over_old(
+def _attend_old(
     q: Tensor,
     of_head: Tensor,
     kv_cache: Tensor,

@@ -61,12 +61,12 @@ def num_rows(x: Tensor) -> int:
     return x.numel() // (x.shape[-1] or 1)
 
 
-def by_fours(x: Tensor) -> Tensor:
+def int64_view(x: Tensor) -> Tensor:
     """Contiguous 16-bit values, viewed as int64 with four values each."""
     return (x.clone() if x.storage_offset() % 4 else x).view(torch.int64)
 
 
-def by_twos(x: Tensor) -> Tensor:
+def int32_view(x: Tensor) -> Tensor:
     """Contiguous 16-bit values, viewed as int32 with two values each."""
     return (x.clone() if x.storage_offset() % 2 else x).view(torch.int32)
 
@@ -97,7 +97,7 @@ def overlap(device: torch.device) -> dict[str, bool]:
 
 
 @functools.cache
-def at_most_64_registers(device: torch.device) -> dict[str, int]:
+def register_limit(device: torch.device) -> dict[str, int]:
     """Launch arguments that let eight programs of four warps run on one NVIDIA multiprocessor."""
     # H200, add_rms_norm_quant of 1,024 rows of 4,096 to fp8, us: 9.8 with 72 registers, which the
     # compiler chooses, and 8.7 with 64.

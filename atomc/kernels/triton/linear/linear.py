@@ -35,7 +35,7 @@ MAX_ROWS = 16
 
 
 @triton.jit(do_not_specialize=["M"])
-def _by_multiplying(
+def _multiplied_rows(
     x_ptr,
     weight_ptr,
     bias_ptr,
@@ -79,7 +79,7 @@ def _by_multiplying(
 
 
 @triton.jit(do_not_specialize=["M"])
-def _by_tensor_core(
+def _tensor_core_product(
     x_ptr,
     weight_ptr,
     bias_ptr,
@@ -151,7 +151,9 @@ def multiply(
         # cache before the wait, 8B took 109 with one row and 128 with eight.
         early = {"EARLY": rows == 1 and k >= 4096}
         kernel, more = (
-            (_by_tensor_core, {"PARTS": tile.parts}) if tile.parts else (_by_multiplying, early)
+            (_tensor_core_product, {"PARTS": tile.parts})
+            if tile.parts
+            else (_multiplied_rows, early)
         )
         kernel[(triton.cdiv(n, tile.weight_rows), triton.cdiv(rows, tile.rows))](
             x,

@@ -22,7 +22,7 @@ from atomc.kernels.triton.launch.launch import (
     row_strides,
     unfit,
 )
-from atomc.kernels.triton.rows.kv_write import as_numbers, codes_of, in_bytes
+from atomc.kernels.triton.rows.kv_write import byte_view, code_numbers, codes_of
 from atomc.kernels.triton.w4a16.mxfp4 import e2m1_rows, e8m0_values
 from atomc.ops.formats import FP8
 from atomc.ops.mla import SPLIT_CAT_SCHEMES
@@ -101,8 +101,8 @@ def _linear_split_cat(
                 )
                 acc += product * x_scale * w_scale[None, :]
             else:
-                x = as_numbers(tl.load(x_ptr + x_at + k, x_there, 0), tl.float16, CODES)
-                w = as_numbers(tl.load(weight_ptr + w_at + k, w_there, 0), tl.float16, CODES)
+                x = code_numbers(tl.load(x_ptr + x_at + k, x_there, 0), tl.float16, CODES)
+                w = code_numbers(tl.load(weight_ptr + w_at + k, w_there, 0), tl.float16, CODES)
                 product = tl.dot(x, tl.trans(w))
                 if SCHEME == "fp8_block":
                     x_scale = tl.load(
@@ -197,8 +197,8 @@ def linear_split_cat(
         scale_row = weight_scale.stride(0) if weight_scale.numel() > 1 else 0
         tiles = triton.cdiv(outputs, BLOCK_N) + triton.cdiv(heads * rotated, BLOCK_N)
         _linear_split_cat[(triton.cdiv(rows, block_m), tiles)](
-            in_bytes(x),
-            in_bytes(weight),
+            byte_view(x),
+            byte_view(weight),
             x_scale,
             weight_scale,
             k_pe,

@@ -129,7 +129,7 @@ def _row(
 
 
 @triton.jit(do_not_specialize=["M"])
-def _by_tensor_core(
+def _tensor_core_product(
     x_ptr,
     weight_ptr,
     x_scale_ptr,
@@ -241,7 +241,7 @@ def multiply(
     if rows := num_rows(out):
         by_row, *strides = steps(x, x_scale, weight_scale, blocks)
         kernel, more = (
-            (_by_tensor_core, {"PARTS": tile.parts, "BLOCK_M": tile.rows})
+            (_tensor_core_product, {"PARTS": tile.parts, "BLOCK_M": tile.rows})
             if tile.parts
             else (_row, {"EARLY": k >= 4096})
         )

@@ -94,7 +94,7 @@ def _decays(g_ptr, row, valid, g_row):
 
 
 @triton.jit
-def _in_two(x):
+def _bf16_terms(x):
     """x as the sum of two terms in bf16."""
     high = x.to(tl.bfloat16)
     return high, (x.to(tl.float32) - high.to(tl.float32)).to(tl.bfloat16)
@@ -106,19 +106,19 @@ def _product(x, low, y, sums, TERMS: tl.constexpr):
     if TERMS == 1:
         return tl.dot(x.to(tl.float32), y, sums, input_precision="ieee")
     else:
-        y, y_low = _in_two(y)
+        y, y_low = _bf16_terms(y)
         if TERMS == 3:
             sums = tl.dot(low, y, sums)
         return tl.dot(x, y, tl.dot(x, y_low, sums))
 
 
 @triton.jit
-def _of_matrices(x, y, TERMS: tl.constexpr):
+def _matrix_product(x, y, TERMS: tl.constexpr):
     """x @ y, both in fp32 and square."""
     if TERMS == 1:
         return tl.dot(x, y, input_precision="ieee")
     else:
-        high, low = _in_two(x)
+        high, low = _bf16_terms(x)
         return _product(high, low, y, tl.zeros(x.shape, tl.float32), 3)
 
 
@@ -135,8 +135,8 @@ def _inverse(lower, TERMS: tl.constexpr):
     inverse = tl.where(row == column, 1.0, tl.where(pair, -lower, 0.0))
     for bits in range(1, 6):  # of the index in a block
         below = (row >> bits > column >> bits) & (row >> (bits + 1) == column >> (bits + 1))
-        x = _of_matrices(tl.where(below, lower, 0.0), inverse, TERMS)
-        inverse -= _of_matrices(inverse, x, TERMS)
+        x = _matrix_product(tl.where(below, lower, 0.0), inverse, TERMS)
+        inverse -= _matrix_product(inverse, x, TERMS)
     return inverse
 
 
@@ -146,7 +146,7 @@ def _store(at, x, valid, plane, TERMS: tl.constexpr):
     if TERMS == 1:
         tl.store(at, x, valid)
     else:
-        high, low = _in_two(x)
+        high, low = _bf16_terms(x)
         tl.store(at, high, valid)
         tl.store(at + plane, low, valid)
 
@@ -308,8 +308,8 @@ def _walk(
                 inverse_low = tl.load(inverse_ptr + plane + square, valid[:, None], 0.0)
                 weights_low = tl.load(weights_ptr + plane + square, valid[:, None], 0.0)
             if TERMS == 3:
-                k, k_low = _in_two(k)
-                q, q_low = _in_two(q)
+                k, k_low = _bf16_terms(k)
+                q, q_low = _bf16_terms(q)
             of_token = factors_ptr + (at * N + head) * 4
             knows = tl.load(of_token, valid, 0.0)
             reads = tl.load(of_token + 1, valid, 0.0)

@@ -23,7 +23,7 @@ from atomc.kernels.triton.launch.launch import (
     unfit,
 )
 from atomc.kernels.triton.launch.tiles import HEAD_ROWS
-from atomc.kernels.triton.rows.quant import by_bits, fp8_codes
+from atomc.kernels.triton.rows.quant import fp8_codes, lacks_fp8_rounding
 from atomc.ops.formats import FLOATS, FP8
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -46,7 +46,7 @@ def inverse_scale(scale_ptr):
 
 
 @triton.jit
-def as_cached(x, inverse, DTYPE: tl.constexpr, CODES: tl.constexpr, BY_BITS: tl.constexpr):
+def stored_values(x, inverse, DTYPE: tl.constexpr, CODES: tl.constexpr, BY_BITS: tl.constexpr):
     """x as it is stored in a cache: in DTYPE, or as a code."""
     if CODES != "":
         return fp8_codes(x.to(tl.float32) * inverse, CODES == "fnuz", BY_BITS)
@@ -55,7 +55,7 @@ def as_cached(x, inverse, DTYPE: tl.constexpr, CODES: tl.constexpr, BY_BITS: tl.
 
 
 @triton.jit
-def as_numbers(code, DTYPE: tl.constexpr, CODES: tl.constexpr):
+def code_numbers(code, DTYPE: tl.constexpr, CODES: tl.constexpr):
     """Elements loaded from a cache, in DTYPE; of codes (bytes) the value / 256, or / 128 for
     "fnuz".
 
@@ -72,7 +72,7 @@ def as_numbers(code, DTYPE: tl.constexpr, CODES: tl.constexpr):
 
 @triton.jit
 def scale_of_numbers(scale_ptr, CODES: tl.constexpr):
-    """The factor from results of `as_numbers` to the cached values."""
+    """The factor from results of `code_numbers` to the cached values."""
     scale = 1.0
     if CODES != "":
         scale = 128.0 if CODES == "fnuz" else 256.0
@@ -102,7 +102,7 @@ def copy_rows(
     value = tl.load(from_ptr + from_at + column, inside, 0.0)
     tl.store(
         to_ptr + to_at + column,
-        as_cached(value, inverse, to_ptr.dtype.element_ty, CODES, BY_BITS),
+        stored_values(value, inverse, to_ptr.dtype.element_ty, CODES, BY_BITS),
         inside,
     )
 
@@ -168,7 +168,7 @@ def _kv_write(
     )
 
 
-def in_bytes(cache: Tensor) -> Tensor:
+def byte_view(cache: Tensor) -> Tensor:
     """The cache as kernels take it: fp8 viewed as uint8."""
     return cache.view(torch.uint8) if cache.dtype in FP8 else cache
 
@@ -184,7 +184,7 @@ def codes_of(cache: Tensor) -> dict[str, str | bool]:
     codes = "fnuz" if cache.dtype == torch.float8_e4m3fnuz else "fn"
     return {
         "CODES": codes,
-        "BY_BITS": by_bits(cache.dtype, cache.device),
+        "BY_BITS": lacks_fp8_rounding(cache.dtype, cache.device),
         "enable_fp_fusion": False,
     }
 
@@ -256,8 +256,8 @@ def kv_write(
         _kv_write[(triton.cdiv(rows, rows_a_program),)](
             k,
             v,
-            in_bytes(k_cache),
-            in_bytes(v_cache),
+            byte_view(k_cache),
+            byte_view(v_cache),
             slots,
             k_scale,
             v_scale,

@@ -14,11 +14,11 @@ from atomc.graph.sizes import known_equal, spell_shape
 from atomc.kernels.checks import too_wide, unknown
 from atomc.kernels.triton.launch.launch import (
     TRITON_DTYPE,
-    at_most_64_registers,
     begin,
     inner_sizes,
     num_rows,
     overlap,
+    register_limit,
     row_offset,
     row_strides,
     unfit,
@@ -284,7 +284,7 @@ def _launch(x: _One, y: _One, eps: float) -> None:
         **{name: of_scheme[name] for name in _UNQUANTIZED},
         num_warps=tile.launch(x.block)["num_warps"],
         **overlap(x.x.device),
-        **at_most_64_registers(x.x.device),
+        **register_limit(x.x.device),
     )
 
 

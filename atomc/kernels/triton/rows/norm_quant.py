@@ -12,11 +12,11 @@ from torch import Tensor
 from atomc import ops
 from atomc.kernels.triton.launch.launch import (
     TRITON_DTYPE,
-    at_most_64_registers,
     begin,
     inner_sizes,
     num_rows,
     overlap,
+    register_limit,
     row_offset,
     row_strides,
 )
@@ -217,7 +217,7 @@ def _launch(
             **out.constants,
             **cut,
             **overlap(x.device),
-            **at_most_64_registers(x.device),
+            **register_limit(x.device),
         )
     return out.codes, out.scales, total, kept
 

@@ -240,7 +240,7 @@ def _quantize(
 
 
 @functools.cache
-def by_bits(dtype: torch.dtype, device: torch.device) -> bool:
+def lacks_fp8_rounding(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a device has no instruction that rounds to this fp8 dtype. (Triton's interpreter
     rounds some values down.)
     """
@@ -289,7 +289,7 @@ class Quantized:
             "SCHEME": scheme,
             "GROUP": self.group,
             "FNUZ": dtype == torch.float8_e4m3fnuz,
-            "BY_BITS": fp8 and by_bits(dtype, x.device),
+            "BY_BITS": fp8 and lacks_fp8_rounding(dtype, x.device),
             "MX_BIAS": MX_ROUNDINGS[rounding],
         }
 

@@ -24,7 +24,7 @@ from atomc.kernels.triton.launch.launch import (
 )
 from atomc.kernels.triton.launch.tiles import HEAD_ROWS
 from atomc.kernels.triton.rows.kv_write import (
-    as_cached,
+    stored_values,
 )
 from atomc.kernels.triton.rows.norm import normed_dtype, weighted
 from atomc.ops.formats import FLOATS
@@ -82,11 +82,17 @@ def store_parts(
     first, second = i, i + HALF
     if STYLE == "gptj" or STYLE == "pairs":
         first, second = 2 * i, 2 * i + 1
-    tl.store(ptr + at + first, as_cached(a, inverse, DTYPE, CODES, BY_BITS), inside & (i < HALF))
-    tl.store(ptr + at + second, as_cached(b, inverse, DTYPE, CODES, BY_BITS), inside & (i < HALF))
+    tl.store(
+        ptr + at + first, stored_values(a, inverse, DTYPE, CODES, BY_BITS), inside & (i < HALF)
+    )
+    tl.store(
+        ptr + at + second, stored_values(b, inverse, DTYPE, CODES, BY_BITS), inside & (i < HALF)
+    )
     if D > 2 * HALF:
         j = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
-        tl.store(ptr + at + j, as_cached(rest, inverse, DTYPE, CODES, BY_BITS), inside & (j < D))
+        tl.store(
+            ptr + at + j, stored_values(rest, inverse, DTYPE, CODES, BY_BITS), inside & (j < D)
+        )
 
 
 @triton.jit

@@ -20,10 +20,10 @@ from atomc.kernels.triton.launch.launch import (
 )
 from atomc.kernels.triton.launch.tiles import HEAD_ROWS
 from atomc.kernels.triton.rows.kv_write import (
+    byte_view,
     cache_offset,
     codes_of,
     copy_rows,
-    in_bytes,
     inverse_scale,
     refuse_kv_write,
 )
@@ -246,8 +246,8 @@ def _launch_with_write(
             cos,
             sin,
             q_out,
-            in_bytes(k_cache),
-            in_bytes(v_cache),
+            byte_view(k_cache),
+            byte_view(v_cache),
             slots,
             k_scale,
             v_scale,

@@ -15,7 +15,7 @@ from atomc import ops
 from atomc.kernels.checks import unlike, wrong_result
 from atomc.kernels.triton.w4a16.unpacking import (
     MAX_ROWS,
-    as_words,
+    code_words,
     other_group,
     scale_of,
     unfit,
@@ -147,8 +147,8 @@ def linear_mxfp4(
     out_dtype: torch.dtype,
 ) -> Tensor:
     if x_scale is not None:
-        x = dequantized(as_words(x), x_scale, None, 32, out_dtype)
-    return F.linear(x, dequantized(as_words(weight), weight_scale, None, 32, out_dtype), bias)
+        x = dequantized(code_words(x), x_scale, None, 32, out_dtype)
+    return F.linear(x, dequantized(code_words(weight), weight_scale, None, 32, out_dtype), bias)
 
 
 def refuse_linear_nvfp4(
@@ -174,6 +174,6 @@ def linear_nvfp4(
     global_scale: Tensor,
     bias: Tensor | None = None,
 ) -> Tensor:
-    words, scale = as_words(weight), weight_scale.view(torch.int8)
+    words, scale = code_words(weight), weight_scale.view(torch.int8)
     whole = global_scale.contiguous()
     return F.linear(x, dequantized(words, scale, None, NVFP4_GROUP, x.dtype, whole), bias)

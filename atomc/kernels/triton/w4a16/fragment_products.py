@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from atomc.kernels.triton.w4a16.fragments import doubled, fragments, minus_zero, of_groups
+from atomc.kernels.triton.w4a16.fragments import doubled, fragments, group_values, minus_zero
 
 
-def in_words(packed: Tensor) -> Tensor:
+def packed_words(packed: Tensor) -> Tensor:
     """What packed_groups() made, for _read: integers of 32 bits where they are shorter."""
     return packed.view(-1).view(torch.int32) if packed.itemsize < 4 else packed
 
@@ -18,7 +18,7 @@ def in_words(packed: Tensor) -> Tensor:
 @triton.jit
 def _read(packed_ptr, at, inside, BYTES: tl.constexpr):
     """Element `at` of packed_groups(), of so many bytes. Less than four bytes are not copied while
-    the products before are computed: of words of four, which in_words() has, they are.
+    the products before are computed: of words of four, which packed_words() has, they are.
     """
     if BYTES < 4:
         # Claims not to be contiguous, so that each of the four threads of a row reads its own.
@@ -42,7 +42,7 @@ def e2m1_part(
     scale_at  pointers [BLOCK_N, 4], in the order in which the words are read: the four threads of a
               row read the same; `inside` [BLOCK_N, 1]: where there is a row
     """
-    exponent = of_groups(tl.load(scale_at, inside, 0), 32, 8)
+    exponent = group_values(tl.load(scale_at, inside, 0), 32, 8)
     factor = exponent * 0x00800080  # in the exponents of two bf16
     return fragments(words, None, factor, WARPS, tl.bfloat16, NUMBER, ALONE)
 
@@ -53,7 +53,7 @@ def _minus_zeros(words, zeros_ptr, at, inside, GROUP: tl.constexpr, SIXTEEN: tl.
     if zeros_ptr is None:
         zero = tl.full((1, 1, 1), 8.0, tl.float32)
     else:
-        zero = of_groups(_read(zeros_ptr, at, inside, 128 // GROUP), GROUP, 8).to(tl.float32)
+        zero = group_values(_read(zeros_ptr, at, inside, 128 // GROUP), GROUP, 8).to(tl.float32)
     return tl.broadcast_to(minus_zero(zero, SIXTEEN), words.shape)
 
 
@@ -72,11 +72,11 @@ def int4_part(
 ):
     """As e2m1_part, of int4 codes, rounded to SIXTEEN.
 
-    scale_ptr, zeros_ptr  in_words()
+    scale_ptr, zeros_ptr  packed_words()
     at                    where they have the part of the rows that are read [BLOCK_N, 4]
     """
     added = _minus_zeros(words, zeros_ptr, at, inside, GROUP, SIXTEEN)
-    factor = doubled(of_groups(_read(scale_ptr, at, inside, 128 // GROUP * 2), GROUP, 16))
+    factor = doubled(group_values(_read(scale_ptr, at, inside, 128 // GROUP * 2), GROUP, 16))
     return fragments(words, added, factor, WARPS, SIXTEEN, NUMBER, ALONE)
 
 

@@ -33,7 +33,7 @@ _CHUNK = 2**22  # words that are reordered at a time, which takes some 60 bytes 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
-def _in_parts(codes: Tensor, pair: Callable[[Tensor, Tensor, int], Tensor]) -> Tensor:
+def _packed_parts(codes: Tensor, pair: Callable[[Tensor, Tensor, int], Tensor]) -> Tensor:
     """int32 [E, strips, parts, STRIP, 16] of codes [E, N, K], 0..15; `pair` places two of them in a
     word.
     """
@@ -43,10 +43,10 @@ def _in_parts(codes: Tensor, pair: Callable[[Tensor, Tensor, int], Tensor]) -> T
     words = codes.new_zeros(experts, rows, columns // PART, 4, 4)  # part, g, q
     for j in range(4):
         words |= pair(each[..., j, :, 0], each[..., j, :, 1], j)
-    return _in_strips(words.transpose(-1, -2).flatten(-2))
+    return _strip_order(words.transpose(-1, -2).flatten(-2))
 
 
-def _in_strips(by_part: Tensor) -> Tensor:
+def _strip_order(by_part: Tensor) -> Tensor:
     """[E, strips, parts, STRIP, ...] of what each row [E, N, parts, ...] has by part."""
     experts, rows, *rest = by_part.shape
     strips = by_part.view(experts, rows // STRIP.value, STRIP.value, *rest)
@@ -61,7 +61,7 @@ def _reordered(
     """Some experts at a time: their codes take many times the memory of their words."""
     experts = max(1, _CHUNK // max(1, packed[0].numel()))
     starts = range(0, len(packed), experts)
-    parts = [_in_parts(unpack(packed[start : start + experts]), pair) for start in starts]
+    parts = [_packed_parts(unpack(packed[start : start + experts]), pair) for start in starts]
     return Prepared((torch.cat(parts),))
 
 
@@ -114,7 +114,7 @@ def packed_groups(values: Tensor, group: int = 32) -> Prepared:
     """
     groups = PART // group
     whole = F.pad(values, (0, -values.shape[-1] % groups)).contiguous()
-    return Prepared((_in_strips(whole.view(_INTEGERS[groups * values.itemsize])),))
+    return Prepared((_strip_order(whole.view(_INTEGERS[groups * values.itemsize])),))
 
 
 def raised_exponents(scale: Tensor) -> Prepared:
@@ -137,13 +137,13 @@ def fragment_row(place, WARPS: tl.constexpr):
 
 
 @triton.jit
-def in_strips(row, part, PARTS: tl.constexpr):
+def strip_offset(row, part, PARTS: tl.constexpr):
     """Where packed_groups() has this part of a row."""
     return (row // STRIP * PARTS + part) * STRIP + row % STRIP
 
 
 @triton.jit
-def of_groups(packed, GROUP: tl.constexpr, BITS: tl.constexpr):
+def group_values(packed, GROUP: tl.constexpr, BITS: tl.constexpr):
     """int32 [BLOCK_N, 4, 4] of packed integers [BLOCK_N, 4]: for each of four times 32 columns the
     BITS of their group.
     """
@@ -205,7 +205,7 @@ _PLUS_TIMES_FP16 = tl.constexpr(
 
 
 @triton.jit
-def _by_halves(operands, ASM: tl.constexpr, SIXTEEN: tl.constexpr):
+def _half_results(operands, ASM: tl.constexpr, SIXTEEN: tl.constexpr):
     """The lower and the upper halves of what ASM computes of pairs. Compiled from operations on
     single 16-bit numbers, a third of the instructions would take pairs apart and join them again.
     """
@@ -254,12 +254,12 @@ def _values(
             low, high = low * number, high * number
         return tl.join(low, high)
     elif added is None:
-        return _by_halves([pair, factor], _TIMES_BF16, SIXTEEN)
+        return _half_results([pair, factor], _TIMES_BF16, SIXTEEN)
     elif factor is None:
-        return _by_halves([pair, added], _PLUS_BF16 if BF16 else _PLUS_FP16, SIXTEEN)
+        return _half_results([pair, added], _PLUS_BF16 if BF16 else _PLUS_FP16, SIXTEEN)
     else:
         ASM: tl.constexpr = _PLUS_TIMES_BF16 if BF16 else _PLUS_TIMES_FP16
-        return _by_halves([pair, added, factor], ASM, SIXTEEN)
+        return _half_results([pair, added, factor], ASM, SIXTEEN)
 
 
 @triton.jit

@@ -6,8 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc.kernels.triton.launch.launch import TRITON_DTYPE
-from atomc.kernels.triton.w4a16.fragment_products import e2m1_part, in_words, int4_part
-from atomc.kernels.triton.w4a16.fragments import E2M1_UNIT, STRIP, fragment_row, in_strips
+from atomc.kernels.triton.w4a16.fragment_products import e2m1_part, int4_part, packed_words
+from atomc.kernels.triton.w4a16.fragments import E2M1_UNIT, STRIP, fragment_row, strip_offset
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def _unpack(
     place = tl.arange(0, BLOCK_N)[:, None]
     read = tl.program_id(0) * BLOCK_N + fragment_row(place, num_warps)
     inside = read < N
-    at = in_strips(read, part, PARTS).to(tl.int64)
+    at = strip_offset(read, part, PARTS).to(tl.int64)
     words = tl.load(words_ptr + at * 16 + tl.arange(0, 16)[None, :], inside, 0)
     of_row = at + tl.zeros((1, 4), tl.int32)
     words = tl.reshape(words, (BLOCK_N, 4, 4))
@@ -64,8 +64,8 @@ def unpacked(
     sixteen = TRITON_DTYPE[dtype]
     _unpack[(triton.cdiv(n, 64), triton.cdiv(columns, 128))](
         words,
-        in_words(scale),
-        None if zeros is None else in_words(zeros),
+        packed_words(scale),
+        None if zeros is None else packed_words(zeros),
         out,
         n,
         K=columns,

@@ -89,7 +89,7 @@ def unpacked(words, scale, zero, INT4: tl.constexpr, TYPE: tl.constexpr):
     return tl.join(tl.join(v04, v26), tl.join(v15, v37))
 
 
-def as_words(codes: Tensor) -> Tensor:
+def code_words(codes: Tensor) -> Tensor:
     """Codes packed in bytes, [..., 4B], as words of 32 bits, [..., B]."""
     return codes.contiguous().view(torch.int32)
 

@@ -12,7 +12,7 @@ from atomc import ops
 from atomc.kernels.checks import no_fp8_products, unlike, wrong_result
 from atomc.kernels.triton.launch.launch import (
     TRITON_DTYPE,
-    by_fours,
+    int64_view,
     let_next_start,
     num_rows,
     overlap,
@@ -22,7 +22,7 @@ from atomc.kernels.triton.launch.tile_table import Launch, TileTable
 from atomc.kernels.triton.launch.tiles import LINEAR_MXFP4, LINEAR_NVFP4, LINEAR_W4A16
 from atomc.kernels.triton.w4a16.mxfp4 import e8m0_values
 from atomc.kernels.triton.w4a16.unpacking import (
-    as_words,
+    code_words,
     e2m1_on_top,
     int4_of,
     other_group,
@@ -244,7 +244,7 @@ def multiply(
     out = x.new_empty((*x.shape[:-1], n), dtype=out_dtype)
     if rows := num_rows(out):
         coded = x.dtype == torch.uint8
-        by_row = (as_words(x) if coded else x).reshape(rows, -1)
+        by_row = (code_words(x) if coded else x).reshape(rows, -1)
         x_row = int(x_scale is not None and x_scale.numel() > 1)
         more = {"GROUP": group, "INT4": scale.is_floating_point(), "CODED": coded}
         cut = {"K": k, **more, **tile, **overlap(x.device)}
@@ -267,7 +267,7 @@ def multiply(
         else:
             sixteen = TRITON_DTYPE[x.dtype] if x.dtype in HALVES else None
             _row[(triton.cdiv(n, tile["BLOCK_N"]), rows)](
-                by_row if sixteen is None else by_fours(by_row),
+                by_row if sixteen is None else int64_view(by_row),
                 x_scale,
                 words,
                 scale,
@@ -355,7 +355,7 @@ def linear_mxfp4(
     out_dtype: torch.dtype,
 ) -> Tensor:
     tile = tile_for(LINEAR_MXFP4, x, weight.shape[1] * 2)
-    return multiply(x, as_words(weight), weight_scale, None, x_scale, bias, 32, out_dtype, tile)
+    return multiply(x, code_words(weight), weight_scale, None, x_scale, bias, 32, out_dtype, tile)
 
 
 def refuse_linear_nvfp4(
@@ -378,7 +378,7 @@ def linear_nvfp4(
     bias: Tensor | None = None,
 ) -> Tensor:
     tile = tile_for(LINEAR_NVFP4, x, weight.shape[1] * 2)
-    words, scale = as_words(weight), weight_scale.view(torch.int8)
+    words, scale = code_words(weight), weight_scale.view(torch.int8)
     return multiply(
         x, words, scale, None, None, bias, NVFP4_GROUP, x.dtype, tile, global_scale.contiguous()
     )

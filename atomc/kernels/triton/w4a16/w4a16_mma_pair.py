@@ -11,13 +11,13 @@ import triton.language as tl
 from torch import Tensor
 
 from atomc.kernels.triton.launch.launch import (
-    by_twos,
+    int32_view,
     let_next_start,
     num_rows,
     overlap,
     wait_for_last,
 )
-from atomc.kernels.triton.w4a16.fragments import STRIP, in_strips
+from atomc.kernels.triton.w4a16.fragments import STRIP, strip_offset
 
 # In the last bits of a bf16 of 128 a code has units of 1. $4 is the word, $5 the addend; $0 to $3
 # are its pairs.
@@ -71,7 +71,7 @@ def _row(
     WORDS: tl.constexpr = PARTS * 16
     n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
     word = tl.arange(0, BLOCK_W)[None, :]
-    of_row = in_strips(n, word // 16, PARTS).to(tl.int64)
+    of_row = strip_offset(n, word // 16, PARTS).to(tl.int64)
     # A thread reads one word at a time. By default it would read several adjacent words, and x
     # would be exchanged through shared memory.
     words_at = words_ptr + tl.multiple_of(of_row * 16 + word % 16, (1, 1))
@@ -149,7 +149,7 @@ def multiply(
     n, k = len(words) * STRIP.value, x.shape[-1]
     out = x.new_empty((*x.shape[:-1], n))
     _row[(n // 4,)](
-        by_twos(x.reshape(k)),
+        int32_view(x.reshape(k)),
         words,
         scale.view(x.dtype),
         None if zeros is None else zeros.view(torch.uint8),

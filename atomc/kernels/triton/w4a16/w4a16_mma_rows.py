@@ -18,8 +18,8 @@ from atomc.kernels.triton.launch.launch import (
 )
 from atomc.kernels.triton.launch.tile_table import StripTile
 from atomc.kernels.triton.launch.tiles import LINEAR_4_BITS
-from atomc.kernels.triton.w4a16.fragment_products import add_e2m1, add_int4, in_words
-from atomc.kernels.triton.w4a16.fragments import E2M1_UNIT, STRIP, fragment_row, in_strips
+from atomc.kernels.triton.w4a16.fragment_products import add_e2m1, add_int4, packed_words
+from atomc.kernels.triton.w4a16.fragments import E2M1_UNIT, STRIP, fragment_row, strip_offset
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -66,7 +66,7 @@ def _rows(
             in_x = in_x & (k < K - part * 128)
         words = tl.reshape(tl.load(words_at + part * (STRIP * 16), inside, 0), (BLOCK_N, 4, 4))
         x = tl.load(x_at + part * 128, in_x, 0.0).to(NUMBER)
-        at = in_strips(read, first + part, PARTS) + tl.zeros((1, 4), tl.int32)
+        at = strip_offset(read, first + part, PARTS) + tl.zeros((1, 4), tl.int32)
         if INT4:
             sums = add_int4(
                 sums,
@@ -75,7 +75,7 @@ def _rows(
                 scale_ptr,
                 zeros_ptr,
                 at,
-                in_strips(row, first + part, PARTS),
+                strip_offset(row, first + part, PARTS),
                 inside,
                 in_rows,
                 GROUP,
@@ -141,8 +141,8 @@ def multiply(
         _rows[(triton.cdiv(rows, tile.rows), triton.cdiv(n, tile.weight_rows), splits)](
             x.reshape(rows, k).contiguous(),
             words,
-            in_words(scale),
-            None if zeros is None else in_words(zeros),
+            packed_words(scale),
+            None if zeros is None else packed_words(zeros),
             bias if splits == 1 else None,
             sums,
             rows,
