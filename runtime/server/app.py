@@ -2,82 +2,95 @@
 format.
 """
 
-from functools import cache
+from functools import cache, partial
 from http import HTTPStatus
 from importlib import import_module
-from typing import Annotated, Any, Literal
+from inspect import signature
+from typing import Any
 
-from fastapi import FastAPI, Query, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from atomc.runtime.server import operations, status
-from atomc.runtime.server.anthropic.endpoints import count_tokens, messages
+from atomc.runtime.server.anthropic.endpoints import count_message_tokens, create_message
 from atomc.runtime.server.anthropic.errors import COUNT_TOKENS, ERROR_FORMAT, MESSAGES
 from atomc.runtime.server.anthropic.errors import ErrorResponse as AnthropicError
-from atomc.runtime.server.anthropic.request import MessagesRequest, PromptRequest
+from atomc.runtime.server.anthropic.response import AnthropicMessage, InputTokens
 from atomc.runtime.server.engines.client import EngineDead, RequestRefused
 from atomc.runtime.server.http.api_keys import ApiKeys
 from atomc.runtime.server.http.body_budget import BodyBudgetMiddleware
 from atomc.runtime.server.http.body_timeout import BodyTimeoutMiddleware
-from atomc.runtime.server.http.errors import APIError, invalid_field, to_api_error
+from atomc.runtime.server.http.errors import APIError, ErrorAnswer, client_error, invalid_field
 from atomc.runtime.server.http.json_body import checked_json_route
-from atomc.runtime.server.http.responses import AuthMiddleware, JSONResponse, error_response
+from atomc.runtime.server.http.responses import APIErrorResponse, AuthMiddleware
 from atomc.runtime.server.http.unknown_fields import IGNORED_FIELDS, check_unknown_fields
 from atomc.runtime.server.http.unread_body import UnreadBodyMiddleware
 from atomc.runtime.server.http.web_pages import WebPages
 from atomc.runtime.server.openai import lora
-from atomc.runtime.server.openai.chat_completions import chat_completions
-from atomc.runtime.server.openai.completions import completions
-from atomc.runtime.server.openai.embeddings import embeddings
+from atomc.runtime.server.openai.chat_completions import chat
+from atomc.runtime.server.openai.completions import complete
+from atomc.runtime.server.openai.embeddings import embed
 from atomc.runtime.server.openapi import docs_page
-from atomc.runtime.server.openapi.schema import openapi_schema
+from atomc.runtime.server.openapi.schema import Endpoint, openapi_schema
 from atomc.runtime.server.responses import endpoints as responses_api
-from atomc.runtime.server.responses.request import ResponsesRequest
-from atomc.runtime.server.service import protocol
+from atomc.runtime.server.responses.response import DeletedResponse, InputItems, ModelResponse
+from atomc.runtime.server.service import response_types as types
 from atomc.runtime.server.service.image_budget import ImageBudgetMiddleware
 from atomc.runtime.server.service.service import Service
 
+RESPONSES, RESPONSE = "/v1/responses", "/v1/responses/{response_id}"
+ENDPOINTS = (
+    Endpoint("GET", "/v1/models", operations.models, types.Models),
+    Endpoint("GET", "/v1/models/{name:path}", operations.one_model, types.Model),
+    Endpoint("POST", "/v1/completions", complete, types.Completion, streams=True),
+    Endpoint("POST", "/v1/chat/completions", chat, types.ChatCompletion, streams=True),
+    Endpoint("POST", MESSAGES, create_message, AnthropicMessage, streams=True),
+    Endpoint("POST", COUNT_TOKENS, count_message_tokens, InputTokens),
+    Endpoint("POST", RESPONSES, responses_api.create_response, ModelResponse, streams=True),
+    # Its path is also that of a response, which would make it status 405.
+    Endpoint("POST", f"{RESPONSES}/compact", responses_api.refuse_compact, hidden=True),
+    Endpoint("GET", RESPONSE, responses_api.retrieve_response, ModelResponse),
+    Endpoint("DELETE", RESPONSE, responses_api.delete_response, DeletedResponse),
+    Endpoint("GET", f"{RESPONSE}/input_items", responses_api.list_input_items, InputItems),
+    Endpoint("POST", "/v1/embeddings", embed, types.Embeddings),
+    Endpoint("POST", "/tokenize", operations.tokenize, types.Tokens),
+    Endpoint("POST", "/detokenize", operations.detokenize, types.DetokenizedText),
+    Endpoint("GET", "/version", operations.version, types.Version, "anyone"),
+    Endpoint("GET", "/load", operations.load, types.Load, "operator"),
+    Endpoint("GET", "/health", operations.health, types.Health, "anyone"),
+    # Amazon SageMaker's name.
+    Endpoint("GET", "/ping", operations.health, caller="anyone", hidden=True),
+    Endpoint("POST", "/ping", operations.health, caller="anyone", hidden=True),
+    Endpoint("GET", "/ready", operations.ready, types.Status, "anyone"),
+    Endpoint("GET", "/metrics", operations.metrics, None, "anyone"),
+    Endpoint("GET", "/experts", operations.experts, types.ExpertTokens, "operator"),
+    Endpoint("GET", "/compiler", operations.compiler, dict[str, Any], "operator"),
+    Endpoint("GET", "/compiler/report", operations.compiler_page, caller="operator", hidden=True),
+    Endpoint(
+        "POST", "/reset_prefix_cache", operations.reset_prefix_cache, types.Status, "operator"
+    ),
+    Endpoint("POST", "/v1/load_lora_adapter", lora.load_adapter, types.Status, "operator"),
+    Endpoint("POST", "/v1/unload_lora_adapter", lora.unload_adapter, types.Status, "operator"),
+    Endpoint("POST", "/sleep", operations.sleep, types.Status, "operator"),
+    Endpoint("POST", "/wake_up", operations.wake_up, types.Status, "operator"),
+    Endpoint("GET", "/is_sleeping", operations.is_sleeping, types.Sleeping, "operator"),
+    Endpoint("POST", "/start_profile", operations.start_profile, types.Profile, "operator"),
+    Endpoint("POST", "/stop_profile", operations.stop_profile, types.Profile, "operator"),
+)
+
+
+def _paths(caller: str) -> frozenset[str]:
+    return frozenset(endpoint.path for endpoint in ENDPOINTS if endpoint.caller == caller)
+
+
 # The page at / is static; it loads its data from /status, which needs a key.
 # The schema describes every server of this version.
-OPEN_PATHS = frozenset(
-    {"/", "/health", "/ping", "/ready", "/metrics", "/version", "/openapi.json", *docs_page.PATHS}
-)
-# What concerns all users of the server, not the model's answer to one.
-OPERATION_PATHS = frozenset(
-    {
-        "/sleep",
-        "/wake_up",
-        "/is_sleeping",
-        "/reset_prefix_cache",
-        "/start_profile",
-        "/stop_profile",
-        "/v1/load_lora_adapter",
-        "/v1/unload_lora_adapter",
-        "/experts",
-        "/compiler",
-        "/compiler/report",
-        "/status",
-        "/load",
-    }
-)
-
-
-class ErrorBody(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorAnswer(BaseModel):
-    """The body of every error response."""
-
-    error: ErrorBody
+OPEN_PATHS = frozenset({"/", "/openapi.json", *docs_page.PATHS}) | _paths("anyone")
+OPERATION_PATHS = frozenset({"/status"}) | _paths("operator")
 
 
 def error_responses(model: type[Any]) -> dict[int | str, dict[str, Any]]:
@@ -99,10 +112,11 @@ def create_app(service: Service) -> Any:
         generate_unique_id_function=lambda route: route.name,
     )
     app.openapi = cache(  # type: ignore[method-assign]
-        lambda: openapi_schema(app, import_module("atomc").__version__, OPEN_PATHS)
+        lambda: openapi_schema(app, import_module("atomc").__version__, ENDPOINTS)
     )
     app.router.route_class = checked_json_route(lambda: service.model.max_len)
-    _add_routes(app, service)
+    for endpoint in ENDPOINTS:
+        _add_route(app, endpoint, service)
     app.include_router(status.router(service))
     app.include_router(docs_page.router())
     for kind in (APIError, EngineDead, RequestRefused, Exception):
@@ -139,162 +153,29 @@ def create_app(service: Service) -> Any:
     )
 
 
-def _add_routes(app: FastAPI, service: Service) -> None:
-    anthropic_error_responses = error_responses(AnthropicError)
-    strict = service.config.strict_requests
+def _add_route(app: FastAPI, endpoint: Endpoint, service: Service) -> None:
+    """A body is checked for unknown fields before the endpoint runs."""
+    run = partial(endpoint.run, service)
 
-    @app.get("/v1/models")
-    async def models() -> Response:
-        return await operations.models(service)
+    async def answer(**values: Any) -> Response:
+        if "body" in values:
+            strict = service.config.strict_requests
+            check_unknown_fields(values["body"], values["request"], strict=strict)
+        return await run(**values)
 
-    @app.get("/v1/models/{name:path}")
-    async def one_model(name: str) -> Response:
-        return await operations.models(service, name)
-
-    @app.post("/v1/completions")
-    async def complete(body: protocol.CompletionRequest, request: Request) -> Response:
-        check_unknown_fields(body, request, strict=strict)
-        return await completions(service, body, request)
-
-    @app.post("/v1/chat/completions")
-    async def chat(body: protocol.ChatRequest, request: Request) -> Response:
-        check_unknown_fields(body, request, strict=strict)
-        return await chat_completions(service, body, request)
-
-    @app.post(MESSAGES, responses=anthropic_error_responses)
-    async def create_message(body: MessagesRequest, request: Request) -> Response:
-        check_unknown_fields(body, request, strict=strict)
-        return await messages(service, body, request)
-
-    @app.post(COUNT_TOKENS, responses=anthropic_error_responses)
-    async def count_message_tokens(body: PromptRequest, request: Request) -> Response:
-        check_unknown_fields(body, request, strict=strict)
-        return await count_tokens(service, body, request)
-
-    @app.post("/v1/responses")
-    async def create_response(body: ResponsesRequest, request: Request) -> Response:
-        check_unknown_fields(body, request, strict=strict)
-        return await responses_api.create_response(service, body, request)
-
-    @app.post("/v1/responses/compact", include_in_schema=False)
-    async def compact_responses() -> Response:
-        # Its path is also that of a response, which would make it status 405.
-        raise APIError(
-            404,
-            "no endpoint POST /v1/responses/compact: this server does not compact conversations; "
-            "ask the model for a summary, and send it instead of the older items",
-        )
-
-    @app.get("/v1/responses/{response_id}")
-    async def retrieve_response(
-        response_id: str, request: Request, stream: bool = False
-    ) -> Response:
-        return await responses_api.retrieve_response(service, request, response_id, stream)
-
-    @app.delete("/v1/responses/{response_id}")
-    async def delete_response(response_id: str, request: Request) -> Response:
-        return await responses_api.delete_response(service, request, response_id)
-
-    @app.get("/v1/responses/{response_id}/input_items")
-    async def list_input_items(
-        response_id: str,
-        request: Request,
-        order: Literal["asc", "desc"] = "desc",
-        limit: int = 20,
-        after: str | None = None,
-    ) -> Response:
-        return await responses_api.list_input_items(
-            service, request, response_id, order, limit, after
-        )
-
-    @app.post("/v1/embeddings")
-    async def embed(body: protocol.EmbeddingRequest, request: Request) -> Response:
-        check_unknown_fields(body, request, strict=strict)
-        return await embeddings(service, body, request)
-
-    @app.post("/tokenize")
-    async def tokenize(body: protocol.TokenizeRequest, request: Request) -> Response:
-        check_unknown_fields(body, request, strict=strict)
-        return await operations.tokenize(service, body, request)
-
-    @app.post("/detokenize")
-    async def detokenize(body: protocol.DetokenizeRequest, request: Request) -> Response:
-        check_unknown_fields(body, request, strict=strict)
-        return await operations.detokenize(service, body)
-
-    @app.get("/version")
-    async def version() -> Response:
-        return JSONResponse({"version": import_module("atomc").__version__})
-
-    @app.get("/load")
-    async def load() -> Response:
-        return JSONResponse(
-            {"server_load": sum(each.num_unfinished for each in service.engines.clients)}
-        )
-
-    @app.post("/ping", include_in_schema=False)  # Amazon SageMaker's name
-    @app.get("/ping", include_in_schema=False)
-    @app.get("/health")
-    async def health() -> Response:
-        return await operations.health(service)
-
-    @app.get("/ready")
-    async def ready() -> Response:
-        return await operations.ready(service)
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return await operations.metrics(service)
-
-    @app.get("/experts")
-    async def experts() -> Response:
-        return await operations.experts(service)
-
-    @app.get("/compiler")
-    async def compiler() -> Response:
-        return await operations.compiler(service)
-
-    @app.get("/compiler/report", include_in_schema=False)
-    async def compiler_page() -> Response:
-        return await operations.compiler_page(service)
-
-    @app.post("/reset_prefix_cache")
-    async def reset_prefix_cache() -> Response:
-        return await operations.reset_prefix_cache(service)
-
-    @app.post("/v1/load_lora_adapter")
-    async def load_adapter(body: protocol.LoadAdapterRequest, request: Request) -> Response:
-        check_unknown_fields(body, request, strict=strict)
-        return await lora.load_adapter(service, body)
-
-    @app.post("/v1/unload_lora_adapter")
-    async def unload_adapter(body: protocol.UnloadAdapterRequest, request: Request) -> Response:
-        check_unknown_fields(body, request, strict=strict)
-        return await lora.unload_adapter(service, body)
-
-    @app.post("/sleep")
-    async def sleep(level: int = 1) -> Response:
-        return await operations.sleep(service, level)
-
-    @app.post("/wake_up")
-    async def wake_up(tags: Annotated[list[str], Query()] = []) -> Response:  # noqa: B006
-        return await operations.wake_up(service, tags)
-
-    @app.get("/is_sleeping")
-    async def is_sleeping() -> Response:
-        return await operations.is_sleeping(service)
-
-    @app.post("/start_profile")
-    async def start_profile() -> Response:
-        return await operations.profile(service, start=True)
-
-    @app.post("/stop_profile")
-    async def stop_profile() -> Response:
-        return await operations.profile(service, start=False)
+    answer.__signature__ = signature(run)  # type: ignore[attr-defined]
+    app.add_api_route(
+        endpoint.path,
+        answer,
+        methods=[endpoint.method],
+        name=endpoint.run.__name__,
+        include_in_schema=not endpoint.hidden,
+        responses=error_responses(AnthropicError) if ERROR_FORMAT.applies(endpoint.path) else None,
+    )
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    return error_response(to_api_error(error))
+    return APIErrorResponse(client_error(error))
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:
@@ -314,12 +195,12 @@ async def _on_validation_error(request: Request, error: Exception) -> Response:
             if content_type
             else "the request has no Content-Type"
         )
-        return error_response(
+        return APIErrorResponse(
             APIError(400, f"{got}: send JSON with the header 'Content-Type: application/json'")
         )
     if first["type"] == "json_invalid":
-        return error_response(APIError(400, f"the body is not JSON: {first['ctx']['error']}"))
-    return error_response(invalid_field(location, first["msg"]))
+        return APIErrorResponse(APIError(400, f"the body is not JSON: {first['ctx']['error']}"))
+    return APIErrorResponse(invalid_field(location, first["msg"]))
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -327,17 +208,17 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     if isinstance(
         error.__cause__, APIError
     ):  # raised by the middleware while FastAPI reads the body
-        return error_response(error.__cause__)
+        return APIErrorResponse(error.__cause__)
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
     message = (
         f"no endpoint {request.method} {request.url.path}"
         if error.status_code in (404, 405)
         else str(error.detail)
     )
-    return error_response(APIError(error.status_code, message, kind, headers=error.headers))
+    return APIErrorResponse(APIError(error.status_code, message, kind, headers=error.headers))
 
 
 async def _on_unicode_error(request: Request, error: Exception) -> Response:
-    return error_response(
+    return APIErrorResponse(
         APIError(400, "the body has text that is not valid Unicode, such as a lone surrogate")
     )

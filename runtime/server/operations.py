@@ -7,18 +7,23 @@ import sys
 from asyncio.subprocess import PIPE
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib import import_module
+from typing import Annotated
 
+from fastapi import Query
 from starlette.requests import Request
 from starlette.responses import Response
 
 from atomc.runtime.server.chat.chat_prompt import chat_prompt
 from atomc.runtime.server.engines.client import EngineDead, EngineRestarting
+from atomc.runtime.server.engines.control_calls import CallName
 from atomc.runtime.server.http.errors import APIError, invalid
 from atomc.runtime.server.http.limits import TOKENS, check_length
 from atomc.runtime.server.http.responses import JSONResponse
 from atomc.runtime.server.metrics import CONTENT_TYPE
 from atomc.runtime.server.service.model_info import ModelInfo
 from atomc.runtime.server.service.protocol import DetokenizeRequest, TokenizeRequest
+from atomc.runtime.server.service.response_types import Model
 from atomc.runtime.server.service.service import Service
 from atomc.runtime.sleeping import refuse_level, wakes_state
 
@@ -27,30 +32,34 @@ RENDER_SECONDS = 60.0
 _rendering = asyncio.Lock()
 
 
-async def models(service: Service, name: str | None = None) -> Response:
-    """The list of model names, or the entry of one name."""
+async def models(service: Service) -> Response:
+    """List the served models."""
+    names = dict.fromkeys((*service.model.names, *service.model.adapters))
+    return JSONResponse({"object": "list", "data": [_model(service, name) for name in names]})
+
+
+async def one_model(service: Service, name: str) -> Response:
+    """Get a served model."""
+    service.model.check_name(name)
+    return JSONResponse(_model(service, name))
+
+
+def _model(service: Service, name: str) -> Model:
     model = service.model
-    if name is not None:
-        model.check_name(name)
-    data = {
-        each: {
-            "id": each,
-            "object": "model",
-            "created": model.created,
-            "owned_by": "atomc",
-            "root": model.names[0],
-            "parent": None if model.adapter(each) is None else model.names[0],
-            "max_model_len": model.max_len,
-            "input_modalities": ["text", "image"] if service.images else ["text"],
-        }
-        for each in (*model.names, *model.adapters)
+    return {
+        "id": name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "atomc",
+        "root": model.names[0],
+        "parent": None if model.adapter(name) is None else model.names[0],
+        "max_model_len": model.max_len,
+        "input_modalities": ["text", "image"] if service.images else ["text"],
     }
-    return JSONResponse(
-        {"object": "list", "data": list(data.values())} if name is None else data[name]
-    )
 
 
 async def tokenize(service: Service, body: TokenizeRequest, request: Request) -> Response:
+    """Get the tokens of a prompt or a chat."""
     model = service.model
     model.check_name(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -87,7 +96,8 @@ async def tokenize(service: Service, body: TokenizeRequest, request: Request) ->
     )
 
 
-async def detokenize(service: Service, body: DetokenizeRequest) -> Response:
+async def detokenize(service: Service, body: DetokenizeRequest, request: Request) -> Response:
+    """Get the text of tokens."""
     service.model.check_name(body.model)
     service.model.check_tokens(body.tokens, "tokens")
     check_length(max(TOKENS, service.model.max_len), body.tokens, "tokens", "tokens")
@@ -99,7 +109,10 @@ def _token_texts(model: ModelInfo, tokens: Sequence[int]) -> list[str]:
 
 
 async def health(service: Service) -> Response:
-    """Whether an engine's process runs and responds; names those of several that do not."""
+    """Check that an engine's process runs and responds.
+
+    Names those of several that do not.
+    """
     engines = service.engines
     if isinstance(engines.dead, EngineRestarting):
         raise engines.dead
@@ -112,17 +125,19 @@ async def health(service: Service) -> Response:
 
 
 async def ready(service: Service) -> Response:
+    """Check that an engine generates tokens."""
     await service.ready()
     return JSONResponse({"status": "ready"})
 
 
 async def reset_prefix_cache(service: Service) -> Response:
-    await service.engines.reset_prefix_cache()
+    """Forget all cached prompts."""
+    await service.engines.call_all("reset_prefix_cache")
     return JSONResponse({"status": "ok"})
 
 
-async def sleep(service: Service, level: int) -> Response:
-    """Frees the KV cache and CUDA graphs of all engines."""
+async def sleep(service: Service, level: int = 1) -> Response:
+    """Free the KV cache and CUDA graphs."""
     try:
         refuse_level(level)
     except ValueError as error:
@@ -134,36 +149,39 @@ async def sleep(service: Service, level: int) -> Response:
     return JSONResponse({"status": "ok"})
 
 
-async def wake_up(service: Service, tags: Sequence[str]) -> Response:
-    """Allocates what `sleep` has freed. tags: as of Engine.wake_up, empty for all."""
+async def wake_up(service: Service, tags: Annotated[list[str], Query()] = []) -> Response:  # noqa: B006
+    """Allocate what /sleep has freed.
+
+    tags: as of Engine.wake_up, empty for all
+    """
     try:
         wakes = wakes_state(tags or None)
     except ValueError as error:
         raise invalid(str(error), "tags") from error
     if wakes:
         try:
-            await service.engines.wake_up()
+            await service.engines.call_all("wake_up")
         except ValueError as error:
             raise APIError(503, str(error), "service_unavailable", code="out_of_memory") from error
     return JSONResponse({"status": "ok"})
 
 
 async def is_sleeping(service: Service) -> Response:
-    return JSONResponse({"is_sleeping": await service.engines.is_sleeping()})
+    """Check whether the engines sleep."""
+    return JSONResponse({"is_sleeping": any(await service.engines.call_all("is_sleeping"))})
 
 
 async def metrics(service: Service) -> Response:
-    """Prometheus metrics; an engine's gauges are current if it responds within STATS_SECONDS, else
-    its last ones.
-    """
-    # Without a response, return the last values; `atomc:up` says whether an engine is healthy.
+    """Get Prometheus metrics."""
+    # Without a response in time, return the last values; `atomc:up` says whether an engine is
+    # healthy.
     with suppress(TimeoutError, EngineDead):
         await asyncio.wait_for(service.engines.update_stats(), STATS_SECONDS)
     return Response(service.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
 
 async def experts(service: Service) -> Response:
-    """How many tokens each expert got since the start, by layer."""
+    """Get how many tokens each expert got."""
     await service.engines.update_stats()
     stats = service.engines.stats
     if stats is None or not stats.expert_load:
@@ -175,6 +193,7 @@ async def experts(service: Service) -> Response:
 
 
 async def compiler(service: Service) -> Response:
+    """Get the compiler's report."""
     return Response(await service.engines.call("report"), media_type="application/json")
 
 
@@ -212,12 +231,36 @@ async def compiler_page(service: Service) -> Response:
     return Response(text, media_type="text/html", headers=headers)
 
 
-async def profile(service: Service, start: bool) -> Response:
+async def start_profile(service: Service) -> Response:
+    """Start torch's profiler in the engine."""
+    await _call_profiler(service, "start_profile")
+    return JSONResponse({"status": "started"})
+
+
+async def stop_profile(service: Service) -> Response:
+    """Stop the profiler, and write its file."""
+    return JSONResponse(
+        {"status": "stopped", "file": await _call_profiler(service, "stop_profile")}
+    )
+
+
+async def _call_profiler(service: Service, name: CallName) -> str:
     folder = service.config.profile_dir
     if folder is None:
         raise invalid("profiling is off: start the server with --profile-dir DIR")
     try:
-        value = await service.engines.call("start_profile" if start else "stop_profile", folder)
+        return await service.engines.call(name, folder)
     except ValueError as error:
         raise invalid(str(error)) from error
-    return JSONResponse({"status": "started"} if start else {"status": "stopped", "file": value})
+
+
+async def version(service: Service) -> Response:
+    """Get the version of atomc."""
+    return JSONResponse({"version": import_module("atomc").__version__})
+
+
+async def load(service: Service) -> Response:
+    """Get the number of unfinished choices."""
+    return JSONResponse(
+        {"server_load": sum(client.num_unfinished for client in service.engines.clients)}
+    )

@@ -27,7 +27,7 @@ from atomc.runtime.execution.loading.load import load
 from atomc.runtime.requests.request_errors import TokenizerError
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.http.api_keys import ApiKeys
-from atomc.runtime.server.http.errors import to_api_error
+from atomc.runtime.server.http.errors import client_error
 from atomc.runtime.server.http.responses import AuthMiddleware
 from atomc.runtime.server.http.web_pages import WebPages
 from atomc.runtime.server.service.model_info import load_model_info
@@ -814,7 +814,7 @@ def test_a_server_says_which_file_a_tokenizer_that_fails_is_from(
     info.max_len = 8
     with pytest.raises(TokenizerError, match="index out of bounds") as raised:
         asyncio.run(info.encode(["aab"]))
-    answer = to_api_error(raised.value)
+    answer = client_error(raised.value)
     assert answer.status == 500 and "is tokenizer.json damaged" in answer.message
 
 

@@ -43,7 +43,8 @@ from atomc.runtime.server.service.service import Service
 SIGNATURE = "unsigned"
 
 
-async def messages(service: Service, body: MessagesRequest, request: Request) -> Response:
+async def create_message(service: Service, body: MessagesRequest, request: Request) -> Response:
+    """Answer a chat, in Anthropic's format."""
     chat = await start_chat(service, generation_request(body), request, fit_max_tokens=True)
     response = _ResponseBuilder(service, body, request_id(request), chat)
     if body.stream:
@@ -51,7 +52,8 @@ async def messages(service: Service, body: MessagesRequest, request: Request) ->
     return JSONResponse(await cancel_on_disconnect(request, response.complete()))
 
 
-async def count_tokens(service: Service, body: PromptRequest, request: Request) -> Response:
+async def count_message_tokens(service: Service, body: PromptRequest, request: Request) -> Response:
+    """Count the tokens of a chat in Anthropic's format."""
     prompt = await rendered_prompt(service, prompt_request(body), request)
     return JSONResponse({"input_tokens": len(prompt.tokens)})
 

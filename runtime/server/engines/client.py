@@ -25,18 +25,10 @@ import zmq.asyncio
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.scheduling.stats import Stats
 from atomc.runtime.server.engines import ipc
+from atomc.runtime.server.engines.control_calls import Call, CallName, Reply
 from atomc.runtime.server.engines.engine_handle import EngineHandle
 from atomc.runtime.server.engines.engine_process import run_engine_process
-from atomc.runtime.server.engines.ipc import (
-    Call,
-    CallName,
-    Failed,
-    Progress,
-    Refused,
-    Reply,
-    Started,
-    Submit,
-)
+from atomc.runtime.server.engines.ipc import Failed, Progress, Refused, Started, Submit
 from atomc.runtime.server.engines.request_stream import RequestStream
 
 if TYPE_CHECKING:
@@ -339,7 +331,9 @@ class EngineClient:
         match event:
             case Progress():
                 self._handle_progress(event)
-            case Reply(number, value, error):
+            case Reply(number, value, error, stats):
+                if stats is not None:
+                    self._record_stats(stats)
                 future = self._calls.get(number)
                 if future is not None and not future.done():
                     if error is None:
@@ -355,8 +349,6 @@ class EngineClient:
                 self._mark_dead(EngineDead(message))
 
     def _handle_progress(self, event: Progress) -> None:
-        if event.stats is not None:
-            self._record_stats(event.stats)
         for request_id in event.accepted:
             if (stream := self._streams.get(request_id)) is not None:
                 stream.accept(request_id)

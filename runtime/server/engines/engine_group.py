@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count, groupby
-from typing import Literal
 
 from atomc.runtime.scheduling.stats import Stats, total
 from atomc.runtime.server.engines.client import (
@@ -12,6 +11,7 @@ from atomc.runtime.server.engines.client import (
     EngineRestarting,
     ShuttingDown,
 )
+from atomc.runtime.server.engines.control_calls import CallName
 from atomc.runtime.server.engines.ipc import Submit
 from atomc.runtime.server.engines.request_stream import RequestStream
 from atomc.runtime.sleeping import refuse_running
@@ -63,14 +63,14 @@ class Engines:
         """Why there is no engine: the soonest restart, if there is one. None while one is alive."""
         if self.alive:
             return None
-        found = [client.dead for client in self.clients if client.dead is not None]
-        for why in found:
+        reasons = [client.dead for client in self.clients if client.dead is not None]
+        for why in reasons:
             if isinstance(why, ShuttingDown):
                 return why
-        restarting = [why for why in found if isinstance(why, EngineRestarting)]
+        restarting = [why for why in reasons if isinstance(why, EngineRestarting)]
         if restarting:
             return min(restarting, key=lambda why: why.retry_after)
-        return EngineDead("; ".join(map(str, found)))
+        return EngineDead("; ".join(map(str, reasons)))
 
     @property
     def unhealthy(self) -> dict[int, str]:
@@ -92,24 +92,27 @@ class Engines:
     @property
     def stats(self) -> Stats | None:
         """The sums of the last stats of the engines that are alive, or of all that are dead."""
-        found = [client.stats for client in self.alive or self.clients]
-        known = [stats for stats in found if stats is not None]
-        return total(known) if known else None
+        clients = self.alive or self.clients
+        parts = [client.stats for client in clients if client.stats is not None]
+        return total(parts) if parts else None
 
     async def update_stats(self) -> None:
         """Returns when `stats` are current. Raises EngineDead without an engine."""
         self._check()
         # One that dies meanwhile keeps its last stats.
-        await asyncio.gather(
-            *(client.call("stats") for client in self.alive), return_exceptions=True
-        )
+        await _outcomes(self.alive, "stats")
 
-    async def reset_prefix_cache(self) -> None:
-        """Returns when no engine has cached prefixes. Raises EngineDead without an engine, or if
-        one dies meanwhile.
+    async def call(self, name: CallName, folder: str = "") -> str:
+        """The reply of the first engine that is alive, as of EngineClient.call."""
+        self._check()
+        return await self.alive[0].call(name, folder)
+
+    async def call_all(self, name: CallName) -> list[str]:
+        """The replies of all engines that are alive. Raises as EngineClient.call, also if one dies
+        meanwhile.
         """
         self._check()
-        await asyncio.gather(*(client.call("reset_prefix_cache") for client in self.alive))
+        return await asyncio.gather(*(client.call(name) for client in self.alive))
 
     def check_none_restarts(self) -> None:
         """Raises EngineRestarting while an engine starts again, which is awake then, with the LoRA
@@ -127,11 +130,8 @@ class Engines:
         """
         self._check()
         clients = self.alive
-        results = await asyncio.gather(
-            *(client.call("load_adapter", folder, name) for client in clients),
-            return_exceptions=True,
-        )
-        errors = [found for found in results if isinstance(found, BaseException)]
+        results = await _outcomes(clients, "load_adapter", folder, name)
+        errors = [result for result in results if isinstance(result, BaseException)]
         refused = [
             error
             for error in errors
@@ -139,24 +139,15 @@ class Engines:
         ]
         if not refused and len(errors) < len(clients):
             return
-        loaded = [
-            client
-            for client, found in zip(clients, results, strict=True)
-            if not isinstance(found, BaseException)
-        ]
-        await asyncio.gather(
-            *(client.call("unload_adapter", adapter=name) for client in loaded),
-            return_exceptions=True,
-        )
+        pairs = zip(clients, results, strict=True)
+        loaded = [client for client, result in pairs if isinstance(result, str)]
+        await _outcomes(loaded, "unload_adapter", adapter=name)
         raise (refused or errors)[0]
 
     async def unload_adapter(self, name: str) -> None:
         """Returns when no engine takes further requests with this LoRA adapter."""
         self._check()
-        await asyncio.gather(
-            *(client.call("unload_adapter", adapter=name) for client in self.alive),
-            return_exceptions=True,
-        )
+        await _outcomes(self.alive, "unload_adapter", adapter=name)
 
     def keep_adapters(self, adapters: Mapping[str, str]) -> None:
         """Have restarted engines load these LoRA adapters: name -> folder."""
@@ -169,31 +160,10 @@ class Engines:
         """
         self.check_none_restarts()
         refuse_running(sum(client.num_unfinished for client in self.alive))
-        calls = [client.call("sleep") for client in self.alive]
-        ended = await asyncio.gather(*calls, return_exceptions=True)
-        errors = [error for error in ended if isinstance(error, BaseException)]
-        if errors:
-            await self.wake_up()
-            raise errors[0]
-
-    async def wake_up(self) -> None:
-        """Returns when no engine sleeps. Raises ValueError if memory runs out; EngineDead as
-        above.
-        """
-        self._check()
-        await asyncio.gather(*(client.call("wake_up") for client in self.alive))
-
-    async def is_sleeping(self) -> bool:
-        """Whether an engine sleeps."""
-        self._check()
-        return any(await asyncio.gather(*(client.call("is_sleeping") for client in self.alive)))
-
-    async def call(
-        self, name: Literal["report", "start_profile", "stop_profile"], folder: str = ""
-    ) -> str:
-        """The reply of the first engine that is alive, as of EngineClient.call."""
-        self._check()
-        return await self.alive[0].call(name, folder)
+        for result in await _outcomes(self.alive, "sleep"):
+            if isinstance(result, BaseException):
+                await self.call_all("wake_up")
+                raise result
 
     def next_id(self) -> str:
         """A unique request id. The choices of a prompt have it with /0, /1, ... behind it."""
@@ -219,10 +189,18 @@ class Engines:
         )
 
     def _abort(self, ids: Iterable[str]) -> None:
-        known = list(ids)
+        listed = list(ids)
         for client in self.clients:
-            client.abort(known)
+            client.abort(listed)
 
     def _check(self) -> None:
         if (why := self.dead) is not None:
             raise why
+
+
+async def _outcomes(
+    clients: Sequence[EngineClient], name: CallName, folder: str = "", adapter: str = ""
+) -> list[str | BaseException]:
+    """Of one call of each engine: its reply, or its error."""
+    calls = (client.call(name, folder, adapter) for client in clients)
+    return await asyncio.gather(*calls, return_exceptions=True)

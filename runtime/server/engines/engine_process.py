@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -25,7 +25,8 @@ from atomc.runtime.ranks.rank_failed import RankFailed
 from atomc.runtime.ranks.rank_launcher import place_of
 from atomc.runtime.server.engines import ipc
 from atomc.runtime.server.engines.compile_queue import CompileQueue, CompileUnavailable
-from atomc.runtime.server.engines.ipc import Call, Failed, Progress, Refused, Reply, Submit
+from atomc.runtime.server.engines.control_calls import Call, ControlCalls, Reply
+from atomc.runtime.server.engines.ipc import Failed, Progress, Refused, Submit
 from atomc.torch_compat.exceptions import is_failure
 
 if TYPE_CHECKING:
@@ -152,8 +153,8 @@ def _user_error_message(error: BaseException) -> str | None:
             "--max-num-batched-tokens or "
             "--max-model-len"
         )
-    known = isinstance(error, ValueError | OSError | ImportError | RunError)
-    return " ".join(str(error).split()) if known else None
+    by_user = isinstance(error, ValueError | OSError | ImportError | RunError)
+    return " ".join(str(error).split()) if by_user else None
 
 
 def create_engine(
@@ -182,8 +183,8 @@ class EngineLoop:
         self.engine = engine
         self.socket = socket
         self.place = place
-        self.profile: Any = None
         self.compile_queue = CompileQueue(engine)
+        self.calls = ControlCalls(engine, self.compile_queue)
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(ipc.Command).decode
         self._progress = Progress()
@@ -246,33 +247,21 @@ class EngineLoop:
                 self.compile_queue.drop(ids)
                 for request_id in ids:
                     self.engine.abort(request_id)
-            # These finish a step: an error of that ends the engine, as in `step`.
-            case Call(number, "reset_prefix_cache"):
-                self.engine.reset_prefix_cache()
-                self._send(Reply(number))
-            case Call(number, "sleep"):
-                self._sleep(number)
-            case Call(number):
-                try:
-                    self._send(Reply(number, self._call(command)))
-                except ValueError as error:
-                    self._send(Reply(number, error=str(error)))
-                except Exception:  # fails this call only; requests continue
-                    log.exception("%s failed", command.name)
-                    self._send(Reply(number, error=f"{command.name} failed"))
+            case Call():
+                self._run_call(command)
 
-    def _sleep(self, number: int) -> None:
+    def _run_call(self, call: Call) -> None:
         try:
-            if self.compile_queue.is_busy:
-                raise ValueError(
-                    "sleep: grammars, or the model for embeddings, are being compiled: call it "
-                    "when requests have ended"
-                )
-            self.engine.sleep()
-        except ValueError as error:
-            self._send(Reply(number, error=str(error)))
-        else:
-            self._send(Reply(number))
+            reply = self.calls.run(call)
+        except Exception as error:
+            user_error = isinstance(error, ValueError) and call.name != "reset_prefix_cache"
+            # These finish a step: an error of that ends the engine, as in `step`.
+            if not user_error and call.name in ("reset_prefix_cache", "sleep"):
+                raise
+            if not user_error:  # fails this call only; requests continue
+                log.exception("%s failed", call.name)
+            reply = Reply(call.number, error=str(error) if user_error else f"{call.name} failed")
+        self._send(reply)
 
     def _submit(self, command: Submit, error: Exception | None = None) -> None:
         """Add a request to the engine, or reject it if its compile ended with `error`."""
@@ -296,73 +285,16 @@ class EngineLoop:
                 )
             )
         except (ValueError, ImportError) as error:
-            self._progress.refused.append(Refused(command.id, str(error)))
+            refused = Refused(command.id, str(error))
         except RequestFailed as error:
-            self._progress.refused.append(
-                Refused(command.id, str(error), by_client=error.error.by_client)
-            )
-        except EngineAsleep as error:
-            self._progress.refused.append(
-                Refused(command.id, str(error), error.retry_after, asleep=True)
-            )
-        except (QueueFull, CompileUnavailable) as error:
-            self._progress.refused.append(Refused(command.id, str(error), error.retry_after))
+            refused = Refused(command.id, str(error), by_client=error.error.by_client)
+        except (EngineAsleep, QueueFull, CompileUnavailable) as error:
+            asleep = isinstance(error, EngineAsleep)
+            refused = Refused(command.id, str(error), error.retry_after, asleep=asleep)
         else:
             self._progress.accepted.append(command.id)
-
-    def _call(self, call: Call) -> str:
-        match call.name:
-            case "stats":
-                self._send(Progress(stats=self.engine.stats()))
-                return ""
-            case "report":
-                stats = self.engine.stats()
-                report = self.engine.program.report.to_dict() | {
-                    "steps": stats.steps,
-                    "expert_load": stats.expert_load,
-                }
-                return msgspec.json.encode(report, enc_hook=str).decode()
-            case "start_profile":
-                return self._start_profile()
-            case "stop_profile":
-                return self._stop_profile(Path(call.folder))
-            case "load_adapter":
-                self.engine.adapters.load(call.adapter, call.folder)
-                return ""
-            case "unload_adapter":
-                self.engine.adapters.unload(call.adapter)
-                return ""
-            case "wake_up":
-                self.engine.wake_up()
-                return ""
-            case "is_sleeping":
-                return "yes" if self.engine.is_sleeping else ""
-            case "reset_prefix_cache" | "sleep":
-                raise AssertionError("_handle does it")
-
-    def _start_profile(self) -> str:
-        import torch
-        from torch.profiler import ProfilerActivity
-
-        if self.profile is not None:
-            raise ValueError("a profile is already running: call /stop_profile first")
-        activities = [
-            ProfilerActivity.CPU,
-            *([ProfilerActivity.CUDA] if torch.cuda.is_available() else []),
-        ]
-        self.profile = torch.profiler.profile(activities=activities)
-        self.profile.start()
-        return "started"
-
-    def _stop_profile(self, folder: Path) -> str:
-        if self.profile is None:
-            raise ValueError("no profile is running: call /start_profile first")
-        profile, self.profile = self.profile, None
-        profile.stop()
-        folder.mkdir(parents=True, exist_ok=True)
-        file = folder / f"engine-{time.strftime('%Y%m%d-%H%M%S')}.json.gz"
-        profile.export_chrome_trace(str(file))
-        return file.name
+            return
+        self._progress.refused.append(refused)
 
     def _send(self, event: ipc.Event) -> None:
         self.socket.send(self._encode(event))

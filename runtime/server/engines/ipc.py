@@ -1,13 +1,11 @@
 """Messages between the frontend process and the engine process, encoded as msgpack."""
 
-from typing import Literal
-
 import msgspec
 
 from atomc.runtime.requests.prompt_image import PromptImage
 from atomc.runtime.requests.request import Output, Pooling
 from atomc.runtime.requests.sampling_params import SamplingParams
-from atomc.runtime.scheduling.stats import Stats
+from atomc.runtime.server.engines.control_calls import Call, Reply
 
 # To the engine
 
@@ -33,38 +31,6 @@ class Abort(msgspec.Struct, tag=True):
     """Abort these requests; no further outputs follow."""
 
     ids: list[str]
-
-
-CallName = Literal[
-    "stats",
-    "report",
-    "reset_prefix_cache",
-    "sleep",
-    "wake_up",
-    "is_sleeping",
-    "load_adapter",
-    "unload_adapter",
-    "start_profile",
-    "stop_profile",
-]
-
-
-class Call(msgspec.Struct, tag=True):
-    """A call that the engine answers with a Reply of the same number.
-
-    stats                         the Stats, in a Progress before the reply
-    report                        the compiler's report, as JSON text
-    reset_prefix_cache            no text
-    sleep, wake_up                no text; an error if requests wait or run, or memory runs out
-    is_sleeping                   "yes", or no text
-    start_profile, stop_profile   torch.profiler; the trace is written to `folder`
-    load_adapter, unload_adapter  the LoRA adapter with the name `adapter`, of `folder`
-    """
-
-    number: int
-    name: CallName
-    folder: str = ""
-    adapter: str = ""
 
 
 class Stop(msgspec.Struct, tag=True):
@@ -130,15 +96,6 @@ class Progress(msgspec.Struct, tag=True, omit_defaults=True):
     outputs: list[Output] = []
     accepted: list[str] = []
     refused: list[Refused] = []
-    stats: Stats | None = None
-
-
-class Reply(msgspec.Struct, tag=True):
-    """The result of a Call as text, or its error message."""
-
-    number: int
-    value: str = ""
-    error: str | None = None
 
 
 Event = Started | Failed | Progress | Reply

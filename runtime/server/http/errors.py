@@ -3,7 +3,8 @@ trace.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+
+from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
 from atomc.runtime.requests.request_errors import RequestError, TokenizerError
 from atomc.runtime.server.engines.client import (
@@ -17,15 +18,17 @@ from atomc.runtime.server.engines.client import (
 MAX_MESSAGE_CHARACTERS = 1000
 
 
-class ErrorFields(TypedDict):
+class ErrorBody(TypedDict):
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class ErrorObject(TypedDict):
-    error: ErrorFields
+class ErrorAnswer(TypedDict):
+    """The body of every error response."""
+
+    error: ErrorBody
 
 
 class APIError(Exception):
@@ -48,7 +51,7 @@ class APIError(Exception):
         self.param = param and param.encode(errors="backslashreplace").decode()
         self.headers = dict(headers or {})
 
-    def body(self) -> ErrorObject:
+    def body(self) -> ErrorAnswer:
         return {
             "error": {
                 "message": self.message,
@@ -71,14 +74,14 @@ def invalid_field(location: Sequence[str], message: str) -> APIError:
     return invalid(f"{'.'.join(parts) or 'the body'}: {text}", parts[0] if parts else None)
 
 
-def from_request_error(error: RequestError, request_id: str) -> APIError:
+def request_error(error: RequestError, request_id: str) -> APIError:
     """The response to a request that failed in the engine."""
     if error.by_client:
         return invalid(error.message)
     return APIError(500, f"{error.message} (request {request_id})", "server_error")
 
 
-def to_api_error(error: BaseException) -> APIError:
+def client_error(error: BaseException) -> APIError:
     """The response to a request that ended with this error."""
     match error:
         case APIError():

@@ -6,7 +6,7 @@ from typing import Any
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from atomc.runtime.server.http.errors import APIError
-from atomc.runtime.server.http.responses import error_response
+from atomc.runtime.server.http.responses import APIErrorResponse
 
 
 def header_timeout_protocol(header_timeout: float) -> type[asyncio.Protocol]:
@@ -53,7 +53,7 @@ def header_timeout_protocol(header_timeout: float) -> type[asyncio.Protocol]:
 
 
 def _too_late() -> bytes:
-    error = error_response(
+    error = APIErrorResponse(
         APIError(408, "timed out waiting for the headers of the request", code="header_timeout")
     )
     head = b"".join(b"%s: %s\r\n" % header for header in error.raw_headers)

@@ -18,7 +18,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atomc.runtime.server.http.api_keys import ApiKeys
-from atomc.runtime.server.http.errors import APIError, to_api_error
+from atomc.runtime.server.http.errors import APIError, client_error
 from atomc.runtime.server.http.web_pages import WebPages
 from atomc.torch_compat.exceptions import is_failure
 
@@ -54,7 +54,7 @@ class ErrorFormat(NamedTuple):
         return path == self.path or path.startswith(f"{self.path}/")
 
 
-class ErrorResponse(JSONResponse):
+class APIErrorResponse(JSONResponse):
     """In OpenAI's format, or in that of the protocol of the path."""
 
     def __init__(self, error: APIError) -> None:
@@ -68,10 +68,6 @@ class ErrorResponse(JSONResponse):
             return await super().__call__(scope, receive, send)
         body = protocol.body(error, state["request_id"])
         await JSONResponse(body, error.status, error.headers)(scope, receive, send)
-
-
-def error_response(error: APIError) -> JSONResponse:
-    return ErrorResponse(error)
 
 
 def sse_event(data: object) -> bytes:
@@ -206,7 +202,7 @@ class AuthMiddleware:
             if not isinstance(error, APIError):
                 log.exception("request %s failed", name)
             if not response_started:
-                await error_response(to_api_error(error))(scope, receive, send_with_id)
+                await APIErrorResponse(client_error(error))(scope, receive, send_with_id)
 
     def _check(self, scope: Scope, headers: Headers) -> int | None:
         """The number of the caller's key; None for an open path without one."""

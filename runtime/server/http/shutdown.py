@@ -5,8 +5,8 @@ import asyncio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atomc.runtime.server.engines.client import ShuttingDown
-from atomc.runtime.server.http.errors import to_api_error
-from atomc.runtime.server.http.responses import error_response
+from atomc.runtime.server.http.errors import client_error
+from atomc.runtime.server.http.responses import APIErrorResponse
 
 
 class ShutdownMiddleware:
@@ -39,6 +39,6 @@ class ShutdownMiddleware:
             await self.app(scope, receive, send_and_note)
         except asyncio.CancelledError:
             if not response_started:
-                await error_response(to_api_error(ShuttingDown()))(scope, receive, send)
+                await APIErrorResponse(client_error(ShuttingDown()))(scope, receive, send)
         finally:
             self._requests.discard(request)

@@ -19,7 +19,7 @@ from atomc.errors import RunError
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.engines.client import EngineDead, EngineLost
 from atomc.runtime.server.engines.engine_handle import EngineHandle
-from atomc.runtime.server.http.errors import APIError, invalid, invalid_field, to_api_error
+from atomc.runtime.server.http.errors import APIError, client_error, invalid, invalid_field
 from atomc.runtime.server.http.unknown_fields import check_unknown_fields
 from atomc.runtime.server.openai.batch_line import (
     BatchRequest,
@@ -28,9 +28,9 @@ from atomc.runtime.server.openai.batch_line import (
     read_request,
     response_line,
 )
-from atomc.runtime.server.openai.chat_completions import chat_completions
-from atomc.runtime.server.openai.completions import completions
-from atomc.runtime.server.openai.embeddings import embeddings
+from atomc.runtime.server.openai.chat_completions import chat
+from atomc.runtime.server.openai.completions import complete
+from atomc.runtime.server.openai.embeddings import embed
 from atomc.runtime.server.running_service import running_service
 from atomc.runtime.server.service.image_budget import STATE, ImageReservation
 from atomc.runtime.server.service.protocol import ChatRequest, CompletionRequest, EmbeddingRequest
@@ -42,9 +42,9 @@ log = logging.getLogger("atomc.server")
 NUM_RUNNING = 512
 Endpoint = Callable[[Service, Any, Request], Awaitable[Response]]
 ENDPOINTS: dict[str, tuple[type[BaseModel], Endpoint]] = {
-    "/v1/chat/completions": (ChatRequest, chat_completions),
-    "/v1/completions": (CompletionRequest, completions),
-    "/v1/embeddings": (EmbeddingRequest, embeddings),
+    "/v1/chat/completions": (ChatRequest, chat),
+    "/v1/completions": (CompletionRequest, complete),
+    "/v1/embeddings": (EmbeddingRequest, embed),
 }
 
 
@@ -148,10 +148,10 @@ class Batch:
             except Exception as error:  # of one request: its response says what failed
                 if isinstance(error, EngineDead) and not isinstance(error, EngineLost):
                     raise
-                api_error = _to_api_error(error, name)
-                retry_after = api_error.headers.get("Retry-After")
+                answer = _answer_to(error, name)
+                retry_after = answer.headers.get("Retry-After")
                 if retry_after is None:
-                    raise api_error from error
+                    raise answer from error
             await asyncio.sleep(max(float(retry_after), 0.1))
 
     async def _call(self, request: BatchRequest, name: str) -> bytes:
@@ -171,16 +171,16 @@ class Batch:
             reservation.release()
 
 
-def _to_api_error(error: Exception, name: str) -> APIError:
+def _answer_to(error: Exception, name: str) -> APIError:
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         return invalid_field([str(part) for part in first["loc"]], first["msg"])
     if isinstance(error, UnicodeError):
         return invalid("the body has text that is not valid Unicode, such as a lone surrogate")
-    found = to_api_error(error)
-    if found.status == 500 and not isinstance(error, APIError):
+    answer = client_error(error)
+    if answer.status == 500 and not isinstance(error, APIError):
         log.error("request %s failed", name, exc_info=error)
-    return found
+    return answer
 
 
 async def _never_disconnects() -> NoReturn:

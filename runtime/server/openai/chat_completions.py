@@ -44,11 +44,12 @@ from atomc.runtime.server.service.response_types import (
 from atomc.runtime.server.service.service import Service
 
 
-async def chat_completions(service: Service, body: ChatRequest, request: Request) -> Response:
-    chat = await start_chat(service, body, request)
-    response = _ResponseBuilder(service, body, request_id(request), chat)
+async def chat(service: Service, body: ChatRequest, request: Request) -> Response:
+    """Answer a chat."""
+    started = await start_chat(service, body, request)
+    response = _ResponseBuilder(service, body, request_id(request), started)
     if body.stream:
-        return EventStream(response.stream(), chat.generation.close)
+        return EventStream(response.stream(), started.generation.close)
     return JSONResponse(await cancel_on_disconnect(request, response.complete()))
 
 

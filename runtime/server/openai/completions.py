@@ -68,7 +68,8 @@ class ChoiceDelta:
     openai_logprobs: CompletionLogprobs | None = None
 
 
-async def completions(service: Service, body: CompletionRequest, request: Request) -> Response:
+async def complete(service: Service, body: CompletionRequest, request: Request) -> Response:
+    """Complete prompts."""
     model = service.model
     model.check_name(body.model)
     if body.suffix:

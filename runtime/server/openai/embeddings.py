@@ -13,14 +13,15 @@ from starlette.responses import Response
 from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.server.engines.ipc import Submit
 from atomc.runtime.server.engines.request_stream import RequestStream
-from atomc.runtime.server.http.errors import from_request_error, invalid
+from atomc.runtime.server.http.errors import invalid, request_error
 from atomc.runtime.server.http.responses import JSONResponse, cancel_on_disconnect, request_id
 from atomc.runtime.server.service.prompts import tokenize_prompts
 from atomc.runtime.server.service.protocol import EmbeddingRequest
 from atomc.runtime.server.service.service import Service
 
 
-async def embeddings(service: Service, body: EmbeddingRequest, request: Request) -> Response:
+async def embed(service: Service, body: EmbeddingRequest, request: Request) -> Response:
+    """Compute embeddings of texts."""
     model = service.model
     model.check_name(body.model)
     if model.adapter(body.model) is not None:
@@ -74,7 +75,7 @@ async def _collect_embeddings(
     encoded: dict[str, msgspec.Raw] = {}
     async for output in stream:
         if output.error is not None:
-            raise from_request_error(output.error, name)
+            raise request_error(output.error, name)
         if output.embedding is None:
             raise invalid("this model does not return embeddings", "model")
         encoded[output.request_id] = _encode_embedding(output.embedding, body)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from pathlib import Path
 
+from starlette.requests import Request
 from starlette.responses import Response
 
 from atomc.runtime.images.media_access import real_folders
@@ -19,8 +20,11 @@ _changing = asyncio.Lock()
 NOT_THERE = "lora_path: no folder below an allowed one has this path"
 
 
-async def load_adapter(service: Service, body: LoadAdapterRequest) -> Response:
-    """Load an adapter that peft saved, for requests with its name as the model."""
+async def load_adapter(service: Service, body: LoadAdapterRequest, request: Request) -> Response:
+    """Load a LoRA adapter.
+
+    peft saved it; requests with its name as the model use it.
+    """
     name, adapters = body.lora_name, service.model.adapters
     _check_allowed(service)
     async with _changing:
@@ -38,8 +42,13 @@ async def load_adapter(service: Service, body: LoadAdapterRequest) -> Response:
     return JSONResponse({"status": "ok"})
 
 
-async def unload_adapter(service: Service, body: UnloadAdapterRequest) -> Response:
-    """Take no further requests with an adapter; those that run go on."""
+async def unload_adapter(
+    service: Service, body: UnloadAdapterRequest, request: Request
+) -> Response:
+    """Unload a LoRA adapter.
+
+    Requests that run go on.
+    """
     name, adapters = body.lora_name, service.model.adapters
     _check_allowed(service)
     async with _changing:

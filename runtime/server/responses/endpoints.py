@@ -43,6 +43,7 @@ MAX_LISTED = 100
 
 
 async def create_response(service: Service, body: ResponsesRequest, request: Request) -> Response:
+    """Answer items of a conversation, and store the response."""
     check_supported(body)
     previous = None
     if body.previous_response_id is not None:
@@ -81,34 +82,44 @@ def _translate(
     return _Conversation(items, num_bytes), chat_request(body, items)
 
 
+async def refuse_compact(service: Service) -> Response:
+    raise APIError(
+        404,
+        "no endpoint POST /v1/responses/compact: this server does not compact conversations; "
+        "ask the model for a summary, and send it instead of the older items",
+    )
+
+
 async def retrieve_response(
-    service: Service, request: Request, name: str, stream: bool
+    service: Service, response_id: str, request: Request, stream: bool = False
 ) -> Response:
-    found = _stored(service, request, name, "response_id")
+    """Get a stored response."""
+    stored = _stored(service, request, response_id, "response_id")
     if stream:
         raise invalid("a stored response cannot be streamed: retrieve it without stream", "stream")
-    return Response(found.body, media_type="application/json")
+    return Response(stored.body, media_type="application/json")
 
 
-async def delete_response(service: Service, request: Request, name: str) -> Response:
-    _stored(service, request, name, "response_id")
-    service.responses.delete(name)
-    return JSONResponse({"id": name, "object": "response", "deleted": True})
+async def delete_response(service: Service, response_id: str, request: Request) -> Response:
+    """Delete a stored response."""
+    _stored(service, request, response_id, "response_id")
+    service.responses.delete(response_id)
+    return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 
 async def list_input_items(
     service: Service,
+    response_id: str,
     request: Request,
-    name: str,
-    order: Literal["asc", "desc"],
-    limit: int,
-    after: str | None,
+    order: Literal["asc", "desc"] = "desc",
+    limit: int = 20,
+    after: str | None = None,
 ) -> Response:
-    """A page of the whole conversation before the response."""
-    found = _stored(service, request, name, "response_id")
+    """List the conversation before a stored response."""
+    stored = _stored(service, request, response_id, "response_id")
     if not 1 <= limit <= MAX_LISTED:
         raise invalid(f"limit is {limit}, expected 1 to {MAX_LISTED}", "limit")
-    items = found.input if order == "asc" else found.input[::-1]
+    items = stored.input if order == "asc" else stored.input[::-1]
     if after is not None:
         names = [item["id"] for item in items]
         if after not in names:
@@ -127,8 +138,8 @@ async def list_input_items(
 
 
 def _stored(service: Service, request: Request, name: str, param: str) -> StoredResponse:
-    found = service.responses.get(name, request.state.caller)
-    if found is None:
+    stored = service.responses.get(name, request.state.caller)
+    if stored is None:
         raise APIError(
             404,
             f"response {name!r:.80} does not exist: it was not stored, was deleted, made room "
@@ -136,7 +147,7 @@ def _stored(service: Service, request: Request, name: str, param: str) -> Stored
             param=param,
             code="response_not_found",
         )
-    return found
+    return stored
 
 
 class _ResponseBuilder:

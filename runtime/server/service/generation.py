@@ -18,7 +18,7 @@ from atomc.runtime.server.engines.client import RequestRefused
 from atomc.runtime.server.engines.engine_group import Engines
 from atomc.runtime.server.engines.ipc import Submit
 from atomc.runtime.server.engines.request_stream import RequestStream
-from atomc.runtime.server.http.errors import APIError, from_request_error, to_api_error
+from atomc.runtime.server.http.errors import APIError, client_error, request_error
 from atomc.runtime.server.metrics import Metrics
 from atomc.runtime.server.service.model_info import ModelInfo
 from atomc.runtime.server.service.response_types import PromptTokensDetails, Usage
@@ -132,7 +132,7 @@ class Generation:
             if refused.by_client:
                 raise
             log.error("request %s failed: %s", self._request_id, refused)
-            raise from_request_error(RequestError(str(refused)), self._request_id) from refused
+            raise request_error(RequestError(str(refused)), self._request_id) from refused
 
     async def __aiter__(self) -> AsyncIterator[tuple[Choice, TextDelta]]:
         """Yields (choice, new text) until all choices have finished. Raises EngineDead, or APIError
@@ -170,7 +170,7 @@ class Generation:
                     output.request_id,
                     output.error.message,
                 )
-            raise from_request_error(output.error, self._request_id)
+            raise request_error(output.error, self._request_id)
         if output.finish_reason == "abort":
             raise APIError(500, "the engine aborted this request", "server_error")
 
@@ -226,7 +226,7 @@ class Generation:
         first = min((choice.first for choice in choices if choice.first), default=None)
         ended = "disconnect"
         if error is not None and is_failure(error):
-            ended = to_api_error(error).code or "error"
+            ended = client_error(error).code or "error"
         return RequestSummary(
             self._request_id,
             self._params,
@@ -252,7 +252,7 @@ class Generation:
             return work(*args, **kwargs)
         except BaseException as error:  # a panic in Rust is no Exception
             failed = to_request_error(self._request_id, "detokenizing", error)
-            raise from_request_error(failed, self._request_id) from error
+            raise request_error(failed, self._request_id) from error
 
     def _record_metrics(self, choice: Choice) -> None:
         metrics = self._metrics

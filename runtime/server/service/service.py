@@ -15,7 +15,7 @@ from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.engines.engine_group import Engines
 from atomc.runtime.server.engines.ipc import Submit
-from atomc.runtime.server.http.errors import APIError, to_api_error
+from atomc.runtime.server.http.errors import APIError, client_error
 from atomc.runtime.server.http.responses import cancel_on_disconnect, request_id
 from atomc.runtime.server.metrics import Metrics
 from atomc.runtime.server.service.generation import Generation
@@ -116,11 +116,11 @@ class Service:
 
     def stream_error(self, error: Exception) -> APIError:
         """The error event of a stream that has begun; logs internal errors."""
-        api_error = to_api_error(error)
-        if api_error.status == 500 and not isinstance(error, APIError):
+        answer = client_error(error)
+        if answer.status == 500 and not isinstance(error, APIError):
             log.error("a stream failed", exc_info=error)
-        self.metrics.refused.labels(self.metrics.model, api_error.status).inc()
-        return api_error
+        self.metrics.refused.labels(self.metrics.model, answer.status).inc()
+        return answer
 
     async def ready(self) -> None:
         """Generates one token, at most once per PROBE_SECONDS. Raises APIError, RequestRefused or

@@ -22,7 +22,7 @@ BUGS = [
     Bug(PAGES, "self._hosts = None", "self._hosts = frozenset()", PAGES_TESTS),
     Bug(KEYS, "and caller >= self._first_admin", "and True", PAGES_TESTS),
     Bug(KEYS, "max(len(keys), 1)", "len(keys)", PAGES_TESTS),
-    Bug("runtime/server/app.py", '        "/load",\n', "", PAGES_TESTS),
+    Bug("runtime/server/app.py", 'types.Load, "operator"', "types.Load", PAGES_TESTS),
     Bug("runtime/server/service/service.py", 'f"key {caller} {salt}"', 'f"key {caller}{salt}"', PAGES_TESTS),
     Bug("runtime/engine.py", "image.salted(salt) for image", "image for image", "tests/runtime/test_images.py -k salts"),
     Bug(FOLDER, "os.lstat(path).st_uid not in", "path.exists() and path.stat().st_uid not in", FOLDER_TESTS),

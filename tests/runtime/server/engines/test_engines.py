@@ -22,6 +22,7 @@ class Client:
         if self.error is not None:
             raise self.error
         self.did.append((name, adapter))
+        return ""
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from atomc.runtime.server.engines.client import (  # noqa: E402
 )
 from atomc.runtime.server.engines.engine_group import Engines  # noqa: E402
 from atomc.runtime.server.engines.gpus import engine_environments  # noqa: E402
-from atomc.runtime.server.http.errors import to_api_error  # noqa: E402
+from atomc.runtime.server.http.errors import client_error  # noqa: E402
 
 pytestmark = [
     pytest.mark.xdist_group("server lifecycle"),
@@ -194,7 +194,7 @@ def test_without_any_engine_the_soonest_restart_is_the_reason():
     assert both.unhealthy_reason == "a; b"
     assert isinstance(Engines([_Client(late), _Client(ShuttingDown())]).dead, ShuttingDown)
     assert Engines([_Client(lost), _Client()]).dead is None
-    assert to_api_error(lost).headers == {"Retry-After": "1"}
+    assert client_error(lost).headers == {"Retry-After": "1"}
 
 
 def test_other_engines_remain_while_one_is_alive_or_being_restarted():
