@@ -21,7 +21,7 @@ from atomc.runtime.server.http.errors import APIError, invalid
 from atomc.runtime.server.http.limits import TOKENS, check_length
 from atomc.runtime.server.http.responses import JSONResponse
 from atomc.runtime.server.metrics import CONTENT_TYPE
-from atomc.runtime.server.service.model_info import ModelInfo
+from atomc.runtime.server.service.model_info import ChatInput, ModelInfo
 from atomc.runtime.server.service.protocol import DetokenizeRequest, TokenizeRequest
 from atomc.runtime.server.service.response_types import Model
 from atomc.runtime.server.service.service import Service
@@ -72,17 +72,14 @@ async def tokenize(service: Service, body: TokenizeRequest, request: Request) ->
         )
     else:
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
-        kwargs = body.chat_template_kwargs or {}
-        chat = await chat_prompt(
-            service,
-            request,
+        chat = ChatInput(
             body.messages or [],
             tools,
             body.add_generation_prompt,
-            kwargs,
+            body.chat_template_kwargs or {},
             body.continue_final_message,
         )
-        tokens = chat.tokens
+        tokens = (await chat_prompt(service, request, chat)).tokens
     spelled = (
         await asyncio.to_thread(_token_texts, model, tokens) if body.return_token_strs else None
     )

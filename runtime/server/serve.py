@@ -232,8 +232,7 @@ async def _run(
     """Serve until shutdown; returns the exit status of the process."""
     from atomc.runtime.execution.timings import freeze_heap
     from atomc.runtime.server.app import create_app
-    from atomc.runtime.server.http.shutdown import ShutdownMiddleware
-    from atomc.runtime.server.http.web_server import WebServer
+    from atomc.runtime.server.http.web_server import ShutdownMiddleware, WebServer
     from atomc.runtime.server.running_service import running_service
 
     assert config.drain_seconds is not None, "with_drain_seconds sets it"

@@ -31,6 +31,7 @@ from atomc.runtime.server.service.protocol import (
     NamedFunction,
     NamedTool,
     ResponseFormat,
+    SamplingFields,
     Tool,
 )
 
@@ -38,34 +39,14 @@ AnyBlock: TypeAlias = UserBlock | AssistantBlock
 # Claude Code begins the system prompt with this line, whose value is another in each request: the
 # prefix cache would never match.
 BILLING = "x-anthropic-billing-header:"
-# Fields that a chat request has under the same name.
-SAME_FIELDS = (
-    "max_tokens",
-    "stream",
-    "temperature",
-    "top_k",
-    "top_p",
-    "seed",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_tokens",
-    "ignore_eos",
-    "stop_token_ids",
-    "allowed_token_ids",
-    "bad_words",
-    "structured_outputs",
-    "priority",
-    "cache_salt",
-)
 # Chat templates with an effort know low, medium and high.
 EFFORTS = {"xhigh": "high", "max": "high"}
 
 
 def generation_request(body: MessagesRequest) -> ChatRequest:
-    same = {name: getattr(body, name) for name in SAME_FIELDS}
-    return prompt_request(body).model_copy(update={**same, "stop": body.stop_sequences})
+    names = ("max_tokens", *SamplingFields.model_fields)
+    update = {"stop": body.stop_sequences, **{name: getattr(body, name) for name in names}}
+    return prompt_request(body).model_copy(update=update)
 
 
 def prompt_request(body: PromptRequest) -> ChatRequest:

@@ -3,7 +3,6 @@
 from collections.abc import AsyncIterator, Iterator, Sequence
 from itertools import groupby
 
-import msgspec
 import pydantic_core
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,12 +22,7 @@ from atomc.runtime.server.anthropic.response import (
     tool_use_content,
 )
 from atomc.runtime.server.chat.chat import Chat, ChoiceDelta, rendered_prompt, start_chat
-from atomc.runtime.server.http.responses import (
-    EventStream,
-    JSONResponse,
-    cancel_on_disconnect,
-    request_id,
-)
+from atomc.runtime.server.http.responses import JSONResponse, request_id, respond, sse_event
 from atomc.runtime.server.parsers.message_deltas import (
     ContentDelta,
     MessageDelta,
@@ -46,10 +40,8 @@ SIGNATURE = "unsigned"
 async def create_message(service: Service, body: MessagesRequest, request: Request) -> Response:
     """Answer a chat, in Anthropic's format."""
     chat = await start_chat(service, generation_request(body), request, fit_max_tokens=True)
-    response = _ResponseBuilder(service, body, request_id(request), chat)
-    if body.stream:
-        return EventStream(response.stream(), chat.generation.close)
-    return JSONResponse(await cancel_on_disconnect(request, response.complete()))
+    answer = MessageAnswer(service, body, request_id(request), chat)
+    return await respond(request, answer, body.stream, chat.generation.close)
 
 
 async def count_message_tokens(service: Service, body: PromptRequest, request: Request) -> Response:
@@ -58,8 +50,8 @@ async def count_message_tokens(service: Service, body: PromptRequest, request: R
     return JSONResponse({"input_tokens": len(prompt.tokens)})
 
 
-class _ResponseBuilder:
-    """Builds the response to one request: one JSON body, or a stream of events."""
+class MessageAnswer:
+    """An Answer as a message of Anthropic's API."""
 
     def __init__(self, service: Service, body: MessagesRequest, name: str, chat: Chat) -> None:
         self.service, self.body, self.name, self.chat = service, body, name, chat
@@ -96,7 +88,7 @@ class _ResponseBuilder:
                 yield _event("message_delta", delta=self._stop(last, calls_tools), usage=usage)
                 yield _event("message_stop")
         except Exception as error:  # the response has begun: its last event says what failed
-            yield _sse("error", anthropic_error(self.service.stream_error(error), self.name))
+            yield sse_event(anthropic_error(self.service.stream_error(error), self.name), "error")
 
     def _message(self, content: list[Content], end: Stop) -> AnthropicMessage:
         return {
@@ -208,9 +200,4 @@ def _calls_tools(deltas: Sequence[MessageDelta]) -> bool:
 
 
 def _event(kind: str, **fields: object) -> bytes:
-    return _sse(kind, {"type": kind, **fields})
-
-
-def _sse(name: str, data: object) -> bytes:
-    """One named server-sent event."""
-    return b"event: %s\ndata: %s\n\n" % (name.encode(), msgspec.json.encode(data))
+    return sse_event({"type": kind, **fields}, kind)

@@ -11,13 +11,10 @@ from atomc.files.json_types import JSON, json_kind
 from atomc.runtime.server.http.limits import CONTENT_BLOCKS, MESSAGES
 from atomc.runtime.server.service.protocol import (
     FailFastList,
-    FiniteFloat,
     Int64,
     JSONObject,
     RequestModel,
-    StructuredOutputs,
-    Temperature,
-    TokenId,
+    SamplingFields,
 )
 
 Ignored = SkipValidation[JsonValue]
@@ -217,27 +214,9 @@ class PromptRequest(RequestModel):
     tool_types = ("custom",)
 
 
-class MessagesRequest(PromptRequest):
+class MessagesRequest(SamplingFields, PromptRequest):
     max_tokens: Int64
     stop_sequences: FailFastList[str] | None = None
-    stream: bool | None = None
-    temperature: Temperature | None = None
-    top_k: Int64 | None = None
-    top_p: FiniteFloat | None = None
-    # the server's own, as in its chat completions
-    seed: int | None = None
-    min_p: FiniteFloat | None = None
-    presence_penalty: FiniteFloat | None = None
-    frequency_penalty: FiniteFloat | None = None
-    repetition_penalty: FiniteFloat | None = None
-    min_tokens: Int64 = 0
-    ignore_eos: bool = False
-    stop_token_ids: FailFastList[TokenId] | None = None
-    allowed_token_ids: FailFastList[TokenId] | None = None
-    bad_words: FailFastList[str] | None = None
-    structured_outputs: StructuredOutputs | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
-    cache_salt: str | None = None
     # accepted and ignored
     metadata: Ignored = None
     diagnostics: Ignored = None

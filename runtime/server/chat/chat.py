@@ -23,7 +23,7 @@ from atomc.runtime.server.parsers.reasoning_parsers import CLOSE, PromptEnd, rea
 from atomc.runtime.server.parsers.tool_parsers.harmony import HARMONY, HarmonyParser
 from atomc.runtime.server.service.generation import Generation
 from atomc.runtime.server.service.image_budget import image_reservation
-from atomc.runtime.server.service.model_info import ModelInfo
+from atomc.runtime.server.service.model_info import ChatInput, ModelInfo
 from atomc.runtime.server.service.prompts import check_num_choices
 from atomc.runtime.server.service.protocol import ChatRequest
 from atomc.runtime.server.service.sampling import (
@@ -206,16 +206,14 @@ async def _prompt(
     kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
-    return await chat_prompt(
-        service,
-        request,
+    chat = ChatInput(
         body.messages,
         mode.template_tools,
         body.add_generation_prompt,
         kwargs,
         body.continue_final_message,
-        prompt_limit(body, service.model),
     )
+    return await chat_prompt(service, request, chat, prompt_limit(body, service.model))
 
 
 def _truncated(

@@ -1,11 +1,9 @@
 """The prompt of a chat: rendered by the chat template, tokenized, with its images."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from starlette.requests import Request
 
-from atomc.files.json_types import JSONLike
 from atomc.runtime.images.content_parts import has_images, split_images
 from atomc.runtime.images.image_error import ImageError
 from atomc.runtime.images.placeholders import Placeholders, check_image_tokens, place_images
@@ -15,10 +13,8 @@ from atomc.runtime.server.http.limits import MESSAGES, check_length
 from atomc.runtime.server.http.responses import cancel_on_disconnect
 from atomc.runtime.server.service.image_budget import image_reservation
 from atomc.runtime.server.service.image_reader import ImageReader, RequestLimits
+from atomc.runtime.server.service.model_info import ChatInput
 from atomc.runtime.server.service.service import Service
-from atomc.runtime.text.chat_template import Message
-
-Tools = Sequence[Mapping[str, JSONLike]] | None
 
 
 @dataclass(frozen=True)
@@ -31,14 +27,7 @@ class ChatPrompt:
 
 
 async def chat_prompt(
-    service: Service,
-    request: Request,
-    messages: Sequence[Message],
-    tools: Tools,
-    add_generation_prompt: bool,
-    kwargs: Mapping[str, JSONLike],
-    continue_final_message: bool = False,
-    limit: int | None = None,
+    service: Service, request: Request, chat: ChatInput, limit: int | None = None
 ) -> ChatPrompt:
     """limit: maximum number of tokens of the text; None: max_len.
 
@@ -46,51 +35,32 @@ async def chat_prompt(
     that cannot be used.
     """
     model = service.model
-    check_length(MESSAGES, messages, "messages", "messages")
+    check_length(MESSAGES, chat.messages, "messages", "messages")
     if service.images is not None:
         try:
-            return await _with_images(
-                service,
-                service.images,
-                request,
-                messages,
-                tools,
-                add_generation_prompt,
-                kwargs,
-                continue_final_message,
-                limit,
-            )
+            return await _image_prompt(service, service.images, request, chat, limit)
         except ImageError as error:
             raise invalid(str(error), "messages", error.code) from error
-    if has_images(messages):
+    if has_images(chat.messages):
         raise invalid(f"this model reads no images: {model.no_images}", "messages")
-    text = await model.render_chat(
-        messages, tools, add_generation_prompt, kwargs, continue_final_message
-    )
+    text = await model.render_chat(chat)
     return ChatPrompt(text, await model.encode_chat([text], limit))
 
 
-async def _with_images(
-    service: Service,
-    reader: ImageReader,
-    request: Request,
-    messages: Sequence[Message],
-    tools: Tools,
-    add_generation_prompt: bool,
-    kwargs: Mapping[str, JSONLike],
-    continue_final_message: bool,
-    limit: int | None,
+async def _image_prompt(
+    service: Service, reader: ImageReader, request: Request, chat: ChatInput, limit: int | None
 ) -> ChatPrompt:
+    """The prompt of a model that reads images."""
     model, image_tokens = service.model, reader.decoder.tokens
-    messages, sources = split_images(messages, service.config.limit_images)
+    messages, sources = split_images(chat.messages, service.config.limit_images)
     hidden = Placeholders(image_tokens.texts)
-    text = await model.render_chat(
-        hidden.hide(messages),
-        hidden.hide(tools),
-        add_generation_prompt,
-        hidden.hide(kwargs),
-        continue_final_message,
+    rendered = replace(
+        chat,
+        messages=hidden.hide(messages),
+        tools=hidden.hide(chat.tools),
+        kwargs=hidden.hide(chat.kwargs),
     )
+    text = await model.render_chat(rendered)
     tokens = await model.encode_chat(hidden.pieces(text), limit)
     check_image_tokens(tokens, image_tokens.image, len(sources))
     text = hidden.restore(text)

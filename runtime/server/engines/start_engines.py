@@ -3,15 +3,14 @@ whose other ranks torchrun has started.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from atomc.options import TorchrunPlace, let_openmp_sleep
+from atomc.options import TorchrunPlace, let_openmp_sleep, visible_gpus
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.server.engines.client import EngineProcess
 from atomc.runtime.server.engines.engine_handle import EngineHandle
-from atomc.runtime.server.engines.gpus import engine_environments
 
 
 def start_engines(
@@ -27,16 +26,48 @@ def start_engines(
     Raises ValueError if there are too few devices, ImportError without Ray.
     """
     if on_ray:
-        return _start_on_ray(_for_other_hosts(config, folder))
+        return _start_on_ray(_portable(config, folder))
     if torchrun is not None:
-        return _start_with_torchrun(_for_other_hosts(config, folder), torchrun)
+        return _start_with_torchrun(_portable(config, folder), torchrun)
     return [
         EngineProcess(replace(config, model=str(folder)), environment, progress=number == 0)
         for number, environment in enumerate(engine_environments(config))
     ]
 
 
-def _for_other_hosts(config: EngineConfig, folder: Path) -> EngineConfig:
+def engine_environments(config: EngineConfig) -> list[Mapping[str, str]]:
+    """The environment of each of config.num_engines engines: engine e of R ranks sees the GPUs
+    e * R to e * R + R - 1. Empty without GPUs, and for one engine, which chooses by itself.
+
+    Raises ValueError for one device, or too few.
+    """
+    if config.num_engines == 1:
+        return [{}]
+    import torch
+
+    device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.index is not None:
+        raise ValueError(
+            f"device is {device}, but dp is {config.dp}: set device to {device.type} (and "
+            "CUDA_VISIBLE_DEVICES to choose GPUs)"
+        )
+    if device.type != "cuda":
+        return [{}] * config.num_engines
+    count, ranks = torch.cuda.device_count(), config.num_ranks
+    if count < config.dp * ranks:
+        raise ValueError(
+            f"dp is {config.dp}, and there are {count} GPUs: each engine needs {ranks}, all need "
+            f"{config.dp * ranks}"
+        )
+    variable, names = visible_gpus()
+    names = names or [str(number) for number in range(count)]
+    return [
+        {variable: ",".join(names[engine * ranks : (engine + 1) * ranks])}
+        for engine in range(config.dp)
+    ]
+
+
+def _portable(config: EngineConfig, folder: Path) -> EngineConfig:
     """Folders by their whole paths, because other hosts start in other folders. A name on the hub
     stays one, because each host has its own copies.
     """

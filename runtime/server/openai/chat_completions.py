@@ -11,14 +11,7 @@ from starlette.responses import Response
 
 from atomc.runtime.requests.logprobs import TokenLogprobs
 from atomc.runtime.server.chat.chat import Chat, ChoiceDelta, start_chat
-from atomc.runtime.server.http.responses import (
-    SSE_DONE,
-    EventStream,
-    JSONResponse,
-    cancel_on_disconnect,
-    request_id,
-    sse_event,
-)
+from atomc.runtime.server.http.responses import SSE_DONE, request_id, respond, sse_event
 from atomc.runtime.server.parsers.message_deltas import (
     ContentDelta,
     MessageDelta,
@@ -47,10 +40,8 @@ from atomc.runtime.server.service.service import Service
 async def chat(service: Service, body: ChatRequest, request: Request) -> Response:
     """Answer a chat."""
     started = await start_chat(service, body, request)
-    response = _ResponseBuilder(service, body, request_id(request), started)
-    if body.stream:
-        return EventStream(response.stream(), started.generation.close)
-    return JSONResponse(await cancel_on_disconnect(request, response.complete()))
+    answer = ChatAnswer(service, body, request_id(request), started)
+    return await respond(request, answer, body.stream, started.generation.close)
 
 
 @dataclass
@@ -66,8 +57,8 @@ class _ChoiceState:
     stop_reason: int | str | None = None
 
 
-class _ResponseBuilder:
-    """Builds the response to one request: one JSON body, or a stream of events."""
+class ChatAnswer:
+    """An Answer as a chat completion."""
 
     def __init__(self, service: Service, body: ChatRequest, name: str, chat: Chat) -> None:
         self.service, self.body, self.chat = service, body, chat

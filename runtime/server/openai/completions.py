@@ -11,14 +11,7 @@ from starlette.responses import Response
 
 from atomc.runtime.requests.logprobs import TokenLogprobs
 from atomc.runtime.server.http.errors import invalid
-from atomc.runtime.server.http.responses import (
-    SSE_DONE,
-    EventStream,
-    JSONResponse,
-    cancel_on_disconnect,
-    request_id,
-    sse_event,
-)
+from atomc.runtime.server.http.responses import SSE_DONE, request_id, respond, sse_event
 from atomc.runtime.server.service.generation import Choice, Generation
 from atomc.runtime.server.service.logprobs import (
     TextOffsets,
@@ -108,14 +101,12 @@ async def complete(service: Service, body: CompletionRequest, request: Request) 
     )
     generation = service.generation(request, prompts, params, body)
     await service.start(generation, request)
-    response = _ResponseBuilder(service, body, request_id(request), generation, prompt_only)
-    if body.stream:
-        return EventStream(response.stream(), generation.close)
-    return JSONResponse(await cancel_on_disconnect(request, response.complete()))
+    answer = CompletionAnswer(service, body, request_id(request), generation, prompt_only)
+    return await respond(request, answer, body.stream, generation.close)
 
 
-class _ResponseBuilder:
-    """Builds the response to one request: one JSON body, or a stream of events."""
+class CompletionAnswer:
+    """An Answer as a text completion."""
 
     def __init__(
         self,

@@ -15,11 +15,11 @@ from atomc.runtime.server.chat.chat import Chat, ChoiceDelta, start_chat
 from atomc.runtime.server.http.errors import APIError, invalid
 from atomc.runtime.server.http.responses import (
     SSE_DONE,
-    EventStream,
     JSONResponse,
-    cancel_on_disconnect,
+    respond,
+    sse_event,
 )
-from atomc.runtime.server.responses.events import Event, OutputItems, encoded_event
+from atomc.runtime.server.responses.events import Event, OutputItems
 from atomc.runtime.server.responses.items import input_items, new_id
 from atomc.runtime.server.responses.request import (
     ResponsesRequest,
@@ -56,10 +56,8 @@ async def create_response(service: Service, body: ResponsesRequest, request: Req
     except APIError as error:
         error.param = PARAMS.get(error.param or "", error.param)
         raise
-    response = _ResponseBuilder(service, body, request.state.caller, conversation, chat)
-    if body.stream:
-        return EventStream(response.stream(), chat.generation.close)
-    return JSONResponse(await cancel_on_disconnect(request, response.complete()))
+    answer = ResponsesAnswer(service, body, request.state.caller, conversation, chat)
+    return await respond(request, answer, body.stream, chat.generation.close)
 
 
 @dataclass(frozen=True)
@@ -150,8 +148,8 @@ def _stored(service: Service, request: Request, name: str, param: str) -> Stored
     return stored
 
 
-class _ResponseBuilder:
-    """Builds the response to one request: one JSON body, or a stream of events.
+class ResponsesAnswer:
+    """An Answer as a response of the Responses API.
 
     caller         the number of the API key of the request
     conversation   that it answers
@@ -187,7 +185,7 @@ class _ResponseBuilder:
             nonlocal number
             event["sequence_number"] = number
             number += 1
-            return encoded_event(event)
+            return sse_event(event, event["type"])
 
         try:
             with self.chat.generation:

@@ -25,11 +25,6 @@ Event: TypeAlias = dict[str, Any]
 Logprobs: TypeAlias = Sequence[msgspec.Raw]
 
 
-def encoded_event(event: Event) -> bytes:
-    """One server-sent event, with its type as the name."""
-    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event))
-
-
 @dataclass
 class _Message:
     id: str = field(default_factory=lambda: new_id("msg"))

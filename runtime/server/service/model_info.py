@@ -3,20 +3,21 @@ defaults.
 """
 
 import asyncio
+import ctypes
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from atomc.files.json_types import JSONLike
 from atomc.runtime.images.image_decoder import ImageDecoder, start_image_decoder
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.http.errors import APIError, invalid
 from atomc.runtime.server.http.limits import TOOLS, check_length
-from atomc.runtime.server.http.timeout import run_with_timeout
 from atomc.runtime.server.parsers.reasoning_parsers import detect_reasoning_parser
 from atomc.runtime.server.parsers.tool_parsers import detect_tool_parser
 from atomc.runtime.text.chat_template import ChatTemplate, Message, load_chat_template
@@ -32,6 +33,19 @@ LONG_TEXT = 1024
 # many tokens per piece.
 PIECE_CHARACTERS, EXTRA_TOKENS = 2**16, 64
 RENDER_SECONDS = 10.0
+T = TypeVar("T")
+Tools = Sequence[Mapping[str, JSONLike]] | None
+
+
+@dataclass(frozen=True)
+class ChatInput:
+    """What a chat template renders. kwargs: its variables that the client sets."""
+
+    messages: Sequence[Message]
+    tools: Tools
+    add_generation_prompt: bool
+    kwargs: Mapping[str, JSONLike]
+    continue_final_message: bool = False
 
 
 @dataclass
@@ -124,14 +138,7 @@ class ModelInfo:
                     raise context_length_error(limit, f"at least {least}", param)
         return encode(self.tokenizer, text, add_special_tokens=add_special_tokens)
 
-    async def render_chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, JSONLike]] | None,
-        add_generation_prompt: bool,
-        kwargs: Mapping[str, JSONLike],
-        continue_final_message: bool = False,
-    ) -> str:
+    async def render_chat(self, chat: ChatInput) -> str:
         """The prompt that the chat template renders. Raises a 400 with the template's error message
         if it fails.
         """
@@ -141,21 +148,21 @@ class ModelInfo:
                 "--chat-template"
             )
         template = self.template
-        check_length(TOOLS, tools, "tools", "tools")
+        check_length(TOOLS, chat.tools, "tools", "tools")
 
         def render() -> str:
             set_here = ("add_generation_prompt", "continue_final_message")
-            variables = {k: v for k, v in kwargs.items() if k not in set_here}
+            variables = {k: v for k, v in chat.kwargs.items() if k not in set_here}
             return template.render(
-                messages,
-                tools,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
+                chat.messages,
+                chat.tools,
+                add_generation_prompt=chat.add_generation_prompt,
+                continue_final_message=chat.continue_final_message,
                 **variables,
             )
 
         try:
-            return await asyncio.to_thread(run_with_timeout, RENDER_SECONDS, render)
+            return await asyncio.to_thread(_run_with_timeout, RENDER_SECONDS, render)
         except TimeoutError as error:
             raise invalid(
                 f"rendering the chat template exceeded the limit of {RENDER_SECONDS:.0f} s",
@@ -189,6 +196,46 @@ class ModelInfo:
             return f"token_id:{token_id}", []
         raw = self._texts.bytes(token_id)
         return raw.decode(errors="replace"), list(raw)
+
+
+def _run_with_timeout(seconds: float, work: Callable[[], T]) -> T:
+    """The result of `work`, which runs in this thread. Raises TimeoutError inside of it after
+    `seconds`.
+
+    This interrupts Python code, such as a looping template; a call into C is interrupted when it
+    returns.
+    """
+    lock = threading.Lock()
+    done = False
+    timed_out = False
+    thread = threading.get_ident()
+
+    def interrupt() -> None:
+        nonlocal timed_out
+        with lock:
+            if not done:
+                timed_out = True
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(thread), ctypes.py_object(TimeoutError)
+                )
+
+    timer = threading.Timer(seconds, interrupt)
+    timer.daemon = True
+    timer.start()
+    try:
+        try:
+            result = work()
+        finally:
+            with lock:
+                done = True
+        return result
+    except Exception as error:
+        # `work` may have caught the TimeoutError and raised another error.
+        if timed_out:
+            raise TimeoutError(f"exceeded the limit of {seconds:g} s") from error
+        raise
+    finally:
+        timer.cancel()
 
 
 def context_length_error(limit: int, length: str, param: str) -> APIError:

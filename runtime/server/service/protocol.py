@@ -218,25 +218,15 @@ class AllowedTools(RequestModel):
 ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
 
-class SamplingRequest(RequestModel):
-    """Fields shared by all endpoints that generate text."""
+class SamplingFields(RequestModel):
+    """Fields of all endpoints that generate text, OpenAI's and Anthropic's; vLLM's extensions."""
 
-    model: str | None = None
     temperature: Temperature | None = None
     top_p: FiniteFloat | None = None
     seed: int | None = None
-    stop: Annotated[str | FailFastList[str] | None, expected("a string or a list of strings")] = (
-        None
-    )
     presence_penalty: FiniteFloat | None = None
     frequency_penalty: FiniteFloat | None = None
-    logit_bias: Annotated[
-        dict[TokenIdKey, FiniteFloat] | None,
-        expected("an object of token ids with numbers"),
-        BeforeValidator(_check_logit_bias),
-    ] = None
     stream: bool | None = None
-    # extensions of OpenAI's API
     top_k: Int64 | None = None
     min_p: FiniteFloat | None = None
     repetition_penalty: FiniteFloat | None = None
@@ -245,16 +235,30 @@ class SamplingRequest(RequestModel):
     stop_token_ids: FailFastList[TokenId] | None = None
     allowed_token_ids: FailFastList[TokenId] | None = None
     bad_words: FailFastList[str] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    cache_salt: str | None = None
+
+
+class SamplingRequest(SamplingFields):
+    """Fields of OpenAI's endpoints that generate text, with vLLM's extensions."""
+
+    model: str | None = None
+    stop: Annotated[str | FailFastList[str] | None, expected("a string or a list of strings")] = (
+        None
+    )
+    logit_bias: Annotated[
+        dict[TokenIdKey, FiniteFloat] | None,
+        expected("an object of token ids with numbers"),
+        BeforeValidator(_check_logit_bias),
+    ] = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    structured_outputs: StructuredOutputs | None = None
     guided_json: Schema = None
     guided_regex: str | None = None
     guided_choice: FailFastList[str] | None = None
     guided_grammar: str | None = None
     return_token_ids: bool = False
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
-    cache_salt: str | None = None
     # accepted and ignored
     user: str | None = None
 

@@ -17,7 +17,7 @@ from atomc.runtime.scheduling.blocks import BlockPool
 from atomc.runtime.scheduling.data_parallel import DataParallelScheduler
 from atomc.runtime.scheduling.scheduler import QueueFull, Scheduler
 from atomc.runtime.scheduling.step import ScheduledStep, StepSize
-from atomc.runtime.server.engines.gpus import engine_environments
+from atomc.runtime.server.engines.start_engines import engine_environments
 
 SAMPLED = SamplingParams(max_tokens=5, ignore_eos=True)
 

@@ -316,7 +316,7 @@ def test_a_template_that_loops_ends(tmp_path, monkeypatch):
     config = ServerConfig(chat_template=str(file))
     model = model_info.load_model_info(demo.PATH, "demo", config)
     with pytest.raises(APIError) as error:
-        asyncio.run(model.render_chat([USER], None, True, {"rounds": 90_000}))
+        asyncio.run(model.render_chat(model_info.ChatInput([USER], None, True, {"rounds": 90_000})))
     said = "rendering the chat template exceeded the limit of 1 s"
     assert (error.value.status, str(error.value)) == (400, said)
 

@@ -9,8 +9,8 @@ pytest.importorskip("starlette")
 
 from starlette.responses import Response
 
-from atomc.runtime.server.http import unread_body
-from atomc.runtime.server.http.unread_body import UnreadBodyMiddleware
+from atomc.runtime.server.http import request_body
+from atomc.runtime.server.http.request_body import UnreadBodyMiddleware
 
 CLOSES, STAYS = {"Connection": "close"}, {"X": "y"}
 
@@ -54,7 +54,7 @@ def test_the_rest_of_the_body_is_read_before_the_response_ends() -> None:
 
 
 def test_a_client_that_sends_nothing_more_is_waited_for_a_while(monkeypatch: Any) -> None:
-    monkeypatch.setattr(unread_body, "LINGER_SECONDS", 0.01)
+    monkeypatch.setattr(request_body, "LINGER_SECONDS", 0.01)
     assert events(CLOSES, [b"a"])[-2:] == ["received a", "response.body"]
 
 
