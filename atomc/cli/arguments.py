@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 GLUES = ("eager", "inductor", "auto")
+RUNTIME = "compile with a paged KV cache, as `atomc generate` does"
 
 
 def command(
@@ -32,6 +33,40 @@ def command(
     )
     parser.set_defaults(run=run)
     return parser
+
+
+def add_switch(parser: argparse._ActionsContainer, flag: str, text: str) -> None:
+    parser.add_argument(flag, action="store_true", help=text)
+
+
+def add_number(
+    parser: argparse._ActionsContainer,
+    flag: str,
+    text: str,
+    *,
+    default: float | None = None,
+    kind: Callable[[str], float] = int,
+    metavar: str | None = None,
+) -> None:
+    """text: the default is added to it."""
+    if default is not None:
+        text = f"{text} (default: %(default)s)" if text else "default: %(default)s"
+    metavar = metavar or ("X" if kind is float else "N")
+    parser.add_argument(flag, type=kind, default=default, metavar=metavar, help=text)
+
+
+def add_dump(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dump", metavar="DIR", help="write one runnable file per pass that changed the graph"
+    )
+
+
+def add_device(parser: argparse.ArgumentParser, glue: str) -> None:
+    """What runs a model; glue: the default."""
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
+    parser.add_argument(
+        "--glue", choices=GLUES, help=f"what runs the ops without a kernel; default: {glue}"
+    )
 
 
 def add_quantization(parser: argparse.ArgumentParser, what: str) -> None:

@@ -13,9 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atomc.cli.arguments import (
-    GLUES,
+    RUNTIME,
+    add_device,
     add_dtype,
+    add_dump,
+    add_number,
     add_quantization,
+    add_switch,
     command,
     default_glue,
     dtype_named,
@@ -67,39 +71,32 @@ def add(commands: "Commands") -> None:
         "kwargs); "
         "default: the demo model",
     )
+    _add_input(parser)
+    parser.add_argument(
+        "--by", choices=ORDERS, default="sqnr", help="the order of the sites (default: %(default)s)"
+    )
+    add_number(parser, "--rows", "number of sites shown", default=20)
+    _add_compile(parser)
+    add_switch(parser, "--json", "the report as JSON")
+
+
+def _add_input(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-p", "--prompt", action="append", help="the input; may be given several times"
     )
     parser.add_argument("--prompts", metavar="FILE", help="the input, from a text file")
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        default=TOKENS,
-        metavar="N",
-        help="maximum length (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--runtime",
-        action="store_true",
-        help="compile with a paged KV cache, as `atomc generate` does",
-    )
-    parser.add_argument(
+    add_number(parser, "--tokens", "maximum length", default=TOKENS)
+    add_switch(parser, "--runtime", RUNTIME)
+    add_number(
+        parser,
         "--bound",
-        type=float,
-        metavar="X",
-        help="maximum distance of the outputs from fp32, relative to "
+        "maximum distance of the outputs from fp32, relative to "
         "the largest value; default: twice that of the original model",
+        kind=float,
     )
-    parser.add_argument(
-        "--by", choices=ORDERS, default="sqnr", help="the order of the sites (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--rows",
-        type=int,
-        default=20,
-        metavar="N",
-        help="number of sites shown (default: %(default)s)",
-    )
+
+
+def _add_compile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--options", metavar="FILE", help="TOML with a table [options], for the compiler"
     )
@@ -109,19 +106,11 @@ def add(commands: "Commands") -> None:
         help="disable the rewrite that causes the difference, audit "
         "again, and write options for --options, `atomc serve --config` and ATOMC_OPTIONS",
     )
-    parser.add_argument(
-        "--dump", metavar="DIR", help="write one runnable file per pass that changed the graph"
-    )
-    parser.add_argument(
-        "--record", action="store_true", help="with --dump: also store inputs, weights and outputs"
-    )
+    add_dump(parser)
+    add_switch(parser, "--record", "with --dump: also store inputs, weights and outputs")
     add_quantization(parser, "quantize a checkpoint when it is read")
     add_dtype(parser)
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
-    parser.add_argument(
-        "--glue", choices=GLUES, help="what runs the ops without a kernel; default: eager on a CPU"
-    )
-    parser.add_argument("--json", action="store_true", help="the report as JSON")
+    add_device(parser, glue="eager on a CPU")
 
 
 @dataclass(frozen=True)

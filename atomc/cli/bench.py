@@ -14,8 +14,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atomc.cli.arguments import command
-from atomc.cli.serve import GROUPS, POSITIONAL
+from atomc.cli.arguments import (
+    add_number,
+    add_switch,
+    command,
+)
+from atomc.cli.serve import GROUPS
 from atomc.files.file_of_flag import file_of_flag
 from atomc.files.json_types import JSONLike
 
@@ -67,20 +71,18 @@ def _add_serve(kinds: "Commands") -> None:
     )
     parser.add_argument("--model", metavar="NAME", help="default: the first in the server's list")
     parser.add_argument("--api-key", metavar="KEY", help="default: OPENAI_API_KEY, if set")
-    parser.add_argument(
+    add_number(
+        parser,
         "--request-rate",
-        type=float,
+        "requests per second, as a Poisson process; inf: all at once",
         default=math.inf,
-        metavar="X",
-        help="requests per second, as a Poisson process; inf: all at once (default: %(default)s)",
+        kind=float,
     )
-    parser.add_argument(
-        "--max-concurrency", type=_count, metavar="N", help="maximum number of concurrent requests"
-    )
-    parser.add_argument(
+    add_number(parser, "--max-concurrency", "maximum number of concurrent requests", kind=_count)
+    add_switch(
+        parser,
         "--respect-eos",
-        action="store_true",
-        help="let the model end its responses; otherwise requests set ignore_eos, an extension "
+        "let the model end its responses; otherwise requests set ignore_eos, an extension "
         "of the API "
         "by vLLM, SGLang and atomc",
     )
@@ -134,23 +136,9 @@ def _add_latency(kinds: "Commands") -> None:
         "  atomc bench latency\n  atomc bench latency path/to/Qwen3-0.6B --batch-size 8 "
         "--input-len 1024 --output-len 128",
     )
-    parser.add_argument(
-        "--batch-size",
-        type=_count,
-        default=1,
-        metavar="N",
-        help="batch size (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--repeat",
-        type=_count,
-        default=5,
-        metavar="N",
-        help="measured batches (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--warm-up", type=int, default=1, metavar="N", help="warm-up batches (default: %(default)s)"
-    )
+    add_number(parser, "--batch-size", "batch size", default=1, kind=_count)
+    add_number(parser, "--repeat", "measured batches", default=5, kind=_count)
+    add_number(parser, "--warm-up", "warm-up batches", default=1)
     _add_lengths(parser)
     _add_output(parser, plot=True)
     _add_engine(parser)
@@ -235,20 +223,10 @@ def _add_startup(kinds: "Commands") -> None:
         "Measure the start of a process up to its first token, first cold, then warm.",
         "  atomc bench startup\n  atomc bench startup path/to/Qwen3-0.6B --server --repeat 3",
     )
-    parser.add_argument(
-        "--server",
-        action="store_true",
-        help="start `atomc serve` until it is ready, instead of an engine",
-    )
-    parser.add_argument(
-        "--repeat", type=_count, default=1, metavar="N", help="warm starts (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--limit",
-        type=float,
-        default=900.0,
-        metavar="SECONDS",
-        help="timeout of one start (default: %(default)s)",
+    add_switch(parser, "--server", "start `atomc serve` until it is ready, instead of an engine")
+    add_number(parser, "--repeat", "warm starts", default=1, kind=_count)
+    add_number(
+        parser, "--limit", "timeout of one start", default=900.0, kind=float, metavar="SECONDS"
     )
     _add_output(parser, plot=False)
     _add_engine(parser)
@@ -283,9 +261,7 @@ def _plot(text: str) -> str:
 
 
 def _add_prompts(parser: argparse.ArgumentParser, num_prompts: int) -> None:
-    parser.add_argument(
-        "--num-prompts", type=_count, default=num_prompts, metavar="N", help="default: %(default)s"
-    )
+    add_number(parser, "--num-prompts", "", default=num_prompts, kind=_count)
     parser.add_argument(
         "--dataset",
         metavar="FILE",
@@ -296,38 +272,24 @@ def _add_prompts(parser: argparse.ArgumentParser, num_prompts: int) -> None:
 
 
 def _add_lengths(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("random prompts").add_argument
-    add(
-        "--input-len",
-        type=_count,
-        default=128,
-        metavar="N",
-        help="tokens per prompt (default: %(default)s)",
-    )
-    add(
+    group = parser.add_argument_group("random prompts")
+    add_number(group, "--input-len", "tokens per prompt", default=128, kind=_count)
+    add_number(
+        group,
         "--output-len",
-        type=_count,
+        "new tokens per request, also for a --dataset without max_tokens",
         default=64,
-        metavar="N",
-        help="new tokens per request, also for a --dataset without max_tokens (default: "
-        "%(default)s)",
+        kind=_count,
     )
-    add(
-        "--prefix-len",
-        type=int,
-        default=0,
-        metavar="N",
-        help="tokens of a common prefix, added to every prompt (default: %(default)s)",
-    )
-    add(
+    add_number(group, "--prefix-len", "tokens of a common prefix, added to every prompt", default=0)
+    add_number(
+        group,
         "--spread",
-        type=float,
+        "relative spread of lengths; 0.5: from 0.5 to 1.5 times the length",
         default=0.0,
-        metavar="X",
-        help="relative spread of lengths; 0.5: from 0.5 to 1.5 times the length (default: "
-        "%(default)s)",
+        kind=float,
     )
-    add("--prompt-seed", type=int, default=0, metavar="N", help="default: %(default)s")
+    add_number(group, "--prompt-seed", "", default=0)
 
 
 def _add_output(parser: argparse.ArgumentParser, plot: bool) -> None:
@@ -345,15 +307,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     from atomc.runtime.config import EngineConfig
     from atomc.runtime.server.flags import add_flags
 
-    parser.add_argument(
-        "model",
-        nargs="?",
-        default=argparse.SUPPRESS,
-        metavar="MODEL",
-        help="a checkpoint directory or a name on the Hugging Face hub; default: the demo model of "
-        "atomc",
-    )
-    add_flags(parser, EngineConfig, GROUPS, leave_out=POSITIONAL)
+    add_flags(parser, EngineConfig, GROUPS)
     parser.usage = f"{parser.prog} [MODEL] [flags]"
 
 
@@ -399,7 +353,7 @@ def _engine(arguments: argparse.Namespace) -> "Engine":
 def _serve_flags(arguments: argparse.Namespace) -> list[str]:
     """The engine's flags that were given, for another command line."""
     from atomc.runtime.config import EngineConfig
-    from atomc.runtime.server.flags import values_of
+    from atomc.runtime.server.flags import POSITIONAL, values_of
 
     flags: list[str] = []
     for name, value in values_of(arguments, {}, EngineConfig).items():

@@ -4,7 +4,10 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atomc.cli.arguments import command
+from atomc.cli.arguments import (
+    add_switch,
+    command,
+)
 
 if TYPE_CHECKING:
     from atomc.cli.arguments import Commands
@@ -26,11 +29,7 @@ def add(commands: "Commands") -> None:
         "first", type=Path, help="a directory written by --dump, one of its graphs, or one file"
     )
     parser.add_argument("second", type=Path, help="the dump to compare with")
-    parser.add_argument(
-        "--all",
-        action="store_true",
-        help="details of every stage, not only of the first that differs",
-    )
+    add_switch(parser, "--all", "details of every stage, not only of the first that differs")
 
 
 def run(arguments: argparse.Namespace) -> int:

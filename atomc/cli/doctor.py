@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from atomc.cli.arguments import command
+from atomc.cli.arguments import (
+    add_switch,
+    command,
+)
 
 if TYPE_CHECKING:
     from atomc.cache.store import StartRecord, Usage
@@ -31,13 +34,11 @@ def add(commands: "Commands") -> None:
         "compile cache.",
         "  atomc doctor\n  atomc doctor --self-test\n  atomc doctor --clear",
     )
-    added.add_argument(
-        "--clear", action="store_true", help="delete the compile cache, and do nothing else"
-    )
-    added.add_argument(
+    add_switch(added, "--clear", "delete the compile cache, and do nothing else")
+    add_switch(
+        added,
         "--self-test",
-        action="store_true",
-        help="compare each available kernel with its reference; exit code 1 if one fails",
+        "compare each available kernel with its reference; exit code 1 if one fails",
     )
 
 

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atomc.cli import planning
-from atomc.cli.arguments import add_quantization, command
+from atomc.cli.arguments import (
+    RUNTIME,
+    add_dump,
+    add_number,
+    add_quantization,
+    add_switch,
+    command,
+)
 from atomc.files.file_of_flag import check_folder_of, file_of_flag
 from atomc.runtime.config import DTYPES, SCHEMES
 from atomc.runtime.server.flags import named_value
@@ -57,6 +64,12 @@ def add(commands: "Commands") -> None:
         "(module, args, kwargs); "
         "default: the demo model",
     )
+    _add_compile(parser)
+    _add_outputs(parser)
+    planning.add(parser)
+
+
+def _add_compile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--why", metavar="REWRITE", help="only report why this rewrite fired or did not"
     )
@@ -72,12 +85,8 @@ def add(commands: "Commands") -> None:
         metavar="NAME=VALUE",
         help="an option of the compiler (docs/options.md), such as rounding=hf; may be repeated",
     )
-    parser.add_argument(
-        "--dump", metavar="DIR", help="write one runnable file per pass that changed the graph"
-    )
-    parser.add_argument(
-        "--layers", type=int, metavar="N", help="only the first N layers of a config.json"
-    )
+    add_dump(parser)
+    add_number(parser, "--layers", "only the first N layers of a config.json")
     parser.add_argument(
         "--dtype",
         choices=(*DTYPES, *SCHEMES),
@@ -89,17 +98,12 @@ def add(commands: "Commands") -> None:
     parser.add_argument(
         "--platform", metavar="NAME", help="compile for another machine, such as gfx950 or sm90"
     )
-    parser.add_argument(
-        "--dynamic", action="store_true", help="dynamic shapes, as torch.compile(dynamic=True)"
-    )
-    parser.add_argument(
-        "--runtime",
-        action="store_true",
-        help="compile with a paged KV cache, as `atomc generate` does",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="the report as JSON, a list with one object per graph"
-    )
+    add_switch(parser, "--dynamic", "dynamic shapes, as torch.compile(dynamic=True)")
+    add_switch(parser, "--runtime", RUNTIME)
+
+
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
+    add_switch(parser, "--json", "the report as JSON, a list with one object per graph")
     parser.add_argument(
         "--html",
         metavar="FILE",
@@ -121,7 +125,6 @@ def add(commands: "Commands") -> None:
         help="compare with a file that --save wrote; if anything changed, print "
         "the differences with reasons and exit with code 1",
     )
-    planning.add(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -6,7 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atomc.cli.arguments import GLUES, add_dtype, add_quantization, command
+from atomc.cli.arguments import (
+    add_device,
+    add_dtype,
+    add_number,
+    add_quantization,
+    add_switch,
+    command,
+)
 
 if TYPE_CHECKING:
     from atomc.cli.arguments import Commands
@@ -46,6 +53,15 @@ def add(commands: "Commands") -> None:
         default=MAX_TOKENS,
         help="maximum new tokens (default: %(default)s)",
     )
+    _add_sampling(parser)
+    add_dtype(parser)
+    add_quantization(parser, "quantize the weights when they are read")
+    add_device(parser, glue="auto, which is eager on a CPU: the start needs no C++ compiler")
+    _add_engine(parser)
+    parser.add_argument("-q", "--quiet", action="store_true", help="print the text only")
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
     sampling = "default: from the model's generation_config.json, else greedy"
     parser.add_argument("--temperature", type=float, help=f"0: greedy ({sampling})")
     parser.add_argument(
@@ -55,23 +71,14 @@ def add(commands: "Commands") -> None:
     parser.add_argument(
         "--seed", type=int, help="the seed of sampling (default: random; fixed for the demo model)"
     )
-    add_dtype(parser)
-    add_quantization(parser, "quantize the weights when they are read")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
-    parser.add_argument(
-        "--glue",
-        choices=GLUES,
-        help="what runs the ops without a kernel; default: auto, which is eager on a CPU: the "
-        "start needs no C++ compiler",
-    )
-    parser.add_argument(
-        "--max-model-len", type=int, metavar="N", help="maximum sequence length in tokens"
-    )
-    parser.add_argument(
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    add_number(parser, "--max-model-len", "maximum sequence length in tokens")
+    add_number(
+        parser,
         "--threads",
-        type=int,
-        metavar="N",
-        help="CPU threads (default: OMP_NUM_THREADS, else one per "
+        "CPU threads (default: OMP_NUM_THREADS, else one per "
         "physical core available to the process; use 1 on a shared machine)",
     )
     parser.add_argument(
@@ -92,12 +99,11 @@ def add(commands: "Commands") -> None:
     parser.add_argument(
         "--lora", metavar="FOLDER", help="a LoRA adapter that peft saved, for all prompts"
     )
-    parser.add_argument(
+    add_switch(
+        parser,
         "--no-self-check",
-        action="store_true",
-        help="do not compare a few steps of a transformers model with its own forward first",
+        "do not compare a few steps of a transformers model with its own forward first",
     )
-    parser.add_argument("-q", "--quiet", action="store_true", help="print the text only")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -9,7 +9,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atomc.cli.arguments import dtype_named
+from atomc.cli.arguments import (
+    add_number,
+    add_switch,
+    dtype_named,
+)
 from atomc.files.file_of_flag import file_of_flag
 from atomc.files.json_types import JSONLike
 from atomc.runtime.config import DTYPES, SCHEMES
@@ -45,53 +49,35 @@ def add(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "a plan of one step of a config.json; each of these flags requests it"
     )
-    group.add_argument(
-        "--plan", action="store_true", help="plan a step that decodes one token after 1023"
-    )
-    group.add_argument(
-        "--measure",
-        action="store_true",
-        help="time each kernel on this machine, next to its prediction",
-    )
-    group.add_argument("--tp", type=int, metavar="N", help="tensor parallelism over N devices")
-    group.add_argument(
-        "--pp",
-        type=int,
-        metavar="N",
-        help="pipeline parallelism in N stages, each over the devices of --tp",
-    )
-    group.add_argument(
+    add_switch(group, "--plan", "plan a step that decodes one token after 1023")
+    add_switch(group, "--measure", "time each kernel on this machine, next to its prediction")
+    add_number(group, "--tp", "tensor parallelism over N devices")
+    add_number(group, "--pp", "pipeline parallelism in N stages, each over the devices of --tp")
+    add_switch(
+        group,
         "--ep",
-        action="store_true",
-        help="the devices of --tp have some of the experts each; without --tp, those of --dp",
+        "the devices of --tp have some of the experts each; without --tp, those of --dp",
     )
-    group.add_argument(
+    add_number(
+        group,
         "--dp",
-        type=int,
-        metavar="N",
-        help="with --ep: N devices that each have the step's tokens and sequences, and share the "
+        "with --ep: N devices that each have the step's tokens and sequences, and share the "
         "experts",
     )
-    group.add_argument(
+    add_number(
+        group,
         "--tokens",
-        type=int,
+        "new tokens in the step; default: one per sequence, and its drafts",
         metavar="T",
-        help="new tokens in the step; default: one per sequence, and its drafts",
     )
-    group.add_argument(
-        "--sequences", type=int, metavar="S", help="sequences in the step; default: 1"
+    add_number(group, "--sequences", "sequences in the step; default: 1", metavar="S")
+    add_number(
+        group, "--context", "sequence length including new tokens; default: 1024", metavar="C"
     )
-    group.add_argument(
-        "--context",
-        type=int,
-        metavar="C",
-        help="sequence length including new tokens; default: 1024",
-    )
-    group.add_argument(
+    add_number(
+        group,
         "--max-model-len",
-        type=int,
-        metavar="N",
-        help="maximum sequence length, to compute how many sequences fit; default: the model's",
+        "maximum sequence length, to compute how many sequences fit; default: the model's",
     )
     group.add_argument(
         "--kv-cache-dtype", choices=("auto", "fp8"), help="the dtype of the KV cache"
@@ -101,11 +87,11 @@ def add(parser: argparse.ArgumentParser) -> None:
         choices=("mtp",),
         help="with the draft steps of the checkpoint's draft layer after the step",
     )
-    group.add_argument(
+    add_number(
+        group,
         "--speculative-tokens",
-        type=int,
+        "draft tokens per step, with --speculative; default: 1",
         metavar="K",
-        help="draft tokens per step, with --speculative; default: 1",
     )
     group.add_argument(
         "--efficiency",

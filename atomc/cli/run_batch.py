@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atomc.cli.arguments import command
-from atomc.cli.serve import GROUPS, POSITIONAL
+from atomc.cli.serve import GROUPS
 from atomc.files.file_of_flag import file_of_flag
 from atomc.options import torchrun_place
 
@@ -53,14 +53,6 @@ def add(commands: "Commands") -> None:
         "  atomc run-batch -i requests.jsonl -o responses.jsonl\n"
         "  atomc run-batch -i requests.jsonl -o responses.jsonl Qwen/Qwen3-0.6B --max-num-seqs 64",
     )
-    parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        default=argparse.SUPPRESS,
-        help="a checkpoint directory or a name on the Hugging Face hub; default: the demo model of "
-        "atomc",
-    )
     for flag, text in (
         ("input", "the requests, one JSON object per line"),
         ("output", "gets the responses, one per line, in the order in which they are complete"),
@@ -74,7 +66,7 @@ def add(commands: "Commands") -> None:
     from atomc.runtime.server.flags import add_flags
 
     add_flags(parser, ServerConfig, {}, leave_out=SERVER_ONLY)
-    add_flags(parser, EngineConfig, GROUPS, leave_out=POSITIONAL)
+    add_flags(parser, EngineConfig, GROUPS)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -53,7 +53,6 @@ GROUPS = {
     "ngram_max": "generation",
     "seed": "generation",
 }
-POSITIONAL = ("model",)
 
 
 def add(commands: "Commands") -> None:
@@ -66,14 +65,6 @@ def add(commands: "Commands") -> None:
         "  atomc serve path/to/model --config server.toml --api-key-file keys",
     )
     parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        default=argparse.SUPPRESS,
-        help="a checkpoint directory or a name on the Hugging Face hub; default: the demo model of "
-        "atomc",
-    )
-    parser.add_argument(
         "--config",
         metavar="FILE",
         help="a TOML file with the names of flags as keys; flags take precedence",
@@ -84,7 +75,7 @@ def add(commands: "Commands") -> None:
     from atomc.runtime.server.flags import add_flags
 
     add_flags(parser, ServerConfig, {})
-    add_flags(parser, EngineConfig, GROUPS, leave_out=POSITIONAL)
+    add_flags(parser, EngineConfig, GROUPS)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -13,6 +13,7 @@ from atomc.files.file_of_flag import file_of_flag
 from atomc.runtime.choices import choices
 
 Values = dict[str, Any]
+POSITIONAL = ("model",)
 
 
 def add_flags(
@@ -24,12 +25,22 @@ def add_flags(
 ) -> None:
     """Adds a flag per field, in the group of its metadata or of `groups`.
 
-    A flag that is not given is absent from the namespace, so that a config file can set it.
+    A flag that is not given is absent from the namespace, so that a config file can set it. The
+    fields in POSITIONAL are arguments without a flag.
     """
     # argparse has no public way to look up a group, and configs share groups.
     added = {group.title: group for group in parser._action_groups}
     for each in fields(config):
         if each.name in leave_out:
+            continue
+        if each.name in POSITIONAL:
+            parser.add_argument(
+                each.name,
+                nargs="?",
+                metavar=each.name.upper(),
+                default=argparse.SUPPRESS,
+                help=_help(each),
+            )
             continue
         title = each.metadata.get("group") or groups[each.name]
         group = added.get(title) or added.setdefault(title, parser.add_argument_group(title))

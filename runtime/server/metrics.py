@@ -3,7 +3,7 @@ dashboards for vLLM work.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -52,6 +52,19 @@ VLLM_NAMES = frozenset(
 )
 # Names of older dashboards for vLLM.
 OLDER_NAMES = {"inter_token_latency_seconds": ("time_per_output_token_seconds",)}
+# Histograms of requests, and what they measure.
+HISTOGRAMS = {
+    "time_to_first_token_seconds": "Time to the first token.",
+    "request_time_per_output_token_seconds": "Mean time per token after the first.",
+    "inter_token_latency_seconds": "Time between two outputs of a choice, each of one token or of "
+    "an accepted draft.",
+    "request_queue_time_seconds": "Time in the engine's queue before the first step.",
+    "request_prefill_time_seconds": "Time from the first step to the first token.",
+    "request_decode_time_seconds": "Time from the first token to the last.",
+    "e2e_request_latency_seconds": "Time to the last token.",
+    "request_prompt_tokens": "Tokens per prompt.",
+    "request_generation_tokens": "Generated tokens per choice.",
+}
 # Requests whose time to the first token is kept for the status page.
 NUM_RECENT = 256
 TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
@@ -63,51 +76,25 @@ class Metrics:
     def __init__(self, engines: Engines, model: str) -> None:
         self.registry = CollectorRegistry()
 
-        def histogram(name: str, text: str, buckets: Iterable[float]) -> Any:
+        def histogram(name: str, buckets: Sequence[float]) -> Any:
             one = Histogram(
                 f"atomc:{name}",
-                text,
+                HISTOGRAMS[name],
                 ["model_name"],
-                buckets=tuple(buckets),
+                buckets=buckets,
                 registry=self.registry,
             )
             return one.labels(model)
 
-        self.ttft = histogram(
-            "time_to_first_token_seconds", "Time to the first token.", TTFT_BUCKETS
-        )
-        self.tpot = histogram(
-            "request_time_per_output_token_seconds",
-            "Mean time per token after the first.",
-            TPOT_BUCKETS,
-        )
-        self.inter_token_latency = histogram(
-            "inter_token_latency_seconds",
-            "Time between two outputs of a choice, each of one token or of an accepted draft.",
-            TPOT_BUCKETS,
-        )
-        self.queue_time = histogram(
-            "request_queue_time_seconds",
-            "Time in the engine's queue before the first step.",
-            TTFT_BUCKETS,
-        )
-        self.prefill_time = histogram(
-            "request_prefill_time_seconds",
-            "Time from the first step to the first token.",
-            LATENCY_BUCKETS,
-        )
-        self.decode_time = histogram(
-            "request_decode_time_seconds",
-            "Time from the first token to the last.",
-            LATENCY_BUCKETS,
-        )
-        self.e2e_latency = histogram(
-            "e2e_request_latency_seconds", "Time to the last token.", LATENCY_BUCKETS
-        )
-        self.prompt_tokens = histogram("request_prompt_tokens", "Tokens per prompt.", TOKEN_BUCKETS)
-        self.new_tokens = histogram(
-            "request_generation_tokens", "Generated tokens per choice.", TOKEN_BUCKETS
-        )
+        self.ttft = histogram("time_to_first_token_seconds", TTFT_BUCKETS)
+        self.tpot = histogram("request_time_per_output_token_seconds", TPOT_BUCKETS)
+        self.inter_token_latency = histogram("inter_token_latency_seconds", TPOT_BUCKETS)
+        self.queue_time = histogram("request_queue_time_seconds", TTFT_BUCKETS)
+        self.prefill_time = histogram("request_prefill_time_seconds", LATENCY_BUCKETS)
+        self.decode_time = histogram("request_decode_time_seconds", LATENCY_BUCKETS)
+        self.e2e_latency = histogram("e2e_request_latency_seconds", LATENCY_BUCKETS)
+        self.prompt_tokens = histogram("request_prompt_tokens", TOKEN_BUCKETS)
+        self.new_tokens = histogram("request_generation_tokens", TOKEN_BUCKETS)
         self.finished = Counter(
             "atomc:request_success",
             "Finished choices by finish reason.",
@@ -195,9 +182,35 @@ class Sample:
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
+# Counters of an engine: the name, what it counts, and the field of its stats.
+COUNTERS = (
+    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_queries"),
+    ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_hits"),
+    ("images_encoded", "Images that the vision encoder has encoded.", "images_encoded"),
+    (
+        "image_cache_hits",
+        "Images of prompts whose embeddings were in the cache.",
+        "image_cache_hits",
+    ),
+    (
+        "state_snapshot_hits",
+        "Requests that started from the kept state of a prefix.",
+        "snapshot_hits",
+    ),
+    ("num_preemptions", "Preempted requests, which are recomputed.", "preemptions"),
+    ("prompt_tokens", "Prompt tokens computed.", "prompt_tokens"),
+    ("graph_rows", "Rows of steps that ran as a CUDA graph, without padding.", "graph_rows"),
+    ("graph_padding_rows", "Padding rows of steps that ran as a CUDA graph.", "graph_padding"),
+    ("generation_tokens", "Tokens generated.", "generated_tokens"),
+    ("spec_decode_num_drafts", "Drafts.", "drafts"),
+    ("spec_decode_num_draft_tokens", "Draft tokens.", "drafted"),
+    ("spec_decode_num_accepted_tokens", "Accepted draft tokens.", "accepted"),
+)
+gauge, counter = partial(Sample, GaugeMetricFamily), partial(Sample, CounterMetricFamily)
+
+
 def samples(client: EngineClient) -> Iterator[Sample]:
     """The numbers of one engine."""
-    gauge, counter = partial(Sample, GaugeMetricFamily), partial(Sample, CounterMetricFamily)
     yield gauge("up", "1 while the engine can serve.", 0.0 if client.unhealthy_reason else 1.0)
     stats = client.stats
     if stats is None:
@@ -220,43 +233,9 @@ def samples(client: EngineClient) -> Iterator[Sample]:
             "Mean number of tokens of a step with a draft, with the one after the draft.",
             stats.acceptance_length,
         )
-    for name, text, value in (
-        ("engine_restarts", "Restarts of the engine after it died.", client.restarts),
-        (
-            "prefix_cache_queries",
-            "Prompt tokens looked up in the prefix cache.",
-            stats.prefix_queries,
-        ),
-        ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits),
-        ("images_encoded", "Images that the vision encoder has encoded.", stats.images_encoded),
-        (
-            "image_cache_hits",
-            "Images of prompts whose embeddings were in the cache.",
-            stats.image_cache_hits,
-        ),
-        (
-            "state_snapshot_hits",
-            "Requests that started from the kept state of a prefix.",
-            stats.snapshot_hits,
-        ),
-        ("num_preemptions", "Preempted requests, which are recomputed.", stats.preemptions),
-        ("prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens),
-        (
-            "graph_rows",
-            "Rows of steps that ran as a CUDA graph, without padding.",
-            stats.graph_rows,
-        ),
-        (
-            "graph_padding_rows",
-            "Padding rows of steps that ran as a CUDA graph.",
-            stats.graph_padding,
-        ),
-        ("generation_tokens", "Tokens generated.", stats.generated_tokens),
-        ("spec_decode_num_drafts", "Drafts.", stats.drafts),
-        ("spec_decode_num_draft_tokens", "Draft tokens.", stats.drafted),
-        ("spec_decode_num_accepted_tokens", "Accepted draft tokens.", stats.accepted),
-    ):
-        yield counter(name, text, value)
+    yield counter("engine_restarts", "Restarts of the engine after it died.", client.restarts)
+    for name, text, field_name in COUNTERS:
+        yield counter(name, text, getattr(stats, field_name))
     for kind, steps in stats.steps.items():
         yield counter("steps", "Steps by kind of execution.", steps, {"kind": kind})
     # Two numbers per layer; GET /experts has all.
