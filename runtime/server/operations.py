@@ -17,7 +17,7 @@ from starlette.responses import Response
 from atomc.runtime.server.chat.chat_prompt import chat_prompt
 from atomc.runtime.server.engines.client import EngineDead, EngineRestarting
 from atomc.runtime.server.engines.control_calls import CallName
-from atomc.runtime.server.http.errors import APIError, invalid
+from atomc.runtime.server.http.errors import APIError, invalid, unavailable
 from atomc.runtime.server.http.limits import TOKENS, check_length
 from atomc.runtime.server.http.responses import JSONResponse
 from atomc.runtime.server.metrics import CONTENT_TYPE
@@ -115,7 +115,7 @@ async def health(service: Service) -> Response:
         raise engines.dead
     reason = engines.unhealthy_reason
     if reason is not None:
-        raise APIError(503, reason, "service_unavailable", code="engine_dead")
+        raise unavailable(reason, "engine_dead")
     if missing := engines.unhealthy:
         return JSONResponse({"status": "degraded", "engines": missing})
     return JSONResponse({"status": "ok"})
@@ -159,7 +159,7 @@ async def wake_up(service: Service, tags: Annotated[list[str], Query()] = []) ->
         try:
             await service.engines.call_all("wake_up")
         except ValueError as error:
-            raise APIError(503, str(error), "service_unavailable", code="out_of_memory") from error
+            raise unavailable(str(error), "out_of_memory") from error
     return JSONResponse({"status": "ok"})
 
 
@@ -205,12 +205,10 @@ async def compiler_page(service: Service) -> Response:
             async with asyncio.timeout(RENDER_SECONDS):
                 text, stderr = await renderer.communicate(report.encode())
         except TimeoutError as error:
-            raise APIError(
-                503,
+            raise unavailable(
                 f"rendering the report took more than {RENDER_SECONDS:g} s: call later, or read "
                 "/compiler, which is its JSON",
-                "service_unavailable",
-                code="render_timeout",
+                "render_timeout",
             ) from error
         finally:
             if renderer.returncode is None:

@@ -66,6 +66,20 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return APIError(400, message, param=param, code=code)
 
 
+def unavailable(
+    message: str,
+    code: str,
+    retry_after: float | None = None,
+    *,
+    status: int = 503,
+    kind: str = "service_unavailable",
+) -> APIError:
+    """For a request that may succeed later, after `retry_after` seconds if that is known."""
+    seconds = retry_after if retry_after is None else max(1, round(retry_after))
+    headers = None if seconds is None else {"Retry-After": str(seconds)}
+    return APIError(status, message, kind, code=code, headers=headers)
+
+
 def invalid_field(location: Sequence[str], message: str) -> APIError:
     """A 400 for a field that pydantic refused with this message. location: "" is the body."""
     # Lone surrogates become ?.
@@ -87,39 +101,18 @@ def client_error(error: BaseException) -> APIError:
         case APIError():
             return error
         case ShuttingDown():
-            return APIError(503, str(error), "service_unavailable", code="shutting_down")
+            return unavailable(str(error), "shutting_down")
         case EngineRestarting(retry_after=seconds):
-            return APIError(
-                503,
-                str(error),
-                "service_unavailable",
-                code="engine_restarting",
-                headers=_retry_after(seconds),
-            )
+            return unavailable(str(error), "engine_restarting", seconds)
         case EngineLost():
-            return APIError(
-                503,
-                f"{error}; another engine takes over: send the request again",
-                "service_unavailable",
-                code="engine_dead",
-                headers=_retry_after(0),
-            )
+            message = f"{error}; another engine takes over: send the request again"
+            return unavailable(message, "engine_dead", 0)
         case EngineDead():
-            return APIError(
-                503, f"{error}; no request can be served", "service_unavailable", code="engine_dead"
-            )
+            return unavailable(f"{error}; no request can be served", "engine_dead")
         case RequestRefused(asleep=True, retry_after=float() | int() as seconds):
-            return APIError(
-                503,
-                str(error),
-                "service_unavailable",
-                code="engine_asleep",
-                headers=_retry_after(seconds),
-            )
+            return unavailable(str(error), "engine_asleep", seconds)
         case RequestRefused(retry_after=float() | int() as seconds):
-            return APIError(
-                503, str(error), "overloaded", code="queue_full", headers=_retry_after(seconds)
-            )
+            return unavailable(str(error), "queue_full", seconds, kind="overloaded")
         case RequestRefused(by_client=False):
             return APIError(500, str(error), "server_error")
         case RequestRefused():
@@ -127,7 +120,3 @@ def client_error(error: BaseException) -> APIError:
         case TokenizerError():
             return APIError(500, str(error), "server_error")
     return APIError(500, "internal error; see the server's log", "server_error")
-
-
-def _retry_after(seconds: float) -> dict[str, str]:
-    return {"Retry-After": str(max(1, round(seconds)))}

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atomc.runtime.images.image_error import ImageError
-from atomc.runtime.server.http.errors import APIError, invalid
+from atomc.runtime.server.http.errors import invalid, unavailable
 
 RETRY_SECONDS = 1
 STATE = "image_reservation"
@@ -39,13 +39,13 @@ class ImageReservation:
                     "messages",
                 )
             if self._budget.bytes_held + num_bytes > limit:
-                raise APIError(
-                    429,
+                raise unavailable(
                     f"the images of all new requests have {self._budget.bytes_held} bytes of "
                     f"pixels, the limit is {limit}: try again later",
-                    "overloaded",
-                    code="too_many_bytes",
-                    headers={"Retry-After": str(RETRY_SECONDS)},
+                    "too_many_bytes",
+                    RETRY_SECONDS,
+                    status=429,
+                    kind="overloaded",
                 )
             self._held += num_bytes
             self._budget.bytes_held += num_bytes
@@ -86,5 +86,5 @@ class ImageBudgetMiddleware:
 
 
 def image_reservation(request: Request) -> ImageReservation:
-    found: ImageReservation = request.scope["state"][STATE]
-    return found
+    reservation: ImageReservation = request.scope["state"][STATE]
+    return reservation

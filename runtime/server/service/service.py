@@ -15,7 +15,7 @@ from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.runtime.server.config import ServerConfig
 from atomc.runtime.server.engines.engine_group import Engines
 from atomc.runtime.server.engines.ipc import Submit
-from atomc.runtime.server.http.errors import APIError, client_error
+from atomc.runtime.server.http.errors import APIError, client_error, unavailable
 from atomc.runtime.server.http.responses import cancel_on_disconnect, request_id
 from atomc.runtime.server.metrics import Metrics
 from atomc.runtime.server.service.generation import Generation
@@ -142,15 +142,8 @@ class Service:
                 await stream.wait_accepted()
                 async for output in stream:
                     if output.error is not None:
-                        raise APIError(
-                            503,
-                            f"no token: {output.error.message}",
-                            "service_unavailable",
-                            code="not_ready",
-                        )
+                        raise unavailable(f"no token: {output.error.message}", "not_ready")
         except TimeoutError as error:
-            raise APIError(
-                503, f"no token in {READY_SECONDS:.0f} s", "service_unavailable", code="not_ready"
-            ) from error
+            raise unavailable(f"no token in {READY_SECONDS:.0f} s", "not_ready") from error
         finally:
             stream.close()

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from atomc.runtime.server.parsers.message_deltas import call_id
-from atomc.runtime.server.parsers.tool_parsers.json_call import SPACE, JsonScanner
-from atomc.runtime.server.parsers.tool_parsers.state_machine import StateMachineParser
+from atomc.runtime.server.parsers.tool_parsers.json_call import SPACE
+from atomc.runtime.server.parsers.tool_parsers.state_machine import ArgumentsStateMachine
 
 
 def token(name: str) -> str:
@@ -27,12 +27,11 @@ SEPARATOR = token("tool_sep")
 BLOCK = "```json"
 
 
-class DeepSeekToolParser(StateMachineParser):
+class DeepSeekToolParser(ArgumentsStateMachine):
     markers: ClassVar[tuple[str, ...]] = (CALLS, CALL, SEPARATOR, CALL_END, CALLS_END)
 
     def __init__(self, new_id: Callable[[], str] = call_id) -> None:
         super().__init__(new_id)
-        self._arguments = JsonScanner()
         self._kind = ""
         self._head: list[str] = []  # the text between separator and arguments
         self._state = self._in_content
@@ -70,9 +69,7 @@ class DeepSeekToolParser(StateMachineParser):
         if name is None:
             self._emit_content("")
             return True
-        self._deltas.call(name)
-        self._arguments = JsonScanner()
-        self._enter(self._in_arguments)
+        self._start_call(name)
         return True
 
     def _name(self, head: str) -> str | None:
@@ -84,13 +81,6 @@ class DeepSeekToolParser(StateMachineParser):
         name, _, block = head.partition("\n")
         is_v3 = self._kind == "function" and block.strip(SPACE) == BLOCK
         return name.strip() or None if is_v3 else None
-
-    def _in_arguments(self) -> bool:
-        self._deltas.arguments(self._text.take_read(self._arguments.feed))
-        ended = self._arguments.done or self._arguments.stopped
-        if ended:
-            self._state = self._after_arguments
-        return ended
 
     def _after_arguments(self) -> bool:
         """Up to the end of the call, or to the next call if the end is missing."""

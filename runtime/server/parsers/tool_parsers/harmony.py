@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from atomc.runtime.server.parsers.message_deltas import call_id
-from atomc.runtime.server.parsers.tool_parsers.json_call import SPACE, JsonScanner
-from atomc.runtime.server.parsers.tool_parsers.state_machine import StateMachineParser
+from atomc.runtime.server.parsers.tool_parsers.json_call import SPACE
+from atomc.runtime.server.parsers.tool_parsers.state_machine import ArgumentsStateMachine
 
 HARMONY = "gpt-oss"  # the name of the parsers
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
@@ -27,7 +27,7 @@ SPACES = f"[{SPACE}]*"
 SEPARATOR = "\n\n"  # between messages of the same channel
 
 
-class HarmonyParser(StateMachineParser):
+class HarmonyParser(ArgumentsStateMachine):
     """Parses all channels.
 
     reasoning, tools   whether to parse these messages. If not, they stay in the content verbatim
@@ -42,7 +42,6 @@ class HarmonyParser(StateMachineParser):
     ) -> None:
         super().__init__(new_id)
         self._reasoning, self._tools = reasoning, tools
-        self._arguments = JsonScanner()
         self._name = ""
         self._separators = {"content": "", "reasoning": ""}
         self._state = self._at_start
@@ -101,19 +100,10 @@ class HarmonyParser(StateMachineParser):
         if not self._text:
             return False
         if self._text.startswith("{"):
-            self._deltas.call(self._name)
-            self._arguments = JsonScanner()
-            self._enter(self._in_arguments)
+            self._start_call(self._name)
         else:
             self._content(self._verbatim)
         return True
-
-    def _in_arguments(self) -> bool:
-        self._deltas.arguments(self._text.take_read(self._arguments.feed))
-        ended = self._arguments.done or self._arguments.stopped
-        if ended:
-            self._state = self._after_arguments
-        return ended
 
     def _after_arguments(self) -> bool:
         return self._end_message(self._text.take_until(*ENDS)[1])

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from atomc.runtime.server.parsers.message_deltas import DeltaBuilder, MessageDelta, call_id
 from atomc.runtime.server.parsers.text_buffer import TextBuffer
-from atomc.runtime.server.parsers.tool_parsers.json_call import JsonCallParser
+from atomc.runtime.server.parsers.tool_parsers.json_call import JsonCallParser, JsonScanner
 
 
 class StateMachineParser:
@@ -42,6 +42,31 @@ class StateMachineParser:
 
     def _finish_content(self, rest: str) -> None:
         """Add what is left of the text to the deltas, or drop it."""
+        raise NotImplementedError
+
+
+class ArgumentsStateMachine(StateMachineParser):
+    """A StateMachineParser of calls whose name stands before the arguments."""
+
+    def __init__(self, new_id: Callable[[], str] = call_id) -> None:
+        super().__init__(new_id)
+        self._arguments = JsonScanner()
+
+    def _start_call(self, name: str) -> None:
+        """The arguments follow."""
+        self._deltas.call(name)
+        self._arguments = JsonScanner()
+        self._enter(self._in_arguments)
+
+    def _in_arguments(self) -> bool:
+        self._deltas.arguments(self._text.take_read(self._arguments.feed))
+        ended = self._arguments.done or self._arguments.stopped
+        if ended:
+            self._state = self._after_arguments
+        return ended
+
+    def _after_arguments(self) -> bool:
+        """The state after the arguments."""
         raise NotImplementedError
 
 
