@@ -131,27 +131,27 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--tokens {arguments.tokens}: expected at least 1")
     check_folder_of("--write-options", arguments.write_options)
     try:
-        given = read_options(Path(arguments.options)) if arguments.options else {}
+        file_options = read_options(Path(arguments.options)) if arguments.options else {}
     except OptionsError as error:
         raise OptionsError(f"--options: {error}") from error
-    chosen: dict[str, JSONLike] = {
-        "glue": arguments.glue or given.get("glue") or default_glue(arguments.device),
+    flag_options: dict[str, JSONLike] = {
+        "glue": arguments.glue or file_options.get("glue") or default_glue(arguments.device),
         "audit": True,
         "audit_bound": arguments.bound,
     }
     if arguments.dump:
-        chosen |= {"dump": arguments.dump, "record": arguments.record}
+        flag_options |= {"dump": arguments.dump, "record": arguments.record}
     elif arguments.record:
         raise ValueError("--record needs --dump DIR: set both")
-    Options.of({**given, **chosen})
+    Options.of({**file_options, **flag_options})
     with contextlib.redirect_stdout(sys.stderr):  # keep the model's own output out of the report
         audited = _model(arguments)
-        first = _run_audit(audited, {**given, **chosen}, runtime=arguments.runtime)
-        again = {name: chosen[name] for name in ("glue", "audit", "audit_bound")}
+        first = _run_audit(audited, {**file_options, **flag_options}, runtime=arguments.runtime)
+        again = {name: flag_options[name] for name in ("glue", "audit", "audit_bound")}
         written = (
             _without(
                 first,
-                given,
+                file_options,
                 lambda options: _run_audit(
                     audited, {**options, **again}, runtime=arguments.runtime
                 ),
@@ -205,17 +205,17 @@ def _load_function_model(name: str, arguments: argparse.Namespace) -> ModelCall:
             "--prompt, --prompts and --quantization need a checkpoint; return (module, args) "
             f"from {name}"
         )
-    given = load_function(name)
-    if isinstance(given.model, torch.nn.Module):
-        given.model.requires_grad_(False)
-    if given.args or given.kwargs:
-        return given
+    call = load_function(name)
+    if isinstance(call.model, torch.nn.Module):
+        call.model.requires_grad_(False)
+    if call.args or call.kwargs:
+        return call
     try:
-        args, kwargs = example_inputs(given.model, asked="audit")
+        args, kwargs = example_inputs(call.model, asked="audit")
     except NothingToExplain as error:
         raise ValueError(f"{error}; the function can return (module, args)") from error
-    kwargs["input_ids"] = _random_ids(given.model, kwargs["input_ids"])
-    return ModelCall(given.model, args, kwargs)
+    kwargs["input_ids"] = _random_ids(call.model, kwargs["input_ids"])
+    return ModelCall(call.model, args, kwargs)
 
 
 def _ids_and_positions(
@@ -248,17 +248,17 @@ def _random_ids(model: "Callable[..., Argument]", like: "Tensor") -> "Tensor":
     import torch
 
     config = getattr(model, "config", None)
-    known = getattr(config, "vocab_size", None) or getattr(
+    vocab_size = getattr(config, "vocab_size", None) or getattr(
         getattr(config, "text_config", None), "vocab_size", None
     )
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(int(known or 64), like.shape, generator=generator).to(like.device)
+    return torch.randint(int(vocab_size or 64), like.shape, generator=generator).to(like.device)
 
 
 # One audit
 
 
-def _run_audit(given: ModelCall, options: Mapping[str, JSONLike], *, runtime: bool) -> AuditResult:
+def _run_audit(call: ModelCall, options: Mapping[str, JSONLike], *, runtime: bool) -> AuditResult:
     """Compile the model, call it once, and compare the output with the uncompiled model's."""
     import torch
 
@@ -269,24 +269,24 @@ def _run_audit(given: ModelCall, options: Mapping[str, JSONLike], *, runtime: bo
     torch._dynamo.reset()
     with torch.no_grad():
         if runtime:
-            given, compiled = _step(given, options)
+            call, compiled = _step(call, options)
         else:
             settings: dict[str, Any] = dict(options)  # torch only knows the types of Inductor's
-            function = torch.compile(given.model, backend="atom", options=settings)
-            compiled = function(*given.args, **given.kwargs)
-        eager = given.model(*given.args, **given.kwargs)
+            function = torch.compile(call.model, backend="atom", options=settings)
+            compiled = function(*call.args, **call.kwargs)
+        eager = call.model(*call.args, **call.kwargs)
     leaves = [list(_tensors(outputs)) for outputs in (compiled, eager)]
-    found = [report for report in reports() if id(report) not in earlier]
-    untreated = [report.why_not for report in found if not report.treated]
-    if not any(report.audit for report in found):
+    added = [report for report in reports() if id(report) not in earlier]
+    untreated = [report.why_not for report in added if not report.treated]
+    if not any(report.audit for report in added):
         raise ValueError(
             "nothing was compiled by atomc: "
             f"{untreated[0] if untreated else 'Dynamo found no graph'}"
         )
-    return AuditResult(found, worst(*leaves).relative)
+    return AuditResult(added, worst(*leaves).relative)
 
 
-def _step(given: ModelCall, options: Mapping[str, JSONLike]) -> "tuple[ModelCall, Argument]":
+def _step(call: ModelCall, options: Mapping[str, JSONLike]) -> "tuple[ModelCall, Argument]":
     """(the model with its token ids as one new sequence, the logits of all tokens from one step of
     the runtime).
     """
@@ -295,13 +295,13 @@ def _step(given: ModelCall, options: Mapping[str, JSONLike]) -> "tuple[ModelCall
     from atomc.ops.state import GroupStep, Step, block_size_of, groups_of
     from atomc.program import compile_model
 
-    first = given.args[0] if given.args else given.kwargs["input_ids"]
-    if not isinstance(given.model, torch.nn.Module) or not isinstance(first, torch.Tensor):
+    first = call.args[0] if call.args else call.kwargs["input_ids"]
+    if not isinstance(call.model, torch.nn.Module) or not isinstance(first, torch.Tensor):
         raise ValueError("--runtime: expected a module with token ids as its first input")
     ids = first.reshape(-1)
     count, device = len(ids), ids.device
     positions, rows = (torch.arange(count, device=device) for _ in range(2))
-    program = compile_model(given.model, options=options)
+    program = compile_model(call.model, options=options)
     if not program.specs:
         raise ValueError(
             "--runtime: the model keeps no state; its attention layers own no handle (ops.kv_state)"
@@ -321,7 +321,7 @@ def _step(given: ModelCall, options: Mapping[str, JSONLike]) -> "tuple[ModelCall
         torch.zeros(1, dtype=torch.int64, device=device),
     )
     logits = program(Step(ids, positions, starts, lengths, rows, groups, slots))
-    return ModelCall(given.model, (ids, positions, rows), {}), logits
+    return ModelCall(call.model, (ids, positions, rows), {}), logits
 
 
 def _tensors(value: "Argument") -> "Iterator[Tensor]":
@@ -352,7 +352,7 @@ class Without:
 
 def _without(
     first: AuditResult,
-    given: Mapping[str, JSONLike],
+    file_options: Mapping[str, JSONLike],
     audited: Callable[[Mapping[str, JSONLike]], AuditResult],
 ) -> Without:
     """The smallest change of the options that suffices: the rewrite disabled at one site, else also
@@ -368,7 +368,7 @@ def _without(
         return Without(None, "no options written: glue = 'eager' runs without Inductor")
     tried = math.inf
     for passes in _least_first(audit):
-        options = {**given, "passes": _merged(given.get("passes"), passes)}
+        options = {**file_options, "passes": _merged(file_options.get("passes"), passes)}
         again = audited(options)
         tried = max(
             report.audit["outputs"]["compiled"]
@@ -426,13 +426,13 @@ def _print(arguments: argparse.Namespace, first: AuditResult, written: Without |
 
     graphs = [report for report in first.reports if report.audit]
     if arguments.json:
-        found = {
+        result = {
             "graphs": [{"model": report.model, **report.audit} for report in graphs],
             "eager": first.eager,
         }
         if written is not None:
-            found["without"] = {"options": written.options, "text": written.text}
-        print(json.dumps(found, indent=1))
+            result["without"] = {"options": written.options, "text": written.text}
+        print(json.dumps(result, indent=1))
         return
     for number, report in enumerate(graphs):
         print(

@@ -236,11 +236,11 @@ def _startup(arguments: argparse.Namespace) -> None:
     from atomc.runtime.bench.startup import format_starts, starts
 
     flags = _serve_flags(arguments) if arguments.server else None
-    found = list(
+    measured = list(
         starts(_config(arguments), warm=arguments.repeat, limit=arguments.limit, flags=flags)
     )
-    print(format_starts(found))
-    _write(arguments, {"machine": _machine(found[0]["device"]), "starts": found})
+    print(format_starts(measured))
+    _write(arguments, {"machine": _machine(measured[0]["device"]), "starts": measured})
 
 
 # Shared
@@ -363,9 +363,9 @@ def _serve_flags(arguments: argparse.Namespace) -> list[str]:
         elif isinstance(value, bool):
             flags.append(flag if value else f"--no-{flag[2:]}")
         elif isinstance(value, dict):
-            flags += [f"{flag}={key}={json.dumps(each)}" for key, each in value.items()]
+            flags += [f"{flag}={key}={json.dumps(item)}" for key, item in value.items()]
         elif isinstance(value, tuple):
-            flags += [f"{flag}={each}" for each in value]
+            flags += [f"{flag}={item}" for item in value]
         else:
             flags.append(f"{flag}={value}")
     return flags
@@ -383,7 +383,7 @@ def _print_results(
 
     summary = summarize(requests)
     print(f"{title}\n{format_summary(summary)}")
-    each = [
+    timings = [
         {
             "start": one.start,
             "ttft": one.ttft,
@@ -394,13 +394,13 @@ def _print_results(
         }
         for one in requests
     ]
-    _write(arguments, {"title": title, "machine": machine, "figures": summary, "requests": each})
+    _write(arguments, {"title": title, "machine": machine, "figures": summary, "requests": timings})
     if arguments.plot:
         rate = f"{summary['output_tokens_per_second']:,.0f} output tokens/s"
         plot(requests, Path(arguments.plot), f"{title}: {rate}")
 
 
-def _write(arguments: argparse.Namespace, found: "Mapping[str, JSONLike | Summary]") -> None:
+def _write(arguments: argparse.Namespace, results: "Mapping[str, JSONLike | Summary]") -> None:
     if arguments.json:
         settings = {
             name: "inf" if value == math.inf else value  # JSON has no infinity
@@ -409,7 +409,7 @@ def _write(arguments: argparse.Namespace, found: "Mapping[str, JSONLike | Summar
         }
         header = {"version": import_module("atomc").__version__, "settings": settings}
         Path(arguments.json).write_text(
-            json.dumps({**header, **found}, indent=1, default=str) + "\n", encoding="utf-8"
+            json.dumps({**header, **results}, indent=1, default=str) + "\n", encoding="utf-8"
         )
 
 

@@ -38,6 +38,6 @@ def run(arguments: argparse.Namespace) -> int:
     for path in (arguments.first, arguments.second):
         if not path.exists():
             raise ValueError(f"{path} does not exist")
-    found = differences(arguments.first, arguments.second, every_stage=arguments.all)
-    print("\n".join(found) if found else "equal")
-    return int(bool(found))
+    lines = differences(arguments.first, arguments.second, every_stage=arguments.all)
+    print("\n".join(lines) if lines else "equal")
+    return int(bool(lines))

@@ -71,8 +71,8 @@ def _print_machine() -> None:
     version = import_module("atomc").__version__
     python = ".".join(map(str, sys.version_info[:3]))
     libraries = ", ".join(
-        f"{name} {found} ({'tested' if is_tested(name, found) else 'untested'} with it)"
-        for name, found in {**installed(), "torch": str(torch.__version__)}.items()
+        f"{name} {release} ({'tested' if is_tested(name, release) else 'untested'} with it)"
+        for name, release in {**installed(), "torch": str(torch.__version__)}.items()
     )
     print(f"atomc {version}, {libraries}, Python {python}\n")
     here = Platform.detect()
@@ -101,11 +101,11 @@ def _print_libraries() -> None:
         )
         for provider in missing
     }
-    found = [
+    providers = [
         (provider, _provider_version(provider, libraries), str(counts[provider]), reason or "")
         for provider, reason in missing.items()
     ]
-    print(table(("kernels", "version", "number", "why not"), found, numbers=[2]) + "\n")
+    print(table(("kernels", "version", "number", "why not"), providers, numbers=[2]) + "\n")
 
 
 def _provider_version(provider: str, libraries: "dict[str, Provider]") -> str:
@@ -152,9 +152,9 @@ def _last_start(graphs: "Sequence[StartRecord]") -> list[tuple[str, str]]:
 def _self_test() -> int:
     from atomc.testing.selftest import self_test, text
 
-    found = list(self_test())
-    print("\n" + text(found))
-    return int(any(one.passed is False for one in found))
+    checks = list(self_test())
+    print("\n" + text(checks))
+    return int(any(one.passed is False for one in checks))
 
 
 def _entries(usage: "Usage") -> str:

@@ -139,19 +139,19 @@ def run(arguments: argparse.Namespace) -> int:
     Options.of(_options(arguments))  # a wrong one fails before a model is made
     saved = _read_baseline(arguments.check) if arguments.check else None
     other = _beside_without_compiling(arguments.beside)
-    found = _reports_of(arguments, arguments.model)
+    reports = _reports_of(arguments, arguments.model)
     if arguments.beside and other is None:
         other = _reports_of(arguments, arguments.beside)
     if arguments.save:
-        Path(arguments.save).write_text(json.dumps(contract.baseline(found), indent=1) + "\n")
+        Path(arguments.save).write_text(json.dumps(contract.baseline(reports), indent=1) + "\n")
     if arguments.html:
-        _write_page(arguments, found, other)
+        _write_page(arguments, reports, other)
     if saved is not None:
-        changes = contract.differences(saved, found)
+        changes = contract.differences(saved, reports)
         print("\n".join(changes) if changes else f"as saved in {arguments.check}")
         return 1 if changes else 0
     if not arguments.html:
-        _print(arguments, found, other)
+        _print(arguments, reports, other)
     return 0
 
 
@@ -182,10 +182,10 @@ def _reports_of(arguments: argparse.Namespace, model: str | None) -> "list[Repor
 
     earlier = {id(report) for report in reports()}
     with contextlib.redirect_stdout(sys.stderr):  # keep the model's own output out of the report
-        given = _model(arguments, model)  # whose module may register passes
+        call = _model(arguments, model)  # whose module may register passes
         if arguments.why:
             _check_rewrite(arguments.why)
-        _compile(arguments, given)
+        _compile(arguments, call)
         if arguments.dump:
             print(f"{arguments.dump}: one folder per graph; each file runs", file=sys.stderr)
     return [report for report in reports() if id(report) not in earlier]
@@ -199,10 +199,10 @@ def _check_rewrite(name: str) -> None:
     from atomc.passes import LIFT, PIPELINE
 
     names = {
-        each
+        rewrite
         for p in (LIFT, *with_registered(PIPELINE))
         if not p.cleanup
-        for each in (p.name, *p.lifts)
+        for rewrite in (p.name, *p.lifts)
     }
     if name not in names and name not in REGISTRY:
         raise ValueError(
@@ -212,41 +212,41 @@ def _check_rewrite(name: str) -> None:
 
 
 def _print(
-    arguments: argparse.Namespace, found: "Sequence[Report]", other: "Sequence[Report] | None"
+    arguments: argparse.Namespace, reports: "Sequence[Report]", other: "Sequence[Report] | None"
 ) -> None:
     if arguments.why:
-        texts = [report.why(arguments.why, arguments.module_path) for report in found]
+        texts = [report.why(arguments.why, arguments.module_path) for report in reports]
     elif arguments.json:
-        texts = [json.dumps([report.to_dict() for report in found], indent=1, default=str)]
+        texts = [json.dumps([report.to_dict() for report in reports], indent=1, default=str)]
     elif other is not None:
         from atomc.report.render.compare import comparison_text
 
-        texts = [comparison_text(found, other, _names(arguments))]
+        texts = [comparison_text(reports, other, _names(arguments))]
     else:
-        texts = [report.to_text() for report in found]
+        texts = [report.to_text() for report in reports]
     many = len(texts) > 1
     for number, text in enumerate(texts):
         print(f"graph {number}: {text}" if many else text.rstrip())
 
 
 def _write_page(
-    arguments: argparse.Namespace, found: "Sequence[Report]", other: "Sequence[Report] | None"
+    arguments: argparse.Namespace, reports: "Sequence[Report]", other: "Sequence[Report] | None"
 ) -> None:
     from atomc.files.atomic_file import write_atomically
     from atomc.report.render.html import page
 
     if not arguments.platform:
-        _measure_bandwidth(found)
-    text = page(found, other, _names(arguments)) if other is not None else page(found)
+        _measure_bandwidth(reports)
+    text = page(reports, other, _names(arguments)) if other is not None else page(reports)
     write_atomically(Path(arguments.html), text.encode())
     print(f"{arguments.html}: {len(text) / 1e6:.1f} MB, open it in a browser", file=sys.stderr)
 
 
-def _measure_bandwidth(found: "Sequence[Report]") -> None:
+def _measure_bandwidth(reports: "Sequence[Report]") -> None:
     """Measure this machine's bandwidth if it is not known, so that the page can show times."""
     from atomc.cost.bandwidth import measured_bandwidth
 
-    unknown = [report for report in found if report.machine and not report.machine["bandwidth"]]
+    unknown = [report for report in reports if report.machine and not report.machine["bandwidth"]]
     if unknown:
         speed = measured_bandwidth(unknown[0].machine["device"])
         for report in unknown:
@@ -255,13 +255,13 @@ def _measure_bandwidth(found: "Sequence[Report]") -> None:
 
 def _names(arguments: argparse.Namespace) -> tuple[str, str]:
     """The names of the two compared models."""
-    given = (
+    models = (
         "the demo model" if arguments.model is None else str(arguments.model),
         str(arguments.beside),
     )
     # "." has no name of its own.
-    first, second = (Path(name).name or Path(name).resolve().name or name for name in given)
-    return (first, second) if first != second else given
+    first, second = (Path(name).name or Path(name).resolve().name or name for name in models)
+    return (first, second) if first != second else models
 
 
 def _read_reports(file: str) -> "list[Report]":
@@ -269,8 +269,8 @@ def _read_reports(file: str) -> "list[Report]":
     from atomc.report.report import Report
 
     try:
-        found = json.loads(Path(file).read_text())
-        return [Report.of(data) for data in (found if isinstance(found, list) else [found])]
+        loaded = json.loads(Path(file).read_text())
+        return [Report.of(data) for data in (loaded if isinstance(loaded, list) else [loaded])]
     except (TypeError, ValueError) as error:
         raise ValueError(f"--beside {file}: {error}") from error
 
@@ -293,7 +293,7 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
     return {**dict(arguments.options or ()), **dump}
 
 
-def _compile(arguments: argparse.Namespace, given: ModelCall) -> None:
+def _compile(arguments: argparse.Namespace, call: ModelCall) -> None:
     from torch import nn
 
     from atomc.compiler.explain import NothingToExplain, explain
@@ -303,26 +303,26 @@ def _compile(arguments: argparse.Namespace, given: ModelCall) -> None:
     options = _options(arguments)
     platform: Platform | None = Platform.named(arguments.platform) if arguments.platform else None
     if arguments.runtime:
-        if not isinstance(given.model, nn.Module):
+        if not isinstance(call.model, nn.Module):
             raise ValueError(f"--runtime: {arguments.model} is not a module")
         # Nothing runs, so Inductor need not compile anything.
         compile_model(
-            given.model,
+            call.model,
             options={**options, "glue": "eager"},
             platform=platform,
             keep_texts=bool(arguments.html),
-            owned=next(given.model.parameters()).is_meta,  # of a directory: as LLM(path) holds it
+            owned=next(call.model.parameters()).is_meta,  # of a directory: as LLM(path) holds it
         )
         return
     try:
         dynamic = arguments.dynamic or bool(arguments.html) or None
         explain(
-            given.model,
-            *given.args,
+            call.model,
+            *call.args,
             options=options,
             platform=platform,
             dynamic=dynamic,
-            **given.kwargs,
+            **call.kwargs,
         )
     except NothingToExplain as error:
         raise ValueError(f"{error}; the function can return (module, args)") from error

@@ -146,14 +146,14 @@ def _sampling_params(arguments: argparse.Namespace, folder: Path) -> "SamplingPa
     from atomc.runtime.text.generation_config import do_sample, sampling_defaults
 
     defaults = sampling_defaults(folder)
-    given: dict[str, Any] = {"temperature": 0.0}
+    values: dict[str, Any] = {"temperature": 0.0}
     if do_sample(folder):
-        given = {"temperature": defaults.get("temperature", 1.0)}
-        given |= {name: defaults[name] for name in ("top_p", "top_k") if name in defaults}
+        values = {"temperature": defaults.get("temperature", 1.0)}
+        values |= {name: defaults[name] for name in ("top_p", "top_k") if name in defaults}
     flags = {name: getattr(arguments, name) for name in ("temperature", "top_p", "top_k")}
-    given |= {name: value for name, value in flags.items() if value is not None}
+    values |= {name: value for name, value in flags.items() if value is not None}
     seed = DEMO_SEED if arguments.seed is None and arguments.model is None else arguments.seed
-    return SamplingParams(max_tokens=arguments.max_tokens, seed=seed, **given)
+    return SamplingParams(max_tokens=arguments.max_tokens, seed=seed, **values)
 
 
 def _print_texts(

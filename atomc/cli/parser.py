@@ -47,26 +47,26 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         if self._subparsers is not None:
             self._check_first(sys.argv[1:] if args is None else args)
-        found, unknown = super().parse_known_args(args, namespace)
+        parsed, unknown = super().parse_known_args(args, namespace)
         if unknown and self._subparsers is None:
             self.error(self._unrecognized(unknown))
-        return found, unknown
+        return parsed, unknown
 
     def _check_first(self, args: Sequence[str]) -> None:
         """Reports an unknown flag before the command, which argparse reports as a missing one."""
         if not args or not args[0].startswith("-"):
             return
         name = args[0].partition("=")[0]
-        if not any(known.startswith(name) for known in self._option_string_actions):
+        if not any(flag.startswith(name) for flag in self._option_string_actions):
             self.error(self._unrecognized(args[:1]))
 
     def _unrecognized(self, unknown: Sequence[str]) -> str:
-        given = next((each for each in unknown if each.startswith("-")), None)
-        if given is None:
+        first = next((argument for argument in unknown if argument.startswith("-")), None)
+        if first is None:
             return f"unrecognized arguments: {' '.join(unknown)}"
-        flag = given.partition("=")[0].replace("_", "-")
+        flag = first.partition("=")[0].replace("_", "-")
         hint = FOREIGN_FLAGS.get(self.prog, {}).get(flag)
-        names = {known.lstrip("-"): known for known in self._option_string_actions}
+        names = {option.lstrip("-"): option for option in self._option_string_actions}
         near = get_close_matches(flag.lstrip("-"), names, n=1)  # with dashes, all look similar
         suggestion = hint or (f"did you mean {names[near[0]]}?" if near else "")
-        return f"unrecognized arguments: {given}" + (f" ({suggestion})" if suggestion else "")
+        return f"unrecognized arguments: {first}" + (f" ({suggestion})" if suggestion else "")

@@ -128,10 +128,13 @@ def run(arguments: argparse.Namespace) -> int:
     if plan.pipeline is not None:
         first = reports()[-len(plan.pipeline.stages) :][plan.pipeline.planned]
     if arguments.json:
-        found = [first.to_dict() | {"plan": plan.to_dict()}, *(each.to_dict() for each in of_draft)]
-        print(json.dumps(found, indent=1, default=str))
+        results = [
+            first.to_dict() | {"plan": plan.to_dict()},
+            *(report.to_dict() for report in of_draft),
+        ]
+        print(json.dumps(results, indent=1, default=str))
     else:
-        texts = [*(each.to_text() for each in (first, *of_draft)), plan.to_text()]
+        texts = [*(report.to_text() for report in (first, *of_draft)), plan.to_text()]
         print("\n".join(texts).rstrip())
     return 0
 
@@ -251,10 +254,10 @@ def _table(file: str | None, machine: str) -> "Table | None":
     if file is None:
         return None
     with file_of_flag("--efficiency", file):
-        found = tables(Path(file))
-    if machine not in found:
+        by_machine = tables(Path(file))
+    if machine not in by_machine:
         raise ValueError(
             f"--efficiency {file} has no table for {machine}, only for "
-            f"{', '.join(found) or 'no machine'}"
+            f"{', '.join(by_machine) or 'no machine'}"
         )
-    return found[machine]
+    return by_machine[machine]

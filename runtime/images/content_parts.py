@@ -54,9 +54,9 @@ def _without_sources(message: Mapping[str, Any], sources: list[ImageSource]) -> 
         return message
     content: list[Any] = []
     for part in parts:
-        found = _sources(part) if _is_image(part) else None
-        content += [part] if found is None else [IMAGE_PART] * len(found)
-        sources += found or ()
+        images = _sources(part) if _is_image(part) else None
+        content += [part] if images is None else [IMAGE_PART] * len(images)
+        sources += images or ()
     return {**message, "content": content}
 
 
@@ -93,5 +93,5 @@ def _source(value: Any, part: Mapping[str, Any], kind: str) -> ImageSource:
 def _is_pil(value: Any) -> bool:
     # Without importing Pillow: an image of it cannot exist before that.
     return any(
-        each.__module__ == "PIL.Image" and each.__name__ == "Image" for each in type(value).__mro__
+        base.__module__ == "PIL.Image" and base.__name__ == "Image" for base in type(value).__mro__
     )

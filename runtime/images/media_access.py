@@ -79,7 +79,7 @@ class MediaAccess:
             real = Path(path).resolve(strict=True)
         except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
             raise ImageError(NOT_THERE) from error
-        folder = next((each for each in self.folders if real.is_relative_to(each)), None)
+        folder = next((allowed for allowed in self.folders if real.is_relative_to(allowed)), None)
         if folder is None or ".." in Path(path).parts:
             raise ImageError(NOT_THERE)
         try:

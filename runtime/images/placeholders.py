@@ -48,8 +48,8 @@ class Placeholders:
             half = len(token) // 2
             pieces = [
                 piece
-                for whole in pieces
-                for piece in _cut(whole.split(mark), token[:half], token[half:])
+                for uncut in pieces
+                for piece in _cut(uncut.split(mark), token[:half], token[half:])
             ]
         return pieces
 
@@ -66,10 +66,10 @@ def _cut(parts: list[str], before: str, after: str) -> list[str]:
 
 def check_image_tokens(tokens: Sequence[int], image_token_id: int, num_images: int) -> None:
     """Raises ImageError if the prompt has not one image token for each image."""
-    found = tokens.count(image_token_id)
-    if found != num_images:
+    count = tokens.count(image_token_id)
+    if count != num_images:
         raise ImageError(
-            f"the chat template wrote {found} image tokens for {num_images} images: it does not "
+            f"the chat template wrote {count} image tokens for {num_images} images: it does not "
             "support images in these messages"
         )
 

@@ -81,9 +81,9 @@ class ImageProcessor:
         length = num_patches // self._processor.merge_size**2
         if reserve is not None:
             reserve(length, num_patches * self.patch_width * PIXEL_BYTES)
-        found = self._processor(images=[image], return_tensors="np")
-        patches = np.ascontiguousarray(found["pixel_values"], dtype=np.float32)
-        ((temporal, vertical, horizontal),) = found["image_grid_thw"].tolist()
+        outputs = self._processor(images=[image], return_tensors="np")
+        patches = np.ascontiguousarray(outputs["pixel_values"], dtype=np.float32)
+        ((temporal, vertical, horizontal),) = outputs["image_grid_thw"].tolist()
         grid = (temporal, vertical, horizontal)
         expected = (num_patches, self.patch_width)
         if patches.shape != expected or temporal * vertical * horizontal != num_patches:
@@ -105,7 +105,9 @@ def image_tokens(
     if not isinstance(config.get("vision_config"), dict) or not isinstance(image_token_id, int):
         return f"{_architecture(config)} has no vision encoder"
     tokens = [config.get(name) for name in ("image_token_id", "video_token_id")]
-    texts = [tokenizer and tokenizer.id_to_token(each) for each in tokens if isinstance(each, int)]
+    texts = [
+        tokenizer and tokenizer.id_to_token(token) for token in tokens if isinstance(token, int)
+    ]
     placeholders = tuple(text for text in texts if text)
     if not placeholders or texts[0] is None:
         return f"its tokenizer has no token {image_token_id}, the image token of config.json"

@@ -64,7 +64,7 @@ class WebFetch:
             parts = self._checked(url)
             try:
                 with contextlib.closing(self._connect(parts, until)) as connection:
-                    found = _request(connection, parts, max_bytes, until)
+                    answer = _request(connection, parts, max_bytes, until)
             except (OSError, HTTPException, ValueError) as error:
                 if time.monotonic() >= until:
                     message = f"fetching the image exceeded the limit of {self.seconds:g} s"
@@ -73,9 +73,9 @@ class WebFetch:
                     raise
                 reason = f"{type(error).__name__}, from host {parts.hostname!r:.80}"
                 raise ImageError(f"fetching the image failed: {reason}") from error
-            if isinstance(found, bytes):
-                return found
-            url = urljoin(url, found.location)
+            if isinstance(answer, bytes):
+                return answer
+            url = urljoin(url, answer.location)
         raise ImageError(f"the URL of the image has more than {MAX_REDIRECTS} redirects")
 
     def _checked(self, url: str) -> SplitResult:
@@ -99,7 +99,7 @@ class WebFetch:
         assert parts.hostname is not None
         port = parts.port or PORTS[parts.scheme]
         resolved = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
-        addresses = [ipaddress.ip_address(str(each[4][0]).partition("%")[0]) for each in resolved]
+        addresses = [ipaddress.ip_address(str(info[4][0]).partition("%")[0]) for info in resolved]
         if not all(map(self.allows, addresses)):
             raise ImageError(
                 f"host {parts.hostname!r:.80} has an address that is not public: images are not "

@@ -30,21 +30,21 @@ def add_flags(
     """
     # argparse has no public way to look up a group, and configs share groups.
     added = {group.title: group for group in parser._action_groups}
-    for each in fields(config):
-        if each.name in leave_out:
+    for option in fields(config):
+        if option.name in leave_out:
             continue
-        if each.name in POSITIONAL:
+        if option.name in POSITIONAL:
             parser.add_argument(
-                each.name,
+                option.name,
                 nargs="?",
-                metavar=each.name.upper(),
+                metavar=option.name.upper(),
                 default=argparse.SUPPRESS,
-                help=_help(each),
+                help=_help(option),
             )
             continue
-        title = each.metadata.get("group") or groups[each.name]
+        title = option.metadata.get("group") or groups[option.name]
         group = added.get(title) or added.setdefault(title, parser.add_argument_group(title))
-        group.add_argument(f"--{each.name.replace('_', '-')}", **_flag(each))
+        group.add_argument(f"--{option.name.replace('_', '-')}", **_flag(option))
 
 
 def values_of(
@@ -58,17 +58,17 @@ def values_of(
     wrong type in the file.
     """
     values: Values = {}
-    for each in fields(config):
-        if each.name in from_file:
-            values[each.name] = _checked(each, from_file[each.name])
-        if each.name not in leave_out and hasattr(arguments, each.name):
-            given = getattr(arguments, each.name)
-            values[each.name] = (
-                dict(given)
-                if _kind(each) is dict
-                else tuple(given)
-                if _kind(each) is tuple
-                else given
+    for option in fields(config):
+        if option.name in from_file:
+            values[option.name] = _checked(option, from_file[option.name])
+        if option.name not in leave_out and hasattr(arguments, option.name):
+            value = getattr(arguments, option.name)
+            values[option.name] = (
+                dict(value)
+                if _kind(option) is dict
+                else tuple(value)
+                if _kind(option) is tuple
+                else value
             )
     return values
 
@@ -80,12 +80,12 @@ def read_toml(file: Path, *configs: type) -> Values:
     try:
         with file_of_flag("--config", file):
             text = file.read_text(encoding="utf-8")
-        found = tomllib.loads(text)
+        table = tomllib.loads(text)
     except ValueError as error:  # not TOML, or not UTF-8
         raise ValueError(f"--config {file} is not valid TOML: {error}") from error
-    names = [each.name for config in configs for each in fields(config)]
-    values = {key.replace("-", "_"): value for key, value in found.items()}
-    unknown = [key for key in found if key.replace("-", "_") not in names]
+    names = [option.name for config in configs for option in fields(config)]
+    values = {key.replace("-", "_"): value for key, value in table.items()}
+    unknown = [key for key in table if key.replace("-", "_") not in names]
     if unknown:
         raise ValueError(
             f"--config {file} has unknown keys {', '.join(map(repr, unknown))}, expected "
@@ -94,43 +94,49 @@ def read_toml(file: Path, *configs: type) -> Values:
     return values
 
 
-def _kind(each: "Field[Any]") -> type:
+def _kind(option: "Field[Any]") -> type:
     """The type of a field's value: bool, int, float, str, tuple (of str) or dict (str -> value)."""
-    if choices(each):
+    if choices(option):
         return str
-    hint = _hint(each)
+    hint = _hint(option)
     origin = get_origin(hint) or hint
     return origin if origin in (bool, int, float, str, tuple) else dict
 
 
-def _hint(each: "Field[Any]") -> Any:
+def _hint(option: "Field[Any]") -> Any:
     """The type of the field, without None."""
-    if get_origin(each.type) not in (Union, UnionType):
-        return each.type
-    return next(part for part in get_args(each.type) if part is not type(None))
+    if get_origin(option.type) not in (Union, UnionType):
+        return option.type
+    return next(part for part in get_args(option.type) if part is not type(None))
 
 
-def _flag(each: "Field[Any]") -> dict[str, Any]:
-    kind = _kind(each)
-    shared: dict[str, Any] = {"dest": each.name, "default": argparse.SUPPRESS, "help": _help(each)}
+def _flag(option: "Field[Any]") -> dict[str, Any]:
+    kind = _kind(option)
+    shared: dict[str, Any] = {
+        "dest": option.name,
+        "default": argparse.SUPPRESS,
+        "help": _help(option),
+    }
     if kind is bool:
         return shared | {"action": argparse.BooleanOptionalAction}
     if kind is tuple:
         return shared | {"action": "append", "metavar": "X"}
     if kind is dict:
         return shared | {"action": "append", "metavar": "NAME=VALUE", "type": named_value}
-    if values := choices(each):
+    if values := choices(option):
         return shared | {"choices": values, "metavar": "NAME"}
     return shared | {"type": kind, "metavar": {"int": "N", "float": "X"}.get(kind.__name__, "TEXT")}
 
 
-def _help(each: "Field[Any]") -> str:
-    text = str(each.metadata["help"])
-    has_default = each.default is not MISSING and each.default is not None and each.default != ()
+def _help(option: "Field[Any]") -> str:
+    text = str(option.metadata["help"])
+    has_default = (
+        option.default is not MISSING and option.default is not None and option.default != ()
+    )
     default = (
-        {True: "yes", False: "no"}.get(each.default, each.default)
-        if isinstance(each.default, bool)
-        else each.default
+        {True: "yes", False: "no"}.get(option.default, option.default)
+        if isinstance(option.default, bool)
+        else option.default
     )
     return (f"{text} (default: {default})" if has_default else text).replace("%", "%%")
 
@@ -145,11 +151,11 @@ def named_value(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def _checked(each: "Field[Any]", value: Any) -> Any:
+def _checked(option: "Field[Any]", value: Any) -> Any:
     """The value of a key in a config file. Raises ValueError if it does not have the type of the
     field.
     """
-    kind = _kind(each)
+    kind = _kind(option)
     if kind is tuple:
         value = (value,) if isinstance(value, str) else value
         valid = isinstance(value, list | tuple) and all(isinstance(part, str) for part in value)
@@ -162,5 +168,5 @@ def _checked(each: "Field[Any]", value: Any) -> Any:
         expected = {"tuple": "a list of strings", "dict": "a table"}.get(
             kind.__name__, kind.__name__
         )
-        raise ValueError(f"{each.name} is {value!r} in the config file, expected {expected}")
+        raise ValueError(f"{option.name} is {value!r} in the config file, expected {expected}")
     return value

@@ -69,7 +69,7 @@ class Status:
         now = time.monotonic()
         clients, stats = engines.clients, engines.stats
         infos = [client.info for client in clients]
-        found = {
+        live = {
             "model": metrics.model,
             "sick": engines.unhealthy_reason,
             "stats": asdict(stats) if stats else None,
@@ -87,7 +87,7 @@ class Status:
             "errors": metrics.errors(),
             "first_token": ttft_summary(metrics.recent_ttft),
         }
-        return found | {
+        return live | {
             "class": infos[0].model,
             "device": infos[0].device,
             "max_len": engines.max_len,
@@ -161,8 +161,8 @@ def compile_summary(report: dict[str, Any]) -> dict[str, Any]:
             if sites and name not in NOT_REWRITES
         },
         "kernels": [
-            {"op": op, "runs_as": chosen, "nodes": nodes}
-            for (op, chosen), nodes in runs.most_common()
+            {"op": op, "runs_as": kernel, "nodes": nodes}
+            for (op, kernel), nodes in runs.most_common()
         ],
         "near_misses": len(report["near"]),
         "seconds": sum(report["phases"].values()),

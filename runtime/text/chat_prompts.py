@@ -67,7 +67,7 @@ class ChatPrompts:
         if isinstance(ids, str) or isinstance(processor, str):
             return tokens, ()
         check_image_tokens(tokens, ids.image, len(sources))
-        prepared = [_prepared(processor, i, each) for i, each in enumerate(sources, 1)]
+        prepared = [_prepared(processor, i, source) for i, source in enumerate(sources, 1)]
         return place_images(tokens, ids.image, prepared)
 
     def _encode(self, pieces: Sequence[str]) -> list[int]:

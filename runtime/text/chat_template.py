@@ -114,8 +114,8 @@ class ChatTemplate:
             return self._render_any(name, normalized, variables)
         end = secrets.token_hex(16)  # a text that no message has
         normalized[-1] = _with_suffix(normalized[-1], f"{end} ")
-        text, found, rest = self._render_any(name, normalized, variables).rpartition(end)
-        if not found:
+        text, marker, rest = self._render_any(name, normalized, variables).rpartition(end)
+        if not marker:
             raise ValueError(
                 "continue_final_message: the chat template does not keep the text of the last "
                 "message"
@@ -199,14 +199,14 @@ def load_chat_template(
                 f"--chat-template {file}: no such file; expected a Jinja template"
             )
         return ChatTemplate(_text(file), special, keeps_parts)
-    found = {
+    templates = {
         path.stem: _text(path)
         for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))
     }
     if (folder / "chat_template.jinja").is_file():
-        found[DEFAULT] = _text(folder / "chat_template.jinja")
-    found = found or _templates_in(config, config_file)
-    return ChatTemplate(found, special, keeps_parts) if found else None
+        templates[DEFAULT] = _text(folder / "chat_template.jinja")
+    templates = templates or _templates_in(config, config_file)
+    return ChatTemplate(templates, special, keeps_parts) if templates else None
 
 
 def _text(file: Path) -> str:
@@ -311,7 +311,7 @@ def _fewer_system_messages(messages: Sequence[JSONObject], keeps_first: bool) ->
     for message in messages:
         role = message["role"]
         moves = role == "system" and not (
-            keeps_first and all(each["role"] == "system" for each in result)
+            keeps_first and all(earlier["role"] == "system" for earlier in result)
         )
         last = result[-1] if result else None
         joins = last is not None and (

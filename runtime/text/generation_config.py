@@ -32,10 +32,10 @@ def do_sample(folder: Path) -> bool:
 def eos_token_ids(folder: Path, vocab_size: int | None) -> frozenset[int]:
     """The end-of-sequence tokens, from generation_config.json, else from config.json."""
     for file in (FILE, "config.json"):
-        found = _read(folder, file).get("eos_token_id")
-        if found is not None:
+        tokens = _read(folder, file).get("eos_token_id")
+        if tokens is not None:
             return frozenset(
-                _checked(file, found if isinstance(found, list) else [found], vocab_size)
+                _checked(file, tokens if isinstance(tokens, list) else [tokens], vocab_size)
             )
     return frozenset()
 
@@ -54,16 +54,16 @@ def _number(name: str, value: Any) -> float:
         return 0
     if name == "temperature" and 0 < value < MIN_TEMPERATURE:  # some checkpoints' value for greedy
         return 0.0
-    given: dict[str, Any] = {name: value}
+    values: dict[str, Any] = {name: value}
     try:
-        SamplingParams(**given)
+        SamplingParams(**values)
     except ValueError as error:
         raise ValueError(f"{FILE}: {error}") from error
     return value if is_int else float(value)
 
 
-def _checked(file: str, found: Sequence[Any], vocab_size: int | None) -> list[int]:
-    for token in found:
+def _checked(file: str, tokens: Sequence[Any], vocab_size: int | None) -> list[int]:
+    for token in tokens:
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
             raise ValueError(
                 f"{file}: eos_token_id has {token!r:.40}, it must be a token id or a list of "
@@ -75,4 +75,4 @@ def _checked(file: str, found: Sequence[Any], vocab_size: int | None) -> list[in
                 "size of the "
                 "vocabulary"
             )
-    return list(found)
+    return list(tokens)

@@ -22,5 +22,5 @@ def truncated(
             f"truncate_prompt_tokens is {size}, it must be at least 1 and at most the maximum "
             f"context length of {max_len}, or -1 (as many as fit)",
         )
-    kept = max(max_len - (max_tokens or 1), 1) if size == -1 else size
-    return list(tokens[-kept:])
+    length = max(max_len - (max_tokens or 1), 1) if size == -1 else size
+    return list(tokens[-length:])

@@ -100,14 +100,14 @@ class TextStream:
         self._buffer += piece
         if self._num_tokens <= self.params.min_tokens:
             self._unsearched = len(self._buffer)
-        found = [
+        matches = [
             (position, stop)
             for stop in self.params.stop
             if (position := self._find_stop(stop)) >= 0
         ]
-        if found:
+        if matches:
             # The leftmost match; of several, the first in `stop`.
-            position, stop = min(found, key=lambda one: one[0])
+            position, stop = min(matches, key=lambda one: one[0])
             return self._buffer[
                 : position + len(stop) * self.params.include_stop_str_in_output
             ], stop

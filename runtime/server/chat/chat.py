@@ -76,8 +76,8 @@ class Chat:
         if delta.finish_reason is not None:
             deltas += self._parsers[index].finish()
         if self._mode.single_call:
-            deltas = [each for each in deltas if not _is_further_call(each)]
-        self._calls_tools[index] |= any(isinstance(each, ToolCallStart) for each in deltas)
+            deltas = [item for item in deltas if not _is_further_call(item)]
+        self._calls_tools[index] |= any(isinstance(item, ToolCallStart) for item in deltas)
         finish_reason: str | None = delta.finish_reason
         # OpenAI: "stop" if tool_choice names the function.
         if self._calls_tools[index] and self._mode.function_name is None:
@@ -192,8 +192,8 @@ def output_parser(reasoning: str | None, mode: ToolMode, end: PromptEnd | None) 
     if mode.parser_name == reasoning == HARMONY:
         # One parser of all messages: a second one would not see where those of the first begin.
         return OutputParser(None, HarmonyParser(reasoning=True))
-    found = None if reasoning is None else reasoning_parser(reasoning, end)
-    return OutputParser(found, mode.parser())
+    thoughts = None if reasoning is None else reasoning_parser(reasoning, end)
+    return OutputParser(thoughts, mode.parser())
 
 
 def _is_further_call(delta: MessageDelta) -> bool:

@@ -128,10 +128,10 @@ def _forced_mode(
 
 
 def _function_named(functions: Sequence[Function], name: str) -> Function:
-    found = next((function for function in functions if function.name == name), None)
-    if found is None:
+    named = next((function for function in functions if function.name == name), None)
+    if named is None:
         names = ", ".join(function.name for function in functions)
         raise invalid(
             f"tool_choice names {name!r}, expected one of the tools: {names}", "tool_choice"
         )
-    return found
+    return named

@@ -73,7 +73,9 @@ class CompileQueue:
         """Whether something is being compiled, perhaps for requests that were aborted, or requests
         wait to be added.
         """
-        return any(each.submits or not each.compiled.done() for each in self._pending.values())
+        return any(
+            pending.submits or not pending.compiled.done() for pending in self._pending.values()
+        )
 
     def enqueue(self, submit: Submit) -> bool:
         """Queue the request's compile; returns False if it needs none, or if it is done."""

@@ -32,12 +32,12 @@ def read_keys(file: str, flag: str = "--api-key-file") -> list[str]:
             text = Path(file).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{flag} {file} is not UTF-8: {error}") from error
-    found = [line.strip() for line in text.splitlines() if line.strip()]
-    if not found:
+    keys = [line.strip() for line in text.splitlines() if line.strip()]
+    if not keys:
         raise ValueError(f"{flag} {file} has no key, expected one per line")
-    for key in found:
+    for key in keys:
         check_key(key, f"key in {flag} {file}")
-    return found
+    return keys
 
 
 class ApiKeys:
@@ -65,20 +65,20 @@ class ApiKeys:
         return not self._has_admins or (caller is not None and caller >= self._first_admin)
 
     def _key_number(self, headers: Sequence[tuple[bytes, bytes]]) -> int | None:
-        given = [(name, value.strip()) for name, value in headers if name in KEY_HEADERS]
+        sent = [(name, value.strip()) for name, value in headers if name in KEY_HEADERS]
         # Of two equal headers, a proxy may have checked the other one.
-        if len({name for name, _ in given}) != len(given):
+        if len({name for name, _ in sent}) != len(sent):
             return None
-        found = [self._number(name, value) for name, value in sorted(given)]
-        if not found or any(number is None for number in found):
+        numbers = [self._number(name, value) for name, value in sorted(sent)]
+        if not numbers or any(number is None for number in numbers):
             return None
-        return found[0]
+        return numbers[0]
 
     def _number(self, name: bytes, value: bytes) -> int | None:
         scheme, _, key = value.partition(b" ") if name == AUTHORIZATION else (b"bearer", b"", value)
         # Compare with every key, in constant time.
-        found = [n for form, n in self._numbers.items() if hmac.compare_digest(key.strip(), form)]
-        return found[0] if found and scheme.lower() == b"bearer" else None
+        numbers = [n for form, n in self._numbers.items() if hmac.compare_digest(key.strip(), form)]
+        return numbers[0] if numbers and scheme.lower() == b"bearer" else None
 
 
 def _encodings(key: str) -> list[bytes]:

@@ -94,8 +94,8 @@ async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -
             raise ClientDisconnect()
         return task.result()
     finally:
-        for each in (task, disconnected):
-            each.cancel()
+        for waiting in (task, disconnected):
+            waiting.cancel()
         with suppress(asyncio.CancelledError, Exception):
             await task
 

@@ -115,14 +115,14 @@ class Batch:
                 status, body = 200, await self._respond(request, name)
             except APIError as error:
                 status, body = error.status, msgspec.json.encode(error.body())
-            found = response_line(name, request.custom_id, status, body)
+            result = response_line(name, request.custom_id, status, body)
             self.num_failed += status != 200
         except LineError as error:
-            found = error_line(name, error.custom_id, "invalid_line", f"line {number}: {error}")
+            result = error_line(name, error.custom_id, "invalid_line", f"line {number}: {error}")
             self.num_failed += 1
         finally:
             self._places.release()
-        self._write(found)
+        self._write(result)
         self.num_done += 1
 
     def _read(self, number: int, line: bytes) -> BatchRequest:

@@ -31,24 +31,24 @@ class BatchRequest:
 def read_request(line: bytes) -> BatchRequest:
     """The request of a line. Raises LineError."""
     try:
-        found = parse_json(line)
+        fields = parse_json(line)
     except ValueError as error:
         raise LineError(f"it is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise LineError(f"it is {json_kind(found)}, expected an object")
-    custom_id = found.get("custom_id", "")
+    if not isinstance(fields, dict):
+        raise LineError(f"it is {json_kind(fields)}, expected an object")
+    custom_id = fields.get("custom_id", "")
     if not isinstance(custom_id, str):
         raise LineError(f"custom_id is {custom_id!r:.40}, expected a string")
     for name in REQUIRED:
-        if name not in found:
+        if name not in fields:
             raise LineError(f"it has no {name}, expected {', '.join(REQUIRED)}", custom_id or None)
-    if found["method"] != "POST":
-        raise LineError(f"method is {found['method']!r:.40}, expected 'POST'", custom_id)
-    if not isinstance(found["url"], str):
-        raise LineError(f"url is {found['url']!r:.40}, expected a string", custom_id)
-    if not isinstance(found["body"], dict):
-        raise LineError(f"body is {json_kind(found['body'])}, expected an object", custom_id)
-    return BatchRequest(custom_id, found["url"], found["body"])
+    if fields["method"] != "POST":
+        raise LineError(f"method is {fields['method']!r:.40}, expected 'POST'", custom_id)
+    if not isinstance(fields["url"], str):
+        raise LineError(f"url is {fields['url']!r:.40}, expected a string", custom_id)
+    if not isinstance(fields["body"], dict):
+        raise LineError(f"body is {json_kind(fields['body'])}, expected an object", custom_id)
+    return BatchRequest(custom_id, fields["url"], fields["body"])
 
 
 def response_line(name: str, custom_id: str, status: int, body: bytes) -> bytes:

@@ -138,7 +138,7 @@ class ChatAnswer:
         last one has the finish reason. started: the choices that had a chunk, to which this one is
         added.
         """
-        deltas = [_delta(each) for each in delta.deltas]
+        deltas = [_delta(part) for part in delta.deltas]
         if delta.index not in started and (deltas or delta.tokens or delta.finish_reason):
             started.add(delta.index)
             deltas = deltas or [{"content": ""}]
@@ -149,7 +149,7 @@ class ChatAnswer:
             "logprobs": None,
             "finish_reason": None,
         }
-        chunks: list[ChatChunkChoice] = [{**empty, "delta": each} for each in deltas]
+        chunks: list[ChatChunkChoice] = [{**empty, "delta": part} for part in deltas]
         if self.body.logprobs and delta.logprobs:
             chunks = chunks or [empty.copy()]
             chunks[0]["logprobs"] = self._logprobs(delta.logprobs)

@@ -192,12 +192,12 @@ class CompletionAnswer:
                             if self.body.logprobs is None
                             else await self._logprobs(choice.index, part)
                         )
-                        found = _choice(choice.index, part, logprobs)
+                        entry = _choice(choice.index, part, logprobs)
                         if self.body.return_token_ids:
-                            found["token_ids"] = part.new_tokens
+                            entry["token_ids"] = part.new_tokens
                             if choice.num_new == len(part.new_tokens):
-                                found["prompt_token_ids"] = choice.prompt
-                        chunk = self._response([found])
+                                entry["prompt_token_ids"] = choice.prompt
+                        chunk = self._response([entry])
                         if options is not None and options.continuous_usage_stats:
                             chunk["usage"] = self._usage()
                         yield sse_event(chunk)
@@ -239,11 +239,11 @@ class CompletionAnswer:
         """Log-probabilities of `part`, in OpenAI's format; formatted in a thread if they are
         many.
         """
-        given = (self.service.model, part.tokens, part.logprobs, self.offsets[index])
+        args = (self.service.model, part.tokens, part.logprobs, self.offsets[index])
         many = len(part.tokens) > THREAD_TOKENS
         if many:
-            return await asyncio.to_thread(completion_logprobs, *given)
-        return completion_logprobs(*given)
+            return await asyncio.to_thread(completion_logprobs, *args)
+        return completion_logprobs(*args)
 
 
 def _choice(index: int, part: ChoiceDelta, logprobs: CompletionLogprobs | None) -> CompletionChoice:

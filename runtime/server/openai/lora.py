@@ -82,6 +82,6 @@ def _folder(service: Service, path: str) -> Path:
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links; a null byte
         raise invalid(NOT_THERE, "lora_path") from error
     allowed = real_folders(service.config.allowed_lora_path, "allowed_lora_path")
-    if not real.is_dir() or not any(real.is_relative_to(each) for each in allowed):
+    if not real.is_dir() or not any(real.is_relative_to(parent) for parent in allowed):
         raise invalid(NOT_THERE, "lora_path")
     return real

@@ -41,10 +41,10 @@ class OutputParser:
     def _parse_tool_calls(self, deltas: list[MessageDelta]) -> list[MessageDelta]:
         if self._tools is None:
             return deltas
-        found: list[MessageDelta] = []
+        parsed: list[MessageDelta] = []
         for delta in deltas:
-            found += self._tools.feed(delta.text) if isinstance(delta, ContentDelta) else [delta]
-        return merge_deltas(found)
+            parsed += self._tools.feed(delta.text) if isinstance(delta, ContentDelta) else [delta]
+        return merge_deltas(parsed)
 
 
 def uses_special_tokens(tokenizer: "Tokenizer", *parsers: Parser | None) -> bool:

@@ -72,11 +72,11 @@ def _translate(
     body: ResponsesRequest, previous: StoredResponse | None
 ) -> tuple[_Conversation, ChatRequest]:
     before = [] if previous is None else [*previous.input, *previous.output]
-    given = input_items(body.input, before)
+    items_of_body = input_items(body.input, before)
     # The response repeats both. When it is built, it is too late for a 400 for lone surrogates.
-    msgspec.json.encode([given, body.model_dump(exclude={"input"})])
-    items = [*before, *given]
-    num_bytes = item_bytes(given) + (0 if previous is None else previous.conversation_bytes)
+    msgspec.json.encode([items_of_body, body.model_dump(exclude={"input"})])
+    items = [*before, *items_of_body]
+    num_bytes = item_bytes(items_of_body) + (0 if previous is None else previous.conversation_bytes)
     return _Conversation(items, num_bytes), chat_request(body, items)
 
 
@@ -216,8 +216,8 @@ class ResponsesAnswer:
     def _events(self, delta: ChoiceDelta) -> Iterator[Event]:
         logprobs: list[msgspec.Raw] = []
         if self.body.logprobs and delta.logprobs:
-            found = chat_logprobs(self.service.model, delta.logprobs, self.body.top_logprobs or 0)
-            logprobs = encoded(found["content"])
+            scores = chat_logprobs(self.service.model, delta.logprobs, self.body.top_logprobs or 0)
+            logprobs = encoded(scores["content"])
         yield from self.output.add(delta, logprobs)
         if delta.finish_reason is not None:
             self.status = "incomplete" if delta.finish_reason == "length" else "completed"
@@ -271,16 +271,16 @@ class ResponsesAnswer:
     def _settings(self) -> Event:
         """How the output was chosen, with defaults."""
         body = self.body
-        given: dict[str, Any] = {
+        numbers: dict[str, Any] = {
             "temperature": DEFAULT_TEMPERATURE,
             "top_p": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
         }
-        for name in given:
+        for name in numbers:
             value = getattr(body, name)
-            given[name] = self.service.model.defaults.get(name, given[name])
-            given[name] = given[name] if value is None else value
+            numbers[name] = self.service.model.defaults.get(name, numbers[name])
+            numbers[name] = numbers[name] if value is None else value
         choice, text, reasoning = body.tool_choice, body.text, body.reasoning
         format = (
             {"type": "text"}
@@ -288,7 +288,7 @@ class ResponsesAnswer:
             else text.format.model_dump(by_alias=True, exclude_unset=True)
         )
         return {
-            **given,
+            **numbers,
             "top_logprobs": body.top_logprobs or 0,
             "tools": [tool.model_dump() for tool in body.tools or ()],
             "tool_choice": choice.model_dump()

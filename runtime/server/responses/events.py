@@ -125,8 +125,8 @@ class OutputItems:
         self._num_tokens += len(delta.tokens)
         self._logprobs += logprobs
         last = len(delta.deltas) - 1
-        for number, each in enumerate(delta.deltas):
-            yield from self._add(each, last=number == last)
+        for number, part in enumerate(delta.deltas):
+            yield from self._add(part, last=number == last)
         item = self._items[-1] if self._items else None
         if item is None:
             return

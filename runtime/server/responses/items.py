@@ -24,7 +24,7 @@ def new_id(prefix: str) -> str:
 
 
 def input_items(
-    given: str | Sequence[JSONObject], before: Iterable[JSONObject] = ()
+    body_input: str | Sequence[JSONObject], before: Iterable[JSONObject] = ()
 ) -> list[JSONObject]:
     """The items with the fields that this server knows; all others are dropped. Raises a 400 for an
     item that it cannot pass to a model.
@@ -32,10 +32,10 @@ def input_items(
     Their ids are those of the client, unless an earlier item, also one of `before`, has the same:
     a page of the list begins after an id.
     """
-    if isinstance(given, str):
-        given = [{"role": "user", "content": given}]
-    check_length(MESSAGES, given, "input", "items")
-    items = [_item(item, f"input[{index}]") for index, item in enumerate(given)]
+    if isinstance(body_input, str):
+        body_input = [{"role": "user", "content": body_input}]
+    check_length(MESSAGES, body_input, "input", "items")
+    items = [_item(item, f"input[{index}]") for index, item in enumerate(body_input)]
     used = {str(item["id"]) for item in before}
     for item in items:
         if not item["id"] or item["id"] in used:
@@ -146,8 +146,8 @@ def _text(item: JSONObject, field: str, where: str) -> str:
 
 
 def _id(item: JSONObject) -> str:
-    given = item.get("id")
-    return given if isinstance(given, str) else ""
+    name = item.get("id")
+    return name if isinstance(name, str) else ""
 
 
 def _invalid(message: str) -> APIError:

@@ -21,12 +21,12 @@ def chat_logprobs(model: ModelInfo, logprobs: Sequence[TokenLogprobs], top: int)
     return {
         "content": [
             {
-                **_entry(model, each.token, each.logprob),
+                **_entry(model, scores.token, scores.logprob),
                 "top_logprobs": [
-                    _entry(model, token, logprob) for token, logprob in each.top[:top]
+                    _entry(model, token, logprob) for token, logprob in scores.top[:top]
                 ],
             }
-            for each in logprobs
+            for scores in logprobs
         ],
         "refusal": None,
     }
@@ -74,8 +74,10 @@ def completion_logprobs(
     """
     return {
         "tokens": [model.token_text_and_bytes(token)[0] for token in tokens],
-        "token_logprobs": [None if each is None else _finite(each.logprob) for each in logprobs],
-        "top_logprobs": [None if each is None else _top(model, each) for each in logprobs],
+        "token_logprobs": [
+            None if scores is None else _finite(scores.logprob) for scores in logprobs
+        ],
+        "top_logprobs": [None if scores is None else _top(model, scores) for scores in logprobs],
         "text_offset": [offsets.next(token) for token in tokens],
     }
 
@@ -92,20 +94,22 @@ def prompt_logprobs(
     return encoded(
         [
             None
-            if each is None
+            if scores is None
             else {
                 str(token): entry(token, logprob, rank)
-                for rank, (token, logprob) in enumerate(each.top, 1)
+                for rank, (token, logprob) in enumerate(scores.top, 1)
             }
-            | {str(each.token): entry(each.token, each.logprob, each.rank)}
-            for each in logprobs
+            | {str(scores.token): entry(scores.token, scores.logprob, scores.rank)}
+            for scores in logprobs
         ]
     )
 
 
-def _top(model: ModelInfo, each: TokenLogprobs) -> dict[str, float]:
-    found = {model.token_text_and_bytes(token)[0]: _finite(logprob) for token, logprob in each.top}
-    return found | {model.token_text_and_bytes(each.token)[0]: _finite(each.logprob)}
+def _top(model: ModelInfo, scores: TokenLogprobs) -> dict[str, float]:
+    likely = {
+        model.token_text_and_bytes(token)[0]: _finite(logprob) for token, logprob in scores.top
+    }
+    return likely | {model.token_text_and_bytes(scores.token)[0]: _finite(scores.logprob)}
 
 
 def _finite(logprob: float) -> float:

@@ -156,13 +156,13 @@ class StructuredOutputs(RequestModel):
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
-        found = {name: getattr(self, field) for name, field in KINDS_OF_OUTPUT.items()}
-        given = [name for name, value in found.items() if value is not None and value is not False]
-        if len(given) == 1 or (not given and self.disable_additional_properties is not None):
+        values = {name: getattr(self, field) for name, field in KINDS_OF_OUTPUT.items()}
+        kinds = [name for name, value in values.items() if value is not None and value is not False]
+        if len(kinds) == 1 or (not kinds and self.disable_additional_properties is not None):
             return self
-        given += [f"the unknown field {name!r:.40}" for name in list(self.model_extra or ())[:3]]
+        kinds += [f"the unknown field {name!r:.40}" for name in list(self.model_extra or ())[:3]]
         raise ValueError(
-            f"it has {' and '.join(given) or 'nothing'}, expected exactly one of "
+            f"it has {' and '.join(kinds) or 'nothing'}, expected exactly one of "
             f"{', '.join(KINDS_OF_OUTPUT)}"
         )
 

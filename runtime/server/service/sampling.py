@@ -55,11 +55,11 @@ async def sampling_params(
     stop_token_ids = tuple(body.stop_token_ids or ())
     model.check_tokens(stop_token_ids, "stop_token_ids")
     model.check_tokens(tuple(body.logit_bias or ()), "logit_bias")
-    given: dict[str, Any] = {"temperature": DEFAULT_TEMPERATURE, **model.defaults}
-    given |= {name: value for name in SHARED_FIELDS if (value := getattr(body, name)) is not None}
+    values: dict[str, Any] = {"temperature": DEFAULT_TEMPERATURE, **model.defaults}
+    values |= {name: value for name in SHARED_FIELDS if (value := getattr(body, name)) is not None}
     # vLLM's -1 means all tokens; here that is 0.
-    given["top_k"] = (
-        max(given.get("top_k", 0), 0) if given.get("top_k", 0) >= -1 else given["top_k"]
+    values["top_k"] = (
+        max(values.get("top_k", 0), 0) if values.get("top_k", 0) >= -1 else values["top_k"]
     )
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     check_length(STOP_STRINGS, stop, "stop", "strings")
@@ -87,7 +87,7 @@ async def sampling_params(
             skip_special_tokens=skip_special_tokens,
             allowed_token_ids=allowed,
             bad_words=bad_words,
-            **given,
+            **values,
         )
     except ParameterError as error:
         raise invalid(str(error), error.name) from error
@@ -237,9 +237,9 @@ def _structured_outputs(
             "grammar": outputs.grammar,
             "json_object": outputs.json_object or None,
         }
-        given = {name: value for name, value in named.items() if value is not None}
-        if given or outputs.disable_additional_properties is None:
-            requested.append(given)
+        kinds = {name: value for name, value in named.items() if value is not None}
+        if kinds or outputs.disable_additional_properties is None:
+            requested.append(kinds)
     for name, value in (
         ("json_schema", body.guided_json),
         ("regex", body.guided_regex),

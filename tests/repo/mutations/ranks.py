@@ -47,6 +47,6 @@ BUGS = [
     Bug("runtime/ranks/torchrun.py", "place.local_rank >=", "place.rank >", f"{TORCHRUN} does_not_fit"),
     Bug("runtime/ranks/torchrun.py", 'name not in ("localhost", address)', "False", f"{TORCHRUN} only_its_own_host"),
     Bug("runtime/server/engines/ray_actors/placement.py", 'if "://" in address:', "if False:", f"{RAY} refused_soon"),
-    Bug("runtime/server/engines/ray_actors/placement.py", "each * config.num_processes", "each * config.num_ranks", f"{RAY} too_few"),
+    Bug("runtime/server/engines/ray_actors/placement.py", "share * config.num_processes", "share * config.num_ranks", f"{RAY} too_few"),
     Bug("runtime/server/engines/ray_actors/placement.py", "threads=config.threads or 1)", "threads=config.threads)", f"{RAY} each_rank_is"),
 ]  # fmt: skip

@@ -49,8 +49,8 @@ def with_device(config: EngineConfig, cluster: Mapping[str, float]) -> EngineCon
 def bundles(config: EngineConfig) -> list[Resources]:
     """A bundle for each rank of one engine, in order. The config has a device."""
     gpu = config.device == "cuda"
-    each = {"GPU": 1.0, "CPU": 1.0} if gpu else {"CPU": float(config.threads or 1)}
-    return [dict(each) for _ in range(config.num_ranks)]
+    bundle = {"GPU": 1.0, "CPU": 1.0} if gpu else {"CPU": float(config.threads or 1)}
+    return [dict(bundle) for _ in range(config.num_ranks)]
 
 
 def check_resources(
@@ -58,11 +58,11 @@ def check_resources(
 ) -> None:
     """Raises ValueError if the cluster has too few resources for config.num_engines engines."""
     engines = f" and dp is {config.dp}" if config.num_engines > 1 else ""
-    for name, each in bundles(config)[0].items():
-        needed = each * config.num_processes
+    for name, share in bundles(config)[0].items():
+        needed = share * config.num_processes
         if free.get(name, 0.0) < needed:
             raise ValueError(
                 f"{config.several_ranks}{engines}: the ranks need {needed:g} {name}s, "
-                f"{each:g} each, and of {cluster.get(name, 0.0):g} {name}s of the Ray cluster "
+                f"{share:g} each, and of {cluster.get(name, 0.0):g} {name}s of the Ray cluster "
                 f"{free.get(name, 0.0):g} are free"
             )

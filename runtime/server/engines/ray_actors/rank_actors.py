@@ -35,13 +35,15 @@ class ActorLauncher:
 
     def start(self, settings: "Sequence[RankSettings]") -> "dict[int, ActorRank]":
         actors = [
-            create_actor(RankActor, self._group, each.rank, bundles(each.config)[each.rank])
-            for each in settings
+            create_actor(
+                RankActor, self._group, setting.rank, bundles(setting.config)[setting.rank]
+            )
+            for setting in settings
         ]
         places = ray.get([actor.place.remote() for actor in actors])
         return {
-            each.rank: ActorRank(actor, each, *place)
-            for each, actor, place in zip(settings, actors, places, strict=True)
+            setting.rank: ActorRank(actor, setting, *place)
+            for setting, actor, place in zip(settings, actors, places, strict=True)
         }
 
 
