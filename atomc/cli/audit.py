@@ -149,7 +149,7 @@ def run(arguments: argparse.Namespace) -> int:
         first = _run_audit(audited, {**file_options, **flag_options}, runtime=arguments.runtime)
         again = {name: flag_options[name] for name in ("glue", "audit", "audit_bound")}
         written = (
-            _without(
+            _disable_cause(
                 first,
                 file_options,
                 lambda options: _run_audit(
@@ -350,7 +350,7 @@ class Without:
     text: str
 
 
-def _without(
+def _disable_cause(
     first: AuditResult,
     file_options: Mapping[str, JSONLike],
     audited: Callable[[Mapping[str, JSONLike]], AuditResult],

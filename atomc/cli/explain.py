@@ -138,7 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
     _check_outputs(arguments)
     Options.of(_options(arguments))  # a wrong one fails before a model is made
     saved = _read_baseline(arguments.check) if arguments.check else None
-    other = _beside_without_compiling(arguments.beside)
+    other = _read_beside(arguments.beside)
     reports = _reports_of(arguments, arguments.model)
     if arguments.beside and other is None:
         other = _reports_of(arguments, arguments.beside)
@@ -163,7 +163,7 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
         check_folder_of(f"--{flag}", getattr(arguments, flag))
 
 
-def _beside_without_compiling(beside: str | None) -> "list[Report] | None":
+def _read_beside(beside: str | None) -> "list[Report] | None":
     """The reports of a file; None for a model. Raises FileNotFoundError for neither."""
     from atomc.runtime.execution.loading.hub import local_folder
 

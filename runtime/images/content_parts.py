@@ -32,7 +32,7 @@ def split_images(
     than `limit` images.
     """
     sources: list[ImageSource] = []
-    replaced = [_without_sources(message, sources) for message in messages]
+    replaced = [_split_message(message, sources) for message in messages]
     if len(sources) > limit:
         raise ImageError(f"the messages have {len(sources)} images, at most {limit} are allowed")
     return replaced, sources
@@ -48,7 +48,7 @@ def _is_image(part: Any) -> bool:
     return isinstance(kind, str) and (kind in IMAGE_KINDS or kind == VIDEO)
 
 
-def _without_sources(message: Mapping[str, Any], sources: list[ImageSource]) -> Mapping[str, Any]:
+def _split_message(message: Mapping[str, Any], sources: list[ImageSource]) -> Mapping[str, Any]:
     parts = _parts(message)
     if not any(map(_is_image, parts)):
         return message

@@ -73,10 +73,10 @@ def decode_pixels(image: "Image") -> "Image":
     """What `decode_image` returns, for an image of `open_image`."""
     with _damaged():
         image.load()
-    return to_rgb(image)
+    return rgb_image(image)
 
 
-def to_rgb(image: "Image") -> "Image":
+def rgb_image(image: "Image") -> "Image":
     """The image as RGB, turned upright, on white. Raises ImageError for a mode without a range of
     values.
     """

@@ -123,12 +123,12 @@ def create_app(service: Service) -> Any:
     app.include_router(status.router(service))
     app.include_router(docs_page.router())
     for kind in (APIError, EngineDead, RequestRefused, Exception):
-        app.add_exception_handler(kind, _on_error)
-    app.add_exception_handler(ClientDisconnect, _on_disconnect)
-    app.add_exception_handler(RequestValidationError, _on_validation_error)
-    app.add_exception_handler(HTTPException, _on_http_exception)
+        app.add_exception_handler(kind, _answer_error)
+    app.add_exception_handler(ClientDisconnect, _answer_disconnect)
+    app.add_exception_handler(RequestValidationError, _answer_validation_error)
+    app.add_exception_handler(HTTPException, _answer_http_exception)
     # Lone surrogates in a text; which code raises the error depends on the field.
-    app.add_exception_handler(UnicodeError, _on_unicode_error)
+    app.add_exception_handler(UnicodeError, _answer_unicode_error)
     config = service.config
     authenticated = AuthMiddleware(
         BodyBudgetMiddleware(
@@ -177,16 +177,16 @@ def _add_route(app: FastAPI, endpoint: Endpoint, service: Service) -> None:
     )
 
 
-async def _on_error(request: Request, error: Exception) -> Response:
+async def _answer_error(request: Request, error: Exception) -> Response:
     return APIErrorResponse(client_error(error))
 
 
-async def _on_disconnect(request: Request, error: Exception) -> Response:
+async def _answer_disconnect(request: Request, error: Exception) -> Response:
     """The client has disconnected: the response is discarded and not counted as an error."""
     return Response()
 
 
-async def _on_validation_error(request: Request, error: Exception) -> Response:
+async def _answer_validation_error(request: Request, error: Exception) -> Response:
     """The first validation error, with the field."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
@@ -206,7 +206,7 @@ async def _on_validation_error(request: Request, error: Exception) -> Response:
     return APIErrorResponse(invalid_field(location, first["msg"]))
 
 
-async def _on_http_exception(request: Request, error: Exception) -> Response:
+async def _answer_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if isinstance(
         error.__cause__, APIError
@@ -221,7 +221,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     return APIErrorResponse(APIError(error.status_code, message, kind, headers=error.headers))
 
 
-async def _on_unicode_error(request: Request, error: Exception) -> Response:
+async def _answer_unicode_error(request: Request, error: Exception) -> Response:
     return APIErrorResponse(
         APIError(400, "the body has text that is not valid Unicode, such as a lone surrogate")
     )

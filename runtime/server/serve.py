@@ -58,13 +58,13 @@ def serve(server: ServerConfig, engine: EngineConfig) -> None:
     logging.getLogger("atomc").setLevel(logging.INFO)
     _check_certificate(server)
     real_folders(server.allowed_local_media_path)
-    engine = with_room_for_adapters(server, engine)
+    engine = reserve_adapters(server, engine)
     server = read_key_files(server)
     folder, name = model_folder_and_name(engine)
     traces = _traces(server)
     torchrun = torchrun_place()
     check_launcher(server, torchrun)
-    server = with_drain_seconds(server, torchrun)
+    server = choose_drain_seconds(server, torchrun)
     if torchrun is not None and torchrun.rank > 0:
         start_engines(engine, folder, torchrun=torchrun)
     listener = _bind(server)
@@ -99,7 +99,7 @@ def serve(server: ServerConfig, engine: EngineConfig) -> None:
         raise SystemExit(status)
 
 
-def with_room_for_adapters(server: ServerConfig, engine: EngineConfig) -> EngineConfig:
+def reserve_adapters(server: ServerConfig, engine: EngineConfig) -> EngineConfig:
     """The engine's config, with room for LoRA adapters that are loaded while serving, if the server
     allows it. Raises ValueError for an allowed folder that is none.
     """
@@ -182,7 +182,7 @@ def check_launcher(server: ServerConfig, torchrun: TorchrunPlace | None) -> None
         )
 
 
-def with_drain_seconds(server: ServerConfig, torchrun: TorchrunPlace | None) -> ServerConfig:
+def choose_drain_seconds(server: ServerConfig, torchrun: TorchrunPlace | None) -> ServerConfig:
     """The config with the time that running requests have to finish, if it says none."""
     if server.drain_seconds is not None:
         return server
@@ -235,7 +235,7 @@ async def _run(
     from atomc.runtime.server.http.web_server import ShutdownMiddleware, WebServer
     from atomc.runtime.server.running_service import running_service
 
-    assert config.drain_seconds is not None, "with_drain_seconds sets it"
+    assert config.drain_seconds is not None, "choose_drain_seconds sets it"
     async with running_service(config, processes, folder, name, traces) as service:
         engines = service.engines
         supervisors = [

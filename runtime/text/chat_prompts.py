@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from atomc.files.json_file import read_json
 from atomc.runtime.images.content_parts import ImageSource, has_images, split_images
-from atomc.runtime.images.decode import decode_image, to_rgb
+from atomc.runtime.images.decode import decode_image, rgb_image
 from atomc.runtime.images.image_error import ImageError
 from atomc.runtime.images.media_access import MediaAccess
 from atomc.runtime.images.placeholders import Placeholders, check_image_tokens, place_images
@@ -83,6 +83,6 @@ def _prepared(processor: ImageProcessor, number: int, source: ImageSource) -> Pr
     try:
         if isinstance(source, str):
             return processor.prepare(decode_image(ACCESS.read(source)))
-        return processor.prepare(to_rgb(source))
+        return processor.prepare(rgb_image(source))
     except ImageError as error:
         raise ImageError(f"image {number}: {error}", error.code) from error

@@ -106,14 +106,14 @@ class ChatTemplate:
         variables: JSONObject = {
             **self.special_tokens,
             "documents": None,
-            **{name: _to_json_types(value) for name, value in kwargs.items()},
-            "tools": _to_json_types(tools) if tools else None,
+            **{name: _json_types(value) for name, value in kwargs.items()},
+            "tools": _json_types(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
         if not continue_final_message:
             return self._render_any(name, normalized, variables)
         end = secrets.token_hex(16)  # a text that no message has
-        normalized[-1] = _with_suffix(normalized[-1], f"{end} ")
+        normalized[-1] = _append_text(normalized[-1], f"{end} ")
         text, marker, rest = self._render_any(name, normalized, variables).rpartition(end)
         if not marker:
             raise ValueError(
@@ -142,7 +142,7 @@ class ChatTemplate:
 
         try:
             try:
-                parsed = [_with_parsed_arguments(message) for message in messages]
+                parsed = [_parse_calls(message) for message in messages]
                 return str(self._compiled[name].render({**variables, "messages": parsed}))
             except TypeError:
                 # Most templates expect tool call arguments as an object; DeepSeek's concatenates
@@ -169,7 +169,7 @@ class ChatTemplate:
         )
 
 
-def _with_suffix(message: JSONObject, suffix: str) -> JSONObject:
+def _append_text(message: JSONObject, suffix: str) -> JSONObject:
     """With this at the end of the text. Raises ValueError for a message that does not end with
     text."""
     content = message.get("content")
@@ -286,7 +286,7 @@ def _message(
     reasoning under the keys they read.
     """
     normalized = {
-        str(key): _to_json_types(value) for key, value in message.items() if value is not None
+        str(key): _json_types(value) for key, value in message.items() if value is not None
     }
     role = str(normalized["role"])
     normalized["role"] = roles.get(role, role)
@@ -373,7 +373,7 @@ def _text_of_part(part: JSON) -> str:
     raise ValueError(f"a content part of type {kind!r} is not supported, only 'text' with a string")
 
 
-def _with_parsed_arguments(message: JSONObject) -> JSONObject:
+def _parse_calls(message: JSONObject) -> JSONObject:
     """The message with the arguments of its tool calls as objects instead of JSON text."""
     calls = message.get("tool_calls")
     return (
@@ -400,7 +400,7 @@ def _parse_arguments(call: JSON) -> JSON:
     )
 
 
-def _to_json_types(value: JSONLike) -> JSON:
+def _json_types(value: JSONLike) -> JSON:
     """A copy of JSON types only: the template could call the methods of any other type."""
     match value:
         case None | bool():
@@ -412,9 +412,9 @@ def _to_json_types(value: JSONLike) -> JSON:
         case float():
             return float.__float__(value)
         case Mapping():
-            return {str(key): _to_json_types(item) for key, item in value.items()}
+            return {str(key): _json_types(item) for key, item in value.items()}
         case list() | tuple():
-            return [_to_json_types(item) for item in value]
+            return [_json_types(item) for item in value]
     raise ValueError(
         f"a {type(value).__name__} cannot be passed to a chat template, expected JSON values"
     )

@@ -44,7 +44,7 @@ def _too_many_blocks(number: int) -> str:
     return f"it has {number} content blocks, at most {CONTENT_BLOCKS} are allowed"
 
 
-def _as_blocks(content: JSON) -> JSON:
+def _content_blocks(content: JSON) -> JSON:
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if isinstance(content, list):
@@ -104,11 +104,11 @@ class ToolUseBlock(Block):
 
 TextBlocks = Annotated[
     FailFastList[TextBlock],
-    BeforeValidator(_as_blocks, json_schema_input_type=str | list[TextBlock]),
+    BeforeValidator(_content_blocks, json_schema_input_type=str | list[TextBlock]),
 ]
 Part = Annotated[TextBlock | ImageBlock, Field(discriminator="type")]
 Parts = Annotated[
-    FailFastList[Part], BeforeValidator(_as_blocks, json_schema_input_type=str | list[Part])
+    FailFastList[Part], BeforeValidator(_content_blocks, json_schema_input_type=str | list[Part])
 ]
 
 
@@ -130,7 +130,7 @@ class UserMessage(RequestModel):
     role: Literal["user"]
     content: Annotated[
         FailFastList[UserBlock],
-        BeforeValidator(_as_blocks, json_schema_input_type=str | list[UserBlock]),
+        BeforeValidator(_content_blocks, json_schema_input_type=str | list[UserBlock]),
     ]
 
 
@@ -138,7 +138,7 @@ class AssistantMessage(RequestModel):
     role: Literal["assistant"]
     content: Annotated[
         FailFastList[AssistantBlock],
-        BeforeValidator(_as_blocks, json_schema_input_type=str | list[AssistantBlock]),
+        BeforeValidator(_content_blocks, json_schema_input_type=str | list[AssistantBlock]),
     ]
 
 

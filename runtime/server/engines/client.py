@@ -208,7 +208,9 @@ class EngineClient:
 
     async def connect(self) -> None:
         """Returns when the engine is ready. Raises EngineFailed if it cannot start."""
-        asyncio.get_running_loop().add_reader(self.engine.sentinel, self._on_sentinel, self.engine)
+        asyncio.get_running_loop().add_reader(
+            self.engine.sentinel, self._handle_sentinel, self.engine
+        )
         self._tasks.append(asyncio.create_task(self._receive()))
         self.info = await self._started
         self.start_seconds = time.monotonic() - self._attached
@@ -378,12 +380,12 @@ class EngineClient:
                 await self.call("stats")
                 self._ping_sent = None
 
-    def _on_sentinel(self, engine: EngineHandle) -> None:
+    def _handle_sentinel(self, engine: EngineHandle) -> None:
         asyncio.get_running_loop().remove_reader(engine.sentinel)
         # Its last messages may not have been received yet.
-        asyncio.get_running_loop().call_later(0.1, self._on_exit, engine)
+        asyncio.get_running_loop().call_later(0.1, self._handle_exit, engine)
 
-    def _on_exit(self, engine: EngineHandle) -> None:
+    def _handle_exit(self, engine: EngineHandle) -> None:
         if engine is not self.engine:  # a restart has replaced it
             return
         exitcode = engine.exitcode

@@ -43,7 +43,7 @@ class Supervisor:
         self._others_remain = others_remain
         self._attempt = 0
         self._started_at = time.monotonic()
-        client.on_death = self._on_death
+        client.on_death = self._death_error
 
     async def run(self) -> None:
         """Returns when the engine has died and is not restarted."""
@@ -65,16 +65,16 @@ class Supervisor:
     async def _restart(self) -> None:
         try:
             await self._client.restart()
-        except EngineDead:  # it died after the start; `_on_death` has handled that
+        except EngineDead:  # it died after the start; `_death_error` has handled that
             return
         except (EngineFailed, OSError) as error:
-            self._client.dead = self._on_death(EngineDead(str(error)))
+            self._client.dead = self._death_error(EngineDead(str(error)))
             return
         self._started_at = time.monotonic()
         self._on_restarted()
         log.info("%s serves again, as %s", self._client.name, self._client.info.place)
 
-    def _on_death(self, why: EngineDead) -> EngineDead:
+    def _death_error(self, why: EngineDead) -> EngineDead:
         """The error that requests get: EngineRestarting, or EngineDead after the last attempt."""
         if time.monotonic() - self._started_at > RESET_SECONDS:
             self._attempt = 0

@@ -36,7 +36,7 @@ class ThinkParser:
         self._space: list[str] = []  # before the text
         # Trailing newlines of the reasoning, emitted only if more reasoning follows.
         self._newlines: list[str] = []
-        self._state = self._at_start
+        self._state = self._read_start
 
     def feed(self, text: str) -> list[MessageDelta]:
         self._text.feed(text)
@@ -46,13 +46,15 @@ class ThinkParser:
 
     def finish(self) -> list[MessageDelta]:
         rest = "".join((*self._space, self._text.take_all()))
-        if self._state == self._in_reasoning or (self._state == self._at_start and self._opened):
+        if self._state == self._read_reasoning or (
+            self._state == self._read_start and self._opened
+        ):
             self._add_reasoning(rest)
         elif rest:
             self._deltas.append(ContentDelta(rest))
         return self._take()
 
-    def _at_start(self) -> bool:
+    def _read_start(self) -> bool:
         self._space.append(self._text.take_characters(r"\s*"))
         if self._text.is_prefix_of(OPEN):  # also if nothing is left
             return False
@@ -63,19 +65,19 @@ class ThinkParser:
         space = "".join(self._space)
         self._space.clear()
         if self._opened:
-            self._state = self._in_reasoning
+            self._state = self._read_reasoning
             self._add_reasoning(space)
         else:
-            self._state, self._has_content = self._in_content, True
+            self._state, self._has_content = self._read_content, True
             if space:
                 self._deltas.append(ContentDelta(space))
         return True
 
-    def _in_reasoning(self) -> bool:
+    def _read_reasoning(self) -> bool:
         text, marker = self._text.take_until(CLOSE)
         self._add_reasoning(text)
         if marker:
-            self._state = self._in_content
+            self._state = self._read_content
         return bool(marker)
 
     def _add_reasoning(self, text: str) -> None:
@@ -88,7 +90,7 @@ class ThinkParser:
             self._newlines.clear()
         self._newlines.append(text[len(stripped) :])
 
-    def _in_content(self) -> bool:
+    def _read_content(self) -> bool:
         text = self._text.take_all()
         text = text if self._has_content else text.lstrip("\n")
         if text:

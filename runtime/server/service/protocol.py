@@ -101,7 +101,7 @@ class RequestModel(BaseModel):
                 for name, item in value.items()
                 if item is not None or not cls._has_default(name)
             }
-        return _without_other_tools(value, cls.tool_types) if cls.tool_types else value
+        return _drop_other_tools(value, cls.tool_types) if cls.tool_types else value
 
     @classmethod
     def _has_default(cls, name: str) -> bool:
@@ -111,7 +111,7 @@ class RequestModel(BaseModel):
         return field is not None and not field.is_required()
 
 
-def _without_other_tools(body: JSONObject, types: Sequence[str]) -> JSONObject:
+def _drop_other_tools(body: JSONObject, types: Sequence[str]) -> JSONObject:
     """Tools of other types become unknown fields, such as tools.0. Invalid tools stay."""
     tools = body.get("tools")
     if not isinstance(tools, list) or len(tools) > TOOLS:

@@ -67,7 +67,7 @@ BUGS = [
         "",
         "tests/runtime/test_fork_server.py -k closing",
     ),
-    prompt("placeholders", "found != num_images", "found < num_images", "two_parts"),
+    prompt("placeholders", "count != num_images", "count < num_images", "two_parts"),
     prompt("placeholders", "PromptImage(len(prompt), ", "PromptImage(len(placed), ", "its_tokens"),
     prompt("placeholders", "(before if i < last else", "(after if i < last else", "literal or cut"),
     prompt("processor", "digest.update(pixels)", "digest.update(pixels[:-64])", "its_tokens"),

@@ -36,7 +36,7 @@ from atomc.runtime.server.engines.ray_actors.placement import (  # noqa: E402
     bundles,
     check_address,
     check_resources,
-    with_device,
+    choose_device,
 )
 from atomc.runtime.server.engines.start_engines import start_engines  # noqa: E402
 
@@ -58,13 +58,13 @@ cluster.shutdown()
 
 def test_each_rank_is_a_bundle_with_a_gpu_of_the_cluster_or_with_its_threads():
     config = EngineConfig(tp=2, pp=2)
-    assert bundles(with_device(config, GPUS)) == [{"GPU": 1.0, "CPU": 1.0}] * 4
-    assert bundles(with_device(config, {"CPU": 8.0})) == [{"CPU": 1.0}] * 4
-    on_cpu = with_device(EngineConfig(device="cpu", threads=3), GPUS)
+    assert bundles(choose_device(config, GPUS)) == [{"GPU": 1.0, "CPU": 1.0}] * 4
+    assert bundles(choose_device(config, {"CPU": 8.0})) == [{"CPU": 1.0}] * 4
+    on_cpu = choose_device(EngineConfig(device="cpu", threads=3), GPUS)
     assert bundles(on_cpu) == [{"CPU": 3.0}]
-    assert with_device(EngineConfig(), {"CPU": 8.0}).threads == 1
+    assert choose_device(EngineConfig(), {"CPU": 8.0}).threads == 1
     with pytest.raises(ValueError, match="device is cuda:1, but Ray chooses the GPU of each rank"):
-        with_device(EngineConfig(device="cuda:1"), GPUS)
+        choose_device(EngineConfig(device="cuda:1"), GPUS)
 
 
 def test_a_cluster_with_too_few_free_gpus_is_refused():

@@ -36,7 +36,7 @@ from atomc.runtime.ranks.torchrun import (
     settings_from_rank_0,
 )
 from atomc.runtime.server.config import ServerConfig
-from atomc.runtime.server.serve import DEMO_NAME, check_launcher, with_drain_seconds
+from atomc.runtime.server.serve import DEMO_NAME, check_launcher, choose_drain_seconds
 
 CONFIG = EngineConfig(tp=2, device="cpu")
 SHARES_EXPERTS = EngineConfig(dp=2, ep=True, device="cpu")
@@ -91,7 +91,7 @@ def test_what_does_not_fit_the_processes_of_torchrun_is_refused(monkeypatch):
 def test_answers_have_time_to_finish_before_torchrun_kills_the_server():
     place = TorchrunPlace(0, 2, 0, "10.0.0.1", 29500)
     times = [
-        with_drain_seconds(ServerConfig(drain_seconds=given), by).drain_seconds
+        choose_drain_seconds(ServerConfig(drain_seconds=given), by).drain_seconds
         for given in (None, 7.0)
         for by in (None, place)
     ]

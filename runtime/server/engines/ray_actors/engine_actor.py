@@ -22,7 +22,11 @@ from atomc.runtime.processes.stderr_log import log_to_stderr
 from atomc.runtime.ranks.endpoint import bind, use_tcp
 from atomc.runtime.server.engines.engine_process import LINGER_MS, run_engine
 from atomc.runtime.server.engines.ray_actors.cluster import connect, create_actor, own_address
-from atomc.runtime.server.engines.ray_actors.placement import bundles, check_resources, with_device
+from atomc.runtime.server.engines.ray_actors.placement import (
+    bundles,
+    check_resources,
+    choose_device,
+)
 from atomc.runtime.server.engines.ray_actors.rank_actors import ActorLauncher
 
 PLACEMENT_SECONDS = 60.0
@@ -34,7 +38,7 @@ def start_engine_actors(config: EngineConfig) -> "list[RayEngine]":
     """
     connect()
     cluster = ray.cluster_resources()
-    config = with_device(config, cluster)
+    config = choose_device(config, cluster)
     check_resources(config, cluster, ray.available_resources())
     return [RayEngine(config, progress=number == 0) for number in range(config.num_engines)]
 

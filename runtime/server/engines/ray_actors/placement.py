@@ -33,7 +33,7 @@ def check_address(address: str | None) -> None:
         ) from error
 
 
-def with_device(config: EngineConfig, cluster: Mapping[str, float]) -> EngineConfig:
+def choose_device(config: EngineConfig, cluster: Mapping[str, float]) -> EngineConfig:
     """The config with a device, by the resources of the cluster: this host may be another machine
     than those that compute. On CPUs also with the number of threads. Raises ValueError for one
     device.

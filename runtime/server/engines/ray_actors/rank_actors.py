@@ -27,7 +27,7 @@ class ActorLauncher:
         self.host = own_address()
 
     def device_kind(self, config: EngineConfig) -> str:
-        assert config.device in ("cpu", "cuda"), "placement.with_device chooses it"
+        assert config.device in ("cpu", "cuda"), "placement.choose_device chooses it"
         return config.device
 
     def device(self, kind: str, rank: int) -> str:

@@ -34,32 +34,32 @@ class DeepSeekToolParser(ArgumentsStateMachine):
         super().__init__(new_id)
         self._kind = ""
         self._head: list[str] = []  # the text between separator and arguments
-        self._state = self._in_content
+        self._state = self._read_content
 
     def _finish_content(self, rest: str) -> None:
-        if self._state != self._after_arguments:
+        if self._state != self._end_arguments:
             self._deltas.content(rest)
 
-    def _in_content(self) -> bool:
+    def _read_content(self) -> bool:
         text, marker = self._text.take_until(CALLS, CALL, CALLS_END)
         self._deltas.content(text)
         if marker == CALL:
-            self._enter(self._in_kind, marker)
+            self._enter(self._read_kind, marker)
         return bool(marker)
 
-    def _in_kind(self) -> bool:
+    def _read_kind(self) -> bool:
         """Before the separator: "function" (V3, R1) or the name (V3.1)."""
         text, marker = self._text.take_until(SEPARATOR, CALL, CALL_END)
         self._raw.append(text)
         if marker == SEPARATOR:
             self._kind = "".join(self._raw).removeprefix(CALL).strip()
             self._raw.append(marker)
-            self._head, self._state = [], self._in_name
+            self._head, self._state = [], self._read_name
         elif marker:
             self._emit_content(marker)
         return bool(marker)
 
-    def _in_name(self) -> bool:
+    def _read_name(self) -> bool:
         """After the separator: the arguments (V3.1), or the name and the arguments (V3, R1)."""
         self._head.append(self._text.take_characters("[^{<]*"))
         self._raw.append(self._head[-1])
@@ -82,18 +82,18 @@ class DeepSeekToolParser(ArgumentsStateMachine):
         is_v3 = self._kind == "function" and block.strip(SPACE) == BLOCK
         return name.strip() or None if is_v3 else None
 
-    def _after_arguments(self) -> bool:
+    def _end_arguments(self) -> bool:
         """Up to the end of the call, or to the next call if the end is missing."""
         _, marker = self._text.take_until(CALL_END, CALLS_END, CALL)
         if marker == CALL:
-            self._enter(self._in_kind, marker)
+            self._enter(self._read_kind, marker)
         elif marker:
-            self._state = self._in_content
+            self._state = self._read_content
         return bool(marker)
 
     def _emit_content(self, marker: str) -> None:
         if marker == CALL:
-            self._content(self._in_kind)
+            self._content(self._read_kind)
             self._raw.append(marker)
         else:
-            self._content(self._in_content, marker)
+            self._content(self._read_content, marker)

@@ -44,39 +44,39 @@ class HarmonyParser(ArgumentsStateMachine):
         self._reasoning, self._tools = reasoning, tools
         self._name = ""
         self._separators = {"content": "", "reasoning": ""}
-        self._state = self._at_start
+        self._state = self._read_start
 
     def _finish_content(self, rest: str) -> None:
-        if self._state == self._in_reasoning:
+        if self._state == self._read_reasoning:
             self._deltas.reasoning(rest)
-        elif self._state != self._after_arguments:
+        elif self._state != self._end_arguments:
             self._deltas.content(rest)
 
-    def _at_start(self) -> bool:
+    def _read_start(self) -> bool:
         self._raw.append(self._text.take_characters(SPACES))
         if self._text.is_prefix_of(*HEADERS):  # also if nothing is left
             return False
         if self._text.startswith(*HEADERS):
-            self._state = self._in_header
+            self._state = self._read_header
         else:
-            self._content(self._outside)
+            self._content(self._read_outside)
         return True
 
-    def _outside(self) -> bool:
+    def _read_outside(self) -> bool:
         """Text outside of messages is content."""
         text, marker = self._text.take_until(START)
         self._deltas.content(text)
         if marker:
-            self._enter(self._in_header, marker)
+            self._enter(self._read_header, marker)
         return bool(marker)
 
-    def _in_header(self) -> bool:
+    def _read_header(self) -> bool:
         text, marker = self._text.take_until(MESSAGE, END, CALL, RETURN)
         self._raw.append(text)
         if marker == MESSAGE:
             self._start_message("".join(self._raw))
         elif marker:
-            self._content(self._outside, marker)
+            self._content(self._read_outside, marker)
         return bool(marker)
 
     def _start_message(self, raw: str) -> None:
@@ -87,15 +87,15 @@ class HarmonyParser(ArgumentsStateMachine):
         analysis = channel is not None and channel[1] == "analysis"
         if function and self._tools:
             self._name = function[1]
-            self._enter(self._before_arguments, raw + MESSAGE)
+            self._enter(self._expect_arguments, raw + MESSAGE)
         elif function or (analysis and not self._reasoning):
             start = "" if raw.startswith(START) else f"{START}assistant"
             self._deltas.content(start + raw + MESSAGE)
             self._enter(self._verbatim)
         else:
-            self._enter(self._in_reasoning if analysis else self._in_message)
+            self._enter(self._read_reasoning if analysis else self._read_message)
 
-    def _before_arguments(self) -> bool:
+    def _expect_arguments(self) -> bool:
         self._raw.append(self._text.take_characters(SPACES))
         if not self._text:
             return False
@@ -105,17 +105,17 @@ class HarmonyParser(ArgumentsStateMachine):
             self._content(self._verbatim)
         return True
 
-    def _after_arguments(self) -> bool:
+    def _end_arguments(self) -> bool:
         return self._end_message(self._text.take_until(*ENDS)[1])
 
-    def _in_reasoning(self) -> bool:
+    def _read_reasoning(self) -> bool:
         text, marker = self._text.take_until(*ENDS)
-        self._deltas.reasoning(self._with_separator("reasoning", text))
+        self._deltas.reasoning(self._separated("reasoning", text))
         return self._end_message(marker, "reasoning")
 
-    def _in_message(self) -> bool:
+    def _read_message(self) -> bool:
         text, marker = self._text.take_until(*ENDS)
-        self._deltas.content(self._with_separator("content", text))
+        self._deltas.content(self._separated("content", text))
         return self._end_message(marker, "content")
 
     def _verbatim(self) -> bool:
@@ -123,7 +123,7 @@ class HarmonyParser(ArgumentsStateMachine):
         self._deltas.content(text + (marker if marker != START else ""))
         return self._end_message(marker)
 
-    def _with_separator(self, channel: str, text: str) -> str:
+    def _separated(self, channel: str, text: str) -> str:
         """The text, after a separator if an earlier message of this channel had text."""
         if not text:
             return ""
@@ -134,7 +134,7 @@ class HarmonyParser(ArgumentsStateMachine):
         if marker and channel:
             self._separators[channel] = SEPARATOR
         if marker == START:
-            self._enter(self._in_header, marker)
+            self._enter(self._read_header, marker)
         elif marker:
-            self._enter(self._outside)
+            self._enter(self._read_outside)
         return bool(marker)

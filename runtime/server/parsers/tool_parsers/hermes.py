@@ -24,13 +24,13 @@ class HermesToolParser(JsonCallStateMachine):
 
     def __init__(self, new_id: Callable[[], str] = call_id) -> None:
         super().__init__(new_id)
-        self._state = self._in_content
+        self._state = self._read_content
 
     def _finish_content(self, rest: str) -> None:
-        if self._state != self._after_call:
+        if self._state != self._end_call:
             self._deltas.content(rest)
 
-    def _in_content(self) -> bool:
+    def _read_content(self) -> bool:
         text, marker = self._text.take_until(BEGIN)
         self._deltas.content(text)
         if marker:
@@ -39,13 +39,13 @@ class HermesToolParser(JsonCallStateMachine):
 
     def _begin(self, marker: str) -> None:
         self._call = JsonCallParser()
-        self._enter(self._in_call, marker)
+        self._enter(self._read_call, marker)
 
-    def _after_call(self) -> bool:
+    def _end_call(self) -> bool:
         """Up to the closing tag, or to the next opening tag if it is missing."""
         _, marker = self._text.take_until(END, BEGIN)
         if marker == BEGIN:
             self._begin(marker)
         elif marker == END:
-            self._state = self._in_content
+            self._state = self._read_content
         return bool(marker)

@@ -25,7 +25,7 @@ class JsonScanner:
         for index in range(start, len(text)):
             char = text[index]
             if self._quoted:
-                self._in_text(char)
+                self._read_text(char)
             elif char == "<":
                 self.stopped = True
                 return index - start
@@ -40,7 +40,7 @@ class JsonScanner:
                 return index + 1 - start
         return len(text) - start
 
-    def _in_text(self, char: str) -> None:
+    def _read_text(self, char: str) -> None:
         if self._escaped:
             self._escaped = False
         elif char == "\\":
@@ -68,7 +68,7 @@ class JsonCallParser:
         self._key = ""
         self._token: list[str] = []  # of a value
         self._value = JsonScanner()
-        self._state = self._before_object
+        self._state = self._expect_object
 
     @property
     def started(self) -> bool:
@@ -91,72 +91,72 @@ class JsonCallParser:
         taken, self._arguments = self._arguments, []
         return "".join(taken)
 
-    def _before_object(self, char: str) -> None:
+    def _expect_object(self, char: str) -> None:
         if char == "{":
-            self._state = self._before_key
+            self._state = self._expect_key
         elif char not in SPACE:
             self.invalid = True
 
-    def _before_key(self, char: str) -> None:
+    def _expect_key(self, char: str) -> None:
         if char == '"':
             self._start_value(char)
-            self._state = self._in_key
+            self._state = self._read_key
         elif char == "}":
             self._end()
         elif char not in SPACE:
             self.invalid = True
 
-    def _in_key(self, char: str) -> None:
+    def _read_key(self, char: str) -> None:
         if self._continue_value(char):
             self._key = str(self._decoded())
-            self._state = self._before_colon
+            self._state = self._expect_colon
             self.invalid |= self._strict and self._key not in KNOWN_KEYS
 
-    def _before_colon(self, char: str) -> None:
+    def _expect_colon(self, char: str) -> None:
         if char == ":":
-            self._state = self._before_value
+            self._state = self._expect_value
         elif char not in SPACE:
             self.invalid = True
 
-    def _before_value(self, char: str) -> None:
+    def _expect_value(self, char: str) -> None:
         if char in SPACE:
             return
         self._start_value(char)
         if self._key in ARGUMENT_KEYS and char == "{" and not self._arguments_started:
             self._arguments = [char]
             self._arguments_started = True
-            self._state = self._in_arguments
+            self._state = self._read_arguments
         elif char in '{["':
-            self._state = self._in_value
+            self._state = self._read_value
         elif char.isalnum() or char == "-":
-            self._state = self._in_scalar
+            self._state = self._read_scalar
         else:
             self.invalid = True
 
-    def _in_arguments(self, char: str) -> None:
+    def _read_arguments(self, char: str) -> None:
         self._value.feed(char)
         if self._value.stopped:
             self.invalid = True
             return
         self._arguments.append(char)
         if self._value.done:
-            self._state = self._after_value
+            self._state = self._end_value
 
-    def _in_value(self, char: str) -> None:
+    def _read_value(self, char: str) -> None:
         if self._continue_value(char):
             self._assign()
 
-    def _in_scalar(self, char: str) -> None:
+    def _read_scalar(self, char: str) -> None:
         if char in SPACE or char in ",}":
             self._assign()
             if not self.invalid:
-                self._after_value(char)
+                self._end_value(char)
         else:
             self._token.append(char)
 
-    def _after_value(self, char: str) -> None:
+    def _end_value(self, char: str) -> None:
         if char == ",":
-            self._state = self._before_key
+            self._state = self._expect_key
         elif char == "}":
             self._end()
         elif char not in SPACE:
@@ -176,7 +176,7 @@ class JsonCallParser:
 
     def _assign(self) -> None:
         value = self._decoded()
-        self._state = self._after_value
+        self._state = self._end_value
         if self._key == "name" and not self.started:
             self.name = value if isinstance(value, str) else ""
             self.invalid = not self.name

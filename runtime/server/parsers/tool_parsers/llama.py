@@ -23,12 +23,12 @@ class LlamaToolParser(JsonCallStateMachine):
 
     def __init__(self, new_id: Callable[[], str] = call_id) -> None:
         super().__init__(new_id)
-        self._state = self._after_call
+        self._state = self._end_call
 
     def _finish_content(self, rest: str) -> None:
         self._deltas.content(rest)
 
-    def _after_call(self) -> bool:
+    def _end_call(self) -> bool:
         """After a call, and also at the start and after the tag."""
         between = self._deltas.num_calls and not self._raw
         skipped = self._text.take_characters(f"[{SPACE};]*" if between else f"[{SPACE}]*")
@@ -39,14 +39,14 @@ class LlamaToolParser(JsonCallStateMachine):
         if self._text.startswith(TAG):
             self._raw.append(self._text.take(len(TAG)))
         elif self._text.startswith("{"):
-            self._call, self._state = JsonCallParser(strict=True), self._in_call
+            self._call, self._state = JsonCallParser(strict=True), self._read_call
         else:
-            self._content(self._in_content)
+            self._content(self._read_content)
         return True
 
-    def _in_content(self) -> bool:
+    def _read_content(self) -> bool:
         text, marker = self._text.take_until(TAG)
         self._deltas.content(text)
         if marker:
-            self._enter(self._after_call, marker)
+            self._enter(self._end_call, marker)
         return bool(marker)

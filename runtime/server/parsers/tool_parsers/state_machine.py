@@ -56,50 +56,50 @@ class ArgumentsStateMachine(StateMachineParser):
         """The arguments follow."""
         self._deltas.call(name)
         self._arguments = JsonScanner()
-        self._enter(self._in_arguments)
+        self._enter(self._read_arguments)
 
-    def _in_arguments(self) -> bool:
+    def _read_arguments(self) -> bool:
         self._deltas.arguments(self._text.take_read(self._arguments.feed))
         ended = self._arguments.done or self._arguments.stopped
         if ended:
-            self._state = self._after_arguments
+            self._state = self._end_arguments
         return ended
 
-    def _after_arguments(self) -> bool:
+    def _end_arguments(self) -> bool:
         """The state after the arguments."""
         raise NotImplementedError
 
 
 class JsonCallStateMachine(StateMachineParser):
-    """A StateMachineParser of calls as one JSON object. `_in_call` goes on with `_after_call`, or
-    with `_in_content` if it is no call.
+    """A StateMachineParser of calls as one JSON object. `_read_call` goes on with `_end_call`, or
+    with `_read_content` if it is no call.
     """
 
     def __init__(self, new_id: Callable[[], str] = call_id) -> None:
         super().__init__(new_id)
         self._call = JsonCallParser()
 
-    def _in_call(self) -> bool:
+    def _read_call(self) -> bool:
         call = self._call
         was_started = call.started
         read = self._text.take_read(call.feed)
         if not call.started:
             self._raw.append(read)
             if call.invalid:
-                self._content(self._in_content)
+                self._content(self._read_content)
             return call.invalid
         if not was_started:
             self._deltas.call(call.name)
             self._raw = []
         self._deltas.arguments(call.take())
         if call.done or call.invalid:
-            self._state = self._after_call
+            self._state = self._end_call
         return call.done or call.invalid
 
-    def _after_call(self) -> bool:
+    def _end_call(self) -> bool:
         """The state after a call."""
         raise NotImplementedError
 
-    def _in_content(self) -> bool:
+    def _read_content(self) -> bool:
         """The state outside of calls."""
         raise NotImplementedError
