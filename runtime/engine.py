@@ -362,9 +362,9 @@ class Engine:
         return [found[request.id] for request in requests]
 
     @property
-    def pools(self) -> bool:
+    def can_pool(self) -> bool:
         """Whether the program for pooling is compiled."""
-        return self.executor.pools
+        return self.executor.can_pool
 
     @torch_modes_off()
     def prepare_pooling(self) -> None:

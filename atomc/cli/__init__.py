@@ -24,7 +24,7 @@ from atomc.cli import (
     run_batch,
     serve,
 )
-from atomc.cli.parser import Parser, PrintCompletion
+from atomc.cli.parser import CommandParser, PrintCompletion
 from atomc.options import let_openmp_sleep
 from atomc.tested_versions import warn_of_untested
 
@@ -101,7 +101,7 @@ def _extra_of(module: str) -> str | None:
 
 def _parser() -> argparse.ArgumentParser:
     version = import_module("atomc").__version__
-    parser = Parser(
+    parser = CommandParser(
         "atomc",
         description="A torch.compile backend for language models that explains what it does.",
     )

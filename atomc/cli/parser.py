@@ -24,7 +24,7 @@ class PrintCompletion(argparse.Action):
         parser.exit()
 
 
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """Reports an unknown flag by the subcommand that got it, with a hint or the most similar
     flag.
     """

@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> None:
     try:
         from atomc.runtime.server.engines.client import EngineFailed
         from atomc.runtime.server.engines.start_engines import start_engines
-        from atomc.runtime.server.openai.batch import run_batch
+        from atomc.runtime.server.openai.run_batch import run_batch
         from atomc.runtime.server.serve import model_folder_and_name
     except ImportError as error:
         raise ImportError(

@@ -105,7 +105,7 @@ class Executor(Protocol):
         """Where each other rank runs, such as "process 2013"."""
 
     @property
-    def pools(self) -> bool:
+    def can_pool(self) -> bool:
         """Whether pooling steps can be launched: their program is compiled."""
 
     def launch(self, step: ScheduledStep) -> Launched:

@@ -391,7 +391,7 @@ class Worker:
         return {}
 
     @property
-    def pools(self) -> bool:
+    def can_pool(self) -> bool:
         return self.programs.hidden is not None
 
     def prepare_pooling(self) -> None:

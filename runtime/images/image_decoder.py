@@ -8,7 +8,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from atomc.files.json_types import JSONObject
 from atomc.runtime.images.image_error import ImageError
-from atomc.runtime.images.processor import ImageTokens, PreparedImage, Reserve, image_tokens
+from atomc.runtime.images.processor import PlaceholderTokens, PreparedImage, Reserve, image_tokens
 from atomc.runtime.processes.fork_server import ForkServer
 
 if TYPE_CHECKING:  # optional
@@ -41,7 +41,7 @@ class ImageDecoder:
     def __init__(
         self,
         folder: Path,
-        tokens: ImageTokens,
+        tokens: PlaceholderTokens,
         *,
         seconds: float = CPU_SECONDS,
         memory: int = MEMORY_BYTES,

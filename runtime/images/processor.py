@@ -38,7 +38,7 @@ class PreparedImage:
 
 
 @dataclass(frozen=True)
-class ImageTokens:
+class PlaceholderTokens:
     """image   the token of a prompt that stands for an image
     texts   of the tokens that stand for images and videos
     """
@@ -96,7 +96,7 @@ class ImageProcessor:
 
 def image_tokens(
     folder: Path, config: JSONObject, tokenizer: "Tokenizer | None"
-) -> ImageTokens | str:
+) -> PlaceholderTokens | str:
     """The tokens for images of a model with an image processor, or why the model reads no images.
 
     config   of config.json
@@ -113,7 +113,7 @@ def image_tokens(
         return f"its tokenizer has no token {image_token_id}, the image token of config.json"
     if not any((folder / name).is_file() for name in FILES):
         return f"its folder has no {FILES[0]}"
-    return ImageTokens(image_token_id, placeholders)
+    return PlaceholderTokens(image_token_id, placeholders)
 
 
 def load_image_processor(folder: Path) -> ImageProcessor | str:

@@ -128,7 +128,7 @@ class RankExecutor:
             program.counts_experts for program in self.worker.programs.of_steps
         )
         self.limits = self.worker.limits
-        self.pools = False
+        self.can_pool = False
 
     @property
     def pids(self) -> Mapping[int, int]:
@@ -164,12 +164,12 @@ class RankExecutor:
             return LaunchedOnRanks(self._monitor, number, running, others)
 
     def prepare_pooling(self) -> None:
-        if self.pools:
+        if self.can_pool:
             return
         with self._monitor.sending(PreparePooling) as number:
             self.worker.prepare_pooling()
         self._monitor.wait_done(number)
-        self.pools = True
+        self.can_pool = True
 
     def sleep(self) -> None:
         with self._monitor.sending(Sleep) as number:

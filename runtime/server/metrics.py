@@ -172,7 +172,7 @@ class EngineCollector:
 
 
 @dataclass(frozen=True)
-class Sample:
+class MetricSample:
     """A number of one engine, with labels besides the engine's."""
 
     family: type[Family]
@@ -206,10 +206,13 @@ COUNTERS = (
     ("spec_decode_num_draft_tokens", "Draft tokens.", "drafted"),
     ("spec_decode_num_accepted_tokens", "Accepted draft tokens.", "accepted"),
 )
-gauge, counter = partial(Sample, GaugeMetricFamily), partial(Sample, CounterMetricFamily)
+gauge, counter = (
+    partial(MetricSample, GaugeMetricFamily),
+    partial(MetricSample, CounterMetricFamily),
+)
 
 
-def samples(client: EngineClient) -> Iterator[Sample]:
+def samples(client: EngineClient) -> Iterator[MetricSample]:
     """The numbers of one engine."""
     yield gauge("up", "1 while the engine can serve.", 0.0 if client.unhealthy_reason else 1.0)
     stats = client.stats

@@ -31,7 +31,7 @@ ANSWER_SECONDS = 1.0
 def router(service: Service) -> APIRouter:
     """Two routes: the static page, and its data."""
     routes = APIRouter(include_in_schema=False)
-    status = Status(service)
+    status = StatusFigures(service)
     page = PAGE.read_text(encoding="utf-8")
     headers = {
         "Content-Security-Policy": content_policy(page),
@@ -51,7 +51,7 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
-class Status:
+class StatusFigures:
     """The data of the status page."""
 
     def __init__(self, service: Service) -> None:

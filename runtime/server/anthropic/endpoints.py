@@ -13,7 +13,7 @@ from atomc.runtime.server.anthropic.request import MessagesRequest, PromptReques
 from atomc.runtime.server.anthropic.response import (
     AnthropicMessage,
     Content,
-    Stop,
+    StopFields,
     delta_usage,
     message_usage,
     stop,
@@ -90,7 +90,7 @@ class MessageAnswer:
         except Exception as error:  # the response has begun: its last event says what failed
             yield sse_event(anthropic_error(self.service.stream_error(error), self.name), "error")
 
-    def _message(self, content: list[Content], end: Stop) -> AnthropicMessage:
+    def _message(self, content: list[Content], end: StopFields) -> AnthropicMessage:
         return {
             "id": f"msg_{self.name}",
             "type": "message",
@@ -101,7 +101,7 @@ class MessageAnswer:
             "usage": message_usage(self.chat.generation.usage()),
         }
 
-    def _stop(self, last: ChoiceDelta, calls_tools: bool) -> Stop:
+    def _stop(self, last: ChoiceDelta, calls_tools: bool) -> StopFields:
         if isinstance(last.stop_reason, str):
             return stop("stop_sequence", last.stop_reason)
         if last.finish_reason == "length":

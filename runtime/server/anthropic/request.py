@@ -54,11 +54,11 @@ def _content_blocks(content: JSON) -> JSON:
     raise ValueError(f"it is {json_kind(content)}, expected a string or a list of content blocks")
 
 
-class Block(RequestModel):
+class ContentBlock(RequestModel):
     cache_control: Ignored = None
 
 
-class TextBlock(Block):
+class TextBlock(ContentBlock):
     type: Literal["text"]
     text: str
     citations: Ignored = None
@@ -75,25 +75,25 @@ class UrlSource(RequestModel):
     url: str
 
 
-class ImageBlock(Block):
+class ImageBlock(ContentBlock):
     type: Literal["image"]
     source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
 
 
-class ThinkingBlock(Block):
+class ThinkingBlock(ContentBlock):
     type: Literal["thinking"]
     thinking: str
     signature: str | None = None
 
 
-class RedactedThinkingBlock(Block):
+class RedactedThinkingBlock(ContentBlock):
     """Reasoning that only Anthropic can read."""
 
     type: Literal["redacted_thinking"]
     data: str
 
 
-class ToolUseBlock(Block):
+class ToolUseBlock(ContentBlock):
     type: Literal["tool_use"]
     id: str
     name: str
@@ -112,7 +112,7 @@ Parts = Annotated[
 ]
 
 
-class ToolResultBlock(Block):
+class ToolResultBlock(ContentBlock):
     type: Literal["tool_result"]
     tool_use_id: str
     content: Parts = Field(default=[])
@@ -147,7 +147,7 @@ class SystemMessage(RequestModel):
     content: TextBlocks
 
 
-Message = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
+AnyMessage = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
 
 
 class CustomTool(RequestModel):
@@ -198,7 +198,7 @@ class PromptRequest(RequestModel):
     """The fields that the prompt depends on: the body of /v1/messages/count_tokens."""
 
     model: str | None = None
-    messages: Annotated[FailFastList[Message], BeforeValidator(_check_num_blocks)]
+    messages: Annotated[FailFastList[AnyMessage], BeforeValidator(_check_num_blocks)]
     system: TextBlocks | None = None
     tools: FailFastList[CustomTool] | None = None
     tool_choice: Annotated[ToolChoice | NamedToolChoice, Field(discriminator="type")] | None = None

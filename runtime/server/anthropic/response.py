@@ -59,7 +59,7 @@ class MessageUsage(DeltaUsage):
     service_tier: None
 
 
-class Stop(TypedDict):
+class StopFields(TypedDict):
     """What a message and the event message_delta say about the end."""
 
     stop_reason: str | None
@@ -68,7 +68,7 @@ class Stop(TypedDict):
     container: None
 
 
-class AnthropicMessage(Stop):
+class AnthropicMessage(StopFields):
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
@@ -94,7 +94,7 @@ def tool_use_content(call_id: str, name: str) -> ToolUseContent:
     return {"type": "tool_use", "id": call_id, "name": name, "input": {}, "caller": caller}
 
 
-def stop(reason: str | None, sequence: str | None = None) -> Stop:
+def stop(reason: str | None, sequence: str | None = None) -> StopFields:
     return {
         "stop_reason": reason,
         "stop_sequence": sequence,

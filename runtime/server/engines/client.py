@@ -25,10 +25,10 @@ import zmq.asyncio
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.scheduling.stats import Stats
 from atomc.runtime.server.engines import ipc
-from atomc.runtime.server.engines.control_calls import Call, CallName, Reply
+from atomc.runtime.server.engines.control_calls import CallName, ControlCall, Reply
 from atomc.runtime.server.engines.engine_handle import EngineHandle
 from atomc.runtime.server.engines.engine_process import run_engine_process
-from atomc.runtime.server.engines.ipc import Failed, Progress, Refused, Started, Submit
+from atomc.runtime.server.engines.ipc import EngineFailure, Progress, Refused, Started, Submit
 from atomc.runtime.server.engines.request_stream import RequestStream
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class EngineClient:
         self._calls: dict[int, asyncio.Future[str]] = {}
         self._numbers = count()
         self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(ipc.Event).decode
+        self._decode = msgspec.msgpack.Decoder(ipc.EngineEvent).decode
         # Its own thread: chat templates that do not end may occupy the default executor.
         self._closer = ThreadPoolExecutor(1)
         self._attach(engine)
@@ -241,7 +241,7 @@ class EngineClient:
         """Ends the engine process; running requests fail."""
         is_serving = self.dead is None and hasattr(self, "info")
         if is_serving:
-            self._send(ipc.Stop())
+            self._send(ipc.StopEngine())
         self._mark_dead(ShuttingDown())
         # A process that is still starting does not read commands: kill it at once.
         await self._detach(STOP_SECONDS if is_serving else 0.0)
@@ -309,7 +309,7 @@ class EngineClient:
         number = next(self._numbers)
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._calls[number] = future
-        self._send(Call(number, name, folder, adapter))
+        self._send(ControlCall(number, name, folder, adapter))
         self.writing_profile |= name == "stop_profile"
         try:
             return await future
@@ -321,7 +321,7 @@ class EngineClient:
         if self.dead is not None:
             raise self.dead
 
-    def _send(self, command: ipc.Command) -> None:
+    def _send(self, command: ipc.EngineCommand) -> None:
         # The socket has no high-water mark, so the returned future is already done.
         self._socket.send(self._encode(command))
 
@@ -329,7 +329,7 @@ class EngineClient:
         while True:
             self._handle(self._decode(await self._socket.recv()))
 
-    def _handle(self, event: ipc.Event) -> None:
+    def _handle(self, event: ipc.EngineEvent) -> None:
         match event:
             case Progress():
                 self._handle_progress(event)
@@ -345,7 +345,7 @@ class EngineClient:
             case Started():
                 if not self._started.done():  # cancelled, if another engine could not start
                     self._started.set_result(event)
-            case Failed(message, by_user):
+            case EngineFailure(message, by_user):
                 if not self._started.done():
                     self._started.set_exception(EngineFailed(message, by_user))
                 self._mark_dead(EngineDead(message))

@@ -28,7 +28,7 @@ CallName = Literal[
 ]
 
 
-class Call(msgspec.Struct, tag=True):
+class ControlCall(msgspec.Struct, tag=True):
     """A call that the engine answers with a Reply of the same number.
 
     folder    of the trace or of the LoRA adapter
@@ -42,7 +42,7 @@ class Call(msgspec.Struct, tag=True):
 
 
 class Reply(msgspec.Struct, tag=True):
-    """The result of a Call as text, or its error message; stats: those that it asked for."""
+    """The result of a ControlCall as text, or its error message; stats: those that it asked for."""
 
     number: int
     value: str = ""
@@ -57,7 +57,7 @@ class ControlCalls:
         self.engine, self.compile_queue = engine, compile_queue
         self.profile: Any = None
 
-    def run(self, call: Call) -> Reply:
+    def run(self, call: ControlCall) -> Reply:
         """Raises ValueError for an error that a user can fix."""
         engine, value = self.engine, ""
         match call.name:

@@ -25,8 +25,8 @@ from atomc.runtime.ranks.rank_failed import RankFailed
 from atomc.runtime.ranks.rank_launcher import place_of
 from atomc.runtime.server.engines import ipc
 from atomc.runtime.server.engines.compile_queue import CompileQueue, CompileUnavailable
-from atomc.runtime.server.engines.control_calls import Call, ControlCalls, Reply
-from atomc.runtime.server.engines.ipc import Failed, Progress, Refused, Submit
+from atomc.runtime.server.engines.control_calls import ControlCall, ControlCalls, Reply
+from atomc.runtime.server.engines.ipc import EngineFailure, Progress, Refused, Submit
 from atomc.torch_compat.exceptions import is_failure
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def run_engine(
             message, by_user = str(error), error.by_user
         if message is None:
             log.exception("the engine failed")
-        failed = Failed(message or f"the engine failed: {type(error).__name__}", by_user)
+        failed = EngineFailure(message or f"the engine failed: {type(error).__name__}", by_user)
         socket.send(msgspec.msgpack.encode(failed))
         return True
     finally:
@@ -186,7 +186,7 @@ class EngineLoop:
         self.compile_queue = CompileQueue(engine)
         self.calls = ControlCalls(engine, self.compile_queue)
         self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(ipc.Command).decode
+        self._decode = msgspec.msgpack.Decoder(ipc.EngineCommand).decode
         self._progress = Progress()
         self._idle_ms = POLL_RANKS_MS if engine.config.num_ranks > 1 else None
 
@@ -210,7 +210,7 @@ class EngineLoop:
         )
         while True:
             for command in self._receive_commands():
-                if isinstance(command, ipc.Stop):
+                if isinstance(command, ipc.StopEngine):
                     return
                 self._handle(command)
             until = time.monotonic() + COMMANDS_SECONDS
@@ -225,7 +225,7 @@ class EngineLoop:
                 self._send(self._progress)
                 self._progress = Progress()
 
-    def _receive_commands(self) -> Iterator[ipc.Command]:
+    def _receive_commands(self) -> Iterator[ipc.EngineCommand]:
         """The commands that have arrived; blocks for one if there is no work."""
         if not self.engine.has_work:
             self.socket.poll(POLL_COMPILE_MS if self.compile_queue else self._idle_ms)
@@ -238,7 +238,7 @@ class EngineLoop:
                 return
             yield self._decode(message)
 
-    def _handle(self, command: ipc.Command) -> None:
+    def _handle(self, command: ipc.EngineCommand) -> None:
         match command:
             case Submit():
                 if self.engine.is_sleeping or not self.compile_queue.enqueue(command):
@@ -247,10 +247,10 @@ class EngineLoop:
                 self.compile_queue.drop(ids)
                 for request_id in ids:
                     self.engine.abort(request_id)
-            case Call():
+            case ControlCall():
                 self._run_call(command)
 
-    def _run_call(self, call: Call) -> None:
+    def _run_call(self, call: ControlCall) -> None:
         try:
             reply = self.calls.run(call)
         except Exception as error:
@@ -296,5 +296,5 @@ class EngineLoop:
             return
         self._progress.refused.append(refused)
 
-    def _send(self, event: ipc.Event) -> None:
+    def _send(self, event: ipc.EngineEvent) -> None:
         self.socket.send(self._encode(event))

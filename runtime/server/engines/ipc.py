@@ -5,7 +5,7 @@ import msgspec
 from atomc.runtime.requests.prompt_image import PromptImage
 from atomc.runtime.requests.request import Output, Pooling
 from atomc.runtime.requests.sampling_params import SamplingParams
-from atomc.runtime.server.engines.control_calls import Call, Reply
+from atomc.runtime.server.engines.control_calls import ControlCall, Reply
 
 # To the engine
 
@@ -33,11 +33,11 @@ class Abort(msgspec.Struct, tag=True):
     ids: list[str]
 
 
-class Stop(msgspec.Struct, tag=True):
+class StopEngine(msgspec.Struct, tag=True):
     """End the process."""
 
 
-Command = Submit | Abort | Call | Stop
+EngineCommand = Submit | Abort | ControlCall | StopEngine
 
 # From the engine
 
@@ -66,7 +66,7 @@ class Started(msgspec.Struct, tag=True):
     ranks: dict[int, str] = {}
 
 
-class Failed(msgspec.Struct, tag=True):
+class EngineFailure(msgspec.Struct, tag=True):
     """The engine did not start, or failed; the process exits. by_user: the message describes an
     error a user can fix.
     """
@@ -98,4 +98,4 @@ class Progress(msgspec.Struct, tag=True, omit_defaults=True):
     refused: list[Refused] = []
 
 
-Event = Started | Failed | Progress | Reply
+EngineEvent = Started | EngineFailure | Progress | Reply

@@ -45,7 +45,7 @@ THREAD_TOKENS = 128
 
 
 @dataclass
-class ChoiceDelta:
+class CompletionDelta:
     """What is new of one choice.
 
     new_tokens       the tokens without those of an echoed prompt
@@ -138,7 +138,7 @@ class CompletionAnswer:
         }
 
     async def complete(self) -> Completion:
-        parts = {choice.index: ChoiceDelta() for choice in self.generation.choices.values()}
+        parts = {choice.index: CompletionDelta() for choice in self.generation.choices.values()}
         texts: dict[int, list[str]] = {index: [] for index in parts}
         with self.generation:
             async for choice, delta in self.generation:
@@ -207,9 +207,9 @@ class CompletionAnswer:
         except Exception as error:  # the response has begun: its last event says what failed
             yield sse_event(self.service.stream_error(error).body())
 
-    async def _part(self, choice: Choice, delta: TextDelta) -> ChoiceDelta:
+    async def _part(self, choice: Choice, delta: TextDelta) -> CompletionDelta:
         """The new part of a choice; the first one includes the prompt if `echo` is set."""
-        new = ChoiceDelta(
+        new = CompletionDelta(
             delta.text,
             list(delta.token_ids),
             list(delta.token_ids),
@@ -218,7 +218,7 @@ class CompletionAnswer:
             delta.stop_reason,
         )
         if self.prompt_only:
-            new = ChoiceDelta(finish_reason="length" if delta.finish_reason else None)
+            new = CompletionDelta(finish_reason="length" if delta.finish_reason else None)
         if self.body.echo and choice.num_new == len(delta.token_ids):
             new.text = await self._echo_text(choice) + new.text
             new.tokens = [*choice.prompt, *new.tokens]
@@ -235,7 +235,7 @@ class CompletionAnswer:
             else await self.service.model.decode(choice.prompt, skip_special_tokens=True)
         )
 
-    async def _logprobs(self, index: int, part: ChoiceDelta) -> CompletionLogprobs:
+    async def _logprobs(self, index: int, part: CompletionDelta) -> CompletionLogprobs:
         """Log-probabilities of `part`, in OpenAI's format; formatted in a thread if they are
         many.
         """
@@ -246,7 +246,9 @@ class CompletionAnswer:
         return completion_logprobs(*args)
 
 
-def _choice(index: int, part: ChoiceDelta, logprobs: CompletionLogprobs | None) -> CompletionChoice:
+def _choice(
+    index: int, part: CompletionDelta, logprobs: CompletionLogprobs | None
+) -> CompletionChoice:
     return {
         "index": index,
         "text": part.text,

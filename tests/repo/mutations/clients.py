@@ -3,7 +3,7 @@
 from mutations import Bug
 
 SCHEDULER = "tests/runtime/scheduling/test_scheduler.py tests/runtime/test_state_snapshots.py -k reset_forgets"
-BATCH = "runtime/server/openai/batch.py"
+BATCH = "runtime/server/openai/run_batch.py"
 
 TRACES = "tests/runtime/server/test_traces.py -k below_the_clients"
 

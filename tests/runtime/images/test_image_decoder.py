@@ -35,7 +35,7 @@ from atomc.runtime.images.image_decoder import (
 )
 from atomc.runtime.images.image_error import ImageError
 from atomc.runtime.images.media_access import MediaAccess
-from atomc.runtime.images.processor import ImageProcessor, ImageTokens
+from atomc.runtime.images.processor import ImageProcessor, PlaceholderTokens
 from atomc.runtime.server.service.image_budget import ImageBudget, ImageReservation
 from atomc.runtime.server.service.image_reader import REQUEST_DECODES, ImageReader, RequestLimits
 
@@ -54,7 +54,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def decoder(folder):
     """With half a second of CPU time."""
-    decoder = ImageDecoder(folder, ImageTokens(0, ()), seconds=0.5)
+    decoder = ImageDecoder(folder, PlaceholderTokens(0, ()), seconds=0.5)
     decoder.connect().close()
     return decoder
 
@@ -130,7 +130,7 @@ def test_a_slow_file_is_ended_by_its_limit(decoder):
 
 def test_memory_is_limited(folder, decoder):
     prepare(decoder, TEXTS)
-    small = ImageDecoder(folder, ImageTokens(0, ()), memory=2**24)
+    small = ImageDecoder(folder, PlaceholderTokens(0, ()), memory=2**24)
     with pytest.raises(
         ImageError, match=r"exceeds the limit of memory \(16 MiB, and more for more"
     ):
@@ -166,7 +166,7 @@ def stop_decoding(decoder):
 
 
 def test_a_process_that_hangs_is_given_up(folder):
-    decoder = ImageDecoder(folder, ImageTokens(0, ()), wait=1.0)
+    decoder = ImageDecoder(folder, PlaceholderTokens(0, ()), wait=1.0)
     prepare(decoder, GOOD)
 
     def stop(length, num_bytes):

@@ -75,7 +75,7 @@ async def run_batch(
                 out.write(line)
                 bar.update()
 
-            batch = Batch(service, write)
+            batch = BatchRun(service, write)
             try:
                 await batch.run(lines)
             except RunError as error:
@@ -86,7 +86,7 @@ async def run_batch(
             return total, batch.num_failed
 
 
-class Batch:
+class BatchRun:
     """Runs requests, at most NUM_RUNNING at a time. write: gets the line of each response."""
 
     def __init__(self, service: Service, write: Callable[[bytes], None]) -> None:
