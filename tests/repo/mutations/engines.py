@@ -40,6 +40,11 @@ BUGS = [
         " for",
         "engines_remain",
     ),
-    bug(f"{SERVER}/engines/start_engines", "names[engine * ranks :", "names[engine :", "gpus_are_divided"),
+    bug(
+        f"{SERVER}/engines/start_engines",
+        "names[engine * ranks :",
+        "names[engine :",
+        "gpus_are_divided",
+    ),
     bug("runtime/scheduling/stats", "min(stats.max_len", "max(stats.max_len", "stats_of_engines"),
 ]
