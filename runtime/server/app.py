@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -160,10 +161,10 @@ def _add_route(app: FastAPI, endpoint: Endpoint, service: Service) -> None:
     """A body is checked for unknown fields before the endpoint runs."""
     run = partial(endpoint.run, service)
 
-    async def answer(**values: Any) -> Response:
-        if "body" in values:
-            strict = service.config.strict_requests
-            check_unknown_fields(values["body"], values["request"], strict=strict)
+    async def answer(**values: object) -> Response:
+        body, request = values.get("body"), values.get("request")
+        if isinstance(body, BaseModel) and isinstance(request, Request):
+            check_unknown_fields(body, request, strict=service.config.strict_requests)
         return await run(**values)
 
     answer.__signature__ = signature(run)  # type: ignore[attr-defined]

@@ -12,14 +12,12 @@ from atomc.runtime.server.anthropic.errors import anthropic_error
 from atomc.runtime.server.anthropic.request import MessagesRequest, PromptRequest
 from atomc.runtime.server.anthropic.response import (
     AnthropicMessage,
+    Caller,
     Content,
     StopFields,
     delta_usage,
     message_usage,
     stop,
-    text_content,
-    thinking_content,
-    tool_use_content,
 )
 from atomc.runtime.server.chat.chat import Chat, ChoiceDelta, rendered_prompt, start_chat
 from atomc.runtime.server.http.responses import JSONResponse, request_id, respond, sse_event
@@ -161,11 +159,12 @@ def _empty_block(first: MessageDelta) -> Content:
     """The content block that begins with this delta, before its text."""
     match first:
         case ContentDelta():
-            return text_content()
+            return {"type": "text", "text": "", "citations": None}
         case ReasoningDelta():
-            return thinking_content()
+            return {"type": "thinking", "thinking": "", "signature": ""}
         case ToolCallStart(_, call_id, name):
-            return tool_use_content(call_id, name)
+            caller: Caller = {"type": "direct"}
+            return {"type": "tool_use", "id": call_id, "name": name, "input": {}, "caller": caller}
         case ToolCallArguments():
             raise AssertionError("the arguments of a call follow its start")
 

@@ -81,19 +81,6 @@ class InputTokens(TypedDict):
     input_tokens: int
 
 
-def text_content() -> TextContent:
-    return {"type": "text", "text": "", "citations": None}
-
-
-def thinking_content() -> ThinkingContent:
-    return {"type": "thinking", "thinking": "", "signature": ""}
-
-
-def tool_use_content(call_id: str, name: str) -> ToolUseContent:
-    caller: Caller = {"type": "direct"}
-    return {"type": "tool_use", "id": call_id, "name": name, "input": {}, "caller": caller}
-
-
 def stop(reason: str | None, sequence: str | None = None) -> StopFields:
     return {
         "stop_reason": reason,

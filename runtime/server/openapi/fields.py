@@ -2,10 +2,40 @@
 the object and the field where the meaning differs.
 """
 
-IGNORED = "Accepted and ignored."
-ALWAYS_NULL = "Always null: about a service that this server does not have."
-
 FIELDS: dict[str, str] = {
+    # A field that a request may have, but nothing reads.
+    **dict.fromkeys(
+        (
+            "user",
+            "ChatRequest.metadata",
+            "MessagesRequest.metadata",
+            "ChatRequest.store",
+            "safety_identifier",
+            "prompt_cache_key",
+            "prompt_cache_retention",
+            "verbosity",
+            "include_obfuscation",
+            "max_tool_calls",
+            "toolset_name",
+            "allowed_callers",
+            "defer_loading",
+            "eager_input_streaming",
+            "input_examples",
+            "Reasoning.summary",
+            "generate_summary",
+            "budget_tokens",
+            "context_management",
+            "speed",
+            "diagnostics",
+            "inference_geo",
+            "citations",
+        ),
+        "Accepted and ignored.",
+    ),
+    **dict.fromkeys(
+        ("stop_details", "container", "server_tool_use", "cache_creation"),
+        "Always null: about a service that this server does not have.",
+    ),
     # Models, prompts and answers.
     "model": "The model's name, or that of a LoRA adapter; the served model if left out.",
     "prompt": "A text, texts, token ids, or lists of token ids.",
@@ -38,18 +68,10 @@ FIELDS: dict[str, str] = {
     "RedactedThinkingBlock.data": "Reasoning that only Anthropic can read; left out.",
     "name": "The name.",
     "description": "What it is for; chat templates may show it to the model.",
-    "user": IGNORED,
     "metadata": "Texts that are returned with the response.",
-    "ChatRequest.metadata": IGNORED,
-    "MessagesRequest.metadata": IGNORED,
     "store": "Whether the response can be retrieved later.",
-    "ChatRequest.store": IGNORED,
     "service_tier": "Accepted and ignored; the answer has a fixed value.",
-    "safety_identifier": IGNORED,
-    "prompt_cache_key": IGNORED,
-    "prompt_cache_retention": IGNORED,
     "modalities": "Only text.",
-    "verbosity": IGNORED,
     # Sampling.
     "temperature": "0 is greedy; otherwise logits are divided by it.",
     "top_p": "Keep the most likely tokens with this total probability.",
@@ -92,7 +114,6 @@ FIELDS: dict[str, str] = {
     "stream_options": "Options of the stream.",
     "include_usage": "Whether the last event has the usage.",
     "continuous_usage_stats": "Whether each event has the usage so far.",
-    "include_obfuscation": IGNORED,
     # Structured output.
     "response_format": "The format of the answer.",
     "structured_outputs": "A grammar of the answer.",
@@ -119,7 +140,6 @@ FIELDS: dict[str, str] = {
     "allowed_tools": "Which tools the model may call.",
     "parallel_tool_calls": "Whether there may be more than one call.",
     "disable_parallel_tool_use": "Whether there is at most one call.",
-    "max_tool_calls": IGNORED,
     "function": "The function.",
     "parameters": "A JSON schema of the arguments.",
     "input_schema": "A JSON schema of the arguments.",
@@ -129,21 +149,13 @@ FIELDS: dict[str, str] = {
     "tool_use_id": "The identifier of the call.",
     "is_error": "Ignored: chat templates have no place for it.",
     "caller": "Who made the call.",
-    "toolset_name": IGNORED,
-    "allowed_callers": IGNORED,
-    "defer_loading": IGNORED,
-    "eager_input_streaming": IGNORED,
-    "input_examples": IGNORED,
     # Reasoning.
     "reasoning": "The effort of the reasoning.",
     "effort": "A variable of the chat template.",
     "summary": "Always empty: the content is the reasoning itself.",
-    "Reasoning.summary": IGNORED,
-    "generate_summary": IGNORED,
     "thinking": "The reasoning.",
     "MessagesRequest.thinking": "Switches the reasoning, for chat templates with a switch.",
     "PromptRequest.thinking": "Switches the reasoning, for chat templates with a switch.",
-    "budget_tokens": IGNORED,
     "display": "omitted leaves the text of the reasoning empty.",
     "signature": "Not checked.",
     "reasoning_content": "The reasoning.",
@@ -171,16 +183,7 @@ FIELDS: dict[str, str] = {
     "after": "Begin after the item with this id.",
     # Fields of the Messages API.
     "cache_control": "Accepted and ignored: all prompts are cached.",
-    "context_management": IGNORED,
-    "speed": IGNORED,
-    "diagnostics": IGNORED,
-    "inference_geo": IGNORED,
-    "citations": IGNORED,
     "stop_sequence": "The text of stop_sequences that ended the answer.",
-    "stop_details": ALWAYS_NULL,
-    "container": ALWAYS_NULL,
-    "server_tool_use": ALWAYS_NULL,
-    "cache_creation": ALWAYS_NULL,
     # Choices and log-probabilities.
     "choices": "The choices; n per prompt.",
     "message": "The message.",

@@ -21,7 +21,7 @@ from serving import COMPILED, KEY  # noqa: E402
 from atomc.runtime.server.engines.client import EngineDead, EngineLost, RequestRefused  # noqa: E402
 from atomc.runtime.server.engines.ipc import Refused  # noqa: E402
 from atomc.runtime.server.http.responses import JSONResponse  # noqa: E402
-from atomc.runtime.server.openai import batch as running  # noqa: E402
+from atomc.runtime.server.openai import run_batch as running  # noqa: E402
 from atomc.runtime.server.openai.batch_line import LineError, read_request  # noqa: E402
 from atomc.runtime.server.service.image_budget import ImageBudget  # noqa: E402
 
@@ -144,7 +144,7 @@ def batch_of(monkeypatch, errors, num_lines=1, write=None):
     )
     written = []
     lines = [json.dumps(line(str(i), TEXT, prompt=str(i))).encode() for i in range(num_lines)]
-    batch = running.Batch(service, write or written.append)
+    batch = running.BatchRun(service, write or written.append)
     try:
         asyncio.run(batch.run(lines))
     finally:
