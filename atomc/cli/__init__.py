@@ -66,9 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _user_error(error: BaseException) -> BaseException | None:
-    """The error if a user can cause it, else None; unwraps errors that Dynamo raises while
-    tracing.
-    """
+    """The error if a user can cause it, else None; unwraps errors that Dynamo raises."""
     from atomc.errors import RunError
     from atomc.runtime.requests.request_errors import RequestFailed
 

@@ -1,6 +1,4 @@
-"""`atomc audit`: measures the numerical error of each rewritten site, and finds the one that causes
-a difference.
-"""
+"""`atomc audit`: measures the error of each rewritten site, and finds the cause of a difference."""
 
 import argparse
 import contextlib
@@ -193,9 +191,7 @@ def _model(arguments: argparse.Namespace) -> ModelCall:
 
 
 def _load_function_model(name: str, arguments: argparse.Namespace) -> ModelCall:
-    """The model of a function and its inputs; by default `explain`'s example inputs with random
-    token ids.
-    """
+    """The model of a function and its inputs; by default `explain`'s, with random token ids."""
     import torch
 
     from atomc.compiler.explain import NothingToExplain, example_inputs
@@ -287,9 +283,7 @@ def _run_audit(call: ModelCall, options: Mapping[str, JSONLike], *, runtime: boo
 
 
 def _step(call: ModelCall, options: Mapping[str, JSONLike]) -> "tuple[ModelCall, Argument]":
-    """(the model with its token ids as one new sequence, the logits of all tokens from one step of
-    the runtime).
-    """
+    """The model with its token ids as one new sequence, and the logits of a step of the runtime."""
     import torch
 
     from atomc.ops.state import GroupStep, Step, block_size_of, groups_of
@@ -391,9 +385,7 @@ def _disable_cause(
 
 
 def _least_first(audit: "AuditFindings") -> "list[Passes]":
-    """Values of the option `passes`: without the blamed rewrite; also without those whose results
-    it absorbed.
-    """
+    """Values of the option `passes`: without the blamed rewrite; without those it absorbed, too."""
     blame = audit["blame"]
     if not blame["passes"]:
         return []

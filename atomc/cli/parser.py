@@ -25,9 +25,7 @@ class PrintCompletion(argparse.Action):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Reports an unknown flag by the subcommand that got it, with a hint or the most similar
-    flag.
-    """
+    """Reports an unknown flag by the subcommand that got it, with a hint or a similar flag."""
 
     # Any, because argparse's types differ between versions.
     def _check_value(self, action: argparse.Action, value: Any) -> None:

@@ -107,9 +107,7 @@ def is_requested(arguments: argparse.Namespace) -> bool:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the compiler's report and the plan. Raises ValueError if the model cannot be planned or
-    measured.
-    """
+    """Print the compiler's report and the plan. Raises ValueError for a model without one."""
     from atomc.demo import PATH
     from atomc.report.report import reports
     from atomc.runtime.execution.loading.hub import model_folder

@@ -4,8 +4,7 @@ CPU time and memory.
 It does without torch, which the PIL variants of transformers' image processors do not need: it
 starts in a quarter of the time and has a sixth of the memory.
 
-A request is a line of JSON and the file. An answer is lines of JSON (see ImageDecoder) and the
-patches.
+A request is a line of JSON and the file; an answer lines of JSON (see ImageDecoder) and patches.
 """
 
 import importlib.util

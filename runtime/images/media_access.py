@@ -1,6 +1,4 @@
-"""Reads what the URL of an image stands for: data: URLs, files in allowed folders, web addresses of
-allowed hosts.
-"""
+"""Reads what the URL of an image stands for: data, a file in an allowed folder, a web address."""
 
 import base64
 import binascii

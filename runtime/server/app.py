@@ -1,6 +1,4 @@
-"""The FastAPI application: routes, middlewares, and exception handlers that return OpenAI's error
-format.
-"""
+"""The FastAPI application: endpoints, middlewares, and handlers of exceptions."""
 
 from functools import cache, partial
 from http import HTTPStatus

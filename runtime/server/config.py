@@ -1,6 +1,4 @@
-"""ServerConfig: the settings of the HTTP server. The flags of `atomc serve` are its fields and
-EngineConfig's.
-"""
+"""The settings of the HTTP server; the flags of `atomc serve` are these and EngineConfig's fields."""
 
 import math
 from collections.abc import Iterable

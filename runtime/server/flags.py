@@ -74,9 +74,7 @@ def values_of(
 
 
 def read_toml(file: Path, *configs: type) -> Values:
-    """The keys of the file, with _ for -. Raises ValueError for invalid TOML and for unknown
-    keys.
-    """
+    """The keys of the file, with _ for -. Raises ValueError for invalid TOML and unknown keys."""
     try:
         with file_of_flag("--config", file):
             text = file.read_text(encoding="utf-8")
@@ -152,9 +150,7 @@ def named_value(text: str) -> tuple[str, Any]:
 
 
 def _checked(option: "Field[Any]", value: Any) -> Any:
-    """The value of a key in a config file. Raises ValueError if it does not have the type of the
-    field.
-    """
+    """The value of a key in a config file. Raises ValueError for another type than the field's."""
     kind = _kind(option)
     if kind is tuple:
         value = (value,) if isinstance(value, str) else value

@@ -1,6 +1,4 @@
-"""Endpoints other than generation: models, tokenization, health, metrics, compiler report,
-profiling.
-"""
+"""Endpoints other than generation: models, tokens, health, metrics, reports, and control calls."""
 
 import asyncio
 import sys

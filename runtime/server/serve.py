@@ -153,9 +153,7 @@ def model_folder_and_name(engine: EngineConfig) -> tuple[Path, str]:
 
 
 def _check_certificate(server: ServerConfig) -> None:
-    """Raises ValueError for files that are not a certificate and its key, before anything is
-    loaded.
-    """
+    """Raises ValueError for files that are not a certificate and its key."""
     if server.ssl_certfile is None:
         return
     try:

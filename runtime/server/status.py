@@ -116,9 +116,7 @@ class StatusFigures:
 
 
 def ttft_summary(seconds: Collection[float]) -> dict[str, float] | None:
-    """Median and 95th percentile of the time to first token in seconds, and the number of
-    requests.
-    """
+    """Number of requests, and median and 95th percentile of their time to the first token."""
     if not seconds:
         return None
     median, most = np.quantile(list(seconds), (0.5, 0.95))
@@ -128,9 +126,7 @@ def ttft_summary(seconds: Collection[float]) -> dict[str, float] | None:
 def tokens_per_second_history(
     token_history: Collection[tuple[float, int]], now: float
 ) -> list[float]:
-    """Tokens generated in each of the last seconds, oldest first. token_history: (time, total
-    generated tokens).
-    """
+    """Tokens generated in each of the last seconds, oldest first. token_history: (time, total)."""
     if not token_history:
         return []
     times, counts = zip(*token_history, strict=True)
@@ -146,9 +142,7 @@ def sum_of_latest(histories: Sequence[Sequence[float]]) -> list[float]:
 
 
 def compile_summary(report: dict[str, Any]) -> dict[str, Any]:
-    """The parts of the compiler's report for the page: number of sites per rewrite, and kernels per
-    op.
-    """
+    """The parts of the compiler's report for the page: sites per rewrite, kernels per op."""
     runs = Counter((choice["op"], choice["chosen"]) for choice in report["kernels"])
     graphs = report["cuda_graphs"]
     return {

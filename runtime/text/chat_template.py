@@ -170,8 +170,7 @@ class ChatTemplate:
 
 
 def _append_text(message: JSONObject, suffix: str) -> JSONObject:
-    """With this at the end of the text. Raises ValueError for a message that does not end with
-    text."""
+    """With this at the end of its text. Raises ValueError for a message without one at its end."""
     content = message.get("content")
     if isinstance(content, str) and content:
         return message | {"content": content + suffix}

@@ -68,9 +68,7 @@ def encode(tokenizer: "Tokenizer", text: str, *, add_special_tokens: bool = True
 def decode(
     tokenizer: "Tokenizer", tokens: Sequence[int], *, skip_special_tokens: bool = False
 ) -> str:
-    """The text of these tokens; other threads can run meanwhile. Raises TokenizerError if the
-    tokenizer fails.
-    """
+    """The text of these tokens; other threads can run meanwhile. Raises TokenizerError."""
     decode_batch = tokenizer.decode_batch  # unlike `decode`, it releases the GIL
     return str(_run(decode_batch, [list(tokens)], skip_special_tokens=skip_special_tokens)[0])
 
@@ -110,9 +108,7 @@ class Detokenizer:
         return "".join(self._add_token(token) for token in tokens)
 
     def flush(self) -> str:
-        """The text held back, with U+FFFD for an incomplete character; for the end of the
-        sequence.
-        """
+        """The text held back at the end of the sequence, with U+FFFD for an incomplete character."""
         return self._decode(self.window)[len(self.emitted_text) :]
 
     def _add_token(self, token: int) -> str:
@@ -133,9 +129,7 @@ class Detokenizer:
 
 
 class TokenTexts:
-    """Text and bytes of single tokens, including special ones, such as for lists of
-    log-probabilities.
-    """
+    """Text and bytes of single tokens, also special ones, as lists of log-probabilities have them."""
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
         self.tokenizer = tokenizer
@@ -176,9 +170,7 @@ class TokenTexts:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's byte-level alphabet: printable Latin-1 bytes as themselves, the others in order from
-    U+0100.
-    """
+    """GPT-2's byte-level alphabet: printable Latin-1 bytes stay, others begin at U+0100."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {

@@ -121,9 +121,7 @@ def _system_parts(blocks: Sequence[AnyBlock]) -> list[JSONObject]:
 
 
 def _user_messages(blocks: Sequence[AnyBlock]) -> Iterator[JSONObject]:
-    """Each result of a tool is a message, and so is what the user says before, between and after
-    them.
-    """
+    """A message for each result of a tool, and for what the user says around the results."""
     parts: list[JSONObject] = []
     for block in blocks:
         if isinstance(block, TextBlock | ImageBlock):

@@ -21,9 +21,7 @@ Ignored = SkipValidation[JsonValue]
 
 
 def _check_num_blocks(messages: JSON) -> JSON:
-    """Raises ValueError for too many messages or blocks: to validate them would block the event
-    loop.
-    """
+    """Raises ValueError for too many messages or blocks: validation would block the event loop."""
     if not isinstance(messages, list):
         return messages
     if len(messages) > MESSAGES:

@@ -107,9 +107,7 @@ def _forced_mode(
     functions: Sequence[Function],
     function: Function | None,
 ) -> ToolMode:
-    """For a tool_choice that requires a call, of `function` if it names one. A grammar then forces
-    its arguments.
-    """
+    """For a tool_choice that requires a call, of `function` if it names one; a grammar forces it."""
     try:
         schema = (
             calls_schema(functions, body.parallel_tool_calls is not False)

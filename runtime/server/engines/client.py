@@ -52,9 +52,7 @@ class ShuttingDown(EngineDead):
 
 
 class EngineRestarting(EngineDead):
-    """The engine process has ended and is being restarted. retry_after: estimated seconds until it
-    is ready.
-    """
+    """The engine process is being restarted. retry_after: estimated seconds until it is ready."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
@@ -302,9 +300,7 @@ class EngineClient:
             stream.fail(ShuttingDown())
 
     async def call(self, name: CallName, folder: str = "", adapter: str = "") -> str:
-        """The engine's reply. Raises ValueError with the engine's message if it fails, or
-        EngineDead.
-        """
+        """The engine's reply. Raises EngineDead, or ValueError with the engine's message."""
         self._check()
         number = next(self._numbers)
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()

@@ -1,6 +1,4 @@
-"""Compiles grammars, and the headless model for embeddings, in background threads of the engine
-process.
-"""
+"""Compiles grammars, and the headless model for embeddings, in threads of the engine process."""
 
 import logging
 import os

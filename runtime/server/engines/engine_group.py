@@ -108,9 +108,7 @@ class Engines:
         return await self.alive[0].call(name, folder)
 
     async def call_all(self, name: CallName) -> list[str]:
-        """The replies of all engines that are alive. Raises as EngineClient.call, also if one dies
-        meanwhile.
-        """
+        """The replies of all engines that are alive. Raises as EngineClient.call of any of them."""
         self._check()
         return await asyncio.gather(*(client.call(name) for client in self.alive))
 

@@ -92,9 +92,7 @@ class Supervisor:
         )
 
     async def _kill_unresponsive(self) -> None:
-        """Kills an engine that exceeds the timeout. Writing a profile blocks the engine and may
-        take longer.
-        """
+        """Kills an engine that exceeds the timeout, unless it writes a profile."""
         client = self._client
         while self._timeout:
             await asyncio.sleep(CHECK_SECONDS)

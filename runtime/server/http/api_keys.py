@@ -24,9 +24,7 @@ def check_key(key: str, where: str) -> None:
 
 
 def read_keys(file: str, flag: str = "--api-key-file") -> list[str]:
-    """The keys in the file of this flag, one per line. Raises OSError, or ValueError if the file
-    has none.
-    """
+    """The keys in the file of this flag, one per line. Raises OSError, or ValueError for none."""
     try:
         with file_of_flag(flag, file):
             text = Path(file).read_text(encoding="utf-8-sig")

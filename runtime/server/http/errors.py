@@ -1,6 +1,4 @@
-"""Errors that clients receive, in the form of the OpenAI API. No message contains a path or a stack
-trace.
-"""
+"""Errors that clients receive, as in OpenAI's API. No message has a path or a stack trace."""
 
 from collections.abc import Mapping, Sequence
 

@@ -55,9 +55,7 @@ def check_constraint_size(param: str, size: int, items: str, num_choices: int) -
 
 
 def check_grammar_length(text: str | Iterable[str] | None, param: str) -> None:
-    """Raises a 400 for a schema, regular expression, grammar or list of choices that is too
-    long.
-    """
+    """Raises a 400 for a schema, expression, grammar or list of choices that is too long."""
     length = len(text) if isinstance(text, str) else sum(map(len, text or ()))
     if length > GRAMMAR_CHARACTERS:
         raise invalid(
@@ -68,9 +66,7 @@ def check_grammar_length(text: str | Iterable[str] | None, param: str) -> None:
 def check_total_size(
     num_choices: int, logprobs: int | None, num_tokens: int, max_len: int, param: str
 ) -> None:
-    """Raises a 400 if all choices together have too many log-probabilities per token, or too many
-    prompt tokens.
-    """
+    """Raises a 400 for too many log-probabilities, or prompt tokens, of all choices."""
     if num_choices * (logprobs or 0) > LOGPROBS:
         raise invalid(
             f"{logprobs} log-probabilities per token in {num_choices} choices exceed the limit "
@@ -89,9 +85,7 @@ def check_total_size(
 
 
 def check_fields(value: JSON) -> JSON:
-    """Raises ValueError for an object with too many fields: listing the unknown ones would be
-    slow.
-    """
+    """Raises ValueError for an object with too many fields, which would be slow to list."""
     if isinstance(value, dict) and len(value) > FIELDS:
         raise ValueError(f"the object has {len(value)} fields, at most {FIELDS} are allowed")
     return value

@@ -23,9 +23,7 @@ LINGER_SECONDS = 1.0
 
 
 class BodyBudgetMiddleware:
-    """ASGI middleware: responds with a 429 to a request whose body would bring the total above
-    `max_bytes`.
-    """
+    """ASGI middleware: a 429 for a request whose body would bring the total above `max_bytes`."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self.app = app

@@ -236,9 +236,7 @@ class CompletionAnswer:
         )
 
     async def _logprobs(self, index: int, part: CompletionDelta) -> CompletionLogprobs:
-        """Log-probabilities of `part`, in OpenAI's format; formatted in a thread if they are
-        many.
-        """
+        """Log-probabilities of `part`, in OpenAI's format; many are formatted in a thread."""
         args = (self.service.model, part.tokens, part.logprobs, self.offsets[index])
         many = len(part.tokens) > THREAD_TOKENS
         if many:

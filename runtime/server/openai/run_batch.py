@@ -1,6 +1,4 @@
-"""`atomc run-batch`: the requests of a batch file, through the endpoints of the server without
-HTTP.
-"""
+"""`atomc run-batch`: sends the requests of a batch file to the endpoints, without HTTP."""
 
 import asyncio
 import logging

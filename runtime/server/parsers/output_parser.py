@@ -48,9 +48,7 @@ class OutputParser:
 
 
 def uses_special_tokens(tokenizer: "Tokenizer", *parsers: Parser | None) -> bool:
-    """Whether a marker of these parsers is a special token, so that the text must include special
-    tokens.
-    """
+    """Whether a marker of these parsers is a special token, which the text must then include."""
     markers = {marker for parser in parsers if parser is not None for marker in parser.markers}
     return any(
         token.special and token.content in markers

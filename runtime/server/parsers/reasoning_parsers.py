@@ -154,9 +154,7 @@ def reasoning_parser(name: str, end: PromptEnd | None = None) -> Parser:
 
 
 def detect_reasoning_parser(chat_template: str, model_type: str | None = None) -> str | None:
-    """The name of the parser for the reasoning format of this chat template; None if it is
-    unknown.
-    """
+    """The name of the parser for the reasoning of this chat template; None if it is unknown."""
     if model_type == "gpt_oss" or (START in chat_template and CHANNEL in chat_template):
         return HARMONY
     return "think" if CLOSE in chat_template else None

@@ -49,8 +49,7 @@ class TextBuffer:
     def take_until(self, *markers: str) -> tuple[str, str]:
         """Take the text before the first marker, and the marker; the marker is "" if there is none.
 
-        Without a marker, a suffix that may be the start of one stays in the buffer. No marker may
-        contain another.
+        Without one, a suffix that may be its start stays. No marker may contain another.
         """
         match = _any_of(*markers).search(self._text, self._start)
         if match is not None:

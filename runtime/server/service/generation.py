@@ -1,6 +1,4 @@
-"""Generates the choices of one HTTP request, `n` per prompt, with usage, metrics and the request's
-log line.
-"""
+"""Generates the choices of one HTTP request, `n` per prompt, with usage, metrics and a log line."""
 
 import logging
 import time
@@ -268,9 +266,7 @@ class Generation:
 
 
 def _choice_params(params: SamplingParams, number: int) -> SamplingParams:
-    """A different seed for each choice of a prompt; with the same seed all choices would be
-    equal.
-    """
+    """With a seed for each choice of a prompt: with the same one, all would be equal."""
     return (
         params
         if params.seed is None or number == 0

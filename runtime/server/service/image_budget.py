@@ -25,9 +25,7 @@ class ImageReservation:
         self._ended = False
 
     def add(self, num_bytes: int) -> None:
-        """Raises a 400 if this request alone is above the limit, and a 429 if all requests
-        together are.
-        """
+        """Raises a 400 if this request alone is above the limit, a 429 if all together are."""
         limit = self._budget.max_bytes
         with self._budget.lock:
             if self._ended:  # the client has disconnected, and a thread still prepares an image
@@ -68,9 +66,7 @@ class ImageBudget:
 
 
 class ImageBudgetMiddleware:
-    """ASGI middleware: gives each request an ImageReservation, which ends with the response at
-    the latest.
-    """
+    """ASGI middleware: gives each request an ImageReservation, which ends with the response."""
 
     def __init__(self, app: ASGIApp, budget: ImageBudget) -> None:
         self.app = app

@@ -1,6 +1,4 @@
-"""What the frontend knows of the model: names, tokenizer, chat template, parsers and sampling
-defaults.
-"""
+"""What the frontend knows of the model: names, tokenizer, chat template, parsers, defaults."""
 
 import asyncio
 import ctypes
@@ -80,9 +78,7 @@ class ModelInfo:
         self._special_ids = {token_id for token_id, token in added.items() if token.special}
 
     def check_name(self, name: str | None) -> None:
-        """Raises a 404 for a name that is neither this model's nor an adapter's; None is the
-        model.
-        """
+        """Raises a 404 for a name of neither this model (also None) nor an adapter."""
         if name is not None and name not in self.names and name not in self.adapters:
             expected = ", ".join([*self.names, *self.adapters])
             raise APIError(
@@ -202,8 +198,7 @@ def _run_with_timeout(seconds: float, work: Callable[[], T]) -> T:
     """The result of `work`, which runs in this thread. Raises TimeoutError inside of it after
     `seconds`.
 
-    This interrupts Python code, such as a looping template; a call into C is interrupted when it
-    returns.
+    This interrupts Python code, such as a looping template; a call into C only at its end.
     """
     lock = threading.Lock()
     done = False
@@ -251,8 +246,7 @@ def load_model_info(
     folder: Path, name: str, config: ServerConfig, adapters: Mapping[str, str] | None = None
 ) -> ModelInfo:
     """Reads a model's folder. adapters: its LoRA adapters by name. Raises ValueError and
-    FileNotFoundError for invalid or missing files, and ValueError for an adapter with the name of
-    the model.
+    FileNotFoundError for invalid or missing files, and for an adapter with the name of the model.
     """
     from atomc.files.json_file import read_config
 

@@ -59,9 +59,7 @@ class ResponseStore:
         return len(self._kept)
 
     def put(self, response: StoredResponse) -> None:
-        """Keeps it, unless it alone exceeds the limit. Drops those that were used least
-        recently.
-        """
+        """Keeps it, unless it alone exceeds the limit, and drops the least recently used."""
         num_bytes = response.num_bytes()
         if num_bytes > self.max_bytes:
             return

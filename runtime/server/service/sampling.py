@@ -126,9 +126,7 @@ async def _bad_words(
 def truncated_prompt(
     tokens: Sequence[int], body: GenerationRequest, max_tokens: int | None, model: ModelInfo
 ) -> list[int]:
-    """The end of the prompt that truncate_prompt_tokens keeps. Raises a 400 for a value out of
-    range.
-    """
+    """The end of the prompt that truncate_prompt_tokens keeps. Raises a 400 for a wrong value."""
     try:
         return truncated(
             tokens, body.truncate_prompt_tokens, max_tokens=max_tokens, max_len=model.max_len
@@ -179,9 +177,7 @@ def additional_properties(body: GenerationRequest, config: ServerConfig) -> bool
 def structured_output(
     body: GenerationRequest, response_format: ResponseFormat | None, config: ServerConfig
 ) -> Structured | None:
-    """The requested structured output, from any of the fields that can request it; None if there is
-    none.
-    """
+    """The requested structured output, from any of the fields that can request it, or None."""
     requested: list[Mapping[str, Any]] = []
     for one in _structured_outputs(body, response_format):
         if one not in requested:  # clients for all versions of vLLM send old and new fields
@@ -204,9 +200,7 @@ def structured_output(
 
 
 def check_structured(structured: Structured) -> Structured:
-    """Returns its argument. Raises a 400 if the schema, expression, grammar or choices are too
-    long.
-    """
+    """Returns its argument. Raises a 400 for a schema, grammar, ... that is too long."""
     for name in ("json_schema", "regex", "choice", "grammar"):
         value = getattr(structured, name)
         check_grammar_length(

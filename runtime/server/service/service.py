@@ -123,9 +123,7 @@ class Service:
         return answer
 
     async def ready(self) -> None:
-        """Generates one token, at most once per PROBE_SECONDS. Raises APIError, RequestRefused or
-        EngineDead.
-        """
+        """Generates one token, at most once per PROBE_SECONDS. Raises as `start` does."""
         now = time.monotonic()
         if self._ready_task is None or (
             self._ready_task.done() and now - self._ready_started > PROBE_SECONDS

@@ -28,18 +28,14 @@ LLAMA_HEADER = "<|start_header_id|>"
 
 
 def tool_parser(name: str, new_id: Callable[[], str] = call_id) -> Parser:
-    """A parser for one choice; `new_id` generates the ids of calls. Raises ValueError for an
-    unknown name.
-    """
+    """A parser for one choice; new_id makes the ids of calls. Raises ValueError for another name."""
     if name not in TOOL_PARSERS:
         raise ValueError(f"unknown tool parser {name!r}, expected one of {', '.join(TOOL_PARSERS)}")
     return TOOL_PARSERS[name](new_id)
 
 
 def detect_tool_parser(chat_template: str, model_type: str | None = None) -> str | None:
-    """The name of the parser for the tool call format of this chat template; None if it is
-    unknown.
-    """
+    """The name of the parser for the tool calls of this chat template; None if it is unknown."""
     if model_type == "gpt_oss" or (START in chat_template and CHANNEL in chat_template):
         return HARMONY
     if deepseek.CALL in chat_template:
