@@ -77,7 +77,7 @@ def decode_pixels(image: "Image") -> "Image":
 
 
 def rgb_image(image: "Image") -> "Image":
-    """The image as RGB, upright, on white. Raises ImageError for a mode without a range of values."""
+    """The image as RGB, upright, on white. Raises ImageError for a mode without value range."""
     with _damaged():
         return _eight_bits(_upright(image))
 

@@ -55,7 +55,7 @@ class Placeholders:
 
 
 def _cut(parts: list[str], before: str, after: str) -> list[str]:
-    """The parts, with the halves of a token at each border: at one's end and the next one's start."""
+    """The parts, with a token's halves at each border: at one's end and the next one's start."""
     last = len(parts) - 1
     return [
         (after if i else "") + part + (before if i < last else "") for i, part in enumerate(parts)
@@ -75,7 +75,7 @@ def check_image_tokens(tokens: Sequence[int], image_token_id: int, num_images: i
 def place_images(
     tokens: Sequence[int], image_token_id: int, images: Sequence[PreparedImage]
 ) -> tuple[list[int], tuple[PromptImage, ...]]:
-    """The prompt with the tokens of each image for its image token, and the images with positions."""
+    """The prompt with all tokens of each image, and the images with their positions."""
     placed: list[PromptImage] = []
     prompt: list[int] = []
     for token in tokens:

@@ -1,4 +1,4 @@
-"""The settings of the HTTP server; the flags of `atomc serve` are these and EngineConfig's fields."""
+"""Settings of the HTTP server; the flags of `atomc serve` are these and those of EngineConfig."""
 
 import math
 from collections.abc import Iterable

@@ -68,7 +68,7 @@ def encode(tokenizer: "Tokenizer", text: str, *, add_special_tokens: bool = True
 def decode(
     tokenizer: "Tokenizer", tokens: Sequence[int], *, skip_special_tokens: bool = False
 ) -> str:
-    """The text of these tokens; other threads can run meanwhile. Raises TokenizerError."""
+    """The text of tokens; other threads can run meanwhile. Raises TokenizerError if that fails."""
     decode_batch = tokenizer.decode_batch  # unlike `decode`, it releases the GIL
     return str(_run(decode_batch, [list(tokens)], skip_special_tokens=skip_special_tokens)[0])
 
@@ -108,7 +108,7 @@ class Detokenizer:
         return "".join(self._add_token(token) for token in tokens)
 
     def flush(self) -> str:
-        """The text held back at the end of the sequence, with U+FFFD for an incomplete character."""
+        """The text held back at the end of a sequence, U+FFFD for an incomplete character."""
         return self._decode(self.window)[len(self.emitted_text) :]
 
     def _add_token(self, token: int) -> str:
@@ -129,7 +129,7 @@ class Detokenizer:
 
 
 class TokenTexts:
-    """Text and bytes of single tokens, also special ones, as lists of log-probabilities have them."""
+    """Text and bytes of single tokens, also special ones, such as for log-probabilities."""
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
         self.tokenizer = tokenizer

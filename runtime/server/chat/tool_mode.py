@@ -107,7 +107,7 @@ def _forced_mode(
     functions: Sequence[Function],
     function: Function | None,
 ) -> ToolMode:
-    """For a tool_choice that requires a call, of `function` if it names one; a grammar forces it."""
+    """For a tool_choice that requires a call, of `function` if it names one, by a grammar."""
     try:
         schema = (
             calls_schema(functions, body.parallel_tool_calls is not False)

@@ -78,7 +78,7 @@ class ModelInfo:
         self._special_ids = {token_id for token_id, token in added.items() if token.special}
 
     def check_name(self, name: str | None) -> None:
-        """Raises a 404 for a name of neither this model (also None) nor an adapter."""
+        """Raises a 404 for a name other than None, this model's and its adapters'."""
         if name is not None and name not in self.names and name not in self.adapters:
             expected = ", ".join([*self.names, *self.adapters])
             raise APIError(

@@ -28,7 +28,7 @@ LLAMA_HEADER = "<|start_header_id|>"
 
 
 def tool_parser(name: str, new_id: Callable[[], str] = call_id) -> Parser:
-    """A parser for one choice; new_id makes the ids of calls. Raises ValueError for another name."""
+    """A parser for one choice; new_id makes ids of calls. Raises ValueError for another name."""
     if name not in TOOL_PARSERS:
         raise ValueError(f"unknown tool parser {name!r}, expected one of {', '.join(TOOL_PARSERS)}")
     return TOOL_PARSERS[name](new_id)
