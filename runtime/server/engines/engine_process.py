@@ -108,7 +108,15 @@ def run_engine(
         exit_process(1)
 
     try:
-        engine = create_engine(config, progress, exit_with, rank_launcher)
+        from atomc.runtime.engine import Engine
+
+        engine = Engine(
+            config,
+            progress=progress,
+            spare_cores=FRONTEND_CORES,
+            on_rank_failure=exit_with,
+            rank_launcher=rank_launcher,
+        )
         try:
             EngineLoop(engine, socket, place_of(os.getpid(), host)).run()
         finally:
@@ -155,23 +163,6 @@ def _user_error_message(error: BaseException) -> str | None:
         )
     by_user = isinstance(error, ValueError | OSError | ImportError | RunError)
     return " ".join(str(error).split()) if by_user else None
-
-
-def create_engine(
-    config: EngineConfig,
-    progress: bool,
-    on_rank_failure: Callable[[RankFailed], None],
-    rank_launcher: "RankLauncher | None" = None,
-) -> "Engine":
-    from atomc.runtime.engine import Engine
-
-    return Engine(
-        config,
-        progress=progress,
-        spare_cores=FRONTEND_CORES,
-        on_rank_failure=on_rank_failure,
-        rank_launcher=rank_launcher,
-    )
 
 
 class EngineLoop:

@@ -54,15 +54,6 @@ def check_constraint_size(param: str, size: int, items: str, num_choices: int) -
         )
 
 
-def check_grammar_length(text: str | Iterable[str] | None, param: str) -> None:
-    """Raises a 400 for a schema, expression, grammar or list of choices that is too long."""
-    length = len(text) if isinstance(text, str) else sum(map(len, text or ()))
-    if length > GRAMMAR_CHARACTERS:
-        raise invalid(
-            f"{param} has {length} characters, at most {GRAMMAR_CHARACTERS} are allowed", param
-        )
-
-
 def check_total_size(
     num_choices: int, logprobs: int | None, num_tokens: int, max_len: int, param: str
 ) -> None:

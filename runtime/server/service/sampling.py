@@ -11,11 +11,11 @@ from atomc.runtime.server.http.errors import invalid
 from atomc.runtime.server.http.limits import (
     BAD_WORDS,
     CHOICES,
+    GRAMMAR_CHARACTERS,
     STOP_STRINGS,
     STOP_TOKENS,
     TOKENS,
     check_constraint_size,
-    check_grammar_length,
     check_length,
     check_stop_strings,
 )
@@ -203,9 +203,8 @@ def check_structured(structured: Structured) -> Structured:
     """Returns its argument. Raises a 400 for a schema, grammar, ... that is too long."""
     for name in ("json_schema", "regex", "choice", "grammar"):
         value = getattr(structured, name)
-        check_grammar_length(
-            str(value) if name == "json_schema" and value is not None else value, name
-        )
+        text = str(value) if name == "json_schema" else "".join(value or ())
+        check_length(GRAMMAR_CHARACTERS, text, name, "characters")
     return structured
 
 
