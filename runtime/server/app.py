@@ -61,14 +61,14 @@ ENDPOINTS = (
     Endpoint("POST", "/v1/embeddings", embed, types.Embeddings),
     Endpoint("POST", "/tokenize", operations.tokenize, types.Tokens),
     Endpoint("POST", "/detokenize", operations.detokenize, types.DetokenizedText),
-    Endpoint("GET", "/version", operations.version, types.Version, "anyone"),
+    Endpoint("GET", "/version", operations.version, types.Version, "public"),
     Endpoint("GET", "/load", operations.load, types.Load, "operator"),
-    Endpoint("GET", "/health", operations.health, types.Health, "anyone"),
+    Endpoint("GET", "/health", operations.health, types.Health, "public"),
     # Amazon SageMaker's name.
-    Endpoint("GET", "/ping", operations.health, caller="anyone", hidden=True),
-    Endpoint("POST", "/ping", operations.health, caller="anyone", hidden=True),
-    Endpoint("GET", "/ready", operations.ready, types.Status, "anyone"),
-    Endpoint("GET", "/metrics", operations.metrics, None, "anyone"),
+    Endpoint("GET", "/ping", operations.health, caller="public", hidden=True),
+    Endpoint("POST", "/ping", operations.health, caller="public", hidden=True),
+    Endpoint("GET", "/ready", operations.ready, types.Status, "public"),
+    Endpoint("GET", "/metrics", operations.metrics, None, "public"),
     Endpoint("GET", "/experts", operations.experts, types.ExpertTokens, "operator"),
     Endpoint("GET", "/compiler", operations.compiler, dict[str, Any], "operator"),
     Endpoint("GET", "/compiler/report", operations.compiler_page, caller="operator", hidden=True),
@@ -91,7 +91,7 @@ def _paths(caller: str) -> frozenset[str]:
 
 # The page at / is static; it loads its data from /status, which needs a key.
 # The schema describes every server of this version.
-OPEN_PATHS = frozenset({"/", "/openapi.json", *docs_page.PATHS}) | _paths("anyone")
+OPEN_PATHS = frozenset({"/", "/openapi.json", *docs_page.PATHS}) | _paths("public")
 OPERATION_PATHS = frozenset({"/status"}) | _paths("operator")
 
 

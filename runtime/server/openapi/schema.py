@@ -28,7 +28,8 @@ class Endpoint(NamedTuple):
     run      gets the Service, and of the request what its other parameters name; the first line of
              its docstring is the summary in the schema
     answer   the type of the JSON answer; None: text
-    caller   operator: it concerns all users, and needs an admin key if there are any
+    caller   public: without a key; operator: it concerns all users, and needs an admin key if there
+             are any
     streams  the answer may be a stream of events
     hidden   not in the schema
     """
@@ -37,7 +38,7 @@ class Endpoint(NamedTuple):
     path: str
     run: Callable[..., Awaitable[Response]]
     answer: Any = None
-    caller: Literal["anyone", "user", "operator"] = "user"
+    caller: Literal["public", "user", "operator"] = "user"
     streams: bool = False
     hidden: bool = False
 
@@ -71,7 +72,7 @@ def openapi_schema(app: FastAPI, version: str, endpoints: Sequence[Endpoint]) ->
         if endpoint.streams:
             content["text/event-stream"] = {"schema": {"type": "string"}}
         operation["responses"]["200"] = {"description": "Success", "content": content}
-        if endpoint.caller == "anyone":
+        if endpoint.caller == "public":
             operation["security"] = []
         for parameter in operation.get("parameters", ()):
             parameter["description"] = FIELDS[parameter["name"]]
