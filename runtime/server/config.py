@@ -200,6 +200,9 @@ class ServerConfig:
                 f"drain_seconds is {self.drain_seconds}, expected a number of seconds that is "
                 "finite and at least 0"
             )
+        self._check_access()
+
+    def _check_access(self) -> None:
         for key in self.api_key:
             check_key(key, "api_key")
         for key in self.admin_key:

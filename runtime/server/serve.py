@@ -302,7 +302,7 @@ async def _exit_with_engines(
 
 def _log_summary(service: "Service", listener: socket.socket) -> None:
     """Logs the model, the cache size, the settings and the address."""
-    model, clients, config = service.model, service.engines.clients, service.config
+    model, clients = service.model, service.engines.clients
     info = clients[0].info
     log.info("model %s: %s on %s", model.names[0], info.model, info.device)
     for client in clients:
@@ -328,6 +328,11 @@ def _log_summary(service: "Service", listener: socket.socket) -> None:
         "seconds to start: %s",
         ", ".join(f"{name} {seconds:.2f}" for name, seconds in info.phases.items()),
     )
+    _log_address(service.config, listener)
+
+
+def _log_address(config: ServerConfig, listener: socket.socket) -> None:
+    """Logs where clients reach the server, and whether they need a key."""
     if not config.api_key:
         log.info("no --api-key: every client that can reach the port can use the model")
     scheme = "https" if config.ssl_certfile else "http"
