@@ -131,8 +131,9 @@ class StreamOptions(RequestModel):
     include_obfuscation: bool | None = None  # OpenAI's padding against traffic analysis: ignored
 
 
+# Kinds of structured output, and their fields in Structured.
 KINDS_OF_OUTPUT = {
-    "json": "json_",
+    "json": "json_schema",
     "json_object": "json_object",
     "regex": "regex",
     "choice": "choice",
@@ -154,10 +155,15 @@ class StructuredOutputs(RequestModel):
     json_object: bool | None = None
     disable_additional_properties: bool | None = None
 
+    def kinds(self) -> dict[str, object]:
+        """Those that are set, by their names in the request."""
+        fields = {name: "json_" if name == "json" else name for name in KINDS_OF_OUTPUT}
+        values = {name: getattr(self, field) for name, field in fields.items()}
+        return {name: value for name, value in values.items() if value not in (None, False)}
+
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
-        values = {name: getattr(self, field) for name, field in KINDS_OF_OUTPUT.items()}
-        kinds = [name for name, value in values.items() if value is not None and value is not False]
+        kinds = list(self.kinds())
         if len(kinds) == 1 or (not kinds and self.disable_additional_properties is not None):
             return self
         kinds += [f"the unknown field {name!r:.40}" for name in list(self.model_extra or ())[:3]]

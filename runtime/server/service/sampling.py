@@ -20,7 +20,11 @@ from atomc.runtime.server.http.limits import (
     check_stop_strings,
 )
 from atomc.runtime.server.service.model_info import ModelInfo
-from atomc.runtime.server.service.protocol import GenerationRequest, ResponseFormat
+from atomc.runtime.server.service.protocol import (
+    KINDS_OF_OUTPUT,
+    GenerationRequest,
+    ResponseFormat,
+)
 from atomc.runtime.text.prompt_truncation import truncated
 
 DEFAULT_TEMPERATURE = 1.0
@@ -223,24 +227,12 @@ def _structured_outputs(
         schema = response_format.json_schema.schema_
         requested.append({"json_object": True} if schema is None else {"json_schema": schema})
     if (outputs := body.structured_outputs) is not None:
-        named = {
-            "json_schema": outputs.json_,
-            "regex": outputs.regex,
-            "choice": outputs.choice,
-            "grammar": outputs.grammar,
-            "json_object": outputs.json_object or None,
-        }
-        kinds = {name: value for name, value in named.items() if value is not None}
+        kinds = {KINDS_OF_OUTPUT[name]: value for name, value in outputs.kinds().items()}
         if kinds or outputs.disable_additional_properties is None:
             requested.append(kinds)
-    for name, value in (
-        ("json_schema", body.guided_json),
-        ("regex", body.guided_regex),
-        ("choice", body.guided_choice),
-        ("grammar", body.guided_grammar),
-    ):
-        if value is not None:
-            requested.append({name: value})
+    for name in ("json", "regex", "choice", "grammar"):
+        if (value := getattr(body, f"guided_{name}")) is not None:
+            requested.append({KINDS_OF_OUTPUT[name]: value})
     return requested
 
 
