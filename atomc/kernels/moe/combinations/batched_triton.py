@@ -200,8 +200,6 @@ def batched_product(
     s0, s1, s2 = (0, 0, 0) if weight_scale is None else weight_scale.stride()
     if weight_scale is not None and weight_scale.shape[1] == 1 and not block:
         s1 = 0
-    # A tile of inputs has one scale.
-    tile_k = math.gcd(block, INPUTS) if block else INPUTS
     grid = (triton.cdiv(n, OUTPUTS), triton.cdiv(capacity, ROWS), experts)
     _batched[grid](
         x,
@@ -227,5 +225,5 @@ def batched_product(
         INTERLEAVED=interleaved,
         TILE_M=ROWS,
         TILE_N=OUTPUTS,
-        TILE_K=tile_k,
+        TILE_K=math.gcd(block, INPUTS) if block else INPUTS,  # with one scale
     )

@@ -424,11 +424,8 @@ def launch(
     if k_rest is None:
         first, _ = split_width(width)
         k_cache, k_rest = k_cache[..., :first], k_cache[..., first:]
-    rest = k_rest.shape[-1]
-    kv_heads, value_width = v_cache.shape[-2:]
-    num_sequences = seq_lens.shape[0]
+    kv_heads, num_sequences = v_cache.shape[-2], seq_lens.shape[0]
     group = num_heads // kv_heads
-    limit = {} if cut.registers is None else {"maxnreg": cut.registers}
     tiles = num_sequences + 1 + (0 if cut.by_sequence else num_rows // (cut.rows // group))
     _attend[(tiles, kv_heads, cut.splits)](
         q,
@@ -451,10 +448,32 @@ def launch(
         *k_cache.stride()[:3],
         *k_rest.stride()[:3],
         *v_cache.stride()[:3],
-        2 * scale / softcap if softcap else 1.0,
-        (softcap or scale) * LOG2_E,
+        *score_factors(scale, softcap),
         N=num_heads,
         GROUP=group,
+        BLOCK_SIZE=block_size,
+        OFFSET=tl.int32 if max(map(reach, (k_cache, k_rest, v_cache))) < 2**31 else tl.int64,
+        WINDOW=window,
+        SOFTCAP=softcap != 0.0,
+        SINKS=sinks is not None,
+        SPLIT=lse is not None,
+        CAUSAL=causal,
+        LOG2_E=LOG2_E,
+        CODES=codes_of(k_cache)["CODES"],
+        **_tile_arguments(cut, width, k_rest.shape[-1], v_cache.shape[-1]),
+        **overlap(q.device),
+    )
+
+
+def score_factors(scale: float, softcap: float) -> tuple[float, float]:
+    """What products of q and k are multiplied by before and after the soft cap, in base 2."""
+    return 2 * scale / softcap if softcap else 1.0, (softcap or scale) * LOG2_E
+
+
+def _tile_arguments(cut: Tiling, width: int, rest: int, value_width: int) -> dict[str, int | bool]:
+    """The launch arguments of a tiling, for heads of so many columns."""
+    limit = {} if cut.registers is None else {"maxnreg": cut.registers}
+    return dict(
         D=width - rest,
         REST=rest,
         DV=value_width,
@@ -463,20 +482,10 @@ def launch(
         BLOCK_DV=max(16, triton.next_power_of_2(value_width)),
         BLOCK_M=cut.rows,
         BLOCK_N=cut.keys,
-        BLOCK_SIZE=block_size,
-        OFFSET=tl.int32 if max(map(reach, (k_cache, k_rest, v_cache))) < 2**31 else tl.int64,
-        WINDOW=window,
-        SOFTCAP=softcap != 0.0,
-        SINKS=sinks is not None,
         BY_SEQUENCE=cut.by_sequence,
-        SPLIT=lse is not None,
-        CAUSAL=causal,
-        LOG2_E=LOG2_E,
-        CODES=codes_of(k_cache)["CODES"],
         num_warps=cut.warps,
         num_stages=cut.stages,
         **limit,
-        **overlap(q.device),
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from atomc import ops
 from atomc.kernels.checks import no_bf16_products, unlike
-from atomc.kernels.triton.attention.attention import LOG2_E, MAX_WIDTH
+from atomc.kernels.triton.attention.attention import LOG2_E, MAX_WIDTH, score_factors
 from atomc.kernels.triton.attention.attention_tiles import MAX_SPLITS, multiprocessors
 from atomc.kernels.triton.attention.combine_splits import combined, empty_splits
 from atomc.kernels.triton.launch.launch import begin, overlap, unfit
@@ -197,26 +197,19 @@ def attention(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Tensor:
-    shape = q.shape
     if not q.numel():
-        return q.new_empty(shape)
+        return q.new_empty(q.shape)
+    shape = q.shape
     if q.dim() == 3:
         q, k, v = q[None], k[None], v[None]
     batch, num_new, num_heads, width = q.shape
     num_keys, kv_heads = k.shape[1:3]
     group = num_heads // kv_heads
     # Two programs per multiprocessor, each with at least two tiles of keys.
-    splits = min(
-        2 * multiprocessors(q.device) // (batch * kv_heads),
-        triton.cdiv(num_keys, 2 * BLOCK_N),
-        MAX_SPLITS,
-    )
-    splits = max(splits, 1)
+    programs = 2 * multiprocessors(q.device) // (batch * kv_heads)
+    splits = max(min(programs, triton.cdiv(num_keys, 2 * BLOCK_N), MAX_SPLITS), 1)
     into, lse = empty_splits(q, width, splits)
-    mask_strides: tuple[int, ...] = (0, 0, 0, 0)
-    if mask is not None:
-        mask_strides = mask.expand(batch, num_heads, num_new, num_keys).stride()
-    block_d = max(16, triton.next_power_of_2(width))
+    of_all = None if mask is None else mask.expand(batch, num_heads, num_new, num_keys)
     _attend[(batch, kv_heads, splits)](
         q,
         k,
@@ -229,14 +222,13 @@ def attention(
         *q.stride()[:3],
         *k.stride()[:3],
         *v.stride()[:3],
-        *mask_strides,
-        2 * scale / softcap if softcap else 1.0,
-        (softcap or scale) * LOG2_E,
+        *((0, 0, 0, 0) if of_all is None else of_all.stride()),
+        *score_factors(scale, softcap),
         T=num_new,
         N=num_heads,
         GROUP=group,
         D=width,
-        BLOCK_D=block_d,
+        BLOCK_D=max(16, triton.next_power_of_2(width)),
         BLOCK_M=max(16, triton.next_power_of_2(group * num_new)),
         BLOCK_N=BLOCK_N if width <= 128 else BLOCK_N // 2,
         MASK=0 if mask is None else 1 if mask.dtype == torch.bool else 2,

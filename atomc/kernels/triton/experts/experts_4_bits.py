@@ -290,11 +290,7 @@ class PairsOfExperts:
                 NUMBER=tl.float32 if triton.knobs.runtime.interpret else sixteen,
                 ACTIVATION=activation,
                 INTERLEAVED=interleaved,
-                BLOCK_M=self.tile.block,
-                BLOCK_N=self.tile.weight_rows,
-                TALL=self.tile.tall,
-                num_warps=self.tile.warps,
-                num_stages=self.tile.stages,
+                **self.tile.launch(),
                 **overlap(x.device),
             )
         return out

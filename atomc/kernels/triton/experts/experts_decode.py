@@ -327,6 +327,45 @@ def _strides(of: Stored) -> tuple[int, ...]:
     return *of.values.stride(), *((0, 0) if of.scale is None else of.scale.stride()[:2])
 
 
+def _sums(
+    h: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    down: Stored,
+    form: Form,
+    out_dtype: torch.dtype,
+    tile: ExpertsFewTile,
+) -> Tensor:
+    """The weighted sums [T, H] of the second products of h [T * k, I]."""
+    (tokens, choices), inner = ids.shape, h.shape[1]
+    experts, hidden = down.values.shape[:2]
+    block = 1 if tile.apart else triton.next_power_of_2(choices)
+    parts = triton.cdiv(choices, block)
+    rows, width = tile.down_shape(inner, block)
+    results = h.new_empty((tokens, parts if parts == 1 else choices, hidden), dtype=out_dtype)
+    _down[(tokens * parts, triton.cdiv(hidden, rows))](
+        form.read(h),
+        ids,
+        weights,
+        *down,
+        results,
+        *_strides(down),
+        E=experts,
+        H=hidden,
+        K=inner,
+        CHOICES=choices,
+        BLOCK_N=rows,
+        BLOCK_C=block,
+        BLOCK_K=width,
+        **form.constants(h),
+        num_warps=tile.warps,
+        **overlap(h.device),
+    )
+    return (
+        results[:, 0] if parts == 1 else weighted_sum(results.flatten(0, 1), ids, weights, experts)
+    )
+
+
 def compute(
     x: Tensor,
     ids: Tensor,
@@ -348,8 +387,7 @@ def compute(
     ids, weights = ids.contiguous(), weights.contiguous()
     x = x.contiguous() if form.packed else x
     h = x.new_empty((tokens * choices, inner), dtype=out_dtype)
-    launch = {"num_warps": tile.warps, **overlap(x.device)}
-    rows, width = tile.of_up(columns)
+    rows, width = tile.up_shape(columns)
     _gate_and_up[(tokens * choices, triton.cdiv(inner, rows // 2))](
         form.read(x),
         ids,
@@ -368,32 +406,10 @@ def compute(
         BLOCK_N=rows // 2,
         BLOCK_K=width,
         **form.constants(x),
-        **launch,
+        num_warps=tile.warps,
+        **overlap(x.device),
     )
-    block = 1 if tile.apart else triton.next_power_of_2(choices)
-    parts = triton.cdiv(choices, block)
-    rows, width = tile.of_down(inner, block)
-    results = x.new_empty((tokens, parts if parts == 1 else choices, hidden), dtype=out_dtype)
-    _down[(tokens * parts, triton.cdiv(hidden, rows))](
-        form.read(h),
-        ids,
-        weights,
-        *down,
-        results,
-        *_strides(down),
-        E=experts,
-        H=hidden,
-        K=inner,
-        CHOICES=choices,
-        BLOCK_N=rows,
-        BLOCK_C=block,
-        BLOCK_K=width,
-        **form.constants(h),
-        **launch,
-    )
-    return (
-        results[:, 0] if parts == 1 else weighted_sum(results.flatten(0, 1), ids, weights, experts)
-    )
+    return _sums(h, ids, weights, down, form, out_dtype, tile)
 
 
 def unfit_call(

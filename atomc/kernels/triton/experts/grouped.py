@@ -270,6 +270,24 @@ def _scale_steps(x_scale: Tensor | None, weight_scale: Tensor | None, square: in
     return [x_scale.stride(0) if x_scale.dim() > 1 else 0, 0, weight_scale.stride(0), by_row, 0]
 
 
+def _constants(
+    weight: Tensor, n: int, block: int, square: int, activation: str | None, interleaved: bool
+) -> dict[str, int | bool | str | None]:
+    """What a product is compiled for. n: columns of the result; block: rows of weight in a tile."""
+    # Where neighbouring rows of the weight are neighbours in memory, they stay together.
+    paired = interleaved or weight.stride(2) == 1
+    return dict(
+        E=len(weight),
+        N=n,
+        K=weight.shape[2],
+        ACTIVATION=activation,
+        INTERLEAVED=interleaved,
+        PAIRED=paired,
+        SQUARE=square,
+        SQUARES=_squares(square, block, n, activation is not None, interleaved, paired),
+    )
+
+
 def grouped_product(
     x: Tensor,
     x_scale: Tensor | None,
@@ -291,25 +309,21 @@ def grouped_product(
     written.
 
     x        [T, K], or [P, K] with a row per pair; its last dimension is contiguous
-    weight   [E, N, K] of the same dtype, of any strides with one of 1 in the last two dimensions
-    pairs    P
+    weight   [E, N, K] of the same dtype, of any strides with one of 1 in the last two dimensions;
+             bias [E, N], contiguous rows
     scales   of x and weight in fp8 or int8, fp32: [1] or one per row of x, and [E, 1, 1] or
              [E, N, 1]; or, by squares, [.., ceil(K / square)] and [E, ceil(N / square),
              ceil(K / square)]
-    bias     [E, N], contiguous rows
     tile     BLOCK_N (rows of weight, of gate and up together), BLOCK_K, TALL and launch options;
              square is 0 or a multiple of BLOCK_K
     """
-    rows, k = weight.shape[1:]
+    rows = weight.shape[1]
     n = rows if activation is None else rows // 2
     out = x.new_empty((pairs, n), dtype=out_dtype)
     if pairs:
         blocks = len(routing.expert)
         x_row, x_group, *of_weight = _scale_steps(x_scale, weight_scale, square)
-        gated, block = activation is not None, tile["BLOCK_N"]
-        # Where neighbouring rows of the weight are neighbours in memory, they stay together.
-        paired = interleaved or weight.stride(2) == 1
-        _product[(blocks * triton.cdiv(rows, block),)](
+        _product[(blocks * triton.cdiv(rows, tile["BLOCK_N"]),)](
             x,
             x_scale,
             weight,
@@ -329,15 +343,8 @@ def grouped_product(
             0 if bias is None else bias.stride(0),
             alpha,
             limit,
-            E=len(weight),
-            N=n,
-            K=k,
-            ACTIVATION=activation,
-            INTERLEAVED=interleaved,
-            PAIRED=paired,
-            SQUARE=square,
-            SQUARES=_squares(square, block, n, gated, interleaved, paired),
             BLOCK_M=routing.block,
+            **_constants(weight, n, tile["BLOCK_N"], square, activation, interleaved),
             **tile,
             **overlap(x.device),
         )

@@ -333,6 +333,23 @@ def refuse_bmm_rope_kv_write(
     return None
 
 
+def _product_constants(
+    q_nope: Tensor, weight: Tensor, scheme: str, group: int, dtype: torch.dtype, rounding: str
+) -> dict[str, int | bool | str]:
+    """What `_product` is compiled for."""
+    fp8 = scheme == "fp8"
+    return dict(
+        P=q_nope.shape[-1],
+        BLOCK_P=group if fp8 else 32,
+        BLOCK_M=BLOCK_M,
+        BLOCK_L=BLOCK_L,
+        SCHEME=scheme,
+        W_CODES=codes_of(weight)["CODES"],
+        Q_BY_BITS=fp8 and lacks_fp8_rounding(dtype, weight.device),
+        MX_BIAS=MX_ROUNDINGS[rounding],
+    )
+
+
 @ops.bmm_rope_kv_write.kernel(
     "triton", layout="paged", refuses=refuse_bmm_rope_kv_write, tuned_for=()
 )
@@ -358,7 +375,6 @@ def bmm_rope_kv_write(
     heads, latent = weight.shape[:2]
     out, turned = empty_queries(q_nope, latent, q_pe, cos)
     if rows := num_rows(kv_c):
-        fp8, whole = scheme == "fp8", triton.next_power_of_2(latent)
         _bmm_rope_kv_write[(triton.cdiv(rows, BLOCK_M), heads * triton.cdiv(latent, BLOCK_L) + 1)](
             q_nope,
             byte_view(weight),
@@ -376,7 +392,7 @@ def bmm_rope_kv_write(
             inner_sizes(q_nope)[0],
             *row_strides(q_nope),
             *weight.stride()[:2],
-            *((0, 0) if fp8 else weight_scale.stride()[:2]),
+            *((0, 0) if scheme == "fp8" else weight_scale.stride()[:2]),
             *row_strides(q_pe),
             *latent_strides(kv_c),
             *inner_sizes(k_pe),
@@ -386,15 +402,8 @@ def bmm_rope_kv_write(
             kv_cache.stride(1),
             HEADS=heads,
             L=latent,
-            WHOLE_L=whole,
-            P=q_nope.shape[-1],
-            BLOCK_P=group if fp8 else 32,
-            BLOCK_M=BLOCK_M,
-            BLOCK_L=BLOCK_L,
-            SCHEME=scheme,
-            W_CODES=codes_of(weight)["CODES"],
-            Q_BY_BITS=fp8 and lacks_fp8_rounding(dtype, weight.device),
-            MX_BIAS=MX_ROUNDINGS[rounding],
+            WHOLE_L=triton.next_power_of_2(latent),
+            **_product_constants(q_nope, weight, scheme, group, dtype, rounding),
             OUT=TRITON_DTYPE[turned],
             STYLE=rope_style,
             **cut_rows(q_pe, cos, rope_style),

@@ -182,22 +182,16 @@ def _projected(q: Tensor, of_head: Tensor, kv_cache: Tensor, nope: int) -> Tenso
     return projected
 
 
-def _attend_new(
+def _rows_of_step(
     q: Tensor,
-    of_head: Tensor,
     kv_cache: Tensor,
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
     kv_scale: Tensor | None,
-    nope: int,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Attention of q [T, H, P + R] over the tokens of the step: [T, H, V], and [T, H] its lse in
-    fp32.
-    """
-    tokens, heads, width = q.shape
-    _, outputs, latent = of_head.shape
+) -> Tensor:
+    """The cached rows of the tokens of the step [T, L + R], in the dtype of q [T, H, P + R]."""
+    tokens = q.shape[0]
     cached = q.new_empty((tokens, kv_cache.shape[-1]))
     _read_rows[(tokens // TOKENS + seq_lens.shape[0] + 1,)](
         byte_view(kv_cache),
@@ -217,6 +211,26 @@ def _attend_new(
         CODES=codes_of(kv_cache)["CODES"],
         **overlap(q.device),
     )
+    return cached
+
+
+def _attend_new(
+    q: Tensor,
+    of_head: Tensor,
+    kv_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    kv_scale: Tensor | None,
+    nope: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attention of q [T, H, P + R] over the tokens of the step: [T, H, V], and [T, H] its lse in
+    fp32.
+    """
+    tokens, heads, width = q.shape
+    _, outputs, latent = of_head.shape
+    cached = _rows_of_step(q, kv_cache, query_start, seq_lens, block_tables, kv_scale)
     both = F.linear(cached[:, :latent], of_head.flatten(0, 1)).view(tokens, heads, outputs)
     k, v = both[..., :nope], both[..., nope:]
     k_rope = cached[:, None, latent:].expand(tokens, heads, -1)

@@ -118,6 +118,15 @@ class FragmentTile(NamedTuple):
     stages: int
     tall: int = 1
 
+    def launch(self) -> Launch:
+        return dict(
+            BLOCK_M=self.block,
+            BLOCK_N=self.weight_rows,
+            TALL=self.tall,
+            num_warps=self.warps,
+            num_stages=self.stages,
+        )
+
 
 class ExpertsFewTile(NamedTuple):
     """Of the experts of few tokens, what one program reads per step: a number of elements of gate
@@ -132,12 +141,12 @@ class ExpertsFewTile(NamedTuple):
     warps: int
     apart: bool = False
 
-    def of_up(self, columns: int) -> tuple[int, int]:
+    def up_shape(self, columns: int) -> tuple[int, int]:
         """Rows and columns per step, of rows of so many columns."""
         width = min(self.columns, triton.next_power_of_2(columns))
         return max(self.up // width, 2), width
 
-    def of_down(self, columns: int, experts: int) -> tuple[int, int]:
+    def down_shape(self, columns: int, experts: int) -> tuple[int, int]:
         """Rows of each of these experts and columns per step."""
         width = min(max(self.columns // experts, 64), triton.next_power_of_2(columns))
         return max(self.down // (width * experts), 1), width

@@ -158,6 +158,14 @@ def ends(widths: list[int], outputs: int) -> list[int]:
     return [*found[:-1], *[outputs] * (MAX_PARTS - len(found)), found[-1]]
 
 
+def _tile(thin_block: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Inputs per step of the first product, and outputs of a program of the second."""
+    if dtype == torch.float32:
+        return FP32_INPUTS, FP32_OUTPUTS
+    wide = thin_block > 128
+    return (WIDE_INPUTS if wide else INPUTS), OUTPUTS
+
+
 @ops.lora_linear.kernel("triton", refuses=refuse_lora_linear, tuned_for=LORA_FEW.archs)
 def lora_linear(
     y: Tensor,
@@ -169,26 +177,22 @@ def lora_linear(
     scale: float = 1.0,
 ) -> Tensor:
     assert rows is not None and widths is not None, "refuse_lora_linear"
-    adapters, thin_size, depth = a.shape
-    _, rank, outputs = b.shape
+    (adapters, thin_size, depth), (rank, outputs) = a.shape, b.shape[1:]
     y_rows, x_rows = y.flatten(0, -2), x.flatten(0, -2)
     count = len(x_rows)
+    out = y.new_empty(y.shape)
     if not count or not outputs:
-        return y.new_empty(y.shape)
+        return out
     of_layers = ends(widths, outputs)
     if count <= lora_few.MAX_ROWS:
         tile = LORA_FEW.choose(x.device, count)
         return lora_few.lora_linear(y_rows, x_rows, a, b, rows, of_layers, tile).view(y.shape)
-    few, fp32 = count <= FEW_ROWS, x.dtype == torch.float32
     thin_block = max(16, triton.next_power_of_2(thin_size))
-    wide = thin_block > 128
-    block_k, block_n = (WIDE_INPUTS if wide else INPUTS), OUTPUTS
-    if fp32:
-        block_k, block_n = FP32_INPUTS, FP32_OUTPUTS
-    parts = min(PARTS_OF_FEW, triton.cdiv(depth, block_k)) if few else 1
-    length = triton.cdiv(triton.cdiv(depth, parts), block_k) * block_k
-    block = 16 if few else ROWS_OF_MANY
-    out = y.new_empty(y.shape)
+    block_k, block_n = _tile(thin_block, x.dtype)
+    warps = {"num_warps": 8 if thin_block > 128 else 4, **overlap(x.device)}
+    block, parts = ROWS_OF_MANY, 1
+    if count <= FEW_ROWS:
+        block, parts = 16, min(PARTS_OF_FEW, triton.cdiv(depth, block_k))
     thin = x.new_empty((parts, count, thin_size), dtype=torch.float32)
     tiles = triton.cdiv(count, block)
     _shrink[(tiles, adapters, parts)](
@@ -200,12 +204,11 @@ def lora_linear(
         x_rows.stride(0),
         K=depth,
         R=thin_size,
-        LENGTH=length,
+        LENGTH=triton.cdiv(triton.cdiv(depth, parts), block_k) * block_k,
         BLOCK_M=block,
         BLOCK_R=thin_block,
         BLOCK_K=block_k,
-        num_warps=8 if wide else 4,
-        **overlap(x.device),
+        **warps,
     )
     _expand[(tiles, triton.cdiv(outputs, block_n))](
         y_rows,
@@ -224,7 +227,6 @@ def lora_linear(
         BLOCK_M=block,
         BLOCK_N=block_n,
         BLOCK_R=thin_block,
-        num_warps=8 if wide else 4,
-        **overlap(x.device),
+        **warps,
     )
     return out

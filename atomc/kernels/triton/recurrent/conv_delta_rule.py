@@ -320,9 +320,7 @@ def launch_decode(
     arrived: Tensor,
     tile: Launch,
 ) -> None:
-    """Fill `out` and replace both states, of rows x [S, C], a and b [S, N], one of a sequence each.
-    arrived: as of `arrivals`
-    """
+    """Fill `out` and replace both states; x [S, C], a and b [S, N] have a row per sequence."""
     heads, key_width, width = recurrent_state.shape[1:]
     block = min(tile["BLOCK_V"], triton.next_power_of_2(width))
     _decode[(triton.cdiv(width, block), heads, len(x))](

@@ -330,20 +330,20 @@ def _walk(
             tl.store(state_at, state, inside)
 
 
-def launch_chunks(rows: Rows, out: Tensor, most: int, tile: Launch) -> None:
-    """Fill `out` and replace the states of sequences with more than `most` new tokens; zeros for
-    rows of no sequence. rows: flat
+def _launch_systems(
+    rows: Rows, out: Tensor, most: int, terms: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The inverse and the weights of each chunk, with row t of its matrices, and the factors of its
+    rows. Zeros `out` for rows of no sequence.
     """
     num_rows, heads, width = rows.v.shape
     num_sequences = rows.seq_lens.shape[0]
     tiles = num_rows // CHUNK + num_sequences + 1
-    terms = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}[rows.k.dtype]
-    # Row t of the matrices of its chunk.
     shape = (1, num_rows, heads, CHUNK) if terms == 1 else (2, num_rows, heads, CHUNK)
     stored = torch.float32 if terms == 1 else torch.bfloat16
     inverse, weights = (out.new_empty(shape, dtype=stored) for _ in range(2))
     factors = out.new_empty((num_rows, heads, 4), dtype=torch.float32)
-    q_row, q_head, k_row, k_head, v_row, v_head, g_row, beta_row, slot = rows.strides()
+    q_row, q_head, k_row, k_head, _, _, g_row, beta_row, _ = rows.strides()
     _systems[(tiles, heads)](
         rows.q,
         rows.k,
@@ -373,8 +373,19 @@ def launch_chunks(rows: Rows, out: Tensor, most: int, tile: Launch) -> None:
         num_warps=4,
         **overlap(out.device),
     )
+    return inverse, weights, factors
+
+
+def launch_chunks(rows: Rows, out: Tensor, most: int, tile: Launch) -> None:
+    """Fill `out` and replace the states of sequences with more than `most` new tokens; zeros for
+    rows of no sequence. rows: flat
+    """
+    _, heads, width = rows.v.shape
+    terms = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}[rows.k.dtype]
+    inverse, weights, factors = _launch_systems(rows, out, most, terms)
+    q_row, q_head, k_row, k_head, v_row, v_head, _, _, slot = rows.strides()
     block = max(LEAST_COLUMNS, min(tile["BLOCK_V"], triton.next_power_of_2(width)))
-    _walk[(triton.cdiv(width, block), heads, num_sequences)](
+    _walk[(triton.cdiv(width, block), heads, rows.seq_lens.shape[0])](
         rows.q,
         rows.k,
         rows.v,

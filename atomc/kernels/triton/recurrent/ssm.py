@@ -267,14 +267,8 @@ def ssm_scan_update(
     tensors = (rows, by_head, a_log, b, c, d, dt_bias, recurrent_state, out)
     steps = (query_start, seq_lens, state_slots)
     strides = (*rows.stride()[:2], by_head.stride(0), *b.stride()[:2], *c.stride()[:2])
-    sizes = {
-        "N": heads,
-        "P": width,
-        "S": state,
-        "HEADS_PER_GROUP": heads // groups,
-        "DT_MIN": dt_min,
-        "DT_MAX": dt_max,
-    }
+    sizes = {"N": heads, "P": width, "S": state, "HEADS_PER_GROUP": heads // groups}
+    limits = {"DT_MIN": dt_min, "DT_MAX": dt_max}
     wide_s = triton.next_power_of_2(state)
     block_p = min(triton.next_power_of_2(width), max(1, WALKED // wide_s))
     _walk[(sequences, heads, triton.cdiv(width, block_p))](
@@ -283,6 +277,7 @@ def ssm_scan_update(
         num_rows if decode else FEW,
         *strides,
         **sizes,
+        **limits,
         BLOCK_P=block_p,
         BLOCK_S=wide_s,
         ALL_ROWS=decode,
@@ -297,6 +292,7 @@ def ssm_scan_update(
             FEW,
             *strides,
             **sizes,
+            **limits,
             BLOCK_P=block_p,
             BLOCK_S=max(16, wide_s),
             CHUNK=CHUNK,

@@ -303,6 +303,19 @@ def cut_rows(x: Tensor, cos: Tensor, style: str) -> dict[str, int]:
     }
 
 
+def launch_arguments(
+    x: Tensor, cos: Tensor, style: str, rows_a_program: int
+) -> dict[str, int | bool | str]:
+    """Of kernels whose programs rotate so many rows each."""
+    return {
+        "STYLE": style,
+        "ROWS": rows_a_program,
+        "num_warps": warps_of(rows_a_program),
+        **cut_rows(x, cos, style),
+        **overlap(x.device),
+    }
+
+
 def empty_rows(x: Tensor, cos: Tensor, style: str, dtype: torch.dtype) -> Tensor:
     """Empty rows for the rotated x. They are contiguous as in the reference, which concatenates
     unless full-width tables rotate whole rows.
@@ -380,11 +393,7 @@ def _launch(
             eps,
             NORMED=TRITON_DTYPE[normed],
             NORM=norm,
-            STYLE=style,
-            ROWS=rows_a_program,
-            num_warps=warps_of(rows_a_program),
-            **cut_rows(q, cos, style),
-            **overlap(q.device),
+            **launch_arguments(q, cos, style, rows_a_program),
         )
     return outs
 

@@ -14,7 +14,6 @@ from atomc.kernels.triton.launch.launch import (
     begin,
     inner_sizes,
     num_rows,
-    overlap,
     row_offset,
     row_strides,
 )
@@ -29,13 +28,12 @@ from atomc.kernels.triton.rows.kv_write import (
 )
 from atomc.kernels.triton.rows.norm import normed_dtype
 from atomc.kernels.triton.rows.rope import (
-    cut_rows,
     empty_rows,
+    launch_arguments,
     refuse_qk_norm_rope,
     rotated,
     store_parts,
     table_strides,
-    warps_of,
 )
 from atomc.ops.op import Refusal
 from atomc.platform import Platform
@@ -260,10 +258,8 @@ def _launch_with_write(
             *row_strides(v),
             *table_strides(cos, q),
             *row_strides(q_out),
-            k_cache.stride(1),
-            k_cache.stride(2),
-            v_cache.stride(1),
-            v_cache.stride(2),
+            *k_cache.stride()[1:3],
+            *v_cache.stride()[1:3],
             eps,
             NORMED=TRITON_DTYPE[normed],
             Q_HEADS=q_heads,
@@ -271,12 +267,8 @@ def _launch_with_write(
             DV=v.shape[-1],
             BLOCK_DV=triton.next_power_of_2(v.shape[-1]),
             NORM=norm,
-            STYLE=style,
-            ROWS=rows_a_program,
-            num_warps=warps_of(rows_a_program),
-            **cut_rows(q, cos, style),
+            **launch_arguments(q, cos, style, rows_a_program),
             **codes_of(k_cache),
-            **overlap(q.device),
         )
     return q_out, q_out.new_empty((0,))
 
