@@ -85,39 +85,39 @@ class KernelComparison:
 
     def measured(self, progress: Progress = iter) -> tuple[list[Argument], dict[Node, SiteErrors]]:
         """(the outputs of the lowered graph, the errors of each site)."""
-        found: dict[Node, SiteErrors] = {}
-        known = self._start()
+        errors: dict[Node, SiteErrors] = {}
+        values = self._start()
         for i, node in enumerate(progress(self.order)):
             if node.op == "output":
-                return self._returned(node, known), found
+                return self._returned(node, values), errors
             site = self.sites.get(node)
             if site is not None:
-                found[node] = self._measure(site, known)
+                errors[node] = self._measure(site, values)
             else:
-                self._step(node, known)
-            free_dead(known, self.last, i)
+                self._step(node, values)
+            free_dead(values, self.last, i)
         raise AssertionError("a graph without an output")
 
     def run_without(self, sites: Iterable[AuditSite]) -> list[Argument]:
         """The outputs of the lowered graph with these sites replaced by the original nodes."""
         left_out = {site.node for site in sites}
-        known = self._start()
+        values = self._start()
         for i, node in enumerate(self.order):
             if node.op == "output":
-                return self._returned(node, known)
+                return self._returned(node, values)
             if node in left_out:
-                self._evaluate_original(self.sites[node], known)
+                self._evaluate_original(self.sites[node], values)
             else:
-                self._step(node, known)
-            free_dead(known, self.last, i)
+                self._step(node, values)
+            free_dead(values, self.last, i)
         raise AssertionError("a graph without an output")
 
     def _start(self) -> Values:
         """The arguments, with clones of those that nodes write in place."""
         written = {target.name for node in self.order for target in mutated(node)}
         return {
-            name: given.clone() if name in written and isinstance(given, Tensor) else given
-            for name, given in self.inputs.items()
+            name: value.clone() if name in written and isinstance(value, Tensor) else value
+            for name, value in self.inputs.items()
         }
 
     def _returned(self, output: Node, known: Values) -> list[Argument]:
@@ -182,7 +182,7 @@ class KernelComparison:
         op = op_of(fused.target)
         assert op is not None
         names = [node.name for node in mutated(fused)]
-        made = []
+        runs = []
         for exact in (False, True):
             copies = before | {name: _tensor(before[name]).clone() for name in names}
             args, kwargs = torch.fx.node.map_arg((fused.args, fused.kwargs), _reader(copies))
@@ -190,8 +190,8 @@ class KernelComparison:
                 kept = {id(copies[name]) for name in names}
                 args, kwargs = _upcast_except((args, kwargs), kept)
             out = op.reference(*args, **kwargs)
-            made.append((out, [copies[name] for name in names]))
-        (own, own_written), (exact_out, exact_written) = made
+            runs.append((out, [copies[name] for name in names]))
+        (own, own_written), (exact_out, exact_written) = runs
         if returned:
             measured.add(known[site.node.name], own, exact_out, "meaning")
         for name, a, b in zip(names, own_written, exact_written, strict=True):

@@ -35,15 +35,15 @@ def evaluate_node(
     if node.op == "get_attr":
         constant: Argument = operator.attrgetter(str(node.target))(gm)
         return constant
-    given = torch.fx.node.map_arg((node.args, node.kwargs), read)
+    arguments = torch.fx.node.map_arg((node.args, node.kwargs), read)
     if exact:
-        given = torch.fx.node.map_aggregate(given, upcast)
+        arguments = torch.fx.node.map_aggregate(arguments, upcast)
     written = {id(read(target)) for target in mutated(node)}
 
     def unwritten(x: Argument) -> Argument:
         return x.clone() if isinstance(x, Tensor) and id(x) in written else x
 
-    args, kwargs = torch.fx.node.map_aggregate(given, unwritten) if written else given
+    args, kwargs = torch.fx.node.map_aggregate(arguments, unwritten) if written else arguments
     op = op_of(node.target)
     target = node.target if op is None else op.reference
     assert callable(target), node.format_node()
@@ -57,15 +57,15 @@ def evaluate_graph(
     """The outputs of the graph for inputs by name; each value is freed after its last use."""
     order = list(gm.graph.nodes)
     last = last_uses(gm.graph)
-    known: Values = {}
+    values: Values = {}
     for i, node in enumerate(order):
         if node.op == "output":
-            return flatten(torch.fx.node.map_arg(node.args[0], lambda n: known[n.name]))
+            return flatten(torch.fx.node.map_arg(node.args[0], lambda n: values[n.name]))
         if node.op == "placeholder":
-            known[node.name] = inputs[node.name]
+            values[node.name] = inputs[node.name]
         else:
-            known[node.name] = evaluate_node(gm, node, lambda n: known[n.name], exact=exact)
-        free_dead(known, last, i)
+            values[node.name] = evaluate_node(gm, node, lambda n: values[n.name], exact=exact)
+        free_dead(values, last, i)
     raise AssertionError("a graph without an output")
 
 
@@ -102,7 +102,7 @@ def step_tensors(gm: GraphModule, args: Iterable[Argument]) -> dict[StepInput, T
     """The tensors among the arguments that the runtime takes from a step."""
     nodes = gm.graph.find_nodes(op="placeholder")
     return {
-        given: arg
+        field: arg
         for node, arg in zip(nodes, args, strict=True)
-        if (given := step_input(node)) is not None and isinstance(arg, Tensor)
+        if (field := step_input(node)) is not None and isinstance(arg, Tensor)
     }

@@ -51,21 +51,21 @@ class NodeCorrespondence:
         last.
         """
         origins = node.meta.get("origins", frozenset())
-        found = {name: None for name, made_of in self._absorbed if made_of and made_of <= origins}
+        names = {name: None for name, made_of in self._absorbed if made_of and made_of <= origins}
         last = node.meta.get("site", ("", ""))[0]
-        return [name for name in found if name != last] + [last] * bool(last)
+        return [name for name in names if name != last] + [last] * bool(last)
 
     def counterparts(self, graph: Graph) -> dict[Node, Node]:
         """Captured node -> the node of `graph` with the same value, for those that have one."""
         nodes = {node.name: node for node in graph.nodes}
-        found = {}
+        pairs = {}
         for node in self.captured.graph.nodes:
             for name in self._names_of(node):
                 other = nodes.get(name)
                 if other is not None and _comparable(node, other):
-                    found[node] = other
+                    pairs[node] = other
                     break
-        return found
+        return pairs
 
     def _names_of(self, node: Node) -> Iterator[str]:
         """The node's name, then the name of its replacement, and so on."""

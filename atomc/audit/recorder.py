@@ -81,13 +81,13 @@ class Recorder:
             if self.correspondence is not None
             else None
         )
-        given = (
+        inputs = (
             [x.clone() if isinstance(x, Tensor) else x for x in args] if self.options.record else []
         )
         out = call(*args)
         if self.options.record:
             self._try(
-                "record", lambda: self.dumper.record(placeholders(lowered, given), flatten(out))
+                "record", lambda: self.dumper.record(placeholders(lowered, inputs), flatten(out))
             )
         if audit is not None:
             self._try("audit", lambda: audit.end(flatten(out)))
@@ -142,24 +142,24 @@ class Audit:
         sites = [
             _site_row(site, self.measured[site.node], self.report.requires) for site in self.ranked
         ]
-        found = AuditFindings(sites=sites, notes=self.comparison.notes)
+        findings = AuditFindings(sites=sites, notes=self.comparison.notes)
         if self.whole:
-            found.update(self._whole(outputs))
+            findings.update(self._whole(outputs))
         else:
             self.comparison.notes.append(
                 "the outputs of the graph are not compared: the step has several sequences, or "
                 "one that "
                 "began in an earlier call; attention is compared with its reference"
             )
-        found["seconds"] = self.seconds + time.perf_counter() - start
-        self.report.audit = found
+        findings["seconds"] = self.seconds + time.perf_counter() - start
+        self.report.audit = findings
         self._log()
 
     def _whole(self, outputs: Sequence[Argument]) -> AuditFindings:
         """The errors of the outputs against fp32, and their cause if they exceed the bound."""
         compiled, kernels = worst(outputs, self.exact), worst(self.kernels, self.exact)
         bound = self.given_bound or max(MIN_BOUND, BOUND_FACTOR * self.original)
-        found: AuditFindings = {
+        findings: AuditFindings = {
             "outputs": {
                 "compiled": compiled.relative,
                 "kernels": kernels.relative,
@@ -168,10 +168,10 @@ class Audit:
             }
         }
         if kernels.relative > bound:
-            found["blame"] = self._blame(bound)
+            findings["blame"] = self._blame(bound)
         elif compiled.relative > bound:
-            found["blame"] = Blame(rewrite="glue", module_path=None, places=0, runs=0, passes={})
-        return found
+            findings["blame"] = Blame(rewrite="glue", module_path=None, places=0, runs=0, passes={})
+        return findings
 
     def _blame(self, bound: float) -> Blame:
         def run(disabled: Sequence[AuditSite]) -> float:
@@ -222,7 +222,7 @@ def _only_padding(lowered: GraphModule, args: Sequence[Argument]) -> bool:
     """Whether it is a step without tokens, which the runtime uses to measure the memory of a
     step.
     """
-    slots = [x for given, x in step_tensors(lowered, args).items() if given.field == "slots"]
+    slots = [x for field, x in step_tensors(lowered, args).items() if field.field == "slots"]
     return bool(slots) and all(bool((x < 0).all()) for x in slots)
 
 
@@ -234,5 +234,5 @@ def _starts_here(lowered: GraphModule, args: Sequence[Argument]) -> bool:
     lengths, starts = step.get(StepInput("seq_lens")), step.get(StepInput("query_start"))
     if lengths is None or starts is None:
         return True
-    rows = next(len(x) for given, x in step.items() if given.field == "slots")
+    rows = next(len(x) for field, x in step.items() if field.field == "slots")
     return bool(lengths.tolist() == [rows] and starts.tolist() == [0, rows])

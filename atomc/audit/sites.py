@@ -67,9 +67,9 @@ def audit_sites(
     from_start  False if attention reads rows that were cached before this call, which the graph
                 does not contain
     """
-    found = correspondence.counterparts(lowered.graph)
+    pairs = correspondence.counterparts(lowered.graph)
     captured_of: dict[Node, Node] = {}
-    for captured, node in found.items():
+    for captured, node in pairs.items():
         captured_of.setdefault(node, captured)
     position = {node: i for i, node in enumerate(lowered.graph.nodes)}
     captured_order = {node: i for i, node in enumerate(correspondence.captured.graph.nodes)}
@@ -78,7 +78,7 @@ def audit_sites(
         if "op" not in node.meta or node.op != "call_function":
             continue
         outputs, between, whole = _outputs(node, captured_of)
-        before = {a: b for a, b in found.items() if position[b] < position[node]}
+        before = {a: b for a, b in pairs.items() if position[b] < position[node]}
         slices = [_slice(captured_of[output], output, before, captured_order) for output in outputs]
         cached = _reads_cache(node) and _any_attends_to_cache(slices)
         if cached and not from_start:
@@ -128,15 +128,15 @@ def _accesses_value(reader: Node, source: Node) -> bool:
 
 def _slice(root: Node, output: Node, before: dict[Node, Node], order: dict[Node, int]) -> Slice:
     """The captured nodes from `root` back to values that are computed before the site."""
-    nodes, given, waiting = {root}, {}, [root]
+    nodes, inputs, waiting = {root}, {}, [root]
     while waiting:
         for operand in waiting.pop().all_input_nodes:
             if operand in before:
-                given[operand] = before[operand]
+                inputs[operand] = before[operand]
             elif operand not in nodes:
                 nodes.add(operand)
                 waiting.append(operand)
-    return Slice(output, tuple(sorted(nodes, key=lambda n: order[n])), given)
+    return Slice(output, tuple(sorted(nodes, key=lambda n: order[n])), inputs)
 
 
 def _reads_cache(node: Node) -> bool:
@@ -152,5 +152,5 @@ def _any_attends_to_cache(slices: Sequence[Slice]) -> bool:
 
 def rewrite_order(sites: Iterable[AuditSite], order: Sequence[str]) -> list[str]:
     """The rewrites of these sites, in the order in which they ran."""
-    found = dict.fromkeys(site.rewrite for site in sites)
-    return sorted(found, key=lambda name: order.index(name) if name in order else -1)
+    names = dict.fromkeys(site.rewrite for site in sites)
+    return sorted(names, key=lambda name: order.index(name) if name in order else -1)

@@ -101,11 +101,11 @@ def causal_conv1d_update(
     new = query_start.diff()
     at = new[:, None] - (taps - 1) + torch.arange(taps - 1, device=x.device)
     start = query_start[:-1, None]
-    given = x.reshape(-1, x.shape[-1])[(start + at).clamp(min=0, max=max(len(rows) - 1, 0))]
+    inputs = x.reshape(-1, x.shape[-1])[(start + at).clamp(min=0, max=max(len(rows) - 1, 0))]
     kept = before.to(conv_state.dtype).gather(
         1, (taps - 1 + at).clamp(max=taps - 2)[..., None].expand_as(before).long()
     )
-    after = torch.where((at >= 0)[..., None], given.to(conv_state.dtype), kept)
+    after = torch.where((at >= 0)[..., None], inputs.to(conv_state.dtype), kept)
     moved = (new > 0)[:, None, None]
     conv_state[state_slots] = torch.where(moved, after, conv_state[state_slots])
     out = activated(total, activation).masked_fill(~real[:, None], 0)

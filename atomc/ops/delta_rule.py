@@ -50,8 +50,8 @@ def _recurrent(
     for t in range(v.shape[-3]):
         key, query = k[..., t, :, :], q[..., t, :, :] * scale
         state = state * decay[..., t, :, None, None]
-        known = (key.unsqueeze(-2) @ state).squeeze(-2)
-        delta = rate[..., t, :, None] * (values[..., t, :, :] - known)
+        recalled = (key.unsqueeze(-2) @ state).squeeze(-2)
+        delta = rate[..., t, :, None] * (values[..., t, :, :] - recalled)
         state = state + key.unsqueeze(-1) * delta.unsqueeze(-2)
         outs.append((query.unsqueeze(-2) @ state).squeeze(-2))
     out = torch.stack(outs, -3) if outs else values.clone()

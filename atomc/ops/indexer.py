@@ -45,9 +45,9 @@ def _chosen(scores: Tensor, visible: Tensor, topk: int) -> Tensor:
     scores = scores.masked_fill(~visible, float("-inf"))
     ranked = scores.argsort(dim=-1, descending=True, stable=True)[..., :topk]
     seen = visible.expand(scores.shape).gather(-1, ranked)
-    found = ranked.masked_fill(~seen, keys).sort(-1).values.to(torch.int32)
-    chosen = found.new_full((*scores.shape[:-1], topk), -1)
-    chosen[..., : found.shape[-1]] = found.masked_fill(found == keys, -1)
+    positions = ranked.masked_fill(~seen, keys).sort(-1).values.to(torch.int32)
+    chosen = positions.new_full((*scores.shape[:-1], topk), -1)
+    chosen[..., : positions.shape[-1]] = positions.masked_fill(positions == keys, -1)
     return chosen
 
 

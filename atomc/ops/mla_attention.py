@@ -108,8 +108,8 @@ def mla_absorbed_attention(
     rows = q.reshape(-1, *q.shape[-2:])
     out = q.new_zeros((*rows.shape[:-1], latent))
     sequences = _sequences(kv_cache, query_start, seq_lens, block_tables, chosen)
-    for new, found, seen in sequences:
-        keys = loaded_values(found, kv_scale, torch.float32).unsqueeze(1)
+    for new, cached, seen in sequences:
+        keys = loaded_values(cached, kv_scale, torch.float32).unsqueeze(1)
         out[new] = attention.reference(
             rows[new], keys, keys[..., :latent], None, seen, scale=scale, causal=False
         )

@@ -315,7 +315,7 @@ class Op:
         named = {
             self.rows,
             self.state and self.state.handle,
-            *(name for found in weights for name in found.stored),
+            *(name for stored_weight in weights for name in stored_weight.stored),
         }
         unknown = named - {None, *parameters}
         if unknown:
@@ -433,5 +433,5 @@ def op_of(target: object) -> Op | None:
 
 def refusal(kernel: Kernel, platform: Platform, arguments: Arguments) -> Refusal | None:
     """Why this kernel cannot run with these arguments on this platform, or None."""
-    found = kernel.refuses(platform, **arguments) if kernel.refuses else None
-    return Refusal("other", found) if isinstance(found, str) else found
+    reason = kernel.refuses(platform, **arguments) if kernel.refuses else None
+    return Refusal("other", reason) if isinstance(reason, str) else reason

@@ -55,9 +55,9 @@ class OpCall:
     experts: int | None = None
 
     def __getitem__(self, name: str) -> Operand:
-        found = self.arguments[name]
-        assert isinstance(found, Operand)
-        return found
+        operand = self.arguments[name]
+        assert isinstance(operand, Operand)
+        return operand
 
 
 CostRule = Callable[[OpCall], Work]

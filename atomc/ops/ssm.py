@@ -119,8 +119,8 @@ def ssm_scan_update(
         if start == end:
             continue
         new = [part[start:end] for part in (rows, steps, b, c)]
-        found, after = _scan(a, before[s], *new)
-        out[start:end] = found + d.to(torch.float32)[:, None] * new[0]
+        result, after = _scan(a, before[s], *new)
+        out[start:end] = result + d.to(torch.float32)[:, None] * new[0]
         recurrent_state[state_slots[s]] = after
     return out.to(x.dtype).view(x.shape)
 

@@ -294,10 +294,10 @@ class StateSpec:
         """Raises ValueError for missing tensors, or other shapes or dtypes."""
         leading = self.leading("blocks", "block_size", "slots")
         for tensor in self.tensors:
-            given = tensors.get(tensor.role)
-            found = None if given is None else (tuple(given.shape[len(leading) :]), given.dtype)
-            if found != (tensor.shape, tensor.dtype):
-                came = "missing" if given is None else f"{given.dtype} {list(given.shape)}"
+            value = tensors.get(tensor.role)
+            actual = None if value is None else (tuple(value.shape[len(leading) :]), value.dtype)
+            if actual != (tensor.shape, tensor.dtype):
+                came = "missing" if value is None else f"{value.dtype} {list(value.shape)}"
                 raise ValueError(
                     f"bind: {tensor.role} of {self.name} is {came}, expected "
                     f"{tensor.dtype} [{', '.join(map(str, (*leading, *tensor.shape)))}]"

@@ -27,8 +27,8 @@ from atomc.testing.sequence_examples import SEQUENCE_EXAMPLES
 
 
 def _normed(n: RandomInputs, residual: bool = False, **more: int | str) -> Arguments:
-    found: Arguments = {"x": n(n.T, D), "weight": n(D), "eps": EPS, **more}
-    return found | ({"residual": n(n.T, D)} if residual else {})
+    arguments: Arguments = {"x": n(n.T, D), "weight": n(D), "eps": EPS, **more}
+    return arguments | ({"residual": n(n.T, D)} if residual else {})
 
 
 def _layer_normed(n: RandomInputs, residual: bool = False) -> Arguments:
@@ -134,11 +134,11 @@ def _experts_of_blocks(n: RandomInputs) -> Arguments:
 
 
 def _experts_w4a16(n: RandomInputs) -> Arguments:
-    found: Arguments = {"x": n(n.T, D), **_routed(n), "group": 32}
+    arguments: Arguments = {"x": n(n.T, D), **_routed(n), "group": 32}
     for name, rows, columns in (("w13", 2 * M, D), ("w2", D, M)):
-        found[name] = n.below(2**31 - 1, EXPERTS, rows, columns // 8, dtype=torch.int32)
-        found[f"{name}_scale"] = n(EXPERTS, rows, columns // 32).abs() / 50
-    return found
+        arguments[name] = n.below(2**31 - 1, EXPERTS, rows, columns // 8, dtype=torch.int32)
+        arguments[f"{name}_scale"] = n(EXPERTS, rows, columns // 32).abs() / 50
+    return arguments
 
 
 def _experts_mxfp4(n: RandomInputs) -> Arguments:

@@ -64,8 +64,8 @@ class RandomInputs:
         """Caches of one sequence, with random keys and values."""
         spec = StateSpec.of("kv", "kv", ((K, H), (K, H)), self.dtype, layout=self.layout)
         size = LAYOUTS[self.layout].block_size or CONTEXT
-        made = spec.allocate(-(-CONTEXT // size), size, self.device)
-        return {name: cache.copy_(self(*cache.shape)) for name, cache in made.items()}
+        allocated = spec.allocate(-(-CONTEXT // size), size, self.device)
+        return {name: cache.copy_(self(*cache.shape)) for name, cache in allocated.items()}
 
 
 # By op and the name of the example, "" for the first.

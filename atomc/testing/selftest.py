@@ -77,15 +77,17 @@ def _try(op: Op, kernel: Kernel, here: Platform) -> KernelResult:
                     if part
                 )
                 try:
-                    given = make(RandomInputs(dtype, here.device, rows, kernel.layout or "paged"))
+                    arguments = make(
+                        RandomInputs(dtype, here.device, rows, kernel.layout or "paged")
+                    )
                     if (
-                        refused := refusal(kernel, here, given) or _token_refusal(kernel, rows)
+                        refused := refusal(kernel, here, arguments) or _token_refusal(kernel, rows)
                     ) is not None:
                         reasons.append(refused.text)
                         continue
                     count += 1
                     numbers = RandomInputs(dtype, here.device, rows, kernel.layout or "paged")
-                    error = _error(op, kernel, make, numbers, given)
+                    error = _error(op, kernel, make, numbers, arguments)
                 except Exception as error_:  # any exception of a kernel is a result of the test
                     return result(
                         False,

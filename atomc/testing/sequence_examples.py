@@ -99,9 +99,9 @@ def _latent_paged(n: RandomInputs) -> Arguments:
 
 
 def _latent_projected(n: RandomInputs) -> Arguments:
-    given = _latent_paged(n) | {"q": n(n.T, N, P + R), "weight": n(N * (P + P), L) / L**0.5}
-    del given["latent"]
-    return given
+    arguments = _latent_paged(n) | {"q": n(n.T, N, P + R), "weight": n(N * (P + P), L) / L**0.5}
+    del arguments["latent"]
+    return arguments
 
 
 def _indexed(n: RandomInputs) -> Arguments:
@@ -110,10 +110,10 @@ def _indexed(n: RandomInputs) -> Arguments:
 
 def _indexed_in_cache(n: RandomInputs) -> Arguments:
     """The last T tokens of a sequence of CONTEXT."""
-    given = _latent_paged(n) | _indexed(n) | {"index_cache": n(-(-CONTEXT // 16), 16, P)}
+    arguments = _latent_paged(n) | _indexed(n) | {"index_cache": n(-(-CONTEXT // 16), 16, P)}
     for name in ("k", "kv_cache", "latent", "scale"):
-        del given[name]
-    return given
+        del arguments[name]
+    return arguments
 
 
 def _latent_of_chosen(n: RandomInputs) -> Arguments:
@@ -216,18 +216,18 @@ def _delta_gates(n: RandomInputs) -> Arguments:
 def _convolved_and_ruled(n: RandomInputs) -> Arguments:
     """Two key heads and N value heads of H columns."""
     channels = (2 * 2 + N) * H
-    given = {"x": n(n.T, channels), "weight": n(channels, 4), "bias": None, **_delta_gates(n)}
-    given |= {"conv_state": n(3, 3, channels), "activation": "silu", "scale": H**-0.5}
-    return _slot_inputs(given, "recurrent_state", n(3, N, H, H, dtype=torch.float32), n)
+    arguments = {"x": n(n.T, channels), "weight": n(channels, 4), "bias": None, **_delta_gates(n)}
+    arguments |= {"conv_state": n(3, 3, channels), "activation": "silu", "scale": H**-0.5}
+    return _slot_inputs(arguments, "recurrent_state", n(3, N, H, H, dtype=torch.float32), n)
 
 
 def _scanned(n: RandomInputs) -> Arguments:
     """N heads of H columns and two groups of P numbers of state for each column."""
     (x,) = n.heads(N)
     small = [n(N, dtype=torch.float32) for _ in range(3)]
-    given = dict(zip(("a_log", "d", "dt_bias"), small, strict=True))
+    by_name = dict(zip(("a_log", "d", "dt_bias"), small, strict=True))
     groups = {"b": n(n.T, 2, P), "c": n(n.T, 2, P)}
-    return {"x": x, "dt": n(n.T, N), **given, **groups, "dt_min": 0.0, "dt_max": None}
+    return {"x": x, "dt": n(n.T, N), **by_name, **groups, "dt_min": 0.0, "dt_max": None}
 
 
 def _scanned_in_steps(n: RandomInputs) -> Arguments:

@@ -87,15 +87,15 @@ def _lacking(function: Callable[..., Any], name: str, takes: Sequence[str]) -> l
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # compiled: it does not say
         return []
-    known = set(parameters)
+    names = set(parameters)
     if any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
         registered = getattr(torch.ops.aiter, name, None)
         if registered is None:
             return []
-        known = {
+        names = {
             argument.name for argument in registered.default._schema.arguments
         }  # what the wrapper hides
-    return [argument for argument in takes if argument not in known]
+    return [argument for argument in takes if argument not in names]
 
 
 def unfit(platform: Platform, *functions: Function) -> Refusal | None:

@@ -77,8 +77,8 @@ def attention(
         return q.new_zeros((*q.shape[:-1], v.shape[-1]))
     q4, k4, v4 = (x.view(-1, *x.shape[-3:]).transpose(1, 2) for x in (q, k, v))
     # Not scaled_dot_product_attention, which would choose among its backends.
-    found = torch.ops.aten._scaled_dot_product_cudnn_attention(
+    results = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q4, k4, v4, None, False, is_causal=causal, scale=scale
     )
-    out: Tensor = found[0]
+    out: Tensor = results[0]
     return out.transpose(1, 2).contiguous().view(*q.shape[:-1], v.shape[-1])

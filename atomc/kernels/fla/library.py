@@ -37,8 +37,8 @@ def unfit(platform: Platform, *functions: str) -> Refusal | None:
         return Refusal("option", "used only if the option `providers` names fla")
     if platform.here:
         for name in functions:
-            if isinstance(found := _found(name), str):
-                return Refusal("library", found)
+            if isinstance(rule := _found(name), str):
+                return Refusal("library", rule)
     return None
 
 
@@ -59,10 +59,10 @@ def missing() -> str | None:
 
 def function(name: str) -> Callable[..., Any]:
     """fla's function of this name. Raises RuntimeError if there is none."""
-    found = _found(name)
-    if isinstance(found, str):
-        raise RuntimeError(found)
-    return found
+    rule = _found(name)
+    if isinstance(rule, str):
+        raise RuntimeError(rule)
+    return rule
 
 
 @functools.cache
@@ -71,10 +71,10 @@ def _found(name: str) -> Callable[..., Any] | str:
     if reason := missing():
         return reason
     try:
-        found: Callable[..., Any] = getattr(importlib.import_module(MODULE), name)
+        rule: Callable[..., Any] = getattr(importlib.import_module(MODULE), name)
     except Exception as error:  # of many types, as above
         return f"this fla has no {MODULE}.{name}: {type(error).__name__}: {error}"
-    known = inspect.signature(found).parameters
-    if lacking := [argument for argument in TAKES if argument not in known]:
+    parameters = inspect.signature(rule).parameters
+    if lacking := [argument for argument in TAKES if argument not in parameters]:
         return f"{name} of this fla takes no {' and no '.join(lacking)}"
-    return found
+    return rule

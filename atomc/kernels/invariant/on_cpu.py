@@ -143,8 +143,8 @@ def mla_absorbed_attention(
             keys = cached[: length - (new.stop - row) + 1, None]
             if positions is not None:
                 keys = keys[positions[row, : len(keys)].long()]
-            found = attend(rows[row : row + 1].to(wide), keys, keys, None, scale, 0, 0.0)
-            out[row] = found[0, :, :latent]
+            attended = attend(rows[row : row + 1].to(wide), keys, keys, None, scale, 0, 0.0)
+            out[row] = attended[0, :, :latent]
     return out.view(*q.shape[:-1], latent)
 
 

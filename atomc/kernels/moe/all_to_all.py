@@ -94,8 +94,8 @@ class AllToAll(PrepareFinalize):
 
     def _wanted(self, ids: Tensor) -> Tensor:
         """Whether a token has an expert of a rank. [T, k] -> [T, ranks] bool."""
-        known = (ids >= 0) & (ids < len(self.owner))
+        valid = (ids >= 0) & (ids < len(self.owner))
         owner = self.owner[ids.clamp(0, len(self.owner) - 1).long()]
         nobody = self.ranks.size
         wanted = ids.new_zeros(len(ids), nobody + 1, dtype=torch.bool)
-        return wanted.scatter_(1, owner.masked_fill(~known, nobody), True)[:, :nobody]
+        return wanted.scatter_(1, owner.masked_fill(~valid, nobody), True)[:, :nobody]

@@ -90,9 +90,9 @@ def local_ids(ids: Tensor, expert_map: Tensor | None, num_experts: int) -> Tenso
 
     ids [M, k] -> [M, k] int64. num_experts: L.
     """
-    known = num_experts if expert_map is None else len(expert_map)
-    inside = (ids >= 0) & (ids < known)
-    found = ids.clamp(0, known - 1).long()
+    count = num_experts if expert_map is None else len(expert_map)
+    inside = (ids >= 0) & (ids < count)
+    local = ids.clamp(0, count - 1).long()
     if expert_map is not None:
-        found = expert_map[found].long()
-    return found.masked_fill(~inside, -1)
+        local = expert_map[local].long()
+    return local.masked_fill(~inside, -1)

@@ -28,11 +28,11 @@ def unfit(
         return Refusal("hardware", "oneDNN kernels run on a CPU")
     if platform.arch != "x86_64":
         return Refusal("hardware", f"measured on x86 CPUs only, this is {platform.arch}")
-    given = [t.dtype for t in (x, weight, bias) if t is not None]
-    if any(found != dtype for found in given):
+    dtypes = [t.dtype for t in (x, weight, bias) if t is not None]
+    if any(d != dtype for d in dtypes):
         return Refusal(
             "dtype",
-            f"arguments are {', '.join(str(found) for found in dict.fromkeys(given))}: written "
+            f"arguments are {', '.join(str(d) for d in dict.fromkeys(dtypes))}: written "
             f"for {dtype}",
         )
     if weight.dim() != 2 or not all(isinstance(size, int) for size in weight.shape):

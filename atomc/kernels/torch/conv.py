@@ -73,10 +73,10 @@ def causal_conv1d_update(
 
 def _sequences_by_length(query_start: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
     """(number of new tokens, the sequences with this number, their first rows), without 0."""
-    bounds, found = query_start.tolist(), dict[int, list[int]]()
+    bounds, sequences = query_start.tolist(), dict[int, list[int]]()
     for s, (start, end) in enumerate(pairwise(bounds)):
         if start < end:
-            found.setdefault(end - start, []).append(s)
-    for count, members in found.items():
+            sequences.setdefault(end - start, []).append(s)
+    for count, members in sequences.items():
         these = torch.tensor(members, device=query_start.device)
         yield count, these, query_start[these]

@@ -72,8 +72,8 @@ def _step(
     """
     query, key = (repeat_key_heads(l2_normed(x), v.shape[-2]) for x in (q, k))
     decay, rate = (x.to(torch.float32).unsqueeze(-1) for x in (g.exp(), beta))
-    known, read = torch.bmm(torch.stack((key, query), 1), state).mul_(decay[..., None]).unbind(1)
-    delta = rate * (v.to(torch.float32) - known)
+    recalled, read = torch.bmm(torch.stack((key, query), 1), state).mul_(decay[..., None]).unbind(1)
+    delta = rate * (v.to(torch.float32) - recalled)
     state.mul_(decay[..., None]).baddbmm_(key.unsqueeze(-1), delta.unsqueeze(-2))
     return scale * (read + (query * key).sum(-1, keepdim=True) * delta)
 

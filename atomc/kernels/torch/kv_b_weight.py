@@ -12,15 +12,15 @@ STORED = ("weight", "weight_scale", "zeros")
 def dequantized(
     weight: Tensor, weight_scale: Tensor, zeros: Tensor | None, **attributes: Attribute
 ) -> Prepared:
-    made: Tensor = ops.kv_b_weight.overload(weight, weight_scale, zeros, **attributes)
-    return Prepared((made,))
+    weights: Tensor = ops.kv_b_weight.overload(weight, weight_scale, zeros, **attributes)
+    return Prepared((weights,))
 
 
 def keys(
     weight: Tensor, weight_scale: Tensor, zeros: Tensor | None, **attributes: Attribute
 ) -> Prepared:
-    made: tuple[Tensor, Tensor] = ops.kv_b_keys.overload(weight, weight_scale, zeros, **attributes)
-    return Prepared(tuple(made))
+    parts: tuple[Tensor, Tensor] = ops.kv_b_keys.overload(weight, weight_scale, zeros, **attributes)
+    return Prepared(tuple(parts))
 
 
 @ops.kv_b_weight.kernel(

@@ -51,10 +51,10 @@ def scaled_linear_fp8_block(
     by_column = weight_scale.repeat_interleave(block, 1)[:, :columns]
 
     def values(a: int, b: int) -> Tensor:
-        found = fp8_values(weight[a:b])
+        rows_fp32 = fp8_values(weight[a:b])
         for first in range(a, b, block):
-            found[first - a : first - a + block] *= by_column[first // block]
-        return found
+            rows_fp32[first - a : first - a + block] *= by_column[first // block]
+        return rows_fp32
 
     scale = x_scale.repeat_interleave(block, -1)[..., :columns]
     rows = (x.to(torch.float32) * scale).reshape(-1, columns)

@@ -89,14 +89,14 @@ def gathered(
     with new tokens, from caches in blocks. Keys and values are valid until the next iteration.
     """
     block_size = k_cache.shape[1]
-    found = [
+    parts = [
         (s, new, first, length, first // block_size, -(-length // block_size))
         for s, new, first, length in sequences(query_start, seq_lens, window)
     ]
     k_room, v_room = _room(
-        k_cache, v_cache, max((end - start for *_, start, end in found), default=0)
+        k_cache, v_cache, max((end - start for *_, start, end in parts), default=0)
     )
-    for s, new, first, length, start, end in found:
+    for s, new, first, length, start, end in parts:
         blocks = block_tables[s, start:end]
         seen = slice(first - start * block_size, length - start * block_size)
         # Not k_cache[blocks], whose copy on a CPU is scalar. Zen 4, 512 keys, 8 heads of 64, bf16,

@@ -97,13 +97,13 @@ def ssm_scan_update(
         at = torch.tensor([spans[s][0] for s in ones], device=x.device)
         which = torch.tensor(ones, device=x.device)
         new = [part[at].unsqueeze(1) for part in (rows, steps, b, c)]
-        found, after = chunked_scan(a, before[which], *new)
-        out[at] = (found + skip * new[0]).squeeze(1)
+        result, after = chunked_scan(a, before[which], *new)
+        out[at] = (result + skip * new[0]).squeeze(1)
         recurrent_state[state_slots[which]] = after
     for s, (start, end) in enumerate(spans):
         if end - start > 1:
             new = [part[start:end] for part in (rows, steps, b, c)]
-            found, after = chunked_scan(a, before[s], *new)
-            out[start:end] = found + skip * new[0]
+            result, after = chunked_scan(a, before[s], *new)
+            out[start:end] = result + skip * new[0]
             recurrent_state[state_slots[s]] = after
     return out.to(x.dtype).view(x.shape)

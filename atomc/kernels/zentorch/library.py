@@ -84,12 +84,12 @@ def missing() -> str | None:
 
 def unproven(kind: str) -> Refusal | None:
     """Refuse this kind of linear unless the check found its results correct."""
-    found = checked()
-    if kind in found.errors:
-        return Refusal("library", f"zentorch cannot compute {kind}: {found.errors[kind]}")
-    if kind not in found.decibels:
-        return Refusal("library", f"zentorch did not compute {kind} in a check: {found.ending}")
-    worst = min(found.decibels[kind], key=lambda value: -math.inf if math.isnan(value) else value)
+    result = checked()
+    if kind in result.errors:
+        return Refusal("library", f"zentorch cannot compute {kind}: {result.errors[kind]}")
+    if kind not in result.decibels:
+        return Refusal("library", f"zentorch did not compute {kind} in a check: {result.ending}")
+    worst = min(result.decibels[kind], key=lambda value: -math.inf if math.isnan(value) else value)
     if not worst >= LEAST_DECIBELS:
         return Refusal(
             "library",
@@ -131,14 +131,14 @@ def checked() -> Checked:
     decibels, errors = (
         {row["kind"]: row[key] for row in rows if key in row} for key in ("decibels", "error")
     )
-    found = Checked(decibels, errors, ending, seconds)
-    spelled = ", ".join(f"{kind} {min(values):.0f} dB" for kind, values in found.decibels.items())
+    result = Checked(decibels, errors, ending, seconds)
+    spelled = ", ".join(f"{kind} {min(values):.0f} dB" for kind, values in result.decibels.items())
     log.info(
         "zentorch was checked in %.1f s: %s",
         seconds,
         spelled or "; ".join(errors.values()) or ending,
     )
-    return found
+    return result
 
 
 def _ending(done: "subprocess.CompletedProcess[str]") -> str:

@@ -80,11 +80,11 @@ def main() -> None:
     torch.set_num_threads(1)
     for name, check in CHECKS.items():
         try:
-            found: dict[str, list[float] | str] = {"decibels": [check(rows) for rows in ROWS]}
+            results: dict[str, list[float] | str] = {"decibels": [check(rows) for rows in ROWS]}
         except Exception as error:  # of many types; the other kinds are checked nevertheless
-            found = {"error": f"{type(error).__name__}: {error}"}
+            results = {"error": f"{type(error).__name__}: {error}"}
         # A line each, at once: what kills the process must not take along what was found.
-        print("\n" + json.dumps({"kind": name, **found}), flush=True)
+        print("\n" + json.dumps({"kind": name, **results}), flush=True)
 
 
 if __name__ == "__main__":

@@ -28,12 +28,12 @@ BUGS: list[Bug] = [
     bug("experts/route", "wide, added = flat.to(torch.float32)", "wide, added = flat", ROUTE),
     bug(
         "experts/route",
-        "given, divided, scale, SCORES[score])",
-        "given, divided, 1.0, SCORES[score])",
+        "bias_fp32, divided, scale, SCORES[score])",
+        "bias_fp32, divided, 1.0, SCORES[score])",
         ROUTE,
     ),
     bug("experts/route", '"sqrt_softplus": "sqrtsoftplus"', '"sqrt_softplus": "sigmoid"', ROUTE),
-    bug("experts/route", "ids, flat.contiguous(), given", "ids, flat, given", ROUTE),
+    bug("experts/route", "ids, flat.contiguous(), bias_fp32", "ids, flat, bias_fp32", ROUTE),
     bug(
         "experts/route",
         "ids, groups, topk_groups, divided, softmax, scale)",

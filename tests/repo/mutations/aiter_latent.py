@@ -110,8 +110,8 @@ BUGS: list[Bug] = [
     bug("latent/latent_attention", "seq_lens.clamp(min=1)", "seq_lens", ASSEMBLY),
     bug(
         "latent/latent_attention",
-        "mla_prefill_fwd(*given, tokens,",
-        "mla_prefill_fwd(*given, 1,",
+        "mla_prefill_fwd(*operands, tokens,",
+        "mla_prefill_fwd(*operands, 1,",
         ASSEMBLY,
     ),
     bug("latent/latent_attention", "block_tables, block_size).to", "block_tables, 1).to", ASSEMBLY),

@@ -27,5 +27,5 @@ BUGS = [
     bug(LIBRARY, 'if "fla" not in platform.asked:', "if False:", "on_request or default_compile"),
     bug(LIBRARY, "(platform.capability or OLDEST_GPU) < OLDEST_GPU", "False", "on_request"),
     bug(LIBRARY, "if TorchVersion(version) < OLDEST:", "if version < OLDEST:", "version_with"),
-    bug(LIBRARY, "if argument not in known", "if False", "version_with"),
+    bug(LIBRARY, "if argument not in parameters", "if False", "version_with"),
 ]  # fmt: skip

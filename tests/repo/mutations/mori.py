@@ -7,9 +7,9 @@ GRID = "tests/kernels/moe/test_moe_modular.py -k 'mori and reference"
 RANKS = "tests/kernels/moe/test_moe_across_processes.py -k 'mori'"
 OWN = "tests/kernels/moe/test_moe_mori.py -k"
 BUGS = [
-    Bug(FILE, "max(found.held) + 1", "max(found.held)", f"{GRID} and of_no_expert'"),
-    Bug(FILE, "found.owner * self.slots + found.row", "found.owner * self.slots", RANKS),
-    Bug(FILE, "self.ranks.rank * self.slots, found.held", "0, found.held", RANKS),
+    Bug(FILE, "max(placed.held) + 1", "max(placed.held)", f"{GRID} and of_no_expert'"),
+    Bug(FILE, "placed.owner * self.slots + placed.row", "placed.owner * self.slots", RANKS),
+    Bug(FILE, "self.ranks.rank * self.slots, placed.held", "0, placed.held", RANKS),
     Bug(FILE, ".masked_fill(slots < 0, self.no_expert)", "", f"{GRID} and of_no_expert'"),
     Bug(FILE, "row_slots.masked_fill(unused, -1)", "row_slots", f"{OWN} nobody_sent"),
     Bug(FILE, ">= used", "> used", f"{OWN} nobody_sent"),

@@ -106,7 +106,7 @@ def moe_experts_fp8(
         return torch.empty_like(x, dtype=out_dtype)
     (tokens, k), (hidden, inner) = ids.shape, down.shape[1:]
     rows = MANY if tokens > FEW_TOKENS else FEW
-    found: tuple[Tensor, ...] = moe_sorting(
+    sorted_choices: tuple[Tensor, ...] = moe_sorting(
         numbered(ids, len(gate_up)),
         weights.to(torch.float32).contiguous(),
         len(is_expert),
@@ -115,7 +115,7 @@ def moe_experts_fp8(
         rows,
         is_expert,
     )
-    places, routed, experts, count, out = found
+    places, routed, experts, count, out = sorted_choices
     products = tiled(gate_up), tiled(down), places, experts, count
     how = {
         "block_m": rows,

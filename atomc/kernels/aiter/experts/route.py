@@ -138,8 +138,8 @@ def topk_route(
     elif function is topk_softmax:
         topk_softmax(weights, ids, torch.empty_like(ids), flat, divided)
     elif function is topk_gating:
-        given = None if bias is None else bias.to(torch.float32).contiguous()
-        topk_gating(weights, ids, flat.contiguous(), given, divided, scale, SCORES[score])
+        bias_fp32 = None if bias is None else bias.to(torch.float32).contiguous()
+        topk_gating(weights, ids, flat.contiguous(), bias_fp32, divided, scale, SCORES[score])
     elif bias is None:
         softmax = score == "softmax"
         grouped_topk(flat, weights, ids, groups, topk_groups, divided, softmax, scale)

@@ -233,7 +233,7 @@ def mla_absorbed_attention(
     out = q.new_zeros((tokens, padded, latent))
     if tokens:
         plan = Schedule(*shared)
-        given = (
+        operands = (
             F.pad(rows, (0, 0, 0, padded - heads)).contiguous(),
             kv_cache.view(-1, 1, 1, kv_cache.shape[-1]),
             out,
@@ -243,21 +243,21 @@ def mla_absorbed_attention(
             plan.last_page_lens,
         )
         if decode:
-            _decode(given, plan, kv_scale, scale)
+            _decode(operands, plan, kv_scale, scale)
             blank_padding(out, query_start, seq_lens)
         else:
             # So many rows a sequence has at most.
-            mla_prefill_fwd(*given, tokens, sm_scale=scale)
+            mla_prefill_fwd(*operands, tokens, sm_scale=scale)
     return out[:, :heads].contiguous().view(*q.shape[:-1], latent)
 
 
 def _decode(
-    given: tuple[Tensor, ...], plan: Schedule, kv_scale: Tensor | None, scale: float
+    operands: tuple[Tensor, ...], plan: Schedule, kv_scale: Tensor | None, scale: float
 ) -> None:
     # Where AITER folds heads into rows it gives `out` another memory, if there are several tokens a
     # sequence; here is one.
     mla_decode_fwd(
-        *given,
+        *operands,
         1,
         page_size=1,
         nhead_kv=1,

@@ -85,13 +85,13 @@ def mla_attention(
     value = weight.shape[0] // heads - nope
     if not q_nope.numel():
         return q_nope.new_empty((*q_nope.shape[:-1], value))
-    given = [
+    operands = [
         torch.cat((q_nope, q_rope), -1),
         *_expanded(latent, k_rope, weight, heads, nope),
     ]
     with torch.no_grad():  # it is an autograd function
         out: Tensor = flash_attn_func(
-            *(x if x.dim() == 4 else x.unsqueeze(0) for x in given),
+            *(x if x.dim() == 4 else x.unsqueeze(0) for x in operands),
             softmax_scale=scale,
             causal=True,
             window_size=(-1, -1, 0),

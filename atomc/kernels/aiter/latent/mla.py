@@ -194,7 +194,7 @@ def bmm_rope_kv_write(
     token = kv_c.new_empty((0,))
     if not q_nope.numel():
         return q_nope.new_empty(shape), token
-    given = (
+    operands = (
         rows.q_nope.transpose(0, 1),
         weight,
         weight_scale,
@@ -203,7 +203,7 @@ def bmm_rope_kv_write(
     )
     how = {"is_neox": rows.style != "gptj", "q_out_dtype": q_nope.dtype}
     if scheme == "fp8":
-        out = fused_fp8_bmm_rope_cat_and_cache_mla(*given, group_size=group, **how)[0]
+        out = fused_fp8_bmm_rope_cat_and_cache_mla(*operands, group_size=group, **how)[0]
     else:
-        out = fused_fp4_bmm_rope_cat_and_cache_mla(*given, **how)[0]
+        out = fused_fp4_bmm_rope_cat_and_cache_mla(*operands, **how)[0]
     return out.view(shape), token

@@ -42,13 +42,13 @@ class FlashInfer(Experts):
             return "flashinfer's kernel runs on NVIDIA GPUs"
         if torch.cuda.get_device_capability(device) < OLDEST_GPU:
             return "flashinfer's kernel is used on NVIDIA GPUs from sm90 on"
-        found = library()
-        return found if isinstance(found, str) else None
+        module = library()
+        return module if isinstance(module, str) else None
 
     def refuse_config(self, config: ExpertsConfig) -> str | None:
         if config.activation not in ALPHA_AND_BETA:
-            known = " or ".join(ALPHA_AND_BETA)
-            return f"{self.name} gates with {known}, not {config.activation}"
+            names = " or ".join(ALPHA_AND_BETA)
+            return f"{self.name} gates with {names}, not {config.activation}"
         return None
 
     def prepare_weights(self, weights: ExpertWeights, config: ExpertsConfig) -> ExpertWeights:

@@ -55,10 +55,10 @@ class Mori(PrepareFinalize):
         """Raises ValueError where MORI is not installed."""
         self.ranks = Ranks(self.name, group)
         self.library = library()
-        found = placement(self.name, expert_map, self.ranks)
-        self.slots = max(found.held) + 1
-        self.slot = found.owner * self.slots + found.row
-        first, held = self.ranks.rank * self.slots, found.held[self.ranks.rank]
+        placed = placement(self.name, expert_map, self.ranks)
+        self.slots = max(placed.held) + 1
+        self.slot = placed.owner * self.slots + placed.row
+        first, held = self.ranks.rank * self.slots, placed.held[self.ranks.rank]
         of_slots = expert_map.new_full((self.ranks.size * self.slots,), -1)
         of_slots[first : first + held] = torch.arange(held, device=expert_map.device)
         super().__init__(of_slots)

@@ -184,7 +184,7 @@ REFUSED = {
 def names(kind: Kind) -> list[str]:
     """Those that are here, then the refused ones."""
     here = [*PREPARE] if kind == "prepare" else [*EXPERTS]
-    return here + [made.name for made in REFUSED.values() if made.kind == kind]
+    return here + [part.name for part in REFUSED.values() if part.kind == kind]
 
 
 def why_not(prepare: str, experts: str, scheme: str) -> str | None:
@@ -211,8 +211,8 @@ def markdown() -> Iterator[str]:
     yield "| part | kind | format | schemes | here | what it is, or why it is not here |"
     yield "|---|---|---|---|---|---|"
     here: list[PreparePart | ExpertsPart] = [*PREPARE.values(), *EXPERTS.values()]
-    for made in here:
-        yield _row(made.name, made.kind, made.formats, made.part.schemes, "yes", made.note)
+    for entry in here:
+        yield _row(entry.name, entry.kind, entry.formats, entry.part.schemes, "yes", entry.note)
     for refused in sorted(REFUSED.values(), key=lambda refused: refused.kind, reverse=True):
         yield _row(refused.name, refused.kind, refused.formats, (), "no", refused.reason)
 
@@ -225,5 +225,5 @@ def _row(
     here: str,
     text: str,
 ) -> str:
-    shown = ", ".join(made.value for made in formats)
+    shown = ", ".join(item.value for item in formats)
     return f"| `{name}` | {kind} | {shown} | {', '.join(schemes) or '-'} | {here} | {text} |"

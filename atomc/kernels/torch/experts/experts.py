@@ -34,9 +34,9 @@ def one_by_one(
     down     (expert, *rows of the tensors of between) -> [n, H]
     """
     flat = ids.flatten()
-    known = (flat >= 0) & (flat < num_experts)
-    order = flat.where(known, num_experts).argsort(stable=True)
-    counts = torch.bincount(flat[known], minlength=num_experts).tolist()
+    valid = (flat >= 0) & (flat < num_experts)
+    order = flat.where(valid, num_experts).argsort(stable=True)
+    counts = torch.bincount(flat[valid], minlength=num_experts).tolist()
     hit = [(e, count) for e, count in enumerate(counts) if count]
     order = order[: sum(counts)]
 

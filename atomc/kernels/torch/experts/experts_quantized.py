@@ -72,8 +72,8 @@ def moe_experts_fp8(
         assert scale is not None
         return product(codes, scale, w2[e], w2_scale[e], expert_slice(b2, e))
 
-    given = (x,) if x_scale.dim() == 1 else (x, x_scale)
-    return one_by_one(ids, weights, len(w13), given, up, between, down)
+    operands = (x,) if x_scale.dim() == 1 else (x, x_scale)
+    return one_by_one(ids, weights, len(w13), operands, up, between, down)
 
 
 @ops.moe_experts_int8.kernel("torch", refuses=refuse_moe_experts_quantized, syncs=True)

@@ -76,12 +76,12 @@ def num_tiles_with_prefix(query_start, seq_lens, num_sequences, BLOCK_Q: tl.cons
     step.
     """
     SEARCH: tl.constexpr = 128
-    found = 0
+    count = 0
     for lowest in range(0, num_sequences, SEARCH):
         each = lowest + tl.arange(0, SEARCH)
         tiles, _, _, _ = _tiles_with_prefix(each, query_start, seq_lens, num_sequences, BLOCK_Q)
-        found += tl.sum(tiles)
-    return found
+        count += tl.sum(tiles)
+    return count
 
 
 @triton.jit
@@ -113,9 +113,9 @@ def some_have_prefix(first, last, query_start, seq_lens, num_sequences):
     the step.
     """
     SEARCH: tl.constexpr = 128
-    found = 0
+    count = 0
     for lowest in range(0, num_sequences, SEARCH):
         each = lowest + tl.arange(0, SEARCH)
         tiles, starts, ends, _ = _tiles_with_prefix(each, query_start, seq_lens, num_sequences, 1)
-        found += tl.sum(tl.where((starts < last) & (first < ends), tiles, 0))
-    return found > 0
+        count += tl.sum(tl.where((starts < last) & (first < ends), tiles, 0))
+    return count > 0

@@ -39,22 +39,22 @@ _EMPTY_32 = tl.constexpr(EMPTY * 2**16 + 2**15)  # two of them
 
 @triton.jit
 def _rank_value(b0, b1, b2, b3, b4, b5, b6, b7, RANK: tl.constexpr):
-    found = b0
+    value = b0
     if RANK == 1:
-        found = b1
+        value = b1
     if RANK == 2:
-        found = b2
+        value = b2
     if RANK == 3:
-        found = b3
+        value = b3
     if RANK == 4:
-        found = b4
+        value = b4
     if RANK == 5:
-        found = b5
+        value = b5
     if RANK == 6:
-        found = b6
+        value = b6
     if RANK == 7:
-        found = b7
-    return found
+        value = b7
+    return value
 
 
 @triton.jit

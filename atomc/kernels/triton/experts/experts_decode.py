@@ -162,8 +162,8 @@ def _gate_and_up(
         row += j // BLOCK_N * I
     token = tl.zeros((1, 1, 1), tl.int32) + pair // CHOICES
     expert = tl.load(ids_ptr + pair).to(tl.int64)
-    known = (expert >= 0) & (expert < E)
-    here = (token >= 0) & known
+    valid = (expert >= 0) & (expert < E)
+    here = (token >= 0) & valid
     there = here & inside
     sums = _sums(
         x_ptr,
@@ -194,7 +194,7 @@ def _gate_and_up(
     out = activated(gate, up, ALPHA, LIMIT, ACTIVATION, out_ptr.dtype.element_ty)
     column = first + tl.arange(0, BLOCK_N)
     out_at = out_ptr + pair.to(tl.int64) * I + column
-    tl.store(out_at, out.to(out_ptr.dtype.element_ty), known & (column < I))
+    tl.store(out_at, out.to(out_ptr.dtype.element_ty), valid & (column < I))
 
 
 @triton.jit

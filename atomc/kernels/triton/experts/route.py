@@ -128,16 +128,16 @@ def _route(
     bits = scores.to(tl.int32, bitcast=True)
     slot = tl.arange(0, BLOCK_K)
     ids = tl.zeros((BLOCK_K,), tl.int32)
-    found = tl.zeros((BLOCK_K,), tl.int32)
+    experts = tl.zeros((BLOCK_K,), tl.int32)
     for i in range(K):
         best = tl.max(order)
         first = tl.min(tl.where(order == best, expert, E))
         taken = expert == first
         ids = tl.where(slot == i, first, ids)
-        found = tl.where(slot == i, tl.sum(tl.where(taken, bits, 0)), found)
+        experts = tl.where(slot == i, tl.sum(tl.where(taken, bits, 0)), experts)
         order = tl.where(taken, -0x80000000, order)
 
-    weights = found.to(tl.float32, bitcast=True)
+    weights = experts.to(tl.float32, bitcast=True)
     inside = slot < K
     if SCORE == "softmax_of_chosen":
         weights = _scored(tl.where(inside, weights, -float("inf")), "softmax")

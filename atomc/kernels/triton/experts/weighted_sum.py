@@ -28,12 +28,12 @@ def _weigh(
     for choice in tl.static_range(CHOICES):
         pair = token.to(tl.int64) * CHOICES + choice
         expert = tl.load(ids_ptr + pair)
-        known = (expert >= 0) & (expert < E)
-        value = tl.load(products_ptr + pair * H + column, (column < H) & known, 0.0)
+        valid = (expert >= 0) & (expert < E)
+        value = tl.load(products_ptr + pair * H + column, (column < H) & valid, 0.0)
         value = value.to(tl.float32)
         if weights_ptr is not None:
             value = (value * tl.load(weights_ptr + pair).to(tl.float32)).to(PROMOTED)
-        sums += tl.where(known, value.to(tl.float32), 0.0)
+        sums += tl.where(valid, value.to(tl.float32), 0.0)
     tl.store(
         out_ptr + token.to(tl.int64) * H + column, sums.to(out_ptr.dtype.element_ty), column < H
     )

@@ -154,8 +154,8 @@ def ends(widths: list[int], outputs: int) -> list[int]:
     """Where each of the merged layers but the last ends in y, as MAX_PARTS - 1 numbers, and where
     the last one does.
     """
-    found = list(accumulate(widths))
-    return [*found[:-1], *[outputs] * (MAX_PARTS - len(found)), found[-1]]
+    bounds = list(accumulate(widths))
+    return [*bounds[:-1], *[outputs] * (MAX_PARTS - len(bounds)), bounds[-1]]
 
 
 def _tile(thin_block: int, dtype: torch.dtype) -> tuple[int, int]:

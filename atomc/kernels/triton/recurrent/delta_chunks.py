@@ -317,8 +317,8 @@ def _walk(
             passes = tl.load(passes_at)
             passes_at += C * N * 4
 
-            known = _product(k, k_low, state, none, TERMS)
-            wanted = v.to(tl.float32) - knows[:, None] * known
+            recalled = _product(k, k_low, state, none, TERMS)
+            wanted = v.to(tl.float32) - knows[:, None] * recalled
             stored = _product(inverse, inverse_low, wanted, none, MATRIX_TERMS)
             out = reads[:, None] * _product(q, q_low, state, none, TERMS)
             out = _product(weights, weights_low, stored, out, MATRIX_TERMS)

@@ -164,8 +164,8 @@ def gated_delta_rule(
         return v.new_empty(v.shape)
     tokens = v.shape[-3]
     starts, lengths = equal_sequences(v[..., 0, 0].numel() // tokens, tokens, v.device)
-    given = Rows(q, k, v, g, beta, None, starts, lengths, None, scale)
-    return _all_rows(given, by_steps=tokens <= STEPS, by_chunks=tokens > STEPS)
+    arguments = Rows(q, k, v, g, beta, None, starts, lengths, None, scale)
+    return _all_rows(arguments, by_steps=tokens <= STEPS, by_chunks=tokens > STEPS)
 
 
 @ops.gated_delta_rule_update.kernel(
@@ -188,10 +188,10 @@ def gated_delta_rule_update(
         return v.new_empty(v.shape)
     # As many rows as sequences: each has one token, or is padding.
     prompts = v[..., 0, 0].numel() > seq_lens.shape[0]
-    given = Rows(q, k, v, g, beta, recurrent_state, query_start, seq_lens, state_slots, scale)
+    arguments = Rows(q, k, v, g, beta, recurrent_state, query_start, seq_lens, state_slots, scale)
     # A step of one sequence has no others beside its prompt.
     alone = prompts and seq_lens.shape[0] == 1 and v[..., 0, 0].numel() > STEPS
-    return _all_rows(given, by_steps=not alone, by_chunks=prompts)
+    return _all_rows(arguments, by_steps=not alone, by_chunks=prompts)
 
 
 def _all_rows(given: Rows, by_steps: bool, by_chunks: bool) -> Tensor:

@@ -320,9 +320,11 @@ def empty_rows(x: Tensor, cos: Tensor, style: str, dtype: torch.dtype) -> Tensor
     """Empty rows for the rotated x. They are contiguous as in the reference, which concatenates
     unless full-width tables rotate whole rows.
     """
-    whole = style in FULL_WIDTH_STYLES and cos.shape[-1] == x.shape[-1]
+    rotates_all = style in FULL_WIDTH_STYLES and cos.shape[-1] == x.shape[-1]
     return torch.empty_like(
-        x, dtype=dtype, memory_format=torch.preserve_format if whole else torch.contiguous_format
+        x,
+        dtype=dtype,
+        memory_format=torch.preserve_format if rotates_all else torch.contiguous_format,
     )
 
 

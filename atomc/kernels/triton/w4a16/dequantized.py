@@ -175,5 +175,5 @@ def linear_nvfp4(
     bias: Tensor | None = None,
 ) -> Tensor:
     words, scale = code_words(weight), weight_scale.view(torch.int8)
-    whole = global_scale.contiguous()
-    return F.linear(x, dequantized(words, scale, None, NVFP4_GROUP, x.dtype, whole), bias)
+    scales = global_scale.contiguous()
+    return F.linear(x, dequantized(words, scale, None, NVFP4_GROUP, x.dtype, scales), bias)

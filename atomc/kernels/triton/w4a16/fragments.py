@@ -113,8 +113,8 @@ def packed_groups(values: Tensor, group: int = 32) -> Prepared:
     of a row and part, one to four, are one integer, the first in its lowest bits.
     """
     groups = PART // group
-    whole = F.pad(values, (0, -values.shape[-1] % groups)).contiguous()
-    return Prepared((_strip_order(whole.view(_INTEGERS[groups * values.itemsize])),))
+    padded = F.pad(values, (0, -values.shape[-1] % groups)).contiguous()
+    return Prepared((_strip_order(padded.view(_INTEGERS[groups * values.itemsize])),))
 
 
 def raised_exponents(scale: Tensor) -> Prepared:
