@@ -3,6 +3,7 @@ process. A new call is a name in CallName and a case in `ControlCalls.run`.
 """
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,7 +13,6 @@ from atomc.runtime.scheduling.stats import Stats
 
 if TYPE_CHECKING:
     from atomc.runtime.engine import Engine
-    from atomc.runtime.server.engines.compile_queue import CompileQueue
 
 CallName = Literal[
     "stats",
@@ -51,10 +51,14 @@ class Reply(msgspec.Struct, tag=True):
 
 
 class ControlCalls:
-    """Runs calls in the engine's process. profile: torch's, while it records."""
+    """Runs calls in the engine's process.
 
-    def __init__(self, engine: "Engine", compile_queue: "CompileQueue") -> None:
-        self.engine, self.compile_queue = engine, compile_queue
+    is_compiling   whether requests wait for a compile
+    profile        torch's, while it records
+    """
+
+    def __init__(self, engine: "Engine", is_compiling: Callable[[], bool]) -> None:
+        self.engine, self.is_compiling = engine, is_compiling
         self.profile: Any = None
 
     def run(self, call: ControlCall) -> Reply:
@@ -93,7 +97,7 @@ class ControlCalls:
         return msgspec.json.encode(report, enc_hook=str).decode()
 
     def _sleep(self) -> None:
-        if self.compile_queue.is_busy:
+        if self.is_compiling():
             raise ValueError(
                 "sleep: grammars, or the model for embeddings, are being compiled: call it "
                 "when requests have ended"

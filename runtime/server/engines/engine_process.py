@@ -175,7 +175,7 @@ class EngineLoop:
         self.socket = socket
         self.place = place
         self.compile_queue = CompileQueue(engine)
-        self.calls = ControlCalls(engine, self.compile_queue)
+        self.calls = ControlCalls(engine, lambda: self.compile_queue.is_busy)
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(ipc.EngineCommand).decode
         self._progress = Progress()
