@@ -3,7 +3,9 @@
 `hf` is config.json as a dict, with names and values of Hugging Face.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from typing import Self
 
 from atomc.files.json_types import JSONLike
 
@@ -62,6 +64,51 @@ def flag(hf: Mapping[str, JSONLike], name: str, default: bool = False) -> bool:
     return default if value is None else value
 
 
+# Type of a field -> what reads it.
+READERS: Mapping[object, Callable[..., object]] = {int: integer, float: number, bool: flag}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """The fields of every decoder, named as in config.json. A model's Config adds its own; defaults
+    are those of a config.json without the field.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_parameters: Mapping[str, JSONLike]
+    attention_bias: bool = False
+    tie_word_embeddings: bool = False
+
+    @classmethod
+    def read(cls, hf: Mapping[str, JSONLike], **computed: object) -> Self:
+        """A config with these computed fields; each other field is read by its type.
+
+        Raises ValueError for a missing or mistyped field.
+        """
+        stored = {
+            field.name: READERS[field.type](
+                hf, field.name, *([] if field.default is MISSING else [field.default])
+            )
+            for field in fields(cls)
+            if field.name not in computed
+        }
+        create: Callable[..., Self] = cls
+        return create(**stored, **computed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig(DecoderConfig):
+    """A decoder with grouped-query attention."""
+
+    num_key_value_heads: int
+    head_dim: int
+
+
 def only(hf: Mapping[str, JSONLike], name: str, *supported: object) -> None:
     """Raise ValueError if the field has a value that is not supported; a missing field or null is
     allowed.
@@ -86,24 +133,36 @@ def head_counts(hf: Mapping[str, JSONLike]) -> tuple[int, int]:
     return heads, kv_heads
 
 
+def head_fields(hf: Mapping[str, JSONLike], default: int | None = None) -> dict[str, int]:
+    """The heads of an AttentionConfig. default: as in head_width."""
+    _, kv_heads = head_counts(hf)
+    return {"num_key_value_heads": kv_heads, "head_dim": head_width(hf, default)}
+
+
 def expert_counts(hf: Mapping[str, JSONLike]) -> tuple[int, int]:
     """The number of experts, and how many of them each token goes through (num_experts_per_tok)."""
     name = next((name for name in NUM_EXPERTS if hf.get(name) is not None), NUM_EXPERTS[0])
-    experts, chosen = integer(hf, name), integer(hf, "num_experts_per_tok")
-    if chosen > experts:
+    experts, per_token = integer(hf, name), integer(hf, "num_experts_per_tok")
+    if per_token > experts:
         raise ValueError(
-            f"{model_type(hf)}: num_experts_per_tok {chosen} is more than {name} {experts}"
+            f"{model_type(hf)}: num_experts_per_tok {per_token} is more than {name} {experts}"
         )
-    return experts, chosen
+    return experts, per_token
+
+
+def expert_fields(hf: Mapping[str, JSONLike]) -> dict[str, int]:
+    """expert_counts as fields of a Config."""
+    experts, per_token = expert_counts(hf)
+    return {"num_experts": experts, "num_experts_per_tok": per_token}
 
 
 def expert_groups(hf: Mapping[str, JSONLike]) -> tuple[int, int]:
     """n_group and topk_group: experts are chosen from this many of so many groups."""
     groups, topk_groups = integer(hf, "n_group", 1), integer(hf, "topk_group", 1)
-    experts, chosen = expert_counts(hf)
-    if experts % groups or topk_groups > groups or chosen > topk_groups * (experts // groups):
+    experts, per_token = expert_counts(hf)
+    if experts % groups or topk_groups > groups or per_token > topk_groups * (experts // groups):
         raise ValueError(
-            f"{model_type(hf)}: {chosen} of {experts} experts cannot be chosen from topk_group "
+            f"{model_type(hf)}: {per_token} of {experts} experts cannot be chosen from topk_group "
             f"{topk_groups} of n_group {groups} groups"
         )
     return groups, topk_groups
@@ -128,14 +187,18 @@ def head_width(hf: Mapping[str, JSONLike], default: int | None = None) -> int:
     return head_dim
 
 
-def layer_types(hf: Mapping[str, JSONLike], default: Sequence[str]) -> tuple[str, ...]:
-    """ "full_attention" or "sliding_attention" per layer; without the field: default."""
-    num_layers, given = integer(hf, "num_hidden_layers"), hf.get("layer_types") or list(default)
-    known = ("full_attention", "sliding_attention")
-    types = [kind for kind in given if kind in known] if isinstance(given, list) else []
-    if not isinstance(given, list) or not len(given) == len(types) == num_layers:
+def layer_types(
+    hf: Mapping[str, JSONLike],
+    default: Sequence[str],
+    kinds: Sequence[str] = ("full_attention", "sliding_attention"),
+    name: str = "layer_types",
+) -> tuple[str, ...]:
+    """One of the kinds per layer; without the field: default."""
+    num_layers, stored = integer(hf, "num_hidden_layers"), hf.get(name) or list(default)
+    types = [kind for kind in stored if kind in kinds] if isinstance(stored, list) else []
+    if not isinstance(stored, list) or not len(stored) == len(types) == num_layers:
         raise ValueError(
-            f"{model_type(hf)}: layer_types {given!r:.100} are not {num_layers} of "
-            "'full_attention' or 'sliding_attention'"
+            f"{model_type(hf)}: {name} {stored!r:.100} are not {num_layers} of "
+            f"{' or '.join(map(repr, kinds))}"
         )
-    return tuple(types)
+    return tuple(map(str, types))

@@ -6,10 +6,11 @@ Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 from torch import Tensor, nn
 
+from atomc import ops
+from atomc.models.config import AttentionConfig, DecoderConfig
 from atomc.models.layers import RMSNorm
 from atomc.models.rotary import Rotary
 
@@ -32,21 +33,28 @@ DECODER_SHARD = {
 DECODER_FRAME = ("embed_tokens", "layers", "norm")
 
 
-class DecoderConfig(Protocol):
-    """The fields of a model's Config that the frame reads."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def rms_norm_eps(self) -> float: ...
-    @property
-    def tie_word_embeddings(self) -> bool: ...
-
-
 # A class of norms: (hidden_size, eps) -> the norm.
 Norm = Callable[[int, float], nn.Module]
+
+
+class GroupedQueryAttention(nn.Module):
+    """The projections and the state of grouped-query attention (Ainslie et al. 2023). A model adds
+    the forward pass.
+
+    window  of how many keys a query reads the last; 0: all
+    """
+
+    def __init__(self, config: AttentionConfig, window: int = 0):
+        super().__init__()
+        width, bias = config.hidden_size, config.attention_bias
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim, self.window = config.head_dim, window
+        self.scale = config.head_dim**-0.5
+        self.q_proj = nn.Linear(width, heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(heads * self.head_dim, width, bias=bias)
+        self.kv = ops.kv_state(kv_heads, self.head_dim)
 
 
 class Layer(nn.Module):

@@ -20,16 +20,20 @@ from atomc.models.config import (
     count,
     expert_counts,
     expert_groups,
-    flag,
     head_counts,
     integer,
+    layer_types,
     model_type,
     number,
     only,
 )
 from atomc.models.decoder import DECODER_SHARD, Layer
-from atomc.models.experts import Experts
-from atomc.models.group_router import GroupRouter, outside_best_groups
+from atomc.models.grouped_experts import (
+    GroupedExpertsConfig,
+    GroupRouter,
+    MoE,
+    outside_best_groups,
+)
 from atomc.models.layers import MLP, RMSNorm
 from atomc.models.mtp import DraftLayer, WithNumberedDraftLayer
 from atomc.models.rotary import (
@@ -48,37 +52,21 @@ LATENT_EPS = 1e-6
 ROUTERS = {"greedy": "softmax", "group_limited_greedy": "softmax", "noaux_tc": "sigmoid"}
 
 
-@dataclass(frozen=True)
-class Config:
-    vocab_size: int
-    hidden_size: int
+@dataclass(frozen=True, kw_only=True)
+class Config(GroupedExpertsConfig):
     intermediate_size: int
-    moe_intermediate_size: int
-    n_routed_experts: int
-    num_experts_per_tok: int
     topk_method: str
-    norm_topk_prob: bool
-    n_shared_experts: int
-    n_group: int
-    topk_group: int
-    routed_scaling_factor: float
+    norm_topk_prob: bool = False
     mlp_layer_types: tuple[str, ...]
-    num_hidden_layers: int
-    num_attention_heads: int
     q_lora_rank: int | None
     kv_lora_rank: int
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    rope_parameters: Mapping[str, JSONLike]
-    rope_interleave: bool
-    attention_bias: bool
-    tie_word_embeddings: bool
+    rope_interleave: bool = True
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike]) -> "Config":
+    def from_hf(cls, hf: Mapping[str, JSONLike]) -> Self:
         """Raises ValueError for a missing field or an unsupported value."""
         only(hf, "hidden_act", "silu")
         only(hf, "mlp_bias", False)
@@ -94,7 +82,7 @@ class Config:
                 f"{model_type(hf)}: num_key_value_heads {kv_heads} is not supported, only that of "
                 f"num_attention_heads, {heads}: keys and values are expanded to all heads"
             )
-        experts, chosen = expert_counts(hf)
+        experts, per_token = expert_counts(hf)
         groups, topk_groups = (1, 1) if method == "greedy" else expert_groups(hf)
         rotated = integer(hf, "qk_rope_head_dim")
         if rotated % 2:
@@ -102,51 +90,24 @@ class Config:
                 f"{model_type(hf)}: qk_rope_head_dim {rotated} is odd, rotary positions need pairs "
                 "of columns"
             )
-        return cls(
-            vocab_size=integer(hf, "vocab_size"),
-            hidden_size=integer(hf, "hidden_size"),
-            intermediate_size=integer(hf, "intermediate_size"),
-            moe_intermediate_size=integer(hf, "moe_intermediate_size"),
+        return cls.read(
+            hf,
             n_routed_experts=experts,
-            num_experts_per_tok=chosen,
+            num_experts_per_tok=per_token,
             topk_method=method,
-            norm_topk_prob=flag(hf, "norm_topk_prob"),
-            n_shared_experts=integer(hf, "n_shared_experts"),
             n_group=groups,
             topk_group=topk_groups,
-            routed_scaling_factor=number(hf, "routed_scaling_factor"),
             mlp_layer_types=_mlp_layer_types(hf),
-            num_hidden_layers=integer(hf, "num_hidden_layers"),
-            num_attention_heads=heads,
             q_lora_rank=None if hf["q_lora_rank"] is None else integer(hf, "q_lora_rank"),
-            kv_lora_rank=integer(hf, "kv_lora_rank"),
-            qk_nope_head_dim=integer(hf, "qk_nope_head_dim"),
-            qk_rope_head_dim=rotated,
-            v_head_dim=integer(hf, "v_head_dim"),
-            max_position_embeddings=integer(hf, "max_position_embeddings"),
-            rms_norm_eps=number(hf, "rms_norm_eps"),
             rope_parameters=rope_parameters(hf),
-            rope_interleave=flag(hf, "rope_interleave", True),
-            attention_bias=flag(hf, "attention_bias"),
-            tie_word_embeddings=flag(hf, "tie_word_embeddings"),
         )
 
 
 def _mlp_layer_types(hf: Mapping[str, JSONLike]) -> tuple[str, ...]:
-    """ "dense" or "sparse" per layer; without the field, the first first_k_dense_replace are
-    dense.
-    """
+    """By default, the first first_k_dense_replace layers are dense."""
     layers, dense = integer(hf, "num_hidden_layers"), count(hf, "first_k_dense_replace", 0)
     default = ["dense" if i < dense else "sparse" for i in range(layers)]
-    given = hf.get("mlp_layer_types") or default
-    known = ("dense", "sparse")
-    types = [kind for kind in given if kind in known] if isinstance(given, list) else []
-    if not isinstance(given, list) or not len(given) == len(types) == layers:
-        raise ValueError(
-            f"{model_type(hf)}: mlp_layer_types {given!r:.100} are not {layers} of 'dense' or "
-            "'sparse'"
-        )
-    return tuple(types)
+    return layer_types(hf, default, ("dense", "sparse"), "mlp_layer_types")
 
 
 def _attention_scale(config: Config) -> float:
@@ -219,7 +180,7 @@ class SoftmaxRouter(nn.Module):
     fp32; the choice is from the groups with the best experts.
     """
 
-    def __init__(self, config: Config):
+    def __init__(self, config: GroupedExpertsConfig):
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.n_routed_experts, config.hidden_size))
@@ -236,44 +197,21 @@ class SoftmaxRouter(nn.Module):
         return ids, weights * config.routed_scaling_factor
 
 
-def _router(config: Config) -> nn.Module:
-    if ROUTERS[config.topk_method] == "softmax":
-        return SoftmaxRouter(config)
-    return GroupRouter(
-        config.n_routed_experts,
-        config.hidden_size,
-        chosen=config.num_experts_per_tok,
-        groups=config.n_group,
-        topk_groups=config.topk_group,
-        renormalize=config.norm_topk_prob,
-        scale=config.routed_scaling_factor,
-    )
-
-
-class MoE(nn.Module):
-    def __init__(self, config: Config):
-        super().__init__()
-        width, expert_width = config.hidden_size, config.moe_intermediate_size
-        self.experts = Experts(config.n_routed_experts, width, expert_width)
-        self.gate = _router(config)
-        self.shared_experts = MLP(width, expert_width * config.n_shared_experts)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x_TD = x.flatten(0, -2)
-        ids, weights = self.gate(x_TD)
-        routed: Tensor = self.experts(x_TD, ids, weights)
-        shared: Tensor = self.shared_experts(x)
-        return routed.view_as(x) + shared
+def moe_of(config: Config) -> MoE:
+    is_softmax = ROUTERS[config.topk_method] == "softmax"
+    return MoE(config, SoftmaxRouter if is_softmax else GroupRouter)
 
 
 def mlp_of(config: Config, kind: str) -> nn.Module:
     """The MLP of a layer; kind: of mlp_layer_types."""
-    return MoE(config) if kind == "sparse" else MLP(config.hidden_size, config.intermediate_size)
+    return moe_of(config) if kind == "sparse" else MLP(config.hidden_size, config.intermediate_size)
 
 
 class DeepseekV3ForCausalLM(WithNumberedDraftLayer):
     """draft_layer: with the checkpoint's first draft layer."""
 
+    config_class: ClassVar[type[Config]] = Config
+    attention_class: ClassVar[type[Attention]] = Attention
     # Of the config class of transformers.
     DEFAULTS: ClassVar[dict[str, JSONLike]] = {
         "moe_intermediate_size": 2048,
@@ -295,18 +233,19 @@ class DeepseekV3ForCausalLM(WithNumberedDraftLayer):
     }
 
     def __init__(self, config: Config, *, draft_layer: bool = False):
+        attention = self.attention_class
         layers = (
-            Layer(config, Attention(config), mlp_of(config, kind))
+            Layer(config, attention(config), mlp_of(config, kind))
             for kind in config.mlp_layer_types
         )
         rotary_emb = Rotary(config.rope_parameters, config.qk_rope_head_dim)
-        draft = DraftLayer(config, Attention(config), MoE(config)) if draft_layer else None
+        draft = DraftLayer(config, attention(config), moe_of(config)) if draft_layer else None
         super().__init__(config, layers, rotary_emb, draft=draft)
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, JSONLike], *, draft_layer: bool = False) -> Self:
-        given = {name: x for name, x in hf.items() if x is not None or name == "q_lora_rank"}
-        return cls(Config.from_hf({**cls.DEFAULTS, **given}), draft_layer=draft_layer)
+        fields = {name: x for name, x in hf.items() if x is not None or name == "q_lora_rank"}
+        return cls(cls.config_class.from_hf({**cls.DEFAULTS, **fields}), draft_layer=draft_layer)
 
 
 class DeepseekV2ForCausalLM(DeepseekV3ForCausalLM):

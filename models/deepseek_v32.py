@@ -14,25 +14,23 @@ from atomc import ops
 from atomc.files.json_types import JSONLike
 from atomc.models import deepseek_v3
 from atomc.models.config import integer, model_type, only
-from atomc.models.decoder import Layer
-from atomc.models.deepseek_v3 import Config, MoE, mlp_of
-from atomc.models.mtp import DraftLayer, WithNumberedDraftLayer
-from atomc.models.rotary import Rotary, apply_partial_rope
+from atomc.models.rotary import apply_partial_rope
 
 # The indexer is on every device.
 SHARD = deepseek_v3.SHARD
 INDEX_EPS = 1e-6
 
 
-@dataclass(frozen=True)
-class IndexerConfig:
+@dataclass(frozen=True, kw_only=True)
+class Config(deepseek_v3.Config):
     index_n_heads: int
     index_head_dim: int
     index_topk: int
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike]) -> "IndexerConfig":
+    def from_hf(cls, hf: Mapping[str, JSONLike]) -> Self:
         """Raises ValueError for a missing field or an unsupported value."""
+        config = super().from_hf(hf)
         only(hf, "rope_interleave", True)
         if hf.get("q_lora_rank") is None:
             raise ValueError(
@@ -48,12 +46,12 @@ class IndexerConfig:
                 f"{model_type(hf)}: layer_types {layers!r:.60} is not supported, only "
                 "'indexed_attention' in each layer"
             )
-        width, rotated = integer(hf, "index_head_dim"), integer(hf, "qk_rope_head_dim")
+        width, rotated = config.index_head_dim, config.qk_rope_head_dim
         if width < rotated:
             raise ValueError(
                 f"{model_type(hf)}: index_head_dim {width} is less than qk_rope_head_dim {rotated}"
             )
-        return cls(integer(hf, "index_n_heads"), width, integer(hf, "index_topk"))
+        return config
 
 
 class Indexer(nn.Module):
@@ -61,11 +59,11 @@ class Indexer(nn.Module):
     of its scores, 1 / sqrt(C) and 1 / sqrt(J), change no choice.
     """
 
-    def __init__(self, config: Config, indexer: IndexerConfig):
+    def __init__(self, config: Config):
         super().__init__()
         assert config.q_lora_rank is not None
-        heads, self.head_dim = indexer.index_n_heads, indexer.index_head_dim
-        self.topk = indexer.index_topk
+        heads, self.head_dim = config.index_n_heads, config.index_head_dim
+        self.topk = config.index_topk
         self.wq_b = nn.Linear(config.q_lora_rank, heads * self.head_dim, bias=False)
         self.wk = nn.Linear(config.hidden_size, self.head_dim, bias=False)
         self.k_norm = nn.LayerNorm(self.head_dim, eps=INDEX_EPS)
@@ -82,24 +80,23 @@ class Indexer(nn.Module):
 
 
 class Attention(deepseek_v3.Attention):
-    def __init__(self, config: Config, indexer: IndexerConfig):
+    def __init__(self, config: Config):
         super().__init__(config)
-        self.indexer = Indexer(config, indexer)
+        self.indexer = Indexer(config)
 
     def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q_latent = self.q_a_layernorm(self.q_a_proj(x_TD))
-        chosen_TK = self.indexer(x_TD, q_latent, cos, sin)
+        positions_TK = self.indexer(x_TD, q_latent, cos, sin)
         q_TNH, k_TNH, v_TNV = self.expanded(self.q_b_proj(q_latent), x_TD, cos, sin)
-        mask = ops.chosen_mask(chosen_TK)
+        mask = ops.chosen_mask(positions_TK)
         out_TNV = ops.attention(q_TNH, k_TNH, v_TNV, self.kv, mask, scale=self.scale)
         out_TD: Tensor = self.o_proj(out_TNV.flatten(-2))
         return out_TD
 
 
-class DeepseekV32ForCausalLM(WithNumberedDraftLayer):
-    """draft_layer: with the checkpoint's first draft layer."""
-
-    # Of the config class of transformers.
+class DeepseekV32ForCausalLM(deepseek_v3.DeepseekV3ForCausalLM):
+    config_class = Config
+    attention_class = Attention
     DEFAULTS: ClassVar[dict[str, JSONLike]] = {
         **deepseek_v3.DeepseekV3ForCausalLM.DEFAULTS,
         "max_position_embeddings": 163840,
@@ -107,18 +104,3 @@ class DeepseekV32ForCausalLM(WithNumberedDraftLayer):
         "index_head_dim": 128,
         "index_topk": 2048,
     }
-
-    def __init__(self, config: Config, indexer: IndexerConfig, *, draft_layer: bool = False):
-        layers = (
-            Layer(config, Attention(config, indexer), mlp_of(config, kind))
-            for kind in config.mlp_layer_types
-        )
-        draft = DraftLayer(config, Attention(config, indexer), MoE(config)) if draft_layer else None
-        rotary_emb = Rotary(config.rope_parameters, config.qk_rope_head_dim)
-        super().__init__(config, layers, rotary_emb, draft=draft)
-
-    @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike], *, draft_layer: bool = False) -> Self:
-        given = {name: x for name, x in hf.items() if x is not None or name == "q_lora_rank"}
-        hf = {**cls.DEFAULTS, **given}
-        return cls(Config.from_hf(hf), IndexerConfig.from_hf(hf), draft_layer=draft_layer)

@@ -33,3 +33,16 @@ class Experts(nn.Module):
         h = F.silu(gate) * up
         y = torch.einsum("tkhi,tki->tkh", self.down_proj[ids], h)
         return (y * weights.unsqueeze(-1)).sum(1, dtype=torch.float32).to(x.dtype)
+
+
+class MoE(nn.Module):
+    """A router `gate` and its `experts`, which a model makes."""
+
+    gate: nn.Module
+    experts: Experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_TD = x.flatten(0, -2)
+        ids, weights = self.gate(x_TD)
+        y: Tensor = self.experts(x_TD, ids, weights)
+        return y.view_as(x)

@@ -17,11 +17,21 @@ from torch import Tensor, nn
 
 from atomc import ops
 from atomc.files.json_types import JSONLike
-from atomc.models.config import integer, model_type
-from atomc.models.decoder import DecoderConfig
+from atomc.models.config import (
+    AttentionConfig,
+    DecoderConfig,
+    head_fields,
+    integer,
+    layer_types,
+    model_type,
+    only,
+)
 from atomc.models.layers import OnePlusRMSNorm
+from atomc.models.rotary import rope_parameters, rotated_columns
 
 LAYER_TYPES = ("linear_attention", "full_attention")
+# Of the columns of a head, if config.json does not say how many are rotated.
+PARTIAL_ROTARY = 0.25
 
 
 @dataclass(frozen=True)
@@ -75,14 +85,33 @@ def hybrid_layer_types(hf: Mapping[str, JSONLike]) -> tuple[str, ...]:
     """
     count, interval = integer(hf, "num_hidden_layers"), integer(hf, "full_attention_interval", 4)
     default = [LAYER_TYPES[(i + 1) % interval == 0] for i in range(count)]
-    given = hf.get("layer_types") or default
-    types = [kind for kind in given if kind in LAYER_TYPES] if isinstance(given, list) else []
-    if not isinstance(given, list) or not len(given) == len(types) == count:
-        raise ValueError(
-            f"{model_type(hf)}: layer_types {given!r:.100} are not {count} of "
-            "'linear_attention' or 'full_attention'"
+    return layer_types(hf, default, LAYER_TYPES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridConfig(AttentionConfig):
+    """A decoder of which some layers have a DeltaNet in the place of attention."""
+
+    layer_types: tuple[str, ...]
+    delta_net: DeltaNetSizes
+    rotated_columns: int
+    max_position_embeddings: int = 32768
+    rms_norm_eps: float = 1e-6
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, JSONLike], **computed: object) -> Self:
+        """Raises ValueError for a missing field or an unsupported value."""
+        only(hf, "hidden_act", "silu")
+        heads, rope = head_fields(hf, 256), rope_parameters(hf, PARTIAL_ROTARY)
+        return cls.read(
+            hf,
+            **heads,
+            layer_types=hybrid_layer_types(hf),
+            delta_net=DeltaNetSizes.from_hf(hf),
+            rotated_columns=rotated_columns(hf, rope, heads["head_dim"]),
+            rope_parameters=rope,
+            **computed,
         )
-    return tuple(map(str, types))
 
 
 class Projected(NamedTuple):

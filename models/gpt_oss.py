@@ -8,6 +8,7 @@ Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -16,16 +17,14 @@ from torch import Tensor, nn
 from atomc import ops
 from atomc.files.json_types import JSONLike
 from atomc.models.config import (
-    expert_counts,
-    flag,
-    head_counts,
-    head_width,
+    AttentionConfig,
+    expert_fields,
+    head_fields,
     integer,
     layer_types,
-    number,
     only,
 )
-from atomc.models.decoder import DECODER_SHARD, CausalLM, Layer
+from atomc.models.decoder import DECODER_SHARD, CausalLM, GroupedQueryAttention, Layer
 from atomc.models.experts import Experts
 from atomc.models.rotary import Rotary, apply_rope, rope_parameters
 
@@ -42,56 +41,33 @@ ROPE: Mapping[str, JSONLike] = {
 }
 
 
-@dataclass(frozen=True)
-class Config:
-    vocab_size: int
-    hidden_size: int
+@dataclass(frozen=True, kw_only=True)
+class Config(AttentionConfig):
     intermediate_size: int
     num_experts: int
     num_experts_per_tok: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    rope_parameters: Mapping[str, JSONLike]
-    sliding_window: int
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+    sliding_window: int = 128
     layer_types: tuple[str, ...]
-    attention_bias: bool
-    swiglu_alpha: float
-    swiglu_limit: float
-    tie_word_embeddings: bool
+    attention_bias: bool = True
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike]) -> "Config":
+    def from_hf(cls, hf: Mapping[str, JSONLike]) -> Self:
         """Raises ValueError for a missing field or an unsupported value."""
         only(hf, "hidden_act", "silu")
-        heads, kv_heads = head_counts(hf)
-        experts, chosen = expert_counts(hf)
         layers = integer(hf, "num_hidden_layers")
         alternating = ["sliding_attention", "full_attention"] * layers
-        return cls(
-            vocab_size=integer(hf, "vocab_size"),
-            hidden_size=integer(hf, "hidden_size"),
-            intermediate_size=integer(hf, "intermediate_size"),
-            num_experts=experts,
-            num_experts_per_tok=chosen,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=head_width(hf),
-            max_position_embeddings=integer(hf, "max_position_embeddings", 131072),
-            rms_norm_eps=number(hf, "rms_norm_eps", 1e-5),
+        return cls.read(
+            hf,
+            **head_fields(hf),
+            **expert_fields(hf),
             rope_parameters=rope_parameters(
                 {"rope_theta": 150000.0, "rope_parameters": ROPE, **hf}
             ),
-            sliding_window=integer(hf, "sliding_window", 128),
             layer_types=layer_types(hf, alternating[:layers]),
-            attention_bias=flag(hf, "attention_bias", True),
-            swiglu_alpha=number(hf, "swiglu_alpha", 1.702),
-            swiglu_limit=number(hf, "swiglu_limit", 7.0),
-            tie_word_embeddings=flag(hf, "tie_word_embeddings"),
         )
 
 
@@ -109,20 +85,10 @@ class RMSNorm(nn.Module):
         return (self.weight * (x_f32 * torch.rsqrt(variance + self.eps))).to(x.dtype)
 
 
-class Attention(nn.Module):
+class Attention(GroupedQueryAttention):
     def __init__(self, config: Config, window: int):
-        super().__init__()
-        width, bias = config.hidden_size, config.attention_bias
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.head_dim = config.head_dim
-        self.scale = config.head_dim**-0.5
-        self.window = window
-        self.q_proj = nn.Linear(width, heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(heads * self.head_dim, width, bias=bias)
-        self.sinks = nn.Parameter(torch.zeros(heads))
-        self.kv = ops.kv_state(kv_heads, self.head_dim)
+        super().__init__(config, window)
+        self.sinks = nn.Parameter(torch.zeros(config.num_attention_heads))
 
     def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q_TNH = self.q_proj(x_TD).unflatten(-1, (-1, self.head_dim))

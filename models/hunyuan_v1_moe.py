@@ -7,14 +7,22 @@ Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 from atomc import ops
 from atomc.files.json_types import JSONLike
-from atomc.models.config import expert_counts, flag, head_counts, head_width, integer, number, only
-from atomc.models.decoder import DECODER_SHARD, CausalLM, Layer
+from atomc.models.config import (
+    AttentionConfig,
+    expert_counts,
+    head_fields,
+    head_width,
+    number,
+    only,
+)
+from atomc.models.decoder import DECODER_SHARD, CausalLM, GroupedQueryAttention, Layer
 from atomc.models.experts import Experts
 from atomc.models.layers import MLP, RMSNorm, keeping_dtype
 from atomc.models.rotary import Rotary, apply_rope, rope_parameters
@@ -22,68 +30,39 @@ from atomc.models.rotary import Rotary, apply_rope, rope_parameters
 SHARD = DECODER_SHARD
 
 
-@dataclass(frozen=True)
-class Config:
-    vocab_size: int
-    hidden_size: int
+@dataclass(frozen=True, kw_only=True)
+class Config(AttentionConfig):
     intermediate_size: int
     num_experts: int
     moe_topk: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    rope_parameters: Mapping[str, JSONLike]
-    tie_word_embeddings: bool
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-5
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike]) -> "Config":
+    def from_hf(cls, hf: Mapping[str, JSONLike]) -> Self:
         """Raises ValueError for a missing field or an unsupported value."""
         only(hf, "hidden_act", "silu")
         only(hf, "attention_bias", False)
-        heads, kv_heads = head_counts(hf)
-        experts, chosen = expert_counts({**hf, "num_experts_per_tok": hf.get("moe_topk", 1)})
-        return cls(
-            vocab_size=integer(hf, "vocab_size"),
-            hidden_size=integer(hf, "hidden_size"),
-            intermediate_size=integer(hf, "intermediate_size"),
-            num_experts=experts,
-            moe_topk=chosen,
-            num_hidden_layers=integer(hf, "num_hidden_layers"),
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=head_width(hf),
-            max_position_embeddings=integer(hf, "max_position_embeddings", 2048),
-            rms_norm_eps=number(hf, "rms_norm_eps", 1e-5),
-            rope_parameters=_rope(hf),
-            tie_word_embeddings=flag(hf, "tie_word_embeddings"),
-        )
+        experts, topk = expert_counts({**hf, "num_experts_per_tok": hf.get("moe_topk", 1)})
+        heads = head_fields(hf)
+        return cls.read(hf, **heads, num_experts=experts, moe_topk=topk, rope_parameters=_rope(hf))
 
 
 def _rope(hf: Mapping[str, JSONLike]) -> Mapping[str, JSONLike]:
     """The rope settings; "dynamic" with a fixed alpha is the default with a larger theta."""
-    given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    if not isinstance(given, dict) or not given.get("alpha"):
+    scaling = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    if not isinstance(scaling, dict) or not scaling.get("alpha"):
         return rope_parameters(hf)
-    rope = rope_parameters({**hf, "rope_scaling": {**given, "rope_type": "default"}})
-    stretch = number(given, "alpha") ** (head_width(hf) / (head_width(hf) - 2))
+    rope = rope_parameters({**hf, "rope_scaling": {**scaling, "rope_type": "default"}})
+    stretch = number(scaling, "alpha") ** (head_width(hf) / (head_width(hf) - 2))
     return {**rope, "rope_theta": number(rope, "rope_theta") * stretch}
 
 
-class Attention(nn.Module):
+class Attention(GroupedQueryAttention):
     def __init__(self, config: Config):
-        super().__init__()
-        width, self.head_dim = config.hidden_size, config.head_dim
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.q_proj = nn.Linear(width, heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(width, kv_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(width, kv_heads * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(heads * self.head_dim, width, bias=False)
+        super().__init__(config)
         self.query_layernorm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.key_layernorm = RMSNorm(self.head_dim, config.rms_norm_eps)
-        self.kv = ops.kv_state(kv_heads, self.head_dim)
 
     def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q_TNH = self.q_proj(x_TD).unflatten(-1, (-1, self.head_dim))
@@ -91,7 +70,7 @@ class Attention(nn.Module):
         v_TKH = self.v_proj(x_TD).unflatten(-1, (-1, self.head_dim))
         q_TNH, k_TKH = apply_rope(q_TNH, k_TKH, cos, sin)
         q_TNH, k_TKH = self.query_layernorm(q_TNH), self.key_layernorm(k_TKH)
-        out_TNH = ops.attention(q_TNH, k_TKH, v_TKH, self.kv, scale=self.head_dim**-0.5)
+        out_TNH = ops.attention(q_TNH, k_TKH, v_TKH, self.kv, scale=self.scale)
         out_TD: Tensor = self.o_proj(out_TNH.flatten(-2))
         return out_TD
 

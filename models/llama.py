@@ -8,77 +8,41 @@ Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from atomc import ops
 from atomc.files.json_types import JSONLike
-from atomc.models.config import flag, head_counts, head_width, integer, number, only
-from atomc.models.decoder import DECODER_SHARD, CausalLM, Layer
+from atomc.models.config import AttentionConfig, head_fields, integer, only
+from atomc.models.decoder import DECODER_SHARD, CausalLM, GroupedQueryAttention, Layer
 from atomc.models.layers import MLP
 from atomc.models.rotary import Rotary, apply_rope, rope_parameters
 
 SHARD = DECODER_SHARD
 
 
-@dataclass(frozen=True)
-class Config:
-    vocab_size: int
-    hidden_size: int
+@dataclass(frozen=True, kw_only=True)
+class Config(AttentionConfig):
     intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    rope_parameters: Mapping[str, JSONLike]
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-6
     sliding_window: int | None
-    attention_bias: bool
-    mlp_bias: bool
-    tie_word_embeddings: bool
+    mlp_bias: bool = False
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike]) -> "Config":
+    def from_hf(cls, hf: Mapping[str, JSONLike]) -> Self:
         """Raises ValueError for a missing field or an unsupported value."""
         only(hf, "hidden_act", "silu")
-        heads, kv_heads = head_counts(hf)
         window = None
         # In Mistral's config null means no window, and a missing field means 4096.
         if hf.get("model_type") == "mistral" and hf.get("sliding_window", 4096) is not None:
             window = integer(hf, "sliding_window", 4096)
-        return cls(
-            vocab_size=integer(hf, "vocab_size"),
-            hidden_size=integer(hf, "hidden_size"),
-            intermediate_size=integer(hf, "intermediate_size"),
-            num_hidden_layers=integer(hf, "num_hidden_layers"),
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=head_width(hf),
-            max_position_embeddings=integer(hf, "max_position_embeddings", 2048),
-            rms_norm_eps=number(hf, "rms_norm_eps", 1e-6),
-            rope_parameters=rope_parameters(hf),
-            sliding_window=window,
-            attention_bias=flag(hf, "attention_bias"),
-            mlp_bias=flag(hf, "mlp_bias"),
-            tie_word_embeddings=flag(hf, "tie_word_embeddings"),
-        )
+        rope = rope_parameters(hf)
+        return cls.read(hf, **head_fields(hf), rope_parameters=rope, sliding_window=window)
 
 
-class Attention(nn.Module):
-    def __init__(self, config: Config):
-        super().__init__()
-        width, bias = config.hidden_size, config.attention_bias
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.head_dim = config.head_dim
-        self.scale = config.head_dim**-0.5
-        self.window = config.sliding_window or 0
-        self.q_proj = nn.Linear(width, heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(heads * self.head_dim, width, bias=bias)
-        self.kv = ops.kv_state(kv_heads, self.head_dim)
-
+class Attention(GroupedQueryAttention):
     def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q_TNH = self.q_proj(x_TD).unflatten(-1, (-1, self.head_dim))
         k_TKH = self.k_proj(x_TD).unflatten(-1, (-1, self.head_dim))
@@ -91,7 +55,7 @@ class Attention(nn.Module):
 
 def _layer(config: Config) -> Layer:
     mlp = MLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-    return Layer(config, Attention(config), mlp)
+    return Layer(config, Attention(config, config.sliding_window or 0), mlp)
 
 
 class LlamaForCausalLM(CausalLM):

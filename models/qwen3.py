@@ -7,69 +7,55 @@ Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from atomc import ops
 from atomc.files.json_types import JSONLike
 from atomc.models.config import (
+    AttentionConfig,
     count,
     flag,
-    head_counts,
-    head_width,
+    head_fields,
     integer,
     layer_types,
-    number,
     only,
 )
-from atomc.models.decoder import DECODER_SHARD, CausalLM, Layer
+from atomc.models.decoder import DECODER_SHARD, CausalLM, GroupedQueryAttention, Layer
 from atomc.models.layers import MLP, RMSNorm
 from atomc.models.rotary import Rotary, apply_rope, rope_parameters
 
 SHARD = DECODER_SHARD
 
 
-@dataclass(frozen=True)
-class Config:
-    vocab_size: int
-    hidden_size: int
+@dataclass(frozen=True, kw_only=True)
+class Config(AttentionConfig):
     intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    rope_parameters: Mapping[str, JSONLike]
+    max_position_embeddings: int = 32768
+    rms_norm_eps: float = 1e-6
     sliding_window: int | None
     layer_types: tuple[str, ...]
-    attention_bias: bool
-    tie_word_embeddings: bool
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike]) -> "Config":
+    def from_hf(cls, hf: Mapping[str, JSONLike]) -> Self:
         """Raises ValueError for a missing field or an unsupported value."""
         only(hf, "hidden_act", "silu")
-        heads, kv_heads = head_counts(hf)
-        window = None
-        if flag(hf, "use_sliding_window") and hf.get("sliding_window", 4096) is not None:
-            window = integer(hf, "sliding_window", 4096)
-        return cls(
-            vocab_size=integer(hf, "vocab_size"),
-            hidden_size=integer(hf, "hidden_size"),
-            intermediate_size=integer(hf, "intermediate_size"),
-            num_hidden_layers=integer(hf, "num_hidden_layers"),
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=head_width(hf, 128),
-            max_position_embeddings=integer(hf, "max_position_embeddings", 32768),
-            rms_norm_eps=number(hf, "rms_norm_eps", 1e-6),
+        window = sliding_window(hf)
+        return cls.read(
+            hf,
+            **head_fields(hf, 128),
             rope_parameters=rope_parameters(hf),
             sliding_window=window,
             layer_types=layer_types(hf, _default_layer_types(hf, window)),
-            attention_bias=flag(hf, "attention_bias"),
-            tie_word_embeddings=flag(hf, "tie_word_embeddings"),
         )
+
+
+def sliding_window(hf: Mapping[str, JSONLike]) -> int | None:
+    """The window of a config that uses one."""
+    if flag(hf, "use_sliding_window") and hf.get("sliding_window", 4096) is not None:
+        return integer(hf, "sliding_window", 4096)
+    return None
 
 
 def _default_layer_types(hf: Mapping[str, JSONLike], window: int | None) -> list[str]:
@@ -79,21 +65,11 @@ def _default_layer_types(hf: Mapping[str, JSONLike], window: int | None) -> list
     return ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
 
 
-class Attention(nn.Module):
-    def __init__(self, config: Config, window: int):
-        super().__init__()
-        width, bias = config.hidden_size, config.attention_bias
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.head_dim = config.head_dim
-        self.scale = config.head_dim**-0.5
-        self.window = window
-        self.q_proj = nn.Linear(width, heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(heads * self.head_dim, width, bias=bias)
+class Attention(GroupedQueryAttention):
+    def __init__(self, config: AttentionConfig, window: int):
+        super().__init__(config, window)
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
-        self.kv = ops.kv_state(kv_heads, self.head_dim)
 
     def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q_TNH = self.q_norm(self.q_proj(x_TD).unflatten(-1, (-1, self.head_dim)))

@@ -7,79 +7,32 @@ positions are then the usual ones.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar, Self
 
 from torch import Tensor, nn
 
 from atomc.files.json_types import JSONLike
-from atomc.models.config import (
-    flag,
-    head_counts,
-    head_width,
-    integer,
-    number,
-    only,
-    text_config,
-)
+from atomc.models.config import text_config
 from atomc.models.decoder import DECODER_SHARD, CausalLM, Layer
 from atomc.models.gated_delta_net import (
     DeltaNet,
     DeltaNetLayer,
     DeltaNetSizes,
+    HybridConfig,
     Projected,
-    hybrid_layer_types,
 )
 from atomc.models.layers import MLP, OnePlusRMSNorm
 from atomc.models.mtp import MTP, WithMTP
-from atomc.models.qwen3_next import PARTIAL_ROTARY, Attention
-from atomc.models.rotary import Rotary, rope_parameters, rotated_columns
+from atomc.models.qwen3_next import Attention, ExpertsConfig, MoE
+from atomc.models.rotary import Rotary
 
 # Delta nets are divided by heads: see atomc.parallel.delta_nets.
 SHARD = DECODER_SHARD
 
 
-@dataclass(frozen=True)
-class Config:
-    vocab_size: int
-    hidden_size: int
+@dataclass(frozen=True, kw_only=True)
+class Config(HybridConfig):
     intermediate_size: int
-    num_hidden_layers: int
-    layer_types: tuple[str, ...]
-    delta_net: DeltaNetSizes
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rotated_columns: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    rope_parameters: Mapping[str, JSONLike]
-    attention_bias: bool
-    tie_word_embeddings: bool
-
-    @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike]) -> "Config":
-        """Raises ValueError for a missing field or an unsupported value."""
-        hf = text_config(hf)
-        only(hf, "hidden_act", "silu")
-        heads, kv_heads = head_counts(hf)
-        head_dim = head_width(hf, 256)
-        rope = rope_parameters(hf, PARTIAL_ROTARY)
-        return cls(
-            vocab_size=integer(hf, "vocab_size"),
-            hidden_size=integer(hf, "hidden_size"),
-            intermediate_size=integer(hf, "intermediate_size"),
-            num_hidden_layers=integer(hf, "num_hidden_layers"),
-            layer_types=hybrid_layer_types(hf),
-            delta_net=DeltaNetSizes.from_hf(hf),
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=head_dim,
-            rotated_columns=rotated_columns(hf, rope, head_dim),
-            max_position_embeddings=integer(hf, "max_position_embeddings", 32768),
-            rms_norm_eps=number(hf, "rms_norm_eps", 1e-6),
-            rope_parameters=rope,
-            attention_bias=flag(hf, "attention_bias"),
-            tie_word_embeddings=flag(hf, "tie_word_embeddings"),
-        )
 
 
 class SplitDeltaNet(DeltaNet):
@@ -101,30 +54,34 @@ class SplitDeltaNet(DeltaNet):
         )
 
 
-def layer_of(config: Config, kind: str) -> nn.Module:
+def layer_of(config: Config | ExpertsConfig, kind: str) -> nn.Module:
+    """kind: of layer_types. The MLP has experts if the config has."""
     width = config.hidden_size
-    mlp = MLP(width, config.intermediate_size)
+    if isinstance(config, ExpertsConfig):
+        mlp: nn.Module = MoE(config)
+    else:
+        mlp = MLP(width, config.intermediate_size)
     if kind == "full_attention":
         return Layer(config, Attention(config), mlp, OnePlusRMSNorm)
     delta_net = SplitDeltaNet(width, config.delta_net, config.rms_norm_eps)
     return DeltaNetLayer(config, delta_net, mlp)
 
 
-def draft_layer_of(config: Config) -> MTP:
+def draft_layer_of(config: Config | ExpertsConfig) -> MTP:
     return MTP(config, layer_of(config, "full_attention"))
 
 
 class Qwen3_5ForCausalLM(CausalLM, WithMTP):
     """draft_layer: with the checkpoint's draft layer."""
 
-    def __init__(self, config: Config, *, draft_layer: bool = False):
+    config_class: ClassVar[type[Config] | type[ExpertsConfig]] = Config
+
+    def __init__(self, config: Config | ExpertsConfig, *, draft_layer: bool = False):
         layers = (layer_of(config, kind) for kind in config.layer_types)
         rotary = Rotary(config.rope_parameters, config.rotated_columns)
         super().__init__(config, layers, rotary, norm=OnePlusRMSNorm)
         self.mtp = draft_layer_of(config) if draft_layer else None
 
     @classmethod
-    def from_hf(
-        cls, hf: Mapping[str, JSONLike], *, draft_layer: bool = False
-    ) -> "Qwen3_5ForCausalLM":
-        return cls(Config.from_hf(hf), draft_layer=draft_layer)
+    def from_hf(cls, hf: Mapping[str, JSONLike], *, draft_layer: bool = False) -> Self:
+        return cls(cls.config_class.from_hf(text_config(hf)), draft_layer=draft_layer)

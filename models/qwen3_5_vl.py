@@ -4,6 +4,7 @@ is dense, or has experts.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar, Self
 
 from atomc.files.json_types import JSONLike
 from atomc.models import qwen3_5, qwen3_5_moe
@@ -50,43 +51,24 @@ class Images:
         return MRotary(text.rope_parameters, text.rotated_columns, self.mrope_section)
 
 
-def _text(hf: Mapping[str, JSONLike]) -> dict[str, JSONLike]:
-    return {**part(hf, "text_config"), "tie_word_embeddings": flag(hf, "tie_word_embeddings")}
-
-
 class Qwen3_5ForConditionalGeneration(VisionLanguageModel, WithMTP):
     """draft_layer: with the checkpoint's draft layer."""
 
     draft_class = ImageDraftModel
+    text_class: ClassVar[type[qwen3_5.Config] | type[qwen3_5_moe.Config]] = qwen3_5.Config
 
-    def __init__(self, text: qwen3_5.Config, images: Images, *, draft_layer: bool = False):
+    def __init__(self, text: Text, images: Images, *, draft_layer: bool = False):
         layers = (qwen3_5.layer_of(text, kind) for kind in text.layer_types)
         parts = images.vision_config, images.tokens
         super().__init__(text, *parts, layers, images.rotary(text), norm=OnePlusRMSNorm)
         self.mtp = qwen3_5.draft_layer_of(text) if draft_layer else None
 
     @classmethod
-    def from_hf(
-        cls, hf: Mapping[str, JSONLike], *, draft_layer: bool = False
-    ) -> "Qwen3_5ForConditionalGeneration":
-        text = qwen3_5.Config.from_hf(_text(hf))
+    def from_hf(cls, hf: Mapping[str, JSONLike], *, draft_layer: bool = False) -> Self:
+        tied = {"tie_word_embeddings": flag(hf, "tie_word_embeddings")}
+        text = cls.text_class.from_hf({**part(hf, "text_config"), **tied})
         return cls(text, Images.from_hf(hf, text), draft_layer=draft_layer)
 
 
-class Qwen3_5MoeForConditionalGeneration(VisionLanguageModel, WithMTP):
-    """draft_layer: with the checkpoint's draft layer."""
-
-    draft_class = ImageDraftModel
-
-    def __init__(self, text: qwen3_5_moe.Config, images: Images, *, draft_layer: bool = False):
-        layers = (qwen3_5_moe.layer_of(text, kind) for kind in text.layer_types)
-        parts = images.vision_config, images.tokens
-        super().__init__(text, *parts, layers, images.rotary(text), norm=OnePlusRMSNorm)
-        self.mtp = qwen3_5_moe.draft_layer_of(text) if draft_layer else None
-
-    @classmethod
-    def from_hf(
-        cls, hf: Mapping[str, JSONLike], *, draft_layer: bool = False
-    ) -> "Qwen3_5MoeForConditionalGeneration":
-        text = qwen3_5_moe.Config.from_hf(_text(hf))
-        return cls(text, Images.from_hf(hf, text), draft_layer=draft_layer)
+class Qwen3_5MoeForConditionalGeneration(Qwen3_5ForConditionalGeneration):
+    text_class = qwen3_5_moe.Config

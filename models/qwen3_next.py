@@ -8,106 +8,55 @@ Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
 from atomc import ops
 from atomc.files.json_types import JSONLike
-from atomc.models.config import expert_counts, flag, head_counts, head_width, integer, number, only
+from atomc.models.config import AttentionConfig, expert_fields
 from atomc.models.decoder import DECODER_SHARD, CausalLM, Layer
 from atomc.models.experts import Experts
 from atomc.models.gated_delta_net import (
     DeltaNet,
     DeltaNetLayer,
     DeltaNetSizes,
+    HybridConfig,
     Projected,
-    hybrid_layer_types,
 )
 from atomc.models.layers import MLP, OnePlusRMSNorm
 from atomc.models.mtp import MTP, WithMTP
 from atomc.models.qwen3_moe import Router, RouterConfig, moe_layers
-from atomc.models.rotary import Rotary, apply_partial_rope, rope_parameters, rotated_columns
+from atomc.models.rotary import Rotary, apply_partial_rope
 
 # Delta nets are divided by heads: see atomc.parallel.delta_nets.
 SHARD = DECODER_SHARD
-# Of the columns of a head, if config.json does not say how many are rotated.
-PARTIAL_ROTARY = 0.25
 
 
-@dataclass(frozen=True)
-class Config:
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig(HybridConfig, RouterConfig):
+    """The fields that experts beside a shared one read."""
+
+    norm_topk_prob: bool = True
     moe_intermediate_size: int
     shared_expert_intermediate_size: int
-    num_experts: int
-    num_experts_per_tok: int
-    norm_topk_prob: bool
-    moe_layers: frozenset[int]
-    num_hidden_layers: int
-    layer_types: tuple[str, ...]
-    delta_net: DeltaNetSizes
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rotated_columns: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    rope_parameters: Mapping[str, JSONLike]
-    attention_bias: bool
-    tie_word_embeddings: bool
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike]) -> "Config":
+    def from_hf(cls, hf: Mapping[str, JSONLike], **computed: object) -> Self:
         """Raises ValueError for a missing field or an unsupported value."""
-        only(hf, "hidden_act", "silu")
-        heads, kv_heads = head_counts(hf)
-        experts, chosen = expert_counts(hf)
-        head_dim = head_width(hf, 256)
-        rope = rope_parameters(hf, PARTIAL_ROTARY)
-        return cls(
-            vocab_size=integer(hf, "vocab_size"),
-            hidden_size=integer(hf, "hidden_size"),
-            intermediate_size=integer(hf, "intermediate_size"),
-            moe_intermediate_size=integer(hf, "moe_intermediate_size"),
-            shared_expert_intermediate_size=integer(hf, "shared_expert_intermediate_size"),
-            num_experts=experts,
-            num_experts_per_tok=chosen,
-            norm_topk_prob=flag(hf, "norm_topk_prob", True),
-            moe_layers=moe_layers(hf),
-            num_hidden_layers=integer(hf, "num_hidden_layers"),
-            layer_types=hybrid_layer_types(hf),
-            delta_net=DeltaNetSizes.from_hf(hf),
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=head_dim,
-            rotated_columns=rotated_columns(hf, rope, head_dim),
-            max_position_embeddings=integer(hf, "max_position_embeddings", 32768),
-            rms_norm_eps=number(hf, "rms_norm_eps", 1e-6),
-            rope_parameters=rope,
-            attention_bias=flag(hf, "attention_bias"),
-            tie_word_embeddings=flag(hf, "tie_word_embeddings"),
-        )
+        return super().from_hf(hf, **expert_fields(hf), **computed)
 
 
-class AttentionConfig(Protocol):
-    """The fields that gated attention reads."""
+@dataclass(frozen=True, kw_only=True)
+class Config(ExpertsConfig):
+    intermediate_size: int
+    moe_layers: frozenset[int]
 
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def num_attention_heads(self) -> int: ...
-    @property
-    def num_key_value_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def rms_norm_eps(self) -> float: ...
-    @property
-    def attention_bias(self) -> bool: ...
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, JSONLike], **computed: object) -> Self:
+        """Raises ValueError for a missing field or an unsupported value."""
+        return super().from_hf(hf, moe_layers=moe_layers(hf), **computed)
 
 
 class Attention(nn.Module):
@@ -176,19 +125,10 @@ class PackedDeltaNet(DeltaNet):
         return unpacked(self, self.in_proj_qkvz(x_TD), self.in_proj_ba(x_TD))
 
 
-class MoEConfig(RouterConfig, Protocol):
-    """The fields that experts beside a shared one read."""
-
-    @property
-    def moe_intermediate_size(self) -> int: ...
-    @property
-    def shared_expert_intermediate_size(self) -> int: ...
-
-
 class MoE(nn.Module):
     """Experts, and a shared one whose result has a gate."""
 
-    def __init__(self, config: MoEConfig):
+    def __init__(self, config: ExpertsConfig):
         super().__init__()
         width = config.hidden_size
         self.gate = Router(config)
@@ -230,7 +170,5 @@ class Qwen3NextForCausalLM(CausalLM, WithMTP):
         self.mtp = _draft_layer(config) if draft_layer else None
 
     @classmethod
-    def from_hf(
-        cls, hf: Mapping[str, JSONLike], *, draft_layer: bool = False
-    ) -> "Qwen3NextForCausalLM":
+    def from_hf(cls, hf: Mapping[str, JSONLike], *, draft_layer: bool = False) -> Self:
         return cls(Config.from_hf(hf), draft_layer=draft_layer)
