@@ -28,8 +28,8 @@ from model_shapes import MODELS
 
 from atomc.cost.efficiency import Table, Timing, fit, name_in_table, predict, shipped, work
 from atomc.planning.device_model import Model, build_model
-from atomc.planning.plan import TimedProgram, compile_for
 from atomc.planning.plan_report import Workload
+from atomc.planning.step_plan import TimedProgram, compile_for
 from atomc.platform import Platform
 
 # In this order: decode, prompts, decode after long contexts (of which only attention is new), long

@@ -29,7 +29,7 @@ from atomc.kernels.moe import (
     SCHEMES,
     ExpertsConfig,
     ExpertWeights,
-    Fp8Block,
+    Fp8PerBlock,
     ModularExperts,
     PrepareFinalize,
 )
@@ -97,7 +97,7 @@ def layer(args: argparse.Namespace, device: torch.device, rank: int) -> Layer:
 def quantized(weight: Tensor, scheme: str) -> tuple[Tensor, Tensor | None]:
     """Codes and scales of weights [E, N, K] as moe_experts and its forms take them."""
     chosen = SCHEMES[scheme]
-    if not isinstance(chosen, Fp8Block):
+    if not isinstance(chosen, Fp8PerBlock):
         return chosen.quantize(weight)
     b, (experts, rows, columns) = chosen.block, weight.shape
     largest = torch.finfo(chosen.dtype).max

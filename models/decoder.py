@@ -15,7 +15,7 @@ from atomc.models.layers import RMSNorm
 from atomc.models.rotary import Rotary
 
 # How modules and parameters of these names are divided over devices, in the words of
-# atomc.parallel.plan. Others (norms, routers) are whole on every device.
+# atomc.parallel.shard_plan. Others (norms, routers) are whole on every device.
 DECODER_SHARD = {
     "embed_tokens": "embedding_rowwise",
     "q_proj": "colwise",

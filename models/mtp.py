@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from atomc.files.json_types import JSONLike
-from atomc.models.config import count, integer, only, text_config
-from atomc.models.decoder import CausalLM, Decoder, DecoderConfig, Layer
+from atomc.models.config import DecoderConfig, count, integer, only, text_config
+from atomc.models.decoder import CausalLM, Decoder, Layer
 from atomc.models.layers import OnePlusRMSNorm, RMSNorm
 
 

@@ -171,7 +171,7 @@ class PatchMerger(nn.Module):
         return y_ID
 
 
-class VisionModel(nn.Module):
+class VisionEncoder(nn.Module):
     """Blocks at deepstack_visual_indexes have a merger of their own: what the language model adds
     after its first layers (DeepStack, Meng et al. 2024).
     """

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from atomc.files.json_types import JSONLike
-from atomc.models.config import integer, model_type
-from atomc.models.decoder import Decoder, DecoderConfig, Norm
+from atomc.models.config import DecoderConfig, integer, model_type
+from atomc.models.decoder import Decoder, Norm
 from atomc.models.layers import RMSNorm
 from atomc.models.mrope import MRotary
 from atomc.models.mtp import DraftModel
-from atomc.models.qwen3_vl_vision import VisionConfig, VisionModel
+from atomc.models.qwen3_vl_vision import VisionConfig, VisionEncoder
 from atomc.models.vision_patches import EncodesImages
 from atomc.ops.inputs import PatchInputs
 
@@ -92,7 +92,7 @@ class TextModel(Decoder):
 
 
 class Model(nn.Module):
-    def __init__(self, visual: VisionModel, language_model: TextModel):
+    def __init__(self, visual: VisionEncoder, language_model: TextModel):
         super().__init__()
         self.visual = visual
         self.language_model = language_model
@@ -119,7 +119,7 @@ class VisionLanguageModel(nn.Module, EncodesImages):
         self.table_side = vision.table_side
         self.embedding_width = config.hidden_size * (1 + len(vision.deepstack_visual_indexes))
         text = TextModel(config, layers, rotary_emb, None, norm)
-        self.model = Model(VisionModel(vision), text)
+        self.model = Model(VisionEncoder(vision), text)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = text.embed_tokens.weight

@@ -20,9 +20,9 @@ from atomc.runtime.config import DTYPES, SCHEMES
 
 if TYPE_CHECKING:
     from atomc.cost.efficiency import Table
-    from atomc.parallel.group import Stage
+    from atomc.parallel.process_group import PipelineStage
     from atomc.planning.device_model import Model
-    from atomc.planning.plan_report import Plan, Workload
+    from atomc.planning.plan_report import StepPlan, Workload
 
 # Each of PLAN_FLAGS requests a plan; INCOMPATIBLE_FLAGS cannot be combined with one.
 PLAN_FLAGS = (
@@ -137,7 +137,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def model_of(folder: Path, arguments: argparse.Namespace, stage: "Stage | None" = None) -> "Model":
+def model_of(
+    folder: Path, arguments: argparse.Namespace, stage: "PipelineStage | None" = None
+) -> "Model":
     """The model of a config.json on the meta device, with --dtype, --quantization, --layers and
     --tp, --ep and --dp applied; all its layers, or those of a stage.
     """
@@ -192,9 +194,9 @@ def _drafts(arguments: argparse.Namespace) -> int:
     return 0 if arguments.speculative is None else count or 1
 
 
-def _plan_of(folder: Path, arguments: argparse.Namespace) -> "Plan":
-    from atomc.planning.plan import measure_plan, plan
+def _plan_of(folder: Path, arguments: argparse.Namespace) -> "StepPlan":
     from atomc.planning.stages import plan_stages
+    from atomc.planning.step_plan import measure_step, plan_step
     from atomc.platform import Platform
 
     if arguments.measure and arguments.platform:
@@ -210,7 +212,7 @@ def _plan_of(folder: Path, arguments: argparse.Namespace) -> "Plan":
     if arguments.measure:
         if arguments.pp is not None:
             raise ValueError(f"--measure times one device: leave out it or --pp {arguments.pp}")
-        return measure_plan(
+        return measure_step(
             model_of(folder, arguments),
             load,
             longest=arguments.max_model_len,
@@ -218,8 +220,8 @@ def _plan_of(folder: Path, arguments: argparse.Namespace) -> "Plan":
             table=table,
         )
 
-    def planned(model: "Model") -> "Plan":
-        return plan(
+    def planned(model: "Model") -> "StepPlan":
+        return plan_step(
             model, platform, load, longest=arguments.max_model_len, options=options, table=table
         )
 

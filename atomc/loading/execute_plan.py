@@ -15,7 +15,7 @@ from tqdm import tqdm
 from atomc.loading.cache_scales import set_cache_scale
 from atomc.loading.limits import Stored
 from atomc.loading.load_plan import Copy, Fill, LoadPlan, Quantize
-from atomc.parallel.cut import Cut
+from atomc.parallel.shard_slice import ShardSlice
 from atomc.quantization import apply
 from atomc.quantization.apply import Methods
 from atomc.quantization.linear import LinearMethod
@@ -98,7 +98,7 @@ def read_tensor(
     stored: Stored,
     dtype: torch.dtype,
     device: torch.device | str,
-    cut: Cut | None = None,
+    cut: ShardSlice | None = None,
 ) -> Tensor:
     weight: Tensor = opener(stored.file).get_tensor(stored.name)
     return (weight if cut is None else cut.of(weight)).to(device, dtype)

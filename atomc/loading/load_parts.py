@@ -8,11 +8,11 @@ from dataclasses import replace
 from torch import nn
 
 from atomc.loading.load_plan import Copy, Fill, LoadPlan, Quantize, QuantizeExperts
-from atomc.parallel.cut import Cut
+from atomc.parallel.shard_slice import ShardSlice
 from atomc.weights.parameters import tensor_of
 
 
-def part_of_plan(plan: LoadPlan, model: nn.Module, cuts: Mapping[str, Cut]) -> LoadPlan:
+def part_of_plan(plan: LoadPlan, model: nn.Module, cuts: Mapping[str, ShardSlice]) -> LoadPlan:
     """The plan for a rank.
 
     plan   for the whole model
@@ -38,11 +38,11 @@ def part_of_plan(plan: LoadPlan, model: nn.Module, cuts: Mapping[str, Cut]) -> L
     )
 
 
-def _part_to_quantize(entry: Quantize, cuts: Mapping[str, Cut]) -> Quantize:
+def _part_to_quantize(entry: Quantize, cuts: Mapping[str, ShardSlice]) -> Quantize:
     return entry._replace(cut=cuts.get(f"{entry.layer}.weight"))
 
 
-def _part(entry: Fill | Copy, model: nn.Module, cut: Cut | None) -> Fill | Copy | None:
+def _part(entry: Fill | Copy, model: nn.Module, cut: ShardSlice | None) -> Fill | Copy | None:
     """The part of an entry; None for an expert of another rank, and for a tensor that describes a
     whole one.
     """
@@ -65,4 +65,4 @@ def _part(entry: Fill | Copy, model: nn.Module, cut: Cut | None) -> Fill | Copy 
         return entry._replace(cut=replace(cut, dim=cut.dim - 1))
     # Each stored projection is a segment of the stacked rows.
     part = (expert, first // cut.parts, end // cut.parts)
-    return entry._replace(part=part, cut=Cut(0, cut.parts, cut.index))
+    return entry._replace(part=part, cut=ShardSlice(0, cut.parts, cut.index))

@@ -22,7 +22,7 @@ from atomc.loading.expert_names import (
     wrong_numbers_of_experts,
 )
 from atomc.loading.limits import Stored
-from atomc.parallel.cut import Cut
+from atomc.parallel.shard_slice import ShardSlice
 from atomc.quantization import apply
 from atomc.quantization.apply import Methods
 from atomc.weights.parameters import tensor_names, tensor_of
@@ -58,7 +58,7 @@ class Fill(NamedTuple):
     stored: Stored
     dtype: torch.dtype
     shape: tuple[int, ...]
-    cut: Cut | None = None
+    cut: ShardSlice | None = None
 
 
 class Copy(NamedTuple):
@@ -71,7 +71,7 @@ class Copy(NamedTuple):
     names: tuple[str, ...]
     stored: Stored
     part: tuple[int, int, int] | None
-    cut: Cut | None = None
+    cut: ShardSlice | None = None
 
 
 class Quantize(NamedTuple):
@@ -83,7 +83,7 @@ class Quantize(NamedTuple):
     layer: str
     stored: Stored
     dtype: torch.dtype
-    cut: Cut | None = None
+    cut: ShardSlice | None = None
 
 
 class QuantizeExperts(NamedTuple):

@@ -38,7 +38,7 @@ from atomc.loading.stock_checkpoint import (
 from atomc.models import REGISTRY, architectures_of, model_class
 from atomc.parallel import sizes
 from atomc.parallel.expert_placement import Placement
-from atomc.parallel.group import Stage, TensorParallel
+from atomc.parallel.process_group import PipelineStage, TensorParallel
 from atomc.parallel.sharding import Sharding
 from atomc.parallel.stages import ALL_NAMES, OwnNames, cut_stage
 from atomc.quantization import apply
@@ -69,7 +69,7 @@ def load(
     progress: bool = True,
     tp: TensorParallel | None = None,
     ep: bool = False,
-    stage: Stage | None = None,
+    stage: PipelineStage | None = None,
     experts: TensorParallel | None = None,
     expert_placement: Placement | None = None,
 ) -> nn.Module:

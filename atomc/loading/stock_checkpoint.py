@@ -11,7 +11,7 @@ from torch import nn
 from atomc.files.json_types import JSONLike
 from atomc.loading.checkpoint_files import Checkpoint
 from atomc.loading.limits import check_buffers, check_memory, check_stored
-from atomc.parallel.group import Stage
+from atomc.parallel.process_group import PipelineStage
 from atomc.parallel.sharding import Sharding
 from atomc.parallel.stages import cut_stage
 from atomc.quantization import checkpoints
@@ -94,7 +94,7 @@ def load_stock_and_cut(
     checkpoint: Checkpoint,
     device: torch.device | str,
     divide: Callable[[nn.Module], Sharding] | None,
-    stage: Stage | None,
+    stage: PipelineStage | None,
 ) -> nn.Module:
     """This rank's part of a transformers model, of which transformers reads all weights into host
     memory.

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from atomc.parallel.cut import Cut
-from atomc.parallel.group import TensorParallel
+from atomc.parallel.process_group import TensorParallel
+from atomc.parallel.shard_slice import ShardSlice
 from atomc.stock.delta_net import spelling_of
 
 # Projections to queries, keys and values of all heads, one after the other. In all others, what
@@ -35,10 +35,10 @@ def words_of(net: nn.Module) -> Mapping[str, str]:
     return words | {last: "rowwise"}
 
 
-def cut_of(net: Any, name: str, place: TensorParallel) -> Cut:
+def cut_of(net: Any, name: str, place: TensorParallel) -> ShardSlice:
     """How a projection or parameter of words_of is cut."""
     segments = (net.key_dim, net.key_dim, net.value_dim) if _in_segments(name) else (1,)
-    return Cut(0, place.size, place.rank, segments)
+    return ShardSlice(0, place.size, place.rank, segments)
 
 
 def check(net: Any, place: TensorParallel, name: str) -> None:

@@ -4,16 +4,16 @@ queries, maybe fewer than there are ranks.
 
 from torch import nn
 
-from atomc.parallel.cut import Cut
-from atomc.parallel.group import TensorParallel
 from atomc.parallel.layers import is_linear
+from atomc.parallel.process_group import TensorParallel
+from atomc.parallel.shard_slice import ShardSlice
 
 # Projections that give keys, by their names; the first two share theirs with groups of queries.
 GROUPED = ("k_proj", "v_proj")
 KEYS = ("k_proj", "kv_b_proj", "qkv_proj", "query_key_value")
 
 
-def kv_cut(attention: nn.Module, place: TensorParallel, name: str) -> Cut | None:
+def kv_cut(attention: nn.Module, place: TensorParallel, name: str) -> ShardSlice | None:
     """The rows of k_proj and v_proj that a rank holds: whole heads. With fewer heads than ranks,
     several ranks hold the same one. None if the number of heads is unknown.
 
@@ -23,9 +23,9 @@ def kv_cut(attention: nn.Module, place: TensorParallel, name: str) -> Cut | None
     if heads is None:
         return None
     if heads % place.size == 0:
-        return Cut(0, place.size, place.rank)
+        return ShardSlice(0, place.size, place.rank)
     if place.size % heads == 0:
-        return Cut(0, heads, place.rank * heads // place.size)
+        return ShardSlice(0, heads, place.rank * heads // place.size)
     raise ValueError(
         f"{name}: {heads} heads of keys and values do not divide by {place.size}, nor the other "
         "way round"
@@ -42,7 +42,7 @@ def num_kv_heads(attention: nn.Module) -> int | None:
     return None
 
 
-def resize_heads(attention: nn.Module, cut: Cut) -> None:
+def resize_heads(attention: nn.Module, cut: ShardSlice) -> None:
     """Give an attention layer the state handle of this rank's keys and values, and latent attention
     their number, which no width of a projection to keys gives.
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from atomc.parallel.layers import is_linear
-from atomc.parallel.plan import Plan
+from atomc.parallel.shard_plan import ShardPlan
 
 log = logging.getLogger("atomc")
 
@@ -23,7 +23,7 @@ DIVIDED = dict.fromkeys((*QUERIES, KEYS_AND_VALUES), "colwise") | {OUT: "rowwise
 WHOLE = frozenset({*LATENT, "q_a_proj", "q_a_layernorm"})
 
 
-def words_of(modules: Mapping[str, nn.Module], plan: Plan) -> dict[str, str]:
+def words_of(modules: Mapping[str, nn.Module], plan: ShardPlan) -> dict[str, str]:
     """Name of a projection -> how it is divided, of layers of latent attention of which a plan
     divides nothing.
 

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from atomc.parallel.cut import Cut
+from atomc.parallel.shard_slice import ShardSlice
 from atomc.quantization.experts import QuantizedExperts, sizes, stacked
 from atomc.quantization.experts_spec import is_experts, spec_of
 from atomc.quantization.layer_weights import Shapes
@@ -23,7 +23,7 @@ from atomc.quantization.scheme import Scheme
 WHOLE_SHAPE = "weight_shape"
 Side = Literal["out", "in"]
 GATE_AND_UP = (1, 1)  # segments of a cut
-Cuts = dict[str, Cut]  # by the name of a parameter in its module
+Cuts = dict[str, ShardSlice]  # by the name of a parameter in its module
 # Attributes of experts of transformers with their width.
 WIDTHS = ("intermediate_dim", "intermediate_size", "expert_dim")
 # The projections of an expert, stacked or as they are stored, and what is divided with its width.
@@ -39,7 +39,7 @@ def is_linear(layer: nn.Module) -> bool:
     return isinstance(layer, nn.Linear | QuantizedLinear)
 
 
-def cuts_of_linear(layer: nn.Module, side: Side, cut: Cut) -> Cuts:
+def cuts_of_linear(layer: nn.Module, side: Side, cut: ShardSlice) -> Cuts:
     """The parameters of a linear layer that are cut; the bias is, if the outputs are.
 
     cut  of the weight [N, K], along its side
@@ -49,14 +49,16 @@ def cuts_of_linear(layer: nn.Module, side: Side, cut: Cut) -> Cuts:
     if isinstance(layer, QuantizedLinear):
         found = _of_scheme(layer, side, cut)
     else:
-        found = {"weight": Cut(0 if side == "out" else 1, cut.parts, cut.index, cut.segments)}
+        found = {
+            "weight": ShardSlice(0 if side == "out" else 1, cut.parts, cut.index, cut.segments)
+        }
         found["weight"].size_of(layer.get_parameter("weight").shape[found["weight"].dim])
     if side == "out" and layer._parameters.get("bias") is not None:
-        found["bias"] = Cut(0, cut.parts, cut.index, cut.segments)
+        found["bias"] = ShardSlice(0, cut.parts, cut.index, cut.segments)
     return found
 
 
-def resize_linear(layer: nn.Module, side: Side, cut: Cut) -> None:
+def resize_linear(layer: nn.Module, side: Side, cut: ShardSlice) -> None:
     """Give a layer the numbers of its outputs and inputs, when its parameters are cut."""
     name = "out_features" if side == "out" else "in_features"
     setattr(layer, name, cut.size_of(getattr(layer, name)))
@@ -64,7 +66,7 @@ def resize_linear(layer: nn.Module, side: Side, cut: Cut) -> None:
         layer._parameters.pop(WHOLE_SHAPE, None)
 
 
-def _of_scheme(layer: QuantizedLinear, side: Side, cut: Cut) -> Cuts:
+def _of_scheme(layer: QuantizedLinear, side: Side, cut: ShardSlice) -> Cuts:
     """The tensors of a scheme whose shape depends on the side, stored or converted."""
     method, size = layer.method, (layer.out_features, layer.in_features)
     dtype = torch.get_default_dtype()
@@ -86,7 +88,7 @@ def _kinds_of_shapes(
     yield scheme.tensors
 
 
-def _part_of(size: tuple[int, int], side: Side, cut: Cut, scheme: Scheme) -> tuple[int, int]:
+def _part_of(size: tuple[int, int], side: Side, cut: ShardSlice, scheme: Scheme) -> tuple[int, int]:
     """(outputs, inputs) of a part. Raises ValueError if a part would end within a block of
     scales.
     """
@@ -107,7 +109,9 @@ def _part_of(size: tuple[int, int], side: Side, cut: Cut, scheme: Scheme) -> tup
     return (part, size[1]) if side == "out" else (size[0], part)
 
 
-def _changed(whole: Shapes, part: Shapes, cut: Cut, have: set[str], leading: int = 0) -> Cuts:
+def _changed(
+    whole: Shapes, part: Shapes, cut: ShardSlice, have: set[str], leading: int = 0
+) -> Cuts:
     """A cut for each tensor whose shape differs, behind so many leading dimensions."""
     found: Cuts = {}
     for name, (shape, _) in whole.items():
@@ -119,7 +123,7 @@ def _changed(whole: Shapes, part: Shapes, cut: Cut, have: set[str], leading: int
             raise ValueError(
                 f"{name} of {list(shape)} does not divide into {cut.parts} parts of {list(smaller)}"
             )
-        found[name] = Cut(dim + leading, cut.parts, cut.index, cut.segments)
+        found[name] = ShardSlice(dim + leading, cut.parts, cut.index, cut.segments)
     return found
 
 
@@ -129,10 +133,10 @@ def cuts_of_experts(module: nn.Module, size: int, rank: int) -> Cuts:
         return _of_quantized_experts(module, size, rank)
     spec = spec_of(module)
     rows, columns = (2, 1) if spec.transposed else (1, 2)
-    width = Cut(rows, size, rank, (1,) if spec.gate["interleaved"] else GATE_AND_UP)
-    found = {"gate_up_proj": width, "down_proj": Cut(columns, size, rank)}
+    width = ShardSlice(rows, size, rank, (1,) if spec.gate["interleaved"] else GATE_AND_UP)
+    found = {"gate_up_proj": width, "down_proj": ShardSlice(columns, size, rank)}
     if spec.has_bias:
-        found["gate_up_proj_bias"] = Cut(1, size, rank, width.segments)
+        found["gate_up_proj_bias"] = ShardSlice(1, size, rank, width.segments)
     for name, cut in found.items():
         cut.size_of(module.get_parameter(name).shape[cut.dim])
     return found
@@ -145,16 +149,20 @@ def _of_quantized_experts(module: QuantizedExperts, size: int, rank: int) -> Cut
         stored = [name for name, _ in module.named_children() if PROJECTIONS[name] == side]
         if stored:
             one = (rows // len(stored), columns)
-            found |= _of_stored(module, stored, one, side, Cut(0, size, rank))
+            found |= _of_stored(module, stored, one, side, ShardSlice(0, size, rank))
             continue
         in_two = side == "out" and not module.spec.gate["interleaved"]
-        cut = Cut(0, size, rank, GATE_AND_UP if in_two else (1,))
+        cut = ShardSlice(0, size, rank, GATE_AND_UP if in_two else (1,))
         found |= _of_stacked(module, projection, (rows, columns), side, cut)
     return found
 
 
 def _of_stored(
-    module: QuantizedExperts, children: list[str], size: tuple[int, int], side: Side, cut: Cut
+    module: QuantizedExperts,
+    children: list[str],
+    size: tuple[int, int],
+    side: Side,
+    cut: ShardSlice,
 ) -> Cuts:
     """Projections of experts as a checkpoint stores them: children whose parameters are [E, ...] of
     the tensors of linear layers.
@@ -168,13 +176,13 @@ def _of_stored(
         have = {leaf for leaf, weight in child._parameters.items() if weight is not None}
         of_child = _changed(shapes(*size, dtype), shapes(*part, dtype), cut, have, 1)
         if side == "out" and "bias" in have:
-            of_child["bias"] = Cut(1, cut.parts, cut.index)
+            of_child["bias"] = ShardSlice(1, cut.parts, cut.index)
         found |= {f"{name}.{leaf}": each for leaf, each in of_child.items()}
     return found
 
 
 def _of_stacked(
-    module: QuantizedExperts, projection: str, size: tuple[int, int], side: Side, cut: Cut
+    module: QuantizedExperts, projection: str, size: tuple[int, int], side: Side, cut: ShardSlice
 ) -> Cuts:
     """The tensors of a scheme, stacked."""
     scheme, dtype = module.method.scheme, torch.get_default_dtype()
@@ -189,7 +197,7 @@ def _of_stacked(
     found = _changed(whole, smaller, cut, have)
     bias = f"{projection}_bias"
     if side == "out" and bias in held:
-        found[bias] = Cut(1, cut.parts, cut.index, cut.segments)
+        found[bias] = ShardSlice(1, cut.parts, cut.index, cut.segments)
     return found
 
 
@@ -200,7 +208,7 @@ def cuts_by_expert(module: nn.Module, size: int, rank: int, ranks: Sequence[int]
     """
     num_experts = num_experts_of(module)
     own = tuple(expert for expert, placed in enumerate(ranks) if placed == rank)
-    cut = Cut(0, size, rank, members=own)
+    cut = ShardSlice(0, size, rank, members=own)
     try:
         cut.size_of(num_experts)
     except ValueError as error:

@@ -3,7 +3,7 @@
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from atomc.parallel.group import TensorParallel
+from atomc.parallel.process_group import TensorParallel
 from atomc.parallel.sharding import Sharding, refuse_divided
 
 

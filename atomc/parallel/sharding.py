@@ -23,11 +23,11 @@ from atomc.parallel.collectives import (
     SumOverRanks,
     TokensOfRanks,
 )
-from atomc.parallel.cut import Cut
 from atomc.parallel.expert_placement import Placement, check_placement, in_order
-from atomc.parallel.group import TensorParallel
 from atomc.parallel.layers import GATE_AND_UP, Side
-from atomc.parallel.plan import EXPERTS, GATHERED, SPLIT_INPUT, SUMMED, Plan, plan_of
+from atomc.parallel.process_group import TensorParallel
+from atomc.parallel.shard_plan import EXPERTS, GATHERED, SPLIT_INPUT, SUMMED, ShardPlan, plan_of
+from atomc.parallel.shard_slice import ShardSlice
 from atomc.parallel.vocab import gather_logits, sum_lookups
 from atomc.quantization.experts import QuantizedExperts
 from atomc.quantization.linear import QuantizedLinear
@@ -59,12 +59,12 @@ class Sharding:
     model: nn.Module
     place: TensorParallel
     plan: dict[str, str]
-    linears: dict[str, tuple[Side, Cut]] = field(default_factory=dict)
+    linears: dict[str, tuple[Side, ShardSlice]] = field(default_factory=dict)
     experts: dict[str, bool] = field(default_factory=dict)
-    tensors: dict[str, Cut] = field(default_factory=dict)
+    tensors: dict[str, ShardSlice] = field(default_factory=dict)
     tables: list[str] = field(default_factory=list)
     summed: list[str] = field(default_factory=list)
-    keys: dict[str, Cut] = field(default_factory=dict)
+    keys: dict[str, ShardSlice] = field(default_factory=dict)
     recurrent: list[str] = field(default_factory=list)
     dispatch: bool = False
     placement: Placement = field(default_factory=dict)
@@ -161,7 +161,7 @@ class Sharding:
     def _add_tensor(self, name: str, how: str) -> None:
         if how != "colwise":
             raise ValueError(f"{name}: a parameter that is divided {how} is not supported")
-        self.tensors[name] = Cut(0, self.place.size, self.place.rank)
+        self.tensors[name] = ShardSlice(0, self.place.size, self.place.rank)
 
     def _add_experts(self, name: str, module: nn.Module, how: str) -> None:
         if not layers.is_known_experts(module):
@@ -181,7 +181,9 @@ class Sharding:
     def _add_linear(self, name: str, modules: dict[str, nn.Module], how: str) -> None:
         side, place = SIDES[how], self.place
         owner, _, leaf = name.rpartition(".")
-        cut = Cut(0, place.size, place.rank, GATE_AND_UP if how == "packed_colwise" else (1,))
+        cut = ShardSlice(
+            0, place.size, place.rank, GATE_AND_UP if how == "packed_colwise" else (1,)
+        )
         if side == "out" and leaf in heads.GROUPED:
             cut = heads.kv_cut(modules[owner], place, owner) or cut
         if side == "out" and leaf in heads.KEYS:
@@ -216,16 +218,16 @@ class Sharding:
                     "this model cannot be divided over ranks"
                 )
 
-    def cuts(self, only: Collection[str] | None = None) -> dict[str, Cut]:
+    def cuts(self, only: Collection[str] | None = None) -> dict[str, ShardSlice]:
         """Name of a parameter -> its part, of a model whose layers have their whole sizes.
 
         only  names of layers; None: of all, and bare parameters
         """
-        found: dict[str, Cut] = {} if only is not None else dict(self.tensors)
+        found: dict[str, ShardSlice] = {} if only is not None else dict(self.tensors)
         size, rank = self.place.size, self.place.rank
         for name in self.tables if only is None else ():
             for leaf, weight in self.model.get_submodule(name).named_parameters(recurse=False):
-                found[f"{name}.{leaf}"] = cut = Cut(0, size, rank, padded=True)
+                found[f"{name}.{leaf}"] = cut = ShardSlice(0, size, rank, padded=True)
                 cut.size_of(weight.shape[0])
         for name in (*self.linears, *self.experts):
             if only is not None and name not in only:
@@ -244,7 +246,7 @@ class Sharding:
             found |= {f"{name}.{leaf}": cut for leaf, cut in of_layer.items()}
         return {name: cut for name, cut in found.items() if cut.parts > 1}
 
-    def cut(self) -> dict[str, Cut]:
+    def cut(self) -> dict[str, ShardSlice]:
         """Cut all parameters and give layers their sizes; how the parameters are cut."""
         found = self.cuts()
         cut_parameters(self.model, found)
@@ -324,7 +326,7 @@ class Sharding:
         module.register_forward_pre_hook(ColumnsOfRank())
 
 
-def _without(plan: Plan, owners: Collection[str]) -> dict[str, str]:
+def _without(plan: ShardPlan, owners: Collection[str]) -> dict[str, str]:
     """The plan for all but these modules and their parts."""
     parts = tuple(f"{owner}." for owner in owners)
     return {name: how for name, how in plan.items() if not name.startswith(parts)}
@@ -346,7 +348,7 @@ def _fields(model: nn.Module) -> Mapping[str, JSONLike]:
 
 def cut_parameters(
     model: nn.Module,
-    cuts: dict[str, Cut],
+    cuts: dict[str, ShardSlice],
     parameters: Sequence[tuple[str, ...]] | None = None,
 ) -> None:
     """Replace parameters by their parts, in memory of their own.

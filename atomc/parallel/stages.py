@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from atomc.models.decoder import DECODER_FRAME, Decoder
-from atomc.parallel.group import Stage
+from atomc.parallel.process_group import PipelineStage
 from atomc.weights.parameters import parameter_names
 
 T = TypeVar("T")
@@ -182,7 +182,7 @@ def _decoder_of(model: nn.Module) -> tuple[nn.Module, nn.Module, tuple[str, ...]
     return hf_model, hf_model.base_model, tuple(getattr(config, "base_model_pp_plan", None) or ())
 
 
-def cut_stage(model: nn.Module, stage: Stage) -> OwnNames:
+def cut_stage(model: nn.Module, stage: PipelineStage) -> OwnNames:
     """Keep the modules of this stage, in place. Raises ValueError for a model that has fewer layers
     than there are stages, or that cannot be cut.
     """
@@ -199,7 +199,7 @@ def cut_stage(model: nn.Module, stage: Stage) -> OwnNames:
 
 
 def _replacements(
-    model: nn.Module, frame: Frame, stage: Stage, num_layers: int
+    model: nn.Module, frame: Frame, stage: PipelineStage, num_layers: int
 ) -> dict[str, nn.Module]:
     """What is in place of the modules of other stages, by their names."""
     own_layers = stage.layers(num_layers)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from atomc import ops
-from atomc.parallel.group import TensorParallel
+from atomc.parallel.process_group import TensorParallel
 
 
 def rows_of_rank(size: int, ranks: int) -> int:

@@ -15,7 +15,7 @@ from atomc.loading.loader import check_parts, ready
 from atomc.models.config import integer
 from atomc.models.mtp import DraftModel
 from atomc.parallel import sizes
-from atomc.parallel.group import Stage, TensorParallel
+from atomc.parallel.process_group import PipelineStage, TensorParallel
 from atomc.parallel.sharding import Sharding
 from atomc.parallel.stages import cut_stage
 from atomc.platform import Platform
@@ -50,7 +50,7 @@ class Model:
     sharding: Sharding | None
     parameters: int  # the number of weights, whatever their dtype
     drafts: int = 0
-    stage: Stage | None = None
+    stage: PipelineStage | None = None
     data_ranks: int = 1
 
     @property
@@ -78,7 +78,7 @@ def build_model(
     layers: int | None = None,
     platform: Platform | None = None,
     drafts: int = 0,
-    stage: Stage | None = None,
+    stage: PipelineStage | None = None,
     ep: bool = False,
     data_ranks: int = 1,
 ) -> Model:
@@ -129,7 +129,12 @@ def _first_layers(layers: int, config: Mapping[str, JSONLike]) -> Mapping[str, J
 
 
 def _check_sizes(
-    config: Mapping[str, JSONLike], devices: int, data_ranks: int, stage: Stage | None, *, ep: bool
+    config: Mapping[str, JSONLike],
+    devices: int,
+    data_ranks: int,
+    stage: PipelineStage | None,
+    *,
+    ep: bool,
 ) -> None:
     """Raise ValueError for a size of the model that cannot be divided."""
     if devices < 1:

@@ -208,7 +208,7 @@ class Pipeline:
 
 
 @dataclass
-class Plan:
+class StepPlan:
     """The cost of a step on a machine. `lower_bound` says why the times are only lower bounds, ""
     if they are predicted.
     """
@@ -256,7 +256,7 @@ class Plan:
         return plan_text(self)
 
 
-def plan_text(plan: Plan) -> str:
+def plan_text(plan: StepPlan) -> str:
     """Memory, communication, and a row for each kernel, longest first."""
     parts = [
         _title(plan),
@@ -271,7 +271,7 @@ def plan_text(plan: Plan) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _title(plan: Plan) -> str:
+def _title(plan: StepPlan) -> str:
     load, many = plan.load, f", sharded over {plan.devices} devices" if plan.devices > 1 else ""
     if plan.pipeline is not None:
         many += f", in {len(plan.pipeline.stages)} stages"
@@ -282,7 +282,7 @@ def _title(plan: Plan) -> str:
     )
 
 
-def _pipeline(plan: Plan) -> str:
+def _pipeline(plan: StepPlan) -> str:
     found = plan.pipeline
     if found is None:
         return ""
@@ -321,7 +321,7 @@ def _pipeline(plan: Plan) -> str:
     return "\n\n".join([table(header, rows, numbers=range(3, 8)), "\n".join(lines)])
 
 
-def _memory(plan: Plan) -> str:
+def _memory(plan: StepPlan) -> str:
     memory = plan.memory
     rows = [("weights", _bytes_text(memory.weights))]
     rows += [("of these, draft layer", _bytes_text(memory.draft))] if memory.draft else []
@@ -343,7 +343,7 @@ def _memory(plan: Plan) -> str:
     return table(("memory of a device" if plan.devices > 1 else "memory", ""), rows)
 
 
-def _mixture(plan: Plan) -> str:
+def _mixture(plan: StepPlan) -> str:
     found = plan.mixture
     if found is None:
         return ""
@@ -363,7 +363,7 @@ def _mixture(plan: Plan) -> str:
     return table(("mixture of experts", ""), rows)
 
 
-def _communication(plan: Plan) -> str:
+def _communication(plan: StepPlan) -> str:
     found = plan.communication
     if found is None:
         return ""
@@ -405,7 +405,7 @@ def _communication(plan: Plan) -> str:
     )
 
 
-def _kernels(plan: Plan) -> str:
+def _kernels(plan: StepPlan) -> str:
     timed = any(line.timed is not None for line in plan.lines)
     step = plan.total("timed" if timed else "seconds")
     rows = [_row(line, step, timed) for line in sorted(plan.lines, key=_by_time)]
@@ -446,7 +446,7 @@ def _row(line: PlanRow, step: float | None, timed: bool) -> list[str]:
     ]
 
 
-def _sums(plan: Plan) -> str:
+def _sums(plan: StepPlan) -> str:
     """Totals of all layers and of the step; then the source of the times."""
     lines = []
     for name, layers_only in (("layers", True), ("step", False)):

@@ -4,24 +4,24 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from atomc.models.config import integer
-from atomc.parallel.group import Stage
+from atomc.parallel.process_group import PipelineStage
 from atomc.planning.device_model import Model
-from atomc.planning.plan_report import Pipeline, Plan, StageRow
+from atomc.planning.plan_report import Pipeline, StageRow, StepPlan
 from atomc.platform import Platform
 
 
 def plan_stages(
     count: int,
-    build: Callable[[Stage], Model],
-    plan: Callable[[Model], Plan],
+    build: Callable[[PipelineStage], Model],
+    plan: Callable[[Model], StepPlan],
     platform: Platform,
-) -> Plan:
+) -> StepPlan:
     """The plan of the slowest of so many stages, with what each of them holds, takes and sends.
 
     build   the model of a stage
     plan    of this model
     """
-    models = [build(Stage(index, tuple(range(count)))) for index in range(count)]
+    models = [build(PipelineStage(index, tuple(range(count)))) for index in range(count)]
     plans = [plan(model) for model in models]
     rows = [_row(*each, platform) for each in zip(models, plans, strict=True)]
     slowest = max(rows, key=lambda row: (row.seconds or 0, row.weights, -row.index))
@@ -32,7 +32,7 @@ def plan_stages(
     )
 
 
-def _row(model: Model, plan: Plan, platform: Platform) -> StageRow:
+def _row(model: Model, plan: StepPlan, platform: Platform) -> StageRow:
     stage = model.stage
     assert stage is not None
     own = stage.layers(integer(model.config, "num_hidden_layers"))

@@ -11,7 +11,7 @@ Tensors = dict[str, Tensor]
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-class QuantizedWeight(Protocol):
+class WeightTensors(Protocol):
     """The tensors of a quantized weight; those that its scheme lacks are not set."""
 
     @property
@@ -24,7 +24,7 @@ class QuantizedWeight(Protocol):
     def global_scale(self) -> Tensor: ...
 
 
-class LinearWeights(QuantizedWeight, Protocol):
+class LinearWeights(WeightTensors, Protocol):
     """The parameters of a quantized linear layer; those that its scheme lacks are not set."""
 
     @property

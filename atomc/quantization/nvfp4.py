@@ -13,9 +13,9 @@ from atomc.ops.scaled_linear import nvfp4_values
 from atomc.quantization.layer_weights import (
     ExpertsWeights,
     LinearWeights,
-    QuantizedWeight,
     Shapes,
     Tensors,
+    WeightTensors,
 )
 
 E4M3 = torch.float8_e4m3fn
@@ -62,7 +62,7 @@ class Nvfp4:
             "global_scale": whole.repeat(len(weight), 1),
         }
 
-    def dequantize(self, layer: QuantizedWeight) -> Tensor:
+    def dequantize(self, layer: WeightTensors) -> Tensor:
         return nvfp4_values(layer.weight, layer.weight_scale, layer.global_scale)
 
     def apply(self, layer: LinearWeights, x: Tensor) -> Tensor:

@@ -25,9 +25,9 @@ from atomc.ops.scaled_linear import fp8_block_values, int4_weight, mxfp4_values
 from atomc.quantization.layer_weights import (
     ExpertsWeights,
     LinearWeights,
-    QuantizedWeight,
     Shapes,
     Tensors,
+    WeightTensors,
 )
 from atomc.quantization.nvfp4 import Nvfp4
 
@@ -55,7 +55,7 @@ class Scheme(Protocol):
         shared tensor.
         """
 
-    def dequantize(self, layer: QuantizedWeight) -> Tensor:
+    def dequantize(self, layer: WeightTensors) -> Tensor:
         """The dequantized weight, fp32 [N, K]."""
 
     def apply(self, layer: LinearWeights, x: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ class Fp8:
             for weight in weights
         ]
 
-    def dequantize(self, layer: QuantizedWeight) -> Tensor:
+    def dequantize(self, layer: WeightTensors) -> Tensor:
         values: Tensor = layer.weight.to(torch.float32) * layer.weight_scale
         return values
 
@@ -197,7 +197,7 @@ class Fp8Block:
             codes = codes.clone(memory_format=torch.contiguous_format)
         return {"weight": codes, "weight_scale": scale[:, 0, :, 0].contiguous()}
 
-    def dequantize(self, layer: QuantizedWeight) -> Tensor:
+    def dequantize(self, layer: WeightTensors) -> Tensor:
         return fp8_block_values(layer.weight, layer.weight_scale, self.block)
 
     def apply(self, layer: LinearWeights, x: Tensor) -> Tensor:
@@ -263,7 +263,7 @@ class Int8:
             for weight in weights
         ]
 
-    def dequantize(self, layer: QuantizedWeight) -> Tensor:
+    def dequantize(self, layer: WeightTensors) -> Tensor:
         values: Tensor = layer.weight.to(torch.float32) * layer.weight_scale
         return values
 
@@ -340,7 +340,7 @@ class Int4:
         codes = (groups / scale.to(torch.float32)).round().clamp(-8, 7) + 8
         return {"weight": pack_int4(codes.flatten(-2)), "weight_scale": scale.squeeze(-1)}
 
-    def dequantize(self, layer: QuantizedWeight) -> Tensor:
+    def dequantize(self, layer: WeightTensors) -> Tensor:
         return int4_weight(
             layer.weight, layer.weight_scale, layer.zeros if self.zeros else None, self.group
         )
@@ -406,7 +406,7 @@ class Mxfp4:
         pairs = [ops.quant_mxfp4.reference(weight, self.rounding) for weight in weights]
         return [{"weight": codes, "weight_scale": scale} for codes, scale in pairs]
 
-    def dequantize(self, layer: QuantizedWeight) -> Tensor:
+    def dequantize(self, layer: WeightTensors) -> Tensor:
         return mxfp4_values(layer.weight, layer.weight_scale)
 
     def _quantized(self, x: Tensor) -> tuple[Tensor, Tensor | None]:

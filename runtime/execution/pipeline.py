@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, distributed
 
-from atomc.parallel.group import Stage
+from atomc.parallel.process_group import PipelineStage
 from atomc.runtime.execution.micro_batches import LEAST_ROWS, PER_STAGE, micro_batches
 from atomc.runtime.scheduling.step import ScheduledStep
 
@@ -20,7 +20,9 @@ class Pipeline:
     width, dtype  of the states
     """
 
-    def __init__(self, stage: Stage, width: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, stage: PipelineStage, width: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.stage = stage
         self.width, self.dtype, self.device = width, dtype, device
         self.most_micro_batches = PER_STAGE * len(stage.ranks)

@@ -13,7 +13,7 @@ from atomc.models.decoder import CausalLM
 from atomc.ops.inputs import TEXT, LoraShape, ModelInputs
 from atomc.ops.state import StateSpec
 from atomc.options import Options
-from atomc.parallel.group import Place
+from atomc.parallel.process_group import Place
 from atomc.parallel.stages import StageModel
 from atomc.parallel.vocab import LogitsOfRank, VocabParallelHead, leave_apart
 from atomc.program import Program, compile_model

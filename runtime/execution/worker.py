@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from atomc.ops.state import StateSpec, block_size_of, groups_of
 from atomc.options import Options
-from atomc.parallel.group import Place
+from atomc.parallel.process_group import Place
 from atomc.program import Program
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.execution.block_groups import BlockGroups

@@ -12,7 +12,7 @@ from torch import distributed
 from torch._C._distributed_c10d import Store, TCPStore
 
 from atomc.errors import first_line
-from atomc.parallel.group import Place, Stage, TensorParallel
+from atomc.parallel.process_group import PipelineStage, Place, TensorParallel
 from atomc.torch_compat import peer_memory
 
 log = logging.getLogger("atomc")
@@ -85,7 +85,7 @@ def join(
         assert distributed.group.WORLD is not None
         return Place(experts=TensorParallel.of(distributed.group.WORLD))
     index, part = divmod(rank, tp)
-    stage = None if pp == 1 else Stage(index, tuple(range(part, pp * tp, tp)))
+    stage = None if pp == 1 else PipelineStage(index, tuple(range(part, pp * tp, tp)))
     if tp == 1:
         return Place(stage=stage)
     # All ranks create the group of each stage.

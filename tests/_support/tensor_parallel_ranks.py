@@ -15,7 +15,7 @@ from torch import Tensor, distributed, nn
 
 import atomc
 from atomc.loading.create_model import create_model
-from atomc.parallel.group import TensorParallel
+from atomc.parallel.process_group import TensorParallel
 from atomc.stock.adapter import wrap_stock
 
 TINY = SIZES | dict(num_hidden_layers=2, pad_token_id=0, eos_token_id=0)

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atomc.parallel.cut import Cut
-from atomc.parallel.group import TensorParallel
+from atomc.parallel.process_group import TensorParallel
+from atomc.parallel.shard_slice import ShardSlice
 from atomc.parallel.sharding import cut_parameters
 from atomc.parallel.vocab import gather_logits, sum_lookups
 
@@ -44,8 +44,8 @@ class Decoder(nn.Module):
         return self.head(self.last_norm(x))
 
 
-def rows(tp: TensorParallel) -> Cut:
-    return Cut(0, tp.size, tp.rank, padded=True)
+def rows(tp: TensorParallel) -> ShardSlice:
+    return ShardSlice(0, tp.size, tp.rank, padded=True)
 
 
 def divided(model: Decoder, tp: TensorParallel) -> Decoder:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, distributed, nn
 from vocab_model import IDS, WIDTH, Decoder, divided
 
-from atomc.parallel.group import TensorParallel
+from atomc.parallel.process_group import TensorParallel
 from atomc.parallel.vocab import VocabParallelHead, leave_apart
 from atomc.report.report import reports
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import atomc
 from atomc import LLM, SamplingParams, ops
-from atomc.parallel.group import TensorParallel
+from atomc.parallel.process_group import TensorParallel
 from atomc.program import compile_model
 from atomc.stock.adapter import wrap_stock
 

@@ -26,8 +26,8 @@ from atomc.ops.op import PreferInductor, op
 from atomc.ops.op_cost import product
 from atomc.ops.op_traits import Kind, QuantizedWeight
 from atomc.planning.device_model import Model
-from atomc.planning.plan import compile_for, plan
 from atomc.planning.plan_report import Workload
+from atomc.planning.step_plan import compile_for, plan_step
 from atomc.platform import Platform
 from atomc.rewriting.graph_pass import Pass
 
@@ -241,7 +241,7 @@ def test_a_new_op_is_planned_with_its_kernel_its_cost_and_its_rate(model, progra
     tokens = 4096
     (line,) = (
         line
-        for line in plan(model, H200, Workload(tokens, 8, 1024), program=program).lines
+        for line in plan_step(model, H200, Workload(tokens, 8, 1024), program=program).lines
         if line.op == "project"
     )
     assert (line.kernel, line.calls, line.module_path) == (
@@ -254,7 +254,7 @@ def test_a_new_op_is_planned_with_its_kernel_its_cost_and_its_rate(model, progra
     slow = replace(Platform.named("sm100"), flops=1e9)  # no kernel was measured there
     (line,) = (
         line
-        for line in plan(model, slow, Workload(tokens, 8, 1024), program=program).lines
+        for line in plan_step(model, slow, Workload(tokens, 8, 1024), program=program).lines
         if line.op == "project"
     )
     assert line.least == pytest.approx(line.flops / 2e9) and line.seconds == pytest.approx(
@@ -358,7 +358,7 @@ ALSO = {
     ("models/deepseek_v32.py", "index_topk"): "a field of a config.json",
     ("stock/indexer.py", "index_topk"): "the same field",
     ("models/rotary.py", "linear"): "a scaling of rotary positions in a config.json",
-    ("parallel/plan.py", "all_reduce"): "a word of transformers' plans",
+    ("parallel/shard_plan.py", "all_reduce"): "a word of transformers' plans",
     ("planning/stages.py", "embedding"): "what the first stage of a pipeline has, in a table",
     ("runtime/server/openai/embeddings.py", "embedding"): "a field of OpenAI's API",
     ("runtime/server/service/response_types.py", "embedding"): "a field of OpenAI's API",

@@ -38,8 +38,8 @@ from atomc.ops.op import op
 from atomc.ops.op_traits import Kind, StateBinding
 from atomc.ops.state import StateGroup, groups_of
 from atomc.planning.device_model import Model
-from atomc.planning.plan import TimedProgram, plan
 from atomc.planning.plan_report import Workload
+from atomc.planning.step_plan import TimedProgram, plan_step
 from atomc.platform import Platform
 from atomc.program import compile_model
 from atomc.runtime.execution.capacity import Capacity, capacity
@@ -434,7 +434,7 @@ def test_a_model_that_keeps_nothing_per_token_is_as_long_as_it_may_be():
 )
 def test_a_plan_counts_both_kinds_of_memory(kind, per_token, per_sequence):
     model = Model(toy(kind, "meta"), {"max_position_embeddings": 64}, None, torch.float64, None, 0)
-    found = plan(model, Platform.named("h200"), Workload(), options={"layout": "paged"})
+    found = plan_step(model, Platform.named("h200"), Workload(), options={"layout": "paged"})
     memory = found.memory
     assert (memory.per_token, memory.per_sequence) == (per_token, per_sequence)
     of_one = 64 * per_token + per_sequence

@@ -19,11 +19,11 @@ import atomc
 from atomc.loading.create_model import create_model
 from atomc.loading.loader import load
 from atomc.parallel import sizes
-from atomc.parallel.group import TensorParallel
+from atomc.parallel.process_group import TensorParallel
 from atomc.parallel.sharding import Sharding
 from atomc.planning.device_model import build_model
-from atomc.planning.plan import plan
 from atomc.planning.plan_report import Workload
+from atomc.planning.step_plan import plan_step
 from atomc.platform import Platform
 
 pytest.importorskip("transformers")
@@ -228,7 +228,7 @@ def test_a_stock_class_gathers_no_projection() -> None:
 @SLOW
 def test_a_plan_says_how_delta_nets_are_cut(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_of("split")))
-    found = plan(build_model(tmp_path, devices=2), Platform.named("h200"), Workload(4, 2, 32))
+    found = plan_step(build_model(tmp_path, devices=2), Platform.named("h200"), Workload(4, 2, 32))
     sent, net = found.communication, "model.layers.0.linear_attn"
     assert (sent.all_reduces, sent.gathers) == (2 * 2 + 1, 1)
     rows = {row.parameter: (row.how, row.shape) for row in sent.cuts}

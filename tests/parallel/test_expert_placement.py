@@ -33,7 +33,6 @@ from atomc.loading.loader import check_expert_placement, load
 from atomc.ops.inputs import TEXT
 from atomc.options import Options
 from atomc.parallel.collectives import EXPERT_MAP, EXPERT_PLACES
-from atomc.parallel.cut import Cut
 from atomc.parallel.expert_placement import (
     balanced,
     imbalance,
@@ -43,7 +42,8 @@ from atomc.parallel.expert_placement import (
     tokens_of_ranks,
     write_placement,
 )
-from atomc.parallel.group import TensorParallel
+from atomc.parallel.process_group import TensorParallel
+from atomc.parallel.shard_slice import ShardSlice
 from atomc.platform import Platform
 from atomc.runtime.config import EngineConfig
 
@@ -175,10 +175,10 @@ def test_a_placement_needs_experts_that_are_divided() -> None:
 
 def test_a_part_may_be_of_any_members() -> None:
     whole = torch.arange(4 * 6).view(4, 6)
-    cut = Cut(0, 2, 1, members=(3, 0))
+    cut = ShardSlice(0, 2, 1, members=(3, 0))
     assert cut.of(whole).equal(whole[[3, 0]])
     assert [cut.position(i, 2) for i in range(4)] == [1, None, None, 0]
-    assert Cut(1, 3, 0, members=(5, 1)).of(whole).equal(whole[:, [5, 1]])
+    assert ShardSlice(1, 3, 0, members=(5, 1)).of(whole).equal(whole[:, [5, 1]])
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 import atomc
 from atomc.loading.create_model import create_model
-from atomc.parallel.group import TensorParallel
+from atomc.parallel.process_group import TensorParallel
 from atomc.parallel.sharding import Sharding
 from atomc.planning.device_model import build_model
-from atomc.planning.plan import plan
 from atomc.planning.plan_report import Workload
+from atomc.planning.step_plan import plan_step
 from atomc.platform import Platform
 from atomc.stock.adapter import wrap_stock
 
@@ -205,7 +205,7 @@ def test_a_rank_reads_its_heads(scheme: str | None, tmp_path: Path) -> None:
 @SLOW
 def test_a_plan_counts_two_sums_a_layer_and_one(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_of()))
-    found = plan(build_model(tmp_path, devices=2), Platform.named("h200"), Workload(4, 2, 32))
+    found = plan_step(build_model(tmp_path, devices=2), Platform.named("h200"), Workload(4, 2, 32))
     sent, layer = found.communication, "hf_model.model.layers.*.self_attn"
     assert (sent.all_reduces, sent.gathers) == (2 * 2 + 1, 1)
     rows = {row.parameter: (row.how, row.shape) for row in sent.cuts}

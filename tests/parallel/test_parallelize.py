@@ -19,10 +19,10 @@ from atomc.models.experts import Experts
 from atomc.ops.inputs import TEXT
 from atomc.options import Options
 from atomc.parallel import sizes
-from atomc.parallel.cut import Cut
-from atomc.parallel.group import TensorParallel
 from atomc.parallel.heads import resize_groups
-from atomc.parallel.plan import plan_of
+from atomc.parallel.process_group import TensorParallel
+from atomc.parallel.shard_plan import plan_of
+from atomc.parallel.shard_slice import ShardSlice
 from atomc.parallel.sharding import Sharding
 from atomc.platform import Platform
 from atomc.program import compile_model
@@ -49,24 +49,24 @@ WHOLE = torch.arange(8 * 6).view(8, 6)
 
 
 def test_parts_follow_one_another() -> None:
-    assert torch.equal(torch.cat([Cut(0, 4, i).of(WHOLE) for i in range(4)]), WHOLE)
-    assert torch.equal(torch.cat([Cut(1, 3, i).of(WHOLE) for i in range(3)], 1), WHOLE)
+    assert torch.equal(torch.cat([ShardSlice(0, 4, i).of(WHOLE) for i in range(4)]), WHOLE)
+    assert torch.equal(torch.cat([ShardSlice(1, 3, i).of(WHOLE) for i in range(3)], 1), WHOLE)
 
 
 def test_each_segment_is_cut() -> None:
-    assert Cut(0, 2, 1, segments=(1, 1)).of(WHOLE).equal(WHOLE[[2, 3, 6, 7]])
-    assert Cut(1, 3, 0, segments=(1, 1)).of(WHOLE).equal(WHOLE[:, [0, 3]])
-    assert Cut(0, 2, 1, segments=(16, 16, 32)).of(WHOLE).equal(WHOLE[[1, 3, 6, 7]])
+    assert ShardSlice(0, 2, 1, segments=(1, 1)).of(WHOLE).equal(WHOLE[[2, 3, 6, 7]])
+    assert ShardSlice(1, 3, 0, segments=(1, 1)).of(WHOLE).equal(WHOLE[:, [0, 3]])
+    assert ShardSlice(0, 2, 1, segments=(16, 16, 32)).of(WHOLE).equal(WHOLE[[1, 3, 6, 7]])
 
 
 def test_the_last_part_is_padded() -> None:
-    parts = [Cut(0, 3, i, padded=True).of(WHOLE) for i in range(3)]
+    parts = [ShardSlice(0, 3, i, padded=True).of(WHOLE) for i in range(3)]
     assert [part.shape for part in parts] == [(3, 6)] * 3
     assert torch.equal(torch.cat(parts)[:8], WHOLE) and not parts[2][2].any()
 
 
 def test_a_part_has_memory_of_its_own() -> None:
-    part = Cut(0, 2, 0).of(WHOLE)
+    part = ShardSlice(0, 2, 0).of(WHOLE)
     assert part.is_contiguous() and part.untyped_storage().nbytes() == part.nbytes
     assert part.data_ptr() != WHOLE.data_ptr()
 
@@ -74,17 +74,17 @@ def test_a_part_has_memory_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("cut", "sentence"),
     [
-        (Cut(1, 4, 0), "6 do not divide into 4 equal parts"),
+        (ShardSlice(1, 4, 0), "6 do not divide into 4 equal parts"),
         (
-            Cut(0, 4, 0, segments=(1, 1, 1, 1)),
+            ShardSlice(0, 4, 0, segments=(1, 1, 1, 1)),
             "segments of 2, 2, 2, 2 do not divide into 4 equal parts",
         ),
-        (Cut(0, 2, 0, segments=(1, 1, 4)), "8 do not divide into segments of 1 : 1 : 4"),
-        (Cut(0, 16, 0), "8 do not divide into 16 equal parts"),
-        (Cut(0, 7, 0, padded=True), "the last would hold nothing"),
+        (ShardSlice(0, 2, 0, segments=(1, 1, 4)), "8 do not divide into segments of 1 : 1 : 4"),
+        (ShardSlice(0, 16, 0), "8 do not divide into 16 equal parts"),
+        (ShardSlice(0, 7, 0, padded=True), "the last would hold nothing"),
     ],
 )
-def test_what_does_not_divide_is_said(cut: Cut, sentence: str) -> None:
+def test_what_does_not_divide_is_said(cut: ShardSlice, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         cut.of(WHOLE)
 

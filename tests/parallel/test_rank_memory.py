@@ -13,7 +13,7 @@ from tracked_bytes import TrackedBytes
 
 from atomc.loading import execute_plan
 from atomc.loading.loader import load
-from atomc.parallel.group import TensorParallel
+from atomc.parallel.process_group import TensorParallel
 
 HALF = TensorParallel(1, 2, "ranks")
 DIVIDED: dict[str, dict[str, Any]] = {

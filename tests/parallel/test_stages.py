@@ -20,7 +20,7 @@ from torch import nn
 from atomc.loading import loader
 from atomc.loading.loader import load
 from atomc.parallel import sizes
-from atomc.parallel.group import Stage
+from atomc.parallel.process_group import PipelineStage
 from atomc.parallel.stages import StageModel, cut_stage
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.execution.block_groups import BlockGroups
@@ -56,8 +56,8 @@ def checkpoint(path: Path, model_type: str, differs: dict[str, Any], layers: int
     model.save_pretrained(path)
 
 
-def stages(count: int) -> list[Stage]:
-    return [Stage(index, tuple(range(count))) for index in range(count)]
+def stages(count: int) -> list[PipelineStage]:
+    return [PipelineStage(index, tuple(range(count))) for index in range(count)]
 
 
 def one_after_the_other(models: list[nn.Module]) -> torch.Tensor:

@@ -24,7 +24,7 @@ from torch import nn
 from atomc import models
 from atomc.loading.create_model import create_model
 from atomc.loading.loader import load
-from atomc.parallel.group import TensorParallel
+from atomc.parallel.process_group import TensorParallel
 from atomc.parallel.sharding import Sharding
 
 # Two groups of 64 and two blocks of 128 for each of two ranks.

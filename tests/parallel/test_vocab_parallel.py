@@ -16,7 +16,7 @@ from atomc.cache.model_fingerprint import model_parts
 from atomc.loading.create_model import create_model
 from atomc.ops.inputs import ModelInputs
 from atomc.options import Options
-from atomc.parallel.group import TensorParallel
+from atomc.parallel.process_group import TensorParallel
 from atomc.parallel.sharding import cut_parameters
 from atomc.parallel.vocab import gather_logits, rows_of_rank, sum_lookups
 from atomc.platform import Platform

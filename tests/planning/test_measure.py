@@ -9,8 +9,8 @@ from test_plan import KV_HEADS, SMALL
 from atomc.graph.inputs import is_cache
 from atomc.planning.device_model import build_model
 from atomc.planning.measure import KernelTimer, Sizes, time_call, with_peaks
-from atomc.planning.plan import TimedProgram, measure_plan
 from atomc.planning.plan_report import Workload
+from atomc.planning.step_plan import TimedProgram, measure_step
 from atomc.platform import Platform
 
 CPU = torch.device("cpu")
@@ -82,7 +82,7 @@ def test_views_come_along_so_that_halves_of_a_tensor_stay_neighbours(lowered):
 
 
 def test_a_plan_of_this_machine_shows_measured_beside_predicted(lowered):
-    found = measure_plan(lowered.model, Workload(2, 2, 16), options={"glue": "eager"})
+    found = measure_step(lowered.model, Workload(2, 2, 16), options={"glue": "eager"})
     assert found.total("timed") > 0 and "measured us" in found.to_text()
     assert found.machine == Platform.detect().name
 

@@ -16,8 +16,8 @@ from atomc.cost.moe_layers import moe_layers
 from atomc.cost.quantized_weights import quantized_weights
 from atomc.loading.create_model import create_model
 from atomc.planning.device_model import build_model
-from atomc.planning.plan import compile_for, plan
 from atomc.planning.plan_report import ExpertsRead, Workload
+from atomc.planning.step_plan import compile_for, plan_step
 from atomc.platform import Platform
 from atomc.program import compile_model
 from atomc.report.kernel_ranges import kernels_by_tokens
@@ -225,7 +225,7 @@ def qwen3_moe(tmp_path_factory):
 @pytest.mark.parametrize("tokens", [1, 8, 64])
 def test_a_plan_of_a_mixture_counts_the_experts_that_its_tokens_hit(qwen3_moe, tokens):
     model, platform, program = qwen3_moe
-    found = plan(model, platform, Workload(tokens, tokens), program=program)
+    found = plan_step(model, platform, Workload(tokens, tokens), program=program)
     (row,) = [row for row in found.lines if row.op == "moe_experts"]
     distinct = E * (1 - (1 - K / E) ** tokens)
     rows = tokens * (2 * 2 * H + 4 * K + 2 * K)  # weights of the router in bf16
@@ -239,7 +239,7 @@ def test_a_plan_of_a_mixture_counts_the_experts_that_its_tokens_hit(qwen3_moe, t
 
 def test_all_experts_are_held_and_few_are_active(qwen3_moe):
     model, platform, program = qwen3_moe
-    found = plan(model, platform, Workload(), program=program)
+    found = plan_step(model, platform, Workload(), program=program)
     experts, expert = 2 * E, 3 * H * INNER
     parameters = sum(x.numel() for x in model.module.parameters())
     assert found.mixture.held == 2 * experts * expert

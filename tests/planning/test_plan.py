@@ -14,8 +14,8 @@ from atomc.cost.efficiency import SHIPPED, Table, Timing, evaluated, fit, predic
 from atomc.loading.create_model import create_model
 from atomc.ops import Tokens
 from atomc.planning.device_model import build_model
-from atomc.planning.plan import compile_for, plan
 from atomc.planning.plan_report import Workload
+from atomc.planning.step_plan import compile_for, plan_step
 from atomc.platform import GIB, Platform
 from atomc.quantization import ONLINE, quantize
 
@@ -87,7 +87,7 @@ def planned(folder, programs):
         model = build_model(
             folder(config or SMALL), devices=devices, quantization=quantization, platform=where
         )
-        return plan(model, where, load or Workload(), program=programs(model, where))
+        return plan_step(model, where, load or Workload(), program=programs(model, where))
 
     return found
 
@@ -140,7 +140,7 @@ def test_predicted_decode_steps_of_the_h200_are_within_a_quarter_of_the_measured
     program = compile_for(model, h200)
     assert set(measured) == batches
     for batch, tpot in measured.items():
-        found = plan(model, h200, Workload(batch, batch, 1024), program=program)
+        found = plan_step(model, h200, Workload(batch, batch, 1024), program=program)
         layers = sum(
             line.seconds * line.calls / 2
             for line in found.lines
@@ -359,7 +359,7 @@ def test_a_model_of_transformers_is_cut_by_its_own_plan(folder):
     pytest.importorskip("transformers")
     config = {**SMALL, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
     model = build_model(folder(config), devices=2, layers=1)
-    found = plan(model, Platform.named("h200"), Workload())
+    found = plan_step(model, Platform.named("h200"), Workload())
     assert found.model == "Qwen2ForCausalLM"
     # The plan of transformers 5.17 leaves the embedding whole.
     is_cut = "model.embed_tokens" in model.module.hf_model.tp_plan
@@ -381,7 +381,7 @@ def test_an_amd_gpu_gets_its_kernels_and_its_own_fp8(folder, programs, platform,
     where = Platform.named(platform)
     model = build_model(folder(SMALL), quantization="fp8", platform=where)
     assert model.module.model.layers[0].mlp.down_proj.weight.dtype == dtype
-    found = plan(model, where, Workload(), program=programs(model, where))
+    found = plan_step(model, where, Workload(), program=programs(model, where))
     assert found.arch == platform and "aiter" in {line.kernel for line in found.lines}
     # All but the first norm stand behind an addition, and the last one feeds the head, which is not
     # quantized.
@@ -556,7 +556,7 @@ LATENT = {
 def drafted(folder, drafts, load, devices=1):
     where = Platform.named("h200")
     model = build_model(folder(LATENT), devices=devices, platform=where, drafts=drafts)
-    return model, plan(model, where, load, longest=65536)
+    return model, plan_step(model, where, load, longest=65536)
 
 
 def of_draft(found):

@@ -16,8 +16,8 @@ from atomc.cost.efficiency import predict
 from atomc.ops.op import op
 from atomc.ops.op_traits import Kind
 from atomc.planning.device_model import build_model
-from atomc.planning.plan import plan
 from atomc.planning.plan_report import Workload
+from atomc.planning.step_plan import plan_step
 from atomc.platform import Platform
 
 H200 = Platform.named("h200")
@@ -68,7 +68,7 @@ def test_a_collective_op_must_say_what_it_sends():
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    return plan(build_model(folder, devices=2), H200, Workload(4, 2, 32))
+    return plan_step(build_model(folder, devices=2), H200, Workload(4, 2, 32))
 
 
 def test_a_plan_says_where_collectives_stand_and_what_their_links_need(found):
@@ -90,7 +90,7 @@ def test_a_plan_says_where_collectives_stand_and_what_their_links_need(found):
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_the_experts_of_a_plan_are_summed_and_cut(kind, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[kind]))
-    sent = plan(build_model(tmp_path, devices=2), H200, Workload(4, 2, 32)).communication
+    sent = plan_step(build_model(tmp_path, devices=2), H200, Workload(4, 2, 32)).communication
     layers = CONFIGS[kind]["num_hidden_layers"]
     assert (sent.all_reduces, sent.gathers) == (2 * layers + 1, 1)
     cuts = {row.parameter: row for row in sent.cuts}

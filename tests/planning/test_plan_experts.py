@@ -9,8 +9,8 @@ from tiny_experts import CONFIGS
 
 from atomc.cli import main
 from atomc.planning.device_model import build_model
-from atomc.planning.plan import plan
-from atomc.planning.plan_report import ExpertsRead, Plan, Workload
+from atomc.planning.plan_report import ExpertsRead, StepPlan, Workload
+from atomc.planning.step_plan import plan_step
 from atomc.platform import Platform
 
 CONFIG = CONFIGS["qwen3_moe"]
@@ -25,8 +25,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def planned(folder: Path, **given: Any) -> Plan:
-    return plan(build_model(folder, **given), Platform.named("h200"), Workload(T, T, 32))
+def planned(folder: Path, **given: Any) -> StepPlan:
+    return plan_step(build_model(folder, **given), Platform.named("h200"), Workload(T, T, 32))
 
 
 def distinct(tokens: int) -> float:

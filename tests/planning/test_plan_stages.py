@@ -8,7 +8,7 @@ import pytest
 from test_plan_collectives import CONFIG
 
 from atomc.cli import main
-from atomc.parallel.group import Stage
+from atomc.parallel.process_group import PipelineStage
 from atomc.planning.device_model import build_model
 from atomc.planning.plan_report import Pipeline, StageRow
 
@@ -55,7 +55,7 @@ def test_the_time_of_a_step_is_that_of_all_stages_and_of_what_they_send() -> Non
 
 
 def test_a_stage_of_several_devices_holds_a_part_of_its_layers(folder: Path) -> None:
-    stage = Stage(1, (0, 1))
+    stage = PipelineStage(1, (0, 1))
     one, half = (build_model(folder, devices=n, stage=stage) for n in (1, 2))
     name = "model.layers.2.mlp.down_proj.weight"
     assert list(one.module.get_parameter(name).shape) == [64, 128]

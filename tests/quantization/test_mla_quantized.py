@@ -23,8 +23,8 @@ import atomc
 from atomc import models, ops
 from atomc.loading.loader import load
 from atomc.planning.device_model import build_model
-from atomc.planning.plan import compile_for, plan
 from atomc.planning.plan_report import Workload
+from atomc.planning.step_plan import compile_for, plan_step
 from atomc.platform import Platform
 from atomc.program import Program, compile_model
 from atomc.quantization import ONLINE
@@ -349,7 +349,7 @@ def test_a_plan_counts_these_forms(tmp_path: Path) -> None:
     assert {spec.kind for spec in program.specs} == {"latent"}
     prepared = [choice for choice in program.report.kernels if choice.op.startswith("kv_b_")]
     assert prepared and all((each.chosen, each.refused) == ("torch", []) for each in prepared)
-    memory = plan(model, platform, Workload(1, 1, 16), program=program).memory
+    memory = plan_step(model, platform, Workload(1, 1, 16), program=program).memory
     stored = heads * (128 + 128) * 512
     forms = 2 * stored + heads * 512 * 128 + 4  # in 16 bits, and the half for keys in 8
     assert memory.copies == 2 * (forms - stored)

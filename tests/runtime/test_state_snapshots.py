@@ -24,8 +24,8 @@ from torch import nn
 
 from atomc.ops.state import StateSpec
 from atomc.planning.device_model import Model
-from atomc.planning.plan import plan
 from atomc.planning.plan_report import Workload
+from atomc.planning.step_plan import plan_step
 from atomc.platform import Platform
 from atomc.runtime.engine import EngineConfig
 from atomc.runtime.execution.capacity import Capacity, capacity
@@ -656,7 +656,7 @@ def test_rows_beside_the_slots_are_charged_before_blocks():
 
 def test_a_plan_counts_snapshots():
     model, longest = Model(toy("lasting mixed", "meta"), {}, None, torch.float64, None, 0), 4096
-    found = plan(
+    found = plan_step(
         model, Platform.named("h200"), Workload(), longest=longest, options={"layout": "paged"}
     )
     memory = found.memory

@@ -16,7 +16,7 @@ from tensor_parallel_ranks import IDS, POSITIONS, Case, whole
 from test_self_check import llm_of, stock
 
 import atomc
-from atomc.parallel.group import TensorParallel
+from atomc.parallel.process_group import TensorParallel
 from atomc.parallel.vocab import LogitsOfRank, VocabParallelHead, leave_apart
 from atomc.runtime.execution.self_check import verdict_of
 from atomc.runtime.execution.views.stock_head import separable_head

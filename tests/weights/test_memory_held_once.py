@@ -23,8 +23,8 @@ from atomc.loading import dummy_weights, loader
 from atomc.loading.create_model import create_model
 from atomc.ops import GroupStep, Prepared, Step, Tokens
 from atomc.planning.device_model import build_model
-from atomc.planning.plan import compile_for, plan
 from atomc.planning.plan_report import Workload
+from atomc.planning.step_plan import compile_for, plan_step
 from atomc.platform import Platform
 from atomc.program import Program, compile_model
 from atomc.quantization.stored_size import stored_bytes
@@ -397,7 +397,7 @@ def test_a_plan_counts_experts_in_aiters_layout_once(scheme: str | None, tmp_pat
     program = compile_for(model, Platform.named("gfx950"))
     of_experts = {c.chosen for c in program.report.kernels if c.op.startswith("moe_experts")}
     assert of_experts == {"aiter"} and program.prepared_bytes
-    memory = plan(model, Platform.named("gfx950"), Workload(1, 1, 16), program=program).memory
+    memory = plan_step(model, Platform.named("gfx950"), Workload(1, 1, 16), program=program).memory
     assert memory.copies == 0
     parameters = sum(p.nbytes for p in model.module.parameters())
     assert parameters <= memory.weights < parameters + 100  # and buffers
@@ -413,7 +413,7 @@ def test_the_runtime_holds_experts_of_4_bits_in_the_order_of_fragments_and_nothi
     model = build_model(folder, quantization=scheme, platform=h200)
     program = compile_for(model, h200)
     assert program.prepared_bytes
-    assert plan(model, h200, Workload(1, 1, 16), program=program).memory.copies == 0
+    assert plan_step(model, h200, Workload(1, 1, 16), program=program).memory.copies == 0
 
 
 @pytest.mark.parametrize("scheme", [pytest.param("int4", marks=pytest.mark.slow), "mxfp4_a16"])

@@ -15,12 +15,12 @@ from atomc.kernels.moe.combinations.no_ep import NoEP
 from atomc.kernels.moe.combinations.reference import Reference
 from atomc.kernels.moe.combinations.triton_batched import TritonBatched
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
-from atomc.kernels.moe.experts import Experts, Sizes, WorkspaceShapes
+from atomc.kernels.moe.experts import ExpertsKernel, Sizes, WorkspaceShapes
 from atomc.kernels.moe.grouped import Grouped
 from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
 from atomc.kernels.moe.modular_experts import ModularExperts, incompatible
 from atomc.kernels.moe.prepare_finalize import PrepareFinalize
-from atomc.kernels.moe.schemes import SCHEMES, Fp8Block, Fp8PerToken, Int8PerToken, Unquantized
+from atomc.kernels.moe.schemes import SCHEMES, Fp8PerBlock, Fp8PerToken, Int8PerToken, Unquantized
 from atomc.kernels.moe.triton_standard import Triton
 from atomc.kernels.moe.weight_and_reduce import WeightAndReduce
 
@@ -32,10 +32,10 @@ __all__ = [
     "BatchedReference",
     "Dispatched",
     "ExpertWeights",
-    "Experts",
     "ExpertsConfig",
+    "ExpertsKernel",
     "FlashInfer",
-    "Fp8Block",
+    "Fp8PerBlock",
     "Fp8PerToken",
     "Grouped",
     "Int8PerToken",

@@ -12,7 +12,7 @@ from atomc.kernels.moe.collectives import Ranks
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched, Sent
 from atomc.kernels.moe.placement import placement
 from atomc.kernels.moe.prepare_finalize import PrepareFinalize, Receiver, quantized
-from atomc.kernels.moe.schemes import Scheme
+from atomc.kernels.moe.schemes import ExpertsScheme
 from atomc.kernels.moe.weight_and_reduce import Contiguous, Delegate, WeightAndReduce, rows_at
 
 
@@ -59,7 +59,7 @@ class AllToAll(PrepareFinalize):
         ids: Tensor,
         weights: Tensor,
         num_local_experts: int,
-        scheme: Scheme,
+        scheme: ExpertsScheme,
     ) -> Receiver:
         codes, scale = quantized(x, x_scale, scheme)
         wanted = self._wanted(ids)

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from atomc.kernels.moe.all_to_all import AllToAll
-from atomc.kernels.moe.experts import Experts
+from atomc.kernels.moe.experts import ExpertsKernel
 from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
 from atomc.kernels.moe.modular_experts import ModularExperts
 from atomc.ops.experts import Gate
@@ -11,7 +11,7 @@ from atomc.torch_compat.process_groups import process_group as group_of
 
 
 def sent_to_experts(
-    experts: Experts,
+    experts: ExpertsKernel,
     x: Tensor,
     ids: Tensor,
     weights: Tensor,

@@ -33,7 +33,7 @@ class WorkspaceShapes(NamedTuple):
     output: tuple[int, ...]
 
 
-class Experts(ABC):
+class ExpertsKernel(ABC):
     """Letters as in atomc.kernels.moe.dispatched.
 
     activation_formats   of input and output

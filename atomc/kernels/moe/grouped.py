@@ -4,12 +4,12 @@ from torch import Tensor
 
 from atomc.kernels.grouped_experts import grouped_experts
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
-from atomc.kernels.moe.experts import Experts, Sizes, WorkspaceShapes, local_ids
+from atomc.kernels.moe.experts import ExpertsKernel, Sizes, WorkspaceShapes, local_ids
 from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
 from atomc.kernels.moe.weight_and_reduce import Contiguous, WeightAndReduce
 
 
-class Grouped(Experts):
+class Grouped(ExpertsKernel):
     """torch.nn.functional.grouped_mm, which allocates its results. On a CUDA device, torch requires
     that H and I are multiples of 16 bytes.
     """

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from atomc.kernels.moe.schemes import Scheme, Unquantized
+from atomc.kernels.moe.schemes import ExpertsScheme, Unquantized
 from atomc.ops.experts import Gate, gated
 
 
@@ -16,7 +16,7 @@ class ExpertsConfig:
     weight_on_input  the router's weight multiplies the input of an expert, not its result; k is 1
     """
 
-    scheme: Scheme = field(default_factory=Unquantized)
+    scheme: ExpertsScheme = field(default_factory=Unquantized)
     activation: str = "silu"
     interleaved: bool = False
     alpha: float = 1.702

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
-from atomc.kernels.moe.experts import Experts, Sizes
+from atomc.kernels.moe.experts import ExpertsKernel, Sizes
 from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
 from atomc.kernels.moe.prepare_finalize import PrepareFinalize
 from atomc.ops.experts import ACTIVATIONS
@@ -17,7 +17,7 @@ IDS = (torch.int32, torch.int64)
 
 def incompatible(
     prepare_finalize: PrepareFinalize | type[PrepareFinalize],
-    experts: Experts | type[Experts],
+    experts: ExpertsKernel | type[ExpertsKernel],
     scheme: str,
 ) -> str | None:
     """Why two parts cannot be combined for a quantization scheme, as a sentence; or None."""
@@ -51,7 +51,7 @@ class ModularExperts:
     def __init__(
         self,
         prepare_finalize: PrepareFinalize,
-        experts: Experts,
+        experts: ExpertsKernel,
         config: ExpertsConfig | None = None,
         *,
         chunk_rows: int | None = None,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
-from atomc.kernels.moe.schemes import ALL_SCHEMES, Scheme
+from atomc.kernels.moe.schemes import ALL_SCHEMES, ExpertsScheme
 from atomc.kernels.moe.weight_and_reduce import WeightAndReduce
 
 Receiver = Callable[[], Dispatched]
@@ -46,7 +46,7 @@ class PrepareFinalize(ABC):
         ids: Tensor,
         weights: Tensor,
         num_local_experts: int,
-        scheme: Scheme,
+        scheme: ExpertsScheme,
     ) -> Receiver:
         """Quantizes and sends. The caller may compute something else before it calls the receiver,
         which waits for the rows of other ranks.
@@ -62,7 +62,7 @@ class PrepareFinalize(ABC):
         ids: Tensor,
         weights: Tensor,
         num_local_experts: int,
-        scheme: Scheme,
+        scheme: ExpertsScheme,
     ) -> Dispatched:
         """prepare_no_receive, and waits."""
         return self.prepare_no_receive(x, x_scale, ids, weights, num_local_experts, scheme)()
@@ -74,6 +74,8 @@ class PrepareFinalize(ABC):
         """Results of the experts -> [T, H] of the tokens of this rank, in the dtype of results."""
 
 
-def quantized(x: Tensor, x_scale: Tensor | None, scheme: Scheme) -> tuple[Tensor, Tensor | None]:
+def quantized(
+    x: Tensor, x_scale: Tensor | None, scheme: ExpertsScheme
+) -> tuple[Tensor, Tensor | None]:
     """Codes and scales of x, unless x has codes already."""
     return scheme.quantize(x) if x_scale is None else (x, x_scale)

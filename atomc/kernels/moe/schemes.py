@@ -19,7 +19,7 @@ from atomc.ops.scaled_linear import (
 )
 
 
-class Scheme(ABC):
+class ExpertsScheme(ABC):
     """The format of weights and activations."""
 
     name: ClassVar[str]
@@ -42,7 +42,7 @@ class Scheme(ABC):
 
 
 @dataclass(frozen=True)
-class Unquantized(Scheme):
+class Unquantized(ExpertsScheme):
     """16 bits or fp32."""
 
     name = "none"
@@ -63,7 +63,7 @@ class Unquantized(Scheme):
 
 
 @dataclass(frozen=True)
-class Fp8PerToken(Scheme):
+class Fp8PerToken(ExpertsScheme):
     """fp8 with a scale per row of activations, and one per output or one per expert of weights."""
 
     name = "fp8"
@@ -87,7 +87,7 @@ class Fp8PerToken(Scheme):
 
 
 @dataclass(frozen=True)
-class Fp8Block(Scheme):
+class Fp8PerBlock(ExpertsScheme):
     """fp8 with a scale per `block` columns of a row of activations, and per square of weights."""
 
     name = "fp8_block"
@@ -113,7 +113,7 @@ class Fp8Block(Scheme):
 
 
 @dataclass(frozen=True)
-class Int8PerToken(Scheme):
+class Int8PerToken(ExpertsScheme):
     """int8 with a scale per row of activations, and one per output of weights."""
 
     name = "int8"
@@ -136,7 +136,7 @@ class Int8PerToken(Scheme):
         )
 
 
-SCHEMES: dict[str, Scheme] = {
-    scheme.name: scheme for scheme in (Unquantized(), Fp8PerToken(), Fp8Block(), Int8PerToken())
+SCHEMES: dict[str, ExpertsScheme] = {
+    scheme.name: scheme for scheme in (Unquantized(), Fp8PerToken(), Fp8PerBlock(), Int8PerToken())
 }
 ALL_SCHEMES = tuple(SCHEMES)

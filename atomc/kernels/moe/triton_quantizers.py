@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from atomc.kernels.moe.schemes import Fp8Block, Fp8PerToken, Int8PerToken, Scheme
+from atomc.kernels.moe.schemes import ExpertsScheme, Fp8PerBlock, Fp8PerToken, Int8PerToken
 from atomc.kernels.triton.rows.quant import (
     quant_fp8_group,
     quant_fp8_per_token,
@@ -10,9 +10,9 @@ from atomc.kernels.triton.rows.quant import (
 )
 
 
-def quantize(scheme: Scheme, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Codes and scales of x, as Scheme.quantize."""
-    if isinstance(scheme, Fp8Block):
+def quantize(scheme: ExpertsScheme, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Codes and scales of x, as ExpertsScheme.quantize."""
+    if isinstance(scheme, Fp8PerBlock):
         return quant_fp8_group(x, scheme.block, dtype=scheme.dtype)
     if isinstance(scheme, Fp8PerToken):
         return quant_fp8_per_token(x, scheme.dtype)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
-from atomc.kernels.moe.experts import Experts, Sizes, WorkspaceShapes, local_ids
+from atomc.kernels.moe.experts import ExpertsKernel, Sizes, WorkspaceShapes, local_ids
 from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
-from atomc.kernels.moe.schemes import ALL_SCHEMES, Fp8Block
+from atomc.kernels.moe.schemes import ALL_SCHEMES, Fp8PerBlock
 from atomc.kernels.moe.weight_and_reduce import NoOp, WeightAndReduce
 
 
@@ -26,12 +26,12 @@ def no_triton(device: torch.device) -> str | None:
 def unfit_block(name: str, config: ExpertsConfig, multiple: int) -> str | None:
     """Refuse squares of weights that a tile of the kernels would cross."""
     scheme = config.scheme
-    if isinstance(scheme, Fp8Block) and scheme.block % multiple:
+    if isinstance(scheme, Fp8PerBlock) and scheme.block % multiple:
         return f"{name} supports fp8 blocks of multiples of {multiple}, not of {scheme.block}"
     return None
 
 
-class Triton(Experts):
+class Triton(ExpertsKernel):
     """Rows sorted by expert in blocks, gathered products, of which the first gates its results, and
     a sum in a fixed order. The kernels allocate their results. Nothing waits for the host.
     """
@@ -79,7 +79,7 @@ class Triton(Experts):
             lambda act: quantize(scheme, act),
             output.dtype,
             config.gate,
-            scheme.block if isinstance(scheme, Fp8Block) else 0,
+            scheme.block if isinstance(scheme, Fp8PerBlock) else 0,
         )
         output.copy_(sums)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from atomc.parallel.expert_placement import Ranks, read_placement
-from atomc.parallel.group import Place
+from atomc.parallel.process_group import Place
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.execution.images.model import ImageModel
 from atomc.runtime.execution.loading.hub import model_folder

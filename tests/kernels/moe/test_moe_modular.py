@@ -30,11 +30,11 @@ from atomc.kernels.moe import (
     BatchedAllToAll,
     BatchedReference,
     Dispatched,
-    Experts,
     ExpertsConfig,
+    ExpertsKernel,
     ExpertWeights,
     FlashInfer,
-    Fp8Block,
+    Fp8PerBlock,
     Grouped,
     ModularExperts,
     Naive,
@@ -118,14 +118,14 @@ class Call:
         made.pop("act_scale", None)
         stored = {name: made.pop(name) for name in [*made] if name in ExpertWeights.__annotations__}
         self.of_experts = ExpertWeights(**stored)
-        chosen = Fp8Block(block=block) if scheme == "fp8_block" else SCHEMES[scheme]
+        chosen = Fp8PerBlock(block=block) if scheme == "fp8_block" else SCHEMES[scheme]
         self.config = ExpertsConfig(chosen, **made)
 
     @property
     def num_experts(self) -> int:
         return self.of_experts.num_experts
 
-    def run(self, prepare: PrepareFinalize, experts: Experts, **rest: Any) -> Tensor:
+    def run(self, prepare: PrepareFinalize, experts: ExpertsKernel, **rest: Any) -> Tensor:
         """With everything that nobody wrote poisoned."""
         with PoisonedMemory():
             moe = ModularExperts(prepare, experts, self.config, **rest)
@@ -282,21 +282,21 @@ def test_prepare_quantizes_an_x_without_scales(prepare: str, scheme: str) -> Non
 @pytest.mark.parametrize(
     "experts", [Reference(), Grouped(), Triton(), FlashInfer(), NaiveBatched(), TritonBatched()]
 )
-def test_weights_of_any_strides_are_read_in_place(experts: Experts) -> None:
+def test_weights_of_any_strides_are_read_in_place(experts: ExpertsKernel) -> None:
     call = Call("none", torch.float32, cases.transposed)
     part = NoEP() if experts.activation_formats[0] == STANDARD else BatchedReference()
     call.assert_near(call.run(part, experts), call.reference())
 
 
 @pytest.mark.parametrize("experts", [Reference(), NaiveBatched(), TritonBatched()])
-def test_blocks_can_have_other_sizes(experts: Experts) -> None:
+def test_blocks_can_have_other_sizes(experts: ExpertsKernel) -> None:
     call = Call("fp8_block", torch.float32, block=64, hidden=160, inner=96)
     part = NoEP() if experts.activation_formats[0] == STANDARD else BatchedReference()
     call.assert_near(call.run(part, experts), call.reference())
 
 
 @pytest.mark.parametrize("experts", [Reference(), Triton(), NaiveBatched(), TritonBatched()])
-def test_a_weight_can_have_one_scale_per_expert(experts: Experts) -> None:
+def test_a_weight_can_have_one_scale_per_expert(experts: ExpertsKernel) -> None:
     call = Call("fp8", torch.float32, per="expert")
     part = NoEP() if experts.activation_formats[0] == STANDARD else BatchedReference()
     call.assert_near(call.run(part, experts), call.reference())
@@ -375,7 +375,7 @@ def test_a_name_that_is_not_in_the_table_is_an_error_with_those_that_are() -> No
         why_not("no_ep", "reference", "fp6")
 
 
-class Recording(Experts):
+class Recording(ExpertsKernel):
     """Fills its output with the rows of its calls, and remembers where its workspaces were."""
 
     name = "recording"
@@ -443,7 +443,7 @@ def test_shared_experts_run_between_send_and_receive_and_are_added() -> None:
 
 
 @pytest.mark.parametrize("part", [NaiveBatched, TritonBatched])
-def test_chunks_of_a_part_that_needs_all_rows_are_refused(part: type[Experts]) -> None:
+def test_chunks_of_a_part_that_needs_all_rows_are_refused(part: type[ExpertsKernel]) -> None:
     with pytest.raises(ValueError, match=r"processes all rows at once: chunk_rows=4 must be None"):
         ModularExperts(BatchedReference(), part(), chunk_rows=4)
 
@@ -453,11 +453,11 @@ def test_chunks_of_a_part_that_needs_all_rows_are_refused(part: type[Experts]) -
     [(NoEP(), Triton(), 128), (BatchedReference(), TritonBatched(), 64)],
 )
 def test_blocks_that_the_tiles_of_a_kernel_cross_are_refused(
-    prepare: PrepareFinalize, experts: Experts, multiple: int
+    prepare: PrepareFinalize, experts: ExpertsKernel, multiple: int
 ) -> None:
     reason = f"{experts.name} supports fp8 blocks of multiples of {multiple}, not of 48"
     with pytest.raises(ValueError, match=reason):
-        ModularExperts(prepare, experts, ExpertsConfig(Fp8Block(block=48)))
+        ModularExperts(prepare, experts, ExpertsConfig(Fp8PerBlock(block=48)))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from torch import Tensor, distributed, nn
 
 import atomc
 from atomc import program
-from atomc.parallel.group import TensorParallel
+from atomc.parallel.process_group import TensorParallel
 from atomc.parallel.vocab import sum_lookups
 from atomc.platform import Platform
 from atomc.report.report import Report

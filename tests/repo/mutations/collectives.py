@@ -15,7 +15,12 @@ SCALED = f"{VOCAB}::test_a_class_that_scales_its_lookup_scales_the_rows_of_its_p
 GATHERED = f"{FUSION}::test_columns_of_all_processes_are_gathered_by_one_op"
 BUGS = [
     Bug("atomc/parallel/vocab.py", "rows = -(-size // ranks)", "rows = size // ranks", HELD),
-    Bug("atomc/parallel/cut.py", "padded = tensor.new_zeros(", "padded = tensor.new_ones(", HELD),
+    Bug(
+        "atomc/parallel/shard_slice.py",
+        "padded = tensor.new_zeros(",
+        "padded = tensor.new_ones(",
+        HELD,
+    ),
     Bug("atomc/parallel/vocab.py", "(row < 0) | (row >=", "(row < 0) | (row >", SCALED),
     Bug("atomc/parallel/vocab.py", "(row < 0) | (row >=", "(row <= 0) | (row >=", SCALED),
     Bug(

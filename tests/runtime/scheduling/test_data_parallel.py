@@ -7,7 +7,7 @@ import pytest
 from torch import nn
 
 from atomc.parallel import sizes
-from atomc.parallel.group import Place, TensorParallel
+from atomc.parallel.process_group import Place, TensorParallel
 from atomc.runtime.config import EngineConfig
 from atomc.runtime.execution.input_batch import InputBatch
 from atomc.runtime.execution.programs import Programs

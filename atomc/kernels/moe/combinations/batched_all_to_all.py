@@ -18,7 +18,7 @@ from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched, Sent
 from atomc.kernels.moe.experts import local_ids
 from atomc.kernels.moe.placement import placement
 from atomc.kernels.moe.prepare_finalize import PrepareFinalize, Receiver, quantized
-from atomc.kernels.moe.schemes import Scheme
+from atomc.kernels.moe.schemes import ExpertsScheme
 from atomc.kernels.moe.weight_and_reduce import Delegate, NaiveBatched, WeightAndReduce
 
 
@@ -68,7 +68,7 @@ class BatchedAllToAll(PrepareFinalize):
         ids: Tensor,
         weights: Tensor,
         num_local_experts: int,
-        scheme: Scheme,
+        scheme: ExpertsScheme,
     ) -> Receiver:
         codes, scale = quantized(x, x_scale, scheme)
         experts, capacity = len(self.position), self.max_tokens_per_rank

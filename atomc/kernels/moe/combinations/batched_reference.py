@@ -8,7 +8,7 @@ from atomc.kernels.moe.combinations.batching import batch_rows, slots_of
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched, Sent
 from atomc.kernels.moe.experts import local_ids
 from atomc.kernels.moe.prepare_finalize import PrepareFinalize, Receiver, quantized
-from atomc.kernels.moe.schemes import Scheme
+from atomc.kernels.moe.schemes import ExpertsScheme
 from atomc.kernels.moe.weight_and_reduce import Delegate, NaiveBatched, WeightAndReduce
 
 
@@ -38,7 +38,7 @@ class BatchedReference(PrepareFinalize):
         ids: Tensor,
         weights: Tensor,
         num_local_experts: int,
-        scheme: Scheme,
+        scheme: ExpertsScheme,
     ) -> Receiver:
         codes, scale = quantized(x, x_scale, scheme)
         capacity = len(x) if self.max_tokens_per_rank is None else self.max_tokens_per_rank

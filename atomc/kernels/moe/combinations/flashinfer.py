@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
-from atomc.kernels.moe.experts import Experts, Sizes, WorkspaceShapes, local_ids
+from atomc.kernels.moe.experts import ExpertsKernel, Sizes, WorkspaceShapes, local_ids
 from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
 from atomc.kernels.moe.weight_and_reduce import NoOp, WeightAndReduce
 from atomc.ops.experts import gate_and_up
@@ -24,7 +24,7 @@ TAKES = ("swiglu_alpha", "fc1_expert_biases", "ep_size", "output", "use_fused_fi
 ALPHA_AND_BETA = {"silu": (1.0, 0.0), "swiglu_oai": (None, 1.0)}
 
 
-class FlashInfer(Experts):
+class FlashInfer(ExpertsKernel):
     """flashinfer.fused_moe.cutlass_fused_moe: sorts rows by expert, multiplies, gates, weights and
     sums, in a fixed order. It compiles itself at the first call of a process, for minutes, unless
     flashinfer-jit-cache is installed. Ids of no expert are given to it as those of a second rank.

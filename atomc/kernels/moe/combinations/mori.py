@@ -16,7 +16,7 @@ from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched, Sent
 from atomc.kernels.moe.experts import local_ids
 from atomc.kernels.moe.placement import placement
 from atomc.kernels.moe.prepare_finalize import PrepareFinalize, Receiver, quantized
-from atomc.kernels.moe.schemes import Scheme
+from atomc.kernels.moe.schemes import ExpertsScheme
 from atomc.kernels.moe.weight_and_reduce import Contiguous, Delegate, WeightAndReduce
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fnuz)
@@ -75,7 +75,7 @@ class Mori(PrepareFinalize):
         ids: Tensor,
         weights: Tensor,
         num_local_experts: int,
-        scheme: Scheme,
+        scheme: ExpertsScheme,
     ) -> Receiver:
         codes, scale = quantized(x, x_scale, scheme)
         slots = local_ids(ids, self.slot, num_local_experts)

@@ -12,7 +12,7 @@ from torch import Tensor, distributed
 from atomc.kernels.moe.collectives import Pending, Ranks
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched, Sent
 from atomc.kernels.moe.prepare_finalize import PrepareFinalize, Receiver, quantized
-from atomc.kernels.moe.schemes import Scheme
+from atomc.kernels.moe.schemes import ExpertsScheme
 from atomc.kernels.moe.weight_and_reduce import Contiguous, Delegate, WeightAndReduce
 
 
@@ -50,7 +50,7 @@ class Naive(PrepareFinalize):
         ids: Tensor,
         weights: Tensor,
         num_local_experts: int,
-        scheme: Scheme,
+        scheme: ExpertsScheme,
     ) -> Receiver:
         codes, scale = quantized(x, x_scale, scheme)
         missing = self._most(ids) - len(ids)

@@ -3,13 +3,13 @@
 from torch import Tensor
 
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
-from atomc.kernels.moe.experts import Experts, Sizes, WorkspaceShapes
+from atomc.kernels.moe.experts import ExpertsKernel, Sizes, WorkspaceShapes
 from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
 from atomc.kernels.moe.schemes import ALL_SCHEMES
 from atomc.kernels.moe.weight_and_reduce import Delegate, WeightAndReduce
 
 
-class NaiveBatched(Experts):
+class NaiveBatched(ExpertsKernel):
     """Reads the number of rows of each expert on the host."""
 
     name = "naive_batched"

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
 from atomc.kernels.moe.prepare_finalize import PrepareFinalize, Receiver, quantized
-from atomc.kernels.moe.schemes import Scheme
+from atomc.kernels.moe.schemes import ExpertsScheme
 from atomc.kernels.moe.weight_and_reduce import Contiguous, Delegate, WeightAndReduce
 
 
@@ -21,7 +21,7 @@ class NoEP(PrepareFinalize):
         ids: Tensor,
         weights: Tensor,
         num_local_experts: int,
-        scheme: Scheme,
+        scheme: ExpertsScheme,
     ) -> Receiver:
         dispatched = Dispatched(*quantized(x, x_scale, scheme), ids, weights)
         return lambda: dispatched

@@ -17,7 +17,7 @@ from atomc.kernels.moe.combinations.no_ep import NoEP
 from atomc.kernels.moe.combinations.reference import Reference
 from atomc.kernels.moe.combinations.triton_batched import TritonBatched
 from atomc.kernels.moe.dispatched import ActivationFormat
-from atomc.kernels.moe.experts import Experts
+from atomc.kernels.moe.experts import ExpertsKernel
 from atomc.kernels.moe.grouped import Grouped
 from atomc.kernels.moe.modular_experts import incompatible
 from atomc.kernels.moe.prepare_finalize import PrepareFinalize
@@ -52,7 +52,7 @@ class PreparePart:
 
 @dataclass(frozen=True)
 class ExpertsPart:
-    part: type[Experts]
+    part: type[ExpertsKernel]
     note: str
     kind: Kind = "experts"
 

@@ -4,15 +4,15 @@ import torch
 from torch import Tensor
 
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
-from atomc.kernels.moe.experts import Experts, Sizes, WorkspaceShapes, local_ids
+from atomc.kernels.moe.experts import ExpertsKernel, Sizes, WorkspaceShapes, local_ids
 from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
-from atomc.kernels.moe.schemes import ALL_SCHEMES, Fp8Block
+from atomc.kernels.moe.schemes import ALL_SCHEMES, Fp8PerBlock
 from atomc.kernels.moe.weight_and_reduce import NoOp, WeightAndReduce
 from atomc.ops.experts import moe_experts
 from atomc.ops.scaled_experts import moe_experts_fp8, moe_experts_int8
 
 
-class Reference(Experts):
+class Reference(ExpertsKernel):
     """One expert after another, with a copy of the rows of each."""
 
     name = "reference"
@@ -68,5 +68,5 @@ def experts_reference(
     arguments = (x, x_scale, ids, weights, w.w13, w.w13_scale, w.w2, w.w2_scale, w.b13, w.b2)
     if scheme.name == "int8":
         return moe_experts_int8.reference(*arguments, out_dtype=out_dtype, **config.gate)
-    block = scheme.block if isinstance(scheme, Fp8Block) else 0
+    block = scheme.block if isinstance(scheme, Fp8PerBlock) else 0
     return moe_experts_fp8.reference(*arguments, out_dtype=out_dtype, block=block, **config.gate)

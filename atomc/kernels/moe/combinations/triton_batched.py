@@ -4,14 +4,14 @@ import torch
 from torch import Tensor
 
 from atomc.kernels.moe.dispatched import ActivationFormat, Dispatched
-from atomc.kernels.moe.experts import Experts, Sizes, WorkspaceShapes
+from atomc.kernels.moe.experts import ExpertsKernel, Sizes, WorkspaceShapes
 from atomc.kernels.moe.layer import ExpertsConfig, ExpertWeights
-from atomc.kernels.moe.schemes import ALL_SCHEMES, Fp8Block
+from atomc.kernels.moe.schemes import ALL_SCHEMES, Fp8PerBlock
 from atomc.kernels.moe.triton_standard import no_triton, unfit_block
 from atomc.kernels.moe.weight_and_reduce import Delegate, WeightAndReduce
 
 
-class TritonBatched(Experts):
+class TritonBatched(ExpertsKernel):
     """Two launches, of which the first gates its results, and a quantizer in between. Nothing waits
     for the host.
     """
@@ -49,7 +49,7 @@ class TritonBatched(Experts):
 
         assert dispatched.expert_num_tokens is not None
         w, scheme, num_tokens = weights, config.scheme, dispatched.expert_num_tokens
-        block = scheme.block if isinstance(scheme, Fp8Block) else 0
+        block = scheme.block if isinstance(scheme, Fp8PerBlock) else 0
         batched_product(
             dispatched.x,
             dispatched.x_scale,

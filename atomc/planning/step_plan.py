@@ -26,8 +26,8 @@ from atomc.planning.memory import memory_of
 from atomc.planning.plan_report import (
     ExpertsRead,
     Mixture,
-    Plan,
     PlanRow,
+    StepPlan,
     Workload,
 )
 from atomc.platform import Platform
@@ -40,7 +40,7 @@ from atomc.runtime.execution.views.hidden_states import WithHiddenStates
 from atomc.torch_compat.core import GraphFunction
 
 
-def plan(
+def plan_step(
     model: Model,
     platform: Platform,
     load: Workload,
@@ -49,7 +49,7 @@ def plan(
     options: Mapping[str, JSONLike] | None = None,
     table: Table | None = None,
     program: Program | None = None,
-) -> Plan:
+) -> StepPlan:
     """The plan of a step on this platform.
 
     longest   tokens of the longest sequence; None: max_position_embeddings
@@ -69,7 +69,7 @@ def plan(
         else model.quantization.method
     )
     name = type(getattr(model.module, "hf_model", model.module)).__name__
-    return Plan(
+    return StepPlan(
         name,
         platform.name,
         platform.arch,
@@ -195,14 +195,14 @@ class TimedProgram:
         return found
 
 
-def measure_plan(
+def measure_step(
     model: Model,
     load: Workload,
     *,
     longest: int | None = None,
     options: Mapping[str, JSONLike] | None = None,
     table: Table | None = None,
-) -> Plan:
+) -> StepPlan:
     """The plan of a step on this machine, with the measured time of each kernel.
 
     Raises ValueError for a model with a draft layer.
@@ -211,7 +211,7 @@ def measure_plan(
         raise ValueError("--measure does not time draft steps: leave out it or --speculative")
     lowered = TimedProgram(model, options)
     table = table or table_for(lowered.platform)
-    found = plan(
+    found = plan_step(
         model, lowered.platform, load, longest=longest, table=table, program=lowered.program
     )
     predicted, timed = lowered.time(load, table)

@@ -37,10 +37,10 @@ WHOLE = frozenset({"embedding_colwise", "replicated_with_grad_allreduce", "repli
 # A router too: its ids are those of all experts, and the op that dispatches tokens divides them.
 WHOLE |= {"mla_kv_a_proj", "local_params", "ep_router"}
 
-Plan = Mapping[str, str]
+ShardPlan = Mapping[str, str]
 
 
-def plan_of(model: nn.Module, *, ep: bool = False) -> Plan:
+def plan_of(model: nn.Module, *, ep: bool = False) -> ShardPlan:
     """Name of a module or parameter -> how it is divided.
 
     ep  experts by expert, not each by its width
@@ -71,11 +71,11 @@ def plan_of(model: nn.Module, *, ep: bool = False) -> Plan:
     return found
 
 
-def _plan_of_transformers(hf_model: Any, ep: bool) -> Plan:
+def _plan_of_transformers(hf_model: Any, ep: bool) -> ShardPlan:
     """The plan of a transformers class, whose names have * for numbers; with ep, that of its
     experts has precedence.
     """
-    plan: Plan = hf_model.tp_plan or {}
+    plan: ShardPlan = hf_model.tp_plan or {}
     if not ep:
         return plan
     # transformers 5.17 has no property for it.
@@ -83,10 +83,10 @@ def _plan_of_transformers(hf_model: Any, ep: bool) -> Plan:
     return {**plan, **ep_plan}
 
 
-def _beside(model: nn.Module) -> Plan:
+def _beside(model: nn.Module) -> ShardPlan:
     """SHARD in the file of the model's class, or of the closest one that it inherits from."""
     for kind in type(model).__mro__:
-        plan: Plan | None = getattr(sys.modules[kind.__module__], "SHARD", None)
+        plan: ShardPlan | None = getattr(sys.modules[kind.__module__], "SHARD", None)
         if plan is not None:
             return plan
     return {}
@@ -98,18 +98,18 @@ def _names(model: nn.Module) -> list[str]:
     return modules + [name for name, _ in model.named_parameters(remove_duplicate=False)]
 
 
-def _by_last_part(model: nn.Module, plan: Plan) -> dict[str, str]:
+def _by_last_part(model: nn.Module, plan: ShardPlan) -> dict[str, str]:
     leaves = {name: name.rpartition(".")[2] for name in _names(model)}
     return {name: plan[leaf] for name, leaf in leaves.items() if leaf in plan}
 
 
-def _by_pattern(model: nn.Module, plan: Plan) -> dict[str, str]:
+def _by_pattern(model: nn.Module, plan: ShardPlan) -> dict[str, str]:
     """For a plan whose names have * for numbers."""
     patterns = {name: re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in _names(model)}
     return {name: plan[pattern] for name, pattern in patterns.items() if pattern in plan}
 
 
-def _by_expert(model: nn.Module, plan: Plan) -> dict[str, str]:
+def _by_expert(model: nn.Module, plan: ShardPlan) -> dict[str, str]:
     """The plan with all experts divided by expert."""
     experts = {name for name, how in plan.items() if how in EXPERTS}
     if not experts:

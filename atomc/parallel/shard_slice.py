@@ -9,7 +9,7 @@ from atomc.parallel.vocab import rows_of_rank
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardSlice:
     """Part `index` of `parts` equal ones, along dimension `dim`: a range, or `members`.
 
     segments  the relative sizes of segments of the dimension, each of which is cut: equal ones of
