@@ -38,13 +38,13 @@ def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'atomc' has no attribute {name!r}")
     module = _PUBLIC[name]
-    found = (
+    member = (
         getattr(importlib.import_module(module), name)
         if module
         else importlib.import_module(f"atomc.{name}")
     )
-    globals()[name] = found
-    return found
+    globals()[name] = member
+    return member
 
 
 def __dir__() -> list[str]:

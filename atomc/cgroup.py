@@ -18,7 +18,7 @@ MEMORY_FILES = (
 
 def cpu_quota(root: Path = ROOT) -> float | None:
     """The CPU time quota of the process in CPUs, such as 1.5."""
-    found = []
+    quotas = []
     for folder in _folders("cpu", root):
         quota, period = (*_words(folder / "cpu.max"), "", "")[:2]
         if not quota:
@@ -27,23 +27,23 @@ def cpu_quota(root: Path = ROOT) -> float | None:
                 for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")
             )
         if quota.isdecimal() and period.isdecimal() and int(period):  # not "max", not -1
-            found.append(int(quota) / int(period))
-    return min(found, default=None)
+            quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
 
 
 def memory_left(root: Path = ROOT) -> int | None:
     """Bytes that the process can still allocate; the file cache counts as free, as in
     MemAvailable.
     """
-    found = []
+    sizes = []
     for folder in _folders("memory", root):
         for limit_name, used_name, files_name in MEMORY_FILES:
             limit, used = ((*_words(folder / name), "")[0] for name in (limit_name, used_name))
             if limit.isdecimal() and used.isdecimal():
                 stat = _words(folder / "memory.stat")
                 files = dict(zip(stat[::2], stat[1::2], strict=False)).get(files_name, "0")
-                found.append(max(int(limit) - int(used) + int(files), 0))
-    return min(found, default=None)
+                sizes.append(max(int(limit) - int(used) + int(files), 0))
+    return min(sizes, default=None)
 
 
 def _folders(controller: str, root: Path) -> Iterator[Path]:

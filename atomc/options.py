@@ -190,11 +190,11 @@ class Options:
         values = {**(read_options(Path(file)) if file else {}), **_environment(), **(given or {})}
         if mode:
             values["mode"] = mode
-        known = [f.name for f in fields(cls)]
-        unknown = sorted(set(values) - set(known))
+        names = [f.name for f in fields(cls)]
+        unknown = sorted(set(values) - set(names))
         if unknown:
-            hint = suggestion(unknown[0], known)
-            raise OptionsError(f"unknown option {unknown[0]!r}{hint}; options are {known}")
+            hint = suggestion(unknown[0], names)
+            raise OptionsError(f"unknown option {unknown[0]!r}{hint}; options are {names}")
         return cls(**values)
 
 
@@ -203,15 +203,15 @@ def read_options(file: Path) -> dict[str, Any]:
     such table.
     """
     try:
-        found = tomllib.loads(file.read_text(encoding="utf-8"))
+        content = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise OptionsError(f"options in {file}: {error.strerror or error}") from error
     except ValueError as error:
         raise OptionsError(f"options in {file}: {error}; expected TOML") from error
-    table = found.get("options")
+    table = content.get("options")
     if not isinstance(table, dict):
         raise OptionsError(
-            f"options in {file}: no table [options], only {', '.join(sorted(found)) or 'nothing'}"
+            f"options in {file}: no table [options], only {', '.join(sorted(content)) or 'nothing'}"
         )
     return table
 
@@ -250,21 +250,21 @@ def _positive(value: float) -> bool:
 
 
 def _environment() -> dict[str, str | int]:
-    found: dict[str, str | int] = {}
+    values: dict[str, str | int] = {}
     for name in ("strict", "disable", "cache"):
         text = os.environ.get(f"ATOMC_{name.upper()}")
         if text in ("0", "1"):
-            found[name] = text == "1"
+            values[name] = text == "1"
         elif text:
             raise OptionsError(f"environment ATOMC_{name.upper()}={text!r}: expected 0 or 1")
     for name in ("dump", "report"):
         if os.environ.get(f"ATOMC_{name.upper()}"):
-            found[name] = os.environ[f"ATOMC_{name.upper()}"]
+            values[name] = os.environ[f"ATOMC_{name.upper()}"]
     if os.environ.get("ATOMC_CACHE_DIR"):
-        found["cache_dir"] = os.environ["ATOMC_CACHE_DIR"]
+        values["cache_dir"] = os.environ["ATOMC_CACHE_DIR"]
     if os.environ.get("ATOMC_CACHE_SIZE"):
-        found["cache_size"] = _bytes(os.environ["ATOMC_CACHE_SIZE"])
-    return found
+        values["cache_size"] = _bytes(os.environ["ATOMC_CACHE_SIZE"])
+    return values
 
 
 def openmp_threads() -> int | None:

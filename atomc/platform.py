@@ -213,27 +213,27 @@ DESCRIBED = {
 
 @functools.cache
 def _gpu_here(index: int) -> Platform:
-    found = torch.cuda.get_device_properties(index)
-    sheet = next((p for p in DESCRIBED.values() if p.name == found.name), None)
+    properties = torch.cuda.get_device_properties(index)
+    sheet = next((p for p in DESCRIBED.values() if p.name == properties.name), None)
     here = Platform(
         "cuda",
         "",
-        found.name,
+        properties.name,
         "cuda",
         here=True,
-        memory=found.total_memory,
-        num_sms=found.multi_processor_count,
+        memory=properties.total_memory,
+        num_sms=properties.multi_processor_count,
         bandwidth=sheet.bandwidth if sheet else None,
         flops=sheet.flops if sheet else None,
         link=sheet.link if sheet else None,
     )
     if torch.version.hip:
         # "gfx942:sramecc+:xnack-": the parts after the first colon are compiler settings.
-        return replace(here, kind="rocm", arch=found.gcnArchName.split(":")[0], vendor="AMD")
+        return replace(here, kind="rocm", arch=properties.gcnArchName.split(":")[0], vendor="AMD")
     return replace(
         here,
-        arch=f"sm{found.major}{found.minor}",
-        capability=(found.major, found.minor),
+        arch=f"sm{properties.major}{properties.minor}",
+        capability=(properties.major, properties.minor),
         vendor="NVIDIA",
     )
 
@@ -372,14 +372,14 @@ def _aiter() -> Provider:
 
 
 def _zentorch() -> Provider:
-    found = _package("zentorch")
-    if found.version and series(found.version) != series(torch.__version__):
+    package = _package("zentorch")
+    if package.version and series(package.version) != series(torch.__version__):
         reason = (
-            f"zentorch {found.version} needs torch {series(found.version)}, this is "
+            f"zentorch {package.version} needs torch {series(package.version)}, this is "
             f"torch {torch.__version__}"
         )
-        return Provider(False, found.version, reason)
-    return found
+        return Provider(False, package.version, reason)
+    return package
 
 
 def _compiler(cxx: str | None) -> Provider:

@@ -44,9 +44,9 @@ REGISTRY = {
 def architectures_of(config: Mapping[str, JSONLike]) -> list[str]:
     """The `architectures` of config.json. Raises ValueError if there are none."""
     architectures = config.get("architectures")
-    given = architectures if isinstance(architectures, list) else []
-    names = [name for name in given if isinstance(name, str)]
-    if not names or len(names) < len(given) or not all(map(_is_class_name, names)):
+    stored = architectures if isinstance(architectures, list) else []
+    names = [name for name in stored if isinstance(name, str)]
+    if not names or len(names) < len(stored) or not all(map(_is_class_name, names)):
         raise ValueError(
             f"config.json names no architecture (architectures: {architectures!r:.80}); "
             "expected a list such as ['LlamaForCausalLM']"

@@ -54,14 +54,14 @@ class MLP(nn.Module):
         return y
 
 
-def keeping_dtype(fn: Callable[[Tensor], Tensor], *kept: Tensor) -> Callable[[Tensor], Tensor]:
+def keeping_dtype(fn: Callable[[Tensor], Tensor], *unchanged: Tensor) -> Callable[[Tensor], Tensor]:
     """`fn`, an argument of nn.Module._apply, except that it does not change the dtype of the kept
     tensors: they move to another device only.
     """
 
     def moved(tensor: Tensor) -> Tensor:
         result = fn(tensor)
-        converted = result.dtype != tensor.dtype and any(tensor is one for one in kept)
+        converted = result.dtype != tensor.dtype and any(tensor is one for one in unchanged)
         return tensor.to(result.device) if converted else result
 
     return moved

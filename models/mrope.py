@@ -61,12 +61,14 @@ def mrope_section(
 
     Raises ValueError if rope_parameters has something else than three numbers.
     """
-    given = rope.get("mrope_section") or list(default)
-    numbers = [n for n in given if isinstance(n, int) and n >= 0] if isinstance(given, list) else []
-    if not isinstance(given, list) or not len(given) == len(numbers) == 3:
+    stored = rope.get("mrope_section") or list(default)
+    numbers = (
+        [n for n in stored if isinstance(n, int) and n >= 0] if isinstance(stored, list) else []
+    )
+    if not isinstance(stored, list) or not len(stored) == len(numbers) == 3:
         raise ValueError(
-            f"{model_type(hf)}: mrope_section {given!r:.40} is not a list of three numbers such as "
-            f"{list(default)}"
+            f"{model_type(hf)}: mrope_section {stored!r:.40} is not a list of three numbers such "
+            f"as {list(default)}"
         )
     temporal, vertical, horizontal = numbers
     return temporal, vertical, horizontal

@@ -85,12 +85,14 @@ class VisionConfig:
 
 
 def _levels(hf: Mapping[str, JSONLike], default: tuple[int, ...]) -> tuple[int, ...]:
-    given = hf.get("deepstack_visual_indexes")
-    given = list(default) if given is None else given
-    levels = [i for i in given if isinstance(i, int) and i >= 0] if isinstance(given, list) else []
-    if not isinstance(given, list) or len(given) != len(set(levels)):
+    stored = hf.get("deepstack_visual_indexes")
+    stored = list(default) if stored is None else stored
+    levels = (
+        [i for i in stored if isinstance(i, int) and i >= 0] if isinstance(stored, list) else []
+    )
+    if not isinstance(stored, list) or len(stored) != len(set(levels)):
         raise ValueError(
-            f"{model_type(hf)}: deepstack_visual_indexes {given!r:.40} are not different layers"
+            f"{model_type(hf)}: deepstack_visual_indexes {stored!r:.40} are not different layers"
         )
     return tuple(levels)
 

@@ -47,8 +47,8 @@ def rope_parameters(hf: Mapping[str, JSONLike], partial: float | None = None) ->
 
     Raises ValueError for an unsupported rope_type, and for a missing or invalid number.
     """
-    given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    rope = _supported(hf, given, partial)
+    stored = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    rope = _supported(hf, stored, partial)
     rope_type = str(rope["rope_type"])
     rope["model_type"] = model_type(hf)  # for the errors
     rope["rope_theta"] = number(rope, "rope_theta", number(hf, "rope_theta", 10000.0))
@@ -56,7 +56,7 @@ def rope_parameters(hf: Mapping[str, JSONLike], partial: float | None = None) ->
         if rope.get(name) is None:
             raise ValueError(
                 f"{model_type(hf)}: rope_type {rope_type!r} needs the number {name!r}, "
-                f"rope_parameters has {given}"
+                f"rope_parameters has {stored}"
             )
     for name in NUMBERS:
         if rope.get(name) is not None and not (name in ZERO_IS_NONE and rope[name] == 0):
@@ -78,31 +78,33 @@ def rope_parameters(hf: Mapping[str, JSONLike], partial: float | None = None) ->
 
 
 def _supported(
-    hf: Mapping[str, JSONLike], given: JSONLike, partial: float | None
+    hf: Mapping[str, JSONLike], stored: JSONLike, partial: float | None
 ) -> dict[str, JSONLike]:
     """The given settings with their rope_type. Raises ValueError for unsupported settings."""
-    if not isinstance(given, dict):
+    if not isinstance(stored, dict):
         raise ValueError(
-            f"{model_type(hf)}: rope_parameters {given!r:.40} is not an object such as "
+            f"{model_type(hf)}: rope_parameters {stored!r:.40} is not an object such as "
             "{'rope_type': 'default', 'rope_theta': 10000.0}"
         )
-    if any(isinstance(value, dict) for value in given.values()):
+    if any(isinstance(value, dict) for value in stored.values()):
         raise ValueError(
-            f"{model_type(hf)}: rope_parameters per layer type ({', '.join(given)}) are not "
+            f"{model_type(hf)}: rope_parameters per layer type ({', '.join(stored)}) are not "
             "supported"
         )
-    rope_type = given.get("rope_type", given.get("type", "default"))
+    rope_type = stored.get("rope_type", stored.get("type", "default"))
     if not isinstance(rope_type, str) or rope_type not in NEEDED:
         raise ValueError(
             f"{model_type(hf)}: rope_type {rope_type!r} is not supported, only {', '.join(NEEDED)}"
         )
-    factor = given.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or partial or 1.0
+    factor = (
+        stored.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or partial or 1.0
+    )
     if factor != 1.0 and (partial is None or not isinstance(factor, float) or not 0 < factor < 1):
         supported = "1.0" if partial is None else "a number above 0 and up to 1.0"
         raise ValueError(
             f"{model_type(hf)}: partial_rotary_factor {factor!r} is not supported, only {supported}"
         )
-    return {**given, "rope_type": rope_type, "partial_rotary_factor": factor}
+    return {**stored, "rope_type": rope_type, "partial_rotary_factor": factor}
 
 
 def rotated_columns(hf: Mapping[str, JSONLike], rope: Rope, head_dim: int) -> int:
@@ -199,8 +201,8 @@ def _yarn(rope: Rope, head_dim: int) -> Tensor:
 
     columns = torch.arange(0, head_dim, 2, device="cpu").to(torch.float32)
     waves = base ** (columns / head_dim)
-    kept = 1 - ramp
-    return 1.0 / (factor * waves) * (1 - kept) + 1.0 / waves * kept
+    extrapolated = 1 - ramp
+    return 1.0 / (factor * waves) * (1 - extrapolated) + 1.0 / waves * extrapolated
 
 
 FREQUENCIES: dict[str, Callable[[Rope, int], Tensor]] = {

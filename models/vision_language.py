@@ -37,10 +37,10 @@ class ImageTokens(NamedTuple):
 
 def part(hf: Mapping[str, JSONLike], name: str) -> dict[str, JSONLike]:
     """A nested config. Raises ValueError if it is no object."""
-    found = hf.get(name)
-    if not isinstance(found, dict):
-        raise ValueError(f"{model_type(hf)}: {name} {found!r:.40} is not an object")
-    return found
+    nested = hf.get(name)
+    if not isinstance(nested, dict):
+        raise ValueError(f"{model_type(hf)}: {name} {nested!r:.40} is not an object")
+    return nested
 
 
 def vision_config(
@@ -49,13 +49,13 @@ def vision_config(
     """The encoder's config, for a language model of this width. deepstack: as in
     VisionConfig.from_hf.
     """
-    found = VisionConfig.from_hf(part(hf, "vision_config"), deepstack)
-    if found.out_hidden_size != width:
+    config = VisionConfig.from_hf(part(hf, "vision_config"), deepstack)
+    if config.out_hidden_size != width:
         raise ValueError(
-            f"{model_type(hf)}: out_hidden_size {found.out_hidden_size} of vision_config is not "
+            f"{model_type(hf)}: out_hidden_size {config.out_hidden_size} of vision_config is not "
             f"the hidden_size {width} of text_config"
         )
-    return found
+    return config
 
 
 def placed(x_TD: Tensor, embeddings: Tensor, is_image: Tensor) -> tuple[Tensor, ...]:
@@ -129,8 +129,8 @@ class VisionLanguageModel(nn.Module, EncodesImages):
         return self.model.language_model
 
     def encode_patches(self, pixels: Tensor, patches: PatchInputs) -> Tensor:
-        found: Tensor = self.model.visual(pixels, patches)
-        return found
+        embeddings: Tensor = self.model.visual(pixels, patches)
+        return embeddings
 
     def forward(
         self,

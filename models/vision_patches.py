@@ -80,9 +80,9 @@ def patch_inputs(
             )
         starts += [starts[-1] + h * w * frame for frame in range(1, t + 1)]
         frames += [_frame(h, w, merge_size, table_side)] * t
-    columns = [np.concatenate(each) for each in zip(*frames, strict=True)]
-    *whole, query_start = _on_device([*columns, np.array(starts, np.int32)], device)
-    return PatchInputs(query_start, *whole)
+    columns = [np.concatenate(arrays) for arrays in zip(*frames, strict=True)]
+    *of_patches, query_start = _on_device([*columns, np.array(starts, np.int32)], device)
+    return PatchInputs(query_start, *of_patches)
 
 
 def _on_device(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
@@ -113,10 +113,10 @@ def _frame(h: int, w: int, merge_size: int, side: int) -> tuple[Array, Array, Ar
     (above, above_weights), (left, left_weights) = _neighbours(h, side), _neighbours(w, side)
     corners = above[row][:, :, None] * side + left[column][:, None, :]
     weights = above_weights[row][:, :, None] * left_weights[column][:, None, :]
-    found = np.stack((row, column), -1), corners.reshape(-1, 4), weights.reshape(-1, 4)
-    for array in found:
+    arrays = np.stack((row, column), -1), corners.reshape(-1, 4), weights.reshape(-1, 4)
+    for array in arrays:
         array.flags.writeable = False
-    return found
+    return arrays
 
 
 def _neighbours(size: int, side: int) -> tuple[Array, Array]:

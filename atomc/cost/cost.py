@@ -92,9 +92,9 @@ def _work(node: Node) -> Work:
 def call_of(node: Node) -> OpCall:
     """The call of a node with symbolic sizes; the call of an ATen op has no named arguments."""
     op = op_of(node.target)
-    given = op.bind(*node.args, **node.kwargs) if op is not None else {}
+    bound = op.bind(*node.args, **node.kwargs) if op is not None else {}
     arguments = {
-        name: _operand(value(x) if isinstance(x, Node) else x) for name, x in given.items()
+        name: _operand(value(x) if isinstance(x, Node) else x) for name, x in bound.items()
     }
     reads, results = (
         tuple(map(_operand_of, tensors)) for tensors in (_reads(node), _results(node))
@@ -108,18 +108,18 @@ def _chosen_among(node: Node) -> int | None:
     op = op_of(node.target)
     if op is None or Kind.EXPERTS not in op.kind:
         return None
-    given = op.bind(*node.args, **node.kwargs)
-    router = router_of(given["ids"])
+    bound = op.bind(*node.args, **node.kwargs)
+    router = router_of(bound["ids"])
     among = None if router is None else num_experts_of(router)
-    weight = given["w2"]
+    weight = bound["w2"]
     assert isinstance(weight, Node)
     held = value(weight).shape[0]
     fewer = among is not None and isinstance(held, int) and held < among
     return among if fewer else None
 
 
-def _operand(found: T) -> T | Operand:
-    return _operand_of(found) if isinstance(found, Tensor) else found
+def _operand(argument: T) -> T | Operand:
+    return _operand_of(argument) if isinstance(argument, Tensor) else argument
 
 
 def _operand_of(tensor: Tensor) -> Operand:
@@ -136,7 +136,7 @@ def graph_costs(gm: GraphModule) -> list[NodeCost]:
         """The formula in the symbols of a step, simplified."""
         return simplified(sympy.sympify(formula).xreplace(sizes))
 
-    found: list[NodeCost] = []
+    costs: list[NodeCost] = []
     for group in groups(gm.graph):
         first, fused = group[0], len(group) > 1
         moved, flops = _fused_work(group) if fused else _work(first)
@@ -144,7 +144,7 @@ def graph_costs(gm: GraphModule) -> list[NodeCost]:
         if cost == NOTHING:
             continue
         path = module_path(first)
-        found.append(
+        costs.append(
             NodeCost(
                 op="glue" if fused else name_of(first),
                 module_path=path,
@@ -157,7 +157,7 @@ def graph_costs(gm: GraphModule) -> list[NodeCost]:
                 sent=of_step(_sent(first)),
             )
         )
-    return found
+    return costs
 
 
 def _sent(node: Node) -> Formula:
@@ -171,10 +171,10 @@ def _rate(node: Node) -> int:
     op = op_of(node.target)
     if op is None or op.quantized_weight is None:
         return 1
-    given = arguments_of(node, op)
-    weight = op.weight_of(given)
+    args = arguments_of(node, op)
+    weight = op.weight_of(args)
     assert weight is not None
-    return weight.rate(given) if callable(weight.rate) else weight.rate
+    return weight.rate(args) if callable(weight.rate) else weight.rate
 
 
 def is_product(node: Node) -> bool:
@@ -183,37 +183,37 @@ def is_product(node: Node) -> bool:
 
 
 @functools.lru_cache(4096)  # layers repeat the same expressions
-def simplified(found: sympy.Expr) -> sympy.Expr:
-    return sympy.expand(found) if not found.is_number else found
+def simplified(formula: sympy.Expr) -> sympy.Expr:
+    return sympy.expand(formula) if not formula.is_number else formula
 
 
 def _numel(tensor: Tensor) -> sympy.Expr:
     return sympy.prod([expression(size) for size in tensor.shape])
 
 
-def bytes_of(given: Value) -> sympy.Expr:
+def bytes_of(result: Value) -> sympy.Expr:
     """The size of a tensor, or of all tensors of a tuple, in bytes; 0 for a number."""
-    if isinstance(given, Tensor):
-        return _numel(given) * given.element_size()
-    if isinstance(given, tuple | list):
-        return sympy.Add(*[bytes_of(item) for item in given])
+    if isinstance(result, Tensor):
+        return _numel(result) * result.element_size()
+    if isinstance(result, tuple | list):
+        return sympy.Add(*[bytes_of(item) for item in result])
     return sympy.Integer(0)
 
 
 def _reads(node: Node) -> list[Tensor]:
     """The tensors that a node reads, with the sizes that they have in memory."""
     return [
-        value(given)
-        for given in map(view_base, node.all_input_nodes)
-        if isinstance(value(given), Tensor)
+        value(source)
+        for source in map(view_base, node.all_input_nodes)
+        if isinstance(value(source), Tensor)
     ]
 
 
 def _results(node: Node) -> list[Tensor]:
-    found = value(node)
+    result = value(node)
     return [
         item
-        for item in (found if isinstance(found, tuple | list) else [found])
+        for item in (result if isinstance(result, tuple | list) else [result])
         if isinstance(item, Tensor)
     ]
 
@@ -239,17 +239,17 @@ def groups(graph: Graph) -> list[list[Node]]:
     kernels, differ.
     """
     group_of: dict[Node, list[Node]] = {}
-    found: list[list[Node]] = []
+    all_groups: list[list[Node]] = []
     depth: dict[Node, int] = {}
     for node in graph.nodes:
-        given = node.all_input_nodes
+        inputs = node.all_input_nodes
         depth[node] = max(
-            (depth[n] + (n not in group_of and _is_kernel(n)) for n in given), default=0
+            (depth[n] + (n not in group_of and _is_kernel(n)) for n in inputs), default=0
         )
         # By the first node of each group: the group of a view may have been merged into another
         # one.
         near = [
-            group_of[group_of[n][0]] for n in given if n in group_of and depth[n] == depth[node]
+            group_of[group_of[n][0]] for n in inputs if n in group_of and depth[n] == depth[node]
         ]
         if _pointwise(node):
             mine: list[Node] = near[0] if near else []
@@ -259,13 +259,13 @@ def groups(graph: Graph) -> list[list[Node]]:
                     group_of.update(dict.fromkeys(other, mine))
             mine.append(node)
             group_of[node] = mine
-            found += [mine] * (not near)
+            all_groups += [mine] * (not near)
         elif _is_kernel(node):
-            found.append([node])
+            all_groups.append([node])
         elif near:  # a view belongs to the group of its base
             group_of[node] = near[0]
     return [
-        group for group in found if group_of.get(group[0], group) is group
+        group for group in all_groups if group_of.get(group[0], group) is group
     ]  # without merged groups
 
 
@@ -277,10 +277,10 @@ def _fused_work(group: list[Node]) -> Work:
     """(bytes, flops) of a fused group: each input is read once, each output is written once."""
     inside = set(group)
     entering = {
-        view_base(given)
+        view_base(source)
         for node in group
-        for given in node.all_input_nodes
-        if storage_node(given) not in inside
+        for source in node.all_input_nodes
+        if storage_node(source) not in inside
     }
     leaving = {node for node in group if any(user not in inside for user in _readers(node))}
     moved = bytes_of([value(node) for node in entering | leaving])

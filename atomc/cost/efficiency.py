@@ -73,11 +73,11 @@ class Table:
 
     def row(self, op: str, kernel: str, tokens: int) -> Row | None:
         """The measured row; None if this kernel was not measured."""
-        found = [row for row in self.rows if (row.op, row.kernel) == (op, kernel)]
+        of_kernel = [row for row in self.rows if (row.op, row.kernel) == (op, kernel)]
         return next(
             (
                 row
-                for row in found
+                for row in of_kernel
                 if row.first <= tokens and (row.last is None or tokens <= row.last)
             ),
             None,
@@ -85,8 +85,8 @@ class Table:
 
     def over(self, older: "Table") -> "Table":
         """This table, with the older table's rows for kernels that it lacks."""
-        known = {(row.op, row.kernel) for row in self.rows}
-        left = tuple(row for row in older.rows if (row.op, row.kernel) not in known)
+        kernels = {(row.op, row.kernel) for row in self.rows}
+        left = tuple(row for row in older.rows if (row.op, row.kernel) not in kernels)
         return (
             replace(self, rows=self.rows + left, source=f"{self.source}; rest: {older.source}")
             if left
@@ -116,10 +116,10 @@ class Table:
 def tables(file: Path) -> dict[str, Table]:
     """The tables in a file, by machine name. Raises ValueError for a file of another format."""
     try:
-        found = [Table.of(table) for table in json.loads(file.read_text())]
+        all_tables = [Table.of(table) for table in json.loads(file.read_text())]
     except (json.JSONDecodeError, TypeError) as error:
         raise ValueError(f"{file} is not a table of efficiencies: {error}") from error
-    return {table.machine: table for table in found}
+    return {table.machine: table for table in all_tables}
 
 
 @functools.cache
@@ -241,16 +241,16 @@ def _kernels_for(choices: Iterable[KernelChoice], tokens: int) -> dict[str, str]
 def evaluated(formula: str, sizes: tuple[tuple[str, int], ...]) -> float:
     """The value of a formula of a report. Raises ValueError naming missing sizes."""
     symbols = {name: sympy.Symbol(name) for name in "TRSCN"}
-    found = sympy.sympify(formula, locals=symbols).subs(
+    result = sympy.sympify(formula, locals=symbols).subs(
         {symbols[name]: size for name, size in sizes}
     )
-    if found.free_symbols:
+    if result.free_symbols:
         raise ValueError(
-            f"the graph has sizes {sorted(map(str, found.free_symbols))} that a step does not "
+            f"the graph has sizes {sorted(map(str, result.free_symbols))} that a step does not "
             "define; "
             "a plan needs a model compiled for the runtime"
         )
-    return float(found)
+    return float(result)
 
 
 def fit(

@@ -23,12 +23,12 @@ def moe_layers(gm: GraphModule) -> list[MoeLayer]:
 
 
 def _moe_layer(node: Node, op: Op) -> MoeLayer:
-    given = arguments_of(node, op)
-    stored = {name: x for name, x in given.items() if _is_stored(name, x)}
-    if weight := op.weight_of(given):
-        codes, scheme = weight.codes, f"{weight.format}, {weight.scales(given)}"
+    args = arguments_of(node, op)
+    stored = {name: x for name, x in args.items() if _is_stored(name, x)}
+    if weight := op.weight_of(args):
+        codes, scheme = weight.codes, f"{weight.format}, {weight.scales(args)}"
     else:
-        codes, scheme = 1, str(given["w13"].dtype).removeprefix("torch.")
+        codes, scheme = 1, str(args["w13"].dtype).removeprefix("torch.")
     multiplied = [math.prod(stored[name].shape) * codes for name in ("w13", "w2")]
     biases = [math.prod(x.shape) for name, x in stored.items() if name in ("b13", "b2")]
     path, router = module_path(node), router_of(op.bind(*node.args, **node.kwargs)["ids"])
@@ -41,7 +41,7 @@ def _moe_layer(node: Node, op: Op) -> MoeLayer:
         node.name,
         ", ".join(texts),
         stored["w13"].shape[0],
-        given["ids"].shape[-1],
+        args["ids"].shape[-1],
         scheme,
         sum(multiplied) + sum(biases),
         sum(math.prod(x.shape) * x.element_size() for x in stored.values()),
@@ -57,12 +57,12 @@ def _text(router: Node) -> str:
     """How a router chooses and weights experts, in the order in which it computes."""
     op = op_of(router.target)
     assert op is not None
-    given: Arguments = op.bind(*router.args, **router.kwargs)
-    parts = [given["score"].replace("_", " ")]
-    parts += ["biased choice"] if given["bias"] is not None else []
-    if given["groups"] > 1:
-        best = {"max": "maximum", "top2": "best two"}[given["group_score"]]
-        parts.append(f"{given['topk_groups']} of {given['groups']} groups by their {best}")
-    parts += ["renormalized"] if given["renormalize"] else []
-    parts += [f"times {given['scale']:g}"] if given["scale"] != 1.0 else []
+    settings: Arguments = op.bind(*router.args, **router.kwargs)
+    parts = [settings["score"].replace("_", " ")]
+    parts += ["biased choice"] if settings["bias"] is not None else []
+    if settings["groups"] > 1:
+        best = {"max": "maximum", "top2": "best two"}[settings["group_score"]]
+        parts.append(f"{settings['topk_groups']} of {settings['groups']} groups by their {best}")
+    parts += ["renormalized"] if settings["renormalize"] else []
+    parts += [f"times {settings['scale']:g}"] if settings["scale"] != 1.0 else []
     return ", ".join(parts)

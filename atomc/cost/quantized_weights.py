@@ -20,17 +20,17 @@ def quantized_weights(gm: GraphModule) -> list[QuantizedWeightSize]:
 
 
 def _size_of(node: Node, op: Op) -> QuantizedWeightSize:
-    given = arguments_of(node, op)
-    weight = op.weight_of(given)
+    args = arguments_of(node, op)
+    weight = op.weight_of(args)
     assert weight is not None
     out = value(node)[0] if isinstance(value(node), tuple | list) else value(node)
     path = module_path(node)
-    stored = [given[name] for name in weight.stored if given[name] is not None]
+    stored = [args[name] for name in weight.stored if args[name] is not None]
     codes = sum(math.prod(x.shape) for x in stored[: weight.weights])
     full = codes * weight.codes * out.element_size()
     return QuantizedWeightSize(
         op.name,
-        f"{weight.format}, {weight.scales(given)}",
+        f"{weight.format}, {weight.scales(args)}",
         path,
         layer_of(path),
         node.name,

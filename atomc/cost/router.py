@@ -31,8 +31,8 @@ def num_experts_of(router: Node) -> int | None:
     """Among how many experts it chooses; None if that is not a number of the graph."""
     op = op_of(router.target)
     assert op is not None
-    given = op.bind(*router.args, **router.kwargs)
-    logits, weight = given.get("logits"), given.get("weight")
+    args = op.bind(*router.args, **router.kwargs)
+    logits, weight = args.get("logits"), args.get("weight")
     size = None
     if isinstance(logits, Node) and isinstance(value(logits), Tensor):
         size = value(logits).shape[-1]

@@ -25,10 +25,10 @@ class CacheScale(NamedTuple):
 def cache_scales(model: nn.Module, names: Iterable[str]) -> dict[str, CacheScale]:
     """Stored name -> scale, for the names that are scales of a layer with a state handle."""
     layers = {path: module for path, module in model.named_modules() if "kv" in module._buffers}
-    found = {name: _NAME.match(name) for name in names}
+    matches = {name: _NAME.match(name) for name in names}
     return {
         name: CacheScale(layers[match["layer"]], _buffers(layers[match["layer"]], match["kind"]))
-        for name, match in found.items()
+        for name, match in matches.items()
         if match and match["layer"] in layers
     }
 

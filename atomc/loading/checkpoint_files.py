@@ -71,9 +71,9 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
         check_headers([single])
         return read_header(single)
     if not index.is_file():
-        found = ", ".join(sorted(file.name for file in path.iterdir())) or "nothing"
+        file_names = ", ".join(sorted(file.name for file in path.iterdir())) or "nothing"
         raise FileNotFoundError(
-            f"{path} has neither {single.name} nor {index.name}; it has {found}"
+            f"{path} has neither {single.name} nor {index.name}; it has {file_names}"
         )
     weight_map = _weight_map(index)
     shards = {}

@@ -52,7 +52,7 @@ class _Unfilled(TorchFunctionMode):
         args: tuple[Argument, ...] = (),
         kwargs: dict[str, Argument] | None = None,
     ) -> Argument:
-        given = kwargs or {}
+        named = kwargs or {}
         if getattr(function, "__module__", None) == "torch.nn.init":
-            return args[0] if args else given["tensor"]
-        return function(*args, **given)
+            return args[0] if args else named["tensor"]
+        return function(*args, **named)

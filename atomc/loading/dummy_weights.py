@@ -19,7 +19,7 @@ def load_dummy(
     methods: Methods,
     device: torch.device | str,
     sharding: Sharding | None,
-    own: OwnNames,
+    stage_names: OwnNames,
 ) -> None:
     """Give a model on meta random weights, quantized by these methods: those of one input, or the
     experts of a layer, before the next are made. A rank then keeps its parts of them.
@@ -30,10 +30,10 @@ def load_dummy(
     wanted = stored_bytes(model, methods) + unquantized_bytes(model, methods)
     check_memory(wanted // ranks, type(model).__name__, device)
     allocate_buffers(model, device)
-    others = _fill_and_quantize(model, methods, device, sharding, own)
+    others = _fill_and_quantize(model, methods, device, sharding, stage_names)
     cuts = {} if sharding is None else sharding.cuts()
     for names in others:
-        fill_randomly(model, device, [names], own.in_whole)
+        fill_randomly(model, device, [names], stage_names.in_whole)
         cut_parameters(model, cuts, [names])
     if sharding is not None:
         sharding.resize()
@@ -45,7 +45,7 @@ def _fill_and_quantize(
     methods: Methods,
     device: torch.device | str,
     sharding: Sharding | None,
-    own: OwnNames,
+    stage_names: OwnNames,
 ) -> list[tuple[str, ...]]:
     """Fill and quantize the layers of these methods; the names of the parameters that are left."""
 
@@ -56,13 +56,13 @@ def _fill_and_quantize(
     parameters = parameter_names(model)
     for name, method in methods.experts.items():
         of_experts, parameters = _split(parameters, [name])
-        fill_randomly(model, device, of_experts, own.in_whole)
+        fill_randomly(model, device, of_experts, stage_names.in_whole)
         apply.quantize_experts(model, name, method)
         keep([name])
     for group in apply.groups(methods.linears):
         layers = [name for name, _ in group]
         of_group, parameters = _split(parameters, layers)
-        fill_randomly(model, device, of_group, own.in_whole)
+        fill_randomly(model, device, of_group, stage_names.in_whole)
         apply.quantize_layers(model, layers, methods.linears)
         keep(layers)
     return parameters

@@ -104,14 +104,14 @@ def wrong_numbers_of_experts(model: nn.Module, parts: Mapping[str, ExpertPart]) 
 def absent_parts(model: nn.Module, parts: Mapping[str, ExpertPart]) -> list[str]:
     """The stored names that are missing beside these for parameters to be complete."""
     expected: dict[str, None] = {}
-    known = set()
+    parameters = set()
     for name, part in parts.items():
         match = _NAME.fullmatch(name)
         assert match is not None
         projection = match["projection"]
         kind = _PARAMETERS[projection][1] if part.num_parts > 1 else (projection,)
-        if part.parameter not in known:
-            known.add(part.parameter)
+        if part.parameter not in parameters:
+            parameters.add(part.parameter)
             expected |= {
                 f"{match['owner']}.{expert}.{other}.{match['leaf']}": None
                 for expert in range(len(model.get_parameter(part.parameter)))

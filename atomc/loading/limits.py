@@ -65,15 +65,15 @@ def check_sizes(config: Mapping[str, JSONLike], where: str = "") -> None:
 def _check_chosen(config: Mapping[str, JSONLike], where: str) -> None:
     """Raise ValueError if num_experts_per_tok is 0 or more than the number of experts."""
     experts = next((config[name] for name in NUM_EXPERTS if config.get(name) is not None), None)
-    chosen = config.get("num_experts_per_tok")
+    per_token = config.get("num_experts_per_tok")
     if (
         isinstance(experts, int)
-        and isinstance(chosen, int)
+        and isinstance(per_token, int)
         and experts > 0
-        and not 1 <= chosen <= experts
+        and not 1 <= per_token <= experts
     ):
         raise ValueError(
-            f"config.json: {where}num_experts_per_tok is {_short(chosen)}, expected 1 to "
+            f"config.json: {where}num_experts_per_tok is {_short(per_token)}, expected 1 to "
             f"{experts}, the "
             "number of experts"
         )
@@ -140,11 +140,11 @@ def check_stored(
 ) -> None:
     """Raise ValueError if a model on meta has far more parameters than the checkpoint stores."""
     wanted = sum(weight.numel() for weight in model.parameters())
-    found = sum(math.prod(tensor.shape) for tensor in stored.values())
-    if wanted > found * (MAX_RATIO_QUANTIZED if quantized else MAX_RATIO):
+    num_stored = sum(math.prod(tensor.shape) for tensor in stored.values())
+    if wanted > num_stored * (MAX_RATIO_QUANTIZED if quantized else MAX_RATIO):
         raise ValueError(
             f"config.json describes a {name} of {wanted} parameters, and the checkpoint has "
-            f"{found} numbers; "
+            f"{num_stored} numbers; "
             "are config.json and the weights of the same checkpoint?"
         )
 

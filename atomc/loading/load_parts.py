@@ -21,8 +21,8 @@ def part_of_plan(plan: LoadPlan, model: nn.Module, cuts: Mapping[str, ShardSlice
     """
 
     def parts(entries: Iterable[Fill | Copy]) -> list[Fill | Copy]:
-        found = (_part(entry, model, cuts.get(entry.names[0])) for entry in entries)
-        return [entry for entry in found if entry is not None]
+        entries_of_rank = (_part(entry, model, cuts.get(entry.names[0])) for entry in entries)
+        return [entry for entry in entries_of_rank if entry is not None]
 
     entries = parts((*plan.fills, *plan.copies))
     return replace(

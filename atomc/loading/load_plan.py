@@ -177,11 +177,11 @@ def _of_experts(
     entries: Iterable[Fill | Copy], layers: Iterable[str]
 ) -> tuple[tuple[QuantizeExperts, ...], list[Fill | Copy]]:
     """The entries of each of these layers of experts, and all others."""
-    found: dict[str, list[Fill | Copy]] = {layer: [] for layer in layers}
+    by_layer: dict[str, list[Fill | Copy]] = {layer: [] for layer in layers}
     others: list[Fill | Copy] = []
     for entry in entries:
-        found.get(entry.names[0].rpartition(".")[0], others).append(entry)
-    return tuple(QuantizeExperts(layer, tuple(of)) for layer, of in found.items()), others
+        by_layer.get(entry.names[0].rpartition(".")[0], others).append(entry)
+    return tuple(QuantizeExperts(layer, tuple(of)) for layer, of in by_layer.items()), others
 
 
 def _is_transposed(model: nn.Module, name: str) -> bool:
@@ -236,12 +236,12 @@ def _check(
     wrong_counts = wrong_numbers_of_experts(model, parts)
     mismatches = [_mismatch(model, names[0], name, stored[name]) for names, name in sources.items()]
     mismatches += [_part_mismatch(model, part, name, stored[name]) for name, part in parts.items()]
-    found = {
+    by_kind = {
         "missing ": missing + ([] if wrong_counts else absent_parts(model, parts)),
         "unexpected ": sorted(set(stored).difference(skipped, parts, *tensors)),
         "": wrong_counts + list(filter(None, mismatches)),
     }
-    problems = [kind + first_names(names) for kind, names in found.items() if names]
+    problems = [kind + first_names(names) for kind, names in by_kind.items() if names]
     if problems:
         raise ValueError(
             f"{path} does not match {type(model).__name__}: {'; '.join(problems)}. "

@@ -117,19 +117,19 @@ def load(
         if quant_config is None and is_whole:
             return ready(load_stock(cls, checkpoint, device))
         model = build_stock_on_meta(cls, checkpoint, quant_config)
-    own = ALL_NAMES if stage is None else cut_stage(model, stage)
+    stage_names = ALL_NAMES if stage is None else cut_stage(model, stage)
     if divide is not None and expert_placement:
-        divide = partial(divide, placement=own.select(expert_placement))
+        divide = partial(divide, placement=stage_names.select(expert_placement))
     methods = _quantized_layers(model, quant_config, path)
 
     if stored is None:
         sharding = None if divide is None else divide(model, quantized=methods.linears)
-        load_dummy(model, methods, device, sharding, own)
+        load_dummy(model, methods, device, sharding, stage_names)
         return ready(model)
     if draft_layer:
         methods = methods_as_stored(methods, quant_config, stored, draft_prefix(config))
     try:
-        plan = _plan(model, stored, quant_config, methods, path, dtype, own)
+        plan = _plan(model, stored, quant_config, methods, path, dtype, stage_names)
     except ValueError as error:
         if is_whole or quant_config is not None or not isinstance(model, adapter.StockModel):
             raise
@@ -253,12 +253,12 @@ def _plan(
     methods: Methods,
     path: Path,
     dtype: torch.dtype,
-    own: OwnNames,
+    stage_names: OwnNames,
 ) -> LoadPlan:
     """The plan for these tensors of a checkpoint, whose names in the model are its own. Logs the
     names that are not part of the model.
     """
-    stored = own.select(_model_names(model, stored, quant_config))
+    stored = stage_names.select(_model_names(model, stored, quant_config))
     online = quant_config is not None and quant_config.online
     if not online:
         try:

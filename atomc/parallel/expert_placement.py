@@ -38,7 +38,7 @@ def balanced(tokens: Sequence[int], num_ranks: int) -> Ranks:
     ranges = in_order(len(tokens), num_ranks)
     room = [len(tokens) // num_ranks] * num_ranks
     sums, placed = [0] * num_ranks, [0] * len(tokens)
-    for expert in sorted(range(len(tokens)), key=lambda each: -tokens[each]):
+    for expert in sorted(range(len(tokens)), key=lambda number: -tokens[number]):
         rank = min((r for r in range(num_ranks) if room[r]), key=lambda r: sums[r])
         placed[expert] = rank
         sums[rank] += tokens[expert]
@@ -66,17 +66,17 @@ def read_tokens(file: Path) -> dict[str, list[int]]:
     answers to GET /experts, or only its "tokens". Raises ValueError for other content, and OSError
     if the file cannot be read.
     """
-    found = _read_object(file, "the answer to GET /experts of a server with --expert-load")
-    found = found["tokens"] if isinstance(found.get("tokens"), dict) else found
-    for path, tokens in found.items():
+    by_path = _read_object(file, "the answer to GET /experts of a server with --expert-load")
+    by_path = by_path["tokens"] if isinstance(by_path.get("tokens"), dict) else by_path
+    for path, tokens in by_path.items():
         if not _are_counts(tokens):
             raise ValueError(
                 f"{file} has {_short(tokens)} for {path!r}, expected the number of tokens of each "
                 "expert, as GET /experts of a server with --expert-load answers"
             )
-    if not found:
+    if not by_path:
         raise ValueError(f"{file} has no layers: start the server with --expert-load")
-    return found
+    return by_path
 
 
 def write_placement(file: Path, placement: Placement) -> None:
@@ -89,13 +89,13 @@ def read_placement(file: Path, num_ranks: int) -> dict[str, Ranks]:
     """The placement in the file. Raises ValueError unless each layer has equally many experts on
     each of so many ranks, and OSError if the file cannot be read.
     """
-    found = _read_object(file, "a placement of experts")
-    for path, ranks in found.items():
+    by_path = _read_object(file, "a placement of experts")
+    for path, ranks in by_path.items():
         try:
             _check_layer(ranks, num_ranks)
         except ValueError as error:
             raise ValueError(f"{file}: {path}: {error}; {REMEDY}") from error
-    return {path: tuple(ranks) for path, ranks in found.items()}
+    return {path: tuple(ranks) for path, ranks in by_path.items()}
 
 
 def _check_layer(ranks: Any, num_ranks: int) -> None:
@@ -137,12 +137,12 @@ def _listed(paths: Sequence[str]) -> str:
 
 def _read_object(file: Path, what: str) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
         raise ValueError(f"{file} is not JSON ({error}), expected {what}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} has {json_kind(found)}, expected an object: {what}")
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} has {json_kind(content)}, expected an object: {what}")
+    return content
 
 
 def _are_counts(value: Any) -> bool:
@@ -150,7 +150,7 @@ def _are_counts(value: Any) -> bool:
     return (
         isinstance(value, list)
         and bool(value)
-        and all(type(each) is int and each >= 0 for each in value)
+        and all(type(count) is int and count >= 0 for count in value)
     )
 
 

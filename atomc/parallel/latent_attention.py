@@ -33,17 +33,17 @@ def words_of(modules: Mapping[str, nn.Module], plan: ShardPlan) -> dict[str, str
     may belong to heads.
     """
     owners = {name.rpartition(".")[0] for name in plan}
-    found: dict[str, str] = {}
-    whole: dict[str, list[str]] = {}
+    words: dict[str, str] = {}
+    undivided: dict[str, list[str]] = {}
     for name, module in modules.items():
         if name in owners or not is_latent_attention(module):
             continue
         if others := ", ".join(_others(module)):
-            whole.setdefault(others, []).append(name)
+            undivided.setdefault(others, []).append(name)
             continue
         parts = (part for part in DIVIDED if module._modules.get(part) is not None)
-        found |= {f"{name}.{part}": DIVIDED[part] for part in parts}
-    for others, names in whole.items():
+        words |= {f"{name}.{part}": DIVIDED[part] for part in parts}
+    for others, names in undivided.items():
         log.warning(
             "%s stays whole on each rank: beside latent attention it has %s, which may belong to "
             "heads (%d such layers)",
@@ -51,7 +51,7 @@ def words_of(modules: Mapping[str, nn.Module], plan: ShardPlan) -> dict[str, str
             others,
             len(names),
         )
-    return found
+    return words
 
 
 def is_latent_attention(module: nn.Module) -> bool:
@@ -63,6 +63,6 @@ def is_latent_attention(module: nn.Module) -> bool:
 
 def _others(module: nn.Module) -> list[str]:
     """The first parts of names of parameters that latent attention does not have."""
-    known = WHOLE | DIVIDED.keys()
+    expected = WHOLE | DIVIDED.keys()
     names = (name.partition(".")[0] for name, _ in module.named_parameters())
-    return sorted({name for name in names if name not in known})
+    return sorted({name for name in names if name not in expected})

@@ -47,15 +47,13 @@ def cuts_of_linear(layer: nn.Module, side: Side, cut: ShardSlice) -> Cuts:
     Raises ValueError if the layer cannot be divided so.
     """
     if isinstance(layer, QuantizedLinear):
-        found = _of_scheme(layer, side, cut)
+        cuts = _of_scheme(layer, side, cut)
     else:
-        found = {
-            "weight": ShardSlice(0 if side == "out" else 1, cut.parts, cut.index, cut.segments)
-        }
-        found["weight"].size_of(layer.get_parameter("weight").shape[found["weight"].dim])
+        cuts = {"weight": ShardSlice(0 if side == "out" else 1, cut.parts, cut.index, cut.segments)}
+        cuts["weight"].size_of(layer.get_parameter("weight").shape[cuts["weight"].dim])
     if side == "out" and layer._parameters.get("bias") is not None:
-        found["bias"] = ShardSlice(0, cut.parts, cut.index, cut.segments)
-    return found
+        cuts["bias"] = ShardSlice(0, cut.parts, cut.index, cut.segments)
+    return cuts
 
 
 def resize_linear(layer: nn.Module, side: Side, cut: ShardSlice) -> None:
@@ -72,11 +70,11 @@ def _of_scheme(layer: QuantizedLinear, side: Side, cut: ShardSlice) -> Cuts:
     dtype = torch.get_default_dtype()
     have = {name for name in layer._parameters if name != "bias"}
     for shapes in _kinds_of_shapes(method.scheme, method.format):
-        whole = shapes(*size, dtype)
-        if have <= whole.keys():
+        full_shapes = shapes(*size, dtype)
+        if have <= full_shapes.keys():
             break
     part = _part_of(size, side, cut, method.scheme)
-    return _changed(whole, shapes(*part, dtype), cut, have)
+    return _changed(full_shapes, shapes(*part, dtype), cut, have)
 
 
 def _kinds_of_shapes(
@@ -96,11 +94,13 @@ def _part_of(size: tuple[int, int], side: Side, cut: ShardSlice, scheme: Scheme)
     part = cut.size_of(size[which])
     block = scheme.block_sizes[which]
     lengths = cut.lengths(size[which])
-    split = next((whole for whole in lengths if whole // cut.parts % block), None)
+    split = next((length for length in lengths if length // cut.parts % block), None)
     if split is not None:
         kind = "outputs" if side == "out" else "inputs"
         most = min(lengths) // block
-        works = [n for n in range(1, most + 1) if not any(whole % (n * block) for whole in lengths)]
+        works = [
+            n for n in range(1, most + 1) if not any(length % (n * block) for length in lengths)
+        ]
         raise ValueError(
             f"a cut of {split:,} {kind} in {cut.parts} gives {split // cut.parts:,}, not a "
             f"multiple of {block}, which share a scale of {scheme.description}; parts that work "
@@ -110,12 +110,12 @@ def _part_of(size: tuple[int, int], side: Side, cut: ShardSlice, scheme: Scheme)
 
 
 def _changed(
-    whole: Shapes, part: Shapes, cut: ShardSlice, have: set[str], leading: int = 0
+    full_shapes: Shapes, part_shapes: Shapes, cut: ShardSlice, have: set[str], leading: int = 0
 ) -> Cuts:
     """A cut for each tensor whose shape differs, behind so many leading dimensions."""
-    found: Cuts = {}
-    for name, (shape, _) in whole.items():
-        smaller = part[name][0]
+    cuts: Cuts = {}
+    for name, (shape, _) in full_shapes.items():
+        smaller = part_shapes[name][0]
         if name not in have or smaller == shape:
             continue
         [dim] = [i for i, (a, b) in enumerate(zip(shape, smaller, strict=True)) if a != b]
@@ -123,8 +123,8 @@ def _changed(
             raise ValueError(
                 f"{name} of {list(shape)} does not divide into {cut.parts} parts of {list(smaller)}"
             )
-        found[name] = ShardSlice(dim + leading, cut.parts, cut.index, cut.segments)
-    return found
+        cuts[name] = ShardSlice(dim + leading, cut.parts, cut.index, cut.segments)
+    return cuts
 
 
 def cuts_of_experts(module: nn.Module, size: int, rank: int) -> Cuts:
@@ -134,27 +134,27 @@ def cuts_of_experts(module: nn.Module, size: int, rank: int) -> Cuts:
     spec = spec_of(module)
     rows, columns = (2, 1) if spec.transposed else (1, 2)
     width = ShardSlice(rows, size, rank, (1,) if spec.gate["interleaved"] else GATE_AND_UP)
-    found = {"gate_up_proj": width, "down_proj": ShardSlice(columns, size, rank)}
+    cuts = {"gate_up_proj": width, "down_proj": ShardSlice(columns, size, rank)}
     if spec.has_bias:
-        found["gate_up_proj_bias"] = ShardSlice(1, size, rank, width.segments)
-    for name, cut in found.items():
+        cuts["gate_up_proj_bias"] = ShardSlice(1, size, rank, width.segments)
+    for name, cut in cuts.items():
         cut.size_of(module.get_parameter(name).shape[cut.dim])
-    return found
+    return cuts
 
 
 def _of_quantized_experts(module: QuantizedExperts, size: int, rank: int) -> Cuts:
-    found: Cuts = {}
+    cuts: Cuts = {}
     for projection, (rows, columns) in sizes(module.spec).items():
         side = PROJECTIONS[projection]
         stored = [name for name, _ in module.named_children() if PROJECTIONS[name] == side]
         if stored:
             one = (rows // len(stored), columns)
-            found |= _of_stored(module, stored, one, side, ShardSlice(0, size, rank))
+            cuts |= _of_stored(module, stored, one, side, ShardSlice(0, size, rank))
             continue
         in_two = side == "out" and not module.spec.gate["interleaved"]
         cut = ShardSlice(0, size, rank, GATE_AND_UP if in_two else (1,))
-        found |= _of_stacked(module, projection, (rows, columns), side, cut)
-    return found
+        cuts |= _of_stacked(module, projection, (rows, columns), side, cut)
+    return cuts
 
 
 def _of_stored(
@@ -170,15 +170,15 @@ def _of_stored(
     method, dtype = module.method, torch.get_default_dtype()
     shapes = next(_kinds_of_shapes(method.scheme, method.format))
     part = _part_of(size, side, cut, method.scheme)
-    found: Cuts = {}
+    cuts: Cuts = {}
     for name in children:
         child = module.get_submodule(name)
         have = {leaf for leaf, weight in child._parameters.items() if weight is not None}
         of_child = _changed(shapes(*size, dtype), shapes(*part, dtype), cut, have, 1)
         if side == "out" and "bias" in have:
             of_child["bias"] = ShardSlice(1, cut.parts, cut.index)
-        found |= {f"{name}.{leaf}": each for leaf, each in of_child.items()}
-    return found
+        cuts |= {f"{name}.{leaf}": child_cut for leaf, child_cut in of_child.items()}
+    return cuts
 
 
 def _of_stacked(
@@ -187,18 +187,18 @@ def _of_stacked(
     """The tensors of a scheme, stacked."""
     scheme, dtype = module.method.scheme, torch.get_default_dtype()
     part = _part_of(size, side, cut, scheme)
-    whole, smaller = (
-        stacked(projection, scheme.tensors(*each, dtype), module.spec.num_experts)
-        for each in (size, part)
+    full_shapes, part_shapes = (
+        stacked(projection, scheme.tensors(*rows_columns, dtype), module.spec.num_experts)
+        for rows_columns in (size, part)
     )
     # Scales of fp8 that a checkpoint has for gate and for up are those of all their rows.
     held = {name: weight.shape for name, weight in module.named_parameters(recurse=False)}
-    have = {name for name, (shape, _) in whole.items() if held.get(name) == shape}
-    found = _changed(whole, smaller, cut, have)
+    have = {name for name, (shape, _) in full_shapes.items() if held.get(name) == shape}
+    cuts = _changed(full_shapes, part_shapes, cut, have)
     bias = f"{projection}_bias"
     if side == "out" and bias in held:
-        found[bias] = ShardSlice(1, cut.parts, cut.index, cut.segments)
-    return found
+        cuts[bias] = ShardSlice(1, cut.parts, cut.index, cut.segments)
+    return cuts
 
 
 def cuts_by_expert(module: nn.Module, size: int, rank: int, ranks: Sequence[int] = ()) -> Cuts:
@@ -207,8 +207,8 @@ def cuts_by_expert(module: nn.Module, size: int, rank: int, ranks: Sequence[int]
     ranks  of each expert; empty: equal ranges of experts, by rank
     """
     num_experts = num_experts_of(module)
-    own = tuple(expert for expert, placed in enumerate(ranks) if placed == rank)
-    cut = ShardSlice(0, size, rank, members=own)
+    experts_of_rank = tuple(expert for expert, placed in enumerate(ranks) if placed == rank)
+    cut = ShardSlice(0, size, rank, members=experts_of_rank)
     try:
         cut.size_of(num_experts)
     except ValueError as error:

@@ -45,9 +45,9 @@ class Stage:
         """The layers of this stage, of so many: the first stages have one more if they do not
         divide.
         """
-        each, more = divmod(count, len(self.ranks))
-        first = self.index * each + min(self.index, more)
-        return range(first, first + each + (self.index < more))
+        per_stage, more = divmod(count, len(self.ranks))
+        first = self.index * per_stage + min(self.index, more)
+        return range(first, first + per_stage + (self.index < more))
 
 
 class Place(NamedTuple):

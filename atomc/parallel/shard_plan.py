@@ -50,25 +50,25 @@ def plan_of(model: nn.Module, *, ep: bool = False) -> ShardPlan:
     hf_model: Any = getattr(model, "hf_model", model)
     if hasattr(hf_model, "tp_plan"):
         prefix = "" if hf_model is model else "hf_model."
-        given = {prefix + name: how for name, how in _plan_of_transformers(hf_model, ep).items()}
-        found = _by_pattern(model, given)
+        patterns = {prefix + name: how for name, how in _plan_of_transformers(hf_model, ep).items()}
+        words = _by_pattern(model, patterns)
     else:
-        found = _by_last_part(model, _beside(model))
+        words = _by_last_part(model, _beside(model))
     if ep:
-        found = _by_expert(model, found)
-    unknown = sorted({how for how in found.values() if how not in LAYERS | WHOLE})
+        words = _by_expert(model, words)
+    unknown = sorted({how for how in words.values() if how not in LAYERS | WHOLE})
     if unknown:
         raise ValueError(
             f"{type(hf_model).__name__}: its plan for tensor parallelism has "
             f"{', '.join(unknown)}, supported are {', '.join(sorted(LAYERS | WHOLE))}"
         )
-    found = {name: how for name, how in found.items() if how not in WHOLE}
-    if not any(how in ("rowwise", *SPLIT_INPUT, *EXPERTS) for how in found.values()):
+    words = {name: how for name, how in words.items() if how not in WHOLE}
+    if not any(how in ("rowwise", *SPLIT_INPUT, *EXPERTS) for how in words.values()):
         raise ValueError(
             f"{type(hf_model).__name__} does not define how it is divided over devices: it has "
             "neither a base_model_tp_plan nor SHARD in its file"
         )
-    return found
+    return words
 
 
 def _plan_of_transformers(hf_model: Any, ep: bool) -> ShardPlan:

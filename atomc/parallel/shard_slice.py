@@ -28,22 +28,22 @@ class ShardSlice:
 
     def of(self, tensor: Tensor) -> Tensor:
         """The part, contiguous, in memory of its own. Raises ValueError if there is none."""
-        whole = tensor.shape[self.dim]
-        size = self.size_of(whole)
+        total = tensor.shape[self.dim]
+        size = self.size_of(total)
         shape = [*tensor.shape[: self.dim], size, *tensor.shape[self.dim + 1 :]]
         if self.padded:
             first = self.index * size
-            own = tensor.narrow(self.dim, first, min(size, whole - first))
+            rows = tensor.narrow(self.dim, first, min(size, total - first))
             padded = tensor.new_zeros(shape)
-            padded.narrow(self.dim, 0, own.shape[self.dim]).copy_(own)
+            padded.narrow(self.dim, 0, rows.shape[self.dim]).copy_(rows)
             return padded
         if self.members:
-            chosen = tensor.new_empty(shape)
+            selected = tensor.new_empty(shape)
             # Copies exist for all dtypes; of a mapped file, only these are read.
-            for target, i in zip(chosen.unbind(self.dim), self.members, strict=True):
+            for target, i in zip(selected.unbind(self.dim), self.members, strict=True):
                 target.copy_(tensor.select(self.dim, i))
-            return chosen
-        lengths = self.lengths(whole)
+            return selected
+        lengths = self.lengths(total)
         own_lengths = [length // self.parts for length in lengths]
         part = tensor.new_empty(shape)
         for segment, target in zip(

@@ -86,12 +86,12 @@ class Sharding:
         plan = plan_of(model, ep=True)
         modules = dict(model.named_modules())
         of_experts = {name: how for name, how in plan.items() if how in EXPERTS}
-        made = cls(model, place, of_experts, dispatch=True, placement=placement or {})
-        for name, how in made.plan.items():
-            made._add_experts(name, modules[name], how)
-        made._check_placement()
-        made.cuts()
-        return made
+        sharding = cls(model, place, of_experts, dispatch=True, placement=placement or {})
+        for name, how in sharding.plan.items():
+            sharding._add_experts(name, modules[name], how)
+        sharding._check_placement()
+        sharding.cuts()
+        return sharding
 
     @classmethod
     def of(
@@ -114,44 +114,44 @@ class Sharding:
         modules = dict(model.named_modules())
         nets = [name for name, module in modules.items() if delta_nets.is_delta_net(module)]
         latent = latent_attention.words_of(modules, plan)
-        made = cls(model, place, _without(plan, nets) | latent, placement=placement or {})
-        experts = tuple(f"{name}." for name, how in made.plan.items() if how in EXPERTS)
-        for name, how in made.plan.items():
+        sharding = cls(model, place, _without(plan, nets) | latent, placement=placement or {})
+        experts = tuple(f"{name}." for name, how in sharding.plan.items() if how in EXPERTS)
+        for name, how in sharding.plan.items():
             module = modules.get(name)
             if name.startswith(experts):
                 continue
             if how in TABLES:
                 # A layer of another kind stays whole: its input is, and so is what it returns.
                 if isinstance(module, nn.Embedding | nn.Linear) and name not in quantized:
-                    made._add_table(name, module)
+                    sharding._add_table(name, module)
             elif module is None:
-                made._add_tensor(name, how)
+                sharding._add_tensor(name, how)
             elif how in EXPERTS:
-                made._add_experts(name, module, how)
+                sharding._add_experts(name, module, how)
             elif how == SUMMED:
-                made.summed.append(name)
+                sharding.summed.append(name)
             elif how in SIDES and layers.is_linear(module):
-                made._add_linear(name, modules, how)
+                sharding._add_linear(name, modules, how)
             else:
                 raise ValueError(
                     f"{name} is a {type(module).__name__}, which the plan divides {how}: only "
                     "linear layers and stacked experts are supported"
                 )
-        made._check_placement()
-        made._check_keys(modules)
+        sharding._check_placement()
+        sharding._check_keys(modules)
         for name in nets:
-            made._add_delta_net(name, modules[name])
-        made._keep_whole_if_shared()
-        made.cuts()
-        return made
+            sharding._add_delta_net(name, modules[name])
+        sharding._keep_whole_if_shared()
+        sharding.cuts()
+        return sharding
 
     def _keep_whole_if_shared(self) -> None:
         """Keep an embedding and a head whole that share a weight, if one of them is not divided."""
         divided = {f"{name}.weight" for name in self.tables}
         for names in parameter_names(self.model):
             if len(names) > 1 and not divided.issuperset(names):
-                kept = {name.rpartition(".")[0] for name in names}
-                self.tables = [name for name in self.tables if name not in kept]
+                undivided = {name.rpartition(".")[0] for name in names}
+                self.tables = [name for name in self.tables if name not in undivided]
 
     def _add_table(self, name: str, module: nn.Module) -> None:
         if isinstance(module, nn.Embedding) and module.max_norm is not None:
@@ -223,11 +223,11 @@ class Sharding:
 
         only  names of layers; None: of all, and bare parameters
         """
-        found: dict[str, ShardSlice] = {} if only is not None else dict(self.tensors)
+        by_name: dict[str, ShardSlice] = {} if only is not None else dict(self.tensors)
         size, rank = self.place.size, self.place.rank
         for name in self.tables if only is None else ():
             for leaf, weight in self.model.get_submodule(name).named_parameters(recurse=False):
-                found[f"{name}.{leaf}"] = cut = ShardSlice(0, size, rank, padded=True)
+                by_name[f"{name}.{leaf}"] = cut = ShardSlice(0, size, rank, padded=True)
                 cut.size_of(weight.shape[0])
         for name in (*self.linears, *self.experts):
             if only is not None and name not in only:
@@ -243,15 +243,15 @@ class Sharding:
                     of_layer = layers.cuts_of_experts(module, size, rank)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
-            found |= {f"{name}.{leaf}": cut for leaf, cut in of_layer.items()}
-        return {name: cut for name, cut in found.items() if cut.parts > 1}
+            by_name |= {f"{name}.{leaf}": cut for leaf, cut in of_layer.items()}
+        return {name: cut for name, cut in by_name.items() if cut.parts > 1}
 
     def cut(self) -> dict[str, ShardSlice]:
         """Cut all parameters and give layers their sizes; how the parameters are cut."""
-        found = self.cuts()
-        cut_parameters(self.model, found)
+        cuts = self.cuts()
+        cut_parameters(self.model, cuts)
         self.resize()
-        return found
+        return cuts
 
     def resize(self) -> None:
         """Give layers the sizes and state handles of their parts."""
@@ -357,8 +357,8 @@ def cut_parameters(
     """
     for names in parameter_names(model) if parameters is None else parameters:
         if names[0] in cuts:
-            whole = tensor_of(model, names[0])
-            assign(model, names, cuts[names[0]].of(_plain(whole)))
+            tensor = tensor_of(model, names[0])
+            assign(model, names, cuts[names[0]].of(_plain(tensor)))
 
 
 def _plain(parameter: Tensor) -> Tensor:

@@ -71,8 +71,8 @@ def _fields(config: Mapping[str, JSONLike]) -> Mapping[str, JSONLike]:
 
 def _count(fields: Mapping[str, JSONLike], *names: str) -> int | None:
     """The first of these fields that is a positive integer."""
-    given = (fields.get(name) for name in names)
-    return next((value for value in given if isinstance(value, int) and value > 0), None)
+    values = (fields.get(name) for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
 def _problems(fields: Mapping[str, JSONLike], size: int, ep: bool) -> Iterator[str]:
@@ -132,6 +132,6 @@ def _block_of_scales(fields: Mapping[str, JSONLike]) -> int:
     groups = stored.get("config_groups")
     if group is None and isinstance(groups, Mapping):
         of_weights = [g.get("weights") for g in groups.values() if isinstance(g, Mapping)]
-        given = [w.get("group_size") for w in of_weights if isinstance(w, Mapping)]
-        group = next(iter(given), None)
+        sizes = [w.get("group_size") for w in of_weights if isinstance(w, Mapping)]
+        group = next(iter(sizes), None)
     return group if isinstance(group, int) and group > 0 else 1

@@ -118,9 +118,9 @@ class OwnNames:
     def select(self, stored: Mapping[str, T]) -> dict[str, T]:
         """Of the tensors of a checkpoint, those of this stage."""
         others = tuple(f"{name}." for name in self.elsewhere)
-        own = {name: tensor for name, tensor in stored.items() if not name.startswith(others)}
+        of_stage = {name: tensor for name, tensor in stored.items() if not name.startswith(others)}
         moved = {new: stored[name] for name, new in self.renamed.items() if name in stored}
-        return moved | own
+        return moved | of_stage
 
 
 ALL_NAMES = OwnNames((), {}, {})
@@ -191,11 +191,11 @@ def cut_stage(model: nn.Module, stage: PipelineStage) -> OwnNames:
     assert isinstance(layers, nn.ModuleList)
     if len(layers) < len(stage.ranks):
         raise ValueError(f"{len(layers)} layers do not give {len(stage.ranks)} stages one each")
-    whole = parameter_names(model)
+    names = parameter_names(model)
     replaced = _replacements(model, frame, stage, len(layers))
     for name, module in replaced.items():
         model.set_submodule(name, module)
-    return _own_names(model, whole, tuple(replaced))
+    return _own_names(model, names, tuple(replaced))
 
 
 def _replacements(
@@ -219,16 +219,16 @@ def _replacements(
 
 
 def _own_names(
-    model: nn.Module, whole: Iterable[tuple[str, ...]], elsewhere: tuple[str, ...]
+    model: nn.Module, all_names: Iterable[tuple[str, ...]], elsewhere: tuple[str, ...]
 ) -> OwnNames:
     """The parameters of a model after its cut. whole: the names of each parameter before it."""
-    kept = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    own_names = [(next(filter(kept.__contains__, names), None), names) for names in whole]
-    first_names = {own: names for own, names in own_names if own is not None}
+    held = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    own_names = [(next(filter(held.__contains__, names), None), names) for names in all_names]
+    first_names = {first: names for first, names in own_names if first is not None}
     return OwnNames(
         elsewhere,
-        {name: own for own, names in first_names.items() for name in names if name not in kept},
-        {own: names[0] for own, names in first_names.items()},
+        {name: first for first, names in first_names.items() for name in names if name not in held},
+        {first: names[0] for first, names in first_names.items()},
     )
 
 

@@ -43,9 +43,9 @@ class VocabParallelEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         row = input - self.first_id
         elsewhere = (row < 0) | (row >= self.weight.shape[0])
-        found = super().forward(row.masked_fill(elsewhere, 0))
-        found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
-        return ops.all_reduce.reference(found, self.group)
+        rows = super().forward(row.masked_fill(elsewhere, 0))
+        rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
+        return ops.all_reduce.reference(rows, self.group)
 
 
 class VocabParallelHead(nn.Linear):
@@ -89,8 +89,8 @@ class LogitsOfRank:
         pairs = ops.all_gather.reference(pair, self.ranks, self.group).view(*value.shape, -1, 2)
         values, ids = pairs[..., 0].contiguous().view(torch.float64), pairs[..., 1]
         largest = values.amax(-1, keepdim=True)
-        found = ids.masked_fill(values != largest, self.size - 1).amin(-1)
-        return found, largest.squeeze(-1).to(value.dtype)
+        smallest_id = ids.masked_fill(values != largest, self.size - 1).amin(-1)
+        return smallest_id, largest.squeeze(-1).to(value.dtype)
 
 
 def sum_lookups(module: nn.Embedding, tp: TensorParallel) -> None:
@@ -114,12 +114,12 @@ def gather_logits(module: nn.Linear, tp: TensorParallel) -> None:
 def leave_apart(module: VocabParallelHead, rank: int) -> LogitsOfRank:
     """Have a head return this rank's logits only, those of padding included."""
     rows = len(module.weight)
-    found = LogitsOfRank(module.out_features, rank * rows, module.ranks, module.group)
+    of_rank = LogitsOfRank(module.out_features, rank * rows, module.ranks, module.group)
     del module.ranks, module.group
     module.out_features = rows
     plain: nn.Module = module
     plain.__class__ = nn.Linear
-    return found
+    return of_rank
 
 
 def _become(module: nn.Module, cut: type[nn.Module]) -> None:

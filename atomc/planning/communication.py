@@ -29,16 +29,16 @@ def communication_of(
     calls = _calls(model, sharding, load, token_bytes)
     calls.update((p.op, collapsed(p.module_path), int(p.sent)) for p in predicted if p.sent)
     link = platform.link
-    made = [
+    rows = [
         CollectiveRow(kind, path, count, sent, sent / link if link else None)
         for (kind, path, sent), count in calls.items()
     ]
     reduces, gathers = (
-        sum(row.calls for row in made if row.kind == kind) for kind in ("all-reduce", "gather")
+        sum(row.calls for row in rows if row.kind == kind) for kind in ("all-reduce", "gather")
     )
-    total = sum(row.calls * row.sent for row in made)
+    total = sum(row.calls * row.sent for row in rows)
     cuts = _cuts(model.module, sharding)
-    return Communication(reduces, gathers, load.tokens * token_bytes, total, link, made, cuts)
+    return Communication(reduces, gathers, load.tokens * token_bytes, total, link, rows, cuts)
 
 
 def _calls(
@@ -71,10 +71,10 @@ def _steps(model: Model, load: Workload) -> list[tuple[Mapping[str, nn.Module], 
     if draft is None:
         return [(dict(model.module.named_modules()), load.tokens)]
     inner = set(draft.layer.modules())
-    own = {name: layer for name, layer in model.module.named_modules() if layer not in inner}
+    of_model = {name: layer for name, layer in model.module.named_modules() if layer not in inner}
     drafted = {f"draft.{name}": layer for name, layer in draft.named_modules()}
     rows = [load.tokens, *[load.sequences] * (model.drafts - 1)]
-    return [(own, load.tokens), *((drafted, tokens) for tokens in rows)]
+    return [(of_model, load.tokens), *((drafted, tokens) for tokens in rows)]
 
 
 def _collectives(module: nn.Module, sharding: Sharding) -> tuple[set[nn.Module], set[nn.Module]]:
@@ -93,7 +93,7 @@ def _cuts(module: nn.Module, sharding: Sharding) -> list[CutRow]:
     for name, parameter in module.named_parameters():
         layer, _, _ = name.rpartition(".")
         experts, _, _ = layer.rpartition(".")  # of which a quantized projection is a child
-        cut = next((how[each] for each in (name, layer, experts) if each in how), "")
+        cut = next((how[owner] for owner in (name, layer, experts) if owner in how), "")
         counts[collapsed(name), cut, tuple(parameter.shape)] += 1
     rows = [CutRow(path, cut, shape, count) for (path, cut, shape), count in counts.items()]
     return sorted(rows, key=lambda row: not row.how)

@@ -94,7 +94,7 @@ def build_model(
     config = load_config(folder)
     if layers is not None:
         config = _first_layers(layers, config)
-    chosen = decide(quantization, folder, config)
+    quantized_by = decide(quantization, folder, config)
     _check_sizes(config, devices, data_ranks, stage, ep=ep)
     dtype = dtype or config_dtype(config) or torch.float32
     if drafts:
@@ -105,7 +105,7 @@ def build_model(
     if stage is not None:
         cut_stage(module, stage)
     prefix = adapter.PREFIX if isinstance(module, adapter.StockModel) else ""
-    methods = Methods() if chosen is None else apply.methods_of(module, chosen, prefix)
+    methods = Methods() if quantized_by is None else apply.methods_of(module, quantized_by, prefix)
     sharding = _divided(module, methods, devices, data_ranks, ep=ep)
     parameters = sum(x.numel() for x in module.parameters())  # before some are packed as codes
     if methods:
@@ -113,7 +113,7 @@ def build_model(
     if sharding is not None and data_ranks > 1:
         sharding.connect()  # the graph has what is sent
     return Model(
-        ready(module), config, chosen, dtype, sharding, parameters, drafts, stage, data_ranks
+        ready(module), config, quantized_by, dtype, sharding, parameters, drafts, stage, data_ranks
     )
 
 

@@ -89,18 +89,18 @@ class KernelTimer:
         piece, inputs = self._piece(group)
         key = structural_hash(piece)
         if key not in self.known:
-            made = self._inputs(inputs)
+            args = self._inputs(inputs)
             call = (
                 inline(piece)
                 if inline and not any("kernel" in node.meta for node in group)
                 else piece.forward
             )
-            sets = [made] + [self._inputs(inputs) for _ in range(self._copies(made) - 1)]
+            sets = [args] + [self._inputs(inputs) for _ in range(self._copies(args) - 1)]
             self.known[key] = time_call(call, sets, self.device, synced=self.sizes.T > 64)
         return self.known[key]
 
-    def _copies(self, made: Sequence[Argument]) -> int:
-        size = sum(x.nbytes for x in _tensors(made))
+    def _copies(self, args: Sequence[Argument]) -> int:
+        size = sum(x.nbytes for x in _tensors(args))
         return min(MAX_COPIES, max(2, math.ceil(ROTATED_BYTES[self.device.type] / max(size, 1))))
 
     def _piece(self, group: Sequence[Node]) -> tuple[GraphModule, list[Node]]:
@@ -110,16 +110,16 @@ class KernelTimer:
         wanted = set(group)
         for node in reversed(self.gm.graph.nodes):
             if node in wanted:
-                wanted |= {given for given in node.all_input_nodes if _belongs_to_reader(given)}
+                wanted |= {source for source in node.all_input_nodes if _belongs_to_reader(source)}
         graph, copies, inputs = Graph(), dict[Node, Node](), list[Node]()
         for node in self.gm.graph.nodes:
             if node not in wanted:
                 continue
-            for given in node.all_input_nodes:
-                if given not in copies:
-                    copies[given] = graph.placeholder(given.name)
-                    copies[given].meta = dict(given.meta)
-                    inputs.append(given)
+            for source in node.all_input_nodes:
+                if source not in copies:
+                    copies[source] = graph.placeholder(source.name)
+                    copies[source].meta = dict(source.meta)
+                    inputs.append(source)
             copy = copies[node] = graph.node_copy(node, copies.__getitem__)
             copy.args, copy.kwargs = torch.fx.node.map_aggregate(
                 (copy.args, copy.kwargs), self._on_this_device
@@ -135,19 +135,19 @@ class KernelTimer:
     def _symbols(self) -> dict[sympy.Symbol, int]:
         """Symbol of the graph -> its value in this step."""
         named = {T: self.sizes.T, S: self.sizes.S, R: self.sizes.R, C: self.sizes.C}
-        found = {
+        values = {
             symbol: int(size.subs(named)) for symbol, size in symbols_of(self.gm.graph).items()
         }
         for node in self.gm.graph.find_nodes(op="placeholder"):
-            given = step_input(node)
-            if given is not None and given.field == "block_tables":
-                found.setdefault(expression(value(node).shape[1]), self.columns)
+            step_field = step_input(node)
+            if step_field is not None and step_field.field == "block_tables":
+                values.setdefault(expression(value(node).shape[1]), self.columns)
             elif (spec := self._spec(node)) is not None:
                 leading = spec.leading(self.sizes.S * self.columns, self.block_size, self.sizes.S)
                 for size, number in zip(value(node).shape, leading, strict=False):
                     if isinstance(size, torch.SymInt):
-                        found.setdefault(expression(size), number)
-        return found
+                        values.setdefault(expression(size), number)
+        return values
 
     def _spec(self, node: Node) -> StateSpec | None:
         """Of the state that the runtime allocates for this input."""
@@ -159,13 +159,13 @@ class KernelTimer:
     def _number(self, size: Size) -> int:
         formula = expression(size)
         if formula not in self.numbers:
-            found = formula.subs(self.symbols)
-            if found.free_symbols:
+            number = formula.subs(self.symbols)
+            if number.free_symbols:
                 raise ValueError(
-                    f"size {found} is unknown in a step: only models compiled for the runtime can "
+                    f"size {number} is unknown in a step: only models compiled for the runtime can "
                     "be timed"
                 )
-            self.numbers[formula] = int(found)
+            self.numbers[formula] = int(number)
         return self.numbers[formula]
 
     def _step(self) -> Step:
@@ -200,8 +200,8 @@ class KernelTimer:
         return [self._input(node) for node in nodes]
 
     def _input(self, node: Node) -> Argument:
-        if node.op == "placeholder" and (given := self._of_the_step(node)) is not None:
-            return given
+        if node.op == "placeholder" and (passed := self._of_the_step(node)) is not None:
+            return passed
         if node.op == "get_attr":
             constant: Tensor = operator.attrgetter(str(node.target))(self.gm)
             return self._random(constant) if constant.is_meta else constant.to(self.device)
@@ -210,13 +210,13 @@ class KernelTimer:
     def _of_the_step(self, node: Node) -> Argument:
         """An input that the runtime passes; None for other inputs, scales and weights."""
         match graph_input(node):
-            case StepInput() as given:
-                return given.of(self.step)
+            case StepInput() as step_field:
+                return step_field.of(self.step)
             case StateInput(number, role, is_scale=False):
-                made = self.specs[number].allocate(
+                state = self.specs[number].allocate(
                     self.sizes.S * self.columns, self.block_size, self.device, slots=self.sizes.S
                 )[role]
-                return made.copy_(self._random(made))
+                return state.copy_(self._random(state))
         if "extra" in node.meta:
             extra = node.meta["extra"]
             if extra.kind == "plan":
@@ -230,14 +230,14 @@ class KernelTimer:
             return tensors
         return None
 
-    def _like(self, found: Argument) -> Argument:
-        if isinstance(found, tuple | list):
-            return type(found)(self._like(item) for item in found)
-        if isinstance(found, torch.SymInt):
-            return self._number(found)
-        if not isinstance(found, Tensor):
-            return found
-        return self._random(found)
+    def _like(self, example: Argument) -> Argument:
+        if isinstance(example, tuple | list):
+            return type(example)(self._like(item) for item in example)
+        if isinstance(example, torch.SymInt):
+            return self._number(example)
+        if not isinstance(example, Tensor):
+            return example
+        return self._random(example)
 
     def _random(self, like: Tensor) -> Tensor:
         """Random values with the same shape, strides and dtype; zeros for integers, which may be
@@ -246,12 +246,14 @@ class KernelTimer:
         shape, strides = (
             [self._number(size) for size in sizes] for sizes in (like.shape, like.stride())
         )
-        made = torch.empty_strided(shape, strides, dtype=like.dtype, device=self.device)
+        tensor = torch.empty_strided(shape, strides, dtype=like.dtype, device=self.device)
         if not like.dtype.is_floating_point:
-            return made.zero_()
+            return tensor.zero_()
         if like.dtype.itemsize > 1:
-            return made.normal_(generator=self.generator)
-        return made.copy_(torch.empty(shape, device=self.device).normal_(generator=self.generator))
+            return tensor.normal_(generator=self.generator)
+        return tensor.copy_(
+            torch.empty(shape, device=self.device).normal_(generator=self.generator)
+        )
 
 
 def _belongs_to_reader(node: Node) -> bool:
@@ -267,11 +269,11 @@ def _is_view(node: Node) -> bool:
     return op_of(node.target) is None and name_of(node) in ZERO_COST - {"empty", "lift_fresh_copy"}
 
 
-def _tensors(given: Argument) -> Iterable[Tensor]:
-    if isinstance(given, Tensor):
-        yield given
-    elif isinstance(given, tuple | list):
-        for item in given:
+def _tensors(argument: Argument) -> Iterable[Tensor]:
+    if isinstance(argument, Tensor):
+        yield argument
+    elif isinstance(argument, tuple | list):
+        for item in argument:
             yield from _tensors(item)
 
 
@@ -296,9 +298,9 @@ def _on_cpu(call: GraphFunction, sets: Sequence[Sequence[Argument]]) -> float:
     call(*sets[0])
     times: list[float] = []
     while len(times) < 3 or sum(times) < CPU_SECONDS:
-        given = sets[len(times) % len(sets)]
+        args = sets[len(times) % len(sets)]
         start = time.perf_counter()
-        call(*given)
+        call(*args)
         times.append(time.perf_counter() - start)
     return statistics.median(times)
 
@@ -313,8 +315,8 @@ def _on_gpu(call: GraphFunction, sets: Sequence[Sequence[Argument]], calls: int)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             for _ in range(rounds):
-                for given in sets:
-                    call(*given)
+                for args in sets:
+                    call(*args)
         times = []
         for _ in range(REPLAYS):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]

@@ -38,20 +38,20 @@ def memory_of(
     weights = sum(tensor.nbytes for tensor in held.values())
     of_draft = sum(x.nbytes for x in model.draft.layer.parameters()) if model.draft else 0
     programs = [program, *([draft.program] if draft else [])]
-    copies = sum(each.prepared_bytes - each.replaced_bytes for each in programs)
+    copies = sum(compiled.prepared_bytes - compiled.replaced_bytes for compiled in programs)
     specs = [*program.specs, *(draft.specs if draft else ())]
     made_for = model.config.get("max_position_embeddings")
     length = longest or (made_for if isinstance(made_for, int) else 4096)
     per_token = sum(spec.bytes_per_token() for spec in specs)
     per_sequence = sum(spec.bytes_per_sequence() for spec in specs)
-    found = Memory(
+    memory = Memory(
         platform.memory, weights, copies, 0, per_token, length, None, None, per_sequence, of_draft
     )
     if not platform.memory or not specs:
-        return found
+        return memory
     cache = _left_for_caches(platform, weights + copies)
     fits, that_fits, snapshots = _sequences(specs, cache, length, rewinds=draft is not None)
-    return replace(found, cache=cache, fits=fits, longest_that_fits=that_fits, snapshots=snapshots)
+    return replace(memory, cache=cache, fits=fits, longest_that_fits=that_fits, snapshots=snapshots)
 
 
 def _left_for_caches(platform: Platform, weights: int) -> int:
@@ -102,16 +102,16 @@ def _in_blocks(specs: Sequence[StateSpec], room: int, length: int) -> tuple[int,
         "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
     }
     try:
-        found = capacity(**sizes, max_num_seqs=MANY_SEQUENCES, max_model_len=length)  # type: ignore[arg-type]
+        blocks = capacity(**sizes, max_num_seqs=MANY_SEQUENCES, max_model_len=length)  # type: ignore[arg-type]
     except ValueError:
         try:
             return 0, capacity(**sizes, max_num_seqs=MANY_SEQUENCES).max_model_len  # type: ignore[arg-type]
         except ValueError:
             return 0, 0
-    each = [
+    per_sequence = [
         max_blocks_per_sequence(length, window, block_size, MAX_NUM_BATCHED_TOKENS)
         for _, window in groups
     ]
     return min(
-        count // of_one for count, of_one in zip(found.num_blocks, each, strict=True)
+        count // of_one for count, of_one in zip(blocks.num_blocks, per_sequence, strict=True)
     ), length

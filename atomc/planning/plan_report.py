@@ -203,8 +203,8 @@ class Pipeline:
         """Of a step that goes through all stages, one after the other, and of what they send."""
         parts = [row.seconds for row in self.stages]
         parts += [row.sent_seconds for row in self.stages if row.sent]
-        known = [part for part in parts if part is not None]
-        return sum(known) if len(known) == len(parts) else None
+        measured = [part for part in parts if part is not None]
+        return sum(measured) if len(measured) == len(parts) else None
 
 
 @dataclass
@@ -283,8 +283,8 @@ def _title(plan: StepPlan) -> str:
 
 
 def _pipeline(plan: StepPlan) -> str:
-    found = plan.pipeline
-    if found is None:
+    pipeline = plan.pipeline
+    if pipeline is None:
         return ""
     rows = [
         (
@@ -297,7 +297,7 @@ def _pipeline(plan: StepPlan) -> str:
             f"{row.sent / 1e6:.3f}" if row.sent else "-",
             _scaled(row.sent_seconds, 1e6, 2) if row.sent else "-",
         )
-        for row in found.stages
+        for row in pipeline.stages
     ]
     header = (
         "stage",
@@ -310,14 +310,14 @@ def _pipeline(plan: StepPlan) -> str:
         "least us",
     )
     lines = [
-        f"a step that goes through all stages: {_scaled(found.seconds, 1e3, 3)} ms, with what they "
-        "send to the next one; with many micro-batches, the slowest stage decides"
+        f"a step that goes through all stages: {_scaled(pipeline.seconds, 1e3, 3)} ms, with what "
+        "they send to the next one; with many micro-batches, the slowest stage decides"
     ]
-    if found.fits is not None:
+    if pipeline.fits is not None:
         lines.append(
-            f"sequences of {plan.memory.longest} tokens that all have room for: {found.fits}"
+            f"sequences of {plan.memory.longest} tokens that all have room for: {pipeline.fits}"
         )
-    lines.append(f"what follows is of a device of stage {found.planned}, the slowest")
+    lines.append(f"what follows is of a device of stage {pipeline.planned}, the slowest")
     return "\n\n".join([table(header, rows, numbers=range(3, 8)), "\n".join(lines)])
 
 
@@ -344,13 +344,13 @@ def _memory(plan: StepPlan) -> str:
 
 
 def _mixture(plan: StepPlan) -> str:
-    found = plan.mixture
-    if found is None:
+    mixture = plan.mixture
+    if mixture is None:
         return ""
     rows = [
-        ("parameters", f"{found.parameters / 1e9:.2f} billion"),
-        ("active for a token", f"{found.active / 1e9:.2f} billion"),
-        ("experts held", _bytes_text(found.held)),
+        ("parameters", f"{mixture.parameters / 1e9:.2f} billion"),
+        ("active for a token", f"{mixture.active / 1e9:.2f} billion"),
+        ("experts held", _bytes_text(mixture.held)),
     ]
     rows += [
         (
@@ -358,18 +358,18 @@ def _mixture(plan: StepPlan) -> str:
             f"{of.distinct:.1f} of {of.experts} in each of {of.layers} layers, expected "
             f"(top-{of.top_k}, uniform routing)",
         )
-        for of in found.read
+        for of in mixture.read
     ]
     return table(("mixture of experts", ""), rows)
 
 
 def _communication(plan: StepPlan) -> str:
-    found = plan.communication
-    if found is None:
+    communication = plan.communication
+    if communication is None:
         return ""
     cuts = [
         (row.parameter, row.how or "on every device", str(list(row.shape)), str(row.count))
-        for row in found.cuts
+        for row in communication.cuts
     ]
     rows = [
         (
@@ -379,20 +379,21 @@ def _communication(plan: StepPlan) -> str:
             _scaled(row.seconds, 1e6, 2),
             row.module_path,
         )
-        for row in found.collectives
+        for row in communication.collectives
     ]
-    links = "whose links are unknown"
-    if found.link is not None:
-        links = f"{_scaled(found.seconds, 1e3, 3)} ms at {_bytes_text(found.link)}/s"
+    links, sent = "whose links are unknown", _bytes_text(communication.sent)
+    if communication.link is not None:
+        took = _scaled(communication.seconds, 1e3, 3)
+        links = f"{took} ms at {_bytes_text(communication.link)}/s"
     said = (
-        f"a step has {found.all_reduces} all-reduces of {_bytes_text(found.message)} and "
-        f"{found.gathers} gather of the logits: each device sends {_bytes_text(found.sent)}, "
-        f"{links} (not in the time)"
+        f"a step has {communication.all_reduces} all-reduces of "
+        f"{_bytes_text(communication.message)} and {communication.gathers} gather of the logits: "
+        f"each device sends {sent}, {links} (not in the time)"
     )
-    if not found.all_reduces:
+    if not communication.all_reduces:
         said = (
-            f"each device sends {_bytes_text(found.sent)} in a step, {links} (in the time of these "
-            "kernels); all have as many tokens"
+            f"each device sends {sent} in a step, {links} (in the time of these kernels); all have "
+            "as many tokens"
         )
     return "\n\n".join(
         [
@@ -431,7 +432,7 @@ def _by_time(line: PlanRow) -> float:
 
 def _row(line: PlanRow, step: float | None, timed: bool) -> list[str]:
     one = line.timed if timed else line.seconds
-    whole = None if one is None else one * line.calls
+    in_step = None if one is None else one * line.calls
     return [
         line.op,
         line.kernel,
@@ -440,8 +441,8 @@ def _row(line: PlanRow, step: float | None, timed: bool) -> list[str]:
         _scaled(line.least, 1e6, 2),
         _scaled(line.seconds, 1e6, 2),
         *([_scaled(line.timed, 1e6, 2)] if timed else []),
-        _scaled(whole, 1e3, 3),
-        "-" if whole is None or not step else f"{whole / step:.0%}",
+        _scaled(in_step, 1e3, 3),
+        "-" if in_step is None or not step else f"{in_step / step:.0%}",
         line.module_path or "-",
     ]
 

@@ -23,9 +23,9 @@ def plan_stages(
     """
     models = [build(PipelineStage(index, tuple(range(count)))) for index in range(count)]
     plans = [plan(model) for model in models]
-    rows = [_row(*each, platform) for each in zip(models, plans, strict=True)]
+    rows = [_row(*model_plan, platform) for model_plan in zip(models, plans, strict=True)]
     slowest = max(rows, key=lambda row: (row.seconds or 0, row.weights, -row.index))
-    fits = [each.memory.fits for each in plans if each.memory.fits is not None]
+    fits = [model_plan.memory.fits for model_plan in plans if model_plan.memory.fits is not None]
     return replace(
         plans[slowest.index],
         pipeline=Pipeline(rows, slowest.index, min(fits, default=None), platform.link),
@@ -35,7 +35,7 @@ def plan_stages(
 def _row(model: Model, plan: StepPlan, platform: Platform) -> StageRow:
     stage = model.stage
     assert stage is not None
-    own = stage.layers(integer(model.config, "num_hidden_layers"))
+    layers = stage.layers(integer(model.config, "num_hidden_layers"))
     sent = 0
     if not stage.is_last:
         width = integer(model.config, "hidden_size")
@@ -46,8 +46,8 @@ def _row(model: Model, plan: StepPlan, platform: Platform) -> StageRow:
     ]
     return StageRow(
         stage.index,
-        own.start,
-        own.stop - 1,
+        layers.start,
+        layers.stop - 1,
         ", ".join(also),
         plan.memory.weights,
         plan.memory.per_token,

@@ -125,8 +125,8 @@ def _compile_draft(
     if draft is None:
         return None
     glue = "eager" if platform.is_cpu else "auto"
-    chosen = Options.of({"glue": glue, **(options or {}), "cache": False})
-    return compile_draft(draft, target, chosen, model.drafts, owned=True, platform=platform)
+    draft_options = Options.of({"glue": glue, **(options or {}), "cache": False})
+    return compile_draft(draft, target, draft_options, model.drafts, owned=True, platform=platform)
 
 
 def _predict_drafts(
@@ -191,8 +191,8 @@ class TimedProgram:
         return [bench.seconds(p.nodes, self._inline if self.fuses else None) for p in wanted]
 
     def _inline(self, piece: GraphModule) -> GraphFunction:
-        found: GraphFunction = torch.compile(piece, dynamic=False)
-        return found
+        compiled: GraphFunction = torch.compile(piece, dynamic=False)
+        return compiled
 
 
 def measure_step(
@@ -211,11 +211,11 @@ def measure_step(
         raise ValueError("--measure does not time draft steps: leave out it or --speculative")
     lowered = TimedProgram(model, options)
     table = table or table_for(lowered.platform)
-    found = plan_step(
+    step_plan = plan_step(
         model, lowered.platform, load, longest=longest, table=table, program=lowered.program
     )
     predicted, timed = lowered.time(load, table)
-    return replace(found, lines=plan_rows(predicted, found.layers, timed))
+    return replace(step_plan, lines=plan_rows(predicted, step_plan.layers, timed))
 
 
 def plan_rows(
@@ -228,13 +228,13 @@ def plan_rows(
     for i, p in enumerate(predicted):
         key = (p.op, p.kernel, collapsed(p.module_path), p.bytes, p.flops, p.layer is not None)
         groups.setdefault(key, []).append(i)
-    found = []
+    rows = []
     for (op, kernel, path, moved, flops, inside), numbers in groups.items():
         p = predicted[numbers[0]]
         # A kernel that fuses the end of a layer with the start of the next has no layer number.
         inside = inside or len(numbers) >= max(layers, 2)
         seconds = sum(timed[i] for i in numbers) / len(numbers) if timed else None
-        found.append(
+        rows.append(
             PlanRow(
                 op,
                 kernel,
@@ -249,7 +249,7 @@ def plan_rows(
                 seconds,
             )
         )
-    return found
+    return rows
 
 
 def _lower_bound(platform: Platform, table: Table | None, predicted: Sequence[Predicted]) -> str:

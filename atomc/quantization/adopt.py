@@ -41,50 +41,63 @@ def adopt(model: nn.Module) -> nn.Module:
         if is_of_torchao(weight)
     }
     if weights:
-        return _adopt_torchao(model, weights)
-    given = getattr(getattr(model, "config", None), "quantization_config", None)
-    if given is None:
-        raise ValueError(
-            f"{type(model).__name__} is not quantized: pass the scheme to quantize it to"
-        )
-    settings = given if isinstance(given, dict) else given.to_dict()
-    if settings.get("quantization_status") == "decompressed":  # an enum that is a string
-        raise ValueError(
-            f"the layers of {type(model).__name__} are already unpacked: adopt it "
-            f"{BEFORE_FIRST_CALL}"
-        )
-    if settings.get("dequantize"):
-        raise ValueError(
-            f"transformers has dequantized the layers of {type(model).__name__}: load the "
-            "checkpoint with atomc, or where transformers keeps it quantized"
-        )
-    config = parse(settings)
+        return _convert_torchao(model, weights)
+    config = _stored_config(model)
     dtype = next((x.dtype for x in model.parameters() if _is_float(x.dtype)), torch.bfloat16)
-    ours: dict[str, QuantizedLayer] = {}
-    for name, layer in model.named_modules():
-        if isinstance(layer, QuantizedLayer):
-            continue
-        if hasattr(layer, "in_features"):
-            plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
-            method = config.get_quant_method(plain, name)
-            if method is not None:
-                ours[name] = _convert(name, layer, plain, method, config, dtype)
-        elif not isinstance(getattr(layer, "down_proj", None), nn.Module | None):
-            of_experts = config.rule_of_experts(type(layer).__name__, name)
-            if of_experts is not None:
-                ours[name] = _convert_experts(name, layer, of_experts, config, dtype)
-    for name, made in ours.items():
-        apply.replace(model, name, made)
+    converted = {
+        name: _converted(name, layer, config, dtype)
+        for name, layer in model.named_modules()
+        if not isinstance(layer, QuantizedLayer)
+    }
+    _replace_layers(model, {name: layer for name, layer in converted.items() if layer is not None})
     unpacking = getattr(model, "ct_decompress_hook", None)  # of compressed-tensors
     if unpacking is not None:
         unpacking.remove()
-    apply.process_weights_after_loading(model)
     return model
 
 
-def _adopt_torchao(model: nn.Module, weights: Mapping[str, Tensor | None]) -> nn.Module:
+def _stored_config(model: nn.Module) -> QuantizationConfig:
+    """The config with which transformers quantized a model, which still has its codes."""
+    name = type(model).__name__
+    stored = getattr(getattr(model, "config", None), "quantization_config", None)
+    if stored is None:
+        raise ValueError(f"{name} is not quantized: pass the scheme to quantize it to")
+    settings = stored if isinstance(stored, dict) else stored.to_dict()
+    if settings.get("quantization_status") == "decompressed":  # an enum that is a string
+        raise ValueError(f"the layers of {name} are already unpacked: adopt it {BEFORE_FIRST_CALL}")
+    if settings.get("dequantize"):
+        raise ValueError(
+            f"transformers has dequantized the layers of {name}: load the checkpoint with atomc, "
+            "or where transformers keeps it quantized"
+        )
+    return parse(settings)
+
+
+def _converted(
+    name: str, layer: nn.Module, config: QuantizationConfig, dtype: torch.dtype
+) -> QuantizedLayer | None:
+    """The layer of atomc for a quantized linear layer or experts; None for any other module."""
+    if hasattr(layer, "in_features"):
+        plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+        method = config.get_quant_method(plain, name)
+        return None if method is None else _convert(name, layer, plain, method, config, dtype)
+    if isinstance(getattr(layer, "down_proj", None), nn.Module | None):
+        return None
+    of_experts = config.rule_of_experts(type(layer).__name__, name)
+    if of_experts is None:
+        return None
+    return _convert_experts(name, layer, of_experts, config, dtype)
+
+
+def _replace_layers(model: nn.Module, layers: Mapping[str, QuantizedLayer]) -> None:
+    for name, layer in layers.items():
+        apply.replace(model, name, layer)
+    apply.process_weights_after_loading(model)
+
+
+def _convert_torchao(model: nn.Module, weights: Mapping[str, Tensor | None]) -> nn.Module:
     """weights: the quantized ones, by the name of their layer."""
-    ours: dict[str, QuantizedLinear] = {}
+    layers: dict[str, QuantizedLinear] = {}
     notes: dict[str, None] = {}
     for name, weight in weights.items():
         layer = model.get_submodule(name)
@@ -102,16 +115,14 @@ def _adopt_torchao(model: nn.Module, weights: Mapping[str, Tensor | None]) -> nn
         bias = layer.bias
         if bias is not None:
             bias.requires_grad_(False)
-        ours[name] = QuantizedLinear(
+        layers[name] = QuantizedLinear(
             layer.in_features, layer.out_features, bias, LinearMethod(scheme)
         )
-        ours[name].train(layer.training).replace_parameters(tensors)
+        layers[name].train(layer.training).replace_parameters(tensors)
         notes |= {note: None} if note else {}
-    for name, made in ours.items():
-        apply.replace(model, name, made)
     for note in notes:
         log.warning("adopt: %s", note)
-    apply.process_weights_after_loading(model)
+    _replace_layers(model, layers)
     return model
 
 
@@ -127,12 +138,12 @@ def _convert(
     bias = layer._parameters.get("bias")
     if bias is not None:
         bias.requires_grad_(False)
-    made = QuantizedLinear(plain.in_features, plain.out_features, bias, method)
-    method.create_weights(made, dtype, "meta")
-    made.train(layer.training)
+    quantized = QuantizedLinear(plain.in_features, plain.out_features, bias, method)
+    method.create_weights(quantized, dtype, "meta")
+    quantized.train(layer.training)
     optional = method.format.optional if method.format else frozenset()
-    _take(name, made, _stored(layer, config), f"adopt the model {BEFORE_FIRST_CALL}", optional)
-    return made
+    _take(name, quantized, _stored(layer, config), f"adopt the model {BEFORE_FIRST_CALL}", optional)
+    return quantized
 
 
 def _convert_experts(
@@ -149,14 +160,14 @@ def _convert_experts(
         raise ValueError(f"{name}: {error}; {INSTEAD}") from error
     if reason := method.refuses(spec):
         raise ValueError(f"{name}: {reason}")
-    made = QuantizedExperts(spec, method)
-    method.create_weights(made, dtype, "meta")
-    apply.move_biases(layer, made)
-    made.train(layer.training)
+    quantized = QuantizedExperts(spec, method)
+    method.create_weights(quantized, dtype, "meta")
+    apply.move_biases(layer, quantized)
+    quantized.train(layer.training)
     stored = _stored(layer, config)
-    expect_scales(made, {key: tuple(tensor.shape) for key, tensor in stored.items()})
-    _take(name, made, stored, INSTEAD)
-    return made
+    expect_scales(quantized, {key: tuple(tensor.shape) for key, tensor in stored.items()})
+    _take(name, quantized, stored, INSTEAD)
+    return quantized
 
 
 def _stored(layer: nn.Module, config: QuantizationConfig) -> dict[str, Tensor]:
@@ -167,7 +178,7 @@ def _stored(layer: nn.Module, config: QuantizationConfig) -> dict[str, Tensor]:
 
 def _take(
     name: str,
-    made: QuantizedLayer,
+    quantized: QuantizedLayer,
     stored: Mapping[str, Tensor],
     remedy: str,
     optional: Collection[str] = (),
@@ -176,31 +187,31 @@ def _take(
 
     Raises ValueError for one that is missing, unless it is optional, or has another shape or dtype.
     """
-    for key, wanted in list(made.named_parameters(recurse=False)):
-        found = stored.get(key)
-        if key in made.BIASES:
+    for key, wanted in list(quantized.named_parameters(recurse=False)):
+        tensor = stored.get(key)
+        if key in quantized.BIASES:
             continue
-        if found is None and key in optional:
-            del made._parameters[key]
+        if tensor is None and key in optional:
+            del quantized._parameters[key]
         elif (
-            found is None
-            or found.shape != wanted.shape
-            or not _compatible_dtypes(found.dtype, wanted.dtype)
+            tensor is None
+            or tensor.shape != wanted.shape
+            or not _compatible_dtypes(tensor.dtype, wanted.dtype)
         ):
-            here = "missing" if found is None else f"{found.dtype} {list(found.shape)}"
+            here = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
             raise ValueError(
                 f"{name}.{key} is {here}, expected {wanted.dtype} {list(wanted.shape)}: {remedy}"
             )
         else:
-            made.set(key, found.data.to(wanted.dtype))
+            quantized.set(key, tensor.data.to(wanted.dtype))
 
 
-def _compatible_dtypes(found: torch.dtype, wanted: torch.dtype) -> bool:
+def _compatible_dtypes(stored: torch.dtype, wanted: torch.dtype) -> bool:
     """Whether the dtypes are equal, or both are of scales: floats of 16 bits or more, or found is a
     power of two.
     """
-    scale = _is_float(found) or found == torch.float8_e8m0fnu
-    return found == wanted or (scale and _is_float(wanted))
+    scale = _is_float(stored) or stored == torch.float8_e8m0fnu
+    return stored == wanted or (scale and _is_float(wanted))
 
 
 def _is_float(dtype: torch.dtype) -> bool:

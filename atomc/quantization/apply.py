@@ -44,11 +44,11 @@ def methods_of(model: nn.Module, config: QuantizationConfig, strip: str = "") ->
     owners: dict[int, int] = {}
     for _, weight in model.named_parameters(remove_duplicate=False):
         owners[id(weight)] = owners.get(id(weight), 0) + 1
-    kept = kept_layers(model, online=config.online)
+    unquantized = kept_layers(model, online=config.online)
     linears: dict[str, LinearMethod] = {}
     experts: dict[str, ExpertsMethod] = {}
     for name, layer in model.named_modules():
-        if name in kept:
+        if name in unquantized:
             continue
         if type(layer) is nn.Linear and is_quantized_by_library(layer):
             continue
@@ -94,9 +94,9 @@ def create_weights(
         replace(model, name, layer)
     for name, of_experts in methods.experts.items():
         stacked = any(f"{name}.{projection}" in stored for projection in STACKED)
-        made = create_experts(model, name, of_experts, dtype, stacked=stacked)
-        shapes = {key: stored.get(f"{name}.{key}", ()) for key in made._parameters}
-        expect_scales(made, shapes)
+        quantized_experts = create_experts(model, name, of_experts, dtype, stacked=stacked)
+        shapes = {key: stored.get(f"{name}.{key}", ()) for key in quantized_experts._parameters}
+        expect_scales(quantized_experts, shapes)
 
 
 def create_experts(
@@ -176,10 +176,10 @@ def process_weights_after_loading(model: nn.Module) -> None:
 
 def groups(layers: Mapping[str, T]) -> list[list[tuple[str, T]]]:
     """The layers, grouped by their input."""
-    found: dict[tuple[str, ...], list[tuple[str, T]]] = {}
+    by_siblings: dict[tuple[str, ...], list[tuple[str, T]]] = {}
     for name, layer in layers.items():
-        found.setdefault(siblings_of(name), []).append((name, layer))
-    return list(found.values())
+        by_siblings.setdefault(siblings_of(name), []).append((name, layer))
+    return list(by_siblings.values())
 
 
 def layer_device(layer: nn.Module) -> torch.device:
@@ -224,15 +224,15 @@ def quantize_layers(
     """
     old = [linear(model, name) for name in names]
     weights = [(weight_of(name) if weight_of else None) for name in names]
-    given = [
+    originals = [
         layer.weight.data if weight is None else weight
         for layer, weight in zip(old, weights, strict=True)
     ]
     scheme = methods[names[0]].scheme
-    tensors = scheme.quantize(given)
+    tensors = scheme.quantize(originals)
     shared: dict[int, nn.Parameter] = {}
     quantized_layers = []
-    for name, layer, made in zip(names, old, tensors, strict=True):
+    for name, layer, layer_tensors in zip(names, old, tensors, strict=True):
         bias = layer.bias
         if bias is not None:
             bias.requires_grad_(False)
@@ -244,10 +244,10 @@ def quantize_layers(
         quantized_layer.replace_parameters(
             {
                 key: shared.setdefault(id(tensor), parameter_of(tensor))
-                for key, tensor in made.items()
+                for key, tensor in layer_tensors.items()
             }
         )
-        convert_to_device_fp8(quantized_layer, given[0].device)
+        convert_to_device_fp8(quantized_layer, originals[0].device)
         replace(model, name, quantized_layer)
         quantized_layers.append(quantized_layer)
     share_scales(quantized_layers)
@@ -335,5 +335,7 @@ def is_quantized_by_library(layer: nn.Module) -> bool:
         and (weight.dtype.itemsize == 1 or type(weight) not in (nn.Parameter, Tensor))
         for weight in weights
     )
-    own = {*layer._parameters, *layer._buffers}
-    return few or bool(own & {"weight_packed", "qweight", "weight_scale", "weight_scale_inv"})
+    tensor_names = {*layer._parameters, *layer._buffers}
+    return few or bool(
+        tensor_names & {"weight_packed", "qweight", "weight_scale", "weight_scale_inv"}
+    )

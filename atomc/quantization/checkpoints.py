@@ -54,8 +54,8 @@ def only(method: str, config: Config, name: str, *supported: T, default: T | Non
     """The value of the field; `default` if it is missing or null. Raises ValueError for an
     unsupported value.
     """
-    given = config.get(name)
-    value = default if given is None else given
+    stored = config.get(name)
+    value = default if stored is None else stored
     for choice in supported:
         if value == choice:
             return choice
@@ -326,8 +326,8 @@ def modelopt(config: Config) -> Parsed:
 
 
 def _group_size(method: str, config: Config, *fields: str) -> int:
-    found = next((config[name] for name in fields if config.get(name) is not None), None)
-    return only(method, {"group_size": found}, "group_size", *Int4.GROUPS)
+    size = next((config[name] for name in fields if config.get(name) is not None), None)
+    return only(method, {"group_size": size}, "group_size", *Int4.GROUPS)
 
 
 def gptq(config: Config) -> Parsed:

@@ -48,10 +48,10 @@ def matches(pattern: str, name: str) -> bool:
     "mlp.down_proj". A merged layer's name matches its parts.
     """
     parent, _, leaf = name.rpartition(".")
-    fused = [whole for whole, parts in FUSED.items() if leaf in parts and whole in pattern]
+    fused = [merged for merged, parts in FUSED.items() if leaf in parts and merged in pattern]
     return any(
         _matches(pattern, alias)
-        for alias in (name, *(f"{parent}.{whole}".strip(".") for whole in fused))
+        for alias in (name, *(f"{parent}.{merged}".strip(".") for merged in fused))
     )
 
 
@@ -131,18 +131,18 @@ class QuantizationConfig:
     def rule_of_experts(self, class_name: str, prefix: str) -> ExpertsMethod | None:
         """As get_experts_method, without a look at the experts of this class and name."""
         classes = ("Linear", EXPERTS, class_name)
-        found = {
+        by_part = {
             part: self._method(classes, (prefix, f"{prefix}.{part}", f"{prefix}.0.{part}"))
             for parts in PROJECTIONS.values()
             for part in parts
         }
-        methods = list(found.values())
+        methods = list(by_part.values())
         if any(method != methods[0] for method in methods):
-            kept = ", ".join(part for part, method in found.items() if method is None)
+            ignored = ", ".join(part for part, method in by_part.items() if method is None)
             raise ValueError(
                 f"{self.method}: {prefix} has projections of different schemes"
-                f"{f' (ignored are {kept})' if kept else ''}: experts are quantized as a whole, or "
-                "not at all"
+                f"{f' (ignored are {ignored})' if ignored else ''}: experts are quantized as a "
+                "whole, or not at all"
             )
         if methods[0] is None:
             return None
@@ -197,15 +197,15 @@ def parse(config: Mapping[str, JSONLike]) -> QuantizationConfig:
             f"quantized weights of quant_method {method!r} are not supported, only "
             f"{', '.join(checkpoints.PARSERS)}"
         )
-    found = checkpoints.PARSERS[method](config)
+    parsed = checkpoints.PARSERS[method](config)
     rules = tuple(
-        Rule(targets, LinearMethod(scheme, format, found.notes))
-        for targets, scheme, format in found.rules
+        Rule(targets, LinearMethod(scheme, format, parsed.notes))
+        for targets, scheme, format in parsed.rules
     )
-    for pattern in (*found.ignore, *(target for rule in rules for target in rule.targets)):
+    for pattern in (*parsed.ignore, *(target for rule in rules for target in rule.targets)):
         check_pattern(pattern)
     return QuantizationConfig(
-        method, False, rules, found.ignore, found.rename, found.kv_cache_dtype, found.notes
+        method, False, rules, parsed.ignore, parsed.rename, parsed.kv_cache_dtype, parsed.notes
     )
 
 
@@ -215,9 +215,9 @@ def stored_config(path: Path, config: Mapping[str, JSONLike]) -> Mapping[str, JS
     """
     for name, method in FILES.items():
         if (path / name).is_file():
-            found = read_json(path / name)
-            check_types(found, name)
-            return found if method is None else {"quant_method": method} | found
+            settings = read_json(path / name)
+            check_types(settings, name)
+            return settings if method is None else {"quant_method": method} | settings
     inside = config.get("quantization_config") or config.get("compression_config")
     if inside is not None and not isinstance(inside, Mapping):
         raise ValueError(

@@ -62,11 +62,11 @@ class ExpertsMethod:
         """The stacked tensors of gate_up_proj or down_proj, from weights [E, N, K], one expert at a
         time.
         """
-        made: Tensors = {}
+        by_name: Tensors = {}
         for e, weight in enumerate(weights):
             [tensors] = self.scheme.quantize([weight.contiguous()])
-            put(made, projection, tensors, e, len(weights))
-        return made
+            put(by_name, projection, tensors, e, len(weights))
+        return by_name
 
     def apply(self, layer: "QuantizedExperts", x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         return self.scheme.apply_experts(layer, x, ids, weights)
@@ -165,10 +165,10 @@ def _stacked_shape(name: str, shape: tuple[int, ...], num_experts: int) -> tuple
     return (num_experts, *(shape if len(shape) > 1 else (1, 1)))
 
 
-def put(made: Tensors, projection: str, tensors: Tensors, expert: int, num_experts: int) -> None:
+def put(target: Tensors, projection: str, tensors: Tensors, expert: int, num_experts: int) -> None:
     """Copy the scheme's tensors of one expert into the stacked ones, which the first creates."""
     for name, tensor in tensors.items():
         key = projection + SUFFIXES[name]
-        if key not in made:
-            made[key] = tensor.new_empty(_stacked_shape(name, tuple(tensor.shape), num_experts))
-        made[key][expert] = tensor
+        if key not in target:
+            target[key] = tensor.new_empty(_stacked_shape(name, tuple(tensor.shape), num_experts))
+        target[key][expert] = tensor

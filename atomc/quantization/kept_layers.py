@@ -16,10 +16,16 @@ def kept_layers(model: nn.Module, *, online: bool) -> set[str]:
     """The names of these modules. online: the weights are quantized here; a checkpoint says itself
     which of its layers are quantized, except for those of indexers.
     """
-    kept = _indexer_weights(model)
+    indexers = _indexer_weights(model)
     if not online:
-        return kept
-    return kept | _routers(model) | _delta_gates(model) | _vision_encoders(model) | _adapters(model)
+        return indexers
+    return (
+        indexers
+        | _routers(model)
+        | _delta_gates(model)
+        | _vision_encoders(model)
+        | _adapters(model)
+    )
 
 
 def unwrapped(name: str) -> str:

@@ -53,12 +53,12 @@ class LinearMethod:
         """
         if self.format is None:
             return
-        found = {
+        stored = {
             name: weight.data
             for name, weight in layer.named_parameters(recurse=False)
             if name != "bias" and not weight.is_meta
         }
-        converted = self.format.convert(self.scheme, found)
+        converted = self.format.convert(self.scheme, stored)
         layer.replace_parameters(converted)
 
     def apply(self, layer: "QuantizedLinear", x: Tensor) -> Tensor:
@@ -88,11 +88,11 @@ class QuantizedLayer(nn.Module):
         biases = [self._parameters.get(name) for name in self.BIASES]
 
         def moved(tensor: Tensor) -> Tensor:
-            made = fn(tensor)
+            result = fn(tensor)
             return (
-                made
-                if made.dtype == tensor.dtype or any(tensor is bias for bias in biases)
-                else tensor.to(made.device)
+                result
+                if result.dtype == tensor.dtype or any(tensor is bias for bias in biases)
+                else tensor.to(result.device)
             )
 
         super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
@@ -165,13 +165,13 @@ def share_scales(layers: Sequence[QuantizedLinear]) -> bool:
     ):
         return False
     names = ("weight_scale", "input_scale") if scheme.weight == "tensor" else ("input_scale",)
-    given = {name: largest for name in names if (largest := _largest(layers, name)) is not None}
+    shared = {name: largest for name in names if (largest := _largest(layers, name)) is not None}
     for layer in layers:
-        if "weight_scale" in given:
-            _rescale(layer, given["weight_scale"].data)
-        for name, parameter in given.items():
+        if "weight_scale" in shared:
+            _rescale(layer, shared["weight_scale"].data)
+        for name, parameter in shared.items():
             layer.register_parameter(name, parameter)
-    return bool(given)
+    return bool(shared)
 
 
 def _largest(layers: Sequence[QuantizedLinear], name: str) -> nn.Parameter | None:

@@ -52,14 +52,14 @@ class Nvfp4:
         groups = grouped_columns(weight, NVFP4_GROUP)
         amax = groups.abs().amax(-1)
         # The largest scale of the weight is the largest number of e4m3.
-        whole = amax.max().clamp(min=AMAX_FLOOR) / (E2M1_MAX * torch.finfo(E4M3).max)
+        factor = amax.max().clamp(min=AMAX_FLOOR) / (E2M1_MAX * torch.finfo(E4M3).max)
         # At least the smallest number of e4m3: no scale is zero.
-        scale = (amax / (E2M1_MAX * whole)).clamp(min=2.0**-9).to(E4M3)
-        codes = e2m1_codes(groups / (scale.to(torch.float32) * whole).unsqueeze(-1))
+        scale = (amax / (E2M1_MAX * factor)).clamp(min=2.0**-9).to(E4M3)
+        codes = e2m1_codes(groups / (scale.to(torch.float32) * factor).unsqueeze(-1))
         return {
             "weight": pack_e2m1(codes.flatten(-2)),
             "weight_scale": scale,
-            "global_scale": whole.repeat(len(weight), 1),
+            "global_scale": factor.repeat(len(weight), 1),
         }
 
     def dequantize(self, layer: WeightTensors) -> Tensor:

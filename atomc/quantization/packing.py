@@ -43,12 +43,12 @@ def _zeros(scheme: Int4, zeros: Tensor, name: str) -> Tensors:
 
 def _compressed(scheme: Int4, out_features: int, in_features: int, dtype: torch.dtype) -> Shapes:
     groups = in_features // scheme.group
-    found: Shapes = {
+    shapes: Shapes = {
         "weight_packed": ((out_features, in_features // 8), torch.int32),
         "weight_scale": ((out_features, groups), dtype),
         "weight_shape": ((2,), torch.int64),
     }
-    return found | (
+    return shapes | (
         {"weight_zero_point": ((-(-out_features // 8), groups), torch.int32)}
         if scheme.zeros
         else {}
@@ -61,12 +61,12 @@ def _from_compressed(scheme: Int4, stored: Tensors) -> Tensors:
     shape = stored["weight_shape"].tolist() if "weight_shape" in stored else [rows, columns]
     if shape != [rows, columns]:
         raise ValueError(f"weight_shape is {shape}, weight_packed has {[rows, columns]}")
-    found = {"weight": packed, "weight_scale": scale}
+    tensors = {"weight": packed, "weight_scale": scale}
     if scheme.zeros:
-        found["zeros"] = (
+        tensors["zeros"] = (
             unpack_int4(stored["weight_zero_point"].t()).t()[:rows].to(torch.uint8).contiguous()
         )
-    return found
+    return tensors
 
 
 PACK_QUANTIZED = Format(
@@ -175,8 +175,10 @@ def _from_gptq(scheme: Int4, stored: Tensors, less: int) -> Tensors:
         ordered = (
             torch.arange(codes.shape[1], device=codes.device, dtype=torch.int32) // scheme.group
         )
-        given = stored["g_idx"]
-        if not (given - given[0]).equal(ordered):  # the first group of a part is another
+        group_of_input = stored["g_idx"]
+        if not (group_of_input - group_of_input[0]).equal(
+            ordered
+        ):  # the first group of a part is another
             raise ValueError(
                 "g_idx is not in order: activation order (desc_act) is not supported, quantize "
                 "with "
@@ -199,11 +201,11 @@ GPTQ_V2 = Format("gptq_v2", _gptq, _from_gptq_v2, frozenset({"g_idx"}))
 
 def _awq(scheme: Int4, out_features: int, in_features: int, dtype: torch.dtype) -> Shapes:
     groups = in_features // scheme.group
-    found: Shapes = {
+    shapes: Shapes = {
         "qweight": ((in_features, out_features // 8), torch.int32),
         "scales": ((groups, out_features), dtype),
     }
-    return found | ({"qzeros": ((groups, out_features // 8), torch.int32)} if scheme.zeros else {})
+    return shapes | ({"qzeros": ((groups, out_features // 8), torch.int32)} if scheme.zeros else {})
 
 
 def _in_order(packed: Tensor) -> Tensor:
@@ -215,11 +217,11 @@ def _in_order(packed: Tensor) -> Tensor:
 
 
 def _from_awq(scheme: Int4, stored: Tensors) -> Tensors:
-    found = {
+    tensors = {
         "weight": pack_int4(_in_order(stored["qweight"]).t()),
         "weight_scale": stored["scales"].t().contiguous(),
     }
-    return found | (
+    return tensors | (
         _zeros(scheme, _in_order(stored["qzeros"]).t(), "qzeros") if scheme.zeros else {}
     )
 

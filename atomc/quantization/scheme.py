@@ -92,11 +92,11 @@ class Fp8:
 
     def tensors(self, out_features: int, in_features: int, dtype: torch.dtype) -> Shapes:
         scale = (1,) if self.weight == "tensor" else (out_features, 1)
-        found: Shapes = {
+        shapes: Shapes = {
             "weight": ((out_features, in_features), self.dtype),
             "weight_scale": (scale, torch.float32),
         }
-        return found | (
+        return shapes | (
             {"input_scale": ((1,), torch.float32)} if self.activation == "static" else {}
         )
 
@@ -324,11 +324,11 @@ class Int4:
 
     def tensors(self, out_features: int, in_features: int, dtype: torch.dtype) -> Shapes:
         groups = in_features // self.group
-        found: Shapes = {
+        shapes: Shapes = {
             "weight": ((out_features, in_features // 8), torch.int32),
             "weight_scale": ((out_features, groups), dtype),
         }
-        return found | ({"zeros": ((out_features, groups), torch.uint8)} if self.zeros else {})
+        return shapes | ({"zeros": ((out_features, groups), torch.uint8)} if self.zeros else {})
 
     def quantize(self, weights: Sequence[Tensor]) -> list[Tensors]:
         return [self._quantize(weight) for weight in weights]

@@ -118,23 +118,26 @@ def stack(method: ExpertsMethod, stored: Mapping[str, Tensors]) -> tuple[Experts
 
     Rows keep their scale: experts with one fp8 scale per projection get one per row.
     """
-    made: Tensors = {}
+    stacked: Tensors = {}
     for projection, parts in PROJECTIONS.items():
         num_experts = len(next(iter(stored[parts[0]].values())))
         for e in range(num_experts):
             tensors = [_rows(method.scheme, method.format, stored[part], e) for part in parts]
-            joined = {name: torch.cat([own[name] for own in tensors]) for name in tensors[0]}
-            put(made, projection, joined, e, num_experts)
+            joined = {
+                name: torch.cat([part_tensors[name] for part_tensors in tensors])
+                for name in tensors[0]
+            }
+            put(stacked, projection, joined, e, num_experts)
         scales = [stored[part]["input_scale"] for part in parts if "input_scale" in stored[part]]
         if scales:
-            made[f"{projection}_input_scale"] = torch.cat(scales).max().reshape(1)
+            stacked[f"{projection}_input_scale"] = torch.cat(scales).max().reshape(1)
         biases = [stored[part]["bias"] for part in parts if "bias" in stored[part]]
         if biases:
-            made[f"{projection}_bias"] = torch.cat(biases, 1)
+            stacked[f"{projection}_bias"] = torch.cat(biases, 1)
     scheme = method.scheme
     if isinstance(scheme, Fp8):
         scheme = replace(scheme, weight="channel")
-    return replace(method, scheme=scheme, format=None), made
+    return replace(method, scheme=scheme, format=None), stacked
 
 
 def _rows(scheme: Scheme, form: Format | None, stored: Tensors, expert: int) -> Tensors:

@@ -151,10 +151,10 @@ def check(report: Report, options: Options) -> None:
     """Raise ContractError, or warn with expect_mode="warn", if the graph violates option
     `expect`.
     """
-    found = violations(report, options.expect)
-    if not found:
+    broken = violations(report, options.expect)
+    if not broken:
         return
-    text = f"{report.model} breaks its contract: " + " | ".join(found)
+    text = f"{report.model} breaks its contract: " + " | ".join(broken)
     report.notes.append(text)
     if options.expect_mode == "error":
         raise ContractError(text)
@@ -175,7 +175,7 @@ def _counted(report: Report) -> GraphCounts:
         "treated": report.treated,
         "layers": report.num_layers,
         "rewrites": {name: count for name, count in sorted(report.matches.items()) if count},
-        "kernels": {op: dict(sorted(chosen.items())) for op, chosen in sorted(kernels.items())},
+        "kernels": {op: dict(sorted(counts.items())) for op, counts in sorted(kernels.items())},
     }
 
 
@@ -191,7 +191,7 @@ def differences(saved: Baseline, reports: Sequence[Report]) -> list[str]:
             "again"
         )
     before, now = saved["graphs"], [_counted(report) for report in reports]
-    found = []
+    changes = []
     if len(before) != len(now):
         breaks = [
             f"{r.graph_break.source}: {r.graph_break.summary}"
@@ -199,36 +199,36 @@ def differences(saved: Baseline, reports: Sequence[Report]) -> list[str]:
             if r.graph_break is not None
         ]
         where = f" (breaks at {'; '.join(breaks)})" if breaks else ""
-        found.append(f"{len(now)} graphs instead of {len(before)}{where}")
+        changes.append(f"{len(now)} graphs instead of {len(before)}{where}")
     many = len(now) > 1
     for number, (old, new, report) in enumerate(zip(before, now, reports, strict=False)):
         where = f"graph {number}: " if many else ""
-        found += [where + line for line in _changes(old, new, report)]
-    return found
+        changes += [where + line for line in _changes(old, new, report)]
+    return changes
 
 
 def _changes(old: GraphCounts, new: GraphCounts, report: Report) -> list[str]:
     lost = old["treated"] and not new["treated"]
     why = {"treated": f" ({report.why_not})"} if lost else {}
-    found = [
+    changes = [
         f"{name}: {old[name]!r} became {new[name]!r}{why.get(name, '')}"
         for name in _COMPARED
         if old[name] != new[name]
     ]
     if lost:
-        return found
+        return changes
     for rewrite in sorted(old["rewrites"].keys() | new["rewrites"].keys()):
         before, now = old["rewrites"].get(rewrite, 0), new["rewrites"].get(rewrite, 0)
         if before > now:
-            found.append(_violation_text(report, rewrite, before, False, str(before)))
+            changes.append(_violation_text(report, rewrite, before, False, str(before)))
         elif before < now:
-            found.append(f"{rewrite} fired {now} times instead of {before}")
+            changes.append(f"{rewrite} fired {now} times instead of {before}")
     for op in sorted(old["kernels"].keys() | new["kernels"].keys()):
         was, became = old["kernels"].get(op, {}), new["kernels"].get(op, {})
         if was != became:
-            found.append(f"{op}: {_spell(was)} became {_spell(became)}")
-    return found
+            changes.append(f"{op}: {_spell(was)} became {_spell(became)}")
+    return changes
 
 
-def _spell(chosen: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} x{count}" for name, count in chosen.items()) or "nothing"
+def _spell(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} x{count}" for name, count in counts.items()) or "nothing"

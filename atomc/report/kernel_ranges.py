@@ -17,9 +17,9 @@ def kernels_by_tokens(choices: Iterable[KernelChoice]) -> list[tuple[str, str]]:
             groups[-1].append(choice)
         else:
             groups.append([choice])
-    found = []
+    ranges = []
     for group in groups:
         first, last_range = Tokens.of(group[0].tokens).first, Tokens.of(group[-1].tokens).last
         tokens = group[0].tokens if len(group) == 1 else str(Tokens(first, last_range))
-        found.append((tokens, group[0].chosen))
-    return found
+        ranges.append((tokens, group[0].chosen))
+    return ranges

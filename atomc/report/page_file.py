@@ -35,7 +35,7 @@ class _Page:
         self.spent = 0.0
 
     def add(self, report: Report) -> None:
-        if not any(report is known for known in self.reports):
+        if not any(report is earlier for earlier in self.reports):
             self.reports.append(report)
         if self.spent <= SECONDS + SHARE * (time.monotonic() - self.begun):
             self.write()

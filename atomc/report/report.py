@@ -56,20 +56,20 @@ class Report(ReportData):
                 f"not a report of version {VERSION}: expected the output of `atomc explain --json`"
             )
         names = {f.name for f in fields(cls)} & set(data)
-        found: dict[str, Any] = {
+        values: dict[str, Any] = {
             name: [PARTS[name](**item) for item in data[name]] if name in PARTS else data[name]
             for name in names
         }
-        found["kernels"] = [
+        values["kernels"] = [
             replace(choice, refused=[(provider, reason) for provider, reason in choice.refused])
-            for choice in found.get("kernels", ())
+            for choice in values.get("kernels", ())
         ]
-        found["matches"] = Counter(found.get("matches", {}))
-        if found.get("graph_break"):
-            found["graph_break"] = GraphBreak(**found["graph_break"])
+        values["matches"] = Counter(values.get("matches", {}))
+        if values.get("graph_break"):
+            values["graph_break"] = GraphBreak(**values["graph_break"])
         # A report of an older version has only the text.
-        found["cached"] = CacheOutcome(**data.get("cached", {"why": data.get("cache", "")}))
-        return cls(**found)
+        values["cached"] = CacheOutcome(**data.get("cached", {"why": data.get("cache", "")}))
+        return cls(**values)
 
     def to_html(self) -> str:
         """One HTML page that needs no network: passes, layers, kernels, costs."""

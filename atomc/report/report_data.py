@@ -3,9 +3,9 @@ HTML and JSON: atomc.report.report.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import TypedDict, TypeVar
 
 from atomc.errors import suggestion
 from atomc.report.audit_findings import AuditFindings
@@ -36,6 +36,7 @@ class Machine(TypedDict, total=False):
     measured: bool
 
 
+Place = TypeVar("Place", Site, Miss)
 RUNTIME = "in the runtime (atomc.LLM, atomc serve, atomc explain --runtime)"
 
 
@@ -140,16 +141,11 @@ class ReportData:
             return f"the pass is off (options={{'passes': {{{rewrite!r}: False}}}})"
         if not self.treated:
             return f"the graph was not treated: {self.why_not}"
-        sites = [
-            site
-            for site in self.sites
-            if site.rewrite == rewrite and _below(site.module_path, module_path)
-        ]
-        near = [miss for miss in self.misses(rewrite) if _below(miss.module_path, module_path)]
+        sites = _places(self.sites, rewrite, module_path)
+        near = _places(self.near, rewrite, module_path)
         if sites:
-            kernels = _kernels_text([choice for choice in self.kernels if choice.op == rewrite])
             fired = f"fired at {_sites_text([site.layer for site in sites])}"
-            return fired + kernels + _disabled_text(near)
+            return fired + _kernels_text(nodes) + _disabled_text(near)
         if near:
             return _near_text(near)
         nothing = self.absent.get(rewrite, "nothing like it is in this part of the graph")
@@ -185,11 +181,7 @@ class ReportData:
                 f"({self.graph_break.code}): {self.graph_break.summary}"
             )
         for earlier in self.built_on(rewrite):
-            upstream = [
-                miss
-                for miss in self.near
-                if miss.rewrite == earlier and _below(miss.module_path, module_path)
-            ]
+            upstream = _places(self.near, earlier, module_path)
             if upstream:
                 return (
                     f"needs {earlier}, which did not fire everywhere. Near miss: "
@@ -207,10 +199,10 @@ class ReportData:
 
     def built_on(self, rewrite: str) -> list[str]:
         """The passes that this one requires, directly or indirectly, nearest first."""
-        found = [rewrite]
-        for name in found:
-            found += [earlier for earlier in self.requires.get(name, []) if earlier not in found]
-        return found[1:]
+        passes = [rewrite]
+        for name in passes:
+            passes += [earlier for earlier in self.requires.get(name, []) if earlier not in passes]
+        return passes[1:]
 
     def _exists(self, rewrite: str) -> bool:
         return rewrite in (*self.known, *self.off) or bool(self.matches[rewrite])
@@ -241,11 +233,11 @@ def _sites_text(layers: Sequence[int | None]) -> str:
 
 def _kernels_text(choices: Sequence[KernelChoice]) -> str:
     """What runs these ops, and the kernels that refused."""
-    chosen = Counter(choice.chosen for choice in choices)
+    counts = Counter(choice.chosen for choice in choices)
     refused = {refusal for choice in choices for refusal in choice.refused}
     text = ""
-    if chosen:
-        text += "; runs as " + ", ".join(f"{name} x{count}" for name, count in chosen.most_common())
+    if counts:
+        text += "; runs as " + ", ".join(f"{name} x{count}" for name, count in counts.most_common())
     if refused:
         text += "; refused: " + "; ".join(
             f"{provider}: {reason}" for provider, reason in sorted(refused)
@@ -268,6 +260,11 @@ def _near_text(near: Sequence[Miss]) -> str:
         if first.kind in ("taken", "off")
         else f"near miss{more}: {first.text()}"
     )
+
+
+def _places(places: Iterable[Place], rewrite: str, module_path: str | None) -> list[Place]:
+    """The sites or near misses of a rewrite, below one module unless it is None."""
+    return [x for x in places if x.rewrite == rewrite and _below(x.module_path, module_path)]
 
 
 def _below(path: str, prefix: str | None) -> bool:

@@ -58,12 +58,12 @@ def hf_class(architectures: Sequence[str], ours: Sequence[str]) -> "type[PreTrai
 
     Raises ValueError if transformers has none of them.
     """
-    known = f"atomc has {', '.join(ours)}"
+    supported = f"atomc has {', '.join(ours)}"
     try:
         import transformers
     except ImportError as error:
         raise ValueError(
-            f"no model file for {', '.join(architectures)}: {known}; "
+            f"no model file for {', '.join(architectures)}: {supported}; "
             "for others install transformers (pip install 'atomc[hf]')"
         ) from error
     for name in architectures:
@@ -77,7 +77,7 @@ def hf_class(architectures: Sequence[str], ours: Sequence[str]) -> "type[PreTrai
                 )
             return cls
     raise ValueError(
-        f"no model for {', '.join(architectures)}: {known}, and transformers "
+        f"no model for {', '.join(architectures)}: {supported}, and transformers "
         f"{transformers.__version__} "
         "has no generating class of that name; is it spelled as in config.json?"
     )
@@ -221,7 +221,7 @@ def wrap_stock(hf_model: "PreTrainedModel") -> "StockModel":
 
     indexed = enter_indexers(hf_model)
     layers = _enter_layers(hf_model, indexed=indexed)
-    own = Implementations.of(hf_model)
+    implementations = Implementations.of(hf_model)
     AttentionInterface.register("atom", _attention)
     hf_model.set_attn_implementation("atom")
     if hf_model.config._attn_implementation != "atom":
@@ -235,8 +235,8 @@ def wrap_stock(hf_model: "PreTrainedModel") -> "StockModel":
         _give_state(module, hf_model)
     if has_encoder(hf_model):
         enter_encoder(hf_model)
-        return StockVisionModel(hf_model, own, indexed=indexed)
-    return StockModel(hf_model, own, indexed=indexed)
+        return StockVisionModel(hf_model, implementations, indexed=indexed)
+    return StockModel(hf_model, implementations, indexed=indexed)
 
 
 def _enter_layers(hf_model: "PreTrainedModel", *, indexed: bool) -> list[nn.Module]:
@@ -295,10 +295,10 @@ def _give_state(attention: nn.Module, hf_model: "PreTrainedModel") -> None:
 def _set_experts(hf_model: "PreTrainedModel") -> None:
     """Have its experts call ops.moe_experts, in place, if the op can express all of them."""
     try:
-        found = [read_settings(module) for module in experts_of(hf_model)]
+        settings = [read_settings(module) for module in experts_of(hf_model)]
     except ValueError:  # then its experts run as transformers implements them
         return
-    if found:
+    if settings:
         register_experts()
         hf_model.set_experts_implementation("atom")
 

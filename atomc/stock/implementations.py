@@ -62,5 +62,5 @@ def _by_part(config: Any, attribute: str) -> dict[str, str]:
     """
     parts = {name: getattr(config, name) for name in config.sub_configs}
     names = {name: getattr(part, attribute) for name, part in parts.items() if part is not None}
-    chosen = {name: value for name, value in names.items() if value is not None}
-    return chosen | {"": getattr(config, attribute)}
+    functions = {name: value for name, value in names.items() if value is not None}
+    return functions | {"": getattr(config, attribute)}

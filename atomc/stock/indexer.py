@@ -65,15 +65,15 @@ def enter_indexers(hf_model: "PreTrainedModel") -> bool:
 
     Raises ValueError for an indexer that chooses other keys than the op.
     """
-    found = [module for module in hf_model.modules() if is_indexer(module)]
-    for cls in {type(module) for module in found}:
+    indexers = [module for module in hf_model.modules() if is_indexer(module)]
+    for cls in {type(module) for module in indexers}:
         if reason := _why_unlike(cls, hf_model.config.get_text_config()):
             raise ValueError(f"{type(hf_model).__name__}: {cls.__name__} {reason}")
-    for module in found:
+    for module in indexers:
         module.keys = ops.indexer_state(int(module.head_dim))
         module.keys = module.keys.to(hf_model.device, hf_model.dtype)
         module.__dict__["forward"] = MethodType(_forward, module)
-    return bool(found)
+    return bool(indexers)
 
 
 def _forward(
@@ -84,11 +84,11 @@ def _forward(
     *rest: object,
     **named: object,
 ) -> Tensor:
-    given = (hidden_states, q_resid, position_embeddings)
+    inputs = (hidden_states, q_resid, position_embeddings)
     if indexer.config._attn_implementation != "atom":
-        own: Callable[..., Tensor] = type(indexer).forward
-        return own(indexer, *given, *rest, **named)
-    return choose(indexer, *given, getattr(indexer, "keys", None))
+        of_class: Callable[..., Tensor] = type(indexer).forward
+        return of_class(indexer, *inputs, *rest, **named)
+    return choose(indexer, *inputs, getattr(indexer, "keys", None))
 
 
 def choose(
@@ -125,10 +125,10 @@ def _why_unlike(cls: type[Any], config: "PretrainedConfig") -> str:
         hidden = torch.ones(TOKENS, TOKENS).triu(1).bool()
         mask = torch.zeros(1, TOKENS, TOKENS).masked_fill(hidden, float("-inf"))
         try:
-            own = cls.forward(indexer, x, latent, tables, mask, torch.arange(TOKENS)[None])
+            expected = cls.forward(indexer, x, latent, tables, mask, torch.arange(TOKENS)[None])
             ours = choose(indexer, x, latent, tables, None)
         except Exception as error:  # code of others
             return f"cannot be compared with ops.index_topk: {type(error).__name__}: {error}"
     last = slice(SMALL["index_topk"], None)  # rows before it choose all keys
-    same = torch.equal(own[0, last].sort(-1).values.int(), ours[0, last])
+    same = torch.equal(expected[0, last].sort(-1).values.int(), ours[0, last])
     return "" if same else "chooses other keys than ops.index_topk"

@@ -21,10 +21,16 @@ class StockModel(nn.Module):
     indexed    it has indexers, whose layers read a mask of four dimensions, but no number of it
     """
 
-    def __init__(self, hf_model: "PreTrainedModel", own: Implementations, *, indexed: bool = False):
+    def __init__(
+        self,
+        hf_model: "PreTrainedModel",
+        implementations: Implementations,
+        *,
+        indexed: bool = False,
+    ):
         super().__init__()
         self.indexed = indexed
-        self.own, self.ours = own, Implementations.of(hf_model)
+        self.own, self.ours = implementations, Implementations.of(hf_model)
         self.hf_model = hf_model
         self.config = hf_model.config
 

@@ -63,24 +63,24 @@ class LayerKind:
 
         Raises ValueError for one that computes something else than `compute`.
         """
-        found = self.layers(model)
-        if reasons := self._refusals(model, found):
+        layers = self.layers(model)
+        if reasons := self._refusals(model, layers):
             raise ValueError(min(reasons.values()))
-        for layer in found:
+        for layer in layers:
             for name, handle in self.handles(layer).items():
                 setattr(layer, name, handle.to(model.device, model.dtype))
             self._enter(layer, model.config.get_text_config())
-        return len(found)
+        return len(layers)
 
     def enter_while_compiled(self, model: nn.Module) -> list[str]:
         """Have the layers call ops while torch.compile traces them, in place. Returns why some of
         them do not.
         """
-        found = [layer for layer in self.layers(model) if "forward" not in vars(layer)]
-        if not found or not hasattr(getattr(model, "config", None), "get_text_config"):
+        layers = [layer for layer in self.layers(model) if "forward" not in vars(layer)]
+        if not layers or not hasattr(getattr(model, "config", None), "get_text_config"):
             return []  # our own layers call ops by themselves
-        reasons = self._refusals(model, found)
-        for layer in found:
+        reasons = self._refusals(model, layers)
+        for layer in layers:
             if type(layer) not in reasons:
                 self._enter(layer, None)
         return sorted(reasons.values())
@@ -100,10 +100,10 @@ class LayerKind:
         layer.__dict__["entered_as"] = self
         layer.__dict__["forward"] = MethodType(_forward, layer)
 
-    def _refusals(self, model: Any, found: Iterable[Any]) -> dict[type, str]:
+    def _refusals(self, model: Any, layers: Iterable[Any]) -> dict[type, str]:
         """Why the layers of a class are not entered."""
         config, name = model.config.get_text_config(), type(model).__name__
-        first = {type(layer): layer.layer_idx for layer in reversed(list(found))}
+        first = {type(layer): layer.layer_idx for layer in reversed(list(layers))}
         return {
             cls: f"{name}: {cls.__name__} {reason}"
             for cls, layer_idx in first.items()
@@ -127,12 +127,12 @@ class LayerKind:
                     tensor.copy_(torch.randn(tensor.shape, generator=generator))
                 shape = (1, self.tokens, self.sizes["hidden_size"])
                 x = torch.randn(shape, generator=generator)
-                own, ours = cls.forward(small, x), self.compute(small, x)
+                expected, ours = cls.forward(small, x), self.compute(small, x)
         except Exception as error:  # code of others
             return f"cannot be compared with {self.ops}: {type(error).__name__}: {error}"
-        if own.shape != ours.shape:
-            return f"returns {list(own.shape)}, and the layer by {self.ops} {list(ours.shape)}"
-        apart = float((own - ours).abs().max() / own.abs().max())
+        if expected.shape != ours.shape:
+            return f"returns {list(expected.shape)}, and the layer by {self.ops} {list(ours.shape)}"
+        apart = float((expected - ours).abs().max() / expected.abs().max())
         if not apart <= TOLERANCE:
             return (
                 f"computes something else than {self.ops}: results differ by {apart:.1e} of the "
@@ -142,8 +142,8 @@ class LayerKind:
 
     def _why_not_compared(self, small: Any) -> str:
         """What a comparison would not name."""
-        known = set(self.parameters(small))
-        if others := sorted(dict(small.named_parameters()).keys() - known):
+        operands = set(self.parameters(small))
+        if others := sorted(dict(small.named_parameters()).keys() - operands):
             return f"has {', '.join(others)}, which {self.ops} has no operand for"
         activation = getattr(small, "activation", "silu")
         if activation not in ("silu", "swish"):
@@ -155,8 +155,8 @@ def _forward(layer: Any, hidden_states: Tensor, *rest: object, **named: Any) -> 
     """That of the class, with its arguments. It runs itself where the layer does not call ops."""
     kind: LayerKind = layer.entered_as
     mask = named.get(MASK)
-    own = bool(rest) or any(named.get(name) is not None for name in OWN)
-    if own or not _calls_ops(layer) or (mask is not None and not kind.masks):
+    unsupported = bool(rest) or any(named.get(name) is not None for name in OWN)
+    if unsupported or not _calls_ops(layer) or (mask is not None and not kind.masks):
         of_class: Callable[..., Tensor] = type(layer).forward
         return of_class(layer, hidden_states, *rest, **named)
     if mask is not None:

@@ -69,8 +69,14 @@ def num_levels(hf_model: "PreTrainedModel") -> int:
 class StockVisionModel(StockModel, EncodesImages):
     """A model that also takes embeddings of images, and computes them."""
 
-    def __init__(self, hf_model: "PreTrainedModel", own: Implementations, *, indexed: bool = False):
-        super().__init__(hf_model, own, indexed=indexed)
+    def __init__(
+        self,
+        hf_model: "PreTrainedModel",
+        implementations: Implementations,
+        *,
+        indexed: bool = False,
+    ):
+        super().__init__(hf_model, implementations, indexed=indexed)
         config, vision = hf_model.config, hf_model.config.vision_config
         self.image_token_ids = frozenset({config.image_token_id, config.video_token_id})
         self.merge_size = int(vision.spatial_merge_size)
@@ -152,8 +158,8 @@ def _deepstack_process(
     visual_pos_masks [B, T], or as the class does, those of images only.
     """
     if visual_embeds.dim() < hidden_states.dim():
-        own: Callable[..., Tensor] = type(text)._deepstack_process  # type: ignore[attr-defined]
-        return own(text, hidden_states, visual_pos_masks, visual_embeds)
+        of_class: Callable[..., Tensor] = type(text)._deepstack_process  # type: ignore[attr-defined]
+        return of_class(text, hidden_states, visual_pos_masks, visual_embeds)
     return hidden_states + visual_embeds.where(visual_pos_masks.unsqueeze(-1), 0)
 
 
@@ -164,8 +170,8 @@ def _why_unlike(cls: type[Any]) -> str:
         hidden, embeds = torch.randn(2, 1, 6, 4, generator=generator)
         mask = torch.tensor([[False, True, True, False, True, False]])
         try:
-            own = cls._deepstack_process(None, hidden, mask, embeds[mask])
+            expected = cls._deepstack_process(None, hidden, mask, embeds[mask])
         except Exception as error:  # code of others
             return f"cannot be compared with a masked sum: {type(error).__name__}: {error}"
-        same = torch.equal(own, hidden + embeds.where(mask.unsqueeze(-1), 0))
+        same = torch.equal(expected, hidden + embeds.where(mask.unsqueeze(-1), 0))
     return "" if same else "adds embeddings of images otherwise than by a masked sum"

@@ -66,21 +66,21 @@ def forms_held(parameter: nn.Parameter) -> str | None:
     """For cache keys: how programs of the runtime hold a parameter; None if none does."""
     location = location_of(parameter)
     if weights.is_freed(parameter):
-        names = (made.prepare.__qualname__ for made in location.prepared.values())
+        names = (form.prepare.__qualname__ for form in location.prepared.values())
         return f"only prepared, by {', '.join(names)}"
     return "read as it is" if location.read else None
 
 
 def _replace_freed(model: nn.Module) -> None:
-    found: dict[int, nn.Parameter] = {}  # one for all places of a shared parameter
+    placeholders: dict[int, nn.Parameter] = {}  # one for all places of a shared parameter
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is None or not weights.is_freed(parameter):
                 continue
-            if id(parameter) not in found:
-                found[id(parameter)] = parameter_of(parameter.to("meta"))
-                location_of(found[id(parameter)]).stands_for = parameter
-            module._parameters[name] = found[id(parameter)]
+            if id(parameter) not in placeholders:
+                placeholders[id(parameter)] = parameter_of(parameter.to("meta"))
+                location_of(placeholders[id(parameter)]).stands_for = parameter
+            module._parameters[name] = placeholders[id(parameter)]
             module.register_state_dict_pre_hook(_refuse)  # type: ignore[no-untyped-call]
             module.register_load_state_dict_pre_hook(_refuse)  # type: ignore[no-untyped-call]
 

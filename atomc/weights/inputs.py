@@ -117,32 +117,32 @@ class WeightInputs:
 
     def refresh_packed(self, args: Sequence[Input]) -> list[Tensor]:
         """The packed weights. Parameters that were moved by the user are packed again."""
-        known = self._packed
-        if known is not None and known[0] == [
+        record = self._packed
+        if record is not None and record[0] == [
             part.data_ptr() for part in _parameters(args, self._packed_parts)
         ]:
-            wholes = [whole for weak in known[1] if (whole := weak()) is not None]
-            if len(wholes) == len(known[1]):
-                return wholes
+            packed = [tensor for weak in record[1] if (tensor := weak()) is not None]
+            if len(packed) == len(record[1]):
+                return packed
         return self._pack(args)
 
     def _pack(self, args: Sequence[Input]) -> list[Tensor]:
-        found, addresses, apart = [], [], False
+        tensors, addresses, apart = [], [], False
         with (
             weights.lock
         ):  # no other thread packs these parameters while their addresses are recorded
             for number, group in self.groups.items():
                 parts, zero_rows = _parameters(args, group), self._zero_rows.get(number, 0)
-                whole = pack(parts, zero_rows)
-                if isinstance(whole, str):
+                packed = pack(parts, zero_rows)
+                if isinstance(packed, str):
                     weights.check_not_freed(parts)
                     apart = True
-                    self._note(f"weights are concatenated in each call, which is slow: {whole}")
-                    whole = concatenated(parts, zero_rows)
-                found.append(whole)
+                    self._note(f"weights are concatenated in each call, which is slow: {packed}")
+                    packed = concatenated(parts, zero_rows)
+                tensors.append(packed)
                 addresses += [part.data_ptr() for part in parts]
-        self._packed = None if apart else (addresses, [WeakTensor(whole) for whole in found])
-        return found
+        self._packed = None if apart else (addresses, [WeakTensor(packed) for packed in tensors])
+        return tensors
 
     def _prepare(self, inputs: Sequence[Any]) -> None:
         self._prepared = [self._prepared_of(one, inputs) for one in self.prepared_inputs]
@@ -162,20 +162,22 @@ class WeightInputs:
         read = {id(parameter) for parameter in self._read_parameters(args)}
         in_groups = {i for group in self.groups.values() for i in group}
         single = [[i] for i in dict.fromkeys(self._prepared_parts) if i not in in_groups]
-        found = []
+        replaced = []
         for group in [*map(list, self.groups.values()), *single]:
             parts = _parameters(args, group)
             if all(
                 i in self._prepared_parts and id(part) not in read and not weights.is_read(part)
                 for i, part in zip(group, parts, strict=True)
             ) and not packed_with_others(parts):
-                found.append(group)
-        return found
+                replaced.append(group)
+        return replaced
 
     def _read_parameters(self, args: Sequence[Input]) -> list[nn.Parameter]:
         """The parameters that the callable reads as they are, or as parts of a packed weight."""
         numbers = [i for i in range(len(args)) if i in self.read]
-        numbers += [i for whole, group in self.groups.items() if whole in self.read for i in group]
+        numbers += [
+            i for packed, group in self.groups.items() if packed in self.read for i in group
+        ]
         numbers += [i for one in self.prepared_inputs if one.keeps_original for i in one.parts]
         return [x for i in numbers if isinstance(x := args[i], nn.Parameter)]
 

@@ -59,18 +59,18 @@ class LoraLayers:
     def __init__(self) -> None:
         self._places: dict[str, dict[int, dict[str, Tensor]]] = {}
 
-    def allocate(self, given: LoraWeights, device: torch.device) -> Tensor:
+    def allocate(self, weights: LoraWeights, device: torch.device) -> Tensor:
         """The tensor of a graph input, zero: no adapter is loaded."""
-        whole = torch.zeros(given.shape, dtype=given.dtype, device=device)
-        if given.role == "lora_a":
-            parts: Sequence[Tensor] = whole.chunk(len(given.paths), 1)
+        stacked = torch.zeros(weights.shape, dtype=weights.dtype, device=device)
+        if weights.role == "lora_a":
+            parts: Sequence[Tensor] = stacked.chunk(len(weights.paths), 1)
         else:
-            parts = torch.split(whole[..., : sum(given.widths)], list(given.widths), -1)
-        for path, part in zip(given.paths, parts, strict=True):
+            parts = torch.split(stacked[..., : sum(weights.widths)], list(weights.widths), -1)
+        for path, part in zip(weights.paths, parts, strict=True):
             if path:  # else a merged layer whose output is not read
                 places = self._places.setdefault(path, {})
-                places.setdefault(given.number, {})[given.role] = part
-        return whole
+                places.setdefault(weights.number, {})[weights.role] = part
+        return stacked
 
     def __len__(self) -> int:
         return len(self._places)

@@ -45,11 +45,11 @@ def pack(parameters: Sequence[nn.Parameter], zero_rows: int = 0) -> Tensor | str
         existing = location_of(parameters[0]).packed
         parts = existing.parameters() if existing is not None else []
         if existing is not None and list(map(id, parts)) == list(map(id, parameters)):
-            whole = existing.whole()
-            assert whole is not None
-            if whole.shape[0] != _num_rows(parameters) + zero_rows:
+            packed = existing.whole()
+            assert packed is not None
+            if packed.shape[0] != _num_rows(parameters) + zero_rows:
                 return "another graph reads them with another number of zeros behind them"
-            return whole
+            return packed
         return refusal(parameters) or _move_into_one_tensor(parameters, zero_rows)
 
 
@@ -151,18 +151,18 @@ def _move_into_one_tensor(parameters: Sequence[nn.Parameter], zero_rows: int) ->
             return concatenated(parameters, zero_rows).detach()
         sizes, rows = [parameter.numel() for parameter in parameters], _num_rows(parameters)
         shape = (rows + zero_rows, *first.shape[1:])
-        whole = torch.empty(shape, dtype=first.dtype, device=first.device)
-        packed = PackedWeight(WeakTensor(whole), [])
+        tensor = torch.empty(shape, dtype=first.dtype, device=first.device)
+        packed = PackedWeight(WeakTensor(tensor), [])
         start = 0
-        with torch.cuda.device_of(whole):  # type: ignore[no-untyped-call]
+        with torch.cuda.device_of(tensor):  # type: ignore[no-untyped-call]
             for parameter, count in zip(parameters, sizes, strict=True):
-                part = whole.view(-1).narrow(0, start, count).view(parameter.shape)
+                part = tensor.view(-1).narrow(0, start, count).view(parameter.shape)
                 part.copy_(parameter)
                 # The capsule keeps `part` alive, and `part` its base: so the parts own the packed
                 # weight.
                 packed.parts.append(weights.move(parameter, torch.utils.dlpack.from_dlpack(part)))
                 start += count
-            whole[rows:].zero_()
+            tensor[rows:].zero_()
     for location in packed.parts:
         location.packed = packed
-    return whole
+    return tensor

@@ -20,8 +20,8 @@ def parameter_names(model: nn.Module) -> list[tuple[str, ...]]:
 def tensor_names(model: nn.Module) -> list[tuple[str, ...]]:
     """The names of each parameter, and of each buffer that a checkpoint stores."""
     parameters = parameter_names(model)
-    found = {name for names in parameters for name in names}
-    return parameters + [(name,) for name in model.state_dict() if name not in found]
+    names_of_parameters = {name for names in parameters for name in names}
+    return parameters + [(name,) for name in model.state_dict() if name not in names_of_parameters]
 
 
 def tensor_of(model: nn.Module, name: str) -> Tensor:
@@ -51,8 +51,8 @@ def allocate_buffers(model: nn.Module, device: torch.device | str) -> None:
         elif not module._parameters:
             module._apply(lambda tensor: tensor.to(device), recurse=False)  # type: ignore[no-untyped-call]
         else:  # beside parameters, which are loaded later
-            own = module._buffers
-            own |= {name: x.to(device) for name, x in own.items() if x is not None}
+            buffers = module._buffers
+            buffers |= {name: x.to(device) for name, x in buffers.items() if x is not None}
 
 
 def empty(like: Tensor, device: torch.device | str) -> Tensor:

@@ -31,7 +31,7 @@ def unpreparable(weight: Input) -> str | None:
 
 def prepared_weight(
     parameters: Sequence[nn.Parameter],
-    given: Sequence[Tensor | None],
+    tensors: Sequence[Tensor | None],
     prepare: Prepare,
     attributes: Attributes = (),
 ) -> tuple[PreparedWeight, bool]:
@@ -42,12 +42,14 @@ def prepared_weight(
     """
     with weights.lock, outside_of_tracing():
         key = (prepare, attributes, *map(id, parameters))
-        known = location_of(parameters[0]).prepared.get(key)
-        if known is not None and known.is_current_for(parameters):
-            return known, False
+        existing = location_of(parameters[0]).prepared.get(key)
+        if existing is not None and existing.is_current_for(parameters):
+            return existing, False
         weights.check_not_freed(parameters)
         snapshot = Snapshot(parameters)
-        made = prepare(*given, **dict(attributes))
-        entry = PreparedWeight(prepare, list(map(weakref.ref, parameters)), snapshot, made.tensors)
+        result = prepare(*tensors, **dict(attributes))
+        entry = PreparedWeight(
+            prepare, list(map(weakref.ref, parameters)), snapshot, result.tensors
+        )
         weights.register_prepared(key, entry)
-        return entry, known is not None
+        return entry, existing is not None

@@ -42,8 +42,8 @@ class PackedWeight:
 
     def parameters(self) -> list[nn.Parameter]:
         """The parts in order; [] if one of them was freed or has moved."""
-        found = [part.parameter() for part in self.parts]
-        held = [parameter for parameter in found if parameter is not None]
+        alive = [part.parameter() for part in self.parts]
+        held = [parameter for parameter in alive if parameter is not None]
         together = len(held) == len(self.parts) and self.whole() is not None
         return held if together and all(part.is_part_of(self) for part in self.parts) else []
 
@@ -100,12 +100,12 @@ _table: dict[int, Location] = {}  # by id of a parameter that is alive
 def location_of(parameter: nn.Parameter) -> Location:
     """The parameter's entry; a new one, without packed or prepared weights, if there is none."""
     key = id(parameter)
-    found = _table.get(key)
-    if found is None:
-        found = _table[key] = Location(
+    location = _table.get(key)
+    if location is None:
+        location = _table[key] = Location(
             weakref.ref(parameter, _on_parameter_death(key)), parameter.data_ptr()
         )
-    return found
+    return location
 
 
 def _on_parameter_death(key: int) -> Callable[["weakref.ref[nn.Parameter]"], None]:
@@ -114,14 +114,14 @@ def _on_parameter_death(key: int) -> Callable[["weakref.ref[nn.Parameter]"], Non
     def forget(_: "weakref.ref[nn.Parameter]") -> None:
         gone = table.pop(key)
         for (
-            made,
+            prepared_key,
             prepared,
         ) in gone.prepared.items():  # one of several parameters is removed with the first of them
             for other in prepared.parameters:
                 parameter = other()
-                known = None if parameter is None else table.get(id(parameter))
-                if known is not None:
-                    known.prepared.pop(made, None)
+                location = None if parameter is None else table.get(id(parameter))
+                if location is not None:
+                    location.prepared.pop(prepared_key, None)
         gone.prepared, gone.packed = (
             {},
             None,
@@ -152,10 +152,10 @@ def free(parameters: Sequence[nn.Parameter]) -> None:
     strides, dtypes and device; nothing may read them.
     """
     packed = location_of(parameters[0]).packed
-    if packed is not None and (whole := packed.whole()) is not None:
-        shape_of_whole = whole.to("meta")
+    if packed is not None and (tensor := packed.whole()) is not None:
+        shape_of_whole = tensor.to("meta")
         packed.whole = lambda: shape_of_whole
-        del whole
+        del tensor
     for parameter in parameters:
         shape, stride = parameter.shape, parameter.stride()
         parameter.data = parameter.data.new_empty(0)  # first, as the next line allocates briefly
@@ -164,14 +164,14 @@ def free(parameters: Sequence[nn.Parameter]) -> None:
         parameter.data = memory
         location = location_of(parameter)
         location.address, location.freed = parameter.data_ptr(), True
-    for made in [made for part in parameters for made in location_of(part).prepared.values()]:
-        made.snapshot = Snapshot([alive for ref in made.parameters if (alive := ref()) is not None])
+    for form in [form for part in parameters for form in location_of(part).prepared.values()]:
+        form.snapshot = Snapshot([alive for ref in form.parameters if (alive := ref()) is not None])
 
 
 def is_freed(parameter: nn.Parameter) -> bool:
     """Whether `free` took its memory, and nobody gave it other memory since."""
-    found = _table.get(id(parameter))
-    return found is not None and found.freed and parameter.data_ptr() == found.address
+    location = _table.get(id(parameter))
+    return location is not None and location.freed and parameter.data_ptr() == location.address
 
 
 def check_not_freed(parameters: Sequence[nn.Parameter]) -> None:
@@ -196,11 +196,11 @@ def is_read(parameter: nn.Parameter) -> bool:
     return location_of(parameter).read
 
 
-def register_prepared(key: Hashable, made: PreparedWeight) -> None:
+def register_prepared(key: Hashable, weight: PreparedWeight) -> None:
     """Add a prepared weight to the entry of each of its parameters, replacing an older one of this
     key.
     """
-    for ref in made.parameters:
+    for ref in weight.parameters:
         parameter = ref()
         assert parameter is not None
-        location_of(parameter).prepared[key] = made
+        location_of(parameter).prepared[key] = weight

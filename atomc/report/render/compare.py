@@ -121,10 +121,10 @@ def _truncated(text: str) -> str:
 
 
 def _why_fewer(report: ReportData, name: str) -> str:
-    known = name in (*report.known, *report.off)
+    exists = name in (*report.known, *report.off)
     return (
         report.reason(name)
-        if known and not report.matches[name]
+        if exists and not report.matches[name]
         else _near_miss_reason(report, name)
     )
 
@@ -135,11 +135,11 @@ def _near_miss_reason(report: ReportData, name: str) -> str:
 
 
 def _kernels(report: ReportData) -> dict[str, Counter[str]]:
-    found: dict[str, Counter[str]] = {}
+    by_op: dict[str, Counter[str]] = {}
     for choice in report.kernels:
         tokens = "" if choice.tokens == "any" else f" for {choice.tokens} tokens"
-        found.setdefault(choice.op, Counter())[choice.chosen + tokens] += 1
-    return found
+        by_op.setdefault(choice.op, Counter())[choice.chosen + tokens] += 1
+    return by_op
 
 
 def _spell(runs: Counter[str]) -> str:

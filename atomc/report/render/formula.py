@@ -73,17 +73,17 @@ def _tree(node: ast.expr) -> Tree:
     raise ValueError(f"{ast.unparse(node)!r} is not a formula")
 
 
-def names_in(found: Tree | None) -> set[str]:
+def names_in(tree: Tree | None) -> set[str]:
     """The names of the sizes in a formula."""
-    if isinstance(found, str):
-        return {found}
-    return set[str]().union(*map(names_in, found[1:])) if isinstance(found, list) else set()
+    if isinstance(tree, str):
+        return {tree}
+    return set[str]().union(*map(names_in, tree[1:])) if isinstance(tree, list) else set()
 
 
-def evaluated(found: Tree, sizes: Mapping[str, float]) -> float:
+def evaluated(tree: Tree, sizes: Mapping[str, float]) -> float:
     """The value for these sizes. Raises KeyError for a missing size."""
-    if isinstance(found, str):
-        return sizes[found]
-    if isinstance(found, list):
-        return _OPERATIONS[str(found[0])](*(evaluated(part, sizes) for part in found[1:]))
-    return float(found)
+    if isinstance(tree, str):
+        return sizes[tree]
+    if isinstance(tree, list):
+        return _OPERATIONS[str(tree[0])](*(evaluated(part, sizes) for part in tree[1:]))
+    return float(tree)

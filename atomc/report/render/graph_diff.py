@@ -38,17 +38,17 @@ class Block:
 
 def fold_layers(lines: Sequence[NodeLine]) -> list[Block]:
     """The blocks of a graph, equal layers once."""
-    found: list[Block] = []
-    known: dict[tuple[tuple[str, ...], ...], Block] = {}
+    blocks: list[Block] = []
+    block_of: dict[tuple[tuple[str, ...], ...], Block] = {}
     for layer, run in _runs(lines):
         common = tuple(key(line) for line in run)
-        if layer is not None and common in known:
-            known[common].layers.append(layer)
+        if layer is not None and common in block_of:
+            block_of[common].layers.append(layer)
             continue
-        found.append(Block(run, [] if layer is None else [layer]))
+        blocks.append(Block(run, [] if layer is None else [layer]))
         if layer is not None:
-            known[common] = found[-1]
-    return found
+            block_of[common] = blocks[-1]
+    return blocks
 
 
 def _runs(lines: Sequence[NodeLine]) -> Iterator[tuple[int | None, list[NodeLine]]]:
@@ -151,11 +151,11 @@ def _changed_stretches(rows: Sequence[Row]) -> Iterator[tuple[int, int]]:
 def align(before: Sequence[NodeLine], after: Sequence[NodeLine]) -> Iterator[Row]:
     """Rows of both graphs, with nodes of the same name in one row where both orders allow it."""
     place = {line.name: i for i, line in enumerate(after)}
-    kept = _longest_increasing(
+    pairs = _longest_increasing(
         [(i, place[line.name]) for i, line in enumerate(before) if line.name in place]
     )
     a = b = 0
-    for i, j in [*kept, (len(before), len(after))]:
+    for i, j in [*pairs, (len(before), len(after))]:
         yield from _unmatched(before[a:i], after[b:j])
         if i < len(before):
             left, right = before[i], after[j]
@@ -164,13 +164,13 @@ def align(before: Sequence[NodeLine], after: Sequence[NodeLine]) -> Iterator[Row
         a, b = i + 1, j + 1
 
 
-def _unmatched(gone: Sequence[NodeLine], made: Sequence[NodeLine]) -> Iterator[Row]:
-    both = min(len(gone), len(made))
+def _unmatched(gone: Sequence[NodeLine], added: Sequence[NodeLine]) -> Iterator[Row]:
+    both = min(len(gone), len(added))
     yield from (
-        Row("replaced", left, right) for left, right in zip(gone[:both], made[:both], strict=True)
+        Row("replaced", left, right) for left, right in zip(gone[:both], added[:both], strict=True)
     )
     yield from (Row("gone", line, None) for line in gone[both:])
-    yield from (Row("made", None, line) for line in made[both:])
+    yield from (Row("made", None, line) for line in added[both:])
 
 
 def _longest_increasing(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -186,8 +186,8 @@ def _longest_increasing(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int
             piles.append(number)
         else:
             tops[at], piles[at] = j, number
-    found, number = [], piles[-1] if piles else -1
+    longest, number = [], piles[-1] if piles else -1
     while number >= 0:
-        found.append(pairs[number])
+        longest.append(pairs[number])
         number = previous[number]
-    return found[::-1]
+    return longest[::-1]

@@ -54,9 +54,12 @@ class Graph:
     @property
     def machine(self) -> dict[str, JSONLike]:
         """The machine of the compile."""
-        own = self.report.machine
+        current = self.report.machine
         return machine_data(
-            own.get("name", ""), own.get("bandwidth"), own.get("flops"), own.get("device", "cpu")
+            current.get("name", ""),
+            current.get("bandwidth"),
+            current.get("flops"),
+            current.get("device", "cpu"),
         )
 
     @property
@@ -107,7 +110,7 @@ class Graph:
     @property
     def sections(self) -> list[tuple[str, str]]:
         """(id, title) of the sections with content."""
-        found = [
+        all_sections = [
             ("rewrites", "Rewrites", self.grid.rows),
             ("costs", "Kernels and cost", self.ops),
             ("left", "Left on the table", self.savings or self.second),
@@ -118,7 +121,7 @@ class Graph:
             ("start", "Start", True),
             ("about", "What rewrites do", self.about),
         ]
-        return [(name, title) for name, title, there in found if there]
+        return [(name, title) for name, title, there in all_sections if there]
 
     @property
     def shown(self) -> set[str]:
@@ -221,7 +224,7 @@ class Graph:
 
     def _second_choices(self) -> list[int]:
         """The indices in `ops` for which a preferred kernel refused the arguments."""
-        found = []
+        numbers = []
         for number, row in enumerate(self.ops):
             ran = {name for kernel, _ in row["runs"] for name in (kernel, another_kernel(kernel))}
             row["rather"] = [
@@ -231,5 +234,5 @@ class Graph:
                 and (provider, reason) not in row["anywhere"]
             ]
             if row["rather"]:
-                found.append(number)
-        return found
+                numbers.append(number)
+        return numbers

@@ -71,16 +71,16 @@ def computed(row: OpRow) -> dict[str, JSONLike]:
 
 def kernel_runs(runs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     """(kernel, range of tokens); one entry without a range if a kernel runs all of them."""
-    if len({chosen for _, chosen in runs}) == 1:
+    if len({kernel for _, kernel in runs}) == 1:
         return [(runs[0][1], "")]
-    return [(chosen, "" if tokens == "any" else f"{tokens} tokens") for tokens, chosen in runs]
+    return [(kernel, "" if tokens == "any" else f"{tokens} tokens") for tokens, kernel in runs]
 
 
 def token_ranges(runs: Sequence[tuple[str, str]]) -> list[tuple[str, Tokens]]:
     """As `kernel_runs`, with ranges as Tokens."""
-    if len({chosen for _, chosen in runs}) == 1:
+    if len({kernel for _, kernel in runs}) == 1:
         return [(runs[0][1], ALL_TOKENS)]
-    return [(chosen, Tokens.of(tokens)) for tokens, chosen in runs]
+    return [(kernel, Tokens.of(tokens)) for tokens, kernel in runs]
 
 
 def unavailable_providers(choices: Sequence[KernelChoice]) -> set[str]:
@@ -97,16 +97,16 @@ def quantized_weights(
     report: ReportData, choices: Mapping[str, Sequence[KernelChoice]]
 ) -> list[dict[str, Any]]:
     groups: dict[Hashable, dict[str, Any]] = {}
-    for found in report.few_bits:
+    for weight in report.few_bits:
         runs = tuple(
-            dict.fromkeys((choice.tokens, choice.chosen) for choice in choices.get(found.node, []))
+            dict.fromkeys((choice.tokens, choice.chosen) for choice in choices.get(weight.node, []))
         )
-        key = (found.op, found.scheme, collapsed(found.module_path), runs)
+        key = (weight.op, weight.scheme, collapsed(weight.module_path), runs)
         group = groups.setdefault(
             key,
             {
-                "op": found.op,
-                "scheme": found.scheme,
+                "op": weight.op,
+                "scheme": weight.scheme,
                 "path": key[2],
                 "runs": kernel_runs(runs),
                 "count": 0,
@@ -115,8 +115,8 @@ def quantized_weights(
             },
         )
         group["count"] += 1
-        group["bytes"] += found.bytes
-        group["saved"] += found.full_bytes - found.bytes
+        group["bytes"] += weight.bytes
+        group["saved"] += weight.full_bytes - weight.bytes
     return [
         {**group, "share": group["saved"] / (group["saved"] + group["bytes"])}
         for group in groups.values()
@@ -128,20 +128,20 @@ def moe_layers(
 ) -> list[dict[str, Any]]:
     """Equal mixtures of experts in one row."""
     groups: dict[tuple[MoeLayer, tuple[tuple[str, str], ...]], list[MoeLayer]] = {}
-    for found in report.moe:
-        chosen = tuple(kernels_by_tokens(choices.get(found.node, [])))
-        path = collapsed(found.module_path)
-        key = replace(found, module_path=path, layer=None, node=""), chosen
-        groups.setdefault(key, []).append(found)
+    for layer in report.moe:
+        ranges = tuple(kernels_by_tokens(choices.get(layer.node, [])))
+        path = collapsed(layer.module_path)
+        key = replace(layer, module_path=path, layer=None, node=""), ranges
+        groups.setdefault(key, []).append(layer)
     return [
         {
             **asdict(layers[0]),
             "path": collapsed(layers[0].module_path),
-            "layers": spans(found.layer for found in layers if found.layer is not None),
-            "bytes": sum(found.bytes for found in layers),
+            "layers": spans(layer.layer for layer in layers if layer.layer is not None),
+            "bytes": sum(layer.bytes for layer in layers),
             "runs": [
-                (name, "" if tokens == "any" else f"{tokens} tokens") for tokens, name in chosen
+                (name, "" if tokens == "any" else f"{tokens} tokens") for tokens, name in ranges
             ],
         }
-        for (_, chosen), layers in groups.items()
+        for (_, ranges), layers in groups.items()
     ]

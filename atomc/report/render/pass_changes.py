@@ -13,13 +13,13 @@ MAX_HUNKS = 60
 
 def pass_changes(report: ReportData) -> list[dict[str, Any]]:
     """The changes of each pass, side by side."""
-    found, last = [], ""
+    changes, last = [], ""
     for stage in report.stages:
         before = stage.before or last
         changed: list[Hunk] = (
             hunks(parse(before), parse(stage.text)) if before and stage.text else []
         )
-        found.append(
+        changes.append(
             {
                 "name": stage.name,
                 "changed": stage.changed,
@@ -30,11 +30,11 @@ def pass_changes(report: ReportData) -> list[dict[str, Any]]:
             }
         )
         last = stage.text or last
-    shown = (step for step in found if step["hunks"] and step["about"] and step["name"] != "lift")
+    shown = (step for step in changes if step["hunks"] and step["about"] and step["name"] != "lift")
     first = next(shown, None)
     return [
         {**step, "first": step is first, "number": number}
-        for number, step in enumerate(found, start=1)
+        for number, step in enumerate(changes, start=1)
     ]
 
 

@@ -145,33 +145,33 @@ def _most_telling(row: GridRow) -> int:
 
 def _layer_prefixes(report: ReportData) -> dict[int | None, str]:
     """The module path of each layer."""
-    found: dict[int | None, str] = {}
+    prefixes: dict[int | None, str] = {}
     for cost in report.costs:
         path = re.match(r"(?:.*?\.)?\d+(?=\.|$)", cost.module_path)
         if cost.layer is not None and path:
-            found.setdefault(cost.layer, path[0])
-    return found
+            prefixes.setdefault(cost.layer, path[0])
+    return prefixes
 
 
 def _site_lines(sites: Iterable[Site]) -> list[Entry]:
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for site in sites:
         attributes = ", ".join(f"{name}={value}" for name, value in site.attrs.items())
-        found[
+        counts[
             _location(site.module_path, site.source) + (f": {attributes}" if attributes else "")
         ] += 1
-    return [("fired", f"{_times(count)} {line}") for line, count in found.items()]
+    return [("fired", f"{_times(count)} {line}") for line, count in counts.items()]
 
 
 def _near_lines(near: Iterable[Miss]) -> list[Entry]:
-    found: dict[tuple[str, str, str], list[Miss]] = {}
+    by_text: dict[tuple[str, str, str], list[Miss]] = {}
     for miss in near:
-        found.setdefault(
+        by_text.setdefault(
             (_location(miss.module_path, miss.source), miss.expected, miss.found), []
         ).append(miss)
     return [
         said
-        for (place, expected, what), misses in found.items()
+        for (place, expected, what), misses in by_text.items()
         for said in (
             (
                 "near miss",

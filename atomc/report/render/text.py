@@ -58,11 +58,13 @@ def _rewrites(report: ReportData) -> str:
     rows = [
         (
             name,
-            str(len(found)),
-            _layers(site.layer for site in found),
-            ", ".join(dict.fromkeys(collapsed(site.module_path) or "the graph" for site in found)),
+            str(len(of_rewrite)),
+            _layers(site.layer for site in of_rewrite),
+            ", ".join(
+                dict.fromkeys(collapsed(site.module_path) or "the graph" for site in of_rewrite)
+            ),
         )
-        for name, found in sites.items()
+        for name, of_rewrite in sites.items()
     ]
     return (
         table(("rewrite", "sites", "layers", "in"), rows, numbers=[1])
@@ -107,13 +109,13 @@ def _near_misses(near: Sequence[Miss]) -> str:
     if not groups:
         return ""
     lines = ["near misses"]
-    for found in list(groups.values())[:MAX_MISSES]:
-        first = found[0]
+    for misses in list(groups.values())[:MAX_MISSES]:
+        first = misses[0]
         variant = f" ({first.variant})" if first.variant else ""
-        layers = _layers(miss.layer for miss in found)
-        times = f" x{len(found)}, layers {layers}" if len(found) > 1 else ""
+        layers = _layers(miss.layer for miss in misses)
+        times = f" x{len(misses)}, layers {layers}" if len(misses) > 1 else ""
         source = f", {first.source}" if first.source else ""
-        where = collapsed(first.module_path) if len(found) > 1 else first.module_path
+        where = collapsed(first.module_path) if len(misses) > 1 else first.module_path
         head = (
             f"{first.rewrite}{variant} in {where or 'the graph'}{times}{source}: "
             f"{first.depth:.0%} matched"
@@ -134,11 +136,11 @@ def _kernels(choices: Sequence[KernelChoice]) -> str:
     nodes: dict[tuple[str, str, str], list[KernelChoice]] = {}
     refusals: dict[tuple[str, str], list[str]] = {}
     for choice in choices:
-        chosen = f"{choice.chosen} ({choice.note})" if choice.note else choice.chosen
-        nodes.setdefault((choice.op, choice.tokens, chosen), []).append(choice)
+        kernel = f"{choice.chosen} ({choice.note})" if choice.note else choice.chosen
+        nodes.setdefault((choice.op, choice.tokens, kernel), []).append(choice)
         for refusal in choice.others:
             refusals.setdefault(refusal, []).append(choice.op)
-    rows = [(op, str(len(found)), tokens, chosen) for (op, tokens, chosen), found in nodes.items()]
+    rows = [(op, str(len(of_op)), tokens, kernel) for (op, tokens, kernel), of_op in nodes.items()]
     lines = [table(("op", "nodes", "tokens", "runs as"), rows, numbers=[1])]
     for (provider, reason), refused in refusals.items():
         whose = "all" if len(refused) == len(choices) else ", ".join(dict.fromkeys(refused))
@@ -152,17 +154,17 @@ def _moe_layers(report: ReportData) -> str:
     for choice in report.kernels:
         choices.setdefault(choice.node, []).append(choice)
     groups: dict[tuple[str, ...], list[int | None]] = {}
-    for found in report.moe:
-        for tokens, chosen in kernels_by_tokens(choices.get(found.node, [])) or [("-", "-")]:
+    for mixture in report.moe:
+        for tokens, kernel in kernels_by_tokens(choices.get(mixture.node, [])) or [("-", "-")]:
             row = (
-                str(found.experts),
-                str(found.top_k),
-                found.scheme,
+                str(mixture.experts),
+                str(mixture.top_k),
+                mixture.scheme,
                 tokens,
-                chosen,
-                found.router or "not recognized",
+                kernel,
+                mixture.router or "not recognized",
             )
-            groups.setdefault(row, []).append(found.layer)
+            groups.setdefault(row, []).append(mixture.layer)
     header = ("layers", "experts", "top-k", "weights", "tokens", "runs as", "router")
     rows = [(_layers(layers), *row) for row, layers in groups.items()]
     return f"mixtures of experts\n{table(header, rows, numbers=[1, 2])}" if rows else ""
@@ -235,7 +237,7 @@ def _kernel_counts(choices: Sequence[KernelChoice]) -> str:
     for choice in choices:
         runs.setdefault(choice.chosen, Counter())[choice.op] += 1
     kernels = [
-        f"{chosen} runs {', '.join(f'{count} {op}' for op, count in ops.items())}"
-        for chosen, ops in runs.items()
+        f"{kernel} runs {', '.join(f'{count} {op}' for op, count in ops.items())}"
+        for kernel, ops in runs.items()
     ]
     return "; ".join(kernels) or "no kernels"
