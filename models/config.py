@@ -100,6 +100,11 @@ class DecoderConfig:
         create: Callable[..., Self] = cls
         return create(**stored, **computed)
 
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, JSONLike]) -> Self:
+        """Raises ValueError for a missing field or an unsupported value."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig(DecoderConfig):

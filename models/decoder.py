@@ -5,11 +5,13 @@ T tokens, D model width, H head width, V vocabulary, R rows with logits.
 Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import ClassVar, Self
 
 from torch import Tensor, nn
 
 from atomc import ops
+from atomc.files.json_types import JSONLike
 from atomc.models.config import AttentionConfig, DecoderConfig
 from atomc.models.layers import RMSNorm
 from atomc.models.rotary import Rotary
@@ -111,7 +113,12 @@ class Decoder(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """A decoder and its head, which may share the weight of the embedding."""
+    """A decoder and its head, which may share the weight of the embedding.
+
+    config_class  of the model; its __init__ takes such a config, and draft_layer if it has one
+    """
+
+    config_class: ClassVar[type[DecoderConfig]]
 
     def __init__(
         self,
@@ -128,6 +135,16 @@ class CausalLM(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, JSONLike], *, draft_layer: bool = False) -> Self:
+        """The model of a config.json. draft_layer: with its first draft layer.
+
+        Raises ValueError for an invalid or unsupported field.
+        """
+        create: Callable[..., Self] = cls
+        options = {"draft_layer": True} if draft_layer else {}
+        return create(cls.config_class.from_hf(hf), **options)
 
     @property
     def decoder(self) -> Decoder:

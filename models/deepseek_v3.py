@@ -210,7 +210,7 @@ def mlp_of(config: Config, kind: str) -> nn.Module:
 class DeepseekV3ForCausalLM(WithNumberedDraftLayer):
     """draft_layer: with the checkpoint's first draft layer."""
 
-    config_class: ClassVar[type[Config]] = Config
+    config_class = Config
     attention_class: ClassVar[type[Attention]] = Attention
     # Of the config class of transformers.
     DEFAULTS: ClassVar[dict[str, JSONLike]] = {
@@ -245,7 +245,7 @@ class DeepseekV3ForCausalLM(WithNumberedDraftLayer):
     @classmethod
     def from_hf(cls, hf: Mapping[str, JSONLike], *, draft_layer: bool = False) -> Self:
         fields = {name: x for name, x in hf.items() if x is not None or name == "q_lora_rank"}
-        return cls(cls.config_class.from_hf({**cls.DEFAULTS, **fields}), draft_layer=draft_layer)
+        return super().from_hf({**cls.DEFAULTS, **fields}, draft_layer=draft_layer)
 
 
 class DeepseekV2ForCausalLM(DeepseekV3ForCausalLM):

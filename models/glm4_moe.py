@@ -100,13 +100,11 @@ def _mlp(config: Config, index: int) -> nn.Module:
 class Glm4MoeForCausalLM(WithNumberedDraftLayer):
     """draft_layer: with the checkpoint's first draft layer."""
 
+    config_class = Config
+
     def __init__(self, config: Config, *, draft_layer: bool = False):
         depth = config.num_hidden_layers
         layers = (Layer(config, Attention(config), _mlp(config, i)) for i in range(depth))
         rotary_emb = Rotary(config.rope_parameters, config.rotated_columns)
         draft = DraftLayer(config, Attention(config), _mlp(config, depth)) if draft_layer else None
         super().__init__(config, layers, rotary_emb, draft=draft)
-
-    @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike], *, draft_layer: bool = False) -> Self:
-        return cls(Config.from_hf(hf), draft_layer=draft_layer)

@@ -160,13 +160,11 @@ def _layer(config: Config, window: int) -> Layer:
 
 
 class GptOssForCausalLM(CausalLM):
+    config_class = Config
+
     def __init__(self, config: Config):
         windows = {"full_attention": 0, "sliding_attention": config.sliding_window}
         layers = (_layer(config, windows[kind]) for kind in config.layer_types)
         super().__init__(
             config, layers, Rotary(config.rope_parameters, config.head_dim), norm=RMSNorm
         )
-
-    @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike]) -> "GptOssForCausalLM":
-        return cls(Config.from_hf(hf))

@@ -112,11 +112,9 @@ class MoE(nn.Module):
 
 
 class HunYuanMoEV1ForCausalLM(CausalLM):
+    config_class = Config
+
     def __init__(self, config: Config):
         count = range(config.num_hidden_layers)
         layers = (Layer(config, Attention(config), MoE(config)) for _ in count)
         super().__init__(config, layers, Rotary(config.rope_parameters, config.head_dim))
-
-    @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike]) -> "HunYuanMoEV1ForCausalLM":
-        return cls(Config.from_hf(hf))

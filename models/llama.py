@@ -59,10 +59,8 @@ def _layer(config: Config) -> Layer:
 
 
 class LlamaForCausalLM(CausalLM):
+    config_class = Config
+
     def __init__(self, config: Config):
         layers = (_layer(config) for _ in range(config.num_hidden_layers))
         super().__init__(config, layers, Rotary(config.rope_parameters, config.head_dim))
-
-    @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike]) -> "LlamaForCausalLM":
-        return cls(Config.from_hf(hf))

@@ -73,12 +73,10 @@ class MoE(experts.MoE):
 
 
 class MixtralForCausalLM(CausalLM):
+    config_class = Config
+
     def __init__(self, config: Config):
         window = config.sliding_window or 0
         count = range(config.num_hidden_layers)
         layers = (Layer(config, Attention(config, window), MoE(config)) for _ in count)
         super().__init__(config, layers, Rotary(config.rope_parameters, config.head_dim))
-
-    @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike]) -> "MixtralForCausalLM":
-        return cls(Config.from_hf(hf))

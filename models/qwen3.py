@@ -87,11 +87,9 @@ def _layer(config: Config, window: int) -> Layer:
 
 
 class Qwen3ForCausalLM(CausalLM):
+    config_class = Config
+
     def __init__(self, config: Config):
         windows = {"full_attention": 0, "sliding_attention": config.sliding_window or 0}
         layers = (_layer(config, windows[kind]) for kind in config.layer_types)
         super().__init__(config, layers, Rotary(config.rope_parameters, config.head_dim))
-
-    @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike]) -> "Qwen3ForCausalLM":
-        return cls(Config.from_hf(hf))

@@ -74,7 +74,7 @@ def draft_layer_of(config: Config | ExpertsConfig) -> MTP:
 class Qwen3_5ForCausalLM(CausalLM, WithMTP):
     """draft_layer: with the checkpoint's draft layer."""
 
-    config_class: ClassVar[type[Config] | type[ExpertsConfig]] = Config
+    config_class: ClassVar[type[HybridConfig]] = Config
 
     def __init__(self, config: Config | ExpertsConfig, *, draft_layer: bool = False):
         layers = (layer_of(config, kind) for kind in config.layer_types)
@@ -84,4 +84,4 @@ class Qwen3_5ForCausalLM(CausalLM, WithMTP):
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, JSONLike], *, draft_layer: bool = False) -> Self:
-        return cls(cls.config_class.from_hf(text_config(hf)), draft_layer=draft_layer)
+        return super().from_hf(text_config(hf), draft_layer=draft_layer)

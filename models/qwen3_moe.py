@@ -107,10 +107,8 @@ def _layer(config: Config, index: int) -> Layer:
 
 
 class Qwen3MoeForCausalLM(CausalLM):
+    config_class = Config
+
     def __init__(self, config: Config):
         layers = (_layer(config, i) for i in range(config.num_hidden_layers))
         super().__init__(config, layers, Rotary(config.rope_parameters, config.head_dim))
-
-    @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike]) -> "Qwen3MoeForCausalLM":
-        return cls(Config.from_hf(hf))

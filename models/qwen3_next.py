@@ -160,6 +160,8 @@ def _draft_layer(config: Config) -> MTP:
 class Qwen3NextForCausalLM(CausalLM, WithMTP):
     """draft_layer: with the checkpoint's draft layer."""
 
+    config_class = Config
+
     def __init__(self, config: Config, *, draft_layer: bool = False):
         layers = (
             _layer(config, kind, experts=i in config.moe_layers)
@@ -168,7 +170,3 @@ class Qwen3NextForCausalLM(CausalLM, WithMTP):
         rotary = Rotary(config.rope_parameters, config.rotated_columns)
         super().__init__(config, layers, rotary, norm=OnePlusRMSNorm)
         self.mtp = _draft_layer(config) if draft_layer else None
-
-    @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike], *, draft_layer: bool = False) -> Self:
-        return cls(Config.from_hf(hf), draft_layer=draft_layer)

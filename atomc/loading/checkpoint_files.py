@@ -1,7 +1,8 @@
 """Reads config.json and the headers of the weights of a checkpoint directory."""
 
+import os
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import NamedTuple
 
 import safetensors
@@ -11,7 +12,9 @@ from atomc.files.json_file import read_config, read_json
 from atomc.files.json_types import JSONLike
 from atomc.loading.limits import MAX_TENSORS, Stored, check_headers, check_sizes
 from atomc.loading.load_plan import FLOATS, first_names
-from atomc.loading.shard_paths import INDEX, shard_path
+
+INDEX = "model.safetensors.index.json"
+MAX_LENGTH = 255  # of a file name on most systems
 
 
 class Checkpoint(NamedTuple):
@@ -129,3 +132,43 @@ def stored_dtype(stored: dict[str, Stored]) -> torch.dtype:
         (FLOATS[tensor.dtype] for tensor in stored.values() if tensor.dtype in FLOATS),
         torch.float32,
     )
+
+
+def shard_path(folder: Path, name: str) -> Path:
+    """The file of this name in the folder. Raises ValueError for a path or link outside of the
+    folder.
+    """
+    written = PurePosixPath(name)
+    if (
+        not name.isprintable()
+        or PureWindowsPath(name).drive
+        or written.is_absolute()
+        or ".." in written.parts
+        or not written.parts
+        or len(name) > MAX_LENGTH
+    ):
+        raise ValueError(
+            f"{INDEX} names {_short(name)}, expected a file in the model's folder such as "
+            "model-00001-of-00002.safetensors"
+        )
+    file = folder / written
+    real = Path(os.path.realpath(file))
+    if not any(real.is_relative_to(os.path.realpath(root)) for root in _roots(folder)):
+        raise ValueError(
+            f"{INDEX} names {_short(name)}, a link to {_short(str(real))}, which is not in the "
+            "model's folder: move the file there"
+        )
+    return file
+
+
+def _roots(folder: Path) -> list[Path]:
+    """The allowed locations: the folder, or the blob store to which snapshots of the hub's cache
+    link.
+    """
+    absolute = Path(os.path.realpath(folder))
+    blobs = [parent.parent / "blobs" for parent in absolute.parents if parent.name == "snapshots"]
+    return [absolute, *blobs[:1]]
+
+
+def _short(name: str) -> str:
+    return repr(name) if len(name) <= 100 else f"{name[:100]!r}... ({len(name)} characters)"

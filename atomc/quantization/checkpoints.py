@@ -64,6 +64,18 @@ def only(method: str, config: Config, name: str, *supported: T, default: T | Non
     )
 
 
+def _require(where: str, config: Config, **fields: JSONLike) -> None:
+    """Raise ValueError for a field that is missing, or has another value than this one."""
+    for name, value in fields.items():
+        only(where, config, name, value)
+
+
+def _allow(where: str, config: Config, **fields: JSONLike) -> None:
+    """Raise ValueError for a field that has another value than this one, its default."""
+    for name, value in fields.items():
+        only(where, config, name, value, default=value)
+
+
 def names(config: Config, *fields: str) -> tuple[str, ...]:
     """The names in these fields; null counts as missing."""
     return tuple(str(name) for field in fields for name in _items(config, field))
@@ -199,10 +211,8 @@ def _pack_quantized(where: str, weights: Config, inputs: Config | None) -> _Grou
         raise ValueError(
             f"{where}.input_activations are not supported with 'pack-quantized', only null"
         )
-    only(at, weights, "num_bits", 4)
-    only(at, weights, "type", "int", default="int")
-    only(at, weights, "strategy", "group")
-    only(at, weights, "dynamic", False, default=False)
+    _require(at, weights, num_bits=4, strategy="group")
+    _allow(at, weights, type="int", dynamic=False)
     # "weight" and "static" store the weights in the order of the inputs; only the order of
     # quantization differs.
     only(at, weights, "actorder", False, "weight", "static", default=False)
@@ -212,52 +222,41 @@ def _pack_quantized(where: str, weights: Config, inputs: Config | None) -> _Grou
 
 def _int_quantized(where: str, weights: Config, inputs: Config | None) -> _Group:
     at, x = f"{where}.weights", f"{where}.input_activations"
-    only(at, weights, "num_bits", 8)
-    only(at, weights, "type", "int", default="int")
-    only(at, weights, "strategy", "channel")
-    only(at, weights, "dynamic", False, default=False)
-    only(at, weights, "symmetric", True, default=True)
-    only(at, weights, "actorder", False, default=False)
+    _require(at, weights, num_bits=8, strategy="channel")
+    _allow(at, weights, type="int", dynamic=False, symmetric=True, actorder=False)
     if inputs is None:
         raise ValueError(
             f"{x} is missing: int8 weights with 16-bit activations are not supported, only "
             "with int8 ones"
         )
-    only(x, inputs, "num_bits", 8)
-    only(x, inputs, "type", "int", default="int")
-    only(x, inputs, "dynamic", True)
-    only(x, inputs, "symmetric", True, default=True)
+    _require(x, inputs, num_bits=8, dynamic=True)
+    _allow(x, inputs, type="int", symmetric=True)
     strategy = only(x, inputs, "strategy", "token", "tensor")
     return Int8(), None, [UPGRADED] if strategy == "tensor" else []
 
 
 def _float_quantized(where: str, weights: Config, inputs: Config | None) -> _Group:
     at, x = f"{where}.weights", f"{where}.input_activations"
-    only(at, weights, "num_bits", 8)
-    only(at, weights, "type", "float")
-    only(at, weights, "dynamic", False, default=False)
-    only(at, weights, "symmetric", True, default=True)
+    _require(at, weights, num_bits=8, type="float")
+    _allow(at, weights, dynamic=False, symmetric=True)
     strategy = only(at, weights, "strategy", "tensor", "channel", "block")
     if inputs is None:
         raise ValueError(
             f"{x} is missing: fp8 weights with 16-bit activations are not supported, only with "
             "fp8 ones"
         )
-    only(x, inputs, "num_bits", 8)
-    only(x, inputs, "type", "float")
-    only(x, inputs, "symmetric", True, default=True)
+    _require(x, inputs, num_bits=8, type="float")
+    _allow(x, inputs, symmetric=True)
     if strategy == "block":
         if _items(weights, "block_structure") != [128, 128]:
             raise ValueError(
                 f"{at}.block_structure {weights.get('block_structure')} is not supported, only "
                 "[128, 128]"
             )
-        only(x, inputs, "strategy", "group")
-        only(x, inputs, "group_size", 128)
-        only(x, inputs, "dynamic", True)
+        _require(x, inputs, strategy="group", group_size=128, dynamic=True)
         return Fp8Block(), None, []
     if not only(x, inputs, "dynamic", True, False, default=False):
-        only(x, inputs, "strategy", "tensor")
+        _require(x, inputs, strategy="tensor")
         return Fp8(strategy, "static"), None, []
     inputs_strategy = only(x, inputs, "strategy", "token", "tensor")
     return Fp8(strategy, "token"), None, [UPGRADED] if inputs_strategy == "tensor" else []
@@ -265,31 +264,20 @@ def _float_quantized(where: str, weights: Config, inputs: Config | None) -> _Gro
 
 def _mxfp4_pack_quantized(where: str, weights: Config, inputs: Config | None) -> _Group:
     at, x = f"{where}.weights", f"{where}.input_activations"
-    only(at, weights, "num_bits", 4)
-    only(at, weights, "type", "float")
-    only(at, weights, "group_size", 32)
+    _require(at, weights, num_bits=4, type="float", group_size=32)
     if inputs is None:
         return Mxfp4("16-bit"), MXFP4_PACK_QUANTIZED, []
-    only(x, inputs, "num_bits", 4)
-    only(x, inputs, "type", "float")
-    only(x, inputs, "group_size", 32)
-    only(x, inputs, "dynamic", True)
+    _require(x, inputs, num_bits=4, type="float", group_size=32, dynamic=True)
     return Mxfp4("mxfp4"), MXFP4_PACK_QUANTIZED, []
 
 
 def _nvfp4_pack_quantized(where: str, weights: Config, inputs: Config | None) -> _Group:
     at, x = f"{where}.weights", f"{where}.input_activations"
-    only(at, weights, "num_bits", 4)
-    only(at, weights, "type", "float")
-    only(at, weights, "strategy", "tensor_group", default="tensor_group")
-    only(at, weights, "symmetric", True, default=True)
-    only(at, weights, "dynamic", False, default=False)
-    only(at, weights, "group_size", NVFP4_GROUP)
+    _require(at, weights, num_bits=4, type="float", group_size=NVFP4_GROUP)
+    _allow(at, weights, strategy="tensor_group", symmetric=True, dynamic=False)
     if inputs is None:
         return Nvfp4(), NVFP4_PACK_QUANTIZED, []
-    only(x, inputs, "num_bits", 4)
-    only(x, inputs, "type", "float")
-    only(x, inputs, "group_size", NVFP4_GROUP)
+    _require(x, inputs, num_bits=4, type="float", group_size=NVFP4_GROUP)
     return Nvfp4(), NVFP4_PACK_QUANTIZED, [SIXTEEN_BITS]
 
 
@@ -399,10 +387,8 @@ def quark(config: Config) -> Parsed:
     for at, part in (("weight", weight), ("input_tensors", inputs)):
         if part is not None:
             where = f"{method}: global_quant_config.{at}"
-            only(where, part, "dtype", "fp4")
-            only(where, part, "qscheme", "per_group")
-            only(where, part, "group_size", 32)
-            only(where, part, "scale_format", "e8m0")
+            _require(where, part, dtype="fp4", qscheme="per_group", group_size=32)
+            _require(where, part, scale_format="e8m0")
     if inputs is not None:
         only("quark: global_quant_config.input_tensors", inputs, "is_dynamic", True)
     kv = config.get("kv_cache_quant_config")

@@ -98,6 +98,14 @@ class QuantizedExperts(QuantizedLayer):
     def gate(self) -> Gate:
         return self.spec.gate
 
+    @property
+    def codes_and_scales(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.gate_up_proj, self.gate_up_proj_scale, self.down_proj, self.down_proj_scale
+
+    @property
+    def biases(self) -> tuple[Tensor | None, Tensor | None]:
+        return self.gate_up_proj_bias, self.down_proj_bias
+
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x [T, H] through the experts ids [T, k], summed with weights [T, k]. -> [T, H] in
         x.dtype.

@@ -17,6 +17,9 @@ compressed-tensors  weight_packed, weight_scale; weight_global_scale [1], the re
 ModelOpt            weight, weight_scale; weight_scale_2 []
 """
 
+from functools import partial
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -55,7 +58,7 @@ def _compressed(scheme: Int4, out_features: int, in_features: int, dtype: torch.
     )
 
 
-def _from_compressed(scheme: Int4, stored: Tensors) -> Tensors:
+def _convert_compressed(scheme: Int4, stored: Tensors) -> Tensors:
     packed, scale = stored["weight_packed"], stored["weight_scale"]
     rows, columns = packed.shape[0], packed.shape[1] * 8
     shape = stored["weight_shape"].tolist() if "weight_shape" in stored else [rows, columns]
@@ -70,7 +73,7 @@ def _from_compressed(scheme: Int4, stored: Tensors) -> Tensors:
 
 
 PACK_QUANTIZED = Format(
-    "pack-quantized", _compressed, _from_compressed, frozenset({"weight_shape"})
+    "pack-quantized", _compressed, _convert_compressed, frozenset({"weight_shape"})
 )
 
 
@@ -79,54 +82,49 @@ def _packed_mxfp4(scheme: Mxfp4, out_features: int, in_features: int, dtype: tor
     return {"weight_packed": shapes["weight"], "weight_scale": shapes["weight_scale"]}
 
 
-def _from_packed_mxfp4(scheme: Mxfp4, stored: Tensors) -> Tensors:
+def _convert_packed_mxfp4(scheme: Mxfp4, stored: Tensors) -> Tensors:
     return {"weight": stored["weight_packed"], "weight_scale": stored["weight_scale"]}
 
 
-MXFP4_PACK_QUANTIZED = Format("mxfp4-pack-quantized", _packed_mxfp4, _from_packed_mxfp4)
+MXFP4_PACK_QUANTIZED = Format("mxfp4-pack-quantized", _packed_mxfp4, _convert_packed_mxfp4)
 
 
 # NVFP4: the scales of activations, input_global_scale and input_scale, are not used.
 
 
-def _packed_nvfp4(scheme: Nvfp4, out_features: int, in_features: int, dtype: torch.dtype) -> Shapes:
-    shapes = scheme.tensors(out_features, in_features, dtype)
-    return {
-        "weight_packed": shapes["weight"],
-        "weight_scale": shapes["weight_scale"],
-        "weight_global_scale": ((1,), torch.float32),
-        "input_global_scale": ((1,), torch.float32),
-    }
+class Nvfp4Names(NamedTuple):
+    """The names of the codes, of the factor of their scales, and of the scale of activations."""
+
+    weight: str
+    factor: str
+    of_inputs: str
 
 
-def _from_packed_nvfp4(scheme: Nvfp4, stored: Tensors) -> Tensors:
-    factor = _one_factor(stored, "weight_global_scale")
-    # compressed-tensors divides by its global scale.
-    return {
-        "weight": stored["weight_packed"],
-        "weight_scale": stored["weight_scale"],
-        "global_scale": (1.0 / factor).repeat(len(stored["weight_packed"]), 1),
-    }
-
-
-def _modelopt_nvfp4(
-    scheme: Nvfp4, out_features: int, in_features: int, dtype: torch.dtype
+def _nvfp4(
+    names: Nvfp4Names, scheme: Nvfp4, out_features: int, in_features: int, dtype: torch.dtype
 ) -> Shapes:
     shapes = scheme.tensors(out_features, in_features, dtype)
     return {
-        "weight": shapes["weight"],
+        names.weight: shapes["weight"],
         "weight_scale": shapes["weight_scale"],
-        "weight_scale_2": ((1,), torch.float32),
-        "input_scale": ((1,), torch.float32),
+        names.factor: ((1,), torch.float32),
+        names.of_inputs: ((1,), torch.float32),
     }
 
 
-def _from_modelopt_nvfp4(scheme: Nvfp4, stored: Tensors) -> Tensors:
+def _convert_nvfp4(names: Nvfp4Names, divides: bool, scheme: Nvfp4, stored: Tensors) -> Tensors:
+    """divides: values are divided by the factor."""
+    factor, codes = _one_factor(stored, names.factor), stored[names.weight]
     return {
-        "weight": stored["weight"],
+        "weight": codes,
         "weight_scale": stored["weight_scale"],
-        "global_scale": _one_factor(stored, "weight_scale_2").repeat(len(stored["weight"]), 1),
+        "global_scale": (1.0 / factor if divides else factor).repeat(len(codes), 1),
     }
+
+
+def _nvfp4_format(name: str, names: Nvfp4Names, *, divides: bool) -> Format:
+    shapes, convert = partial(_nvfp4, names), partial(_convert_nvfp4, names, divides)
+    return Format(name, shapes, convert, frozenset({names.of_inputs}))
 
 
 def _one_factor(stored: Tensors, name: str) -> Tensor:
@@ -137,14 +135,13 @@ def _one_factor(stored: Tensors, name: str) -> Tensor:
     return factor
 
 
-NVFP4_PACK_QUANTIZED = Format(
+NVFP4_PACK_QUANTIZED = _nvfp4_format(
     "nvfp4-pack-quantized",
-    _packed_nvfp4,
-    _from_packed_nvfp4,
-    frozenset({"input_global_scale"}),
+    Nvfp4Names("weight_packed", "weight_global_scale", "input_global_scale"),
+    divides=True,
 )
-MODELOPT_NVFP4 = Format(
-    "modelopt NVFP4", _modelopt_nvfp4, _from_modelopt_nvfp4, frozenset({"input_scale"})
+MODELOPT_NVFP4 = _nvfp4_format(
+    "modelopt NVFP4", Nvfp4Names("weight", "weight_scale_2", "input_scale"), divides=False
 )
 
 
@@ -161,28 +158,18 @@ def _gptq(scheme: Int4, out_features: int, in_features: int, dtype: torch.dtype)
     }
 
 
-def _from_gptq_v1(scheme: Int4, stored: Tensors) -> Tensors:
-    return _from_gptq(scheme, stored, 1)
-
-
-def _from_gptq_v2(scheme: Int4, stored: Tensors) -> Tensors:
-    return _from_gptq(scheme, stored, 0)
-
-
-def _from_gptq(scheme: Int4, stored: Tensors, less: int) -> Tensors:
+def _convert_gptq(less: int, scheme: Int4, stored: Tensors) -> Tensors:
+    """less: what is subtracted from stored zero points."""
     codes = unpack_int4(stored["qweight"].t())
     if "g_idx" in stored:
         ordered = (
             torch.arange(codes.shape[1], device=codes.device, dtype=torch.int32) // scheme.group
         )
-        group_of_input = stored["g_idx"]
-        if not (group_of_input - group_of_input[0]).equal(
-            ordered
-        ):  # the first group of a part is another
+        groups = stored["g_idx"]
+        if not (groups - groups[0]).equal(ordered):  # the first group of a part is another
             raise ValueError(
                 "g_idx is not in order: activation order (desc_act) is not supported, quantize "
-                "with "
-                "desc_act=False"
+                "with desc_act=False"
             )
     zeros = (unpack_int4(stored["qzeros"]) + less & 15).t()
     return {
@@ -192,8 +179,8 @@ def _from_gptq(scheme: Int4, stored: Tensors, less: int) -> Tensors:
     }
 
 
-GPTQ = Format("gptq", _gptq, _from_gptq_v1, frozenset({"g_idx"}))
-GPTQ_V2 = Format("gptq_v2", _gptq, _from_gptq_v2, frozenset({"g_idx"}))
+GPTQ = Format("gptq", _gptq, partial(_convert_gptq, 1), frozenset({"g_idx"}))
+GPTQ_V2 = Format("gptq_v2", _gptq, partial(_convert_gptq, 0), frozenset({"g_idx"}))
 
 
 # AWQ
@@ -208,7 +195,7 @@ def _awq(scheme: Int4, out_features: int, in_features: int, dtype: torch.dtype) 
     return shapes | ({"qzeros": ((groups, out_features // 8), torch.int32)} if scheme.zeros else {})
 
 
-def _in_order(packed: Tensor) -> Tensor:
+def _unpack_awq(packed: Tensor) -> Tensor:
     """Codes [..., N] in order, of words [..., N/8] in AWQ's order."""
     shifts = torch.tensor(
         [4 * AWQ_ORDER.index(i) for i in range(8)], dtype=torch.int32, device=packed.device
@@ -216,14 +203,14 @@ def _in_order(packed: Tensor) -> Tensor:
     return ((packed.unsqueeze(-1) >> shifts) & 15).flatten(-2)
 
 
-def _from_awq(scheme: Int4, stored: Tensors) -> Tensors:
+def _convert_awq(scheme: Int4, stored: Tensors) -> Tensors:
     tensors = {
-        "weight": pack_int4(_in_order(stored["qweight"]).t()),
+        "weight": pack_int4(_unpack_awq(stored["qweight"]).t()),
         "weight_scale": stored["scales"].t().contiguous(),
     }
     return tensors | (
-        _zeros(scheme, _in_order(stored["qzeros"]).t(), "qzeros") if scheme.zeros else {}
+        _zeros(scheme, _unpack_awq(stored["qzeros"]).t(), "qzeros") if scheme.zeros else {}
     )
 
 
-AWQ = Format("awq", _awq, _from_awq)
+AWQ = Format("awq", _awq, _convert_awq)

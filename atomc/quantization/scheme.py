@@ -11,7 +11,7 @@ N outputs, K inputs, G groups. Experts stack the tensors of two weights (Experts
 activation between them is quantized like the input.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -69,8 +69,19 @@ class Scheme(Protocol):
         """
 
 
+class EightBits:
+    """What schemes of 8 bits share: they support layers of any size."""
+
+    def refuses(self, out_features: int, in_features: int) -> str | None:
+        return None
+
+    def dequantize(self, layer: WeightTensors) -> Tensor:
+        values: Tensor = layer.weight.to(torch.float32) * layer.weight_scale
+        return values
+
+
 @dataclass(frozen=True)
-class Fp8:
+class Fp8(EightBits):
     """e4m3 weights with a scale per tensor or output; activations with a static scale or one per
     row.
 
@@ -87,9 +98,6 @@ class Fp8:
     def description(self) -> str:
         return f"fp8 (weights per {self.weight}, activations {_per(self.activation)})"
 
-    def refuses(self, out_features: int, in_features: int) -> str | None:
-        return None
-
     def tensors(self, out_features: int, in_features: int, dtype: torch.dtype) -> Shapes:
         scale = (1,) if self.weight == "tensor" else (out_features, 1)
         shapes: Shapes = {
@@ -102,8 +110,7 @@ class Fp8:
 
     def quantize(self, weights: Sequence[Tensor]) -> list[Tensors]:
         if self.weight == "channel":
-            pairs = [ops.quant_fp8_per_token.reference(weight, self.dtype) for weight in weights]
-            return [{"weight": codes, "weight_scale": scale} for codes, scale in pairs]
+            return _named(ops.quant_fp8_per_token.reference(x, self.dtype) for x in weights)
         amax = (
             torch.stack([weight.abs().max().to(torch.float32) for weight in weights])
             .max()
@@ -117,10 +124,6 @@ class Fp8:
             }
             for weight in weights
         ]
-
-    def dequantize(self, layer: WeightTensors) -> Tensor:
-        values: Tensor = layer.weight.to(torch.float32) * layer.weight_scale
-        return values
 
     def apply(self, layer: LinearWeights, x: Tensor) -> Tensor:
         if self.activation == "static":
@@ -147,12 +150,8 @@ class Fp8:
             scale,
             ids,
             weights,
-            layer.gate_up_proj,
-            layer.gate_up_proj_scale,
-            layer.down_proj,
-            layer.down_proj_scale,
-            layer.gate_up_proj_bias,
-            layer.down_proj_bias,
+            *layer.codes_and_scales,
+            *layer.biases,
             act_scale,
             out_dtype=x.dtype,
             **layer.gate,
@@ -161,7 +160,7 @@ class Fp8:
 
 
 @dataclass(frozen=True)
-class Fp8Block:
+class Fp8Block(EightBits):
     """e4m3 weights with a scale per 128 x 128 block, activations with a scale per 1 x 128 block
     (DeepSeek-V3).
     """
@@ -170,9 +169,6 @@ class Fp8Block:
     block: ClassVar[int] = 128
     block_sizes: ClassVar[tuple[int, int]] = (128, 128)
     description: ClassVar[str] = "fp8 (weights per 128 x 128, activations per 1 x 128)"
-
-    def refuses(self, out_features: int, in_features: int) -> str | None:
-        return None
 
     def tensors(self, out_features: int, in_features: int, dtype: torch.dtype) -> Shapes:
         squares = -(-out_features // self.block), -(-in_features // self.block)
@@ -222,12 +218,8 @@ class Fp8Block:
             scale,
             ids,
             weights,
-            layer.gate_up_proj,
-            layer.gate_up_proj_scale,
-            layer.down_proj,
-            layer.down_proj_scale,
-            layer.gate_up_proj_bias,
-            layer.down_proj_bias,
+            *layer.codes_and_scales,
+            *layer.biases,
             out_dtype=x.dtype,
             block=self.block,
             **layer.gate,
@@ -236,14 +228,11 @@ class Fp8Block:
 
 
 @dataclass(frozen=True)
-class Int8:
+class Int8(EightBits):
     """Symmetric int8 weights with a scale per output, activations with a scale per row."""
 
     block_sizes: ClassVar[tuple[int, int]] = (1, 1)
     description: ClassVar[str] = "int8 (weights per channel, activations per token)"
-
-    def refuses(self, out_features: int, in_features: int) -> str | None:
-        return None
 
     def tensors(self, out_features: int, in_features: int, dtype: torch.dtype) -> Shapes:
         return {
@@ -252,20 +241,7 @@ class Int8:
         }
 
     def quantize(self, weights: Sequence[Tensor]) -> list[Tensors]:
-        return [
-            dict(
-                zip(
-                    ("weight", "weight_scale"),
-                    ops.quant_int8_per_token.reference(weight),
-                    strict=True,
-                )
-            )
-            for weight in weights
-        ]
-
-    def dequantize(self, layer: WeightTensors) -> Tensor:
-        values: Tensor = layer.weight.to(torch.float32) * layer.weight_scale
-        return values
+        return _named(ops.quant_int8_per_token.reference(weight) for weight in weights)
 
     def apply(self, layer: LinearWeights, x: Tensor) -> Tensor:
         q, scale = ops.quant_int8_per_token(x)
@@ -283,12 +259,8 @@ class Int8:
             scale,
             ids,
             weights,
-            layer.gate_up_proj,
-            layer.gate_up_proj_scale,
-            layer.down_proj,
-            layer.down_proj_scale,
-            layer.gate_up_proj_bias,
-            layer.down_proj_bias,
+            *layer.codes_and_scales,
+            *layer.biases,
             out_dtype=x.dtype,
             **layer.gate,
         )
@@ -359,14 +331,10 @@ class Int4:
             x,
             ids,
             weights,
-            layer.gate_up_proj,
-            layer.gate_up_proj_scale,
-            layer.down_proj,
-            layer.down_proj_scale,
+            *layer.codes_and_scales,
             layer.gate_up_proj_zeros if self.zeros else None,
             layer.down_proj_zeros if self.zeros else None,
-            layer.gate_up_proj_bias,
-            layer.down_proj_bias,
+            *layer.biases,
             group=self.group,
             **layer.gate,
         )
@@ -403,8 +371,7 @@ class Mxfp4:
         }
 
     def quantize(self, weights: Sequence[Tensor]) -> list[Tensors]:
-        pairs = [ops.quant_mxfp4.reference(weight, self.rounding) for weight in weights]
-        return [{"weight": codes, "weight_scale": scale} for codes, scale in pairs]
+        return _named(ops.quant_mxfp4.reference(weight, self.rounding) for weight in weights)
 
     def dequantize(self, layer: WeightTensors) -> Tensor:
         return mxfp4_values(layer.weight, layer.weight_scale)
@@ -432,12 +399,8 @@ class Mxfp4:
             q,
             ids,
             weights,
-            layer.gate_up_proj,
-            layer.gate_up_proj_scale,
-            layer.down_proj,
-            layer.down_proj_scale,
-            layer.gate_up_proj_bias,
-            layer.down_proj_bias,
+            *layer.codes_and_scales,
+            *layer.biases,
             scale,
             out_dtype=x.dtype,
             **layer.gate,
@@ -456,6 +419,11 @@ ONLINE: dict[str, Scheme] = {
     "mxfp4_a16": Mxfp4("16-bit"),
     "nvfp4_a16": Nvfp4(),
 }
+
+
+def _named(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Tensors]:
+    """The tensors of weights with these codes and scales."""
+    return [{"weight": codes, "weight_scale": scale} for codes, scale in pairs]
 
 
 def _per(activation: str) -> str:

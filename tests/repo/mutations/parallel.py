@@ -70,7 +70,7 @@ BUGS = [
     bug("cut.py", "position = index - self.index * size", "position = index", f"{LOADS} 'stored_experts and zeros and expert'"),
     Bug("atomc/loading/load_parts.py", "(expert, first // cut.parts, end // cut.parts)", "(expert, first, first + (end - first) // cut.parts)", f"{LOADS} 'one and width'"),
     Bug("atomc/loading/load_parts.py", "{0: 0, 1: 2, 2: 1}", "{0: 0, 1: 1, 2: 2}", f"{LOADS} transposed"),
-    Bug("atomc/quantization/packing.py", "(given - given[0]).equal(ordered)", "given.equal(ordered)", f"{LOADS} gptq"),
+    Bug("atomc/quantization/packing.py", "(groups - groups[0]).equal(ordered)", "groups.equal(ordered)", f"{LOADS} gptq"),
     Bug("atomc/capture/dtensors.py", "return result if same else None", "return result", f"{DTENSORS} 'layouts and biases'"),
     Bug("atomc/capture/dtensors.py", "result = self._whole_call(node)\n", "result = None\n", f"{DTENSORS} 'layouts and sum'"),
     Bug("atomc/capture/dtensors.py", " or any(is_dtensor(x) and holds_mask(x) for x in over)", "", f"{DTENSORS} 'computes and parallelize_module'"),
