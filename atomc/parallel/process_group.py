@@ -23,7 +23,7 @@ class TensorParallel:
 
 
 @dataclass(frozen=True)
-class Stage:
+class PipelineStage:
     """The place of this process in a pipeline, whose stages each hold some of the layers.
 
     ranks  of each stage, the process that this one exchanges states with: its rank in the default
@@ -56,7 +56,7 @@ class Place(NamedTuple):
     """
 
     tp: TensorParallel | None = None
-    stage: Stage | None = None
+    stage: PipelineStage | None = None
     experts: TensorParallel | None = None
 
     @property

@@ -77,8 +77,9 @@ def _converted(
     name: str, layer: nn.Module, config: QuantizationConfig, dtype: torch.dtype
 ) -> QuantizedLayer | None:
     """The layer of atomc for a quantized linear layer or experts; None for any other module."""
-    if hasattr(layer, "in_features"):
-        plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+    inputs, outputs = (getattr(layer, side, None) for side in ("in_features", "out_features"))
+    if inputs is not None and outputs is not None:
+        plain = nn.Linear(inputs, outputs, bias=False, device="meta")
         method = config.get_quant_method(plain, name)
         return None if method is None else _convert(name, layer, plain, method, config, dtype)
     if isinstance(getattr(layer, "down_proj", None), nn.Module | None):

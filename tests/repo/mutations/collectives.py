@@ -25,7 +25,7 @@ BUGS = [
     Bug("atomc/parallel/vocab.py", "(row < 0) | (row >=", "(row <= 0) | (row >=", SCALED),
     Bug(
         "atomc/parallel/vocab.py",
-        "        found = found.masked_fill(elsewhere.unsqueeze(-1), 0)\n",
+        "        rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)\n",
         "",
         SCALED,
     ),

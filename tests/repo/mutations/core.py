@@ -48,7 +48,7 @@ BUGS = [
     ),
     Bug(
         "atomc/quantization/packing.py",
-        "(1.0 / factor).repeat",
+        "(1.0 / factor if divides else factor).repeat",
         "factor.repeat",
         "tests/quantization/test_quant_nvfp4.py -k decompresses",
     ),

@@ -21,7 +21,7 @@ BUGS = [
     bug("atomc/stock/replaced_forwards.py", 'OWN = ("cache", "cache_params", ', "OWN = (", "padding"),
     bug("atomc/stock/delta_net.py", "beta = beta * 2.0", "pass", "wrapped_class and olmo"),
     bug("atomc/stock/replaced_forwards.py", "TOLERANCE = 1e-4", "TOLERANCE = 1e-1", REFUSED),
-    bug("atomc/stock/replaced_forwards.py", "dict(small.named_parameters()).keys() - known", "()", REFUSED),
+    bug("atomc/stock/replaced_forwards.py", "dict(small.named_parameters()).keys() - operands", "()", REFUSED),
     bug("atomc/stock/adapter.py", "if num_linear == layer_types.count(LINEAR) + layer_types.count(HYBRID):", "if num_linear:", "without_the_parts"),
     bug("atomc/loading/load_plan.py", "part[0] not in modules", "False", "with_images"),
     bug("atomc/loading/loader.py", 'name.replace("model.language_model.", "model.")', "name", "with_images"),

@@ -48,8 +48,8 @@ BUGS = [
     ),
     Bug(
         "atomc/stock/replaced_forwards.py",
-        "own = bool(rest) or any(named.get(name) is not None for name in OWN)",
-        "own = False",
+        "unsupported = bool(rest) or any(named.get(name) is not None for name in OWN)",
+        "unsupported = False",
         f"{MODELS} -k runs_as_its_class",
     ),
     Bug(

@@ -22,14 +22,14 @@ BUGS = [
     ),
     Bug(
         "atomc/parallel/stages.py",
-        "{own: names[0] for own, names in first_names.items()},",
+        "{first: names[0] for first, names in first_names.items()},",
         "{},",
         f"{STAGES} -k random_weights",
     ),
     Bug(
         "atomc/parallel/stages.py",
-        "return moved | own",
-        "return own",
+        "return moved | of_stage",
+        "return of_stage",
         f"{STAGES} -k tied",
     ),
     Bug(
