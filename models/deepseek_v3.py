@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from atomc import ops
 from atomc.files.json_types import JSONLike
 from atomc.models.config import (
+    DecoderConfig,
     count,
     expert_counts,
     expert_groups,
@@ -32,7 +33,7 @@ from atomc.models.grouped_experts import (
     GroupedExpertsConfig,
     GroupRouter,
     MoE,
-    outside_best_groups,
+    mask_other_groups,
 )
 from atomc.models.layers import MLP, RMSNorm
 from atomc.models.mtp import DraftLayer, WithNumberedDraftLayer
@@ -192,7 +193,7 @@ class SoftmaxRouter(nn.Module):
         scores_TE = F.linear(x_TD.float(), self.weight.float()).softmax(-1)
         if config.n_group > 1:
             best = torch.unflatten(scores_TE, -1, (config.n_group, -1)).max(-1).values
-            scores_TE = outside_best_groups(scores_TE, best, config.topk_group, 0.0)
+            scores_TE = mask_other_groups(scores_TE, best, config.topk_group, 0.0)
         weights, ids = scores_TE.topk(config.num_experts_per_tok, dim=-1)
         return ids, weights * config.routed_scaling_factor
 
@@ -210,7 +211,7 @@ def mlp_of(config: Config, kind: str) -> nn.Module:
 class DeepseekV3ForCausalLM(WithNumberedDraftLayer):
     """draft_layer: with the checkpoint's first draft layer."""
 
-    config_class = Config
+    config_class: ClassVar[type[DecoderConfig]] = Config
     attention_class: ClassVar[type[Attention]] = Attention
     # Of the config class of transformers.
     DEFAULTS: ClassVar[dict[str, JSONLike]] = {

@@ -56,21 +56,21 @@ class GroupRouter(nn.Module):
         scores_TE = logits_TE.sigmoid()
         choice_TE = scores_TE + self.e_score_correction_bias
         if config.n_group > 1:
-            choice_TE = self._best_groups_only(choice_TE)
+            choice_TE = self._mask_other_groups(choice_TE)
         ids = choice_TE.topk(config.num_experts_per_tok, dim=-1).indices
         weights = scores_TE.gather(-1, ids)
         if config.norm_topk_prob:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return ids, weights * config.routed_scaling_factor
 
-    def _best_groups_only(self, choice_TE: Tensor) -> Tensor:
+    def _mask_other_groups(self, choice_TE: Tensor) -> Tensor:
         """The scores, -inf outside the groups whose two best scores have the largest sums."""
         grouped = torch.unflatten(choice_TE, -1, (self.config.n_group, -1))
         best = grouped.topk(2, dim=-1).values.sum(-1)
-        return outside_best_groups(choice_TE, best, self.config.topk_group, float("-inf"))
+        return mask_other_groups(choice_TE, best, self.config.topk_group, float("-inf"))
 
 
-def outside_best_groups(scores_TE: Tensor, best: Tensor, count: int, value: float) -> Tensor:
+def mask_other_groups(scores_TE: Tensor, best: Tensor, count: int, value: float) -> Tensor:
     """scores_TE with this value outside the `count` groups that are best by `best` [T, groups]."""
     groups = best.topk(count, dim=-1, sorted=False).indices
     is_best = torch.zeros_like(best).scatter(-1, groups, 1)

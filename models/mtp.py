@@ -125,9 +125,9 @@ class DraftModel(nn.Module):
         positions   [T] i64, of each token
         hidden      [T, D], the hidden state of each token
         """
-        return self.after_embedding(self.embed_tokens(input_ids), positions, hidden, logits_rows)
+        return self.run_layer(self.embed_tokens(input_ids), positions, hidden, logits_rows)
 
-    def after_embedding(
+    def run_layer(
         self, x_TD: Tensor, positions: Tensor, hidden: Tensor, logits_rows: Tensor
     ) -> tuple[Tensor, Tensor]:
         """As forward, from the embeddings of the tokens after each token."""
@@ -163,7 +163,7 @@ class WithDraftLayer(ABC):
     def draft_model(self) -> DraftModel:
         """Raises ValueError for a model that was made without its draft layer."""
 
-    def _without(self) -> ValueError:
+    def _missing_layer(self) -> ValueError:
         name = type(self).__name__
         return ValueError(f"{name} was made without its draft layer: draft_layer=True")
 
@@ -180,7 +180,7 @@ class WithNumberedDraftLayer(WithDraftLayer, CausalLM):
     def draft_model(self) -> DraftModel:
         inner, layer = self.model, self.model.layers[-1]
         if not isinstance(layer, DraftLayer):
-            raise self._without()
+            raise self._missing_layer()
         return DraftModel(inner.embed_tokens, inner.rotary_emb, layer, self.lm_head)
 
 
@@ -209,6 +209,6 @@ class WithMTP(WithDraftLayer):
 
     def draft_model(self) -> DraftModel:
         if self.mtp is None:
-            raise self._without()
+            raise self._missing_layer()
         inner = self.decoder
         return self.draft_class(inner.embed_tokens, inner.rotary_emb, self.mtp, self.lm_head)

@@ -171,4 +171,4 @@ class ImageDraftModel(DraftModel):
         x_TD: Tensor = self.embed_tokens(input_ids)
         if embeddings is not None and is_image is not None:
             x_TD, *_ = placed(x_TD, embeddings, is_image)
-        return self.after_embedding(x_TD, positions, hidden, logits_rows)
+        return self.run_layer(x_TD, positions, hidden, logits_rows)

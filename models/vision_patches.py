@@ -81,11 +81,11 @@ def patch_inputs(
         starts += [starts[-1] + h * w * frame for frame in range(1, t + 1)]
         frames += [_frame(h, w, merge_size, table_side)] * t
     columns = [np.concatenate(arrays) for arrays in zip(*frames, strict=True)]
-    *of_patches, query_start = _on_device([*columns, np.array(starts, np.int32)], device)
+    *of_patches, query_start = _copy_to_device([*columns, np.array(starts, np.int32)], device)
     return PatchInputs(query_start, *of_patches)
 
 
-def _on_device(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
+def _copy_to_device(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
     """Tensors with these values, parts of one: all but the last array are of multiples of 16 bytes,
     so that each part begins at one, which kernels expect.
     """

@@ -61,12 +61,12 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _summary(load: dict[str, list[int]], placement: "Placement", num_ranks: int) -> str:
     """A row for each layer, and their mean."""
-    from atomc.parallel.expert_placement import imbalance, in_order
+    from atomc.parallel.expert_placement import equal_ranges, imbalance
     from atomc.report.render.table import table
 
     before, after, rows = [], [], []
     for path, tokens in load.items():
-        before.append(imbalance(tokens, in_order(len(tokens), num_ranks), num_ranks))
+        before.append(imbalance(tokens, equal_ranges(len(tokens), num_ranks), num_ranks))
         after.append(imbalance(tokens, placement[path], num_ranks))
         rows.append((path, f"{sum(tokens):,}", f"{before[-1]:.2f}", f"{after[-1]:.2f}"))
     means = (f"{sum(values) / len(values):.2f}" for values in (before, after))

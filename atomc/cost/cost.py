@@ -132,7 +132,7 @@ def graph_costs(gm: GraphModule) -> list[NodeCost]:
     """
     sizes = symbols_of(gm.graph)
 
-    def of_step(formula: Formula) -> sympy.Expr:
+    def step_formula(formula: Formula) -> sympy.Expr:
         """The formula in the symbols of a step, simplified."""
         return simplified(sympy.sympify(formula).xreplace(sizes))
 
@@ -140,7 +140,7 @@ def graph_costs(gm: GraphModule) -> list[NodeCost]:
     for group in groups(gm.graph):
         first, fused = group[0], len(group) > 1
         moved, flops = _fused_work(group) if fused else _work(first)
-        cost = Cost(of_step(moved), of_step(flops))
+        cost = Cost(step_formula(moved), step_formula(flops))
         if cost == NOTHING:
             continue
         path = module_path(first)
@@ -152,9 +152,9 @@ def graph_costs(gm: GraphModule) -> list[NodeCost]:
                 source=source_line(first),
                 cost=cost,
                 nodes=tuple(group),
-                apart=of_step(_bytes_apart(group)) if fused else cost.bytes,
+                apart=step_formula(_bytes_apart(group)) if fused else cost.bytes,
                 rate=_rate(first),
-                sent=of_step(_sent(first)),
+                sent=step_formula(_sent(first)),
             )
         )
     return costs

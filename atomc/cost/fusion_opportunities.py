@@ -33,9 +33,9 @@ def fusion_opportunities(
     """
     traffic = _Traffic(gm.graph, costs)
     return [
-        *_from_near_misses(traffic, near),
-        *_from_neighbours(traffic),
-        *([] if glue_fuses else _from_glue(costs)),
+        *_near_miss_savings(traffic, near),
+        *_neighbour_savings(traffic),
+        *([] if glue_fuses else _glue_savings(costs)),
     ]
 
 
@@ -90,7 +90,7 @@ class _Traffic:
             yield from ((w, i) for w in sorted(writers) if depth[i] == depth[w] + 1)
 
 
-def _from_near_misses(traffic: _Traffic, near: Sequence[Miss]) -> Iterator[FusionOpportunity]:
+def _near_miss_savings(traffic: _Traffic, near: Sequence[Miss]) -> Iterator[FusionOpportunity]:
     for miss in near:
         kernels = {traffic.number[name] for name in miss.nodes if name in traffic.number}
         saved = str(traffic.saved(kernels))
@@ -99,7 +99,7 @@ def _from_near_misses(traffic: _Traffic, near: Sequence[Miss]) -> Iterator[Fusio
         )
 
 
-def _from_neighbours(traffic: _Traffic) -> Iterator[FusionOpportunity]:
+def _neighbour_savings(traffic: _Traffic) -> Iterator[FusionOpportunity]:
     for first, second in traffic.neighbours():
         one, other = traffic.costs[first], traffic.costs[second]
         if _never_fused(one) or _never_fused(other):
@@ -116,7 +116,7 @@ def _from_neighbours(traffic: _Traffic) -> Iterator[FusionOpportunity]:
             )
 
 
-def _from_glue(costs: Sequence[NodeCost]) -> Iterator[FusionOpportunity]:
+def _glue_savings(costs: Sequence[NodeCost]) -> Iterator[FusionOpportunity]:
     for cost in costs:
         saved = simplified(cost.apart - cost.cost.bytes)
         if saved != 0 and cost.op == "glue":

@@ -146,12 +146,12 @@ def plan_load(
     skipped = _skipped_names(model, weights.keys() - parts.keys(), sources)
     _check(model, weights, sources, parts, skipped, path)
     online = online or Methods()
-    quantized = _to_quantize(online, stored, dtype)
+    quantized = _weights_to_quantize(online, stored, dtype)
     for layer in online.linears:
         sources.pop((f"{layer}.weight",), None)
     entries = [_fill_or_copy(model, names, weights[name]) for names, name in sources.items()]
     entries += [_copy_of_expert(model, part, stored[name]) for name, part in parts.items()]
-    experts, others = _of_experts(entries, online.experts)
+    experts, others = _split_experts(entries, online.experts)
     return LoadPlan(
         path,
         fills=tuple(entry for entry in others if isinstance(entry, Fill)),
@@ -163,7 +163,7 @@ def plan_load(
     )
 
 
-def _to_quantize(
+def _weights_to_quantize(
     online: Methods, stored: Mapping[str, Stored], dtype: torch.dtype
 ) -> tuple[tuple[Quantize, ...], ...]:
     """The weights of linear layers that are quantized during loading, grouped by their input."""
@@ -173,7 +173,7 @@ def _to_quantize(
     )
 
 
-def _of_experts(
+def _split_experts(
     entries: Iterable[Fill | Copy], layers: Iterable[str]
 ) -> tuple[tuple[QuantizeExperts, ...], list[Fill | Copy]]:
     """The entries of each of these layers of experts, and all others."""

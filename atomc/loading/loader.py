@@ -47,7 +47,7 @@ from atomc.quantization.config import (
     QuantizationConfig,
     Request,
     decide,
-    without_quantization,
+    unquantized_config,
 )
 from atomc.quantization.experts_spec import is_experts, spec_of
 from atomc.stock import adapter
@@ -208,7 +208,7 @@ def check_expert_placement(
     config = load_config(Path(path))
     if draft_layer:
         check_draft_layers(config, None, Path(path))
-    model = create_model(without_quantization(config), device="meta", draft_layer=draft_layer)
+    model = create_model(unquantized_config(config), device="meta", draft_layer=draft_layer)
     Sharding.of_experts(model, TensorParallel(0, num_ranks, ""), placement=placement)
 
 

@@ -31,13 +31,13 @@ def words_of(net: nn.Module) -> Mapping[str, str]:
     """
     *projections, _norm, last = spelling_of(net) or ()
     names = [*projections, "A_log", "dt_bias", *_parameters_of_convolution(net)]
-    words = {name: "packed_colwise" if _in_segments(name) else "colwise" for name in names}
+    words = {name: "packed_colwise" if _has_segments(name) else "colwise" for name in names}
     return words | {last: "rowwise"}
 
 
 def cut_of(net: Any, name: str, place: TensorParallel) -> ShardSlice:
     """How a projection or parameter of words_of is cut."""
-    segments = (net.key_dim, net.key_dim, net.value_dim) if _in_segments(name) else (1,)
+    segments = (net.key_dim, net.key_dim, net.value_dim) if _has_segments(name) else (1,)
     return ShardSlice(0, place.size, place.rank, segments)
 
 
@@ -72,7 +72,7 @@ def resize(net: nn.Module, size: int) -> None:
         net.register_buffer("delta_state", smaller, persistent=False)
 
 
-def _in_segments(name: str) -> bool:
+def _has_segments(name: str) -> bool:
     return name.partition(".")[0] in IN_SEGMENTS
 
 

@@ -17,7 +17,7 @@ Placement = Mapping[str, Ranks]  # by the path of a layer's experts
 REMEDY = "`atomc place-experts` writes such a file"
 
 
-def in_order(num_experts: int, num_ranks: int) -> Ranks:
+def equal_ranges(num_experts: int, num_ranks: int) -> Ranks:
     """The placement of a layer that has none: equal ranges of ids, by rank. Raises ValueError if
     they do not divide.
     """
@@ -35,7 +35,7 @@ def balanced(tokens: Sequence[int], num_ranks: int) -> Ranks:
     The same for the same numbers; equal ranges of ids, if these are as good. Raises ValueError if
     the experts do not divide.
     """
-    ranges = in_order(len(tokens), num_ranks)
+    ranges = equal_ranges(len(tokens), num_ranks)
     room = [len(tokens) // num_ranks] * num_ranks
     sums, placed = [0] * num_ranks, [0] * len(tokens)
     for expert in sorted(range(len(tokens)), key=lambda number: -tokens[number]):

@@ -47,7 +47,7 @@ def cuts_of_linear(layer: nn.Module, side: Side, cut: ShardSlice) -> Cuts:
     Raises ValueError if the layer cannot be divided so.
     """
     if isinstance(layer, QuantizedLinear):
-        cuts = _of_scheme(layer, side, cut)
+        cuts = _cuts_of_scheme(layer, side, cut)
     else:
         cuts = {"weight": ShardSlice(0 if side == "out" else 1, cut.parts, cut.index, cut.segments)}
         cuts["weight"].size_of(layer.get_parameter("weight").shape[cuts["weight"].dim])
@@ -64,7 +64,7 @@ def resize_linear(layer: nn.Module, side: Side, cut: ShardSlice) -> None:
         layer._parameters.pop(WHOLE_SHAPE, None)
 
 
-def _of_scheme(layer: QuantizedLinear, side: Side, cut: ShardSlice) -> Cuts:
+def _cuts_of_scheme(layer: QuantizedLinear, side: Side, cut: ShardSlice) -> Cuts:
     """The tensors of a scheme whose shape depends on the side, stored or converted."""
     method, size = layer.method, (layer.out_features, layer.in_features)
     dtype = torch.get_default_dtype()
@@ -130,7 +130,7 @@ def _changed(
 def cuts_of_experts(module: nn.Module, size: int, rank: int) -> Cuts:
     """The parameters of experts, each divided by its width. Raises ValueError if they cannot be."""
     if isinstance(module, QuantizedExperts):
-        return _of_quantized_experts(module, size, rank)
+        return _cuts_of_quantized_experts(module, size, rank)
     spec = spec_of(module)
     rows, columns = (2, 1) if spec.transposed else (1, 2)
     width = ShardSlice(rows, size, rank, (1,) if spec.gate["interleaved"] else GATE_AND_UP)
@@ -142,22 +142,22 @@ def cuts_of_experts(module: nn.Module, size: int, rank: int) -> Cuts:
     return cuts
 
 
-def _of_quantized_experts(module: QuantizedExperts, size: int, rank: int) -> Cuts:
+def _cuts_of_quantized_experts(module: QuantizedExperts, size: int, rank: int) -> Cuts:
     cuts: Cuts = {}
     for projection, (rows, columns) in sizes(module.spec).items():
         side = PROJECTIONS[projection]
         stored = [name for name, _ in module.named_children() if PROJECTIONS[name] == side]
         if stored:
             one = (rows // len(stored), columns)
-            cuts |= _of_stored(module, stored, one, side, ShardSlice(0, size, rank))
+            cuts |= _cuts_of_stored(module, stored, one, side, ShardSlice(0, size, rank))
             continue
         in_two = side == "out" and not module.spec.gate["interleaved"]
         cut = ShardSlice(0, size, rank, GATE_AND_UP if in_two else (1,))
-        cuts |= _of_stacked(module, projection, (rows, columns), side, cut)
+        cuts |= _cuts_of_stacked(module, projection, (rows, columns), side, cut)
     return cuts
 
 
-def _of_stored(
+def _cuts_of_stored(
     module: QuantizedExperts,
     children: list[str],
     size: tuple[int, int],
@@ -181,7 +181,7 @@ def _of_stored(
     return cuts
 
 
-def _of_stacked(
+def _cuts_of_stacked(
     module: QuantizedExperts, projection: str, size: tuple[int, int], side: Side, cut: ShardSlice
 ) -> Cuts:
     """The tensors of a scheme, stacked."""

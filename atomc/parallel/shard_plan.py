@@ -51,11 +51,11 @@ def plan_of(model: nn.Module, *, ep: bool = False) -> ShardPlan:
     if hasattr(hf_model, "tp_plan"):
         prefix = "" if hf_model is model else "hf_model."
         patterns = {prefix + name: how for name, how in _plan_of_transformers(hf_model, ep).items()}
-        words = _by_pattern(model, patterns)
+        words = _match_pattern(model, patterns)
     else:
-        words = _by_last_part(model, _beside(model))
+        words = _match_last_part(model, _plan_of_file(model))
     if ep:
-        words = _by_expert(model, words)
+        words = _divide_by_expert(model, words)
     unknown = sorted({how for how in words.values() if how not in LAYERS | WHOLE})
     if unknown:
         raise ValueError(
@@ -83,7 +83,7 @@ def _plan_of_transformers(hf_model: Any, ep: bool) -> ShardPlan:
     return {**plan, **ep_plan}
 
 
-def _beside(model: nn.Module) -> ShardPlan:
+def _plan_of_file(model: nn.Module) -> ShardPlan:
     """SHARD in the file of the model's class, or of the closest one that it inherits from."""
     for kind in type(model).__mro__:
         plan: ShardPlan | None = getattr(sys.modules[kind.__module__], "SHARD", None)
@@ -98,18 +98,18 @@ def _names(model: nn.Module) -> list[str]:
     return modules + [name for name, _ in model.named_parameters(remove_duplicate=False)]
 
 
-def _by_last_part(model: nn.Module, plan: ShardPlan) -> dict[str, str]:
+def _match_last_part(model: nn.Module, plan: ShardPlan) -> dict[str, str]:
     leaves = {name: name.rpartition(".")[2] for name in _names(model)}
     return {name: plan[leaf] for name, leaf in leaves.items() if leaf in plan}
 
 
-def _by_pattern(model: nn.Module, plan: ShardPlan) -> dict[str, str]:
+def _match_pattern(model: nn.Module, plan: ShardPlan) -> dict[str, str]:
     """For a plan whose names have * for numbers."""
     patterns = {name: re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in _names(model)}
     return {name: plan[pattern] for name, pattern in patterns.items() if pattern in plan}
 
 
-def _by_expert(model: nn.Module, plan: ShardPlan) -> dict[str, str]:
+def _divide_by_expert(model: nn.Module, plan: ShardPlan) -> dict[str, str]:
     """The plan with all experts divided by expert."""
     experts = {name for name, how in plan.items() if how in EXPERTS}
     if not experts:

@@ -23,7 +23,7 @@ from atomc.parallel.collectives import (
     SumOverRanks,
     TokensOfRanks,
 )
-from atomc.parallel.expert_placement import Placement, check_placement, in_order
+from atomc.parallel.expert_placement import Placement, check_placement, equal_ranges
 from atomc.parallel.layers import GATE_AND_UP, Side
 from atomc.parallel.process_group import TensorParallel
 from atomc.parallel.shard_plan import EXPERTS, GATHERED, SPLIT_INPUT, SUMMED, ShardPlan, plan_of
@@ -114,7 +114,9 @@ class Sharding:
         modules = dict(model.named_modules())
         nets = [name for name, module in modules.items() if delta_nets.is_delta_net(module)]
         latent = latent_attention.words_of(modules, plan)
-        sharding = cls(model, place, _without(plan, nets) | latent, placement=placement or {})
+        sharding = cls(
+            model, place, _plan_of_others(plan, nets) | latent, placement=placement or {}
+        )
         experts = tuple(f"{name}." for name, how in sharding.plan.items() if how in EXPERTS)
         for name, how in sharding.plan.items():
             module = modules.get(name)
@@ -281,7 +283,7 @@ class Sharding:
         for name in self.summed:
             module = self.model.get_submodule(name)
             if self.place.rank:
-                self._without_bias(name, module)
+                self._clear_bias(name, module)
             module.register_forward_hook(SumOverRanks(self.place.group))
         for name, by_expert in self.experts.items():
             if by_expert:
@@ -290,7 +292,7 @@ class Sharding:
             if how in SPLIT_INPUT and name in self.linears:
                 self._split_input(self.model.get_submodule(name))
 
-    def _without_bias(self, name: str, module: nn.Module) -> None:
+    def _clear_bias(self, name: str, module: nn.Module) -> None:
         if name in self.experts:
             leaves = [] if self.experts[name] else ["down_proj_bias"]
         else:
@@ -306,7 +308,7 @@ class Sharding:
         # For classes of transformers, the expert behind the last is none; for ours, that before
         # the first.
         nowhere = -1 if isinstance(module, Experts | QuantizedExperts) else held
-        owners = torch.tensor(self.placement.get(name) or in_order(held * size, size))
+        owners = torch.tensor(self.placement.get(name) or equal_ranges(held * size, size))
         rows = torch.full_like(owners, nowhere)
         rows[owners == self.place.rank] = torch.arange(held)
         group = self.place.group
@@ -326,7 +328,7 @@ class Sharding:
         module.register_forward_pre_hook(ColumnsOfRank())
 
 
-def _without(plan: ShardPlan, owners: Collection[str]) -> dict[str, str]:
+def _plan_of_others(plan: ShardPlan, owners: Collection[str]) -> dict[str, str]:
     """The plan for all but these modules and their parts."""
     parts = tuple(f"{owner}." for owner in owners)
     return {name: how for name, how in plan.items() if not name.startswith(parts)}

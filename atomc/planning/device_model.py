@@ -25,7 +25,7 @@ from atomc.quantization.config import (
     QuantizationConfig,
     Request,
     decide,
-    without_quantization,
+    unquantized_config,
 )
 from atomc.quantization.linear import LinearMethod, QuantizedLinear
 from atomc.quantization.scheme import Fp8, Fp8Block, Scheme
@@ -100,7 +100,7 @@ def build_model(
     if drafts:
         check_draft_layers(config, None, folder)
     module = create_model(
-        without_quantization(config), dtype=dtype, device="meta", draft_layer=drafts > 0
+        unquantized_config(config), dtype=dtype, device="meta", draft_layer=drafts > 0
     )
     if stage is not None:
         cut_stage(module, stage)
@@ -175,18 +175,18 @@ def _quantize(
     """
     fnuz = platform is not None and platform.arch == "gfx942"
 
-    def on_device(scheme: Scheme) -> Scheme:
+    def device_scheme(scheme: Scheme) -> Scheme:
         if fnuz and isinstance(scheme, Fp8 | Fp8Block):
             return replace(scheme, dtype=torch.float8_e4m3fnuz)
         return scheme
 
     for name, of_experts in methods.experts.items():
-        converted = replace(of_experts, scheme=on_device(of_experts.scheme), format=None)
+        converted = replace(of_experts, scheme=device_scheme(of_experts.scheme), format=None)
         apply.create_experts(module, name, converted, dtype, stacked=True)
     for group in apply.groups(methods.linears):
         shared: dict[str, nn.Parameter] = {}
         for name, method in group:
-            scheme = on_device(method.scheme)
+            scheme = device_scheme(method.scheme)
             old = apply.linear(module, name)
             layer = QuantizedLinear(
                 old.in_features, old.out_features, old.bias, LinearMethod(scheme)

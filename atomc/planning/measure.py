@@ -122,12 +122,12 @@ class KernelTimer:
                     inputs.append(source)
             copy = copies[node] = graph.node_copy(node, copies.__getitem__)
             copy.args, copy.kwargs = torch.fx.node.map_aggregate(
-                (copy.args, copy.kwargs), self._on_this_device
+                (copy.args, copy.kwargs), self._moved_here
             )
         graph.output(tuple(copies[node] for node in group))
         return GraphModule(torch.nn.Module(), graph), inputs
 
-    def _on_this_device(self, argument: Argument) -> Argument:
+    def _moved_here(self, argument: Argument) -> Argument:
         return self.device if isinstance(argument, torch.device) else argument
 
     # Made-up inputs
@@ -200,14 +200,14 @@ class KernelTimer:
         return [self._input(node) for node in nodes]
 
     def _input(self, node: Node) -> Argument:
-        if node.op == "placeholder" and (passed := self._of_the_step(node)) is not None:
+        if node.op == "placeholder" and (passed := self._step_value(node)) is not None:
             return passed
         if node.op == "get_attr":
             constant: Tensor = operator.attrgetter(str(node.target))(self.gm)
             return self._random(constant) if constant.is_meta else constant.to(self.device)
         return self._like(value(node))
 
-    def _of_the_step(self, node: Node) -> Argument:
+    def _step_value(self, node: Node) -> Argument:
         """An input that the runtime passes; None for other inputs, scales and weights."""
         match graph_input(node):
             case StepInput() as step_field:
@@ -288,13 +288,13 @@ def time_call(
     """
     with torch.no_grad():
         return (
-            _on_gpu(call, sets, 8 if synced else 32)
+            _time_on_gpu(call, sets, 8 if synced else 32)
             if device.type == "cuda"
-            else _on_cpu(call, sets)
+            else _time_on_cpu(call, sets)
         )
 
 
-def _on_cpu(call: GraphFunction, sets: Sequence[Sequence[Argument]]) -> float:
+def _time_on_cpu(call: GraphFunction, sets: Sequence[Sequence[Argument]]) -> float:
     call(*sets[0])
     times: list[float] = []
     while len(times) < 3 or sum(times) < CPU_SECONDS:
@@ -305,7 +305,7 @@ def _on_cpu(call: GraphFunction, sets: Sequence[Sequence[Argument]]) -> float:
     return statistics.median(times)
 
 
-def _on_gpu(call: GraphFunction, sets: Sequence[Sequence[Argument]], calls: int) -> float:
+def _time_on_gpu(call: GraphFunction, sets: Sequence[Sequence[Argument]], calls: int) -> float:
     rounds = -(-calls // len(sets))
     stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
@@ -328,7 +328,7 @@ def _on_gpu(call: GraphFunction, sets: Sequence[Sequence[Argument]], calls: int)
     return float(statistics.median(times[1:])) / (rounds * len(sets))
 
 
-def with_peaks(platform: Platform, dtype: torch.dtype) -> Platform:
+def measure_peaks(platform: Platform, dtype: torch.dtype) -> Platform:
     """The platform with a bandwidth and a peak, measured here if it has no data sheet."""
     if platform.bandwidth and platform.flops:
         return platform

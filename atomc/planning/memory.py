@@ -69,7 +69,7 @@ def _sequences(
     """
     per_sequence = sum(spec.bytes_per_sequence() for spec in specs)
     if not per_sequence:
-        return *_in_blocks(specs, room, length), 0
+        return *_block_capacity(specs, room, length), 0
 
     # Each sequence also takes its state per sequence, and snapshots take a share of the rest.
     def snapshots(sequences: int) -> int:
@@ -82,14 +82,14 @@ def _sequences(
     fits = bisect_left(
         range(1, max(room // per_sequence, 0) + 1),
         True,
-        key=lambda n: left(n) < 0 or _in_blocks(specs, left(n), length)[0] < n,
+        key=lambda n: left(n) < 0 or _block_capacity(specs, left(n), length)[0] < n,
     )
     if fits:
         return fits, length, snapshots(fits)
-    return 0, _in_blocks(specs, left(1), length)[1] if left(1) >= 0 else 0, 0
+    return 0, _block_capacity(specs, left(1), length)[1] if left(1) >= 0 else 0, 0
 
 
-def _in_blocks(specs: Sequence[StateSpec], room: int, length: int) -> tuple[int, int]:
+def _block_capacity(specs: Sequence[StateSpec], room: int, length: int) -> tuple[int, int]:
     """As `_sequences`, for the state that is kept per token."""
     groups, block_size = groups_of(specs), block_size_of(specs) or length
     if not groups:

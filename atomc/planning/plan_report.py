@@ -409,7 +409,7 @@ def _communication(plan: StepPlan) -> str:
 def _kernels(plan: StepPlan) -> str:
     timed = any(line.timed is not None for line in plan.lines)
     step = plan.total("timed" if timed else "seconds")
-    rows = [_row(line, step, timed) for line in sorted(plan.lines, key=_by_time)]
+    rows = [_row(line, step, timed) for line in sorted(plan.lines, key=_time_order)]
     header = [
         "kernel",
         "by",
@@ -426,7 +426,7 @@ def _kernels(plan: StepPlan) -> str:
     return table(header, rows, numbers=range(2, len(header) - 1))
 
 
-def _by_time(line: PlanRow) -> float:
+def _time_order(line: PlanRow) -> float:
     return -(line.timed or line.seconds or line.bytes) * line.calls
 
 

@@ -21,7 +21,7 @@ from atomc.options import Options
 from atomc.parallel.stages import StageModel
 from atomc.planning.communication import communication_of
 from atomc.planning.device_model import Model
-from atomc.planning.measure import KernelTimer, Sizes, with_peaks
+from atomc.planning.measure import KernelTimer, Sizes, measure_peaks
 from atomc.planning.memory import memory_of
 from atomc.planning.plan_report import (
     ExpertsRead,
@@ -163,7 +163,7 @@ class TimedProgram:
         options: Mapping[str, JSONLike] | None = None,
         platform: Platform | None = None,
     ):
-        self.model, self.platform = model, with_peaks(platform or Platform.detect(), model.dtype)
+        self.model, self.platform = model, measure_peaks(platform or Platform.detect(), model.dtype)
         self.graphs: list[GraphModule] = []
         self.program = compile_for(model, self.platform, options, [self._take])
         self.fuses = any(glue.how == "inductor" for glue in self.program.report.glue)

@@ -16,7 +16,7 @@ from atomc.quantization.experts import STACKED, ExpertsMethod, QuantizedExperts
 from atomc.quantization.experts_spec import is_experts, spec_of
 from atomc.quantization.kept_layers import kept_layers, unwrapped
 from atomc.quantization.linear import LinearMethod, QuantizedLinear, share_scales, siblings_of
-from atomc.quantization.scheme import Fp8, Fp8Block, as_fnuz
+from atomc.quantization.scheme import Fp8, Fp8Block, convert_to_fnuz
 from atomc.quantization.stored_experts import create_stored, expect_scales, stack_stored
 from atomc.weights.registry import parameter_of
 
@@ -198,7 +198,7 @@ def convert_to_device_fp8(layer: QuantizedLinear | QuantizedExperts, device: tor
     ):
         weight, scale = layer.get_parameter(name).data, layer.get_parameter(scale_name).data
         if weight.dtype != wanted:
-            weight, scale = as_fnuz(weight, scale)
+            weight, scale = convert_to_fnuz(weight, scale)
             layer.set(name, weight)
             layer.set(scale_name, scale)
             if input_scale in layer._parameters:

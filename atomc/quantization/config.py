@@ -227,7 +227,7 @@ def stored_config(path: Path, config: Mapping[str, JSONLike]) -> Mapping[str, JS
     return inside
 
 
-def without_quantization(config: Mapping[str, JSONLike]) -> dict[str, JSONLike]:
+def unquantized_config(config: Mapping[str, JSONLike]) -> dict[str, JSONLike]:
     """A config.json of the same model whose weights are not quantized."""
     names = ("quantization_config", "compression_config")
     return {name: value for name, value in config.items() if name not in names}

@@ -430,7 +430,7 @@ def _per(activation: str) -> str:
     return "static" if activation == "static" else f"per {activation}"
 
 
-def as_fnuz(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def convert_to_fnuz(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Convert e4m3fn codes and their scale to e4m3fnuz codes and scale with the same values.
 
     The same bits have half the value in e4m3fnuz; negative zero, which is NaN there, becomes zero.

@@ -90,7 +90,7 @@ def build(
     device: torch.device | str | None,
 ) -> "StockModel":
     """A model of this class with random weights, wrapped."""
-    with torch.device(device or "cpu"), as_value_error(cls):
+    with torch.device(device or "cpu"), convert_to_value_error(cls):
         # Not .to(dtype) afterwards, which would also round the rotary frequencies.
         model = cls._from_config(cls.config_class.from_dict(config), dtype=dtype or torch.float32)
     return wrap_stock(model)
@@ -105,15 +105,15 @@ def empty_model(
     from transformers.initialization import no_init_weights
 
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
-    with torch.device("meta"), no_init_weights(), as_value_error(cls):
+    with torch.device("meta"), no_init_weights(), convert_to_value_error(cls):
         model = cls._from_config(cls.config_class.from_dict(plain), dtype=dtype)
-    with as_value_error(cls):
+    with convert_to_value_error(cls):
         model.tie_weights()  # which no_init_weights skips
     return model  # type: ignore[no-any-return]
 
 
 @contextmanager
-def as_value_error(cls: type) -> Iterator[None]:
+def convert_to_value_error(cls: type) -> Iterator[None]:
     """Convert exceptions of transformers to ValueError: its classes raise any type for unexpected
     config values.
 
@@ -140,15 +140,15 @@ def build_on_meta(
     have their values.
     """
 
-    def to_meta(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    def moved_to_meta(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:
             return None
         return parameter_of(parameter.to("meta"))
 
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
-    hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
+    hook = register_module_parameter_registration_hook(moved_to_meta)  # type: ignore[arg-type]
     try:
-        with as_value_error(cls):
+        with convert_to_value_error(cls):
             model = cls._from_config(cls.config_class.from_dict(plain), dtype=dtype)
     finally:
         hook.remove()
@@ -163,7 +163,7 @@ def load(
 
     Raises ValueError for a missing weight, and for a shape that contradicts config.json.
     """
-    with as_value_error(cls), _without_load_report():
+    with convert_to_value_error(cls), _hide_load_report():
         # Mismatched sizes are reported below, with the sizes.
         model, info = cls.from_pretrained(
             path,
@@ -199,7 +199,7 @@ def load(
 
 
 @contextmanager
-def _without_load_report() -> Iterator[None]:
+def _hide_load_report() -> Iterator[None]:
     """A context in which transformers does not log its table of missing and mismatched weights."""
     from transformers.utils import logging as hf_logging
 

@@ -177,7 +177,7 @@ def _attention(
         tables = _block_tables(read if read.shape[0] else slots, key_start, keys.shape[1])
     else:
         # New tokens take the places of old ones that the first of them still read.
-        keys, values = _with_new(layer, k, v, read, layer.sentinel) if read.shape[0] else (k, v)
+        keys, values = _merge_new(layer, k, v, read, layer.sentinel) if read.shape[0] else (k, v)
         token = ops.kv_write(k, v, layer.keys, layer.values, slots)
         rows = torch.arange(keys.shape[0], device=keys.device)
         keys, values = keys[:, None], values[:, None]
@@ -241,7 +241,7 @@ def _paged_layer(cache: PagedAttentionCache, number: int) -> _PagedLayer:
     return _PagedLayer(keys, values, allocator.index, allocator.layer_type, sentinel)
 
 
-def _with_new(
+def _merge_new(
     layer: _PagedLayer, k: Tensor, v: Tensor, read: Tensor, sentinel: int
 ) -> tuple[Tensor, Tensor]:
     """The keys and values [R, K, D] that a step reads, in order: cached ones, and new ones in the

@@ -29,7 +29,7 @@ class Implementations:
     def of(cls, hf_model: "PreTrainedModel") -> "Implementations":
         return cls(
             attention_of(hf_model.config),
-            _by_part(hf_model.config, "_experts_implementation"),
+            _names_of_parts(hf_model.config, "_experts_implementation"),
             {
                 name: int(getattr(module, ROWS_DROPPED_FROM))
                 for name, module in hf_model.named_modules()
@@ -53,10 +53,10 @@ def keep_all_rows(hf_model: "PreTrainedModel") -> None:
 
 def attention_of(config: Any) -> dict[str, str]:
     """As in Implementations."""
-    return _by_part(config, "_attn_implementation")
+    return _names_of_parts(config, "_attn_implementation")
 
 
-def _by_part(config: Any, attribute: str) -> dict[str, str]:
+def _names_of_parts(config: Any, attribute: str) -> dict[str, str]:
     """Without parts that are not there, and parts of which no function is chosen: the latter have
     no module, as the audio encoder in Moshi's decoder.
     """

@@ -25,7 +25,7 @@ MASK = "attention_mask"  # [B, T], 0 for padding
 TOLERANCE = 1e-4
 
 
-def _as_built(layer: Any) -> None:
+def _complete_nothing(layer: Any) -> None:
     """Nothing is missing."""
 
 
@@ -51,7 +51,7 @@ class LayerKind:
     parameters: Callable[[Any], Iterable[str]]
     sizes: Mapping[str, int]
     tokens: int
-    complete: Callable[[Any], None] = _as_built
+    complete: Callable[[Any], None] = _complete_nothing
     masks: bool = False
 
     def layers(self, model: nn.Module) -> list[Any]:

@@ -103,12 +103,12 @@ def location_of(parameter: nn.Parameter) -> Location:
     location = _table.get(key)
     if location is None:
         location = _table[key] = Location(
-            weakref.ref(parameter, _on_parameter_death(key)), parameter.data_ptr()
+            weakref.ref(parameter, _forget_at_death(key)), parameter.data_ptr()
         )
     return location
 
 
-def _on_parameter_death(key: int) -> Callable[["weakref.ref[nn.Parameter]"], None]:
+def _forget_at_death(key: int) -> Callable[["weakref.ref[nn.Parameter]"], None]:
     table = _table  # when Python exits, a module may lose its names before its last parameter dies
 
     def forget(_: "weakref.ref[nn.Parameter]") -> None:

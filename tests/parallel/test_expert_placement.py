@@ -35,8 +35,8 @@ from atomc.options import Options
 from atomc.parallel.collectives import EXPERT_MAP, EXPERT_PLACES
 from atomc.parallel.expert_placement import (
     balanced,
+    equal_ranges,
     imbalance,
-    in_order,
     read_placement,
     read_tokens,
     tokens_of_ranks,
@@ -66,7 +66,7 @@ def test_the_largest_expert_goes_first_to_the_rank_with_the_fewest_tokens() -> N
     placed = balanced(tokens, 2)
     assert placed == (1, 0, 0, 1, 1, 0, 0, 1)
     assert tokens_of_ranks(tokens, placed, 2) == [106, 105]
-    assert imbalance(tokens, in_order(8, 2), 2) == pytest.approx(205 * 2 / 211)
+    assert imbalance(tokens, equal_ranges(8, 2), 2) == pytest.approx(205 * 2 / 211)
     assert imbalance(tokens, placed, 2) == pytest.approx(106 * 2 / 211)
 
 
@@ -76,11 +76,11 @@ def test_each_rank_has_equally_many_experts_even_if_one_gets_nearly_all_tokens()
 
 
 def test_without_tokens_or_where_ranges_are_as_good_ranges_stay() -> None:
-    assert balanced([0] * 6, 3) == balanced([5] * 6, 3) == in_order(6, 3) == (0, 0, 1, 1, 2, 2)
-    assert imbalance([0] * 6, in_order(6, 3), 3) == 1.0
+    assert balanced([0] * 6, 3) == balanced([5] * 6, 3) == equal_ranges(6, 3) == (0, 0, 1, 1, 2, 2)
+    assert imbalance([0] * 6, equal_ranges(6, 3), 3) == 1.0
     # The longest first gives 6 + 3 against 5 + 4 + 1 of ranges.
     tokens = [5, 4, 0, 3, 3, 3]
-    assert balanced(tokens, 2) == in_order(6, 2)
+    assert balanced(tokens, 2) == equal_ranges(6, 2)
 
 
 def test_random_counts_are_never_less_balanced_than_ranges_and_near_the_best() -> None:
@@ -94,7 +94,7 @@ def test_random_counts_are_never_less_balanced_than_ranges_and_near_the_best() -
             for ranks in set(permutations((0, 0, 0, 1, 1, 1)))
         )
         found = max(tokens_of_ranks(tokens, placed, 2))
-        assert found <= max(tokens_of_ranks(tokens, in_order(6, 2), 2))
+        assert found <= max(tokens_of_ranks(tokens, equal_ranges(6, 2), 2))
         assert found <= best * 4 / 3
 
 

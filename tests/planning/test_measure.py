@@ -8,7 +8,7 @@ from test_plan import KV_HEADS, SMALL
 
 from atomc.graph.inputs import is_cache
 from atomc.planning.device_model import build_model
-from atomc.planning.measure import KernelTimer, Sizes, time_call, with_peaks
+from atomc.planning.measure import KernelTimer, Sizes, measure_peaks, time_call
 from atomc.planning.plan_report import Workload
 from atomc.planning.step_plan import TimedProgram, measure_step
 from atomc.platform import Platform
@@ -99,10 +99,10 @@ def test_on_a_gpu_kernels_are_timed_in_a_cuda_graph(tmp_path):
 
 
 def test_a_machine_without_a_data_sheet_is_measured():
-    found = with_peaks(Platform.detect("cpu"), torch.float32)
+    found = measure_peaks(Platform.detect("cpu"), torch.float32)
     assert 1e8 < found.bandwidth < 1e13 and 1e8 < found.flops < 1e15
     h200 = Platform.named("h200")
-    assert with_peaks(h200, torch.float32) is h200
+    assert measure_peaks(h200, torch.float32) is h200
 
 
 def test_calls_go_round_over_the_sets():

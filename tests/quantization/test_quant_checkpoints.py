@@ -18,7 +18,7 @@ from atomc.loading.loader import load
 from atomc.ops.formats import e2m1_values, e8m0_values, unpack_e2m1
 from atomc.program import compile_model
 from atomc.quantization import QuantizedLinear
-from atomc.quantization.scheme import ONLINE, Fp8, as_fnuz
+from atomc.quantization.scheme import ONLINE, Fp8, convert_to_fnuz
 from atomc.stock.adapter import StockModel
 
 CONFIG = {
@@ -281,7 +281,7 @@ def test_what_is_done_differently_is_said(tmp_path: Path, caplog: pytest.LogCapt
 def test_e4m3fnuz_means_the_same_values() -> None:
     codes = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn)
     finite = codes.float().isfinite()
-    again, scale = as_fnuz(codes, torch.tensor([0.5]))
+    again, scale = convert_to_fnuz(codes, torch.tensor([0.5]))
     assert again.dtype == torch.float8_e4m3fnuz
     assert torch.equal(again.float()[finite] * scale, codes.float()[finite] * 0.5)
 
