@@ -1,6 +1,4 @@
-"""atomc: a torch.compile backend that rewrites the graphs of language models to hand-tuned
-kernels.
-"""
+"""atomc: a torch.compile backend that rewrites graphs of language models to hand-tuned kernels."""
 
 import importlib
 from typing import Any

@@ -32,9 +32,7 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 
 def memory_left(root: Path = ROOT) -> int | None:
-    """Bytes that the process can still allocate; the file cache counts as free, as in
-    MemAvailable.
-    """
+    """Bytes the process can still allocate; the file cache is free, as in MemAvailable."""
     sizes = []
     for folder in _folders("memory", root):
         for limit_name, used_name, files_name in MEMORY_FILES:

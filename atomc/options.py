@@ -22,8 +22,7 @@ Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cu
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `torch.compile(model, backend="atom", options={...})`; every field may be a key of
-    the dict.
+    """Options of `torch.compile(..., backend="atom", options={...})`; each field is a key.
 
     strict     raise failures of atomc instead of compiling the graph with Inductor
                (ATOMC_STRICT=1)
@@ -199,9 +198,7 @@ class Options:
 
 
 def read_options(file: Path) -> dict[str, Any]:
-    """The table `options` of a TOML file. Raises OptionsError if the file is not TOML or has no
-    such table.
-    """
+    """The table `options` of a TOML file. Raises OptionsError for other content."""
     try:
         content = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -274,9 +271,7 @@ def openmp_threads() -> int | None:
 
 
 def visible_gpus() -> tuple[str, list[str] | None]:
-    """The environment variable that chooses the GPUs of a process, and those that it names; None:
-    all.
-    """
+    """The variable that chooses the GPUs of a process, and those it names; None: all."""
     # On ROCm both work, and of both the first is the one that counts.
     for variable in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
         if (gpus := os.environ.get(variable)) is not None:

@@ -256,9 +256,7 @@ def _cpu_here() -> Platform:
 
 
 def cpu_info(text: str) -> tuple[str, str, frozenset[str]]:
-    """Name, vendor and flags of the first CPU in the text of Linux' /proc/cpuinfo; empty for
-    missing fields.
-    """
+    """Name, vendor and flags of the first CPU in /proc/cpuinfo; empty if missing."""
     fields: dict[str, str] = {}
     for line in text.splitlines():
         key, _, value = line.partition(":")

@@ -1,5 +1,4 @@
-"""Language models in plain PyTorch, one file per model_type; other architectures use their
-transformers class.
+"""Language models in plain PyTorch, one file per model_type; others use their transformers class.
 
 Every model is called as `model(input_ids [T], positions [T], logits_rows=None) -> logits [T or R,
 V]`.
@@ -59,9 +58,7 @@ def _is_class_name(name: str) -> bool:
 
 
 def model_class(architectures: Sequence[str]) -> "type[nn.Module] | None":
-    """The class in atomc for the first supported architecture; None if none is supported: see
-    atomc.stock.adapter.hf_class.
-    """
+    """The class for the first supported architecture; None: see atomc.stock.adapter.hf_class."""
     for name in architectures:
         if name in REGISTRY:
             module, _, attribute = REGISTRY[name].partition(":")

@@ -115,9 +115,7 @@ class AttentionConfig(DecoderConfig):
 
 
 def only(hf: Mapping[str, JSONLike], name: str, *supported: object) -> None:
-    """Raise ValueError if the field has a value that is not supported; a missing field or null is
-    allowed.
-    """
+    """Raise ValueError for an unsupported value; a missing field or null is allowed."""
     value = hf.get(name)
     if value is not None and value not in supported:
         raise ValueError(

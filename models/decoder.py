@@ -153,9 +153,7 @@ class CausalLM(nn.Module):
     def forward(
         self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor | None = None
     ) -> Tensor:
-        """input_ids and positions [T] i64 -> logits [T, V], or [R, V] of the tokens logits_rows [R]
-        i64.
-        """
+        """input_ids and positions [T] i64 -> logits [T, V], or [R, V] of logits_rows [R] i64."""
         x_TD = self.model(input_ids, positions)
         if logits_rows is not None:
             x_TD = x_TD.index_select(-2, logits_rows)

@@ -25,9 +25,7 @@ class Experts(nn.Module):
         nn.init.normal_(self.down_proj, std=0.02)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """x [T, H] through the experts ids [T, k], summed with weights [T, k] in fp32. -> [T, H] in
-        x.dtype.
-        """
+        """x [T, H] through experts ids [T, k], summed with weights [T, k] in fp32 -> [T, H]."""
         h = torch.einsum("tkih,th->tki", self.gate_up_proj[ids], x)
         gate, up = h.chunk(2, -1)
         h = F.silu(gate) * up

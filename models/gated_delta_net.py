@@ -1,6 +1,5 @@
 """Gated DeltaNet (Yang et al. 2025), the linear attention of Qwen3-Next and Qwen3.5: its sizes,
-what follows its projections, and the layer of a decoder that has it. Each model has projections of
-its own.
+what follows its projections, and the layer of a decoder. Each model has its own projections.
 
 T tokens, D model width, H key heads of width K, N value heads of width V. The convolution runs over
 C = 2 H K + N V channels: those of all queries, keys and values.
@@ -80,9 +79,7 @@ class DeltaNetSizes:
 
 
 def hybrid_layer_types(hf: Mapping[str, JSONLike]) -> tuple[str, ...]:
-    """One of LAYER_TYPES for each layer; without the field: full attention in every
-    full_attention_interval-th.
-    """
+    """One of LAYER_TYPES per layer; by default, every full_attention_interval-th is full."""
     count, interval = integer(hf, "num_hidden_layers"), integer(hf, "full_attention_interval", 4)
     default = [LAYER_TYPES[(i + 1) % interval == 0] for i in range(count)]
     return layer_types(hf, default, LAYER_TYPES)

@@ -1,5 +1,4 @@
-"""The experts of DeepSeek-V3, their router and the shared experts beside them, which GLM-4.5 has as
-well.
+"""The experts of DeepSeek-V3 and GLM-4.5, their router, and the shared experts beside them.
 
 T tokens, D model width, E experts, k experts of each token.
 """

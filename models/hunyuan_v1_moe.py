@@ -1,5 +1,4 @@
-"""Hunyuan-A13B: a mixture of experts beside a shared MLP; queries and keys are rotated, then
-normalized.
+"""Hunyuan-A13B: experts beside a shared MLP; queries and keys are rotated, then normalized.
 
 T tokens, D model width, N query heads, K key/value heads, H head width, E experts.
 Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.

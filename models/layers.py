@@ -25,9 +25,7 @@ class RMSNorm(nn.Module):
 
 
 class OnePlusRMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) times 1 + weight, in fp32, rounded to x.dtype. x [..., D] -> [...,
-    D].
-    """
+    """x / sqrt(mean(x^2) + eps) * (1 + weight) in fp32, rounded once. x [..., D] -> [..., D]."""
 
     def __init__(self, hidden_size: int, eps: float):
         super().__init__()

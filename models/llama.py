@@ -1,5 +1,4 @@
-"""Llama 2 and 3, and Mistral: pre-norm decoder, grouped-query attention, rotary positions, gated
-MLP.
+"""Llama 2 and 3, and Mistral: grouped-query attention, rotary positions, gated MLP, pre-norm.
 
 T tokens, D model width, N query heads, K key/value heads, H head width, V vocabulary, R rows with
 logits.

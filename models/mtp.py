@@ -88,8 +88,7 @@ class MTP(nn.Module):
 
 
 class DraftModel(nn.Module):
-    """The first draft layer of a model, between the model's embedding and head, whose parameters it
-    shares.
+    """A model's first draft layer, between its embedding and head, whose parameters it shares.
 
     reads   names of the model's layers whose results [T, D] are its hidden states. A draft model of
             its own (EAGLE3) may read several: it gets, and returns, their columns side by side

@@ -1,5 +1,4 @@
-"""Qwen3.5, its text model: Qwen3-Next with dense MLPs, and a projection for each input of a
-DeltaNet.
+"""The text model of Qwen3.5: Qwen3-Next with dense MLPs; a DeltaNet projects each input by itself.
 
 T tokens, D model width. Images have positions of three kinds; those of text are equal, and rotary
 positions are then the usual ones.

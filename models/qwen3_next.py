@@ -96,9 +96,7 @@ class PackedHeads(Protocol):
 
 
 def unpacked(layer: PackedHeads, qkvz_TC: Tensor, ba_TC: Tensor) -> Projected:
-    """The results of both projections, in which the columns of a key head and its value heads are
-    together.
-    """
+    """The results of both projections, whose columns are grouped by key head."""
     groups = layer.num_v_heads // layer.num_k_heads
     keys, values = layer.head_k_dim, groups * layer.head_v_dim
     qkvz_TKC = torch.unflatten(qkvz_TC, -1, (layer.num_k_heads, 2 * (keys + values)))
@@ -111,9 +109,7 @@ def unpacked(layer: PackedHeads, qkvz_TC: Tensor, ba_TC: Tensor) -> Projected:
 
 
 class PackedDeltaNet(DeltaNet):
-    """Two projections: of queries, keys, values and gates, and of the numbers b and a of each value
-    head.
-    """
+    """Two projections: of queries, keys, values and gates, and of b and a of each value head."""
 
     def __init__(self, width: int, sizes: DeltaNetSizes, eps: float):
         super().__init__(width, sizes, eps)

@@ -39,8 +39,7 @@ class VisionConfig:
     def from_hf(
         cls, hf: Mapping[str, JSONLike], deepstack: tuple[int, ...] | None
     ) -> "VisionConfig":
-        """deepstack: deepstack_visual_indexes of a config without the field; None: the model has
-        none.
+        """deepstack: deepstack_visual_indexes of a config without the field; None: there are none.
 
         Raises ValueError for an unsupported value.
         """

@@ -39,8 +39,7 @@ ZERO_IS_NONE = ("mscale", "mscale_all_dim")
 
 
 def rope_parameters(hf: Mapping[str, JSONLike], partial: float | None = None) -> Rope:
-    """The rope settings in the form of transformers 5, also from `rope_theta` and `rope_scaling` of
-    older configs.
+    """The rope settings as in transformers 5, also from `rope_theta` and `rope_scaling`.
 
     partial  partial_rotary_factor of a config without the field, for a model that may rotate only
              the first columns of a head (apply_partial_rope); None: the model rotates all
@@ -234,9 +233,7 @@ class Rotary(nn.Module):
         return FREQUENCIES[str(self.rope["rope_type"])](self.rope, self.head_dim).to(device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":
-        """Move to the model's device, but keep fp32: frequencies in bf16 give wrong angles at large
-        positions.
-        """
+        """Move to the model's device, but keep fp32: bf16 has wrong angles at large positions."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.inv_freq = self.frequencies(self.inv_freq.device)
         return self
@@ -269,9 +266,7 @@ def apply_rope(q_TNH: Tensor, k_TKH: Tensor, cos: Tensor, sin: Tensor) -> tuple[
 def apply_partial_rope(
     q_TNH: Tensor, k_TKH: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As apply_rope, of the first columns of each head: as many as cos and sin [..., T, 1, R]
-    have.
-    """
+    """As apply_rope, of the first columns of a head: the R of cos and sin [..., T, 1, R]."""
     rotated = cos.shape[-1]
     q_rotated, k_rotated = apply_rope(q_TNH[..., :rotated], k_TKH[..., :rotated], cos, sin)
     q_whole = torch.cat((q_rotated, q_TNH[..., rotated:]), dim=-1)

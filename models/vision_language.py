@@ -46,9 +46,7 @@ def part(hf: Mapping[str, JSONLike], name: str) -> dict[str, JSONLike]:
 def vision_config(
     hf: Mapping[str, JSONLike], width: int, deepstack: tuple[int, ...] | None
 ) -> VisionConfig:
-    """The encoder's config, for a language model of this width. deepstack: as in
-    VisionConfig.from_hf.
-    """
+    """The encoder's config for this width. deepstack: as in VisionConfig.from_hf."""
     config = VisionConfig.from_hf(part(hf, "vision_config"), deepstack)
     if config.out_hidden_size != width:
         raise ValueError(

@@ -47,9 +47,7 @@ class EncodesImages:
     table_side: int
 
     def encode_images(self, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """The embeddings [I, E] of the tokens of images with these grids, in order. pixels
-        [P, W].
-        """
+        """The embeddings [I, E] of images with these grids, in order. pixels [P, W]."""
         return self.encode_patches(pixels, self.patch_inputs(grids, pixels.device))
 
     def patch_inputs(self, grids: Sequence[Grid], device: torch.device) -> PatchInputs:

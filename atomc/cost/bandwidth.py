@@ -9,9 +9,7 @@ RUNS = 5
 
 
 def measured_bandwidth(device: torch.device | str = "cpu") -> float:
-    """Bytes per second, read and written, of copying a tensor larger than the caches; the best of a
-    few runs.
-    """
+    """Bytes per second, read and written, of the fastest of a few copies beyond the caches."""
     source = torch.zeros(BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * BYTES / min(_seconds(source, target) for _ in range(RUNS))

@@ -59,8 +59,7 @@ NOTHING = Cost(sympy.Integer(0), sympy.Integer(0))
 
 @dataclass(frozen=True)
 class NodeCost:
-    """The cost of one kernel. `op` is an op's name, an ATen name, or "glue" for a group of
-    pointwise nodes.
+    """The cost of one kernel. `op`: an op, an ATen name, or "glue" for pointwise nodes.
 
     nodes  of the kernel, in the order of the graph
     apart  the bytes moved if each node were a kernel of its own
@@ -127,9 +126,7 @@ def _operand_of(tensor: Tensor) -> Operand:
 
 
 def graph_costs(gm: GraphModule) -> list[NodeCost]:
-    """The costs of a graph before lowering, in its order; connected pointwise nodes are one entry
-    "glue".
-    """
+    """The costs of a graph before lowering; connected pointwise nodes are one entry "glue"."""
     sizes = symbols_of(gm.graph)
 
     def step_formula(formula: Formula) -> sympy.Expr:

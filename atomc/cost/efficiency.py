@@ -61,9 +61,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of one machine. bandwidth (bytes/s) and flops (1/s): the peaks that the efficiencies
-    refer to.
-    """
+    """The rows of one machine. Efficiencies refer to its bandwidth (bytes/s) and flops (1/s)."""
 
     machine: str
     bandwidth: float
@@ -212,9 +210,7 @@ def _predicted(
 
 
 def name_in_table(op: str, kernel: str) -> tuple[str, str]:
-    """The (op, kernel) of a table row: ATen nodes, fused groups and ops without a kernel share one
-    entry.
-    """
+    """The (op, kernel) of a table row: nodes without a kernel of ours share one entry."""
     return (op, kernel) if op in REGISTRY and kernel != "inline" else (GLUE, GLUE)
 
 
@@ -280,8 +276,7 @@ def _ranges(tokens: Sequence[int]) -> list[tuple[int, int | None]]:
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(floor, efficiency) that minimize the sum of squared relative errors of floor + work /
-    efficiency.
+    """(floor, efficiency) with the least squared relative errors of floor + work / efficiency.
 
     The floor is at least 0, and the efficiency at most 1: data in a cache may exceed the bandwidth
     of the memory.

@@ -13,9 +13,7 @@ _FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a checkpoint directory. Raises FileNotFoundError if it is missing, else as
-    read_json.
-    """
+    """config.json of a checkpoint directory. Raises FileNotFoundError, or as read_json."""
     if not folder.is_dir():
         raise FileNotFoundError(
             f"{folder} is not a directory; expected one with config.json and *.safetensors"

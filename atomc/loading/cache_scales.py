@@ -44,9 +44,7 @@ def _buffers(layer: nn.Module, kind: str) -> tuple[str, ...]:
 
 
 def set_cache_scale(scale: CacheScale, name: str, stored: Tensor) -> None:
-    """Set the buffers of the layer to the stored scale. Raises ValueError if it is not one positive
-    number.
-    """
+    """Set the layer's buffers to the stored scale. Raises ValueError unless it is positive."""
     if stored.numel() != 1 or not bool(stored.isfinite().all() and (stored > 0).all()):
         raise ValueError(
             f"{name} is {stored.flatten()[:4].tolist()}, expected one positive number for all "

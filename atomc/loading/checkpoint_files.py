@@ -135,9 +135,7 @@ def stored_dtype(stored: dict[str, Stored]) -> torch.dtype:
 
 
 def shard_path(folder: Path, name: str) -> Path:
-    """The file of this name in the folder. Raises ValueError for a path or link outside of the
-    folder.
-    """
+    """The file of this name. Raises ValueError for a path or link outside of the folder."""
     written = PurePosixPath(name)
     if (
         not name.isprintable()
@@ -162,9 +160,7 @@ def shard_path(folder: Path, name: str) -> Path:
 
 
 def _roots(folder: Path) -> list[Path]:
-    """The allowed locations: the folder, or the blob store to which snapshots of the hub's cache
-    link.
-    """
+    """The allowed locations: the folder, or the blob store of the hub's cache."""
     absolute = Path(os.path.realpath(folder))
     blobs = [parent.parent / "blobs" for parent in absolute.parents if parent.name == "snapshots"]
     return [absolute, *blobs[:1]]

@@ -41,9 +41,7 @@ def create_model(
 
 
 class _Unfilled(TorchFunctionMode):
-    """Skips the initialization of weights, which has no effect on meta, but imports torch's
-    compiler.
-    """
+    """Skips initialization, which has no effect on meta, but imports torch's compiler."""
 
     def __torch_function__(
         self,

@@ -1,5 +1,4 @@
-"""Rejects implausible sizes in a config.json, and in headers of weights, before they cost memory or
-time.
+"""Rejects implausible sizes in config.json and in headers of weights before they cost memory.
 
 The largest models have about 130 layers and 1,000 experts; the limits are higher, and prevent
 builds that take hours. The content of a checkpoint gives tighter limits.

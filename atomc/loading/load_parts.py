@@ -1,6 +1,4 @@
-"""The plan of a load whose model is divided over ranks: of each stored tensor, the part that this
-rank reads.
-"""
+"""The plan of a divided model's load: the part of each stored tensor that this rank reads."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -43,9 +41,7 @@ def _part_to_quantize(entry: Quantize, cuts: Mapping[str, ShardSlice]) -> Quanti
 
 
 def _part(entry: Fill | Copy, model: nn.Module, cut: ShardSlice | None) -> Fill | Copy | None:
-    """The part of an entry; None for an expert of another rank, and for a tensor that describes a
-    whole one.
-    """
+    """The part of an entry; None if another rank has it, or if it describes a full tensor."""
     owner, _, leaf = entry.names[0].rpartition(".")
     if not hasattr(model.get_submodule(owner), leaf):
         return None

@@ -128,8 +128,7 @@ def plan_load(
     dtype: torch.dtype,
     online: Methods | None = None,
 ) -> LoadPlan:
-    """The plan for a model on meta and the tensors of the checkpoint in `path`, by their names in
-    the model.
+    """The plan for a model on meta and the checkpoint's tensors, by their names in the model.
 
     dtype   of the weights that are quantized during loading
     online  the layers that are quantized during loading, from unquantized weights

@@ -1,5 +1,4 @@
-"""Loads a checkpoint: builds the model on meta, checks all names and shapes, then reads the
-weights.
+"""Loads a checkpoint: builds the model on meta, checks names and shapes, reads the weights.
 
 All checks use the headers of the files and run before the first weight is read.
 """
@@ -234,9 +233,7 @@ def _prefix(model: nn.Module) -> str:
 def _quantized_layers(
     model: nn.Module, quant_config: QuantizationConfig | None, path: Path
 ) -> Methods:
-    """The layers to quantize. If the cache is quantized too, converts the state handles to its
-    dtype.
-    """
+    """The layers to quantize. A quantized cache sets the dtype of the state handles."""
     if quant_config is None:
         return Methods()
     for note in quant_config.notes:

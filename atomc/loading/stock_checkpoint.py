@@ -66,9 +66,7 @@ def check_stock_size(
 def build_stock_on_meta(
     cls: "type[PreTrainedModel]", checkpoint: Checkpoint, quant_config: QuantizationConfig | None
 ) -> adapter.StockModel:
-    """A transformers model on meta, whose weights atomc reads. Raises ValueError for a format that
-    only transformers can load.
-    """
+    """A transformers model with the checkpoint's weights, or with random ones."""
     path, config, _, dtype = checkpoint
     if quant_config is None and stored_config(path, config) is not None:
         raise ValueError(f"{path}: weights that transformers quantized do not divide over ranks")
@@ -96,9 +94,7 @@ def load_stock_and_cut(
     divide: Callable[[nn.Module], Sharding] | None,
     stage: PipelineStage | None,
 ) -> nn.Module:
-    """This rank's part of a transformers model, of which transformers reads all weights into host
-    memory.
-    """
+    """This rank's part of a transformers model, all of which is read into host memory."""
     model = load_stock(cls, checkpoint, "cpu")
     if stage is not None:
         cut_stage(model, stage)

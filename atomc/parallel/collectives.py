@@ -37,8 +37,7 @@ class ColumnsOfRank:
 
 @dataclass(frozen=True)
 class ExpertsOfRank:
-    """A hook that runs before experts, called with x, ids [T, k] and weights [T, k]: ids are those
-    of this rank's experts, and choices of other experts have the weight 0.
+    """A hook after experts: the sum of the results of all `size` ranks for each of its tokens.
 
     nowhere  the id of an expert of another rank
     """

@@ -24,8 +24,7 @@ WHOLE = frozenset({*LATENT, "q_a_proj", "q_a_layernorm"})
 
 
 def words_of(modules: Mapping[str, nn.Module], plan: ShardPlan) -> dict[str, str]:
-    """Name of a projection -> how it is divided, of layers of latent attention of which a plan
-    divides nothing.
+    """Name of a projection -> how it is divided, of latent attention that no plan divides.
 
     modules  by their names in the model
 

@@ -87,9 +87,7 @@ def _kinds_of_shapes(
 
 
 def _part_of(size: tuple[int, int], side: Side, cut: ShardSlice, scheme: Scheme) -> tuple[int, int]:
-    """(outputs, inputs) of a part. Raises ValueError if a part would end within a block of
-    scales.
-    """
+    """(outputs, inputs) of a part. Raises ValueError if it would end within a block of scales."""
     which = 0 if side == "out" else 1
     part = cut.size_of(size[which])
     block = scheme.block_sizes[which]

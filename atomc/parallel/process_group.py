@@ -42,9 +42,7 @@ class PipelineStage:
         return self.index == len(self.ranks) - 1
 
     def layers(self, count: int) -> range:
-        """The layers of this stage, of so many: the first stages have one more if they do not
-        divide.
-        """
+        """The layers of this stage; the first stages have one more if they do not divide."""
         per_stage, more = divmod(count, len(self.ranks))
         first = self.index * per_stage + min(self.index, more)
         return range(first, first + per_stage + (self.index < more))

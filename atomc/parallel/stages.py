@@ -43,9 +43,7 @@ class OtherStage(nn.Module):
 
 
 class Border(OtherStage):
-    """Where states [T, D] come from another stage, or go to one: a list has them while the model
-    runs.
-    """
+    """Where states [T, D] enter or leave a stage; a list has them while the model runs."""
 
     def __init__(self, module: nn.Module, frame: "Frame", states: list[Tensor]) -> None:
         super().__init__(module)

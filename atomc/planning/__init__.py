@@ -1,3 +1,1 @@
-"""Predicts memory and time of a model from its graphs (plan.py), or measures its kernels
-(measure.py).
-"""
+"""Predicts memory and time of a model from its graphs, or measures its kernels."""

@@ -82,9 +82,7 @@ class KernelTimer:
         names: Iterable[str],
         inline: Callable[[GraphModule], GraphFunction] | None = None,
     ) -> float:
-        """Seconds of one call of these nodes together. inline: the compiler for nodes without a
-        kernel.
-        """
+        """Seconds of one call of these nodes. inline: the compiler for nodes without a kernel."""
         group = [self.nodes[name] for name in names]
         piece, inputs = self._piece(group)
         key = structural_hash(piece)
@@ -104,9 +102,7 @@ class KernelTimer:
         return min(MAX_COPIES, max(2, math.ceil(ROTATED_BYTES[self.device.type] / max(size, 1))))
 
     def _piece(self, group: Sequence[Node]) -> tuple[GraphModule, list[Node]]:
-        """(a graph of these nodes, the nodes whose results it reads). Views of inputs are part of
-        the graph.
-        """
+        """(a graph of these nodes and of views of inputs, the nodes whose results it reads)."""
         wanted = set(group)
         for node in reversed(self.gm.graph.nodes):
             if node in wanted:
@@ -240,9 +236,7 @@ class KernelTimer:
         return self._random(example)
 
     def _random(self, like: Tensor) -> Tensor:
-        """Random values with the same shape, strides and dtype; zeros for integers, which may be
-        indices.
-        """
+        """Random values of this shape, strides and dtype; zeros for integers, maybe indices."""
         shape, strides = (
             [self._number(size) for size in sizes] for sizes in (like.shape, like.stride())
         )

@@ -141,8 +141,7 @@ class CutRow:
 
 @dataclass(frozen=True)
 class Communication:
-    """Collectives of one step: their number, and the bytes that each device sends for ring
-    algorithms.
+    """Collectives of one step: their number, and the bytes each device sends (ring algorithms).
 
     link  bytes per second that a device sends, as published; None if unknown
     """
@@ -230,9 +229,7 @@ class StepPlan:
     pipeline: Pipeline | None = None
 
     def total(self, what: str, *, layers_only: bool = False) -> float | None:
-        """The sum of "bytes", "flops", "least", "seconds" or "timed" over the step; None if a row
-        has none.
-        """
+        """The sum of "bytes", "flops", "least", "seconds" or "timed"; None if a row has none."""
         values = [
             (getattr(line, what), line.calls)
             for line in self.lines

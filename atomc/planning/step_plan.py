@@ -98,9 +98,7 @@ def compile_for(
     options: Mapping[str, JSONLike] | None = None,
     observers: Sequence[Callable[[str, GraphModule], None]] = (),
 ) -> Program:
-    """The model compiled for the runtime on that platform, without building the glue and without
-    the cache.
-    """
+    """The model compiled for the runtime on that platform; neither glue nor cache is used."""
     glue = "eager" if platform.is_cpu else "auto"
     options = {"glue": glue, **(options or {}), "cache": False}
     module, takes = model.module, TEXT
@@ -175,9 +173,7 @@ class TimedProgram:
     def time(
         self, load: Workload, table: Table | None = None
     ) -> tuple[list[Predicted], dict[int, float]]:
-        """(the predictions for each kernel of a step, number of a prediction -> measured
-        seconds).
-        """
+        """(predictions for the kernels of a step, number of a prediction -> measured seconds)."""
         report = self.program.report
         predicted = predict(report.costs, report.kernels, self.platform, load.sizes, table)
         return predicted, dict(enumerate(self.time_some(load, predicted)))
@@ -221,9 +217,7 @@ def measure_step(
 def plan_rows(
     predicted: Sequence[Predicted], layers: int, timed: Mapping[int, float] | None = None
 ) -> list[PlanRow]:
-    """One row for kernels that are equal in all layers. timed: number of a prediction -> measured
-    seconds.
-    """
+    """One row for kernels equal in all layers. timed: number of a prediction -> seconds."""
     groups: dict[tuple[str, str, str, float, float, bool], list[int]] = {}
     for i, p in enumerate(predicted):
         key = (p.op, p.kernel, collapsed(p.module_path), p.bytes, p.flops, p.layer is not None)

@@ -1,5 +1,4 @@
-"""Quantized weights: configs of checkpoints, quantized linear layers and experts, and quantizing a
-model.
+"""Quantized weights: configs of checkpoints, quantized layers, and quantizing a model.
 
 QuantizationConfig -> get_quant_method(layer, prefix) -> LinearMethod
                    -> get_experts_method(experts, prefix) -> ExpertsMethod

@@ -1,5 +1,4 @@
-"""Converts linear layers and experts that transformers or torchao quantized to those of atomc, with
-their codes.
+"""Converts layers that transformers or torchao quantized to those of atomc, with their codes.
 
 Other libraries keep the tensors of the checkpoint in a layer, under the same names: they are
 converted like a checkpoint. torchao's weights are tensor subclasses (torchao.py).

@@ -1,6 +1,4 @@
-"""Replaces linear layers and experts by quantized ones, before loading weights or from loaded
-weights.
-"""
+"""Replaces linear layers and experts by quantized ones, before or after weights are loaded."""
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

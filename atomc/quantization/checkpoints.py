@@ -51,9 +51,7 @@ class Parsed:
 
 
 def only(method: str, config: Config, name: str, *supported: T, default: T | None = None) -> T:
-    """The value of the field; `default` if it is missing or null. Raises ValueError for an
-    unsupported value.
-    """
+    """The field's value, or `default`. Raises ValueError for an unsupported value."""
     stored = config.get(name)
     value = default if stored is None else stored
     for choice in supported:

@@ -188,9 +188,7 @@ def check_pattern(pattern: str) -> None:
 
 
 def parse(config: Mapping[str, JSONLike]) -> QuantizationConfig:
-    """The config of a checkpoint's `quantization_config`. Raises ValueError for unsupported
-    settings.
-    """
+    """The config of a `quantization_config`. Raises ValueError for unsupported settings."""
     method = config.get("quant_method")
     if not isinstance(method, str) or method not in checkpoints.PARSERS:
         raise ValueError(
@@ -210,9 +208,7 @@ def parse(config: Mapping[str, JSONLike]) -> QuantizationConfig:
 
 
 def stored_config(path: Path, config: Mapping[str, JSONLike]) -> Mapping[str, JSONLike] | None:
-    """The quantization_config of a checkpoint directory whose config.json is given; None if it is
-    not quantized.
-    """
+    """The quantization_config of a checkpoint with this config.json; None: not quantized."""
     for name, method in FILES.items():
         if (path / name).is_file():
             settings = read_json(path / name)
@@ -237,9 +233,7 @@ Request = str | Mapping[str, JSONLike] | None
 
 
 def requested(wanted: Request) -> QuantizationConfig | None:
-    """The config for `quantization=`: a scheme's name, {"scheme": name, "ignore": [patterns]}, or a
-    quantization_config.
-    """
+    """The config for `quantization=`: a name, {"scheme", "ignore"}, or a quantization_config."""
     if wanted is None:
         return None
     if isinstance(wanted, str):
@@ -259,8 +253,7 @@ def requested(wanted: Request) -> QuantizationConfig | None:
 def decide(
     wanted: Request, path: Path, config: Mapping[str, JSONLike]
 ) -> QuantizationConfig | None:
-    """How to load the checkpoint at `path`: as requested, else by a file there, else by
-    config.json.
+    """How to load the checkpoint: as requested, by a file in its folder, or by config.json.
 
     Raises ValueError for a request to quantize a checkpoint that is already quantized.
     """

@@ -1,5 +1,4 @@
-"""Quantized experts of a mixture, and the steps of their weights: created, loaded, converted,
-applied.
+"""Quantized experts: their weights are created, loaded, converted and applied.
 
 Parameters are named after those of transformers, with the scheme's tensors of each expert stacked:
 
@@ -59,9 +58,7 @@ class ExpertsMethod:
                 layer.set(name, torch.empty(shape, dtype=kind, device=device))
 
     def quantize(self, projection: str, weights: Tensor) -> Tensors:
-        """The stacked tensors of gate_up_proj or down_proj, from weights [E, N, K], one expert at a
-        time.
-        """
+        """The stacked tensors of a projection with weights [E, N, K], one expert at a time."""
         by_name: Tensors = {}
         for e, weight in enumerate(weights):
             [tensors] = self.scheme.quantize([weight.contiguous()])
@@ -107,9 +104,7 @@ class QuantizedExperts(QuantizedLayer):
         return self.gate_up_proj_bias, self.down_proj_bias
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """x [T, H] through the experts ids [T, k], summed with weights [T, k]. -> [T, H] in
-        x.dtype.
-        """
+        """x [T, H] through experts ids [T, k], summed with weights [T, k] -> [T, H]."""
         return self.method.apply(self, x, ids, weights)
 
     def dequantized(self, projection: str) -> Tensor:
@@ -158,9 +153,7 @@ def sizes(spec: ExpertsSpec) -> dict[str, tuple[int, int]]:
 
 
 def stacked(projection: str, tensors: Shapes, num_experts: int) -> Shapes:
-    """Name of a parameter -> its shape and dtype, from those of the scheme's tensors of one
-    expert.
-    """
+    """Name of a parameter -> its shape and dtype, from those of one expert's tensors."""
     return {
         projection + SUFFIXES[name]: (_stacked_shape(name, shape, num_experts), kind)
         for name, (shape, kind) in tensors.items()

@@ -31,9 +31,7 @@ EXPECTED = {
 
 
 def check_types(config: Mapping[str, JSONLike], where: str) -> None:
-    """Raise ValueError for a field of the wrong type, also in nested objects; null counts as
-    missing.
-    """
+    """Raise ValueError for a field of the wrong type, also in nested objects; null is allowed."""
     for name, value in config.items():
         expected = OBJECT if where.endswith(".config_groups") else EXPECTED.get(name)
         if expected is not None and value is not None and not _is(value, expected):

@@ -15,8 +15,7 @@ from atomc.weights.registry import parameter_of
 
 @dataclass(frozen=True)
 class Format:
-    """How a kind of checkpoint stores the tensors of a scheme, if it differs from the scheme
-    itself.
+    """How a kind of checkpoint stores a scheme's tensors, if it differs from the scheme.
 
     stored    (scheme, out, in, dtype) -> name -> shape and dtype
     convert   the stored tensors -> the scheme's
@@ -48,9 +47,7 @@ class LinearMethod:
             layer.set(name, torch.empty(shape, dtype=kind, device=device))
 
     def process_weights_after_loading(self, layer: "QuantizedLinear") -> None:
-        """Convert the loaded tensors to those of the scheme. Raises ValueError if they contradict
-        it.
-        """
+        """Convert the loaded tensors to the scheme's. Raises ValueError for a contradiction."""
         if self.format is None:
             return
         stored = {
@@ -175,9 +172,7 @@ def share_scales(layers: Sequence[QuantizedLinear]) -> bool:
 
 
 def _largest(layers: Sequence[QuantizedLinear], name: str) -> nn.Parameter | None:
-    """The largest of the layers' scales of this name; None if they have none, or share it
-    already.
-    """
+    """The largest of the layers' scales of this name; None if there is none, or one is shared."""
     if name not in layers[0]._parameters:
         return None
     parts = [layer.get_parameter(name) for layer in layers]

@@ -51,9 +51,7 @@ class Scheme(Protocol):
         """Shape and dtype of each tensor, in a model of that dtype."""
 
     def quantize(self, weights: Sequence[Tensor]) -> list[Tensors]:
-        """The tensors of these weights [N, K], which share an input; a per-tensor scale is one
-        shared tensor.
-        """
+        """The tensors of weights [N, K] of one input; a per-tensor scale is one shared tensor."""
 
     def dequantize(self, layer: WeightTensors) -> Tensor:
         """The dequantized weight, fp32 [N, K]."""
@@ -64,9 +62,7 @@ class Scheme(Protocol):
     def apply_experts(
         self, layer: ExpertsWeights, x: Tensor, ids: Tensor, weights: Tensor
     ) -> Tensor:
-        """A mixture of experts, as such ops. x [T, H], ids and weights [T, k] -> [T, H] in
-        x.dtype.
-        """
+        """Experts, as such ops. x [T, H], ids and weights [T, k] -> [T, H] in x.dtype."""
 
 
 class EightBits:
@@ -82,8 +78,7 @@ class EightBits:
 
 @dataclass(frozen=True)
 class Fp8(EightBits):
-    """e4m3 weights with a scale per tensor or output; activations with a static scale or one per
-    row.
+    """e4m3 weights, a scale per tensor or output; activations with a static scale or one per row.
 
     weight      "tensor" or "channel"
     activation  "static" or "token"
@@ -161,9 +156,7 @@ class Fp8(EightBits):
 
 @dataclass(frozen=True)
 class Fp8Block(EightBits):
-    """e4m3 weights with a scale per 128 x 128 block, activations with a scale per 1 x 128 block
-    (DeepSeek-V3).
-    """
+    """e4m3 with a scale per 128 x 128 weights, and per 1 x 128 activations (DeepSeek-V3)."""
 
     dtype: torch.dtype = E4M3
     block: ClassVar[int] = 128

@@ -23,9 +23,7 @@ PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_pro
 
 
 class StoredProjection(nn.Module):
-    """A projection of all experts, while a checkpoint is read: the tensors of a linear layer, each
-    [E, ...].
-    """
+    """A projection of all experts, as stored: the tensors of a linear layer, each [E, ...]."""
 
 
 def create_stored(layer: QuantizedExperts, dtype: torch.dtype) -> None:
@@ -94,9 +92,7 @@ def merge_scales(layer: QuantizedExperts) -> None:
 
 
 def stack_stored(layer: QuantizedExperts) -> None:
-    """Replace the loaded parameters by those of the scheme. Raises ValueError if they contradict
-    it.
-    """
+    """Replace the loaded tensors by the scheme's. Raises ValueError for a contradiction."""
     stored = {
         part: {
             name: weight.data for name, weight in child._parameters.items() if weight is not None

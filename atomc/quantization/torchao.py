@@ -1,5 +1,4 @@
-"""Reads weights that torchao quantized, by the names of their classes and attributes; torchao is
-not imported.
+"""Reads weights that torchao quantized, by names of classes and attributes, without importing it.
 
 Int8Tensor                qdata int8 [N, K]; scale [N, 1] or [1, 1]
 Float8Tensor              qdata e4m3 [N, K]; scale [N, 1], [1, 1] or [N / 128, K / 128]

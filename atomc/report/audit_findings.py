@@ -15,8 +15,7 @@ class ErrorRow(TypedDict):
 
 
 class SiteRow(ErrorRow):
-    """One site: the error of its kernel and of the original nodes in their own dtypes, against
-    fp32.
+    """One site: the errors of its kernel and of the original nodes against fp32.
 
     rewrites  the rewrites whose results it absorbed, then its own
     against   see atomc.audit.compare_kernels.SiteErrors

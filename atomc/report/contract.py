@@ -1,5 +1,4 @@
-"""Contracts on how often each rewrite fires and which kernel runs each op, checked when a graph is
-compiled.
+"""Contracts on how often rewrites fire and which kernels run, checked when a graph is compiled.
 
     options={"expect": {"add_rms_norm": "2*layers", "qk_norm_rope": "layers"}, "expect_mode":
     "error"}
@@ -148,9 +147,7 @@ def _why_missing(report: Report, rewrite: str) -> str:
 
 
 def check(report: Report, options: Options) -> None:
-    """Raise ContractError, or warn with expect_mode="warn", if the graph violates option
-    `expect`.
-    """
+    """Raise ContractError, or warn (expect_mode="warn"), if a graph violates option `expect`."""
     broken = violations(report, options.expect)
     if not broken:
         return

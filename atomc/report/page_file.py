@@ -1,5 +1,4 @@
-"""The HTML page of `options={"report": "out.html"}`: all graphs of the process, written after each
-compile.
+"""The page of `options={"report": "out.html"}`: all graphs, written after each compile.
 
 It is written again when the process ends, to include CUDA graphs and notes that were added later.
 With many graphs, some compiles do not write it, to limit the time. A failure to write is logged

@@ -1,6 +1,4 @@
-"""The records of a report: rewrites, near misses, kernels, costs and so on, as plain
-dataclasses.
-"""
+"""The records of a report as plain dataclasses: rewrites, near misses, kernels, costs."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -31,9 +29,7 @@ MissKind = Literal[
 
 @dataclass(frozen=True)
 class Miss:
-    """One place where a rewrite nearly fired. `depth` is the fraction of the pattern that
-    matched.
-    """
+    """One place where a rewrite nearly fired. `depth`: the matched fraction of the pattern."""
 
     rewrite: str
     variant: str
@@ -80,9 +76,7 @@ class KernelChoice:
 
     @property
     def others(self) -> list[tuple[str, str]]:
-        """`refused` for display: a refusal of the provider that runs the op is of another kernel of
-        it.
-        """
+        """`refused` for display: the op's own provider refused with another of its kernels."""
         return [
             (another_kernel(name) if name == self.chosen else name, reason)
             for name, reason in self.refused
@@ -223,9 +217,7 @@ class CacheOutcome:
 
 @dataclass(frozen=True)
 class Glue:
-    """The compiler of the ops between kernels, "inductor" or "eager"; `note` is also in
-    Report.notes.
-    """
+    """What compiles ops between kernels, "inductor" or "eager"; `note` is in Report.notes."""
 
     how: str
     note: str

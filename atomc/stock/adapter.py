@@ -136,9 +136,7 @@ def convert_to_value_error(cls: type) -> Iterator[None]:
 def build_on_meta(
     cls: "type[PreTrainedModel]", config: Mapping[str, JSONLike], dtype: torch.dtype
 ) -> "StockModel":
-    """A model of this class with parameters on meta, wrapped; buffers, such as rotary frequencies,
-    have their values.
-    """
+    """A model with the weights in `path`, read and converted by transformers, wrapped."""
 
     def moved_to_meta(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:

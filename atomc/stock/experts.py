@@ -1,6 +1,4 @@
-"""The experts of transformers' classes through ops.moe_experts: implementation "atom" of its
-ExpertsInterface.
-"""
+"""The experts of transformers through ops.moe_experts: "atom" of its ExpertsInterface."""
 
 from typing import TypeGuard
 
@@ -46,9 +44,7 @@ def experts_of(model: nn.Module) -> list[StockExperts]:
 
 
 def read_settings(module: StockExperts) -> Settings:
-    """How the op computes these experts; the module keeps it for its forward. Raises ValueError if
-    it cannot.
-    """
+    """How the op computes these experts, kept in the module. Raises ValueError if it cannot."""
     settings: Settings = _settings(module)
     module.atom_settings = settings
     return settings

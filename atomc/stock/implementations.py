@@ -1,6 +1,4 @@
-"""Which functions a model of transformers runs for its attention and its experts, and on which
-rows.
-"""
+"""Which functions a transformers model runs for attention and experts, and on which rows."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any

@@ -37,9 +37,7 @@ class StockModel(nn.Module):
     def forward(
         self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor | None = None
     ) -> Tensor:
-        """input_ids and positions [T] i64 -> logits [T, V], or [R, V] of the tokens logits_rows [R]
-        i64.
-        """
+        """input_ids and positions [T] i64 -> logits [T, V], or [R, V] of logits_rows [R] i64."""
         flat = input_ids.dim() == 1
         unread = {"attention_mask": positions.new_zeros(1, 1, 1, 1)} if self.indexed else {}
         out = self.hf_model(

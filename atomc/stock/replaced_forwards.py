@@ -93,9 +93,7 @@ class LayerKind:
                     del layer.__dict__[name]
 
     def _enter(self, layer: nn.Module, config: "PretrainedConfig | None") -> None:
-        """config: of the attention implementation while which it calls ops; None: while it is
-        compiled.
-        """
+        """config: of the attention with which it calls ops; None: while it is compiled."""
         layer.__dict__["entered_while"] = config
         layer.__dict__["entered_as"] = self
         layer.__dict__["forward"] = MethodType(_forward, layer)

@@ -1,3 +1,1 @@
-"""Where parameters live: packed (merged), prepared (relaid for a kernel), and passed to a compiled
-graph.
-"""
+"""Where parameters are: packed (merged), prepared (relaid), or passed to a compiled graph."""

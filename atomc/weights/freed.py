@@ -1,5 +1,4 @@
-"""Parameters whose memory the runtime freed, because its kernels read only weights prepared from
-them.
+"""Parameters whose memory was freed, because kernels read only weights prepared from them.
 
 The registry and programs keep such a parameter, without memory. Modules get one on the meta device
 of the same shape in its place, which torch refuses to read; they refuse to save or load a

@@ -68,9 +68,7 @@ class WeightInputs:
         self._prepared: list[PreparedWeight] = []
 
     def refresh(self, args: Sequence[Input]) -> list[Tensor | tuple[Tensor, ...]]:
-        """As `materialize`. While no weight changes, this only compares addresses, counts of writes
-        and samples.
-        """
+        """As `materialize`; unchanged weights cost a look at addresses, writes and samples."""
         packed = self.refresh_packed(args)
         if not self.prepared_inputs:
             return [*packed]

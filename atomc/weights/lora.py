@@ -1,6 +1,4 @@
-"""The weights of LoRA adapters in the graph inputs of a program: one row of each tensor per
-adapter.
-"""
+"""LoRA adapters in the graph inputs of a program: one row of each tensor per adapter."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

@@ -1,5 +1,4 @@
-"""Packed weights: parameters stored as consecutive rows of one tensor, so that one kernel can read
-them together.
+"""Packed weights: parameters that are rows of one tensor, so that one kernel reads them together.
 
     q.weight [N, K], k.weight [M, K]
     =>  packed [N + M, K], where q.weight is packed[:N] and k.weight is packed[N:]
@@ -54,9 +53,7 @@ def pack(parameters: Sequence[nn.Parameter], zero_rows: int = 0) -> Tensor | str
 
 
 def packed_together(parameter: nn.Parameter) -> list[nn.Parameter]:
-    """All parameters of the packed weight that contains this one, including it; [] if it is not
-    packed.
-    """
+    """All parameters of the packed weight that contains this one; [] if it is not packed."""
     with weights.lock:
         packed = location_of(parameter).packed
         return packed.parameters() if packed is not None else []
@@ -68,9 +65,7 @@ def refusal(parameters: Sequence[nn.Parameter]) -> str | None:
 
 
 def mismatch(parameters: Sequence[Tensor]) -> str | None:
-    """Why the dtypes, devices or shapes of these parameters do not allow one packed weight, or
-    None.
-    """
+    """Why dtypes, devices or shapes of these parameters allow no packed weight, or None."""
     for parameter in parameters:
         reason = unpackable(parameter)
         if reason:
@@ -98,9 +93,7 @@ def _num_rows(parameters: Sequence[Tensor]) -> int:
 
 
 def packed_with_others(parameters: Sequence[nn.Parameter]) -> str | None:
-    """Why these cannot be packed: one of them is already packed with other parameters; else
-    None.
-    """
+    """Why these cannot be packed: one is already packed with others; else None."""
     for parameter in parameters:
         together = packed_together(parameter)
         if together and {id(p) for p in together} != {id(p) for p in parameters}:
@@ -142,9 +135,7 @@ def _describe(parameter: Tensor) -> str:
 
 
 def _move_into_one_tensor(parameters: Sequence[nn.Parameter], zero_rows: int) -> Tensor:
-    """Copy the parameters into one tensor and move them there. Their old memory is freed before
-    this returns.
-    """
+    """Move the parameters into one tensor. Their old memory is freed before this returns."""
     first = parameters[0]
     with outside_of_tracing():
         if first.is_meta:

@@ -42,9 +42,7 @@ def assign(model: nn.Module, names: tuple[str, ...], weight: Tensor) -> None:
 
 
 def allocate_buffers(model: nn.Module, device: torch.device | str) -> None:
-    """Allocate the buffers of a model on meta: uninitialized, unless their module sets them when it
-    moves (Rotary).
-    """
+    """Allocate a model's buffers on meta; modules such as Rotary set theirs when they move."""
     for module in model.modules():
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             module._apply(lambda tensor: empty(tensor, device), recurse=False)  # type: ignore[no-untyped-call]

@@ -1,5 +1,4 @@
-"""Prepared weights: tensors that kernels compute from weights before the first step, such as
-another layout.
+"""Prepared weights: what kernels compute from weights before the first step, as another layout.
 
 Parameters own them, as they own packed weights: all graphs share one copy, which is freed with the
 parameters. They are computed again when the parameters change.

@@ -33,9 +33,7 @@ from atomc.weights.snapshot import Snapshot
 
 @dataclass(eq=False)
 class PackedWeight:
-    """A tensor whose rows are parameters, which own it: its memory is freed with the last of
-    them.
-    """
+    """A tensor whose rows are parameters, which own it: the last of them frees its memory."""
 
     whole: Callable[[], Tensor | None]
     parts: "list[Location]"
@@ -184,9 +182,7 @@ def check_not_freed(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def mark_read(parameter: nn.Parameter) -> None:
-    """Keep the memory of this parameter for a program of the runtime. Raises RunError if it was
-    freed.
-    """
+    """Keep this parameter's memory for a program of the runtime. Raises RunError if freed."""
     check_not_freed([parameter])
     location_of(parameter).read = True
 
@@ -197,9 +193,7 @@ def is_read(parameter: nn.Parameter) -> bool:
 
 
 def register_prepared(key: Hashable, weight: PreparedWeight) -> None:
-    """Add a prepared weight to the entry of each of its parameters, replacing an older one of this
-    key.
-    """
+    """Add a prepared weight to the entry of each parameter, replacing an older one of this key."""
     for ref in weight.parameters:
         parameter = ref()
         assert parameter is not None

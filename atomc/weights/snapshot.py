@@ -40,9 +40,7 @@ class Snapshot:
 
 
 def num_writes(tensor: Tensor) -> int:
-    """How many in-place operations torch counted; it counts none on `.data` and on inference
-    tensors.
-    """
+    """How many in-place operations torch counted: none on `.data` and on inference tensors."""
     return 0 if tensor.is_inference() else tensor._version
 
 

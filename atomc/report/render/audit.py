@@ -1,6 +1,4 @@
-"""An audit as text: the errors of the graph's outputs, their cause, and the sites with the largest
-errors.
-"""
+"""An audit as text: errors of the graph's outputs, their cause, and the sites with the largest."""
 
 from collections.abc import Sequence
 
@@ -12,9 +10,7 @@ ORDERS = ("sqnr", "max", "relative")
 
 
 def audit_text(audit: AuditFindings, *, by: str = "sqnr", rows: int = MAX_ROWS) -> str:
-    """The first `rows` sites by SQNR, or by the largest difference, absolute (`by="max"`) or
-    relative.
-    """
+    """The first `rows` sites by SQNR, or by the largest difference (`by`: "max" or relative)."""
     ranked = ranked_by(audit["sites"], by)
     parts = [headline(audit)]
     if ranked:
@@ -26,9 +22,7 @@ def audit_text(audit: AuditFindings, *, by: str = "sqnr", rows: int = MAX_ROWS) 
 
 
 def headline(audit: AuditFindings) -> str:
-    """The largest error of a site, and the errors of the graph's outputs, in one or two
-    sentences.
-    """
+    """A site's largest error and the errors of the outputs, in one or two sentences."""
     sites = audit["sites"]
     if not sites:
         return "nothing was rewritten"

@@ -1,6 +1,4 @@
-"""Formulas of sizes as trees that a page can evaluate, parsed from sympy's text without executing
-it.
-"""
+"""Formulas of sizes as trees that a page evaluates, parsed from sympy's text, not executed."""
 
 import ast
 import math

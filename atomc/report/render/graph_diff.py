@@ -82,9 +82,7 @@ def _runs(lines: Sequence[NodeLine]) -> Iterator[tuple[int | None, list[NodeLine
 
 @dataclass(frozen=True)
 class Row:
-    """A node before and after. kind: "same", "changed", "gone", "made", "replaced" (left by
-    right).
-    """
+    """A node before and after. kind: "same", "changed", "gone", "made" or "replaced"."""
 
     kind: str
     left: NodeLine | None
@@ -106,9 +104,7 @@ class Hunk:
 
 
 def hunks(before: Sequence[NodeLine], after: Sequence[NodeLine]) -> list[Hunk]:
-    """The differences of two graphs whose nodes kept their names; equal changes in several layers
-    once.
-    """
+    """The differences of two graphs with equal names; a change in several layers is one."""
     rows = list(align(before, after))
     groups: dict[tuple[object, ...], Hunk] = {}
     for start, end in _changed_stretches(rows):

@@ -1,6 +1,4 @@
-"""The rows of the HTML report about kernels: what runs each op, quantized weights, mixtures of
-experts.
-"""
+"""Rows of the HTML report about kernels: what runs each op, quantized weights, experts."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, replace
