@@ -8,7 +8,7 @@ Tokens are flat, [T]; [B, T] works as well, every tensor then has a leading B.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -86,28 +86,6 @@ class Attention(nn.Module):
         return out_TD
 
 
-class PackedHeads(Protocol):
-    """The sizes of a DeltaNet with packed projections; names as in Hugging Face."""
-
-    num_k_heads: int
-    num_v_heads: int
-    head_k_dim: int
-    head_v_dim: int
-
-
-def unpacked(layer: PackedHeads, qkvz_TC: Tensor, ba_TC: Tensor) -> Projected:
-    """The results of both projections, whose columns are grouped by key head."""
-    groups = layer.num_v_heads // layer.num_k_heads
-    keys, values = layer.head_k_dim, groups * layer.head_v_dim
-    qkvz_TKC = torch.unflatten(qkvz_TC, -1, (layer.num_k_heads, 2 * (keys + values)))
-    q, k, v, z = torch.split(qkvz_TKC, [keys, keys, values, values], -1)
-    ba_TKC = torch.unflatten(ba_TC, -1, (layer.num_k_heads, 2 * groups))
-    b_TKG, a_TKG = torch.split(ba_TKC, [groups, groups], -1)
-    qkv = torch.cat([q.flatten(-2), k.flatten(-2), v.flatten(-2)], -1)
-    z_TNV = torch.unflatten(z.flatten(-2), -1, (layer.num_v_heads, layer.head_v_dim))
-    return Projected(qkv, z_TNV, b_TKG.flatten(-2).sigmoid(), a_TKG.flatten(-2))
-
-
 class PackedDeltaNet(DeltaNet):
     """Two projections: of queries, keys, values and gates, and of b and a of each value head."""
 
@@ -118,7 +96,17 @@ class PackedDeltaNet(DeltaNet):
         self.in_proj_ba = nn.Linear(width, 2 * sizes.num_value_heads, bias=False)
 
     def project(self, x_TD: Tensor) -> Projected:
-        return unpacked(self, self.in_proj_qkvz(x_TD), self.in_proj_ba(x_TD))
+        """The columns of a key head and of its value heads are together in both projections."""
+        qkvz_TC, ba_TC = self.in_proj_qkvz(x_TD), self.in_proj_ba(x_TD)
+        groups = self.num_v_heads // self.num_k_heads
+        keys, values = self.head_k_dim, groups * self.head_v_dim
+        qkvz_TKC = torch.unflatten(qkvz_TC, -1, (self.num_k_heads, 2 * (keys + values)))
+        q, k, v, z = torch.split(qkvz_TKC, [keys, keys, values, values], -1)
+        ba_TKC = torch.unflatten(ba_TC, -1, (self.num_k_heads, 2 * groups))
+        b_TKG, a_TKG = torch.split(ba_TKC, [groups, groups], -1)
+        qkv = torch.cat([q.flatten(-2), k.flatten(-2), v.flatten(-2)], -1)
+        z_TNV = torch.unflatten(z.flatten(-2), -1, (self.num_v_heads, self.head_v_dim))
+        return Projected(qkv, z_TNV, b_TKG.flatten(-2).sigmoid(), a_TKG.flatten(-2))
 
 
 class MoE(nn.Module):

@@ -4,16 +4,14 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Self
 
 from atomc.files.json_types import JSONLike
 from atomc.models import qwen3
 from atomc.models.config import flag
 from atomc.models.decoder import DECODER_SHARD, Layer
 from atomc.models.layers import MLP
-from atomc.models.mrope import MRotary, mrope_section
-from atomc.models.qwen3_vl_vision import VisionConfig
-from atomc.models.vision_language import ImageTokens, VisionLanguageModel, part, vision_config
+from atomc.models.vision_language import Images, ImageTokens, VisionLanguageModel, part
 
 # The vision encoder is on every device.
 SHARD = DECODER_SHARD
@@ -27,38 +25,22 @@ MROPE_SECTION = (24, 20, 20)
 DEEPSTACK = (8, 16, 24)
 
 
-@dataclass(frozen=True)
-class Config:
-    text_config: qwen3.Config
-    vision_config: VisionConfig
-    mrope_section: tuple[int, int, int]
-    tokens: ImageTokens
-
-    @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike]) -> "Config":
-        """Raises ValueError for a missing field or an unsupported value."""
-        tied = {"tie_word_embeddings": flag(hf, "tie_word_embeddings")}
-        text = qwen3.Config.from_hf({**TEXT_DEFAULTS, **part(hf, "text_config"), **tied})
-        return cls(
-            text_config=text,
-            vision_config=vision_config(hf, text.hidden_size, DEEPSTACK),
-            mrope_section=mrope_section(hf, text.rope_parameters, MROPE_SECTION),
-            tokens=ImageTokens.from_hf(hf, image=151655, video=151656),
-        )
-
-
 def _layer(config: qwen3.Config) -> Layer:
     mlp = MLP(config.hidden_size, config.intermediate_size)
     return Layer(config, qwen3.Attention(config, window=0), mlp)
 
 
 class Qwen3VLForConditionalGeneration(VisionLanguageModel):
-    def __init__(self, config: Config):
-        text = config.text_config
+    def __init__(self, text: qwen3.Config, images: Images):
         layers = (_layer(text) for _ in range(text.num_hidden_layers))
-        rotary = MRotary(text.rope_parameters, text.head_dim, config.mrope_section)
-        super().__init__(text, config.vision_config, config.tokens, layers, rotary)
+        super().__init__(text, images, layers, text.head_dim)
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, JSONLike]) -> "Qwen3VLForConditionalGeneration":
-        return cls(Config.from_hf(hf))
+    def from_hf(cls, hf: Mapping[str, JSONLike]) -> Self:
+        """Raises ValueError for a missing field or an unsupported value."""
+        tied = {"tie_word_embeddings": flag(hf, "tie_word_embeddings")}
+        text = qwen3.Config.from_hf({**TEXT_DEFAULTS, **part(hf, "text_config"), **tied})
+        tokens = ImageTokens.from_hf(hf, image=151655, video=151656)
+        section, deepstack = MROPE_SECTION, DEEPSTACK
+        images = Images.from_hf(hf, text, tokens, section=section, deepstack=deepstack)
+        return cls(text, images)

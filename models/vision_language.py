@@ -16,7 +16,7 @@ from atomc.files.json_types import JSONLike
 from atomc.models.config import DecoderConfig, integer, model_type
 from atomc.models.decoder import Decoder, Norm
 from atomc.models.layers import RMSNorm
-from atomc.models.mrope import MRotary
+from atomc.models.mrope import MRotary, mrope_section
 from atomc.models.mtp import DraftModel
 from atomc.models.qwen3_vl_vision import VisionConfig, VisionEncoder
 from atomc.models.vision_patches import EncodesImages
@@ -43,17 +43,37 @@ def part(hf: Mapping[str, JSONLike], name: str) -> dict[str, JSONLike]:
     return nested
 
 
-def vision_config(
-    hf: Mapping[str, JSONLike], width: int, deepstack: tuple[int, ...] | None
-) -> VisionConfig:
-    """The encoder's config for this width. deepstack: as in VisionConfig.from_hf."""
-    config = VisionConfig.from_hf(part(hf, "vision_config"), deepstack)
-    if config.out_hidden_size != width:
-        raise ValueError(
-            f"{model_type(hf)}: out_hidden_size {config.out_hidden_size} of vision_config is not "
-            f"the hidden_size {width} of text_config"
-        )
-    return config
+class Images(NamedTuple):
+    """The part of a config that is not the language model's.
+
+    mrope_section  as mrope.mrope_section returns it
+    """
+
+    vision: VisionConfig
+    tokens: ImageTokens
+    mrope_section: tuple[int, int, int]
+
+    @classmethod
+    def from_hf(
+        cls,
+        hf: Mapping[str, JSONLike],
+        text: DecoderConfig,
+        tokens: ImageTokens,
+        *,
+        section: tuple[int, int, int],
+        deepstack: tuple[int, ...] | None,
+    ) -> "Images":
+        """section: of a config without the field; deepstack: as in VisionConfig.from_hf.
+
+        Raises ValueError for a missing field or an unsupported value.
+        """
+        vision = VisionConfig.from_hf(part(hf, "vision_config"), deepstack)
+        if vision.out_hidden_size != text.hidden_size:
+            raise ValueError(
+                f"{model_type(hf)}: out_hidden_size {vision.out_hidden_size} of vision_config is "
+                f"not the hidden_size {text.hidden_size} of text_config"
+            )
+        return cls(vision, tokens, mrope_section(hf, text.rope_parameters, section))
 
 
 def placed(x_TD: Tensor, embeddings: Tensor, is_image: Tensor) -> tuple[Tensor, ...]:
@@ -102,16 +122,17 @@ class VisionLanguageModel(nn.Module, EncodesImages):
     def __init__(
         self,
         config: DecoderConfig,
-        vision: VisionConfig,
-        tokens: ImageTokens,
+        images: Images,
         layers: Iterable[nn.Module],
-        rotary_emb: MRotary,
+        rotated_columns: int,
         *,
         norm: Norm = RMSNorm,
     ):
         super().__init__()
         self.config = config
-        self.image_token_ids = frozenset(tokens)
+        vision = images.vision
+        rotary_emb = MRotary(config.rope_parameters, rotated_columns, images.mrope_section)
+        self.image_token_ids = frozenset(images.tokens)
         self.merge_size = vision.spatial_merge_size
         self.patch_width = vision.patch_width
         self.table_side = vision.table_side

@@ -122,8 +122,7 @@ def load(
     methods = _quantized_layers(model, quant_config, path)
 
     if stored is None:
-        sharding = None if divide is None else divide(model, quantized=methods.linears)
-        load_dummy(model, methods, device, sharding, stage_names)
+        load_dummy(model, methods, device, divide, stage_names)
         return ready(model)
     if draft_layer:
         methods = methods_as_stored(methods, quant_config, stored, draft_prefix(config))
@@ -135,10 +134,7 @@ def load(
         log.warning("each rank reads all weights through transformers: %s", error)
         hf_class = type(model.hf_model)
         return ready(load_stock_and_cut(hf_class, checkpoint, device, divide, stage))
-    if divide is None:
-        execute(plan, model, methods, device, mmap, progress)
-    else:
-        _execute_part(plan, model, methods, divide, device, mmap, progress)
+    _execute(plan, model, methods, divide, device, mmap, progress)
     return ready(model)
 
 
@@ -181,16 +177,18 @@ def _opened(
     return Checkpoint(path, config, stored, dtype)
 
 
-def _execute_part(
+def _execute(
     plan: LoadPlan,
     model: nn.Module,
     methods: Methods,
-    divide: Callable[..., Sharding],
+    divide: Callable[..., Sharding] | None,
     device: torch.device | str,
     mmap: bool,
     progress: bool,
 ) -> None:
-    """Divide a model on meta, and read this rank's part of the weights."""
+    """Read the weights of a model on meta; divide it before, and read this rank's part of them."""
+    if divide is None:
+        return execute(plan, model, methods, device, mmap, progress)
     sharding = divide(model, quantized=methods.linears)
     plan = part_of_plan(plan, model, sharding.cut())
     check_parts(model, methods)

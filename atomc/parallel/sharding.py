@@ -119,26 +119,8 @@ class Sharding:
         )
         experts = tuple(f"{name}." for name, how in sharding.plan.items() if how in EXPERTS)
         for name, how in sharding.plan.items():
-            module = modules.get(name)
-            if name.startswith(experts):
-                continue
-            if how in TABLES:
-                # A layer of another kind stays whole: its input is, and so is what it returns.
-                if isinstance(module, nn.Embedding | nn.Linear) and name not in quantized:
-                    sharding._add_table(name, module)
-            elif module is None:
-                sharding._add_tensor(name, how)
-            elif how in EXPERTS:
-                sharding._add_experts(name, module, how)
-            elif how == SUMMED:
-                sharding.summed.append(name)
-            elif how in SIDES and layers.is_linear(module):
-                sharding._add_linear(name, modules, how)
-            else:
-                raise ValueError(
-                    f"{name} is a {type(module).__name__}, which the plan divides {how}: only "
-                    "linear layers and stacked experts are supported"
-                )
+            if not name.startswith(experts):
+                sharding._add(name, modules, how, quantized)
         sharding._check_placement()
         sharding._check_keys(modules)
         for name in nets:
@@ -146,6 +128,29 @@ class Sharding:
         sharding._keep_whole_if_shared()
         sharding.cuts()
         return sharding
+
+    def _add(
+        self, name: str, modules: dict[str, nn.Module], how: str, quantized: Collection[str]
+    ) -> None:
+        """Add a module or parameter that the plan divides so."""
+        module = modules.get(name)
+        if how in TABLES:
+            # A layer of another kind stays whole: its input is, and so is what it returns.
+            if isinstance(module, nn.Embedding | nn.Linear) and name not in quantized:
+                self._add_table(name, module)
+        elif module is None:
+            self._add_tensor(name, how)
+        elif how in EXPERTS:
+            self._add_experts(name, module, how)
+        elif how == SUMMED:
+            self.summed.append(name)
+        elif how in SIDES and layers.is_linear(module):
+            self._add_linear(name, modules, how)
+        else:
+            raise ValueError(
+                f"{name} is a {type(module).__name__}, which the plan divides {how}: only "
+                "linear layers and stacked experts are supported"
+            )
 
     def _keep_whole_if_shared(self) -> None:
         """Keep an embedding and a head whole that share a weight, if one of them is not divided."""

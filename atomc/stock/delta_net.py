@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from atomc import ops
 from atomc.models.gated_delta_net import Projected, recur
-from atomc.models.qwen3_next import unpacked
+from atomc.models.qwen3_5 import SplitDeltaNet
+from atomc.models.qwen3_next import PackedDeltaNet
 from atomc.stock.replaced_forwards import LayerKind
 
 LAYER_TYPE = "linear_attention"  # of such layers in config.layer_types
@@ -27,17 +28,6 @@ SMALL = {
 }
 
 
-def _packed(layer: Any, x: Tensor) -> Projected:
-    """Qwen3-Next."""
-    return unpacked(layer, layer.in_proj_qkvz(x), layer.in_proj_ba(x))
-
-
-def _split(layer: Any, x: Tensor) -> Projected:
-    """Qwen3.5."""
-    z = layer.in_proj_z(x).unflatten(-1, (-1, layer.head_v_dim))
-    return Projected(layer.in_proj_qkv(x), z, layer.in_proj_b(x).sigmoid(), layer.in_proj_a(x))
-
-
 def _separate(layer: Any, x: Tensor) -> Projected:
     """OLMo Hybrid, whose state may have negative eigenvalues."""
     qkv = torch.cat([layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)], -1)
@@ -49,9 +39,10 @@ def _separate(layer: Any, x: Tensor) -> Projected:
 
 
 # Names of the projections, of the norm and of the last projection.
+OUT = ("norm", "out_proj")
 SPELLINGS: dict[tuple[str, ...], Callable[[Any, Tensor], Projected]] = {
-    ("in_proj_qkvz", "in_proj_ba", "norm", "out_proj"): _packed,
-    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "norm", "out_proj"): _split,
+    ("in_proj_qkvz", "in_proj_ba", *OUT): PackedDeltaNet.project,
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", *OUT): SplitDeltaNet.project,
     ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj", "o_norm", "o_proj"): _separate,
 }
 

@@ -78,22 +78,20 @@ def _layers(layers: Iterable[int | None]) -> str:
 
 
 def _not_fired(report: ReportData) -> str:
-    missing = [
-        name
-        for name in [*report.known, *report.off]
-        if not report.matches[name] and name not in (*NOT_REWRITES, *report.optional)
-    ]
+    others = (*NOT_REWRITES, *report.optional)
+    rewrites = dict.fromkeys(name for name in [*report.known, *report.off] if name not in others)
+    missing = [name for name in rewrites if not report.matches[name]]
     near = {miss.rewrite for miss in report.near}
-    inapplicable = [name for name in dict.fromkeys(missing) if report.cannot_apply(name)]
+    inapplicable = [name for name in missing if report.cannot_apply(name)]
     rows: dict[str, str] = {}
-    for name in dict.fromkeys(missing):
-        if name in inapplicable:
-            continue
-        reason = "near misses, below" if name in near else report.reason(name)
-        same = next(
-            (other for other, why in rows.items() if why == reason and name not in near), None
-        )
-        rows[name] = f"as {same}" if same else reason
+    first: dict[str, str] = {}  # reason -> the first rewrite that has it
+    for name in missing:
+        if name in near:
+            rows[name] = "near misses, below"
+        elif name not in inapplicable:
+            reason = report.reason(name)
+            rows[name] = f"as {first[reason]}" if reason in first else reason
+            first.setdefault(reason, name)
     parts = [table(("did not fire", "why"), list(rows.items()))] if rows else []
     if inapplicable:
         text = f"cannot apply, the graph lacks their ops: {', '.join(inapplicable)}"
