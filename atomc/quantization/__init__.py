@@ -5,9 +5,9 @@ QuantizationConfig -> get_quant_method(layer, prefix) -> LinearMethod
     create_weights, (load), process_weights_after_loading, apply
 """
 
-from atomc.quantization.adopt import adopt
 from atomc.quantization.apply import quantize
 from atomc.quantization.config import QuantizationConfig, decide, parse
+from atomc.quantization.convert_quantized import adopt
 from atomc.quantization.experts import ExpertsMethod, QuantizedExperts
 from atomc.quantization.linear import LinearMethod, QuantizedLinear
 from atomc.quantization.scheme import ONLINE
