@@ -96,17 +96,20 @@ class PackedDeltaNet(DeltaNet):
         self.in_proj_ba = nn.Linear(width, 2 * sizes.num_value_heads, bias=False)
 
     def project(self, x_TD: Tensor) -> Projected:
-        """The columns of a key head and of its value heads are together in both projections."""
-        qkvz_TC, ba_TC = self.in_proj_qkvz(x_TD), self.in_proj_ba(x_TD)
-        groups = self.num_v_heads // self.num_k_heads
-        keys, values = self.head_k_dim, groups * self.head_v_dim
-        qkvz_TKC = torch.unflatten(qkvz_TC, -1, (self.num_k_heads, 2 * (keys + values)))
-        q, k, v, z = torch.split(qkvz_TKC, [keys, keys, values, values], -1)
-        ba_TKC = torch.unflatten(ba_TC, -1, (self.num_k_heads, 2 * groups))
-        b_TKG, a_TKG = torch.split(ba_TKC, [groups, groups], -1)
-        qkv = torch.cat([q.flatten(-2), k.flatten(-2), v.flatten(-2)], -1)
-        z_TNV = torch.unflatten(z.flatten(-2), -1, (self.num_v_heads, self.head_v_dim))
-        return Projected(qkv, z_TNV, b_TKG.flatten(-2).sigmoid(), a_TKG.flatten(-2))
+        return _unpack(self, self.in_proj_qkvz(x_TD), self.in_proj_ba(x_TD))
+
+
+def _unpack(net: PackedDeltaNet, qkvz_TC: Tensor, ba_TC: Tensor) -> Projected:
+    """Both projections, in which the columns of a key head and its value heads are together."""
+    groups = net.num_v_heads // net.num_k_heads
+    keys, values = net.head_k_dim, groups * net.head_v_dim
+    qkvz_TKC = torch.unflatten(qkvz_TC, -1, (net.num_k_heads, 2 * (keys + values)))
+    q, k, v, z = torch.split(qkvz_TKC, [keys, keys, values, values], -1)
+    ba_TKC = torch.unflatten(ba_TC, -1, (net.num_k_heads, 2 * groups))
+    b_TKG, a_TKG = torch.split(ba_TKC, [groups, groups], -1)
+    qkv = torch.cat([q.flatten(-2), k.flatten(-2), v.flatten(-2)], -1)
+    z_TNV = torch.unflatten(z.flatten(-2), -1, (net.num_v_heads, net.head_v_dim))
+    return Projected(qkv, z_TNV, b_TKG.flatten(-2).sigmoid(), a_TKG.flatten(-2))
 
 
 class MoE(nn.Module):
