@@ -327,7 +327,7 @@ def _strides(of: Stored) -> tuple[int, ...]:
     return *of.values.stride(), *((0, 0) if of.scale is None else of.scale.stride()[:2])
 
 
-def _sums(
+def _down_sums(
     h: Tensor,
     ids: Tensor,
     weights: Tensor,
@@ -409,7 +409,7 @@ def compute(
         num_warps=tile.warps,
         **overlap(x.device),
     )
-    return _sums(h, ids, weights, down, form, out_dtype, tile)
+    return _down_sums(h, ids, weights, down, form, out_dtype, tile)
 
 
 def unfit_call(
