@@ -301,7 +301,9 @@ BUGS = [
     triton(
         "recurrent/delta_chunks", "if end - start > MOST:", "if True:", "gated_delta_rule_update"
     ),
-    triton("recurrent/delta_chunks", "inverse -= _matrix", "inverse += _matrix", "gated_delta_rule"),
+    triton(
+        "recurrent/delta_chunks", "inverse -= _matrix", "inverse += _matrix", "gated_delta_rule"
+    ),
     triton("recurrent/delta_chunks", "tl.dot(x, y_low, sums)", "sums", "gated_delta_rule"),
     triton("recurrent/delta_chunks", "tl.dot(low, y, sums)", "sums", "gated_delta_rule"),
     triton("recurrent/delta_chunks", "inverse * beta[None, :]", "inverse", "gated_delta_rule"),
