@@ -13,13 +13,16 @@ LIBRARIES := $(abspath $(VENV)/libraries)
 TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 PYTEST_ARGS ?=
 THIRD ?= 0
+SOURCES := atomc passes models runtime tests bench examples docs
+# Those of tests/repo that neither build a package nor run programs of pages.
+TREE := $(addprefix tests/repo/test_,imports.py rooms.py sentences.py public_api.py dockerfile.py root_files.py)
 # pytest-xdist deals the tests of a crashed worker out again, and then waits for ever: the run ends with the name of the test instead.
 PARALLEL := -n $(WORKERS) --dist loadgroup --max-worker-restart 0
 # setuptools comes first, because building inside the environment lets nothing unpinned in by a side door.
 INSTALL = $(BIN)/python -m pip install $(PIP_ARGS) --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint test-gpu test-libraries test-mutations test-newest test-oldest clean
+.PHONY: help demo test test-all test-tree lint docs rooms test-gpu test-libraries test-mutations test-newest test-oldest clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -33,10 +36,19 @@ test: $(VENV)/installed-test lint ## set up, then lint and run the tests
 test-all: $(VENV)/installed-test lint ## as test, with the tests marked slow
 	$(TEST_ENV) $(BIN)/python -m pytest -m "" $(PARALLEL) $(PYTEST_ARGS)
 
+test-tree: $(VENV)/installed-test ## the rules about the tree itself, in seconds: rooms, imports, names, pages
+	$(TEST_ENV) $(BIN)/python -m pytest -q $(TREE) $(PYTEST_ARGS)
+
 lint: $(VENV)/installed-test ## ruff on the sources, strict mypy on the package
-	$(BIN)/ruff check $(wildcard atomc passes models runtime tests bench)
-	$(BIN)/ruff format --check $(wildcard atomc passes models runtime tests bench)
+	$(BIN)/ruff check $(wildcard $(SOURCES))
+	$(BIN)/ruff format --check $(wildcard $(SOURCES))
 	$(BIN)/mypy
+
+docs: .venv-docs/installed ## the pages as a site in build/docs; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
+
+rooms: ## write docs/rooms.md and its picture from the table of layers and the docstrings
+	$(PYTHON) docs/tools/rooms.py
 
 test-gpu: ## the tests that need a GPU, from the tree, with the Python that is there
 	$(PYTHON) -c 'from setuptools import setup; setup()' -q egg_info # the entry point, without an installation
@@ -57,7 +69,7 @@ test-oldest: .venv-oldest/installed ## a third of the tests with the oldest vers
 	$(TEST_ENV) .venv-oldest/bin/python -m pytest $(PARALLEL) --third $(THIRD) $(PYTEST_ARGS)
 
 clean: ## remove the environments and what tools left behind
-	rm -rf $(VENV) .venv-newest .venv-oldest .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) .venv-newest .venv-oldest .venv-docs .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or newer is needed, {sys.executable} is {sys.version.split()[0]}: set PYTHON=")'
@@ -83,6 +95,12 @@ PINS_oldest := $(shell sed -n 's/.*"\([a-z][a-z]*>=[0-9.]*\)".*/"\1.*"/p' pyproj
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install $(PIP_ARGS) "setuptools>=77.0.3"
 	.venv-$*/bin/python -m pip install $(PIP_ARGS) --no-build-isolation --editable '.[serve,bench,test]' $(PINS_$*)
+	touch $@
+
+# Only what the extra `docs` names: pages need neither torch nor the package.
+.venv-docs/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install $(PIP_ARGS) --constraint constraints.txt $$(.venv-docs/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 	touch $@
 
 $(LIBRARIES)/installed: constraints.txt | $(BIN)/python

@@ -1,0 +1,60 @@
+"""Ask why a rewrite did not fire, change the line that the report names, and require the rewrite.
+
+python examples/why_not_fused.py
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import atomc
+
+
+class MLP(nn.Module):
+    """A gated MLP whose factor stands between the activation and the product. x [T, 32]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(32, 64, bias=False) for _ in range(2))
+        self.down = nn.Linear(64, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * 0.5 * self.up(x))
+
+
+class Repaired(MLP):
+    """The same function, with the factor behind the product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x) * 0.5)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 32)
+    model = MLP().eval()
+
+    # Nothing runs: the module is compiled for a described machine, by default this one.
+    report = atomc.explain(model, x)
+    print("before:", report.why("silu_and_mul"))
+
+    repaired = Repaired().eval()
+    repaired.load_state_dict(model.state_dict())
+    # `expect` fails the compilation if the rewrite is ever lost again.
+    compiled = torch.compile(repaired, backend="atom", options={"expect": {"silu_and_mul": 1}})
+    with torch.inference_mode():
+        torch.testing.assert_close(compiled(x), model(x))
+    print("after:", atomc.reports()[-1].why("silu_and_mul"))
+
+    try:
+        strict = torch.compile(model, backend="atom", options={"expect": {"silu_and_mul": 1}})
+        with torch.inference_mode():
+            strict(x)
+    except atomc.ContractError as error:
+        print("required:", str(error).splitlines()[0])
+
+    print(atomc.reports()[-1])
+
+
+if __name__ == "__main__":
+    main()
