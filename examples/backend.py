@@ -46,9 +46,9 @@ def medians(calls: Mapping[str, Callable[[], Tensor]], rounds: int) -> dict[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Times a module in eager, Inductor and atomc.")
-    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=10)
     flags = parser.parse_args()
 

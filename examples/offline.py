@@ -28,7 +28,7 @@ def main() -> None:
 
         print("stream", end=" ")
         for piece in llm.stream(prompts[0], greedy):
-            print(piece.text, end="", flush=True)
+            print(piece, end="", flush=True)
         print()
 
 

@@ -32,28 +32,28 @@ class Repaired(MLP):
 def main() -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 32)
-    model = MLP().eval()
+    model = nn.Sequential(MLP(), MLP()).eval()
 
     # Nothing runs: the module is compiled for a described machine, by default this one.
     report = atomc.explain(model, x)
     print("before:", report.why("silu_and_mul"))
 
-    repaired = Repaired().eval()
+    repaired = nn.Sequential(Repaired(), Repaired()).eval()
     repaired.load_state_dict(model.state_dict())
-    # `expect` fails the compilation if the rewrite is ever lost again.
-    compiled = torch.compile(repaired, backend="atom", options={"expect": {"silu_and_mul": 1}})
+    # Fails the compilation if the rewrite is ever lost again.
+    required = {"expect": {"silu_and_mul": "layers"}}
+    compiled = torch.compile(repaired, backend="atom", options=required)
     with torch.inference_mode():
         torch.testing.assert_close(compiled(x), model(x))
     print("after:", atomc.reports()[-1].why("silu_and_mul"))
+    print(atomc.reports()[-1])
 
     try:
-        strict = torch.compile(model, backend="atom", options={"expect": {"silu_and_mul": 1}})
+        strict = torch.compile(model, backend="atom", options=required)
         with torch.inference_mode():
             strict(x)
     except atomc.ContractError as error:
-        print("required:", str(error).splitlines()[0])
-
-    print(atomc.reports()[-1])
+        print("refused:", error)
 
 
 if __name__ == "__main__":
