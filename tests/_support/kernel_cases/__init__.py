@@ -4,13 +4,20 @@ A case is a function from `Draw` to the op's arguments; it makes the same number
 called.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from atomc.testing.examples import EXAMPLES
+from atomc.testing.random_inputs import Argument, Arguments, RandomInputs
 from kernel_cases.attention import ATTENTION, PAGED_ATTENTION, VARLEN_ATTENTION
 from kernel_cases.conv import CAUSAL_CONV1D, CAUSAL_CONV1D_UPDATE
 from kernel_cases.conv_delta_rule import CONV_GATED_DELTA_RULE_UPDATE, DELTA_GATES
 from kernel_cases.delta_rule import GATED_DELTA_RULE, GATED_DELTA_RULE_UPDATE
-from kernel_cases.draw import FNUZ, Cases
+from kernel_cases.draw import FNUZ, Cases, Draw
 from kernel_cases.experts import (
     COMBINE_TOKENS,
     COUNT_EXPERTS,
@@ -175,3 +182,25 @@ CASES: dict[str, Cases] = {
     "gated_delta_rule": GATED_DELTA_RULE,
     "gated_delta_rule_update": GATED_DELTA_RULE_UPDATE,
 }
+
+
+def strided(argument: Argument) -> Argument:
+    """A matrix of floats cut from wider rows; another argument as it is."""
+    if not isinstance(argument, Tensor) or argument.dim() < 2 or argument.element_size() == 1:
+        return argument
+    return torch.nn.functional.pad(argument, (0, argument.shape[-1]))[..., : argument.shape[-1]]
+
+
+def example(make: Callable[[RandomInputs], Arguments], draw: Draw, cut: bool) -> dict[str, Any]:
+    arguments = make(RandomInputs(draw.dtype, draw.device, rows=5, layout=draw.layout))
+    return {name: strided(value) if cut else value for name, value in arguments.items()}
+
+
+# Of an op without cases: the examples of the self-test, with contiguous and with strided rows.
+for op, examples in EXAMPLES.items():
+    if op.name not in CASES:
+        CASES[op.name] = {
+            f"{name or 'example'}{', strided' * cut}": partial(example, make, cut=cut)
+            for name, make in examples.items()
+            for cut in (False, True)
+        }
