@@ -39,10 +39,11 @@ test-all: $(VENV)/installed-test lint ## as test, with the tests marked slow
 test-tree: $(VENV)/installed-test ## the rules about the tree itself, in seconds: rooms, imports, names, pages
 	$(TEST_ENV) $(BIN)/python -m pytest -q $(TREE) $(PYTEST_ARGS)
 
-lint: $(VENV)/installed-test ## ruff on the sources, strict mypy on the package
+lint: $(VENV)/installed-test ## ruff on the sources, strict mypy on the package, mypy on what tests share
 	$(BIN)/ruff check $(wildcard $(SOURCES))
 	$(BIN)/ruff format --check $(wildcard $(SOURCES))
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file tests/mypy.ini
 
 docs: .venv-docs/installed ## the pages as a site in build/docs; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build

@@ -3,6 +3,8 @@
 python examples/why_not_fused.py
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -41,7 +43,7 @@ def main() -> None:
     repaired = nn.Sequential(Repaired(), Repaired()).eval()
     repaired.load_state_dict(model.state_dict())
     # Fails the compilation if the rewrite is ever lost again.
-    required = {"expect": {"silu_and_mul": "layers"}}
+    required: dict[str, Any] = {"expect": {"silu_and_mul": "layers"}}
     compiled = torch.compile(repaired, backend="atom", options=required)
     with torch.inference_mode():
         torch.testing.assert_close(compiled(x), model(x))

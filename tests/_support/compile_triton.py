@@ -97,8 +97,9 @@ if __name__ == "__main__":
     target = TARGETS[args.target]
     JITFunction.run = compiling(target)
     assert kernels.load("triton") is None
-    attention_tiles.shared_memory = lambda device: SHARED_BYTES[target.arch]
-    w4a16_mma_pair.overlap = lambda device: {"PDL": args.target == "sm90"}  # it is for such GPUs
+    patched: Any = attention_tiles, w4a16_mma_pair
+    patched[0].shared_memory = lambda device: SHARED_BYTES[target.arch]
+    patched[1].overlap = lambda device: {"PDL": args.target == "sm90"}  # it is for such GPUs
     for name in args.cases:
         op, case = name.split("/")
         arguments = CASES[op][case](Draw(torch.bfloat16))

@@ -89,7 +89,7 @@ def reported() -> Result:
     return {"num_ops": dict(report.num_ops), "treated": report.treated, "why_not": report.why_not}
 
 
-def greedy(model: nn.Module) -> Tensor:
+def greedy(model: Callable[..., Any]) -> Tensor:
     """Tokens, in a text that grows."""
     ids = IDS[None]
     for _ in range(4):
@@ -167,7 +167,7 @@ def all_of_dtensors() -> Result:
     weight = distribute_tensor(torch.arange(64.0).view(8, 8) / 64, where, [Shard(1)])
     x = distribute_tensor(X[:, :8].contiguous(), where, [Shard(1)])
 
-    def function(x: Tensor, weight: Tensor) -> Tensor:
+    def function(x: DTensor, weight: DTensor) -> Any:
         return F.silu(F.linear(x, weight) + 1)
 
     with torch.inference_mode():

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from kernel_cases.rows import one_process_group
@@ -21,7 +22,8 @@ def _registered(ranks: int) -> ProcessGroup:
     group._set_default_backend(custom)
     backend = c10d.FakeProcessGroup._create_internal(0, ranks)
     group._register_backend(torch.device("cpu"), custom, backend)
-    group._set_group_name(f"{ranks} fake ranks")
+    name: Any = f"{ranks} fake ranks"  # of a type that not all versions of torch have
+    group._set_group_name(name)
     c10d._register_process_group(group.group_name, group)
     REGISTERED[ranks] = group
     return group

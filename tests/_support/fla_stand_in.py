@@ -117,11 +117,12 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.6.0", **functions
         function.__name__: function
         for function in (chunk_gated_delta_rule, fused_recurrent_gated_delta_rule)
     } | functions
-    for name, contents in {
+    modules: dict[str, Any] = {
         "fla": {"__version__": version, "__path__": []},
         "fla.ops": {"__path__": []},
         "fla.ops.gated_delta_rule": found,
-    }.items():
+    }
+    for name, contents in modules.items():
         module = ModuleType(name)
         module.__dict__.update(contents, __spec__=ModuleSpec(name, None))
         monkeypatch.setitem(sys.modules, name, module)

@@ -7,6 +7,7 @@ import io
 import json
 import struct
 import zlib
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -195,7 +196,7 @@ def write_vision_model(folder):
         "num_position_embeddings": 64,
         "deepstack_visual_indexes": [0],
     }
-    tokens = {
+    tokens: dict[str, Any] = {
         "image_token_id": IMAGE_TOKEN_ID,
         "video_token_id": VIDEO_TOKEN_ID,
         "vision_start_token_id": SPECIAL.index("<|vision_start|>"),

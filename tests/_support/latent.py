@@ -5,6 +5,8 @@ Compiled for the runtime, attention over a handle is bound by passes/bind_state.
 attention, whose keys are a latent and a rotated part for all heads, this does the same.
 """
 
+from typing import Any
+
 import torch
 from rewriting import TIDY
 from torch import Tensor, nn
@@ -27,7 +29,8 @@ def bind_latent(gm: GraphModule, context: Context) -> list[Fired]:
     """attention(q, cat(latent, k_pe), latent, handle) becomes a write into the latent cache and a
     paged read.
     """
-    graph, fired = gm.graph, []
+    graph = gm.graph
+    fired: list[Fired] = []
     inputs = RuntimeInputs(graph)
     for node in [node for node in graph.nodes if node.target is ops.attention.overload]:
         q, k, v, handle = node.args[:4]
@@ -43,7 +46,8 @@ def bind_latent(gm: GraphModule, context: Context) -> list[Fired]:
             for field in ("slots", "block_tables")
         )
         starts, lengths = (
-            inputs.step(StepInput(field), None) for field in ("query_start", "seq_lens")
+            inputs.step(StepInput(field), value(q).shape[0])
+            for field in ("query_start", "seq_lens")
         )
         sequences = starts, lengths, tables
         with graph.inserting_before(node):
@@ -87,7 +91,7 @@ class Absorbed(nn.Module):
     scheme  None, "fp8" or "mxfp4": of that product
     """
 
-    def __init__(self, attention: nn.Module, scheme: str | None, fp8_cache: bool = False):
+    def __init__(self, attention: Any, scheme: str | None, fp8_cache: bool = False):
         super().__init__()
         self.stock, self.scheme = attention, scheme
         heads = attention.kv_b_proj.weight.unflatten(0, (attention.num_heads, -1))
@@ -106,6 +110,7 @@ class Absorbed(nn.Module):
             codes = weight
         self.weight = nn.Parameter(codes, requires_grad=False)
         width = attention.kv_lora_rank + attention.qk_rope_head_dim
+        self.kv: Tensor
         self.register_buffer("kv", latent_handle(width, fp8_cache), persistent=False)
 
     def to_latent(self, q: Tensor) -> Tensor:
@@ -124,7 +129,7 @@ class Absorbed(nn.Module):
             apply_rotary_pos_emb_interleave,
         )
 
-        s = self.stock
+        s: Any = self.stock
         q = s.q_b_proj(s.q_a_layernorm(s.q_a_proj(x))).unflatten(-1, (-1, s.qk_head_dim))
         q_nope, q_pe = q.split([s.qk_nope_head_dim, s.qk_rope_head_dim], -1)
         latent, k_pe = s.kv_a_proj_with_mqa(x).split([s.kv_lora_rank, s.qk_rope_head_dim], -1)

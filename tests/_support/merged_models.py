@@ -154,7 +154,7 @@ def stock(kind: str, **config: Any) -> nn.Module:
 
 
 def own(device: str = "cpu") -> nn.Module:
-    config = {
+    config: dict[str, Any] = {
         **WIDTHS,
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",

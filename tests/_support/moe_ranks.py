@@ -84,8 +84,12 @@ class Inputs(NamedTuple):
 
 def inputs(case: Case) -> Inputs:
     """The same on all ranks."""
-    make = {"none": experts.full, "fp8": experts.fp8, "fp8_block": experts.fp8_block}
-    make["int8"] = experts.int8
+    make: dict[str, Callable[..., dict[str, Any]]] = {
+        "none": experts.full,
+        "fp8": experts.fp8,
+        "fp8_block": experts.fp8_block,
+        "int8": experts.int8,
+    }
     made = make[case.scheme](Draw(case.dtype), tokens=sum(case.tokens), bias=True)
     if case.chosen is not None:
         made["ids"] = torch.tensor(case.chosen, dtype=torch.int32)[made["ids"] % len(case.chosen)]
@@ -128,7 +132,8 @@ def result(case: Case, rank: int) -> Tensor:
     expert_map = torch.tensor(MAPS[case.experts_of_ranks][rank])
     held = expert_map.argsort()[-int((expert_map >= 0).sum()) :]
     stored = vars(given.of_experts).items()
-    of_experts = ExpertWeights(**{name: None if w is None else w[held] for name, w in stored})
+    weights: dict[str, Any] = {name: None if w is None else w[held] for name, w in stored}
+    of_experts = ExpertWeights(**weights)
     if case.prepare == OP:
         return of_op(case, rank, given, of_experts)
     own = given.of(case, rank)

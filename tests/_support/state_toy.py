@@ -6,6 +6,7 @@ T new tokens, S sequences, D width.
 
 import random
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -141,7 +142,7 @@ def own_recall_read(q, kv_cache, query_start, seq_lens, block_tables, token):
     return recall_read(q, kv_cache, query_start, seq_lens, block_tables, token)
 
 
-MADE = {}
+MADE: dict[Any, Any] = {}
 
 
 def like(x, *_, **__):
@@ -348,7 +349,8 @@ def run(engine, requests, aborts=None, fails=()):
     """The tokens of each request. aborts: by the step before which a request is aborted; fails:
     errors that may come.
     """
-    found, step = {request.id: [] for request in requests}, 0
+    found: dict[str, list[Any]] = {request.id: [] for request in requests}
+    step = 0
     for request in requests:
         engine.add(request)
     while engine.has_work:

@@ -3,7 +3,7 @@ on each of them, and leaves its result in a file.
 """
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from atomc.stock.adapter import wrap_stock
 TINY = SIZES | dict(num_hidden_layers=2, pad_token_id=0, eos_token_id=0)
 IDS = torch.randint(0, 96, (7,), generator=torch.Generator().manual_seed(0))
 POSITIONS = torch.arange(7)
-STRICT = {"strict": True, "glue": "eager"}
+STRICT: dict[str, Any] = {"strict": True, "glue": "eager"}
 
 
 class Case(NamedTuple):
@@ -76,7 +76,7 @@ def fill(model: nn.Module) -> None:
         weight.data.normal_(mean, 0.15, generator=generator)
 
 
-def logits(model: nn.Module) -> Tensor:
+def logits(model: Callable[..., Any]) -> Tensor:
     with torch.inference_mode():
         if isinstance(getattr(model, "_orig_mod", model), transformers.PreTrainedModel):
             out: Tensor = model(IDS[None], use_cache=False).logits[0]
@@ -107,6 +107,7 @@ def run(rank: int, ranks: int, folder: Path, cases: list[Case]) -> None:
         world_size=ranks,
         timeout=timedelta(seconds=60),
     )
+    assert distributed.group.WORLD is not None
     place = TensorParallel.of(distributed.group.WORLD)
     for number, case in enumerate(cases):
         try:

@@ -12,7 +12,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 def write_adapter(folder, shapes, *, rank=4, alpha=8, seed=1, size=0.3, **differs):
     """An adapter of random weights for these layers: path -> [N, K] of the layer's weight."""
     generator = torch.Generator().manual_seed(seed)
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for path, (outputs, inputs) in shapes.items():
         key = f"base_model.model.{path}"
         a = torch.randn(rank, inputs, generator=generator) * size

@@ -8,6 +8,7 @@ import functools
 import hashlib
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from atomc.runtime.execution import programs
 from atomc.runtime.requests.prompt_image import PromptImage
 
 VOCAB, D, W, MERGE, IMAGE, MAX_LEN = 61, 16, 6, 2, 60, 96
-OPTIONS = {"strict": True, "glue": "eager", "layout": "paged"}
+OPTIONS: dict[str, Any] = {"strict": True, "glue": "eager", "layout": "paged"}
 
 
 class Attention(nn.Module):
@@ -55,7 +56,7 @@ class DeltaNet(nn.Module):
 
 
 class TinyVision(nn.Module):
-    layer_classes = (Attention, Attention)
+    layer_classes: tuple[type[nn.Module], ...] = (Attention, Attention)
     image_token_ids = frozenset({IMAGE, IMAGE - 1})
     merge_size, patch_width, embedding_width = MERGE, W, 2 * D
 

@@ -98,7 +98,7 @@ def made(whose: str, kind: str, **differs: Any) -> nn.Module:
         theirs(kind).save_pretrained(folder)
         if whose == "ours":
             return load(folder, mmap=False, **differs)
-        cls = type(theirs(kind))
+        cls: Any = type(theirs(kind))
         return wrap_stock(cls.from_pretrained(folder)).eval().requires_grad_(False)
 
 

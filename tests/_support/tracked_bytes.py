@@ -24,7 +24,7 @@ class TrackedBytes(TorchDispatchMode):
                 self._add(item)
         self.before = self.peak = self.held()
 
-    def _add(self, item: object) -> None:
+    def _add(self, item: Any) -> None:
         strided = type(item) in (Tensor, torch.nn.Parameter) and item.layout == torch.strided
         if strided and item.device.type == "cpu":
             storage = item.untyped_storage()

@@ -37,7 +37,7 @@ def result(size: int, tied: bool) -> dict[str, Any]:
         logits = [model(ids)]
         if (size, tied) not in COMPILED:
             return {"logits": logits, "ops": {}}
-        options = {"strict": True, "glue": "eager", "cache": False}
+        options: dict[str, Any] = {"strict": True, "glue": "eager", "cache": False}
         logits.append(torch.compile(model, backend="atom", options=options)(ids))
     return {"logits": logits, "ops": dict(reports()[-1].num_ops)}
 

@@ -85,7 +85,7 @@ def test_commands_of_the_readme_run_on_the_bundled_model(command, capsys):
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
 def test_commands_in_the_docstring_of_a_bench_program_stand_on_one_line_each(program):
-    text = ast.get_docstring(ast.parse(program.read_text()), clean=False)
+    text = ast.get_docstring(ast.parse(program.read_text()), clean=False) or ""
     command = re.compile(rf" +(PYTHONPATH=\. )?python bench/{program.name}( |$)")
     for paragraph in re.findall(r"(?:^ +.*\n)+", text, re.MULTILINE):
         lines = paragraph.splitlines()

@@ -119,7 +119,7 @@ def violations(path, text):
     """What is wrong with the imports of the module at `path` below atomc/, one sentence each."""
     importer = room_of(".".join(Path(path).with_suffix("").parts))
     if importer is None and Path(path).name == "__init__.py":
-        importer = max(RANK, key=RANK.get)  # of a folder whose rooms are named
+        importer = max(RANK, key=RANK.__getitem__)  # of a folder whose rooms are named
     if importer is None:
         return [f"{path}: add {Path(path).parts[0].removesuffix('.py')!r} to LAYERS"]
     sentences = []

@@ -17,8 +17,9 @@ TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MUL
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 FORMS = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*_*.yml"))
 FORMS += [ROOT / ".github/ISSUE_TEMPLATE/feature.yml"]
-GUIDES = ("add-op", "add-rewrite", "add-model", "add-quantization", "add-endpoint")
-GUIDES += ("add-control-call",)
+GUIDES = [
+    f"add-{kind}" for kind in ("op", "rewrite", "model", "quantization", "endpoint", "control-call")
+]
 
 
 def tool(name: str) -> ModuleType:

@@ -107,6 +107,7 @@ def searches(source: str) -> Iterator[tuple[int, str]]:
             case _:
                 wrong = False
         if wrong:
+            assert isinstance(node, ast.expr)
             yield node.lineno, ast.unparse(node)
 
 

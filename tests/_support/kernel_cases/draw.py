@@ -48,9 +48,8 @@ class Draw:
 
     def tables(self, *shape: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         angle = 10 * torch.randn(shape, generator=self.generator)
-        return tuple(
-            table.to(dtype or self.dtype).to(self.device) for table in (angle.cos(), angle.sin())
-        )
+        cos, sin = angle.cos().to(dtype or self.dtype), angle.sin().to(dtype or self.dtype)
+        return cos.to(self.device), sin.to(self.device)
 
     def ints(self, values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)

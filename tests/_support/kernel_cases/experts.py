@@ -15,9 +15,15 @@ from kernel_cases.scaled_linear import scale_of
 
 T, E, K, H, I = 5, 6, 2, 64, 48  # noqa: E741
 E4M3 = torch.float8_e4m3fn
-OAI = {"activation": "swiglu_oai", "interleaved": True, "limit": 2.0}
+OAI: dict[str, Any] = {"activation": "swiglu_oai", "interleaved": True, "limit": 2.0}
 GROUPED = {"groups": 4, "topk_groups": 2, "group_score": "top2"}
-DEEPSEEK = {"score": "sigmoid", "renormalize": True, "eps": 1e-20, "scale": 2.5, **GROUPED}
+DEEPSEEK: dict[str, Any] = {
+    "score": "sigmoid",
+    "renormalize": True,
+    "eps": 1e-20,
+    "scale": 2.5,
+    **GROUPED,
+}
 
 
 def route(
@@ -169,7 +175,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "gelu by tanh": {"activation": "gelu_tanh", "limit": 1.0},
 }
 # More than 96 pairs per expert.
-FULL_BLOCKS = {"tokens": 105, "experts": 2, "k": 2}
+FULL_BLOCKS: dict[str, Any] = {"tokens": 105, "experts": 2, "k": 2}
 MOE_EXPERTS: Cases = {
     **{name: partial(full, **given) for name, given in SIZES.items()},
     "width of no power of two": partial(full, hidden=80, inner=40),

@@ -2,6 +2,7 @@
 and a value.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -180,7 +181,7 @@ BMM_ROPE_KV_WRITE: Cases = {
     f"{scheme}, {name}": partial(multiplied_and_written, scheme=scheme, **how)
     for scheme in ("fp8", "mxfp4")
     for name, how in {
-        "several tokens": {},
+        "several tokens": dict[str, Any](),
         "one token": dict(tokens=1),
         "no tokens": dict(tokens=0),
         "several tiles": dict(tokens=33, latent=100, heads=2, skip=(3,)),
@@ -227,7 +228,7 @@ LINEAR_SPLIT_CAT: Cases = {
     f"{scheme}, {name}": partial(split_and_joined, scheme=scheme, **how)
     for scheme in ("fp8", "fp8_block", "mxfp4")
     for name, how in {
-        "several tokens": {},
+        "several tokens": dict[str, Any](),
         "one token": dict(tokens=1),
         "no tokens": dict(tokens=0),
         "several tiles": dict(tokens=70, heads=5, nope=8, values=24),
@@ -388,7 +389,7 @@ MLA_PAGED_ATTENTION: Cases = {
 
 # kv_b_proj of 3 heads, 32 columns of each for keys and 20 for values.
 HEADS, NOPE, ROWS = 3, 32, 156
-STORED = {
+STORED: dict[str, Callable[..., dict[str, Any]]] = {
     "fp8": partial(scaled_fp8, per="tensor"),
     "fp8 per output": scaled_fp8,
     "fp8_block": scaled_blocks,

@@ -151,14 +151,15 @@ def norm_quant_cases(residual: bool) -> Cases:
 def reducing_norm_quant_cases(residual: bool) -> Cases:
     """A few of each scheme: behind the sum stand the kernels that all cases of norm_quant run."""
     make = partial(normed, residual=residual)
+    choices: dict[str, dict[str, Any]] = {
+        "one row": {"kind": "one row"},
+        "packed": {"kind": "packed"},
+        "kept, one_plus": {"kind": "packed", "keep": True, "style": "one_plus"},
+    }
     return {
-        f"{scheme}, {name}": reducing(quantizing(scheme, partial(make, **given)))
+        f"{scheme}, {name}": reducing(quantizing(scheme, partial(make, **choice)))
         for scheme in SCHEMES
-        for name, given in {
-            "one row": {"kind": "one row"},
-            "packed": {"kind": "packed"},
-            "kept, one_plus": {"kind": "packed", "keep": True, "style": "one_plus"},
-        }.items()
+        for name, choice in choices.items()
     }
 
 
@@ -217,7 +218,7 @@ PAIRS = (
     "many",
 )
 MX_PAIRS = ("one row", "no rows", "one vector", "packed", "packed batch", "transposed")
-NORM_STYLES = {
+NORM_STYLES: dict[str, dict[str, Any]] = {
     f"{style}, {dtype or 'model dtype'} weight": {"style": style, "weight": dtype}
     for style in RMS_NORM_STYLES
     for dtype in (None, torch.float32)
@@ -225,14 +226,15 @@ NORM_STYLES = {
 
 
 def norm_pair_cases() -> Cases:
-    return {kind: partial(normed_pair, kind=kind) for kind in PAIRS} | {
+    cases: Cases = {kind: partial(normed_pair, kind=kind) for kind in PAIRS}
+    return cases | {
         name: partial(normed_pair, kind="packed", **style) for name, style in NORM_STYLES.items()
     }
 
 
 def norm_pair_quant_cases() -> Cases:
     """Every scheme; in each of them every choice of results once."""
-    choices = {
+    choices: dict[str, dict[str, Any]] = {
         "x": {"quantize_y": False},
         "x, x kept": {"quantize_y": False, "keep_x": True},
         "x kept": {"keep_x": True},
@@ -242,7 +244,7 @@ def norm_pair_quant_cases() -> Cases:
     cases: Cases = {}
     for scheme in SCHEMES:
         kinds = MX_PAIRS if scheme == "mxfp4" else PAIRS
-        made = {kind: partial(normed_pair, kind=kind) for kind in kinds}
+        made: Cases = {kind: partial(normed_pair, kind=kind) for kind in kinds}
         made |= {
             name: partial(normed_pair, kind="packed", **given) for name, given in choices.items()
         }

@@ -26,7 +26,8 @@ def row_inputs(draw: Draw, kind: str) -> tuple[Tensor, Tensor]:
         case "packed":
             return draw.packed(7, 128)
         case "heads of a packed projection":
-            return draw.heads(7, 4, 4, width=64)
+            first, second = draw.heads(7, 4, 4, width=64)
+            return first, second
         case "transposed":
             return draw.normal(5, 7, 64).transpose(0, 1), draw.normal(5, 7, 64).transpose(0, 1)
         case "last dimension strided":

@@ -58,7 +58,7 @@ def scanned_from_state(
     sequences: list[tuple[int, int]],
     *sizes: int,
     padding: int = 0,
-    **limits: float,
+    **limits: Any,
 ) -> dict[str, Any]:
     """sequences: (new tokens, all tokens) of each. The slot of one that begins has the state of
     another, which must not be read.
