@@ -6,7 +6,6 @@ passes can be turned off for single modules, as all rewrites can. A pass that is
 gained nothing on a GPU, or was not measured; the option passes={name: True} turns it on.
 """
 
-from atomc.passes.absorb import absorb
 from atomc.passes.bind_state import bind_state
 from atomc.passes.canonicalize import canonicalize
 from atomc.passes.cleanup import tidy
@@ -66,6 +65,7 @@ from atomc.passes.recognize.rope_before_transpose import (
 )
 from atomc.passes.recognize.route import TOPK_ROUTE
 from atomc.passes.reinplace import reinplace
+from atomc.passes.select_mla_form import select_mla_form
 from atomc.rewriting.graph_pass import Pass, rewriting
 
 # Dynamo's graph, in which composite calls are still one node.
@@ -173,6 +173,6 @@ PIPELINE: tuple[Pass, ...] = (
 
 # Once per range of token counts: latent attention and the indexer get the form that kernels serve
 # there, and ops become calls of kernels.
-ABSORB = Pass("absorb", absorb, cleanup=True)
-AFTER_ABSORB = (BMM_AND_WRITE,)
+SELECT_MLA_FORM = Pass("select_mla_form", select_mla_form, cleanup=True)
+AFTER_MLA_FORM = (BMM_AND_WRITE,)
 LOWER = Pass("lower", lower)

@@ -2,10 +2,10 @@
 
     v = index_copy(P, ...);  ... v ...;  copy_(P, v)    =>    index_copy_(P, ...);  ... P ...
 
-Calls of ops that write to their operands are changed first (calls_in_place.py). P is a graph input.
-Allowed if no later node than v reads P or a view of it, and P is not another operand of v. If P and
-v have different strides, a traced view of v may become a copy, so v must not be part of a returned
-tensor.
+Calls of ops that write to their operands are changed first (reinplace_calls.py).
+P is a graph input. Allowed if no later node than v reads P or a view of it, and P is not another
+operand of v. If P and v have different strides, a traced view of v may become a copy, so v must not
+be part of a returned tensor.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from atomc.graph.canonical import Value, value
 from atomc.graph.mutation import storage
 from atomc.graph.sizes import same_shape
 from atomc.graph.strides import Values, same_strides, values_behind
-from atomc.passes.calls_in_place import calls_in_place
+from atomc.passes.reinplace_calls import reinplace_calls
 from atomc.rewriting.graph_pass import Context
 from atomc.rewriting.rewrite import Fired
 
@@ -37,7 +37,7 @@ IN_PLACE = {
 def reinplace(gm: GraphModule, context: Context) -> list[Fired]:
     """Replace copies into an input by the in-place form of the op that computed the value."""
     graph = gm.graph
-    fired = calls_in_place(graph)
+    fired = reinplace_calls(graph)
     values = Values(graph)
     position = {node: i for i, node in enumerate(graph.nodes)}
     returned = {storage(node) for node in graph.output_node().all_input_nodes}

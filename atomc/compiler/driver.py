@@ -26,7 +26,7 @@ from atomc.compiler.lift_graph import lift
 from atomc.compiler.lower_ranges import copy_graph, lower_ranges
 from atomc.compiler.partition import FEW_OPS, compile_glue, glue_of, left_for_glue
 from atomc.compiler.phases import timed
-from atomc.compiler.sink_glue import sink_glue
+from atomc.compiler.sink_pointwise import sink_pointwise
 from atomc.compiler.summarize_graph import summarize_graph
 from atomc.dumps.dump import Dumper
 from atomc.files.json_types import JSONLike
@@ -147,7 +147,7 @@ def _glue(gm: GraphModule, glue: str, options: Options, report: Report) -> Funct
     """A function that calls the kernels of a lowered graph and runs the ops between them."""
     if glue == "eager":
         return of_graph(gm)
-    sink_glue(gm.graph)
+    sink_pointwise(gm.graph)
     if options.glue == "auto" and (count := left_for_glue(gm)) <= FEW_OPS:
         _note_glue(
             report,

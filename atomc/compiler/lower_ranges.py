@@ -100,10 +100,10 @@ def _selected(
         # In each of these ranges the same fires, and the report has it once.
         switched_on = _switched_on(context, (passes.INDEX_QUERIES,))
         quantized = pipeline.run(graph, switched_on, lowering, shown, observers).fired
-        absorbed = pipeline.run(graph, [passes.ABSORB], lowering, report, observers).fired
+        absorbed = pipeline.run(graph, [passes.SELECT_MLA_FORM], lowering, report, observers).fired
         if quantized or absorbed:
             selection.unfit = {}  # this graph differs from those of other ranges
-            made_possible = _switched_on(context, passes.AFTER_ABSORB if absorbed else ())
+            made_possible = _switched_on(context, passes.AFTER_MLA_FORM if absorbed else ())
             pipeline.run(graph, made_possible, lowering, shown, observers)
             shown = Report(report.model)
         layout = layout or selection.fix_layout(list(graph.graph.nodes))

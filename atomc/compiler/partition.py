@@ -46,7 +46,7 @@ def glue_of(options: Options, platform: Platform) -> tuple[str, str]:
 
 def compile_glue(gm: GraphModule, patches: Mapping[str, JSONLike]) -> tuple[Function, str]:
     """Cut the graph at its kernels and compile the pieces between, equal pieces once. Returns the
-    function and a text with the number of pieces. Call sink_glue before.
+    function and a text with the number of pieces. Call sink_pointwise before.
 
     Inductor keeps what it compiles on disk, keyed by graph, options, versions and platform
     (TORCHINDUCTOR_CACHE_DIR).

@@ -126,7 +126,7 @@ def test_on_a_gpu_queries_are_projected_to_the_latent_space_before_they_are_writ
     program = compile_model(
         latent_toy(1, "meta", torch.bfloat16), OPTIONS, platform=Platform.named("h200")
     )
-    texts = [stage.text for stage in program.report.stages if stage.name == "absorb"]
+    texts = [stage.text for stage in program.report.stages if stage.name == "select_mla_form"]
     assert texts
     for text in texts:
         assert "mla_rope_kv_write(linear_by_head" in text and "aten.cat" not in text

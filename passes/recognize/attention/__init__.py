@@ -18,10 +18,10 @@ from torch.fx import GraphModule, Node
 
 from atomc.graph.canonical import call
 from atomc.graph.strides import Values, spread_strides
+from atomc.passes.recognize.attention.match_site import checked_site
 from atomc.passes.recognize.attention.products import PRODUCTS, above, has_product
 from atomc.passes.recognize.attention.replacement import replace_by_op
 from atomc.passes.recognize.attention.scores import product_with_keys
-from atomc.passes.recognize.attention.site import checked_site
 from atomc.passes.recognize.attention.walk import Unlike, Walk
 from atomc.passes.recognize.attention.weights import product_with_values
 from atomc.rewriting.graph_pass import Context, Outcome

@@ -12,15 +12,15 @@ from atomc.graph.expressions import Size, expression
 from atomc.graph.provenance import describe
 from atomc.graph.sizes import known_equal, spell_shape
 from atomc.ops.formats import FLOATS
+from atomc.passes.recognize.attention.match_site import AttentionSite
 from atomc.passes.recognize.attention.products import LAYOUT, moves_ones, wide_dims
-from atomc.passes.recognize.attention.site import Site
 from atomc.passes.recognize.attention.walk import Unlike
 
 aten = torch.ops.aten
 Shape = Sequence[Size]
 
 
-def tokens_first(site: Site) -> list[Node]:
+def tokens_first(site: AttentionSite) -> list[Node]:
     """q [.., T, N, D], k and v [.., S, K, D], all in the dtype of the result."""
     result, dtype = site.result, value(site.result).dtype
     *leading, rows, keys = site.shape

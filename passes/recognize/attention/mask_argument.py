@@ -11,13 +11,13 @@ from atomc.graph.sizes import known_equal
 from atomc.passes.recognize.attention.causal_mask import Band, visible
 from atomc.passes.recognize.attention.heads import Shape, reshape
 from atomc.passes.recognize.attention.masks import HIDES
-from atomc.passes.recognize.attention.site import Site
+from atomc.passes.recognize.attention.match_site import AttentionSite
 from atomc.passes.recognize.attention.walk import Added, Unlike
 
 aten = torch.ops.aten
 
 
-def visible_keys(site: Site) -> Band | None:
+def visible_keys(site: AttentionSite) -> Band | None:
     """The visible keys, if the masks hide exactly the later keys (and those before a window), or
     none. A reason why they nearly do is noted in `unproven`.
     """
@@ -35,7 +35,7 @@ def visible_keys(site: Site) -> Band | None:
     return band if causal or band == Band() else None
 
 
-def _all_rows_see(site: Site, window: Band) -> bool:
+def _all_rows_see(site: AttentionSite, window: Band) -> bool:
     """Whether each row sees a key. The op returns zero for one that does not, a mask of finite
     numbers the mean of all values.
     """
@@ -44,7 +44,7 @@ def _all_rows_see(site: Site, window: Band) -> bool:
     return window.low <= 0 and (fewer or known_equal(rows, keys))
 
 
-def sum_of_masks(site: Site) -> Node:
+def sum_of_masks(site: AttentionSite) -> Node:
     """All masks as one, [.., N or 1, T or 1, S], in the order in which they apply; a single one
     that fills with -inf is bool.
     """

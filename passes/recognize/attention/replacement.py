@@ -13,11 +13,11 @@ from atomc.graph.provenance import inherited
 from atomc.graph.strides import same_strides
 from atomc.passes.recognize.attention.heads import Shape, has_shape, reshape, tokens_first
 from atomc.passes.recognize.attention.mask_argument import sum_of_masks, visible_keys
-from atomc.passes.recognize.attention.site import Site
+from atomc.passes.recognize.attention.match_site import AttentionSite
 from atomc.rewriting.rewrite import Fired
 
 
-def replace_by_op(site: Site, moved: list[tuple[Node, torch.Tensor]]) -> Fired:
+def replace_by_op(site: AttentionSite, moved: list[tuple[Node, torch.Tensor]]) -> Fired:
     """Let the readers of a site read the op. A result with new strides is added to `moved`, with
     its value before.
     """

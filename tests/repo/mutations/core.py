@@ -204,13 +204,13 @@ BUGS = [
         "tests/kernels/test_kernels.py -k 'mla_absorbed_attention-torch and chosen'",
     ),
     Bug(
-        "passes/absorb.py",
+        "passes/select_mla_form.py",
         "of_head, 1, nope, rows // heads)",
         "of_head, 1, 0, rows // heads - nope)",
         "tests/passes/test_mla_attention.py -k both_forms",
     ),
     Bug(
-        "passes/absorb.py",
+        "passes/select_mla_form.py",
         "return kernel is not None and not kernel.syncs",
         "return False",
         "tests/quantization/test_mla_quantized.py -k 'on_a_gpu and fp8-h200-1'",
@@ -404,7 +404,7 @@ BUGS = [
         "tests/passes/test_attention_by_hand.py -k rounded_positions",
     ),
     Bug(
-        "passes/recognize/attention/site.py",
+        "passes/recognize/attention/match_site.py",
         "leading = _of_masks(walk, leading)",
         "leading = leading",
         "tests/passes/test_attention_by_hand.py -k heads_apart",

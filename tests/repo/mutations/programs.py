@@ -13,13 +13,16 @@ def batching(old: str, new: str, tests: str = "as_one_graph") -> Bug:
 
 def in_place(old: str, new: str, tests: str) -> Bug:
     return Bug(
-        "passes/calls_in_place.py", old, new, f"tests/passes/test_calls_in_place.py -k {tests}"
+        "passes/reinplace_calls.py", old, new, f"tests/passes/test_reinplace_calls.py -k {tests}"
     )
 
 
 def sinking(old: str, new: str, tests: str) -> Bug:
     return Bug(
-        "atomc/compiler/sink_glue.py", old, new, f"tests/passes/test_sink_glue.py -k {tests}"
+        "atomc/compiler/sink_pointwise.py",
+        old,
+        new,
+        f"tests/passes/test_sink_pointwise.py -k {tests}",
     )
 
 
@@ -30,7 +33,7 @@ BUGS = [
         "atomc/graph/mutation.py",
         "{**named, **node.kwargs}.get(name)",
         "named.get(name)",
-        "tests/passes/test_sink_glue.py -k lowered_op",
+        "tests/passes/test_sink_pointwise.py -k lowered_op",
     ),
     sinking(" and _is_smaller(read, reader)", "", "more_memory"),
     sinking("and _is_glue(reader)", "", "kernel_reads_first"),

@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from atomc.graph.mutation import mutated, storage
 
 
-def sink_glue(graph: Graph) -> None:
+def sink_pointwise(graph: Graph) -> None:
     """Move each call between kernels whose first reader is one between later kernels, right before
     that reader.
 

@@ -36,7 +36,7 @@ class _Chain:
     copy: Node
 
 
-def calls_in_place(graph: Graph) -> list[Fired]:
+def reinplace_calls(graph: Graph) -> list[Fired]:
     """Replace the calls; one site for each input that they write to."""
     chains = _independent(list(_chains(graph)))
     targets = {result: chain.target for chain in chains for result in chain.results}

@@ -39,7 +39,7 @@ aten = torch.ops.aten
 MXFP4_GROUP = 32
 
 
-def absorb(gm: GraphModule, context: Context) -> list[Fired]:
+def select_mla_form(gm: GraphModule, context: Context) -> list[Fired]:
     """Replace each mla_paged_attention that no kernel serves in this range."""
     assert context.first is not None
     sites = [
@@ -92,7 +92,7 @@ def _absorbed(node: Node, context: Context) -> Fired:
     attended = insert(node, ops.mla_absorbed_attention.overload, q, cache, latent=latent, **given)
     made = insert(node, ops.linear_by_head.overload, attended, halves.w_uv)
     replace(node, made)
-    return Fired("absorb", node, {}, {node}, [attended, made])
+    return Fired("select_mla_form", node, {}, {node}, [attended, made])
 
 
 def _only_writer(q: Node) -> Node | None:

@@ -23,7 +23,7 @@ BIASED_QUERIES = 1024
 BIASED_SCORES = 32_768
 
 
-class Site(NamedTuple):
+class AttentionSite(NamedTuple):
     """scores: the product of queries and keys; result: that of weights and values; shape: of the
     scores, [N, T, S] or [B, N, T, S].
     """
@@ -34,9 +34,9 @@ class Site(NamedTuple):
     shape: list[Size]
 
 
-def checked_site(walk: Walk, scores: Node, result: Node, context: Context) -> Site:
+def checked_site(walk: Walk, scores: Node, result: Node, context: Context) -> AttentionSite:
     """The site. Raises Unlike for sizes, readers, writes and options that do not allow the op."""
-    site = Site(walk, scores, result, _scores_shape(walk, scores))
+    site = AttentionSite(walk, scores, result, _scores_shape(walk, scores))
     _check_sizes(site)
     _check_masks(site)
     _check_readers(site)
@@ -50,7 +50,7 @@ def checked_site(walk: Walk, scores: Node, result: Node, context: Context) -> Si
     return site
 
 
-def _check_speed(site: Site, context: Context) -> None:
+def _check_speed(site: AttentionSite, context: Context) -> None:
     """Raise Unlike where the kernel is known to be slower than the nodes of the site."""
     biases = [added for added in site.walk.added if added.fill is None and _is_of_heads(added)]
     if not biases or not context.platform.is_cpu or context.paged:
@@ -104,7 +104,7 @@ def _of_masks(walk: Walk, leading: list[Size]) -> list[Size]:
     return leading
 
 
-def _check_sizes(site: Site) -> None:
+def _check_sizes(site: AttentionSite) -> None:
     *heads, rows, keys = site.shape
     for made, columns in ((site.scores, keys), (site.result, value(site.result).shape[-1])):
         wanted = [math.prod(heads), rows, columns]
@@ -113,7 +113,7 @@ def _check_sizes(site: Site) -> None:
             raise Unlike("size", spell_shape(wanted), found, made)
 
 
-def _check_masks(site: Site) -> None:
+def _check_masks(site: AttentionSite) -> None:
     """Masks apply to scores of the shape of the site, or to [B * N, T, S]."""
     for added in site.walk.added:
         shape = list(value(added.at).shape)
@@ -123,7 +123,7 @@ def _check_masks(site: Site) -> None:
             raise Unlike("size", expected, spell_shape(shape), added.mask)
 
 
-def _check_readers(site: Site) -> None:
+def _check_readers(site: AttentionSite) -> None:
     for node in site.walk.inside:
         for reader in readers(node) if node is not site.result else ():
             if reader not in site.walk.inside:
@@ -131,7 +131,7 @@ def _check_readers(site: Site) -> None:
                 raise Unlike("extra user", f"no other reader of {describe(node)}", who, node)
 
 
-def _check_writes(site: Site) -> None:
+def _check_writes(site: AttentionSite) -> None:
     """Between the first replaced node and the last, nothing may write what they read."""
     inside = site.walk.inside
     read = {storage(operand) for node in inside for operand in node.all_input_nodes}

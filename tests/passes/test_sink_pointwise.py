@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from atomc.compiler.sink_glue import sink_glue
+from atomc.compiler.sink_pointwise import sink_pointwise
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
 
@@ -28,7 +28,7 @@ def sunk(
         if name in ("atan2", "hypot"):
             node.meta["op"] = "kv_write"
             node.args, node.kwargs = (), dict(zip(("k", "k_cache"), node.args, strict=True))
-    sink_glue(gm.graph)
+    sink_pointwise(gm.graph)
     gm.graph.lint()
     gm.recompile()
     calls = [node for node in gm.graph.nodes if node.op == "call_function"]
