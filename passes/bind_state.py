@@ -28,9 +28,9 @@ from torch.fx.node import Argument, map_aggregate
 from torch.fx.proxy import GraphAppendingTracer
 
 from atomc.graph.canonical import value
-from atomc.graph.edit import infer, nodes_between
+from atomc.graph.edit import add_input, infer, nodes_between
 from atomc.graph.expressions import Size
-from atomc.graph.inputs import set_graph_input
+from atomc.graph.node_record import NodeRecord, origins_of, set_record
 from atomc.graph.provenance import module_path, source_line
 from atomc.ops.formats import FP8
 from atomc.ops.inputs import GraphInput, StateInput, StepInput
@@ -170,7 +170,7 @@ def _describe(made: list[Node], result: Node, replaced: Node) -> None:
     """Set the metadata of the nodes that replace one."""
     source = ("nn_module_stack", "stack_trace")
     meta = {key: found for key, found in replaced.meta.items() if key in source}
-    meta |= {"origins": replaced.meta.get("origins", {replaced.name}), "made_by": "bind_state"}
+    record = NodeRecord(made_by="bind_state", origins=origins_of(replaced))
     for node in made:
         if not isinstance(node.target, torch._ops.OpOverload):
             raise TypeError(
@@ -178,6 +178,7 @@ def _describe(made: list[Node], result: Node, replaced: Node) -> None:
                 "call atomc.ops and torch.ops.aten.<name>.<overload>"
             )
         node.meta.update(meta)
+        set_record(node, record)
         if node is result:
             node.meta["val"] = value(replaced)
         else:
@@ -213,7 +214,6 @@ class RuntimeInputs:
         mode = fake_mode_of(graph)
         assert mode is not None
         self.graph, self.mode = graph, mode
-        self.last = graph.find_nodes(op="placeholder")[-1]
         self.made: dict[GraphInput, Node] = {}
         self.sequences, self.block_size = new_unbacked_size(mode), new_unbacked_size(mode)
         # The first size of the state: blocks by group; slots of sequences under None.
@@ -256,12 +256,9 @@ class RuntimeInputs:
 
     def _get(self, given: GraphInput, make: Callable[[], Tensor]) -> Node:
         if given not in self.made:
-            with self.mode, self.device:
-                fake = make()
-            with self.graph.inserting_after(self.last):
-                self.last = self.made[given] = self.graph.placeholder(given.name)
-            self.last.meta["val"] = fake
-            set_graph_input(self.last, given)
+            with self.device:
+                record = NodeRecord(input=given)
+                self.made[given] = add_input(self.graph, given.name, record, make)
         return self.made[given]
 
 

@@ -7,21 +7,22 @@ The counts of a layer become a graph input, which the program owns. A process th
 the experts of others counts what it sends: ids [T, k] of its own tokens, of all experts.
 """
 
+from functools import partial
+
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import Argument
 
 from atomc import ops
 from atomc.graph.canonical import value
-from atomc.graph.edit import insert
-from atomc.graph.inputs import set_graph_input, step_input
+from atomc.graph.edit import add_input, insert
+from atomc.graph.node_record import NodeRecord, record_of, step_input
 from atomc.graph.provenance import module_path
 from atomc.ops.inputs import ExpertCounts
 from atomc.ops.op import op_of
 from atomc.ops.op_traits import Kind
 from atomc.rewriting.graph_pass import Context, Outcome
 from atomc.rewriting.rewrite import Fired
-from atomc.torch_compat.tracing import fake_mode_of
 
 
 def expert_load(gm: GraphModule, context: Context) -> Outcome:
@@ -44,7 +45,13 @@ def expert_load(gm: GraphModule, context: Context) -> Outcome:
 
 def _counted(node: Node, slots: Node, number: int) -> Fired:
     ids, chosen_by_router = _choices(node)
-    counts = _counts(node, ExpertCounts(number, module_path(node), chosen_by_router))
+    counted = ExpertCounts(number, module_path(node), chosen_by_router)
+    counts = add_input(
+        node.graph,
+        counted.name,
+        NodeRecord(input=counted),
+        partial(torch.empty, counted.experts, dtype=torch.int64, device=value(node).device),
+    )
     made = insert(node, ops.count_experts.overload, ids, slots, counts)
     return Fired("expert_load", node, {}, set(), [made])
 
@@ -63,23 +70,10 @@ def _choices(node: Node) -> tuple[Argument, int]:
         return given["ids"], value(places).shape[1]
     weight = given["w2"]
     assert isinstance(weight, Node)
-    return ids, len(value(weight)) - node.meta.get("shared_experts", 0)
+    return ids, len(value(weight)) - record_of(node).shared_experts
 
 
 def _arguments(node: Node) -> dict[str, Argument]:
     op = op_of(node.target)
     assert op is not None
     return op.bind(*node.args, **node.kwargs)
-
-
-def _counts(node: Node, given: ExpertCounts) -> Node:
-    """The graph input of a layer's counts."""
-    graph, mode = node.graph, fake_mode_of(node.graph)
-    assert mode is not None
-    with mode:
-        fake = torch.empty(given.experts, dtype=torch.int64, device=value(node).device)
-    with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
-        made = graph.placeholder(given.name)
-    made.meta["val"] = fake
-    set_graph_input(made, given)
-    return made

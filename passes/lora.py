@@ -14,19 +14,18 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from atomc import ops
 from atomc.graph.canonical import value
-from atomc.graph.edit import infer
-from atomc.graph.inputs import set_graph_input, step_input
+from atomc.graph.edit import add_input, infer
+from atomc.graph.node_record import NodeRecord, record_of, step_input
 from atomc.graph.provenance import inherited, layer_of, module_path
 from atomc.ops.inputs import GraphInput, LoraShape, LoraWeights, StepInput
 from atomc.ops.op import op_of
 from atomc.ops.op_traits import Kind
 from atomc.rewriting.graph_pass import Context, Outcome
 from atomc.rewriting.rewrite import Fired
-from atomc.torch_compat.tracing import fake_mode_of
 
 aten = torch.ops.aten
 
@@ -43,7 +42,7 @@ def lora(gm: GraphModule, context: Context) -> Outcome:
     ]
     if not sites:
         return done
-    rows = _rows(gm)
+    rows = _rows(gm.graph)
     for number, (node, paths, x) in enumerate(sites):
         done.fired.append(_add(node, paths, x, rows, number, context.lora))
     return done
@@ -70,7 +69,7 @@ def _merged(node: Node) -> list[tuple[str, int]]:
     if (
         split is None
         or split.target is not aten.split_with_sizes.default
-        or not str(split.meta.get("made_by", "")).startswith("merge_")
+        or not record_of(split).made_by.startswith("merge_")
     ):
         return []
     parts = {int(str(part.args[1])): part for part in split.users}
@@ -93,19 +92,22 @@ def _input(node: Node) -> Node | None:
     return x if value(x).dtype == value(node).dtype else None
 
 
-def _rows(gm: GraphModule) -> Node:
+def _rows(graph: Graph) -> Node:
     """The graph input with the adapter of each row of the step."""
     ids = next(
         node
-        for node in gm.graph.find_nodes(op="placeholder")
+        for node in graph.find_nodes(op="placeholder")
         if (given := step_input(node))
         and given.field in ("input_ids", "hidden")
         and given.dim is None
     )
     tokens, device = value(ids).shape[0], value(ids).device
-    return _graph_input(
-        gm, StepInput("lora_rows"), lambda: torch.empty(tokens, dtype=torch.int32, device=device)
-    )
+    rows = partial(torch.empty, tokens, dtype=torch.int32, device=device)
+    return _graph_input(graph, StepInput("lora_rows"), rows)
+
+
+def _graph_input(graph: Graph, given: GraphInput, make: Callable[[], Tensor]) -> Node:
+    return add_input(graph, given.name, NodeRecord(input=given), make)
 
 
 def _add(
@@ -116,8 +118,7 @@ def _add(
     number: int,
     shape: LoraShape,
 ) -> Fired:
-    graph, gm, found = node.graph, node.graph.owning_module, value(x)
-    assert gm is not None
+    graph, found = node.graph, value(x)
     names, widths = tuple(path for path, _ in paths), tuple(width for _, width in paths)
     sizes: dict[str, tuple[int, ...]] = {
         "lora_a": (shape.adapters, len(widths) * shape.rank, int(found.shape[-1])),
@@ -125,7 +126,7 @@ def _add(
     }
     weights = [
         _graph_input(
-            gm,
+            graph,
             LoraWeights(number, role, names, widths, size, found.dtype),
             partial(found.new_empty, size),
         )
@@ -139,15 +140,3 @@ def _add(
     infer(made)
     node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
     return Fired("lora", node, {"rank": shape.rank, "layers": len(widths)}, set(), [made])
-
-
-def _graph_input(gm: GraphModule, given: GraphInput, make: Callable[[], Tensor]) -> Node:
-    mode = fake_mode_of(gm.graph)
-    assert mode is not None
-    with mode:
-        fake = make()
-    with gm.graph.inserting_after(gm.graph.find_nodes(op="placeholder")[-1]):
-        made = gm.graph.placeholder(given.name)
-    made.meta["val"] = fake
-    set_graph_input(made, given)
-    return made

@@ -6,6 +6,7 @@ are added here.
 """
 
 from collections.abc import Hashable
+from dataclasses import replace
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -13,6 +14,8 @@ from torch.fx.node import Argument
 
 from atomc import ops
 from atomc.graph.canonical import arguments_of, value
+from atomc.graph.edit import add_input
+from atomc.graph.node_record import NodeRecord, record_of, set_record
 from atomc.ops.op import Attribute, Extra
 from atomc.ops.op_traits import Kind
 from atomc.rewriting.graph_pass import Context, Outcome
@@ -36,9 +39,11 @@ def lower(gm: GraphModule, context: Context) -> Outcome:
             node.target = op.reference
         else:
             _call_kernel(gm.graph, node, op, kernel, extras, shared)
-        node.meta["op"] = op.name
+        provider = "" if kernel is None else kernel.provider
+        set_record(node, replace(record_of(node), op=op.name, kernel=provider))
         fired.append(Fired("lower", node, {"op": op.name}))
-    return Outcome(fired, extras=[node.meta["extra"] for node in extras.values()])
+    records = map(record_of, extras.values())
+    return Outcome(fired, extras=[record.extra for record in records if record.extra is not None])
 
 
 def _call_kernel(
@@ -59,23 +64,24 @@ def _call_kernel(
             continue
         key: Hashable = (*weights, prepare, attributes)
         if key not in extras:
-            extras[key] = _placeholder(graph, f"prepared_{len(extras)}")
-            inputs = tuple(weight.name if weight is not None else None for weight in weights)
-            extras[key].meta["extra"] = Extra(
+            extras[key] = add_input(graph, f"prepared_{len(extras)}", NodeRecord())
+            extra = Extra(
                 "prepared",
                 extras[key].name,
                 prepare,
-                inputs,
+                tuple(weight.name if weight is not None else None for weight in weights),
                 attributes,
                 _bytes_of_results(node) if Kind.WEIGHT in op.kind else None,
                 kernel.keeps_original,
             )
+            set_record(extras[key], NodeRecord(extra=extra))
         added[names[0]] = extras[key]
     if kernel.plan is not None:
         key = kernel.plan
         if key not in extras:
-            extras[key] = _placeholder(graph, f"plan_{len(extras)}")
-            extras[key].meta["extra"] = Extra("plan", extras[key].name, kernel.plan)
+            extras[key] = add_input(graph, f"plan_{len(extras)}", NodeRecord())
+            extra = Extra("plan", extras[key].name, kernel.plan)
+            set_record(extras[key], NodeRecord(extra=extra))
         added["plan"] = extras[key]
     with graph.inserting_before(node):
         if kernel.workspace is not None:
@@ -84,17 +90,17 @@ def _call_kernel(
             added["workspace"] = graph.call_function(
                 torch.empty, (size,), {"dtype": torch.uint8, "device": device}
             )
-            size.meta["kernel"] = added["workspace"].meta["kernel"] = kernel.provider
+            for part in (size, added["workspace"]):
+                set_record(part, NodeRecord(kernel=kernel.provider))
         if kernel.shared is not None:
             constants = kernel.shared.constants(**arguments_of(node, op))
             given = (*map(arguments.get, kernel.shared.inputs), *constants)
             key = (kernel.shared.function, *given)
             if key not in shared:
                 shared[key] = graph.call_function(kernel.shared.function, given)
-                shared[key].meta["kernel"] = kernel.provider
+                set_record(shared[key], NodeRecord(kernel=kernel.provider))
             added["shared"] = shared[key]
     node.target = kernel.function
-    node.meta["kernel"] = kernel.provider
     if added:
         node.args, node.kwargs = (), {**arguments, **added}
 
@@ -108,8 +114,3 @@ def _bytes_of_results(node: Node) -> int:
     made = value(node)
     results = [made] if isinstance(made, torch.Tensor) else made
     return sum(int(each.nbytes) for each in results)
-
-
-def _placeholder(graph: Graph, name: str) -> Node:
-    with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
-        return graph.placeholder(name)

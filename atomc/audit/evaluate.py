@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Argument
 
-from atomc.graph.inputs import step_input
 from atomc.graph.mutation import mutated
+from atomc.graph.node_record import step_input
 from atomc.ops.formats import HALVES
 from atomc.ops.inputs import StepInput
 from atomc.ops.op import op_of

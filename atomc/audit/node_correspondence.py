@@ -6,6 +6,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from atomc.graph.canonical import value
+from atomc.graph.node_record import record_of
 from atomc.graph.sizes import same_shape
 
 
@@ -37,8 +38,9 @@ class NodeCorrespondence:
         self._replaced_by[old.name] = new
 
     def _erased(self, node: Node) -> None:
-        if "site" in node.meta:
-            self._absorbed.append((node.meta["site"][0], frozenset(node.meta.get("origins", ()))))
+        record = record_of(node)
+        if record.site is not None:
+            self._absorbed.append((record.site[0], record.origins))
 
     def end(self) -> None:
         """Stop recording after the last pass; lowering only assigns kernels to nodes."""
@@ -50,9 +52,11 @@ class NodeCorrespondence:
         """The rewrites that produced a node and the nodes that it absorbed; that of the node itself
         last.
         """
-        origins = node.meta.get("origins", frozenset())
-        names = {name: None for name, made_of in self._absorbed if made_of and made_of <= origins}
-        last = node.meta.get("site", ("", ""))[0]
+        record = record_of(node)
+        names = {
+            name: None for name, made_of in self._absorbed if made_of and made_of <= record.origins
+        }
+        last, _ = record.site or ("", "")
         return [name for name in names if name != last] + [last] * bool(last)
 
     def counterparts(self, graph: Graph) -> dict[Node, Node]:

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from atomc.audit.node_correspondence import NodeCorrespondence
 from atomc.graph.canonical import VIEWS, call
-from atomc.graph.inputs import is_cache
+from atomc.graph.node_record import is_cache, record_of
 from atomc.graph.provenance import layer_of, module_path, source_line
 from atomc.ops.op import op_of
 
@@ -75,7 +75,8 @@ def audit_sites(
     captured_order = {node: i for i, node in enumerate(correspondence.captured.graph.nodes)}
     sites = []
     for node in lowered.graph.nodes:
-        if "op" not in node.meta or node.op != "call_function":
+        record = record_of(node)
+        if not record.op or node.op != "call_function":
             continue
         outputs, between, whole = _outputs(node, captured_of)
         before = {a: b for a, b in pairs.items() if position[b] < position[node]}
@@ -83,12 +84,12 @@ def audit_sites(
         cached = _reads_cache(node) and _any_attends_to_cache(slices)
         if cached and not from_start:
             slices = []
-        rewrite, path = node.meta.get("site", ("lift", module_path(node)))
+        rewrite, path = record.site or ("lift", module_path(node))
         sites.append(
             AuditSite(
                 node,
-                node.meta["op"],
-                node.meta.get("kernel", "inline"),
+                record.op,
+                record.kernel or "inline",
                 rewrite,
                 tuple(correspondence.rewrites_of(node)),
                 path,

@@ -16,11 +16,12 @@ from atomc.capture.floats import restore_float_constants
 from atomc.capture.inline_regions import CannotInline, TracedRegions, inline, regions_of
 from atomc.capture.outline import outline
 from atomc.capture.regions import region_failure_note
-from atomc.capture.variable_floats import FloatInput, as_tensors
+from atomc.capture.variable_floats import as_tensors
 from atomc.errors import SharingError
-from atomc.graph.inputs import set_graph_input
 from atomc.graph.mutation import mutated
+from atomc.graph.node_record import NodeRecord, set_record
 from atomc.graph.provenance import module_path
+from atomc.graph.variable_float import FloatInput
 from atomc.ops.inputs import MODEL_INPUTS, StepInput
 from atomc.torch_compat.core import FakeTensor, FakeTensorMode, GraphFunction, Input
 from atomc.torch_compat.tracing import (
@@ -106,12 +107,16 @@ def capture(dynamo: GraphModule, example_inputs: Sequence[Input]) -> Captured:
             "from one base, which atomc does not support; pass tensors of their own memory"
         )
     for node, from_dynamo, given in zip(inputs, placeholders, example_inputs, strict=True):
-        node.meta["source"] = source_name(from_dynamo)
+        float_input = None
         if from_dynamo in floats and given is not None:
-            node.meta["float"] = FloatInput(from_dynamo, float(given))
+            float_input = FloatInput(from_dynamo, float(given))
         name, dim = argument_of(from_dynamo) or ("", None)
-        if name in MODEL_INPUTS:
-            set_graph_input(node, StepInput(name, dim=dim))
+        record = NodeRecord(
+            source=source_name(from_dynamo),
+            float_input=float_input,
+            input=StepInput(name, dim=dim) if name in MODEL_INPUTS else None,
+        )
+        set_record(node, record)
     return captured
 
 

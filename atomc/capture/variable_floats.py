@@ -8,7 +8,6 @@ of a norm. Then, and if anything else reads the float, it is a constant: Dynamo 
 
 import operator
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from torch.fx.node import Target
 
 from atomc.graph.canonical import value
 from atomc.graph.edit import insert
+from atomc.graph.node_record import record_of
 from atomc.graph.variable_float import VariableFloat
 from atomc.torch_compat.core import Input
 from atomc.torch_compat.float_inputs import TraceAgain, make_constants, varies
@@ -48,13 +48,6 @@ _WITH_NUMBER: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
 _WITH_TENSOR: dict[Target, Callable[..., Tensor]] = {
     with_number: op for op, with_number in _WITH_NUMBER.items()
 }
-
-
-class FloatInput(NamedTuple):
-    """A float input: its placeholder in Dynamo's graph, and its value in the first call."""
-
-    placeholder: Node
-    value: float
 
 
 def constant_floats(gm: GraphModule, inputs: Sequence[Input]) -> dict[int, float]:
@@ -183,8 +176,8 @@ def _read_tensors(graph: Graph, reader: Node) -> None:
 def show_as_numbers(graph: Graph) -> None:
     """Let arithmetic of the functional graph read numbers in the place of float inputs."""
     for placeholder in graph.find_nodes(op="placeholder"):
-        if "float" in placeholder.meta:
-            number = VariableFloat(placeholder.meta["float"].value, placeholder.name)
+        if float_input := record_of(placeholder).float_input:
+            number = VariableFloat(float_input.value, placeholder.name)
             casts = [user for user in placeholder.users if user.target is aten._to_copy.default]
             for operand in (placeholder, *casts):
                 _show_as_number(operand, number)
@@ -222,7 +215,8 @@ def show_as_tensors(graph: Graph, taken: Collection[str]) -> None:
     readers = readers_of_numbers(graph)
     constants = {*taken, *(name for node, name in readers.items() if not _is_arithmetic(node))}
     if constants:
-        raise TraceAgain([inputs[name].meta["float"].placeholder for name in constants])
+        float_inputs = [record_of(inputs[name]).float_input for name in constants]
+        raise TraceAgain([given.placeholder for given in float_inputs if given is not None])
     for node, name in readers.items():
         first = node.args[0]
         assert isinstance(first, Node)

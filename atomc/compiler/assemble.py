@@ -11,7 +11,7 @@ from atomc.cache.compiled import Compiled, combine_ranges, serialize_compiled
 from atomc.cache.generated import Function
 from atomc.compiler import ranges
 from atomc.compiler.lower_ranges import Lowered
-from atomc.graph.inputs import graph_input
+from atomc.graph.node_record import record_of
 from atomc.graph.profiler_ranges import profiled
 from atomc.ops.inputs import ExpertCounts, LoraWeights, StateInput, StepInput
 from atomc.ops.op import Extra
@@ -27,7 +27,8 @@ def assemble(
     state: Sequence[StateSpec],
 ) -> Compiled:
     """One callable of the functions for each range, which can be converted to plain data."""
-    inputs = [node for node in gm.graph.find_nodes(op="placeholder") if "extra" not in node.meta]
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    inputs = [node for node in placeholders if record_of(node).extra is None]
     extras, extras_of = _number_extras(len(inputs), lowered)
     dispatch, device = ranges.dispatch(gm, [one.tokens for one in lowered]), _device(gm)
     call = profiled(
@@ -39,7 +40,7 @@ def assemble(
     compiled = Compiled(
         call,
         inputs=[node.name for node in inputs],
-        packed={node.name: node.meta["packed"] for node in inputs if "packed" in node.meta},
+        packed={node.name: packed for node in inputs if (packed := record_of(node).packed)},
         step_inputs=_of_type(StepInput, inputs),
         state_inputs=_of_type(StateInput, inputs),
         expert_counts=_of_type(ExpertCounts, inputs),
@@ -73,7 +74,7 @@ def _number_extras(
 
 def _of_type(kind: type[T], inputs: Sequence[Node]) -> dict[str, T]:
     """The inputs that the runtime passes as this kind, by name."""
-    return {node.name: given for node in inputs if isinstance(given := graph_input(node), kind)}
+    return {node.name: given for node in inputs if isinstance(given := record_of(node).input, kind)}
 
 
 def _device(gm: GraphModule) -> str | None:

@@ -6,6 +6,8 @@ import sympy
 from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from atomc.graph.node_record import record_of
+
 
 def copy_numbers(graph: Graph, piece_of: dict[Node, int]) -> None:
     """Compute each number, such as T + 2, in every piece of glue that reads it, from T itself.
@@ -25,7 +27,7 @@ def copy_numbers(graph: Graph, piece_of: dict[Node, int]) -> None:
         return copies[node, piece]
 
     for reader in list(piece_of):
-        if "kernel" not in reader.meta:
+        if not record_of(reader).kernel:
             with graph.inserting_before(reader):
                 for node in reader.all_input_nodes:
                     reader.replace_input_with(node, copied(node, piece_of[reader]))

@@ -14,6 +14,7 @@ from atomc.compiler.phases import timed
 from atomc.compiler.select import Selection
 from atomc.compiler.weight_forms import WeightForms
 from atomc.graph.mutation import mutated, storage
+from atomc.graph.node_record import record_of
 from atomc.ops.op import Extra
 from atomc.report.report import Report
 from atomc.rewriting.graph_pass import Context, Pass
@@ -130,8 +131,8 @@ def _forms(gm: GraphModule, context: Context) -> WeightForms:
         if isinstance(given, nn.Parameter)
     }
     for node in inputs:
-        if "packed" in node.meta and node.meta["packed"].parts[0] in parameters:
-            parameters[node.name] = parameters[node.meta["packed"].parts[0]]
+        if (packed := record_of(node).packed) and packed.parts[0] in parameters:
+            parameters[node.name] = parameters[packed.parts[0]]
     return WeightForms(
         context.platform,
         owned=context.owned,
@@ -152,7 +153,7 @@ def _preparable(gm: GraphModule, context: Context) -> dict[str, str | None]:
     }
     written = {storage(target).name for node in gm.graph.nodes for target in mutated(node)}
     weights |= dict.fromkeys(written, "the graph writes it in each call")
-    return weights | {node.name: None for node in inputs if "packed" in node.meta}
+    return weights | {node.name: None for node in inputs if record_of(node).packed}
 
 
 def copy_graph(gm: GraphModule) -> GraphModule:

@@ -17,6 +17,7 @@ from atomc.capture.structural_hash import structural_key
 from atomc.compiler.bind_sizes import bind_sizes, copy_numbers
 from atomc.files.json_types import JSONLike
 from atomc.graph.mutation import mutated
+from atomc.graph.node_record import record_of
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.torch_compat.core import FakeTensorMode, Input
@@ -52,7 +53,7 @@ def compile_glue(gm: GraphModule, patches: Mapping[str, JSONLike]) -> tuple[Func
     (TORCHINDUCTOR_CACHE_DIR).
     """
     mode, loaded = fake_mode_of(gm.graph), num_cache_hits()
-    kernels = [node for node in gm.graph.nodes if "kernel" in node.meta]
+    kernels = [node for node in gm.graph.nodes if record_of(node).kernel]
     if not kernels:
         return _by_inductor(gm, _examples(gm), mode, patches), "1 piece" + _known(loaded)
     _gather_parts(gm.graph)
@@ -146,7 +147,7 @@ def _piece_numbers(gm: GraphModule) -> dict[Node, int]:
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        kernel = "kernel" in node.meta or (bool(in_kernels) and _name(node) == "getitem")
+        kernel = bool(record_of(node).kernel) or (bool(in_kernels) and _name(node) == "getitem")
         if in_kernels is not None and kernel != in_kernels:
             current += 1
         in_kernels = kernel
@@ -160,23 +161,23 @@ def left_for_glue(gm: GraphModule) -> int:
     four.
     """
     number = _piece_numbers(gm)
-    if not any("kernel" in node.meta for node in number):
+    if not any(record_of(node).kernel for node in number):
         return sys.maxsize
     in_piece: Counter[int] = Counter()
     for node, piece in number.items():
         if (
-            "kernel" not in node.meta
+            not record_of(node).kernel
             and _name(node) not in _TRIVIAL
             and isinstance(node.meta.get("val"), Tensor)
         ):
-            in_piece[piece] += 4 if "op" in node.meta else 1
+            in_piece[piece] += 4 if record_of(node).op else 1
     return sum(count for count in in_piece.values() if count > 1)
 
 
 def worth_compiling(piece: GraphModule) -> bool:
     """Whether a piece holds glue that Inductor can make faster: neither kernels nor views only."""
     calls = [node for node in piece.graph.nodes if node.op == "call_function"]
-    return not any("kernel" in node.meta for node in calls) and any(
+    return not any(record_of(node).kernel for node in calls) and any(
         _name(node) not in _TRIVIAL for node in calls
     )
 

@@ -15,6 +15,7 @@ from atomc.errors import OptionsError, suggestion
 from atomc.files.json_types import JSONLike
 from atomc.graph.canonical import GENERIC, call
 from atomc.graph.graph_printer import graph_text
+from atomc.graph.node_record import record_of, set_record
 from atomc.graph.provenance import describe, layer_of, module_path, source_line
 from atomc.ops.op import op_of
 from atomc.report.records import Miss, Site, Stage
@@ -432,7 +433,8 @@ def record(
     log.debug("pass %s changed %d sites", p.name, len(fired))
     for f in fired:
         for made in f.made:
-            made.meta["site"] = (f.name, module_path(f.node))
+            site = (f.name, module_path(f.node))
+            set_record(made, replace(record_of(made), site=site))
     if p.cleanup:
         return
     for f in fired:

@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from atomc.graph.mutation import mutated, storage
+from atomc.graph.node_record import record_of
 
 
 def sink_pointwise(graph: Graph) -> None:
@@ -38,7 +39,7 @@ def sink_pointwise(graph: Graph) -> None:
 
 def _kernels_before(graph: Graph) -> dict[Node, int]:
     """Behind how many kernels each node is."""
-    kernels = itertools.accumulate("kernel" in node.meta for node in graph.nodes)
+    kernels = itertools.accumulate(bool(record_of(node).kernel) for node in graph.nodes)
     return dict(zip(graph.nodes, kernels, strict=True))
 
 
@@ -47,7 +48,7 @@ def _is_glue(node: Node) -> bool:
     random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     return (
         node.op == "call_function"
-        and "kernel" not in node.meta
+        and not record_of(node).kernel
         and isinstance(node.meta.get("val"), Tensor)
         and not random
     )

@@ -7,6 +7,7 @@ from atomc.cost import cost
 from atomc.cost.fusion_opportunities import fusion_opportunities
 from atomc.cost.moe_layers import moe_layers
 from atomc.cost.quantized_weights import quantized_weights
+from atomc.graph.node_record import origins_of, record_of
 from atomc.report.records import OpCost
 from atomc.report.report import Report
 from atomc.report.report_data import Machine
@@ -34,9 +35,7 @@ def summarize_graph(gm: GraphModule, context: Context, report: Report, *, glue_f
 
 def _op_cost(found: cost.NodeCost) -> OpCost:
     nodes = [node.name for node in found.nodes]
-    made_of = sorted(
-        set[str]().union(*(node.meta.get("origins", {node.name}) for node in found.nodes))
-    )
+    made_of = sorted(set[str]().union(*map(origins_of, found.nodes)))
     apart = str(found.apart) if found.apart != found.cost.bytes else ""
     return OpCost(
         found.op,
@@ -48,7 +47,7 @@ def _op_cost(found: cost.NodeCost) -> OpCost:
         nodes,
         made_of,
         apart,
-        str(found.nodes[-1].meta.get("made_by", "")),
+        record_of(found.nodes[-1]).made_by,
         found.rate,
         str(found.sent),
     )

@@ -7,6 +7,7 @@ from torch.fx import GraphModule, Node
 
 from atomc.cost.router import router_of
 from atomc.graph.canonical import arguments_of
+from atomc.graph.node_record import record_of
 from atomc.graph.provenance import layer_of, module_path
 from atomc.ops.op import Op, op_of
 from atomc.ops.op_traits import Arguments, Kind
@@ -33,7 +34,7 @@ def _moe_layer(node: Node, op: Op) -> MoeLayer:
     biases = [math.prod(x.shape) for name, x in stored.items() if name in ("b13", "b2")]
     path, router = module_path(node), router_of(op.bind(*node.args, **node.kwargs)["ids"])
     texts = [] if router is None else [_text(router)]
-    if shared := node.meta.get("shared_experts"):
+    if shared := record_of(node).shared_experts:
         texts.append(f"{shared} shared")
     return MoeLayer(
         path,

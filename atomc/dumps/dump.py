@@ -23,7 +23,7 @@ from torch.fx.node import Argument, Target
 from atomc.dumps.replay import RECORDED
 from atomc.graph.canonical import input_name
 from atomc.graph.expressions import Size, expression
-from atomc.graph.inputs import graph_input, step_input
+from atomc.graph.node_record import record_of, step_input
 from atomc.graph.provenance import module_path
 from atomc.ops.inputs import StateInput, StepInput
 from atomc.ops.op import REGISTRY, op_of
@@ -186,7 +186,7 @@ class _Code:
         arguments += [f"{key}={self.spell(argument)}" for key, argument in node.kwargs.items()]
         name = self._name(node.target)
         if "<locals>" in name or name.startswith("__main__."):  # not importable by another program
-            name = f"torch.ops.atom.{node.meta.get('op', name)}"
+            name = f"torch.ops.atom.{record_of(node).op or name}"
         return f"{name}({', '.join(arguments)})"
 
     def _name(self, target: Target) -> str:
@@ -269,16 +269,16 @@ class _Inputs:
     def recipes(self, known: dict[str, str]) -> Iterator[tuple[str, str]]:
         for node in self.placeholders:
             # Each range of token counts has its own prepared weights.
-            if node.name not in known or "extra" in node.meta:
+            if node.name not in known or record_of(node).extra is not None:
                 yield node.name, self._recipe(node)
 
     def _recipe(self, node: Node) -> str:
-        value = node.meta.get("val")
-        if "packed" in node.meta:
-            parts, zero_rows = node.meta["packed"]
+        value, record = node.meta.get("val"), record_of(node)
+        if record.packed is not None:
+            parts, zero_rows = record.packed
             return f"Packed({parts}{f', zero_rows={zero_rows}' if zero_rows else ''})"
-        if "extra" in node.meta and node.meta["extra"].kind == "prepared":
-            extra = node.meta["extra"]
+        extra = record.extra
+        if extra is not None and extra.kind == "prepared":
             attributes = f", attributes={extra.attributes}" if extra.attributes else ""
             return (
                 f"Prepared({extra.function.__module__!r}, {extra.function.__qualname__!r}, "
@@ -303,7 +303,7 @@ class _Inputs:
             return None
         T = _concrete(rows.shape[-1])
         on = _device_argument(value)
-        match graph_input(node):
+        match record_of(node).input:
             case StepInput("slots"):
                 return f"torch.arange({T}{on})"
             case StepInput("block_tables"):

@@ -17,6 +17,7 @@ from torch.fx import Node
 from torch.fx.node import Argument, Target
 
 from atomc.graph.expressions import expression
+from atomc.graph.node_record import record_of
 from atomc.graph.sizes import known_equal
 from atomc.ops.formats import HALVES
 from atomc.ops.op import Op, op_of
@@ -55,6 +56,9 @@ Value: TypeAlias = (
 Attr: TypeAlias = (
     "Argument | Capture | Tensor | Callable[..., Tensor | tuple[Tensor, ...]] | tuple[Attr, ...]"
 )
+
+
+_CACHED_CALL = "atomc.call"
 
 
 @dataclass
@@ -107,10 +111,11 @@ def call(node: Node) -> Call:
     source = node.args[0] if node.target is operator.getitem else None
     split = source.args if isinstance(source, Node) else ()
     key: CallKey = (node.target, node.args, dict(node.kwargs), split)
-    known: tuple[CallKey, Call] | None = node.meta.get("canonical")
-    if known is None or known[0] != key:
-        known = node.meta["canonical"] = (key, _call(node))
-    return known[1]
+    # Metadata is copied with a node, so the cached call says whose it is.
+    cached: tuple[Node, CallKey, Call] | None = node.meta.get(_CACHED_CALL)
+    if cached is None or cached[0] is not node or cached[1] != key:
+        cached = node.meta[_CACHED_CALL] = (node, key, _call(node))
+    return cached[2]
 
 
 def _call(node: Node) -> Call:
@@ -403,7 +408,7 @@ def _defaults(node: Node, op: str) -> dict[str, Attr]:
 
 def input_name(placeholder: Node) -> str:
     """The user's name of an input: the name of the argument, or the path of the parameter."""
-    source = placeholder.meta.get("source")
+    source = record_of(placeholder).source
     if not source:
         return placeholder.name
     keys = [

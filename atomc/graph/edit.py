@@ -4,10 +4,11 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.fx.node import Argument
 
 from atomc.graph.canonical import value
+from atomc.graph.node_record import NodeRecord, set_record
 from atomc.torch_compat.tracing import fake_mode_of
 
 
@@ -18,9 +19,24 @@ def insert(
     graph = before.graph
     with graph.inserting_before(before):
         made = graph.call_function(target, args, kwargs)
-    made.meta = {key: item for key, item in before.meta.items() if key not in ("val", "canonical")}
+    made.meta = {key: item for key, item in before.meta.items() if key != "val"}
     infer(made)
     return made
+
+
+def add_input(
+    graph: Graph, name: str, record: NodeRecord, make: Callable[[], Tensor] | None = None
+) -> Node:
+    """A new input behind all others. make: returns its fake value."""
+    with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
+        node = graph.placeholder(name)
+    set_record(node, record)
+    if make is not None:
+        mode = fake_mode_of(graph)
+        assert mode is not None
+        with mode:
+            node.meta["val"] = make()
+    return node
 
 
 def copy_with(node: Node, before: Node, operands: Mapping[Node, Node]) -> Node:
@@ -28,7 +44,6 @@ def copy_with(node: Node, before: Node, operands: Mapping[Node, Node]) -> Node:
     with node.graph.inserting_before(before):
         made = node.graph.node_copy(node, lambda operand: operands.get(operand, operand))
     del made.meta["val"]
-    made.meta.pop("canonical", None)
     infer(made)
     return made
 

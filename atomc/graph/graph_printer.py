@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import Argument
 
 from atomc.graph.canonical import Value, input_name
+from atomc.graph.node_record import record_of
 from atomc.graph.provenance import layer_of, module_path, source_line
 from atomc.graph.step_symbols import symbols_of
 
@@ -139,10 +140,9 @@ def _name(node: Node) -> str:
         return f".{node.target}"
     if isinstance(node.target, torch._ops.OpOverload):
         return str(node.target.overloadpacket)
-    if "kernel" in node.meta and "op" in node.meta:
-        return f"{node.meta['kernel']}.{node.meta['op']}"
-    if "op" in node.meta:
-        return f"inline.{node.meta['op']}"
+    record = record_of(node)
+    if record.op:
+        return f"{record.kernel or 'inline'}.{record.op}"
     return str(getattr(node.target, "__name__", node.target))
 
 

@@ -4,6 +4,7 @@ import operator
 
 from torch.fx import Node
 
+from atomc.graph.node_record import record_of
 from atomc.ops.op import REGISTRY
 
 
@@ -26,7 +27,7 @@ def _viewed(node: Node) -> Node | None:
 
 def mutated(node: Node) -> list[Node]:
     """The tensors that a node writes in place."""
-    if (op := REGISTRY.get(node.meta.get("op", ""))) is not None:
+    if (op := REGISTRY.get(record_of(node).op)) is not None:
         # Lowered: a function, of the op's arguments and perhaps more, which then have names.
         named = op.signature.bind_partial(*node.args).arguments
         targets = [{**named, **node.kwargs}.get(name) for name in op.mutates]

@@ -10,18 +10,18 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from atomc.graph.canonical import spell
+from atomc.graph.node_record import NodeRecord, origins_of
 
 # nn_module_stack of a node, the innermost module last: key -> (path, class or its name).
 Stack = Mapping[str, tuple[str, type[nn.Module] | str]]
 
 
 class Provenance(TypedDict):
-    """Metadata of a node that a rewrite made. origins: names of the nodes of the traced graph."""
+    """Metadata of a node that a rewrite made; `atomc` is the key RECORD."""
 
     nn_module_stack: Stack
     stack_trace: str | None
-    origins: set[str]
-    made_by: str
+    atomc: NodeRecord
 
 
 _NOT_USER_CODE = {
@@ -106,17 +106,18 @@ def describe(node: Node) -> str:
     return spell(node) + (f" in {path}" if path else "") + (f" ({line})" if line else "")
 
 
-def inherited(matched: Iterable[Node], first_output: Node, rewrite: str) -> Provenance:
+def inherited(
+    matched: Iterable[Node], first_output: Node, rewrite: str, consumed: tuple[str, ...] = ()
+) -> Provenance:
     """Metadata of the nodes that replace `matched`: common module, the first output's line, all
-    origins.
+    origins, and the ops that they consume.
     """
     matched = list(matched)
-    origins: set[str] = set().union(*(node.meta.get("origins", {node.name}) for node in matched))
+    origins = frozenset[str]().union(*map(origins_of, matched))
     return {
         "nn_module_stack": _common_stack(matched),
         "stack_trace": first_output.meta.get("stack_trace"),
-        "origins": origins,
-        "made_by": rewrite,
+        "atomc": NodeRecord(made_by=rewrite, origins=origins, consumed=consumed),
     }
 
 

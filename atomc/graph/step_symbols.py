@@ -10,7 +10,7 @@ from torch.fx import Graph
 
 from atomc.graph.canonical import value
 from atomc.graph.expressions import Size, expression
-from atomc.graph.inputs import step_input
+from atomc.graph.node_record import step_input
 from atomc.ops.inputs import StepInput
 
 T, R, S, C, N = sympy.symbols("T R S C N", positive=True, integer=True)

@@ -75,7 +75,7 @@ def spread_strides(graph: Graph, node: Node, before: Tensor, values: Values) -> 
     for target, args, kwargs in _copy_with_strides_of(before):
         with graph.inserting_after(last):
             last = graph.call_function(target, (last, *args), kwargs)
-        last.meta.update({key: item for key, item in node.meta.items() if key != "canonical"})
+        last.meta.update(node.meta)
         last.meta["val"] = values.of(last)
     for reader in readers:
         reader.replace_input_with(node, last)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch.fx import Graph, GraphModule, Node
 
 from atomc.graph.graph_printer import graph_text
+from atomc.graph.node_record import record_of
 from atomc.graph.provenance import module_path
 from atomc.graph.views import ZERO_COST, name_of
 from atomc.token_range import ALL_TOKENS
@@ -47,10 +48,11 @@ def labels_of(graph: Graph) -> dict[str, str]:
     return {
         node.name: label_of(node)
         for node in graph.nodes
-        if node.op == "call_function" and ("op" in node.meta or name_of(node) not in ZERO_COST)
+        if node.op == "call_function" and (record_of(node).op or name_of(node) not in ZERO_COST)
     }
 
 
 def label_of(node: Node) -> str:
-    by = f" [{node.meta['kernel']}]" if "kernel" in node.meta else ""
+    kernel = record_of(node).kernel
+    by = f" [{kernel}]" if kernel else ""
     return f"{module_path(node) or '-'}: {name_of(node)}{by}"

@@ -1,5 +1,16 @@
 """A float argument of the compiled function, as passes see it."""
 
+from typing import NamedTuple
+
+from torch.fx import Node
+
+
+class FloatInput(NamedTuple):
+    """A float input: its placeholder in Dynamo's graph, and its value in the first call."""
+
+    placeholder: Node
+    value: float
+
 
 class VariableFloat(float):
     """The value that an input of this name has in the first call; equal to nothing but itself.

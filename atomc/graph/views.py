@@ -5,6 +5,7 @@ import operator
 from torch.fx import Node
 
 from atomc.graph.canonical import Call, call, dims_of
+from atomc.graph.node_record import record_of
 
 # Views, assertions and allocations: they move no data.
 ZERO_COST = frozenset({
@@ -30,7 +31,8 @@ def name_of(node: Node) -> str:
         return schema.partition("::")[2]
     if node.target is operator.getitem:
         return "getitem"
-    return str(node.meta.get("op") or getattr(node.target, "__name__", node.target))
+    op, target = record_of(node).op, node.target
+    return op or (target if isinstance(target, str) else str(getattr(target, "__name__", target)))
 
 
 def view_base(node: Node) -> Node:

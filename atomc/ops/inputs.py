@@ -1,8 +1,8 @@
 """What the runtime passes to an input of a compiled graph: a tensor of the step, the size of one, a
 tensor of the state, counts of experts, or weights of LoRA adapters.
 
-It is metadata of the input's node (atomc.graph.inputs) and part of the compiled graph. `name` is
-only used in dumps.
+It is in the record of the input's node (atomc.graph.node_record) and part of the compiled graph.
+`name` is only used in dumps.
 """
 
 from dataclasses import dataclass

@@ -22,7 +22,7 @@ from torch.fx.node import Argument
 from atomc.compiler.partition import structural_hash
 from atomc.graph.canonical import value
 from atomc.graph.expressions import Size, expression
-from atomc.graph.inputs import graph_input, step_input
+from atomc.graph.node_record import record_of, step_input
 from atomc.graph.step_symbols import C, R, S, T, symbols_of
 from atomc.graph.views import ZERO_COST, name_of
 from atomc.ops.inputs import StateInput, StepInput
@@ -90,7 +90,7 @@ class KernelTimer:
             args = self._inputs(inputs)
             call = (
                 inline(piece)
-                if inline and not any("kernel" in node.meta for node in group)
+                if inline and not any(record_of(node).kernel for node in group)
                 else piece.forward
             )
             sets = [args] + [self._inputs(inputs) for _ in range(self._copies(args) - 1)]
@@ -147,7 +147,7 @@ class KernelTimer:
 
     def _spec(self, node: Node) -> StateSpec | None:
         """Of the state that the runtime allocates for this input."""
-        match graph_input(node):
+        match record_of(node).input:
             case StateInput(number, is_scale=False):
                 return self.specs[number]
         return None
@@ -205,7 +205,7 @@ class KernelTimer:
 
     def _step_value(self, node: Node) -> Argument:
         """An input that the runtime passes; None for other inputs, scales and weights."""
-        match graph_input(node):
+        match record_of(node).input:
             case StepInput() as step_field:
                 return step_field.of(self.step)
             case StateInput(number, role, is_scale=False):
@@ -213,8 +213,7 @@ class KernelTimer:
                     self.sizes.S * self.columns, self.block_size, self.device, slots=self.sizes.S
                 )[role]
                 return state.copy_(self._random(state))
-        if "extra" in node.meta:
-            extra = node.meta["extra"]
+        if (extra := record_of(node).extra) is not None:
             if extra.kind == "plan":
                 plan: tuple[Tensor, ...] = extra.function(self.step, self.specs)
                 return plan
@@ -255,7 +254,7 @@ def _belongs_to_reader(node: Node) -> bool:
     added for it.
     """
     return node.op == "call_function" and (
-        "val" not in node.meta or ("op" not in node.meta and _is_view(node))
+        "val" not in node.meta or (not record_of(node).op and _is_view(node))
     )
 
 

@@ -16,7 +16,7 @@ from torch.fx.proxy import GraphAppendingTracer, Proxy
 from atomc.graph.canonical import Attr, call, value
 from atomc.graph.edit import infer, nodes_between
 from atomc.graph.mutation import mutated
-from atomc.graph.provenance import describe, inherited
+from atomc.graph.provenance import Provenance, describe, inherited
 from atomc.graph.sizes import same_shape
 from atomc.graph.strides import Values, same_strides, spread_strides
 from atomc.rewriting.example import ExampleValue, OneOf
@@ -306,7 +306,7 @@ def _replace(
     attrs = rewrite.attrs(**_values(site)) if callable(rewrite.attrs) else rewrite.attrs
     outputs, matched = site.outputs(), site.nodes()
     consumed = tuple(call(node).op for node in matched)
-    meta = {**inherited(site.matched.values(), outputs[0], rewrite.name), "consumed": consumed}
+    meta = inherited(site.matched.values(), outputs[0], rewrite.name, consumed)
     last = max(matched)
     before = last.next
     with graph.inserting_before(before):
@@ -355,7 +355,7 @@ def _results(graph: Graph, rewrite: Rewrite, site: Site) -> list[Node]:
     return [graph.call_function(operator.getitem, (whole, i)) for i in range(count)]
 
 
-def _as_seen(graph: Graph, site: Site, new: Node, output: Node, meta: Mapping[str, object]) -> Node:
+def _as_seen(graph: Graph, site: Site, new: Node, output: Node, meta: Provenance) -> Node:
     """The result in the shape of the replaced output, from which it differs by a skipped view."""
     view = next(node for node in site.skipped if call(node).op == "view")
     assert callable(view.target)
@@ -364,9 +364,7 @@ def _as_seen(graph: Graph, site: Site, new: Node, output: Node, meta: Mapping[st
     return seen
 
 
-def _describe_new_nodes(
-    made: list[Node], meta: Mapping[str, object], replaced: list[Tensor]
-) -> None:
+def _describe_new_nodes(made: list[Node], meta: Provenance, replaced: list[Tensor]) -> None:
     """Give new nodes their metadata. A single op has the value of the replaced outputs; other
     values are traced.
     """
@@ -376,8 +374,8 @@ def _describe_new_nodes(
             node.target, torch._ops.OpOverload
         ):
             raise TypeError(
-                f"replacement of {meta['made_by']!r} creates {node.format_node()}: a replacement "
-                "may only call atomc.ops and torch.ops.aten.<name>.<overload>"
+                f"replacement of {meta['atomc'].made_by!r} creates {node.format_node()}: a "
+                "replacement may only call atomc.ops and torch.ops.aten.<name>.<overload>"
             )
         node.meta.update(meta)
         if node.target is operator.getitem:

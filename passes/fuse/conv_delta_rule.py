@@ -174,7 +174,7 @@ def _fuse(site: _Site) -> Fired:
     made = insert(site.rule, op.overload, *bound.args, **bound.kwargs)
     consumed = tuple(call(node).op for node in together)
     nodes = site.replaced()
-    made.meta.update(inherited(nodes, site.rule, NAME), consumed=consumed)
+    made.meta.update(inherited(nodes, site.rule, NAME, consumed))
     replace(site.rule, made)
     _erase({*nodes} - {site.rule})
     attrs = {name: given[name] for name in ("activation", "scale", "rate_scale")}

@@ -11,7 +11,7 @@ rms_norm_quant; one of the two may do so alone.
 
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Argument
@@ -19,6 +19,7 @@ from torch.fx.node import Argument
 from atomc import ops
 from atomc.graph.canonical import call, value
 from atomc.graph.edit import infer
+from atomc.graph.node_record import record_of, set_record
 from atomc.graph.provenance import inherited
 from atomc.graph.sizes import known_equal, spell_shape
 from atomc.ops.op import op_of
@@ -153,7 +154,7 @@ def _fuse(first: _Norm, second: _Norm) -> Fired:
             made = last.graph.call_function(ops.rms_norm_pair.overload, (*operands, x["style"]))
     attrs = {name: x[name] for name in ("eps", "style", "scheme") if name in x.arguments}
     consumed = tuple(call(norm.node).op for norm in (first, second))
-    made.meta.update(inherited((first.node, second.node), first.node, NAME), consumed=consumed)
+    made.meta.update(inherited((first.node, second.node), first.node, NAME, consumed))
     infer(made)
     _replace(x, made, (0, 1, 4) if x.quantizes else (0,))
     _replace(y, made, (2, 3, 5) if y.quantizes else (5 if x.quantizes else 1,))
@@ -168,8 +169,8 @@ def _replace(norm: _Norm, made: Node, results: tuple[int, ...]) -> None:
         assert isinstance(at, int)
         with made.graph.inserting_after(made):
             new = made.graph.call_function(operator.getitem, (made, results[at]))
-        new.meta = {key: item for key, item in part.meta.items() if key != "canonical"}
-        new.meta.update(val=value(made)[results[at]], made_by=NAME)
+        new.meta = {**part.meta, "val": value(made)[results[at]]}
+        set_record(new, replace(record_of(part), made_by=NAME))
         part.replace_all_uses_with(new)
         made.graph.erase_node(part)
     if norm.quantizes:

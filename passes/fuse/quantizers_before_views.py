@@ -73,7 +73,7 @@ def _insert_view(behind: Node, result: Node, sizes: list[Argument]) -> Node:
     readers = list(result.users)
     with result.graph.inserting_after(behind):
         view = result.graph.call_function(_view, (result, sizes))
-    view.meta = {key: x for key, x in result.meta.items() if key not in ("val", "canonical")}
+    view.meta = {key: x for key, x in result.meta.items() if key != "val"}
     _infer(view)
     for reader in readers:
         reader.replace_input_with(result, view)

@@ -4,7 +4,7 @@
     x -+- linear(k_proj) -> k    =>    x - linear(packed) - split_with_sizes --+-> k
        +- linear(v_proj) -> v                                                  +-> v
 
-The packed parameters are new inputs of the graph: node.meta["packed"] is their PackedInput, see
+The packed parameters are new inputs of the graph: `packed` of their records is a PackedInput, see
 atomc.weights.packed. Any op whose `concat` allows it is merged, within a layer of the model.
 Results differ only by the order of additions in a wider matrix product.
 
@@ -16,6 +16,7 @@ import math
 import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -23,6 +24,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Argument
 
 from atomc.graph.canonical import VIEWS, call, input_name, value
+from atomc.graph.edit import add_input
+from atomc.graph.node_record import NodeRecord, record_of
 from atomc.graph.provenance import inherited, layer_of, module_path
 from atomc.graph.strides import Values, spread_strides
 from atomc.ops.op import Op, op_of
@@ -323,7 +326,7 @@ def _merge(
     widths = [value(node).shape[-1] for node in nodes]
     zero_rows = _zero_rows(group[0], sum(widths))
     packed = {
-        name: packed_input(graph, [linear.input(name) for linear in group], values, zero_rows)
+        name: packed_input(graph, [linear.input(name) for linear in group], zero_rows)
         for name in names
     }
     split_at = [*widths, zero_rows] if zero_rows else widths
@@ -336,10 +339,7 @@ def _merge(
         made.meta.update(inherited(nodes, first, kind))
         made.meta["val"] = values.of(made)
     for i, (node, part) in enumerate(zip(nodes, parts, strict=True)):
-        part.meta.update(
-            {key: item for key, item in node.meta.items() if key != "canonical"},
-            val=value(split)[i],
-        )
+        part.meta.update(node.meta, val=value(split)[i])
         node.replace_all_uses_with(part)
         graph.erase_node(node)
         spread_strides(graph, part, value(node), values)
@@ -354,17 +354,15 @@ def _zero_rows(linear: _Linear, rows: int) -> int:
     return -rows % ALIGNED_ROWS if value(linear.node).dtype.itemsize == 2 else 0
 
 
-def packed_input(graph: Graph, parts: list[Node], values: Values, zero_rows: int = 0) -> Node:
+def packed_input(graph: Graph, parts: list[Node], zero_rows: int = 0) -> Node:
     """A new input: the parameters behind each other, as rows of the first, and so many rows of
     zeros.
     """
     inputs = graph.find_nodes(op="placeholder")
-    number = sum("packed" in node.meta for node in inputs)
-    with graph.inserting_after(inputs[-1]):
-        made: Node = graph.placeholder(f"packed_{number}")
+    number = sum(record_of(node).packed is not None for node in inputs)
+    record = NodeRecord(packed=PackedInput(tuple(part.name for part in parts), zero_rows))
     first = value(parts[0])
-    with values.mode:  # a new fake tensor: inputs that share one count as one input
-        rows = sum(value(part).numel() for part in parts) // math.prod(first.shape[1:])
-        made.meta["val"] = first.new_empty((rows + zero_rows, *first.shape[1:]))
-    made.meta["packed"] = PackedInput(tuple(part.name for part in parts), zero_rows)
-    return made
+    rows = sum(value(part).numel() for part in parts) // math.prod(first.shape[1:])
+    size = (rows + zero_rows, *first.shape[1:])
+    # A new fake tensor: inputs that share one count as one input.
+    return add_input(graph, f"packed_{number}", record, partial(first.new_empty, size))

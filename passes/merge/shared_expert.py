@@ -13,7 +13,7 @@ shared expert is summed in fp32 with the others: one rounding less.
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch.fx.node import Argument
 
 from atomc.graph.canonical import VIEWS, call, input_name, keeps_last_dim, value
 from atomc.graph.edit import insert
+from atomc.graph.node_record import record_of, set_record
 from atomc.graph.provenance import describe, inherited
 from atomc.graph.sizes import known_equal, same_shape
 from atomc.graph.strides import Values
@@ -363,14 +364,15 @@ def _merge(site: _Site, parts: Mapping[str, list[Node]], values: Values) -> Fire
     routed, added = site.routed, site.added
     graph, experts = added.graph, len(value(routed["w2"]))
     replaced = [routed.node, added, *site.inner]
-    packed = {name: packed_input(graph, nodes, values) for name, nodes in parts.items()}
+    packed = {name: packed_input(graph, nodes) for name, nodes in parts.items()}
     ids = insert(added, aten.constant_pad_nd.default, routed["ids"], [0, 1], experts)
     weights = _weights(site)
     bound = routed.op.signature.bind(
         **{**routed.arguments, **packed, "ids": ids, "weights": weights}
     )
     made = insert(added, routed.op.overload, *bound.args, **bound.kwargs)
-    made.meta.update(inherited(replaced, routed.node, NAME), shared_experts=1)
+    made.meta.update(inherited(replaced, routed.node, NAME))
+    set_record(made, replace(record_of(made), shared_experts=1))
     [operand] = [node for node in call(added).operands if node in site.inner[:1]]
     routed.node.replace_all_uses_with(made)
     added.replace_all_uses_with(made if operand is routed.node else operand)

@@ -75,6 +75,6 @@ def _replace(node: Node, casts: list[Node]) -> Fired:
         made = node.graph.call_function(ops.linear_fp32.overload, (x, weight))
     replaced = [node, *casts]
     consumed = tuple(call(each).op for each in replaced)
-    made.meta.update(inherited(replaced, node, NAME), val=value(node), consumed=consumed)
+    made.meta.update(inherited(replaced, node, NAME, consumed), val=value(node))
     node.replace_all_uses_with(made)
     return Fired(NAME, node, {"stored": value(x).dtype}, {node, *casts}, [made], consumed)

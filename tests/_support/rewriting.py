@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 from atomc import passes
 from atomc.capture.functional import capture, dynamo_graph
 from atomc.compiler import pipeline
-from atomc.graph.inputs import graph_input, step_input
+from atomc.graph.node_record import record_of, step_input
 from atomc.ops.inputs import StateInput, StepInput
 from atomc.options import Options
 from atomc.platform import Platform
@@ -260,7 +260,7 @@ def _state_input(node: Node, added: Sequence[Node], rows: int) -> Tensor:
         rows,
     )
     tokens = tokens if isinstance(tokens, int) else tokens.node.hint
-    match graph_input(node):
+    match record_of(node).input:
         case StepInput("slots"):
             return torch.arange(tokens)
         case StepInput("block_tables"):

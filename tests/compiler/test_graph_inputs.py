@@ -14,7 +14,7 @@ from test_imports import PACKAGE, sources
 from torch import nn
 
 from atomc.capture.functional import capture, dynamo_graph
-from atomc.graph.inputs import graph_input
+from atomc.graph.node_record import record_of
 from atomc.loading.create_model import create_model
 from atomc.ops.inputs import MODEL_INPUTS, SCALES, StateInput, StepInput
 from atomc.ops.state import KINDS, GroupStep, Step
@@ -88,13 +88,15 @@ def test_a_program_whose_inputs_have_the_names_of_others_computes_the_same():
 
     def exchange(name, gm):
         nodes = [
-            node for node in gm.graph.find_nodes(op="placeholder") if graph_input(node) is not None
+            node
+            for node in gm.graph.find_nodes(op="placeholder")
+            if record_of(node).input is not None
         ]
         if name == "bind_state":
             before = [node.name for node in nodes]
             for node, other in zip(nodes, before[1:] + before[:1], strict=True):
                 node.name = node.target = other
-        names.update({graph_input(node): node.name for node in nodes})
+        names.update({record_of(node).input: node.name for node in nodes})
 
     expected, where = logits(compile_model(model_of(), OPTIONS))
     found, there = logits(compile_model(model_of(), OPTIONS, observers=[exchange]))
@@ -128,7 +130,7 @@ def captured(module, *args, dynamic=False, **kwargs):
 
     def backend(gm, inputs):
         graph = capture(dynamo_graph(gm, inputs, {}), inputs).graph.graph
-        found.extend(map(graph_input, graph.find_nodes(op="placeholder")))
+        found.extend(record_of(node).input for node in graph.find_nodes(op="placeholder"))
         return gm.forward
 
     torch._dynamo.reset()
@@ -325,7 +327,7 @@ def test_taking_a_name_apart_is_found(text):
     "text",
     [
         'given.field == "slots"',
-        'match graph_input(node):\n    case StepInput("slots" | "seq_lens"): pass',
+        'match record_of(node).input:\n    case StepInput("slots" | "seq_lens"): pass',
         'call["k_cache"].shape',
         'op(mutates=("k_cache", "v_cache"))',
         'options["kv_cache_dtype"]',

@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 import atomc
 from atomc.capture import functional
+from atomc.graph.node_record import record_of
 from atomc.torch_compat import tracing
 
 EAGER: dict[str, Any] = {"glue": "eager", "strict": True}
@@ -136,7 +137,7 @@ def test_inputs_have_the_numbers_and_sources_that_dynamo_gave_them() -> None:
     torch.testing.assert_close(out, model(X), rtol=0, atol=1e-5)
     placeholders = graphs[0].graph.find_nodes(op="placeholder")
     assert [node.name for node in placeholders] == [f"arg{i}_1" for i in range(1 + 4 * 4)]
-    assert len({node.meta["source"] for node in placeholders}) == len(placeholders)
+    assert len({record_of(node).source for node in placeholders}) == len(placeholders)
 
 
 def test_where_aot_autograd_does_something_around_the_graph_every_layer_is_traced(

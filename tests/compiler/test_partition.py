@@ -16,6 +16,7 @@ import atomc.compiler.partition
 from atomc import ops
 from atomc.capture import regions
 from atomc.compiler.partition import left_for_glue, structural_hash
+from atomc.graph.node_record import NodeRecord, set_record
 from atomc.torch_compat import inductor
 from atomc.torch_compat.inductor import num_cache_hits
 
@@ -226,9 +227,11 @@ def lowered(function: Any) -> GraphModule:
     gm = piece(function, X)
     for node in gm.graph.nodes:
         name = getattr(node.target, "__name__", "")
-        node.meta |= {"cos.default": {"kernel": object()}, "hypot.default": {"op": "f"}}.get(
-            name, {}
-        )
+        records = {
+            "cos.default": NodeRecord(kernel="triton"),
+            "hypot.default": NodeRecord(op="f"),
+        }
+        set_record(node, records.get(name, NodeRecord()))
     return gm
 
 

@@ -5,6 +5,7 @@ from torch.fx import Graph
 
 from atomc import ops
 from atomc.graph.mutation import mutated
+from atomc.graph.node_record import NodeRecord, set_record
 
 
 def test_a_lowered_call_writes_what_its_op_says_by_place_and_by_name() -> None:
@@ -18,12 +19,12 @@ def test_a_lowered_call_writes_what_its_op_says_by_place_and_by_name() -> None:
     by_name = graph.call_function(op.reference, (), {**given, "workspace": workspace})
     for call in (by_place, by_name):
         assert mutated(call) == []
-        call.meta["op"] = "kv_write"
+        set_record(call, NodeRecord(op="kv_write"))
         assert mutated(call) == [given[name] for name in op.mutates]
 
 
 def test_a_lowered_call_that_writes_nothing() -> None:
     graph = Graph()
     call = graph.call_function(torch.neg, (graph.placeholder("x"),))
-    call.meta["op"] = "silu_and_mul"
+    set_record(call, NodeRecord(op="silu_and_mul"))
     assert mutated(call) == []

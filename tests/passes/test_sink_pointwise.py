@@ -1,6 +1,7 @@
 """Glue moves behind the kernels that do not read it, to its first reader."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
@@ -10,6 +11,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from atomc.compiler.sink_pointwise import sink_pointwise
+from atomc.graph.node_record import NodeRecord, record_of, set_record
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
 
@@ -24,9 +26,9 @@ def sunk(
     for node in gm.graph.nodes:
         name = getattr(node.target, "__name__", "").partition(".")[0]
         if name in ("cos", "atan2"):
-            node.meta["kernel"] = object()
+            set_record(node, NodeRecord(kernel="triton"))
         if name in ("atan2", "hypot"):
-            node.meta["op"] = "kv_write"
+            set_record(node, replace(record_of(node), op="kv_write"))
             node.args, node.kwargs = (), dict(zip(("k", "k_cache"), node.args, strict=True))
     sink_pointwise(gm.graph)
     gm.graph.lint()

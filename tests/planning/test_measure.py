@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_plan import KV_HEADS, SMALL
 
-from atomc.graph.inputs import is_cache
+from atomc.graph.node_record import is_cache, record_of
 from atomc.planning.device_model import build_model
 from atomc.planning.measure import KernelTimer, Sizes, measure_peaks, time_call
 from atomc.planning.plan_report import Workload
@@ -62,7 +62,7 @@ def test_a_step_is_made_up_as_the_runtime_would_pass_it(lowered):
 def test_inputs_have_the_sizes_of_the_step(lowered):
     bench = bench_of(lowered, Workload(5, 2, 32))
     attention = next(
-        node for node in bench.gm.graph.nodes if node.meta.get("op") == "paged_attention"
+        node for node in bench.gm.graph.nodes if record_of(node).op == "paged_attention"
     )
     piece, inputs = bench._piece([attention])
     given = dict(zip((node.name for node in inputs), bench._inputs(inputs), strict=True))
@@ -74,7 +74,7 @@ def test_inputs_have_the_sizes_of_the_step(lowered):
 
 def test_views_come_along_so_that_halves_of_a_tensor_stay_neighbours(lowered):
     bench = bench_of(lowered, Workload(3, 3, 32))
-    gated = next(node for node in bench.gm.graph.nodes if node.meta.get("op") == "silu_and_mul")
+    gated = next(node for node in bench.gm.graph.nodes if record_of(node).op == "silu_and_mul")
     piece, inputs = bench._piece([gated])
     (packed,) = bench._inputs(inputs)
     assert packed.shape == (3, 2 * SMALL["intermediate_size"])

@@ -11,6 +11,7 @@ from atomc import ops
 from atomc.compiler.pipeline import PassError, check_order, selected
 from atomc.errors import OptionsError
 from atomc.graph.canonical import call
+from atomc.graph.node_record import record_of
 from atomc.options import Options
 from atomc.platform import Platform
 from atomc.rewriting.example import tensor_example
@@ -316,8 +317,8 @@ def test_new_nodes_know_where_they_come_from():
     graph = functional_graph(function, X, Y, W)
     [fired], _ = apply(graph, Rewrite("again", scaled, replaced, example), Index(graph))
     for node in fired.made:
-        assert node.meta["made_by"] == "again" and "test_match.py" in node.meta["stack_trace"]
-        assert node.meta["origins"] == {"exp", "mul", "add"} and node.meta["val"].shape == (3, 8)
+        assert record_of(node).made_by == "again" and "test_match.py" in node.meta["stack_trace"]
+        assert record_of(node).origins == {"exp", "mul", "add"} and node.meta["val"].shape == (3, 8)
 
 
 def test_a_guard_gets_the_arguments_by_name_and_its_sentence_is_the_reason():

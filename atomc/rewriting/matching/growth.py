@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from atomc.graph.canonical import COMMUTATIVE, VIEWS, call, keeps_last_dim, readers, spell, value
+from atomc.graph.node_record import record_of
 from atomc.graph.provenance import describe
 from atomc.ops.op import op_of
 from atomc.ops.op_traits import Kind
@@ -227,11 +228,12 @@ class Growth:
         wanted, here = call(p), call(g)
         self.replaced.add(p)
         maker = here.operands[0] if here.op == "getitem" else g
-        if wanted.op in maker.meta.get("consumed", ()):
+        record = record_of(maker)
+        if wanted.op in record.consumed:
             self.note(
                 "taken",
                 f"exclusive use of {_wanted(p)}",
-                f"taken by {maker.meta['made_by']}",
+                f"taken by {record.made_by}",
                 g,
                 wanted.op,
             )

@@ -40,7 +40,7 @@ def replace_by_op(site: AttentionSite, moved: list[tuple[Node, torch.Tensor]]) -
         back = reshape(result, back, value(result).shape)
     made = nodes_between(before, result)
     consumed = tuple(call(node).op for node in walk.inside)
-    meta = {**inherited(walk.inside, result, "attention"), "consumed": consumed}
+    meta = inherited(walk.inside, result, "attention", consumed)
     for node in made:
         node.meta.update(meta)
     old.replace_all_uses_with(back)
