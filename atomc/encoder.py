@@ -5,22 +5,21 @@ P patches of W values, I tokens of images, E width of an image token's embedding
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from atomc.cache.compiled import Compiled, weight_inputs
-from atomc.cache.model_cache import ModelCache, TracedModel
+from atomc.cache.compiled import weight_inputs
+from atomc.cache.model_cache import CompiledModel
 from atomc.compiler.cudagraphs import why_syncing
-from atomc.errors import OURS
 from atomc.files.json_types import JSONLike
 from atomc.ops.inputs import PatchInputs
 from atomc.options import Options
 from atomc.platform import Platform
-from atomc.report import contract
+from atomc.program import load_or_trace
 from atomc.report.page_file import publish
-from atomc.report.report import Report, keep
 from atomc.torch_compat.core import Input
 from atomc.weights.freed import with_freed_parameters
 
@@ -47,25 +46,15 @@ class VisionModel(Protocol):
 class EncoderProgram:
     """model.encode_images as one callable: pixels [P, W] and grids -> embeddings [I, E].
 
-    inputs, arguments  as in atomc.cache.model_cache.TracedModel
     report  the report of the compiler
     """
 
-    def __init__(
-        self,
-        model: VisionModel,
-        compiled: Compiled,
-        inputs: Sequence[Input],
-        arguments: Sequence[tuple[str, int | None] | None],
-        report: Report,
-        *,
-        owned: bool,
-    ):
-        self.report = report
+    def __init__(self, model: VisionModel, loaded: CompiledModel, *, owned: bool):
+        self.report, compiled = loaded.report, loaded.compiled
         self._model, self._call = model, compiled.call
-        self._inputs: list[Input] = list(inputs)
+        self._inputs: list[Input] = list(loaded.inputs)
         self._arguments = [
-            (i, *argument) for i, argument in enumerate(arguments) if argument is not None
+            (i, *argument) for i, argument in enumerate(loaded.arguments) if argument is not None
         ]
         weights = weight_inputs(compiled, self.report.notes)
         make = weights.materialize_and_free if owned else weights.materialize
@@ -127,29 +116,17 @@ def compile_encoder(
     debug.
     """
     chosen = Options.of(options)
-    where = platform or Platform.detect(next(model.parameters()).device.type)
-    cache = ModelCache(model, chosen, where, TAKES, owned=owned, observed=False)
-    found = cache.load()
-    if found is not None:
-        report = keep(found.report)
-        parts = found.compiled, found.inputs, found.arguments
-    else:
-        traced = _traced(model, chosen, where, owned=owned)
-        report, parts = traced.report, (traced.compiled, traced.inputs, traced.arguments)
-        cache.store(traced)
-    report.treated = True
-    contract.check(report, chosen)
+    trace = partial(_trace, model, chosen, owned=owned)
+    loaded = load_or_trace(model, chosen, platform, TAKES, trace, owned=owned, observed=False)
     with torch.no_grad():
-        program = EncoderProgram(model, *parts, report, owned=owned)  # type: ignore[arg-type]
-    publish(report, chosen)
+        program = EncoderProgram(model, loaded, owned=owned)  # type: ignore[arg-type]
+    publish(loaded.report, chosen)
     return program
 
 
-def _traced(model: nn.Module, options: Options, platform: Platform, *, owned: bool) -> TracedModel:
+def _trace(model: nn.Module, options: Options, platform: Platform, *, owned: bool) -> CompiledModel:
     from atomc.compiler.trace_model import trace  # and with it Dynamo
-    from atomc.refusal import refusal
     from atomc.rewriting.graph_pass import Context
-    from atomc.torch_compat.tracing import TracingError
 
     encoder: VisionModel = model  # type: ignore[assignment]
 
@@ -164,22 +141,12 @@ def _traced(model: nn.Module, options: Options, platform: Platform, *, owned: bo
         return encoder.encode_patches(pixels, patches)
 
     device = next(model.parameters()).device
-    patches = sum(t * h * w for t, h, w in EXAMPLE)
+    num_patches = sum(t * h * w for t, h, w in EXAMPLE)
     example = (
-        torch.zeros(patches, encoder.patch_width, device=device),
+        torch.zeros(num_patches, encoder.patch_width, device=device),
         # Of memory of their own: the sizes of parts of one tensor would depend on each other.
         *(each.clone() for each in encoder.patch_inputs(EXAMPLE, device)),
     )
-    context = Context(
-        options,
-        platform,
-        paged=True,
-        owned=owned,
-        keep_texts=options.report is not None,
-    )
-    try:
-        return trace(model, encode, example, context)
-    except OURS:
-        raise
-    except TracingError as error:
-        raise refusal(model, error) from (error if options.strict else None)
+    keep_texts = options.report is not None
+    context = Context(options, platform, paged=True, owned=owned, keep_texts=keep_texts)
+    return trace(model, encode, example, context)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from atomc.cache.compiled import Compiled, weight_inputs
-from atomc.cache.model_cache import ModelCache, TracedModel
-from atomc.errors import OURS, RunError
+from atomc.cache.model_cache import CompiledModel, ModelCache
+from atomc.errors import RunError
 from atomc.files.json_types import JSONLike
 from atomc.ops.inputs import TEXT, ModelInputs, StateInput
 from atomc.ops.state import StateSpec, Step
@@ -254,59 +254,60 @@ def compile_model(
     # An audit and a recording also run the graph before the passes, which reads originals.
     frees = owned and not (chosen.audit or chosen.record)
     device = next(model.parameters()).device
-    where = platform or Platform.detect("cpu" if device.type == "meta" else device.type)
-    cache = ModelCache(
-        model, chosen, where, takes, owned=owned, observed=bool(observers) or keep_texts
-    )
-    found = cache.load()
-    if found is not None:
-        report = keep(found.report)
-        compiled, inputs = found.compiled, found.inputs
-        key: str | None = found.key
-    else:
-        traced = _traced(model, chosen, where, observers, keep_texts, takes, owned=owned)
-        compiled, inputs, report, key = traced.compiled, traced.inputs, traced.report, traced.key
-        cache.store(traced)
-    report.treated = True
-    contract.check(report, chosen)
+
+    def trace(platform: Platform) -> CompiledModel:
+        from atomc.compiler.trace_model import trace_model  # and with it Dynamo
+
+        return trace_model(model, chosen, platform, observers, keep_texts, takes, owned=owned)
+
+    observed = bool(observers) or keep_texts
+    loaded = load_or_trace(model, chosen, platform, takes, trace, owned=owned, observed=observed)
+    compiled, inputs, report = loaded.compiled, loaded.inputs, loaded.report
     with torch.no_grad():
         weights = weight_inputs(compiled, report.notes)
         freed = bytes_of(weights.replaced_groups(inputs), inputs) if frees else 0
         if freed and before_free is not None and device.type != "meta":
-            before_free(key, compiled.state, report)
+            before_free(loaded.key, compiled.state, report)
         made = _made(weights, inputs, device, frees=frees)
         if weights.prepared_inputs and device.type != "meta":
             report.notes.append(weights.note(freed))
         program = Program(
             compiled, inputs, made, None if owned else weights.refresh, report, device, model
         )
-    program.key, program.prepared_bytes = key, weights.prepared_bytes(inputs)
+    program.key, program.prepared_bytes = loaded.key, weights.prepared_bytes(inputs)
     program.replaced_bytes, program.takes = freed, takes
     report.notes += _notes_of(model)
     publish(report, chosen)
     return program
 
 
-def _traced(
+def load_or_trace(
     model: nn.Module,
     options: Options,
-    platform: Platform,
-    observers: "Sequence[Callable[[str, GraphModule], None]]",
-    keep_texts: bool,
-    takes: ModelInputs,
+    platform: Platform | None,
+    takes: ModelInputs | str,
+    trace: Callable[[Platform], CompiledModel],
     *,
     owned: bool,
-) -> TracedModel:
-    from atomc.compiler.trace_model import trace_model  # and with it Dynamo
-    from atomc.refusal import refusal
-    from atomc.torch_compat.tracing import TracingError
+    observed: bool,
+) -> CompiledModel:
+    """The model from the cache, or as `trace` compiles it for the platform, by default that of its
+    parameters; with a report that meets its contract.
 
-    try:
-        return trace_model(model, options, platform, observers, keep_texts, takes, owned=owned)
-    except OURS:
-        raise
-    except TracingError as error:
-        raise refusal(model, error) from (error if options.strict else None)
+    takes, owned, observed  as in ModelCache
+    """
+    kind = next(model.parameters()).device.type
+    platform = platform or Platform.detect("cpu" if kind == "meta" else kind)
+    cache = ModelCache(model, options, platform, takes, owned=owned, observed=observed)
+    loaded = cache.load()
+    if loaded is None:
+        loaded = trace(platform)
+        cache.store(loaded)
+    else:
+        keep(loaded.report)
+    loaded.report.treated = True
+    contract.check(loaded.report, options)
+    return loaded
 
 
 def _made(

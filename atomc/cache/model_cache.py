@@ -9,7 +9,6 @@ elsewhere has no reliable description: it is Uncacheable, and traced at each sta
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -25,39 +24,25 @@ from atomc.report.report import Report
 from atomc.torch_compat.core import Input
 
 
-class TracedModel(NamedTuple):
-    """A compiled model.
+@dataclass(frozen=True)
+class CompiledModel:
+    """A model that was traced, or loaded from the cache.
 
-    sources  the source expression of each input of Dynamo's graph
+    inputs   for each input of Dynamo's graph the tensor of the model; None for an argument
     arguments  for each input of Dynamo's graph (name, None) if it is an argument of the call,
              (name, dim) if it is the size of one; None for a tensor of the model
-    inputs   for each input of Dynamo's graph the tensor of the model; None for an argument
-    entry    the content of the cache entry of its graph, None if there is none
     key      the cache key of its graph, None if the cache was not used
-    """
-
-    compiled: Compiled
-    sources: list[str | None]
-    arguments: list[tuple[str, int | None] | None]
-    inputs: Sequence[Input]
-    report: Report
-    entry: ProgramData | None
-    key: str | None
-
-
-@dataclass(frozen=True)
-class CachedModel:
-    """A model loaded from the cache.
-
-    inputs  for each input of Dynamo's graph the tensor of this model; None for an argument
-    arguments, key  as in TracedModel
+    sources  of a traced model: the source expression of each input of Dynamo's graph
+    entry    of a traced model: the content of the cache entry of its graph, if there is one
     """
 
     compiled: Compiled
     inputs: Sequence[Input]
     arguments: Sequence[tuple[str, int | None] | None]
     report: Report
-    key: str
+    key: str | None
+    sources: Sequence[str | None] = ()
+    entry: ProgramData | None = None
 
 
 class ModelCache:
@@ -86,7 +71,7 @@ class ModelCache:
         )
         self.seconds = time.perf_counter() - start
 
-    def load(self) -> CachedModel | None:
+    def load(self) -> CompiledModel | None:
         """The model from the cache; None on a miss."""
         if self.observed:
             return None
@@ -105,9 +90,9 @@ class ModelCache:
         report.model, report.cached = data["model"], self.lookup.outcome
         report.phases["cache"] = self.seconds + self.lookup.seconds
         record_start(self.options, report)
-        return CachedModel(compiled, inputs, data["arguments"], report, data["graph"])
+        return CompiledModel(compiled, inputs, data["arguments"], report, data["graph"])
 
-    def store(self, traced: TracedModel) -> None:
+    def store(self, traced: CompiledModel) -> None:
         """Store the traced model under its description; the report says why it was traced."""
         report, entry, key = traced.report, traced.entry, traced.key
         if self.observed or report.cached.kind == "off":
@@ -133,7 +118,7 @@ class ModelCache:
             unknown = self.lookup.outcome.not_kept
             report.notes += [f"traced at each start: {unknown}"] * bool(unknown)
 
-    def _places(self, entry: ProgramData, traced: TracedModel) -> list[str | None]:
+    def _places(self, entry: ProgramData, traced: CompiledModel) -> list[str | None]:
         """The path in the model of each input of the graph; None for an argument."""
         if entry["guards"] is not None:
             raise Uncacheable("it was compiled under size guards")

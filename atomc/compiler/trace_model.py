@@ -1,5 +1,6 @@
 """Traces a model with Dynamo and compiles it for the runtime, once and without guards."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -8,11 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from atomc.cache.model_cache import TracedModel
+from atomc.cache.model_cache import CompiledModel
 from atomc.capture.regions import region_failure_note, trace_once
 from atomc.capture.subclasses import check_weights
 from atomc.compiler.driver import build
 from atomc.compiler.entry import new_report
+from atomc.compiler.pipeline import PassError
+from atomc.errors import OURS
 from atomc.ops.inputs import ModelInputs
 from atomc.options import Options
 from atomc.platform import Platform
@@ -20,8 +23,11 @@ from atomc.report.report import Report, forget, keep
 from atomc.rewriting.graph_pass import Context
 from atomc.torch_compat.automatic_dynamic import isolated_dynamo_state
 from atomc.torch_compat.core import GraphFunction, Input, Outputs
+from atomc.torch_compat.exceptions import out_of_memory
+from atomc.torch_compat.trace_failure import raised_by_backend, trace_failure
 from atomc.torch_compat.tracing import (
     ShortenTraceback,
+    TracingError,
     argument_of,
     mark_unbacked,
     raised_unwrapped,
@@ -29,13 +35,15 @@ from atomc.torch_compat.tracing import (
     with_fresh_code,
 )
 
+log = logging.getLogger("atomc")
+
 
 class _TraceFinished(ShortenTraceback):
     """Ends the call of a model that is only traced, before Dynamo creates guards, which are not
     needed.
     """
 
-    def __init__(self, traced: TracedModel) -> None:
+    def __init__(self, traced: CompiledModel) -> None:
         super().__init__(first_useful_frame=None)
         self.traced = traced
 
@@ -49,7 +57,7 @@ def trace_model(
     takes: ModelInputs,
     *,
     owned: bool,
-) -> TracedModel:
+) -> CompiledModel:
     """Trace and compile the model; see atomc.program.compile_model."""
     device = next(model.parameters()).device
     context = Context(
@@ -115,12 +123,13 @@ def trace(
     context: Context,
     *,
     dims: Sequence[int] | None = None,
-) -> TracedModel:
+) -> CompiledModel:
     """Trace and compile `call`, a function of tensors that calls the model.
 
     dims   for each tensor, the dimension whose size is traced as unbacked; None: the first
 
-    Raises ValueError for a model with tensor subclasses.
+    Raises ValueError for a model with tensor subclasses, and with the reason and the line for one
+    that cannot be served. Strict options add the traceback, else it is logged at level debug.
     """
     check_weights(model)
     for tensor, dim in zip(example, dims or [0] * len(example), strict=True):
@@ -141,17 +150,45 @@ def trace(
 
     with torch.no_grad():
         start = time.perf_counter()
-        made = trace_once(model, lambda: _run_dynamo(call, example, backend), undo)
+        try:
+            made = trace_once(model, lambda: _run_dynamo(call, example, backend), undo)
+        except OURS:
+            raise
+        except TracingError as error:
+            raise serving_error(model, error) from (error if context.options.strict else None)
         total = time.perf_counter() - start
     made.report.notes += notes
     made.report.phases["dynamo"] = max(0.0, total - sum(made.report.phases.values()))
     return made
 
 
-def _compiled(gm: GraphModule, context: Context, report: Report) -> TracedModel:
+def serving_error(model: nn.Module, error: BaseException) -> BaseException:
+    """What to raise instead of an error of Dynamo's: ValueError with the reason, or the cause of
+    the error if memory ran out. The log has the trace, at level debug.
+    """
+    cause = raised_by_backend(error)
+    if isinstance(cause, MemoryError) or out_of_memory(cause):
+        return cause
+    inner = getattr(model, "hf_model", model)
+    name = type(inner).__name__
+    log.debug("%s was not compiled", name, exc_info=error)
+    if isinstance(cause, PassError) and isinstance(cause.__cause__, ValueError):
+        reason, where, only_here = str(cause.__cause__), "", True
+    else:
+        reason, where, only_here = trace_failure(cause)
+    # True of transformers' classes, whose own attention is back there.
+    elsewhere = only_here and inner is not model
+    return ValueError(
+        f"{name} cannot be served: {reason}"
+        + f" ({where})" * bool(where)
+        + '; torch.compile(model, backend="atom") in a program of your own has no such limit'
+        * elsewhere
+    )
+
+
+def _compiled(gm: GraphModule, context: Context, report: Report) -> CompiledModel:
     """The model of a graph of Dynamo, whose inputs are those of the context."""
     built = build(gm, context.inputs, context, report, {})
-    compiled = built.compiled
     placeholders = gm.graph.find_nodes(op="placeholder")
     sources = [source_name(node) for node in placeholders]
     arguments = [argument_of(node) for node in placeholders]
@@ -159,7 +196,7 @@ def _compiled(gm: GraphModule, context: Context, report: Report) -> TracedModel:
         given if argument is None else None
         for argument, given in zip(arguments, context.inputs, strict=True)
     ]
-    return TracedModel(compiled, sources, arguments, owned, report, built.entry, built.key)
+    return CompiledModel(built.compiled, owned, arguments, report, built.key, sources, built.entry)
 
 
 def _example_step(device: torch.device, takes: ModelInputs) -> Sequence[Tensor]:
@@ -184,7 +221,7 @@ def _run_dynamo(
     call: Callable[..., Outputs],
     example: Sequence[Tensor],
     backend: Callable[[GraphModule, Sequence[Input]], GraphFunction],
-) -> TracedModel:
+) -> CompiledModel:
     """Run the call under Dynamo until the backend raises _TraceFinished."""
     fresh = with_fresh_code(call)
     try:

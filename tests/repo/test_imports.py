@@ -22,7 +22,7 @@ LAYERS = [
     {"cache", "passes"},
     {"audit"},
     {"compiler"},
-    {"backend", "refusal"},
+    {"backend"},
     {"encoder", "program"},
     {"models"},
     {"quantization"},

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import atomc
 from atomc import ops
+from atomc.compiler.trace_model import serving_error
 from atomc.program import compile_model
-from atomc.refusal import refusal
 from atomc.runtime.llm import LLM
 from atomc.runtime.requests.sampling_params import SamplingParams
 from atomc.torch_compat.trace_failure import BackendCompilerFailed
@@ -260,4 +260,4 @@ def test_the_trace_is_in_the_log_at_level_debug_and_comes_along_if_strict(caplog
 
 def test_memory_that_ran_out_while_compiling_is_not_taken_for_a_fault_of_the_model() -> None:
     full = torch.OutOfMemoryError("CUDA out of memory")
-    assert refusal(Undecided(""), BackendCompilerFailed(None, full, None)) is full
+    assert serving_error(Undecided(""), BackendCompilerFailed(None, full, None)) is full

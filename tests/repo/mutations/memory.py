@@ -73,7 +73,7 @@ BUGS = [
         "pass",
         "refuses_to_save",
     ),
-    bug("atomc/program", "before_free(key, compiled.state, report)", "pass", "stock_class"),
+    bug("atomc/program", "before_free(loaded.key, compiled.state, report)", "pass", "stock_class"),
     bug(
         "atomc/loading/dummy_weights",
         "stored_bytes(model, methods) + unquantized_bytes",

@@ -58,7 +58,7 @@ BUGS = [
     of_images("runtime/execution/input_batch.py", "following = self.embeddings[:rows].roll(-1, 0)", "following = self.embeddings[:rows]", IMAGES),
     of_images("runtime/execution/input_batch.py", "following = np.roll(mask, -1)", "following = mask.copy()", IMAGES),
     of_images("runtime/execution/input_batch.py", "following[bounds[1:] - 1] = False", "pass", IMAGES),
-    of_cache("atomc/encoder.py", "        cache.store(traced)", "        pass", "traces_no_encoder"),
+    of_cache("atomc/program.py", "        cache.store(loaded)", "        pass", "traces_no_encoder"),
     of_cache("atomc/cache/model_cache.py", '"arguments": list(traced.arguments)', '"arguments": [None] * len(traced.arguments)', "traces_no_encoder"),
     of_images("models/vision_language.py", "            x_TD, *_ = placed(x_TD, embeddings, is_image)", "            pass", "reads_the_embeddings"),
 ]  # fmt: skip
